@@ -11,7 +11,6 @@ from outbox.api import route, tenancy
 from outbox.api.redaction import redactor_for
 from outbox.api.request_parsing import Paging, TimeOrAge
 from outbox.api.route import (
-    ID_MAX,
     Call,
     Comment,
     NoQuery,
@@ -34,6 +33,7 @@ from outbox.operations.dead_letters import (
 from outbox.operations.discard import DiscardReport
 from outbox.operations.endpoints import NOT_SHOWN
 from outbox.operations.replays import ReplayReport
+from outbox.operations.rows import ID_MAX
 from outbox.operations.skip import SkippedDelivery, skip_delivery
 
 SKIP_WAIT_S = 1.0

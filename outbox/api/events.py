@@ -17,7 +17,6 @@ from outbox.api.problem import Problem, ProblemKind
 from outbox.api.redaction import redactor_for
 from outbox.api.request_parsing import Paging, Seconds, TimeOrAge
 from outbox.api.route import (
-    ID_MAX,
     PAYLOAD_BODY_BYTES_MAX,
     Call,
     Headers,
@@ -41,6 +40,7 @@ from outbox.operations.criteria import Criteria
 from outbox.operations.event_trace import TraceReport
 from outbox.operations.events import EventRow
 from outbox.operations.page_bytes import PAGE_BYTES_MAX
+from outbox.operations.rows import ID_MAX
 from outbox.producers.publish import Event, encode_events, publish_encoded
 from outbox.producers.tracing import traced
 

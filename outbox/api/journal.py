@@ -6,7 +6,6 @@ from outbox.api import route
 from outbox.api.redaction import redactor_for
 from outbox.api.request_parsing import Paging
 from outbox.api.route import (
-    ID_MAX,
     Call,
     Page,
     TenantAccess,
@@ -15,6 +14,7 @@ from outbox.api.route import (
 from outbox.operations import journal
 from outbox.operations.criteria import find_endpoint_ids
 from outbox.operations.journal import JournalRow
+from outbox.operations.rows import ID_MAX
 
 
 class JournalQuery(Paging):

@@ -24,10 +24,11 @@ from outbox.operations import backfill, replay_jobs
 from outbox.operations.backfill import BackfillPlan
 from outbox.operations.criteria import Criteria
 from outbox.operations.replay_jobs import JobState, ReplayJob
+from outbox.operations.rows import ID_MAX
 
 
 class ReplaysQuery(Paging):
-    state: JobState | Literal["all"] = "running"
+    state: JobState | Literal["all"] = "all"
 
 
 class BackfillBody(RequestModel):
@@ -47,17 +48,17 @@ class BackfillBody(RequestModel):
 
 
 @route.get(
-    "/v1/replays", "List replay jobs, oldest first", scope="read", tenants=TenantAccess.NARROWED
+    "/v1/replays", "List replay jobs, newest first", scope="read", tenants=TenantAccess.NARROWED
 )
 async def _list(call: Call[ReplaysQuery, None]) -> Page[ReplayJob]:
     query = call.query
     states = replay_jobs.STATES if query.state == "all" else (query.state,)
-    tenant, after = call.tenant, id_cursor(query.after, 0)
+    tenant, before = call.tenant, id_cursor(query.after, ID_MAX)
     limit = await call.run(
-        replay_jobs.read_jobs_limit, states=states, tenant=tenant, limit=query.limit, after=after
+        replay_jobs.read_jobs_limit, states=states, tenant=tenant, limit=query.limit, before=before
     )
     rows = await call.run(
-        replay_jobs.list_jobs, states=states, tenant=tenant, limit=limit + 1, after=after
+        replay_jobs.list_jobs, states=states, tenant=tenant, limit=limit + 1, before=before
     )
     redactor = await redactor_for(call)
     return page_of_rows([redactor.redact_job(row) for row in rows], limit, lambda job: job.id)

@@ -35,6 +35,7 @@ from pydantic_core import PydanticCustomError
 from outbox.api.problem import Problem, ProblemKind
 from outbox.core.model.headers import WIRE_COUNT_MAX
 from outbox.core.model.setting_types import TYPES_MAX
+from outbox.operations.rows import ID_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from outbox.destinations.http.endpoint_tester import EndpointTester
 
 LIMIT, LIMIT_MAX = 100, 1000
-ID_MAX = 2**63 - 1
 TIMEOUT_S = 30.0
 """Default timeout of a request."""
 SMALL_BYTES_MAX = 8 * 1024

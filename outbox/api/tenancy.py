@@ -30,10 +30,11 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from outbox.api.problem import Problem, ProblemKind
-from outbox.api.route import ID_MAX, TenantAccess
+from outbox.api.route import TenantAccess
 from outbox.errors import NotFound, UsageError
 from outbox.operations import tenancy
 from outbox.operations.criteria import Criteria, DeadLetterSelection
+from outbox.operations.rows import ID_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -15,13 +15,14 @@ from outbox.cli.common import (
     run_operation,
     settings_options,
 )
-from outbox.cli.filter_options import ID_MAX, dead_id, filter_options, selection_options
+from outbox.cli.filter_options import dead_id, filter_options, selection_options
 from outbox.cli.main import Group
 from outbox.cli.output import cell, count, emit_json, emit_pairs, emit_table
 from outbox.operations import dead_letters, replays
 from outbox.operations import discard as discards
 from outbox.operations import skip as skips
 from outbox.operations.criteria import Criteria, DeadLetterSelection
+from outbox.operations.rows import ID_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable

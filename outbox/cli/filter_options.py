@@ -11,6 +11,7 @@ import click
 from outbox.core.model import duration
 from outbox.errors import UsageError
 from outbox.operations.criteria import REASONS
+from outbox.operations.rows import ID_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from outbox.operations.criteria import When
 
     Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-ID_MAX = 2**63 - 1
 
 
 def dead_id(text: str) -> int:

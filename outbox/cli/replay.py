@@ -15,11 +15,12 @@ from outbox.cli.common import (
     run_operation,
     settings_options,
 )
-from outbox.cli.filter_options import ID_MAX, time_options
+from outbox.cli.filter_options import time_options
 from outbox.cli.main import Group
 from outbox.cli.output import count, emit_json, emit_pairs, emit_table
 from outbox.operations import backfill, replay_jobs
 from outbox.operations.criteria import Criteria
+from outbox.operations.rows import ID_MAX
 
 if TYPE_CHECKING:
     from asyncpg import Connection
@@ -114,29 +115,34 @@ def command(
     epilog="""\b
 Examples:
   outbox replay list
-  outbox replay list --state all --json
+  outbox replay list --state running --json
 """,
 )
 @click.option(
     "--state",
     type=click.Choice([*replay_jobs.STATES, "all"]),
-    default="running",
+    default="all",
     show_default=True,
     help="Only jobs in this state.",
 )
 @limit_option
 @click.option(
-    "--after", type=click.IntRange(0, ID_MAX), default=0, help="Only job IDs above this (paging)."
+    "--before",
+    metavar="JOB",
+    type=click.IntRange(1, ID_MAX),
+    default=ID_MAX,
+    show_default=False,
+    help="Only jobs before this one (paging).",
 )
 @json_option
 @settings_options
-def list_(settings: Settings, state: str, limit: int, after: int, as_json: bool) -> None:
-    """List replay jobs (of dead letters, past events and lanes), oldest first."""
+def list_(settings: Settings, state: str, limit: int, before: int, as_json: bool) -> None:
+    """List replay jobs (of dead letters, past events and lanes), newest first."""
     states = [each for each in replay_jobs.STATES if state in (each, "all")]
     rows = run_operation(
-        settings, replay_jobs.list_jobs, states=states, limit=limit + 1, after=after
+        settings, replay_jobs.list_jobs, states=states, limit=limit + 1, before=before
     )
-    rows = first_page(rows, limit, lambda row: row.id)
+    rows = first_page(rows, limit, lambda row: row.id, "--before")
     if as_json:
         emit_json(rows)
         return
@@ -155,9 +161,7 @@ def list_(settings: Settings, state: str, limit: int, after: int, as_json: bool)
             ]
             for j in rows
         ],
-        "no replay jobs"
-        if state == "all"
-        else f"no {state} replay jobs; to list all: outbox replay list --state all",
+        "no replay jobs" if state == "all" else f"no {state} replay jobs",
     )
 
 

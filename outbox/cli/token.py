@@ -19,11 +19,10 @@ from outbox.cli.main import Group
 from outbox.cli.output import emit_json, emit_pairs, emit_table
 from outbox.core.model.api_token import SCOPES, TokenSettings
 from outbox.operations import api_tokens
+from outbox.operations.rows import ID_MAX
 
 if TYPE_CHECKING:
     from outbox.config import Settings
-
-ID_MAX = 2**63 - 1
 
 
 @click.group("token", cls=Group)

@@ -9,8 +9,9 @@ import click
 from outbox.cli.common import json_option, run_operation, settings_options, warn
 from outbox.cli.output import cell, count, emit_json, emit_pairs, fold, style
 from outbox.core.model.text import safe
-from outbox.operations import events, trace
+from outbox.operations import trace
 from outbox.operations.event_trace import describe_unsent
+from outbox.operations.rows import ID_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,8 +49,8 @@ key (the newest events are shown), or an outbox id as printed by verify and doct
 @click.option(
     "--before",
     metavar="OUTBOX_ID",
-    type=click.IntRange(1, events.ID_MAX),
-    default=events.ID_MAX,
+    type=click.IntRange(1, ID_MAX),
+    default=ID_MAX,
     show_default=False,
     help="With a key: only events before this one (paging).",
 )

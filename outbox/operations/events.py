@@ -17,7 +17,7 @@ from uuid import UUID
 from outbox.core.model.ids import delivery_id, outbox_id_of
 from outbox.errors import NotFound
 from outbox.operations.criteria import Criteria, criteria_parameters
-from outbox.operations.rows import from_row
+from outbox.operations.rows import ID_MAX, from_row
 from outbox.store.connection.connect import map_errors
 from outbox.store.erasure import PLAN_BY_INDEX
 from outbox.store.type_match import matches_criteria
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-ID_MAX = 2**63 - 1
 SCANNED_MAX = 20_000
 """Maximum of events that one search scans."""
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.operations.events import PLAN_BY_ID
 from outbox.operations.page_bytes import count_rows_within, read_page_limit
-from outbox.operations.rows import from_row
+from outbox.operations.rows import ID_MAX, from_row
 from outbox.store.connection.connect import map_errors
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-ID_MAX = 2**63 - 1
 
 _COLUMNS = """j.id, j.at, j.kind, j.actor, j.session_role, j.endpoint_id, j.data::text AS data,
        e.name AS endpoint"""

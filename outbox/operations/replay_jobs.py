@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from outbox.errors import Conflict, NotFound
 from outbox.operations.page_bytes import count_rows_within, read_page_limit
-from outbox.operations.rows import from_row
+from outbox.operations.rows import ID_MAX, from_row
 from outbox.operations.tenancy import JOB_IS_OWN
 from outbox.store.change import NEW_JOB, document, make_change_and_read
 from outbox.store.connection.connect import map_errors
@@ -81,9 +81,9 @@ SELECT j.id, j.kind, j.state, j.endpoint, j.types, j.tenant, j.reason, j.since, 
 """
 
 _PAGE = f"""
- WHERE j.id > $1 AND j.state = ANY ($2)
+ WHERE j.id < $1 AND j.state = ANY ($2)
    AND ($4::text IS NULL OR {JOB_IS_OWN.format(job="j.id", tenant="$4")})
- ORDER BY j.id LIMIT $3
+ ORDER BY j.id DESC LIMIT $3
 """
 READ_JOBS = _JOBS + _PAGE
 # The approximate size of a job in memory, with its types.
@@ -91,7 +91,7 @@ COUNT_JOBS = count_rows_within(
     f"""
 SELECT j.id, 1000 + coalesce(octet_length(j.types::text) + 50 * cardinality(j.types), 0) AS bytes
   FROM replay_job j {_PAGE}""",  # noqa: S608 (constants only)
-    "p.id",
+    "p.id DESC",
 )
 READ_JOB = f"""{_JOBS} WHERE j.id = $1"""
 
@@ -195,15 +195,15 @@ async def list_jobs(
     states: Sequence[JobState] = STATES,
     tenant: str | None = None,
     limit: int = 100,
-    after: int = 0,
+    before: int = ID_MAX,
 ) -> list[ReplayJob]:
-    """List jobs by id, at most `limit`, starting after the id `after`.
+    """List jobs with ids below `before`, newest first, at most `limit`.
 
     Args:
         tenant: only jobs of endpoints of this tenant alone.
     """
     with map_errors(schema):
-        rows = await connection.fetch(READ_JOBS, after, list(states), limit, tenant)
+        rows = await connection.fetch(READ_JOBS, before, list(states), limit, tenant)
     return [_job(row) for row in rows]
 
 
@@ -214,12 +214,12 @@ async def read_jobs_limit(
     states: Sequence[JobState] = STATES,
     tenant: str | None = None,
     limit: int,
-    after: int = 0,
+    before: int = ID_MAX,
 ) -> int:
     """Read how many jobs the next page of `list_jobs` may have, at most `limit`."""
     with map_errors(schema):
         return await read_page_limit(
-            connection, COUNT_JOBS, limit, after, list(states), limit, tenant
+            connection, COUNT_JOBS, limit, before, list(states), limit, tenant
         )
 
 

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound="DataclassInstance")
 
+ID_MAX = 2**63 - 1
+"""The largest id in a table, and the largest sequence number."""
+
 
 def from_row(kind: type[T], row: Any, *, parse: Collection[str] = (), **values: Any) -> T:
     """Build a dataclass from the columns that have the names of its fields.

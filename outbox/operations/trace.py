@@ -30,7 +30,7 @@ from outbox.operations.event_trace import (
 )
 from outbox.operations.lanes import BLOCKED_BY, LANE_STATE, retry_state
 from outbox.operations.page_bytes import shorten_responses
-from outbox.operations.rows import from_row
+from outbox.operations.rows import ID_MAX, from_row
 from outbox.store.connection.connect import map_errors
 from outbox.store.erasure import PLAN_BY_INDEX
 from outbox.store.routing_change import READ_NOW
@@ -198,7 +198,7 @@ async def trace_events(
     *,
     endpoint: str | None = None,
     limit: int = 5,
-    below: int = events.ID_MAX,
+    below: int = ID_MAX,
     payload: bool = False,
     tenant: str | None = None,
     once_key: str | None = None,

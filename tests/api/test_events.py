@@ -12,6 +12,7 @@ import pytest
 
 from outbox.api.events import _digest
 from outbox.operations import events
+from outbox.operations.rows import ID_MAX
 from outbox.producers.publish import Event
 from outbox.store.connection.connect import connect
 from outbox.store.connection.dsn import parse
@@ -347,7 +348,7 @@ async def test_a_search_reads_no_more_rows_than_its_bound(
         async with db.transaction():
             await db.execute(events.PLAN_BY_ID)
             plan = await explain(
-                db, events.FIND, events.ID_MAX, 101, ["a.*"], *[None] * 4, 1000,
+                db, events.FIND, ID_MAX, 101, ["a.*"], *[None] * 4, 1000,
                 generic=generic,
             )  # fmt: skip
         assert plan.rows <= 1000 + 2 * 101 + 50, plan

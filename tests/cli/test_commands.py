@@ -566,10 +566,8 @@ def test_a_dry_run_changes_nothing(here: Command, database: Database) -> None:
 
 
 def test_a_replay_job_is_listed_shown_and_aborted(here: Command, database: Database) -> None:
-    assert here("replay", "list", "--state", "all").out == "no replay jobs\n"
-    assert here("replay", "list").out == (
-        "no running replay jobs; to list all: outbox replay list --state all\n"
-    )
+    assert here("replay", "list").out == "no replay jobs\n"
+    assert here("replay", "list", "--state", "running").out == "no running replay jobs\n"
     here("endpoint", "add", "a", URL)
     add_dead_letters(database, "a")
     assert here("dead", "replay", "--endpoint", "a", "--rate", 5).out == (
@@ -579,10 +577,10 @@ def test_a_replay_job_is_listed_shown_and_aborted(here: Command, database: Datab
     assert began.json == {"job": 2}
     listed = here("replay", "list").out.splitlines()
     assert [line.split()[:3] for line in listed[1:]] == [
-        ["1", "dead", "running"],
         ["2", "history", "running"],
+        ["1", "dead", "running"],
     ]
-    assert "--endpoint a --type a.* --since 2020-01-01T00:00:00" in listed[2]
+    assert "--endpoint a --type a.* --since 2020-01-01T00:00:00" in listed[1]
     shown = here("replay", "show", 1, "--json").json
     assert (shown["all"], shown["done"], shown["rate_per_s"]) == (11, 0, 5.0)
     text = here("replay", "show", 1).out
@@ -594,10 +592,10 @@ def test_a_replay_job_is_listed_shown_and_aborted(here: Command, database: Datab
         2,
         "replay job 1 was aborted already; see: outbox replay show 1",
     )
-    assert [r["id"] for r in here("replay", "list", "--json").json] == [2]
-    assert here("replay", "list", "--state", "all", "--limit", 1).err == (
-        "more rows exist; next page: --after 1\n"
-    )
+    running = here("replay", "list", "--state", "running", "--json").json
+    assert [r["id"] for r in running] == [2]
+    assert here("replay", "list", "--limit", 1).err == "more rows exist; next page: --before 2\n"
+    assert [r["id"] for r in here("replay", "list", "--before", 2, "--json").json] == [1]
     assert len(here("dead", "list", "--json").json) == 2
     unsaid = here("replay")
     assert unsaid.code == 2

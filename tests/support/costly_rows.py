@@ -81,7 +81,7 @@ SELECT endpoint_id, id, 1, n, n, gen_random_uuid(), :tenant, :type, :key, :heade
 INSERT INTO dead_letter (endpoint_id, lane_id, batch, seq, to_seq, tenant, type, reason, state,
                          attempts)
 SELECT endpoint_id, id, 1, 1000 + n, 1000 + n, :tenant, :type,
-       ('{refused,exhausted,expired,erased,backlog,disabled,removed}'::text[])[1 + n % 7],
+       ('{refused,exhausted,expired,erased,backlog,disabled,removed,skipped}'::text[])[1 + n % 8],
        CASE WHEN n < 7 THEN 'dead' ELSE 'discarded' END, 9
   FROM lane, generate_series(0, 13) n WHERE slot = 0;
 

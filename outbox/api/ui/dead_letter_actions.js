@@ -2,7 +2,6 @@
 
 import { get, name, post } from "./api.js";
 import { h } from "./dom.js";
-import { follow } from "./jobs.js";
 import { link } from "./router.js";
 import { count, plural } from "./format.js";
 import { comment, confirm, field, runAction, tryRequest } from "./dialogs.js";
@@ -45,7 +44,6 @@ export async function replay(selection, body, deadLetters) {
   if (!form) return;
   const rate = form.rate ? { rate: Number(form.rate) } : {};
   await runAction(() => post("/v1/dead-letters/replay", { ...body, ...rate }), (result) => {
-    follow(result.job);
     return jobStarted(`Replaying ${plural(result.replaying, "dead letter")}.`, result.job);
   });
 }

@@ -10,31 +10,14 @@ import { runAction } from "./dialogs.js";
 const HEADS = ["Job", "State", "Replays", "Requested", "Progress", ""];
 const SHOWN_MAX = 20;
 
-// Jobs that this tab has shown or started: the API lists running jobs, and their end is shown too.
-const followed = new Map();
-
-export function follow(id) {
-  if (id && !followed.has(id)) followed.set(id, null);
-}
-
-async function readEnded(id, signal) {
-  const known = followed.get(id);
-  if (known && known.state !== "running") return known;
-  const job = await get(`/v1/replays/${id}`, {}, signal);
-  followed.set(id, job);
-  return job;
-}
-
 // All deliveries have a sequence number in their lanes; some are still pending.
 const isDelivering = (job) => job.state === "running" && job.all > 0 && job.done >= job.all;
 
-// Read running jobs, followed jobs that have ended, and the endpoints with a blocked lane.
+// Read running jobs, the newest jobs, and the endpoints with a blocked lane.
 export async function load(signal) {
-  const { items } = await get("/v1/replays", { limit: SHOWN_MAX }, signal);
-  items.forEach((job) => followed.set(job.id, job));
-  const running = new Set(items.map((job) => job.id));
-  const rest = await Promise.all([...followed.keys()].filter((id) => !running.has(id)).slice(-SHOWN_MAX).map((id) => readEnded(id, signal)));
-  const all = [...items, ...rest].sort((a, b) => b.id - a.id);
+  const pages = await Promise.all(["running", "all"].map((state) => get("/v1/replays", { state, limit: SHOWN_MAX }, signal)));
+  const byId = new Map(pages.flatMap((page) => page.items).map((job) => [job.id, job]));
+  const all = [...byId.values()].sort((a, b) => b.id - a.id);
   const live = all.some(isDelivering) ? await get("/v1/live", { endpoints: 200 }, signal) : { endpoints: [] };
   return { all, blocked: live.endpoints.filter((each) => each.lanes.some((lane) => lane.blocked)).map((each) => each.name) };
 }
