@@ -17,7 +17,7 @@ from benchmarks.history import LARGE, QUICK, SMALL
 from benchmarks.stage import search
 from outbox.core.model.ids import delivery_id
 from outbox.errors import CannotRun
-from outbox.store.partitions import PartitionStore
+from outbox.store.retention.partitions import PartitionStore
 from tests.support.process import command_line, environment
 
 if TYPE_CHECKING:

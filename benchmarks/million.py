@@ -25,8 +25,8 @@ from benchmarks.peers.turns import unless_ended
 from benchmarks.stage import add_endpoint, search, until
 from outbox.core.sequencing.partition_window import Retention
 from outbox.errors import CannotRun
-from outbox.store.partitions import PartitionStore
-from outbox.store.retention import RetentionStore
+from outbox.store.retention.partitions import PartitionStore
+from outbox.store.retention.periods import RetentionStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,7 +14,7 @@ from benchmarks.figures import Rounds, Row, Target
 from benchmarks.history import LARGE, QUICK, SMALL
 from benchmarks.stage import search
 from outbox.errors import CannotRun
-from outbox.store.partitions import PartitionStore
+from outbox.store.retention.partitions import PartitionStore
 from tests.support.api import make_token, serving
 from tests.support.chromium import browsing, chromium
 

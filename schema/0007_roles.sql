@@ -380,7 +380,7 @@ $$;
 -- Ends the current period and begins the next one; returns false if it is not the current one.
 -- The next period must have its partitions, or producers would fail.  setval() only advances
 -- ids, because it is not transactional.  Like the two functions below it locks the cursor
--- row: see outbox/store/retention.py.
+-- row: see outbox/store/retention/periods.py.
 CREATE FUNCTION end_period(kind text, number bigint) RETURNS boolean
 LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
 #variable_conflict use_column

@@ -53,7 +53,7 @@ from outbox.operations.endpoint_secrets import OVERLAP_S, Rotation
 from outbox.operations.endpoint_states import StateChange
 from outbox.operations.endpoints import EndpointDetail, EndpointRow
 from outbox.store.connection.secrets import Vault
-from outbox.store.endpoints import find_endpoint
+from outbox.store.delivery.endpoints import find_endpoint
 
 NAME = "/v1/endpoints/{name}"
 TEST_TIMEOUT_S = TEST_S + 10.0

@@ -33,7 +33,7 @@ from outbox.core.model.headers import parse_lines
 from outbox.errors import NotFound
 from outbox.operations import fetch_tokens, lane_history
 from outbox.store.connection.secrets import CLEAR, Vault
-from outbox.store.endpoints import read_endpoints, require_usable
+from outbox.store.delivery.endpoints import read_endpoints, require_usable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence

@@ -12,7 +12,7 @@ from outbox.cli.output import emit_json
 from outbox.core.model.schema_name import migrate_command
 from outbox.errors import UsageError
 from outbox.store.connection import migrate
-from outbox.store.partitions import PartitionStore
+from outbox.store.retention.partitions import PartitionStore
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,7 +17,7 @@ from outbox.operations.replay_jobs import JobPart, add_job, read_new_job
 from outbox.store.change import make_change_and_read
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.message import WriteStatement
-from outbox.store.endpoints import endpoint_not_found
+from outbox.store.delivery.endpoints import endpoint_not_found
 from outbox.store.type_match import FILTER_MET, MATCHES, matches_criteria
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from outbox.core.delivery.message import rfc3339
 from outbox.core.model import pattern
 from outbox.core.model.dead_letter_reason import DeadLetterReason
 from outbox.errors import UsageError
-from outbox.store.endpoints import endpoint_not_found
+from outbox.store.delivery.endpoints import endpoint_not_found
 from outbox.store.routing_change import READ_NOW
 
 if TYPE_CHECKING:

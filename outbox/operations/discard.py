@@ -9,7 +9,7 @@ from outbox.operations.criteria import criteria_parameters, find_endpoint_ids
 from outbox.operations.replays import find_candidates, single, write_dead_letter_state
 from outbox.store.change import make_change
 from outbox.store.connection.connect import map_errors
-from outbox.store.replay_feed import MATCHES_SELECTION
+from outbox.store.replays.replay_feed import MATCHES_SELECTION
 
 if TYPE_CHECKING:
     from asyncpg import Connection

@@ -25,7 +25,7 @@ from outbox.operations.endpoint_writes import REQUIRE_STATES
 from outbox.operations.endpoints import SETTING_COLUMNS, settings_of
 from outbox.store.change import make_change
 from outbox.store.connection.secrets import CLEAR, SIGNING
-from outbox.store.endpoints import endpoint_not_found
+from outbox.store.delivery.endpoints import endpoint_not_found
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping

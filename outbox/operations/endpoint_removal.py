@@ -17,7 +17,7 @@ from outbox.operations.lanes import PENDING, SUBSCRIBED
 from outbox.store.change import make_change
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.message import WriteStatement
-from outbox.store.replay_feed import CANCEL_REPLAYS
+from outbox.store.replays.replay_feed import CANCEL_REPLAYS
 
 if TYPE_CHECKING:
     from collections.abc import Collection

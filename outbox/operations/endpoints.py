@@ -26,7 +26,7 @@ from outbox.operations.page_bytes import (
 from outbox.operations.rows import from_row, parse_json
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.secrets import CLEAR
-from outbox.store.endpoints import endpoint_not_found
+from outbox.store.delivery.endpoints import endpoint_not_found
 
 if TYPE_CHECKING:
     from datetime import datetime

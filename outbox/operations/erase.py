@@ -19,7 +19,7 @@ from outbox.errors import UsageError
 from outbox.store.channels import NOTIFY_ALL
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.message import WriteStatement
-from outbox.store.erasure import (
+from outbox.store.retention.erasure import (
     PLAN_BY_INDEX,
     SET_PLANNER,
     STEP_EVENTS,

@@ -19,7 +19,7 @@ from outbox.errors import NotFound
 from outbox.operations.criteria import Criteria, criteria_parameters
 from outbox.operations.rows import ID_MAX, from_row
 from outbox.store.connection.connect import map_errors
-from outbox.store.erasure import PLAN_BY_INDEX
+from outbox.store.retention.erasure import PLAN_BY_INDEX
 from outbox.store.type_match import matches_criteria
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from outbox.errors import NotFound
 from outbox.store.change import make_change
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.message import WriteStatement
-from outbox.store.erasure import PLAN_BY_INDEX
+from outbox.store.retention.erasure import PLAN_BY_INDEX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,7 +14,7 @@ from outbox.errors import NotFound
 from outbox.operations.page_bytes import PAGE_BYTES_MAX
 from outbox.operations.rows import from_row
 from outbox.store.connection.connect import map_errors
-from outbox.store.lanes import READ_DELIVERIES, build_delivery
+from outbox.store.delivery.lanes import READ_DELIVERIES, build_delivery
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

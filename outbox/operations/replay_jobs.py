@@ -16,7 +16,7 @@ from outbox.operations.tenancy import JOB_IS_OWN
 from outbox.store.change import NEW_JOB, document, make_change_and_read
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.message import WriteStatement
-from outbox.store.replay_feed import CANCEL_REPLAYS
+from outbox.store.replays.replay_feed import CANCEL_REPLAYS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

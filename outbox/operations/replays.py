@@ -20,7 +20,7 @@ from outbox.operations.rows import from_row
 from outbox.store.change import NEW_JOB, make_change_and_read
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.message import WriteStatement
-from outbox.store.replay_feed import END_REASON, IS_ERASED, MATCHES_SELECTION
+from outbox.store.replays.replay_feed import END_REASON, IS_ERASED, MATCHES_SELECTION
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Sequencing of committed events that were skipped (see `outbox.store.skipped_events`).
+"""Sequencing of committed events that were skipped (see `outbox.store.sequencing.skipped_events`).
 
 Their ids become open gaps, so that the next batches find the events, as late ones.  Relays cache
 the open gaps: their registrations are ended like those of an expired replica, which fences off
@@ -14,12 +14,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from outbox.store.change import make_change
+from outbox.store.cluster.replicas import LOCK_REPLICA, RELEASE_ALL, REMOVE_REPLICA
+from outbox.store.cluster.timeline import LOCK_EPOCHS
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.message import WriteStatement
-from outbox.store.replicas import LOCK_REPLICA, RELEASE_ALL, REMOVE_REPLICA
-from outbox.store.retention import END_LEADERSHIP
-from outbox.store.skipped_events import IDS_MAX, SKIPPED_EVENTS
-from outbox.store.timeline import LOCK_EPOCHS
+from outbox.store.retention.periods import END_LEADERSHIP
+from outbox.store.sequencing.skipped_events import IDS_MAX, SKIPPED_EVENTS
 
 if TYPE_CHECKING:
     from asyncpg import Connection

@@ -22,7 +22,7 @@ from outbox.operations.schedules import read_schedule, schedule_not_found
 from outbox.store.change import make_change, make_change_and_read
 from outbox.store.connection.message import Private, WriteStatement
 from outbox.store.routing_change import READ_NOW
-from outbox.store.schedule_runs import LOCK_SCHEDULES, PUBLISH_RUNS
+from outbox.store.schedules.schedule_runs import LOCK_SCHEDULES, PUBLISH_RUNS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

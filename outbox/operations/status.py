@@ -11,7 +11,7 @@ from outbox.operations import lanes
 from outbox.operations.page_bytes import shorten_responses
 from outbox.operations.rows import from_row
 from outbox.store.connection.connect import map_errors
-from outbox.store.stalls import Blocker, read_cursor_blocker
+from outbox.store.sequencing.stalls import Blocker, read_cursor_blocker
 
 if TYPE_CHECKING:
     from datetime import datetime

@@ -14,9 +14,9 @@ from outbox.store.connection.connect import in_one_line
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from outbox.store.partitions import PartitionStore
-    from outbox.store.retention import RetentionStore
-    from outbox.store.skipped_events import SkippedEventStore
+    from outbox.store.retention.partitions import PartitionStore
+    from outbox.store.retention.periods import RetentionStore
+    from outbox.store.sequencing.skipped_events import SkippedEventStore
 
 log = structlog.get_logger("outbox.maintenance")
 

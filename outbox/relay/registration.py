@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outbox.relay.cluster.watchdog import response_deadline
-from outbox.store.records import Fenced
-from outbox.store.sessions import WORKERS, session_label
+from outbox.store.cluster.sessions import WORKERS, session_label
+from outbox.store.delivery.records import Fenced
 
 if TYPE_CHECKING:
     import random
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     from outbox.config import Settings
     from outbox.relay.cluster.connections import Connections
+    from outbox.store.cluster.replicas import ReplicaStore
     from outbox.store.connection.secrets import Vault
     from outbox.store.connection.worker import Worker
-    from outbox.store.replicas import ReplicaStore
 
 REGISTER_S = 30.0
 """Limit for the steps before registration."""

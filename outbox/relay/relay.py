@@ -23,7 +23,7 @@ from outbox.store.connection.connect import (
     in_one_line,
     not_granted,
 )
-from outbox.store.records import Fenced
+from outbox.store.delivery.records import Fenced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from outbox.relay.cluster.connections import Connections
     from outbox.relay.delivery.telemetry import DeliveryTelemetry
     from outbox.relay.registration import Registered
+    from outbox.store.cluster.replicas import ReplicaStore
     from outbox.store.connection.secrets import Vault
-    from outbox.store.replicas import ReplicaStore
 
 log = structlog.get_logger("outbox.relay")
 

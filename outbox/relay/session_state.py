@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from outbox.relay.delivery.dispatcher import Dispatcher
     from outbox.relay.delivery.endpoint_supervisor import EndpointSupervisor
     from outbox.relay.sequencing.sequencer import Sequencer
-    from outbox.store.stalls import Blocker
+    from outbox.store.sequencing.stalls import Blocker
     from outbox.telemetry.catalogue import Metric
     from outbox.telemetry.meters import Meters
     from outbox.telemetry.snapshot import Series

@@ -33,8 +33,8 @@ ADD_TO_JOURNAL = WriteStatement(
 )
 
 # Begins a change that was planned under the routing version $1, and aborts if that has changed.  It
-# also stores what identifies the database (see `outbox.store.timeline`), if that is not known yet:
-# the change may add lanes, and a dump of them may be restored before a relay has run.
+# also stores what identifies the database (see `outbox.store.cluster.timeline`), if that is not
+# known yet: the change may add lanes, and a dump of them may be restored before a relay has run.
 BEGIN_CHANGE_OF = WriteStatement(
     "begin_change_of",
     f"""

@@ -22,7 +22,7 @@ import outbox
 from outbox.core.delivery.retry_preview import markdown
 from outbox.core.delivery.signature import parse_secret, verify
 from outbox.operations import endpoint_states
-from outbox.store.replicas import ReplicaStore
+from outbox.store.cluster.replicas import ReplicaStore
 from tests.cli.conftest import Result
 from tests.cli.test_commands import execute
 from tests.destinations import hostile

@@ -20,7 +20,7 @@ from outbox.core.sequencing.filter_budget import (
 )
 from outbox.core.sequencing.router import RoutableEvent, Route, Router
 from outbox.relay.sequencing.filter_evaluator import FilterEvaluator
-from outbox.store.filters import FilterFailure, FilterStopReason, FilterStore
+from outbox.store.sequencing.filters import FilterFailure, FilterStopReason, FilterStore
 from tests.support.virtual_time import run_virtual
 
 if TYPE_CHECKING:

@@ -73,7 +73,7 @@ async def test_notified_events_need_no_read(
         async def see_nothing(*_: object) -> None:
             return None
 
-        monkeypatch.setattr("outbox.store.lanes.LaneStore.new_batches", see_nothing)
+        monkeypatch.setattr("outbox.store.delivery.lanes.LaneStore.new_batches", see_nothing)
         for n in range(5):
             await publish(database, n)
             await until(lambda n=n: len(one.sent) + len(other.sent) == ENDPOINTS * (n + 1), SOON_S)

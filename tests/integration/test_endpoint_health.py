@@ -13,7 +13,7 @@ import orjson
 import pytest
 
 from outbox.core.model.response import AttemptResult
-from outbox.store.records import RANGE_GROWTH_MAX_S
+from outbox.store.delivery.records import RANGE_GROWTH_MAX_S
 from tests.support.relay import (
     BUSY,
     OK,

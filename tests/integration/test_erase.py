@@ -14,7 +14,7 @@ from outbox.errors import UsageError
 from outbox.operations import backfill, erase, replays, trace
 from outbox.operations.criteria import Criteria, DeadLetterSelection
 from outbox.operations.erase import ErasureTarget
-from outbox.store.retention import RetentionStore
+from outbox.store.retention.periods import RetentionStore
 from tests.integration.test_retention import Maintainer, checkpointed
 from tests.support.relay import (
     BUSY,

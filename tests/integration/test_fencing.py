@@ -9,8 +9,8 @@ from uuid import uuid4
 import pytest
 
 from outbox.core.delivery.commands import AttemptRow, DeadRange, Progress, Record
-from outbox.store.records import Fenced, RecordStore
-from outbox.store.replicas import ReplicaStore
+from outbox.store.cluster.replicas import ReplicaStore
+from outbox.store.delivery.records import Fenced, RecordStore
 from tests.support.operators import LOCK_EPOCH
 from tests.support.relay import Network, add_endpoint, fetchval, register, running
 from tests.support.waiting import until
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import asyncpg
 
-    from outbox.store.replicas import ClusterSnapshot
+    from outbox.store.cluster.replicas import ClusterSnapshot
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.one_major

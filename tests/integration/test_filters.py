@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from outbox.operations import endpoint_changes
-from outbox.store.filters import READ_MATCHES, FilterFailure, FilterStopReason, FilterStore
+from outbox.store.sequencing.filters import (
+    READ_MATCHES,
+    FilterFailure,
+    FilterStopReason,
+    FilterStore,
+)
 from tests.support.relay import (
     Network,
     add_endpoint,
@@ -165,7 +170,7 @@ async def test_a_slow_database_disables_no_filter(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "outbox.store.filters.READ_MATCHES",
+        "outbox.store.sequencing.filters.READ_MATCHES",
         READ_MATCHES.replace("SELECT requested.n", "SELECT pg_sleep(0.6) IS NULL, requested.n"),
     )
     await add_endpoint(database, "good", filter="@ > 10")

@@ -14,8 +14,9 @@ from structlog.testing import capture_logs
 
 from outbox.errors import DatabaseUnavailable
 from outbox.relay.cluster.watchdog import RECHECK_MAX_S, Watchdog
-from outbox.store import partitions, sessions
+from outbox.store.cluster import sessions
 from outbox.store.connection.worker import Worker
+from outbox.store.retention import partitions
 from tests.support.concurrent_cases import run_concurrently
 from tests.support.load import under_load
 from tests.support.relay import (

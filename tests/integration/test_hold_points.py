@@ -25,11 +25,11 @@ from outbox.operations import (
 )
 from outbox.operations.criteria import Criteria, DeadLetterSelection
 from outbox.operations.erase import ErasureTarget
+from outbox.store.cluster.replicas import ReplicaStore
 from outbox.store.connection.migrate import migrate
 from outbox.store.connection.store_connection import StoreConnection
-from outbox.store.partitions import PartitionStore
-from outbox.store.replicas import ReplicaStore
-from outbox.store.retention import RetentionStore
+from outbox.store.retention.partitions import PartitionStore
+from outbox.store.retention.periods import RetentionStore
 from tests.support import schedules
 from tests.support.lockstep import in_lockstep
 from tests.support.pgbouncer import find_the_schema

@@ -15,8 +15,8 @@ from outbox.core.sequencing.partition_window import WIDTH, Retention
 from outbox.errors import CannotRun
 from outbox.operations import fetch_tokens
 from outbox.relay.delivery import recorder
-from outbox.store.partitions import PARENTS, PartitionStore
-from outbox.store.retention import RetentionStore
+from outbox.store.retention.partitions import PARENTS, PartitionStore
+from outbox.store.retention.periods import RetentionStore
 from outbox.web.address import Address
 from tests.support.api import make_token, serving
 from tests.support.process import outbox

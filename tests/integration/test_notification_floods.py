@@ -12,8 +12,8 @@ from outbox.relay.cluster import listener
 from outbox.relay.cluster.listener import CHANGES_EVERY_S, FLOOD_PER_S, Listener
 from outbox.relay.sequencing import sequencer
 from outbox.relay.wake_event import WakeEvent
-from outbox.store.lanes import LaneStore
-from outbox.store.sequencing import SequencingStore
+from outbox.store.delivery.lanes import LaneStore
+from outbox.store.sequencing.batches import SequencingStore
 from tests.support.relay import Network, add_endpoint, all_ended, fetchval, publish, running
 from tests.support.waiting import until
 

@@ -456,7 +456,7 @@ async def test_a_lasting_backlog_is_reported_once_across_leaders(
 ) -> None:
     monkeypatch.setattr("outbox.core.delivery.operational_events.LAGGING_S", 0.3)
     monkeypatch.setattr("outbox.core.delivery.operational_events.LAG_CHECK_EVERY_S", 0.0)
-    monkeypatch.setattr("outbox.store.stalls.LAGGING_S", 0.3)
+    monkeypatch.setattr("outbox.store.sequencing.stalls.LAGGING_S", 0.3)
     await add_endpoint(database, "ops", types=["outbox.**"])
     await publish_many(database, 6_000)
     for _ in range(2):
@@ -508,7 +508,7 @@ async def test_lag_is_reported_once_an_endpoint_subscribes(
 ) -> None:
     monkeypatch.setattr("outbox.core.delivery.operational_events.LAGGING_S", 0.1)
     monkeypatch.setattr("outbox.core.delivery.operational_events.LAG_CHECK_EVERY_S", 0.0)
-    monkeypatch.setattr("outbox.store.stalls.LAGGING_S", 0.1)
+    monkeypatch.setattr("outbox.store.sequencing.stalls.LAGGING_S", 0.1)
     await publish_many(database, 10_000)
     async with killed_at_the_end(database, Network(), batch_events_max=3):
         await until(lambda: _batches(database, 500), 20, "many batches")

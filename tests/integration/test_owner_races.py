@@ -12,7 +12,7 @@ from outbox.operations import endpoint_changes, endpoint_states
 from outbox.relay.delivery.attempt import AttemptSender
 from outbox.relay.delivery.dispatcher import Dispatcher
 from outbox.relay.delivery.endpoint_supervisor import EndpointSupervisor
-from outbox.store.lanes import LaneStore
+from outbox.store.delivery.lanes import LaneStore
 from tests.support.relay import (
     BUSY,
     OK,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from outbox.core.delivery.commands import Send
     from outbox.relay.delivery.attempt import Attempt
     from outbox.relay.delivery.owned_endpoints import LaneRuntime
-    from outbox.store.endpoints import Endpoint
+    from outbox.store.delivery.endpoints import Endpoint
     from tests.support.postgres import Database
     from tests.support.relay import Sent
 

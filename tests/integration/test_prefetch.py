@@ -21,8 +21,8 @@ from outbox.core.model.response import RETRYABLE, AttemptOutcome, AttemptResult
 from outbox.core.model.retry_policy import RetryPolicy
 from outbox.destinations.http.request import signed_request
 from outbox.relay.delivery.owned_endpoints import EndpointRuntime, LaneRuntime
-from outbox.store.endpoints import Endpoint
-from outbox.store.lanes import LoadedLane
+from outbox.store.delivery.endpoints import Endpoint
+from outbox.store.delivery.lanes import LoadedLane
 from outbox.telemetry.meters import Meters
 from tests.core.lane_tables import ENDPOINT, EPOCH_S, delivery
 

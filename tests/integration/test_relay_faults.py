@@ -19,9 +19,9 @@ from outbox.operations import endpoint_changes, endpoint_removal, replays
 from outbox.operations.criteria import DeadLetterSelection
 from outbox.relay.delivery.dispatcher import Dispatcher
 from outbox.relay.delivery.recorder import Recorder
-from outbox.store.lanes import LaneStore
-from outbox.store.records import Fenced, RecordStore
-from outbox.store.replicas import ReplicaStore
+from outbox.store.cluster.replicas import ReplicaStore
+from outbox.store.delivery.lanes import LaneStore
+from outbox.store.delivery.records import Fenced, RecordStore
 from tests.support.concurrent_cases import run_concurrently
 from tests.support.operators import routing_transaction
 from tests.support.relay import (

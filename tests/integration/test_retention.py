@@ -30,11 +30,11 @@ from outbox.operations.criteria import Criteria, DeadLetterSelection
 from outbox.relay import maintenance
 from outbox.relay.cluster import connections
 from outbox.relay.delivery import recorder
-from outbox.store import retention
-from outbox.store.partitions import PARENTS, PartitionStore
-from outbox.store.replay_progress import ReplayBatch
-from outbox.store.retention import RetentionStore
-from outbox.store.sequencing import SequencingStore
+from outbox.store.replays.replay_progress import ReplayBatch
+from outbox.store.retention import periods as retention
+from outbox.store.retention.partitions import PARENTS, PartitionStore
+from outbox.store.retention.periods import RetentionStore
+from outbox.store.sequencing.batches import SequencingStore
 from tests.support import doctor, ranges
 from tests.support.relay import (
     REFUSED,

@@ -16,8 +16,8 @@ from outbox.relay.cluster import ownership
 from outbox.relay.delivery import endpoint_supervisor, fetcher
 from outbox.relay.delivery.endpoint_supervisor import EndpointSupervisor
 from outbox.relay.wake_event import WakeEvent
-from outbox.store.lanes import LaneStore
-from outbox.store.records import RecordStore
+from outbox.store.delivery.lanes import LaneStore
+from outbox.store.delivery.records import RecordStore
 from tests.support.relay import (
     Network,
     add_endpoint,
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from outbox.core.delivery.commands import Progress
-    from outbox.store.endpoints import Endpoint
-    from outbox.store.lanes import LoadedLane
+    from outbox.store.delivery.endpoints import Endpoint
+    from outbox.store.delivery.lanes import LoadedLane
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.one_major

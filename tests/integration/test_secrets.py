@@ -23,10 +23,10 @@ from outbox.operations import endpoint_changes, endpoint_secrets, rotate_key
 from outbox.operations.doctor import Severity
 from outbox.operations.endpoint_certificate import set_identity
 from outbox.operations.endpoint_removal import remove_endpoint
-from outbox.store.altered_secrets import journal_altered_secrets
 from outbox.store.connection.secrets import Vault
 from outbox.store.connection.store_connection import StoreConnection
-from outbox.store.endpoints import read_endpoints
+from outbox.store.delivery.altered_secrets import journal_altered_secrets
+from outbox.store.delivery.endpoints import read_endpoints
 from tests.support.api import make_token, serving
 from tests.support.doctor import PATH, findings_of, the_one
 from tests.support.relay import (

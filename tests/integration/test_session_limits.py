@@ -12,10 +12,10 @@ import pytest
 from outbox.operations.verify.audit import run_checks
 from outbox.relay.cluster.connections import Connections
 from outbox.store.channels import NOTIFY_ALL
+from outbox.store.cluster.sessions import session_label
 from outbox.store.connection import dsn
 from outbox.store.connection.operator import connect_operator
 from outbox.store.connection.store_connection import StoreConnection
-from outbox.store.sessions import session_label
 from tests.support.pgbouncer import find_the_schema, pgbouncer
 from tests.support.relay import (
     Network,

@@ -12,8 +12,8 @@ import pytest
 from outbox.operations.doctor import DoctorLimits, Severity
 from outbox.relay.relay import SESSION_UNAVAILABLE
 from outbox.relay.session_state import Readiness
+from outbox.store.cluster.replicas import ReplicaStore
 from outbox.store.connection.connect import READ_ONLY
-from outbox.store.replicas import ReplicaStore
 from tests.support.doctor import PATH, findings, findings_of
 from tests.support.relay import (
     Network,

@@ -11,10 +11,10 @@ import asyncpg
 import pytest
 
 from outbox.relay.cluster.connections import Connections
+from outbox.store.cluster.replicas import ReplicaStore
+from outbox.store.cluster.sessions import LISTENER_SUFFIX, session_label
 from outbox.store.connection import dsn
 from outbox.store.connection.store_connection import StoreConnection
-from outbox.store.replicas import ReplicaStore
-from outbox.store.sessions import LISTENER_SUFFIX, session_label
 from tests.support.pgbouncer import find_the_schema, pgbouncer
 from tests.support.postgres import Server
 from tests.support.relay import (

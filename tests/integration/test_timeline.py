@@ -11,11 +11,11 @@ import pytest
 from outbox.core.delivery.commands import AttemptRow, Record
 from outbox.operations import endpoint_states
 from outbox.relay.sequencing.cursor import BatchResult, Cursor
-from outbox.store import timeline
-from outbox.store.endpoint_state import EndpointStateStore
-from outbox.store.records import Fenced, RecordStore
-from outbox.store.replicas import ReplicaStore
-from outbox.store.sequencing import SequencingStore
+from outbox.store.cluster import timeline
+from outbox.store.cluster.replicas import ReplicaStore
+from outbox.store.delivery.endpoint_state import EndpointStateStore
+from outbox.store.delivery.records import Fenced, RecordStore
+from outbox.store.sequencing.batches import SequencingStore
 from tests.support.operators import LOCK_EPOCH
 from tests.support.relay import (
     OK,

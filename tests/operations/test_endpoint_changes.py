@@ -22,9 +22,9 @@ from outbox.operations import (
     endpoint_states,
     endpoints,
 )
+from outbox.store.cluster.replicas import ReplicaStore
 from outbox.store.connection.secrets import CLEAR
-from outbox.store.endpoints import read_endpoints
-from outbox.store.replicas import ReplicaStore
+from outbox.store.delivery.endpoints import read_endpoints
 from tests.support.relay import (
     Network,
     add_endpoint,

@@ -13,7 +13,7 @@ from outbox import Event, InvalidEvent
 from outbox.errors import NotFound
 from outbox.operations import events
 from outbox.store.connection.migrate import migrate
-from outbox.store.schedule_runs import ScheduleRunStore
+from outbox.store.schedules.schedule_runs import ScheduleRunStore
 
 if TYPE_CHECKING:
     from asyncpg import Connection

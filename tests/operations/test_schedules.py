@@ -13,7 +13,7 @@ from outbox.core.schedules.schedule import ScheduleSettings
 from outbox.errors import CannotRun, NotFound, SchemaMissing, UsageError
 from outbox.operations import schedule_changes, schedules
 from outbox.store.connection.migrate import migrate
-from outbox.store.schedule_runs import ScheduleRunStore
+from outbox.store.schedules.schedule_runs import ScheduleRunStore
 from tests.support.schedules import DAILY, DAY, add_schedule, journal, let_be_due, published
 from tests.support.waiting import until
 

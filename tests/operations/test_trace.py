@@ -21,7 +21,7 @@ from outbox.operations import (
     trace,
 )
 from outbox.operations.criteria import DeadLetterSelection
-from outbox.store import erasure
+from outbox.store.retention import erasure
 from tests.support.plans import explain
 from tests.support.relay import (
     BUSY,

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from outbox import store
 from outbox.config import Settings
 from outbox.core.delivery.circuit_breaker import BreakerRecord, BreakerState
 from outbox.core.delivery.commands import Record, Send
@@ -31,12 +32,12 @@ from outbox.errors import OutboxError
 from outbox.operations.criteria import Criteria, DeadLetterSelection
 from outbox.operations.skip import LaneMoved
 from outbox.relay.sequencing.cursor import Cursor, SequencedBatch
-from outbox.store.endpoint_state import EndpointState
-from outbox.store.filters import MATCH_ALL, FilterFailure, FilterStopReason
-from outbox.store.records import Fenced
-from outbox.store.replay_progress import ReplayBatch
-from outbox.store.sessions import session_label
-from outbox.store.timeline import History
+from outbox.store.cluster.sessions import session_label
+from outbox.store.cluster.timeline import History
+from outbox.store.delivery.endpoint_state import EndpointState
+from outbox.store.delivery.records import Fenced
+from outbox.store.replays.replay_progress import ReplayBatch
+from outbox.store.sequencing.filters import MATCH_ALL, FilterFailure, FilterStopReason
 from tests.sim import stores as simulated
 
 if TYPE_CHECKING:
@@ -53,7 +54,11 @@ LATER_GENERATION = 10**12
 """Less than any generation that begins a new history."""
 
 
-REAL_PACKAGES = ("outbox.store", "outbox.operations", "outbox.store.connection")
+REAL_PACKAGES = (
+    "outbox.store",
+    *(f"outbox.store.{info.name}" for info in pkgutil.iter_modules(store.__path__) if info.ispkg),
+    "outbox.operations",
+)
 """Packages of the modules that `tests.sim.stores` stands in for."""
 
 
@@ -64,8 +69,10 @@ def modules_of(*packages: str) -> Any:
 
 
 def _module_of(packages: tuple[str, ...], name: str) -> ModuleType:
-    paths = (f"{package}.{name}" for package in packages)
-    return import_module(next(path for path in paths if find_spec(path) is not None))
+    specs = (find_spec(f"{package}.{name}") for package in packages)
+    # A package may have the name of a module of another one.
+    found = (spec for spec in specs if spec is not None and not spec.submodule_search_locations)
+    return import_module(next(found).name)
 
 
 class Side(Protocol):
@@ -127,7 +134,7 @@ class Script:
         await stores.timeline.read_timeline(db)
         self._replicas = stores.replicas.ReplicaStore(db)
         self._lanes = stores.lanes.LaneStore(db)
-        self._store = stores.sequencing.SequencingStore(db)
+        self._store = stores.batches.SequencingStore(db)
         await self._store.check()
         self._labels: dict[int, str] = {}
         self._ids = [await self._register() for _ in range(2)]
@@ -482,7 +489,7 @@ class Script:
             await self._dead_letter_all()
         partitions = self._stores.partitions.PartitionStore(self._db)
         keep = Retention(0.0, 0.0, self._rng.choice((0.0, None)))
-        retention = self._stores.retention.RetentionStore(self._db, keep, period_s=0.0)
+        retention = self._stores.periods.RetentionStore(self._db, keep, period_s=0.0)
         skipped_events = self._stores.skipped_events.SkippedEventStore(self._db, "test")
         async with partitions.maintenance_lease() as acquired:
             assert await skipped_events.find() is None
@@ -493,7 +500,7 @@ class Script:
             await partitions.drop()
             await partitions.analyze()
             years = Retention(1e9, 1e9, 1e9)
-            assert not await self._stores.retention.RetentionStore(self._db, years).delete_expired()
+            assert not await self._stores.periods.RetentionStore(self._db, years).delete_expired()
         return acquired, [(period.kind, period.number, period.last_batch) for period in dropped]
 
     async def _dead_letter_all(self) -> None:

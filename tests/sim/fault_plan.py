@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tests.sim import moments
 from tests.sim.faults import TRIES
 from tests.sim.restores import Restores
-from tests.sim.stores import change, records, sequencing
+from tests.sim.stores import batches, change, records
 
 if TYPE_CHECKING:
     import random
@@ -36,8 +36,8 @@ class FaultPlan:
         self._commander: Connection | None = None
         simulation.database.before_step = {
             records.write_acknowledgements.__name__: self._on_record,
-            sequencing.write_batch.__name__: self._on_batch,
-            sequencing.write_replays.__name__: self._on_replays,
+            batches.write_batch.__name__: self._on_batch,
+            batches.write_replays.__name__: self._on_replays,
             change.write_message.__name__: self._on_change,
         }
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.errors import DatabaseUnavailable
 from outbox.relay.relay import Relay
 from outbox.relay.session import HAND_OVER_MIN_S
-from outbox.store.sessions import LISTENER_SUFFIX
+from outbox.store.cluster.sessions import LISTENER_SUFFIX
 from tests.sim.books import Violation
 from tests.sim.clockwork import Process
 from tests.sim.database.connection import Connection, ListenerConnection

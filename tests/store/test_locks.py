@@ -13,8 +13,8 @@ import outbox
 from outbox.store.connection import migrate as module
 from outbox.store.connection.migrate import PURPOSES, migrate
 from outbox.store.connection.migration_files import Migration, migrations
-from outbox.store.partitions import PartitionStore
-from outbox.store.schedule_runs import ScheduleRunStore
+from outbox.store.retention.partitions import PartitionStore
+from outbox.store.schedules.schedule_runs import ScheduleRunStore
 from tests.support.roles import role
 
 if TYPE_CHECKING:

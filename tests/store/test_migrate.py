@@ -13,6 +13,7 @@ import pytest
 
 from outbox.devtools.embedded import binaries
 from outbox.errors import CannotRun, SchemaMissing, SchemaTooNew, UsageError
+from outbox.store.cluster.replicas import ReplicaStore
 from outbox.store.connection import lock_retry
 from outbox.store.connection import migrate as module
 from outbox.store.connection.connect import connect
@@ -24,7 +25,6 @@ from outbox.store.connection.migrate import (
     status,
 )
 from outbox.store.connection.migration_files import Migration, migrations, read_works_from
-from outbox.store.replicas import ReplicaStore
 from tests.support.relay import Network, add_endpoint, fetchval, publish, register, running
 from tests.support.waiting import until
 

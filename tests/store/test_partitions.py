@@ -13,8 +13,8 @@ from outbox.core.model.sql_names import search_path
 from outbox.core.sequencing.partition_window import AHEAD, WIDTH, Retention
 from outbox.relay import maintenance
 from outbox.store.connection.migrate import migrate
-from outbox.store.partitions import PARENTS, PartitionStore
-from outbox.store.retention import RetentionStore
+from outbox.store.retention.partitions import PARENTS, PartitionStore
+from outbox.store.retention.periods import RetentionStore
 from tests.support.relay import fetchval, publish
 from tests.support.waiting import until
 

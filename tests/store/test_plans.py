@@ -37,27 +37,17 @@ from outbox.operations import (
 )
 from outbox.operations.erase import ERASE_EVENTS
 from outbox.relay.cluster.connections import SESSION_SETTINGS
-from outbox.store import (
-    database_stats,
-    endpoint_state,
-    event_reads,
-    lanes,
-    leadership,
-    operational_events,
-    receiver_checkpoints,
-    records,
-    replay_feed,
-    replicas,
-    routing,
-    schedule_runs,
-    sequencing,
-)
-from outbox.store import (
-    endpoints as destinations,
-)
-from outbox.store.erasure import ERASE_RESPONSES, SET_PLANNER
-from outbox.store.replay_progress import ReplayBatch
-from outbox.store.timeline import READ_TIMELINE
+from outbox.store import database_stats, operational_events
+from outbox.store.cluster import replicas
+from outbox.store.cluster.timeline import READ_TIMELINE
+from outbox.store.delivery import endpoint_state, lanes, receiver_checkpoints, records
+from outbox.store.delivery import endpoints as destinations
+from outbox.store.replays import replay_feed
+from outbox.store.replays.replay_progress import ReplayBatch
+from outbox.store.retention.erasure import ERASE_RESPONSES, SET_PLANNER
+from outbox.store.schedules import schedule_runs
+from outbox.store.sequencing import batches as sequencing
+from outbox.store.sequencing import event_reads, leadership, routing
 from tests.support.long_log import (
     ACKED,
     BATCHES,

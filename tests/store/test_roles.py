@@ -15,7 +15,7 @@ from outbox.operations import journal
 from outbox.store.connection import migrate as module
 from outbox.store.connection.migrate import PURPOSES, migrate
 from outbox.store.connection.migration_files import Migration, migrations
-from outbox.store.partitions import PartitionStore
+from outbox.store.retention.partitions import PartitionStore
 from tests.support import ranges
 from tests.support.doctor import PATH, findings_of
 from tests.support.relay import add_endpoint, fetchval, publish

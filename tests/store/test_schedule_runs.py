@@ -12,8 +12,8 @@ import pytest
 
 import outbox
 from outbox.operations import schedule_changes
-from outbox.store import schedule_runs
-from outbox.store.schedule_runs import ScheduleRunStore
+from outbox.store.schedules import schedule_runs
+from outbox.store.schedules.schedule_runs import ScheduleRunStore
 from tests.support.plans import explain
 from tests.support.schedules import DAY, add_schedule, journal, let_be_due, published
 from tests.support.waiting import until

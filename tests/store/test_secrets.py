@@ -16,6 +16,7 @@ from outbox.core.model.endpoint import EndpointSettings
 from outbox.errors import CannotRun, Conflict
 from outbox.operations import endpoint_changes, endpoint_secrets, endpoints, rotate_key
 from outbox.operations.apply import apply_file
+from outbox.store.cluster.replicas import ReplicaStore
 from outbox.store.connection.secrets import (
     CLEAR,
     SIGNING,
@@ -24,8 +25,7 @@ from outbox.store.connection.secrets import (
     UnreadableText,
     Vault,
 )
-from outbox.store.endpoints import find_endpoint, read_endpoints
-from outbox.store.replicas import ReplicaStore
+from outbox.store.delivery.endpoints import find_endpoint, read_endpoints
 from tests.support.relay import register
 
 if TYPE_CHECKING:

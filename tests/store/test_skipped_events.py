@@ -13,9 +13,10 @@ from outbox.operations import resequence as module
 from outbox.operations.doctor import Severity
 from outbox.operations.resequence import Resequenced, resequence
 from outbox.relay import maintenance
-from outbox.store import change, skipped_events
+from outbox.store import change
 from outbox.store.connection.store_connection import StoreConnection
-from outbox.store.skipped_events import SkippedEvents, SkippedEventStore
+from outbox.store.sequencing import skipped_events
+from outbox.store.sequencing.skipped_events import SkippedEvents, SkippedEventStore
 from tests.support.doctor import findings_of, the_one
 from tests.support.plans import explain
 from tests.support.relay import (

@@ -19,8 +19,8 @@ from outbox.operations import endpoint_changes
 from outbox.operations.verify.audit import run_checks
 from outbox.relay.cluster.connections import Connections
 from outbox.relay.relay import Relay
+from outbox.store.cluster.sessions import session_label
 from outbox.store.connection import dsn
-from outbox.store.sessions import session_label
 from tests.support.runs import send_run
 from tests.support.waiting import until
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from outbox.destinations.interface import Following, Request, Transport
     from outbox.operations.endpoint_changes import NewEndpoint
-    from outbox.store.replicas import ReplicaStore
+    from outbox.store.cluster.replicas import ReplicaStore
     from tests.support.postgres import Database
 
 # Whether $1 relays run, and each owns its share of the endpoints.

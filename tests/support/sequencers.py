@@ -19,9 +19,9 @@ from outbox.operations import endpoint_changes
 from outbox.relay.sequencing.cursor import BatchResult, Cursor
 from outbox.relay.sequencing.sequencer import Sequencer
 from outbox.relay.wake_event import WakeEvent
-from outbox.store import event_reads
-from outbox.store.event_reads import Reading
-from outbox.store.sequencing import SequencingStore
+from outbox.store.sequencing import event_reads
+from outbox.store.sequencing.batches import SequencingStore
+from outbox.store.sequencing.event_reads import Reading
 
 if TYPE_CHECKING:
     import random

@@ -6,14 +6,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from outbox.relay.sequencing.sequencer import Sequencer
-from outbox.store.event_reads import AWAKE
+from outbox.store.sequencing.event_reads import AWAKE
 from tests.support.sequencers import Slow, Variant, session
 
 if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.relay.sequencing.cursor import BatchResult
-    from outbox.store.event_reads import Reading
+    from outbox.store.sequencing.event_reads import Reading
     from tests.support.postgres import Database
 
 # The flag as an ordinary row, read by the trigger in the producer's snapshot.

@@ -10,8 +10,8 @@ from outbox.cli.common import json_option, run_async, run_operation, settings_op
 from outbox.cli.endpoint.group import command
 from outbox.cli.output import emit_json, emit_pairs
 from outbox.destinations.http.endpoint_validation import policy_of
-from outbox.store import endpoints
 from outbox.store.connection.secrets import Vault
+from outbox.store.delivery import endpoints
 
 if TYPE_CHECKING:
     from outbox.config import Settings

@@ -10,7 +10,7 @@ and none of those is blocked.
     generation 2        ░░░░    waits for generation 1
     generation 3            ░   waits for both
 
-A failover and a restored dump start new generations as well, see `outbox.store.timeline`.
+A failover and a restored dump start new generations as well, see `outbox.store.cluster.timeline`.
 
 Only lanes of older generations are tracked, and their number only falls, so an endpoint whose
 lane count never changed has no cost.

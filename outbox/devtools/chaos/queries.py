@@ -15,7 +15,7 @@ from outbox.core.model.ids import lane_name
 from outbox.core.model.sql_names import quote_ident
 from outbox.devtools.chaos.facts import DeadRange, LaneCount, OwnershipEvent
 from outbox.errors import CannotRun
-from outbox.store.sessions import SESSION_NAME
+from outbox.store.cluster.sessions import SESSION_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

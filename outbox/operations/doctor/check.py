@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from outbox.core.model.schema_name import migrate_command
 from outbox.core.model.sql_names import quote_ident
 from outbox.core.sequencing.partition_window import Retention
+from outbox.store.cluster.sessions import CONNECTIONS_MAX
 from outbox.store.connection.secrets import CLEAR
-from outbox.store.sessions import CONNECTIONS_MAX
 
 if TYPE_CHECKING:
     from ipaddress import IPv4Network, IPv6Network

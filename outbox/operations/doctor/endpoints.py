@@ -30,8 +30,8 @@ from outbox.operations.doctor.check import (
     warning,
 )
 from outbox.operations.rotate_key import COUNT_SECRETS
-from outbox.store.altered_secrets import read_altered_secrets
-from outbox.store.endpoints import read_endpoints
+from outbox.store.delivery.altered_secrets import read_altered_secrets
+from outbox.store.delivery.endpoints import read_endpoints
 
 # Live relays that lack one of the keys that secrets are encrypted with.
 RELAYS_WITHOUT_KEYS = """

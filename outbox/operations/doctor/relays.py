@@ -17,9 +17,13 @@ from outbox.operations.doctor.check import (
     report_rows,
     warning,
 )
-from outbox.store.sessions import LISTENER_SUFFIX
-from outbox.store.skipped_events import BATCHES_PER_SEARCH, EVENTS_MAX, FIND_SKIPPED_EVENTS
-from outbox.store.stalls import read_cursor_blocker
+from outbox.store.cluster.sessions import LISTENER_SUFFIX
+from outbox.store.sequencing.skipped_events import (
+    BATCHES_PER_SEARCH,
+    EVENTS_MAX,
+    FIND_SKIPPED_EVENTS,
+)
+from outbox.store.sequencing.stalls import read_cursor_blocker
 
 START = "start one: outbox relay"
 START_FOR_SCHEDULES = (

@@ -15,7 +15,7 @@ from outbox.operations.doctor.check import (
     ok,
     warning,
 )
-from outbox.store.retention import PINNED_BY_RANGES, PINNED_BY_REPLAYS, READ_PERIODS
+from outbox.store.retention.periods import PINNED_BY_RANGES, PINNED_BY_REPLAYS, READ_PERIODS
 
 GRACE_S = 3600.0
 """A relay drops a period within minutes of its due time, unless it is pinned."""

@@ -16,7 +16,7 @@ from outbox.operations.doctor.check import (
     warning,
 )
 from outbox.store.connection import migrate
-from outbox.store.partitions import PARENTS, PartitionStore
+from outbox.store.retention.partitions import PARENTS, PartitionStore
 
 
 @check("schema")

@@ -14,8 +14,8 @@ from outbox.operations.doctor.check import (
     settings_off,
     warning,
 )
+from outbox.store.cluster.sessions import SESSION_NAME
 from outbox.store.connection.connect import SERVER_VERSION_MIN
-from outbox.store.sessions import SESSION_NAME
 
 SERVER_VERSION_TESTED = 18
 

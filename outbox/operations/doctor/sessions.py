@@ -25,7 +25,7 @@ from outbox.operations.doctor.check import (
     warning,
 )
 from outbox.store.channels import trim_notification_queue
-from outbox.store.stalls import SESSION_COLUMNS, SESSION_JOINS, read_lock_blocker
+from outbox.store.sequencing.stalls import SESSION_COLUMNS, SESSION_JOINS, read_lock_blocker
 
 # Rights to see other roles' sessions; pg_monitor includes pg_read_all_stats, and managed servers
 # grant it.

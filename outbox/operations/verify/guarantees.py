@@ -14,7 +14,7 @@ from outbox.operations.verify.inconsistent_rows import (
     MISSING_ROWS,
     ROWS_OF_REMOVED_ENDPOINTS,
 )
-from outbox.store.skipped_events import SKIPPED_EVENTS
+from outbox.store.sequencing.skipped_events import SKIPPED_EVENTS
 from outbox.store.type_match import FILTER_MET, MATCHES
 
 # A filter that could not be evaluated counts as matching, with a journal entry.  The journal is

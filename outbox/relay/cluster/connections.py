@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.errors import DatabaseUnavailable
 from outbox.relay.cluster.stores import Stores
+from outbox.store.cluster.sessions import LISTENER_SUFFIX, WATCHDOG_NAME, terminate_former_listeners
 from outbox.store.connection.connect import (
     TRANSACTION_TIMEOUT_S,
     connect,
@@ -16,8 +17,7 @@ from outbox.store.connection.connect import (
 from outbox.store.connection.pooled import PooledWorker, check_settings
 from outbox.store.connection.type_cache import load_types
 from outbox.store.connection.worker import Worker, read_busy_backends
-from outbox.store.sessions import LISTENER_SUFFIX, WATCHDOG_NAME, terminate_former_listeners
-from outbox.store.stalls import read_blocker_of
+from outbox.store.sequencing.stalls import read_blocker_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from outbox.config import Settings
     from outbox.store.connection.dsn import Dsn
-    from outbox.store.stalls import Blocker
+    from outbox.store.sequencing.stalls import Blocker
 
 IDLE_IN_TRANSACTION_SHARE = 0.8
 """Of the lease: a frozen replica must not sit on a row lock for longer."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from outbox.store.records import Fenced
+from outbox.store.delivery.records import Fenced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from outbox.core.cluster.lease import Lease
-    from outbox.store.replicas import ReplicaStore
+    from outbox.store.cluster.replicas import ReplicaStore
 
 T = TypeVar("T")
 

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from outbox.relay.delivery.recorder import Recorder
     from outbox.relay.delivery.telemetry import DeliveryTelemetry
     from outbox.relay.wake_event import WakeEvent
-    from outbox.store.endpoints import Endpoint
-    from outbox.store.lanes import LaneStore
-    from outbox.store.replicas import ReplicaStore
+    from outbox.store.cluster.replicas import ReplicaStore
+    from outbox.store.delivery.endpoints import Endpoint
+    from outbox.store.delivery.lanes import LaneStore
 
 log = structlog.get_logger("outbox.ownership")
 

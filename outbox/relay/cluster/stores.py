@@ -9,21 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from outbox.store.altered_secrets import journal_altered_secrets
 from outbox.store.channels import trim_notification_queue, wake_all, wake_owners
+from outbox.store.cluster.replicas import ReplicaStore
+from outbox.store.cluster.timeline import read_timeline
 from outbox.store.connection.migrate import require_current
-from outbox.store.endpoint_state import EndpointStateStore
-from outbox.store.lanes import LaneStore
-from outbox.store.partitions import PartitionStore
+from outbox.store.delivery.altered_secrets import journal_altered_secrets
+from outbox.store.delivery.endpoint_state import EndpointStateStore
+from outbox.store.delivery.lanes import LaneStore
+from outbox.store.delivery.receiver_checkpoints import CheckpointStore
+from outbox.store.delivery.records import RecordStore
 from outbox.store.privileges import require_relay_privileges
-from outbox.store.receiver_checkpoints import CheckpointStore
-from outbox.store.records import RecordStore
-from outbox.store.replicas import ReplicaStore
-from outbox.store.retention import RetentionStore
-from outbox.store.schedule_runs import ScheduleRunStore
-from outbox.store.sequencing import SequencingStore
-from outbox.store.skipped_events import SkippedEventStore
-from outbox.store.timeline import read_timeline
+from outbox.store.retention.partitions import PartitionStore
+from outbox.store.retention.periods import RetentionStore
+from outbox.store.schedules.schedule_runs import ScheduleRunStore
+from outbox.store.sequencing.batches import SequencingStore
+from outbox.store.sequencing.skipped_events import SkippedEventStore
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.store.connection.store_connection import StoreConnection
-    from outbox.store.endpoints import Endpoint
+    from outbox.store.delivery.endpoints import Endpoint
 
 
 @dataclass(frozen=True, slots=True)

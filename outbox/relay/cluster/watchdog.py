@@ -32,7 +32,7 @@ from outbox.store.connection.connect import CONNECTION_ERRORS, in_one_line
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 
-    from outbox.store.stalls import Blocker
+    from outbox.store.sequencing.stalls import Blocker
 
 log = structlog.get_logger("outbox.relay")
 

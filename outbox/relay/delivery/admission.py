@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from outbox.core.admission.endpoint_queue import EndpointQueue, Slot, WaitReason
     from outbox.core.admission.request_scheduler import RequestScheduler
-    from outbox.store.endpoints import Endpoint
+    from outbox.store.delivery.endpoints import Endpoint
 
 
 PREEMPTED_DETAIL = "no response yet; preempted to free its slot"

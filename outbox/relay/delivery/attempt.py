@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from outbox.core.delivery.circuit_breaker import BreakerState
 from outbox.core.delivery.delivery_run import DeliveryRun
 from outbox.relay.delivery.lane_run import LaneRun
-from outbox.store.records import Fenced
+from outbox.store.delivery.records import Fenced
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from outbox.relay.delivery.dispatcher import Dispatcher
     from outbox.relay.sequencing.cursor import SequencedBatch
     from outbox.relay.wake_event import WakeEvent
-    from outbox.store.lanes import LaneStore
+    from outbox.store.delivery.lanes import LaneStore
     from outbox.telemetry.meters import Meters
 
 

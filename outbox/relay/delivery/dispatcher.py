@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from outbox.relay.delivery.attempt import Attempt
     from outbox.relay.delivery.recorder import Recorder
     from outbox.relay.delivery.settle import BreakerEffect
-    from outbox.store.endpoints import Endpoint
-    from outbox.store.lanes import LaneStore, LoadedLane
+    from outbox.store.delivery.endpoints import Endpoint
+    from outbox.store.delivery.lanes import LaneStore, LoadedLane
 
 
 class Dispatcher:

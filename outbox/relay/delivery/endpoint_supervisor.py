@@ -17,7 +17,7 @@ import structlog
 
 from outbox.core.delivery.circuit_breaker import BreakerState
 from outbox.core.delivery.operational_events import WARN_AFTER_S
-from outbox.store.endpoint_state import EndpointState
+from outbox.store.delivery.endpoint_state import EndpointState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from outbox.relay.delivery.receiver_checkpoints import CheckpointSender
     from outbox.relay.wake_event import WakeEvent
     from outbox.store.database_stats import DatabaseStats
-    from outbox.store.endpoint_state import EndpointStateStore
+    from outbox.store.delivery.endpoint_state import EndpointStateStore
 
 log = structlog.get_logger("outbox.care")
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from outbox.core.delivery.commands import Fetch
     from outbox.core.delivery.message import Delivery
     from outbox.relay.delivery.owned_endpoints import LaneRuntime
-    from outbox.store.lanes import LaneStore
+    from outbox.store.delivery.lanes import LaneStore
 
 log = structlog.get_logger("outbox.dispatcher")
 

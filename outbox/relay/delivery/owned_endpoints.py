@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from outbox.core.delivery.message import Prepared
     from outbox.core.delivery.signature import SigningKey
     from outbox.destinations.interface import Request
-    from outbox.store.endpoints import Endpoint
-    from outbox.store.lanes import LoadedLane
+    from outbox.store.delivery.endpoints import Endpoint
+    from outbox.store.delivery.lanes import LoadedLane
     from outbox.telemetry.meters import EndpointMeters
 
 T = TypeVar("T")

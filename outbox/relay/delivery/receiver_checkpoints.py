@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from outbox.core.model.response import AttemptResult
     from outbox.destinations.interface import Recipient, Request, Transport
     from outbox.relay.delivery.owned_endpoints import EndpointRuntime
-    from outbox.store.endpoints import Endpoint
-    from outbox.store.receiver_checkpoints import CheckpointStore
+    from outbox.store.delivery.endpoints import Endpoint
+    from outbox.store.delivery.receiver_checkpoints import CheckpointStore
 
 log = structlog.get_logger("outbox.checkpoints")
 

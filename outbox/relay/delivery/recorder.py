@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from outbox.core.delivery.commands import DeadLetter, Record
 from outbox.core.delivery.delivery_run import RunResults
 from outbox.core.delivery.message import Delivery
-from outbox.store.records import Fenced
+from outbox.store.delivery.records import Fenced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from outbox.core.delivery.commands import Progress
     from outbox.core.delivery.lane import Lane
-    from outbox.store.records import RecordStore
+    from outbox.store.delivery.records import RecordStore
 
 CHECKPOINT_EVERY_S = 1.0
 GROUP_MAX = 5_000

@@ -4,8 +4,8 @@ The replica that is named in the cursor row *leads*.  It uses optimistic concurr
 without a lock, computes the batch, and writes it in one message that locks the cursor row and
 does nothing unless leader and routing version are unchanged.  All inputs of a batch change only
 together with one of the two, or by a failover that loses commits, which the message checks as
-well (server timeline); `outbox.store.replay_feed` has the exceptions for replays.  So this is
-equivalent to holding the row, and a replica that hangs between two messages holds nothing that
+well (server timeline); `outbox.store.replays.replay_feed` has the exceptions for replays.  So this
+is equivalent to holding the row, and a replica that hangs between two messages holds nothing that
 others wait for.
 """
 
@@ -25,8 +25,8 @@ from outbox.core.sequencing.gaps import CursorChange, CursorState, GapTracker, L
 from outbox.core.sequencing.router import Deliveries, Router, assign_sequences
 from outbox.relay.sequencing.filter_evaluator import FilterEvaluator
 from outbox.relay.sequencing.replay_feeder import ReplayFeeder
-from outbox.store.event_reads import AWAKE
-from outbox.store.replay_progress import ReplayBatch
+from outbox.store.replays.replay_progress import ReplayBatch
+from outbox.store.sequencing.event_reads import AWAKE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from outbox.config import Settings
     from outbox.core.delivery.message import Delivery
     from outbox.core.sequencing.router import TenantFilter
-    from outbox.store.event_reads import Reading
-    from outbox.store.filters import FilterFailure
-    from outbox.store.lanes import LoadedLane
-    from outbox.store.sequencing import SequencingStore
+    from outbox.store.delivery.lanes import LoadedLane
+    from outbox.store.sequencing.batches import SequencingStore
+    from outbox.store.sequencing.event_reads import Reading
+    from outbox.store.sequencing.filters import FilterFailure
 
 log = structlog.get_logger("outbox.sequencer")
 

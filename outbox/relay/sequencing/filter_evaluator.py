@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, TypeAlias
 import structlog
 
 from outbox.core.sequencing.filter_budget import SLOW_S, FilterBudget, allowance_s
-from outbox.store.filters import MATCH_ALL, FilterFailure, FilterStopReason
+from outbox.store.sequencing.filters import MATCH_ALL, FilterFailure, FilterStopReason
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from outbox.core.sequencing.router import Refused, RoutableEvent, Router, TenantFilter
-    from outbox.store.filters import FilterStore
+    from outbox.store.sequencing.filters import FilterStore
 
     FilterEvents: TypeAlias = list[tuple[TenantFilter, list[int]]]
     RefusedOrFailure: TypeAlias = dict[TenantFilter, set[int]] | FilterFailure

@@ -10,16 +10,16 @@ import structlog
 
 from outbox.core.sequencing.replay_throttle import ReplayThrottle
 from outbox.core.sequencing.router import Replay, count_fitting
-from outbox.store.replay_progress import PartProgress, ReplayBatch
+from outbox.store.replays.replay_progress import PartProgress, ReplayBatch
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from outbox.core.sequencing.replay_throttle import Share
     from outbox.core.sequencing.router import Refused, RoutableEvent, Router, TenantFilter
-    from outbox.store.filters import FilterFailure
-    from outbox.store.replay_feed import ReplayFeedStore
-    from outbox.store.routing import RoutingStore
+    from outbox.store.replays.replay_feed import ReplayFeedStore
+    from outbox.store.sequencing.filters import FilterFailure
+    from outbox.store.sequencing.routing import RoutingStore
 
     Failed = Mapping[TenantFilter, FilterFailure]
     Evaluate = Callable[[Router, Sequence[RoutableEvent]], Awaitable[tuple[Refused, Failed]]]

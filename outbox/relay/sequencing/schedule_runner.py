@@ -15,7 +15,7 @@ from outbox.relay.wake_event import WakeEvent
 from outbox.store.connection.connect import in_one_line
 
 if TYPE_CHECKING:
-    from outbox.store.schedule_runs import ScheduleRunStore
+    from outbox.store.schedules.schedule_runs import ScheduleRunStore
 
 log = structlog.get_logger("outbox.ticker")
 

@@ -11,8 +11,8 @@ from outbox.core.delivery.operational_events import LAGGING_S
 from outbox.core.sequencing.stall import StallDetector
 
 if TYPE_CHECKING:
-    from outbox.store.leadership import LeaderStatus
-    from outbox.store.stalls import Blocker, StallStore
+    from outbox.store.sequencing.leadership import LeaderStatus
+    from outbox.store.sequencing.stalls import Blocker, StallStore
 
 log = structlog.get_logger("outbox.sequencer")
 

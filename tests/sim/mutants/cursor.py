@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.sequencing import gaps, router
 from outbox.relay.sequencing import cursor, sequencer
 from tests.sim.mutants.catalogue import mutant, swap
+from tests.sim.stores import batches as sequencing_store
 from tests.sim.stores import routing_change
-from tests.sim.stores import sequencing as sequencing_store
 
 if TYPE_CHECKING:
     from outbox.core.sequencing.gaps import CursorChange

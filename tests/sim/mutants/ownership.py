@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from uuid import UUID
 
-    from outbox.store.lanes import LoadedLane
+    from outbox.store.delivery.lanes import LoadedLane
     from tests.sim.database.engine import Row, Steps, Transaction
     from tests.sim.database.tables import Database
     from tests.sim.simulation import Simulation

@@ -7,20 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.relay.sequencing.replay_feeder import ReplayFeeder
 from tests.sim.mutants.catalogue import mutant, swap
-from tests.sim.stores import (
-    backfill,
-    replay_feed,
-    replay_jobs,
-    replay_progress,
-    sequencing,
-)
+from tests.sim.stores import backfill, batches, replay_feed, replay_jobs, replay_progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from uuid import UUID
 
     from outbox.core.sequencing.replay_throttle import JobPart
-    from outbox.store.replay_progress import ReplayBatch
+    from outbox.store.replays.replay_progress import ReplayBatch
     from tests.sim.database.engine import Transaction
     from tests.sim.database.tables import Database
     from tests.sim.simulation import Simulation
@@ -29,7 +23,7 @@ if TYPE_CHECKING:
 @mutant
 def replay_position_advanced_outside_batch(sim: Simulation) -> None:
     """The position of a job is in the tables before its batch is durable."""
-    write = sequencing.SequencingStore.write
+    write = batches.SequencingStore.write
     advance = replay_progress.advance_parts
 
     async def patched(
@@ -39,7 +33,7 @@ def replay_position_advanced_outside_batch(sim: Simulation) -> None:
             await self._db.call(advance, batch, replays.moves)
         return await write(self, batch, *rest, replays=replays, **options)
 
-    swap(sequencing.SequencingStore, "write", patched)
+    swap(batches.SequencingStore, "write", patched)
     swap(replay_progress, "advance_parts", lambda *_: ())
 
 
@@ -48,7 +42,7 @@ def replay_position_not_stored(sim: Simulation) -> None:
     """The position of a job is only in the memory of the leader."""
     positions: dict[tuple[Any, int, UUID], int] = {}
     read = replay_feed.ReplayFeedStore.read_history
-    write = sequencing.SequencingStore.write
+    write = batches.SequencingStore.write
 
     async def read_history(self: Any, part: JobPart) -> Any:
         found = await read(self, part)
@@ -67,7 +61,7 @@ def replay_position_not_stored(sim: Simulation) -> None:
         return await write(self, *batch, replays=replays, **options)
 
     swap(replay_feed.ReplayFeedStore, "read_history", read_history)
-    swap(sequencing.SequencingStore, "write", patched)
+    swap(batches.SequencingStore, "write", patched)
 
 
 @mutant

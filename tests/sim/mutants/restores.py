@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from outbox.store.timeline import History
+from outbox.store.cluster.timeline import History
 from tests.sim.mutants.catalogue import mutant, swap
 from tests.sim.stores import timeline
 

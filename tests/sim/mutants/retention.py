@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tests.sim.mutants.catalogue import mutant, swap
-from tests.sim.stores import retention, sequencing
+from tests.sim.stores import batches, periods
 
 if TYPE_CHECKING:
     from tests.sim.simulation import Simulation
@@ -20,15 +20,15 @@ def _always(sim: Simulation) -> None:
 def period_with_open_gap_dropped(sim: Simulation) -> None:
     """A period that has ended counts as complete."""
     _always(sim)
-    swap(retention, "settle_period", retention.mark_settled)
+    swap(periods, "settle_period", periods.mark_settled)
 
 
 @mutant
 def period_with_pending_deliveries_dropped(sim: Simulation) -> None:
     """A period that is old enough is dropped, with deliveries that are pending."""
     _always(sim)
-    swap(retention, "has_pending_lanes", lambda db, tx, last_batch: False)
-    swap(retention, "drop_period", retention.mark_dropped)
+    swap(periods, "has_pending_lanes", lambda db, tx, last_batch: False)
+    swap(periods, "drop_period", periods.mark_dropped)
 
 
 @mutant
@@ -36,7 +36,7 @@ def log_period_begins_without_leader_change(sim: Simulation) -> None:
     """When a period of the log begins, the leader may go on with the next batch it knows."""
     _always(sim)
 
-    swap(sequencing, "clear_leader", lambda db, tx: None)
+    swap(batches, "clear_leader", lambda db, tx: None)
 
 
 @mutant
@@ -44,4 +44,4 @@ def events_of_replay_dropped(sim: Simulation) -> None:
     """Replays that are possible, or pending, do not keep a period."""
     _always(sim)
     for name in ("pinned_by_ranges", "pinned_by_replays", "pinned_by_jobs"):
-        swap(retention, name, lambda db, tx, *_: False)
+        swap(periods, name, lambda db, tx, *_: False)

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.schedules import schedule
 from outbox.relay.sequencing import schedule_runner
-from outbox.store import schedule_runs as decisions
+from outbox.store.schedules import schedule_runs as decisions
 from tests.sim.mutants.catalogue import mutant, swap
 from tests.sim.stores import schedule_runs
 
 if TYPE_CHECKING:
-    from outbox.store.schedule_runs import ScheduleRunResult
+    from outbox.store.schedules.schedule_runs import ScheduleRunResult
     from tests.sim.database.engine import Transaction
     from tests.sim.database.tables import Database
     from tests.sim.simulation import Simulation

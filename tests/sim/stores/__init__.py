@@ -15,15 +15,15 @@ from __future__ import annotations
 
 from outbox.relay.cluster.stores import Stores
 from tests.sim.stores import altered_secrets, channels, migrate, privileges, timeline
+from tests.sim.stores.batches import SequencingStore
 from tests.sim.stores.endpoint_state import EndpointStateStore
 from tests.sim.stores.lanes import LaneStore
 from tests.sim.stores.partitions import PartitionStore
+from tests.sim.stores.periods import RetentionStore
 from tests.sim.stores.receiver_checkpoints import CheckpointStore
 from tests.sim.stores.records import RecordStore
 from tests.sim.stores.replicas import ReplicaStore
-from tests.sim.stores.retention import RetentionStore
 from tests.sim.stores.schedule_runs import ScheduleRunStore
-from tests.sim.stores.sequencing import SequencingStore
 from tests.sim.stores.skipped_events import SkippedEventStore
 
 STORES = Stores(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outbox.store import endpoint_state
 from outbox.store.connection.connect import map_errors
 from outbox.store.database_stats import DatabaseStats
+from outbox.store.delivery import endpoint_state
 from tests.sim.database.engine import SHARE, UPDATE, Wait, perform
 from tests.sim.stores import channels, endpoint_writes, routing_change
 from tests.sim.stores.operational_events import (
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from uuid import UUID
 
-    from outbox.store.endpoint_state import EndpointState, LanePositions
+    from outbox.store.delivery.endpoint_state import EndpointState, LanePositions
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Steps, Transaction
     from tests.sim.database.tables import Database
 
 
 class EndpointStateStore(endpoint_state.EndpointStateStore):
-    """Stands in for `outbox.store.endpoint_state.EndpointStateStore`."""
+    """Stands in for `outbox.store.delivery.endpoint_state.EndpointStateStore`."""
 
     def __init__(
         self, connection: Any, schema: str, replica_id: int, timeline: int | None = None

@@ -5,21 +5,21 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from outbox.store import filters
-from outbox.store.filters import MATCH_ALL
+from outbox.store.sequencing import filters
+from outbox.store.sequencing.filters import MATCH_ALL
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
     from outbox.core.sequencing.router import TenantFilter
-    from outbox.store.filters import FilterFailure
+    from outbox.store.sequencing.filters import FilterFailure
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Transaction
     from tests.sim.database.tables import Database
 
 
 class FilterStore(filters.FilterStore):
-    """Stands in for `outbox.store.filters.FilterStore`."""
+    """Stands in for `outbox.store.sequencing.filters.FilterStore`."""
 
     def __init__(self, connection: Any) -> None:
         self._db: Connection = connection

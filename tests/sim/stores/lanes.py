@@ -16,10 +16,10 @@ from outbox.core.model import retryable_statuses
 from outbox.core.model.headers import EndpointHeaders
 from outbox.core.model.ids import lane_name
 from outbox.core.model.response import RETRYABLE
-from outbox.store import lanes as real
 from outbox.store.connection.secrets import CLEAR
-from outbox.store.endpoints import Endpoint
-from outbox.store.lanes import NEW_BATCHES_MAX, LoadedLane, NewBatches
+from outbox.store.delivery import lanes as real
+from outbox.store.delivery.endpoints import Endpoint
+from outbox.store.delivery.lanes import NEW_BATCHES_MAX, LoadedLane, NewBatches
 from tests.sim.database.endpoints import SECRET
 from tests.sim.stores.routing_change import read_last_batch
 from tests.sim.stores.skip import read_skipped
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class LaneStore(real.LaneStore):
-    """Stands in for `outbox.store.lanes.LaneStore`."""
+    """Stands in for `outbox.store.delivery.lanes.LaneStore`."""
 
     def __init__(self, connection: Any, vault: Vault = CLEAR) -> None:
         self._db: Connection = connection

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import asyncpg
 
-from outbox.store import partitions
-from outbox.store.partitions import PARENTS
+from outbox.store.retention import partitions
+from outbox.store.retention.partitions import PARENTS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class PartitionStore(partitions.PartitionStore):
-    """Stands in for `outbox.store.partitions.PartitionStore`, as far as a relay calls it."""
+    """Stands in for the real `PartitionStore`, as far as a relay calls it."""
 
     def __init__(self, connection: Any) -> None:
         self._db: Connection = connection  # type: ignore[assignment]

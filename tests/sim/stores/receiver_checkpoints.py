@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.delivery.receiver_checkpoint import DEAD_RANGES_MAX, LANES_MAX, LaneMark
 from outbox.core.model.ids import lane_name
-from outbox.store import receiver_checkpoints
+from outbox.store.delivery import receiver_checkpoints
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointStore(receiver_checkpoints.CheckpointStore):
-    """Stands in for `outbox.store.receiver_checkpoints.CheckpointStore`."""
+    """Stands in for `outbox.store.delivery.receiver_checkpoints.CheckpointStore`."""
 
     def __init__(self, connection: Any) -> None:
         self._db: Connection = connection

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.delivery.commands import DeadRange, Progress
 from outbox.core.delivery.message import Delivery
-from outbox.store import records as real
-from outbox.store.records import RANGE_GROWTH_MAX_S, Fenced
+from outbox.store.delivery import records as real
+from outbox.store.delivery.records import RANGE_GROWTH_MAX_S, Fenced
 from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait
 from tests.sim.database.tables import Tried
 from tests.sim.stores.operational_events import contains_ordinary_event, publish_dead_letter_created
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class RecordStore(real.RecordStore):
-    """Stands in for `outbox.store.records.RecordStore`."""
+    """Stands in for `outbox.store.delivery.records.RecordStore`."""
 
     def __init__(self, connection: Any, replica_id: int, timeline: int | None = None) -> None:
         assert timeline is None

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.sequencing.replay_throttle import EndpointProgress, JobPart
 from outbox.core.sequencing.router import RoutableEvent
-from outbox.store import replay_feed
-from outbox.store.replay_feed import SCAN_MAX, DeadLetterChunk, HistoryChunk
+from outbox.store.replays import replay_feed
+from outbox.store.replays.replay_feed import SCAN_MAX, DeadLetterChunk, HistoryChunk
 from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait
 from tests.sim.stores import channels, routing_change
 from tests.sim.stores.replays import add_replay, is_blocking, unblock
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class ReplayFeedStore(replay_feed.ReplayFeedStore):
-    """Stands in for `outbox.store.replay_feed.ReplayFeedStore`."""
+    """Stands in for `outbox.store.replays.replay_feed.ReplayFeedStore`."""
 
     def __init__(self, connection: Any, timeline: int | None = None) -> None:
         assert timeline is None

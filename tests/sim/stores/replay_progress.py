@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from outbox.core.sequencing.replay_throttle import JobPart
     from outbox.core.sequencing.router import ReplayChunk
-    from outbox.store.replay_progress import PartProgress, ReplayBatch
+    from outbox.store.replays.replay_progress import PartProgress, ReplayBatch
     from tests.sim.database.engine import Row, Steps, Transaction
     from tests.sim.database.tables import Database
 

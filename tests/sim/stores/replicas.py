@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 
 from outbox.core.cluster.lease import Peer
-from outbox.store import replicas
-from outbox.store.replicas import CLAIM_LOCK_TIMEOUT_S, ClusterSnapshot, OwnershipSnapshot
-from outbox.store.sessions import BUSY_SESSION_END_MAX_S
+from outbox.store.cluster import replicas
+from outbox.store.cluster.replicas import CLAIM_LOCK_TIMEOUT_S, ClusterSnapshot, OwnershipSnapshot
+from outbox.store.cluster.sessions import BUSY_SESSION_END_MAX_S
 from tests.sim.database.engine import EXCLUSIVE, SHARE, UPDATE, Wait, perform
 from tests.sim.stores.routing_change import add_to_journal
 from tests.sim.stores.sessions import (
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from uuid import UUID
 
-    from outbox.store.sessions import StuckSession
+    from outbox.store.cluster.sessions import StuckSession
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Row, Steps, Transaction
     from tests.sim.database.tables import Database
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class ReplicaStore(replicas.ReplicaStore):
-    """Stands in for `outbox.store.replicas.ReplicaStore`."""
+    """Stands in for `outbox.store.cluster.replicas.ReplicaStore`."""
 
     def __init__(self, connection: Any, timeline: int | None = None) -> None:
         assert timeline is None

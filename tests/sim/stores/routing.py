@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outbox.core.sequencing.router import Replay, ReplayChunk, Route, count_fitting
-from outbox.store import routing
+from outbox.store.sequencing import routing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +35,7 @@ class Pending(NamedTuple):
 
 
 class RoutingStore(routing.RoutingStore):
-    """Stands in for `outbox.store.routing.RoutingStore`."""
+    """Stands in for `outbox.store.sequencing.routing.RoutingStore`."""
 
     def __init__(self, connection: Any) -> None:
         self._db: Connection = connection

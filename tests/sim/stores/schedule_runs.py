@@ -5,8 +5,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING, Any
 
-from outbox.store import schedule_runs
-from outbox.store.schedule_runs import EVENTS_MAX, SCHEDULES_MAX, ScheduleRunResult, decide_run
+from outbox.store.schedules import schedule_runs
+from outbox.store.schedules.schedule_runs import (
+    EVENTS_MAX,
+    SCHEDULES_MAX,
+    ScheduleRunResult,
+    decide_run,
+)
 from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait, perform
 from tests.sim.database.inserts import insert_event
 from tests.sim.stores.routing_change import add_to_journal
@@ -15,14 +20,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from datetime import datetime
 
-    from outbox.store.schedule_runs import ScheduleDecision
+    from outbox.store.schedules.schedule_runs import ScheduleDecision
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Row, Steps, Transaction
     from tests.sim.database.tables import Database
 
 
 class ScheduleRunStore(schedule_runs.ScheduleRunStore):
-    """Stands in for `outbox.store.schedule_runs.ScheduleRunStore`, with the same decisions."""
+    """Stands in for the real `ScheduleRunStore`, with the same decisions."""
 
     def __init__(self, connection: Any, replica_id: int) -> None:
         self._db: Connection = connection  # type: ignore[assignment]

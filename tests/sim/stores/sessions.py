@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
-from outbox.store.sessions import LISTENER_SUFFIX, SESSION_END_MAX_S, SESSION_NAME, StuckSession
+from outbox.store.cluster.sessions import (
+    LISTENER_SUFFIX,
+    SESSION_END_MAX_S,
+    SESSION_NAME,
+    StuckSession,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outbox.store import skipped_events as real
+from outbox.store.sequencing import skipped_events as real
 
 if TYPE_CHECKING:
-    from outbox.store.skipped_events import SkippedEvents
+    from outbox.store.sequencing.skipped_events import SkippedEvents
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Transaction
     from tests.sim.database.tables import Database
 
 
 class SkippedEventStore(real.SkippedEventStore):
-    """Stands in for `outbox.store.skipped_events.SkippedEventStore`."""
+    """Stands in for `outbox.store.sequencing.skipped_events.SkippedEventStore`."""
 
     def __init__(self, connection: Any, actor: str) -> None:
         self._db: Connection = connection  # type: ignore[assignment]

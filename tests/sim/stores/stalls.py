@@ -6,19 +6,19 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.delivery.operational_events import LAGGING_EVERY_S, LAGGING_S, RELAY_LAGGING
-from outbox.store import stalls as real
+from outbox.store.sequencing import stalls as real
 from tests.sim.database.engine import EXCLUSIVE
 from tests.sim.stores.operational_events import RESERVED, publish_operational_event
 
 if TYPE_CHECKING:
-    from outbox.store.stalls import Blocker
+    from outbox.store.sequencing.stalls import Blocker
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Steps, Transaction
     from tests.sim.database.tables import Database
 
 
 class StallStore(real.StallStore):
-    """Stands in for `outbox.store.stalls.StallStore`."""
+    """Stands in for `outbox.store.sequencing.stalls.StallStore`."""
 
     def __init__(self, connection: Any, timeline: int | None = None) -> None:
         assert timeline is None

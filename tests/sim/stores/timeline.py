@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from outbox.store.timeline import History
+from outbox.store.cluster.timeline import History
 from tests.sim.database.endpoints import add_lane
 from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait
 from tests.sim.stores import channels
 from tests.sim.stores.routing_change import add_to_journal
 
 if TYPE_CHECKING:
-    from outbox.store.sequencing import CursorRow
+    from outbox.store.sequencing.batches import CursorRow
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Steps, Transaction
     from tests.sim.database.tables import Database

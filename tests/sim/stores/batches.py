@@ -10,10 +10,10 @@ import asyncpg
 
 from outbox.core.sequencing.gaps import CursorState
 from outbox.core.sequencing.router import RoutableEvent
-from outbox.store import sequencing as real
-from outbox.store.event_reads import CONTENT_EVENTS_MAX, Reading
-from outbox.store.leadership import LeaderStatus
-from outbox.store.sequencing import CursorRow
+from outbox.store.sequencing import batches as real
+from outbox.store.sequencing.batches import CursorRow
+from outbox.store.sequencing.event_reads import CONTENT_EVENTS_MAX, Reading
+from outbox.store.sequencing.leadership import LeaderStatus
 from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait
 from tests.sim.database.tables import AWAKE, Batch, Given
 from tests.sim.stores import timeline
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
     from outbox.core.sequencing.gaps import CursorChange, LockHolders, Range
     from outbox.core.sequencing.router import Deliveries, TenantFilter
-    from outbox.store.filters import FilterFailure
-    from outbox.store.replay_progress import ReplayBatch
+    from outbox.store.replays.replay_progress import ReplayBatch
+    from outbox.store.sequencing.filters import FilterFailure
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Steps, Transaction
     from tests.sim.database.tables import Database
 
 
 class SequencingStore(real.SequencingStore):
-    """Stands in for `outbox.store.sequencing.SequencingStore`."""
+    """Stands in for `outbox.store.sequencing.batches.SequencingStore`."""
 
     routing: RoutingStore
     replay_feed: ReplayFeedStore

@@ -12,11 +12,11 @@ from outbox.core.sequencing.partition_window import (
     due_windows,
     window_length_s,
 )
-from outbox.store import retention
-from outbox.store.retention import ACTOR
+from outbox.store.retention import periods as retention
+from outbox.store.retention.periods import ACTOR
 from tests.sim.database.engine import UPDATE, Wait, perform
 from tests.sim.database.tables import KINDS, Batch
-from tests.sim.stores import channels, routing_change, sequencing
+from tests.sim.stores import batches, channels, routing_change
 
 if TYPE_CHECKING:
     from outbox.core.sequencing.gaps import LockHolders
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class RetentionStore(retention.RetentionStore):
-    """Stands in for `outbox.store.retention.RetentionStore`."""
+    """Stands in for `outbox.store.retention.periods.RetentionStore`."""
 
     def __init__(self, connection: Any, keep: Retention, *, period_s: float | None = None) -> None:
         self._db: Connection = connection  # type: ignore[assignment]
@@ -142,7 +142,7 @@ def begin_next_period(db: Database, tx: Transaction, kind: WindowKind, number: i
     yield from perform(routing_change.lock_cursor(db, tx))
     yield db.pause_s()
     if end_period(db, tx, kind, number) and kind == "log":
-        yield from perform(sequencing.clear_leader(db, tx))
+        yield from perform(batches.clear_leader(db, tx))
         channels.notify_all(db, tx)
 
 

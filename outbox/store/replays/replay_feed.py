@@ -2,15 +2,16 @@
 
 Everything is read without a lock.  What a job's next chunk depends on changes only by the
 leader's own messages, or together with the routing version, which the message that writes the
-batch checks (see `outbox.store.replay_progress`).  There are three exceptions:
+batch checks (see `outbox.store.replays.replay_progress`).  There are three exceptions:
 
 - Operators discard dead letters that block no lane under no lock.  So dead letters are claimed
   first, in a message of its own that requires all of them to be open; the batch after it reads
   the replays that this created.
 - An erasure may follow the read.  Its deliveries are found to be erased when they are sent, as
   after an erasure that follows the batch.
-- Retention drops nothing that a pending replay or a running job needs (`outbox.store.retention`),
-  so it drops nothing that is planned: only the batch itself would set these free.
+- Retention drops nothing that a pending replay or a running job needs
+  (`outbox.store.retention.periods`), so it drops nothing that is planned: only the batch itself
+  would set these free.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from outbox.core.sequencing.replay_throttle import EndpointProgress, JobPart
 from outbox.core.sequencing.router import RoutableEvent
 from outbox.store.channels import NOTIFY_ALL
 from outbox.store.connection.message import WriteStatement
-from outbox.store.event_reads import key_hash
-from outbox.store.leadership import REQUIRE_LEADER
 from outbox.store.routing_change import BEGIN_CHANGE
+from outbox.store.sequencing.event_reads import key_hash
+from outbox.store.sequencing.leadership import REQUIRE_LEADER
 from outbox.store.type_match import matches_criteria
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from outbox.core.delivery.commands import ErasedEvent, Progress
 from outbox.core.delivery.message import Delivery
 from outbox.core.model.ids import lane_name
 from outbox.store.connection.secrets import CLEAR
-from outbox.store.endpoints import read_endpoints
+from outbox.store.delivery.endpoints import read_endpoints
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from outbox.core.delivery.inline_deliveries import LaneIdentity
     from outbox.store.connection.secrets import Vault
-    from outbox.store.endpoints import Endpoint
+    from outbox.store.delivery.endpoints import Endpoint
 
 READ_LAST_BATCH = "SELECT max(batch) FROM batch"
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from outbox.core.delivery.commands import DeadRange
+from outbox.store.cluster.replicas import fence
 from outbox.store.connection.message import WriteStatement
 from outbox.store.operational_events import (
     DEAD_LETTER_COLUMNS,
@@ -24,7 +25,6 @@ from outbox.store.operational_events import (
     LANE_STUCK_EVENT,
     PUBLISH_REPORTED_EVENTS,
 )
-from outbox.store.replicas import fence
 from outbox.store.row_params import composite_array, composite_number, composite_text
 
 if TYPE_CHECKING:

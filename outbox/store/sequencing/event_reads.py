@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.delivery.message import EventContent
 from outbox.core.sequencing.router import RoutableEvent
 from outbox.errors import CursorBroken
-from outbox.store.lanes import epoch_s, utc_time
+from outbox.store.delivery.lanes import epoch_s, utc_time
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING
 import asyncpg
 
 from outbox.core.cluster.lease import Peer
-from outbox.store.connection.message import WriteStatement
-from outbox.store.event_reads import truncated
-from outbox.store.sessions import (
+from outbox.store.cluster.sessions import (
     AWAIT_SESSIONS,
     BUSY_SESSION_END_MAX_S,
     COUNT_SESSIONS,
@@ -25,6 +23,8 @@ from outbox.store.sessions import (
     StuckSessions,
     terminate_busy_sessions,
 )
+from outbox.store.connection.message import WriteStatement
+from outbox.store.sequencing.event_reads import truncated
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

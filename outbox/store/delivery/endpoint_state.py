@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import orjson
 
 from outbox.store.channels import NOTIFY_ALL
+from outbox.store.cluster.replicas import OWN_ROW, fence
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.message import WriteStatement
 from outbox.store.database_stats import read_database_stats
@@ -19,7 +20,6 @@ from outbox.store.operational_events import (
     PUBLISH_ENDPOINT_RECOVERED,
     PUBLISH_ENDPOINT_STALLED,
 )
-from outbox.store.replicas import OWN_ROW, fence
 from outbox.store.routing_change import BEGIN_CHANGE
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from outbox.core.delivery.operational_events import ReportedState
     from outbox.store.connection.store_connection import StoreConnection
     from outbox.store.database_stats import DatabaseStats
-    from outbox.store.endpoints import Endpoint
+    from outbox.store.delivery.endpoints import Endpoint
 
 # Writes the circuit breaker's state; only in the owner's epoch, like a lane's progress.
 #   health: the new rows, with the old ones locked, so that nothing is reported that is not

@@ -15,10 +15,16 @@ import orjson
 
 from outbox.core.sequencing.gaps import CursorChange, CursorState, LockHolders, Range
 from outbox.errors import CursorBroken, SchemaMissing
-from outbox.store import timeline
 from outbox.store.channels import OWNERS_SUFFIX
+from outbox.store.cluster import timeline
+from outbox.store.cluster.timeline import History
 from outbox.store.connection.message import WriteStatement
-from outbox.store.event_reads import (
+from outbox.store.delivery.lanes import READ_COUNTERS
+from outbox.store.delivery.records import Fenced
+from outbox.store.replays.replay_feed import ReplayFeedStore
+from outbox.store.replays.replay_progress import write_progress
+from outbox.store.row_params import number_rows
+from outbox.store.sequencing.event_reads import (
     AWAKE,
     READ_CONTENT_AND_STATE,
     READ_EVENTS_AND_STATE,
@@ -27,22 +33,16 @@ from outbox.store.event_reads import (
     parse_reading,
     truncated,
 )
-from outbox.store.filters import FilterStore, stop_filters
-from outbox.store.lanes import READ_COUNTERS
-from outbox.store.leadership import (
+from outbox.store.sequencing.filters import FilterStore, stop_filters
+from outbox.store.sequencing.leadership import (
     FALL_ASLEEP,
     READ_LEADER_STATUS,
     RELEASE_LEADERSHIP,
     TAKE_LEADERSHIP,
     LeaderStatus,
 )
-from outbox.store.records import Fenced
-from outbox.store.replay_feed import ReplayFeedStore
-from outbox.store.replay_progress import write_progress
-from outbox.store.routing import RoutingStore
-from outbox.store.row_params import number_rows
-from outbox.store.stalls import StallStore
-from outbox.store.timeline import History
+from outbox.store.sequencing.routing import RoutingStore
+from outbox.store.sequencing.stalls import StallStore
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -51,9 +51,9 @@ if TYPE_CHECKING:
     from outbox.core.sequencing.router import Deliveries, TenantFilter
     from outbox.store.connection.message import WriteCall
     from outbox.store.connection.store_connection import StoreConnection
-    from outbox.store.event_reads import Reading
-    from outbox.store.filters import FilterFailure
-    from outbox.store.replay_progress import ReplayBatch
+    from outbox.store.replays.replay_progress import ReplayBatch
+    from outbox.store.sequencing.event_reads import Reading
+    from outbox.store.sequencing.filters import FilterFailure
 
 # The sequence of outbox.id, and whether it assigns ids one by one in ascending order, on
 # which the cursor's argument depends.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outbox.store.connection.message import WriteStatement
-from outbox.store.event_reads import AWAKE
+from outbox.store.sequencing.event_reads import AWAKE
 
 # Takes the leadership, on the server at which this replica registered.  One row, unless the
 # cursor row is locked.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from outbox.store.connection.message import WriteStatement
-from outbox.store.replay_feed import CANCEL_REPLAYS
+from outbox.store.replays.replay_feed import CANCEL_REPLAYS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from outbox.core.sequencing.replay_throttle import JobPart, Share
     from outbox.core.sequencing.router import Replay, ReplayChunk, TenantFilter
     from outbox.store.connection.message import WriteCall
-    from outbox.store.filters import FilterFailure
+    from outbox.store.sequencing.filters import FilterFailure
 
 # Advances replays behind their chunks.
 ADVANCE_REPLAYS = WriteStatement(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.store.connection.store_connection import StoreConnection
-    from outbox.store.endpoints import Endpoint
+    from outbox.store.delivery.endpoints import Endpoint
 
 KIND = "secret_altered"
 

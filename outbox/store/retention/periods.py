@@ -12,7 +12,7 @@ each of them, repeatedly and after a crash:
    newest batch is the last one that can contain any.
 3. *Decide* that the oldest period is dropped: it is old enough, no lane has pending deliveries
    in it, and no dead letter or replay needs it.
-4. *Drop* its partitions (`outbox.store.partitions`).
+4. *Drop* its partitions (`outbox.store.retention.partitions`).
 
 A transaction that was open before a partition was attached may never see it: PostgreSQL looks
 up partitions when a relation is locked for the first time.  Its next event would find no
@@ -33,9 +33,9 @@ from outbox.core.sequencing.partition_window import (
 )
 from outbox.store.channels import NOTIFY_ALL
 from outbox.store.connection.message import WriteCall, WriteStatement
-from outbox.store.erasure import erase_leftovers
-from outbox.store.leadership import CLEAR_LEADER
+from outbox.store.retention.erasure import erase_leftovers
 from outbox.store.routing_change import LOCK_CURSOR
+from outbox.store.sequencing.leadership import CLEAR_LEADER
 
 if TYPE_CHECKING:
     from outbox.core.sequencing.gaps import LockHolders

@@ -1,0 +1,1 @@
+"""SQL of the replicas: leases, ownership, sessions and the server's timeline."""

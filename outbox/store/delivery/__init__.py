@@ -1,0 +1,1 @@
+"""SQL of the owner of an endpoint: lanes, attempts and the state of the endpoint."""

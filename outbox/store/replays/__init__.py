@@ -1,0 +1,1 @@
+"""SQL of the leader for replay jobs."""

@@ -1,0 +1,1 @@
+"""SQL of retention: periods, their partitions, and the erasure of payloads."""

@@ -1,0 +1,1 @@
+"""SQL of the sequencer: reads of events, routing, and the message that writes a batch."""
