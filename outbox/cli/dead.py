@@ -274,7 +274,8 @@ def discard(
 Example:
   outbox dead skip billing --lane 5f0c9d2e71a4-1-3 --sequence 210
 
-outbox status names the lanes that are stuck, and prints this command for them.
+outbox trace EVENT prints this command for an event that fails; so does outbox
+status after five requests.
 """
 )
 @click.argument("endpoint", metavar="ENDPOINT")

@@ -26,7 +26,9 @@ Examples:
   outbox demo --json | tail -1 | jq .missing
 
 Needs no database: the command starts a temporary PostgreSQL server and removes it
-afterwards. Exit code 1 means that an event was missing or out of order.
+afterwards. The server is in an extra of the package: pip install "outbox-relay[demo]".
+
+Exit code 1 means that an event was missing or out of order.
 """
 )
 @click.option(

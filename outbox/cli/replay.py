@@ -152,7 +152,7 @@ def list_(settings: Settings, state: str, limit: int, before: int, as_json: bool
             [
                 j.id,
                 j.kind,
-                j.state,
+                _state(j),
                 _selection(j),
                 j.taken,
                 _share(j),
@@ -221,6 +221,12 @@ def _selection(job: ReplayJob) -> str:
     return " ".join(f"--{name} {value}" for name, value in flags if value)
 
 
+def _state(job: ReplayJob) -> str:
+    """Its state; "delivering" if all its deliveries are in their lanes, and some are pending."""
+    queued = job.state == "running" and 0 < job.all <= job.done
+    return "delivering" if queued else job.state
+
+
 def _share(job: ReplayJob) -> str:
     return f"{100 * job.share:.0f}%"
 
@@ -230,7 +236,7 @@ def _pairs(job: ReplayJob) -> list[tuple[str, Any]]:
     pairs: list[tuple[str, Any]] = [
         ("job", job.id),
         ("kind", job.kind),
-        ("state", job.state),
+        ("state", _state(job)),
         ("selection", _selection(job) or None),
         ("rate", None if job.rate_per_s is None else f"{job.rate_per_s:g}/s"),
         ("requested", job.requested_at),

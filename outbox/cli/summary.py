@@ -9,7 +9,7 @@ from outbox.cli.output import age, count
 from outbox.core.delivery.circuit_breaker import PROBED_STATES, PROBING_TEXT
 from outbox.core.delivery.operational_events import STUCK_EVERY
 from outbox.core.model.endpoint_condition import DEGRADED, HEALTHY, describe_condition
-from outbox.core.model.response import describe_response
+from outbox.core.model.response import describe_attempts, describe_response
 from outbox.operations.skip import skip_command
 
 if TYPE_CHECKING:
@@ -27,14 +27,14 @@ def pairs(overview: Overview) -> list[tuple[str, Any]]:
     """The installation-wide values."""
     alive = sum(replica.alive for replica in overview.replicas)
     open_gaps = count(overview.open_gaps, "open gap")
-    rates, dead = overview.rates, overview.dead_letters.get("dead", 0)
+    rates = overview.rates
     return [
         ("schema", overview.schema),
         ("relays", f"{alive} alive" if alive else "none alive; start one: outbox relay"),
         ("sequenced", _sequenced(overview)),
         ("timeline", _timeline(overview)),
         ("gaps", open_gaps if overview.open_gaps else "none"),
-        ("dead letters", f"{dead}; see: outbox dead list" if dead else 0),
+        ("dead letters", _dead_letters(overview)),
         ("endpoints", overview.endpoints_total),
         (
             "per second",
@@ -43,6 +43,14 @@ def pairs(overview: Overview) -> list[tuple[str, Any]]:
             f"created, {_rate(rates.ended)} completed",
         ),
     ]
+
+
+def _dead_letters(overview: Overview) -> str:
+    dead, replaying = (overview.dead_letters.get(state, 0) for state in ("dead", "replaying"))
+    text = f"{dead}; see: outbox dead list" if dead else "0"
+    if not replaying:
+        return text
+    return f"{text}; {replaying} being replayed: outbox dead list --state replaying"
 
 
 def _rate(per_s: float) -> str:
@@ -139,13 +147,15 @@ def _notes(endpoint: EndpointStatus, now: datetime) -> Iterator[str]:
         )
     if (head := endpoint.failing) is not None:
         event = f" (event {head.event})" if head.event else ""
-        own = count(head.attempts - head.probes, "attempt")
-        probes = f" and {count(head.probes, 'probe')}, which do not count" if head.probes else ""
+        tried = describe_attempts(head.attempts, head.probes)
+        hint = f"; see: outbox trace {head.event}" if head.event else ""
         yield (
-            f"lane {head.lane} fails at sequence {head.sequence}{event}: "
-            f"{describe_response(head.last_response)}, {own}{probes}{_next(endpoint)}"
+            f"lane {head.lane} fails at sequence {head.sequence}{event} after "
+            f"{tried}{_next(endpoint)}: {describe_response(head.last_response)}{hint}"
         )
-        if head.attempts >= STUCK_EVERY:
+        if head.skip_requested:
+            yield f"sequence {head.sequence} is skipped as soon as a relay delivers to the endpoint"
+        elif head.attempts >= STUCK_EVERY:
             command = skip_command(endpoint.name, head.lane, head.sequence)
             yield f"to skip that delivery, if it is the event that fails: {command}"
     if endpoint.old_lanes:

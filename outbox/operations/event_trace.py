@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from outbox.core.delivery.circuit_breaker import PROBED_STATES, PROBING_TEXT
 from outbox.core.delivery.operational_events import STUCK_EVERY
-from outbox.core.model.response import describe_response
+from outbox.core.model.response import describe_attempts, describe_response
 from outbox.operations.skip import skip_command
 
 if TYPE_CHECKING:
@@ -348,16 +348,14 @@ def _find_obstacles(
 def _describe_failure(delivery: TracedDelivery, lane: PendingLaneState, now: datetime) -> str:
     """Describe the attempts of the lane's next delivery, and the command that skips it."""
     head = lane.head
-    own = head.attempts - head.probes
-    tried = "1 attempt" if own == 1 else f"{own} attempts"
-    if head.probes:
-        probes = "1 probe, which does" if head.probes == 1 else f"{head.probes} probes, which do"
-        tried += f" and {probes} not count"
+    tried = describe_attempts(head.attempts, head.probes)
     text = f"failed after {tried}, the last: {describe_response(head.last_response)}"
     if head.next_attempt_at is not None and _retries_on_schedule(lane):
         left_s = (head.next_attempt_at - now).total_seconds()
         text += f"; the next is {f'in {_format_age(left_s)}' if left_s > 0 else 'due now'}"
-    if head.attempts >= STUCK_EVERY:
+    # The event is probably to blame if its receiver responds to others.
+    responded = "status" in (head.last_response or {})
+    if (lane.health == "healthy" and responded) or head.attempts >= STUCK_EVERY:
         text += f"; to skip it: {skip_command(delivery.endpoint, delivery.lane, head.sequence)}"
     return text
 

@@ -111,8 +111,7 @@ async def skip_delivery(
 ) -> SkippedDelivery:
     """Turn the delivery that a lane waits for into a dead letter, and wait until that is done.
 
-    A request in flight completes first; if it succeeds, the delivery is delivered.  A delivery that
-    was skipped already stays so.
+    A request in flight completes first; if it succeeds, the delivery is delivered.
 
     Args:
         lane: its name, as in X-Lane.
@@ -122,7 +121,7 @@ async def skip_delivery(
 
     Raises:
         NotFound: there is no such endpoint, or it has no such lane.
-        LaneMoved: the lane waits for another delivery, or for none.
+        LaneMoved: the lane waits for another delivery, or for none; also if this one was skipped.
         Conflict: the lane is blocked by a dead letter.
     """
 
@@ -134,8 +133,6 @@ async def skip_delivery(
         skipped = from_row(
             SkippedDelivery, row, endpoint=endpoint, lane=lane, sequence=sequence, pending=pending
         )
-        if row["reason"] == "skipped":
-            return lane_id, skipped
         _require_next(row, endpoint, lane, sequence)
         change.write(REQUEST_SKIP, lane_id, sequence)
         data = {"lane": lane, "sequence": sequence, "event": row["event"], "comment": comment}
@@ -177,7 +174,9 @@ def _require_next(row: Any, endpoint: str, lane: str, sequence: int) -> None:
 
 def _raise_moved(row: Any, endpoint: str, lane: str, sequence: int) -> NoReturn:
     acked_seq, last_seq = row["acked_seq"], row["last_seq"]
-    if row["dead_letter"] is not None:
+    if row["reason"] == "skipped":
+        state = f"was skipped before; it is dead letter {row['dead_letter']}"
+    elif row["dead_letter"] is not None:
         state = f"is dead letter {row['dead_letter']} already ({row['reason']})"
     elif sequence <= acked_seq:
         state = "was delivered"

@@ -68,6 +68,7 @@ SELECT t.*, e.id, e.name, e.url, e.state, e.state_at, e.state_by, e.state_commen
        coalesce(k.lanes, 0) AS blocked_lanes, k.generation AS block_generation,
        k.slot AS block_slot, k.seq AS block_seq, k.at AS block_at, k.dead_id,
        f.generation, f.slot, f.retry_seq, f.attempts, f.spent, f.next_attempt_at, n.event_id,
+       s.skip_seq,
        {shorten_responses("p.last_response", 't.pending DESC, e.name COLLATE "C"')}
            AS last_response,
        (SELECT max({lanes.OLDEST_S}) FROM near l
@@ -83,6 +84,7 @@ SELECT t.*, e.id, e.name, e.url, e.state, e.state_at, e.state_by, e.state_commen
         WHERE l.endpoint_id = e.id AND l.failing
         ORDER BY l.attempts DESC, l.lane_id LIMIT 1) f ON true
   LEFT JOIN lane_progress p ON p.lane_id = f.lane_id
+  LEFT JOIN lane s ON s.id = f.lane_id
   LEFT JOIN LATERAL (
        SELECT o.event_id
          FROM (SELECT d.outbox_id FROM delivery d
@@ -147,6 +149,8 @@ class FailingDelivery:
     next_attempt_at: datetime | None
     """By the retry policy; while the circuit breaker is open, its probes decide instead."""
     last_response: dict[str, Any] | None
+    skip_requested: bool
+    """An operator has skipped it, and no relay has applied that yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +317,7 @@ def _endpoint(row: Any) -> EndpointStatus:
             row["retry_seq"],
             row["event_id"],
             **lanes.retry_state(row, failing=True),
+            skip_requested=row["skip_seq"] == row["retry_seq"],
         )
     if row["health"] is not None:
         health = HealthStatus(row["health"], row["health_since"], row["held_until"])

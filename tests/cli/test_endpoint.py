@@ -329,7 +329,7 @@ def test_rotate_secret_shows_the_new_one_once(here: Command) -> None:
     wrong = here("endpoint", "rotate-secret", "a", "--overlap", "soon")
     assert (wrong.code, wrong.error) == (
         2,
-        '--overlap: "soon" is not a time such as 30s, 10m, 2h or 1d',
+        '--overlap: "soon" is not a time such as 0.5s, 30s, 10m, 2h or 1d',
     )
 
 

@@ -127,7 +127,10 @@ def test_the_version_is_printed(outbox: Command) -> None:
         (["dead", "discard", "--until", "0d"], "select dead letters"),
         (["dead", "discard", "--tenant", ""], "tenant is empty"),
         (["dead", "replay", "--endpoint", ""], "endpoint is empty"),
-        (["publish", "a", "--expires-in", "5y"], '"5y" is not a time such as 30s, 10m, 2h or 1d'),
+        (
+            ["publish", "a", "--expires-in", "5y"],
+            '"5y" is not a time such as 0.5s, 30s, 10m, 2h or 1d',
+        ),
         (["publish", "a", "--expires-in", "0"], '"0" is not a positive duration'),
         (["migrate", "--check", "--sql"], "--check and --sql exclude each other"),
         (["migrate", "--sql", "--json"], "it cannot be combined with --json"),

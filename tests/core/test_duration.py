@@ -19,7 +19,7 @@ def test_a_duration_is_parsed_with_its_unit(text: str, seconds: float) -> None:
     "text", ["", "x", "1w", "-1", "1e9", "1.", " 1", "\u0661s", "1s\n", "\udcff"]
 )
 def test_an_invalid_duration_is_rejected_with_a_one_line_error(text: str) -> None:
-    with pytest.raises(UsageError, match="is not a time such as 30s"):
+    with pytest.raises(UsageError, match="is not a time such as"):
         duration.parse(text)
 
 

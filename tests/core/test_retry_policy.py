@@ -202,7 +202,7 @@ def test_a_description_contains_the_numbers_of_the_policy(policy: RetryPolicy) -
         ("base=", '"base=" is not one of'),
         ("base=5s,base=6s", "retry.base: occurs twice"),
         ("bas=5s", 'there is no "bas"; a policy has base, factor, cap, jitter'),
-        ("base=5x", 'retry.base: "5x" is not a time such as 30s'),
+        ("base=5x", 'retry.base: "5x" is not a time such as 0.5s'),
         ("factor=two", 'retry.factor: "two" is not a number'),
         ("attempts=2.5", 'retry.attempts: "2.5" is not a number'),
         ("factor=nan", "retry.factor: must be between 1 and 100"),

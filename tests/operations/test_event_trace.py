@@ -235,7 +235,8 @@ HEAD = STANDING.head
             [
                 "waits behind 1 of its lane, the first is sequence 4, which failed after 3 "
                 "attempts, "
-                "the last: it responded with 503; the next is in 30 s"
+                "the last: it responded with 503; the next is in 30 s; to skip it: "
+                "outbox dead skip 'bill ing' --lane l-1-0 --sequence 4"
             ],
         ),
         (
@@ -273,7 +274,8 @@ HEAD = STANDING.head
             },
             [
                 "waits: its endpoint has been paused for 2 d; outbox endpoint resume 'bill ing'",
-                "failed after 1 attempt, the last: it responded with 503",
+                "failed after 1 attempt, the last: it responded with 503; to skip it: "
+                "outbox dead skip 'bill ing' --lane l-1-0 --sequence 5",
             ],
         ),
     ],

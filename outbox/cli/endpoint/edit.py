@@ -19,7 +19,11 @@ from outbox.cli.endpoint.options import Command, edit_options, new_options
 from outbox.cli.output import count, emit_json, emit_pairs, print_changed
 from outbox.core.model.endpoint import EndpointSettings
 from outbox.destinations.http.egress import plain_http_warning
-from outbox.destinations.http.endpoint_validation import check_settings, policy_of
+from outbox.destinations.http.endpoint_validation import (
+    check_settings,
+    is_open_without_setting,
+    policy_of,
+)
 from outbox.operations import endpoint_changes
 from outbox.store.connection.secrets import Vault
 
@@ -75,29 +79,34 @@ def add(
         vault=vault,
         ed25519=ed25519,
     )
+    if as_json:
+        emit_json(added)
+    else:
+        emit_pairs(
+            [
+                ("id", added.id),
+                ("name", added.name),
+                ("url", added.url),
+                ("types", added.types),
+                ("lanes", added.lanes),
+                ("public key" if ed25519 else "secret", added.secret),
+            ]
+        )
     warn_about_networks("--allow-network", endpoint_settings.allow_networks)
     if (reason := plain_http_warning(url)) is not None:
         warn(reason)
+    elif not is_open_without_setting(endpoint_settings):
+        warn(
+            "only OUTBOX_ALLOW_NETWORKS opens this address: set it for every relay, too, or give "
+            "the endpoint --allow-network"
+        )
     if added.waiting:
         verb = "is" if added.waiting == 1 else "are"
         warn(
             f"{count(added.waiting, 'event')} {verb} not sequenced yet; "
             "this endpoint also receives those that match"
         )
-    if as_json:
-        emit_json(added)
-        return
-    emit_pairs(
-        [
-            ("id", added.id),
-            ("name", added.name),
-            ("url", added.url),
-            ("types", added.types),
-            ("lanes", added.lanes),
-            ("public key" if ed25519 else "secret", added.secret),
-        ]
-    )
-    if not ed25519:
+    if not (as_json or ed25519):
         click.echo("Save the secret now; it is not shown again.", err=True)
 
 

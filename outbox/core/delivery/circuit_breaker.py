@@ -66,7 +66,8 @@ class BreakerState(StrEnum):
 PROBED_STATES = (BreakerState.FAILING, BreakerState.REJECTING)
 """States in which only probes are sent."""
 PROBING_TEXT = (
-    f"its lanes are probed in rotation, the next within {PROBE_MAX_S:.0f} s of the last response"
+    "its lanes are probed in rotation, every second at first, later at least every "
+    f"{PROBE_MAX_S:.0f} s"
 )
 """The probe schedule of an owned endpoint without a Retry-After hold-off, for messages."""
 

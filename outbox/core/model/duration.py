@@ -21,7 +21,7 @@ def parse(text: str) -> float:
     """
     match = _TEXT.fullmatch(text)
     if not match:
-        raise UsageError(f'"{text[:40]}" is not a time such as 30s, 10m, 2h or 1d')
+        raise UsageError(f'"{text[:40]}" is not a time such as 0.5s, 30s, 10m, 2h or 1d')
     seconds = float(match[1]) * UNITS_S[match[2] or "s"]
     if seconds > MAX_S:
         raise UsageError(f'"{text}" is longer than a century')

@@ -242,6 +242,22 @@ def describe_response(stored: Mapping[str, Any] | None) -> str:
     return _FAILURE_TEXTS[Failure(failure)] if failure in set(Failure) else "no response"
 
 
+def describe_attempts(attempts: int, probes: int) -> str:
+    """Describe the attempts of a delivery: "3 attempts and 1 probe, which does not count".
+
+    Args:
+        attempts: all requests, probes included.
+        probes: those that only probed the receiver, and do not count against the retry limit.
+    """
+    own = attempts - probes
+    text = "1 attempt" if own == 1 else f"{own} attempts"
+    if not probes:
+        return text
+    return f"{text} and " + (
+        "1 probe, which does not count" if probes == 1 else f"{probes} probes, which do not count"
+    )
+
+
 _OUTCOME_FIELDS = ("version", "status", "failure", "elapsed_ms")
 
 

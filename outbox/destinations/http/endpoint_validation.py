@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from outbox.config import Settings
     from outbox.core.model.endpoint import EndpointSettings
     from outbox.core.model.endpoint_config import DeclaredEndpoint
+    from outbox.destinations.http.egress import Network
 
 T = TypeVar("T")
 
@@ -52,13 +53,23 @@ def check_settings(
         check_ca(wanted.ca)
 
 
+def is_open_without_setting(wanted: EndpointSettings) -> bool:
+    """Whether a relay without OUTBOX_ALLOW_NETWORKS delivers to the endpoint."""
+    networks = _networks(wanted)
+    return EgressPolicy().refusal_of_url(wanted.url, networks) is None
+
+
 def check_reachable(
     wanted: EndpointSettings, policy: EgressPolicy, current: EndpointSettings | None = None
 ) -> None:
     """Validate URL and networks only; parsing the CA certificates is slow."""
     route = (wanted.url, wanted.allow_networks)
     if current is None or route != (current.url, current.allow_networks):
-        policy.check_url(wanted.url, parse_networks(",".join(wanted.allow_networks)))
+        policy.check_url(wanted.url, _networks(wanted))
+
+
+def _networks(wanted: EndpointSettings) -> tuple[Network, ...]:
+    return parse_networks(",".join(wanted.allow_networks))
 
 
 def trust_error(ca: str | None) -> UsageError | None:

@@ -102,10 +102,16 @@ def endpoint_context(tls: Tls) -> ssl.SSLContext:
     return context
 
 
+# What OpenSSL calls the first bytes of a plain-text response.
+_NOT_TLS = ("WRONG_VERSION_NUMBER", "PACKET_LENGTH_TOO_LONG")
+
+
 def ssl_error_reason(error: ssl.SSLError) -> str:
     """Return OpenSSL's message without its source location."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"certificate verify failed: {error.verify_message}"
+    if error.reason in _NOT_TLS:
+        return "plain text instead of TLS (is it http://?)"
     return (error.reason or str(error)).replace("_", " ").lower()
 
 

@@ -236,7 +236,8 @@ def health(row: Any) -> CheckResult:
         case "failing":
             return warning(
                 f"{who} has been failing for {since}{last}{until}",
-                f"check its receiver; to stop requests: outbox endpoint pause {name}",
+                "check its receiver; outbox status names the delivery that fails; to stop "
+                f"requests: outbox endpoint pause {name}",
             )
         case "rejecting":
             return warning(

@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 
 from outbox.core.model.ids import lane_name
+from outbox.core.model.response import describe_attempts
 from outbox.operations.doctor.check import (
     CheckResult,
     DoctorContext,
@@ -87,9 +88,7 @@ def failing(row: Any) -> CheckResult:
     response = orjson.loads(row["last_response"]) if row["last_response"] else {}
     last = response.get("status") or response.get("failure") or "no response"
     lane = lane_name(row["endpoint_id"], row["generation"], row["slot"])
-    own = format_count(row["spent"], "attempt")
-    probes = row["attempts"] - row["spent"]
-    tried = f"{own} and {format_count(probes, 'probe')}" if probes else own
+    tried = describe_attempts(row["attempts"], row["attempts"] - row["spent"])
     return warning(
         f"{_lane(row)} has been failing at sequence {row['retry_seq']} for "
         f"{format_age(row['since_s'])}: {tried}, {last}",

@@ -48,7 +48,7 @@ async def periods(context: DoctorContext) -> Results:
         oldest = min(of_kind, key=lambda period: period.number)
         keep_s = context.keep.retention_s(kind)
         age = format_age(oldest.age_s)
-        kept = f"{what} are kept for {age}, in {format_count(len(of_kind), 'period')}"
+        kept = f"the oldest {what} are from {age} ago, in {format_count(len(of_kind), 'period')}"
         if keep_s is None:
             yield ok(f"{kept}, without a limit")
         elif (overdue_s := (oldest.ended_s or 0.0) - keep_s) < GRACE_S:
