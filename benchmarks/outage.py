@@ -172,7 +172,7 @@ async def relay(
             while made < outage.events:
                 await asyncio.sleep(min(STEP_S, outage.seconds / 10))
                 share = min((clock() - began_at) / outage.seconds, 1.0)
-                if steps and share >= steps[0][0]:
+                while steps and share >= steps[0][0]:
                     _, step = steps.pop(0)
                     await step(connection, SCHEMA, [NAME], actor="benchmark")
                 upto = round(outage.events * share)

@@ -170,13 +170,11 @@ def warn_about_networks(name: str, networks: Iterable[str | Network]) -> None:
         warn(f"{name}: {reason}; open narrower ranges")
 
 
-def first_page(
-    rows: list[T], limit: int, cursor: Callable[[T], object], option: str = "--after"
-) -> list[T]:
+def first_page(rows: list[T], limit: int, cursor: Callable[[T], object]) -> list[T]:
     """The first `limit` rows; if there are more, print on stderr how to get the next page."""
     if len(rows) > limit:
         last = shlex.quote(str(cursor(rows[limit - 1])))
-        click.echo(f"more rows exist; next page: {option} {last}", err=True)
+        click.echo(f"more rows exist; next page: --after {last}", err=True)
     return rows[:limit]
 
 

@@ -127,22 +127,22 @@ Examples:
 )
 @limit_option
 @click.option(
-    "--before",
+    "--after",
     metavar="JOB",
     type=click.IntRange(1, ID_MAX),
     default=ID_MAX,
     show_default=False,
-    help="Only jobs before this one (paging).",
+    help="Only jobs listed after this one (paging).",
 )
 @json_option
 @settings_options
-def list_(settings: Settings, state: str, limit: int, before: int, as_json: bool) -> None:
+def list_(settings: Settings, state: str, limit: int, after: int, as_json: bool) -> None:
     """List replay jobs (of dead letters, past events and lanes), newest first."""
     states = [each for each in replay_jobs.STATES if state in (each, "all")]
     rows = run_operation(
-        settings, replay_jobs.list_jobs, states=states, limit=limit + 1, before=before
+        settings, replay_jobs.list_jobs, states=states, limit=limit + 1, before=after
     )
-    rows = first_page(rows, limit, lambda row: row.id, "--before")
+    rows = first_page(rows, limit, lambda row: row.id)
     if as_json:
         emit_json(rows)
         return

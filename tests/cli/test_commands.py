@@ -598,8 +598,8 @@ def test_a_replay_job_is_listed_shown_and_aborted(here: Command, database: Datab
     )
     running = here("replay", "list", "--state", "running", "--json").json
     assert [r["id"] for r in running] == [2]
-    assert here("replay", "list", "--limit", 1).err == "more rows exist; next page: --before 2\n"
-    assert [r["id"] for r in here("replay", "list", "--before", 2, "--json").json] == [1]
+    assert here("replay", "list", "--limit", 1).err == "more rows exist; next page: --after 2\n"
+    assert [r["id"] for r in here("replay", "list", "--after", 2, "--json").json] == [1]
     assert len(here("dead", "list", "--json").json) == 2
     unsaid = here("replay")
     assert unsaid.code == 2

@@ -170,7 +170,7 @@ def test_show_prints_the_ownership_history(here: Command, database: Database) ->
     async def move() -> None:
         async with database.connection(server_settings={"search_path": "relay"}) as connection:
             store = ReplicaStore(connection)
-            (endpoint_id,) = (await store.read_ownership()).unowned
+            (endpoint_id,) = (await store.read_ownership(0)).unowned
             first = await register(store, name="one:1")
             other = await register(store, name="other:2")
             await store.claim(first, [endpoint_id], f"replica {first}")

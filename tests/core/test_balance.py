@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from outbox.core.cluster.balance import share
+from outbox.core.cluster.balance import Share, share
 
 if TYPE_CHECKING:
     from random import Random
@@ -54,6 +54,17 @@ def test_an_endpoint_moves_only_to_a_replica_with_fewer_by_two(
 def test_a_new_endpoint_goes_to_the_replica_with_the_fewest() -> None:
     new, owned = [UUID(int=1)], {1: 3, 2: 2, 3: 3}
     assert {me: share(me, owned, owned, new).claimable for me in owned} == {1: [], 2: new, 3: []}
+
+
+def test_the_shares_are_the_same_in_every_release() -> None:
+    """Otherwise, while relays of two releases run, an endpoint may be in no one's portion."""
+    free = [UUID(int=n) for n in range(6)]
+    owned = {4: 5, 7: 1, 9: 5}
+    assert {me: share(me, owned, owned, free[::-1]) for me in owned} == {
+        4: Share(6, free[:1]),
+        7: Share(5, free[1:5]),
+        9: Share(6, free[5:]),
+    }
 
 
 def test_endpoints_of_a_replica_that_is_not_alive_are_not_shared_out() -> None:
@@ -175,7 +186,7 @@ TestBalancedCluster = BalancedCluster.TestCase
 
 
 def test_a_claim_by_an_old_snapshot_is_corrected() -> None:
-    """Two replicas claim the one endpoint more, and nobody but they can know that."""
+    """Two replicas claim the one endpoint more; only these two can correct it."""
     cluster = BalancedCluster()
     cluster.start(replicas=3, endpoints=4)
     cluster.balance(1)

@@ -226,7 +226,7 @@ class Script:
         return sorted((self._n(e), epoch) for e, epoch in epochs.items())
 
     async def _free(self) -> list[UUID]:
-        return sorted((await self._replicas.read_ownership()).unowned, key=self._n)
+        return sorted((await self._replicas.read_ownership(0)).unowned, key=self._n)
 
     async def _load(self) -> Any:
         loaded = await self._lanes.lanes(self._side.endpoint_ids)
@@ -357,8 +357,10 @@ class Script:
         renewed = await self._replicas.renew(me)
         snapshot = await self._replicas.read_cluster()
         peers = sorted((peer.id, peer.renewals, peer.lease_s) for peer in snapshot.peers)
-        owned = (await self._replicas.read_ownership()).owned
-        return renewed, peers, snapshot.version, snapshot.unowned, snapshot.sequencer_pids, owned
+        read = await self._replicas.read_ownership(me)
+        mine = sorted(self._n(each) for each in read.mine)
+        cluster = (snapshot.version, snapshot.unowned, snapshot.sequencer_pids)
+        return renewed, peers, cluster, read.owned, mine
 
     async def _health(self) -> Any:
         # A server returns rows in any order.

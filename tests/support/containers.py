@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -19,12 +19,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.support.small_disk import may_mount
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
 ROOT = Path(__file__).parents[2]
 _RELEASE, _PYTHON = "bookworm", "3.11"
 """The release of Debian that the image is based on here, and its Python."""
+_MACHINE = "x86_64"
 _BUILD_MAX_S = 1200
 _END_MAX_S = 30
 
@@ -53,7 +56,8 @@ def can_build() -> bool:
     programs = ("buildah", "mmdebstrap", "unshare", "setpriv")
     return (
         sys.platform == "linux"
-        and os.geteuid() == 0
+        and platform.machine() == _MACHINE
+        and may_mount()
         and all(shutil.which(each) is not None for each in programs)
     )
 
@@ -195,7 +199,7 @@ def _build(directory: Path) -> None:
     buildah("commit", "--quiet", empty, "localhost/base")
     base.unlink()
     # The packages come from this machine's pip, whose index the build cannot reach everywhere.
-    platforms = [f"--platform={each}_x86_64" for each in ("manylinux2014", "manylinux_2_28")]
+    platforms = [f"--platform={each}_{_MACHINE}" for each in ("manylinux2014", "manylinux_2_28")]
     _run(
         *(sys.executable, "-m", "pip", "download", "--quiet", f"--dest={wheels}"),
         *(f"--python-version={_PYTHON}", "--only-binary=:all:", *platforms),

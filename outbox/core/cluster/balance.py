@@ -5,6 +5,9 @@ A replica over its share releases endpoints, and one below its share claims unow
 nothing else moves.  On one snapshot the replicas agree: the shares add up to all endpoints,
 and no unowned endpoint is in the portions of two.  Replicas with different snapshots may
 claim one too many, which the next balance corrects.
+
+Replicas of two releases must compute the same shares: otherwise an endpoint may be in nobody's
+portion while both run.
 """
 
 from __future__ import annotations

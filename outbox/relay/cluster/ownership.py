@@ -148,11 +148,15 @@ class Ownership:
 
     async def _balance(self, alive: set[int]) -> None:
         """Claim the endpoints that this replica lacks, and stop those that it has too many."""
-        current = await self._replicas.read_ownership()
+        current = await self._replicas.read_ownership(self._me)
         mine = share(self._me, alive, current.owned, current.unowned)
         # Stopped endpoints are on their way to another replica already, or end.  Of the others,
         # those that were claimed last move.
-        kept = [e.id for e in self._dispatcher.endpoints() if e.id not in self._stopped]
+        kept = [
+            e.id
+            for e in self._dispatcher.endpoints()
+            if e.id in current.mine and e.id not in self._stopped
+        ]
         self._stop_endpoints(kept[mine.endpoints :])
         if mine.claimable:
             await self._claim(mine.claimable)

@@ -151,10 +151,11 @@ SELECT c.version, c.erasures, r.ids, r.renewals, r.leases_s, r.sequencer_pids,
           FROM replica) r
 """  # noqa: S608 (constants only)
 
-# Reads how many endpoints each replica owns, and the ids of those without an owner.
+# Reads how many endpoints each replica owns, and the ids of those without an owner and of those
+# of the replica $1.
 READ_OWNERSHIP = f"""
 SELECT o.replica_id, count(*) AS endpoints,
-       array_agg(o.endpoint_id) FILTER (WHERE o.replica_id IS NULL) AS unowned
+       array_agg(o.endpoint_id) FILTER (WHERE o.replica_id IS NULL OR o.replica_id = $1) AS ids
   FROM {OWNABLE}
  GROUP BY o.replica_id
 """  # noqa: S608 (constants only)
@@ -243,6 +244,8 @@ class OwnershipSnapshot:
 
     owned: dict[int, int]
     """How many endpoints a replica owns."""
+    mine: set[UUID]
+    """Endpoints of the replica that reads."""
     unowned: list[UUID]
     """Endpoints without an owner."""
 
@@ -308,12 +311,12 @@ class ReplicaStore:
             set(row["sequencer_pids"] or ()),
         )
 
-    async def read_ownership(self) -> OwnershipSnapshot:
-        """Read who owns how many endpoints; costs more than `read_cluster`."""
-        rows = await self._db.fetch(READ_OWNERSHIP)
-        owned = {row["replica_id"]: row["endpoints"] for row in rows}
-        owned.pop(None, None)
-        return OwnershipSnapshot(owned, [e for row in rows for e in row["unowned"] or ()])
+    async def read_ownership(self, replica_id: int) -> OwnershipSnapshot:
+        """Read who owns how many endpoints, and which a replica owns; more than `read_cluster`."""
+        rows = await self._db.fetch(READ_OWNERSHIP, replica_id)
+        ids = {row["replica_id"]: row["ids"] for row in rows}
+        owned = {row["replica_id"]: row["endpoints"] for row in rows if row["replica_id"]}
+        return OwnershipSnapshot(owned, set(ids.get(replica_id) or ()), ids.get(None) or [])
 
     async def expire_replica(
         self,

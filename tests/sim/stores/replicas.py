@@ -65,8 +65,8 @@ class ReplicaStore(replicas.ReplicaStore):
     async def read_cluster(self) -> ClusterSnapshot:
         return await self._db.call(read_cluster)
 
-    async def read_ownership(self) -> OwnershipSnapshot:
-        return await self._db.call(read_ownership)
+    async def read_ownership(self, replica_id: int) -> OwnershipSnapshot:
+        return await self._db.call(read_ownership, replica_id)
 
     async def expire_replica(
         self, replica_id: int, actor: str, lock_timeout_s: float, renewals: int | None = None
@@ -234,13 +234,13 @@ def read_cluster(db: Database, tx: Transaction) -> ClusterSnapshot:
         cursor["version"],
         cursor["erasures"],
         [Peer(r["id"], r["renewals"], r["lease_s"]) for r in rows],
-        bool(read_ownership(db, tx).unowned),
+        bool(read_ownership(db, tx, 0).unowned),
         {r["sequencer_pid"] for r in rows},
     )
 
 
-def read_ownership(db: Database, tx: Transaction) -> OwnershipSnapshot:
-    owned, unowned = Counter[int](), []
+def read_ownership(db: Database, tx: Transaction, me: int) -> OwnershipSnapshot:
+    owned, mine, unowned = Counter[int](), set(), []
     for row in tx.rows(db.ownership):
         e = tx.get(db.endpoint, row["endpoint_id"])
         assert e is not None
@@ -250,7 +250,9 @@ def read_ownership(db: Database, tx: Transaction) -> OwnershipSnapshot:
             unowned.append(row["endpoint_id"])
         else:
             owned[row["replica_id"]] += 1
-    return OwnershipSnapshot(dict(owned), unowned)
+        if row["replica_id"] == me:
+            mine.add(row["endpoint_id"])
+    return OwnershipSnapshot(dict(owned), mine, unowned)
 
 
 def claim(db: Database, tx: Transaction, me: int, ids: Sequence[UUID], actor: str) -> Steps[bool]:
