@@ -19,6 +19,8 @@ LEFT, RIGHT, TOP, KEY = 76, 24, 56, 22
 POINTS_PER_S = 1
 """The peak, which the smoothed line does not show, is given as text."""
 TICKS_X, TICKS_Y = 10, 5
+LINES_MAX = 5
+"""The number of styles below; a line without one would not be seen."""
 
 STYLE = """
   text { font: 13px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1f2328 }
@@ -32,6 +34,7 @@ STYLE = """
   .line1 { stroke: #b35900; stroke-dasharray: 8 3 }
   .line2 { stroke: #1a7f37; stroke-dasharray: 3 3 }
   .line3 { stroke: #8250df; stroke-dasharray: 10 3 2 3 }
+  .line4 { stroke: #bf3989; stroke-dasharray: 2 5 }
   @media (prefers-color-scheme: dark) {
     text { fill: #e6edf3 }
     .small { fill: #9198a1 }
@@ -42,6 +45,7 @@ STYLE = """
     .line1 { stroke: #f0883e }
     .line2 { stroke: #3fb950 }
     .line3 { stroke: #bc8cff }
+    .line4 { stroke: #f778ba }
   }
 """
 
@@ -56,6 +60,7 @@ class Line:
 
 def draw(title: str, lines: Sequence[Line], *, step_s: float, shaded_s: float) -> str:
     """Draw the chart; the first seconds are shaded."""
+    assert len(lines) <= LINES_MAX
     per_point = max(round(1 / (step_s * POINTS_PER_S)), 1)
     points = [_means(line.rates, per_point) for line in lines]
     seconds = max(len(line.rates) for line in lines) * step_s
