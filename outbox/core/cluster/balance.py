@@ -6,8 +6,8 @@ nothing else moves.  On one snapshot the replicas agree: the shares add up to al
 and no unowned endpoint is in the portions of two.  Replicas with different snapshots may
 claim one too many, which the next balance corrects.
 
-Replicas of two releases must compute the same shares: otherwise an endpoint may be in nobody's
-portion while both run.
+Replicas of two releases must compute the same shares: otherwise an endpoint may be in the portion
+of none while both run.
 """
 
 from __future__ import annotations
