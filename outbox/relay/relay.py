@@ -113,7 +113,6 @@ class Relay:
             OutboxError: the database cannot be used at the first attempt;
                 after the first registration, errors are retried.
         """
-        log.info("starting", version=outbox.__version__, name=self._name)
         former: list[str] = []
         delay_s = RETRY_MIN_S
         while not self._stop.is_set():

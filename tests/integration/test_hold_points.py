@@ -156,7 +156,7 @@ async def test_replays_a_backfill_and_a_stopped_filter(database: Database, poole
             ended = "SELECT count(*) = 6 FROM replay_job WHERE ended_at IS NOT NULL"
             await until(lambda: fetchval(database, ended), 30, "the jobs to end")
             await all_ended(database)
-        jobs = await replay_jobs.list_jobs(db, "relay")
+        jobs = (await replay_jobs.list_jobs(db, "relay"))[::-1]
         journal = await db.fetch("SELECT kind, data FROM journal ORDER BY id")
     assert [(job.kind, job.taken, job.stopped) for job in jobs] == [
         ("dead", 5, {}),

@@ -167,7 +167,7 @@ async def test_a_short_hold_is_not_reported(database: Database, logs: list[Any])
 async def test_a_stall_is_reported_by_an_operational_event(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("store.stalls", "relay.sequencing.stall_monitor"):
+    for module in ("store.sequencing.stalls", "relay.sequencing.stall_monitor"):
         monkeypatch.setattr(f"outbox.{module}.LAGGING_S", 0.5)
     await add_endpoint(database, "ops", types=["outbox.**"])
     network = Network()
