@@ -4,7 +4,7 @@ Every replica computes all shares by itself, from one snapshot of the table of o
 A replica over its share releases endpoints, and one below its share claims unowned ones;
 nothing else moves.  On one snapshot the replicas agree: the shares add up to all endpoints,
 and no unowned endpoint is in the portions of two.  Replicas with different snapshots may
-claim one too many, which the next balance corrects.
+keep or claim one too many, so each looks again until a snapshot is balanced.
 
 Replicas of two releases must compute the same shares: otherwise an endpoint may be in the portion
 of none while both run.
@@ -28,6 +28,14 @@ class Share:
     """How many endpoints; it releases those above."""
     claimable: list[UUID]
     """The unowned endpoints that it should claim."""
+
+
+def is_balanced(
+    alive: Collection[int], owned: Mapping[int, int], unowned: Collection[UUID]
+) -> bool:
+    """Whether every endpoint has an owner, and no replica has two more than another."""
+    counts = [owned.get(replica, 0) for replica in alive]
+    return not unowned and max(counts) - min(counts) <= 1
 
 
 def share(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from outbox.core.cluster.balance import share
+from outbox.core.cluster.balance import is_balanced, share
 from outbox.core.cluster.lease import ClaimBatchSize, PeerWatch
 
 if TYPE_CHECKING:
@@ -86,8 +86,9 @@ class Ownership:
         self._stopping = False
         # Stopped endpoints, released as soon as none of their requests is in flight.
         self._stopped: set[UUID] = set()
-        # The replicas among which the endpoints were last balanced; none: balance them again.
+        # The replicas among which the endpoints were last balanced, and when to do it again.
         self._balanced_among: set[int] = set()
+        self._balance_at = 0.0
         # When to search for sessions that hang.
         self._search_at = 0.0
 
@@ -142,7 +143,12 @@ class Ownership:
             self._dispatcher.reread()
         changed = cluster.version != self._version
         await self._apply_changes(cluster.version)
-        if changed or cluster.unowned or alive != self._balanced_among:
+        if (
+            changed
+            or cluster.unowned
+            or alive != self._balanced_among
+            or self._clock() >= self._balance_at
+        ):
             await self._balance(alive)
         await self._release_stopped()
 
@@ -160,8 +166,10 @@ class Ownership:
         self._stop_endpoints(kept[mine.endpoints :])
         if mine.claimable:
             await self._claim(mine.claimable)
-        # The claims of others, meanwhile, may have left this replica with too many.
-        self._balanced_among = set() if mine.claimable else alive
+        # What others did meanwhile, by other snapshots, may have left this replica with too many.
+        self._balanced_among = alive
+        settled = is_balanced(alive, current.owned, current.unowned)
+        self._balance_at = self._clock() + self._lease.lease_s if settled else 0.0
 
     async def _terminate_stuck_sessions(self) -> None:
         """End what hangs: also sessions that are in no replica's way yet, or have no replica."""
