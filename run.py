@@ -55,9 +55,8 @@ def checks(tier: str) -> tuple[tuple[str, ...], ...]:
         ("mypy",),
         ("lint-imports",),
         ("python .ci/audit.py",),
-        ("python -m tests.sim", "--seeds", SIM_SEEDS[tier]),
         # Four processes also on two cores, because tests wait for I/O. Small chunks keep all of
-        # them busy until the end. The simulation's hours ran just before.
+        # them busy until the end. The simulation's hours run on their own.
         (
             "pytest",
             "-n",
@@ -68,6 +67,8 @@ def checks(tier: str) -> tuple[tuple[str, ...], ...]:
             "2",
             *([tier] if tier else []),
         ),
+        # Last, so that a failing seed, which was drawn, stands beside the summary.
+        ("python -m tests.sim", "--seeds", SIM_SEEDS[tier]),
     )
 
 

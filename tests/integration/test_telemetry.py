@@ -134,17 +134,20 @@ async def test_pending_deliveries_are_measured_with_their_age(
         for n in range(20):
             await publish(database, n, key=f"key {n}")
 
+        found: dict[Metric, Any] = {}
+
         async def all_but_the_sick_one_are_done() -> bool:
-            series = await measured(worker)
+            found.update(await measured(worker))
+            # The age of an event is known once a probe has loaded it.
             return bool(
-                series[catalogue.DELIVERIES].get(("well", "delivered")) == 21
-                and series[catalogue.BACKLOG].get(("sick",)) == 21
-                and series[catalogue.ENDPOINT_TROUBLE]
-                and series[catalogue.REPLICAS]
+                found[catalogue.DELIVERIES].get(("well", "delivered")) == 21
+                and found[catalogue.BACKLOG].get(("sick",)) == 21
+                and found[catalogue.HEAD_AGE].get(("sick",), 0) >= 3600
+                and found[catalogue.ENDPOINT_TROUBLE]
+                and found[catalogue.REPLICAS]
             )
 
         await until(all_but_the_sick_one_are_done, 20, "the numbers to settle")
-        found = await measured(worker)
         assert worker.readiness().ready, "a receiver's fault is not the relay's"
         broken = False
         await all_ended(database)
