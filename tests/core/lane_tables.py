@@ -124,7 +124,7 @@ class Disk:
             elif record.dead is not None:
                 self._expect_next(record.seq)
                 if record.dead.reason == "skipped":
-                    expect(record.seq in self.skipped, "nobody skipped it", record)
+                    expect(record.seq in self.skipped, "no operator skipped it", record)
                 self.dead[record.seq] = record.dead
             elif row is not None and row.outcome == "delivered":
                 self._expect_next(record.seq)

@@ -14,7 +14,7 @@ import pytest
 from outbox.core.delivery.commands import DeadRange, Gate, Progress, Record, Send, Wait
 from outbox.core.delivery.lane import Lane, _Busy
 from outbox.core.delivery.retry_state import RetryState
-from outbox.core.model.response import AttemptOutcome
+from outbox.core.model.response_policy import AttemptOutcome
 from tests.core.invariants import Violation
 from tests.core.lane_model import NO_FAULTS, Faults
 from tests.core.random_walk import hunt_lane
@@ -460,7 +460,7 @@ FOUND_SOON_FROM: dict[type[Lane], int] = {
         (CutsFromWrongBatch, NO_FAULTS, "reading a range begins too late"),
         (CountsUnsentRequests, NO_FAULTS, "forgets its attempts|are not what is logged"),
         (IgnoresSkip, NO_FAULTS, "is sent although it was skipped|was skipped and is not given up"),
-        (SkipsWhateverIsNext, NO_FAULTS, "nobody skipped it"),
+        (SkipsWhateverIsNext, NO_FAULTS, "no operator skipped it"),
         (IgnoresBlock, NO_FAULTS, "does not wait for an operator"),
         (DoesNotPersistBlock, NO_FAULTS, "does it block"),
         (NeverMarksLaneEnd, NO_FAULTS, "wrong about the end"),
