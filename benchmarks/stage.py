@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import orjson
 
 from benchmarks.given import GivenServer, given
-from outbox.core.model.endpoint import EndpointSettings
+from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.model.retry_policy import STANDARD
 from outbox.devtools.embedded.launch import command
 from outbox.errors import CannotRun

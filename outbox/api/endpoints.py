@@ -28,7 +28,7 @@ from outbox.api.route import (
     page_of_rows,
 )
 from outbox.core.model import endpoint_config
-from outbox.core.model.endpoint import SETTINGS, Setting
+from outbox.core.model.endpoint_settings import SETTINGS, Setting
 from outbox.core.model.setting_types import HeaderMap, TextList
 from outbox.destinations.http.endpoint_tester import TEST_RETRY_S, TEST_S, TooManyTests
 from outbox.destinations.http.endpoint_validation import (

@@ -22,7 +22,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from outbox.core.model.response import generalize_elapsed_s, generalize_failure, outcome_fields
+from outbox.core.model.stored_response import (
+    generalize_elapsed_s,
+    generalize_failure,
+    outcome_fields,
+)
 from outbox.operations import tenancy
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from outbox.core.model.response import describe_response
+from outbox.core.model.stored_response import describe_response
 from outbox.devtools.chaos.live_view import RunView
 from outbox.devtools.chaos.plan import ChaosPlan, PlannedEndpoint, PlannedFault
 from outbox.devtools.chaos.run import run_chaos

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.core.model.endpoint import EndpointSettings
     from outbox.core.model.endpoint_config import DeclaredEndpoint
+    from outbox.core.model.endpoint_settings import EndpointSettings
     from outbox.operations.endpoint_changes import Addition, Update
     from outbox.store.change import Change
     from outbox.store.connection.secrets import Vault

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.core.model.endpoint import EndpointSettings
+    from outbox.core.model.endpoint_settings import EndpointSettings
     from outbox.store.change import Change
     from outbox.store.connection.secrets import Vault
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.model.endpoint import SETTINGS
+from outbox.core.model.endpoint_settings import SETTINGS
 from outbox.store.change import document
 from outbox.store.connection.message import Private, WriteStatement
 from outbox.store.routing_change import NEXT_BATCH
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
     from uuid import UUID
 
-    from outbox.core.model.endpoint import EndpointSettings
+    from outbox.core.model.endpoint_settings import EndpointSettings
     from outbox.store.change import Change
 
 # Each setting is a column of the same name.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.model import endpoint_config
-from outbox.core.model.endpoint import SETTINGS, EndpointSettings
+from outbox.core.model.endpoint_settings import SETTINGS, EndpointSettings
 from outbox.core.model.ids import lane_name
 from outbox.operations.lanes import (
     BLOCKED,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from outbox.core.delivery.circuit_breaker import PROBED_STATES, PROBING_TEXT
 from outbox.core.delivery.operational_events import STUCK_EVERY
-from outbox.core.model.response import describe_attempts, describe_response
+from outbox.core.model.stored_response import describe_attempts, describe_response
 from outbox.operations.skip import skip_command
 
 if TYPE_CHECKING:

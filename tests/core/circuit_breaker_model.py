@@ -17,7 +17,7 @@ from outbox.core.delivery.circuit_breaker import (
     CircuitBreaker,
 )
 from outbox.core.delivery.commands import Gate
-from outbox.core.model.response import AttemptOutcome
+from outbox.core.model.response_policy import AttemptOutcome
 from tests.core.invariants import expect
 from tests.core.lane_tables import EPOCH_S
 

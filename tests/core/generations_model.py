@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from outbox.core.delivery.commands import Fetch, Gate, Record, Send, Wait
 from outbox.core.delivery.lane import Lane
 from outbox.core.delivery.lane_generations import LaneGenerations
-from outbox.core.model.response import AttemptOutcome, AttemptResult, Failure, classify
+from outbox.core.model.response import AttemptResult, Failure
+from outbox.core.model.response_policy import AttemptOutcome, classify
 from tests.core.invariants import expect
 from tests.core.lane_invariants import POLICY
 from tests.core.lane_tables import EPOCH_S, Disk, Receiver, delivery

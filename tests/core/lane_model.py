@@ -22,7 +22,8 @@ from outbox.core.delivery.commands import (
     Wait,
 )
 from outbox.core.delivery.lane import Lane
-from outbox.core.model.response import RETRYABLE, AttemptOutcome, AttemptResult, Failure, classify
+from outbox.core.model.response import AttemptResult, Failure
+from outbox.core.model.response_policy import RETRYABLE, AttemptOutcome, classify
 from tests.core.invariants import expect
 from tests.core.lane_invariants import POLICY, Watch
 from tests.core.lane_tables import EPOCH_S, Disk, Receiver, delivery

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.delivery.commands import ErasedEvent, Fetch, Gate, Progress, Record, Send
 from outbox.core.delivery.lane import Lane
-from outbox.core.model.response import AttemptResult, classify
+from outbox.core.model.response import AttemptResult
+from outbox.core.model.response_policy import classify
 from tests.core.lane_invariants import POLICY
 from tests.core.lane_tables import EPOCH_S
 

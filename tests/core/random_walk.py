@@ -12,7 +12,7 @@ from outbox.core.delivery.circuit_breaker import CircuitBreaker
 from outbox.core.delivery.commands import Gate
 from outbox.core.delivery.lane import Lane
 from outbox.core.delivery.lane_generations import LaneGenerations
-from outbox.core.model.response import AttemptOutcome
+from outbox.core.model.response_policy import AttemptOutcome
 from outbox.core.sequencing.gaps import GapTracker
 from tests.core import cursor_model, generations_model, lane_model
 from tests.core.circuit_breaker_model import Endpoint

@@ -19,9 +19,10 @@ from outbox.core.delivery.batch import (
 from outbox.core.delivery.commands import ErasedEvent, Fetch, Progress, Send
 from outbox.core.delivery.lane import Lane
 from outbox.core.delivery.message import body_of, prepare
-from outbox.core.model.endpoint import BATCH_MAX
+from outbox.core.model.endpoint_settings import BATCH_MAX
 from outbox.core.model.headers import EndpointHeaders, parse_lines
-from outbox.core.model.response import RETRYABLE, AttemptOutcome, AttemptResult, Failure
+from outbox.core.model.response import AttemptResult, Failure
+from outbox.core.model.response_policy import RETRYABLE, AttemptOutcome
 from tests.core.lane_invariants import POLICY
 from tests.core.lane_steps import BUSY
 from tests.core.lane_tables import ENDPOINT, EPOCH_S, delivery

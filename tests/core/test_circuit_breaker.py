@@ -21,7 +21,7 @@ from outbox.core.delivery.circuit_breaker import (
     CircuitBreaker,
 )
 from outbox.core.delivery.commands import Gate
-from outbox.core.model.response import AttemptOutcome
+from outbox.core.model.response_policy import AttemptOutcome
 from tests.core import circuit_breaker_model
 from tests.core.circuit_breaker_model import Endpoint
 from tests.core.invariants import Violation

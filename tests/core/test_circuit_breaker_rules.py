@@ -15,7 +15,7 @@ from outbox.core.delivery.circuit_breaker import (
     CircuitBreaker,
 )
 from outbox.core.delivery.commands import Gate
-from outbox.core.model.response import AttemptOutcome
+from outbox.core.model.response_policy import AttemptOutcome
 
 NOW = 1_700_000_000.0
 OK, FAILED, REFUSED = AttemptOutcome.DELIVERED, AttemptOutcome.RETRY, AttemptOutcome.REFUSED

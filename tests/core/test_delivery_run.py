@@ -11,7 +11,8 @@ from outbox.core.delivery.circuit_breaker import CircuitBreaker
 from outbox.core.delivery.commands import ErasedEvent, Progress, Send
 from outbox.core.delivery.connection_reuse import DISTRUST_S, ConnectionReuse
 from outbox.core.delivery.delivery_run import RUN_MAX, DeliveryRun
-from outbox.core.model.response import AttemptOutcome, AttemptResult, Failure
+from outbox.core.model.response import AttemptResult, Failure
+from outbox.core.model.response_policy import AttemptOutcome
 from tests.core.lane_steps import NOW, OK, lane_with
 from tests.core.lane_tables import ENDPOINT, delivery
 

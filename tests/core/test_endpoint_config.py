@@ -10,10 +10,10 @@ from outbox.core.model.endpoint_config import differences, parse_file, to_file_v
 from outbox.core.model.endpoint_config import parse_one as declaration_of
 from outbox.core.model.retry_policy import PRESETS, RetryPolicy, parse
 from outbox.errors import UsageError
-from tests.core.test_endpoint import FULL, settings
+from tests.core.test_endpoint_settings import FULL, settings
 
 if TYPE_CHECKING:
-    from outbox.core.model.endpoint import EndpointSettings
+    from outbox.core.model.endpoint_settings import EndpointSettings
 
 URL = "https://example.com/"
 ID = "0d0a2ee4-8d4a-4c8a-9d0f-0d3f3b6b8a51"

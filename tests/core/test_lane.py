@@ -27,7 +27,9 @@ from outbox.core.delivery.commands import (
 from outbox.core.delivery.delivery_buffer import REFILL_LEVEL
 from outbox.core.delivery.lane import Lane
 from outbox.core.delivery.operational_events import STUCK_EVERY
-from outbox.core.model.response import AttemptOutcome, AttemptResult, stored_response
+from outbox.core.model.response import AttemptResult
+from outbox.core.model.response_policy import AttemptOutcome
+from outbox.core.model.stored_response import stored_response
 from tests.core.lane_invariants import POLICY
 from tests.core.lane_model import World
 from tests.core.lane_steps import BUSY, NO, NOW, OK, attempt, lane_with

@@ -18,7 +18,9 @@ from outbox.core.delivery.commands import (
     Send,
 )
 from outbox.core.delivery.lane import Lane
-from outbox.core.model.response import AttemptResult, Failure, classify, stored_response
+from outbox.core.model.response import AttemptResult, Failure
+from outbox.core.model.response_policy import classify
+from outbox.core.model.stored_response import stored_response
 from tests.core.lane_invariants import POLICY
 from tests.core.lane_steps import BUSY, NO, NOW, OK, attempt, lane_with
 from tests.core.lane_tables import ENDPOINT, delivery

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from outbox.core.model import redaction
 from outbox.core.model.headers import WIRE_BYTES_MAX, WIRE_COUNT_MAX
 from outbox.core.model.redaction import REDACTED, SecretRedactor, redact
-from outbox.core.model.response import BODY_BYTES_MAX, AttemptResult, stored_response
+from outbox.core.model.response import BODY_BYTES_MAX, AttemptResult
+from outbox.core.model.stored_response import stored_response
 
 SECRET = "a/b+c=d <e>%&'"
 

@@ -13,19 +13,23 @@ from hypothesis import strategies as st
 from outbox.core.model.response import (
     BODY_BYTES_MAX,
     DETAIL_CHARS_MAX,
+    AttemptResult,
+    Failure,
+    one_line,
+)
+from outbox.core.model.response_policy import (
     RETRY_AFTER_S_MAX,
+    AttemptOutcome,
+    classify,
+    retry_after_s,
+)
+from outbox.core.model.stored_response import (
     STORED_BODY_CHARS_MAX,
     STORED_SUCCESS_BODY_CHARS_MAX,
     STORED_VERSION,
-    AttemptOutcome,
-    AttemptResult,
-    Failure,
-    classify,
     describe_response,
     generalize_elapsed_s,
     generalize_failure,
-    one_line,
-    retry_after_s,
     stored_response,
     stored_success,
 )

@@ -13,7 +13,8 @@ from outbox.core.delivery.commands import Fetch, Progress, Record, Send, Wait
 from outbox.core.delivery.lane import Lane
 from outbox.core.delivery.message import Delivery
 from outbox.core.delivery.retry_preview import markdown, schedule
-from outbox.core.model.response import AttemptOutcome, AttemptResult
+from outbox.core.model.response import AttemptResult
+from outbox.core.model.response_policy import AttemptOutcome
 from outbox.core.model.retry_policy import PRESETS, RetryPolicy, parse
 
 BUSY = AttemptResult.completed(503, 0.0)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from outbox.core.model.response import RETRYABLE
+from outbox.core.model.response_policy import RETRYABLE
 from outbox.core.model.retryable_statuses import parse
 from outbox.errors import UsageError
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.core.model.endpoint import EndpointSettings
 from outbox.core.model.endpoint_config import parse_file
+from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.model.retry_policy import RetryPolicy
 from outbox.core.model.text import one_line, quoted, truncate
 from outbox.errors import UsageError

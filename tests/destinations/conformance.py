@@ -16,13 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pytest
 
 from outbox.core.model.headers import format_lines
-from outbox.core.model.response import (
-    BODY_BYTES_MAX,
-    DETAIL_CHARS_MAX,
-    AttemptResult,
-    Failure,
-    stored_response,
-)
+from outbox.core.model.response import BODY_BYTES_MAX, DETAIL_CHARS_MAX, AttemptResult, Failure
+from outbox.core.model.stored_response import stored_response
 from outbox.destinations.http.egress import EgressPolicy
 from outbox.destinations.http.limits import HEADER_BYTES_MAX
 from outbox.destinations.interface import Recipient, Request, Transport

@@ -37,9 +37,9 @@ def early() -> None:
 
 def many_headers() -> None:
     """All headers of a response are stored, however many."""
-    from outbox.destinations.http import responses
+    from outbox.destinations.http import attempt_results
 
-    cast("Any", responses).HEADER_BYTES_MAX = 1 << 30
+    cast("Any", attempt_results).HEADER_BYTES_MAX = 1 << 30
 
 
 def unsigned_time() -> None:

@@ -17,7 +17,8 @@ from outbox.core.delivery.message import Delivery, prepare
 from outbox.core.delivery.operational_events import ReportedState
 from outbox.core.delivery.signature import parse_secret
 from outbox.core.model.headers import NO_HEADERS, EndpointHeaders
-from outbox.core.model.response import RETRYABLE, AttemptOutcome, AttemptResult
+from outbox.core.model.response import AttemptResult
+from outbox.core.model.response_policy import RETRYABLE, AttemptOutcome
 from outbox.core.model.retry_policy import RetryPolicy
 from outbox.destinations.http.request import signed_request
 from outbox.relay.delivery.owned_endpoints import EndpointRuntime, LaneRuntime

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from outbox.core.admission.request_scheduler import RequestScheduler
 from outbox.core.delivery.commands import AttemptRow, Progress, Record
 from outbox.core.delivery.lane import Lane
-from outbox.core.model.endpoint import EndpointSettings
+from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.operations import endpoint_changes, endpoint_removal, replays
 from outbox.operations.criteria import DeadLetterSelection
 from outbox.relay.delivery.dispatcher import Dispatcher

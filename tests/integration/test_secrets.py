@@ -15,7 +15,7 @@ from aiohttp import web
 from outbox.api.problem import KEY_MISSING
 from outbox.core.delivery.signature import parse_key, verify
 from outbox.core.model.encryption_keys import format_key
-from outbox.core.model.endpoint import EndpointSettings
+from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.destinations.http.egress import EgressPolicy
 from outbox.destinations.http.tls import check_identity
 from outbox.destinations.http.transport import HttpTransport

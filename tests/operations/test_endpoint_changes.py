@@ -12,7 +12,7 @@ import pytest
 
 from outbox.core.delivery.signature import parse_secret
 from outbox.core.model import endpoint_config
-from outbox.core.model.endpoint import SETTINGS, EndpointSettings
+from outbox.core.model.endpoint_settings import SETTINGS, EndpointSettings
 from outbox.core.model.retry_policy import PRESETS
 from outbox.errors import NotFound, UsageError
 from outbox.operations import (

@@ -10,7 +10,7 @@ import pytest
 
 from outbox.core.delivery.signature import parse_secret
 from outbox.core.model import endpoint_config
-from outbox.core.model.endpoint import EndpointSettings
+from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.model.retry_policy import STANDARD
 from outbox.errors import NotFound, SchemaMissing, UsageError
 from outbox.operations import endpoint_changes, endpoint_removal, endpoint_states, endpoints

@@ -22,7 +22,8 @@ from outbox.core.delivery.circuit_breaker import BreakerRecord, BreakerState
 from outbox.core.delivery.commands import Record, Send
 from outbox.core.delivery.lane import Lane
 from outbox.core.delivery.operational_events import ReportedState
-from outbox.core.model.response import AttemptOutcome, AttemptResult
+from outbox.core.model.response import AttemptResult
+from outbox.core.model.response_policy import AttemptOutcome
 from outbox.core.model.retry_policy import RetryPolicy
 from outbox.core.schedules.schedule import ScheduleSettings
 from outbox.core.sequencing.gaps import CursorChange

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from outbox.config import Settings
-from outbox.core.model.endpoint import EndpointSettings
+from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.model.retry_policy import RetryPolicy
 from outbox.core.sequencing import partition_window
 from outbox.relay.sequencing.sequencer import Sequencer

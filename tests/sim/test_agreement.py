@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from outbox.core.model.endpoint import EndpointSettings
+from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.sequencing import partition_window
 from outbox.operations import endpoint_changes
 from outbox.store.sequencing.event_reads import key_hash

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 import pytest
 
-from outbox.core.model.endpoint import EndpointSettings
+from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.errors import CannotRun, Conflict, CursorBroken, DatabaseUnavailable
 from outbox.operations import (
     endpoint_changes,

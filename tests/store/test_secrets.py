@@ -12,7 +12,7 @@ import pytest
 from outbox.core.delivery.signature import parse_secret
 from outbox.core.model import endpoint_config
 from outbox.core.model.encryption_keys import format_key, parse_keys
-from outbox.core.model.endpoint import EndpointSettings
+from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.errors import CannotRun, Conflict
 from outbox.operations import endpoint_changes, endpoint_secrets, endpoints, rotate_key
 from outbox.operations.apply import apply_file

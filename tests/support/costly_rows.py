@@ -10,11 +10,11 @@ import orjson
 from outbox.api.route import COMMENT_CHARS_MAX, LIMIT_MAX
 from outbox.api.tenancy import stored_key
 from outbox.core.model import endpoint_config
-from outbox.core.model.endpoint import LANES_MAX
+from outbox.core.model.endpoint_settings import LANES_MAX
 from outbox.core.model.event import KEY_BYTES_MAX, ONCE_BYTES_MAX, TENANT_BYTES_MAX
 from outbox.core.model.pattern import TYPE_BYTES_MAX
-from outbox.core.model.response import STORED_BODY_CHARS_MAX, STORED_HEADER_CHARS_MAX
 from outbox.core.model.setting_types import NAME_BYTES_MAX
+from outbox.core.model.stored_response import STORED_BODY_CHARS_MAX, STORED_HEADER_CHARS_MAX
 from outbox.operations.apply import apply_file
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from outbox.config import Settings
-from outbox.core.model.endpoint import EndpointSettings
+from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.model.response import AttemptResult
 from outbox.operations import endpoint_changes
 from outbox.operations.verify.audit import run_checks

@@ -12,7 +12,7 @@ import asyncpg
 from pydantic import SecretStr
 
 from outbox.config import Settings
-from outbox.core.model.endpoint import EndpointSettings
+from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.sequencing.gaps import GapTracker
 from outbox.core.sequencing.router import RoutableEvent
 from outbox.operations import endpoint_changes

@@ -17,7 +17,7 @@ from outbox.cli.common import (
 from outbox.cli.endpoint.group import command
 from outbox.cli.endpoint.options import Command, edit_options, new_options
 from outbox.cli.output import count, emit_json, emit_pairs, print_changed
-from outbox.core.model.endpoint import EndpointSettings
+from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.destinations.http.egress import plain_http_warning
 from outbox.destinations.http.endpoint_validation import (
     check_settings,

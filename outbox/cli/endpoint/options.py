@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar, get_args
 import click
 
 from outbox.core.model import duration
-from outbox.core.model.endpoint import SETTINGS, Section
+from outbox.core.model.endpoint_settings import SETTINGS, Section
 from outbox.core.model.setting_types import (
     Certificates,
     Choice,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from click import Context, HelpFormatter
 
-    from outbox.core.model.endpoint import EndpointSettings, Setting
+    from outbox.core.model.endpoint_settings import EndpointSettings, Setting
 
 T = TypeVar("T")
 

@@ -22,8 +22,8 @@ from outbox.core.delivery.circuit_breaker import PROBED_STATES, PROBING_TEXT
 from outbox.core.delivery.connection_reuse import DISTRUST_S, ConnectionReuse
 from outbox.core.delivery.retry_preview import COLUMNS, cells, markdown, schedule
 from outbox.core.model import endpoint_config, retry_policy
-from outbox.core.model.endpoint import SETTINGS
 from outbox.core.model.endpoint_condition import HEALTHY, describe_condition
+from outbox.core.model.endpoint_settings import SETTINGS
 from outbox.operations import endpoints
 
 if TYPE_CHECKING:

@@ -3,6 +3,8 @@
 Each service raises the item's usage by one, so that shares converge to max-min fairness; an
 item with low demand is served at once.  No item starves: one without usage waits only behind
 others without usage, each of which overtakes it at most once.
+
+The request scheduler has one of the tenants that wait, and one of each tenant's endpoints.
 """
 
 from __future__ import annotations

@@ -41,9 +41,9 @@ import orjson
 
 from outbox.core.delivery.message import USER_AGENT, Prepared, body_of
 from outbox.core.delivery.signature import ID_HEADER
-from outbox.core.model.endpoint import BATCH_MAX
+from outbox.core.model.endpoint_settings import BATCH_MAX
 from outbox.core.model.headers import NO_HEADERS, format_lines, merge, normalize_name
-from outbox.core.model.response import AttemptOutcome, classify
+from outbox.core.model.response_policy import AttemptOutcome, classify
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

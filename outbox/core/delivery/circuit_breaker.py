@@ -41,7 +41,7 @@ from enum import StrEnum
 from typing import Any
 
 from outbox.core.delivery.commands import Gate
-from outbox.core.model.response import RETRY_AFTER_S_MAX, AttemptOutcome
+from outbox.core.model.response_policy import RETRY_AFTER_S_MAX, AttemptOutcome
 
 FAILURES_MAX = 5
 """Consecutive failures that open the breaker."""

@@ -63,7 +63,7 @@ class AttemptRow(NamedTuple):
     started_at: float
     elapsed_s: float
     response: dict[str, Any] | None = None
-    """The stored response, see `outbox.core.model.response`."""
+    """The stored response, see `outbox.core.model.stored_response`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.delivery.commands import AttemptRow
-from outbox.core.model.response import is_success
+from outbox.core.model.response_policy import is_success
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,7 +59,7 @@ class RunResults:
         """Epoch seconds."""
         self.elapsed_s: list[float] = []
         self.responses: list[dict[str, Any] | None] = []
-        """Stored responses, see `outbox.core.model.response.stored_success`."""
+        """Stored responses, see `outbox.core.model.stored_response.stored_success`."""
         self.latencies_s: list[float | None] = []
         """Since the event's commit; None for replays and backfills."""
 

@@ -44,12 +44,8 @@ from outbox.core.delivery.commands import (
 from outbox.core.delivery.delivery_buffer import DeliveryBuffer, is_expired
 from outbox.core.delivery.message import Delivery
 from outbox.core.delivery.retry_state import RetryState
-from outbox.core.model.response import (
-    AttemptOutcome,
-    stored_response,
-    stored_success,
-    strip_batch_response,
-)
+from outbox.core.model.response_policy import AttemptOutcome
+from outbox.core.model.stored_response import stored_response, stored_success, strip_batch_response
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

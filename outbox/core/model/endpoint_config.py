@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from outbox.core.model.endpoint import SETTINGS, EndpointSettings
+from outbox.core.model.endpoint_settings import SETTINGS, EndpointSettings
 from outbox.core.model.setting_types import HeaderMap
 from outbox.core.model.text import closest, quoted, truncate
 from outbox.errors import UsageError

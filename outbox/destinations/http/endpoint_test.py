@@ -17,13 +17,13 @@ from outbox.core.delivery.message import Delivery, prepare
 from outbox.core.model import duration
 from outbox.core.model import retry_policy as retry
 from outbox.core.model.redaction import redact
-from outbox.core.model.response import (
+from outbox.core.model.response_policy import (
     AttemptOutcome,
     classify,
     disables_endpoint,
     retry_after_s,
-    stored_response,
 )
+from outbox.core.model.stored_response import stored_response
 from outbox.destinations.http.request import RecipientSettings, recipient_of, signed_request
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from outbox.core.model.response import generalize_elapsed_s
+from outbox.core.model.stored_response import generalize_elapsed_s
 from outbox.destinations.http import endpoint_test
 from outbox.destinations.http.tls import system_context
 from outbox.destinations.http.transport import HttpTransport

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from outbox.config import Settings
-    from outbox.core.model.endpoint import EndpointSettings
     from outbox.core.model.endpoint_config import DeclaredEndpoint
+    from outbox.core.model.endpoint_settings import EndpointSettings
     from outbox.destinations.http.egress import Network
 
 T = TypeVar("T")

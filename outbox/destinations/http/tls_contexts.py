@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
-from outbox.destinations.http.responses import TRANSPORT_CLOSED
+from outbox.destinations.http.attempt_results import TRANSPORT_CLOSED
 from outbox.destinations.http.tls import endpoint_context, system_context
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.delivery.signature import parse_secret
-from outbox.core.model.endpoint import EndpointSettings
+from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.model.retry_policy import RetryPolicy
 from outbox.devtools.chaos import queries
 from outbox.devtools.chaos.control import ControlConnection

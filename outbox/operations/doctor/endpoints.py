@@ -12,7 +12,7 @@ import orjson
 
 from outbox.core.delivery.connection_reuse import DISTRUST_S
 from outbox.core.model.cloud_metadata_ranges import exposed_metadata_warnings
-from outbox.core.model.response import describe_response, outcome_fields
+from outbox.core.model.stored_response import describe_response, outcome_fields
 from outbox.core.sequencing.filter_budget import AGAIN_AFTER_S
 from outbox.operations.doctor.check import (
     ROWS_MAX,

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from outbox.core.model.ids import lane_name
-from outbox.core.model.response import describe_attempts
+from outbox.core.model.stored_response import describe_attempts
 from outbox.operations.doctor.check import (
     CheckResult,
     DoctorContext,

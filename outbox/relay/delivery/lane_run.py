@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.model.response import stored_success
+from outbox.core.model.stored_response import stored_success
 
 if TYPE_CHECKING:
     from collections.abc import Callable

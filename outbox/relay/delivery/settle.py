@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from outbox.core.delivery.batch import classify_batch
 from outbox.core.delivery.circuit_breaker import PROBED_STATES, BreakerState
 from outbox.core.delivery.operational_events import is_operational
-from outbox.core.model.response import (
+from outbox.core.model.response_policy import (
     AttemptOutcome,
     classify,
     disables_endpoint,
     retry_after_s,
-    stored_response,
 )
+from outbox.core.model.stored_response import stored_response
 
 if TYPE_CHECKING:
     from random import Random

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from outbox.core.delivery.commands import AttemptRow, Record, Send
     from outbox.core.delivery.delivery_run import DeliveryRun, RunResults
     from outbox.core.delivery.lane import Lane
-    from outbox.core.model.response import AttemptOutcome, AttemptResult
+    from outbox.core.model.response import AttemptResult
+    from outbox.core.model.response_policy import AttemptOutcome
     from outbox.destinations.interface import Request
     from outbox.relay.delivery.attempt import Attempt
     from outbox.relay.delivery.owned_endpoints import EndpointRuntime, LaneRuntime

@@ -14,7 +14,7 @@ from outbox.core.delivery.connection_reuse import ConnectionReuse
 from outbox.core.delivery.operational_events import ReportedState
 from outbox.core.delivery.signature import parse_signing_key
 from outbox.core.model import headers, retryable_statuses
-from outbox.core.model.response import RETRYABLE
+from outbox.core.model.response_policy import RETRYABLE
 from outbox.core.model.retry_policy import STANDARD, RetryPolicy
 from outbox.core.model.setting_types import HeaderPrefix
 from outbox.core.model.text import closest

@@ -1,7 +1,8 @@
-"""Erasing payloads, headers and response bodies of events, in bounded steps.
+"""Erasing stored responses and dead letters of events, in bounded steps.
 
-`outbox erase` runs these steps for the events of a tenant or a key. Maintenance repeats them
-for events erased lately, because a request in flight may have been recorded after the erasure.
+`outbox.operations.erase` erases the events themselves, and then runs these steps for them.
+Maintenance repeats the steps for events erased lately, because a request in flight may have been
+recorded after the erasure.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from outbox.core.model.endpoint import EndpointSettings
+from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.devtools.chaos import operators
 from outbox.devtools.chaos.operators import OperatorCommand, Operators
 from outbox.operations import endpoint_states

@@ -225,7 +225,7 @@ TARGETS = (
         short_run_modules=(
             "outbox.api.request_body", "outbox.api.request_parsing",
             "outbox.api.validation_errors", "outbox.api.tenancy",
-            "outbox.core.model.endpoint_config", "outbox.core.model.endpoint",
+            "outbox.core.model.endpoint_config", "outbox.core.model.endpoint_settings",
             "outbox.core.model.event",
         ),
         one=api,

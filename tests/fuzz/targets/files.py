@@ -11,7 +11,7 @@ import orjson
 from outbox.cli.apply import _document
 from outbox.config import load
 from outbox.core.model import endpoint_config
-from outbox.core.model.endpoint import SETTINGS, EndpointSettings
+from outbox.core.model.endpoint_settings import SETTINGS, EndpointSettings
 from outbox.errors import UsageError
 from tests.fuzz.data import Data, fields
 from tests.fuzz.target import Target, hold, refused
@@ -92,8 +92,8 @@ TARGETS = (
     Target(
         name="declarations",
         short_run_modules=(
-            "outbox.cli.apply", "outbox.core.model.endpoint_config", "outbox.core.model.endpoint",
-            "outbox.core.model.retry_policy",
+            "outbox.cli.apply", "outbox.core.model.endpoint_config",
+            "outbox.core.model.endpoint_settings", "outbox.core.model.retry_policy",
         ),
         one=declarations,
         seeds=(

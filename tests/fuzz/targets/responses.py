@@ -8,19 +8,14 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from outbox.core.model.response import (
-    BODY_BYTES_MAX,
-    DETAIL_CHARS_MAX,
+from outbox.core.model.response import BODY_BYTES_MAX, DETAIL_CHARS_MAX, AttemptResult, Failure
+from outbox.core.model.response_policy import (
     RETRY_AFTER_S_MAX,
     AttemptOutcome,
-    AttemptResult,
-    Failure,
     classify,
-    describe_response,
     retry_after_s,
-    stored_response,
-    stored_success,
 )
+from outbox.core.model.stored_response import describe_response, stored_response, stored_success
 from outbox.destinations.http.egress import EgressPolicy
 from outbox.destinations.http.limits import HEADER_BYTES_MAX
 from outbox.destinations.http.transport import HttpTransport
@@ -133,6 +128,8 @@ TARGETS = (
         short_run_modules=(
             "outbox.destinations.http.http1",
             "outbox.core.model.response",
+            "outbox.core.model.response_policy",
+            "outbox.core.model.stored_response",
         ),
         one=responses,
         seeds=(

@@ -15,7 +15,7 @@ from outbox.core.delivery.ed25519 import PAIR_BYTES, parse_private_key, parse_pu
 from outbox.core.delivery.signature import format_secret, parse_key, parse_secret
 from outbox.core.model import duration, pattern, retry_policy, retryable_statuses
 from outbox.core.model.api_token import TokenSettings, is_fetch_token, is_token
-from outbox.core.model.endpoint import EndpointSettings
+from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.model.event import check_text, check_type, encode_headers, encode_payload
 from outbox.core.model.headers import NO_HEADERS, merge
 from outbox.core.model.sql_names import quote_ident, quote_literal, schema_name

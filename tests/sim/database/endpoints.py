@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from outbox.core.delivery.commands import Progress
-from outbox.core.model.endpoint import EndpointSettings
+from outbox.core.model.endpoint_settings import EndpointSettings
 from tests.sim.database.engine import UPDATE, Wait
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.delivery import lane
-from outbox.core.model.response import AttemptOutcome
+from outbox.core.model.response_policy import AttemptOutcome
 from outbox.relay.delivery import recorder
 from tests.sim.mutants.catalogue import mutant, swap
 

@@ -16,7 +16,7 @@ from tests.sim.stores.replay_feed import is_subscribed
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from outbox.core.model.endpoint import EndpointSettings
+    from outbox.core.model.endpoint_settings import EndpointSettings
     from outbox.store.connection.secrets import Vault
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Transaction

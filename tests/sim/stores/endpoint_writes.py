@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
     from uuid import UUID
 
-    from outbox.core.model.endpoint import EndpointSettings
+    from outbox.core.model.endpoint_settings import EndpointSettings
     from tests.sim.database.engine import Row, Steps, Transaction
     from tests.sim.database.tables import Database
     from tests.sim.stores.change import Change

@@ -15,7 +15,7 @@ from outbox.core.delivery.signature import parse_signing_key
 from outbox.core.model import retryable_statuses
 from outbox.core.model.headers import EndpointHeaders
 from outbox.core.model.ids import lane_name
-from outbox.core.model.response import RETRYABLE
+from outbox.core.model.response_policy import RETRYABLE
 from outbox.store.connection.secrets import CLEAR
 from outbox.store.delivery import lanes as real
 from outbox.store.delivery.endpoints import Endpoint

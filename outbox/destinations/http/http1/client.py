@@ -15,9 +15,9 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from outbox.core.model.response import AttemptResult, Failure
+from outbox.destinations.http.attempt_results import TRANSPORT_CLOSED, timeout_detail
 from outbox.destinations.http.http1.connection import Connection
 from outbox.destinations.http.http1.pool import ConnectionPools
-from outbox.destinations.http.responses import TRANSPORT_CLOSED, timeout_detail
 from outbox.destinations.interface import NotConnected
 
 if TYPE_CHECKING:

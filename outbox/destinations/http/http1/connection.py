@@ -16,10 +16,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, cast
 
 from outbox.core.model.response import AttemptResult, Failure
-from outbox.destinations.http.http1.response_parser import ResponseReader
-from outbox.destinations.http.limits import HEAD_BYTES_MAX
-from outbox.destinations.http.request_encoding import encode_request
-from outbox.destinations.http.responses import (
+from outbox.destinations.http.attempt_results import (
     CANCELLED,
     CONNECTION_CLOSED,
     NO_RESPONSE,
@@ -27,6 +24,9 @@ from outbox.destinations.http.responses import (
     completed_result,
     timeout_detail,
 )
+from outbox.destinations.http.http1.response_parser import ResponseReader
+from outbox.destinations.http.limits import HEAD_BYTES_MAX
+from outbox.destinations.http.request_encoding import encode_request
 from outbox.destinations.http.tls import ssl_error_reason
 from outbox.destinations.interface import NotConnected
 

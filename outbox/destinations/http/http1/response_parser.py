@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 from outbox.core.model.response import BODY_BYTES_MAX
+from outbox.destinations.http.attempt_results import kept_headers
 from outbox.destinations.http.limits import (
     BODY_RAW_BYTES_MAX,
     HEAD_BYTES_MAX,
@@ -22,7 +23,6 @@ from outbox.destinations.http.limits import (
     TOO_MANY_INTERIMS,
     is_interim,
 )
-from outbox.destinations.http.responses import kept_headers
 
 if TYPE_CHECKING:
     from outbox.core.model.response import Headers

@@ -6,8 +6,8 @@ from typing import Any
 import orjson
 import pytest
 
-from outbox.core.model.endpoint import EndpointSettings
-from outbox.core.model.response import RETRYABLE
+from outbox.core.model.endpoint_settings import EndpointSettings
+from outbox.core.model.response_policy import RETRYABLE
 from outbox.core.model.retry_policy import PRESETS, STANDARD
 from outbox.errors import UsageError
 

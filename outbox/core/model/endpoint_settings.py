@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from outbox.core.model import retryable_statuses, setting_types
 from outbox.core.model.headers import DEFAULT_PREFIX, normalize_name, relay_headers
-from outbox.core.model.response import RETRYABLE
+from outbox.core.model.response_policy import RETRYABLE
 from outbox.core.model.retry_policy import PRESETS, STANDARD, RetryPolicy
 from outbox.core.model.setting_types import EVERYTHING, SettingType
 from outbox.core.model.text import quoted
