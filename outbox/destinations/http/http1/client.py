@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from outbox.core.model.response import AttemptResult, Failure
 from outbox.destinations.http.attempt_results import TRANSPORT_CLOSED, timeout_detail
 from outbox.destinations.http.http1.connection import Connection
+from outbox.destinations.http.http1.follow_ups import FollowUps
 from outbox.destinations.http.http1.pool import ConnectionPools
 from outbox.destinations.interface import NotConnected
 
@@ -41,6 +42,7 @@ class Http1Client:
         # Connections with a request in flight.
         self._in_flight: set[Connection] = set()
         self._cached_responses: dict[bytes, CachedResponse] = {}
+        self._follow_ups = FollowUps(self._loop)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._closed = False
@@ -101,7 +103,9 @@ class Http1Client:
             async with asyncio.timeout_at(deadline):
                 connection = await self._opener.open(
                     target,
-                    lambda: Connection(target, self._loop, self._cached_responses),
+                    lambda: Connection(
+                        target, self._loop, self._cached_responses, self._follow_ups
+                    ),
                     request.recipient.connect_timeout_s,
                 )
         except TimeoutError:

@@ -3,8 +3,7 @@
 Unsolicited data closes the connection: treated as the response of the next request, it would
 acknowledge a delivery that never arrived.  If it arrives after the next request was sent, it is
 such a response (see `outbox.core.delivery.connection_reuse`).  Before a connection of the pool is
-used, its socket is polled.  In a delivery run it is not: a request is written in the call that
-received the previous response, with all data that had arrived by then.
+used, and before a request follows a response in a delivery run, its socket is polled.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from outbox.destinations.http.connector import Target
+    from outbox.destinations.http.http1.follow_ups import FollowUps
     from outbox.destinations.http.http1.response_parser import CachedResponse
     from outbox.destinations.http.targets import Destination
     from outbox.destinations.interface import Following, Request
@@ -47,17 +47,21 @@ class Connection(asyncio.Protocol):
 
     Args:
         cached_responses: see `ResponseReader`.
+        follow_ups: takes the connections that received a response in a delivery run.
     """
 
     __slots__ = (
+        "_data",
         "_destination",
         "_early",
         "_ended",
+        "_follow_ups",
         "_following",
         "_loop",
         "_on_unsolicited",
         "_poll",
         "_reader",
+        "_response",
         "_started_at",
         "_timeout_s",
         "_transport",
@@ -72,6 +76,7 @@ class Connection(asyncio.Protocol):
         target: Target,
         loop: asyncio.AbstractEventLoop,
         cached_responses: dict[bytes, CachedResponse],
+        follow_ups: FollowUps,
     ) -> None:
         self.target = target
         self.free_since = 0.0
@@ -79,6 +84,7 @@ class Connection(asyncio.Protocol):
         self.deadline = 0.0
         """Deadline of the request in flight, by the loop's clock."""
         self._loop = loop
+        self._follow_ups = follow_ups
         self._reader = ResponseReader(cached_responses)
         # Data received before the first request; None: a request was sent.
         self._early: bytes | None = b""
@@ -95,6 +101,9 @@ class Connection(asyncio.Protocol):
         # Of the request in flight.
         self._destination: Destination | None = None
         self._following: Following | None = None
+        # A complete response in a delivery run, until `follow_up`; then the next request.
+        self._response: AttemptResult | None = None
+        self._data = b""
 
     @property
     def usable(self) -> bool:
@@ -157,6 +166,7 @@ class Connection(asyncio.Protocol):
         Closes the connection: a late response must not be attributed to another request.
         """
         waiting, self._waiting = self._waiting, None
+        self._response = None
         self.close()
         if waiting is None or self._reader.status is None:
             return None
@@ -188,7 +198,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         waiting = self._waiting
-        if waiting is None:
+        if waiting is None or self._response is not None:
             self._on_unsolicited_data(data)
             return
         reader = self._reader
@@ -203,13 +213,9 @@ class Connection(asyncio.Protocol):
             if reader.surplus:
                 self._report_unsolicited()
         elif self._following is not None and not self._ended and not waiting.done():
-            try:
-                if self._send_following(transport, self._following, result):
-                    return
-            except Exception as error:
-                self.close()
-                reason = f"{type(error).__name__}: {error}"
-                result = AttemptResult.failed(Failure.INTERNAL, reason, 0.0)
+            self._response = result
+            self._follow_ups.add(self)
+            return
         self._settle(result)
 
     def eof_received(self) -> None:
@@ -218,7 +224,9 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        if self._waiting is not None and not self._waiting.done():
+        if self._response is not None:
+            self._settle(self._response)
+        elif self._waiting is not None and not self._waiting.done():
             if exc is None and self._reader.end():
                 self._settle(self._result(None))
             elif isinstance(exc, ssl.SSLError):
@@ -231,23 +239,48 @@ class Connection(asyncio.Protocol):
                 self._fail(Failure.RESET, getattr(exc, "strerror", "") or str(exc))
         self._reader.close()
 
-    # ---------------------------------------------------------------- internals
+    # ------------------------------------------------------ the three steps of `FollowUps`
 
-    def _send_following(
-        self, transport: asyncio.Transport, following: Following, result: AttemptResult
-    ) -> bool:
-        """Send the request that follows after a response; False: none does."""
-        request = following.follow(result)
-        if request is None:
+    def take_following(self) -> bool:
+        """Take the request that follows a response; False: none does, and the result is set."""
+        response, self._response = self._response, None
+        if response is None:
             return False
         assert self._destination is not None
-        data = encode_request(self._destination, request)
-        self._reader.begin()
-        self._started_at = monotonic()
-        self.deadline = self._loop.time() + request.recipient.timeout_s
-        transport.write(data)
-        following.sent()
-        return True
+        assert self._following is not None
+        if self.usable and not self.readable:
+            try:
+                request = self._following.follow(response)
+                if request is not None:
+                    self._data = encode_request(self._destination, request)
+                    self._reader.begin()
+                    self._started_at = monotonic()
+                    self.deadline = self._loop.time() + request.recipient.timeout_s
+                    return True
+            except Exception as error:
+                response = self._internal_failure(error)
+        self._settle(response)
+        return False
+
+    def write_following(self) -> None:
+        """Send the request that was taken."""
+        data, self._data = self._data, b""
+        assert self._transport is not None
+        self._transport.write(data)
+
+    def prepare_next(self) -> None:
+        """Prepare what follows the request that was sent."""
+        assert self._following is not None
+        try:
+            self._following.sent()
+        except Exception as error:
+            self._settle(self._internal_failure(error))
+
+    # ---------------------------------------------------------------- internals
+
+    def _internal_failure(self, error: Exception) -> AttemptResult:
+        self.close()
+        return AttemptResult.failed(Failure.INTERNAL, f"{type(error).__name__}: {error}", 0.0)
 
     def _on_unsolicited_data(self, data: bytes) -> None:
         if self._early is not None and len(self._early) < HEAD_BYTES_MAX:
@@ -268,14 +301,16 @@ class Connection(asyncio.Protocol):
     def _fail(self, failure: Failure, reason: str) -> None:
         """Close, and settle with the response if its head is complete, otherwise with a failure."""
         self.close()
-        if self._reader.status is None:
+        if self._response is not None:
+            self._settle(self._response)
+        elif self._reader.status is None:
             elapsed_s = monotonic() - self._started_at
             self._settle(AttemptResult.failed(failure, reason, elapsed_s))
         else:
             self._settle(self._result(reason))
 
     def _settle(self, response: AttemptResult) -> None:
-        waiting = self._waiting
+        waiting, self._response = self._waiting, None
         # `cancel` handles a cancelled future.
         if waiting is not None and not waiting.done():
             self._waiting = None

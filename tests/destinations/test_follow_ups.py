@@ -1,0 +1,180 @@
+"""Between a response of a delivery run and the request that follows it, in the same pass of the
+event loop, anything may happen to the connection: then the response is the result, and no request
+follows it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+from outbox.core.model.response import Failure
+from outbox.destinations.http.egress import EgressPolicy
+from outbox.destinations.http.http1.connection import Connection
+from outbox.destinations.http.http1.follow_ups import FollowUps
+from outbox.destinations.http.targets import DestinationCache
+from tests.destinations.delivery_runs import Run
+from tests.destinations.servers import OK
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from outbox.destinations.interface import Request
+    from tests.destinations.servers import RawServer
+
+
+class Server:
+    """The address of a receiver that nobody asks."""
+
+    url = "http://127.0.0.1:1/"
+
+
+class Wire:
+    """A transport that records; its socket has a peer."""
+
+    def __init__(self) -> None:
+        self.socket, self.peer = socket.socketpair()
+        self.written: list[bytes] = []
+        self.closed = False
+
+    def get_extra_info(self, _: str) -> socket.socket:
+        return self.socket
+
+    def write(self, data: bytes) -> None:
+        assert not self.closed
+        self.written.append(data)
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def close(self) -> None:
+        self.closed = True
+
+    abort = close
+
+
+class Sending:
+    """A connection with the first request of a run in flight."""
+
+    def __init__(self, follow_ups: FollowUps, run: Run | None = None) -> None:
+        self.run = run or Run(cast("RawServer", Server()))
+        self.wire = Wire()
+        request = self.run.request(0)
+        destination = DestinationCache(EgressPolicy(["127.0.0.0/8"])).resolve(request.recipient)
+        loop = asyncio.get_running_loop()
+        self.connection = Connection(destination.target, loop, {}, follow_ups)
+        self.connection.connection_made(cast("asyncio.Transport", self.wire))
+        self.result = self.connection.send_request(
+            destination, request, 0.0, loop.time() + 60, self.run
+        )
+
+
+@contextmanager
+def sending(count: int) -> Iterator[list[Sending]]:
+    follow_ups = FollowUps(asyncio.get_running_loop())
+    those = [Sending(follow_ups) for _ in range(count)]
+    try:
+        yield those
+    finally:
+        for each in those:
+            each.wire.socket.close()
+            each.wire.peer.close()
+
+
+EVENTS: dict[str, Callable[[Sending], object]] = {
+    "unsolicited data": lambda each: each.connection.data_received(OK),
+    "unsolicited data that nobody has read": lambda each: each.wire.peer.send(OK),
+    "the end of data": lambda each: each.connection.eof_received(),
+    "an end that nobody has read": lambda each: each.wire.peer.close(),
+    "the end of the connection": lambda each: each.connection.connection_lost(None),
+    "a reset": lambda each: each.connection.connection_lost(ConnectionResetError()),
+    "its time-out": lambda each: each.connection.expire(),
+    "a closed client": lambda each: each.connection.shut_down(),
+}
+
+
+@pytest.mark.parametrize("event", EVENTS)
+async def test_no_request_follows_a_response_after(event: str) -> None:
+    with sending(1) as (each,):
+        each.connection.data_received(OK)
+        EVENTS[event](each)
+        response = await each.result
+        assert (response.status, response.body, response.detail) == (200, b"ok", "")
+        assert (each.run.responses, len(each.wire.written)) == ([], 1)
+        assert each.run.reports == (event == "unsolicited data")
+
+
+async def test_a_cancelled_request_keeps_its_response_and_nothing_follows() -> None:
+    with sending(1) as (each,):
+        each.connection.data_received(OK)
+        response = each.connection.cancel()
+        assert response is not None
+        assert (response.status, response.body, response.detail) == (200, b"ok", "")
+        await asyncio.sleep(0)
+        assert (each.run.responses, len(each.wire.written)) == ([], 1)
+
+
+async def test_a_response_after_the_next_request_is_the_next_result() -> None:
+    with sending(1) as (each,):
+        for number in range(1, 4):
+            each.connection.data_received(OK)
+            await asyncio.sleep(0)
+            assert (len(each.wire.written), each.run.prepared) == (number + 1, number)
+        each.connection.data_received(OK.replace(b"200", b"503"))
+        assert (await each.result).status == 503
+        assert [body.rpartition(b"\r\n\r\n")[2] for body in each.wire.written] == [
+            b"%d" % n for n in range(4)
+        ]
+
+
+async def test_connections_decide_then_send_then_prepare() -> None:
+    log: list[tuple[str, int]] = []
+    with sending(3) as those:
+        for n, each in enumerate(those):
+            _log_steps(each, n, log)
+            each.connection.data_received(OK)
+        assert log == []
+        await asyncio.sleep(0)
+    steps = ("follow", "write", "sent")
+    assert log == [(step, n) for step in steps for n in range(3)]
+
+
+def _log_steps(each: Sending, n: int, log: list[tuple[str, int]]) -> None:
+    def logged(step: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            log.append((step, n))
+            return function(*arguments)
+
+        return call
+
+    cast("Any", each.run).follow = logged("follow", each.run.follow)
+    cast("Any", each.run).sent = logged("sent", each.run.sent)
+    cast("Any", each.wire).write = logged("write", each.wire.write)
+
+
+@pytest.mark.parametrize("step", ["follow", "sent"])
+async def test_a_fault_of_one_connection_is_its_own(step: str) -> None:
+    def fail(*_: object) -> Request | None:
+        raise RuntimeError("a fault")
+
+    with sending(3) as those:
+        setattr(those[1].run, step, fail)
+        for each in those:
+            each.connection.data_received(OK)
+        response = await those[1].result
+        assert (response.status, response.failure) == (None, Failure.INTERNAL)
+        assert "a fault" in response.detail
+        assert those[1].wire.closed
+        assert [len(each.wire.written) for each in those] == [2, 1 + (step == "sent"), 2]
+        for each in (those[0], those[2]):
+            assert not each.result.done()
+            each.connection.data_received(OK)
+        await asyncio.sleep(0)
+        assert [len(each.wire.written) for each in (those[0], those[2])] == [3, 3]
