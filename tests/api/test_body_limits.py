@@ -102,7 +102,7 @@ def test_one_body_of_a_token_may_be_larger_than_its_share() -> None:
 async def test_payloads_of_4_mib_neither_pause_the_relay_nor_fill_its_memory(
     database: Database, costs: Costs
 ) -> None:
-    """Above, both grow with the payload, as docs/security.md says."""
+    """Above, both grow with the payload, as docs/reference/http-api.md says."""
     size = 4 * MIB
     await set_limit(database, size)
     token = await make_token(database)

@@ -54,7 +54,7 @@ pytestmark = pytest.mark.one_major
 URL = "https://example.com/hooks"
 OTHER = "https://example.com/other"
 
-GUIDE = (Path(outbox.__file__).parent / "docs" / "retries.md").read_text()
+GUIDE = (Path(outbox.__file__).parent / "docs" / "reference" / "retry-policies.md").read_text()
 
 
 # ----------------------------------------------------------------- policies

@@ -115,10 +115,10 @@ def test_a_schedule_ends_with_its_longest_delays() -> None:
 
 
 def test_the_guide_has_the_schedule_of_every_preset() -> None:
-    guide = (Path(outbox.__file__).parent / "docs" / "retries.md").read_text()
+    guide = (Path(outbox.__file__).parent / "docs" / "reference" / "retry-policies.md").read_text()
     _, _, rest = guide.partition("<!-- schedules -->\n")
     documented, _, _ = rest.partition("<!-- end of schedules -->")
     assert documented.strip() == markdown().strip(), (
         "a preset changed: put the output of `outbox endpoint policies --markdown` between the "
-        "marks in outbox/docs/retries.md"
+        "marks in outbox/docs/reference/retry-policies.md"
     )

@@ -1,0 +1,1 @@
+"""The documentation, by kind, and the generator of its reference pages."""

@@ -1,0 +1,166 @@
+"""Reference pages that are generated from code: commands, settings and metrics.
+
+`python -m outbox.docs.generate` writes them; a test compares the files with the generated text.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+
+import click
+from annotated_types import Ge, Gt, Le
+
+from outbox.cli.main import PROGRAM, cli
+from outbox.config import Settings, secret_fields, variable_of
+from outbox.core.model.setting_types import OTHERS
+from outbox.setting_sources import FILE_SUFFIX
+from outbox.telemetry.catalogue import CATALOGUE, Metric, MetricKind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pydantic.fields import FieldInfo
+
+REFERENCE = Path(__file__).parent / "reference"
+HELP_WIDTH = 100
+INTERNAL_SETTINGS = {"dsn_source"}
+
+COMMANDS_HEAD = """\
+# Command line
+
+Every command with its arguments and options, as `--help` prints them.
+
+Exit codes: 0 done; 1 the command ran and found a problem; 2 wrong usage; 3 it could not run.
+Every listing has `--json`.
+"""
+
+SETTINGS_HEAD = """\
+# Settings
+
+Flags, then `OUTBOX_*` variables, then `outbox.toml`. A secret can also be read from a file:
+`OUTBOX_DSN_FILE` is the path of a file with the DSN. In `outbox.toml` a setting has the name of its
+variable in lower case, without `outbox_`. The [command line](command-line.md) has the flags.
+
+An unknown `OUTBOX_*` variable is an error, except those that Kubernetes sets for a Service
+(`OUTBOX_SERVICE_HOST`, `OUTBOX_PORT=tcp://…`). An `outbox.toml` in the working directory is
+refused if it belongs to another user than this one or root, or if every user may write to it.
+One that `--config` or `OUTBOX_CONFIG` names is read regardless of its owner.
+
+| Variable | Default | Values | Description |
+|---|---|---|---|
+"""
+
+SETTINGS_FOOT = """
+Without `OUTBOX_DSN`, `DATABASE_URL` or libpq's `PG*` variables select the database.
+`OUTBOX_CONFIG` names another `outbox.toml`; `OUTBOX_DEBUG=1` shows tracebacks.
+"""
+
+METRICS_HEAD = f"""\
+# Metrics
+
+The metrics of `outbox relay`. Prometheus scrapes `/metrics` of the health listener
+(`outbox relay --health 127.0.0.1:9090`). With `OTEL_EXPORTER_OTLP_ENDPOINT` the relay also
+pushes them by OTLP. Units are UCUM's; a unit in braces is a count.
+
+`endpoint` is the name of an endpoint, for at most `OUTBOX_METRICS_ENDPOINTS_MAX`
+endpoints of a replica (default: 100); the others are aggregated as `{OTHERS}`. This bounds the
+number of series.
+
+Counters and histograms are per replica and start with its process: sum them over the
+replicas. Gauges of lanes and endpoints cover the endpoints that the replica owns. Only the
+leader reports the metrics that say so.
+
+| OpenTelemetry | Prometheus | Kind | Unit | Attributes | Description |
+|---|---|---|---|---|---|
+"""
+
+METRICS_FOOT = """
+Prometheus also gets `target_info` (the version and the replica's name) and process metrics
+(`process_cpu_seconds_total`, `process_resident_memory_bytes`, `process_open_fds`).
+"""
+
+
+def commands_page() -> str:
+    """The command line as Markdown."""
+    return COMMANDS_HEAD + "".join(_command_sections(cli, PROGRAM, None))
+
+
+def _command_sections(
+    command: click.Command, name: str, parent: click.Context | None
+) -> Iterator[str]:
+    context = click.Context(
+        command, parent, name, terminal_width=HELP_WIDTH, **command.context_settings
+    )
+    text = command.get_help(context).rstrip()
+    yield f"\n## {context.command_path}\n\n```text\n{text}\n```\n"
+    if isinstance(command, click.Group):
+        for child in command.list_commands(context):
+            found = command.get_command(context, child)
+            assert found is not None
+            yield from _command_sections(found, child, context)
+
+
+def settings_page() -> str:
+    """The settings as Markdown."""
+    shown = [item for item in Settings.model_fields.items() if item[0] not in INTERNAL_SETTINGS]
+    return SETTINGS_HEAD + "".join(_setting_row(*item) + "\n" for item in shown) + SETTINGS_FOOT
+
+
+def _setting_row(name: str, field: FieldInfo) -> str:
+    variable = f"`{variable_of(name)}`"
+    if name in secret_fields():
+        variable += f", `{variable_of(name)}{FILE_SUFFIX}`"
+    assert field.description is not None
+    return f"| {variable} | {_default(field.default)} | {_values(field)} | {field.description} |"
+
+
+def _default(value: Any) -> str:
+    if value is None or value == () or not str(value):
+        return "none"
+    return f"{value:g}" if isinstance(value, float) else str(value).lower()
+
+
+def _values(field: FieldInfo) -> str:
+    if get_origin(field.annotation) is Literal:
+        return ", ".join(f"`{value}`" for value in get_args(field.annotation))
+    if field.annotation is bool:
+        return "`true`, `false`"
+    bounds = {type(bound): bound for bound in field.metadata}
+    if Le not in bounds:
+        return ""
+    low = f"{bounds[Ge].ge:,}" if Ge in bounds else f"more than {bounds[Gt].gt:,}"
+    return f"{low} to {bounds[Le].le:,}"
+
+
+def metrics_page() -> str:
+    """The catalogue of metrics as Markdown."""
+    return METRICS_HEAD + "".join(_metric_row(metric) + "\n" for metric in CATALOGUE) + METRICS_FOOT
+
+
+def _metric_row(metric: Metric) -> str:
+    attributes = ", ".join(f"`{name}`" for name in metric.attributes)
+    kind = metric.kind.value
+    if metric.kind is MetricKind.HISTOGRAM:
+        kind += " up to " + ", ".join(f"{bound:g}" for bound in metric.bounds)
+    cells = (
+        f"`{metric.name}`",
+        f"`{metric.prometheus}`",
+        kind,
+        f"`{metric.unit}`",
+        attributes,
+        metric.description,
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+PAGES = {
+    "command-line.md": commands_page,
+    "metrics.md": metrics_page,
+    "settings.md": settings_page,
+}
+
+
+if __name__ == "__main__":
+    for name, page in PAGES.items():
+        (REFERENCE / name).write_text(page(), "utf-8")

@@ -1,0 +1,252 @@
+"""Documents whose examples are executed: their blocks, and a session that runs them."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import re
+import shlex
+import signal
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import yaml
+
+from outbox.config import load
+from outbox.core.model import endpoint_config
+from outbox.store.connection import dsn
+from tests.support.process import Ended, command_line, environment, outbox
+from tests.support.tcp import free_port
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from tests.support.postgres import Database
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in (*ROOT.glob("*.md"), *(ROOT / "outbox" / "docs").rglob("*.md"))
+)
+
+EXECUTED = {"console", "json", "python", "sh", "sql", "yaml"}
+"""Languages whose blocks are executed or parsed; blocks of `text` are not."""
+
+BACKGROUND = {"listen": "listening", "relay": "replica registered"}
+"""Commands that run until the end of the session, and what they print when they are ready."""
+
+EXIT_CODES = {"doctor": (0, 1)}
+"""Commands that end with another code than 0 if they find something."""
+
+_BLOCK = re.compile(
+    r"^(?P<indent> *)(?:<!-- not run: (?P<reason>.+?) -->\n\s*)?"
+    r"```(?P<language>\w+)\n(?P<text>.*?)^(?P=indent)```$",
+    re.MULTILINE | re.DOTALL,
+)
+
+IDENTIFIERS = (
+    (r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "<uuid>"),
+    (r"[0-9a-f]{12}-\d+-\d+", "<lane>"),
+    (r"whsec_[^\s…]+", "<secret>"),
+    (r"obx_[^\s…]+", "<token>"),
+)
+"""Generated values: a later command of a document may repeat one."""
+
+VOLATILE = (
+    *IDENTIFIERS,
+    (r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+]00:00", "<date>"),
+    (r"\b\d\d:\d\d:\d\d\b", "<time>"),
+    (r"127\.0\.0\.1:\d+", "<address>"),
+    (r"\S+:\d+$", "<process>"),
+    (r"[+]?\b(\d+\.\d s|\d+(\.\d)? ms|\d+s)(?!\S)", "<moment>"),
+    (r"\bafter \d+ attempts", "after <n> attempts"),
+    (r" +", " "),
+)
+"""Output that differs between runs."""
+
+_IDENTIFIER = re.compile("|".join(f"({pattern})" for pattern, _ in IDENTIFIERS))
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block."""
+
+    language: str
+    text: str
+    not_run: str | None
+    """Why it is not executed."""
+
+
+def blocks(text: str) -> list[Block]:
+    """Return the fenced blocks of a document."""
+    return [
+        Block(each["language"], textwrap.dedent(each["text"]), each["reason"])
+        for each in _BLOCK.finditer(text)
+    ]
+
+
+def read(document: str) -> str:
+    return (ROOT / document).read_text(encoding="utf-8")
+
+
+def normalized(text: str) -> list[str]:
+    """Lines without what differs between runs."""
+    lines = []
+    for line in text.strip().splitlines():
+        for pattern, name in VOLATILE:
+            line = re.sub(pattern, name, line)
+        lines.append(line.strip())
+    return lines
+
+
+def console(block: Block) -> list[tuple[str, str]]:
+    """Return every `$ command` with the output below it."""
+    found = []
+    for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
+        command, _, output = part.partition("\n")
+        found.append((command, output))
+    return found
+
+
+class Session:
+    """A reader that follows a document, on a test database.
+
+    Attributes:
+        names: the variables of the Python blocks.
+        rewrites: regular expressions and what commands and code contain instead.
+        commands: programs of shell blocks that the test replaces, by name.
+    """
+
+    def __init__(self, database: Database, directory: Path) -> None:
+        self.database = database
+        self.directory = directory
+        self.env = {"OUTBOX_DSN": database.dsn, "COLUMNS": "120", "PYTHONPATH": str(ROOT)}
+        self.names: dict[str, Any] = {}
+        self.port = free_port()
+        self.rewrites = {r"\b9000\b": str(self.port)}
+        self.commands: dict[str, Callable[[list[str]], Awaitable[None]]] = {}
+        self.before_line: Callable[[str], Awaitable[None]] | None = None
+        self._identifiers: dict[str, str] = {}
+        self._running: list[tuple[asyncio.subprocess.Process, Path, str]] = []
+
+    async def run(self, block: Block) -> None:
+        """Execute one block.
+
+        Raises:
+            AssertionError: a command fails, or prints something else than the document shows.
+        """
+        text = self._rewritten(block.text)
+        match block.language:
+            case "console":
+                for line, output in console(block):
+                    await self.run_line(line, output)
+            case "sh":
+                for line in block.text.replace("\\\n", " ").splitlines():
+                    await self.run_line(line.partition("  #")[0].rstrip(), "")
+            case "python":
+                await self._run_python(text)
+            case "sql":
+                async with self.database.connection() as connection:
+                    await connection.execute(text)
+            case "yaml":
+                endpoint_config.parse_file(yaml.safe_load(text))
+            case "json":
+                orjson.loads(text)
+
+    async def run_line(self, line: str, output: str) -> None:
+        """Run one command line, and compare its output with the document if it shows any."""
+        if self.before_line is not None:
+            await self.before_line(line)
+        line = self._rewritten(line)
+        words = shlex.split(line.replace("$PWD", str(self.directory)))
+        if words[0] == "export":
+            self.env |= dict(word.split("=", 1) for word in words[1:])
+            settings = load(env=self.env)
+            dsn.parse(settings.dsn.get_secret_value(), source="the document", env={})
+            return
+        env = dict(self.env)
+        while "=" in words[0]:
+            name, _, value = words.pop(0).partition("=")
+            env[name] = value
+        if words[0] in self.commands:
+            await self.commands[words[0]](words[1:])
+            return
+        if words[0] != "outbox" or ">" in words:
+            await self._run_shell(line)
+            return
+        if words[1] in BACKGROUND:
+            await self._start(words[1:], env, output)
+            return
+        ended = await outbox(*words[1:], env=env)
+        assert ended.code in EXIT_CODES.get(words[1], (0,)), ended.stderr
+        if output.strip():
+            self._compare(output, ended)
+
+    def _compare(self, output: str, ended: Ended) -> None:
+        # A terminal shows both streams.
+        printed = ended.stdout + ended.stderr
+        expected, actual = normalized(output), normalized(printed)
+        if "…" in expected:
+            assert set(expected) - {"…"} <= set(actual), printed
+        else:
+            assert actual == expected, printed
+        originals = dict(zip(actual, printed.strip().splitlines(), strict=True))
+        for line, name in zip(output.strip().splitlines(), expected, strict=True):
+            values = (each[0] for each in _IDENTIFIER.finditer(originals.get(name, "")))
+            shown = (each[0] for each in _IDENTIFIER.finditer(line))
+            self._identifiers.update(zip(shown, values, strict=False))
+
+    def _rewritten(self, text: str) -> str:
+        for pattern, replacement in self.rewrites.items():
+            text = re.sub(pattern, replacement, text)
+        return _IDENTIFIER.sub(lambda each: self._identifiers.get(each[0], each[0]), text)
+
+    async def _start(self, words: list[str], env: dict[str, str], output: str) -> None:
+        path = self.directory / f"{words[0]}-{len(self._running)}.log"
+        with path.open("wb") as log:
+            process = await asyncio.create_subprocess_exec(
+                *command_line(*words), env=environment(env), stdout=log, stderr=log
+            )
+        self._running.append((process, path, output))
+        ready = BACKGROUND[words[0]]
+        await until(lambda: ready in path.read_text(), 20, ready)
+
+    async def _run_shell(self, text: str) -> None:
+        programs = self.directory / "bin"
+        programs.mkdir(exist_ok=True)
+        (programs / "outbox").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m outbox "$@"\n')
+        (programs / "outbox").chmod(0o755)
+        env = environment(self.env)
+        env["PATH"] = f"{programs}:{env['PATH']}"
+        process = await asyncio.create_subprocess_exec(
+            *("sh", "-euc", text),
+            cwd=self.directory,
+            env=env,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        printed, _ = await process.communicate()
+        assert process.returncode == 0, printed.decode()
+
+    async def _run_python(self, text: str) -> None:
+        code = compile(text, "<document>", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        result = eval(code, self.names)  # noqa: S307 (our own documents)
+        if inspect.isawaitable(result):
+            await result
+
+    async def end(self) -> None:
+        """Stop the running processes, and compare their output with the document."""
+        for process, _, _ in self._running:
+            if process.returncode is None:
+                process.send_signal(signal.SIGTERM)
+            await process.wait()
+        for _, path, output in self._running:
+            printed = normalized(path.read_text())
+            assert all(line in printed for line in normalized(output)), printed

@@ -1,0 +1,451 @@
+"""The documents are correct: their examples run, their links lead somewhere, and the reference
+pages are the generated ones."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import asyncpg
+import pytest
+from fastapi import FastAPI
+
+import outbox as package
+from outbox import receiver as receiver_library
+from outbox.cli.main import COMMANDS
+from outbox.core.model.response import AttemptResult
+from outbox.devtools.embedded.binaries import find_binaries
+from outbox.docs.generate import PAGES, REFERENCE
+from outbox.receiver import AsyncReceiver, MemoryDatabase, Receiver
+from outbox.testing import FakeSender
+from tests.support.api import make_token, serving
+from tests.support.documents import DOCUMENTS, EXECUTED, ROOT, Session, blocks, read
+from tests.support.relay import (
+    OK,
+    Network,
+    add_endpoint,
+    all_ended,
+    exceptions,
+    fetchval,
+    publish,
+    running,
+)
+from tests.support.tcp import free_port
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from contextlib import AbstractAsyncContextManager
+    from pathlib import Path
+
+    from tests.support.postgres import Database
+    from tests.support.relay import Sent
+
+RECEIVER_NAMES = {name: getattr(receiver_library, name) for name in receiver_library.__all__}
+DOCS = "outbox/docs/"
+INDEX = DOCS + "README.md"
+NOT_RUN_MAX = 7
+"""How many examples may have a reason not to run."""
+
+GENERATED = {f"{DOCS}reference/{name}" for name in PAGES}
+
+
+def examples(document: str) -> list[Any]:
+    """The blocks of a document that a test executes."""
+    return [
+        each for each in blocks(read(document)) if each.language in EXECUTED and not each.not_run
+    ]
+
+
+# ----------------------------------------------------------------- examples
+
+WITH_EXAMPLES = [each for each in DOCUMENTS if each != "README.md" and examples(each)]
+STAGES: dict[str, Callable[[Session], AbstractAsyncContextManager[None]]] = {}
+"""What a document presumes, by its name: events, endpoints, a relay, variables."""
+
+
+def stage(
+    document: str,
+) -> Callable[[Callable[[Session], AsyncIterator[None]]], None]:
+    """Register the stage of a document; what follows its `yield` checks the effects."""
+
+    def register(function: Callable[[Session], AsyncIterator[None]]) -> None:
+        STAGES[DOCS + document] = asynccontextmanager(function)
+
+    return register
+
+
+@asynccontextmanager
+async def an_endpoint(session: Session) -> AsyncIterator[None]:
+    """The stage of a document that has none of its own."""
+    await add_endpoint(session.database, "shop")
+    yield
+
+
+@pytest.mark.one_major
+@pytest.mark.parametrize("document", WITH_EXAMPLES)
+async def test_the_examples_of_a_document_run(
+    document: str, database: Database, tmp_path: Path
+) -> None:
+    session = Session(database, tmp_path)
+    async with STAGES.get(document, an_endpoint)(session):
+        try:
+            for block in examples(document):
+                await session.run(block)
+        finally:
+            await session.end()
+
+
+def test_every_stage_has_a_document() -> None:
+    assert set(STAGES) <= set(WITH_EXAMPLES)
+
+
+def test_an_example_that_does_not_run_has_a_reason() -> None:
+    reasons = []
+    for document in set(DOCUMENTS) - GENERATED:
+        for block in blocks(read(document)):
+            reasons += [block.not_run] if block.not_run else []
+            assert block.language in EXECUTED | {"text"}, (document, block.text)
+            hidden = block.language == "text" and re.search(r"^\$ ", block.text, re.MULTILINE)
+            assert not hidden, (document, block.text)
+    assert len(reasons) <= NOT_RUN_MAX
+
+
+@stage("tutorial/write-a-receiver.md")
+async def _receiver(session: Session) -> AsyncIterator[None]:
+    sender, app = FakeSender(), FastAPI()
+    async with asyncpg.create_pool(session.database.dsn, min_size=1, max_size=2) as pool:
+        await pool.execute("CREATE TABLE public.orders AS SELECT 7 AS id, false AS shipped")
+        session.names = {"secret": sender.secret, "pool": pool, "app": app}
+        yield
+        receiver = app.user_middleware[0].kwargs["receiver"]
+        response = await receiver.handle(sender.event("order.paid", {"order": 7}))
+        assert response.status == 200
+        assert await pool.fetchval("SELECT shipped FROM public.orders")
+
+
+@stage("concepts/receiving.md")
+async def _newest(session: Session) -> AsyncIterator[None]:
+    sender = FakeSender()
+    async with asyncpg.create_pool(session.database.dsn, min_size=1, max_size=2) as pool:
+        await pool.execute("CREATE TABLE public.customer AS SELECT '7' AS id, 'old' AS name")
+        receiver = AsyncReceiver(sender.secret, pool)
+        session.names = {"receiver": receiver}
+        yield
+        response = await receiver.handle(sender.event("customer.changed", {"name": "new"}, key="7"))
+        assert response.status == 200
+        assert await pool.fetchval("SELECT name FROM public.customer") == "new"
+
+
+@stage("reference/receiver-library.md")
+async def _inbox(session: Session) -> AsyncIterator[None]:
+    sender = FakeSender()
+    request = sender.event("order.paid", {"order": 7})
+    async with asyncpg.create_pool(session.database.dsn, min_size=1, max_size=2) as pool:
+        await pool.execute(receiver_library.Inbox().schema())
+        session.names = {
+            **RECEIVER_NAMES,
+            "pool": pool,
+            "headers": request.headers,
+            "body": request.body,
+            "secret": sender.secret,
+        }
+        yield
+        assert session.names["result"].fresh
+        assert await pool.fetchval("SELECT high FROM outbox_lane") == 1
+
+
+@stage("howto/catch-up-a-receiver.md")
+async def _catch_up(session: Session) -> AsyncIterator[None]:
+    await add_endpoint(session.database, "shop")
+    sender = FakeSender()
+    session.rewrites[r"\b8081\b"] = str(free_port())
+    async with asyncpg.create_pool(session.database.dsn, min_size=1, max_size=2) as pool:
+        session.names = {
+            **RECEIVER_NAMES,
+            "secret": sender.secret,
+            "pool": pool,
+            "log": logging.getLogger("receiver"),
+            "token": "obx_" + "A" * 43,
+        }
+        yield
+        assert await fetchval(session.database, "SELECT checkpoint_every_s FROM endpoint") == 60
+
+
+@stage("howto/test-a-receiver.md")
+async def _test_receiver(session: Session) -> AsyncIterator[None]:
+    (conform, *_) = examples(DOCS + "howto/test-a-receiver.md")
+    secret = re.findall(r"whsec_\S+", conform.text)[0]
+    handled: list[Any] = []
+    receiver = Receiver(secret, MemoryDatabase())
+    receiver.on("order.*")(lambda delivery, _: handled.append(delivery.data["order"]))
+    session.names = {"secret": secret, "receiver": receiver}
+    await session.run_line(f"OUTBOX_SECRET={secret} outbox listen --port 9000", "")
+    yield
+    assert len(handled) == len(set(handled)) > 80
+
+
+@stage("howto/publish-once-or-later.md")
+async def _publish(session: Session) -> AsyncIterator[None]:
+    in_two_weeks = datetime.now(UTC) + timedelta(days=14)
+    async with session.database.connection() as connection:
+        session.names = {
+            "outbox": package,
+            "connection": connection,
+            "timedelta": timedelta,
+            "invoice": lambda n: {"n": n},
+            "in_two_weeks": in_two_weeks,
+        }
+        yield
+        keep_s = (
+            "SELECT extract(epoch FROM expires_at - claimed_at)::int FROM relay.idempotency_key"
+        )
+        assert await connection.fetchval(keep_s) == 90 * 86400
+        due = await connection.fetchval("SELECT deliver_at FROM relay.future_event")
+        assert due == in_two_weeks
+
+
+@stage("howto/one-message-blocks-a-lane.md")
+async def _blocked_lane(session: Session) -> AsyncIterator[None]:
+    database = session.database
+    poison: list[Sent] = []
+
+    def receive(sent: Sent) -> AttemptResult:
+        if sent.body["data"]["order"] != 3:
+            return OK
+        poison.append(sent)
+        return AttemptResult.completed(500, 0.004)
+
+    slot = "SELECT (hashtextextended($1, 0) & 9223372036854775807) % 2"
+    async with database.connection() as connection:
+        keys = {await connection.fetchval(slot, str(n)): str(n) for n in range(20)}
+    # The fifth attempt is made after 2 s, the next one 5 s later.
+    retry = {"base_s": 0.02, "factor": 4, "cap_s": 600, "jitter": "none", "attempts_max": 99}
+    await add_endpoint(database, "billing", lanes=2, retry=retry)
+    network = Network(receive)
+    async with running(database, network):
+        for order in range(1, 15):
+            await publish(database, {"order": order}, key=keys[1])
+        for n in range(18):
+            # The other lane's successes keep the endpoint's circuit breaker closed.
+            attempts = min(5, n)
+            await until(lambda attempts=attempts: len(poison) >= attempts, 20, "an attempt")
+            await publish(database, {"order": 100 + n}, key=keys[0])
+        await until(lambda: len(network.accepted) == 20 and len(poison) >= 5, 20, "five failures")
+        yield
+        await all_ended(database)
+    assert await exceptions(database) == {}
+
+
+@stage("howto/replay-dead-letters.md")
+async def _dead_letters(session: Session) -> AsyncIterator[None]:
+    database = session.database
+    repaired = False
+
+    def receive(sent: Sent) -> AttemptResult:
+        if sent.url.endswith("billing") and sent.body["data"]["order"] >= 17 and not repaired:
+            return AttemptResult.completed(400, 0.004, body=b"order number too long")
+        return OK
+
+    async def repair(line: str) -> None:
+        # "After the receiver is repaired …"
+        nonlocal repaired
+        repaired = repaired or ("replay" in line and "--dry-run" not in line)
+
+    session.before_line = repair
+    await add_endpoint(database, "billing", types=["order.*"])
+    await add_endpoint(database, "audit")
+    async with running(database, Network(receive)):
+        for n in range(15, 21):
+            await publish(database, {"order": n}, type="order.paid", key=f"order-{n}")
+        await all_ended(database)
+        yield
+    assert await exceptions(database) == {}
+
+
+@stage("reference/operational-events.md")
+async def _operational_events(session: Session) -> AsyncIterator[None]:
+    session.env["OUTBOX_ALLOW_NETWORKS"] = "127.0.0.0/8"
+    yield
+
+
+@stage("howto/manage-endpoints.md")
+async def _endpoints(session: Session) -> AsyncIterator[None]:
+    await add_endpoint(session.database, "shop", retry={})
+    yield
+
+
+@stage("howto/add-a-second-relay.md")
+async def _second_relay(session: Session) -> AsyncIterator[None]:
+    async with running(session.database, Network()):
+        yield
+
+
+@asynccontextmanager
+async def roles(session: Session) -> AsyncIterator[None]:
+    """Roles with the names of the document, which are made unique: they belong to the server."""
+    database = session.database
+    option = r"(--(?:producer|relay|operator|reader|revoke) )(\w+)"
+    session.rewrites[option] = rf"\1\2_{database.name}"
+    session.rewrites[r"\brelay_role IN DATABASE app\b"] = (
+        f'"relay_role_{database.name}" IN DATABASE "{database.name}"'
+    )
+    names = [
+        f'"{name}_{database.name}"'
+        for name in ("shop", "outbox_relay", "ops", "grafana", "intern", "relay_role")
+    ]
+    async with database.connection() as owner:
+        for name in names:
+            await owner.execute(f"CREATE ROLE {name}")
+        try:
+            yield
+        finally:
+            for name in names:
+                await owner.execute(f"DROP OWNED BY {name}; DROP ROLE {name}")
+
+
+@stage("howto/grant-database-roles.md")
+async def _roles(session: Session) -> AsyncIterator[None]:
+    async with roles(session):
+        yield
+
+
+@stage("howto/run-behind-pgbouncer.md")
+async def _pooled(session: Session) -> AsyncIterator[None]:
+    async with roles(session):
+        yield
+        settings = "SELECT count(*) FROM pg_db_role_setting WHERE 'jit=off' = ANY (setconfig)"
+        assert await fetchval(session.database, settings) == 1
+
+
+@stage("howto/secure-an-installation.md")
+async def _secured(session: Session) -> AsyncIterator[None]:
+    async with roles(session), an_endpoint(session):
+        yield
+        purposes = "SELECT count(*) FROM journal WHERE kind LIKE '%secret%'"
+        assert await fetchval(session.database, purposes) > 0
+
+
+@stage("howto/back-up-and-restore.md")
+async def _restore(session: Session) -> AsyncIterator[None]:
+    database = session.database
+    programs = find_binaries(database.major)
+    for program in ("pg_dump", "createdb", "pg_restore", "psql"):
+        if shutil.which(programs.path(program)) is None:
+            pytest.skip(f"{program} is not installed")
+    restored = f"{database.name}_restored"
+    server = database.server.embedded
+    session.env |= {
+        "PATH": f"{programs.bin_dir}:{os.environ['PATH']}",
+        "PGHOST": str(server.socket_dir),
+        "PGPORT": "5432",
+        "PGUSER": "postgres",
+    }
+    session.rewrites |= {
+        "postgresql:///restored": database.server.dsn(restored),
+        r"\brestored$": restored,
+        r"--dbname restored\b": f"--dbname {restored}",
+        r"(?<=app\.dump )app$|(?<=psql -d )app\b": database.name,
+    }
+    try:
+        yield
+        identity = "SELECT identity FROM cursor"
+        assert await fetchval(database, identity) == "restored"
+    finally:
+        async with database.connection() as owner:
+            await owner.execute(f"DROP DATABASE IF EXISTS {restored} WITH (FORCE)")
+
+
+@stage("reference/http-api.md")
+async def _api(session: Session) -> AsyncIterator[None]:
+    token = await make_token(session.database, "publisher", scopes=("publish",))
+    responses = []
+    async with serving(session.database) as api:
+
+        async def curl(words: list[str]) -> None:
+            path = words[0].removeprefix("http://127.0.0.1:8080")
+            values = list(zip(words[1::2], words[2::2], strict=True))
+            given = [value.replace("$TOKEN", token) for flag, value in values if flag == "-H"]
+            headers = dict(value.split(": ", 1) for value in given)
+            (body,) = [value for flag, value in values if flag == "-d"]
+            responses.extend(
+                [
+                    await api.request("POST", path, headers=headers, data=body.encode())
+                    for _ in range(2)
+                ]
+            )
+
+        session.commands["curl"] = curl
+        yield
+    assert [each.status for each in responses] == [201, 200]
+    assert responses[0].json["id"] == responses[1].json["id"]
+
+
+# ----------------------------------------------------------------- links
+
+
+def without_code(text: str) -> str:
+    """A document without its fenced blocks."""
+    return re.sub(r"^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+@cache
+def anchors(document: str) -> set[str]:
+    """The anchors of a document's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", without_code(read(document)), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_the_links_of_a_document_lead_somewhere(document: str) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(read(document))):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (ROOT / document).parent / path if path else ROOT / document
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target.resolve().relative_to(ROOT).as_posix()), link
+
+
+def test_the_index_has_every_document() -> None:
+    linked = set(re.findall(r"\]\(([^)#]+\.md)\)", read(INDEX))) - {"../../README.md"}
+    assert {DOCS + each for each in linked} == {
+        each for each in DOCUMENTS if each.startswith(DOCS) and each != INDEX
+    }
+
+
+# ----------------------------------------------------------------- reference
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_reference_page_is_the_generated_one(name: str) -> None:
+    assert (REFERENCE / name).read_text(encoding="utf-8") == PAGES[name](), (
+        "run: python -m outbox.docs.generate"
+    )
+
+
+def test_every_command_is_documented() -> None:
+    written = "\n".join(read(each) for each in DOCUMENTS if each not in GENERATED)
+    assert [c.name for c in COMMANDS if not re.search(rf"outbox {c.name}\b", written)] == []
+
+
+# ----------------------------------------------------------------- the tree
+
+
+def test_contributing_has_a_line_for_each_folder() -> None:
+    lines = re.findall(
+        r"^\| `(outbox(?:/[\w/]+)?)/` \| \S.+ \|$", read("CONTRIBUTING.md"), re.MULTILINE
+    )
+    folders = {
+        path.parent.relative_to(ROOT).as_posix()
+        for path in (ROOT / "outbox").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert sorted(lines) == sorted(folders)
