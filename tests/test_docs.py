@@ -13,12 +13,13 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
+import click
 import pytest
 from fastapi import FastAPI
 
 import outbox as package
 from outbox import receiver as receiver_library
-from outbox.cli.main import COMMANDS
+from outbox.cli.main import COMMANDS, cli
 from outbox.core.model.response import AttemptResult
 from outbox.devtools.embedded.binaries import find_binaries
 from outbox.docs.generate import PAGES, REFERENCE
@@ -115,6 +116,26 @@ def test_an_example_that_does_not_run_has_a_reason() -> None:
             hidden = block.language == "text" and re.search(r"^\$ ", block.text, re.MULTILINE)
             assert not hidden, (document, block.text)
     assert len(reasons) <= NOT_RUN_MAX
+    named = re.findall(r"tests/[\w/]+\.py", " ".join(reasons))
+    assert [each for each in named if not (ROOT / each).exists()] == []
+
+
+@pytest.mark.parametrize("document", sorted(set(DOCUMENTS) - GENERATED))
+def test_the_commands_that_a_document_mentions_exist(document: str) -> None:
+    for mentioned in re.findall(r"`outbox ([^`]+)`", without_code(read(document))):
+        command: click.Command = cli
+        context = click.Context(cli)
+        words = mentioned.split()
+        while isinstance(command, click.Group) and words and re.fullmatch(r"[a-z-]+", words[0]):
+            found = command.get_command(context, words.pop(0))
+            if found is None:
+                # A group with a default, as `outbox replay --endpoint NAME`, has arguments.
+                assert command.invoke_without_command, mentioned
+                break
+            command = found
+        known = {name for each in command.params for name in (*each.opts, *each.secondary_opts)}
+        given = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
+        assert given <= known | {"--help"}, mentioned
 
 
 @stage("tutorial/write-a-receiver.md")
@@ -273,6 +294,18 @@ async def _dead_letters(session: Session) -> AsyncIterator[None]:
 async def _operational_events(session: Session) -> AsyncIterator[None]:
     session.env["OUTBOX_ALLOW_NETWORKS"] = "127.0.0.0/8"
     yield
+
+
+@stage("howto/erase-a-persons-data.md")
+async def _person(session: Session) -> AsyncIterator[None]:
+    database = session.database
+    network = Network(lambda _: AttemptResult.completed(200, 0.001, body=b"thank you"))
+    await add_endpoint(database, "shop")
+    async with running(database, network):
+        await publish(database, {"name": "Ada"}, {"name": "Ada"}, key="customer-17")
+        await all_ended(database)
+    yield
+    assert await fetchval(database, "SELECT count(*) FROM outbox WHERE payload::text ~ 'Ada'") == 0
 
 
 @stage("howto/manage-endpoints.md")
