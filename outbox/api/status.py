@@ -20,7 +20,6 @@ from outbox.api.route import (
     ResponseModel,
     TenantAccess,
 )
-from outbox.destinations.http.endpoint_validation import policy_of
 from outbox.operations import status
 from outbox.operations.doctor import DoctorContext, DoctorReport, examine
 from outbox.operations.resequence import Resequenced, resequence
@@ -100,18 +99,7 @@ async def _replicas(call: Call[NoQuery, None]) -> dict[str, Any]:
     long=True,
 )
 async def _doctor(call: Call[NoQuery, None]) -> DoctorReport:
-    settings = call.settings
-    policy = policy_of(settings)
-    context = DoctorContext(
-        call.db,
-        call.schema,
-        listening=settings.notify and not settings.pooled,
-        pooled=settings.pooled,
-        explain_url_rejection=policy.refusal_of_url,
-        allow_networks=settings.allow_networks,
-        keep=settings.keep,
-    )
-    return await examine(context)
+    return await examine(DoctorContext.from_settings(call.db, call.settings))
 
 
 @route.post(

@@ -9,9 +9,7 @@ import click
 
 from outbox.cli.common import json_option, run_connected, settings_options
 from outbox.cli.output import count, emit_json, fold, style
-from outbox.destinations.http.endpoint_validation import policy_of
 from outbox.operations.doctor import DoctorContext, DoctorFinding, DoctorReport, Severity, examine
-from outbox.store.connection.secrets import Vault
 
 if TYPE_CHECKING:
     from asyncpg import Connection
@@ -48,21 +46,8 @@ only endpoints receive that list exactly this type.
 def command(settings: Settings, probing: bool, as_json: bool) -> None:
     """Check preconditions and live health, and suggest what to do."""
 
-    policy = policy_of(settings)
-
     async def run_checks(connection: Connection[Any]) -> DoctorReport:
-        context = DoctorContext(
-            connection,
-            settings.schema_name,
-            listening=settings.notify and not settings.pooled,
-            pooled=settings.pooled,
-            probing=probing,
-            explain_url_rejection=policy.refusal_of_url,
-            allow_networks=settings.allow_networks,
-            vault=Vault.from_settings(settings),
-            keep=settings.keep,
-        )
-        return await examine(context)
+        return await examine(DoctorContext.from_settings(connection, settings, probing=probing))
 
     report = run_connected(settings, run_checks, current=False)
     if as_json:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import subprocess
 import sys
 import types
@@ -90,6 +92,22 @@ def test_every_command_has_help_with_an_example(outbox: Command) -> None:
         assert result.out.startswith(f"Usage: outbox {' '.join(path)} ")
         assert "Example" in result.out, path
         assert f"outbox {' '.join(path)}" in result.out.partition("Example")[2], path
+
+
+def test_messages_name_commands_that_exist() -> None:
+    root = click.Context(cli)
+    groups = {e.name: cli.get_command(root, e.name) for e in COMMANDS}
+    groups = {name: group for name, group in groups.items() if isinstance(group, click.Group)}
+    named = re.compile(f"outbox ({'|'.join(groups)}) ([a-z][a-z-]*)")
+    found = {
+        match.groups()
+        for path in (ROOT / "outbox").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for match in named.finditer(node.value)
+    }
+    assert len(found) > 20
+    assert [each for each in found if groups[each[0]].get_command(root, each[1]) is None] == []
 
 
 def test_the_version_is_printed(outbox: Command) -> None:

@@ -333,4 +333,10 @@ async def test_the_api_names_an_altered_secret_and_a_missing_key(
             'endpoint "shop": its signing secret is not what was encrypted for it: '
             "the table was changed; set it again"
         )
+        reported = (await anybody.with_token(token).get("/v1/doctor")).json["findings"]
+    (found,) = (each for each in reported if each["check"] == "altered secrets")
+    assert found["message"] == (
+        'endpoint "shop": its signing secret is not what was encrypted for it: '
+        "the table was changed; set it again"
+    )
     assert not [each for each in logs if "unavailable" in each["event"]]

@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from outbox.core.model.schema_name import migrate_command
 from outbox.core.model.sql_names import quote_ident
 from outbox.core.sequencing.partition_window import Retention
+from outbox.destinations.http.endpoint_validation import policy_of
 from outbox.store.cluster.sessions import CONNECTIONS_MAX
-from outbox.store.connection.secrets import CLEAR
+from outbox.store.connection.secrets import CLEAR, Vault
 
 if TYPE_CHECKING:
     from ipaddress import IPv4Network, IPv6Network
 
     from asyncpg import Connection
 
-    from outbox.store.connection.secrets import Vault
+    from outbox.config import Settings
 
     Network = IPv4Network | IPv6Network
 
@@ -142,6 +143,23 @@ class DoctorContext:
     keep: Retention = field(default_factory=Retention)
     """Retention of relays with these settings."""
     limits: DoctorLimits = field(default_factory=DoctorLimits)
+
+    @classmethod
+    def from_settings(
+        cls, db: Connection[Any], settings: Settings, *, probing: bool = False
+    ) -> DoctorContext:
+        """Return the context of checks with the settings of a process."""
+        return cls(
+            db,
+            settings.schema_name,
+            listening=settings.notify and not settings.pooled,
+            pooled=settings.pooled,
+            probing=probing,
+            explain_url_rejection=policy_of(settings).refusal_of_url,
+            allow_networks=settings.allow_networks,
+            vault=Vault.from_settings(settings),
+            keep=settings.keep,
+        )
 
     def qualify(self, thing: str) -> str:
         """Return the schema-qualified name of a schema object, for use in SQL."""

@@ -69,7 +69,8 @@ async def _find_blocker(context: DoctorContext, period: PartitionWindow) -> tupl
         names = join_names([row["name"] for row in endpoints], endpoints[0]["total"])
         return (
             f"they have pending deliveries to {names}",
-            "see outbox status; to stop deliveries: outbox endpoint disable NAME",
+            "see outbox status; then outbox endpoint resume NAME, or to dead-letter them: outbox "
+            "endpoint remove NAME --dead-letter",
         )
     if await context.db.fetchval(PINNED_BY_RANGES, context.keep.dead_letters_s, last):
         ranges = await context.db.fetchval(RANGES, last)

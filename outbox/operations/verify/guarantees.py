@@ -302,7 +302,7 @@ CHECKS: tuple[AuditCheck, ...] = (
         "owned",
         "the journal agrees with the tables about owners and endpoint states",
         "restart the relays; set the endpoint's state again: outbox endpoint pause, resume, "
-        "enable, disable or remove",
+        "enable or remove",
         """
         SELECT format('endpoint %s: epoch %s, journal %s', o.endpoint_id, o.epoch, j.epoch)
           FROM ownership o
