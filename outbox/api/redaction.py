@@ -28,6 +28,7 @@ from outbox.core.model.stored_response import (
     outcome_fields,
 )
 from outbox.operations import tenancy
+from outbox.operations.endpoints import NOT_SHOWN
 
 if TYPE_CHECKING:
     from collections.abc import Set
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
 
 S = TypeVar("S", bound="ListedSchedule")
 
-NOT_SHOWN = "(not shown)"
 OPERATOR, RELAY = "operator", "relay"
 INTERNAL_FIELDS = frozenset(
     ("epoch", "from_batch", "from_id", "relay", "replica", "timeline", "to_batch", "to_id")

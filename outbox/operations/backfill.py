@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.sequencing.partition_window import WIDTH
 from outbox.errors import Conflict
 from outbox.operations.criteria import criteria_parameters
-from outbox.operations.replay_jobs import JobPart, add_job, read_new_job
+from outbox.operations.replay_jobs import JobRange, add_job, read_new_job
 from outbox.store.change import make_change_and_read
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.message import WriteStatement
@@ -140,7 +140,7 @@ async def request_backfill(
     return await make_change_and_read(connection, schema, actor, plan, read_new_job)
 
 
-async def _find_range(connection: Connection[Any], only: Criteria) -> tuple[JobPart, list[Any]]:
+async def _find_range(connection: Connection[Any], only: Criteria) -> tuple[JobRange, list[Any]]:
     """The ids that a backfill covers, and the open gaps among them, which are delivered live."""
     name = only.endpoint
     assert name is not None
@@ -159,7 +159,7 @@ async def _find_range(connection: Connection[Any], only: Criteria) -> tuple[JobP
     last = first and await connection.fetchval(FIND_LAST, first, at["high"], only.until)
     if not last:
         # An empty range: its job ends at once.
-        return JobPart(endpoint["id"], 1, 0), []
+        return JobRange(endpoint["id"], 1, 0), []
     # Only overlapping gaps: there can be many, and each event is compared with them.
     gaps = [gap for gap in at["gaps"] if gap.upper > first and gap.lower <= last]
-    return JobPart(endpoint["id"], first, last), gaps
+    return JobRange(endpoint["id"], first, last), gaps

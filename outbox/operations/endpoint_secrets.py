@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from outbox.store.connection.secrets import Vault
 
 OVERLAP_S = 86400.0
+"""How long an old secret or fetch token stays valid after a rotation."""
 SECRETS_MAX = 3
 """Limit of live secrets: each delivery is signed with all of them."""
 

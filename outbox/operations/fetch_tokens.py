@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.api_token import SECRET_BYTES, digest, format_fetch_token, matches_digest
 from outbox.operations.endpoint_changes import find_endpoint
+from outbox.operations.endpoint_secrets import OVERLAP_S
 from outbox.store.change import make_change
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.message import WriteStatement
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.store.change import Change
-
-OVERLAP_S = 86400.0
 
 ADD_TOKEN = WriteStatement(
     "add_fetch_token",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from outbox.core.sequencing.replay_throttle import ReplayKind, StopReason
 from outbox.errors import Conflict, NotFound
 from outbox.operations.page_bytes import count_rows_within, read_page_limit
 from outbox.operations.rows import ID_MAX, from_row
@@ -28,11 +29,8 @@ if TYPE_CHECKING:
     from outbox.operations.criteria import Criteria
     from outbox.store.change import Change
 
-JobKind = Literal["dead", "history"]
 JobState = Literal["running", "done", "aborted"]
 STATES: tuple[JobState, ...] = get_args(JobState)
-STOP_REASONS = ("disabled", "removed", "unsubscribed")
-"""Reasons why a job ends early at an endpoint."""
 
 # $1: the columns as a JSON object; $2: gaps of a backfill.
 ADD_JOB = WriteStatement(
@@ -109,7 +107,7 @@ FIND_RELAY = "SELECT EXISTS (SELECT FROM replica WHERE expires_at > clock_timest
 
 
 @dataclass(frozen=True, slots=True)
-class JobPart:
+class JobRange:
     """The range of a new job for one endpoint: ids of dead letters or events."""
 
     endpoint_id: UUID
@@ -126,7 +124,7 @@ class ReplayJob:
     """A replay job with its progress."""
 
     id: int
-    kind: JobKind
+    kind: ReplayKind
     state: JobState
     endpoint: str | None
     types: tuple[str, ...] | None
@@ -162,9 +160,9 @@ class ReplayJob:
 
 def add_job(
     change: Change,
-    kind: JobKind,
+    kind: ReplayKind,
     criteria: Criteria,
-    parts: Sequence[JobPart],
+    ranges: Sequence[JobRange],
     *,
     rate_per_s: float | None,
     gaps: Sequence[Any] = (),
@@ -178,7 +176,7 @@ def add_job(
     """
     row = {"kind": kind, "rate_per_s": rate_per_s, "requested_by": change.actor}
     change.write_early(ADD_JOB, document(row | criteria.journal_data), list(gaps))
-    columns = ([getattr(part, name) for part in parts] for name in JobPart.__slots__)
+    columns = ([getattr(each, name) for each in ranges] for name in JobRange.__slots__)
     change.write_early(ADD_PARTS, *columns)
 
 
@@ -268,5 +266,5 @@ async def abort_job(
 
 def _job(row: Any) -> ReplayJob:
     types = None if row["types"] is None else tuple(row["types"])
-    stopped = {reason: row[reason] for reason in STOP_REASONS if row[reason]}
+    stopped = {reason: row[reason] for reason in get_args(StopReason) if row[reason]}
     return from_row(ReplayJob, row, types=types, stopped=stopped)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from outbox.errors import Conflict
 from outbox.operations.criteria import criteria_parameters, find_endpoint_ids
 from outbox.operations.dead_letters import dead_letter_not_found, list_replays
-from outbox.operations.replay_jobs import JobPart, add_job, read_new_job
+from outbox.operations.replay_jobs import JobRange, add_job, read_new_job
 from outbox.operations.rows import from_row
 from outbox.store.change import NEW_JOB, make_change_and_read
 from outbox.store.connection.connect import map_errors
@@ -162,11 +162,11 @@ async def start_replay(
         # An event that is erased meanwhile still gets a part, as its id is in the list.
         some = [each for each in found if each.replayable or ids]
         # Those selected by id are replayed already, so their part has an empty id range.
-        parts = [
-            JobPart(e.endpoint_id, *((1, 0) if ids else (e.first_id, e.last_id)), e.numbers)
+        ranges = [
+            JobRange(e.endpoint_id, *((1, 0) if ids else (e.first_id, e.last_id)), e.numbers)
             for e in some
         ]
-        add_job(change, "dead", criteria, parts, rate_per_s=rate_per_s)
+        add_job(change, "dead", criteria, ranges, rate_per_s=rate_per_s)
         data: dict[str, Any] = {"dead": ids}
         if ids:
             write_dead_letter_state(change, ids, "replaying")

@@ -35,7 +35,9 @@ PartKey: TypeAlias = "tuple[int, UUID]"
 """A job's id and an endpoint's."""
 
 ReplayKind: TypeAlias = Literal["dead", "history"]
-EndReason: TypeAlias = Literal["aborted", "disabled", "removed", "unsubscribed"]
+StopReason: TypeAlias = Literal["disabled", "removed", "unsubscribed"]
+"""Why a job ends early at one endpoint."""
+EndReason: TypeAlias = Literal["aborted", StopReason]
 """Why a part of a job ends before all of it was replayed."""
 
 LIVE_MS, IDLE_MS = 3.0, 50.0

@@ -14,6 +14,7 @@ from outbox.core.delivery.connection_reuse import ConnectionReuse
 from outbox.core.delivery.operational_events import ReportedState
 from outbox.core.delivery.signature import parse_signing_key
 from outbox.core.model import headers, retryable_statuses
+from outbox.core.model.endpoint_settings import TIMEOUT_S_MAX
 from outbox.core.model.response_policy import RETRYABLE
 from outbox.core.model.retry_policy import STANDARD, RetryPolicy
 from outbox.core.model.setting_types import HeaderPrefix
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
     from outbox.core.delivery.signature import SigningKey
     from outbox.core.model.headers import EndpointHeaders
     from outbox.store.connection.secrets import Vault
-
-TIMEOUT_S_MAX = 3600.0
 
 # Configuration, secrets and circuit-breaker state of endpoints.
 READ_ENDPOINTS = """

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from outbox.core.sequencing import partition_window
 from outbox.errors import Conflict, NotFound
-from outbox.operations.replay_jobs import JobPart
+from outbox.operations.replay_jobs import JobRange
 from tests.sim.database.engine import abort_unless
 from tests.sim.stores.change import make_change_and_read
 from tests.sim.stores.replay_feed import is_subscribed
@@ -39,7 +39,7 @@ async def request_backfill(
     async def plan(change: Change) -> None:
         endpoint_id, first, last, gaps = await _find_range(change.db, criteria)
         first_id = max(first, await _require_oldest(change) * partition_window.WIDTH)
-        part = JobPart(endpoint_id, first_id, last, from_id=first_id)
+        part = JobRange(endpoint_id, first_id, last, from_id=first_id)
         add_job(change, "history", criteria, [part], rate_per_s=rate_per_s, gaps=gaps)
         data = {"from_id": first_id, "to_id": last}
         change.journal("backfill_requested", endpoint_id, data, with_job=True)

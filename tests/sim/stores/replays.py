@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from outbox.errors import Conflict, NotFound
-from outbox.operations.replay_jobs import JobPart
+from outbox.operations.replay_jobs import JobRange
 from outbox.operations.replays import ReplayCandidates, ReplayReport
 from outbox.store.connection.connect import map_errors
 from tests.sim.database.engine import EXCLUSIVE, Wait, abort_unless
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from outbox.core.sequencing.gaps import Range
+    from outbox.core.sequencing.replay_throttle import ReplayKind
     from outbox.operations.criteria import Criteria, DeadLetterSelection
-    from outbox.operations.replay_jobs import JobKind
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Row, Steps, Transaction
     from tests.sim.database.tables import Database
@@ -58,11 +58,11 @@ async def start_replay(
         candidates = found or await find_candidates(change.db, selection, to_replay=True)
         some = [each for each in candidates if each.reason is None]
         # Those with ids have their replays already.
-        parts = [
-            JobPart(e.endpoint_id, *((1, 0) if ids else (e.first_id, e.last_id)), e.numbers)
+        ranges = [
+            JobRange(e.endpoint_id, *((1, 0) if ids else (e.first_id, e.last_id)), e.numbers)
             for e in some
         ]
-        add_job(change, "dead", selection.criteria, parts, rate_per_s=rate_per_s)
+        add_job(change, "dead", selection.criteria, ranges, rate_per_s=rate_per_s)
         if ids:
             write_dead_letter_state(change, ids, "replaying")
             change.write(add_replays, ids)
@@ -83,9 +83,9 @@ async def read_new_job(db: Connection, request: UUID, _: object) -> int:
 
 def add_job(
     change: Change,
-    kind: JobKind,
+    kind: ReplayKind,
     criteria: Criteria,
-    parts: Sequence[JobPart],
+    ranges: Sequence[JobRange],
     *,
     rate_per_s: float | None,
     gaps: Sequence[Range] = (),
@@ -93,7 +93,7 @@ def add_job(
     row: Row = {"kind": kind, "endpoint": criteria.endpoint, "since": criteria.since}
     row |= {"rate_per_s": rate_per_s, "requested_by": change.actor, "gaps": gaps}
     change.write_early(add_replay_job, row)
-    change.write_early(add_replay_parts, parts)
+    change.write_early(add_replay_parts, ranges)
 
 
 def write_dead_letter_state(change: Change, ids: Sequence[int], state: str) -> None:
@@ -165,12 +165,12 @@ def add_replay_job(db: Database, tx: Transaction, columns: Row) -> None:
     tx.put(db.replay_job, new, {**columns, "id": new, "state": "running", "ended_at": None})
 
 
-def add_replay_parts(db: Database, tx: Transaction, parts: Sequence[JobPart]) -> None:
+def add_replay_parts(db: Database, tx: Transaction, ranges: Sequence[JobRange]) -> None:
     job_id = new_job(db, tx)
-    for part in parts:
-        row = {**asdict(part), "job_id": job_id, "next_id": part.first_id}
+    for each in ranges:
+        row = {**asdict(each), "job_id": job_id, "next_id": each.first_id}
         row |= {"taken": 0, "erased": 0, "batch": None, "ended_at": None, "end_reason": None}
-        tx.put(db.replay_job_endpoint, (job_id, part.endpoint_id), row)
+        tx.put(db.replay_job_endpoint, (job_id, each.endpoint_id), row)
 
 
 def add_replays(db: Database, tx: Transaction, ids: Sequence[int]) -> None:
