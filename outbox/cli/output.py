@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import click
 import orjson
 
+from outbox.core.model import duration
+from outbox.core.model.text import count as count
 from outbox.core.model.text import safe
 
 if TYPE_CHECKING:
@@ -35,8 +37,6 @@ SENTENCES = {"guarantee": 30}
 
 _COLUMN_GAP = 2
 _FOLD_CHARS_MIN = 30
-
-_UNITS = ((86400, "d"), (3600, "h"), (60, "m"), (1, "s"))
 
 
 def emit_json(value: Any) -> None:
@@ -122,29 +122,13 @@ def fold(text: str, margin: int = 0) -> list[str]:
 
 
 def age(seconds: float | None) -> str | None:
-    """A duration in its two largest units: `3m 20s`."""
-    if seconds is None:
-        return None
-    rest = max(int(seconds), 0)
-    parts: list[str] = []
-    for size, unit in _UNITS:
-        if rest >= size or (unit == "s" and not parts):
-            parts.append(f"{rest // size}{unit}")
-        rest %= size
-    return " ".join(parts[:2])
+    """A rounded duration, if there is one."""
+    return None if seconds is None else duration.rounded(seconds)
 
 
 def clock_time(at: datetime) -> str:
     """A time to the minute, in its own time zone."""
     return at.isoformat(sep=" ", timespec="minutes")
-
-
-def count(number: int, noun: str) -> str:
-    """`1 delivery`, `2 deliveries`."""
-    if number == 1:
-        return f"1 {noun}"
-    plural = noun[:-1] + "ies" if noun.endswith("y") else noun + "s"
-    return f"{number} {plural}"
 
 
 def rich_table(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from outbox.core.model.text import count
 from outbox.errors import Conflict
 from outbox.operations.endpoint_changes import find_endpoint
 from outbox.operations.endpoint_states import UNBLOCK_LANES
@@ -71,10 +72,9 @@ class StillPending(Conflict):
     """The endpoint has pending deliveries, and dead-lettering them was not requested."""
 
     def __init__(self, name: str, pending: int) -> None:
-        deliveries = "1 delivery" if pending == 1 else f"{pending} deliveries"
         super().__init__(
-            f'endpoint "{name}" has {deliveries} pending: wait until they are delivered, or '
-            "dead-letter them"
+            f'endpoint "{name}" has {count(pending, "delivery")} pending: wait until they are '
+            "delivered, or dead-letter them"
         )
         self.pending = pending
 

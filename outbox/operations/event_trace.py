@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from outbox.core.delivery.circuit_breaker import PROBED_STATES, PROBING_TEXT
 from outbox.core.delivery.operational_events import STUCK_EVERY
+from outbox.core.model.duration import rounded
 from outbox.core.model.stored_response import describe_attempts, describe_response
+from outbox.core.model.text import count
 from outbox.operations.skip import skip_command
 
 if TYPE_CHECKING:
@@ -256,7 +258,7 @@ def _explain_unsequenced(sequencing: SequencingProgress, outbox_id: int) -> str:
         )
     behind = outbox_id - sequencing.high
     who = f"leader {sequencing.leader}" if sequencing.leader else "no relay leads; sequencing"
-    return f"it is not sequenced yet: {who} is {behind} ids behind; see outbox doctor"
+    return f"it is not sequenced yet: {who} is {count(behind, 'id')} behind; see outbox doctor"
 
 
 _UNSENT_REASONS = {
@@ -305,7 +307,7 @@ def _find_obstacles(
     name = shlex.quote(delivery.endpoint)
 
     def lasted(at: datetime) -> str:
-        return f"for {_format_age((now - at).total_seconds())}"
+        return f"for {rounded((now - at).total_seconds())}"
 
     if lane.state != "active":
         by = f" by {lane.state_by}" if lane.state_by else ""
@@ -330,7 +332,7 @@ def _find_obstacles(
         )
     if lane.held_until is not None and lane.held_until > now:
         left_s = (lane.held_until - now).total_seconds()
-        yield f"waits {_format_age(left_s)} more: its receiver sent Retry-After"
+        yield f"waits {rounded(left_s)} more: its receiver sent Retry-After"
     elif lane.health in PROBED_STATES:
         tried = f"; {PROBING_TEXT}" if lane.state == "active" and lane.relay else ""
         yield f"waits: its endpoint has been {lane.health} {lasted(lane.health_since)}{tried}"
@@ -352,7 +354,7 @@ def _describe_failure(delivery: TracedDelivery, lane: PendingLaneState, now: dat
     text = f"failed after {tried}, the last: {describe_response(head.last_response)}"
     if head.next_attempt_at is not None and _retries_on_schedule(lane):
         left_s = (head.next_attempt_at - now).total_seconds()
-        text += f"; the next is {f'in {_format_age(left_s)}' if left_s > 0 else 'due now'}"
+        text += f"; the next is {f'in {rounded(left_s)}' if left_s > 0 else 'due now'}"
     # The event is probably to blame if its receiver responds to others.
     responded = "status" in (head.last_response or {})
     if (lane.health == "healthy" and responded) or head.attempts >= STUCK_EVERY:
@@ -368,13 +370,3 @@ def _retries_on_schedule(lane: PendingLaneState) -> bool:
         and lane.relay is not None
         and lane.blocked_since is None
     )
-
-
-_UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "m"), (1.0, "s"))
-
-
-def _format_age(seconds: float) -> str:
-    for size, unit in _UNITS:
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
-    return "a moment"

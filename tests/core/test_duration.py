@@ -31,3 +31,7 @@ def test_durations_round_trip_up_to_a_century() -> None:
     for text in ("36526d", "9999999999s", "9999999999d", "36525.000001d"):
         with pytest.raises(UsageError, match="longer than a century"):
             duration.parse(text)
+
+
+def test_a_time_that_is_over_is_rounded_to_none() -> None:
+    assert duration.rounded(-3.0) == "0s"

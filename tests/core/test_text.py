@@ -9,7 +9,7 @@ import pytest
 from outbox.core.model.endpoint_config import parse_file
 from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.model.retry_policy import RetryPolicy
-from outbox.core.model.text import one_line, quoted, truncate
+from outbox.core.model.text import count, one_line, quoted, truncate
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
@@ -68,3 +68,11 @@ def test_short_values_are_quoted_as_they_are() -> None:
 
 def test_a_line_contains_no_terminal_control_sequences() -> None:
     assert one_line("a\n\tb\x1b[2J\u2028c\x00\ud800") == "a b\ufffd[2J c\ufffd\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "text"),
+    [(0, "event", "0 events"), (1, "delivery", "1 delivery"), (2, "delivery", "2 deliveries")],
+)
+def test_a_count_agrees_with_its_noun(number: int, noun: str, text: str) -> None:
+    assert count(number, noun) == text

@@ -47,7 +47,7 @@ async def test_old_transactions_that_keep_dead_rows_are_reported(
         pid = old.get_server_pid()
         output = "\n".join(f"{f.message} {f.action}" for f in found)
         assert re.search(
-            rf'pid {pid} \(role postgres, application "report"\), idle in transaction for \d+ s, '
+            rf'pid {pid} \(role postgres, application "report"\), idle in transaction for [\d.]+s, '
             rf"last with SELECT 1 AS {'x' * 48}…, keeps VACUUM",
             output,
         )

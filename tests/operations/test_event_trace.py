@@ -182,11 +182,11 @@ HEAD = STANDING.head
         (
             {"state": "paused", "state_by": "ann@host", "state_comment": "migration"},
             [
-                "waits: its endpoint has been paused by ann@host for 2 d (migration); "
+                "waits: its endpoint has been paused by ann@host for 2d (migration); "
                 "outbox endpoint resume 'bill ing'"
             ],
         ),
-        ({"state": "removing"}, ["waits: its endpoint has been removing for 2 d"]),
+        ({"state": "removing"}, ["waits: its endpoint has been removing for 2d"]),
         (
             {"relay": None},
             ["waits: no live relay owns its endpoint; see outbox status"],
@@ -194,7 +194,7 @@ HEAD = STANDING.head
         (
             {"blocked_since": NOW - timedelta(minutes=5), "blocked_by": 8},
             [
-                "waits: its lane has been blocked by dead letter 8 for 5 m; unblock it: "
+                "waits: its lane has been blocked by dead letter 8 for 5m; unblock it: "
                 "outbox dead replay 8, outbox dead discard 8 or outbox endpoint resume 'bill ing'"
             ],
         ),
@@ -204,17 +204,17 @@ HEAD = STANDING.head
         ),
         (
             {"held_until": NOW + timedelta(seconds=90), "health": "failing"},
-            ["waits 2 m more: its receiver sent Retry-After"],
+            ["waits 1m 30s more: its receiver sent Retry-After"],
         ),
         (
             {"health": "rejecting"},
-            [f"waits: its endpoint has been rejecting for 2 d; {PROBING_TEXT}"],
+            [f"waits: its endpoint has been rejecting for 2d; {PROBING_TEXT}"],
         ),
         (
             {"health": "failing", "relay": None},
             [
                 "waits: no live relay owns its endpoint; see outbox status",
-                "waits: its endpoint has been failing for 2 d",
+                "waits: its endpoint has been failing for 2d",
             ],
         ),
         (
@@ -235,7 +235,7 @@ HEAD = STANDING.head
             [
                 "waits behind 1 of its lane, the first is sequence 4, which failed after 3 "
                 "attempts, "
-                "the last: it responded with 503; the next is in 30 s; to skip it: "
+                "the last: it responded with 503; the next is in 30s; to skip it: "
                 "outbox dead skip 'bill ing' --lane l-1-0 --sequence 4"
             ],
         ),
@@ -259,7 +259,7 @@ HEAD = STANDING.head
                 ),
             },
             [
-                f"waits: its endpoint has been failing for 2 d; {PROBING_TEXT}",
+                f"waits: its endpoint has been failing for 2d; {PROBING_TEXT}",
                 "failed after 4 attempts and 55 probes, which do not count, the last: it "
                 "responded with 503; to skip it: outbox dead skip 'bill ing' --lane l-1-0 "
                 "--sequence 5",
@@ -273,7 +273,7 @@ HEAD = STANDING.head
                 ),
             },
             [
-                "waits: its endpoint has been paused for 2 d; outbox endpoint resume 'bill ing'",
+                "waits: its endpoint has been paused for 2d; outbox endpoint resume 'bill ing'",
                 "failed after 1 attempt, the last: it responded with 503; to skip it: "
                 "outbox dead skip 'bill ing' --lane l-1-0 --sequence 5",
             ],

@@ -38,7 +38,11 @@ def exact(seconds: float) -> str:
 
 
 def rounded(seconds: float) -> str:
-    """Format rounded to the two largest units: `2.5s`, `51s`, `2m 44s`, `4h 46m`."""
+    """Format rounded to the two largest units: `2.5s`, `51s`, `2m 44s`, `4h 46m`.
+
+    A time that is over counts as none.
+    """
+    seconds = max(seconds, 0.0)
     if seconds < 9.95:
         return f"{seconds:.1f}".removesuffix(".0") + "s"
     # Round to the smaller unit first, so that 59.7 s is not "60s".

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.response import Failure, one_line, several_lines
+from outbox.core.model.text import count
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -96,12 +97,10 @@ def describe_attempts(attempts: int, probes: int) -> str:
         probes: those that only probed the receiver, and do not count against the retry limit.
     """
     own = attempts - probes
-    text = "1 attempt" if own == 1 else f"{own} attempts"
+    text = count(own, "attempt")
     if not probes:
         return text
-    return f"{text} and " + (
-        "1 probe, which does not count" if probes == 1 else f"{probes} probes, which do not count"
-    )
+    return f"{text} and {count(probes, 'probe')}, which {'does' if probes == 1 else 'do'} not count"
 
 
 _OUTCOME_FIELDS = ("version", "status", "failure", "elapsed_ms")

@@ -1,4 +1,4 @@
-"""Safe quoting of external values in messages: bounded length, no control characters.
+"""Texts of messages: plurals, and external values in bounded length, without control characters.
 
 A value may be a text of megabytes, an integer with ten thousand digits, which Python refuses
 to format, or a deeply nested list.  A message about it must stay short, must not raise, and
@@ -60,6 +60,14 @@ def safe(text: str) -> str:
 def one_line(text: str) -> str:
     """Join lines and replace control characters, so that the text is one line."""
     return safe(" ".join(text.split()))
+
+
+def count(number: int, noun: str) -> str:
+    """`1 delivery`, `2 deliveries`."""
+    if number == 1:
+        return f"1 {noun}"
+    plural = noun[:-1] + "ies" if noun.endswith("y") else noun + "s"
+    return f"{number} {plural}"
 
 
 def truncate(text: str) -> str:

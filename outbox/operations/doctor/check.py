@@ -284,21 +284,8 @@ def settings_off(row: Any, effect: str, then: str = "") -> Iterable[CheckResult]
         )
 
 
-def format_age(seconds: float) -> str:
-    """Format a duration in its largest unit: `3 min`."""
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{max(seconds, 0):.0f} s"
-
-
-def format_count(number: int, noun: str) -> str:
-    """`1 event`, `2 events`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def are(number: int) -> str:
-    """The verb after `format_count`."""
+    """The verb after a count."""
     return "is" if number == 1 else "are"
 
 

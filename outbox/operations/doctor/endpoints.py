@@ -12,7 +12,9 @@ import orjson
 
 from outbox.core.delivery.connection_reuse import DISTRUST_S
 from outbox.core.model.cloud_metadata_ranges import exposed_metadata_warnings
+from outbox.core.model.duration import rounded
 from outbox.core.model.stored_response import describe_response, outcome_fields
+from outbox.core.model.text import count
 from outbox.core.sequencing.filter_budget import AGAIN_AFTER_S
 from outbox.operations.doctor.check import (
     ROWS_MAX,
@@ -22,8 +24,6 @@ from outbox.operations.doctor.check import (
     are,
     check,
     check_rows,
-    format_age,
-    format_count,
     join_names,
     ok,
     problem,
@@ -46,7 +46,7 @@ async def secrets(context: DoctorContext) -> Results:
     kept = {row["key"]: row["count"] for row in await context.db.fetch(COUNT_SECRETS)}
     in_clear = kept.pop(None, 0)
     keys = sorted(kept)
-    stored = f"{format_count(in_clear, 'secret')} of endpoints {are(in_clear)} stored in clear"
+    stored = f"{count(in_clear, 'secret')} of endpoints {are(in_clear)} stored in clear"
     if keys and in_clear:
         yield warning(f"{stored}, others are encrypted", "outbox rekey")
     elif in_clear:
@@ -92,7 +92,8 @@ async def altered_secrets(context: DoctorContext) -> Results:
         )
     if len(found) > ROWS_MAX:
         yield problem(
-            f"secrets of {len(found) - ROWS_MAX} more endpoints were altered", "outbox status"
+            f"secrets of {count(len(found) - ROWS_MAX, 'more endpoint')} were altered",
+            "outbox status",
         )
 
 
@@ -158,7 +159,7 @@ async def certificates(context: DoctorContext) -> Results:
     expiring = [row for row in rows if row["left_s"] < context.limits.certificate_s]
     for row in expiring:
         expired = row["left_s"] <= 0
-        expiry = "has expired" if expired else f"expires in {format_age(row['left_s'])}"
+        expiry = "has expired" if expired else f"expires in {rounded(row['left_s'])}"
         make_result = problem if expired else warning
         yield make_result(
             f'the client certificate for "{row["name"]}" {expiry}',
@@ -167,7 +168,7 @@ async def certificates(context: DoctorContext) -> Results:
     if not rows:
         yield ok("no endpoint has a client certificate")
     elif not expiring:
-        yield ok(f"{format_count(len(rows), 'client certificate')}, none of them expires soon")
+        yield ok(f"{count(len(rows), 'client certificate')}, none of them expires soon")
 
 
 STATES = """
@@ -189,7 +190,7 @@ def states(row: Any) -> CheckResult:
     """Endpoints that are paused, disabled or being removed."""
     by = f" by {row['state_by']}" if row["state_by"] else ""
     reason = f" ({row['state_comment']})" if row["state_comment"] else ""
-    since = format_age(row["since_s"])
+    since = rounded(row["since_s"])
     message = f'endpoint "{row["name"]}" has been {row["state"]}{by} for {since}{reason}'
     name = shlex.quote(row["name"])
     match row["state"]:
@@ -229,9 +230,9 @@ def health(row: Any) -> CheckResult:
     response = orjson.loads(row["last_response"]) if row["last_response"] else {}
     last = f" ({describe_response(outcome_fields(response))})" if response else ""
     held = row["held_s"] if row["held_s"] and row["held_s"] > 0 else None
-    until = f"; its Retry-After ends in {format_age(held)}" if held else ""
+    until = f"; its Retry-After ends in {rounded(held)}" if held else ""
     name = shlex.quote(row["name"])
-    since = format_age(row["since_s"])
+    since = rounded(row["since_s"])
     match row["state"]:
         case "failing":
             return warning(
@@ -266,7 +267,7 @@ def connection_reuse(row: Any) -> CheckResult:
     name = shlex.quote(row["name"])
     return warning(
         f'the receiver of endpoint "{row["name"]}" sent data that belongs to no request, '
-        f"{format_age(row['since_s'])} ago: deliveries until then may be acknowledged although "
+        f"{rounded(row['since_s'])} ago: deliveries until then may be acknowledged although "
         "it did not process them; until a day after it, each connection carries one request, "
         "and there are no delivery runs",
         "find the handler or proxy that responds twice or too early, and send again what is "
@@ -292,7 +293,7 @@ def filters(row: Any) -> CheckResult:
     """The sequencer does not evaluate a filter."""
     return warning(
         f'the filter of endpoint "{row["name"]}" has not been evaluated for '
-        f"{format_age(row['since_s'])} ({row['reason']}): the endpoint receives events that it "
+        f"{rounded(row['since_s'])} ({row['reason']}): the endpoint receives events that it "
         "should not",
         f"simplify it: outbox endpoint update {shlex.quote(row['name'])} --filter …; otherwise it "
         "is evaluated again after a day",

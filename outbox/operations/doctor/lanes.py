@@ -7,16 +7,16 @@ from typing import Any
 
 import orjson
 
+from outbox.core.model.duration import rounded
 from outbox.core.model.ids import lane_name
 from outbox.core.model.stored_response import describe_attempts
+from outbox.core.model.text import count
 from outbox.operations.doctor.check import (
     CheckResult,
     DoctorContext,
     Results,
     check,
     check_rows,
-    format_age,
-    format_count,
     ok,
     problem,
     warning,
@@ -53,7 +53,7 @@ def blocked(row: Any) -> CheckResult:
         which = f" as dead letter {dead_id} ({row['reason']})"
         unblock = f"outbox dead replay {dead_id}, or outbox dead discard {dead_id}; or "
     return problem(
-        f"{_lane(row)} has been blocked for {format_age(row['since_s'])}: sequence "
+        f"{_lane(row)} has been blocked for {rounded(row['since_s'])}: sequence "
         f"{row['seq']} was dead-lettered{which}",
         f"{unblock}unblock all lanes: outbox endpoint resume {shlex.quote(row['name'])}",
     )
@@ -91,7 +91,7 @@ def failing(row: Any) -> CheckResult:
     tried = describe_attempts(row["attempts"], row["attempts"] - row["spent"])
     return warning(
         f"{_lane(row)} has been failing at sequence {row['retry_seq']} for "
-        f"{format_age(row['since_s'])}: {tried}, {last}",
+        f"{rounded(row['since_s'])}: {tried}, {last}",
         "fix its receiver; when the retries are exhausted, the delivery is dead-lettered; or skip "
         f"it: {skip_command(row['name'], lane, row['retry_seq'])}",
     )
@@ -115,7 +115,7 @@ SELECT e.name, e.state, count(*) AS lanes, sum(s.last_seq - s.acked_seq)::bigint
 def older_generations(row: Any) -> CheckResult:
     """An endpoint's new lanes wait for the pending deliveries of its old ones."""
     message = (
-        f'"{row["name"]}": {format_count(row["lanes"], "lane")} of an older generation with '
+        f'"{row["name"]}": {count(row["lanes"], "lane")} of an older generation with '
         f"{row['pending']} pending, which are delivered before the new lanes"
     )
     if row["blocked"]:
@@ -149,8 +149,8 @@ async def dead_letters(context: DoctorContext) -> Results:
         by_endpoint = ", ".join(f'{row["dead_letters"]} of "{row["name"]}"' for row in rows)
         more = rows[0]["total"] - len(rows)
         yield warning(
-            f"{format_count(rows[0]['all_dead_letters'], 'dead letter')}, the oldest for "
-            f"{format_age(rows[0]['oldest_s'])}: {by_endpoint}"
-            + (f" and {format_count(more, 'endpoint')} more" if more else ""),
+            f"{count(rows[0]['all_dead_letters'], 'dead letter')}, the oldest for "
+            f"{rounded(rows[0]['oldest_s'])}: {by_endpoint}"
+            + (f" and {count(more, 'endpoint')} more" if more else ""),
             "see outbox dead list; then outbox dead replay or outbox dead discard",
         )

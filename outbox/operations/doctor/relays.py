@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from outbox.core.model.duration import rounded
+from outbox.core.model.text import count
 from outbox.operations.doctor.check import (
     CheckResult,
     DoctorContext,
     Results,
     check,
-    format_age,
-    format_count,
     join_names,
     ok,
     problem,
@@ -51,12 +51,12 @@ async def replicas(context: DoctorContext) -> Results:
             yield warning("no relay is running, and there is no endpoint yet", START)
     for row in rows:
         who = f"{row['name']} (replica {row['id']})"
-        owns = f"owns {format_count(row['endpoints'], 'endpoint')}"
+        owns = f"owns {count(row['endpoints'], 'endpoint')}"
         if row["left_s"] > 0:
-            yield ok(f"{who} {owns}; its lease expires in {format_age(row['left_s'])}")
+            yield ok(f"{who} {owns}; its lease expires in {rounded(row['left_s'])}")
         else:
             yield warning(
-                f"{who} {owns}, but its lease expired {format_age(-row['left_s'])} ago",
+                f"{who} {owns}, but its lease expired {rounded(-row['left_s'])} ago",
                 "another relay takes over automatically; if none runs, " + START,
             )
 
@@ -113,11 +113,11 @@ async def lag(context: DoctorContext) -> Results:
     if not row["events"]:
         yield ok(f"all events up to id {row['high']} are sequenced")
         return
-    events = format_count(min(row["events"], COUNT_MAX), "event")
+    events = count(min(row["events"], COUNT_MAX), "event")
     if row["events"] > COUNT_MAX:
         events = f"over {events}"
     verb = "waits" if row["events"] == 1 else "wait"
-    message = f"{events} {verb} to be sequenced, the oldest for {format_age(row['oldest_s'])}"
+    message = f"{events} {verb} to be sequenced, the oldest for {rounded(row['oldest_s'])}"
     if row["oldest_s"] < context.limits.lag_warning_s:
         yield ok(message)
         return
@@ -138,7 +138,7 @@ async def skipped_events(context: DoctorContext) -> Results:
         ids = ", ".join(map(str, row["first_ids"]))
         at_least = "at least " if row["events"] == EVENTS_MAX else ""
         yield problem(
-            f"{at_least}{format_count(row['events'], 'committed event')} skipped, from id {ids}: "
+            f"{at_least}{count(row['events'], 'committed event')} skipped, from id {ids}: "
             "the sequence of outbox.id was altered, or they were inserted with explicit ids",
             "outbox resequence, and the next batches sequence them",
         )
@@ -179,14 +179,13 @@ async def schedules(context: DoctorContext) -> Results:
     since_s = await context.db.fetchval(FUTURE)
     if since_s is not None and since_s > late_s:
         yield problem(
-            f"a future event has been overdue for {format_age(since_s)}", START_FOR_SCHEDULES
+            f"a future event has been overdue for {rounded(since_s)}", START_FOR_SCHEDULES
         )
 
 
 def _overdue_schedule(row: Any) -> CheckResult:
     return problem(
-        f'schedule "{row["name"]}" ({row["cron"]}) has been overdue for '
-        f"{format_age(row['since_s'])}",
+        f'schedule "{row["name"]}" ({row["cron"]}) has been overdue for {rounded(row["since_s"])}',
         START_FOR_SCHEDULES,
     )
 
@@ -194,7 +193,7 @@ def _overdue_schedule(row: Any) -> CheckResult:
 def _waiting_schedule(row: Any) -> CheckResult:
     return warning(
         f'schedule "{row["name"]}" ({row["cron"]}) has been due for '
-        f"{format_age(row['since_s'])}, and waits until its last run is delivered",
+        f"{rounded(row['since_s'])}, and waits until its last run is delivered",
         f"see what blocks that run: outbox trace {row['last_event_id']}",
     )
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from outbox.core.model.duration import rounded
 from outbox.core.model.schema_name import migrate_command
+from outbox.core.model.text import count
 from outbox.core.sequencing.partition_window import PartitionWindow, WindowKind
 from outbox.operations.doctor.check import (
     DoctorContext,
     Results,
     are,
     check,
-    format_age,
-    format_count,
     join_names,
     ok,
     warning,
@@ -47,15 +47,15 @@ async def periods(context: DoctorContext) -> Results:
         of_kind = [period for period in all_periods if period.kind == kind]
         oldest = min(of_kind, key=lambda period: period.number)
         keep_s = context.keep.retention_s(kind)
-        age = format_age(oldest.age_s)
-        kept = f"the oldest {what} are from {age} ago, in {format_count(len(of_kind), 'period')}"
+        age = rounded(oldest.age_s)
+        kept = f"the oldest {what} are from {age} ago, in {count(len(of_kind), 'period')}"
         if keep_s is None:
             yield ok(f"{kept}, without a limit")
         elif (overdue_s := (oldest.ended_s or 0.0) - keep_s) < GRACE_S:
             yield ok(kept)
         else:
             reason, action = await _find_blocker(context, oldest)
-            due = f"{what} from {age} ago were due to be dropped {format_age(overdue_s)} ago"
+            due = f"{what} from {age} ago were due to be dropped {rounded(overdue_s)} ago"
             yield warning(f"{due}: {reason}", action)
 
 
@@ -75,7 +75,7 @@ async def _find_blocker(context: DoctorContext, period: PartitionWindow) -> tupl
     if await context.db.fetchval(PINNED_BY_RANGES, context.keep.dead_letters_s, last):
         ranges = await context.db.fetchval(RANGES, last)
         return (
-            f"{format_count(ranges, 'dead letter')} with ranges of them can still be replayed",
+            f"{count(ranges, 'dead letter')} with ranges of them can still be replayed",
             "see outbox dead list; then outbox dead replay or outbox dead discard",
         )
     if period.kind == "events" and await context.db.fetchval(
@@ -103,15 +103,15 @@ SELECT count(*)
 @check("old periods", passed="no partition of a dropped period is left")
 async def empty_partitions(context: DoctorContext) -> Results:
     """Partitions that relays emptied, but do not own, are dropped by the owner."""
-    count = await context.db.fetchval(EMPTY_PARTITIONS)
+    empty = await context.db.fetchval(EMPTY_PARTITIONS)
     message = (
-        f"{format_count(count, 'partition')} of dropped periods {are(count)} empty and still "
+        f"{count(empty, 'partition')} of dropped periods {are(empty)} empty and still "
         "attached, because the relays do not own them"
     )
-    if count > context.limits.empty_partitions_max:
+    if empty > context.limits.empty_partitions_max:
         yield warning(
             f"{message}: this slows down planning",
             f"as their owner: {migrate_command(context.schema)}",
         )
-    elif count:
+    elif empty:
         yield ok(message)

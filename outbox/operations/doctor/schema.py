@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from outbox.core.model.duration import rounded
 from outbox.core.model.schema_name import migrate_command
 from outbox.core.model.sql_names import quote_ident
 from outbox.core.sequencing.partition_window import WIDTH
@@ -10,7 +11,6 @@ from outbox.operations.doctor.check import (
     DoctorContext,
     Results,
     check,
-    format_age,
     ok,
     problem,
     warning,
@@ -180,7 +180,7 @@ async def wakeup_flag(context: DoctorContext) -> Results:
         yield warning(f"this role may not read {name}", f"GRANT SELECT ON SEQUENCE {name}")
     elif (ahead_s := (row["value"] or 0) - row["now"]) > context.limits.sleep_flag_max_s:
         yield warning(
-            f"the wake-up flag is stuck {format_age(ahead_s)} in the future, and relays set it "
+            f"the wake-up flag is stuck {rounded(ahead_s)} in the future, and relays set it "
             "for a minute at most; every producer commit sends a NOTIFY",
             f"SELECT setval('{name}', 1)",
         )

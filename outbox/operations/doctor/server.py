@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from outbox.core.model.duration import rounded
+from outbox.core.model.text import count
 from outbox.operations.doctor.check import (
     DoctorContext,
     Results,
     check,
-    format_age,
-    format_count,
     missing_privilege,
     ok,
     problem,
@@ -110,7 +110,7 @@ async def timeline(context: DoctorContext) -> Results:
         yield ok(f"timeline {row['server']}")
     else:
         cause = "the restored database" if row["restored"] else "it"
-        since = format_age(row["since_s"])
+        since = rounded(row["since_s"])
         yield ok(f"timeline {row['server']}; new lanes started with {cause} {since} ago")
 
 
@@ -152,7 +152,7 @@ async def connections(context: DoctorContext) -> Results:
     row = await context.db.fetchrow(CONNECTIONS)
     free, needed = max(row["usable"] - row["used"], 0), context.limits.connections_free_min
     message = (
-        f"{format_count(free, 'connection')} of {row['usable']} free, of {row['of']}; "
+        f"{count(free, 'connection')} of {row['usable']} free, of {row['of']}; "
         f"relays use {row['of_relays']}, and one more opens up to {needed}"
     )
     yield warning(message, row["do"]) if free < needed else ok(message)
@@ -171,7 +171,7 @@ async def clock(context: DoctorContext) -> Results:
     off_s = server_time - (before + after) / 2
     surely_s = abs(off_s) - (after - before) / 2
     where = "ahead of" if off_s < 0 else "behind"
-    message = f"this machine is {format_age(abs(off_s))} {where} the server"
+    message = f"this machine is {rounded(abs(off_s))} {where} the server"
     do = "synchronize both clocks by NTP; if relays run elsewhere, run outbox doctor there, too"
     if surely_s > context.limits.clock_problem_s:
         yield problem(f"{message}: receivers reject signatures with such a timestamp", do)
@@ -197,8 +197,8 @@ async def synchronous_standbys(context: DoctorContext) -> Results:
     row = await context.db.fetchrow(UNCONFIRMED_COMMITS)
     if row["sessions"] and row["since_s"] > context.limits.standby_s:
         yield problem(
-            f"the commits of {format_count(row['sessions'], 'session')} wait for a synchronous "
-            f"standby, for up to {format_age(row['since_s'])}: nothing is published or delivered",
+            f"the commits of {count(row['sessions'], 'session')} wait for a synchronous "
+            f"standby, for up to {rounded(row['since_s'])}: nothing is published or delivered",
             f"bring back a standby of synchronous_standby_names ({row['standbys']}), or remove it "
             "there",
         )

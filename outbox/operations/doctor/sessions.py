@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from outbox.core.model.duration import rounded
 from outbox.core.model.sql_names import quote_literal
+from outbox.core.model.text import count
 from outbox.operations.doctor.check import (
     ROWS_MAX,
     DoctorContext,
     Results,
     check,
     count_others,
-    format_age,
-    format_count,
     missing_privilege,
     ok,
     problem,
@@ -77,8 +77,8 @@ async def gaps(context: DoctorContext) -> Results:
         return
     since_s = row["since_s"] or 0.0
     message = (
-        f"{format_count(row['gaps'], 'gap')} open, the oldest at id {row['oldest']} "
-        f"for about {format_age(since_s)}"
+        f"{count(row['gaps'], 'gap')} open, the oldest at id {row['oldest']} "
+        f"for about {rounded(since_s)}"
     )
     if since_s < context.limits.holder_s:
         yield ok(message)
@@ -115,7 +115,7 @@ async def publishing(context: DoctorContext) -> Results:
         role = (await context.db.fetchrow(MAY_READ_STATS))["role"]
         yield missing_privilege(f"how long these have been publishing: pid {pids}", role)
     if not old and not hidden:
-        yield ok(f"{format_count(len(rows), 'transaction')} open, none for long")
+        yield ok(f"{count(len(rows), 'transaction')} open, none for long")
 
 
 QUERY_CHARS_MAX = 60
@@ -177,7 +177,7 @@ async def horizon(context: DoctorContext) -> Results:
             what = "dead rows of the catalogs" if row["catalog_only"] else "dead rows"
             yield warning(
                 f"{_describe(row)} keeps VACUUM from removing {what}; its snapshot is "
-                f"{format_count(row['xids'], 'transaction')} old",
+                f"{count(row['xids'], 'transaction')} old",
                 _end_command(row),
             )
     for row in idle:
@@ -195,7 +195,7 @@ async def horizon(context: DoctorContext) -> Results:
     elif not old and not idle:
         yield ok(
             f"no old transaction holds back VACUUM; the oldest is {_describe(pins[0])} "
-            f"{format_count(pins[0]['xids'], 'transaction')} back"
+            f"{count(pins[0]['xids'], 'transaction')} back"
             if pins
             else "nothing holds back VACUUM"
         )
@@ -247,7 +247,7 @@ def _describe(row: Any) -> str:
     who = f"role {row['role']}"
     if row["application"]:
         who += f', application "{row["application"]}"'
-    since = "" if row["since_s"] is None else format_age(row["since_s"])
+    since = "" if row["since_s"] is None else rounded(row["since_s"])
     match row["kind"]:
         case "prepared":
             return (

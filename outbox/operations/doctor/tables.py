@@ -10,13 +10,13 @@ from __future__ import annotations
 from operator import itemgetter
 from typing import Any
 
+from outbox.core.model.duration import rounded
+from outbox.core.model.text import count
 from outbox.operations.doctor.check import (
     ROWS_MAX,
     DoctorContext,
     Results,
     check,
-    format_age,
-    format_count,
     join_names,
     ok,
     problem,
@@ -84,15 +84,15 @@ async def dead_rows(context: DoctorContext) -> Results:
     for row in bad[:ROWS_MAX]:
         name = context.qualify(row["name"])
         yield warning(
-            f"{name} has {format_count(row['dead'], 'dead row')} and "
-            f"{format_count(row['live'], 'live row')}, {_vacuumed(row)}: queries become slower",
+            f"{name} has {count(row['dead'], 'dead row')} and "
+            f"{count(row['live'], 'live row')}, {_vacuumed(row)}: queries become slower",
             f"end what holds back VACUUM (see horizon), then VACUUM {name}",
         )
     if not bad:
         total, largest = sum(row["dead"] for row in rows), rows[0]
         most = f", {largest['dead']} of them in {context.qualify(largest['name'])}, "
         yield ok(
-            f"{format_count(total, 'dead row')} in all"
+            f"{count(total, 'dead row')} in all"
             + (most + _vacuumed(largest) if largest["dead"] else "")
         )
 
@@ -100,7 +100,7 @@ async def dead_rows(context: DoctorContext) -> Results:
 def _vacuumed(row: Any) -> str:
     if row["vacuumed_s"] is None:
         return "never vacuumed"
-    return f"vacuumed {format_age(row['vacuumed_s'])} ago"
+    return f"vacuumed {rounded(row['vacuumed_s'])} ago"
 
 
 FREEZE_AGES = """
@@ -126,7 +126,7 @@ async def wraparound(context: DoctorContext) -> Results:
         overdue = True
         make_result = problem if age >= limits.freeze_problem else warning
         yield make_result(
-            f"{table} has rows that are {format_count(age, what)} old and not frozen, although "
+            f"{table} has rows that are {count(age, what)} old and not frozen, although "
             f"autovacuum should start at {frozen_at[number]}; at about 2,000,000,000 the server "
             "rejects writes",
             f"end what holds back VACUUM (see horizon), then VACUUM (FREEZE) {table}",
