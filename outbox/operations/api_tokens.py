@@ -10,6 +10,7 @@ import orjson
 
 from outbox.core.model.api_token import SECRET_BYTES, digest, format_token, matches_digest
 from outbox.errors import Conflict, NotFound
+from outbox.operations.rows import from_row
 from outbox.store.change import make_change, make_change_and_read
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.message import WriteStatement
@@ -227,5 +228,4 @@ async def record_failed_logins(
 
 
 def _token(row: Any) -> TokenRow:
-    values = {name: row[name] for name in TokenRow.__slots__}
-    return TokenRow(**values | {"scopes": tuple(row["scopes"])})
+    return from_row(TokenRow, row, scopes=tuple(row["scopes"]))

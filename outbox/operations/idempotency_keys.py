@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from outbox.errors import NotFound
+from outbox.operations.rows import from_row
 from outbox.store.change import make_change
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.message import WriteStatement
@@ -126,7 +127,7 @@ async def list_keys(
             rows = await connection.fetch(
                 LIST_KEYS, after, prefix, _prefix_end(prefix), since, until, state, limit
             )
-    return [IdempotencyKeyRow(**_fields(row)) for row in rows]
+    return [from_row(IdempotencyKeyRow, row) for row in rows]
 
 
 async def get_key(connection: Connection[Any], schema: str, key: str) -> IdempotencyKey:
@@ -143,7 +144,7 @@ async def get_key(connection: Connection[Any], schema: str, key: str) -> Idempot
                 raise _key_not_found(key)
             event_id = row["event_id"]
             of_type = event_id and await connection.fetchval(READ_TYPE, event_id)
-    return IdempotencyKey(**_fields(row), type=of_type)
+    return from_row(IdempotencyKey, row, type=of_type)
 
 
 async def reset_key(connection: Connection[Any], schema: str, key: str, *, actor: str) -> bool:
@@ -209,7 +210,3 @@ def _validate_key(key: str) -> str:
 
 def _key_not_found(key: str) -> NotFound:
     return NotFound(f'the once key "{key}" was never claimed; see: outbox once list')
-
-
-def _fields(row: Any) -> dict[str, Any]:
-    return {name: row[name] for name in IdempotencyKeyRow.__slots__}

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
 from outbox.core.model.text import closest
 from outbox.core.schedules.cron import Cron
 from outbox.errors import NotFound, UsageError
 from outbox.operations.page_bytes import count_rows_within, read_page_limit
+from outbox.operations.rows import from_row
 from outbox.store.connection.connect import map_errors
 
 if TYPE_CHECKING:
@@ -23,7 +22,8 @@ if TYPE_CHECKING:
 
 COLUMNS = """
 name, cron, timezone, type, key, tenant, misfire, grace_s, overlap, state, state_at, state_by,
-state_comment, next_at, last_at, last_run_at, last_event_id, created_at, clock_timestamp() AS now,
+state_comment, CASE WHEN state = 'active' THEN next_at END AS next_at, last_at, last_run_at,
+last_event_id AS last_event, created_at, clock_timestamp() AS now,
 state = 'active' AND overlap = 'wait' AND last_outbox_id IS NOT NULL
     AND next_at <= clock_timestamp() AND due_at > next_at AS waits
 """
@@ -47,7 +47,7 @@ SELECT name, 1000 + coalesce(octet_length(key), 0) + coalesce(octet_length(tenan
 )
 
 GET = f"""
-SELECT {COLUMNS}, payload::text AS payload_json, headers::text AS headers_json
+SELECT {COLUMNS}, payload::text, headers::text
   FROM schedule WHERE name = $1
 """  # noqa: S608
 
@@ -144,7 +144,7 @@ async def list_schedules(
         rows = await connection.fetch(PAGE, after, limit, tenant)
     listed: list[ListedSchedule] = []
     for row in rows:
-        listed.append(ListedSchedule(**_fields(row)))
+        listed.append(from_row(ListedSchedule, row, next_runs=_next_runs(row)))
         # The search for the next runs may take a millisecond.
         await asyncio.sleep(0)
     return listed
@@ -191,12 +191,7 @@ async def read_schedule(connection: Connection[Any], name: str) -> Schedule:
     row = await connection.fetchrow(GET, name)
     if row is None:
         raise await schedule_not_found(connection, name)
-    payload, headers = row["payload_json"], row["headers_json"]
-    return Schedule(
-        **_fields(row),
-        payload=payload and orjson.loads(payload),
-        headers=headers and orjson.loads(headers),
-    )
+    return from_row(Schedule, row, parse=("payload", "headers"), next_runs=_next_runs(row))
 
 
 async def schedule_not_found(connection: Connection[Any], name: str) -> NotFound:
@@ -207,14 +202,5 @@ async def schedule_not_found(connection: Connection[Any], name: str) -> NotFound
     return NotFound(f'there is no schedule "{name}"; {hint}')
 
 
-def _fields(row: Record) -> dict[str, Any]:
-    fields = {name: row[name] for name in _COLUMN_NAMES}
-    next_at = row["next_at"] if row["state"] == "active" else None
-    return fields | {
-        "next_at": next_at,
-        "next_runs": next_runs(next_at, row["cron"], row["timezone"]),
-        "last_event": row["last_event_id"],
-    }
-
-
-_COLUMN_NAMES = set(ListedSchedule.__slots__) - {"next_at", "next_runs", "last_event"}
+def _next_runs(row: Record) -> list[datetime]:
+    return next_runs(row["next_at"], row["cron"], row["timezone"])
