@@ -14,7 +14,7 @@ from outbox.operations.rows import parse_json
 def _select_lanes(acked_seq: str) -> str:
     return f"""
 SELECT l.endpoint_id, l.id AS lane_id, l.generation, l.slot, c.last_seq, p.floor_batch,
-       p.retry_seq, p.attempts, p.spent, p.next_attempt_at, p.last_response,
+       p.retry_seq, p.attempts, p.spent, p.first_attempt_at, p.next_attempt_at, p.last_response,
        {acked_seq} AS acked_seq
   FROM lane l
   JOIN lane_counter c ON c.lane_id = l.id

@@ -35,16 +35,26 @@ SELECT b.batch, b.high, b.at, clock_timestamp() AS seen_at, c.timeline, c.timeli
   FROM batch b, cursor c ORDER BY b.batch DESC LIMIT 1
 """
 
-# Open gaps: assigned ids that may still be committed.
+# Open gaps: assigned ids that may still be committed.  The age of a gap is about the age of the
+# next event.
 GAPS = """
-SELECT (SELECT count(*) FROM gap) + (
-    SELECT count(*) FROM (SELECT young FROM batch ORDER BY batch DESC LIMIT 1) b, unnest(b.young))
+WITH open AS MATERIALIZED (
+    SELECT lower(r) AS lo, upper(r) - 1 AS hi
+      FROM (SELECT young FROM batch ORDER BY batch DESC LIMIT 1) b, unnest(b.young) AS r
+    UNION ALL
+    SELECT lo, hi FROM gap)
+SELECT count(*) AS gaps, min(lo) AS oldest,
+       (SELECT extract(epoch FROM clock_timestamp() - o.created_at)::float8
+          FROM outbox o WHERE o.id > (SELECT min(hi) FROM open) ORDER BY o.id LIMIT 1) AS since_s
+  FROM open
 """
 
 REPLICAS = """
 SELECT r.id, r.name, r.version, r.started_at, r.expires_at > clock_timestamp() AS alive,
+       extract(epoch FROM r.expires_at - clock_timestamp())::float8 AS left_s,
        r.id IS NOT DISTINCT FROM (SELECT writer FROM cursor) AS leads,
-       (SELECT count(*) FROM ownership o WHERE o.replica_id = r.id) AS endpoints
+       (SELECT count(*) FROM ownership o JOIN endpoint e ON e.id = o.endpoint_id
+         WHERE o.replica_id = r.id AND e.state <> 'removed') AS endpoints
   FROM replica r ORDER BY r.id
 """
 
@@ -257,7 +267,7 @@ async def read_overview(
             cursor = dict(await connection.fetchrow(CURSOR))
             waits = (cursor["waiting_s"] or 0.0) >= BLOCKED_AFTER_S
             blocker = await read_cursor_blocker(connection) if waits else None
-            gaps = await connection.fetchval(GAPS)
+            gaps = await connection.fetchrow(GAPS)
             replicas = await connection.fetch(REPLICAS)
             endpoints = await connection.fetch(ENDPOINTS, limit)
             dead = await connection.fetch(DEAD_LETTERS)
@@ -275,8 +285,8 @@ async def read_overview(
         pending=endpoints[0]["pending_total"] if endpoints else 0,
         cursor=CursorStatus(**cursor, lag=lag),
         blocker=blocker,
-        open_gaps=gaps,
-        replicas=tuple(ReplicaStatus(**dict(row)) for row in replicas),
+        open_gaps=gaps["gaps"],
+        replicas=tuple(from_row(ReplicaStatus, row) for row in replicas),
         endpoints=tuple(_endpoint(row) for row in endpoints),
         endpoints_total=endpoints[0]["endpoints_total"] if endpoints else 0,
         dead_letters={row["state"]: row["dead_letters"] for row in dead},
@@ -289,7 +299,7 @@ async def read_overview(
 async def list_replicas(connection: Connection[Any], schema: str) -> list[ReplicaStatus]:
     """List the registered relays."""
     with map_errors(schema):
-        return [ReplicaStatus(**dict(row)) for row in await connection.fetch(REPLICAS)]
+        return [from_row(ReplicaStatus, row) for row in await connection.fetch(REPLICAS)]
 
 
 def compute_rates(

@@ -7,7 +7,6 @@ import orjson
 import pytest
 
 from outbox.core.model.endpoint_settings import EndpointSettings
-from outbox.core.model.response_policy import RETRYABLE
 from outbox.core.model.retry_policy import PRESETS, STANDARD
 from outbox.errors import UsageError
 
@@ -49,7 +48,7 @@ def test_omitted_settings_have_the_defaults_of_the_contract() -> None:
     assert (default.method, default.headers, default.keep_alive) == ("POST", {}, True)
     assert (default.connect_timeout_s, default.timeout_s) == (5, 15)
     assert default.retry == STANDARD
-    assert default.retryable_statuses == RETRYABLE
+    assert default.retryable is None
     assert (default.on_dead_letter, default.lanes) == ("continue", 1)
     assert (default.backlog_max, default.backlog_age_s) == (None, None)
     assert default.disable_after_s == 3 * 86400
@@ -66,8 +65,7 @@ def test_values_are_normalised() -> None:
     assert settings(types=["b", "a", "b"]).types == ("b", "a")
     assert settings(types=[]).types == ("**",)
     assert settings(retryable=["5XX"]).retryable == ("5xx",)
-    assert settings(retryable=["5xx"]).retryable_statuses == frozenset(range(500, 600))
-    assert settings(retryable=[]).retryable_statuses == frozenset()
+    assert settings(retryable=[]).retryable == ()
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,8 @@ from __future__ import annotations
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from outbox.core.model import retryable_statuses, setting_types
+from outbox.core.model import setting_types
 from outbox.core.model.headers import DEFAULT_PREFIX, normalize_name, relay_headers
-from outbox.core.model.response_policy import RETRYABLE
 from outbox.core.model.retry_policy import PRESETS, STANDARD, RetryPolicy
 from outbox.core.model.setting_types import EVERYTHING, SettingType
 from outbox.core.model.text import quoted
@@ -319,11 +318,6 @@ class EndpointSettings:
         for name in self.headers:
             if normalize_name(name) in relay_headers(self.header_prefix):
                 raise UsageError(f"headers: {quoted(name)} is set by the relay")
-
-    @property
-    def retryable_statuses(self) -> frozenset[int]:
-        """The statuses that are retried."""
-        return RETRYABLE if self.retryable is None else retryable_statuses.parse(self.retryable)
 
     @property
     def subscription(self) -> tuple[tuple[str, ...], str | None, bool, str | None]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-import orjson
-
 from outbox.core.model.duration import rounded
 from outbox.core.model.ids import lane_name
 from outbox.core.model.stored_response import describe_attempts
 from outbox.core.model.text import count
+from outbox.operations import lanes
 from outbox.operations.doctor.check import (
     CheckResult,
     DoctorContext,
@@ -21,7 +20,7 @@ from outbox.operations.doctor.check import (
     problem,
     warning,
 )
-from outbox.operations.lanes import LANE_STATE
+from outbox.operations.rows import parse_json
 from outbox.operations.skip import skip_command
 
 
@@ -30,19 +29,15 @@ def _lane(row: Any) -> str:
     return f'lane {lane} of "{row["name"]}"'
 
 
-# The dead letter may be a range that includes the sequence number.
-BLOCKED = """
+BLOCKED = f"""
 SELECT e.id AS endpoint_id, e.name, l.generation, l.slot, b.seq, d.id AS dead_id, d.reason,
        extract(epoch FROM clock_timestamp() - b.at)::float8 AS since_s
   FROM lane_block b
   JOIN lane l ON l.id = b.lane_id
   JOIN endpoint e ON e.id = l.endpoint_id AND e.state <> 'removed'
-  LEFT JOIN LATERAL (
-       SELECT id, reason FROM dead_letter d
-        WHERE d.lane_id = b.lane_id AND d.seq <= b.seq AND d.to_seq >= b.seq
-        ORDER BY d.seq DESC LIMIT 1) d ON true
+  LEFT JOIN dead_letter d ON d.id = {lanes.BLOCKED_BY}
  ORDER BY b.at
-"""
+"""  # noqa: S608 (constants only)
 
 
 @check_rows("blocked lanes", BLOCKED, "no lane is blocked")
@@ -59,22 +54,15 @@ def blocked(row: Any) -> CheckResult:
     )
 
 
-# Retry state older than an acknowledgement above the checkpoint is stale: its delivery has been
-# delivered since.
-FAILING = """
-SELECT e.id AS endpoint_id, e.name, l.generation, l.slot, p.retry_seq, p.attempts, p.spent,
-       extract(epoch FROM clock_timestamp() - p.first_attempt_at)::float8 AS since_s,
-       p.last_response::text AS last_response
-  FROM lane_progress p
-  JOIN lane l ON l.id = p.lane_id
-  JOIN endpoint e ON e.id = p.endpoint_id AND e.state = 'active'
- WHERE p.attempts > 0 AND p.retry_seq = p.acked_seq + 1
-   AND p.first_attempt_at < clock_timestamp() - make_interval(secs => $1)
-   AND NOT EXISTS (SELECT FROM attempt a
-                    WHERE a.lane_id = p.lane_id AND a.batch >= p.floor_batch
-                      AND a.seq >= p.retry_seq AND a.outcome = 'delivered')
- ORDER BY p.first_attempt_at
-"""
+FAILING = f"""
+SELECT l.endpoint_id, e.name, l.generation, l.slot, l.retry_seq, l.attempts, l.spent,
+       extract(epoch FROM clock_timestamp() - l.first_attempt_at)::float8 AS since_s,
+       l.last_response
+  FROM ({lanes.LANE_STATE}) l
+  JOIN endpoint e ON e.id = l.endpoint_id AND e.state = 'active'
+ WHERE {lanes.FAILING} AND l.first_attempt_at < clock_timestamp() - make_interval(secs => $1)
+ ORDER BY l.first_attempt_at
+"""  # noqa: S608 (constants only)
 
 
 @check_rows(
@@ -85,7 +73,7 @@ SELECT e.id AS endpoint_id, e.name, l.generation, l.slot, p.retry_seq, p.attempt
 )
 def failing(row: Any) -> CheckResult:
     """The next delivery of a lane has been failing for long."""
-    response = orjson.loads(row["last_response"]) if row["last_response"] else {}
+    response = parse_json(row["last_response"]) or {}
     last = response.get("status") or response.get("failure") or "no response"
     lane = lane_name(row["endpoint_id"], row["generation"], row["slot"])
     tried = describe_attempts(row["attempts"], row["attempts"] - row["spent"])
@@ -101,7 +89,7 @@ def failing(row: Any) -> CheckResult:
 GENERATIONS = f"""
 SELECT e.name, e.state, count(*) AS lanes, sum(s.last_seq - s.acked_seq)::bigint AS pending,
        count(b.lane_id) AS blocked, coalesce(h.state, 'healthy') AS health
-  FROM ({LANE_STATE}) s
+  FROM ({lanes.LANE_STATE}) s
   JOIN endpoint e ON e.id = s.endpoint_id AND e.state <> 'removed'
   LEFT JOIN endpoint_health h ON h.endpoint_id = e.id
   LEFT JOIN lane_block b ON b.lane_id = s.lane_id

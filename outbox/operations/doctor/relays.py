@@ -17,6 +17,7 @@ from outbox.operations.doctor.check import (
     report_rows,
     warning,
 )
+from outbox.operations.status import REPLICAS
 from outbox.store.cluster.sessions import LISTENER_SUFFIX
 from outbox.store.sequencing.skipped_events import (
     BATCHES_PER_SEARCH,
@@ -30,13 +31,6 @@ START_FOR_SCHEDULES = (
     'start a relay: outbox relay; if one runs, its log has the error ("scheduled runs failed")'
 )
 
-REPLICAS = """
-SELECT r.id, r.name, extract(epoch FROM r.expires_at - clock_timestamp())::float8 AS left_s,
-       (SELECT count(*) FROM ownership o JOIN endpoint e ON e.id = o.endpoint_id
-         WHERE o.replica_id = r.id AND e.state <> 'removed') AS endpoints
-  FROM replica r ORDER BY r.id
-"""
-
 HAS_ENDPOINTS = "SELECT EXISTS (SELECT FROM endpoint WHERE state <> 'removed')"
 
 
@@ -44,7 +38,7 @@ HAS_ENDPOINTS = "SELECT EXISTS (SELECT FROM endpoint WHERE state <> 'removed')"
 async def replicas(context: DoctorContext) -> Results:
     """At least one relay renews its lease."""
     rows = await context.db.fetch(REPLICAS)
-    if not any(row["left_s"] > 0 for row in rows):
+    if not any(row["alive"] for row in rows):
         if await context.db.fetchval(HAS_ENDPOINTS):
             yield problem("no relay is running: nothing is delivered", START)
         else:
@@ -52,7 +46,7 @@ async def replicas(context: DoctorContext) -> Results:
     for row in rows:
         who = f"{row['name']} (replica {row['id']})"
         owns = f"owns {count(row['endpoints'], 'endpoint')}"
-        if row["left_s"] > 0:
+        if row["alive"]:
             yield ok(f"{who} {owns}; its lease expires in {rounded(row['left_s'])}")
         else:
             yield warning(

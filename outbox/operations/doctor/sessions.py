@@ -24,6 +24,7 @@ from outbox.operations.doctor.check import (
     problem,
     warning,
 )
+from outbox.operations.status import GAPS
 from outbox.store.channels import trim_notification_queue
 from outbox.store.sequencing.stalls import SESSION_COLUMNS, SESSION_JOINS, read_lock_blocker
 
@@ -54,19 +55,6 @@ PRODUCERS = f"""{SESSION_COLUMNS},
    AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
  ORDER BY since_s DESC NULLS FIRST
 """  # noqa: S608 (constants only)
-
-# The age of a gap is about the age of the next event.
-GAPS = """
-WITH open AS MATERIALIZED (
-    SELECT lower(r) AS lo, upper(r) - 1 AS hi
-      FROM (SELECT young FROM batch ORDER BY batch DESC LIMIT 1) b, unnest(b.young) AS r
-    UNION ALL
-    SELECT lo, hi FROM gap)
-SELECT count(*) AS gaps, min(lo) AS oldest,
-       (SELECT extract(epoch FROM clock_timestamp() - o.created_at)::float8
-          FROM outbox o WHERE o.id > (SELECT min(hi) FROM open) ORDER BY o.id LIMIT 1) AS since_s
-  FROM open
-"""
 
 
 @check("gaps", passed="there is no open gap")
