@@ -8,7 +8,18 @@ import pytest
 
 from outbox.errors import SchemaMissing
 from outbox.operations import status
-from tests.support.relay import BUSY, OK, Network, add_endpoint, all_ended, publish, running
+from outbox.store.cluster.replicas import ReplicaStore
+from tests.support.doctor import findings_of
+from tests.support.relay import (
+    BUSY,
+    OK,
+    Network,
+    add_endpoint,
+    all_ended,
+    publish,
+    register,
+    running,
+)
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -151,3 +162,16 @@ async def test_a_missing_schema_is_an_error(empty_database: Database) -> None:
     connection = await empty_database.connect()
     with pytest.raises(SchemaMissing):
         await status.read_overview(connection, "relay")
+
+
+async def test_a_removed_endpoint_is_not_counted_as_owned(
+    database: Database, db: Connection[Any]
+) -> None:
+    await add_endpoint(database, "kept")
+    await add_endpoint(database, "removed")
+    replica_id = await register(ReplicaStore(db))
+    await db.execute("UPDATE ownership SET replica_id = $1", replica_id)
+    await db.execute("UPDATE endpoint SET state = 'removed' WHERE name = 'removed'")
+    assert [each.endpoints for each in await status.list_replicas(db, "relay")] == [1]
+    relays = await findings_of(db, "relays")
+    assert ["owns 1 endpoint;" in each.message for each in relays] == [True]
