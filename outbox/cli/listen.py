@@ -37,8 +37,8 @@ LATENCY_MAX_MS = 3_600_000
 _COLOURS = {
     HandledOutcome.ACCEPTED: "green",
     HandledOutcome.DUPLICATE: "yellow",
+    HandledOutcome.CONFLICT: "red",
     HandledOutcome.FAILED: "magenta",
-    HandledOutcome.REFUSED: "red",
     HandledOutcome.REJECTED: "red",
     HandledOutcome.CHECKPOINT: "blue",
 }

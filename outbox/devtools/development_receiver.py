@@ -1,27 +1,26 @@
-"""Development receiver of `outbox listen`: verifies, deduplicates, checks order, fails on demand.
+"""Development receiver of `outbox listen`: the receiver library, with faults, output and totals.
 
-The steps of a correct receiver, in this order:
+Deliveries are verified, parsed and recorded by `outbox.receiver`, in an in-memory inbox.  What
+this module adds:
 
-1. verify the signature, and that headers and body agree; 4xx otherwise;
-2. check the order by the sequence number, which reveals gaps;
-3. drop duplicates by `X-Delivery`, and still respond 2xx;
-4. respond 2xx only after the effect.
+* signatures are verified only if there is a secret;
+* fault injection fails random attempts, before the effect (the sender has to retry) or after it
+  (the retry is a duplicate);
+* requests are forwarded to another receiver, and what that one accepted is recorded;
+* every request is reported, and totals are kept.
 
-It processes a batch one by one and reports partial success by X-Accepted-Through.
-
-Fault injection fails random attempts, before the effect (the sender has to retry) or after it
-(the retry is a duplicate).
+A batch is processed one by one; X-Accepted-Through reports partial success.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 import socket
 import struct
 import time
-from collections import OrderedDict
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -33,8 +32,10 @@ from outbox.core.delivery.batch import ACCEPTED_THROUGH
 from outbox.core.delivery.signature import SignatureError, verify
 from outbox.core.model.headers import DEFAULT_PREFIX
 from outbox.errors import UsageError
+from outbox.receiver.inbox.inbox import Inbox
+from outbox.receiver.inbox.memory import MemoryDatabase
+from outbox.receiver.lane_order import OrderKind, SequenceState
 from outbox.receiver.message import Message, parse
-from outbox.receiver.order_tracker import OrderTotals, OrderTracker
 from outbox.receiver.proxy import describe_status
 from outbox.web.address import Address
 from outbox.web.serving import serving
@@ -43,12 +44,12 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
     from outbox.core.delivery.receiver_checkpoint import LaneMark
+    from outbox.receiver.inbox.process import StoredLane
     from outbox.receiver.lane_order import Observation
     from outbox.receiver.proxy import ProxiedResponse
 
 BODY_BYTES_MAX = 65 * 1024 * 1024
 """The largest payload that can be configured, plus the envelope."""
-SEEN_MAX = 1_000_000
 
 
 class ReceiverFault(StrEnum):
@@ -60,18 +61,12 @@ class ReceiverFault(StrEnum):
     """503 with Retry-After: 0"""
     RESET = "reset"
     """The connection is reset without a response."""
-    HANG = "hang"
-    """No response until the sender's time-out."""
-
-
-IMMEDIATE_FAULTS = (ReceiverFault.ERROR, ReceiverFault.UNAVAILABLE, ReceiverFault.RESET)
 
 
 _STATUS = {
     ReceiverFault.ERROR: 500,
     ReceiverFault.UNAVAILABLE: 503,
     ReceiverFault.RESET: None,
-    ReceiverFault.HANG: None,
 }
 
 
@@ -81,10 +76,10 @@ class HandledOutcome(StrEnum):
     ACCEPTED = "accepted"
     DUPLICATE = "duplicate"
     """Processed before, and dropped."""
+    CONFLICT = "conflict"
+    """Its sequence number was used by another delivery, or lies beyond the end of its lane."""
     FAILED = "failed"
-    """Injected fault before the effect."""
-    REFUSED = "refused"
-    """A valid request that this receiver never accepts (422)."""
+    """Injected fault before the effect, or not accepted upstream."""
     CHECKPOINT = "checkpoint"
     """A checkpoint; `reason` lists the numbers that it reveals to be missing."""
     REJECTED = "rejected"
@@ -103,9 +98,28 @@ class HandledRequest:
     observation: Observation | None = None
     """Result of the order check; None if it was not processed."""
     fault: ReceiverFault | None = None
-    """With `accepted` or `duplicate`: only the response is lost."""
+    """Unless it failed, only the response is lost."""
     reason: str = ""
-    """Why it was refused or rejected, or what a checkpoint reveals."""
+    """Why it failed or was rejected, or what a checkpoint reveals."""
+
+
+@dataclass(frozen=True, slots=True)
+class OrderTotals:
+    """Totals of the order check over all lanes."""
+
+    received: int
+    """All deliveries observed; the next five fields count kinds of them."""
+    duplicates: int
+    gaps: int
+    out_of_order: int
+    """Old deliveries that had been missing: a higher number overtook them."""
+    late: int
+    """Old deliveries that had been a hole or unknown: copies that were delayed."""
+    conflicts: int
+    missing: int
+    """Numbers missing now, among the newest `lane_order.RANGES_MAX` ranges of each lane."""
+    holes: int
+    """Likewise: dead-lettered numbers that were neither delivered late nor replayed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +130,10 @@ class DevelopmentTotals:
     accepted: int
     duplicates: int
     failed: int
-    refused: int
     rejected: int
     checkpoints: int
     lost: int
-    """Accepted ones and duplicates whose response was lost by an injected fault."""
+    """Processed deliveries whose response was lost by an injected fault."""
     order: OrderTotals
 
     @property
@@ -139,15 +152,12 @@ class DevelopmentReceiver:
         faults: the ways to fail.
         latency_s: delay before each response, in seconds.
         rng: source of the random choices.
-        refuse: returns the reason to refuse a delivery (422), or None.
         on_request: called for every delivery with its outcome, before the response.
         forward: forwards a request upstream.  A status other than 2xx is returned
             unchanged, and only what upstream accepted is accepted here.
         from_start: all lanes begin after this receiver, so that numbers before the first
             one received are missing.
         header_prefix: prefix of the endpoint's header names.
-        clock: returns epoch seconds.
-        seen_max: `X-Delivery` values kept for deduplication.
 
     Raises:
         UsageError: a rate or a time is out of range.
@@ -158,16 +168,13 @@ class DevelopmentReceiver:
         secrets: Sequence[bytes] = (),
         *,
         fail_rate: float = 0.0,
-        faults: Sequence[ReceiverFault] = IMMEDIATE_FAULTS,
+        faults: Sequence[ReceiverFault] = tuple(ReceiverFault),
         latency_s: float = 0.0,
         rng: random.Random | None = None,
-        refuse: Callable[[Message], str | None] | None = None,
         on_request: Callable[[HandledRequest], None] | None = None,
         forward: Callable[[Mapping[str, str], bytes], Awaitable[ProxiedResponse]] | None = None,
         from_start: bool = False,
         header_prefix: str = DEFAULT_PREFIX,
-        clock: Callable[[], float] = time.time,
-        seen_max: int = SEEN_MAX,
     ) -> None:
         if not 0.0 <= fail_rate <= 1.0:
             raise UsageError(f"fail rate: must be between 0 and 1, not {fail_rate:g}")
@@ -180,34 +187,44 @@ class DevelopmentReceiver:
         self._faults = tuple(faults)
         self._latency_s = latency_s
         self._rng = rng or random.Random()  # noqa: S311  not used for secrets
-        self._refuse = refuse
         self.on_request = on_request
         self._forward = forward
-        self._clock = clock
         self._prefix = header_prefix
-        self._seen_max = seen_max
-        self._seen: OrderedDict[str, None] = OrderedDict()
-        self._order_tracker = OrderTracker(from_start=from_start)
+        self._inbox = Inbox(from_start=from_start)
+        # A sender may retry for days; only the number of X-Delivery values is limited.
+        self._database = MemoryDatabase(math.inf)
         self._outcomes = dict.fromkeys(HandledOutcome, 0)
+        self._kinds = dict.fromkeys(OrderKind, 0)
+        self._was = dict.fromkeys(SequenceState, 0)
         self._lost = 0
 
-    @property
-    def order(self) -> OrderTracker:
-        """The order check of all lanes."""
-        return self._order_tracker
+    def lanes(self) -> dict[str, StoredLane]:
+        """Return the order check of each lane, by name."""
+        with self._database.transaction() as transaction:
+            return self._inbox.lanes(transaction)
 
     def totals(self) -> DevelopmentTotals:
         """The counts up to now."""
+        states = [lane.state for lane in self.lanes().values()]
+        order = OrderTotals(
+            received=sum(self._kinds.values()),
+            duplicates=self._kinds[OrderKind.DUPLICATE],
+            gaps=self._kinds[OrderKind.GAP],
+            out_of_order=self._was[SequenceState.MISSING],
+            late=self._was[SequenceState.HOLE] + self._was[SequenceState.UNKNOWN],
+            conflicts=self._kinds[OrderKind.CONFLICT],
+            missing=sum(hi - lo + 1 for state in states for lo, hi in state.missing),
+            holes=sum(hi - lo + 1 for state in states for lo, hi in state.holes),
+        )
         return DevelopmentTotals(
             requests=sum(self._outcomes.values()),
             accepted=self._outcomes[HandledOutcome.ACCEPTED],
             duplicates=self._outcomes[HandledOutcome.DUPLICATE],
             failed=self._outcomes[HandledOutcome.FAILED],
-            refused=self._outcomes[HandledOutcome.REFUSED],
             rejected=self._outcomes[HandledOutcome.REJECTED],
             checkpoints=self._outcomes[HandledOutcome.CHECKPOINT],
             lost=self._lost,
-            order=self._order_tracker.totals(),
+            order=order,
         )
 
     @contextlib.asynccontextmanager
@@ -230,7 +247,7 @@ class DevelopmentReceiver:
         body = await request.read()
         try:
             if self.secrets:
-                verify(request.headers, body, self.secrets, self._clock())
+                verify(request.headers, body, self.secrets, time.time())
             marks = receiver_checkpoint.parse(body)
             messages = () if marks is not None else parse(request.headers, body, self._prefix)
         except SignatureError as error:
@@ -242,22 +259,21 @@ class DevelopmentReceiver:
         fault, late = self._draw_fault()
         if self._latency_s:
             await asyncio.sleep(self._latency_s)
-        takes, stop = self._acceptable_count(messages)
-        if fault is not None and not late and takes:
+        takes, stop = len(messages), None
+        if fault is not None and not late:
             # A batch fails after a random number of its deliveries.
-            takes = self._rng.randrange(takes) if takes > 1 else 0
+            takes = self._rng.randrange(takes)
             stop = HandledRequest(
                 HandledOutcome.FAILED, _STATUS[fault], messages[takes], fault=fault
             )
-        elif takes and self._forward is not None:
+        elif self._forward is not None:
             passed = await self._forward(request.headers, body)
-            takes = min(takes, passed.accepted_count(messages))
+            takes = passed.accepted_count(messages)
             if takes < len(messages) and not passed.is_success:
                 reason = describe_status(passed.status)
                 stop = HandledRequest(
                     HandledOutcome.FAILED, passed.status, messages[takes], reason=reason
                 )
-        # No await from here to the count, so of two concurrent copies only one is new.
         for message in messages[:takes]:
             self._count(self._record(message, fault if stop is None else None))
         if stop is not None:
@@ -270,14 +286,7 @@ class DevelopmentReceiver:
             return web.Response(
                 status=stop.status or 500, headers=accepted, text=f"{stop.reason}\n"
             )
-        return await _send_response(request, fault, accepted)
-
-    def _acceptable_count(self, messages: Sequence[Message]) -> tuple[int, HandledRequest | None]:
-        """Count the messages before the first refused one; returns its outcome as well."""
-        for n, message in enumerate(messages):
-            if self._refuse is not None and (reason := self._refuse(message)):
-                return n, HandledRequest(HandledOutcome.REFUSED, 422, message, reason=reason)
-        return len(messages), None
+        return _build_response(request, fault, accepted)
 
     async def _compare(
         self, marks: Sequence[LaneMark], request: web.Request, body: bytes
@@ -289,10 +298,12 @@ class DevelopmentReceiver:
                 reason = describe_status(passed.status)
                 self._count(HandledRequest(HandledOutcome.FAILED, passed.status, reason=reason))
                 return web.Response(status=passed.status, text=f"{reason}\n")
+        with self._database.transaction() as transaction:
+            compared = self._inbox.compare(transaction, marks)
         missing = [
-            f"{lo}-{hi} of {mark.lane}"
-            for mark in marks
-            for lo, hi in self._order_tracker.apply_checkpoint(mark)
+            f"{lo}-{hi} of {lane}"
+            for lane, numbers in compared.missing.items()
+            for lo, hi in numbers
         ]
         reason = f"missing: {', '.join(missing)}" if missing else "nothing is missing"
         self._count(HandledRequest(HandledOutcome.CHECKPOINT, 200, reason=reason))
@@ -305,24 +316,15 @@ class DevelopmentReceiver:
         return self._rng.choice(self._faults), self._rng.random() < 0.5
 
     def _record(self, message: Message, fault: ReceiverFault | None) -> HandledRequest:
-        # The order check first: a replay of a processed event still closes its hole.
-        observation = self._order_tracker.observe(
-            message.lane,
-            message.sequence,
-            message.previous_sequence,
-            message.delivery_id,
-            message.replay_of,
-            lane_ends=message.lane_ends,
-        )
-        outcome = (
-            HandledOutcome.DUPLICATE
-            if message.delivery_id in self._seen
-            else HandledOutcome.ACCEPTED
-        )
-        self._seen[message.delivery_id] = None
-        self._seen.move_to_end(message.delivery_id)
-        if len(self._seen) > self._seen_max:
-            self._seen.popitem(last=False)
+        # No await within the transaction: none ever waits for the lock of another.
+        with self._database.transaction() as transaction:
+            result = self._inbox.receive(transaction, message)
+        observation = result.observation
+        if observation is not None:
+            self._kinds[observation.kind] += 1
+            if observation.was is not None:
+                self._was[observation.was] += 1
+        outcome = HandledOutcome.ACCEPTED if result.fresh else HandledOutcome(result.outcome)
         status = 200 if fault is None else _STATUS[fault]
         return HandledRequest(outcome, status, message, observation, fault)
 
@@ -338,12 +340,9 @@ class DevelopmentReceiver:
             self.on_request(handled)
 
 
-async def _send_response(
+def _build_response(
     request: web.Request, fault: ReceiverFault | None, headers: Mapping[str, str]
 ) -> web.Response:
-    if fault is ReceiverFault.HANG:
-        # Until the sender closes the connection, which cancels this handler.
-        await asyncio.get_running_loop().create_future()
     if fault is ReceiverFault.RESET and request.transport is not None:
         # SO_LINGER with a time of 0 makes close send RST.
         connection: socket.socket = request.transport.get_extra_info("socket")

@@ -39,13 +39,11 @@ number received, when a failover of the sender's database lost the deliveries af
 numbers beyond the end are *lost*: they were received and stay seen, but the sender has no
 record of them.
 
-Memory is bounded: states are stored as ranges, with limits on the ranges of a lane and on
-the `X-Delivery` values kept to detect a sequence number used twice.
+Memory is bounded: states are stored as ranges, with a limit on the ranges of a lane.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import islice
@@ -59,8 +57,6 @@ if TYPE_CHECKING:
 
 RANGES_MAX = 1000
 """Ranges kept for a lane; beyond this the lowest ones become unknown."""
-IDS_MAX = 128
-"""Newest `X-Delivery` values kept for each lane."""
 
 
 class OrderKind(StrEnum):
@@ -76,8 +72,8 @@ class OrderKind(StrEnum):
     OLD = "old"
     """Not seen before, but overtaken by a higher number; `was` is its state until now."""
     CONFLICT = "conflict"
-    """The number was seen with another `X-Delivery`, or lies beyond the end of its
-    lane: two senders, or a forgery."""
+    """The number lies beyond the end of its lane, or an inbox found that it was seen with
+    another `X-Delivery`: two senders, or a forgery."""
 
 
 class SequenceState(StrEnum):
@@ -107,7 +103,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class LaneState:
-    """Persistent state of a lane: everything except its newest `X-Delivery` values."""
+    """Persistent state of a lane."""
 
     high: int = 0
     ended: bool = False
@@ -124,18 +120,15 @@ class LaneOrder:
             first one received are missing, not unknown.
     """
 
-    __slots__ = ("_from_start", "_ids", "_states", "ended", "forgotten", "high")
+    __slots__ = ("_from_start", "_states", "ended", "high")
 
     def __init__(self, *, from_start: bool = False) -> None:
         self._from_start = from_start
         self._states = {state: RangeSet() for state in SequenceState}
-        self._ids: OrderedDict[int, str] = OrderedDict()
         self.high = 0
         """Highest sequence number received; 0 before the first."""
         self.ended = False
         """`high` is the last number of the lane."""
-        self.forgotten = dict.fromkeys(SequenceState, 0)
-        """Forgotten numbers, by their state when they were forgotten."""
 
     @classmethod
     def from_state(cls, kept: LaneState, *, from_start: bool = False) -> LaneOrder:
@@ -157,26 +150,8 @@ class LaneOrder:
         """Return the numbers in this state, ascending."""
         return tuple(self._states[state])
 
-    def count(self, state: SequenceState) -> int:
-        """Count the numbers in this state, including forgotten ones."""
-        return self._states[state].count + self.forgotten[state]
-
-    @property
-    def is_complete(self) -> bool:
-        """The lane ended and has neither missing numbers nor holes."""
-        return (
-            self.ended
-            and not self._states[SequenceState.MISSING]
-            and not self._states[SequenceState.HOLE]
-        )
-
-    def keep_only_last(self) -> None:
-        """Forget everything about a complete lane but its last number and its `X-Delivery`."""
-        self._states[SequenceState.UNKNOWN].remove(1, self.high)
-        self._ids = OrderedDict((n, each) for n, each in self._ids.items() if n == self.high)
-
     def observe(
-        self, sequence: int, previous_sequence: int, delivery_id: str, *, lane_ends: bool = False
+        self, sequence: int, previous_sequence: int, *, lane_ends: bool = False
     ) -> Observation:
         """Record one delivery.  A conflict changes nothing.
 
@@ -194,13 +169,9 @@ class LaneOrder:
         if sequence > self.high:
             observation = self._observe_ahead(sequence, previous_sequence)
         else:
-            observation = self._observe_behind(sequence, previous_sequence, delivery_id)
-        if observation.kind not in (OrderKind.DUPLICATE, OrderKind.CONFLICT):
-            self._ids[sequence] = delivery_id
-            if len(self._ids) > IDS_MAX:
-                self._ids.popitem(last=False)
-            self._forget()
-        if lane_ends and observation.kind is not OrderKind.CONFLICT:
+            observation = self._observe_behind(sequence, previous_sequence)
+        self._forget()
+        if lane_ends:
             self.ended = True
             observation = replace(observation, lost=lost)
         return observation
@@ -279,10 +250,7 @@ class LaneOrder:
             holes=(*renamed, fresh) if fresh[0] <= fresh[1] else renamed,
         )
 
-    def _observe_behind(self, sequence: int, previous: int, delivery_id: str) -> Observation:
-        known = self._ids.get(sequence)
-        if known is not None:
-            return Observation(OrderKind.DUPLICATE if known == delivery_id else OrderKind.CONFLICT)
+    def _observe_behind(self, sequence: int, previous: int) -> Observation:
         was = self.close(sequence)
         if was is None:
             return Observation(OrderKind.DUPLICATE)
@@ -305,9 +273,6 @@ class LaneOrder:
         while sum(map(len, self._states.values())) > RANGES_MAX:
             lowest = sorted(r for numbers in self._states.values() for r in islice(numbers, 2))
             horizon = lowest[1][1]
-            for state, numbers in self._states.items():
-                before = numbers.count
+            for numbers in self._states.values():
                 numbers.remove(1, horizon)
-                if state is not SequenceState.UNKNOWN:
-                    self.forgotten[state] += before - numbers.count
             self._states[SequenceState.UNKNOWN].add(1, horizon)

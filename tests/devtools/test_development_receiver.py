@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import pytest
 
+from outbox.core.delivery.signature import parse_secret
 from outbox.core.model.headers import format_lines
 from outbox.core.model.response import AttemptResult, Failure
 from outbox.destinations.http.egress import EgressPolicy
@@ -16,15 +17,19 @@ from outbox.devtools.development_receiver import (
     DevelopmentReceiver,
     HandledOutcome,
     HandledRequest,
+    OrderTotals,
     ReceiverFault,
 )
 from outbox.errors import CannotRun, UsageError
+from outbox.receiver.inbox import memory
 from outbox.receiver.lane_order import OrderKind
+from outbox.testing import FakeSender, send
 from tests.receiver.deliveries import OTHER, SECRET, delivery, request
-from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    from outbox.receiver.proxy import ProxiedResponse
 
 ALWAYS = 1.0
 
@@ -66,7 +71,7 @@ async def test_deliveries_are_verified_counted_and_shown(transport: HttpTranspor
         {"n": 2},
         {"n": 3},
     ]
-    assert receiver.order.lanes["a-1-0"].high == 3
+    assert receiver.lanes()["a-1-0"].state.high == 3
 
 
 async def test_any_path_and_several_secrets(transport: HttpTransport) -> None:
@@ -122,29 +127,34 @@ async def test_a_replay_of_a_processed_event_closes_its_hole_and_is_dropped(
     assert receiver.totals().good
 
 
-async def test_an_ended_lane_is_forgotten_and_its_late_copies_are_duplicates(
-    transport: HttpTransport,
-) -> None:
+async def test_late_copies_in_an_ended_lane_are_duplicates(transport: HttpTransport) -> None:
     receiver = DevelopmentReceiver([SECRET], from_start=True)
     async with receiver.serve() as url:
         await transport.send(request(url, delivery(1)))
         await transport.send(request(url, delivery(2), lane_ends=True))
-        assert receiver.order.lanes == {}
         # Its response was lost.
         again = await transport.send(request(url, delivery(2), lane_ends=True, attempt=2))
         await transport.send(request(url, delivery(1, lane="a-2-0", outbox_id=3)))
     assert again.status == 200
-    assert list(receiver.order.lanes) == ["a-2-0"]
+    assert {name: lane.state.ended for name, lane in receiver.lanes().items()} == {
+        "a-1-0": True,
+        "a-2-0": False,
+    }
     totals = receiver.totals()
     assert (totals.accepted, totals.duplicates, totals.good) == (3, 1, True)
 
 
-async def test_the_oldest_ids_are_forgotten(transport: HttpTransport) -> None:
-    receiver = DevelopmentReceiver([SECRET], seen_max=2)
+async def test_a_copy_is_a_duplicate_after_its_id_was_forgotten(
+    transport: HttpTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "SEEN_MAX", 2)
+    receiver = DevelopmentReceiver([SECRET])
+    now = datetime.now(tz=UTC)
     async with receiver.serve() as url:
         for n in (1, 2, 3, 1):
-            await transport.send(request(url, delivery(n)))
-    assert receiver.totals().accepted == 4
+            await transport.send(request(url, delivery(n, published_at=now)))
+    totals = receiver.totals()
+    assert (totals.accepted, totals.duplicates, totals.good) == (3, 1, True)
 
 
 # ------------------------------------------------------------------- bad weather
@@ -168,24 +178,43 @@ async def test_a_forgery_is_refused_and_changes_nothing(transport: HttpTransport
     assert not totals.good
 
 
-async def test_a_refused_delivery_is_not_recorded(
-    transport: HttpTransport,
-) -> None:
-    receiver = DevelopmentReceiver(
-        [SECRET], refuse=lambda message: "not even" if message.sequence % 2 else None
-    )
+async def test_each_kind_of_order_is_counted(transport: HttpTransport) -> None:
+    seen: list[HandledRequest] = []
+    receiver = DevelopmentReceiver([SECRET], on_request=seen.append)
     async with receiver.serve() as url:
-        responses = [
-            await transport.send(request(url, delivery(1))),
-            await transport.send(request(url, delivery(2), previous=0)),
-        ]
-    assert [(response.status, response.body) for response in responses] == [
-        (422, b"not even\n"),
-        (200, b"ok\n"),
+        pairs = [(1, 0), (2, 1), (2, 1), (5, 4), (4, 3), (7, 5), (6, 5), (9, 7)]
+        for n, previous in pairs:
+            await transport.send(request(url, delivery(n), previous=previous))
+        other = await transport.send(request(url, delivery(9, outbox_id=77), previous=7))
+        await transport.send(request(url, delivery(50, lane="a-1-1")))
+    assert other.status == 200
+    assert [handled.outcome for handled in seen[-2:]] == [
+        HandledOutcome.CONFLICT,
+        HandledOutcome.ACCEPTED,
     ]
     totals = receiver.totals()
-    assert (totals.refused, totals.accepted, totals.order.holes) == (1, 1, 1)
-    assert totals.good
+    assert totals.order == OrderTotals(
+        received=10, duplicates=1, gaps=1, out_of_order=1, late=1, conflicts=1, missing=1, holes=1
+    )
+    assert (totals.requests, totals.accepted, totals.duplicates) == (10, 8, 1)
+    assert not totals.good
+
+
+async def test_a_checkpoint_reveals_what_is_missing(transport: HttpTransport) -> None:
+    seen: list[HandledRequest] = []
+    sender = FakeSender()
+    receiver = DevelopmentReceiver([parse_secret(sender.secret)], on_request=seen.append)
+    async with receiver.serve() as url:
+        first, second = sender.event("a.b", 1), sender.event("a.b", 2)
+        for sent in (first, sender.checkpoint(), second, sender.checkpoint()):
+            assert await send(url, sent) == 200
+    assert [(handled.outcome, handled.reason) for handled in seen] == [
+        (HandledOutcome.ACCEPTED, ""),
+        (HandledOutcome.CHECKPOINT, f"missing: 2-2 of {sender.lane()}"),
+        (HandledOutcome.ACCEPTED, ""),
+        (HandledOutcome.CHECKPOINT, "nothing is missing"),
+    ]
+    assert (receiver.totals().checkpoints, receiver.totals().order.out_of_order) == (2, 1)
 
 
 async def test_missing_sequences_are_reported(transport: HttpTransport) -> None:
@@ -269,21 +298,6 @@ async def test_each_fault_before_and_after_the_effect(
         assert dict(response.headers)["Retry-After"] == "0"
 
 
-async def test_a_hang_lasts_until_the_sender_disconnects(transport: HttpTransport) -> None:
-    seen: list[HandledRequest] = []
-    receiver = DevelopmentReceiver(
-        fail_rate=ALWAYS, faults=[ReceiverFault.HANG], rng=Coin(late=True), on_request=seen.append
-    )
-    async with receiver.serve() as url:
-        sending = asyncio.create_task(transport.send(request(url, delivery(1))))
-        await until(lambda: seen)
-        assert not sending.done()
-        sending.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await sending
-    assert seen[0].outcome is HandledOutcome.ACCEPTED
-
-
 async def test_a_retrying_sender_delivers_everything_once(
     transport: HttpTransport, seed: int
 ) -> None:
@@ -338,11 +352,14 @@ async def test_a_port_in_use_is_a_one_line_error() -> None:
 
 
 async def test_a_hanging_response_does_not_delay_the_shutdown(transport: HttpTransport) -> None:
-    seen: list[HandledRequest] = []
-    receiver = DevelopmentReceiver(
-        fail_rate=ALWAYS, faults=[ReceiverFault.HANG], on_request=seen.append
-    )
-    async with receiver.serve() as url:
+    forwarded = asyncio.Event()
+
+    async def hang(*_: object) -> ProxiedResponse:
+        forwarded.set()
+        response: asyncio.Future[ProxiedResponse] = asyncio.Future()
+        return await response
+
+    async with DevelopmentReceiver(forward=hang).serve() as url:
         sending = asyncio.create_task(transport.send(request(url, delivery(1))))
-        await until(lambda: seen)
+        await forwarded.wait()
     assert (await sending).failure is Failure.RESET

@@ -15,7 +15,7 @@ from outbox.core.delivery.signature import parse_secret
 from outbox.core.model.response import AttemptResult
 from outbox.destinations.http.egress import EgressPolicy
 from outbox.destinations.http.transport import HttpTransport
-from outbox.devtools.development_receiver import DevelopmentReceiver, ReceiverFault
+from outbox.devtools.development_receiver import DevelopmentReceiver
 from outbox.operations import endpoint_changes, erase
 from outbox.operations.erase import ErasureTarget
 from outbox.telemetry import catalogue
@@ -190,7 +190,6 @@ async def test_a_receiver_that_fails_within_batches_processes_everything_once_an
     receiver = DevelopmentReceiver(
         [parse_secret(new.secret)],
         fail_rate=0.3,
-        faults=[ReceiverFault.ERROR, ReceiverFault.UNAVAILABLE, ReceiverFault.RESET],
         rng=random.Random(seed),
         from_start=True,
     )

@@ -10,6 +10,7 @@ import aiohttp
 import asyncpg
 import orjson
 import pytest
+from aiohttp import web
 
 from outbox.core.delivery.batch import prepare_batch
 from outbox.core.delivery.signature import format_secret
@@ -32,9 +33,12 @@ from outbox.receiver import (
     Request,
     verify,
 )
+from outbox.receiver.adapters.aiohttp import handler
 from outbox.receiver.proxy import ProxiedResponse, open_proxy
 from outbox.receiver.requests import RequestOutcome
 from outbox.testing import FakeSender
+from outbox.web.address import Address
+from outbox.web.serving import serving
 from tests.receiver.deliveries import SECRET, delivery
 from tests.support.waiting import until
 
@@ -274,19 +278,15 @@ def outcomes(seen: Sequence[HandledRequest]) -> list[tuple[int, HandledOutcome]]
 
 async def test_the_development_receiver_counts_each_delivery() -> None:
     seen: list[HandledRequest] = []
-
-    def refuse(message: Message) -> str | None:
-        return "never" if message.sequence == 3 else None
-
-    receiver = DevelopmentReceiver([SECRET], on_request=seen.append, refuse=refuse)
+    receiver = DevelopmentReceiver([SECRET], on_request=seen.append)
     async with receiver.serve() as url:
         assert await post(url, batch(1, 2)) == (200, None)
-        assert await post(url, batch(2, 3, 4)) == (422, "2")
+        assert await post(url, batch(2, 3)) == (200, None)
     assert outcomes(seen) == [
         (1, HandledOutcome.ACCEPTED),
         (2, HandledOutcome.ACCEPTED),
         (2, HandledOutcome.DUPLICATE),
-        (3, HandledOutcome.REFUSED),
+        (3, HandledOutcome.ACCEPTED),
     ]
 
 
@@ -312,13 +312,30 @@ async def test_a_fault_within_a_batch_reports_partial_success() -> None:
 
 
 async def test_deliveries_accepted_upstream_are_accepted() -> None:
-    behind = DevelopmentReceiver([SECRET], refuse=lambda m: "no" if m.sequence == 3 else None)
-    async with behind.serve() as its_url, open_proxy(its_url, None) as forward:
-        before = DevelopmentReceiver([SECRET], forward=forward)
+    upstream = AsyncReceiver(TEXT, MemoryDatabase())
+    seen: list[HandledRequest] = []
+
+    @upstream.on("**")
+    async def refuse_the_third(message: Message, _: Any) -> None:
+        if message.sequence == 3:
+            raise Refuse("no")
+
+    application = web.Application()
+    application.router.add_post("/", handler(upstream))
+    async with (
+        serving(application, Address("127.0.0.1", 0)) as address,
+        open_proxy(address.url, None) as forward,
+    ):
+        before = DevelopmentReceiver([SECRET], forward=forward, on_request=seen.append)
         async with before.serve() as url:
             assert await post(url, batch(1, 2, 3, 4)) == (422, "2")
             assert await post(url, batch(3, 4)) == (422, "2")
-    assert behind.totals().accepted == before.totals().accepted == 2
+    assert outcomes(seen) == [
+        (1, HandledOutcome.ACCEPTED),
+        (2, HandledOutcome.ACCEPTED),
+        (3, HandledOutcome.FAILED),
+        (3, HandledOutcome.FAILED),
+    ]
 
 
 async def test_a_single_delivery_refused_upstream_is_not_accepted() -> None:

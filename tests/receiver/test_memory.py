@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from datetime import UTC, datetime
 from typing import Any
 
+import pytest
+
 from outbox.receiver import DeliveryOutcome, Inbox, MemoryDatabase
+from outbox.receiver.inbox import memory
 from outbox.receiver.message import Message, parse
 from tests.receiver.deliveries import delivery, signed
 
@@ -27,17 +31,19 @@ def handle(database: MemoryDatabase, what: Message) -> DeliveryOutcome:
         return Inbox().receive(transaction, what).outcome
 
 
-def test_after_the_window_only_the_sequences_are_known() -> None:
+@pytest.mark.parametrize("published_at", [datetime(2026, 1, 31, tzinfo=UTC), datetime.now(tz=UTC)])
+def test_after_the_window_only_the_sequences_are_known(published_at: datetime) -> None:
     clock = Clock()
     database = MemoryDatabase(300, clock=clock)
-    assert handle(database, message(1)) is DeliveryOutcome.FRESH
+    assert handle(database, message(1, published_at=published_at)) is DeliveryOutcome.FRESH
     clock.now = 200.0
-    assert handle(database, message(2)) is DeliveryOutcome.FRESH
+    assert handle(database, message(2, published_at=published_at)) is DeliveryOutcome.FRESH
     clock.now = 301.0
-    assert handle(database, message(3)) is DeliveryOutcome.FRESH
+    assert handle(database, message(3, published_at=published_at)) is DeliveryOutcome.FRESH
     assert [lane for _, lane, _ in database.seen.values()] == ["a-1-0"] * 2
     for number in (1, 2, 3):
-        assert handle(database, message(number)) is DeliveryOutcome.DUPLICATE
+        again = message(number, published_at=published_at)
+        assert handle(database, again) is DeliveryOutcome.DUPLICATE
 
 
 def test_foreign_requests_are_deduplicated_within_the_window_only() -> None:
@@ -62,3 +68,11 @@ def test_a_failed_transaction_leaves_no_changes_and_no_locks() -> None:
         raise LookupError
     assert not database.locks
     assert handle(database, message(1)) is DeliveryOutcome.FRESH
+
+
+def test_the_least_recently_used_lane_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "LANES_MAX", 2)
+    database = MemoryDatabase()
+    for number, lane in ((1, "a"), (2, "b"), (3, "a"), (4, "c")):
+        assert handle(database, message(number, lane=lane)) is DeliveryOutcome.FRESH
+    assert list(database.lanes) == ["a", "c"]

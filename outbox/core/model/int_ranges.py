@@ -15,13 +15,11 @@ Range: TypeAlias = tuple[int, int]
 class RangeSet:
     """A set of integers as sorted ranges that neither overlap nor touch."""
 
-    __slots__ = ("_his", "_los", "count")
+    __slots__ = ("_his", "_los")
 
     def __init__(self) -> None:
         self._los: list[int] = []
         self._his: list[int] = []
-        self.count = 0
-        """The number of integers in the set."""
 
     def __iter__(self) -> Iterator[Range]:
         return zip(self._los, self._his, strict=True)
@@ -67,9 +65,5 @@ class RangeSet:
         return tuple(taken)
 
     def _replace(self, i: int, j: int, ranges: list[Range]) -> None:
-        for lo, hi in zip(self._los[i:j], self._his[i:j], strict=True):
-            self.count -= hi - lo + 1
-        for lo, hi in ranges:
-            self.count += hi - lo + 1
         self._los[i:j] = [lo for lo, _ in ranges]
         self._his[i:j] = [hi for _, hi in ranges]

@@ -131,10 +131,7 @@ def receive(
         return DeliveryResult(DeliveryOutcome.EARLY, missing=missing)
     before = order.high
     observation = order.observe(
-        message.sequence,
-        message.previous_sequence,
-        message.delivery_id,
-        lane_ends=message.lane_ends,
+        message.sequence, message.previous_sequence, lane_ends=message.lane_ends
     )
     if observation.kind is OrderKind.CONFLICT:
         return DeliveryResult(DeliveryOutcome.CONFLICT, observation)
