@@ -8,8 +8,13 @@ for (`Awaited`), and the longest waiting connection of the largest group is clos
 client that holds many connections, in whatever state, takes them from itself, and a new
 connection is closed only if all others wait for the server.
 
-Deliveries share the event loop: per iteration one connection is accepted, one request begins, or
-one part of an unwanted body is read (see `outbox.web.turns`).
+Deliveries share the event loop: per iteration one connection is accepted, the data of one are
+parsed, one request begins, or one part of an unwanted body is read (see `outbox.web.turns`).
+
+aiohttp reports neither the states of a request nor those of its client.  A protocol of our own
+stands between each transport and aiohttp's protocol, the request factory sees the beginning of each
+request, and its stream writer the response.  All of them also see malformed requests, which no
+handler does.
 """
 
 from __future__ import annotations
@@ -17,12 +22,13 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import structlog
 from aiohttp import web
+from aiohttp.http import StreamWriter
 
 from outbox.core.admission.token_bucket import address_key
 from outbox.errors import CannotRun
@@ -30,9 +36,10 @@ from outbox.web.address import Address
 from outbox.web.turns import Turns
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator
 
     from aiohttp import StreamReader
+    from multidict import CIMultiDict
 
 log = structlog.get_logger("outbox.web")
 
@@ -80,8 +87,8 @@ async def serving(application: web.Application, address: Address) -> AsyncIterat
     runner = web.AppRunner(application)
     await runner.setup()
     assert runner.server is not None
-    server = _Server(runner.server.request_handler, request_factory=runner.server.request_factory)
-    connections = web.ServerRunner(server, shutdown_timeout=SHUTDOWN_S)
+    server = _Server(runner.server)
+    connections = web.ServerRunner(server.http, shutdown_timeout=SHUTDOWN_S)
     await connections.setup()
     try:
         async with _accepting(server, address) as listening:
@@ -97,7 +104,7 @@ async def _accepting(server: _Server, address: Address) -> AsyncIterator[Address
     loop = asyncio.get_running_loop()
     with ExitStack() as stack:
         listeners: list[socket.socket] = []
-        with _as_cannot_listen(address):
+        try:
             found = await loop.getaddrinfo(
                 address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )
@@ -105,6 +112,10 @@ async def _accepting(server: _Server, address: Address) -> AsyncIterator[Address
                 listener = socket.create_server(at, family=family, backlog=BACKLOG)
                 listeners.append(stack.enter_context(listener))
                 listener.setblocking(False)
+        except (OSError, OverflowError) as error:
+            number = getattr(error, "errno", None) or 0
+            reason = os.strerror(number) if number > 0 else str(error)
+            raise CannotRun(f"cannot listen on {address}: {reason}; choose another") from error
         tasks = [asyncio.ensure_future(server.accept(listener)) for listener in listeners]
         try:
             yield Address(address.host, listeners[0].getsockname()[1])
@@ -112,16 +123,6 @@ async def _accepting(server: _Server, address: Address) -> AsyncIterator[Address
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-
-
-@contextmanager
-def _as_cannot_listen(address: Address) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, OverflowError) as error:
-        number = getattr(error, "errno", None) or 0
-        reason = os.strerror(number) if number > 0 else str(error)
-        raise CannotRun(f"cannot listen on {address}: {reason}; choose another") from error
 
 
 class Awaited(Enum):
@@ -135,14 +136,24 @@ class Awaited(Enum):
     """That the client reads the response."""
 
 
-class _Server(web.Server):
-    """An aiohttp server with at most `CONNECTIONS_MAX` connections."""
+class _Server:
+    """An HTTP server with at most `CONNECTIONS_MAX` connections."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, handler_cancellation=True, **options)
-        self._waiting: dict[tuple[str, Awaited], dict[_Connection, None]] = {}
+    def __init__(self, application: web.Server) -> None:
+        self.connections: dict[web.RequestHandler, _Connection] = {}
+        self.waiting: dict[tuple[str, Awaited], dict[_Connection, None]] = {}
         """The connections of each group, the longest waiting first."""
         self.turns = Turns(asyncio.get_running_loop())
+        self._application = application
+        self.http = web.Server(
+            self._respond,
+            request_factory=self._begin_request,
+            handler_cancellation=True,
+            access_log=None,
+            auto_decompress=False,
+            lingering_time=0,  # See `_Connection.end_request`.
+            read_bufsize=READ_BYTES,
+        )
 
     async def accept(self, listener: socket.socket) -> None:
         """Accept connections until cancelled."""
@@ -165,124 +176,148 @@ class _Server(web.Server):
                 )
                 await asyncio.sleep(ACCEPT_RETRY_S)
 
-    def __call__(self) -> web.RequestHandler:
+    def __call__(self) -> _Connection:
         return _Connection(self)
 
-    def wait(self, connection: _Connection, awaited: Awaited) -> None:
-        """Begin to wait for a client."""
+    def _begin_request(
+        self, message: Any, content: StreamReader, protocol: web.RequestHandler, _: Any, task: Any
+    ) -> web.BaseRequest:
+        if message.upgrade:
+            # No handler upgrades.  aiohttp would parse later requests, and pause the transport,
+            # while this connection has paused it for a turn, too.
+            protocol.close()
+        connection = self.connections[protocol]
+
+        def body_received() -> None:
+            if connection.awaited is Awaited.BODY:
+                self.stop_waiting(connection)
+
+        self.wait(connection, Awaited.BODY)
+        content.on_eof(body_received)  # At once if there is no body.
+        writer = _Writer(connection, content)
+        return self._application.request_factory(message, content, protocol, writer, task)
+
+    async def _respond(self, request: web.BaseRequest) -> web.StreamResponse:
+        await self.turns.wait()
+        return await self._application.request_handler(request)
+
+    def wait(
+        self, connection: _Connection, awaited: Awaited, timeout_s: float | None = None
+    ) -> None:
+        """Begin to wait for a client, for at most `timeout_s`."""
         self.stop_waiting(connection)
-        if connection.transport is not None:
+        if not connection.ended:
             connection.awaited = awaited
-            self._waiting.setdefault((connection.address, awaited), {})[connection] = None
+            self.waiting.setdefault((connection.address, awaited), {})[connection] = None
+            if timeout_s is not None:
+                loop = asyncio.get_running_loop()
+                connection.timeout = loop.call_later(timeout_s, connection.abort)
 
     def stop_waiting(self, connection: _Connection) -> None:
         """The client has done what was awaited, or is gone."""
         if connection.awaited is None:
             return
+        if connection.timeout is not None:
+            connection.timeout.cancel()
+            connection.timeout = None
         group = connection.address, connection.awaited
         connection.awaited = None
-        del self._waiting[group][connection]
-        if not self._waiting[group]:
-            del self._waiting[group]
-
-    def enforce_limit(self) -> None:
-        """Close a connection of the largest group if there are too many."""
-        if len(self.connections) > CONNECTIONS_MAX:
-            largest = max(self._waiting.values(), key=len)
-            next(iter(largest)).abort()
+        del self.waiting[group][connection]
+        if not self.waiting[group]:
+            del self.waiting[group]
 
 
-class _Connection(web.RequestHandler):
-    """A connection, which reports to its server what it waits for.
+class _Connection(asyncio.Protocol):
+    """A connection, which reports to its server what it waits for."""
 
-    The states of a request have no documented hooks.  Of the methods that are overridden, only
-    `_handle_request` is private to aiohttp: it also covers the responses to malformed requests,
-    which no handler sees.
-    """
-
-    __slots__ = ("address", "awaited", "opened", "server")
+    transport: asyncio.Transport
 
     def __init__(self, server: _Server) -> None:
-        super().__init__(
-            server,
-            loop=asyncio.get_running_loop(),
-            access_log=None,  # type: ignore[arg-type]  # None: off.
-            auto_decompress=False,
-            keepalive_timeout=REQUEST_HEAD_TIMEOUT_S,
-            lingering_time=0,  # See `_discard_body`.
-            read_bufsize=READ_BYTES,
-        )
         self.server = server
+        self.http = server.http()
         self.address = ""
         self.awaited: Awaited | None = None
-        self.opened: asyncio.Transport | None = None
-        """The transport, also after aiohttp has closed it: it stays open until the client has read
-        the rest."""
+        self.timeout: asyncio.TimerHandle | None = None
+        self.ended = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        self.opened = self.transport
+        self.transport = cast("asyncio.Transport", transport)
         transport.get_extra_info("socket").setsockopt(
             socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES
         )
         peer = transport.get_extra_info("peername")
         self.address = address_key(peer[0]) if peer else ""
-        self.server.wait(self, Awaited.FIRST_REQUEST)
-        self.server.enforce_limit()
+        self.server.connections[self.http] = self
+        self.http.connection_made(transport)
+        self.server.wait(self, Awaited.FIRST_REQUEST, REQUEST_HEAD_TIMEOUT_S)
+        if len(self.server.connections) > CONNECTIONS_MAX:
+            largest = max(self.server.waiting.values(), key=len)
+            next(iter(largest)).abort()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self.server.stop_waiting(self)
-        super().connection_lost(exc)
+        self.ended = True
+        del self.server.connections[self.http]
+        self.http.connection_lost(exc)
 
-    async def _handle_request(
-        self, request: web.BaseRequest, start_time: float | None, request_handler: Any
-    ) -> tuple[web.StreamResponse, bool]:
-        def body_received() -> None:
-            if self.awaited is Awaited.BODY:
-                self.server.stop_waiting(self)
+    def data_received(self, data: bytes) -> None:
+        def receive(_: asyncio.Future[None]) -> None:
+            self.transport.resume_reading()
+            self.http.data_received(data)  # It may pause the transport: see `_begin_request`.
 
-        if request.content.is_eof():
-            self.server.stop_waiting(self)
+        turn = self.server.turns.wait()
+        if turn.done():
+            self.http.data_received(data)
         else:
-            self.server.wait(self, Awaited.BODY)
-            request.content.on_eof(body_received)
-        try:
-            await self.server.turns.wait()
-            return await super()._handle_request(request, start_time, request_handler)
-        finally:
-            is_complete = request.content.is_eof()
-            self.server.wait(self, Awaited.NEXT_REQUEST if is_complete else Awaited.BODY)
+            self.transport.pause_reading()
+            turn.add_done_callback(receive)
 
-    async def finish_response(
-        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
-    ) -> tuple[web.StreamResponse, bool]:
-        # aiohttp's own error responses pass through this method as well.
-        if not resp.prepared:
-            for name, value in HEADERS.items():
-                resp.headers.setdefault(name, value)
-        self.server.wait(self, Awaited.READING)
-        try:
-            async with asyncio.timeout(RESPONSE_TIMEOUT_S):
-                finished = await super().finish_response(request, resp, start_time)
-        except TimeoutError:
-            self.abort()
-            return resp, True
-        if not request.content.is_eof():
-            await self._discard_body(request.content)
-        return finished
+    def eof_received(self) -> None:
+        self.http.eof_received()
 
-    async def _discard_body(self, content: StreamReader) -> None:
+    def pause_writing(self) -> None:
+        self.http.pause_writing()
+
+    def resume_writing(self) -> None:
+        self.http.resume_writing()
+
+    async def end_request(self, content: StreamReader) -> None:
         """Read the rest of a body that no handler wants, one part per turn."""
-        self.server.wait(self, Awaited.BODY)
-        with suppress(Exception):  # It is late, broken, or the client is gone.
-            async with asyncio.timeout(LINGER_S):
-                while not content.is_eof() and self.transport is not None:
-                    await self.server.turns.wait()
-                    await content.readany()
+        if not content.is_eof():
+            self.server.wait(self, Awaited.BODY)
+            with suppress(Exception):  # It is late, broken, or the client is gone.
+                async with asyncio.timeout(LINGER_S):
+                    while not content.is_eof():
+                        await self.server.turns.wait()
+                        await content.readany()
+        awaited = Awaited.NEXT_REQUEST if content.is_eof() else Awaited.BODY
+        self.server.wait(self, awaited, REQUEST_HEAD_TIMEOUT_S)
 
     def abort(self) -> None:
-        """Close the connection without flushing data that the client does not read."""
+        """Close the connection without flushing data that the client does not read.
+
+        A closed transport stays open until the client has read the rest.
+        """
         self.server.stop_waiting(self)
-        self.force_close()
-        if self.opened is not None:
-            self.opened.abort()
+        self.ended = True
+        self.transport.abort()
+
+
+class _Writer(StreamWriter):
+    """Writes the response to a request, aiohttp's own to a malformed one included."""
+
+    def __init__(self, connection: _Connection, content: StreamReader) -> None:
+        super().__init__(connection.http, asyncio.get_running_loop())
+        self.connection = connection
+        self.content = content
+
+    async def write_headers(self, status_line: str, headers: CIMultiDict[str]) -> None:
+        headers.pop("Server", None)  # aiohttp's default.
+        for name, value in HEADERS.items():
+            headers.setdefault(name, value)
+        self.connection.server.wait(self.connection, Awaited.READING, RESPONSE_TIMEOUT_S)
+        await super().write_headers(status_line, headers)
+
+    async def write_eof(self, chunk: bytes = b"") -> None:
+        await super().write_eof(chunk)
+        await self.connection.end_request(self.content)

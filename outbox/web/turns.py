@@ -22,15 +22,16 @@ class Turns:
         """Whether the turn of this iteration was given."""
         self._waiting: deque[asyncio.Future[None]] = deque()
 
-    async def wait(self) -> None:
-        """Wait for a turn; returns at once if this iteration still has one."""
+    def wait(self) -> asyncio.Future[None]:
+        """Wait for a turn; the future is done if this iteration still has one."""
+        turn = self._loop.create_future()
         if self._given:
-            turn = self._loop.create_future()
             self._waiting.append(turn)
-            await turn
         else:
             self._given = True
+            turn.set_result(None)
             self._loop.call_soon(self._give)
+        return turn
 
     def _give(self) -> None:
         while self._waiting:

@@ -19,8 +19,6 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from aiohttp.web_protocol import RequestHandler
-
 HERE = Address("127.0.0.1", 0)
 LARGE = b"x" * (64 << 20)
 MEDIUM = b"x" * (20 << 10)
@@ -66,9 +64,9 @@ async def listening() -> AsyncIterator[Address]:
 
 
 @pytest.fixture
-def servers(monkeypatch: pytest.MonkeyPatch) -> list[web.Server]:
+def servers(monkeypatch: pytest.MonkeyPatch) -> list[serving._Server]:
     """The running servers, to inspect their connections."""
-    made: list[web.Server] = []
+    made: list[serving._Server] = []
 
     class Remembered(serving._Server):
         def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -159,6 +157,22 @@ async def test_a_malformed_request_is_refused_and_the_connection_closed(
         assert await client.ended()
 
 
+@pytest.mark.parametrize(
+    "request_",
+    [
+        "GET /healthz HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n",
+        "CONNECT a:80 HTTP/1.1\r\nHost: a:80\r\n\r\n",
+    ],
+    ids=["WebSocket", "CONNECT"],
+)
+async def test_no_request_is_read_after_one_for_another_protocol(request_: str) -> None:
+    async with listening() as at, connected(at) as client:
+        client.send(request_ + WHOLE_REQUEST)
+        await client.response()
+        async with asyncio.timeout(20):
+            assert b"HTTP/1.1" not in await client.reader.read()
+
+
 async def test_a_dripping_request_head_times_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -189,7 +203,7 @@ async def test_a_dripping_second_request_times_out(monkeypatch: pytest.MonkeyPat
 
 
 async def test_a_client_that_does_not_read_is_disconnected(
-    monkeypatch: pytest.MonkeyPatch, servers: list[web.Server]
+    monkeypatch: pytest.MonkeyPatch, servers: list[serving._Server]
 ) -> None:
     monkeypatch.setattr(serving, "RESPONSE_TIMEOUT_S", 0.3)
     reader = asyncio.StreamReader(limit=1)
@@ -201,18 +215,23 @@ async def test_a_client_that_does_not_read_is_disconnected(
         transport.pause_reading()
         transport.write(b"GET /large HTTP/1.1\r\nHost: a\r\n\r\n")
         # The server must detect it; the test reads nothing before.
-        await until(lambda: servers[0].requests_count == 1, 20, "the request")
+        await until(lambda: servers[0].http.requests_count == 1, 20, "the request")
         await until(lambda: not servers[0].connections, 20, "the connection to be ended")
         transport.abort()
 
 
+@pytest.mark.parametrize("newcomer", [True, False])
 async def test_a_response_that_is_never_read_does_not_keep_its_connection_open(
-    monkeypatch: pytest.MonkeyPatch, servers: list[web.Server]
+    newcomer: bool, monkeypatch: pytest.MonkeyPatch, servers: list[serving._Server]
 ) -> None:
-    """A closed transport stays open until its buffer is sent, which may be never."""
+    """A closed transport stays open until its buffer is sent, which may be never.
+
+    It ends for a new connection, and after a time also without one.
+    """
     monkeypatch.setattr(serving, "CONNECTIONS_MAX", 1)
-    # Longer than a busy machine takes between two of its requests.
-    monkeypatch.setattr(serving, "REQUEST_HEAD_TIMEOUT_S", 2.0)
+    if not newcomer:
+        # Longer than a busy machine takes between two of its requests.
+        monkeypatch.setattr(serving, "REQUEST_HEAD_TIMEOUT_S", 2.0)
     unread = socket.socket()
     unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     unread.setblocking(False)
@@ -221,21 +240,31 @@ async def test_a_response_that_is_never_read_does_not_keep_its_connection_open(
         stack.callback(unread.close)
         await loop.sock_connect(unread, (at.host, at.port))
         await until(lambda: servers[0].connections, 20, "the connection")
-        (hostile,) = servers[0].connections
-        transport: Any = hostile.transport
+        (hostile,) = servers[0].connections.values()
         sent = 0
-        while not transport.get_write_buffer_size():
-            await loop.sock_sendall(unread, b"GET /medium HTTP/1.1\r\nHost: a\r\n\r\n")
+
+        async def get(header: str = "") -> None:
+            nonlocal sent
+            request = f"GET /medium HTTP/1.1\r\nHost: a\r\n{header}\r\n"
+            await loop.sock_sendall(unread, request.encode())
             sent += 1
             await until(
-                lambda n=sent: servers[0].requests_count == n and not hostile._request_in_progress,
+                lambda: (
+                    servers[0].http.requests_count == sent
+                    and hostile.awaited is serving.Awaited.NEXT_REQUEST
+                ),
                 20,
                 "the response",
             )
-        await until(lambda: hostile.transport is None, 20, "the connection to be idle for too long")
-        assert hostile in servers[0].connections
-        await stack.enter_async_context(connected(at))
-        await until(lambda: hostile not in servers[0].connections, 20, "it to be ended")
+
+        while not hostile.transport.get_write_buffer_size():
+            await get()
+        await get("Connection: close\r\n")
+        await until(hostile.transport.is_closing, 20, "the transport to be closed")
+        assert hostile.http in servers[0].connections
+        if newcomer:
+            await stack.enter_async_context(connected(at))
+        await until(lambda: hostile.http not in servers[0].connections, 20, "it to be ended")
 
 
 async def test_many_connections_of_one_client_do_not_block_others(
@@ -280,7 +309,7 @@ CHUNK = "POST /echo HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1\r
          "a body that a handler reads", "all of these"],
 )  # fmt: skip
 async def test_six_hundred_half_requests_do_not_keep_other_clients_out(
-    sent: tuple[str, ...], servers: list[web.Server], monkeypatch: pytest.MonkeyPatch
+    sent: tuple[str, ...], servers: list[serving._Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The rest of the bodies is awaited until the end of the test.
     monkeypatch.setattr(serving, "LINGER_S", 3600.0)
@@ -312,7 +341,7 @@ async def require_health(at: Address) -> None:
 
 
 async def test_a_client_that_holds_many_connections_takes_them_from_itself(
-    monkeypatch: pytest.MonkeyPatch, servers: list[web.Server]
+    monkeypatch: pytest.MonkeyPatch, servers: list[serving._Server]
 ) -> None:
     monkeypatch.setattr(serving, "CONNECTIONS_MAX", 6)
     monkeypatch.setattr(serving, "LINGER_S", 3600.0)
@@ -354,7 +383,7 @@ async def test_a_connection_that_cannot_be_served_does_not_end_the_listener(
     failures = [RuntimeError("unexpected"), OSError(24, "Too many open files")]
 
     class Failing(serving._Server):
-        def __call__(self) -> RequestHandler:
+        def __call__(self) -> serving._Connection:
             if failures:
                 raise failures.pop()
             return super().__call__()
@@ -371,10 +400,10 @@ async def test_a_connection_that_cannot_be_served_does_not_end_the_listener(
 
 
 async def test_the_newest_connection_is_closed_when_all_are_busy(
-    monkeypatch: pytest.MonkeyPatch, servers: list[web.Server]
+    monkeypatch: pytest.MonkeyPatch, servers: list[serving._Server]
 ) -> None:
     def busy_connections() -> int:
-        return sum(each._request_in_progress for each in servers[0].connections)
+        return sum(each.awaited is None for each in servers[0].connections.values())
 
     monkeypatch.setattr(serving, "CONNECTIONS_MAX", 2)
     async with listening() as at, connected(at) as one, connected(at) as two:

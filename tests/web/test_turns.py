@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from aiohttp import web
 from outbox.web import serving
 from outbox.web.turns import Turns
 from tests.support.iterations import Iterations
-from tests.web.test_serving import WHOLE_REQUEST, connected, listening, require_health
+from tests.web.test_serving import HERE, WHOLE_REQUEST, connected, listening, require_health
 
 if TYPE_CHECKING:
     import socket
@@ -60,14 +61,14 @@ async def test_what_many_clients_do_at_once_is_done_in_separate_iterations(
     accepted: list[int] = []
     begun: list[int] = []
     discarded: list[int] = []
-    made, begin = serving._Server.connection_made, web.Application._handle
+    made, begin = serving._Connection.connection_made, web.UrlDispatcher.resolve
     read = aiohttp.StreamReader.readany
 
     def connection_made(*arguments: Any) -> None:
         accepted.append(iterations.count)
         made(*arguments)
 
-    async def handle(*arguments: Any) -> Any:
+    async def resolve(*arguments: Any) -> Any:
         begun.append(iterations.count)
         return await begin(*arguments)
 
@@ -75,8 +76,8 @@ async def test_what_many_clients_do_at_once_is_done_in_separate_iterations(
         discarded.append(iterations.count)
         return await read(*arguments)
 
-    monkeypatch.setattr(serving._Server, "connection_made", connection_made)
-    monkeypatch.setattr(web.Application, "_handle", handle)
+    monkeypatch.setattr(serving._Connection, "connection_made", connection_made)
+    monkeypatch.setattr(web.UrlDispatcher, "resolve", resolve)
     monkeypatch.setattr(aiohttp.StreamReader, "readany", readany)
     body = "x" * 100_000
     request = f"POST /healthz HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n{body}"
@@ -95,6 +96,27 @@ async def test_what_many_clients_do_at_once_is_done_in_separate_iterations(
     assert len(set(discarded)) == len(discarded) >= COUNT
 
 
+async def test_data_that_wait_for_a_turn_are_received_in_order() -> None:
+    async def echo(request: web.Request) -> web.Response:
+        return web.Response(body=await request.read())
+
+    app = web.Application()
+    app.router.add_post("/", echo)
+
+    async def require_echo(n: int) -> None:
+        body = b"".join(b"%d %d\n" % (n, line) for line in range(50_000))
+        async with session.post(at.url, data=io.BytesIO(body)) as response:
+            assert await response.read() == body
+
+    async with (
+        serving.serving(app, HERE) as at,
+        aiohttp.ClientSession() as session,
+        asyncio.TaskGroup() as group,
+    ):
+        for n in range(COUNT):
+            group.create_task(require_echo(n))
+
+
 async def test_malformed_requests_are_refused_in_separate_iterations(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -106,7 +128,7 @@ async def test_malformed_requests_are_refused_in_separate_iterations(
         refused.append(iterations.count)
         return handle_error(*arguments)
 
-    monkeypatch.setattr(serving._Connection, "handle_error", counted)
+    monkeypatch.setattr(web.RequestHandler, "handle_error", counted)
     async with Iterations() as iterations, listening() as at, AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(connected(at)) for _ in range(COUNT)]
         for client in clients:
