@@ -1,0 +1,58 @@
+"""The way of one delivery through the modules, counted while a relay delivers."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import aclosing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import outbox
+from outbox.destinations.http.egress import EgressPolicy
+from outbox.destinations.http.transport import HttpTransport
+from tests.destinations.servers import OK, Connection, serving
+from tests.support.relay import add_endpoint, all_ended, publish, running
+
+if TYPE_CHECKING:
+    from tests.support.postgres import Database
+
+pytestmark = pytest.mark.one_major
+
+MODULES_MAX = 30
+EVENTS = 100
+PACKAGE = f"{Path(outbox.__file__).parent}/"
+
+
+async def test_a_delivery_of_a_run_passes_few_modules(database: Database) -> None:
+    ways: list[frozenset[str]] = []
+    modules: set[str] = set()
+
+    def note(frame: Any, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            modules.add(frame.f_code.co_filename.removeprefix(PACKAGE))
+
+    async def script(connection: Connection) -> None:
+        """Count from one request to the next, which is built after the response to this one."""
+        while True:
+            await connection.request()
+            ways.append(frozenset(modules))
+            modules.clear()
+            await connection.send(OK)
+
+    try:
+        async with serving(script) as server:
+            await add_endpoint(database, "shop", url=server.url, lanes=1)
+            await publish(database, *range(EVENTS))
+            transport = HttpTransport(EgressPolicy(["127.0.0.0/8"]))
+            sys.setprofile(note)
+            async with aclosing(transport), running(database, transport):
+                await all_ended(database)
+    finally:
+        sys.setprofile(None)
+    # Runs begin and end, and buffers are read meanwhile: the median delivery is within a run.
+    way = sorted(ways, key=len)[len(ways) // 2]
+    print(*sorted(way), sep="\n")
+    assert "core/delivery/delivery_run.py" in way
+    assert len(way) <= MODULES_MAX
