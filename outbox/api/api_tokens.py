@@ -14,14 +14,13 @@ from outbox.api.route import (
     NoQuery,
     Page,
     RequestModel,
-    ResponseModel,
     at_most,
     id_cursor,
     page_of_rows,
 )
 from outbox.core.model.api_token import SCOPES, TokenSettings
 from outbox.operations import api_tokens
-from outbox.operations.api_tokens import NewToken, TokenRow
+from outbox.operations.api_tokens import NewToken, RevokedToken, TokenRow
 
 
 class TokensQuery(Paging):
@@ -39,12 +38,6 @@ class TokenBody(RequestModel):
     """Restrict the token to this tenant."""
     expires: Seconds | None = None
     """Lifetime; null: until it is revoked."""
-
-
-class RevokedToken(ResponseModel):
-    """The revoked token."""
-
-    revoked: str
 
 
 @route.get("/v1/tokens", "List tokens, oldest first, without their secrets", scope="operate")
@@ -91,9 +84,6 @@ async def _add(call: Call[NoQuery, TokenBody]) -> NewToken:
     "/v1/tokens/{name}",
     "Revoke a token; every relay rejects it within two seconds",
     scope="operate",
-    responses={200: RevokedToken},
 )
-async def _revoke(call: Call[NoQuery, None]) -> dict[str, Any]:
-    name = call.path["name"]
-    await call.run(api_tokens.revoke_token, name, actor=call.actor)
-    return {"revoked": name}
+async def _revoke(call: Call[NoQuery, None]) -> RevokedToken:
+    return await call.run(api_tokens.revoke_token, call.path["name"], actor=call.actor)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from outbox.api import route, tenancy
 from outbox.api.request_parsing import Paging, TimeOrAge
@@ -11,16 +10,15 @@ from outbox.api.route import (
     Call,
     NoQuery,
     Page,
-    ResponseModel,
     TenantAccess,
     page_of_rows,
 )
 from outbox.operations import idempotency_keys
-from outbox.operations.criteria import absolute_time, read_now
 from outbox.operations.idempotency_keys import (
     IdempotencyKey,
     IdempotencyKeyRow,
     IdempotencyKeyState,
+    ResetKey,
 )
 
 
@@ -34,23 +32,14 @@ class OnceQuery(Paging):
     state: IdempotencyKeyState | None = None
 
 
-class ResetKey(ResponseModel):
-    """Result of resetting an idempotency key."""
-
-    key: str
-    reset: bool
-    """False: it was free already."""
-
-
 @route.get("/v1/once", "List idempotency keys by key", scope="read", tenants=TenantAccess.NARROWED)
 async def _list(call: Call[OnceQuery, None]) -> Page[IdempotencyKeyRow]:
     query, tenant = call.query, call.tenant
-    now = await read_now(call.db)
     rows = await call.run(
         idempotency_keys.list_keys,
         prefix=tenancy.stored_key(tenant, query.prefix),
-        since=absolute_time(query.since, now),
-        until=absolute_time(query.until, now),
+        since=query.since,
+        until=query.until,
         state=query.state,
         limit=query.limit + 1,
         after="" if query.after is None else tenancy.stored_key(tenant, query.after),
@@ -76,12 +65,9 @@ async def _show(call: Call[NoQuery, None]) -> IdempotencyKey:
     "Reset an idempotency key, so that it can be used again",
     scope="operate",
     tenants=TenantAccess.NARROWED,
-    responses={200: ResetKey},
 )
-async def _reset(call: Call[NoQuery, None]) -> dict[str, Any]:
+async def _reset(call: Call[NoQuery, None]) -> ResetKey:
     key = call.path["key"]
     own = tenancy.stored_key(call.tenant, key)
-    return {
-        "key": key,
-        "reset": await call.run(idempotency_keys.reset_key, own, actor=call.actor),
-    }
+    done = await call.run(idempotency_keys.reset_key, own, actor=call.actor)
+    return replace(done, key=key)

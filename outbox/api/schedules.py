@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Annotated, Any
-from uuid import UUID
 
 from pydantic import Field
 
@@ -25,6 +24,7 @@ from outbox.api.route import (
 )
 from outbox.core.schedules.schedule import GRACE_S, Misfire, Overlap, ScheduleSettings
 from outbox.operations import schedule_changes, schedules
+from outbox.operations.schedule_changes import RemovedSchedule, ScheduleRun
 from outbox.operations.schedules import FutureEvents, ListedSchedule, Schedule
 from outbox.operations.tenancy import owns_schedule
 
@@ -57,18 +57,6 @@ class ScheduleBody(RequestModel):
 class SchedulesExtra(ResponseModel):
     future_events: FutureEvents | None
     """Of all tenants; null for tenant tokens."""
-
-
-class ScheduleRun(ResponseModel):
-    """The published event."""
-
-    id: UUID
-
-
-class RemovedSchedule(ResponseModel):
-    """The removed schedule."""
-
-    removed: str
 
 
 @route.get(
@@ -169,13 +157,10 @@ async def _resume(call: Call[NoQuery, ChangeBody]) -> Schedule:
     scope="operate",
     tenants=TenantAccess.SCHEDULE,
     status=201,
-    responses={201: ScheduleRun},
 )
-async def _run_now(call: Call[NoQuery, None]) -> dict[str, Any]:
-    event_id = await call.run(
-        schedule_changes.run_schedule_now, call.path["name"], actor=call.actor
-    )
-    return {"id": event_id}
+async def _run_now(call: Call[NoQuery, None]) -> ScheduleRun:
+    name = call.path["name"]
+    return await call.run(schedule_changes.run_schedule_now, name, actor=call.actor)
 
 
 @route.delete(
@@ -183,9 +168,8 @@ async def _run_now(call: Call[NoQuery, None]) -> dict[str, Any]:
     "Remove a schedule; events already published are delivered",
     scope="operate",
     tenants=TenantAccess.SCHEDULE,
-    responses={200: RemovedSchedule},
 )
-async def _remove(call: Call[NoQuery, None]) -> dict[str, Any]:
-    name = call.path["name"]
-    await call.run(schedule_changes.remove_schedules, [name], actor=call.actor)
-    return {"removed": name}
+async def _remove(call: Call[NoQuery, None]) -> RemovedSchedule:
+    names = [call.path["name"]]
+    (removed,) = await call.run(schedule_changes.remove_schedules, names, actor=call.actor)
+    return removed

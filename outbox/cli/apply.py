@@ -13,12 +13,11 @@ import yaml
 
 from outbox.cli.common import (
     actor,
-    json_option,
+    prints,
     run_operation,
-    settings_options,
     warn_about_networks,
 )
-from outbox.cli.output import count, emit_json, print_changed, style
+from outbox.cli.output import count, print_changed, style
 from outbox.core.model import endpoint_config
 from outbox.core.model.text import safe
 from outbox.destinations.http.endpoint_validation import check_declared, policy_of
@@ -35,6 +34,29 @@ _COLOURS = {"add": "green", "change": "yellow", "remove": "red", "keep": None}
 FILE_BYTES_MAX = 4 * 1024 * 1024
 VALUES_MAX = 1_000_000
 """Limit after alias expansion; no file of `FILE_BYTES_MAX` without aliases has that many values."""
+
+
+def _show(report: ApplyReport) -> None:
+    for step in report.endpoints:
+        line = f"{_SIGNS[step.action]} {step.name}"
+        if step.pending:
+            line += f" (dead-letters {count(step.pending, 'delivery')})"
+        click.echo(style(safe(line), fg=_COLOURS[step.action]))
+        print_changed(step.changed, indent=4)
+        if step.secret is not None:
+            click.echo(f"    secret: {step.secret}")
+    if report.not_in_the_file:
+        names = " ".join(report.not_in_the_file)
+        click.echo(safe(f"not in the file, unchanged (--prune removes them): {names}"))
+    changes = count(report.changes, "endpoint")
+    if not report.changes:
+        click.echo("nothing to change")
+    elif report.dry_run:
+        click.echo(f"{changes} would change; nothing was changed")
+    else:
+        click.echo(f"{changes} changed")
+    if any(step.secret for step in report.endpoints):
+        click.echo("Save the secrets now; they are not shown again.", err=True)
 
 
 @click.command(
@@ -70,11 +92,10 @@ Examples:
     is_flag=True,
     help="With --prune: dead-letter the pending deliveries of removed endpoints.",
 )
-@json_option
-@settings_options
+@prints(_show)
 def command(
-    settings: Settings, path: str, dry_run: bool, prune: bool, dead_letter: bool, as_json: bool
-) -> None:
+    settings: Settings, path: str, dry_run: bool, prune: bool, dead_letter: bool
+) -> ApplyReport:
     """Apply endpoints from a file, all of them or none.
 
     Omitted settings have their defaults, so applying a file twice changes nothing.
@@ -114,33 +135,7 @@ def command(
     for each in declared:
         if each.settings.name in opened:
             warn_about_networks(f"{each.place}.allow_networks", each.settings.allow_networks)
-    if as_json:
-        emit_json(report)
-    else:
-        _show(report)
-
-
-def _show(report: ApplyReport) -> None:
-    for step in report.endpoints:
-        line = f"{_SIGNS[step.action]} {step.name}"
-        if step.pending:
-            line += f" (dead-letters {count(step.pending, 'delivery')})"
-        click.echo(style(safe(line), fg=_COLOURS[step.action]))
-        print_changed(step.changed, indent=4)
-        if step.secret is not None:
-            click.echo(f"    secret: {step.secret}")
-    if report.not_in_the_file:
-        names = " ".join(report.not_in_the_file)
-        click.echo(safe(f"not in the file, unchanged (--prune removes them): {names}"))
-    changes = count(report.changes, "endpoint")
-    if not report.changes:
-        click.echo("nothing to change")
-    elif report.dry_run:
-        click.echo(f"{changes} would change; nothing was changed")
-    else:
-        click.echo(f"{changes} changed")
-    if any(step.secret for step in report.endpoints):
-        click.echo("Save the secrets now; they are not shown again.", err=True)
+    return report
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]

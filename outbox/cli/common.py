@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import click
 
+from outbox.cli.output import emit_json
 from outbox.config import Settings, load
 from outbox.core.model import duration
 from outbox.core.model.cloud_metadata_ranges import exposed_metadata_warnings
@@ -36,10 +37,13 @@ T = TypeVar("T")
 APPLICATION_NAME = "outbox-cli"
 LIMIT_MAX = 10_000
 CLOSE_TIMEOUT_S = 2.0
+EXIT_FAILED = 1
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one line of JSON on stdout."
 )
+comment_option = click.option("--comment", metavar="TEXT", help="Reason, recorded in the journal.")
+names_argument = click.argument("names", nargs=-1, required=True, metavar="NAME...")
 limit_option = click.option(
     "--limit",
     type=click.IntRange(1, LIMIT_MAX),
@@ -70,6 +74,34 @@ def settings_options(command: Callable[..., T]) -> Callable[..., T]:
     ):
         with_settings = option(with_settings)
     return with_settings
+
+
+def prints(
+    show: Callable[[T], None], *, failed: Callable[[T], object] = lambda _: False
+) -> Callable[[Callable[..., T]], Callable[..., None]]:
+    """Print the result that a command returns, and add --json and the settings to its options.
+
+    Args:
+        show: prints the result as text; with --json it is printed as JSON instead.
+        failed: whether the exit code is 1 for this result.
+    """
+
+    def decorate(command: Callable[..., T]) -> Callable[..., None]:
+        @json_option
+        @settings_options
+        @functools.wraps(command)
+        def run(*, as_json: bool, **arguments: Any) -> None:
+            result = command(**arguments)
+            if as_json:
+                emit_json(result)
+            else:
+                show(result)
+            if failed(result):
+                raise click.exceptions.Exit(EXIT_FAILED)
+
+        return run
+
+    return decorate
 
 
 @asynccontextmanager

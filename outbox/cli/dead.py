@@ -9,15 +9,17 @@ import click
 from outbox.cli import progress
 from outbox.cli.common import (
     actor,
+    comment_option,
     first_page,
     json_option,
     limit_option,
+    prints,
     run_operation,
     settings_options,
 )
 from outbox.cli.filter_options import dead_id, filter_options, selection_options
 from outbox.cli.main import Group
-from outbox.cli.output import cell, count, emit_json, emit_pairs, emit_table
+from outbox.cli.output import cell, count, emit_pairs, emit_table
 from outbox.operations import dead_letters, replays
 from outbox.operations import discard as discards
 from outbox.operations import skip as skips
@@ -30,7 +32,13 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.config import Settings
-    from outbox.operations.dead_letters import DeadLetter, DeadLetterRow, ReplayRow
+    from outbox.operations.dead_letters import (
+        DeadLetter,
+        DeadLetterCounts,
+        DeadLetterRow,
+        ReplayRow,
+    )
+    from outbox.operations.discard import DiscardReport
     from outbox.operations.replays import ReplayReport
     from outbox.operations.skip import SkippedDelivery
 
@@ -52,10 +60,6 @@ def _state(row: DeadLetterRow) -> str:
     return row.state if row.again is None else f"dead again as {row.again}"
 
 
-_comment_option = click.option(
-    "--comment", metavar="TEXT", help="Reason, recorded in the journal with the actor."
-)
-
 _COLUMNS: tuple[tuple[str, Callable[[DeadLetterRow], Any]], ...] = (
     ("id", lambda row: row.id),
     ("state", _state),
@@ -68,6 +72,107 @@ _COLUMNS: tuple[tuple[str, Callable[[DeadLetterRow], Any]], ...] = (
     ("attempts", lambda row: row.attempts),
     ("at", lambda row: row.at),
 )
+
+
+def _show_list(rows: list[DeadLetterRow]) -> None:
+    # Omit the state column when all rows have the same state.
+    differ = any(_state(row) != rows[0].state for row in rows)
+    columns = [c for c in _COLUMNS if differ or c[0] != "state"]
+    emit_table(
+        [name for name, _ in columns],
+        [[value(row) for _, value in columns] for row in rows],
+        "no dead letters",
+    )
+
+
+def _show_counts(report: DeadLetterCounts) -> None:
+    rows: dict[tuple[str, str], dict[str, int]] = {}
+    for each in report.counts:
+        by_state = rows.setdefault(
+            (each.endpoint, each.reason), dict.fromkeys(dead_letters.STATES, 0)
+        )
+        by_state[each.state] += each.dead_letters
+    table = [[*which, *by_state.values()] for which, by_state in rows.items()]
+    if len(table) > 1:
+        table.append(["all", "", *report.total.values()])
+    names = [state.replace("_", " ") for state in dead_letters.STATES]
+    emit_table(["endpoint", "reason", *names], table, "no dead letters")
+
+
+def _show_skipped(skipped: SkippedDelivery) -> None:
+    which = f"sequence {skipped.sequence} of lane {skipped.lane}"
+    if skipped.dead_letter is not None:
+        behind = f"; {count(skipped.pending, 'delivery')} waited behind it"
+        letter = skipped.dead_letter
+        click.echo(f"skipped {which}{behind if skipped.pending else ''}")
+        click.echo(f"it is dead letter {letter}; to send it again: outbox dead replay {letter}")
+    elif skipped.relay is None:
+        click.echo(f"{which} will be skipped when a relay runs; none has the endpoint now")
+    else:
+        click.echo(
+            f"{which} will be skipped by relay {skipped.relay}; if a request is in flight, it "
+            "completes first"
+        )
+
+
+def _show_discarded(report: DiscardReport) -> None:
+    if report.dry_run:
+        _print_plan("discard", report.discarded)
+    else:
+        click.echo(f"discarded {count(report.discarded, 'dead letter')}")
+
+
+def _print_plan(verb: str, dead_letters: int) -> None:
+    click.echo(f"would {verb} {count(dead_letters, 'dead letter')}; nothing was changed")
+
+
+def _print_replay(report: ReplayReport) -> None:
+    if report.dry_run:
+        _print_plan("replay", report.replaying)
+    else:
+        job = "" if report.job is None else f" (replay job {report.job})"
+        click.echo(f"replaying {count(report.replaying, 'dead letter')}{job}")
+    if report.skipped:
+        skipped = ", ".join(f"{n} {_SKIPPED[reason]}" for reason, n in report.skipped.items())
+        click.echo(f"skipped: {skipped}")
+    if report.dry_run and len(report.by_endpoint) > 1:
+        emit_table(["endpoint", "dead letters"], list(report.by_endpoint.items()), "")
+
+
+def _show(letter: DeadLetter) -> None:
+    emit_pairs(
+        [
+            ("id", letter.id),
+            ("state", _state(letter)),
+            ("endpoint", letter.endpoint),
+            ("lane", letter.lane),
+            ("sequence", _sequences(letter)),
+            ("reason", letter.reason),
+            ("attempts", letter.attempts),
+            ("dead-lettered", letter.at),
+            ("event", letter.event),
+            ("type", letter.type),
+            ("tenant", letter.tenant),
+            ("key", letter.key),
+            ("published", letter.published_at),
+            ("expires", letter.expires_at),
+            ("headers", letter.headers),
+            ("payload", letter.payload),
+            ("last response", letter.last_response),
+            *(("replayed", _describe_replay(letter, again)) for again in letter.replays),
+        ]
+    )
+
+
+def _describe_replay(row: DeadLetterRow, again: ReplayRow) -> str:
+    sequences = row.to_sequence - row.sequence + 1
+    if not again.taken:
+        where = "not yet"
+    elif again.lane:
+        where = f"as sequence {again.sequence} of lane {again.lane}"
+    else:
+        where = f"{again.taken} of {count(sequences, 'delivery')}"
+    return f"{where}, requested at {cell(again.requested_at)}"
 
 
 @click.group("dead", cls=Group)
@@ -106,11 +211,10 @@ Examples:
     default=0,
     help="Only IDs above this (paging).",
 )
-@json_option
-@settings_options
+@prints(_show_list)
 def list_(
-    settings: Settings, state: str, limit: int, after: int, as_json: bool, **chosen: Any
-) -> None:
+    settings: Settings, state: str, limit: int, after: int, **chosen: Any
+) -> list[DeadLetterRow]:
     """List dead letters, oldest first."""
     rows = run_operation(
         settings,
@@ -120,17 +224,7 @@ def list_(
         limit=limit + 1,
         after=after,
     )
-    rows = first_page(rows, limit, lambda row: row.id)
-    if as_json:
-        emit_json(rows)
-        return
-    # Omit the state column when all rows have the same state.
-    columns = [c for c in _COLUMNS if state in ("all", "dead_again") or c[0] != "state"]
-    emit_table(
-        [name for name, _ in columns],
-        [[value(row) for _, value in columns] for row in rows],
-        "no dead letters",
-    )
+    return first_page(rows, limit, lambda row: row.id)
 
 
 @command.command(
@@ -142,25 +236,10 @@ Examples:
 """,
 )
 @filter_options
-@json_option
-@settings_options
-def count_(settings: Settings, as_json: bool, **chosen: Any) -> None:
+@prints(_show_counts)
+def count_(settings: Settings, **chosen: Any) -> DeadLetterCounts:
     """Count dead letters by endpoint, reason and state."""
-    report = run_operation(settings, dead_letters.count_by_state, only=Criteria(**chosen))
-    if as_json:
-        emit_json(report)
-        return
-    rows: dict[tuple[str, str], dict[str, int]] = {}
-    for each in report.counts:
-        by_state = rows.setdefault(
-            (each.endpoint, each.reason), dict.fromkeys(dead_letters.STATES, 0)
-        )
-        by_state[each.state] += each.dead_letters
-    table = [[*which, *by_state.values()] for which, by_state in rows.items()]
-    if len(table) > 1:
-        table.append(["all", "", *report.total.values()])
-    names = [state.replace("_", " ") for state in dead_letters.STATES]
-    emit_table(["endpoint", "reason", *names], table, "no dead letters")
+    return run_operation(settings, dead_letters.count_by_state, only=Criteria(**chosen))
 
 
 @command.command(
@@ -170,15 +249,10 @@ Example:
 """
 )
 @click.argument("dead_id", metavar="ID", type=dead_id)
-@json_option
-@settings_options
-def show(settings: Settings, dead_id: int, as_json: bool) -> None:
+@prints(_show)
+def show(settings: Settings, dead_id: int) -> DeadLetter:
     """Show a dead letter with its event and the last response of the receiver."""
-    letter = run_operation(settings, dead_letters.get_dead_letter, dead_id)
-    if as_json:
-        emit_json(letter)
-    else:
-        _show(letter)
+    return run_operation(settings, dead_letters.get_dead_letter, dead_id)
 
 
 @command.command(
@@ -240,20 +314,18 @@ Examples:
 )
 @filter_options
 @selection_options
-@_comment_option
-@json_option
-@settings_options
+@comment_option
+@prints(_show_discarded)
 def discard(
     settings: Settings,
     ids: tuple[int, ...],
     everything: bool,
     dry_run: bool,
     comment: str | None,
-    as_json: bool,
     **chosen: Any,
-) -> None:
+) -> DiscardReport:
     """Discard dead letters permanently."""
-    report = run_operation(
+    return run_operation(
         settings,
         discards.discard_dead_letters,
         DeadLetterSelection(ids, Criteria(**chosen), everything),
@@ -261,12 +333,6 @@ def discard(
         comment=comment,
         dry_run=dry_run,
     )
-    if as_json:
-        emit_json(report)
-    elif dry_run:
-        _print_plan("discard", report.discarded)
-    else:
-        click.echo(f"discarded {count(report.discarded, 'dead letter')}")
 
 
 @command.command(
@@ -287,19 +353,18 @@ status after five requests.
     type=click.IntRange(1, ID_MAX),
     help="Sequence number that the lane waits for.",
 )
-@_comment_option
-@json_option
-@settings_options
+@comment_option
+@prints(_show_skipped)
 def skip(
-    settings: Settings, endpoint: str, lane: str, sequence: int, comment: str | None, as_json: bool
-) -> None:
+    settings: Settings, endpoint: str, lane: str, sequence: int, comment: str | None
+) -> SkippedDelivery:
     """Skip the delivery that a lane is stuck on, so that the lane goes on.
 
     It becomes a dead letter, which can be replayed later. A request in flight
     completes first. If the lane waits for another delivery by now, nothing is
     skipped and the exit code is 1.
     """
-    skipped = run_operation(
+    return run_operation(
         settings,
         skips.skip_delivery,
         endpoint,
@@ -308,76 +373,3 @@ def skip(
         actor=actor(),
         comment=comment,
     )
-    if as_json:
-        emit_json(skipped)
-    else:
-        _print_skipped(skipped)
-
-
-def _print_skipped(skipped: SkippedDelivery) -> None:
-    which = f"sequence {skipped.sequence} of lane {skipped.lane}"
-    if skipped.dead_letter is not None:
-        behind = f"; {count(skipped.pending, 'delivery')} waited behind it"
-        letter = skipped.dead_letter
-        click.echo(f"skipped {which}{behind if skipped.pending else ''}")
-        click.echo(f"it is dead letter {letter}; to send it again: outbox dead replay {letter}")
-    elif skipped.relay is None:
-        click.echo(f"{which} will be skipped when a relay runs; none has the endpoint now")
-    else:
-        click.echo(
-            f"{which} will be skipped by relay {skipped.relay}; if a request is in flight, it "
-            "completes first"
-        )
-
-
-def _print_plan(verb: str, dead_letters: int) -> None:
-    click.echo(f"would {verb} {count(dead_letters, 'dead letter')}; nothing was changed")
-
-
-def _print_replay(report: ReplayReport) -> None:
-    if report.dry_run:
-        _print_plan("replay", report.replaying)
-    else:
-        job = "" if report.job is None else f" (replay job {report.job})"
-        click.echo(f"replaying {count(report.replaying, 'dead letter')}{job}")
-    if report.skipped:
-        skipped = ", ".join(f"{n} {_SKIPPED[reason]}" for reason, n in report.skipped.items())
-        click.echo(f"skipped: {skipped}")
-    if report.dry_run and len(report.by_endpoint) > 1:
-        emit_table(["endpoint", "dead letters"], list(report.by_endpoint.items()), "")
-
-
-def _show(letter: DeadLetter) -> None:
-    emit_pairs(
-        [
-            ("id", letter.id),
-            ("state", _state(letter)),
-            ("endpoint", letter.endpoint),
-            ("lane", letter.lane),
-            ("sequence", _sequences(letter)),
-            ("reason", letter.reason),
-            ("attempts", letter.attempts),
-            ("dead-lettered", letter.at),
-            ("event", letter.event),
-            ("type", letter.type),
-            ("tenant", letter.tenant),
-            ("key", letter.key),
-            ("published", letter.published_at),
-            ("expires", letter.expires_at),
-            ("headers", letter.headers),
-            ("payload", letter.payload),
-            ("last response", letter.last_response),
-            *(("replayed", _describe_replay(letter, again)) for again in letter.replays),
-        ]
-    )
-
-
-def _describe_replay(row: DeadLetterRow, again: ReplayRow) -> str:
-    sequences = row.to_sequence - row.sequence + 1
-    if not again.taken:
-        where = "not yet"
-    elif again.lane:
-        where = f"as sequence {again.sequence} of lane {again.lane}"
-    else:
-        where = f"{again.taken} of {count(sequences, 'delivery')}"
-    return f"{where}, requested at {cell(again.requested_at)}"

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outbox.cli.common import json_option, run_connected, settings_options
-from outbox.cli.output import count, emit_json, fold, style
+from outbox.cli.common import prints, run_connected
+from outbox.cli.output import count, fold, style
 from outbox.operations.doctor import DoctorContext, DoctorFinding, DoctorReport, Severity, examine
 
 if TYPE_CHECKING:
@@ -18,6 +18,41 @@ if TYPE_CHECKING:
 
 _COLOURS = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.PROBLEM: "red"}
 _MARK_CHARS = max(map(len, Severity))
+
+
+def _summary(problems: int, warnings: int) -> str:
+    if not problems and not warnings:
+        return "no problems found"
+    return ", ".join(
+        count(n, noun) for n, noun in ((problems, "problem"), (warnings, "warning")) if n
+    )
+
+
+def _show(report: DoctorReport) -> None:
+    """Print each finding and its recommended action, wrapped at spaces on a terminal."""
+    name_chars = max(len(finding.check) for finding in report.findings)
+    for number, (subject, group) in enumerate(groupby(report.findings, key=lambda f: f.subject)):
+        click.echo(("\n" if number else "") + style(subject.capitalize(), bold=True))
+        previous = ""
+        for finding in group:
+            # Print the name of a check at its first finding only.
+            name = "" if finding.check == previous else finding.check
+            previous = finding.check
+            _print_finding(finding, name.ljust(name_chars))
+    click.echo(f"\n{_summary(report.problems, report.warnings)}")
+
+
+def _print_finding(finding: DoctorFinding, name: str) -> None:
+    mark = finding.severity.ljust(_MARK_CHARS)
+    margin = " " * (2 + len(mark) + 2 + len(name) + 2)
+    first, *others = fold(finding.message, len(margin))
+    click.echo(f"  {style(mark, fg=_COLOURS[finding.severity])}  {name}  {first}")
+    for line in others:
+        click.echo(f"{margin}{line}")
+    if finding.action is not None:
+        first, *others = fold(f"→ {finding.action}", len(margin) + 2)
+        for line in (first, *(f"  {line}" for line in others)):
+            click.echo(f"{margin}{line}")
 
 
 @click.command(
@@ -41,53 +76,11 @@ only endpoints receive that list exactly this type.
     show_default=True,
     help="Publish a test event, and measure how long sequencing takes.",
 )
-@json_option
-@settings_options
-def command(settings: Settings, probing: bool, as_json: bool) -> None:
+@prints(_show, failed=lambda report: report.problems)
+def command(settings: Settings, probing: bool) -> DoctorReport:
     """Check preconditions and live health, and suggest what to do."""
 
     async def run_checks(connection: Connection[Any]) -> DoctorReport:
         return await examine(DoctorContext.from_settings(connection, settings, probing=probing))
 
-    report = run_connected(settings, run_checks, current=False)
-    if as_json:
-        emit_json(report)
-    else:
-        _show(report.findings)
-        click.echo(f"\n{_summary(report.problems, report.warnings)}")
-    if report.problems:
-        raise click.exceptions.Exit(1)
-
-
-def _summary(problems: int, warnings: int) -> str:
-    if not problems and not warnings:
-        return "no problems found"
-    return ", ".join(
-        count(n, noun) for n, noun in ((problems, "problem"), (warnings, "warning")) if n
-    )
-
-
-def _show(findings: list[DoctorFinding]) -> None:
-    """Print each finding and its recommended action, wrapped at spaces on a terminal."""
-    name_chars = max(len(finding.check) for finding in findings)
-    for number, (subject, group) in enumerate(groupby(findings, key=lambda f: f.subject)):
-        click.echo(("\n" if number else "") + style(subject.capitalize(), bold=True))
-        previous = ""
-        for finding in group:
-            # Print the name of a check at its first finding only.
-            name = "" if finding.check == previous else finding.check
-            previous = finding.check
-            _print_finding(finding, name.ljust(name_chars))
-
-
-def _print_finding(finding: DoctorFinding, name: str) -> None:
-    mark = finding.severity.ljust(_MARK_CHARS)
-    margin = " " * (2 + len(mark) + 2 + len(name) + 2)
-    first, *others = fold(finding.message, len(margin))
-    click.echo(f"  {style(mark, fg=_COLOURS[finding.severity])}  {name}  {first}")
-    for line in others:
-        click.echo(f"{margin}{line}")
-    if finding.action is not None:
-        first, *others = fold(f"→ {finding.action}", len(margin) + 2)
-        for line in (first, *(f"  {line}" for line in others)):
-            click.echo(f"{margin}{line}")
+    return run_connected(settings, run_checks, current=False)

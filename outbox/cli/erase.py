@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from outbox.cli.common import actor, json_option, run_connected, settings_options, warn
-from outbox.cli.output import count, emit_json
-from outbox.errors import UsageError
+from outbox.cli.common import actor, prints, run_connected, warn
+from outbox.cli.output import count
+from outbox.cli.progress import confirm, progress_bar, require_terminal
 from outbox.operations import erase
 from outbox.operations.erase import ErasureTarget
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from asyncpg import Connection
 
     from outbox.config import Settings
-    from outbox.operations.erase import ErasureReport, OnProgress
+    from outbox.operations.erase import ErasureReport
+
+
+def _show(done: ErasureReport) -> None:
+    verb = "would be erased" if done.dry_run else "erased"
+    responses = "" if done.responses is None else f", {count(done.responses, 'response')}"
+    click.echo(f"{verb}: {_describe(done)}{responses}")
 
 
 @click.command(
@@ -38,11 +40,10 @@ to erase their copies themselves.
 @click.option("--key", metavar="K", help="Erase all events with this key.")
 @click.option("--dry-run", is_flag=True, help="Only count; change nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
-@json_option
-@settings_options
+@prints(_show)
 def command(
-    settings: Settings, tenant: str | None, key: str | None, dry_run: bool, yes: bool, as_json: bool
-) -> None:
+    settings: Settings, tenant: str | None, key: str | None, dry_run: bool, yes: bool
+) -> ErasureReport:
     """Erase the payloads and headers of a tenant's or a key's events permanently.
 
     Payloads, headers and receivers' responses are erased from the outbox, dead
@@ -55,14 +56,14 @@ def command(
     async def erase_events(connection: Connection[Any]) -> ErasureReport:
         schema = settings.schema_name
         if not (dry_run or yes):
-            _require_terminal()
+            require_terminal("erasing is irreversible; confirm with --yes, or count with --dry-run")
         if dry_run or not yes:
-            with _progress("counting") as show:
+            with progress_bar("counting") as show:
                 erasable = await erase.count_erasable(connection, schema, target, on_progress=show)
             if dry_run:
                 return erasable
-            _confirm(erasable)
-        with _progress("erasing") as show:
+            confirm(f"erase {_describe(erasable)} permanently?")
+        with progress_bar("erasing") as show:
             return await erase.erase_events(
                 connection, schema, target, actor=actor(), on_progress=show
             )
@@ -70,42 +71,9 @@ def command(
     done = run_connected(settings, erase_events)
     for name in done.schedules:
         warn(f'the schedule "{name}" still publishes such events; see: outbox schedule')
-    if as_json:
-        emit_json(done)
-        return
-    verb = "would be erased" if dry_run else "erased"
-    responses = "" if done.responses is None else f", {count(done.responses, 'response')}"
-    click.echo(f"{verb}: {_describe(done)}{responses}")
+    return done
 
 
 def _describe(done: ErasureReport) -> str:
     future = f"{count(done.future_events, 'future event')}, " if done.future_events else ""
     return f"{count(done.events, 'event')}, {future}{count(done.dead_letters, 'dead letter')}"
-
-
-def _require_terminal() -> None:
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise UsageError("erasing is irreversible; confirm with --yes, or count with --dry-run")
-
-
-def _confirm(erasable: ErasureReport) -> None:
-    if not click.confirm(f"erase {_describe(erasable)} permanently?", err=True):
-        raise UsageError("nothing was changed")
-
-
-@contextmanager
-def _progress(what: str) -> Iterator[OnProgress]:
-    """A progress bar on stderr, if it is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda _, __: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None)
-
-        def show(scanned: int, total: int) -> None:
-            bar.update(task, total=total, completed=scanned)
-
-        yield show

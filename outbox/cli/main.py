@@ -47,7 +47,7 @@ class CommandEntry:
     section: str
 
 
-_SET_UP, _WORK, _INSPECT = "Set up", "Publish and deliver", "Inspect and repair"
+_SET_UP, _WORK, _INSPECT = "Set up", "Publish and deliver", "Inspect"
 
 COMMANDS = (
     CommandEntry("demo", "Run a complete example on a temporary database.", _SET_UP),

@@ -1,4 +1,4 @@
-"""Running a replay: its options, the progress of its job, and the result."""
+"""Progress bars and confirmations on a terminal; running a replay and following its job."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import click
 
 from outbox.cli.common import run_connected, warn
 from outbox.cli.output import count, emit_json
+from outbox.errors import UsageError
 from outbox.operations import replay_jobs
 
 if TYPE_CHECKING:
@@ -37,6 +38,40 @@ rate_option = click.option(
     type=click.FloatRange(0, 1e6, min_open=True),
     help="Maximum deliveries per second.",
 )
+
+
+def require_terminal(otherwise: str) -> None:
+    """Require that a question can be asked.
+
+    Raises:
+        UsageError: stdin or stderr is no terminal; the message is `otherwise`.
+    """
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise UsageError(otherwise)
+
+
+def confirm(question: str, refused: str = "nothing was changed") -> None:
+    """Ask a question on stderr.
+
+    Raises:
+        UsageError: it was declined; the message is `refused`.
+    """
+    if not click.confirm(question, err=True):
+        raise UsageError(refused)
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr, if it is a terminal; yields its update, from done and total."""
+    if not sys.stderr.isatty():
+        yield lambda _, __: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, total=total, completed=done)
 
 
 def run_replay(
@@ -85,7 +120,7 @@ async def _follow(
         warn("no relay is running: the replay starts when one does")
         return None
     try:
-        with _progress_bar(job_id) if terminal else nullcontext(lambda _: None) as show:
+        with _job_bar(job_id) if terminal else nullcontext(lambda _: None) as show:
             while True:
                 job = await replay_jobs.get_job(connection, schema, job_id)
                 show(job)
@@ -98,7 +133,7 @@ async def _follow(
 
 
 @contextmanager
-def _progress_bar(job_id: int) -> Iterator[Callable[[ReplayJob], None]]:
+def _job_bar(job_id: int) -> Iterator[Callable[[ReplayJob], None]]:
     """Show a progress bar; yields the function that updates it."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 

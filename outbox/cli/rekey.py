@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from outbox.cli.common import actor, json_option, run_operation, settings_options
 from outbox.cli.output import count, emit_json
+from outbox.cli.progress import confirm, progress_bar, require_terminal
 from outbox.core.model.text import safe
 from outbox.errors import UsageError
 from outbox.operations import rotate_key
 from outbox.store.connection.secrets import SETTING, Vault, new_key
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from asyncpg import Connection
 
     from outbox.config import Settings
@@ -79,7 +76,10 @@ def command(
         )
     if decrypt:
         if not yes:
-            _confirm_decryption()
+            require_terminal(
+                "clear-text secrets allow every reader of the database to sign; confirm with --yes"
+            )
+            confirm("decrypt all secrets?")
         vault = vault.in_clear()
     if check:
         kept = run_operation(settings, rotate_key.count_secrets)
@@ -113,9 +113,14 @@ async def _rekey(
 ) -> tuple[list[SecretCount], RekeyProgress]:
     """Rewrite the secrets; returns their encryption before, and the result."""
     kept = await rotate_key.count_secrets(connection, schema)
-    with _progress() as show:
+    with progress_bar("encrypting") as show:
         return kept, await rotate_key.rotate_key(
-            connection, schema, vault, actor=actor(), force=force, on_progress=show
+            connection,
+            schema,
+            vault,
+            actor=actor(),
+            force=force,
+            on_progress=lambda done: show(done.done, done.endpoints),
         )
 
 
@@ -140,26 +145,3 @@ def _print_encryption(kept: list[SecretCount], vault: Vault, *, as_json: bool) -
     if not other:
         click.echo("nothing to do")
     return bool(other)
-
-
-def _confirm_decryption() -> None:
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise UsageError(
-            "clear-text secrets allow every reader of the database to sign; confirm with --yes"
-        )
-    if not click.confirm("decrypt all secrets?", err=True):
-        raise UsageError("nothing was changed")
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[RekeyProgress], None]]:
-    """A progress bar on stderr, if it is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("encrypting", total=None)
-        yield lambda done: bar.update(task, total=done.endpoints, completed=done.done)

@@ -12,6 +12,7 @@ from outbox.cli.common import (
     first_page,
     json_option,
     limit_option,
+    prints,
     run_operation,
     settings_options,
 )
@@ -30,6 +31,79 @@ if TYPE_CHECKING:
     from outbox.operations.replay_jobs import ReplayJob
 
 job_argument = click.argument("job_id", metavar="JOB", type=click.IntRange(1, ID_MAX))
+
+
+_COUNTED = {"dead": "dead-lettered deliveries", "history": "event ids"}
+
+
+def _selection(job: ReplayJob) -> str:
+    """The selection of a job, as flags of the command line."""
+    flags: list[tuple[str, Any]] = [
+        ("endpoint", job.endpoint),
+        *(("type", each) for each in job.types or ()),
+        ("tenant", job.tenant),
+        ("reason", job.reason),
+        ("since", job.since and f"{job.since.astimezone():%Y-%m-%dT%H:%M:%S%z}"),
+        ("until", job.until and f"{job.until.astimezone():%Y-%m-%dT%H:%M:%S%z}"),
+    ]
+    return " ".join(f"--{name} {value}" for name, value in flags if value)
+
+
+def _state(job: ReplayJob) -> str:
+    """Its state; "delivering" if all its deliveries are in their lanes, and some are pending."""
+    queued = job.state == "running" and 0 < job.all <= job.done
+    return "delivering" if queued else job.state
+
+
+def _share(job: ReplayJob) -> str:
+    return f"{100 * job.share:.0f}%"
+
+
+def _show_list(rows: list[ReplayJob]) -> None:
+    state = click.get_current_context().params["state"]
+    emit_table(
+        ["job", "kind", "state", "selection", "deliveries", "done", "requested at", "by"],
+        [
+            (
+                j.id,
+                j.kind,
+                _state(j),
+                _selection(j),
+                j.taken,
+                _share(j),
+                j.requested_at,
+                j.requested_by,
+            )
+            for j in rows
+        ],
+        "no replay jobs" if state == "all" else f"no {state} replay jobs",
+    )
+
+
+def _show_aborted(job: ReplayJob) -> None:
+    click.echo(f"aborted replay job {job.id} after {count(job.taken, 'delivery')}")
+
+
+def _show(job: ReplayJob) -> None:
+    what = _COUNTED[job.kind]
+    pairs: list[tuple[str, Any]] = [
+        ("job", job.id),
+        ("kind", job.kind),
+        ("state", _state(job)),
+        ("selection", _selection(job) or None),
+        ("rate", None if job.rate_per_s is None else f"{job.rate_per_s:g}/s"),
+        ("requested", job.requested_at),
+        ("by", job.requested_by),
+        ("ended", job.ended_at),
+        ("endpoints", f"{job.endpoints}, {job.open} in progress"),
+        ("deliveries", job.taken),
+        ("done", f"{_share(job)}: {job.done} of {job.all} {what}"),
+    ]
+    if job.erased:
+        pairs.append(("skipped", f"{job.erased} erased"))
+    if text := progress.describe_stopped(job):
+        pairs.append(("ended early", text))
+    emit_pairs(pairs)
 
 
 @click.group(
@@ -134,35 +208,14 @@ Examples:
     show_default=False,
     help="Only jobs listed after this one (paging).",
 )
-@json_option
-@settings_options
-def list_(settings: Settings, state: str, limit: int, after: int, as_json: bool) -> None:
-    """List replay jobs (of dead letters, past events and lanes), newest first."""
+@prints(_show_list)
+def list_(settings: Settings, state: str, limit: int, after: int) -> list[ReplayJob]:
+    """List replay jobs (of dead letters and past events), newest first."""
     states = [each for each in replay_jobs.STATES if state in (each, "all")]
     rows = run_operation(
         settings, replay_jobs.list_jobs, states=states, limit=limit + 1, before=after
     )
-    rows = first_page(rows, limit, lambda row: row.id)
-    if as_json:
-        emit_json(rows)
-        return
-    emit_table(
-        ["job", "kind", "state", "selection", "deliveries", "done", "requested at", "by"],
-        [
-            [
-                j.id,
-                j.kind,
-                _state(j),
-                _selection(j),
-                j.taken,
-                _share(j),
-                j.requested_at,
-                j.requested_by,
-            ]
-            for j in rows
-        ],
-        "no replay jobs" if state == "all" else f"no {state} replay jobs",
-    )
+    return first_page(rows, limit, lambda row: row.id)
 
 
 @command.command(
@@ -172,15 +225,10 @@ Example:
 """
 )
 @job_argument
-@json_option
-@settings_options
-def show(settings: Settings, job_id: int, as_json: bool) -> None:
+@prints(_show)
+def show(settings: Settings, job_id: int) -> ReplayJob:
     """Show the progress of a replay job."""
-    job = run_operation(settings, replay_jobs.get_job, job_id)
-    if as_json:
-        emit_json(job)
-    else:
-        emit_pairs(_pairs(job))
+    return run_operation(settings, replay_jobs.get_job, job_id)
 
 
 @command.command(
@@ -190,64 +238,11 @@ Example:
 """
 )
 @job_argument
-@json_option
-@settings_options
-def abort(settings: Settings, job_id: int, as_json: bool) -> None:
+@prints(_show_aborted)
+def abort(settings: Settings, job_id: int) -> ReplayJob:
     """Cancel a replay job.
 
     The few deliveries that are already in their lanes are still sent. The other dead
     letters stay dead letters.
     """
-    job = run_operation(settings, replay_jobs.abort_job, job_id, actor=actor())
-    if as_json:
-        emit_json(job)
-    else:
-        click.echo(f"aborted replay job {job.id} after {count(job.taken, 'delivery')}")
-
-
-_COUNTED = {"dead": "dead-lettered deliveries", "history": "event ids"}
-
-
-def _selection(job: ReplayJob) -> str:
-    """The selection of a job, as flags of the command line."""
-    flags: list[tuple[str, Any]] = [
-        ("endpoint", job.endpoint),
-        *(("type", each) for each in job.types or ()),
-        ("tenant", job.tenant),
-        ("reason", job.reason),
-        ("since", job.since and f"{job.since.astimezone():%Y-%m-%dT%H:%M:%S%z}"),
-        ("until", job.until and f"{job.until.astimezone():%Y-%m-%dT%H:%M:%S%z}"),
-    ]
-    return " ".join(f"--{name} {value}" for name, value in flags if value)
-
-
-def _state(job: ReplayJob) -> str:
-    """Its state; "delivering" if all its deliveries are in their lanes, and some are pending."""
-    queued = job.state == "running" and 0 < job.all <= job.done
-    return "delivering" if queued else job.state
-
-
-def _share(job: ReplayJob) -> str:
-    return f"{100 * job.share:.0f}%"
-
-
-def _pairs(job: ReplayJob) -> list[tuple[str, Any]]:
-    what = _COUNTED[job.kind]
-    pairs: list[tuple[str, Any]] = [
-        ("job", job.id),
-        ("kind", job.kind),
-        ("state", _state(job)),
-        ("selection", _selection(job) or None),
-        ("rate", None if job.rate_per_s is None else f"{job.rate_per_s:g}/s"),
-        ("requested", job.requested_at),
-        ("by", job.requested_by),
-        ("ended", job.ended_at),
-        ("endpoints", f"{job.endpoints}, {job.open} in progress"),
-        ("deliveries", job.taken),
-        ("done", f"{_share(job)}: {job.done} of {job.all} {what}"),
-    ]
-    if job.erased:
-        pairs.append(("skipped", f"{job.erased} erased"))
-    if text := progress.describe_stopped(job):
-        pairs.append(("ended early", text))
-    return pairs
+    return run_operation(settings, replay_jobs.abort_job, job_id, actor=actor())

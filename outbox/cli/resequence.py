@@ -6,12 +6,26 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outbox.cli.common import actor, json_option, run_connected, settings_options
-from outbox.cli.output import count, emit_json
-from outbox.operations.resequence import resequence
+from outbox.cli.common import actor, prints, run_connected
+from outbox.cli.output import count
+from outbox.operations.resequence import Resequenced, resequence
 
 if TYPE_CHECKING:
     from outbox.config import Settings
+
+
+def _show(done: Resequenced) -> None:
+    if not done.batches:
+        click.echo("no committed event was skipped")
+    elif not done.events:
+        does = "would be corrected" if done.dry_run else "corrected"
+        batches = f"{done.batches} batch{'es' * (done.batches > 1)}"
+        click.echo(f"{batches} {does}: the skipped events have deliveries already")
+    else:
+        verb = "would be sequenced" if done.dry_run else "will be sequenced with the next batches"
+        ids = ", ".join(map(str, done.first_ids))
+        more = ", …" if done.events > len(done.first_ids) else ""
+        click.echo(f"{count(done.events, 'skipped event')} {verb}: {ids}{more}")
 
 
 @click.command(
@@ -22,9 +36,8 @@ Examples:
 """
 )
 @click.option("--dry-run", is_flag=True, help="Print what would be sequenced; change nothing.")
-@json_option
-@settings_options
-def command(settings: Settings, dry_run: bool, as_json: bool) -> None:
+@prints(_show)
+def command(settings: Settings, dry_run: bool) -> Resequenced:
     """Sequence committed events that were skipped.
 
     The relay skips an id that no transaction can still commit. An event with such an
@@ -33,23 +46,10 @@ def command(settings: Settings, dry_run: bool, as_json: bool) -> None:
     next batches sequence these events, after newer ones. Relays may keep running; they
     register again. An event that has deliveries is not sequenced again.
     """
-    done = run_connected(
+    return run_connected(
         settings,
         lambda connection: resequence(
             connection, settings.schema_name, actor=actor(), dry_run=dry_run
         ),
         long=True,
     )
-    if as_json:
-        emit_json(done)
-    elif not done.batches:
-        click.echo("no committed event was skipped")
-    elif not done.events:
-        does = "would be corrected" if dry_run else "corrected"
-        batches = f"{done.batches} batch{'es' * (done.batches > 1)}"
-        click.echo(f"{batches} {does}: the skipped events have deliveries already")
-    else:
-        verb = "would be sequenced" if dry_run else "will be sequenced with the next batches"
-        ids = ", ".join(map(str, done.first_ids))
-        more = ", …" if done.events > len(done.first_ids) else ""
-        click.echo(f"{count(done.events, 'skipped event')} {verb}: {ids}{more}")

@@ -10,19 +10,57 @@ from outbox.cli.common import (
     actor,
     duration_s,
     first_page,
-    json_option,
     limit_option,
+    prints,
     run_operation,
-    settings_options,
 )
 from outbox.cli.main import Group
-from outbox.cli.output import emit_json, emit_pairs, emit_table
+from outbox.cli.output import emit_pairs, emit_table
 from outbox.core.model.api_token import SCOPES, TokenSettings
 from outbox.operations import api_tokens
 from outbox.operations.rows import ID_MAX
 
 if TYPE_CHECKING:
     from outbox.config import Settings
+    from outbox.operations.api_tokens import NewToken, RevokedToken, TokenRow
+
+
+def _show_added(token: NewToken) -> None:
+    emit_pairs(
+        [
+            ("name", token.name),
+            ("scopes", token.scopes),
+            ("tenant", token.tenant),
+            ("expires", token.expires_at),
+            ("secret", token.secret),
+        ]
+    )
+    click.echo("Save the secret now; it is not shown again.", err=True)
+
+
+_COLUMNS = {
+    "id": "id",
+    "name": "name",
+    "state": "state",
+    "scopes": "scopes",
+    "tenant": "tenant",
+    "added": "created_at",
+    "by": "created_by",
+    "expires": "expires_at",
+    "last used": "last_used_at",
+}
+
+
+def _show_list(rows: list[TokenRow]) -> None:
+    emit_table(
+        list(_COLUMNS),
+        [[getattr(row, name) for name in _COLUMNS.values()] for row in rows],
+        "no tokens; add one with: outbox token add NAME --scope read",
+    )
+
+
+def _show_revoked(done: RevokedToken) -> None:
+    click.echo(f'revoked token "{done.revoked}"')
 
 
 @click.group("token", cls=Group)
@@ -70,35 +108,19 @@ is hidden.
     metavar="TIME",
     help="Lifetime: 12h, 90d; default: until it is revoked.",
 )
-@json_option
-@settings_options
+@prints(_show_added)
 def add(
     settings: Settings,
     name: str,
     scopes: tuple[Any, ...],
     tenant: str | None,
     expires_in_s: float | None,
-    as_json: bool,
-) -> None:
+) -> NewToken:
     """Create a token, and show its secret once."""
     token_settings = TokenSettings(
         name=name, scopes=scopes, tenant=tenant, expires_in_s=expires_in_s
     )
-
-    token = run_operation(settings, api_tokens.add_token, token_settings, actor=actor())
-    if as_json:
-        emit_json(token)
-        return
-    emit_pairs(
-        [
-            ("name", token.name),
-            ("scopes", token.scopes),
-            ("tenant", token.tenant),
-            ("expires", token.expires_at),
-            ("secret", token.secret),
-        ]
-    )
-    click.echo("Save the secret now; it is not shown again.", err=True)
+    return run_operation(settings, api_tokens.add_token, token_settings, actor=actor())
 
 
 @command.command(
@@ -114,35 +136,13 @@ Examples:
 @click.option(
     "--after", type=click.IntRange(0, ID_MAX), default=0, help="Only IDs above this (paging)."
 )
-@json_option
-@settings_options
-def list_(settings: Settings, revoked: bool, limit: int, after: int, as_json: bool) -> None:
+@prints(_show_list)
+def list_(settings: Settings, revoked: bool, limit: int, after: int) -> list[TokenRow]:
     """List tokens, oldest first; their secrets are not stored."""
     rows = run_operation(
         settings, api_tokens.list_tokens, revoked=revoked, limit=limit + 1, after=after
     )
-    rows = first_page(rows, limit, lambda row: row.id)
-    if as_json:
-        emit_json(rows)
-        return
-    emit_table(
-        ["id", "name", "state", "scopes", "tenant", "added", "by", "expires", "last used"],
-        [
-            (
-                r.id,
-                r.name,
-                r.state,
-                r.scopes,
-                r.tenant,
-                r.created_at,
-                r.created_by,
-                r.expires_at,
-                r.last_used_at,
-            )
-            for r in rows
-        ],
-        "no tokens; add one with: outbox token add NAME --scope read",
-    )
+    return first_page(rows, limit, lambda row: row.id)
 
 
 @command.command(
@@ -152,12 +152,7 @@ Example:
 """
 )
 @click.argument("name")
-@json_option
-@settings_options
-def revoke(settings: Settings, name: str, as_json: bool) -> None:
+@prints(_show_revoked)
+def revoke(settings: Settings, name: str) -> RevokedToken:
     """Revoke a token; every relay rejects it within two seconds."""
-    run_operation(settings, api_tokens.revoke_token, name, actor=actor())
-    if as_json:
-        emit_json({"revoked": name})
-    else:
-        click.echo(f'revoked token "{name}"')
+    return run_operation(settings, api_tokens.revoke_token, name, actor=actor())

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outbox.cli.common import json_option, run_operation, settings_options, warn
-from outbox.cli.output import cell, count, emit_json, emit_pairs, fold, style
+from outbox.cli.common import prints, run_operation, warn
+from outbox.cli.output import cell, count, emit_pairs, fold, style
 from outbox.core.model.text import safe
 from outbox.operations import trace
 from outbox.operations.event_trace import describe_unsent
@@ -18,10 +18,17 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from outbox.config import Settings
-    from outbox.operations.event_trace import EventTrace, TracedAttempt, TracedDelivery
+    from outbox.operations.event_trace import EventTrace, TracedAttempt, TracedDelivery, TraceReport
 
 EVENTS_MAX = 100
 HEADERS_SHOWN = ("x-request-id", "request-id", "x-correlation-id", "retry-after", "server")
+
+
+def _show_report(report: TraceReport) -> None:
+    for n, event_trace in enumerate(report.events):
+        if n:
+            click.echo()
+        _show(event_trace, report.found_by if len(report.events) == 1 else None)
 
 
 @click.command(
@@ -55,8 +62,7 @@ key (the newest events are shown), or an outbox id as printed by verify and doct
     help="With a key: only events before this one (paging).",
 )
 @click.option("--payload", is_flag=True, help="Also show payloads.")
-@json_option
-@settings_options
+@prints(_show_report)
 def command(
     settings: Settings,
     id: str,  # noqa: A002 (click's name for it)
@@ -64,8 +70,7 @@ def command(
     limit: int,
     before: int,
     payload: bool,
-    as_json: bool,
-) -> None:
+) -> TraceReport:
     """Trace an event from its transaction to its receivers.
 
     Shows publication, sequencing, each attempt with its response, dead letters and
@@ -81,16 +86,9 @@ def command(
         below=before,
         payload=payload,
     )
-    traces = report.events
     if report.more:
-        warn(f"older events exist; next page: --before {traces[-1].event.outbox_id}")
-    if as_json:
-        emit_json(report)
-        return
-    for n, event_trace in enumerate(traces):
-        if n:
-            click.echo()
-        _show(event_trace, report.found_by if len(traces) == 1 else None)
+        warn(f"older events exist; next page: --before {report.events[-1].event.outbox_id}")
+    return report
 
 
 def _show(event_trace: EventTrace, found_by: str | None) -> None:

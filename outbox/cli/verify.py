@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outbox.cli.common import json_option, run_connected, settings_options
-from outbox.cli.output import count, emit_json, emit_table
+from outbox.cli.common import prints, run_connected
+from outbox.cli.output import count, emit_table
 from outbox.core.model.text import safe
 from outbox.operations.verify.audit import run_audit
 from outbox.operations.verify.guarantees import CHECKS
@@ -19,41 +19,6 @@ if TYPE_CHECKING:
 
     from outbox.config import Settings
     from outbox.operations.verify.audit import VerifyReport
-
-
-@click.command(
-    epilog="""\b
-Examples:
-  outbox verify
-  outbox verify --json | jq .violations
-
-Exit code 1 means that a guarantee is violated. The command reads all retained rows in
-one snapshot; relays and producers may keep running.
-"""
-)
-@json_option
-@settings_options
-def command(settings: Settings, as_json: bool) -> None:
-    """Check the tables for lost, duplicate and misordered events."""
-
-    with _spinner(as_json):
-        report = run_connected(
-            settings, lambda connection: run_audit(connection, settings.schema_name), long=True
-        )
-    if as_json:
-        emit_json(report)
-    else:
-        _show(report)
-    if report.violations:
-        raise click.exceptions.Exit(1)
-
-
-def _spinner(as_json: bool) -> AbstractContextManager[Any]:
-    if as_json or not sys.stderr.isatty():
-        return nullcontext()
-    from rich.console import Console
-
-    return Console(stderr=True).status(f"running {count(len(CHECKS), 'check')} …")
 
 
 def _show(audit: VerifyReport) -> None:
@@ -73,3 +38,30 @@ def _show(audit: VerifyReport) -> None:
     violations = audit.violations
     summary = "no violations" if not violations else count(violations, "violation")
     click.echo(f"\n{summary}; checked {checked} in {audit.seconds:.1f} s")
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  outbox verify
+  outbox verify --json | jq .violations
+
+Exit code 1 means that a guarantee is violated. The command reads all retained rows in
+one snapshot; relays and producers may keep running.
+"""
+)
+@prints(_show, failed=lambda report: report.violations)
+def command(settings: Settings) -> VerifyReport:
+    """Check the tables for lost, duplicate and misordered events."""
+    with _spinner():
+        return run_connected(
+            settings, lambda connection: run_audit(connection, settings.schema_name), long=True
+        )
+
+
+def _spinner() -> AbstractContextManager[Any]:
+    if not sys.stderr.isatty():
+        return nullcontext()
+    from rich.console import Console
+
+    return Console(stderr=True).status(f"running {count(len(CHECKS), 'check')} …")

@@ -124,6 +124,14 @@ class NewToken:
     expires_at: datetime | None
 
 
+@dataclass(frozen=True, slots=True)
+class RevokedToken:
+    """A revoked token."""
+
+    revoked: str
+    """Its name."""
+
+
 async def add_token(
     connection: Connection[Any], schema: str, settings: TokenSettings, *, actor: str
 ) -> NewToken:
@@ -190,21 +198,24 @@ async def list_tokens(
     return [_token(row) for row in rows]
 
 
-async def revoke_token(connection: Connection[Any], schema: str, name: str, *, actor: str) -> None:
+async def revoke_token(
+    connection: Connection[Any], schema: str, name: str, *, actor: str
+) -> RevokedToken:
     """Revoke a token; its name can be reused.
 
     Raises:
         NotFound: no live token has this name.
     """
 
-    async def plan(change: Change) -> None:
+    async def plan(change: Change) -> RevokedToken:
         named = await change.db.fetchrow(FIND_NAME, name)
         if named is None:
             raise NotFound(f'there is no token "{name}"; see: outbox token list')
         change.write(REVOKE_TOKEN, named["id"], actor)
         change.journal("token_revoked", None, {"name": name})
+        return RevokedToken(name)
 
-    await make_change(connection, schema, actor, plan, routing=False)
+    return await make_change(connection, schema, actor, plan, routing=False)
 
 
 async def find_token(connection: Connection[Any], schema: str, secret: str) -> TokenRow | None:

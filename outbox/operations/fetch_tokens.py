@@ -101,6 +101,14 @@ class FetchToken:
 
 
 @dataclass(frozen=True, slots=True)
+class RevokedFetchTokens:
+    """The number of fetch tokens of an endpoint that were revoked."""
+
+    name: str
+    revoked: int
+
+
+@dataclass(frozen=True, slots=True)
 class Fetcher:
     """The endpoint that a fetch token belongs to."""
 
@@ -137,21 +145,21 @@ async def add_fetch_token(
 
 async def revoke_fetch_tokens(
     connection: Connection[Any], schema: str, name: str, *, actor: str
-) -> int:
-    """Revoke all fetch tokens of an endpoint; returns their number.
+) -> RevokedFetchTokens:
+    """Revoke all fetch tokens of an endpoint.
 
     Raises:
         NotFound: there is no endpoint of that name.
     """
 
-    async def plan(change: Change) -> int:
+    async def plan(change: Change) -> RevokedFetchTokens:
         endpoint = await find_endpoint(change, name)
         tokens: int = await change.db.fetchval(COUNT_TOKENS, endpoint.id)
         if tokens:
             change.write(LOCK_ENDPOINT, endpoint.id)
             change.write(REVOKE_TOKENS, endpoint.id, tokens)
             change.journal("fetch_tokens_revoked", endpoint.id, {"name": name, "tokens": tokens})
-        return tokens
+        return RevokedFetchTokens(name, tokens)
 
     return await make_change(connection, schema, actor, plan, routing=False)
 

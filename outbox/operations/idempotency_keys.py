@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from outbox.errors import NotFound
+from outbox.operations.criteria import absolute_time, read_now
 from outbox.operations.rows import from_row
 from outbox.store.change import make_change
 from outbox.store.connection.connect import map_errors
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
+    from outbox.operations.criteria import When
     from outbox.store.change import Change
 
 IdempotencyKeyState = Literal["held", "expired", "claimed-without-event"]
@@ -102,13 +104,22 @@ class IdempotencyKey(IdempotencyKeyRow):
     """None: there is no event, or retention dropped it."""
 
 
+@dataclass(frozen=True, slots=True)
+class ResetKey:
+    """Result of resetting an idempotency key."""
+
+    key: str
+    reset: bool
+    """False: it was free already."""
+
+
 async def list_keys(
     connection: Connection[Any],
     schema: str,
     *,
     prefix: str = "",
-    since: datetime | None = None,
-    until: datetime | None = None,
+    since: When | None = None,
+    until: When | None = None,
     state: IdempotencyKeyState | None = None,
     limit: int = 100,
     after: str = "",
@@ -124,8 +135,10 @@ async def list_keys(
         async with connection.transaction(isolation="read_committed", readonly=True):
             # A custom plan per query: the best index depends on the parameters.
             await connection.execute("SET LOCAL plan_cache_mode = force_custom_plan")
+            now = await read_now(connection)
+            claimed = absolute_time(since, now), absolute_time(until, now)
             rows = await connection.fetch(
-                LIST_KEYS, after, prefix, _prefix_end(prefix), since, until, state, limit
+                LIST_KEYS, after, prefix, _prefix_end(prefix), *claimed, state, limit
             )
     return [from_row(IdempotencyKeyRow, row) for row in rows]
 
@@ -147,28 +160,25 @@ async def get_key(connection: Connection[Any], schema: str, key: str) -> Idempot
     return from_row(IdempotencyKey, row, type=of_type)
 
 
-async def reset_key(connection: Connection[Any], schema: str, key: str, *, actor: str) -> bool:
+async def reset_key(connection: Connection[Any], schema: str, key: str, *, actor: str) -> ResetKey:
     """Reset an idempotency key, so that the next publish with it succeeds.
-
-    Returns:
-        False: the key had expired already.
 
     Raises:
         NotFound: the key was never claimed.
     """
 
-    async def plan(change: Change) -> bool:
+    async def plan(change: Change) -> ResetKey:
         row = await change.db.fetchrow(GET_KEY, _validate_key(key))
         if row is None:
             raise _key_not_found(key)
         if row["state"] == "expired":
-            return False
+            return ResetKey(key, reset=False)
         change.write(RESET_KEY, key, row["claimed_at"])
         event = row["event_id"] and str(row["event_id"])
         change.journal(
             "once_reset", None, {"key": key, "event": event, "claimed_at": row["claimed_at"]}
         )
-        return True
+        return ResetKey(key, reset=True)
 
     return await make_change(connection, schema, actor, plan, routing=False)
 

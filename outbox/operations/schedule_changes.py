@@ -10,6 +10,7 @@ paused are skipped.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -84,6 +85,21 @@ UPDATE schedule
 REMOVE = WriteStatement("remove_schedules", "DELETE FROM schedule WHERE name = ANY ($1)")
 
 _COLUMNS = ("name", "cron", "timezone", "tenant", "type", "key", "misfire", "grace_s", "overlap")
+
+
+@dataclass(frozen=True, slots=True)
+class RemovedSchedule:
+    """A removed schedule."""
+
+    removed: str
+    """Its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleRun:
+    """The event that a run has published."""
+
+    id: UUID
 
 
 async def add_schedule(
@@ -165,28 +181,29 @@ async def resume_schedules(
 
 async def remove_schedules(
     connection: Connection[Any], schema: str, names: Sequence[str], *, actor: str
-) -> None:
+) -> list[RemovedSchedule]:
     """Remove schedules; published events are kept.
 
     Raises:
         NotFound: no schedule has this name; nothing was changed.
     """
 
-    async def plan(change: Change) -> None:
+    async def plan(change: Change) -> list[RemovedSchedule]:
         rows = await _find(change, names)
         _require_unchanged(change, rows)
         change.write(REMOVE, [row["name"] for row in rows])
         for row in rows:
             details = {"cron": row["cron"], "timezone": row["timezone"], "type": row["type"]}
             _journal(change, "removed", row["name"], details)
+        return [RemovedSchedule(name) for name in dict.fromkeys(names)]
 
-    await make_change(connection, schema, actor, plan, routing=False)
+    return await make_change(connection, schema, actor, plan, routing=False)
 
 
 async def run_schedule_now(
     connection: Connection[Any], schema: str, name: str, *, actor: str
-) -> UUID:
-    """Publish a schedule's event at once, in any state; returns the event's id.
+) -> ScheduleRun:
+    """Publish a schedule's event at once, in any state.
 
     Scheduled runs do not change; with overlap `wait` the next one waits for this run.
 
@@ -194,13 +211,13 @@ async def run_schedule_now(
         NotFound: no schedule has this name.
     """
 
-    async def plan(change: Change) -> UUID:
+    async def plan(change: Change) -> ScheduleRun:
         rows, event_id = await _find(change, [name]), uuid4()
         now = await change.db.fetchval(READ_NOW)
         _require_unchanged(change, rows)
         change.write(PUBLISH_RUNS, [rows[0]["id"]], [now], event_id)
         _journal(change, "run", name, {"event": str(event_id)})
-        return event_id
+        return ScheduleRun(event_id)
 
     return await make_change(connection, schema, actor, plan, routing=False)
 

@@ -119,7 +119,8 @@ async def test_a_fetch_token_is_for_one_endpoint_and_can_be_revoked(
             client.token = old
             await client.get(path, status=401)
         client.token = await token_of(db)
-        assert await fetch_tokens.revoke_fetch_tokens(db, "relay", "shop", actor="test") == 1
+        done = await fetch_tokens.revoke_fetch_tokens(db, "relay", "shop", actor="test")
+        assert done.revoked == 1
         await client.get(path, status=401)
         client.token = await token_of(db)
         await endpoint_removal.remove_endpoint(db, "relay", "shop", dead_letter=True, actor="test")

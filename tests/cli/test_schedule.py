@@ -101,6 +101,8 @@ def test_a_schedule_is_paused_resumed_and_removed(here: Command) -> None:
     gone = here("schedule", "run-now", "nightly")
     assert gone.code == 2
     assert gone.error == 'there is no schedule "nightly"; see: outbox schedule list'
+    here(*NIGHTLY)
+    assert here("schedule", "remove", "nightly", "--json").json == [{"removed": "nightly"}]
 
 
 def test_a_schedule_that_waits_for_its_last_run_is_shown_as_such(

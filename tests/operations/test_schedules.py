@@ -121,8 +121,10 @@ async def test_a_manual_run_does_not_change_the_schedule(db: Connection[Any]) ->
     await add_schedule(db)
     await schedule_changes.pause_schedules(db, "relay", ["daily"], actor="test")
     before = await schedules.get_schedule(db, "relay", "daily")
-    first = await schedule_changes.run_schedule_now(db, "relay", "daily", actor="anna")
-    second = await schedule_changes.run_schedule_now(db, "relay", "daily", actor="anna")
+    first, second = [
+        (await schedule_changes.run_schedule_now(db, "relay", "daily", actor="anna")).id
+        for _ in range(2)
+    ]
     assert first != second
     after = await schedules.get_schedule(db, "relay", "daily")
     assert (after.state, after.next_at) == (before.state, before.next_at)

@@ -7,10 +7,9 @@ from typing import IO, TYPE_CHECKING
 
 import click
 
-from outbox.cli.common import actor, json_option, run_operation, settings_options
+from outbox.cli.common import actor, prints, run_operation
 from outbox.cli.endpoint.group import command
 from outbox.cli.endpoint.options import file_name, read_text
-from outbox.cli.output import emit_json
 from outbox.core.model.text import safe
 from outbox.errors import UsageError
 from outbox.operations.endpoint_certificate import set_identity
@@ -18,6 +17,17 @@ from outbox.store.connection.secrets import Vault
 
 if TYPE_CHECKING:
     from outbox.config import Settings
+    from outbox.operations.endpoint_certificate import CertificateChange
+
+
+def _show(done: CertificateChange) -> None:
+    if done.certificate is None:
+        click.echo(f'removed the client certificate of endpoint "{done.name}"')
+        return
+    from outbox.destinations.http.tls import CertificateInfo
+
+    about = CertificateInfo(**done.certificate)
+    click.echo(safe(f'set the client certificate of endpoint "{done.name}": {about}'))
 
 
 @command.command(
@@ -33,11 +43,10 @@ To set the CA that the relay trusts: outbox endpoint update --ca
 @click.argument("name")
 @click.argument("file", type=click.File(), required=False)
 @click.option("--remove", is_flag=True, help="Remove the client certificate.")
-@json_option
-@settings_options
+@prints(_show)
 def certificate(
-    settings: Settings, name: str, file: IO[str] | None, remove: bool, as_json: bool
-) -> None:
+    settings: Settings, name: str, file: IO[str] | None, remove: bool
+) -> CertificateChange:
     """Set the client certificate for an endpoint (mutual TLS).
 
     FILE is PEM: the certificate, its intermediate certificates, and the private key
@@ -57,7 +66,7 @@ def certificate(
             reason = str(error).removeprefix("identity: ")
             raise UsageError(f"FILE: {file_name(file)}: {reason}") from None
 
-    done = run_operation(
+    return run_operation(
         settings,
         set_identity,
         name,
@@ -66,9 +75,3 @@ def certificate(
         actor=actor(),
         vault=vault,
     )
-    if as_json:
-        emit_json(done)
-    elif about is None:
-        click.echo(f'removed the client certificate of endpoint "{name}"')
-    else:
-        click.echo(safe(f'set the client certificate of endpoint "{name}": {about}'))

@@ -8,15 +8,15 @@ import click
 
 from outbox.cli.common import (
     actor,
-    json_option,
+    prints,
     run_operation,
-    settings_options,
     warn,
     warn_about_networks,
 )
 from outbox.cli.endpoint.group import command
 from outbox.cli.endpoint.options import Command, edit_options, new_options
-from outbox.cli.output import count, emit_json, emit_pairs, print_changed
+from outbox.cli.output import count, emit_pairs, print_changed
+from outbox.core.delivery.ed25519 import PUBLIC_PREFIX
 from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.destinations.http.egress import plain_http_warning
 from outbox.destinations.http.endpoint_validation import (
@@ -31,6 +31,32 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from outbox.config import Settings
+    from outbox.operations.endpoint_changes import NewEndpoint, Updated
+
+
+def _show_added(added: NewEndpoint) -> None:
+    is_public = added.secret.startswith(PUBLIC_PREFIX)
+    emit_pairs(
+        [
+            ("id", added.id),
+            ("name", added.name),
+            ("url", added.url),
+            ("types", added.types),
+            ("lanes", added.lanes),
+            ("public key" if is_public else "secret", added.secret),
+        ]
+    )
+    if not is_public:
+        click.echo("Save the secret now; it is not shown again.", err=True)
+
+
+def _show_updated(done: Updated) -> None:
+    if not done.changed:
+        click.echo(f'endpoint "{done.name}" already has these settings; nothing was changed')
+    else:
+        old_name = done.changed.get("name", (done.name,))[0]
+        click.echo(f'updated endpoint "{old_name}"')
+        print_changed(done.changed, indent=2)
 
 
 @command.command(
@@ -52,16 +78,10 @@ Examples:
     is_flag=True,
     help="Sign with an Ed25519 key, and show its public key, instead of a shared secret.",
 )
-@json_option
-@settings_options
+@prints(_show_added)
 def add(
-    settings: Settings,
-    name: str,
-    url: str,
-    given: dict[str, Any],
-    ed25519: bool,
-    as_json: bool,
-) -> None:
+    settings: Settings, name: str, url: str, given: dict[str, Any], ed25519: bool
+) -> NewEndpoint:
     """Add an endpoint, and show its signing secret once.
 
     The endpoint receives events published from now on. Without a running relay, it
@@ -79,19 +99,6 @@ def add(
         vault=vault,
         ed25519=ed25519,
     )
-    if as_json:
-        emit_json(added)
-    else:
-        emit_pairs(
-            [
-                ("id", added.id),
-                ("name", added.name),
-                ("url", added.url),
-                ("types", added.types),
-                ("lanes", added.lanes),
-                ("public key" if ed25519 else "secret", added.secret),
-            ]
-        )
     warn_about_networks("--allow-network", endpoint_settings.allow_networks)
     if (reason := plain_http_warning(url)) is not None:
         warn(reason)
@@ -106,8 +113,7 @@ def add(
             f"{count(added.waiting, 'event')} {verb} not sequenced yet; "
             "this endpoint also receives those that match"
         )
-    if not (as_json or ed25519):
-        click.echo("Save the secret now; it is not shown again.", err=True)
+    return added
 
 
 @command.command(
@@ -122,14 +128,10 @@ Examples:
 )
 @click.argument("name")
 @edit_options
-@json_option
-@settings_options
+@prints(_show_updated)
 def update(
-    settings: Settings,
-    name: str,
-    edit: Callable[[EndpointSettings], EndpointSettings],
-    as_json: bool,
-) -> None:
+    settings: Settings, name: str, edit: Callable[[EndpointSettings], EndpointSettings]
+) -> Updated:
     """Change an endpoint; omitted settings stay.
 
     Subscription changes apply to new events; pending deliveries are still sent. All
@@ -149,10 +151,4 @@ def update(
         settings, endpoint_changes.update_endpoint, name, edited, actor=actor(), vault=vault
     )
     warn_about_networks("--allow-network", opened)
-    if as_json:
-        emit_json(done)
-    elif not done.changed:
-        click.echo(f'endpoint "{name}" already has these settings; nothing was changed')
-    else:
-        click.echo(f'updated endpoint "{name}"')
-        print_changed(done.changed, indent=2)
+    return done

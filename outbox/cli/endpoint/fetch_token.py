@@ -6,14 +6,24 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outbox.cli.common import actor, json_option, run_operation, settings_options
+from outbox.cli.common import actor, prints, run_operation
 from outbox.cli.endpoint.group import command
 from outbox.cli.endpoint.options import overlap_s
-from outbox.cli.output import cell, count, emit_json, emit_pairs
+from outbox.cli.output import cell, count, emit_pairs
 from outbox.operations import fetch_tokens
+from outbox.operations.fetch_tokens import FetchToken, RevokedFetchTokens
 
 if TYPE_CHECKING:
     from outbox.config import Settings
+
+
+def _show(done: FetchToken | RevokedFetchTokens) -> None:
+    if isinstance(done, RevokedFetchTokens):
+        click.echo(f'revoked {count(done.revoked, "fetch token")} of endpoint "{done.name}"')
+        return
+    old = "revoked" if done.old_until is None else f"valid until {cell(done.old_until)}"
+    emit_pairs([("name", done.name), ("token", done.token), ("old tokens", old)])
+    click.echo("Save the token now; it is not shown again.", err=True)
 
 
 @command.command(
@@ -34,29 +44,18 @@ Examples:
     help="How long old tokens stay valid; 0: not at all.",
 )
 @click.option("--revoke", is_flag=True, help="Revoke all fetch tokens of the endpoint.")
-@json_option
-@settings_options
-def fetch_token(settings: Settings, name: str, overlap: str, revoke: bool, as_json: bool) -> None:
+@prints(_show)
+def fetch_token(
+    settings: Settings, name: str, overlap: str, revoke: bool
+) -> FetchToken | RevokedFetchTokens:
     """Create a fetch token for an endpoint's receiver, and show it once.
 
     With the token the receiver fetches missing events from `outbox relay --receivers`.
     The token gives access to this endpoint's deliveries only, and cannot sign.
     """
     kept_s = overlap_s(overlap)
-
     if revoke:
-        ended = run_operation(settings, fetch_tokens.revoke_fetch_tokens, name, actor=actor())
-        if as_json:
-            emit_json({"name": name, "revoked": ended})
-        else:
-            click.echo(f'revoked {count(ended, "fetch token")} of endpoint "{name}"')
-        return
-    added = run_operation(
+        return run_operation(settings, fetch_tokens.revoke_fetch_tokens, name, actor=actor())
+    return run_operation(
         settings, fetch_tokens.add_fetch_token, name, actor=actor(), overlap_s=kept_s
     )
-    if as_json:
-        emit_json(added)
-        return
-    old = "revoked" if added.old_until is None else f"valid until {cell(added.old_until)}"
-    emit_pairs([("name", added.name), ("token", added.token), ("old tokens", old)])
-    click.echo("Save the token now; it is not shown again.", err=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,6 +10,7 @@ import click
 from outbox.cli.common import actor, json_option, run_connected, settings_options
 from outbox.cli.endpoint.group import command
 from outbox.cli.output import count, emit_json
+from outbox.cli.progress import confirm, require_terminal
 from outbox.errors import UsageError
 from outbox.operations import endpoint_removal
 from outbox.operations.endpoint_removal import StillPending
@@ -83,13 +83,11 @@ async def _remove_or_confirm(
             connection, schema, name, actor=actor(), dead_letter=dead_letter
         )
     except StillPending as still:
-        if not (sys.stdin.isatty() and sys.stderr.isatty()):
-            raise UsageError(f"{still} (--wait, or --dead-letter)") from None
-        question = (
-            f'endpoint "{name}" has {count(still.pending, "pending delivery")}; dead-letter all?'
+        require_terminal(f"{still} (--wait, or --dead-letter)")
+        confirm(
+            f'endpoint "{name}" has {count(still.pending, "pending delivery")}; dead-letter all?',
+            "nothing was changed; --wait delivers the backlog first",
         )
-        if not click.confirm(question, err=True):
-            raise UsageError("nothing was changed; --wait delivers the backlog first") from None
     return await endpoint_removal.remove_endpoint(
         connection, schema, name, actor=actor(), dead_letter=True
     )

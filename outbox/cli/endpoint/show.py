@@ -12,9 +12,9 @@ from outbox.cli.common import (
     first_page,
     json_option,
     limit_option,
+    prints,
     run_connected,
     run_operation,
-    settings_options,
 )
 from outbox.cli.endpoint.group import command
 from outbox.cli.output import cell, count, emit_json, emit_pairs, emit_table
@@ -35,25 +35,7 @@ if TYPE_CHECKING:
 PAGE = 500
 
 
-@command.command(
-    "list",
-    epilog="""\b
-Examples:
-  outbox endpoint list
-  outbox endpoint list --limit 10 --after billing --json
-""",
-)
-@limit_option
-@click.option("--after", metavar="NAME", help="Only names after this one, in byte order (paging).")
-@json_option
-@settings_options
-def list_(settings: Settings, limit: int, after: str | None, as_json: bool) -> None:
-    """List endpoints by name."""
-    rows = run_operation(settings, endpoints.list_endpoints, limit=limit + 1, after=after)
-    rows = first_page(rows, limit, lambda row: row.name)
-    if as_json:
-        emit_json(rows)
-        return
+def _show_list(rows: list[EndpointRow]) -> None:
     emit_table(
         ["name", "url", "types", "tenant", "lanes", "state", "pending", "dead letters"],
         [
@@ -61,7 +43,7 @@ def list_(settings: Settings, limit: int, after: str | None, as_json: bool) -> N
                 r.name,
                 r.url,
                 r.types,
-                _tenant(r),
+                "(all)" if r.all_tenants else r.tenant,
                 r.lanes,
                 describe_condition(r.condition, r.failing_lanes, r.lanes),
                 r.pending,
@@ -73,21 +55,7 @@ def list_(settings: Settings, limit: int, after: str | None, as_json: bool) -> N
     )
 
 
-@command.command(
-    epilog="""\b
-Example:
-  outbox endpoint show billing
-"""
-)
-@click.argument("name")
-@json_option
-@settings_options
-def show(settings: Settings, name: str, as_json: bool) -> None:
-    """Show an endpoint with its health, its lanes and its ownership history."""
-    detail = run_operation(settings, endpoints.get_endpoint, name)
-    if as_json:
-        emit_json(detail)
-        return
+def _show(detail: EndpointDetail) -> None:
     emit_pairs(_state_pairs(detail), _setting_pairs(detail))
     click.echo()
     emit_table(
@@ -130,22 +98,56 @@ def show(settings: Settings, name: str, as_json: bool) -> None:
         )
 
 
+def _show_export(document: dict[str, Any]) -> None:
+    import yaml
+
+    click.echo(yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=100), nl=False)
+
+
+@command.command(
+    "list",
+    epilog="""\b
+Examples:
+  outbox endpoint list
+  outbox endpoint list --limit 10 --after billing --json
+""",
+)
+@limit_option
+@click.option("--after", metavar="NAME", help="Only names after this one, in byte order (paging).")
+@prints(_show_list)
+def list_(settings: Settings, limit: int, after: str | None) -> list[EndpointRow]:
+    """List endpoints by name."""
+    rows = run_operation(settings, endpoints.list_endpoints, limit=limit + 1, after=after)
+    return first_page(rows, limit, lambda row: row.name)
+
+
+@command.command(
+    epilog="""\b
+Example:
+  outbox endpoint show billing
+"""
+)
+@click.argument("name")
+@prints(_show)
+def show(settings: Settings, name: str) -> EndpointDetail:
+    """Show an endpoint with its health, its lanes and its ownership history."""
+    return run_operation(settings, endpoints.get_endpoint, name)
+
+
 @command.command(
     epilog="""\b
 Example:
   outbox endpoint export > endpoints.yaml
 """
 )
-@json_option
-@settings_options
-def export(settings: Settings, as_json: bool) -> None:
+@prints(_show_export)
+def export(settings: Settings) -> dict[str, Any]:
     """Export all endpoints as a file for `outbox apply`.
 
     The file contains ids, so endpoints can be renamed in it. It contains no secrets:
     header values are omitted, and `outbox apply` keeps the stored ones. Add the values
     for new endpoints.
     """
-    import yaml
 
     async def read_all(connection: Connection[Any]) -> list[dict[str, Any]]:
         declared: list[dict[str, Any]] = []
@@ -159,13 +161,7 @@ def export(settings: Settings, as_json: bool) -> None:
             after = rows[-1][1].name
         return declared
 
-    document = {"endpoints": run_connected(settings, read_all)}
-    if as_json:
-        emit_json(document)
-    else:
-        click.echo(
-            yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=100), nl=False
-        )
+    return {"endpoints": run_connected(settings, read_all)}
 
 
 @command.command(
@@ -300,7 +296,3 @@ def _kept(detail: EndpointDetail) -> str:
     if any(s.key_id is None for s in detail.secrets):
         return "in clear" if not keys else f"some in clear, some encrypted with {' '.join(keys)}"
     return f"encrypted with the key {' '.join(keys)}"
-
-
-def _tenant(row: EndpointRow) -> str | None:
-    return "(all)" if row.all_tenants else row.tenant

@@ -6,14 +6,26 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outbox.cli.common import actor, duration_s, json_option, run_operation, settings_options
-from outbox.cli.output import clock_time, emit_json
+from outbox.cli.common import actor, duration_s, prints, run_operation
+from outbox.cli.output import clock_time
 from outbox.cli.publish import parse_headers, read_payload
 from outbox.cli.schedule.group import command
 from outbox.operations import schedule_changes
 
 if TYPE_CHECKING:
     from outbox.config import Settings
+    from outbox.operations.schedules import Schedule
+
+
+def _show_added(schedule: Schedule) -> None:
+    name = schedule.name
+    if not schedule.next_runs:
+        click.echo(
+            f'schedule "{name}" is still paused; resume it with: outbox schedule resume {name}'
+        )
+        return
+    first, *later = map(clock_time, schedule.next_runs)
+    click.echo(f'schedule "{name}" runs at {first}, then at {", ".join(later)}')
 
 
 @command.command(
@@ -85,8 +97,7 @@ Missed runs, whose time passed while no relay was running (--misfire):
     help="wait: a run starts after the previous one was delivered or dead-lettered.",
 )
 @click.option("--replace", is_flag=True, help="Replace an existing schedule of this name.")
-@json_option
-@settings_options
+@prints(_show_added)
 def add(
     settings: Settings,
     name: str,
@@ -101,8 +112,7 @@ def add(
     grace: float,
     overlap: Any,
     replace: bool,
-    as_json: bool,
-) -> None:
+) -> Schedule:
     """Publish an event of --type on the schedule CRON."""
     from outbox.core.schedules.schedule import ScheduleSettings
 
@@ -119,18 +129,6 @@ def add(
         grace_s=grace,
         overlap=overlap,
     )
-
-    added = run_operation(
+    return run_operation(
         settings, schedule_changes.add_schedule, schedule_settings, actor=actor(), replace=replace
     )
-    if as_json:
-        emit_json(added)
-        return
-    runs = added.next_runs
-    if not runs:
-        click.echo(
-            f'schedule "{name}" is still paused; resume it with: outbox schedule resume {name}'
-        )
-        return
-    first, *later = map(clock_time, runs)
-    click.echo(f'schedule "{name}" runs at {first}, then at {", ".join(later)}')

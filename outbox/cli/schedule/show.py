@@ -8,13 +8,12 @@ import click
 
 from outbox.cli.common import (
     first_page,
-    json_option,
     limit_option,
+    prints,
     run_connected,
     run_operation,
-    settings_options,
 )
-from outbox.cli.output import age, clock_time, count, emit_json, emit_pairs, emit_table
+from outbox.cli.output import age, clock_time, count, emit_pairs, emit_table
 from outbox.cli.schedule.group import command
 from outbox.core.model import duration
 from outbox.operations import schedules
@@ -28,57 +27,16 @@ if TYPE_CHECKING:
 _COLUMNS = ("name", "cron", "zone", "type", "state", "next run", "in", "last run")
 
 
-@command.command(
-    "list",
-    epilog="""\b
-Examples:
-  outbox schedule list
-  outbox schedule list --json | jq '.schedules[] | select(.state == "paused")'
-""",
-)
-@limit_option
-@click.option("--after", metavar="NAME", help="Only names after this one, in byte order (paging).")
-@json_option
-@settings_options
-def list_(settings: Settings, limit: int, after: str | None, as_json: bool) -> None:
-    """List schedules by name, and count delayed events.
-
-    Delayed events are published with outbox publish --at.
-    """
-
-    async def read_page(connection: Connection[Any]) -> tuple[list[ListedSchedule], FutureEvents]:
-        schema = settings.schema_name
-        rows = await schedules.list_schedules(connection, schema, limit=limit + 1, after=after)
-        return rows, await schedules.count_future_events(connection, schema)
-
-    rows, future = run_connected(settings, read_page)
-    rows = first_page(rows, limit, lambda row: row.name)
-    if as_json:
-        emit_json({"schedules": rows, "future_events": future})
-        return
+def _show_list(listing: dict[str, Any]) -> None:
     emit_table(
         _COLUMNS,
-        [_row(row) for row in rows],
+        [_row(row) for row in listing["schedules"]],
         "no schedules; add one with: outbox schedule add NAME CRON --type TYPE",
     )
-    click.echo(_waiting(future))
+    click.echo(_waiting(listing["future_events"]))
 
 
-@command.command(
-    epilog="""\b
-Example:
-  outbox schedule show nightly
-"""
-)
-@click.argument("name")
-@json_option
-@settings_options
-def show(settings: Settings, name: str, as_json: bool) -> None:
-    """Show a schedule with its event and its next runs."""
-    schedule = run_operation(settings, schedules.get_schedule, name)
-    if as_json:
-        emit_json(schedule)
-        return
+def _show(schedule: Schedule) -> None:
     paused = None if schedule.state == "active" else schedule
     emit_pairs(
         [
@@ -102,6 +60,46 @@ def show(settings: Settings, name: str, as_json: bool) -> None:
             ("added", schedule.created_at),
         ]
     )
+
+
+@command.command(
+    "list",
+    epilog="""\b
+Examples:
+  outbox schedule list
+  outbox schedule list --json | jq '.schedules[] | select(.state == "paused")'
+""",
+)
+@limit_option
+@click.option("--after", metavar="NAME", help="Only names after this one, in byte order (paging).")
+@prints(_show_list)
+def list_(settings: Settings, limit: int, after: str | None) -> dict[str, Any]:
+    """List schedules by name, and count delayed events.
+
+    Delayed events are published with outbox publish --at.
+    """
+
+    async def read_page(connection: Connection[Any]) -> tuple[list[ListedSchedule], FutureEvents]:
+        schema = settings.schema_name
+        rows = await schedules.list_schedules(connection, schema, limit=limit + 1, after=after)
+        return rows, await schedules.count_future_events(connection, schema)
+
+    rows, future = run_connected(settings, read_page)
+    rows = first_page(rows, limit, lambda row: row.name)
+    return {"schedules": rows, "future_events": future}
+
+
+@command.command(
+    epilog="""\b
+Example:
+  outbox schedule show nightly
+"""
+)
+@click.argument("name")
+@prints(_show)
+def show(settings: Settings, name: str) -> Schedule:
+    """Show a schedule with its event and its next runs."""
+    return run_operation(settings, schedules.get_schedule, name)
 
 
 def _row(schedule: ListedSchedule) -> tuple[Any, ...]:

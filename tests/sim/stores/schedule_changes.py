@@ -10,6 +10,7 @@ import orjson
 
 from outbox.core.schedules.cron import Cron
 from outbox.errors import Conflict, NotFound
+from outbox.operations.schedule_changes import ScheduleRun
 from outbox.operations.schedules import Schedule, next_runs
 from tests.sim.database.engine import EXCLUSIVE, Wait, abort_unless
 from tests.sim.stores.change import make_change_and_read
@@ -77,7 +78,9 @@ async def resume_schedules(
     return await _set_states(connection, schema, names, "active", "resumed", actor, comment)
 
 
-async def run_schedule_now(connection: Connection, schema: str, name: str, *, actor: str) -> UUID:
+async def run_schedule_now(
+    connection: Connection, schema: str, name: str, *, actor: str
+) -> ScheduleRun:
     async def plan(change: Change) -> str:
         rows = await _find(change, [name])
         now = await change.db.call(read_now)
@@ -86,10 +89,9 @@ async def run_schedule_now(connection: Connection, schema: str, name: str, *, ac
         change.journal("schedule_run", None, {"name": name})
         return name
 
-    async def read_back(db: Connection, _: UUID, name: str) -> UUID:
+    async def read_back(db: Connection, _: UUID, name: str) -> ScheduleRun:
         # The real plan chooses the id; here it is that of the row, for the checkers.
-        event_id: UUID = (await db.call(read_schedule, name))["last_event_id"]
-        return event_id
+        return ScheduleRun((await db.call(read_schedule, name))["last_event_id"])
 
     return await make_change_and_read(connection, schema, actor, plan, read_back, routing=False)
 
