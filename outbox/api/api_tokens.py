@@ -46,10 +46,10 @@ async def _list(call: Call[TokensQuery, None]) -> Page[TokenRow]:
     rows = await call.run(
         api_tokens.list_tokens,
         revoked=query.revoked,
-        limit=query.limit + 1,
+        limit=query.limit,
         after=id_cursor(query.after, 0),
     )
-    return page_of_rows(rows, query.limit, lambda row: row.id)
+    return page_of_rows(rows, lambda row: row.id)
 
 
 @route.post(

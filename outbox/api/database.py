@@ -14,8 +14,7 @@ import asyncpg
 
 from outbox.api.problem import unavailable
 from outbox.store.connection.connect import CONNECTION_ERRORS
-from outbox.store.connection.migrate import require_current
-from outbox.store.connection.operator import connect_operator, reset
+from outbox.store.connection.operator import connect_current, reset
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -148,19 +147,13 @@ class Database:
                 await pool.release(connection, timeout=RELEASE_S)
 
     async def _connect(self, *_: Any, **__: Any) -> Connection[Any]:
-        connection = await connect_operator(
+        return await connect_current(
             self._dsn,
             self._settings,
             APPLICATION_NAME,
             # Overrides application_name of the DSN, so that pg_stat_activity shows the API.
             server_settings={**SESSION_SETTINGS, "application_name": APPLICATION_NAME},
         )
-        try:
-            await require_current(connection, self.schema)
-        except BaseException:
-            connection.terminate()
-            raise
-        return connection
 
 
 async def _skip_reset(_: Any) -> None:

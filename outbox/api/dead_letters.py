@@ -112,10 +112,10 @@ async def _list(call: Call[DeadLettersQuery, None]) -> Page[DeadLetterRow]:
         dead_letters.list_dead_letters,
         only=tenancy.restrict_criteria(call.tenant, query.criteria),
         states=states,
-        limit=query.limit + 1,
+        limit=query.limit,
         after=id_cursor(query.after, 0),
     )
-    return page_of_rows(rows, query.limit, lambda row: row.id)
+    return page_of_rows(rows, lambda row: row.id)
 
 
 @route.get(

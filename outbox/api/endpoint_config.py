@@ -11,6 +11,7 @@ from outbox.api.route import (
     Page,
     RequestModel,
     at_most,
+    page_of_rows,
 )
 from outbox.core.model import endpoint_config
 from outbox.destinations.http.endpoint_validation import check_declared, policy_of, run_in_thread
@@ -54,14 +55,9 @@ class DeclarationBody(RequestModel):
     scope="operate",
 )
 async def _export(call: Call[Paging, None]) -> Page[dict[str, Any]]:
-    after = call.query.after
-    limit = await call.run(
-        endpoints.read_endpoints_limit, limit=call.query.limit, after=after, settings=True
-    )
-    rows = await call.run(endpoints.list_settings, limit=limit + 1, after=after)
-    items = [{"id": id_, **endpoint_config.to_file_values(each)} for id_, each in rows[:limit]]
-    more = len(rows) > limit
-    return Page(items, rows[limit - 1][1].name if more else None)
+    query = call.query
+    rows = await call.run(endpoints.list_settings, limit=query.limit, after=query.after)
+    return page_of_rows(rows, lambda each: each["name"], endpoints.declaration)
 
 
 def _parse(body: DeclarationBody, policy: EgressPolicy) -> list[DeclaredEndpoint]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import Annotated, Any
-from uuid import UUID
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, create_model
 from yarl import URL
@@ -22,7 +21,6 @@ from outbox.api.route import (
     Page,
     Reply,
     RequestModel,
-    ResponseModel,
     TenantAccess,
     at_most,
     page_of_rows,
@@ -30,6 +28,7 @@ from outbox.api.route import (
 from outbox.core.model import endpoint_config
 from outbox.core.model.endpoint_settings import SETTINGS, Setting
 from outbox.core.model.setting_types import HeaderMap, TextList
+from outbox.destinations.http.endpoint_test import EndpointTestResult
 from outbox.destinations.http.endpoint_tester import TEST_RETRY_S, TEST_S, TooManyTests
 from outbox.destinations.http.endpoint_validation import (
     check_reachable,
@@ -48,12 +47,15 @@ from outbox.operations import (
 )
 from outbox.operations.endpoint_certificate import CertificateChange, set_identity
 from outbox.operations.endpoint_changes import NewEndpoint, Updated
-from outbox.operations.endpoint_removal import Removal
+from outbox.operations.endpoint_removal import DrainStatus, Removal
 from outbox.operations.endpoint_secrets import OVERLAP_S, Rotation
 from outbox.operations.endpoint_states import StateChange
 from outbox.operations.endpoints import EndpointDetail, EndpointRow
 from outbox.store.connection.secrets import Vault
 from outbox.store.delivery.endpoints import find_endpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
 
 NAME = "/v1/endpoints/{name}"
 TEST_TIMEOUT_S = TEST_S + 10.0
@@ -142,44 +144,14 @@ class RotationBody(RequestModel):
     """Whether the new secret is an Ed25519 key; null: the type does not change."""
 
 
-class DrainingEndpoint(ResponseModel):
-    """An endpoint that is being drained before its removal."""
-
-    id: UUID
-    name: str
-    state: str
-    pending: int
-    blocked: int
-    """Number of blocked lanes."""
-
-
-class TestResponse(ResponseModel):
-    """Result of a test delivery."""
-
-    endpoint: str
-    url: str
-    outcome: str
-    """How the relay would classify it: delivered, retried, dead_letter or disabled."""
-    version: int
-    elapsed_ms: float
-    status: int | None = None
-    failure: str | None = None
-    detail: str | None = None
-    headers: dict[str, str] | None = None
-    body: str | None = None
-
-
 @route.get("/v1/endpoints", "List endpoints by name", scope="read", tenants=TenantAccess.NARROWED)
 async def _list(call: Call[Paging, None]) -> Page[EndpointRow]:
-    tenant, after = call.tenant, call.query.after
-    limit = await call.run(
-        endpoints.read_endpoints_limit, tenant=tenant, limit=call.query.limit, after=after
+    query = call.query
+    rows = await call.run(
+        endpoints.list_endpoints, tenant=call.tenant, limit=query.limit, after=query.after
     )
-    rows = await call.run(endpoints.list_endpoints, tenant=tenant, limit=limit + 1, after=after)
     redactor = await redactor_for(call)
-    return page_of_rows(
-        [redactor.redact_endpoint(row) for row in rows], limit, lambda row: row.name
-    )
+    return page_of_rows(rows, lambda row: row.name, redactor.redact_endpoint)
 
 
 @route.post(
@@ -263,20 +235,18 @@ async def _update(call: Call[NoQuery, SettingsBody]) -> Updated:
     "Remove an endpoint; 409 if deliveries are pending, without drain or dead_letter",
     scope="operate",
     tenants=TenantAccess.ENDPOINT,
-    responses={200: Removal, 202: DrainingEndpoint},
+    responses={200: Removal, 202: DrainStatus},
 )
 async def _remove(call: Call[RemovalQuery, None]) -> Any:
     name, query = call.path["name"], call.query
     if query.drain and query.dead_letter:
         raise UsageError("dead_letter, drain: are mutually exclusive")
     if query.drain:
-        endpoint_id = await call.run(
+        left = await call.run(
             endpoint_removal.drain_endpoint, name, actor=call.actor, owner=call.tenant
         )
-        left = await call.run(endpoint_removal.read_drain_status, endpoint_id)
-        if left.pending and left.state != "removing":
-            endpoint = {"id": endpoint_id, "name": name, "state": left.state}
-            return Reply({**endpoint, "pending": left.pending, "blocked": left.blocked}, 202)
+        if left.drains:
+            return Reply(left, 202)
     try:
         return await call.run(
             endpoint_removal.remove_endpoint,
@@ -289,6 +259,19 @@ async def _remove(call: Call[RemovalQuery, None]) -> Any:
         raise Conflict(f"{still} (use drain or dead_letter)") from None
 
 
+async def _change_state(
+    call: Call[NoQuery, ChangeBody], operation: Callable[..., Awaitable[list[StateChange]]]
+) -> StateChange:
+    (change,) = await call.run(
+        operation,
+        [call.path["name"]],
+        actor=call.actor,
+        owner=call.tenant,
+        comment=call.body.comment,
+    )
+    return change
+
+
 @route.post(
     f"{NAME}/pause",
     "Pause deliveries",
@@ -297,14 +280,7 @@ async def _remove(call: Call[RemovalQuery, None]) -> Any:
     body_required=False,
 )
 async def _pause(call: Call[NoQuery, ChangeBody]) -> StateChange:
-    (change,) = await call.run(
-        endpoint_states.pause_endpoints,
-        [call.path["name"]],
-        actor=call.actor,
-        owner=call.tenant,
-        comment=call.body.comment,
-    )
-    return change
+    return await _change_state(call, endpoint_states.pause_endpoints)
 
 
 @route.post(
@@ -315,14 +291,7 @@ async def _pause(call: Call[NoQuery, ChangeBody]) -> StateChange:
     body_required=False,
 )
 async def _resume(call: Call[NoQuery, ChangeBody]) -> StateChange:
-    (change,) = await call.run(
-        endpoint_states.resume_endpoints,
-        [call.path["name"]],
-        actor=call.actor,
-        owner=call.tenant,
-        comment=call.body.comment,
-    )
-    return change
+    return await _change_state(call, endpoint_states.resume_endpoints)
 
 
 @route.post(
@@ -398,18 +367,17 @@ async def _remove_certificate(call: Call[NoQuery, None]) -> CertificateChange:
     scope="operate",
     tenants=TenantAccess.ENDPOINT,
     timeout_s=TEST_TIMEOUT_S,
-    responses={200: TestResponse},
+    responses={200: EndpointTestResult},
 )
 async def _test(call: Call[NoQuery, None]) -> DeferredReply:
     endpoint = await call.run(find_endpoint, call.path["name"], _vault(call))
     redactor = await redactor_for(call)
 
-    async def send_test() -> dict[str, Any]:
+    async def send_test() -> EndpointTestResult:
         try:
-            result = await call.endpoint_tester.run_test(endpoint, call.tenant)
+            return redactor.redact_test(await call.endpoint_tester.run_test(endpoint, call.tenant))
         except TooManyTests as error:
             raise too_many_requests(str(error), TEST_RETRY_S) from None
-        return result.as_json(redactor.redact_response(result.summary))
 
     return DeferredReply(send_test)
 

@@ -41,11 +41,14 @@ async def _list(call: Call[OnceQuery, None]) -> Page[IdempotencyKeyRow]:
         since=query.since,
         until=query.until,
         state=query.state,
-        limit=query.limit + 1,
+        limit=query.limit,
         after="" if query.after is None else tenancy.stored_key(tenant, query.after),
     )
-    items = [replace(row, key=tenancy.public_key(tenant, row.key)) for row in rows]
-    return page_of_rows(items, query.limit, lambda row: row.key)
+    return page_of_rows(
+        rows,
+        lambda row: row.key,
+        lambda row: replace(row, key=tenancy.public_key(tenant, row.key)),
+    )
 
 
 @route.get(

@@ -10,6 +10,7 @@ from outbox.api.route import (
     Page,
     TenantAccess,
     id_cursor,
+    page_of_rows,
 )
 from outbox.operations import journal
 from outbox.operations.criteria import find_endpoint_ids
@@ -30,7 +31,7 @@ class JournalQuery(Paging):
 )
 async def _list(call: Call[JournalQuery, None]) -> Page[JournalRow]:
     query = call.query
-    found = await call.run(
+    rows = await call.run(
         journal.list_journal,
         endpoint_ids=await find_endpoint_ids(call.db, query.endpoint, call.tenant),
         ownership_changes=call.tenant is None,
@@ -38,5 +39,4 @@ async def _list(call: Call[JournalQuery, None]) -> Page[JournalRow]:
         before=id_cursor(query.after, ID_MAX),
     )
     redactor = await redactor_for(call)
-    items = [redactor.redact_journal_row(row) for row in found.entries]
-    return Page(items, str(items[-1].id) if found.more else None)
+    return page_of_rows(rows, lambda row: row.id, redactor.redact_journal_row)

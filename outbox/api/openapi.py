@@ -122,7 +122,7 @@ def handler(routes: Sequence[Route]) -> Callable[[web.Request], Awaitable[web.Re
         return orjson.dumps(document(routes))
 
     async def handle(_: web.Request) -> web.Response:
-        # In a thread: generating takes a third of a second, and must not block deliveries.
+        # In a thread: generating takes half a second, and must not block deliveries.
         body = await asyncio.to_thread(generate)
         return web.Response(body=body, content_type="application/json")
 

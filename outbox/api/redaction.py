@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Set
 
     from outbox.api.route import Call
+    from outbox.destinations.http.endpoint_test import EndpointTestResult
     from outbox.operations.dead_letters import DeadLetter
     from outbox.operations.endpoints import EndpointDetail, EndpointRow
     from outbox.operations.event_trace import EventTrace, TracedAttempt, TracedDelivery
@@ -79,6 +80,13 @@ class Redactor:
             summary["elapsed_ms"] = elapsed_s * 1000
             summary["failure"] = generalize_failure(summary["failure"])
         return summary
+
+    def redact_test(self, result: EndpointTestResult) -> EndpointTestResult:
+        # The phrase may quote Retry-After.
+        meaning = result.meaning if self.may_see_responses else None
+        return replace(
+            result, response=self.redact_response(result.response) or {}, meaning=meaning
+        )
 
     def redact_endpoint(self, row: EndpointRow) -> EndpointRow:
         return replace(row, state_by=self.redact_actor(row.state_by))

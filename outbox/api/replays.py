@@ -53,15 +53,15 @@ class BackfillBody(RequestModel):
 async def _list(call: Call[ReplaysQuery, None]) -> Page[ReplayJob]:
     query = call.query
     states = replay_jobs.STATES if query.state == "all" else (query.state,)
-    tenant, before = call.tenant, id_cursor(query.after, ID_MAX)
-    limit = await call.run(
-        replay_jobs.read_jobs_limit, states=states, tenant=tenant, limit=query.limit, before=before
-    )
     rows = await call.run(
-        replay_jobs.list_jobs, states=states, tenant=tenant, limit=limit + 1, before=before
+        replay_jobs.list_jobs,
+        states=states,
+        tenant=call.tenant,
+        limit=query.limit,
+        before=id_cursor(query.after, ID_MAX),
     )
     redactor = await redactor_for(call)
-    return page_of_rows([redactor.redact_job(row) for row in rows], limit, lambda job: job.id)
+    return page_of_rows(rows, lambda job: job.id, redactor.redact_job)
 
 
 @route.get(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -35,7 +36,7 @@ from pydantic_core import PydanticCustomError
 from outbox.api.problem import Problem, ProblemKind
 from outbox.core.model.headers import WIRE_COUNT_MAX
 from outbox.core.model.setting_types import TYPES_MAX
-from outbox.operations.rows import ID_MAX
+from outbox.operations.rows import parse_id
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from outbox.config import Settings
     from outbox.core.model.api_token import Scope
     from outbox.destinations.http.endpoint_tester import EndpointTester
+    from outbox.operations.rows import RowPage
 
 LIMIT, LIMIT_MAX = 100, 1000
 TIMEOUT_S = 30.0
@@ -297,34 +299,11 @@ class RouteOptions(TypedDict, total=False):
     needs_connection: bool
 
 
-def get(path: str, summary: str, **options: Unpack[RouteOptions]) -> Callable[[Handler], Route]:
-    """Make a handler the route of GET requests for a path."""
-    return _decorator("GET", path, summary, options)
-
-
-def post(path: str, summary: str, **options: Unpack[RouteOptions]) -> Callable[[Handler], Route]:
-    """Like `get`, for POST."""
-    return _decorator("POST", path, summary, options)
-
-
-def put(path: str, summary: str, **options: Unpack[RouteOptions]) -> Callable[[Handler], Route]:
-    """Like `get`, for PUT."""
-    return _decorator("PUT", path, summary, options)
-
-
-def patch(path: str, summary: str, **options: Unpack[RouteOptions]) -> Callable[[Handler], Route]:
-    """Like `get`, for PATCH."""
-    return _decorator("PATCH", path, summary, options)
-
-
-def delete(path: str, summary: str, **options: Unpack[RouteOptions]) -> Callable[[Handler], Route]:
-    """Like `get`, for DELETE."""
-    return _decorator("DELETE", path, summary, options)
-
-
-def _decorator(
-    method: str, path: str, summary: str, options: RouteOptions
+def _make_route(
+    method: str, path: str, summary: str, **options: Unpack[RouteOptions]
 ) -> Callable[[Handler], Route]:
+    """Make a handler the route of requests with a method for a path."""
+
     def decorate(handler: Handler) -> Route:
         types = get_type_hints(handler)
         query, body = get_args(types["call"])
@@ -339,15 +318,28 @@ def _decorator(
     return decorate
 
 
+get, post, put, patch, delete = (
+    partial(_make_route, method) for method in ("GET", "POST", "PUT", "PATCH", "DELETE")
+)
+
+
 def _response_model(result: Any) -> Any:
     return PageOf(*get_args(result)) if get_origin(result) is Page else result
 
 
-def page_of_rows(rows: list[Item], limit: int, cursor: Callable[[Item], object]) -> Page[Item]:
-    """Build a page from up to `limit + 1` rows; the extra row shows that there is a next page."""
-    more = len(rows) > limit
-    rows = rows[:limit]
-    return Page(rows, str(cursor(rows[-1])) if more else None)
+def page_of_rows(
+    rows: RowPage[Any],
+    cursor: Callable[[Item], object],
+    shown: Callable[[Any], Item] = lambda row: row,
+) -> Page[Item]:
+    """Build a page.
+
+    Args:
+        cursor: the cursor after an item.
+        shown: the item for a row.
+    """
+    items = list(map(shown, rows))
+    return Page(items, str(cursor(items[-1])) if rows.more else None)
 
 
 def id_cursor(text: str | None, default: int) -> int:
@@ -358,9 +350,9 @@ def id_cursor(text: str | None, default: int) -> int:
     """
     if text is None:
         return default
-    if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= ID_MAX):
+    if (cursor := parse_id(text, 0)) is None:
         raise Problem(
             ProblemKind.BAD_REQUEST,
             "after: not a valid cursor; use the `next` value of the previous page",
         )
-    return int(text)
+    return cursor

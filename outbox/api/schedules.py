@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
@@ -27,6 +27,9 @@ from outbox.operations import schedule_changes, schedules
 from outbox.operations.schedule_changes import RemovedSchedule, ScheduleRun
 from outbox.operations.schedules import FutureEvents, ListedSchedule, Schedule
 from outbox.operations.tenancy import owns_schedule
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
 
 NAME = "/v1/schedules/{name}"
 
@@ -67,18 +70,16 @@ class SchedulesExtra(ResponseModel):
     responses={200: PageOf(ListedSchedule, SchedulesExtra)},
 )
 async def _list(call: Call[Paging, None]) -> Page[Any]:
-    after, tenant = call.query.after, call.tenant
-    limit = await call.run(
-        schedules.read_schedules_limit, tenant=tenant, limit=call.query.limit, after=after
+    query = call.query
+    rows = await call.run(
+        schedules.list_schedules, tenant=call.tenant, limit=query.limit, after=query.after
     )
-    rows = await call.run(schedules.list_schedules, tenant=tenant, limit=limit + 1, after=after)
-    page = page_of_rows(rows, limit, lambda row: row.name)
     future = None
     if call.tenant is None:
         future = await call.run(schedules.count_future_events)
     redactor = await redactor_for(call)
-    items = [redactor.redact_schedule(row) for row in page.items]
-    return Page(items, page.next, {"future_events": future})
+    page = page_of_rows(rows, lambda row: row.name, redactor.redact_schedule)
+    return Page(page.items, page.next, {"future_events": future})
 
 
 @route.post(
@@ -117,6 +118,14 @@ async def _show(call: Call[NoQuery, None]) -> Schedule:
     return await _redacted(call, await call.run(schedules.get_schedule, call.path["name"]))
 
 
+async def _change_state(
+    call: Call[NoQuery, ChangeBody], operation: Callable[..., Awaitable[list[Schedule]]]
+) -> Schedule:
+    names, comment = [call.path["name"]], call.body.comment
+    (changed,) = await call.run(operation, names, actor=call.actor, comment=comment)
+    return await _redacted(call, changed)
+
+
 @route.post(
     f"{NAME}/pause",
     "Pause a schedule",
@@ -125,13 +134,7 @@ async def _show(call: Call[NoQuery, None]) -> Schedule:
     body_required=False,
 )
 async def _pause(call: Call[NoQuery, ChangeBody]) -> Schedule:
-    (paused,) = await call.run(
-        schedule_changes.pause_schedules,
-        [call.path["name"]],
-        actor=call.actor,
-        comment=call.body.comment,
-    )
-    return await _redacted(call, paused)
+    return await _change_state(call, schedule_changes.pause_schedules)
 
 
 @route.post(
@@ -142,13 +145,7 @@ async def _pause(call: Call[NoQuery, ChangeBody]) -> Schedule:
     body_required=False,
 )
 async def _resume(call: Call[NoQuery, ChangeBody]) -> Schedule:
-    (resumed,) = await call.run(
-        schedule_changes.resume_schedules,
-        [call.path["name"]],
-        actor=call.actor,
-        comment=call.body.comment,
-    )
-    return await _redacted(call, resumed)
+    return await _change_state(call, schedule_changes.resume_schedules)
 
 
 @route.post(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 import orjson
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from outbox.core.model.api_token import Scope
 
@@ -29,6 +29,9 @@ def adapter(form: Any) -> TypeAdapter[Any]:
     """Return a type adapter with resolved forward references."""
     if isinstance(form, type) and issubclass(form, BaseModel):
         form.model_rebuild(_types_namespace=NAMES)
+    if hasattr(form, "__dataclass_fields__"):
+        # The dataclasses in its fields inherit this.
+        form.__pydantic_config__ = ConfigDict(use_attribute_docstrings=True)
     made: TypeAdapter[Any] = TypeAdapter(form)
     made.rebuild(force=True, _types_namespace=NAMES)
     return made

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import datetime
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
@@ -17,7 +17,6 @@ from outbox.api.route import (
     Call,
     NoQuery,
     RequestModel,
-    ResponseModel,
     TenantAccess,
 )
 from outbox.operations import status
@@ -25,6 +24,9 @@ from outbox.operations.doctor import DoctorContext, DoctorReport, examine
 from outbox.operations.resequence import Resequenced, resequence
 from outbox.operations.status import Overview, ReplicaStatus
 from outbox.operations.verify.audit import VerifyReport, run_audit
+
+if TYPE_CHECKING:
+    from datetime import datetime
 
 VERIFY_TIMEOUT_S = 60.0
 """An audit reads all retained rows; run `outbox verify` if it takes longer."""
@@ -44,21 +46,23 @@ class ResequenceQuery(RequestModel):
     """Return what would be sequenced, and change nothing."""
 
 
-class Me(ResponseModel):
+@dataclass(frozen=True, slots=True)
+class Me:
     """Scopes and tenant of the calling token."""
 
     name: str
     scopes: tuple[str, ...]
     tenant: str | None
     expires_at: datetime | None
-    schema_name: str = Field(serialization_alias="schema")
+    schema: str
     """Database schema of the outbox."""
 
 
-class Replicas(ResponseModel):
+@dataclass(frozen=True, slots=True)
+class Replicas:
     """Registered relays."""
 
-    items: tuple[ReplicaStatus, ...]
+    items: list[ReplicaStatus]
 
 
 @route.get(
@@ -67,17 +71,10 @@ class Replicas(ResponseModel):
     needs_connection=False,
     scope=None,
     tenants=TenantAccess.ALL_CALLERS,
-    responses={200: Me},
 )
-async def _me(call: Call[NoQuery, None]) -> dict[str, Any]:
+async def _me(call: Call[NoQuery, None]) -> Me:
     caller = call.caller
-    return {
-        "name": caller.name,
-        "scopes": caller.scopes,
-        "tenant": caller.tenant,
-        "expires_at": caller.expires_at,
-        "schema": call.schema,
-    }
+    return Me(caller.name, caller.scopes, caller.tenant, caller.expires_at, call.schema)
 
 
 @route.get("/v1/status", "Show backlog, failures, dead letters and relays", scope="read")
@@ -86,9 +83,9 @@ async def _status(call: Call[StatusQuery, None]) -> Overview:
     return (await redactor_for(call)).redact_overview(seen)
 
 
-@route.get("/v1/replicas", "List registered relays", scope="read", responses={200: Replicas})
-async def _replicas(call: Call[NoQuery, None]) -> dict[str, Any]:
-    return {"items": await call.run(status.list_replicas)}
+@route.get("/v1/replicas", "List registered relays", scope="read")
+async def _replicas(call: Call[NoQuery, None]) -> Replicas:
+    return Replicas(await call.run(status.list_replicas))
 
 
 @route.get(

@@ -32,9 +32,8 @@ from typing import TYPE_CHECKING, Any
 from outbox.api.problem import Problem, ProblemKind
 from outbox.api.route import TenantAccess
 from outbox.errors import NotFound, UsageError
-from outbox.operations import tenancy
+from outbox.operations import rows, tenancy
 from outbox.operations.criteria import Criteria, DeadLetterSelection
-from outbox.operations.rows import ID_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -167,9 +166,9 @@ def parse_id(text: str) -> int:
     Raises:
         NotFound: the text is not an id.
     """
-    if not (text.isascii() and text.isdigit() and len(text) < 20 and 1 <= int(text) <= ID_MAX):
+    if (found := rows.parse_id(text)) is None:
         raise NotFound(f'"{text[:40]}" is not an id')
-    return int(text)
+    return found
 
 
 def _once_prefix(tenant: str) -> str:

@@ -13,7 +13,7 @@ import yaml
 
 from outbox.cli.common import (
     actor,
-    prints,
+    print_result,
     run_operation,
     warn_about_networks,
 )
@@ -92,7 +92,7 @@ Examples:
     is_flag=True,
     help="With --prune: dead-letter the pending deliveries of removed endpoints.",
 )
-@prints(_show)
+@print_result(_show)
 def command(
     settings: Settings, path: str, dry_run: bool, prune: bool, dead_letter: bool
 ) -> ApplyReport:
@@ -105,16 +105,10 @@ def command(
     """
     if dead_letter and not prune:
         raise UsageError("--dead-letter requires --prune")
+    policy, vault = policy_of(settings), Vault.from_settings(settings)
     try:
         declared = endpoint_config.parse_file(_document(path))
-        policy = policy_of(settings)
         check_declared(declared, policy)
-    except UsageError as error:
-        raise UsageError(f"{path}: {error}") from None
-
-    vault = Vault.from_settings(settings)
-
-    try:
         report = run_operation(
             settings,
             apply_file,

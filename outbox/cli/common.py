@@ -19,15 +19,17 @@ from outbox.core.model import duration
 from outbox.core.model.cloud_metadata_ranges import exposed_metadata_warnings
 from outbox.core.model.text import one_line
 from outbox.errors import UsageError
+from outbox.operations.rows import ID_MAX
 from outbox.store.connection import dsn
-from outbox.store.connection.migrate import require_current
-from outbox.store.connection.operator import connect_operator
+from outbox.store.connection.operator import connect_current, connect_operator
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
     from ipaddress import IPv4Network, IPv6Network
 
     from asyncpg import Connection
+
+    from outbox.operations.rows import RowPage
 
     Network = IPv4Network | IPv6Network
 
@@ -43,6 +45,9 @@ json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one line of JSON on stdout."
 )
 comment_option = click.option("--comment", metavar="TEXT", help="Reason, recorded in the journal.")
+after_id_option = click.option(
+    "--after", type=click.IntRange(0, ID_MAX), default=0, help="Only IDs above this (paging)."
+)
 names_argument = click.argument("names", nargs=-1, required=True, metavar="NAME...")
 limit_option = click.option(
     "--limit",
@@ -76,7 +81,7 @@ def settings_options(command: Callable[..., T]) -> Callable[..., T]:
     return with_settings
 
 
-def prints(
+def print_result(
     show: Callable[[T], None], *, failed: Callable[[T], object] = lambda _: False
 ) -> Callable[[Callable[..., T]], Callable[..., None]]:
     """Print the result that a command returns, and add --json and the settings to its options.
@@ -121,10 +126,9 @@ async def database(
     address = dsn.from_settings(settings)
     for warning in address.warnings:
         warn(warning)
-    connection = await connect_operator(address, settings, APPLICATION_NAME, long=long)
+    connect = connect_current if current else connect_operator
+    connection = await connect(address, settings, APPLICATION_NAME, long=long)
     try:
-        if current:
-            await require_current(connection, settings.schema_name)
         yield connection
         await connection.close(timeout=CLOSE_TIMEOUT_S)
     finally:
@@ -202,12 +206,12 @@ def warn_about_networks(name: str, networks: Iterable[str | Network]) -> None:
         warn(f"{name}: {reason}; open narrower ranges")
 
 
-def first_page(rows: list[T], limit: int, cursor: Callable[[T], object]) -> list[T]:
-    """The first `limit` rows; if there are more, print on stderr how to get the next page."""
-    if len(rows) > limit:
-        last = shlex.quote(str(cursor(rows[limit - 1])))
+def note_next_page(rows: RowPage[T], cursor: Callable[[T], object]) -> RowPage[T]:
+    """Print on stderr how to get the rows after a page, if there are some; returns the page."""
+    if rows.more:
+        last = shlex.quote(str(cursor(rows[-1])))
         click.echo(f"more rows exist; next page: --after {last}", err=True)
-    return rows[:limit]
+    return rows
 
 
 def actor() -> str:

@@ -9,11 +9,12 @@ import click
 from outbox.cli import progress
 from outbox.cli.common import (
     actor,
+    after_id_option,
     comment_option,
-    first_page,
     json_option,
     limit_option,
-    prints,
+    note_next_page,
+    print_result,
     run_operation,
     settings_options,
 )
@@ -27,8 +28,6 @@ from outbox.operations.criteria import Criteria, DeadLetterSelection
 from outbox.operations.rows import ID_MAX
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from asyncpg import Connection
 
     from outbox.config import Settings
@@ -60,28 +59,22 @@ def _state(row: DeadLetterRow) -> str:
     return row.state if row.again is None else f"dead again as {row.again}"
 
 
-_COLUMNS: tuple[tuple[str, Callable[[DeadLetterRow], Any]], ...] = (
-    ("id", lambda row: row.id),
-    ("state", _state),
-    ("endpoint", lambda row: row.endpoint),
-    ("lane", lambda row: row.lane),
-    ("sequence", _sequences),
-    ("type", lambda row: row.type),
-    ("reason", lambda row: row.reason),
-    ("status", lambda row: row.status),
-    ("attempts", lambda row: row.attempts),
-    ("at", lambda row: row.at),
-)
+_COLUMNS = [
+    "id", "state", "endpoint", "lane", "sequence", "type", "reason", "status", "attempts", "at"
+]  # fmt: skip
+_FORMATTED = {"state": _state, "sequence": _sequences}
+
+
+def _value(row: DeadLetterRow, column: str) -> Any:
+    return _FORMATTED[column](row) if column in _FORMATTED else getattr(row, column)
 
 
 def _show_list(rows: list[DeadLetterRow]) -> None:
     # Omit the state column when all rows have the same state.
     differ = any(_state(row) != rows[0].state for row in rows)
-    columns = [c for c in _COLUMNS if differ or c[0] != "state"]
+    columns = [each for each in _COLUMNS if differ or each != "state"]
     emit_table(
-        [name for name, _ in columns],
-        [[value(row) for _, value in columns] for row in rows],
-        "no dead letters",
+        columns, [[_value(row, each) for each in columns] for row in rows], "no dead letters"
     )
 
 
@@ -205,13 +198,8 @@ Examples:
     help="A replay changes dead to replaying, then to replayed or dead_again.",
 )
 @limit_option
-@click.option(
-    "--after",
-    type=click.IntRange(0, ID_MAX),
-    default=0,
-    help="Only IDs above this (paging).",
-)
-@prints(_show_list)
+@after_id_option
+@print_result(_show_list)
 def list_(
     settings: Settings, state: str, limit: int, after: int, **chosen: Any
 ) -> list[DeadLetterRow]:
@@ -221,10 +209,10 @@ def list_(
         dead_letters.list_dead_letters,
         only=Criteria(**chosen),
         states=[each for each in dead_letters.STATES if state in (each, "all")],
-        limit=limit + 1,
+        limit=limit,
         after=after,
     )
-    return first_page(rows, limit, lambda row: row.id)
+    return note_next_page(rows, lambda row: row.id)
 
 
 @command.command(
@@ -236,7 +224,7 @@ Examples:
 """,
 )
 @filter_options
-@prints(_show_counts)
+@print_result(_show_counts)
 def count_(settings: Settings, **chosen: Any) -> DeadLetterCounts:
     """Count dead letters by endpoint, reason and state."""
     return run_operation(settings, dead_letters.count_by_state, only=Criteria(**chosen))
@@ -249,7 +237,7 @@ Example:
 """
 )
 @click.argument("dead_id", metavar="ID", type=dead_id)
-@prints(_show)
+@print_result(_show)
 def show(settings: Settings, dead_id: int) -> DeadLetter:
     """Show a dead letter with its event and the last response of the receiver."""
     return run_operation(settings, dead_letters.get_dead_letter, dead_id)
@@ -315,7 +303,7 @@ Examples:
 @filter_options
 @selection_options
 @comment_option
-@prints(_show_discarded)
+@print_result(_show_discarded)
 def discard(
     settings: Settings,
     ids: tuple[int, ...],
@@ -354,7 +342,7 @@ status after five requests.
     help="Sequence number that the lane waits for.",
 )
 @comment_option
-@prints(_show_skipped)
+@print_result(_show_skipped)
 def skip(
     settings: Settings, endpoint: str, lane: str, sequence: int, comment: str | None
 ) -> SkippedDelivery:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outbox.cli.common import prints, run_connected
+from outbox.cli.common import print_result, run_connected
 from outbox.cli.output import count, fold, style
 from outbox.operations.doctor import DoctorContext, DoctorFinding, DoctorReport, Severity, examine
 
@@ -76,7 +76,7 @@ only endpoints receive that list exactly this type.
     show_default=True,
     help="Publish a test event, and measure how long sequencing takes.",
 )
-@prints(_show, failed=lambda report: report.problems)
+@print_result(_show, failed=lambda report: report.problems)
 def command(settings: Settings, probing: bool) -> DoctorReport:
     """Check preconditions and live health, and suggest what to do."""
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outbox.cli.common import actor, prints, run_connected, warn
+from outbox.cli.common import actor, print_result, run_connected, warn
 from outbox.cli.output import count
 from outbox.cli.progress import confirm, progress_bar, require_terminal
 from outbox.operations import erase
@@ -40,7 +40,7 @@ to erase their copies themselves.
 @click.option("--key", metavar="K", help="Erase all events with this key.")
 @click.option("--dry-run", is_flag=True, help="Only count; change nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
-@prints(_show)
+@print_result(_show)
 def command(
     settings: Settings, tenant: str | None, key: str | None, dry_run: bool, yes: bool
 ) -> ErasureReport:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ import click
 from outbox.core.model import duration
 from outbox.errors import UsageError
 from outbox.operations.criteria import REASONS
-from outbox.operations.rows import ID_MAX
+from outbox.operations.rows import parse_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,9 +26,9 @@ def dead_id(text: str) -> int:
     Raises:
         click.BadParameter: the text is no positive 64-bit integer.
     """
-    if not re.fullmatch("[0-9]{1,19}", text) or not 1 <= int(text) <= ID_MAX:
+    if (found := parse_id(text)) is None:
         raise click.BadParameter(f'"{text}" is not the ID of a dead letter')
-    return int(text)
+    return found
 
 
 def parse_when(_: click.Context, __: click.Parameter, text: str | None) -> When | None:

@@ -8,9 +8,9 @@ import click
 
 from outbox.cli.common import (
     actor,
-    first_page,
     limit_option,
-    prints,
+    note_next_page,
+    print_result,
     run_operation,
 )
 from outbox.cli.filter_options import time_options
@@ -86,7 +86,7 @@ Examples:
 )
 @limit_option
 @click.option("--after", metavar="KEY", default="", help="Only keys after this one (paging).")
-@prints(_show_list)
+@print_result(_show_list)
 def list_(
     settings: Settings,
     prefix: str,
@@ -108,10 +108,10 @@ def list_(
         since=since,
         until=until,
         state=cast("idempotency_keys.IdempotencyKeyState | None", state),
-        limit=limit + 1,
+        limit=limit,
         after=after,
     )
-    return first_page(rows, limit, lambda row: row.key)
+    return note_next_page(rows, lambda row: row.key)
 
 
 @command.command(
@@ -121,7 +121,7 @@ Example:
 """
 )
 @click.argument("key")
-@prints(_show)
+@print_result(_show)
 def show(settings: Settings, key: str) -> IdempotencyKey:
     """Show the event and the expiry of an idempotency key."""
     return run_operation(settings, idempotency_keys.get_key, key)
@@ -134,7 +134,7 @@ Example:
 """
 )
 @click.argument("key")
-@prints(_show_reset)
+@print_result(_show_reset)
 def reset(settings: Settings, key: str) -> ResetKey:
     """Release an idempotency key, so that its next event is published."""
     return run_operation(settings, idempotency_keys.reset_key, key, actor=actor())

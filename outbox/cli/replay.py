@@ -9,10 +9,10 @@ import click
 from outbox.cli import progress
 from outbox.cli.common import (
     actor,
-    first_page,
     json_option,
     limit_option,
-    prints,
+    note_next_page,
+    print_result,
     run_operation,
     settings_options,
 )
@@ -36,7 +36,7 @@ job_argument = click.argument("job_id", metavar="JOB", type=click.IntRange(1, ID
 _COUNTED = {"dead": "dead-lettered deliveries", "history": "event ids"}
 
 
-def _selection(job: ReplayJob) -> str:
+def _flags(job: ReplayJob) -> str:
     """The selection of a job, as flags of the command line."""
     flags: list[tuple[str, Any]] = [
         ("endpoint", job.endpoint),
@@ -64,20 +64,15 @@ def _show_list(rows: list[ReplayJob]) -> None:
     emit_table(
         ["job", "kind", "state", "selection", "deliveries", "done", "requested at", "by"],
         [
-            (
-                j.id,
-                j.kind,
-                _state(j),
-                _selection(j),
-                j.taken,
-                _share(j),
-                j.requested_at,
-                j.requested_by,
-            )
+            (j.id, j.kind, _state(j), _flags(j), j.taken, _share(j), j.requested_at, j.requested_by)
             for j in rows
         ],
         "no replay jobs" if state == "all" else f"no {state} replay jobs",
     )
+
+
+def _show_started(job: ReplayJob) -> None:
+    click.echo(f"replay job {job.id} started; see: outbox replay show {job.id}")
 
 
 def _show_aborted(job: ReplayJob) -> None:
@@ -90,7 +85,7 @@ def _show(job: ReplayJob) -> None:
         ("job", job.id),
         ("kind", job.kind),
         ("state", _state(job)),
-        ("selection", _selection(job) or None),
+        ("selection", _flags(job) or None),
         ("rate", None if job.rate_per_s is None else f"{job.rate_per_s:g}/s"),
         ("requested", job.requested_at),
         ("by", job.requested_by),
@@ -171,17 +166,14 @@ def command(
             click.echo(f"would create {deliveries}; nothing was changed")
         return
 
-    async def start(connection: Connection[Any]) -> tuple[dict[str, int], int]:
+    async def start(connection: Connection[Any]) -> tuple[ReplayJob, int]:
+        schema = settings.schema_name
         job_id = await backfill.request_backfill(
-            connection, settings.schema_name, history, actor=actor(), rate_per_s=rate_per_s
+            connection, schema, history, actor=actor(), rate_per_s=rate_per_s
         )
-        return {"job": job_id}, job_id
+        return await replay_jobs.get_job(connection, schema, job_id), job_id
 
-    def show_started(report: dict[str, int]) -> None:
-        job_id = report["job"]
-        click.echo(f"replay job {job_id} started; see: outbox replay show {job_id}")
-
-    progress.run_replay(settings, start, show_started, wait=wait, as_json=as_json)
+    progress.run_replay(settings, start, _show_started, wait=wait, as_json=as_json)
 
 
 @command.command(
@@ -208,14 +200,12 @@ Examples:
     show_default=False,
     help="Only jobs listed after this one (paging).",
 )
-@prints(_show_list)
+@print_result(_show_list)
 def list_(settings: Settings, state: str, limit: int, after: int) -> list[ReplayJob]:
     """List replay jobs (of dead letters and past events), newest first."""
     states = [each for each in replay_jobs.STATES if state in (each, "all")]
-    rows = run_operation(
-        settings, replay_jobs.list_jobs, states=states, limit=limit + 1, before=after
-    )
-    return first_page(rows, limit, lambda row: row.id)
+    rows = run_operation(settings, replay_jobs.list_jobs, states=states, limit=limit, before=after)
+    return note_next_page(rows, lambda row: row.id)
 
 
 @command.command(
@@ -225,7 +215,7 @@ Example:
 """
 )
 @job_argument
-@prints(_show)
+@print_result(_show)
 def show(settings: Settings, job_id: int) -> ReplayJob:
     """Show the progress of a replay job."""
     return run_operation(settings, replay_jobs.get_job, job_id)
@@ -238,7 +228,7 @@ Example:
 """
 )
 @job_argument
-@prints(_show_aborted)
+@print_result(_show_aborted)
 def abort(settings: Settings, job_id: int) -> ReplayJob:
     """Cancel a replay job.
 

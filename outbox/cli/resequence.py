@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outbox.cli.common import actor, prints, run_connected
+from outbox.cli.common import actor, print_result, run_connected
 from outbox.cli.output import count
 from outbox.operations.resequence import Resequenced, resequence
 
@@ -36,7 +36,7 @@ Examples:
 """
 )
 @click.option("--dry-run", is_flag=True, help="Print what would be sequenced; change nothing.")
-@prints(_show)
+@print_result(_show)
 def command(settings: Settings, dry_run: bool) -> Resequenced:
     """Sequence committed events that were skipped.
 

@@ -8,17 +8,17 @@ import click
 
 from outbox.cli.common import (
     actor,
+    after_id_option,
     duration_s,
-    first_page,
     limit_option,
-    prints,
+    note_next_page,
+    print_result,
     run_operation,
 )
 from outbox.cli.main import Group
 from outbox.cli.output import emit_pairs, emit_table
 from outbox.core.model.api_token import SCOPES, TokenSettings
 from outbox.operations import api_tokens
-from outbox.operations.rows import ID_MAX
 
 if TYPE_CHECKING:
     from outbox.config import Settings
@@ -38,23 +38,16 @@ def _show_added(token: NewToken) -> None:
     click.echo("Save the secret now; it is not shown again.", err=True)
 
 
-_COLUMNS = {
-    "id": "id",
-    "name": "name",
-    "state": "state",
-    "scopes": "scopes",
-    "tenant": "tenant",
-    "added": "created_at",
-    "by": "created_by",
-    "expires": "expires_at",
-    "last used": "last_used_at",
-}
+_FIELDS = [
+    "id", "name", "state", "scopes", "tenant", "created_at", "created_by", "expires_at",
+    "last_used_at",
+]  # fmt: skip
 
 
 def _show_list(rows: list[TokenRow]) -> None:
     emit_table(
-        list(_COLUMNS),
-        [[getattr(row, name) for name in _COLUMNS.values()] for row in rows],
+        ["id", "name", "state", "scopes", "tenant", "added", "by", "expires", "last used"],
+        [[getattr(row, name) for name in _FIELDS] for row in rows],
         "no tokens; add one with: outbox token add NAME --scope read",
     )
 
@@ -108,7 +101,7 @@ is hidden.
     metavar="TIME",
     help="Lifetime: 12h, 90d; default: until it is revoked.",
 )
-@prints(_show_added)
+@print_result(_show_added)
 def add(
     settings: Settings,
     name: str,
@@ -133,16 +126,14 @@ Examples:
 )
 @click.option("--revoked", is_flag=True, help="Include revoked tokens.")
 @limit_option
-@click.option(
-    "--after", type=click.IntRange(0, ID_MAX), default=0, help="Only IDs above this (paging)."
-)
-@prints(_show_list)
+@after_id_option
+@print_result(_show_list)
 def list_(settings: Settings, revoked: bool, limit: int, after: int) -> list[TokenRow]:
     """List tokens, oldest first; their secrets are not stored."""
     rows = run_operation(
-        settings, api_tokens.list_tokens, revoked=revoked, limit=limit + 1, after=after
+        settings, api_tokens.list_tokens, revoked=revoked, limit=limit, after=after
     )
-    return first_page(rows, limit, lambda row: row.id)
+    return note_next_page(rows, lambda row: row.id)
 
 
 @command.command(
@@ -152,7 +143,7 @@ Example:
 """
 )
 @click.argument("name")
-@prints(_show_revoked)
+@print_result(_show_revoked)
 def revoke(settings: Settings, name: str) -> RevokedToken:
     """Revoke a token; every relay rejects it within two seconds."""
     return run_operation(settings, api_tokens.revoke_token, name, actor=actor())

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outbox.cli.common import prints, run_operation, warn
+from outbox.cli.common import print_result, run_operation, warn
 from outbox.cli.output import cell, count, emit_pairs, fold, style
 from outbox.core.model.text import safe
 from outbox.operations import trace
@@ -62,7 +62,7 @@ key (the newest events are shown), or an outbox id as printed by verify and doct
     help="With a key: only events before this one (paging).",
 )
 @click.option("--payload", is_flag=True, help="Also show payloads.")
-@prints(_show_report)
+@print_result(_show_report)
 def command(
     settings: Settings,
     id: str,  # noqa: A002 (click's name for it)

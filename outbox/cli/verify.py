@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outbox.cli.common import prints, run_connected
+from outbox.cli.common import print_result, run_connected
 from outbox.cli.output import count, emit_table
 from outbox.core.model.text import safe
 from outbox.operations.verify.audit import run_audit
@@ -50,7 +50,7 @@ Exit code 1 means that a guarantee is violated. The command reads all retained r
 one snapshot; relays and producers may keep running.
 """
 )
-@prints(_show, failed=lambda report: report.violations)
+@print_result(_show, failed=lambda report: report.violations)
 def command(settings: Settings) -> VerifyReport:
     """Check the tables for lost, duplicate and misordered events."""
     with _spinner():

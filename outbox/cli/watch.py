@@ -22,8 +22,7 @@ from outbox.cli.output import cell, emit_json, fold
 from outbox.errors import DatabaseUnavailable, OutboxError
 from outbox.operations import status
 from outbox.store.connection import dsn
-from outbox.store.connection.migrate import require_current
-from outbox.store.connection.operator import connect_operator
+from outbox.store.connection.operator import connect_current
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -97,7 +96,9 @@ class Source:
         """
         try:
             if self._connection is None:
-                self._connection = await self._connect()
+                self._connection = await connect_current(
+                    self._dsn, self._settings, APPLICATION_NAME
+                )
             connection = self._connection
             # Do not cancel the query: a cancelled transaction would wait for its rollback.
             alarm = asyncio.get_running_loop().call_later(RESPONSE_TIMEOUT_S, self.close)
@@ -111,16 +112,6 @@ class Source:
             self.close()
             raise
         return self._before
-
-    async def _connect(self) -> Connection[Any]:
-        settings = self._settings
-        connection = await connect_operator(self._dsn, settings, APPLICATION_NAME)
-        try:
-            await require_current(connection, settings.schema_name)
-        except BaseException:
-            connection.terminate()
-            raise
-        return connection
 
     def close(self) -> None:
         """Terminate the connection; a running statement fails."""

@@ -10,7 +10,7 @@ import orjson
 
 from outbox.core.model.api_token import SECRET_BYTES, digest, format_token, matches_digest
 from outbox.errors import Conflict, NotFound
-from outbox.operations.rows import from_row
+from outbox.operations.rows import RowPage, from_row
 from outbox.store.change import make_change, make_change_and_read
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.message import WriteStatement
@@ -187,15 +187,15 @@ async def list_tokens(
     revoked: bool = False,
     limit: int = 100,
     after: int = 0,
-) -> list[TokenRow]:
+) -> RowPage[TokenRow]:
     """List tokens by id, at most `limit`, starting after the id `after`.
 
     Args:
         revoked: include revoked tokens.
     """
     with map_errors(schema):
-        rows = await connection.fetch(LIST_TOKENS, after, revoked, limit)
-    return [_token(row) for row in rows]
+        rows = await connection.fetch(LIST_TOKENS, after, revoked, limit + 1)
+    return RowPage([_token(row) for row in rows], limit)
 
 
 async def revoke_token(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from outbox.errors import NotFound
 from outbox.operations.criteria import Criteria, criteria_parameters, find_endpoint_ids
-from outbox.operations.rows import from_row
+from outbox.operations.rows import RowPage, from_row
 from outbox.operations.tenancy import OWNS_RANGE
 from outbox.store.connection.connect import map_errors
 from outbox.store.replays.replay_feed import MATCHES_SELECTION
@@ -262,7 +262,7 @@ async def list_dead_letters(
     states: Sequence[DeadLetterState] = ("dead",),
     limit: int = 100,
     after: int = 0,
-) -> list[DeadLetterRow]:
+) -> RowPage[DeadLetterRow]:
     """List dead letters by id, at most `limit`, starting after the id `after`.
 
     Raises:
@@ -274,9 +274,9 @@ async def list_dead_letters(
         only = await only.resolve(connection)
         ids = await find_endpoint_ids(connection, only.endpoint, only.owner)
         rows = await connection.fetch(
-            LIST_DEAD, after, stored, ids, limit, states, *only.arguments, only.owner
+            LIST_DEAD, after, stored, ids, limit + 1, states, *only.arguments, only.owner
         )
-    return [from_row(DeadLetterRow, row) for row in rows]
+    return RowPage([from_row(DeadLetterRow, row) for row in rows], limit)
 
 
 async def count_by_state(

@@ -15,6 +15,7 @@ from outbox.operations.endpoint_changes import find_endpoint
 from outbox.operations.endpoint_states import UNBLOCK_LANES
 from outbox.operations.endpoint_writes import END_SUBSCRIPTIONS, SET_STATES
 from outbox.operations.lanes import PENDING, SUBSCRIBED
+from outbox.operations.rows import from_row
 from outbox.store.change import make_change
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.message import WriteStatement
@@ -56,10 +57,10 @@ DELETE_SECRETS = WriteStatement(
 
 
 WAITING = f"""
-SELECT e.state, {PENDING} AS pending,
+SELECT e.id, e.name, e.state, {PENDING} +
        (SELECT coalesce(sum(r.to_seq - r.next_seq + 1), 0)::bigint
           FROM replay r
-         WHERE r.endpoint_id = e.id AND r.next_seq <= r.to_seq) AS replays,
+         WHERE r.endpoint_id = e.id AND r.next_seq <= r.to_seq) AS pending,
        (SELECT count(*) FROM lane_block b JOIN lane l ON l.id = b.lane_id
          WHERE l.endpoint_id = e.id) AS blocked,
        EXISTS (SELECT FROM replica r WHERE r.expires_at > clock_timestamp()) AS relay,
@@ -91,8 +92,10 @@ class Removal:
 
 @dataclass(frozen=True, slots=True)
 class DrainStatus:
-    """Progress of draining an endpoint."""
+    """Progress of draining an endpoint before its removal."""
 
+    id: UUID
+    name: str
     state: str
     pending: int
     """Pending deliveries, including replays that are not sequenced yet."""
@@ -102,6 +105,11 @@ class DrainStatus:
     """Whether a relay is running."""
     subscribed: bool
     """Whether the endpoint was enabled again."""
+
+    @property
+    def drains(self) -> bool:
+        """Whether deliveries are pending that will be sent."""
+        return self.pending > 0 and self.state not in ("removing", "removed")
 
 
 async def remove_endpoint(
@@ -174,16 +182,13 @@ async def plan_removals(
 
 async def drain_endpoint(
     connection: Connection[Any], schema: str, name: str, *, actor: str, owner: str | None = None
-) -> UUID:
+) -> DrainStatus:
     """Drain an endpoint before its removal: end its subscription, and keep its state.
 
     `enable` cancels this.
 
     Args:
         owner: the tenant that the endpoint must belong to; None: any.
-
-    Returns:
-        The endpoint's id, for `read_drain_status`.
 
     Raises:
         NotFound: no endpoint has this name.
@@ -205,7 +210,8 @@ async def drain_endpoint(
             change.journal("endpoint_updated", endpoint.id, data, batch_as="to_batch")
         return endpoint.id
 
-    return await make_change(connection, schema, actor, plan)
+    endpoint_id = await make_change(connection, schema, actor, plan)
+    return await read_drain_status(connection, schema, endpoint_id)
 
 
 async def read_drain_status(
@@ -213,11 +219,4 @@ async def read_drain_status(
 ) -> DrainStatus:
     """Read the progress of draining an endpoint."""
     with map_errors(schema):
-        row = await connection.fetchrow(WAITING, endpoint_id)
-    return DrainStatus(
-        row["state"],
-        row["pending"] + row["replays"],
-        row["blocked"],
-        row["relay"],
-        row["subscribed"],
-    )
+        return from_row(DrainStatus, await connection.fetchrow(WAITING, endpoint_id))

@@ -23,7 +23,7 @@ from outbox.operations.page_bytes import (
     read_page_limit,
     shorten_responses,
 )
-from outbox.operations.rows import from_row, parse_json
+from outbox.operations.rows import RowPage, from_row, parse_json
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.secrets import CLEAR
 from outbox.store.delivery.endpoints import endpoint_not_found
@@ -255,43 +255,34 @@ async def list_endpoints(
     tenant: str | None = None,
     limit: int = 100,
     after: str | None = None,
-) -> list[EndpointRow]:
+) -> RowPage[EndpointRow]:
     """List endpoints by name, at most `limit`, starting after the name `after`.
+
+    There are fewer if they are large, as in `outbox.operations.page_bytes`.
 
     Args:
         tenant: only endpoints of this tenant alone.
     """
     with map_errors(schema):
-        rows = await connection.fetch(LIST_PAGE, after, limit, tenant)
-    return [_endpoint(row) for row in rows]
-
-
-async def read_endpoints_limit(
-    connection: Connection[Any],
-    schema: str,
-    *,
-    tenant: str | None = None,
-    limit: int,
-    after: str | None = None,
-    settings: bool = False,
-) -> int:
-    """Read how many endpoints the next page of `list_endpoints` may have, at most `limit`.
-
-    Args:
-        settings: of `list_settings` instead.
-    """
-    statement = COUNT_SETTINGS if settings else COUNT_ROWS
-    with map_errors(schema, "operator" if settings else None):
-        return await read_page_limit(connection, statement, limit, after, limit, tenant)
+        limit = await read_page_limit(connection, COUNT_ROWS, limit, after, limit, tenant)
+        rows = await connection.fetch(LIST_PAGE, after, limit + 1, tenant)
+    return RowPage([_endpoint(row) for row in rows], limit)
 
 
 async def list_settings(
     connection: Connection[Any], schema: str, *, limit: int, after: str | None = None
-) -> list[tuple[UUID, EndpointSettings]]:
+) -> RowPage[tuple[UUID, EndpointSettings]]:
     """List endpoints like `list_endpoints`, as id and settings."""
     with map_errors(schema, "operator"):
-        rows = await connection.fetch(LIST_SETTINGS, after, limit, None)
-    return [(row["id"], settings_of(row)) for row in rows]
+        limit = await read_page_limit(connection, COUNT_SETTINGS, limit, after, limit, None)
+        rows = await connection.fetch(LIST_SETTINGS, after, limit + 1, None)
+    return RowPage([(row["id"], settings_of(row)) for row in rows], limit)
+
+
+def declaration(found: tuple[UUID, EndpointSettings]) -> dict[str, Any]:
+    """An endpoint as in a file for `outbox apply`."""
+    endpoint_id, settings = found
+    return {"id": str(endpoint_id), **endpoint_config.to_file_values(settings)}
 
 
 async def get_endpoint(connection: Connection[Any], schema: str, name: str) -> EndpointDetail:

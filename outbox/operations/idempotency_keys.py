@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from outbox.errors import NotFound
 from outbox.operations.criteria import absolute_time, read_now
-from outbox.operations.rows import from_row
+from outbox.operations.rows import RowPage, from_row
 from outbox.store.change import make_change
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.message import WriteStatement
@@ -123,7 +123,7 @@ async def list_keys(
     state: IdempotencyKeyState | None = None,
     limit: int = 100,
     after: str = "",
-) -> list[IdempotencyKeyRow]:
+) -> RowPage[IdempotencyKeyRow]:
     """List idempotency keys by key, at most `limit`, starting after the key `after`.
 
     Args:
@@ -138,9 +138,9 @@ async def list_keys(
             now = await read_now(connection)
             claimed = absolute_time(since, now), absolute_time(until, now)
             rows = await connection.fetch(
-                LIST_KEYS, after, prefix, _prefix_end(prefix), *claimed, state, limit
+                LIST_KEYS, after, prefix, _prefix_end(prefix), *claimed, state, limit + 1
             )
-    return [from_row(IdempotencyKeyRow, row) for row in rows]
+    return RowPage([from_row(IdempotencyKeyRow, row) for row in rows], limit)
 
 
 async def get_key(connection: Connection[Any], schema: str, key: str) -> IdempotencyKey:

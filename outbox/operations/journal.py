@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.operations.events import PLAN_BY_ID
 from outbox.operations.page_bytes import count_rows_within, read_page_limit
-from outbox.operations.rows import ID_MAX, from_row
+from outbox.operations.rows import ID_MAX, RowPage, from_row
 from outbox.store.connection.connect import map_errors
 
 if TYPE_CHECKING:
@@ -64,15 +64,6 @@ class JournalRow:
     data: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class JournalPage:
-    """A page of journal entries."""
-
-    entries: list[JournalRow]
-    more: bool
-    """There are older entries."""
-
-
 async def list_journal(
     connection: Connection[Any],
     schema: str,
@@ -81,7 +72,7 @@ async def list_journal(
     ownership_changes: bool = True,
     limit: int = 100,
     before: int = ID_MAX,
-) -> JournalPage:
+) -> RowPage[JournalRow]:
     """List journal entries, newest first, at most `limit` with ids below `before`.
 
     There are fewer if they are large, as in `outbox.operations.page_bytes`.
@@ -100,5 +91,4 @@ async def list_journal(
                 only = (endpoint_ids, ownership_changes)
             limit = await read_page_limit(connection, count, limit, before, limit, *only)
             rows = await connection.fetch(select, before, limit + 1, *only)
-    entries = [from_row(JournalRow, row, parse=("data",)) for row in rows[:limit]]
-    return JournalPage(entries, len(rows) > limit)
+    return RowPage([from_row(JournalRow, row, parse=("data",)) for row in rows], limit)

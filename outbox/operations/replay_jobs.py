@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from outbox.core.sequencing.replay_throttle import ReplayKind, StopReason
 from outbox.errors import Conflict, NotFound
 from outbox.operations.page_bytes import count_rows_within, read_page_limit
-from outbox.operations.rows import ID_MAX, from_row
+from outbox.operations.rows import ID_MAX, RowPage, from_row
 from outbox.operations.tenancy import JOB_IS_OWN
 from outbox.store.change import NEW_JOB, document, make_change_and_read
 from outbox.store.connection.connect import map_errors
@@ -194,31 +194,18 @@ async def list_jobs(
     tenant: str | None = None,
     limit: int = 100,
     before: int = ID_MAX,
-) -> list[ReplayJob]:
+) -> RowPage[ReplayJob]:
     """List jobs with ids below `before`, newest first, at most `limit`.
+
+    There are fewer if they are large, as in `outbox.operations.page_bytes`.
 
     Args:
         tenant: only jobs of endpoints of this tenant alone.
     """
     with map_errors(schema):
-        rows = await connection.fetch(READ_JOBS, before, list(states), limit, tenant)
-    return [_job(row) for row in rows]
-
-
-async def read_jobs_limit(
-    connection: Connection[Any],
-    schema: str,
-    *,
-    states: Sequence[JobState] = STATES,
-    tenant: str | None = None,
-    limit: int,
-    before: int = ID_MAX,
-) -> int:
-    """Read how many jobs the next page of `list_jobs` may have, at most `limit`."""
-    with map_errors(schema):
-        return await read_page_limit(
-            connection, COUNT_JOBS, limit, before, list(states), limit, tenant
-        )
+        limit = await read_page_limit(connection, COUNT_JOBS, limit, before, states, limit, tenant)
+        rows = await connection.fetch(READ_JOBS, before, states, limit + 1, tenant)
+    return RowPage([_job(row) for row in rows], limit)
 
 
 async def get_job(connection: Connection[Any], schema: str, job_id: int) -> ReplayJob:

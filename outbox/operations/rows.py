@@ -13,9 +13,18 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound="DataclassInstance")
+Item = TypeVar("Item")
 
 ID_MAX = 2**63 - 1
 """The largest id in a table, and the largest sequence number."""
+
+
+class RowPage(list[Item]):
+    """A page of rows, from up to `limit + 1` of them: an extra row shows that there are more."""
+
+    def __init__(self, rows: list[Item], limit: int) -> None:
+        super().__init__(rows[:limit])
+        self.more = len(rows) > limit
 
 
 def from_row(kind: type[T], row: Any, *, parse: Collection[str] = (), **values: Any) -> T:
@@ -30,6 +39,13 @@ def from_row(kind: type[T], row: Any, *, parse: Collection[str] = (), **values: 
         if each.init and name not in values:
             values[name] = parse_json(row[name]) if name in parse else row[name]
     return kind(**values)
+
+
+def parse_id(text: str, least: int = 1) -> int | None:
+    """Parse an id; None: the text is not one, or below `least`."""
+    if text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) <= ID_MAX:
+        return int(text)
+    return None
 
 
 def parse_json(text: str | None) -> Any:

@@ -11,7 +11,7 @@ from outbox.core.model.text import closest
 from outbox.core.schedules.cron import Cron
 from outbox.errors import NotFound, UsageError
 from outbox.operations.page_bytes import count_rows_within, read_page_limit
-from outbox.operations.rows import from_row
+from outbox.operations.rows import RowPage, from_row
 from outbox.store.connection.connect import map_errors
 
 if TYPE_CHECKING:
@@ -134,33 +134,23 @@ async def list_schedules(
     tenant: str | None = None,
     limit: int = 100,
     after: str | None = None,
-) -> list[ListedSchedule]:
+) -> RowPage[ListedSchedule]:
     """List schedules by name, at most `limit`, starting after the name `after`.
+
+    There are fewer if they are large, as in `outbox.operations.page_bytes`.
 
     Args:
         tenant: only schedules that publish for this tenant.
     """
     with map_errors(schema):
-        rows = await connection.fetch(PAGE, after, limit, tenant)
+        limit = await read_page_limit(connection, COUNT_ROWS, limit, after, limit, tenant)
+        rows = await connection.fetch(PAGE, after, limit + 1, tenant)
     listed: list[ListedSchedule] = []
     for row in rows:
         listed.append(from_row(ListedSchedule, row, next_runs=_next_runs(row)))
         # The search for the next runs may take a millisecond.
         await asyncio.sleep(0)
-    return listed
-
-
-async def read_schedules_limit(
-    connection: Connection[Any],
-    schema: str,
-    *,
-    tenant: str | None = None,
-    limit: int,
-    after: str | None = None,
-) -> int:
-    """Read how many schedules the next page of `list_schedules` may have, at most `limit`."""
-    with map_errors(schema):
-        return await read_page_limit(connection, COUNT_ROWS, limit, after, limit, tenant)
+    return RowPage(listed, limit)
 
 
 async def get_schedule(connection: Connection[Any], schema: str, name: str) -> Schedule:

@@ -268,7 +268,7 @@ async def test_a_test_delivery_returns_the_response(database: Database, api: Api
         reported = (await api.post("/v1/endpoints/shop/test")).json
     assert (reported["outcome"], reported["url"]) == ("delivered", url)
     gone = (await api.post("/v1/endpoints/shop/test")).json
-    assert (gone["outcome"], gone["failure"]) == ("retried", "connect")
+    assert (gone["outcome"], gone["response"]["failure"]) == ("retried", "connect")
 
 
 async def test_concurrent_test_deliveries_are_limited_also_by_tenant(
@@ -324,7 +324,7 @@ async def test_all_test_deliveries_share_a_transport(
     monkeypatch.setattr(endpoint_tester, "HttpTransport", make)
     await add_endpoint(database, "shop", url=URL)
     for response in await asyncio.gather(*[api.post("/v1/endpoints/shop/test") for _ in range(4)]):
-        assert response.json["failure"] == "connect"
+        assert response.json["response"]["failure"] == "connect"
     assert len(made) == 1
 
 
@@ -339,7 +339,7 @@ async def test_a_test_delivery_ends_before_the_time_out_of_its_endpoint(
 
     async with receiver(never) as server:
         await api.post("/v1/endpoints", {"name": "a", "url": server.url, "timeout": 60})
-        reported = (await api.post("/v1/endpoints/a/test")).json
+        reported = (await api.post("/v1/endpoints/a/test")).json["response"]
     assert (reported["failure"], reported["detail"]) == (
         "timeout",
         "no complete response within 0.2 s",

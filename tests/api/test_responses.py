@@ -200,8 +200,9 @@ async def test_a_test_delivery_shows_the_response_to_operators_only(
         await add_endpoint(database, url=at.url, tenant=tenant)
         secret = await make_token(database, "op", ("read", "operate"), tenant=tenant)
         response = await client.with_token(secret).post("/v1/endpoints/shop/test")
-    assert (response.status, response.json["status"]) == (200, 500)
+    assert (response.status, response.json["response"]["status"]) == (200, 500)
     assert response.json["outcome"] == "retried"
+    assert (response.json["meaning"] is None) == (tenant is not None)
     assert (CANARY.encode() in response.raw) == (tenant is None)
 
 

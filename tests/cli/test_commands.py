@@ -578,7 +578,7 @@ def test_a_replay_job_is_listed_shown_and_aborted(here: Command, database: Datab
         "replaying 2 dead letters (replay job 1)\n"
     )
     began = here("replay", "--endpoint", "a", "--since", "2020-01-01", "--type", "a.*", "--json")
-    assert began.json == {"job": 2}
+    assert (began.json["id"], began.json["state"]) == (2, "running")
     listed = here("replay", "list").out.splitlines()
     assert [line.split()[:3] for line in listed[1:]] == [
         ["2", "history", "running"],

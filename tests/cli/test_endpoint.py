@@ -523,7 +523,8 @@ def test_a_test_delivery_equals_other_deliveries(here: Command, database: Databa
             **local,
         ).json
         result = here("endpoint", "test", "a", "--json", **local)
-        assert (result.code, result.json["outcome"], result.json["status"]) == (0, "delivered", 204)
+        assert (result.code, result.json["outcome"]) == (0, "delivered")
+        assert result.json["response"]["status"] == 204
         text = here("endpoint", "test", "a", **local).out
         assert f"sent      PUT {url}\nresponse  204\n" in text
         assert text.endswith("outcome   delivered\n")
@@ -566,7 +567,7 @@ def test_a_test_delivery_shows_how_the_relay_would_classify_the_response(
         as_json = here("endpoint", "test", "a", "--json", **local)
         text = here("endpoint", "test", "a", **local)
     assert (as_json.code, text.code) == (1, 1)
-    assert (as_json.json["status"], as_json.json["outcome"]) == (status, outcome)
+    assert (as_json.json["response"]["status"], as_json.json["outcome"]) == (status, outcome)
     assert says in text.out
     assert "\x1b" not in text.out
 
@@ -575,7 +576,8 @@ def test_a_test_delivery_obeys_the_egress_rules(here: Command) -> None:
     here("endpoint", "add", "a", "http://127.0.0.1:9/", OUTBOX_ALLOW_NETWORKS="127.0.0.0/8")
     result = here("endpoint", "test", "a", "--json")
     assert result.code == 1
-    assert (result.json["failure"], result.json["outcome"]) == ("egress_refused", "retried")
+    failure = result.json["response"]["failure"]
+    assert (failure, result.json["outcome"]) == ("egress_refused", "retried")
     missing = here("endpoint", "test", "b")
     assert missing.code == 2
 
@@ -584,8 +586,10 @@ def test_a_test_delivery_uses_the_outbound_proxy(here: Command) -> None:
     here("endpoint", "add", "a", "https://shop.example/")
     unknown_user = f"http://me:hunter2@127.0.0.1:{free_port()}"
     result = here("endpoint", "test", "a", "--json", OUTBOX_PROXY=unknown_user)
-    assert result.json["failure"] == "connect"
-    assert result.json["detail"].startswith("the proxy: connection refused at 127.0.0.1:")
+    assert result.json["response"]["failure"] == "connect"
+    assert result.json["response"]["detail"].startswith(
+        "the proxy: connection refused at 127.0.0.1:"
+    )
     assert "hunter2" not in result.out + result.err
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from outbox.core.model.response import AttemptResult, Failure
+from outbox.core.model.stored_response import stored_response
 from outbox.destinations.http import endpoint_test
 from outbox.destinations.http.egress import EgressPolicy
 from outbox.destinations.http.endpoint_test import EndpointTestResult
@@ -25,7 +26,7 @@ def duration(monkeypatch: pytest.MonkeyPatch) -> Callable[[Failure, float, str |
     def measure(failure: Failure, fails_after_s: float, tenant: str | None) -> float:
         async def send(*_: Any, **__: Any) -> EndpointTestResult:
             await asyncio.sleep(fails_after_s)
-            response = AttemptResult.failed(failure, "", fails_after_s)
+            response = stored_response(AttemptResult.failed(failure, "", fails_after_s))
             return EndpointTestResult("shop", "POST", "https://a.example/", response, "", "")
 
         async def transport(_: EndpointTester) -> None: ...

@@ -455,7 +455,8 @@ async def test_a_draining_endpoint_gets_its_backlog_and_no_new_events(
         await db.execute("INSERT INTO outbox (type, payload) VALUES ('a.b', '1')")
         await all_ended(database)
     await db.execute("UPDATE lane_counter SET last_seq = 2")
-    assert await endpoint_removal.drain_endpoint(db, "relay", "shop", actor="ann") == made.id
+    drained = await endpoint_removal.drain_endpoint(db, "relay", "shop", actor="ann")
+    assert (drained.id, drained.name) == (made.id, "shop")
     left = await endpoint_removal.read_drain_status(db, "relay", made.id)
     assert (left.state, left.pending, left.blocked, left.relay) == ("active", 1, 0, False)
     row = (await endpoints.get_endpoint(db, "relay", "shop")).endpoint

@@ -325,7 +325,7 @@ async def test_a_fetch_token_that_is_added_after_the_plan_is_among_the_old_ones(
         await holder.execute(ADD_TOKEN)
     changed = await changing
     if revoke:
-        assert changed == 2
+        assert changed.revoked == 2
         assert await fetchval(database, "SELECT count(*) FROM fetch_token") == 0
     else:
         until_at = "SELECT expires_at FROM fetch_token WHERE created_by = 'other'"

@@ -519,7 +519,7 @@ async def test_a_journal_entry_names_the_role_that_wrote_it(
             SET ROLE NONE;
             INSERT INTO journal (kind, actor, data) VALUES ('endpoint_paused', 'ann@desk', '{}')
         """)
-        (row, *_) = (await journal.list_journal(owner, "relay")).entries
+        (row, *_) = await journal.list_journal(owner, "relay")
         assert (row.actor, row.session_role) == ("ann@desk", name)
 
 

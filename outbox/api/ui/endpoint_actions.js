@@ -74,10 +74,10 @@ export async function sendTest(endpoint) {
   const result = await tryRequest(() => post(path(endpoint, "test")));
   if (!result) return;
   await confirm(`Test response of ${endpoint}`, [
-    h("p", { class: "response" }, responseLine(result) ?? "no response"),
+    h("p", { class: "response" }, responseLine(result.response) ?? "no response"),
     h("p", null, `${TEST_OUTCOMES[result.outcome] ?? result.outcome}.`),
-    definitionList([["URL", h("span", { class: "url" }, result.url)], ["Duration", duration(result.elapsed_ms / 1000)]]),
-    result.headers && h("details", null, h("summary", null, "Headers"), code(result.headers)),
-    result.body && h("details", null, h("summary", null, "Body"), code(result.body)),
+    definitionList([["URL", h("span", { class: "url" }, result.url)], ["Duration", duration(result.response.elapsed_ms / 1000)]]),
+    result.response.headers && h("details", null, h("summary", null, "Headers"), code(result.response.headers)),
+    result.response.body && h("details", null, h("summary", null, "Body"), code(result.response.body)),
   ].filter(Boolean), { yes: "Close", no: null });
 }

@@ -7,7 +7,7 @@ from typing import IO, TYPE_CHECKING
 
 import click
 
-from outbox.cli.common import actor, prints, run_operation
+from outbox.cli.common import actor, print_result, run_operation
 from outbox.cli.endpoint.group import command
 from outbox.cli.endpoint.options import file_name, read_text
 from outbox.core.model.text import safe
@@ -43,7 +43,7 @@ To set the CA that the relay trusts: outbox endpoint update --ca
 @click.argument("name")
 @click.argument("file", type=click.File(), required=False)
 @click.option("--remove", is_flag=True, help="Remove the client certificate.")
-@prints(_show)
+@print_result(_show)
 def certificate(
     settings: Settings, name: str, file: IO[str] | None, remove: bool
 ) -> CertificateChange:

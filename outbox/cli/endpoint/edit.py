@@ -8,7 +8,7 @@ import click
 
 from outbox.cli.common import (
     actor,
-    prints,
+    print_result,
     run_operation,
     warn,
     warn_about_networks,
@@ -78,7 +78,7 @@ Examples:
     is_flag=True,
     help="Sign with an Ed25519 key, and show its public key, instead of a shared secret.",
 )
-@prints(_show_added)
+@print_result(_show_added)
 def add(
     settings: Settings, name: str, url: str, given: dict[str, Any], ed25519: bool
 ) -> NewEndpoint:
@@ -128,7 +128,7 @@ Examples:
 )
 @click.argument("name")
 @edit_options
-@prints(_show_updated)
+@print_result(_show_updated)
 def update(
     settings: Settings, name: str, edit: Callable[[EndpointSettings], EndpointSettings]
 ) -> Updated:

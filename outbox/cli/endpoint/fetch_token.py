@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outbox.cli.common import actor, prints, run_operation
+from outbox.cli.common import actor, print_result, run_operation
 from outbox.cli.endpoint.group import command
-from outbox.cli.endpoint.options import overlap_s
+from outbox.cli.endpoint.options import overlap_option
 from outbox.cli.output import cell, count, emit_pairs
 from outbox.operations import fetch_tokens
 from outbox.operations.fetch_tokens import FetchToken, RevokedFetchTokens
@@ -36,26 +36,19 @@ Examples:
 """,
 )
 @click.argument("name")
-@click.option(
-    "--overlap",
-    default="24h",
-    show_default=True,
-    metavar="TIME",
-    help="How long old tokens stay valid; 0: not at all.",
-)
+@overlap_option("old tokens stay valid")
 @click.option("--revoke", is_flag=True, help="Revoke all fetch tokens of the endpoint.")
-@prints(_show)
+@print_result(_show)
 def fetch_token(
-    settings: Settings, name: str, overlap: str, revoke: bool
+    settings: Settings, name: str, overlap_s: float, revoke: bool
 ) -> FetchToken | RevokedFetchTokens:
     """Create a fetch token for an endpoint's receiver, and show it once.
 
     With the token the receiver fetches missing events from `outbox relay --receivers`.
     The token gives access to this endpoint's deliveries only, and cannot sign.
     """
-    kept_s = overlap_s(overlap)
     if revoke:
         return run_operation(settings, fetch_tokens.revoke_fetch_tokens, name, actor=actor())
     return run_operation(
-        settings, fetch_tokens.add_fetch_token, name, actor=actor(), overlap_s=kept_s
+        settings, fetch_tokens.add_fetch_token, name, actor=actor(), overlap_s=overlap_s
     )

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outbox.cli.common import actor, comment_option, names_argument, prints, run_operation
+from outbox.cli.common import actor, comment_option, names_argument, print_result, run_operation
 from outbox.cli.endpoint.group import command
-from outbox.cli.endpoint.options import overlap_s
+from outbox.cli.endpoint.options import overlap_option
 from outbox.cli.output import cell, count, emit_pairs
 from outbox.core.delivery.ed25519 import PUBLIC_PREFIX
 from outbox.operations import endpoint_secrets, endpoint_states
@@ -61,7 +61,7 @@ Examples:
 )
 @names_argument
 @comment_option
-@prints(_show_paused)
+@print_result(_show_paused)
 def pause(settings: Settings, names: tuple[str, ...], comment: str | None) -> list[StateChange]:
     """Pause delivery to endpoints until they are resumed.
 
@@ -82,7 +82,7 @@ Examples:
 )
 @names_argument
 @comment_option
-@prints(_show_resumed)
+@print_result(_show_resumed)
 def resume(settings: Settings, names: tuple[str, ...], comment: str | None) -> list[StateChange]:
     """Resume paused endpoints, and retry failing ones at once.
 
@@ -102,7 +102,7 @@ Example:
 )
 @click.argument("name")
 @comment_option
-@prints(_show_enabled)
+@print_result(_show_enabled)
 def enable(settings: Settings, name: str, comment: str | None) -> StateChange:
     """Re-enable a disabled endpoint for new events.
 
@@ -124,21 +124,17 @@ Examples:
 """,
 )
 @click.argument("name")
-@click.option(
-    "--overlap",
-    default="24h",
-    show_default=True,
-    metavar="TIME",
-    help="How long the old secret also signs; 0: not at all.",
-)
+@overlap_option("the old secret also signs")
 @click.option(
     "--ed25519/--shared",
     default=None,
     help="Use an Ed25519 key pair, of which the receiver gets the public key, or a shared secret. "
     "Default: the kind of the old one.",
 )
-@prints(_show_rotated)
-def rotate_secret(settings: Settings, name: str, overlap: str, ed25519: bool | None) -> Rotation:
+@print_result(_show_rotated)
+def rotate_secret(
+    settings: Settings, name: str, overlap_s: float, ed25519: bool | None
+) -> Rotation:
     """Rotate an endpoint's signing secret, and show the new one once.
 
     During the overlap each request carries a signature of both secrets, so the
@@ -149,7 +145,7 @@ def rotate_secret(settings: Settings, name: str, overlap: str, ed25519: bool | N
         endpoint_secrets.rotate_secret,
         name,
         actor=actor(),
-        overlap_s=overlap_s(overlap),
+        overlap_s=overlap_s,
         vault=Vault.from_settings(settings),
         ed25519=ed25519,
     )

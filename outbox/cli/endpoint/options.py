@@ -42,16 +42,24 @@ _NONE = "none"
 """With --retryable: no status is retried."""
 
 
-def overlap_s(text: str) -> float:
-    """Parse --overlap: how many seconds the old secret or token stays valid; 0: not at all.
+def overlap_option(what: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """The option --overlap: how long `what`; the command receives seconds as `overlap_s`."""
 
-    Raises:
-        UsageError: the text is no duration.
-    """
-    try:
-        return duration.parse(text)
-    except UsageError as error:
-        raise UsageError(f"--overlap: {error}") from None
+    def parse(_: click.Context, __: click.Parameter, text: str) -> float:
+        try:
+            return duration.parse(text)
+        except UsageError as error:
+            raise UsageError(f"--overlap: {error}") from None
+
+    return click.option(
+        "--overlap",
+        "overlap_s",
+        default="24h",
+        show_default=True,
+        metavar="TIME",
+        callback=parse,
+        help=f"How long {what}; 0: not at all.",
+    )
 
 
 def _flag(setting: Setting) -> str:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outbox.cli.common import actor, json_option, run_connected, settings_options
+from outbox.cli.common import actor, print_result, run_connected
 from outbox.cli.endpoint.group import command
-from outbox.cli.output import count, emit_json
+from outbox.cli.output import count
 from outbox.cli.progress import confirm, require_terminal
 from outbox.errors import UsageError
 from outbox.operations import endpoint_removal
@@ -24,6 +24,16 @@ if TYPE_CHECKING:
 POLL_INTERVAL_S = 0.5
 
 
+def _show(removal: Removal) -> None:
+    if removal.state == "removed":
+        click.echo(f'removed endpoint "{removal.name}"')
+    else:
+        click.echo(
+            f'removing endpoint "{removal.name}": the relay dead-letters its '
+            f"{count(removal.pending, 'delivery')}; if no relay is running, the next one will"
+        )
+
+
 @command.command(
     epilog="""\b
 Examples:
@@ -35,9 +45,8 @@ Examples:
 @click.argument("name")
 @click.option("--dead-letter", is_flag=True, help="Dead-letter the pending deliveries.")
 @click.option("--wait", is_flag=True, help="Deliver the backlog first, without new events.")
-@json_option
-@settings_options
-def remove(settings: Settings, name: str, dead_letter: bool, wait: bool, as_json: bool) -> None:
+@print_result(_show)
+def remove(settings: Settings, name: str, dead_letter: bool, wait: bool) -> Removal:
     """Remove an endpoint; its name can be reused afterwards.
 
     With --dead-letter the pending deliveries become one dead letter per lane, which
@@ -50,11 +59,11 @@ def remove(settings: Settings, name: str, dead_letter: bool, wait: bool, as_json
     async def remove_endpoint(connection: Connection[Any]) -> Removal:
         schema = settings.schema_name
         if wait:
-            await _wait_until_delivered(connection, schema, name, quiet=as_json)
+            await _wait_until_delivered(connection, schema, name)
         return await _remove_or_confirm(connection, schema, name, dead_letter=dead_letter)
 
     try:
-        removal = run_connected(settings, remove_endpoint)
+        return run_connected(settings, remove_endpoint)
     except KeyboardInterrupt:
         if wait:
             click.echo(
@@ -63,15 +72,6 @@ def remove(settings: Settings, name: str, dead_letter: bool, wait: bool, as_json
                 err=True,
             )
         raise
-    if as_json:
-        emit_json(removal)
-    elif removal.state == "removed":
-        click.echo(f'removed endpoint "{removal.name}"')
-    else:
-        click.echo(
-            f'removing endpoint "{removal.name}": the relay dead-letters its '
-            f"{count(removal.pending, 'delivery')}; if no relay is running, the next one will"
-        )
 
 
 async def _remove_or_confirm(
@@ -93,28 +93,23 @@ async def _remove_or_confirm(
     )
 
 
-async def _wait_until_delivered(
-    connection: Connection[Any], schema: str, name: str, *, quiet: bool
-) -> None:
+async def _wait_until_delivered(connection: Connection[Any], schema: str, name: str) -> None:
     """Unsubscribe the endpoint from new events, and wait until its backlog is delivered."""
-    endpoint_id = await endpoint_removal.drain_endpoint(connection, schema, name, actor=actor())
+    waiting = await endpoint_removal.drain_endpoint(connection, schema, name, actor=actor())
     previous = ""
-    while True:
-        waiting = await endpoint_removal.read_drain_status(connection, schema, endpoint_id)
-        if waiting.subscribed:
-            raise UsageError(
-                f'endpoint "{name}" was re-enabled by another command; it is not removed'
-            )
-        if not waiting.pending or waiting.state in ("removing", "removed"):
-            return
-        line = _line(name, waiting)
-        if line != previous and not quiet:
+    while waiting.drains and not waiting.subscribed:
+        line = _line(waiting)
+        if line != previous:
             click.echo(line, err=True)
         previous = line
         await asyncio.sleep(POLL_INTERVAL_S)
+        waiting = await endpoint_removal.read_drain_status(connection, schema, waiting.id)
+    if waiting.subscribed:
+        raise UsageError(f'endpoint "{name}" was re-enabled by another command; it is not removed')
 
 
-def _line(name: str, waiting: DrainStatus) -> str:
+def _line(waiting: DrainStatus) -> str:
+    name = waiting.name
     line = f'endpoint "{name}" has {count(waiting.pending, "pending delivery")}'
     if waiting.state == "paused":
         line += f"; it is paused: outbox endpoint resume {name}"

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outbox.cli.common import (
-    first_page,
     json_option,
     limit_option,
-    prints,
+    note_next_page,
+    print_result,
     run_connected,
     run_operation,
 )
@@ -21,7 +21,7 @@ from outbox.cli.output import cell, count, emit_json, emit_pairs, emit_table
 from outbox.core.delivery.circuit_breaker import PROBED_STATES, PROBING_TEXT
 from outbox.core.delivery.connection_reuse import DISTRUST_S, ConnectionReuse
 from outbox.core.delivery.retry_preview import COLUMNS, cells, markdown, schedule
-from outbox.core.model import endpoint_config, retry_policy
+from outbox.core.model import retry_policy
 from outbox.core.model.endpoint_condition import HEALTHY, describe_condition
 from outbox.core.model.endpoint_settings import SETTINGS
 from outbox.operations import endpoints
@@ -39,16 +39,7 @@ def _show_list(rows: list[EndpointRow]) -> None:
     emit_table(
         ["name", "url", "types", "tenant", "lanes", "state", "pending", "dead letters"],
         [
-            (
-                r.name,
-                r.url,
-                r.types,
-                "(all)" if r.all_tenants else r.tenant,
-                r.lanes,
-                describe_condition(r.condition, r.failing_lanes, r.lanes),
-                r.pending,
-                r.dead_letters,
-            )
+            (r.name, r.url, r.types, _tenant(r), r.lanes, _condition(r), r.pending, r.dead_letters)
             for r in rows
         ],
         "no endpoints; add one with: outbox endpoint add NAME URL",
@@ -114,11 +105,11 @@ Examples:
 )
 @limit_option
 @click.option("--after", metavar="NAME", help="Only names after this one, in byte order (paging).")
-@prints(_show_list)
+@print_result(_show_list)
 def list_(settings: Settings, limit: int, after: str | None) -> list[EndpointRow]:
     """List endpoints by name."""
-    rows = run_operation(settings, endpoints.list_endpoints, limit=limit + 1, after=after)
-    return first_page(rows, limit, lambda row: row.name)
+    rows = run_operation(settings, endpoints.list_endpoints, limit=limit, after=after)
+    return note_next_page(rows, lambda row: row.name)
 
 
 @command.command(
@@ -128,7 +119,7 @@ Example:
 """
 )
 @click.argument("name")
-@prints(_show)
+@print_result(_show)
 def show(settings: Settings, name: str) -> EndpointDetail:
     """Show an endpoint with its health, its lanes and its ownership history."""
     return run_operation(settings, endpoints.get_endpoint, name)
@@ -140,7 +131,7 @@ Example:
   outbox endpoint export > endpoints.yaml
 """
 )
-@prints(_show_export)
+@print_result(_show_export)
 def export(settings: Settings) -> dict[str, Any]:
     """Export all endpoints as a file for `outbox apply`.
 
@@ -151,14 +142,13 @@ def export(settings: Settings) -> dict[str, Any]:
 
     async def read_all(connection: Connection[Any]) -> list[dict[str, Any]]:
         declared: list[dict[str, Any]] = []
-        after = None
         while rows := await endpoints.list_settings(
-            connection, settings.schema_name, limit=PAGE, after=after
+            connection,
+            settings.schema_name,
+            limit=PAGE,
+            after=declared[-1]["name"] if declared else None,
         ):
-            declared += [
-                {"id": str(id_), **endpoint_config.to_file_values(each)} for id_, each in rows
-            ]
-            after = rows[-1][1].name
+            declared += map(endpoints.declaration, rows)
         return declared
 
     return {"endpoints": run_connected(settings, read_all)}
@@ -206,6 +196,14 @@ def policies(policy: tuple[str, ...], as_markdown: bool, as_json: bool) -> None:
             emit_table(COLUMNS, [cells(row) for row in schedule(each)], "no attempts")
 
 
+def _tenant(row: EndpointRow) -> str | None:
+    return "(all)" if row.all_tenants else row.tenant
+
+
+def _condition(row: EndpointRow) -> str:
+    return describe_condition(row.condition, row.failing_lanes, row.lanes)
+
+
 def _state_pairs(detail: EndpointDetail) -> list[tuple[str, Any]]:
     """Name-value pairs of an endpoint's state."""
     row, health = detail.endpoint, detail.health
@@ -224,7 +222,7 @@ def _state_pairs(detail: EndpointDetail) -> list[tuple[str, Any]]:
     return [
         ("id", row.id),
         ("name", row.name),
-        ("condition", describe_condition(row.condition, row.failing_lanes, row.lanes)),
+        ("condition", _condition(row)),
         ("state", state),
         ("receives", None if row.subscribed else "no new events"),
         ("relay", _relay(detail)),

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outbox.cli.common import json_option, run_async, run_operation, settings_options
+from outbox.cli.common import print_result, run_async, run_operation
 from outbox.cli.endpoint.group import command
-from outbox.cli.output import emit_json, emit_pairs
+from outbox.cli.output import emit_pairs
 from outbox.destinations.http.endpoint_validation import policy_of
 from outbox.store.connection.secrets import Vault
 from outbox.store.delivery import endpoints
@@ -17,21 +17,32 @@ if TYPE_CHECKING:
     from outbox.config import Settings
     from outbox.destinations.http.endpoint_test import EndpointTestResult
 
-EXIT_NOT_ACCEPTED = 1
+
+def _show(result: EndpointTestResult) -> None:
+    response = result.response
+    emit_pairs(
+        [
+            ("sent", f"{result.method} {result.url}"),
+            ("response", response.get("status") or response["failure"]),
+            ("detail", response.get("detail")),
+            ("time", f"{response['elapsed_ms']:.0f} ms"),
+            ("headers", response.get("headers")),
+            ("body", response.get("body")),
+            ("outcome", result.meaning),
+        ]
+    )
 
 
 @command.command(
     epilog="""\b
 Examples:
   outbox endpoint test billing
-  outbox endpoint test billing --json | jq .status
+  outbox endpoint test billing --json | jq .response.status
 """
 )
 @click.argument("name")
-@json_option
-@settings_options
-@click.pass_context
-def test(ctx: click.Context, settings: Settings, name: str, as_json: bool) -> None:
+@print_result(_show, failed=lambda result: not 200 <= result.response.get("status", 0) <= 299)
+def test(settings: Settings, name: str) -> EndpointTestResult:
     """Send one signed test delivery from this machine.
 
     It has the type outbox.test and a separate lane, so it does not affect other
@@ -40,24 +51,7 @@ def test(ctx: click.Context, settings: Settings, name: str, as_json: bool) -> No
     """
     vault = Vault.from_settings(settings)
     endpoint = run_operation(settings, endpoints.find_endpoint, name, vault)
-    result = run_async(_send(settings, endpoint))
-    if as_json:
-        emit_json(result.as_json())
-    else:
-        response = result.summary
-        emit_pairs(
-            [
-                ("sent", f"{result.method} {result.url}"),
-                ("response", response.get("status") or response["failure"]),
-                ("detail", response.get("detail")),
-                ("time", f"{response['elapsed_ms']:.0f} ms"),
-                ("headers", response.get("headers")),
-                ("body", response.get("body")),
-                ("outcome", result.meaning),
-            ]
-        )
-    if result.response.status is None or not 200 <= result.response.status <= 299:
-        ctx.exit(EXIT_NOT_ACCEPTED)
+    return run_async(_send(settings, endpoint))
 
 
 async def _send(settings: Settings, endpoint: endpoints.Endpoint) -> EndpointTestResult:

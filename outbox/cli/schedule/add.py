@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outbox.cli.common import actor, duration_s, prints, run_operation
+from outbox.cli.common import actor, duration_s, print_result, run_operation
 from outbox.cli.output import clock_time
 from outbox.cli.publish import parse_headers, read_payload
 from outbox.cli.schedule.group import command
@@ -97,7 +97,7 @@ Missed runs, whose time passed while no relay was running (--misfire):
     help="wait: a run starts after the previous one was delivered or dead-lettered.",
 )
 @click.option("--replace", is_flag=True, help="Replace an existing schedule of this name.")
-@prints(_show_added)
+@print_result(_show_added)
 def add(
     settings: Settings,
     name: str,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outbox.cli.common import actor, comment_option, names_argument, prints, run_operation
+from outbox.cli.common import actor, comment_option, names_argument, print_result, run_operation
 from outbox.cli.output import clock_time
 from outbox.cli.schedule.group import command
 from outbox.operations import schedule_changes
@@ -44,7 +44,7 @@ Example:
 )
 @names_argument
 @comment_option
-@prints(_show_paused)
+@print_result(_show_paused)
 def pause(settings: Settings, names: tuple[str, ...], comment: str | None) -> list[Schedule]:
     """Pause schedules; runs that are due while paused are skipped."""
     return run_operation(
@@ -60,7 +60,7 @@ Example:
 )
 @names_argument
 @comment_option
-@prints(_show_resumed)
+@print_result(_show_resumed)
 def resume(settings: Settings, names: tuple[str, ...], comment: str | None) -> list[Schedule]:
     """Resume schedules with their next run."""
     return run_operation(
@@ -75,7 +75,7 @@ Example:
 """
 )
 @names_argument
-@prints(_show_removed)
+@print_result(_show_removed)
 def remove(settings: Settings, names: tuple[str, ...]) -> list[RemovedSchedule]:
     """Remove schedules; events that are already published are still delivered."""
     return run_operation(settings, schedule_changes.remove_schedules, names, actor=actor())
@@ -89,7 +89,7 @@ Example:
 """,
 )
 @click.argument("name")
-@prints(_show_run)
+@print_result(_show_run)
 def run_now(settings: Settings, name: str) -> ScheduleRun:
     """Publish a schedule's event now, even if the schedule is paused.
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outbox.cli.common import (
-    first_page,
     limit_option,
-    prints,
+    note_next_page,
+    print_result,
     run_connected,
     run_operation,
 )
@@ -72,21 +72,23 @@ Examples:
 )
 @limit_option
 @click.option("--after", metavar="NAME", help="Only names after this one, in byte order (paging).")
-@prints(_show_list)
+@print_result(_show_list)
 def list_(settings: Settings, limit: int, after: str | None) -> dict[str, Any]:
     """List schedules by name, and count delayed events.
 
     Delayed events are published with outbox publish --at.
     """
 
-    async def read_page(connection: Connection[Any]) -> tuple[list[ListedSchedule], FutureEvents]:
+    async def read_page(connection: Connection[Any]) -> dict[str, Any]:
         schema = settings.schema_name
-        rows = await schedules.list_schedules(connection, schema, limit=limit + 1, after=after)
-        return rows, await schedules.count_future_events(connection, schema)
+        rows = await schedules.list_schedules(connection, schema, limit=limit, after=after)
+        future = await schedules.count_future_events(connection, schema)
+        return {
+            "schedules": note_next_page(rows, lambda row: row.name),
+            "future_events": future,
+        }
 
-    rows, future = run_connected(settings, read_page)
-    rows = first_page(rows, limit, lambda row: row.name)
-    return {"schedules": rows, "future_events": future}
+    return run_connected(settings, read_page)
 
 
 @command.command(
@@ -96,7 +98,7 @@ Example:
 """
 )
 @click.argument("name")
-@prints(_show)
+@print_result(_show)
 def show(settings: Settings, name: str) -> Schedule:
     """Show a schedule with its event and its next runs."""
     return run_operation(settings, schedules.get_schedule, name)

@@ -27,7 +27,7 @@ from outbox.core.model.stored_response import stored_response
 from outbox.destinations.http.request import RecipientSettings, recipient_of, signed_request
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from uuid import UUID
 
     from outbox.core.delivery.signature import SigningKey
@@ -46,25 +46,12 @@ class EndpointTestResult:
     endpoint: str
     method: str
     url: str
-    response: AttemptResult
+    response: dict[str, Any]
+    """In the stored form."""
     outcome: str
     """How the relay would classify it: delivered, retried, dead_letter or disabled."""
-    meaning: str
-    """The outcome as a phrase."""
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        """The response as it is stored."""
-        return stored_response(self.response)
-
-    def as_json(self, response: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the JSON form.
-
-        Args:
-            response: redacted response; None: the stored form.
-        """
-        result = {"endpoint": self.endpoint, "url": self.url, "outcome": self.outcome}
-        return result | dict(self.summary if response is None else response)
+    meaning: str | None
+    """The outcome as a phrase; null for callers that may not read responses."""
 
 
 class EndpointUnderTest(RecipientSettings, Protocol):
@@ -99,8 +86,8 @@ async def send_test_delivery(
     """
     response = await transport.send(_request(endpoint, total_s_max))
     response = redact(response, endpoint.credentials)
-    outcome = _classify(response, endpoint)
-    return EndpointTestResult(endpoint.name, endpoint.method, endpoint.url, response, *outcome)
+    stored, outcome = stored_response(response), _classify(response, endpoint)
+    return EndpointTestResult(endpoint.name, endpoint.method, endpoint.url, stored, *outcome)
 
 
 def _request(endpoint: EndpointUnderTest, total_s_max: float) -> Request:

@@ -72,7 +72,7 @@ class EndpointTester:
             result = await endpoint_test.send_test_delivery(transport, endpoint, total_s_max=TEST_S)
             if tenant is not None:
                 elapsed_s = asyncio.get_running_loop().time() - started_at
-                shown_s = generalize_elapsed_s(result.response.failure, elapsed_s)
+                shown_s = generalize_elapsed_s(result.response.get("failure"), elapsed_s)
                 await asyncio.sleep(shown_s - elapsed_s)
             return result
 

@@ -18,6 +18,7 @@ from outbox.store.connection.connect import (
     set_if_supported,
     transaction_settings,
 )
+from outbox.store.connection.migrate import require_current
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -97,6 +98,23 @@ async def connect_operator(
     )
     opened: Connection[Any] = connection
     return opened
+
+
+async def connect_current(
+    dsn: Dsn, settings: Settings, application_name: str, **options: Any
+) -> Connection[Any]:
+    """Open a session of an operator, in a schema of this program's version.
+
+    Raises:
+        OutboxError: see `connect_operator` and `require_current`.
+    """
+    connection = await connect_operator(dsn, settings, application_name, **options)
+    try:
+        await require_current(connection, settings.schema_name)
+    except BaseException:
+        connection.terminate()
+        raise
+    return connection
 
 
 async def reset(connection: Connection[Any]) -> None:
