@@ -213,7 +213,7 @@ def test_all_checks_run_and_are_summarised(
     assert run.run_checks("") == 1
     lines = capsys.readouterr().out.split("\n")
     assert [line.split()[0] for line in lines if line] == [
-        "ruff", "ruff", "mypy", "lint-imports", "python", "python", "pytest",
+        "ruff", "ruff", "mypy", "lint-imports", "python", "pytest", "python",
     ]  # fmt: skip
     assert [line for line in lines if "FAILED" in line and "mypy" in line]
     monkeypatch.setattr(run, "call", lambda _: 0)

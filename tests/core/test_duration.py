@@ -35,3 +35,7 @@ def test_durations_round_trip_up_to_a_century() -> None:
 
 def test_a_time_that_is_over_is_rounded_to_none() -> None:
     assert duration.rounded(-3.0) == "0s"
+
+
+def test_a_time_since_the_infinite_past_can_be_formatted() -> None:
+    assert duration.rounded(float("inf")) == "forever"

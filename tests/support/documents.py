@@ -64,7 +64,7 @@ VOLATILE = (
     (r"\b\d\d:\d\d:\d\d\b", "<time>"),
     (r"127\.0\.0\.1:\d+", "<address>"),
     (r"\S+:\d+$", "<process>"),
-    (r"[+]?\b(\d+\.\d s|\d+(\.\d)? ms|\d+s)(?!\S)", "<moment>"),
+    (r"[+]?\b\d+(\.\d)? ?(ms|[smhd])( \d+[smh])?(?!\S)", "<moment>"),
     (r"\bafter \d+ attempts", "after <n> attempts"),
     (r" +", " "),
 )

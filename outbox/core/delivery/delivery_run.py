@@ -3,9 +3,9 @@ the dispatcher in between.
 
 While a receiver responds to each request with a plain success, the next delivery of its lane can
 be sent in the pass of the event loop that received the response.  A run is such a sequence of
-requests.  It changes nothing about the lane's rules: one request is in flight at a time, and the next one
-starts only after the previous one was delivered.  Whatever is not a plain success, and every
-reason not to send the next delivery at once, ends the run with exactly one request in flight
+requests.  It changes nothing about the lane's rules: one request is in flight at a time, and the
+next one starts only after the previous one was delivered.  Whatever is not a plain success, and
+every reason not to send the next delivery at once, ends the run with exactly one request in flight
 or one result that the run did not take.  That result is handled like any other.
 
 A run is checked before each of its requests, so that the end of the lease, a stop, a pause,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import inf
 
 from outbox.errors import UsageError
 
@@ -40,8 +41,10 @@ def exact(seconds: float) -> str:
 def rounded(seconds: float) -> str:
     """Format rounded to the two largest units: `2.5s`, `51s`, `2m 44s`, `4h 46m`.
 
-    A time that is over counts as none.
+    A time that is over counts as none; one since the infinite past is "forever".
     """
+    if seconds == inf:
+        return "forever"
     seconds = max(seconds, 0.0)
     if seconds < 9.95:
         return f"{seconds:.1f}".removesuffix(".0") + "s"
