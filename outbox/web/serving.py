@@ -8,8 +8,8 @@ for (`Awaited`), and the longest waiting connection of the largest group is clos
 client that holds many connections, in whatever state, takes them from itself, and a new
 connection is closed only if all others wait for the server.
 
-Deliveries share the event loop: per iteration one connection is accepted, the data of one are
-parsed, one request begins, or one part of an unwanted body is read (see `outbox.web.turns`).
+Deliveries share the event loop: per iteration one connection is accepted, one request begins, or
+one part of an unwanted body is read, and data are parsed for `PARSING_S` (see `outbox.web.turns`).
 
 aiohttp reports neither the states of a request nor those of its client.  A protocol of our own
 stands between each transport and aiohttp's protocol, the request factory sees the beginning of each
@@ -33,7 +33,7 @@ from aiohttp.http import StreamWriter
 from outbox.core.admission.token_bucket import address_key
 from outbox.errors import CannotRun
 from outbox.web.address import Address
-from outbox.web.turns import Turns
+from outbox.web.turns import TimeShare, Turns
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -56,6 +56,8 @@ resets it, and the client might not see the response."""
 CONNECTIONS_MAX = 512
 READ_BYTES = 16 * 1024
 """Bytes of a body after which a connection waits for its handler to take them."""
+PARSING_S = 0.001
+"""A full buffer or a malformed request costs a third of it, a few bytes a hundredth."""
 RECEIVE_BYTES = 32 * 1024
 """Bytes that the kernel holds for a connection, about.  All connections with data are read in one
 iteration of the loop, so this bounds its duration.  The kernel doubles it: with less than a segment
@@ -144,6 +146,7 @@ class _Server:
         self.waiting: dict[tuple[str, Awaited], dict[_Connection, None]] = {}
         """The connections of each group, the longest waiting first."""
         self.turns = Turns(asyncio.get_running_loop())
+        self.parsing = TimeShare(asyncio.get_running_loop(), PARSING_S)
         self._application = application
         self.http = web.Server(
             self._respond,
@@ -182,10 +185,13 @@ class _Server:
     def _begin_request(
         self, message: Any, content: StreamReader, protocol: web.RequestHandler, _: Any, task: Any
     ) -> web.BaseRequest:
-        if message.upgrade:
+        upgrades = message.method == "CONNECT" or (
+            message.upgrade and message.headers.get("Upgrade", "").lower() == "websocket"
+        )
+        if upgrades:
             # No handler upgrades.  aiohttp would parse later requests, and pause the transport,
-            # while this connection has paused it for a turn, too.
-            protocol.close()
+            # while this connection has paused it for parsing, too.
+            content.on_eof(protocol.close)
         connection = self.connections[protocol]
 
         def body_received() -> None:
@@ -194,7 +200,7 @@ class _Server:
 
         self.wait(connection, Awaited.BODY)
         content.on_eof(body_received)  # At once if there is no body.
-        writer = _Writer(connection, content)
+        writer = _Writer(connection, content, last=upgrades)
         return self._application.request_factory(message, content, protocol, writer, task)
 
     async def _respond(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -261,16 +267,24 @@ class _Connection(asyncio.Protocol):
         self.http.connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        def receive(_: asyncio.Future[None]) -> None:
-            self.transport.resume_reading()
-            self.http.data_received(data)  # It may pause the transport: see `_begin_request`.
+        def receive() -> None:
+            if not self.ended:
+                self.http.data_received(data)
 
-        turn = self.server.turns.wait()
-        if turn.done():
-            self.http.data_received(data)
+        def receive_later() -> None:
+            self.transport.resume_reading()
+            try:
+                receive()  # It may pause the transport: see `_begin_request`.
+            except BaseException:
+                self.abort()
+                raise
+
+        parsing = self.server.parsing
+        if parsing.has_time:
+            parsing.run(receive)
         else:
             self.transport.pause_reading()
-            turn.add_done_callback(receive)
+            parsing.run(receive_later)
 
     def eof_received(self) -> None:
         self.http.eof_received()
@@ -304,17 +318,24 @@ class _Connection(asyncio.Protocol):
 
 
 class _Writer(StreamWriter):
-    """Writes the response to a request, aiohttp's own to a malformed one included."""
+    """Writes the response to a request, aiohttp's own to a malformed one included.
 
-    def __init__(self, connection: _Connection, content: StreamReader) -> None:
+    Args:
+        last: the connection is closed after it.
+    """
+
+    def __init__(self, connection: _Connection, content: StreamReader, *, last: bool) -> None:
         super().__init__(connection.http, asyncio.get_running_loop())
         self.connection = connection
         self.content = content
+        self.last = last
 
     async def write_headers(self, status_line: str, headers: CIMultiDict[str]) -> None:
         headers.pop("Server", None)  # aiohttp's default.
         for name, value in HEADERS.items():
             headers.setdefault(name, value)
+        if self.last:
+            headers["Connection"] = "close"
         self.connection.server.wait(self.connection, Awaited.READING, RESPONSE_TIMEOUT_S)
         await super().write_headers(status_line, headers)
 

@@ -45,10 +45,12 @@ class Wire:
         return self.socket
 
     def write(self, data: bytes) -> None:
-        assert not self.closed
+        if self.closed:
+            raise RuntimeError("a fault")
         self.written.append(data)
 
     def get_write_buffer_size(self) -> int:
+        assert not self.closed, "asyncio's TLS transport fails here"
         return 0
 
     def is_closing(self) -> bool:
@@ -97,7 +99,10 @@ EVENTS: dict[str, Callable[[Sending], object]] = {
     "a reset": lambda each: each.connection.connection_lost(ConnectionResetError()),
     "its time-out": lambda each: each.connection.expire(),
     "a closed client": lambda each: each.connection.shut_down(),
-}
+    "unsolicited data and its time-out": lambda each: (
+        each.connection.data_received(OK), each.connection.expire()
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("event", EVENTS)
@@ -105,15 +110,22 @@ async def test_no_request_follows_a_response_after(event: str) -> None:
     with sending(1) as (each,):
         each.connection.data_received(OK)
         EVENTS[event](each)
-        response = await each.result
+        response = await asyncio.wait_for(each.result, 5)
         assert (response.status, response.body, response.detail) == (200, b"ok", "")
         assert (each.run.responses, len(each.wire.written)) == ([], 1)
-        assert each.run.reports == (event == "unsolicited data")
+        assert each.run.reports == ("unsolicited" in event and "nobody" not in event)
 
 
-async def test_a_cancelled_request_keeps_its_response_and_nothing_follows() -> None:
+@pytest.mark.parametrize("before", [True, False])
+async def test_a_cancelled_request_keeps_its_response_and_nothing_follows(before: bool) -> None:
+    """The future is cancelled at once, and the task wakes before or after the connections that
+    received a response are served.
+    """
     with sending(1) as (each,):
         each.connection.data_received(OK)
+        each.result.cancel()
+        if not before:
+            await asyncio.sleep(0)
         response = each.connection.cancel()
         assert response is not None
         assert (response.status, response.body, response.detail) == (200, b"ok", "")
@@ -128,7 +140,7 @@ async def test_a_response_after_the_next_request_is_the_next_result() -> None:
             await asyncio.sleep(0)
             assert (len(each.wire.written), each.run.prepared) == (number + 1, number)
         each.connection.data_received(OK.replace(b"200", b"503"))
-        assert (await each.result).status == 503
+        assert (await asyncio.wait_for(each.result, 5)).status == 503
         assert [body.rpartition(b"\r\n\r\n")[2] for body in each.wire.written] == [
             b"%d" % n for n in range(4)
         ]
@@ -159,19 +171,20 @@ def _log_steps(each: Sending, n: int, log: list[tuple[str, int]]) -> None:
     cast("Any", each.wire).write = logged("write", each.wire.write)
 
 
-@pytest.mark.parametrize("step", ["follow", "sent"])
+@pytest.mark.parametrize("step", ["follow", "write", "sent"])
 async def test_a_fault_of_one_connection_is_its_own(step: str) -> None:
     def fail(*_: object) -> Request | None:
         raise RuntimeError("a fault")
 
     with sending(3) as those:
-        setattr(those[1].run, step, fail)
+        setattr(those[1].wire if step == "write" else those[1].run, step, fail)
         for each in those:
             each.connection.data_received(OK)
-        response = await those[1].result
+        response = await asyncio.wait_for(those[1].result, 5)
         assert (response.status, response.failure) == (None, Failure.INTERNAL)
         assert "a fault" in response.detail
         assert those[1].wire.closed
+        assert those[1].run.prepared == 0
         assert [len(each.wire.written) for each in those] == [2, 1 + (step == "sent"), 2]
         for each in (those[0], those[2]):
             assert not each.result.done()

@@ -173,6 +173,31 @@ async def test_no_request_is_read_after_one_for_another_protocol(request_: str) 
             assert b"HTTP/1.1" not in await client.reader.read()
 
 
+@pytest.mark.parametrize("protocol", ["websocket", "h2c"])
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_body_may_follow_the_head_of_a_request_to_upgrade(
+    protocol: str, chunked: bool
+) -> None:
+    """Some clients ask for HTTP/2 in this way by default.  Only a WebSocket ends the connection."""
+    async with listening() as at, connected(at) as client:
+        client.send(
+            "POST /echo HTTP/1.1\r\nHost: a\r\nConnection: Upgrade, HTTP2-Settings\r\n"
+            f"Upgrade: {protocol}\r\nHTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA\r\n"
+            + ("Transfer-Encoding: chunked\r\n\r\n" if chunked else "Content-Length: 1\r\n\r\n")
+        )
+        await asyncio.sleep(0.05)  # So that the head arrives alone.
+        client.send("1\r\nx\r\n0\r\n\r\n" if chunked else "x")
+        head = await client.response()
+        assert " 200 " in head
+        assert await client.reader.readexactly(1) == b"x"
+        assert ("Connection: close" in head) == (protocol == "websocket")
+        if protocol == "websocket":
+            assert await client.ended()
+        else:
+            client.send("GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n")
+            assert " 200 " in await client.response()
+
+
 async def test_a_dripping_request_head_times_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

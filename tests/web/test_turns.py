@@ -8,19 +8,21 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
+import pytest
 from aiohttp import web
 
 from outbox.web import serving
-from outbox.web.turns import Turns
+from outbox.web.turns import TimeShare, Turns
 from tests.support.iterations import Iterations
+from tests.support.waiting import until
 from tests.web.test_serving import HERE, WHOLE_REQUEST, connected, listening, require_health
 
 if TYPE_CHECKING:
     import socket
 
-    import pytest
-
 COUNT = 20
+SMALL_S = 1e-9
+"""Shorter than any piece of work."""
 
 
 async def test_one_turn_is_given_per_iteration_in_the_order_of_asking() -> None:
@@ -35,6 +37,34 @@ async def test_one_turn_is_given_per_iteration_in_the_order_of_asking() -> None:
             group.create_task(wait(n))
     assert [n for _, n in given] == list(range(COUNT))
     assert len({at for at, _ in given}) == COUNT
+
+
+@pytest.mark.parametrize(("share_s", "iterations_count"), [(SMALL_S, COUNT), (60.0, 1)])
+async def test_work_is_done_while_an_iteration_has_time(
+    share_s: float, iterations_count: int
+) -> None:
+    share, done = TimeShare(asyncio.get_running_loop(), share_s), []
+    async with Iterations() as iterations:
+        for n in range(COUNT):
+            share.run(lambda n=n: done.append((iterations.count, n)))
+        await until(lambda: len(done) == COUNT, 20, "all work to be done")
+    assert [n for _, n in done] == list(range(COUNT))
+    assert len({at for at, _ in done}) == iterations_count
+
+
+async def test_work_that_fails_does_not_stop_the_rest() -> None:
+    loop, reported, done = asyncio.get_running_loop(), [], []
+    loop.set_exception_handler(lambda _, context: reported.append(context["exception"]))
+    share = TimeShare(loop, SMALL_S)
+
+    def fail() -> None:
+        raise RuntimeError("a fault")
+
+    share.run(lambda: None)
+    for work in (fail, fail, lambda: done.append(1)):
+        share.run(work)
+    await until(lambda: bool(done), 20, "the last work to be done")
+    assert [str(each) for each in reported] == ["a fault"] * 2
 
 
 async def test_a_cancelled_task_is_given_no_turn() -> None:
@@ -121,6 +151,7 @@ async def test_malformed_requests_are_refused_in_separate_iterations(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No handler sees them, but each is logged with its traceback."""
+    monkeypatch.setattr(serving, "PARSING_S", SMALL_S)
     refused: list[int] = []
     handle_error = web.RequestHandler.handle_error
 

@@ -101,7 +101,7 @@ class Connection(asyncio.Protocol):
         # Of the request in flight.
         self._destination: Destination | None = None
         self._following: Following | None = None
-        # A complete response in a delivery run, until `follow_up`; then the next request.
+        # A complete response in a delivery run, until `take_following`; then the next request.
         self._response: AttemptResult | None = None
         self._data = b""
 
@@ -166,17 +166,17 @@ class Connection(asyncio.Protocol):
         Closes the connection: a late response must not be attributed to another request.
         """
         waiting, self._waiting = self._waiting, None
-        self._response = None
         self.close()
         if waiting is None or self._reader.status is None:
             return None
-        return self._result(None if self._reader.over else CANCELLED)
+        return self._response or self._result(None if self._reader.over else CANCELLED)
 
     def close(self) -> None:
         """Close; abort if unsent data remains, so that a stalled receiver cannot delay it."""
         self._ended = True
         transport = self._transport
-        if transport is None:
+        # asyncio's TLS transport of Python 3.11 fails at the third `close`.
+        if transport is None or transport.is_closing():
             return
         if transport.get_write_buffer_size():
             transport.abort()
@@ -198,7 +198,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         waiting = self._waiting
-        if waiting is None or self._response is not None:
+        if waiting is None:
             self._on_unsolicited_data(data)
             return
         reader = self._reader
@@ -224,9 +224,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        if self._response is not None:
-            self._settle(self._response)
-        elif self._waiting is not None and not self._waiting.done():
+        if self._waiting is not None and not self._waiting.done():
             if exc is None and self._reader.end():
                 self._settle(self._result(None))
             elif isinstance(exc, ssl.SSLError):
@@ -243,9 +241,11 @@ class Connection(asyncio.Protocol):
 
     def take_following(self) -> bool:
         """Take the request that follows a response; False: none does, and the result is set."""
-        response, self._response = self._response, None
-        if response is None:
+        response, waiting = self._response, self._waiting
+        # A cancelled task has not called `cancel` yet.
+        if response is None or waiting is None or waiting.done():
             return False
+        self._response = None
         assert self._destination is not None
         assert self._following is not None
         if self.usable and not self.readable:
@@ -266,11 +266,16 @@ class Connection(asyncio.Protocol):
         """Send the request that was taken."""
         data, self._data = self._data, b""
         assert self._transport is not None
-        self._transport.write(data)
+        try:
+            self._transport.write(data)
+        except Exception as error:
+            self._settle(self._internal_failure(error))
 
     def prepare_next(self) -> None:
         """Prepare what follows the request that was sent."""
         assert self._following is not None
+        if self._waiting is None:
+            return  # It could not be sent.
         try:
             self._following.sent()
         except Exception as error:
