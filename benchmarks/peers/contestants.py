@@ -152,7 +152,7 @@ CONTESTANTS = (
         "job is deleted. Not in order, not signed, no log of attempts, no fan-out.",
         soon="a local queue of 500.",
         packages=("graphile-worker",),
-        target=Target("at least", 2.5),
+        target=Target("at least", 1.4),
     ),
     Contestant(
         "PgQueuer",
@@ -168,7 +168,7 @@ CONTESTANTS = (
         "order, as a task is made of each job at once; not signed, no fan-out.",
         soon="batches of 100.",
         packages=("pgqueuer",),
-        target=Target("at least", 6.0),
+        target=Target("at least", 5.0),
     ),
     Contestant(
         "pg-boss",

@@ -33,8 +33,8 @@ OWN_CLIENT = {
     1: "bare loop on the relay's transport, one at a time",
     MANY: "bare loops on the relay's transport, 64 at a time",
 }
-TARGETS = {1: None, MANY: Target("at least", 2.5)}
-OWN_CLIENT_TARGETS = {1: Target("at least", 0.6), MANY: None}
+TARGETS = {1: None, MANY: Target("at least", 1.4)}
+OWN_CLIENT_TARGETS = {1: Target("at least", 0.65), MANY: None}
 
 
 async def run(
