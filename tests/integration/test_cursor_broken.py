@@ -13,7 +13,7 @@ from outbox.errors import CursorBroken
 from outbox.relay.sequencing import sequencer as sequencer_module
 from outbox.relay.sequencing.cursor import BatchResult
 from tests.support.cursor_checks import NO_VIOLATIONS, check_cursor
-from tests.support.relay import Network, add_endpoint, fetchval, publish, relay
+from tests.support.relay import BUSY, Network, add_endpoint, fetchval, publish, relay, running
 from tests.support.sequencers import REAL, add_endpoints, session, settings
 from tests.support.sleeper import sleeper
 from tests.support.waiting import until
@@ -228,6 +228,29 @@ async def test_a_truncated_table_is_named(
     await publish(database, 2)
     says = f"the table {table} was emptied"
     await until(lambda: any(says in each.get("reason", "") for each in logs))
+    assert not task.done()
+    worker.stop()
+    await task
+
+
+@pytest.mark.parametrize("table", ["batch", "cursor"])
+async def test_a_table_that_was_truncated_before_the_start_is_named(
+    table: str, database: Database, logs: list[dict[str, str]]
+) -> None:
+    await add_endpoint(database, retry={"base_s": 0.02, "factor": 1.0, "cap_s": 0.02})
+    refusing, network = Network(lambda _: BUSY), Network()
+    async with running(database, refusing):
+        await publish(database, 1, 2, 3)
+        await until(lambda: refusing.sent)
+        await until(lambda: fetchval(database, "SELECT max(seq) = 3 FROM delivery"))
+    pending = await fetchval(database, "SELECT count(*) FROM delivery")
+    await fetchval(database, f"TRUNCATE {table}")
+    worker = relay(database, network)
+    task = asyncio.create_task(worker.run())
+    says = f"the table {table} was emptied"
+    await until(lambda: any(says in each.get("reason", "") for each in logs))
+    if table == "batch":  # What was sequenced before is delivered.
+        await until(lambda: task.done() or len(network.accepted) == pending)
     assert not task.done()
     worker.stop()
     await task

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from outbox.store.connection.secrets import Vault
     from outbox.store.delivery.endpoints import Endpoint
 
-READ_LAST_BATCH = "SELECT max(batch) FROM batch"
+# 0 if the table was emptied: the sequencer reports that, and delivery goes on.
+READ_LAST_BATCH = "SELECT coalesce(max(batch), 0) FROM batch"
 
 # Checkpoint and counter of every current lane, and of every ended lane that has pending
 # deliveries or is blocked; and when the first pending delivery was sequenced.  A lane has

@@ -281,6 +281,8 @@ class SequencingStore:
         row = await self._db.fetchrow(READ_LEADER_STATUS, me)
         if row is None:
             raise truncated("cursor")
+        if row["batch"] is None:
+            raise truncated("batch")
         return LeaderStatus(row["leader"], row["batch"], row["free"], row["behind"])
 
     async def write(

@@ -77,7 +77,8 @@ SELECT c.writer AS leader, b.batch,
                              SELECT FROM outbox
                               WHERE id >= lower(gap.ids) AND id < upper(gap.ids) LIMIT 1) o)
            AS behind
-  FROM cursor c, (SELECT batch, high, young FROM batch ORDER BY batch DESC LIMIT 1) b
+  FROM cursor c
+  LEFT JOIN (SELECT batch, high, young FROM batch ORDER BY batch DESC LIMIT 1) b ON true
 """
 
 
