@@ -17,9 +17,9 @@ from outbox.cli.common import (
     run_operation,
     warn_about_networks,
 )
-from outbox.cli.output import count, print_changed, style
+from outbox.cli.output import print_changed, style
 from outbox.core.model import endpoint_config
-from outbox.core.model.text import safe
+from outbox.core.model.text import count, safe
 from outbox.destinations.http.endpoint_validation import check_declared, policy_of
 from outbox.errors import UsageError
 from outbox.operations.apply import apply_file

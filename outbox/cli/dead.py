@@ -20,7 +20,8 @@ from outbox.cli.common import (
 )
 from outbox.cli.filter_options import dead_id, filter_options, selection_options
 from outbox.cli.main import Group
-from outbox.cli.output import cell, count, emit_pairs, emit_table
+from outbox.cli.output import cell, emit_pairs, emit_table
+from outbox.core.model.text import count
 from outbox.operations import dead_letters, replays
 from outbox.operations import discard as discards
 from outbox.operations import skip as skips

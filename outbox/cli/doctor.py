@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outbox.cli.common import print_result, run_connected
-from outbox.cli.output import count, fold, style
+from outbox.cli.output import fold, style
+from outbox.core.model.text import count
 from outbox.operations.doctor import DoctorContext, DoctorFinding, DoctorReport, Severity, examine
 
 if TYPE_CHECKING:

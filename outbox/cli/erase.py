@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outbox.cli.common import actor, print_result, run_connected, warn
-from outbox.cli.output import count
 from outbox.cli.progress import confirm, progress_bar, require_terminal
+from outbox.core.model.text import count
 from outbox.operations import erase
 from outbox.operations.erase import ErasureTarget
 

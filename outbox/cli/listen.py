@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outbox.cli.common import json_option, require_http_url, run_async, warn
-from outbox.cli.output import count, emit_json, style
+from outbox.cli.output import emit_json, style
 from outbox.config import load
 from outbox.core.delivery.signature import parse_secret
 from outbox.core.model.headers import DEFAULT_PREFIX
 from outbox.core.model.setting_types import HeaderPrefix
-from outbox.core.model.text import safe
+from outbox.core.model.text import count, safe
 from outbox.devtools.development_receiver import (
     DevelopmentReceiver,
     DevelopmentTotals,

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from outbox.cli import summary as view
-from outbox.cli.output import cell, count, rich_table
-from outbox.core.model.text import safe
+from outbox.cli.output import cell, rich_table
+from outbox.core.model.text import count, safe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -18,7 +18,6 @@ import click
 import orjson
 
 from outbox.core.model import duration
-from outbox.core.model.text import count as count
 from outbox.core.model.text import safe
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from outbox.cli.common import run_connected, warn
-from outbox.cli.output import count, emit_json
+from outbox.cli.output import emit_json
+from outbox.core.model.text import count
 from outbox.errors import UsageError
 from outbox.operations import replay_jobs
 

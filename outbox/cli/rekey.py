@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outbox.cli.common import actor, json_option, run_operation, settings_options
-from outbox.cli.output import count, emit_json
+from outbox.cli.output import emit_json
 from outbox.cli.progress import confirm, progress_bar, require_terminal
-from outbox.core.model.text import safe
+from outbox.core.model.text import count, safe
 from outbox.errors import UsageError
 from outbox.operations import rotate_key
 from outbox.store.connection.secrets import SETTING, Vault, new_key

@@ -18,7 +18,8 @@ from outbox.cli.common import (
 )
 from outbox.cli.filter_options import time_options
 from outbox.cli.main import Group
-from outbox.cli.output import count, emit_json, emit_pairs, emit_table
+from outbox.cli.output import emit_json, emit_pairs, emit_table
+from outbox.core.model.text import count
 from outbox.operations import backfill, replay_jobs
 from outbox.operations.criteria import Criteria
 from outbox.operations.rows import ID_MAX

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from outbox.cli.common import actor, print_result, run_connected
-from outbox.cli.output import count
+from outbox.core.model.text import count
 from outbox.operations.resequence import Resequenced, resequence
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ import click
 
 from outbox.cli import summary as view
 from outbox.cli.common import json_option, limit_option, run_async, run_operation, settings_options
-from outbox.cli.output import count, emit_json, emit_pairs, emit_table, fold
+from outbox.cli.output import emit_json, emit_pairs, emit_table, fold
+from outbox.core.model.text import count
 from outbox.operations import status
 
 if TYPE_CHECKING:

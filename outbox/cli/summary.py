@@ -5,11 +5,12 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING, Any
 
-from outbox.cli.output import age, count
+from outbox.cli.output import age
 from outbox.core.delivery.circuit_breaker import PROBED_STATES, PROBING_TEXT
 from outbox.core.delivery.operational_events import STUCK_EVERY
 from outbox.core.model.endpoint_condition import DEGRADED, HEALTHY, describe_condition
 from outbox.core.model.stored_response import describe_attempts, describe_response
+from outbox.core.model.text import count
 from outbox.operations.skip import skip_command
 
 if TYPE_CHECKING:

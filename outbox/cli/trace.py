@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outbox.cli.common import print_result, run_operation, warn
-from outbox.cli.output import cell, count, emit_pairs, fold, style
-from outbox.core.model.text import safe
+from outbox.cli.output import cell, emit_pairs, fold, style
+from outbox.core.model.text import count, safe
 from outbox.operations import trace
 from outbox.operations.event_trace import describe_unsent
 from outbox.operations.rows import ID_MAX

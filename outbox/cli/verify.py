@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outbox.cli.common import print_result, run_connected
-from outbox.cli.output import count, emit_table
-from outbox.core.model.text import safe
+from outbox.cli.output import emit_table
+from outbox.core.model.text import count, safe
 from outbox.operations.verify.audit import run_audit
 from outbox.operations.verify.guarantees import CHECKS
 

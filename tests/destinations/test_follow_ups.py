@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Server:
-    """The address of a receiver that nobody asks."""
+    """An address where no receiver listens."""
 
     url = "http://127.0.0.1:1/"
 
@@ -92,9 +92,9 @@ def sending(count: int) -> Iterator[list[Sending]]:
 
 EVENTS: dict[str, Callable[[Sending], object]] = {
     "unsolicited data": lambda each: each.connection.data_received(OK),
-    "unsolicited data that nobody has read": lambda each: each.wire.peer.send(OK),
+    "unread unsolicited data": lambda each: each.wire.peer.send(OK),
     "the end of data": lambda each: each.connection.eof_received(),
-    "an end that nobody has read": lambda each: each.wire.peer.close(),
+    "an unread end": lambda each: each.wire.peer.close(),
     "the end of the connection": lambda each: each.connection.connection_lost(None),
     "a reset": lambda each: each.connection.connection_lost(ConnectionResetError()),
     "its time-out": lambda each: each.connection.expire(),
@@ -113,7 +113,7 @@ async def test_no_request_follows_a_response_after(event: str) -> None:
         response = await asyncio.wait_for(each.result, 5)
         assert (response.status, response.body, response.detail) == (200, b"ok", "")
         assert (each.run.responses, len(each.wire.written)) == ([], 1)
-        assert each.run.reports == ("unsolicited" in event and "nobody" not in event)
+        assert each.run.reports == ("unsolicited" in event and "unread" not in event)
 
 
 @pytest.mark.parametrize("before", [True, False])

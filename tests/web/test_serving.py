@@ -176,7 +176,7 @@ async def test_no_request_is_read_after_one_for_another_protocol(request_: str) 
 @pytest.mark.parametrize("protocol", ["websocket", "h2c"])
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_a_body_may_follow_the_head_of_a_request_to_upgrade(
-    protocol: str, chunked: bool
+    servers: list[serving._Server], protocol: str, chunked: bool
 ) -> None:
     """Some clients ask for HTTP/2 in this way by default.  Only a WebSocket ends the connection."""
     async with listening() as at, connected(at) as client:
@@ -185,7 +185,7 @@ async def test_a_body_may_follow_the_head_of_a_request_to_upgrade(
             f"Upgrade: {protocol}\r\nHTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA\r\n"
             + ("Transfer-Encoding: chunked\r\n\r\n" if chunked else "Content-Length: 1\r\n\r\n")
         )
-        await asyncio.sleep(0.05)  # So that the head arrives alone.
+        await until(lambda: any(each is serving.Awaited.BODY for _, each in servers[0].waiting))
         client.send("1\r\nx\r\n0\r\n\r\n" if chunked else "x")
         head = await client.response()
         assert " 200 " in head

@@ -15,9 +15,10 @@ from outbox.cli.common import (
 )
 from outbox.cli.endpoint.group import command
 from outbox.cli.endpoint.options import Command, edit_options, new_options
-from outbox.cli.output import count, emit_pairs, print_changed
+from outbox.cli.output import emit_pairs, print_changed
 from outbox.core.delivery.ed25519 import PUBLIC_PREFIX
 from outbox.core.model.endpoint_settings import EndpointSettings
+from outbox.core.model.text import count
 from outbox.destinations.http.egress import plain_http_warning
 from outbox.destinations.http.endpoint_validation import (
     check_settings,

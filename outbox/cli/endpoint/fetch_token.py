@@ -9,7 +9,8 @@ import click
 from outbox.cli.common import actor, print_result, run_operation
 from outbox.cli.endpoint.group import command
 from outbox.cli.endpoint.options import overlap_option
-from outbox.cli.output import cell, count, emit_pairs
+from outbox.cli.output import cell, emit_pairs
+from outbox.core.model.text import count
 from outbox.operations import fetch_tokens
 from outbox.operations.fetch_tokens import FetchToken, RevokedFetchTokens
 

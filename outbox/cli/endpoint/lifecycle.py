@@ -9,8 +9,9 @@ import click
 from outbox.cli.common import actor, comment_option, names_argument, print_result, run_operation
 from outbox.cli.endpoint.group import command
 from outbox.cli.endpoint.options import overlap_option
-from outbox.cli.output import cell, count, emit_pairs
+from outbox.cli.output import cell, emit_pairs
 from outbox.core.delivery.ed25519 import PUBLIC_PREFIX
+from outbox.core.model.text import count
 from outbox.operations import endpoint_secrets, endpoint_states
 from outbox.store.connection.secrets import Vault
 

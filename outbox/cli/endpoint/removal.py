@@ -9,8 +9,8 @@ import click
 
 from outbox.cli.common import actor, print_result, run_connected
 from outbox.cli.endpoint.group import command
-from outbox.cli.output import count
 from outbox.cli.progress import confirm, require_terminal
+from outbox.core.model.text import count
 from outbox.errors import UsageError
 from outbox.operations import endpoint_removal
 from outbox.operations.endpoint_removal import StillPending

@@ -17,13 +17,14 @@ from outbox.cli.common import (
     run_operation,
 )
 from outbox.cli.endpoint.group import command
-from outbox.cli.output import cell, count, emit_json, emit_pairs, emit_table
+from outbox.cli.output import cell, emit_json, emit_pairs, emit_table
 from outbox.core.delivery.circuit_breaker import PROBED_STATES, PROBING_TEXT
 from outbox.core.delivery.connection_reuse import DISTRUST_S, ConnectionReuse
 from outbox.core.delivery.retry_preview import COLUMNS, cells, markdown, schedule
 from outbox.core.model import retry_policy
 from outbox.core.model.endpoint_condition import HEALTHY, describe_condition
 from outbox.core.model.endpoint_settings import SETTINGS
+from outbox.core.model.text import count
 from outbox.operations import endpoints
 
 if TYPE_CHECKING:

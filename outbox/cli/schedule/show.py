@@ -13,9 +13,10 @@ from outbox.cli.common import (
     run_connected,
     run_operation,
 )
-from outbox.cli.output import age, clock_time, count, emit_pairs, emit_table
+from outbox.cli.output import age, clock_time, emit_pairs, emit_table
 from outbox.cli.schedule.group import command
 from outbox.core.model import duration
+from outbox.core.model.text import count
 from outbox.operations import schedules
 
 if TYPE_CHECKING:
