@@ -12,22 +12,40 @@ subpackage does not load the others.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from outbox.errors import InvalidEvent, OutboxError
-    from outbox.producers.publish import Event, publish, publish_many, reset
+    from outbox import sync
+    from outbox.errors import InvalidEvent, NoTransaction, OutboxError, UsageError
+    from outbox.producers.event import Event
+    from outbox.producers.publish import publish, publish_many, reset
 
 __version__ = "0.1.0"
-__all__ = ["Event", "InvalidEvent", "OutboxError", "publish", "publish_many", "reset"]
+__all__ = [
+    "Event",
+    "InvalidEvent",
+    "NoTransaction",
+    "OutboxError",
+    "UsageError",
+    "publish",
+    "publish_many",
+    "reset",
+    "sync",
+]
+
+_MODULES = {
+    "outbox.errors": ("InvalidEvent", "NoTransaction", "OutboxError", "UsageError"),
+    "outbox.producers.event": ("Event",),
+    "outbox.producers.publish": ("publish", "publish_many", "reset"),
+}
+_ORIGIN = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name == "sync":
+        return import_module("outbox.sync")
+    if name not in _ORIGIN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from outbox import errors
-    from outbox.producers import publish as producer
-
-    value = getattr(errors if name in ("InvalidEvent", "OutboxError") else producer, name)
-    globals()[name] = value
+    value = globals()[name] = getattr(import_module(_ORIGIN[name]), name)
     return value

@@ -3,6 +3,7 @@
     OutboxError
     ├── UsageError           2   the command, an argument or a setting is wrong
     │   ├── InvalidEvent         an event breaks a limit or a rule
+    │   ├── NoTransaction        an event would be committed on its own
     │   ├── NotFound             a name or id that does not exist
     │   └── Conflict             the current state does not allow the change
     └── CannotRun            3   the environment is missing
@@ -37,6 +38,10 @@ class InvalidEvent(UsageError):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
+
+
+class NoTransaction(UsageError):
+    """Publishing on a connection without a transaction: a rollback could not undo the event."""
 
 
 class NotFound(UsageError):

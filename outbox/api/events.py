@@ -33,6 +33,7 @@ from outbox.api.route import (
 )
 from outbox.core.model.event import deliver_at
 from outbox.destinations.http.endpoint_validation import run_in_thread
+from outbox.drivers.connections import open_connection
 from outbox.errors import InvalidEvent, UsageError
 from outbox.operations import events, trace
 from outbox.operations import idempotency_keys as once
@@ -41,13 +42,14 @@ from outbox.operations.event_trace import TraceReport
 from outbox.operations.events import EventRow
 from outbox.operations.page_bytes import PAGE_BYTES_MAX
 from outbox.operations.rows import ID_MAX
-from outbox.producers.publish import Event, encode_events, publish_encoded
+from outbox.producers.event import Event, encode_events
+from outbox.producers.publishing import publish_encoded
 from outbox.producers.tracing import traced
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from outbox.producers.publish import EncodedEvents
+    from outbox.producers.event import Parameters
 
 EVENTS_MAX = 1000
 """Maximum number of events in one request (one transaction)."""
@@ -145,7 +147,7 @@ async def _publish(call: Call[NoQuery, NewEvents]) -> Reply:
             )
             async with call.db.transaction(isolation="read_committed"):
                 ids = await publish_encoded(
-                    call.db,
+                    await open_connection(call.db),
                     encoded,
                     digests=None if digest is None else [digest],
                     schema=call.schema,
@@ -170,7 +172,7 @@ async def _publish(call: Call[NoQuery, NewEvents]) -> Reply:
 
 def _encode(
     call: Call[NoQuery, NewEvents], key: str | None
-) -> tuple[list[Event], EncodedEvents, bytes | None]:
+) -> tuple[list[Event], Parameters, bytes | None]:
     """Encode the events of a request, and the digest of one with an Idempotency-Key."""
     body = call.body
     if body.events is not None:

@@ -111,6 +111,7 @@ def command(
             expires_in=expires_in,
             deliver_at=deliver_at,
             headers=parse_headers(headers),
+            autocommit=True,
             schema=settings.schema_name,
         ),
         current=False,

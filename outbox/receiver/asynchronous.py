@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from outbox.receiver.blocking import resolve
+from outbox.drivers.blocking import resolve
 from outbox.receiver.databases import async_transactions
 from outbox.receiver.decisions import HELD_MAX, HOLD_S, Busy, Gaps
 from outbox.receiver.pipeline import NOT_FETCHABLE_YET, NotRecorded, ReceiverBase

@@ -6,8 +6,8 @@ import inspect
 import threading
 from typing import TYPE_CHECKING, Any
 
+from outbox.drivers.blocking import as_async, run
 from outbox.errors import UsageError
-from outbox.receiver.blocking import as_async, run
 from outbox.receiver.databases import transactions
 from outbox.receiver.decisions import Gaps
 from outbox.receiver.pipeline import ReceiverBase

@@ -142,7 +142,7 @@ async def _publish(
         n = len(committed[key])
         transaction = producer.transaction()
         await transaction.start()
-        event_id = await outbox.publish(producer, "order.paid", {"n": n}, key=key)
+        event_id = await outbox.publish(producer, "order.paid", {"n": n}, key=key, autocommit=True)
         if rng.random() < 0.1:
             await transaction.rollback()
             rolled_back.add(str(event_id))

@@ -105,7 +105,9 @@ async def _produce(producer: Any, rng: random.Random, seconds: float) -> tuple[d
         await transaction.start()
         for account, cents in moves:
             data = {"account": account, "cents": cents}
-            await outbox.publish(producer, "account.moved", data, key=f"account-{account}")
+            await outbox.publish(
+                producer, "account.moved", data, key=f"account-{account}", autocommit=True
+            )
         if rng.random() < 0.1:
             await transaction.rollback()
             continue

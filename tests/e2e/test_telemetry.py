@@ -103,7 +103,9 @@ async def test_one_trace_joins_producer_relay_and_receiver(
             async with database.connection() as connection:
                 with provider.get_tracer("shop").start_as_current_span("checkout"):
                     async with connection.transaction():
-                        event_id = await outbox.publish(connection, "order.paid", {"order": 7})
+                        event_id = await outbox.publish(
+                            connection, "order.paid", {"order": 7}, autocommit=True
+                        )
             await all_ended(database)
             await until(lambda: len(collector.spans) == 7, 30, "all spans to be pushed")
             await until(lambda: "outbox.events" in collector.metrics, 20, "metrics")

@@ -83,7 +83,10 @@ async def _in_python(database: Database, publish: Callable[[Any], Awaitable[obje
 async def by_python(database: Database, event: dict[str, Any]) -> None:
     fields = dict(event)
     await _in_python(
-        database, lambda c: outbox.publish(c, fields.pop("type"), fields.pop("payload"), **fields)
+        database,
+        lambda c: outbox.publish(
+            c, fields.pop("type"), fields.pop("payload"), **fields, autocommit=True
+        ),
     )
 
 
@@ -93,13 +96,16 @@ async def by_python_later(database: Database, event: dict[str, Any]) -> None:
     await _in_python(
         database,
         lambda c: outbox.publish(
-            c, fields.pop("type"), fields.pop("payload"), deliver_at=at, **fields
+            c, fields.pop("type"), fields.pop("payload"), deliver_at=at, **fields, autocommit=True
         ),
     )
 
 
 async def by_python_many(database: Database, event: dict[str, Any]) -> None:
-    await _in_python(database, lambda c: outbox.publish_many(c, [Event(**event), Event(**event)]))
+    await _in_python(
+        database,
+        lambda c: outbox.publish_many(c, [Event(**event), Event(**event)], autocommit=True),
+    )
 
 
 async def by_command(database: Database, event: dict[str, Any]) -> None:

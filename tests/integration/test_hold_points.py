@@ -102,7 +102,7 @@ async def test_expiry_schedules_delayed_events_and_disabling(
         await schedules.add_schedule(db)
         await schedules.let_be_due(db, 2)
         deliver_at = datetime.now(UTC) + timedelta(seconds=30)
-        await outbox.publish(db, "a.b", 1, deliver_at=deliver_at)
+        await outbox.publish(db, "a.b", 1, deliver_at=deliver_at, autocommit=True)
         await db.execute("UPDATE future_event SET deliver_at = now()")
     network = Network(lambda sent: GONE if sent.url.endswith("gone") else OK)
     async with (
@@ -222,7 +222,9 @@ async def test_erasure(database: Database, target: ErasureTarget) -> None:
         await publish(database, *range(3), tenant="acme", key="k")
         await all_ended(database)
         deliver_at = datetime.now(UTC) + timedelta(days=1)
-        await outbox.publish(db, "a.b", 1, tenant="acme", key="k", deliver_at=deliver_at)
+        await outbox.publish(
+            db, "a.b", 1, tenant="acme", key="k", deliver_at=deliver_at, autocommit=True
+        )
     async with in_lockstep(database) as (seen, dsn):
         connection = await asyncpg.connect(dsn, connection_class=StoreConnection, **SESSION)
         done = await erase.erase_events(connection, "relay", target, actor="test")

@@ -70,8 +70,10 @@ async def test_a_future_event_is_sent_at_its_due_time(
 ) -> None:
     await add_endpoint(database)
     at = datetime.now(UTC) + timedelta(seconds=0.5)
-    late = await outbox.publish(db, "a", "late", deliver_at=at + timedelta(hours=1))
-    event_id = await outbox.publish(db, "a", "soon", deliver_at=at)
+    late = await outbox.publish(
+        db, "a", "late", deliver_at=at + timedelta(hours=1), autocommit=True
+    )
+    event_id = await outbox.publish(db, "a", "soon", deliver_at=at, autocommit=True)
     network = Network()
     # The relay wakes by its timer: the next poll would be in a minute.
     async with running(database, network, poll_s=60):
@@ -195,7 +197,7 @@ async def test_a_schedule_error_in_the_database_does_not_delay_deliveries(
         await until(
             lambda: any(entry["event"] == "scheduled runs failed" for entry in logs), what="a word"
         )
-        await outbox.publish(db, "a", 1)
+        await outbox.publish(db, "a", 1, autocommit=True)
         await until(lambda: network.accepted, what="the event")
 
 
@@ -208,7 +210,9 @@ async def test_schedules_run_behind_a_transaction_pooling_proxy(
     await add_schedule(db)
     due = await let_be_due(db, 5)
     soon = datetime.now(UTC) + timedelta(seconds=0.2)
-    await outbox.publish(db, "a", "future", headers={"X-Schedule-Time": "x"}, deliver_at=soon)
+    await outbox.publish(
+        db, "a", "future", headers={"X-Schedule-Time": "x"}, deliver_at=soon, autocommit=True
+    )
     network = Network()
     async with pgbouncer(database, pool_size=4) as proxy:
         options = {"dsn": proxy.dsn(), "pooled": True, "poll_s": 0.1}

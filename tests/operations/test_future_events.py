@@ -65,6 +65,7 @@ async def test_a_scheduled_event_enters_the_outbox_unchanged(
         headers={"X-A": "b"},
         expires_in=DAY,
         deliver_at=LATER,
+        autocommit=True,
     )
     (row,) = await waiting(owner)
     assert (row["event_id"], row["deliver_at"]) == (event_id, LATER)
@@ -83,8 +84,8 @@ async def test_a_scheduled_event_enters_the_outbox_unchanged(
 async def test_an_event_that_is_due_enters_the_outbox_at_once(
     app: Connection[Any], owner: Connection[Any]
 ) -> None:
-    await outbox.publish(app, "a", 1, deliver_at=datetime.now(UTC) - DAY)
-    await outbox.publish(app, "a", 2, deliver_at=datetime.min.replace(tzinfo=UTC))
+    await outbox.publish(app, "a", 1, deliver_at=datetime.now(UTC) - DAY, autocommit=True)
+    await outbox.publish(app, "a", 2, deliver_at=datetime.min.replace(tzinfo=UTC), autocommit=True)
     await app.execute("SELECT relay.publish('a', '3', deliver_at => '-infinity')")
     assert await waiting(owner) == []
     assert [row["payload"] for row in await entered(owner)] == ["1", "2", "3"]
@@ -103,6 +104,7 @@ async def test_a_batch_has_a_time_for_each_event(
             Event("a", 4, deliver_at=LATER, once="o"),
             Event("a", 5, key="k", deliver_at=LATER),
         ],
+        autocommit=True,
     )
     assert ids[4] is None
     assert [row["event_id"] for row in await entered(owner)] == [ids[0], ids[2]]
@@ -119,17 +121,17 @@ async def test_a_rolled_back_event_is_not_published(
 ) -> None:
     transaction = app.transaction()
     await transaction.start()
-    assert await outbox.publish(app, "a", 1, once="k", deliver_at=LATER)
+    assert await outbox.publish(app, "a", 1, once="k", deliver_at=LATER, autocommit=True)
     await transaction.rollback()
     assert await waiting(owner) == []
-    assert await outbox.publish(app, "a", 2, once="k", deliver_at=LATER)
-    assert await outbox.publish(app, "a", 3, once="k", deliver_at=LATER) is None
+    assert await outbox.publish(app, "a", 2, once="k", deliver_at=LATER, autocommit=True)
+    assert await outbox.publish(app, "a", 3, once="k", deliver_at=LATER, autocommit=True) is None
 
 
 async def test_a_trace_shows_a_scheduled_event_as_waiting(
     app: Connection[Any], owner: Connection[Any]
 ) -> None:
-    event_id = await outbox.publish(app, "a", 1, once="k", deliver_at=LATER)
+    event_id = await outbox.publish(app, "a", 1, once="k", deliver_at=LATER, autocommit=True)
     for text in (str(event_id), "k"):
         with pytest.raises(NotFound) as caught:
             await events.find_events(owner, "relay", text)
@@ -143,8 +145,13 @@ async def test_a_trace_shows_a_scheduled_event_as_waiting(
 async def test_an_idempotency_key_applies_to_scheduled_events(
     app: Connection[Any], owner: Connection[Any]
 ) -> None:
-    assert await outbox.publish(app, "a", lambda: {"n": 1}, once="k", deliver_at=LATER)
-    assert await outbox.publish(app, "a", lambda: 1 / 0, once="k", deliver_at=LATER) is None
+    assert await outbox.publish(
+        app, "a", lambda: {"n": 1}, once="k", deliver_at=LATER, autocommit=True
+    )
+    assert (
+        await outbox.publish(app, "a", lambda: 1 / 0, once="k", deliver_at=LATER, autocommit=True)
+        is None
+    )
     (row,) = await waiting(owner)
     assert row["payload"] == '{"n": 1}'
 
@@ -158,10 +165,10 @@ async def test_an_invalid_scheduled_event_is_rejected_at_once(
         (60, "deliver_at: int is not a datetime"),
     ):
         with pytest.raises(InvalidEvent) as caught:
-            await outbox.publish(app, "a", 1, deliver_at=value)  # type: ignore[arg-type]
+            await outbox.publish(app, "a", 1, deliver_at=value, autocommit=True)  # type: ignore[arg-type]
         assert says in str(caught.value)
     with pytest.raises(InvalidEvent, match="payload"):
-        await outbox.publish(app, "a", "x" * LIMIT, deliver_at=LATER)
+        await outbox.publish(app, "a", "x" * LIMIT, deliver_at=LATER, autocommit=True)
     assert await waiting(owner) == []
 
 
@@ -182,6 +189,6 @@ async def test_session_settings_do_not_change_the_time(
     app: Connection[Any], owner: Connection[Any]
 ) -> None:
     await app.execute("SET timezone = 'Asia/Kolkata'; SET datestyle = 'SQL, DMY'")
-    await outbox.publish(app, "a", 1, deliver_at=LATER)
-    await outbox.publish_many(app, [Event("a", 2, deliver_at=LATER)])
+    await outbox.publish(app, "a", 1, deliver_at=LATER, autocommit=True)
+    await outbox.publish_many(app, [Event("a", 2, deliver_at=LATER)], autocommit=True)
     assert [row["deliver_at"] for row in await waiting(owner)] == [LATER, LATER]

@@ -81,7 +81,9 @@ async def test_an_event_is_found_by_any_of_its_identifiers(
     network = Network()
     async with running(database, network):
         await publish(database, 0)
-        event_id = await outbox.publish(db, "a.b", {"order": 17}, key="order-17", once="pay:17")
+        event_id = await outbox.publish(
+            db, "a.b", {"order": 17}, key="order-17", once="pay:17", autocommit=True
+        )
         await all_ended(database)
     outbox_id = await db.fetchval("SELECT max(id) FROM outbox")
     assert await by(db, str(event_id)) == ("event id", (outbox_id,))
@@ -102,7 +104,9 @@ async def test_a_tenants_own_once_key_is_found_after_an_ordering_key_of_the_same
 ) -> None:
     async with db.transaction():
         for once in ("acme:same", "acme:alone"):
-            await outbox.publish(db, "a.b", {}, key="same", tenant="acme", once=once)
+            await outbox.publish(
+                db, "a.b", {}, key="same", tenant="acme", once=once, autocommit=True
+            )
     for text, found in (("same", ("key", (2, 1))), ("alone", ("once key", (2,)))):
         match = await events.find_events(db, "relay", text, tenant="acme", once_key=f"acme:{text}")
         assert (match.by, match.outbox_ids) == found

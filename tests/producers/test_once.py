@@ -49,11 +49,11 @@ async def test_a_key_of_a_rolled_back_savepoint_goes_to_the_session_that_waits(
     async with first.transaction():
         savepoint = first.transaction()
         await savepoint.start()
-        assert await outbox.publish(first, "a", 1, once="k") is not None
-        waiting = await blocked(database, outbox.publish(second, "a", 2, once="k"))
+        assert await outbox.publish(first, "a", 1, once="k", autocommit=True) is not None
+        waiting = await blocked(database, outbox.publish(second, "a", 2, once="k", autocommit=True))
         await savepoint.rollback()
         assert await asyncio.wait_for(waiting, 5) is not None
-        assert await outbox.publish(first, "a", 3, once="k") is None
+        assert await outbox.publish(first, "a", 3, once="k", autocommit=True) is None
     assert await payloads(database) == [2]
 
 
@@ -65,8 +65,11 @@ async def test_a_key_of_a_rolled_back_savepoint_can_be_claimed_in_the_same_trans
         for payload in (1, 2):
             savepoint = app.transaction()
             await savepoint.start()
-            assert await outbox.publish(app, "a", payload, once="k") is not None
-            assert await outbox.publish(app, "a", lambda n=payload: n * 10, once="l") is not None
+            assert await outbox.publish(app, "a", payload, once="k", autocommit=True) is not None
+            assert (
+                await outbox.publish(app, "a", lambda n=payload: n * 10, once="l", autocommit=True)
+                is not None
+            )
             await (savepoint.rollback() if payload == 1 else savepoint.commit())
     assert await payloads(database) == [2, 20]
 
@@ -81,12 +84,12 @@ async def test_a_key_of_a_prepared_transaction_is_decided_by_its_end(
     network = Network()
     async with running(database, network):
         await first.execute("SET relay.notify = off; BEGIN")
-        assert await outbox.publish(first, "a", 1, once="k") is not None
+        assert await outbox.publish(first, "a", 1, once="k", autocommit=True) is not None
         await first.execute(f"PREPARE TRANSACTION {gid}")
         # The relay sees the gap, and stops before it is filled.
         await publish(database, 0)
         await until(lambda: network.data() == [0])
-    waiting = await blocked(database, outbox.publish(second, "a", 2, once="k"))
+    waiting = await blocked(database, outbox.publish(second, "a", 2, once="k", autocommit=True))
     async with running(database, network):
         await first.execute(f"{end} PREPARED {gid}")
         event_id = await asyncio.wait_for(waiting, 5)
@@ -106,18 +109,18 @@ async def test_a_key_claimed_after_the_snapshot_fails_the_transaction(
     transaction = second.transaction(isolation=isolation)
     await transaction.start()
     await second.fetchval("SELECT count(*) FROM relay.outbox")
-    assert await outbox.publish(first, "a", 1, once="k") is not None
+    assert await outbox.publish(first, "a", 1, once="k", autocommit=True) is not None
     with pytest.raises(asyncpg.SerializationError):
-        await outbox.publish(second, "a", 2, once="k")
+        await outbox.publish(second, "a", 2, once="k", autocommit=True)
     await transaction.rollback()
-    assert await outbox.publish(second, "a", 2, once="k") is None
+    assert await outbox.publish(second, "a", 2, once="k", autocommit=True) is None
     assert await payloads(database) == [1]
 
 
 async def test_of_equal_keys_in_a_batch_the_first_is_published(database: Database) -> None:
     app = await database.connect()
     events = [Event("a", n, once=key) for n, key in enumerate("bacbad")]
-    ids = await outbox.publish_many(app, [*events, Event("a", 6)])
+    ids = await outbox.publish_many(app, [*events, Event("a", 6)], autocommit=True)
     assert [n for n, event_id in enumerate(ids) if event_id is not None] == [0, 1, 2, 5, 6]
     assert await payloads(database) == [0, 1, 2, 5, 6]
 
@@ -128,10 +131,10 @@ async def test_batches_with_the_same_keys_in_different_orders_do_not_deadlock(
     holder, first, second = [await database.connect() for _ in range(3)]
     transaction = holder.transaction()
     await transaction.start()
-    await outbox.publish(holder, "a", 0, once="b")
+    await outbox.publish(holder, "a", 0, once="b", autocommit=True)
 
     def batch(app: Connection[Any], keys: str) -> Coroutine[Any, Any, list[UUID | None]]:
-        return outbox.publish_many(app, [Event("a", 1, once=key) for key in keys])
+        return outbox.publish_many(app, [Event("a", 1, once=key) for key in keys], autocommit=True)
 
     # In the order of the batches, the first would hold c and want a, the second the reverse.
     one = await blocked(database, batch(first, "cba"))

@@ -78,7 +78,7 @@ async def test_an_event_is_part_of_the_callers_transaction(
 ) -> None:
     transaction = app.transaction()
     await transaction.start()
-    event_id = await outbox.publish(app, "order.paid", {"order": 7})
+    event_id = await outbox.publish(app, "order.paid", {"order": 7}, autocommit=True)
     assert await events(database) == []
     await transaction.commit()
     (event,) = await events(database)
@@ -86,7 +86,7 @@ async def test_an_event_is_part_of_the_callers_transaction(
     assert isinstance(event_id, UUID)
     transaction = app.transaction()
     await transaction.start()
-    await outbox.publish(app, "order.paid", {"order": 8})
+    await outbox.publish(app, "order.paid", {"order": 8}, autocommit=True)
     await transaction.rollback()
     assert len(await events(database)) == 1
 
@@ -100,6 +100,7 @@ async def test_everything_is_stored(database: Database, app: Connection[Any]) ->
         tenant="acme",
         expires_in=dt.timedelta(minutes=5),
         headers={"X-Request-Id": "a b", "Accept-Language": "de"},
+        autocommit=True,
     )
     (event,) = await events(database)
     assert event["payload"] == {"order": 7, "note": "é \\u0000 \N{GRINNING FACE}"}
@@ -138,7 +139,7 @@ async def test_payloads(database: Database, subtests: pytest.Subtests) -> None:
     connection = await database.connect()
     for payload, stored in PAYLOADS:
         with subtests.test(payload=payload, stored=stored):
-            await outbox.publish(connection, "a", payload)
+            await outbox.publish(connection, "a", payload, autocommit=True)
             assert (await events(database))[-1]["payload"] == stored
 
 
@@ -153,9 +154,11 @@ async def test_the_callers_search_path_and_codecs_do_not_matter(
     for kind in ("jsonb", "json", "uuid", "timestamptz"):
         await app.set_type_codec(kind, schema="pg_catalog", encoder=broken, decoder=broken)
     event_id = await outbox.publish(
-        app, "a", {"b": 1}, once="k", expires_in=5, headers={"X-A": "b"}
+        app, "a", {"b": 1}, once="k", expires_in=5, headers={"X-A": "b"}, autocommit=True
     )
-    (other,) = await outbox.publish_many(app, [Event("a", [1], expires_in=5, headers={"X-A": "b"})])
+    (other,) = await outbox.publish_many(
+        app, [Event("a", [1], expires_in=5, headers={"X-A": "b"})], autocommit=True
+    )
     assert [e["event_id"] for e in await events(database)] == [event_id, other]
 
 
@@ -164,9 +167,13 @@ async def test_a_pool_and_a_manual_transaction(database: Database) -> None:
     pool = await asyncpg.create_pool(database.dsn, min_size=1, max_size=1)
     async with pool, pool.acquire() as connection:
         await connection.execute("BEGIN")
-        assert await outbox.publish(connection, "a", lambda: 1, once="k") is not None
+        assert (
+            await outbox.publish(connection, "a", lambda: 1, once="k", autocommit=True) is not None
+        )
         assert await outbox.reset(connection, "k") is True
-        assert await outbox.publish(connection, "a", lambda: 2, once="k") is not None
+        assert (
+            await outbox.publish(connection, "a", lambda: 2, once="k", autocommit=True) is not None
+        )
         await connection.execute("COMMIT")
     assert [e["payload"] for e in await events(database)] == [1, 2]
 
@@ -175,7 +182,7 @@ async def test_a_pool_and_a_manual_transaction(database: Database) -> None:
 async def test_another_schema(database: Database) -> None:
     connection = await database.connect()
     await migrate(connection, 'my "own"')
-    assert await outbox.publish(connection, "a", 1, schema='my "own"') is not None
+    assert await outbox.publish(connection, "a", 1, schema='my "own"', autocommit=True) is not None
     assert await connection.fetchval('SELECT count(*) FROM "my ""own""".outbox') == 1
     assert await events(database) == []
 
@@ -190,6 +197,7 @@ async def test_many_keep_their_order(database: Database, app: Connection[Any]) -
             Event("c", {"n": 2}, once="o"),
             *(Event("d", {"n": n}) for n in range(3, 500)),
         ],
+        autocommit=True,
     )
     assert ids[2] is None
     found = await events(database)
@@ -198,18 +206,20 @@ async def test_many_keep_their_order(database: Database, app: Connection[Any]) -
     first = found[0]
     assert (first["key"], first["tenant"], first["headers"]) == ("k", "t", {"X-A": "b"})
     assert first["expires_at"] is not None
-    assert await outbox.publish_many(app, []) == []
+    assert await outbox.publish_many(app, [], autocommit=True) == []
 
 
 @pytest.mark.one_major
 async def test_many_are_all_or_none(database: Database, app: Connection[Any]) -> None:
     async with app.transaction():
         with pytest.raises(InvalidEvent, match=r"type: 'b c' is not .* \(event 2\)"):
-            await outbox.publish_many(app, [Event("a", 1), Event("b c", 1)])
+            await outbox.publish_many(app, [Event("a", 1), Event("b c", 1)], autocommit=True)
         with pytest.raises(InvalidEvent, match=r"payload: 262145 bytes .* \(event 2\)"):
-            await outbox.publish_many(app, [Event("a", 1), Event("b", "x" * (LIMIT - 1))])
+            await outbox.publish_many(
+                app, [Event("a", 1), Event("b", "x" * (LIMIT - 1))], autocommit=True
+            )
         with pytest.raises(InvalidEvent, match=r"callables are accepted by publish"):
-            await outbox.publish_many(app, [Event("a", lambda: 1)])
+            await outbox.publish_many(app, [Event("a", lambda: 1)], autocommit=True)
     assert await events(database) == []
 
 
@@ -235,8 +245,8 @@ async def test_sql_and_insert_are_producers_too(database: Database, app: Connect
 @pytest.mark.parametrize("isolation", ["repeatable_read", "serializable"])
 async def test_isolation_levels(database: Database, app: Connection[Any], isolation: Any) -> None:
     async with app.transaction(isolation=isolation):
-        assert await outbox.publish(app, "a", 1, once="k") is not None
-        assert await outbox.publish(app, "a", lambda: 1, once="k") is None
+        assert await outbox.publish(app, "a", 1, once="k", autocommit=True) is not None
+        assert await outbox.publish(app, "a", lambda: 1, once="k", autocommit=True) is None
         assert await outbox.reset(app, "k")
     assert len(await events(database)) == 1
 
@@ -311,13 +321,17 @@ async def test_a_bad_event_is_refused_and_the_transaction_lives(
             async with app.transaction():
                 with pytest.raises(InvalidEvent) as caught:
                     await outbox.publish(
-                        app, arguments.pop("type"), arguments.pop("payload"), **arguments
+                        app,
+                        arguments.pop("type"),
+                        arguments.pop("payload"),
+                        **arguments,
+                        autocommit=True,
                     )
                 assert caught.value.field == field
                 assert str(caught.value).startswith(f"{field}: ")
                 assert says in str(caught.value)
                 assert "\n" not in str(caught.value)
-                await outbox.publish(app, "good", 1)
+                await outbox.publish(app, "good", 1, autocommit=True)
     assert [e["type"] for e in await events(database)] == ["good"] * len(INVALID_EVENTS)
 
 
@@ -325,7 +339,13 @@ async def test_a_bad_event_is_refused_and_the_transaction_lives(
 async def test_limits_are_exact_to_the_byte(database: Database, app: Connection[Any]) -> None:
     headers = {"X-A": "x" * (8192 - len('{"X-A": ""}'))}
     await outbox.publish(
-        app, "t" * 255, "x" * (LIMIT - 2), key="é" * 256, tenant="x" * 255, headers=headers
+        app,
+        "t" * 255,
+        "x" * (LIMIT - 2),
+        key="é" * 256,
+        tenant="x" * 255,
+        headers=headers,
+        autocommit=True,
     )
     assert len(await events(database)) == 1
 
@@ -371,11 +391,11 @@ async def test_the_databases_payload_limit_counts(database: Database, app: Conne
     async with database.connection() as admin:
         await migrate(admin, "relay", payload_bytes_max=2000)
     with pytest.raises(InvalidEvent, match="3002 bytes as JSON, the limit is 2000"):
-        await outbox.publish(app, "a", "x" * 3000)
+        await outbox.publish(app, "a", "x" * 3000, autocommit=True)
     async with database.connection() as admin:
         await migrate(admin, "relay", payload_bytes_max=300_000)
     # The same prepared statement now knows the new limit.
-    await outbox.publish(app, "a", "x" * 290_000)
+    await outbox.publish(app, "a", "x" * 290_000, autocommit=True)
     assert len(await events(database)) == 1
 
 
@@ -396,7 +416,7 @@ JSON = st.recursive(
 async def test_any_json_is_stored_as_it_is_or_refused(database: Database, payload: Any) -> None:
     async with database.at_hand() as connection, connection.transaction():
         try:
-            await outbox.publish(connection, "a", payload)
+            await outbox.publish(connection, "a", payload, autocommit=True)
         except InvalidEvent as error:
             assert "NUL" in str(error)  # noqa: PT017
             return
@@ -418,8 +438,8 @@ async def test_the_first_commit_claims_an_idempotency_key(
     async with database.connection(user="app") as second:
         first = app.transaction()
         await first.start()
-        assert await outbox.publish(app, "a", 1, once="k") is not None
-        waiting = asyncio.create_task(outbox.publish(second, "a", 2, once="k"))
+        assert await outbox.publish(app, "a", 1, once="k", autocommit=True) is not None
+        waiting = asyncio.create_task(outbox.publish(second, "a", 2, once="k", autocommit=True))
         async with database.connection() as admin:
             await until(lambda: admin.fetchval("SELECT count(*) FROM pg_locks WHERE NOT granted"))
         await first.commit()
@@ -431,9 +451,9 @@ async def test_the_first_commit_claims_an_idempotency_key(
 async def test_a_rolled_back_once_is_free(database: Database, app: Connection[Any]) -> None:
     transaction = app.transaction()
     await transaction.start()
-    await outbox.publish(app, "a", 1, once="k")
+    await outbox.publish(app, "a", 1, once="k", autocommit=True)
     await transaction.rollback()
-    assert await outbox.publish(app, "a", 2, once="k") is not None
+    assert await outbox.publish(app, "a", 2, once="k", autocommit=True) is not None
     assert [e["payload"] for e in await events(database)] == [2]
 
 
@@ -441,37 +461,41 @@ async def test_a_rolled_back_once_is_free(database: Database, app: Connection[An
 async def test_a_loser_does_not_hold_up_the_next_one(
     database: Database, app: Connection[Any]
 ) -> None:
-    await outbox.publish(app, "a", 1, once="k")
+    await outbox.publish(app, "a", 1, once="k", autocommit=True)
     async with app.transaction(), database.connection(user="app") as next_one:
-        assert await outbox.publish(app, "a", 2, once="k") is None
+        assert await outbox.publish(app, "a", 2, once="k", autocommit=True) is None
         await next_one.execute("SET lock_timeout = '1s'")
         assert await outbox.reset(next_one, "k") is True
 
 
 @pytest.mark.one_major
 async def test_an_expired_once_is_free(database: Database, app: Connection[Any]) -> None:
-    await outbox.publish(app, "a", 1, once="k")
+    await outbox.publish(app, "a", 1, once="k", autocommit=True)
     async with database.connection() as admin:
         age = await admin.fetchval("SELECT expires_at - claimed_at FROM relay.idempotency_key")
         # Two looks at the clock, some microseconds apart.
         assert abs(age - dt.timedelta(days=30)) < dt.timedelta(minutes=1)
         await admin.execute("UPDATE relay.idempotency_key SET expires_at = clock_timestamp()")
-    assert await outbox.publish(app, "a", 2, once="k") is not None
-    assert await outbox.publish(app, "a", 3, once="k") is None
+    assert await outbox.publish(app, "a", 2, once="k", autocommit=True) is not None
+    assert await outbox.publish(app, "a", 3, once="k", autocommit=True) is None
 
 
 @pytest.mark.one_major
 async def test_how_long_a_once_key_is_kept_is_for_the_producer_to_say(
     database: Database, app: Connection[Any]
 ) -> None:
-    await outbox.publish(app, "a", 1, once="a", once_for=5)
-    await outbox.publish(app, "a", lambda: 1, once="b", once_for=dt.timedelta(days=400))
+    await outbox.publish(app, "a", 1, once="a", once_for=5, autocommit=True)
+    await outbox.publish(
+        app, "a", lambda: 1, once="b", once_for=dt.timedelta(days=400), autocommit=True
+    )
     await outbox.publish_many(
-        app, [Event("a", 1, once="c", once_for=7200), Event("a", 1, once="d"), Event("a", 1)]
+        app,
+        [Event("a", 1, once="c", once_for=7200), Event("a", 1, once="d"), Event("a", 1)],
+        autocommit=True,
     )
     await app.execute("SELECT relay.publish('a', '1', once => 'e', once_for => '1 hour')")
     await app.execute("SELECT relay.publish_many('{a}', '{1}', onces => '{f}')")
-    await outbox.publish(app, "a", 1, once="g", once_for=100 * 365.25 * 86400)
+    await outbox.publish(app, "a", 1, once="g", once_for=100 * 365.25 * 86400, autocommit=True)
     async with database.connection() as admin:
         kept = await admin.fetch(
             "SELECT key, round(extract(epoch FROM expires_at - claimed_at))::bigint AS s "
@@ -525,7 +549,7 @@ async def test_of_many_at_once_one_works_the_payload_out(
 
     async def one() -> UUID | None:
         async with database.connection(user="app") as connection, connection.transaction():
-            return await outbox.publish(connection, "a", work, once="k")
+            return await outbox.publish(connection, "a", work, once="k", autocommit=True)
 
     ids = await asyncio.gather(*(one() for _ in range(8)))
     assert (len(calls), [e["payload"] for e in await events(database)]) == (1, [{"n": 1}])
@@ -547,8 +571,8 @@ async def test_only_the_winner_works_the_payload_out(
 
     payload: Callable[[], Any] = later if asynchronous else work
     async with app.transaction():
-        event_id = await outbox.publish(app, "a", payload, once="k", key="x")
-        assert await outbox.publish(app, "a", payload, once="k") is None
+        event_id = await outbox.publish(app, "a", payload, once="k", key="x", autocommit=True)
+        assert await outbox.publish(app, "a", payload, once="k", autocommit=True) is None
     (event,) = await events(database)
     assert (event["event_id"], event["payload"], event["key"]) == (event_id, {"n": 1}, "x")
     async with database.connection() as admin:
@@ -561,14 +585,14 @@ async def test_a_payload_that_fails_leaves_the_key_free(
 ) -> None:
     async with app.transaction():
         with pytest.raises(ZeroDivisionError):
-            await outbox.publish(app, "a", lambda: 1 / 0, once="k")
+            await outbox.publish(app, "a", lambda: 1 / 0, once="k", autocommit=True)
         with pytest.raises(InvalidEvent, match="limit"):
-            await outbox.publish(app, "a", lambda: "x" * LIMIT, once="k")
-        assert await outbox.publish(app, "a", lambda: 1, once="k") is not None
+            await outbox.publish(app, "a", lambda: "x" * LIMIT, once="k", autocommit=True)
+        assert await outbox.publish(app, "a", lambda: 1, once="k", autocommit=True) is not None
     # Outside of a transaction the claim and the event are one as well.
     with pytest.raises(ZeroDivisionError):
-        await outbox.publish(app, "a", lambda: 1 / 0, once="l")
-    assert await outbox.publish(app, "a", 2, once="l") is not None
+        await outbox.publish(app, "a", lambda: 1 / 0, once="l", autocommit=True)
+    assert await outbox.publish(app, "a", 2, once="l", autocommit=True) is not None
     assert [e["payload"] for e in await events(database)] == [1, 2]
 
 
@@ -578,10 +602,10 @@ async def test_a_payload_that_fails_leaves_the_key_free(
 @pytest.mark.one_major
 async def test_reset_frees_a_key(database: Database, app: Connection[Any]) -> None:
     assert await outbox.reset(app, "k") is False
-    await outbox.publish(app, "a", 1, once="k")
+    await outbox.publish(app, "a", 1, once="k", autocommit=True)
     assert await outbox.reset(app, "k") is True
     assert await outbox.reset(app, "k") is False
-    assert await outbox.publish(app, "a", 2, once="k") is not None
+    assert await outbox.publish(app, "a", 2, once="k", autocommit=True) is not None
     async with database.connection() as admin:
         assert await admin.fetchval("SELECT resets FROM relay.idempotency_key") == 1
 
@@ -593,13 +617,13 @@ async def test_a_failing_reset_does_not_abort_the_transaction(
 ) -> None:
     transaction = app.transaction()
     await (app.execute("BEGIN") if by_hand else transaction.start())
-    await outbox.publish(app, "a", 1)
-    with caplog.at_level(logging.WARNING, logger="outbox.producers.publish"):
+    await outbox.publish(app, "a", 1, autocommit=True)
+    with caplog.at_level(logging.WARNING, logger="outbox.producers"):
         assert await outbox.reset(app, "k", schema="nowhere") is False
         assert await outbox.reset(app, 7) is False  # type: ignore[arg-type]
         assert await outbox.reset(app, "a\0b") is False
     assert len(caplog.records) == 3
-    await outbox.publish(app, "b", 2)
+    await outbox.publish(app, "b", 2, autocommit=True)
     await (app.execute("COMMIT") if by_hand else transaction.commit())
     assert [e["type"] for e in await events(database)] == ["a", "b"]
 
@@ -608,12 +632,12 @@ async def test_a_failing_reset_does_not_abort_the_transaction(
 async def test_a_reset_that_waits_too_long_does_not_abort(
     database: Database, app: Connection[Any]
 ) -> None:
-    await outbox.publish(app, "a", 1, once="k")
+    await outbox.publish(app, "a", 1, once="k", autocommit=True)
     async with database.connection() as holder, app.transaction():
         await holder.execute("BEGIN; SELECT FROM relay.idempotency_key FOR UPDATE")
         await app.execute("SET LOCAL lock_timeout = '10ms'")
         assert await outbox.reset(app, "k") is False
-        await outbox.publish(app, "b", 2)
+        await outbox.publish(app, "b", 2, autocommit=True)
     assert len(await events(database)) == 2
 
 
@@ -676,7 +700,7 @@ async def test_a_role_without_grants(database: Database) -> None:
         await admin.execute("GRANT USAGE ON SCHEMA relay TO stranger")
     connection = await database.connect(user="stranger")
     with pytest.raises(CannotRun) as caught:
-        await outbox.publish(connection, "a", 1)
+        await outbox.publish(connection, "a", 1, autocommit=True)
     assert str(caught.value) == (
         "permission denied for function payload_bytes_max: this role may not publish; "
         "run: outbox migrate --producer ROLE"
@@ -690,9 +714,9 @@ async def test_a_role_without_grants(database: Database) -> None:
 async def test_a_missing_schema(database: Database, schema: str) -> None:
     connection = await database.connect()
     for attempt in (
-        outbox.publish(connection, "a", 1, schema=schema),
-        outbox.publish(connection, "a", lambda: 1, once="k", schema=schema),
-        outbox.publish_many(connection, [Event("a", 1)], schema=schema),
+        outbox.publish(connection, "a", 1, schema=schema, autocommit=True),
+        outbox.publish(connection, "a", lambda: 1, once="k", schema=schema, autocommit=True),
+        outbox.publish_many(connection, [Event("a", 1)], schema=schema, autocommit=True),
     ):
         with pytest.raises(SchemaMissing, match=f'schema "{schema}" is not there; run: outbox'):
             await attempt
@@ -703,7 +727,7 @@ async def test_other_errors_stay_asyncpgs(database: Database) -> None:
     connection = await database.connect()
     await connection.close()
     with pytest.raises(asyncpg.InterfaceError):
-        await outbox.publish(connection, "a", 1)
+        await outbox.publish(connection, "a", 1, autocommit=True)
 
 
 # -------------------------------------------------------------------- trace
@@ -714,10 +738,10 @@ async def test_the_running_trace_goes_along(database: Database) -> None:
     connection = await database.connect()
     context = SpanContext(0xABC, 0xDEF, is_remote=False, trace_flags=TraceFlags(1))
     with trace.use_span(NonRecordingSpan(context)):
-        await outbox.publish(connection, "a", 1, headers={"X-A": "b"})
-        await outbox.publish_many(connection, [Event("b", 1)])
-        await outbox.publish(connection, "c", 1, headers={"Traceparent": "mine"})
-    await outbox.publish(connection, "d", 1)
+        await outbox.publish(connection, "a", 1, headers={"X-A": "b"}, autocommit=True)
+        await outbox.publish_many(connection, [Event("b", 1)], autocommit=True)
+        await outbox.publish(connection, "c", 1, headers={"Traceparent": "mine"}, autocommit=True)
+    await outbox.publish(connection, "d", 1, autocommit=True)
     traceparent = f"00-{0xABC:032x}-{0xDEF:016x}-01"
     assert [e["headers"] for e in await events(database)] == [
         {"traceparent": traceparent, "X-A": "b"},

@@ -39,8 +39,8 @@ from tests.receiver.deliveries import SECRET, delivery, signed
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from outbox.drivers.statement import Call, Rows
     from outbox.receiver import Message
-    from outbox.receiver.inbox.process import Call, Rows
 
 LANE = "a-1-0"
 TEXT = format_secret(SECRET)

@@ -13,6 +13,7 @@ import asyncpg
 import pytest
 
 from outbox.core.delivery.signature import format_secret
+from outbox.drivers.blocking import run
 from outbox.errors import UsageError
 from outbox.receiver import (
     AsyncReceiver,
@@ -28,7 +29,6 @@ from outbox.receiver import (
     Response,
     Verified,
 )
-from outbox.receiver.blocking import run
 from outbox.receiver.databases import SQLite
 from outbox.receiver.message import parse
 from outbox.receiver.requests import RequestOutcome

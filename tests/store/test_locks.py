@@ -47,7 +47,7 @@ async def test_a_role_with_connect_only_blocks_nothing(
             with pytest.raises(asyncpg.InsufficientPrivilegeError):
                 await stranger.execute(f"SELECT 1; LOCK TABLE relay.{table}")
         deliver_at = datetime.now(UTC) + timedelta(seconds=30)
-        await outbox.publish(owner, "a.b", 1, deliver_at=deliver_at)
+        await outbox.publish(owner, "a.b", 1, deliver_at=deliver_at, autocommit=True)
         await owner.execute("UPDATE future_event SET deliver_at = now()")
         assert await ScheduleRunStore(owner, 1).move_future_events() == 1
         async with PartitionStore(owner).maintenance_lease() as has_lease:

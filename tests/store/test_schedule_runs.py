@@ -187,7 +187,9 @@ async def test_the_next_due_time_is_known(db: Connection[Any], store: ScheduleRu
     due_in_s = await store.due_in_s()
     assert due_in_s is not None
     assert 80_000 < due_in_s < 86_400
-    await outbox.publish(db, "a", 1, deliver_at=datetime.now(UTC) + timedelta(milliseconds=50))
+    await outbox.publish(
+        db, "a", 1, deliver_at=datetime.now(UTC) + timedelta(milliseconds=50), autocommit=True
+    )
     due_in_s = await store.due_in_s()
     assert due_in_s is not None
     assert due_in_s < 0.1
@@ -202,7 +204,9 @@ async def _future(
     """Insert numbered future events, and make them due."""
     now = datetime.now(UTC)
     for n, s in enumerate(seconds):
-        await outbox.publish(db, "a", n, key=key, deliver_at=now + timedelta(seconds=60 + s))
+        await outbox.publish(
+            db, "a", n, key=key, deliver_at=now + timedelta(seconds=60 + s), autocommit=True
+        )
     await db.execute(
         "UPDATE future_event SET deliver_at = deliver_at - make_interval(secs => $1)", 60 + ago_s
     )

@@ -4,7 +4,6 @@ A delivery and its effects are committed together, or neither is.
 
     process       the statements that record a delivery; sans-IO
     statements    the SQL for PostgreSQL and SQLite
-    drivers       runs it on asyncpg, psycopg, SQLAlchemy, Django and sqlite3
     inbox         the public class
     memory        an in-memory inbox with a limited time window
 """

@@ -19,15 +19,14 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, get_args
 import orjson
 
 from outbox.core.delivery.message import rfc3339
+from outbox.drivers.blocking import run
+from outbox.drivers.connections import OpenConnection, open_connection
+from outbox.drivers.statement import Call
 from outbox.errors import UsageError
-from outbox.receiver.blocking import run
-from outbox.receiver.inbox.drivers import dialect_of, execute_plan, require_transaction
 from outbox.receiver.inbox.process import (
     TOLERANCE,
-    Call,
     CheckpointComparison,
     DeliveryResult,
-    Plan,
     StoredLane,
     compare,
     mark_unavailable,
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
 
     from outbox.core.delivery.receiver_checkpoint import LaneMark
     from outbox.core.model.int_ranges import Range
+    from outbox.drivers.statement import Plan
     from outbox.receiver.message import Message
 
 P = ParamSpec("P")
@@ -58,7 +58,7 @@ def _blocking(
 
     @wraps(plan)
     def execute(inbox: Inbox, connection: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return run(execute_plan(connection, plan(inbox, connection, *args, **kwargs)))
+        return run(_execute(plan, inbox, connection, *args, **kwargs))
 
     return execute
 
@@ -71,9 +71,21 @@ def _asynchronous(
 
     @wraps(plan)
     async def execute(inbox: Inbox, connection: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await execute_plan(connection, plan(inbox, connection, *args, **kwargs))
+        return await _execute(plan, inbox, connection, *args, **kwargs)
 
     return execute
+
+
+async def _execute(
+    plan: Callable[Concatenate[Inbox, Any, P], Plan[T]],
+    inbox: Inbox,
+    connection: Any,
+    /,
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> T:
+    opened = await open_connection(connection)
+    return await opened.execute_plan(plan(inbox, opened, *args, **kwargs))
 
 
 class Inbox:
@@ -255,16 +267,26 @@ class Inbox:
         texts = (dedent(text).strip() for text in self._sql[dialect].create)
         return "".join(f"{text};\n" for text in texts)
 
-    def _expired_before(self, connection: Any) -> str:
+    def _expired_before(self, connection: OpenConnection) -> str:
         """Return the time before which a received delivery may have expired, RFC 3339."""
-        if dialect_of(connection) == "memory":
+        if connection.dialect == "memory":
             # Its window is shorter than `keep_s`: any number that a lane has forgotten.
             return "9999"
         return rfc3339(datetime.now(tz=UTC) - timedelta(seconds=self._keep_s))
 
-    def _statements(self, connection: Any) -> Statements:
-        return self._sql[dialect_of(connection)]
+    def _statements(self, connection: OpenConnection) -> Statements:
+        found = self._sql.get(connection.dialect)
+        if found is None:
+            raise UsageError(
+                "connection: an inbox works in PostgreSQL and SQLite, not in " + connection.dialect
+            )
+        return found
 
-    def _write_statements(self, connection: Any) -> Statements:
-        require_transaction(connection)
-        return self._statements(connection)
+    def _write_statements(self, connection: OpenConnection) -> Statements:
+        found = self._statements(connection)
+        if not connection.has_transaction:
+            raise UsageError(
+                "connection: begin a transaction first, so that the delivery and its effect are "
+                "committed together"
+            )
+        return found

@@ -17,15 +17,15 @@ from collections import OrderedDict
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from outbox.drivers.blocking import as_async
 from outbox.errors import UsageError
-from outbox.receiver.blocking import as_async
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractAsyncContextManager
     from typing import Self
 
-    from outbox.receiver.inbox.process import Call, Rows
+    from outbox.drivers.statement import Call, Rows
 
 WINDOW_S = 300.0
 SEEN_MAX = 1_000_000

@@ -18,20 +18,23 @@ one was forgotten: X-Delivery values expire, and a replay has a new number.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from outbox.drivers.statement import Call
 from outbox.receiver.catch_up import lanes_behind
 from outbox.receiver.fetch import LaneProgress
 from outbox.receiver.lane_order import LaneOrder, LaneState, Observation, OrderKind, SequenceState
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from outbox.core.delivery.receiver_checkpoint import LaneMark
     from outbox.core.model.int_ranges import Range
+    from outbox.drivers.statement import Plan
     from outbox.receiver.inbox.statements import Statements
     from outbox.receiver.message import Message
 
@@ -75,19 +78,6 @@ class CheckpointComparison:
     missing: dict[str, tuple[Range, ...]]
     """All numbers acknowledged according to the sender, and not received."""
 
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A statement, by its name in `Statements`, and its parameters."""
-
-    sql: str
-    parameters: dict[str, Any]
-
-
-T = TypeVar("T")
-Rows: TypeAlias = Sequence[Sequence[Any]]
-Plan: TypeAlias = Generator[Call, Rows, T]
-"""Yields statements, is sent the rows of each, and returns a result."""
 
 _IN_ORDER = Observation(OrderKind.IN_ORDER)
 

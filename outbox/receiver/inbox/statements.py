@@ -1,7 +1,7 @@
 """Tables and SQL statements of an inbox, for PostgreSQL and SQLite.
 
-Parameters are written `:name`; `drivers` converts them to each driver's style.  JSON is
-passed as text, because how a driver decodes JSON columns is the application's choice.
+Parameters are those of `outbox.drivers.statement`.  JSON is passed as text, because how a driver
+decodes JSON columns is the application's choice.
 
     inbox      processed deliveries by X-Delivery, until they expire
     lane       the order-check state of each lane

@@ -1,6 +1,6 @@
-"""Coroutines without an event loop: the request pipeline and the inbox in a thread.
+"""Coroutines without an event loop: publishing, the request pipeline and the inbox in a thread.
 
-Both are written once, as coroutines.  On a blocking connection nothing that they await
+They are written once, as coroutines.  On a blocking connection nothing that they await
 suspends, so a thread runs them to their end in one step.  On asyncio they are awaited.
 """
 

@@ -1,0 +1,1 @@
+"""An application's own database connections: recognize them, and run statements on them."""

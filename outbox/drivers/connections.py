@@ -1,0 +1,307 @@
+"""Drivers that run statements on an application's connection, in its transaction.
+
+Recognized by the type of the connection, without importing drivers that are not installed:
+
+    asyncio     asyncpg, psycopg, SQLAlchemy (AsyncConnection, AsyncSession)
+    threads     psycopg, psycopg2, SQLAlchemy (Connection, Session), Django, sqlite3
+
+SQLModel's sessions are SQLAlchemy's.  A driver never begins or ends a transaction: the application
+does.  SQLAlchemy begins one with the first statement that goes through it.  So statements go
+through the session or connection that was handed in, and never through the driver's connection
+below it: what that sends before SQLAlchemy began is not undone by a rollback.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from outbox.drivers.blocking import resolve
+from outbox.drivers.statement import numbered, pyformat
+from outbox.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from outbox.drivers.statement import Call, Plan, Rows
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """How to use one type of connection."""
+
+    is_async: bool
+    execute: Callable[[Any, Call], Awaitable[Rows]]
+    """Returns the rows; on a blocking connection without suspending."""
+    dialect: Callable[[Any], str]
+    """Returns the SQL dialect of a connection."""
+    has_transaction: Callable[[Any], bool]
+    """Whether a transaction is open, or the next statement begins one."""
+    begin: str
+    """How an application begins a transaction, for messages."""
+    connect: Callable[[Any], Awaitable[Any]] | None = None
+    """Flushes a session and returns its connection."""
+
+
+class OpenConnection:
+    """A connection that can run statements now."""
+
+    __slots__ = ("_connection", "driver")
+
+    def __init__(self, driver: Driver, connection: Any) -> None:
+        self.driver = driver
+        self._connection = connection
+
+    @property
+    def dialect(self) -> str:
+        """The SQL dialect."""
+        return self.driver.dialect(self._connection)
+
+    @property
+    def has_transaction(self) -> bool:
+        """Whether a transaction is open, or the next statement begins one."""
+        return self.driver.has_transaction(self._connection)
+
+    def execute(self, call: Call) -> Awaitable[Rows]:
+        """Run a statement; returns its rows."""
+        return self.driver.execute(self._connection, call)
+
+    async def execute_plan(self, plan: Plan[T]) -> T:
+        """Run the statements of a plan; returns its result."""
+        try:
+            call = next(plan)
+            while True:
+                call = plan.send(await self.execute(call))
+        except StopIteration as end:
+            return cast("T", end.value)
+
+
+async def open_connection(given: Any, driver: Driver | None = None) -> OpenConnection:
+    """Prepare an application's connection or session for statements.
+
+    Raises:
+        UsageError: it is of an unsupported type.
+    """
+    driver = driver or driver_of(given)
+    connection = given if driver.connect is None else await driver.connect(given)
+    return OpenConnection(driver, connection)
+
+
+def driver_of(given: Any) -> Driver:
+    """Return the driver of a connection or session.
+
+    Raises:
+        UsageError: it is of an unsupported type.
+    """
+    # Django's connection proxy has the class of what it stands for.
+    return _driver_of(given.__class__)
+
+
+@cache
+def _driver_of(kind: type) -> Driver:
+    for parent in kind.__mro__:
+        name = parent.__module__.partition(".")[0], parent.__qualname__
+        if driver := _DRIVERS.get(name):
+            return driver
+        if advice := _NOT_CONNECTIONS.get(name):
+            raise UsageError(f"connection: {_name(kind)} is not a connection; {advice}")
+    raise UsageError(
+        f"connection: {_name(kind)} is not a connection of asyncpg, psycopg, psycopg2, "
+        "SQLAlchemy, Django or sqlite3"
+    )
+
+
+def _name(kind: type) -> str:
+    module = kind.__module__
+    return kind.__qualname__ if module == "builtins" else f"{module}.{kind.__qualname__}"
+
+
+# ------------------------------------------------------------------------- execution
+
+
+async def _asyncpg(connection: Any, call: Call) -> Rows:
+    sql, names = numbered(call.sql)
+    rows: Rows = await connection.fetch(sql, *(call.parameters[name] for name in names))
+    return rows
+
+
+def _psycopg(connection: Any, call: Call) -> Awaitable[Rows]:
+    from psycopg.rows import tuple_row
+
+    return _on_cursor(connection.cursor(row_factory=tuple_row), pyformat(call.sql), call)
+
+
+def _psycopg2(connection: Any, call: Call) -> Awaitable[Rows]:
+    from psycopg2.extensions import cursor
+
+    return _on_cursor(connection.cursor(cursor_factory=cursor), pyformat(call.sql), call)
+
+
+def _django(connection: Any, call: Call) -> Awaitable[Rows]:
+    return _on_cursor(connection.cursor(), pyformat(call.sql), call)
+
+
+def _sqlite(connection: Any, call: Call) -> Awaitable[Rows]:
+    cursor = connection.cursor()
+    cursor.row_factory = None
+    return _on_cursor(cursor, call.sql, call)
+
+
+async def _on_cursor(cursor: Any, sql: str, call: Call) -> Rows:
+    try:
+        await resolve(cursor.execute(sql, call.parameters))
+        rows: Rows = await resolve(cursor.fetchall()) if cursor.description else ()
+        return rows
+    finally:
+        await resolve(cursor.close())
+
+
+async def _sqlalchemy(connection: Any, call: Call) -> Rows:
+    result = await resolve(connection.execute(_text(call.sql), call.parameters))
+    rows: Rows = result.fetchall() if result.returns_rows else ()
+    return rows
+
+
+@cache
+def _text(sql: str) -> Any:
+    from sqlalchemy import text
+
+    return text(sql)
+
+
+async def _memory(transaction: Any, call: Call) -> Rows:
+    rows: Rows = await transaction.execute(call)
+    return rows
+
+
+async def _connection_of_session(session: Any) -> Any:
+    # What the application did before comes first; and a flush that fails must do so here.
+    await resolve(session.flush())
+    return await resolve(session.connection())
+
+
+# ----------------------------------------------------------------------- transactions
+
+
+def _asyncpg_has_transaction(connection: Any) -> Any:
+    # A closed one raises the driver's own error later.
+    return connection.is_closed() or connection.is_in_transaction()
+
+
+def _psycopg_has_transaction(connection: Any) -> bool:
+    # Without autocommit the first statement begins a transaction.
+    return not connection.autocommit or bool(connection.info.transaction_status)
+
+
+def _sqlalchemy_has_transaction(connection: Any) -> bool:
+    blocking = getattr(connection, "sync_connection", connection)
+    if blocking is None:
+        raise UsageError("connection: it was not started; use `async with engine.connect()`")
+    pooled = blocking.connection
+    raw = pooled.driver_connection
+    if blocking.dialect.name == "sqlite":
+        return _sqlite_has_transaction(raw)
+    # In autocommit the application may have sent BEGIN itself.
+    return not pooled.dbapi_connection.autocommit or driver_of(raw).has_transaction(raw)
+
+
+def _django_has_transaction(connection: Any) -> bool:
+    return connection.in_atomic_block or not connection.get_autocommit()
+
+
+def _sqlite_has_transaction(connection: Any) -> bool:
+    return connection.isolation_level is not None or connection.in_transaction
+
+
+# -------------------------------------------------------------------------- the table
+
+
+def _postgresql(_: Any) -> str:
+    return "postgresql"
+
+
+def _sqlalchemy_dialect(connection: Any) -> str:
+    return str(connection.dialect.name)
+
+
+_PSYCOPG = Driver(
+    is_async=False,
+    execute=_psycopg,
+    dialect=_postgresql,
+    has_transaction=_psycopg_has_transaction,
+    begin="with connection.transaction():",
+)
+_PSYCOPG_ASYNC = replace(_PSYCOPG, is_async=True, begin="async with connection.transaction():")
+_ASYNCPG = replace(_PSYCOPG_ASYNC, execute=_asyncpg, has_transaction=_asyncpg_has_transaction)
+_PSYCOPG2 = replace(_PSYCOPG, execute=_psycopg2, begin="connection.autocommit = False")
+_SQLALCHEMY = Driver(
+    is_async=False,
+    execute=_sqlalchemy,
+    dialect=_sqlalchemy_dialect,
+    has_transaction=_sqlalchemy_has_transaction,
+    begin="with engine.begin() as connection:",
+)
+_SESSION = replace(_SQLALCHEMY, connect=_connection_of_session, begin="with session.begin():")
+_SQLALCHEMY_ASYNC = replace(_SQLALCHEMY, is_async=True, begin=f"async {_SQLALCHEMY.begin}")
+_SESSION_ASYNC = replace(_SESSION, is_async=True, begin=f"async {_SESSION.begin}")
+_DJANGO = Driver(
+    is_async=False,
+    execute=_django,
+    dialect=lambda connection: str(connection.vendor),
+    has_transaction=_django_has_transaction,
+    begin="with transaction.atomic():",
+)
+_SQLITE = Driver(
+    is_async=False,
+    execute=_sqlite,
+    dialect=lambda _: "sqlite",
+    has_transaction=_sqlite_has_transaction,
+    begin='connection.execute("BEGIN")',
+)
+_MEMORY = Driver(
+    is_async=True,
+    execute=_memory,
+    dialect=lambda _: "memory",
+    has_transaction=lambda _: True,
+    begin="with database.transaction() as connection:",
+)
+_DRIVERS = {
+    ("outbox", "MemoryTransaction"): _MEMORY,
+    ("asyncpg", "Connection"): _ASYNCPG,
+    ("asyncpg", "PoolConnectionProxy"): _ASYNCPG,
+    ("psycopg", "AsyncConnection"): _PSYCOPG_ASYNC,
+    ("psycopg", "Connection"): _PSYCOPG,
+    # Defined in C, so its module is that of its Python interface.
+    ("psycopg2", "connection"): _PSYCOPG2,
+    ("sqlalchemy", "AsyncConnection"): _SQLALCHEMY_ASYNC,
+    ("sqlalchemy", "AsyncSession"): _SESSION_ASYNC,
+    ("sqlalchemy", "async_scoped_session"): _SESSION_ASYNC,
+    ("sqlalchemy", "Connection"): _SQLALCHEMY,
+    ("sqlalchemy", "Session"): _SESSION,
+    ("sqlalchemy", "scoped_session"): _SESSION,
+    ("sqlite3", "Connection"): _SQLITE,
+    # The type of `django.db.connection`, a proxy for the thread's connection.
+    ("django", "ConnectionProxy"): _DJANGO,
+    ("django", "BaseDatabaseWrapper"): _DJANGO,
+}
+
+_OF_POOL = "acquire a connection of the pool, and begin a transaction on it"
+_OF_ENGINE = "use the connection of `with engine.begin() as connection:`, or a session"
+_OF_SESSIONS = "use the session of `with sessions.begin() as session:`"
+_OF_CURSOR = "use its connection"
+_NOT_CONNECTIONS = {
+    ("asyncpg", "Pool"): _OF_POOL,
+    ("psycopg_pool", "BasePool"): _OF_POOL,
+    ("psycopg2", "AbstractConnectionPool"): _OF_POOL,
+    ("sqlalchemy", "Engine"): _OF_ENGINE,
+    ("sqlalchemy", "AsyncEngine"): f"{_OF_ENGINE} (with `async`)",
+    ("sqlalchemy", "sessionmaker"): _OF_SESSIONS,
+    ("sqlalchemy", "async_sessionmaker"): f"{_OF_SESSIONS} (with `async`)",
+    ("psycopg", "BaseCursor"): _OF_CURSOR,
+    ("psycopg2", "cursor"): _OF_CURSOR,
+    ("django", "CursorWrapper"): _OF_CURSOR,
+    ("django", "ConnectionHandler"): 'use one of its connections: `connections["default"]`',
+}

@@ -1,0 +1,87 @@
+"""`Event`, and its validation and encoding as SQL parameters; needs no connection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from outbox.core.model import event as rules
+from outbox.errors import InvalidEvent
+from outbox.producers.tracing import add_trace_context
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from datetime import datetime, timedelta
+
+Parameters: TypeAlias = "dict[str, Any]"
+"""SQL parameters by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One event of `publish_many`; the fields are the arguments of `publish`."""
+
+    type: str
+    payload: Any
+    key: str | None = None
+    tenant: str | None = None
+    once: str | None = None
+    expires_in: timedelta | float | None = None
+    deliver_at: datetime | None = None
+    headers: Mapping[str, str] | None = None
+    once_for: timedelta | float | None = None
+
+
+def encode_event(event: Event, payload: Any) -> Parameters:
+    """Validate and encode an event.
+
+    Args:
+        payload: the event's, computed if it is a callable.
+
+    Raises:
+        InvalidEvent: the event breaks a limit or a rule.
+    """
+    return encode_metadata(event) | {"payload": rules.encode_payload(payload)}
+
+
+def encode_metadata(event: Event) -> Parameters:
+    """Validate and encode an event without its payload.
+
+    Raises:
+        InvalidEvent: the event breaks a limit or a rule.
+    """
+    return {
+        "type": rules.check_type(event.type),
+        "key": rules.check_text("key", event.key, rules.KEY_BYTES_MAX),
+        "tenant": rules.check_text("tenant", event.tenant, rules.TENANT_BYTES_MAX),
+        "once": rules.check_text("once", event.once, rules.ONCE_BYTES_MAX),
+        "once_for_s": rules.once_for_s(event.once_for, event.once),
+        "expires_in_s": rules.expires_in_s(event.expires_in),
+        "deliver_at": rules.deliver_at(event.deliver_at),
+        "headers": rules.encode_headers(add_trace_context(event.headers)),
+    }
+
+
+def encode_events(events: Sequence[Event]) -> Parameters:
+    """Validate and encode several events, as one list for each parameter.
+
+    Raises:
+        InvalidEvent: as `encode_event`; the message contains the event's position.
+    """
+    rows = []
+    for number, event in enumerate(events, 1):
+        try:
+            if callable(event.payload):
+                raise InvalidEvent(
+                    "payload", "callables are accepted by publish, not by publish_many"
+                )
+            rows.append(encode_event(event, event.payload))
+        except InvalidEvent as error:
+            raise numbered(error, number) from None
+    return {name: [row[name] for row in rows] for name in rows[0]}
+
+
+def numbered(error: InvalidEvent, number: int) -> InvalidEvent:
+    """Add the position of an event among several, from 1, to an error."""
+    reason = str(error).partition(": ")[2]
+    return InvalidEvent(error.field, f"{reason} (event {number})")
