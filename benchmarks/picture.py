@@ -52,6 +52,7 @@ AXES = {
     "peers-latency": "times what the other takes; less is better",
     "watched": "share of what the same relay does watched by nobody; more is better",
     "commits": "commits per second compared with another method; more is better",
+    "publishing": "events per second of what the driver's INSERT does; more is better",
     "majors": "commits per second compared with another method; more is better",
     "latency": "times the sum of a commit, a NOTIFY and a POST; less is better",
     "million": "times the same at the beginning, or in a new database",
@@ -68,7 +69,7 @@ AXES = {
     "fair": "times the quiet endpoint's own; less is better",
     "memory": "MB more than a relay with nothing to do; less is better",
 }
-LONGEST = {"peers": 8.0}
+LONGEST = {"peers": 8.0, "publishing": 12.0}
 """The maximum length of a bar: some peers are so much slower that the others would be invisible."""
 SEVERAL = ("commits", "majors", "peers", "peers-latency", "outage")
 """Sections in which one of our figures is compared with several others."""

@@ -50,6 +50,11 @@ TITLES = {
         "A producer's transactions, each with a small domain write, with {client}; the relay "
         "sequences. Data on disk, fsync on.",
     ),
+    "publishing": (
+        "Events published per second",
+        "Through each driver on one connection, compared with its own INSERT of one row in a "
+        "transaction; no relay.",
+    ),
     "majors": (
         "Commits per second on each PostgreSQL",
         "The same with sixteen writers, on every major version, each in an embedded server of its "

@@ -25,14 +25,16 @@ class Application:
     Args:
         dsn: of the server or a pooler.
         pooled: behind a pooler in transaction mode.
+        prepares: psycopg prepares repeated statements, as it does by default.
     """
 
     is_async = True
     begins_lazily = True
     """The driver begins a transaction with the first statement."""
 
-    def __init__(self, dsn: str, *, pooled: bool = False) -> None:
+    def __init__(self, dsn: str, *, pooled: bool = False, prepares: bool = False) -> None:
         self.dsn, self.pooled = dsn, pooled
+        self.prepare_threshold = 5 if prepares else None
         self.handle: Any = None
         """What is handed to `publish`."""
 
@@ -62,7 +64,10 @@ class Application:
 
     async def publish(self, number: int, **options: Any) -> UUID | None:
         """Publish an event whose key is the number."""
-        return await self.call("publish", "order.paid", {"n": number}, key=str(number), **options)
+        published: UUID | None = await self.call(
+            "publish", "order.paid", {"n": number}, key=str(number), **options
+        )
+        return published
 
     async def call(self, name: str, *arguments: Any, **options: Any) -> Any:
         functions = outbox if self.is_async else outbox.sync
@@ -109,7 +114,10 @@ class PsycopgAsync(Application):
 
         # The row factory that an application chooses does not matter.
         self.handle = await psycopg.AsyncConnection.connect(
-            self.dsn, autocommit=autocommit, row_factory=dict_row, prepare_threshold=None
+            self.dsn,
+            autocommit=autocommit,
+            row_factory=dict_row,
+            prepare_threshold=self.prepare_threshold,
         )
 
 
@@ -121,7 +129,10 @@ class Psycopg(Application):
         from psycopg.rows import dict_row
 
         self.handle = psycopg.connect(
-            self.dsn, autocommit=autocommit, row_factory=dict_row, prepare_threshold=None
+            self.dsn,
+            autocommit=autocommit,
+            row_factory=dict_row,
+            prepare_threshold=self.prepare_threshold,
         )
 
     @contextlib.asynccontextmanager
@@ -165,6 +176,7 @@ class _SQLAlchemy(Application):
     """Of a subclass: the dialect's driver, and how its handle is made."""
 
     driver = "psycopg"
+    engine: Any = None
 
     @property
     def url(self) -> str:

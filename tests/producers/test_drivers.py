@@ -14,6 +14,8 @@ import psycopg
 import psycopg_pool
 import pytest
 import sqlalchemy as sa
+from opentelemetry import trace
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
@@ -221,6 +223,23 @@ async def test_what_is_committed_is_published(
                 await connection.execute("TRUNCATE relay.outbox, relay.idempotency_key")
 
 
+@pytest.mark.parametrize("kind", APPLICATIONS, ids=lambda kind: kind.__name__)
+async def test_the_running_trace_goes_along(database: Database, kind: type[Application]) -> None:
+    context = SpanContext(0xABC, 0xDEF, is_remote=False, trace_flags=TraceFlags(1))
+
+    async def scenario(application: Application) -> None:
+        await application.open()
+        await application.begin()
+        with trace.use_span(NonRecordingSpan(context)):
+            await application.publish(1)
+        await application.commit()
+
+    await play(kind(database.dsn), scenario)
+    async with database.at_hand() as connection:
+        sent = await connection.fetchval("SELECT headers ->> 'traceparent' FROM relay.outbox")
+    assert sent == f"00-{0xABC:032x}-{0xDEF:016x}-01"
+
+
 # ------------------------------------------------------- without a transaction
 
 
@@ -371,6 +390,17 @@ async def test_a_session_is_flushed_first(database: Database) -> None:
         await session.rollback()
     await engine.dispose()
     assert seen == [2]
+    assert await numbers(database) == [1]
+
+
+async def test_blocking_code_of_an_asyncio_session_publishes(database: Database) -> None:
+    """`run_sync` gives it a blocking session on an asyncio driver."""
+    engine = create_async_engine(database.dsn.replace("postgresql:", "postgresql+asyncpg:"))
+    async with AsyncSession(engine) as session:
+        for number, ends in ((1, session.commit), (2, session.rollback)):
+            await session.run_sync(outbox.sync.publish, "order.paid", {}, key=str(number))
+            await ends()
+    await engine.dispose()
     assert await numbers(database) == [1]
 
 

@@ -115,9 +115,21 @@ class Operator:
             return
         endpoints = list(self._sim.database.endpoint.rows.values())
         name = rng.choice(endpoints)["name"]
-        u = rng.random()
+        if rng.random() < 0.2:
+            # Two operators who do not know of each other plan at the same time.
+            async with asyncio.TaskGroup() as both:
+                both.create_task(self._change(name))
+                both.create_task(self._change(name))
+        else:
+            await self._change(name)
+        if rng.random() < 0.5:
+            await self._send_again(rng.choice(endpoints)["name"])
+
+    async def _change(self, name: str) -> None:
+        """Change an endpoint, or decide about its deliveries."""
+        u = self._rng.random()
         if u < 0.3:
-            await self._change_lanes(name, rng.choice((1, 2, 3, 4)))
+            await self._change_lanes(name, self._rng.choice((1, 2, 3, 4)))
         elif u < 0.45:
             await self._try(endpoint_states.pause_endpoints, [name])
         elif u < 0.65:
@@ -132,8 +144,6 @@ class Operator:
             await self._try(replays.start_replay, DeadLetterSelection(everything=True))
         else:
             await self._try(discard.discard_dead_letters, DeadLetterSelection(everything=True))
-        if rng.random() < 0.5:
-            await self._send_again(rng.choice(endpoints)["name"])
 
     async def _skip(self) -> None:
         """Skip the next delivery of a lane, or one that has just ended or waits behind it."""
