@@ -53,7 +53,7 @@ TITLES = {
     "publishing": (
         "Events published per second",
         "Through each driver on one connection, compared with its own INSERT of one row in a "
-        "transaction; no relay.",
+        "transaction; no relay. Data on disk, fsync on.",
     ),
     "majors": (
         "Commits per second on each PostgreSQL",

@@ -49,7 +49,6 @@ from outbox.producers.tracing import traced
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from outbox.producers.event import Parameters
 
 EVENTS_MAX = 1000
 """Maximum number of events in one request (one transaction)."""
@@ -172,7 +171,7 @@ async def _publish(call: Call[NoQuery, NewEvents]) -> Reply:
 
 def _encode(
     call: Call[NoQuery, NewEvents], key: str | None
-) -> tuple[list[Event], Parameters, bytes | None]:
+) -> tuple[list[Event], str, bytes | None]:
     """Encode the events of a request, and the digest of one with an Idempotency-Key."""
     body = call.body
     if body.events is not None:

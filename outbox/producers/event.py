@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import orjson
+
 from outbox.core.model import event as rules
 from outbox.errors import InvalidEvent
 from outbox.producers.tracing import add_trace_context
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 
 Parameters: TypeAlias = "dict[str, Any]"
 """SQL parameters by name."""
+
+_JSON = ("payload", "headers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +66,8 @@ def encode_metadata(event: Event) -> Parameters:
     }
 
 
-def encode_events(events: Sequence[Event]) -> Parameters:
-    """Validate and encode several events, as one list for each parameter.
+def encode_events(events: Sequence[Event]) -> str:
+    """Validate and encode several events, as one JSON array.
 
     Raises:
         InvalidEvent: as `encode_event`; the message contains the event's position.
@@ -75,10 +79,14 @@ def encode_events(events: Sequence[Event]) -> Parameters:
                 raise InvalidEvent(
                     "payload", "callables are accepted by publish, not by publish_many"
                 )
-            rows.append(encode_event(event, event.payload))
+            row = encode_event(event, event.payload)
         except InvalidEvent as error:
             raise numbered(error, number) from None
-    return {name: [row[name] for row in rows] for name in rows[0]}
+        for name in _JSON:
+            if row[name] is not None:
+                row[name] = orjson.Fragment(row[name])
+        rows.append(row)
+    return orjson.dumps(rows).decode()
 
 
 def numbered(error: InvalidEvent, number: int) -> InvalidEvent:

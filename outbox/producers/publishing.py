@@ -92,14 +92,14 @@ async def publish_several(
     if not events:
         return []
     with traced(f"{len(events)} events", len(events)):
-        parameters = encode_events(events)
+        encoded = encode_events(events)
         connection = await _open(given, driver, autocommit=autocommit)
-        return await publish_encoded(connection, parameters, schema=schema)
+        return await publish_encoded(connection, encoded, schema=schema)
 
 
 async def publish_encoded(
     connection: OpenConnection,
-    parameters: Parameters,
+    encoded: str,
     *,
     digests: list[bytes] | None = None,
     schema: str,
@@ -107,13 +107,13 @@ async def publish_encoded(
     """Publish encoded events.
 
     Args:
-        parameters: of `encode_events`.
+        encoded: by `encode_events`.
         digests: what is stored with each idempotency key, to recognise the same request.
     """
     statement = in_schema(statements.PUBLISH_MANY, schema)
     with _map_errors(schema):
         ((size, number, size_max, event_ids),) = await connection.execute(
-            Call(statement, {**parameters, "digests": digests})
+            Call(statement, {"events": encoded, "digests": digests})
         )
     if size > size_max:
         raise numbered(_too_large(size, size_max), number)

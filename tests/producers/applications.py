@@ -185,7 +185,7 @@ class _SQLAlchemy(Application):
     def options(self, *, autocommit: bool) -> dict[str, Any]:
         from sqlalchemy import NullPool
 
-        options: dict[str, Any] = {"poolclass": NullPool}
+        options: dict[str, Any] = {"poolclass": None if self.prepare_threshold else NullPool}
         if autocommit:
             options["isolation_level"] = "AUTOCOMMIT"
         if self.pooled and self.driver == "asyncpg":
