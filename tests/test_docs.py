@@ -3,6 +3,7 @@ pages are the generated ones."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import re
@@ -12,12 +13,12 @@ import sys
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from functools import cache
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
 import click
 import pytest
-from fastapi import FastAPI
 
 import outbox as package
 from outbox import receiver as receiver_library
@@ -142,14 +143,22 @@ def test_the_commands_that_a_document_mentions_exist(document: str) -> None:
 
 @stage("tutorial/write-a-receiver.md")
 async def _receiver(session: Session) -> AsyncIterator[None]:
-    sender, app = FakeSender(), FastAPI()
+    sender = FakeSender()
     async with asyncpg.create_pool(session.database.dsn, min_size=1, max_size=2) as pool:
         await pool.execute("CREATE TABLE public.orders AS SELECT 7 AS id, false AS shipped")
-        session.names = {"secret": sender.secret, "pool": pool, "app": app}
-        yield
-        receiver = app.user_middleware[0].kwargs["receiver"]
-        response = await receiver.handle(sender.event("order.paid", {"order": 7}))
+        with pytest.MonkeyPatch.context() as environ:
+            environ.setenv("OUTBOX_SECRET", sender.secret)
+            environ.setenv("DATABASE_URL", session.database.dsn)
+            yield
+            # As a server imports the module: without an event loop.
+            module: dict[str, Any] = {}
+            (example, *_) = examples(DOCS + "tutorial/write-a-receiver.md")
+            await asyncio.to_thread(exec, example.text, module)
+            app = module["app"]
+            async with app.router.lifespan_context(app):
+                response = await module["receiver"].handle(sender.event("order.paid", {"order": 7}))
         assert response.status == 200
+        assert app.user_middleware[0].kwargs["receiver"] is module["receiver"]
         assert await pool.fetchval("SELECT shipped FROM public.orders")
 
 
@@ -174,6 +183,7 @@ async def _inbox(session: Session) -> AsyncIterator[None]:
         await pool.execute(receiver_library.Inbox().schema())
         session.names = {
             **RECEIVER_NAMES,
+            "app": SimpleNamespace(state=SimpleNamespace(pool=pool)),
             "pool": pool,
             "headers": request.headers,
             "body": request.body,
@@ -182,6 +192,8 @@ async def _inbox(session: Session) -> AsyncIterator[None]:
         yield
         assert session.names["result"].fresh
         assert await pool.fetchval("SELECT high FROM outbox_lane") == 1
+        receiver = session.names["receiver"]
+        assert (await receiver.handle(sender.event("order.paid", {"order": 8}))).status == 200
 
 
 @stage("howto/catch-up-a-receiver.md")

@@ -1,1 +1,1 @@
-"""An application's own database connections: recognize them, and run statements on them."""
+"""An application's own database: recognize it, run statements on it, and classify its errors."""

@@ -102,19 +102,24 @@ def driver_of(given: Any) -> Driver:
 
 @cache
 def _driver_of(kind: type) -> Driver:
-    for parent in kind.__mro__:
-        name = parent.__module__.partition(".")[0], parent.__qualname__
-        if driver := _DRIVERS.get(name):
+    for name in names_of(kind):
+        if driver := DRIVERS.get(name):
             return driver
         if advice := _NOT_CONNECTIONS.get(name):
-            raise UsageError(f"connection: {_name(kind)} is not a connection; {advice}")
+            raise UsageError(f"connection: {type_name(kind)} is not a connection; {advice}")
     raise UsageError(
-        f"connection: {_name(kind)} is not a connection of asyncpg, psycopg, psycopg2, "
+        f"connection: {type_name(kind)} is not a connection of asyncpg, psycopg, psycopg2, "
         "SQLAlchemy, Django or sqlite3"
     )
 
 
-def _name(kind: type) -> str:
+def names_of(kind: type) -> tuple[tuple[str, str], ...]:
+    """Return the package and name of a type and of its parents, the nearest first."""
+    return tuple((each.__module__.partition(".")[0], each.__qualname__) for each in kind.__mro__)
+
+
+def type_name(kind: type) -> str:
+    """Return the name of a type for messages."""
     module = kind.__module__
     return kind.__qualname__ if module == "builtins" else f"{module}.{kind.__qualname__}"
 
@@ -268,7 +273,7 @@ _MEMORY = Driver(
     has_transaction=lambda _: True,
     begin="with database.transaction() as connection:",
 )
-_DRIVERS = {
+DRIVERS = {
     ("outbox", "MemoryTransaction"): _MEMORY,
     ("asyncpg", "Connection"): _ASYNCPG,
     ("asyncpg", "PoolConnectionProxy"): _ASYNCPG,

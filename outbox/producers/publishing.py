@@ -15,6 +15,7 @@ from uuid import UUID
 
 from outbox.core.model.schema_name import schema_missing
 from outbox.drivers.connections import OpenConnection, driver_of, open_connection
+from outbox.drivers.errors import server_error
 from outbox.drivers.statement import Call
 from outbox.errors import CannotRun, InvalidEvent, NoTransaction, OutboxError, UsageError
 from outbox.producers import statements
@@ -216,7 +217,7 @@ def _map_errors(schema: str) -> Iterator[None]:
 
 
 def _mapped(error: Exception, schema: str) -> OutboxError | None:
-    sqlstate, constraint, message = _database_error(error)
+    sqlstate, constraint, message = server_error(error)
     if sqlstate in _SCHEMA_MISSING:
         return schema_missing(schema)
     if sqlstate == _NO_PRIVILEGE:
@@ -228,19 +229,3 @@ def _mapped(error: Exception, schema: str) -> OutboxError | None:
         field, _, rest = rule.replace(":", " ").replace("_", " ").partition(" ")
         return InvalidEvent(field, rest.strip())
     return None
-
-
-def _database_error(error: BaseException) -> tuple[str | None, str | None, str]:
-    """SQLSTATE, constraint and message of the server's error that a driver's error is about.
-
-    SQLAlchemy and Django wrap the errors of drivers.
-    """
-    sqlstate: str | None = None
-    cause: BaseException | None = error
-    while cause is not None:
-        error = cause
-        sqlstate = sqlstate or getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
-        cause = getattr(error, "orig", None) or error.__cause__
-    diagnostics = getattr(error, "diag", error)
-    message = getattr(diagnostics, "message_primary", None) or str(error).partition("\n")[0]
-    return sqlstate, getattr(diagnostics, "constraint_name", None), message

@@ -8,8 +8,8 @@
     async def paid(delivery, connection):
         await connection.execute("UPDATE orders SET …", delivery.data["order"])
 
-The package imports only `outbox.core` and `outbox.errors`.  The names exported here are
-imported lazily, on first use.
+The package imports only `outbox.core`, `outbox.drivers` and `outbox.errors`.  The names exported
+here are imported lazily, on first use.
 
     verify          verifies the signature of a request
     Inbox           records each delivery once, in the transaction of its effects

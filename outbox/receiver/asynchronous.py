@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from outbox.drivers.blocking import resolve
-from outbox.receiver.databases import async_transactions
+from outbox.drivers.databases import async_transactions
 from outbox.receiver.decisions import HELD_MAX, HOLD_S, Busy, Gaps
 from outbox.receiver.pipeline import NOT_FETCHABLE_YET, NotRecorded, ReceiverBase
 from outbox.receiver.reorder_buffer import ReorderBuffer
@@ -29,9 +29,10 @@ class AsyncReceiver(ReceiverBase):
 
     Args:
         secrets: the endpoint's secret, `whsec_…`; a list while one is being rotated.
-        database: the database of the effects: a pool of asyncpg or psycopg, an engine or
-            sessionmaker of SQLAlchemy, `MemoryDatabase()`, or a function that returns an
-            async context manager which opens a transaction and yields its connection.
+        database: the database of the effects: a pool of asyncpg or psycopg, an engine,
+            sessionmaker or scoped session of SQLAlchemy, `MemoryDatabase()`, or a function.
+            The function is called for each transaction: it returns one of these, or an async
+            context manager which opens a transaction, yields its connection and commits.
         inbox: table prefix and retention; see `Inbox`.
         fetch: where missing deliveries are fetched; required by `Gaps.CATCH_UP` and
             `catch_up`.
@@ -48,7 +49,7 @@ class AsyncReceiver(ReceiverBase):
         meter_provider: OpenTelemetry MeterProvider; None selects the global one.
 
     Raises:
-        UsageError: an argument is out of range.
+        UsageError: an argument is out of range, or the database of an unsupported type.
     """
 
     def __init__(

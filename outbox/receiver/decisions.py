@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.delivery.batch import ACCEPTED_THROUGH
 from outbox.core.delivery.signature import TOLERANCE_S, SignatureError
 from outbox.core.model.headers import DEFAULT_PREFIX
+from outbox.drivers.errors import DatabaseCondition, condition_of
 from outbox.errors import OutboxError, UsageError
 from outbox.receiver.catch_up import FetchedOutcome
 from outbox.receiver.inbox.process import DeliveryOutcome
@@ -47,7 +48,8 @@ if TYPE_CHECKING:
 IN_FLIGHT_MAX = 100
 HELD_MAX = 1000
 HOLD_S = 5.0
-NO_DATABASE_S = 5
+UNAVAILABLE_S = 5
+BUSY_S = 1
 EXPIRE_EVERY = 1000
 """Deliveries between two deletions of expired rows."""
 
@@ -73,8 +75,8 @@ class Busy(OutboxError):
         self.retry_after_s = retry_after_s
 
 
-class NoDatabase(OutboxError):
-    """A transaction could not be opened, or the inbox could not be read."""
+class HandlerFailed(OutboxError):
+    """A handler raised an OSError: of its own I/O, not of the receiver's database."""
 
 
 class Gaps(StrEnum):
@@ -248,16 +250,22 @@ class ReceiverRules:
         return Response(RequestOutcome.COMPARED, 200, text)
 
     def failed(self, error: Exception, message_id: str) -> Response:
-        """Map the error of a rolled-back request to its response."""
+        """Map the error of a rolled-back request to its response.
+
+        The response to an error does not contain its message, which may name the database.
+        """
         match error:
             case Refuse():
                 return Response(RequestOutcome.REFUSED, 422, one_line(str(error)))
             case Busy():
                 return put_off(str(error), error.retry_after_s)
-            case NoDatabase():
-                # The cause stays in this log: it may name the database.
-                log.error("the database is not available", exc_info=error.__cause__)
-                return put_off("the receiver's database is not available", NO_DATABASE_S)
+        match None if isinstance(error, HandlerFailed) else condition_of(error):
+            case DatabaseCondition.UNAVAILABLE:
+                log.error("the database is not available", exc_info=error)
+                return put_off("the receiver's database is not available", UNAVAILABLE_S)
+            case DatabaseCondition.BUSY:
+                log.warning("the database is busy: %s is postponed", message_id, exc_info=error)
+                return put_off("the receiver's database is busy", BUSY_S)
         log.error("delivery %s was not processed", message_id, exc_info=error)
         return Response(RequestOutcome.FAILED, 500, "the receiver failed")
 
@@ -267,6 +275,17 @@ class ReceiverRules:
             before = self._received_count
             self._received_count += taken
             return before == 0 or before // EXPIRE_EVERY < self._received_count // EXPIRE_EVERY
+
+
+def can_share_transaction(messages: Sequence[Message]) -> bool:
+    """Whether a batch may be processed in one transaction.
+
+    Not with a replay from another lane: it also locks that lane, and the global lock order
+    (lanes by name) holds only if the transaction has no lock yet.
+    """
+    return len(messages) > 1 and all(
+        message.replay_of is None or message.replay_of[0] == message.lane for message in messages
+    )
 
 
 def partial_response(messages: Sequence[Message], at: int, response: Response) -> Response:

@@ -30,23 +30,24 @@ from outbox.core.model.pattern import parse as parse_pattern
 from outbox.errors import UsageError
 from outbox.receiver.catch_up import CatchUpResult, FetchedOutcome, catch_up, lanes_behind
 from outbox.receiver.decisions import (
-    NO_DATABASE_S,
+    UNAVAILABLE_S,
     Busy,
     Gaps,
-    NoDatabase,
+    HandlerFailed,
     ReceiverRules,
+    can_share_transaction,
     parse_gaps,
     partial_response,
 )
 from outbox.receiver.fetch import CannotFetch
 from outbox.receiver.inbox.inbox import EXPIRE_ROWS, Inbox
-from outbox.receiver.inbox.process import DeliveryOutcome
+from outbox.receiver.inbox.process import DeliveryOutcome, foreign_delivery_id
 from outbox.receiver.lane_order import LaneState
 from outbox.receiver.reporting import log, log_catch_up, request_log_row
 from outbox.receiver.requests import RequestOutcome, Response
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
     from typing import TypeVar
 
@@ -71,15 +72,20 @@ class NotRecorded(Exception):
     """Rolls back: deliveries before it are missing, or one of a batch conflicts."""
 
 
-def can_share_transaction(messages: Sequence[Message]) -> bool:
-    """Whether a batch may be processed in one transaction.
+@contextlib.asynccontextmanager
+async def _whole(
+    transaction: Callable[[], AbstractAsyncContextManager[Any]],
+) -> AsyncIterator[Any]:
+    """Open a transaction, and raise if it suppressed an error of its block.
 
-    Not with a replay from another lane: it also locks that lane, and the global lock order
-    (lanes by name) holds only if the transaction has no lock yet.
+    psycopg does so with `psycopg.Rollback`: nothing is committed, and nothing is raised.
     """
-    return len(messages) > 1 and all(
-        message.replay_of is None or message.replay_of[0] == message.lane for message in messages
-    )
+    is_whole = False
+    async with transaction() as connection:
+        yield connection
+        is_whole = True
+    if not is_whole:
+        raise UsageError("a handler rolled the transaction back; raise Refuse or another error")
 
 
 class ReceiverBase:
@@ -106,7 +112,7 @@ class ReceiverBase:
         if gaps is Gaps.CATCH_UP and fetch is None:
             raise UsageError("fetch: Gaps.CATCH_UP needs fetch=FetchClient(url, token)")
         self.inbox = inbox or Inbox()
-        self._transaction = transaction
+        self._transaction = partial(_whole, transaction)
         self._creation_lock = creation_lock
         self._fetch = fetch
         self._gaps = gaps
@@ -205,7 +211,8 @@ class ReceiverBase:
     async def _respond(self, verified: Verified, body: bytes) -> Response:
         rules = self._rules
         try:
-            await self._require_tables()
+            if not self._is_ready:
+                await self._create_tables()
             if verified.checkpoint is not None:
                 return await self._compare(verified.checkpoint)
             if verified.messages:
@@ -219,13 +226,6 @@ class ReceiverBase:
         if rules.is_time_to_expire(len(verified.messages) or 1):
             await self._expire()
         return response
-
-    async def _require_tables(self) -> None:
-        if not self._is_ready:
-            try:
-                await self._create_tables()
-            except Exception as error:
-                raise NoDatabase from error
 
     async def _receive_messages(self, messages: Sequence[Message]) -> Response:
         """Process messages in one transaction, or else each in its own transaction."""
@@ -270,26 +270,22 @@ class ReceiverBase:
 
         Raises:
             NotRecorded: deliveries before them are missing, or one of several conflicts.
-            NoDatabase: a transaction could not be opened, or the inbox could not be read.
         """
         all_taken: list[DeliveryResult] = []
-        try:
-            async with self._transaction() as connection:
-                for message in messages:
-                    taken = await self.inbox.receive_async(connection, message, gaps=gaps)
-                    conflicts = taken.outcome is DeliveryOutcome.CONFLICT
-                    if taken.outcome is DeliveryOutcome.EARLY or (conflicts and len(messages) > 1):
-                        raise NotRecorded
-                    all_taken.append(taken)
-                    if taken.fresh:
-                        for handler in self._rules.handlers.matching(message.type):
-                            await self._call(handler, message, connection)
-                if any(taken.fresh for taken in all_taken):
-                    await self.inbox.confirm_async(connection)
-        except Exception as error:
-            if all_taken or isinstance(error, NotRecorded):
-                raise
-            raise NoDatabase from error
+        async with self._transaction() as connection:
+            for message in messages:
+                taken = await self.inbox.receive_async(connection, message, gaps=gaps)
+                conflicts = taken.outcome is DeliveryOutcome.CONFLICT
+                if taken.outcome is DeliveryOutcome.EARLY or (conflicts and len(messages) > 1):
+                    raise NotRecorded
+                all_taken.append(taken)
+                if taken.fresh:
+                    for handler in self._rules.handlers.matching(message.type):
+                        await self._call_handler(handler, message, connection)
+            fresh = [n for n, taken in enumerate(all_taken) if taken.fresh]
+            if fresh:
+                # The first one: a handler of any later one may have rolled it back.
+                await self.inbox.confirm_async(connection, messages[fresh[0]].delivery_id)
         for message in messages:
             self._committed(message)
         return all_taken
@@ -298,9 +294,17 @@ class ReceiverBase:
         async with self._transaction() as connection:
             taken = await self.inbox.receive_foreign_async(connection, verified.message_id)
             if taken.fresh and self._rules.foreign is not None:
-                await self._call(self._rules.foreign, verified, body, connection)
-                await self.inbox.confirm_async(connection)
+                await self._call_handler(self._rules.foreign, verified, body, connection)
+                delivery_id = foreign_delivery_id(verified.message_id)
+                await self.inbox.confirm_async(connection, delivery_id)
         return taken
+
+    async def _call_handler(self, handler: Callable[..., Any], *arguments: Any) -> None:
+        """Call a handler; an OSError becomes HandlerFailed, because drivers raise OSError, too."""
+        try:
+            await self._call(handler, *arguments)
+        except OSError as error:
+            raise HandlerFailed("the handler's own I/O failed") from error
 
     async def _expire(self) -> None:
         try:
@@ -388,7 +392,7 @@ class ReceiverBase:
             (caught_up,) = await self._catch_up(message.lane)
         except CannotFetch as error:
             log.warning("sequence %d of %s is postponed: %s", message.sequence, message.lane, error)
-            raise Busy(FETCH_UNAVAILABLE, retry_after_s=NO_DATABASE_S) from None
+            raise Busy(FETCH_UNAVAILABLE, retry_after_s=UNAVAILABLE_S) from None
         if caught_up.failed is not None:
             raise Busy(f"sequence {caught_up.failed} of its lane cannot be processed")
         # The relay writes acknowledgements in groups: the newest may not be durable yet.

@@ -6,7 +6,7 @@
 | 400, 401 | headers and body disagree; no valid signature | dead letter |
 | 405, 413 | not a POST; body too large | dead letter |
 | 422 | refused by a handler, or sequence number used by another delivery | dead letter |
-| 500 | a handler failed | retried |
+| 500 | a handler or the receiver failed | retried |
 | 503 | overloaded, no database, or earlier deliveries missing | retried after Retry-After |
 """
 
@@ -45,11 +45,11 @@ class RequestOutcome(StrEnum):
     REFUSED = "refused"
     """A handler raised `Refuse`: the event can never be processed."""
     FAILED = "failed"
-    """A handler raised another error."""
+    """A handler raised another error, or the receiver has an error."""
     COMPARED = "compared"
     """A checkpoint, compared with the inbox."""
     PUT_OFF = "put_off"
-    """503 with Retry-After: overloaded, no database, or earlier deliveries missing."""
+    """503 with Retry-After: overloaded, database unavailable or busy, or deliveries missing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from outbox.drivers.blocking import as_async, run
+from outbox.drivers.databases import transactions
 from outbox.errors import UsageError
-from outbox.receiver.databases import transactions
 from outbox.receiver.decisions import Gaps
 from outbox.receiver.pipeline import ReceiverBase
 
@@ -25,15 +25,17 @@ class Receiver(ReceiverBase):
 
     Args:
         secrets: the endpoint's secret, `whsec_…`; a list while one is being rotated.
-        database: the database of the effects: a `ConnectionPool` of psycopg_pool, an
-            engine or sessionmaker of SQLAlchemy, the path of a SQLite file,
-            `MemoryDatabase()`, or a function that returns a context manager which opens a
-            transaction and yields its connection.
+        database: the database of the effects: a `ConnectionPool` of psycopg_pool, a
+            `ThreadedConnectionPool` of psycopg2, an engine, sessionmaker or scoped session of
+            SQLAlchemy, `django.db.connection`, the path of a SQLite file, `MemoryDatabase()`,
+            or a function.  The function is called for each transaction: it returns one of
+            these, or a context manager which opens a transaction, yields its connection and
+            commits.
         options: those of `AsyncReceiver` except `hold_s`, `held_max` and `Gaps.HOLD`,
             because a held request would block a thread.
 
     Raises:
-        UsageError: an argument is out of range.
+        UsageError: an argument is out of range, or the database of an unsupported type.
     """
 
     def __init__(self, secrets: str | Sequence[str], database: Any, **options: Any) -> None:

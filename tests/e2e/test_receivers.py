@@ -28,6 +28,7 @@ COMMANDS = {
     "fastapi_postgres.py": ["-m", "uvicorn", "fastapi_postgres:app", "--port", "{port}"],
     "aiohttp_sqlite.py": ["aiohttp_sqlite.py"],
     "flask_sqlalchemy.py": ["-m", "flask", "--app", "flask_sqlalchemy", "run", "--port", "{port}"],
+    "django_postgres.py": ["django_postgres.py"],
     "node.mjs": [],
 }
 

@@ -132,13 +132,33 @@ class Psycopg(Opener):
             yield ThreadedTransaction(self.inbox, connection, connection.execute)
 
 
+class Psycopg2(Opener):
+    @contextlib.asynccontextmanager
+    async def transaction(self) -> AsyncIterator[Transaction]:
+        import psycopg2
+
+        connection = psycopg2.connect(self.dsn)
+
+        def execute(sql: str) -> None:
+            with connection.cursor() as cursor:
+                cursor.execute(sql)
+
+        try:
+            with connection:
+                yield ThreadedTransaction(self.inbox, connection, execute)
+        finally:
+            connection.close()
+
+
 class SQLAlchemyAsync(Opener):
+    driver = "asyncpg"
+
     @cached_property
     def engine(self) -> Any:
         from sqlalchemy import NullPool
         from sqlalchemy.ext.asyncio import create_async_engine
 
-        dsn = self.dsn.replace("postgresql:", "postgresql+asyncpg:")
+        dsn = self.dsn.replace("postgresql:", f"postgresql+{self.driver}:")
         return create_async_engine(dsn, poolclass=NullPool)
 
     @contextlib.asynccontextmanager
@@ -148,6 +168,19 @@ class SQLAlchemyAsync(Opener):
 
         async with AsyncSession(self.engine) as session, session.begin():
             yield AsyncTransaction(self.inbox, session, lambda sql: session.execute(text(sql)))
+
+
+class SQLAlchemyAsyncConnection(SQLAlchemyAsync):
+    driver = "psycopg"
+
+    @contextlib.asynccontextmanager
+    async def transaction(self) -> AsyncIterator[Transaction]:
+        from sqlalchemy import text
+
+        async with self.engine.begin() as connection:
+            yield AsyncTransaction(
+                self.inbox, connection, lambda sql: connection.execute(text(sql))
+            )
 
 
 class SQLAlchemyConnection(Opener):
@@ -281,7 +314,9 @@ OPENERS = (
     AsyncpgPool,
     PsycopgAsync,
     Psycopg,
+    Psycopg2,
     SQLAlchemyAsync,
+    SQLAlchemyAsyncConnection,
     SQLAlchemyConnection,
     SQLAlchemySession,
     SQLAlchemySQLite,

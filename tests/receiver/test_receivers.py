@@ -14,6 +14,7 @@ import pytest
 
 from outbox.core.delivery.signature import format_secret
 from outbox.drivers.blocking import run
+from outbox.drivers.databases import SQLite
 from outbox.errors import UsageError
 from outbox.receiver import (
     AsyncReceiver,
@@ -29,7 +30,6 @@ from outbox.receiver import (
     Response,
     Verified,
 )
-from outbox.receiver.databases import SQLite
 from outbox.receiver.message import parse
 from outbox.receiver.requests import RequestOutcome
 from tests.receiver.deliveries import OTHER, SECRET, delivery, signed
@@ -157,8 +157,7 @@ async def test_a_connection_that_commits_each_statement_is_refused(
     with engine.begin() as each, pytest.raises(UsageError, match="begin a transaction"):
         inbox.receive(each, message)
     engine.dispose()
-    response = Receiver(TEXT, engine).handle(request(2))
-    assert response.status in (500, 503)
+    assert Receiver(TEXT, engine).handle(request(2)).status == 500
     engine.dispose()
     with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as plain:
         inbox.create(plain)

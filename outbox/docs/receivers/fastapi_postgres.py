@@ -12,14 +12,8 @@ from fastapi import FastAPI
 from outbox.receiver import AsyncReceiver
 from outbox.receiver.adapters.asgi import Middleware
 
-
-@contextlib.asynccontextmanager
-async def transaction():
-    async with app.state.pool.acquire() as connection, connection.transaction():
-        yield connection
-
-
-receiver = AsyncReceiver(os.environ["OUTBOX_SECRET"], transaction)
+# A function, because the pool is created when the application starts.
+receiver = AsyncReceiver(os.environ["OUTBOX_SECRET"], lambda: app.state.pool)
 
 
 @receiver.on("account.moved")

@@ -181,13 +181,22 @@ class Inbox:
         return bool((yield Call(self._write_statements(connection).latest, at | which)))
 
     @_blocking
-    def confirm(self, connection: Any) -> Plan[None]:
+    def confirm(self, connection: Any, delivery_id: str | None = None) -> Plan[None]:
         """Raise if a statement of the transaction has failed.
 
         Call it last, before the commit.  A handler may have caught a database error, and
         some drivers then report a COMMIT as successful that PostgreSQL rolled back.
+
+        Args:
+            connection: with an open transaction.
+            delivery_id: of a delivery that the transaction has recorded.
+
+        Raises:
+            UsageError: the delivery is not recorded any more.
         """
-        yield Call(self._statements(connection).confirm, {})
+        call = Call(self._statements(connection).confirm, {"delivery_id": delivery_id})
+        if not (yield call) and delivery_id is not None:
+            raise UsageError("a handler rolled the delivery back; raise Refuse or another error")
 
     receive_async = _asynchronous(receive)
     receive_foreign_async = _asynchronous(receive_foreign)

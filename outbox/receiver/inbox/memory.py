@@ -177,6 +177,9 @@ class MemoryTransaction:
         self._seen[delivery_id] = (now, lane, sequence)
         return [(1,)]
 
+    def confirm(self, delivery_id: str | None) -> Rows:
+        return [(1,)] if delivery_id in self._seen else []
+
     def unclaim(self, delivery_id: str) -> Rows:
         self._seen.pop(delivery_id, None)
         return []

@@ -149,10 +149,14 @@ def receive(
     return DeliveryResult(outcome, observation, overdue=_overdue(order, before, tolerance))
 
 
+def foreign_delivery_id(message_id: str) -> str:
+    """Return what is recorded for a `webhook-id`: the prefix keeps it apart from X-Delivery."""
+    return f"foreign {message_id}"
+
+
 def receive_foreign(sql: Statements, message_id: str) -> Plan[DeliveryResult]:
     """Record a request of another sender by its `webhook-id`; it has no lane."""
-    # The prefix keeps foreign ids apart from X-Delivery values.
-    claim = {"delivery_id": f"foreign {message_id}", "lane": None, "sequence": None}
+    claim = {"delivery_id": foreign_delivery_id(message_id), "lane": None, "sequence": None}
     claimed = yield Call(sql.claim, claim)
     return DeliveryResult(DeliveryOutcome.FRESH if claimed else DeliveryOutcome.DUPLICATE)
 

@@ -41,7 +41,8 @@ class Statements:
     """Fast path in one statement: the next number of a lane without missing numbers, and
     a new X-Delivery.  Returns whether each of the two held."""
     confirm: str
-    """Fails in a failed transaction, which some drivers would commit without an error."""
+    """Returns a row if this X-Delivery is recorded.  Fails in a failed transaction, which some
+    drivers would commit without an error."""
     add_lane: str
     touch_lane: str
     """Locks a lane by an UPDATE without effect, also on SQLite, which has no FOR UPDATE."""
@@ -125,7 +126,7 @@ _LANE_ROWS = """
     """
 
 _COMMON = {
-    "confirm": "SELECT 1",
+    "confirm": "SELECT 1 FROM {p}_inbox WHERE delivery_id = :delivery_id",
     "lanes": f"{_LANE_ROWS} ORDER BY lane",
     "touch_lane": "UPDATE {p}_lane SET lane = lane WHERE lane = :lane",
     "claim": """
