@@ -4,6 +4,7 @@ pages are the generated ones."""
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import os
 import re
@@ -19,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 import click
 import pytest
+from alembic import command as alembic
+from alembic.config import Config
 
 import outbox as package
 from outbox import receiver as receiver_library
@@ -26,7 +29,9 @@ from outbox.cli.main import COMMANDS, cli
 from outbox.core.model.response import AttemptResult
 from outbox.devtools.embedded.binaries import find_binaries
 from outbox.docs.generate import PAGES, REFERENCE
+from outbox.errors import UsageError
 from outbox.receiver import AsyncReceiver, MemoryDatabase, Receiver
+from outbox.store.connection.migrate import status
 from outbox.testing import FakeSender
 from tests.support.api import make_token, serving
 from tests.support.documents import DOCUMENTS, EXECUTED, ROOT, Session, blocks, read
@@ -226,10 +231,54 @@ async def _test_receiver(session: Session) -> AsyncIterator[None]:
     assert len(handled) == len(set(handled)) > 80
 
 
+@stage("howto/test-an-application.md")
+async def _test_application(session: Session) -> AsyncIterator[None]:
+    database = session.database
+    added = await add_endpoint(database, "shop", url="http://shop.test/hooks", types=["order.*"])
+    async with database.connection() as connection:
+        await connection.execute("CREATE TABLE public.orders AS SELECT 7 AS id, false AS paid")
+    session.names = {
+        "secret": added.secret,
+        "dsn": database.dsn,
+        "url": database.dsn.replace("postgresql:", "postgresql+psycopg:"),
+        "async_url": database.dsn.replace("postgresql:", "postgresql+asyncpg:"),
+    }
+    yield
+    tests = {name: each for name, each in session.names.items() if name.startswith("test_")}
+    assert len(tests) == 3
+    for test in tests.values():
+        if inspect.iscoroutinefunction(test):
+            await test()
+        else:
+            await asyncio.to_thread(test)
+    assert await fetchval(database, "SELECT count(*) FROM outbox") == 1
+
+
+@stage("howto/migrate-with-alembic.md")
+async def _alembic(session: Session) -> AsyncIterator[None]:
+    revision, env, *_ = examples(DOCS + "howto/migrate-with-alembic.md")
+    url = session.database.dsn.replace("postgresql:", "postgresql+psycopg:")
+    (session.directory / "versions").mkdir()
+    (session.directory / "versions" / "outbox.py").write_text(revision.text)
+    (session.directory / "env.py").write_text(f"{env.text}\nrun_migrations_online()\n")
+    config = Config()
+    config.set_main_option("script_location", str(session.directory))
+    config.set_main_option("sqlalchemy.url", url.replace("%", "%%"))
+    async with session.database.connection() as connection:
+        await connection.execute("DROP SCHEMA relay CASCADE")
+        await asyncio.to_thread(alembic.upgrade, config, "head")
+        assert (await status(connection, "relay")).pending == ()
+    with pytest.raises(UsageError, match="no downgrade"):
+        await asyncio.to_thread(alembic.downgrade, config, "base")
+    session.names = {"url": url}
+    yield
+    session.names["engine"].dispose()
+
+
 @stage("howto/publish-once-or-later.md")
 async def _publish(session: Session) -> AsyncIterator[None]:
     in_two_weeks = datetime.now(UTC) + timedelta(days=14)
-    async with session.database.connection() as connection:
+    async with session.database.connection() as connection, connection.transaction():
         session.names = {
             "outbox": package,
             "connection": connection,

@@ -81,6 +81,11 @@ def broken_contracts(graph: ImportGraph, importer: str, imported: str) -> set[st
         ("operations", "outbox.api", LAYERS),
         ("operations", "outbox.relay", LAYERS),
         ("relay", "outbox.operations", LAYERS),
+        ("relay", "outbox.testing", LAYERS),
+        ("receiver.message", "outbox.testing", LAYERS),
+        ("testing.captured_events", "outbox.api", LAYERS),
+        ("store", "outbox.alembic", LAYERS),
+        ("alembic", "outbox.relay", LAYERS),
         ("store", "outbox.operations", LAYERS),
         ("store", "outbox.relay", LAYERS),
         ("store", "outbox.destinations", LAYERS),
@@ -128,6 +133,17 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 
 def test_publishing_loads_nothing_heavy() -> None:
     assert not loaded_by("from outbox import publish, publish_many, reset") & HEAVY
+
+
+def test_capturing_events_and_sending_fake_ones_loads_nothing_heavy() -> None:
+    names = "captured, CapturedEvent, FakeSender, FaultyNetwork, sign"
+    unneeded = HEAVY - {"tenacity"} | {"asyncpg"}
+    assert not loaded_by(f"from outbox.testing import {names}") & unneeded
+    assert not loaded_by("import outbox.testing.fixtures") & unneeded
+
+
+def test_migrating_with_alembic_loads_nothing_heavy() -> None:
+    assert not loaded_by("import outbox.alembic") & (HEAVY | {"sqlalchemy"})
 
 
 def test_the_embedded_server_loads_nothing_heavy() -> None:

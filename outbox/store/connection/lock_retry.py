@@ -131,7 +131,7 @@ class LockRetry:
                     # A deadlock, where deadlock_timeout is shorter than lock_timeout.
                     holder = observed.holder or holder
                     if clock() >= deadline:
-                        raise CannotRun(_failure(failure, holder)) from None
+                        raise CannotRun(lock_failure(failure, holder)) from None
                 else:
                     return
                 if observer is None and self._open_observer is not None:
@@ -170,6 +170,7 @@ class _Observation:
                     await asyncio.wait_for(self._ended.wait(), OBSERVE_EVERY_S)
 
 
-def _failure(failure: str, holder: LockHolder | None) -> str:
+def lock_failure(failure: str, holder: LockHolder | None = None) -> str:
+    """The error when a lock was not granted in time, with what to do."""
     who, remedy = ("another session", "run it again") if holder is None else (holder, holder.remedy)
     return f"{failure}: after {RETRY_FOR_S:g} s {who} still holds a lock that it needs; {remedy}"

@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import asyncpg
 
-from outbox.core.model.schema_name import migrate_command, schema_missing
+from outbox.core.model.schema_name import migrate_command
 from outbox.core.model.sql_names import quote_ident, quote_literal, schema_name, search_path
+from outbox.drivers.connections import open_connection
+from outbox.drivers.statement import Call
 from outbox.errors import CannotRun, SchemaMissing, SchemaTooNew, UsageError
+from outbox.producers.statements import in_schema
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.lock_retry import LOCK_TIMEOUT_S, LockRetry
 from outbox.store.connection.message import ABORTED, is_aborted
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from asyncpg import Connection
+
+    from outbox.drivers.statement import Plan
 
 PAYLOAD_BYTES_RANGE = (1536, 67_108_864)
 """Range of `set_payload_bytes_max`."""
@@ -42,7 +47,8 @@ READ_CURRENT_ROLE = "SELECT current_user AS role, current_database() AS database
 # Whether this schema has a history table, independently of the search path.
 FIND_HISTORY = """
 SELECT EXISTS (SELECT FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
-                WHERE n.nspname = $1 AND c.relname = 'migration' AND c.relkind = 'r')
+                WHERE n.nspname = CAST(:schema AS text) AND c.relname = 'migration'
+                  AND c.relkind = 'r')
 """
 
 CREATE_HISTORY = """CREATE TABLE IF NOT EXISTS migration (
@@ -137,7 +143,27 @@ async def status(
         DatabaseUnavailable: the connection was lost.
     """
     with map_errors(schema, purpose):
-        history = await _read_history(connection, schema)
+        try:
+            return await (await open_connection(connection)).execute_plan(read_status(schema))
+        except asyncpg.UndefinedColumnError as error:
+            raise not_ours(schema) from error
+
+
+def read_status(schema: str) -> Plan[SchemaStatus]:
+    """Read which migrations are applied, on a connection of any driver.
+
+    Raises:
+        SchemaTooNew, CannotRun: as in `status`.
+    """
+    history: dict[int, _Applied] = {}
+    ((exists,),) = yield Call(FIND_HISTORY, {"schema": schema})
+    if exists:
+        rows = yield Call(in_schema(READ_HISTORY, schema), {})
+        history = {row[0]: _Applied(*row) for row in rows}
+    return _status_of(schema, history)
+
+
+def _status_of(schema: str, history: dict[int, _Applied]) -> SchemaStatus:
     known = migrations()
     newest = known[-1].version
     version = max(history, default=0)
@@ -176,13 +202,24 @@ async def require_current(
         SchemaTooNew: it is newer and incompatible.
         CannotRun: as in `status`.
     """
-    found = await status(connection, schema, purpose)
+    require_applied(await status(connection, schema, purpose), f"run: {migrate_command(schema)}")
+
+
+def require_applied(found: SchemaStatus, remedy: str) -> None:
+    """Check that no migration is pending.
+
+    Args:
+        remedy: what applies the migrations, for the error.
+
+    Raises:
+        SchemaMissing: one is pending.
+    """
     if not found.applied:
-        raise schema_missing(schema)
+        raise SchemaMissing(f'schema "{found.schema}" is not there; {remedy}')
     if found.pending:
         raise SchemaMissing(
-            f'schema "{schema}" is at version {found.version}, this program needs '
-            f"{found.pending[-1].version}; run: {migrate_command(schema)}"
+            f'schema "{found.schema}" is at version {found.version}, this program needs '
+            f"{found.pending[-1].version}; {remedy}"
         )
 
 
@@ -232,16 +269,6 @@ class _Applied:
     works_from: int
 
 
-async def _read_history(connection: Connection[Any], schema: str) -> dict[int, _Applied]:
-    if not await connection.fetchval(FIND_HISTORY, schema):
-        return {}
-    try:
-        rows = await connection.fetch(READ_HISTORY.format(schema=quote_ident(schema)))
-    except asyncpg.UndefinedColumnError as error:
-        raise _not_ours(schema) from error
-    return {r["version"]: _Applied(r["version"], r["checksum"], r["works_from"]) for r in rows}
-
-
 async def _apply(
     connection: Connection[Any], locks: LockRetry, schema: str, migration: Migration
 ) -> bool:
@@ -254,16 +281,11 @@ async def _apply(
     if migration.version == 1:
         statements.append(CREATE_HISTORY)
     statements += [LOCK, CHECK_VERSION.format(after=migration.version - 1)]
-    # A file may end with a comment.
-    statements += [
-        *_beforehand(migration),
-        f"{migration.sql.strip()}\n",
-        *_afterwards(migration),
-    ]
+    statements += statements_of(migration)
     try:
         await locks.execute(statements, f"{migration} was not applied")
     except (asyncpg.DuplicateTableError, asyncpg.DuplicateFunctionError) as error:
-        raise _not_ours(schema) from error
+        raise not_ours(schema) from error
     except asyncpg.InsufficientPrivilegeError as error:
         if not creates_schema:
             raise
@@ -365,6 +387,12 @@ def sql(
     return "\n".join([*parts, "COMMIT;", ""])
 
 
+def statements_of(migration: Migration) -> list[str]:
+    """The statements of a migration, all for one transaction."""
+    # A file ends with a semicolon, and may end with a comment.
+    return [*_beforehand(migration), f"{migration.sql.strip()}\n", *_afterwards(migration)]
+
+
 def _beforehand(migration: Migration) -> list[str]:
     """Statements that precede a migration, in its transaction."""
     return [BLOCK_REGISTRATIONS] if _is_incompatible(migration) else []
@@ -406,7 +434,8 @@ def _check_payload_limit(bytes_max: int | None) -> None:
         raise UsageError(f"the payload limit must be between {low} and {high} bytes")
 
 
-def _not_ours(schema: str) -> CannotRun:
+def not_ours(schema: str) -> CannotRun:
+    """The error for a schema with tables of another application."""
     return CannotRun(
         f'schema "{schema}" contains tables of another application; '
         "choose another schema with --schema"
