@@ -15,19 +15,24 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from outbox.version import __version__
+
 if TYPE_CHECKING:
-    from outbox import sync
+    from outbox import fastapi, sync
     from outbox.errors import InvalidEvent, NoTransaction, OutboxError, UsageError
+    from outbox.hosting.in_process import Relay
     from outbox.producers.event import Event
     from outbox.producers.publish import publish, publish_many, reset
 
-__version__ = "0.1.0"
 __all__ = [
     "Event",
     "InvalidEvent",
     "NoTransaction",
     "OutboxError",
+    "Relay",
     "UsageError",
+    "__version__",
+    "fastapi",
     "publish",
     "publish_many",
     "reset",
@@ -36,6 +41,7 @@ __all__ = [
 
 _MODULES = {
     "outbox.errors": ("InvalidEvent", "NoTransaction", "OutboxError", "UsageError"),
+    "outbox.hosting.in_process": ("Relay",),
     "outbox.producers.event": ("Event",),
     "outbox.producers.publish": ("publish", "publish_many", "reset"),
 }
@@ -43,8 +49,8 @@ _ORIGIN = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "sync":
-        return import_module("outbox.sync")
+    if name in ("fastapi", "sync"):
+        return import_module(f"outbox.{name}")
     if name not in _ORIGIN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_ORIGIN[name]), name)

@@ -30,7 +30,7 @@ from outbox.web.address import Address, parse_address
 from outbox.web.proxy import Proxy, parse_proxy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -255,20 +255,24 @@ def load(
     *,
     config: str | os.PathLike[str] | None = None,
     env: Mapping[str, str] | None = None,
+    option_of: Callable[[str], str] | None = None,
 ) -> Settings:
     """Read and validate the settings.
 
     Args:
-        flags: command-line values by field name; None means not given.
+        flags: values by field name, from the command line or a call; None means not given.
         config: path of an outbox.toml; default: OUTBOX_CONFIG, then ./outbox.toml
             if it exists; that one must be this user's or root's, and not writable by others.
         env: environment variables; default: the process's environment.
+        option_of: returns for a field how messages name its value in `flags`; default: as the
+            flag of a command.
 
     Raises:
         UsageError: a value is invalid; the message names the setting and its source,
             and never contains a secret.
     """
     env = os.environ if env is None else env
+    option_of = option_of or _flag
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
 
@@ -281,12 +285,11 @@ def load(
     given = {name: value for name, value in (flags or {}).items() if value is not None}
     if given.get("dsn") == "":
         # Probably an unset shell variable; ignoring it would select another database.
-        raise UsageError("--dsn is empty")
-    add_missing({name: _flag(name) for name in given}, given)
-    fields = [name for name in Settings.model_fields if name != "dsn_source"]
-    variables = {name: variable_of(name) for name in fields}
+        raise UsageError(f"{option_of('dsn')} is empty")
+    add_missing({name: option_of(name) for name in given}, given)
+    keys = field_names()
+    variables = {name: variable_of(name) for name in keys.values()}
     add_missing(*read_environment(env, variables, secret_fields()))
-    keys = {"schema" if name == "schema_name" else name: name for name in fields}
     add_missing(*read_file(config or env.get(CONFIG_VARIABLE), keys))
     _find_database(values, origins, env)
     for name, value in values.items():
@@ -298,6 +301,12 @@ def load(
         first = error.errors(include_url=False, include_input=False)[0]
         name = str(first["loc"][0])
         raise UsageError(f"{origins.get(name, name)}: {_reason(first)}") from None
+
+
+def field_names() -> dict[str, str]:
+    """The fields by the names of their settings, as in outbox.toml."""
+    fields = (name for name in Settings.model_fields if name != "dsn_source")
+    return {"schema" if name == "schema_name" else name: name for name in fields}
 
 
 def variable_of(name: str) -> str:

@@ -114,7 +114,7 @@ def read_file(
     values = {}
     for key, value in found.items():
         if key not in keys:
-            hint = _nearest(key, keys)
+            hint = nearest(key, keys)
             raise UsageError(f'{path}: there is no setting "{truncate(key)}"{hint}')
         values[keys[key]] = value
     return {name: f"{path}, {key}" for key, name in keys.items()}, values
@@ -158,10 +158,11 @@ def _refuse_unknown(env: Mapping[str, str], known: Collection[str]) -> None:
     for name in sorted(env):
         unknown = name.startswith(ENV_PREFIX) and name not in known and env[name]
         if unknown and not _SERVICE_VARIABLE.fullmatch(f"{name}={env[name]}"):
-            raise UsageError(f"{truncate(name)}: there is no such setting{_nearest(name, known)}")
+            raise UsageError(f"{truncate(name)}: there is no such setting{nearest(name, known)}")
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint for a message: the known name that is the most similar one, or nothing."""
     near = difflib.get_close_matches(name, known, 1)
     return f'; did you mean "{near[0]}"?' if near else ""
 

@@ -78,6 +78,8 @@ def broken_contracts(graph: ImportGraph, importer: str, imported: str) -> set[st
         ("api", "outbox.cli", LAYERS),
         ("devtools", "outbox.cli", LAYERS),
         ("relay", "outbox.api", LAYERS),
+        ("hosting", "outbox.cli", LAYERS),
+        ("api", "outbox.hosting", LAYERS),
         ("operations", "outbox.api", LAYERS),
         ("operations", "outbox.relay", LAYERS),
         ("relay", "outbox.operations", LAYERS),

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from aiohttp import web
 
-import outbox
 from outbox.api import problem
 from outbox.api.body_limits import EVENT_BYTES_MAX
 from outbox.api.route import PAYLOAD_BODY_BYTES_MAX, PageOf, TenantAccess
 from outbox.api.schemas import json_schemas
+from outbox.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -83,7 +83,7 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, forms)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "outbox", "version": outbox.__version__, "description": DESCRIPTION},
+        "info": {"title": "outbox", "version": __version__, "description": DESCRIPTION},
         "security": [{"token": []}],
         "paths": paths,
         "components": {

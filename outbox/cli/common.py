@@ -16,7 +16,7 @@ import click
 from outbox.cli.output import emit_json
 from outbox.config import Settings, load
 from outbox.core.model import duration
-from outbox.core.model.cloud_metadata_ranges import exposed_metadata_warnings
+from outbox.core.model.cloud_metadata_ranges import network_warnings
 from outbox.core.model.text import one_line
 from outbox.errors import UsageError
 from outbox.operations.rows import ID_MAX
@@ -202,8 +202,8 @@ def warn(message: str) -> None:
 
 def warn_about_networks(name: str, networks: Iterable[str | Network]) -> None:
     """Warn about allowed networks that expose a cloud metadata service."""
-    for reason in exposed_metadata_warnings(networks):
-        warn(f"{name}: {reason}; open narrower ranges")
+    for warning in network_warnings(name, networks):
+        warn(warning)
 
 
 def note_next_page(rows: RowPage[T], cursor: Callable[[T], object]) -> RowPage[T]:

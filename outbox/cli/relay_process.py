@@ -1,6 +1,6 @@
-"""The relay's process: signals, metrics, listeners and systemd around the relay.
+"""The relay's process: signals, telemetry export and systemd around the relay.
 
-signals ──▶ relay ──▶ metrics and traces ──▶ the health listener, OTLP
+signals ──▶ relay ──▶ metrics and traces ──▶ OTLP
                   └─▶ systemd
 """
 
@@ -13,32 +13,17 @@ import time
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
-import structlog
-
-import outbox
-from outbox.api.server import running as admin
-from outbox.cli.common import warn, warn_about_networks
+from outbox.cli.common import warn
 from outbox.cli.systemd import Supervisor
-from outbox.destinations.http.egress import SETTING, EgressPolicy
-from outbox.destinations.http.transport import HttpTransport
-from outbox.relay.cluster.connections import Connections
-from outbox.relay.delivery.telemetry import DeliveryTelemetry
-from outbox.relay.relay import Relay, default_name
-from outbox.store.connection import dsn
+from outbox.hosting.hosted_relay import hosted_relay
+from outbox.relay.relay import default_name
 from outbox.telemetry.exporters import configure_export
-from outbox.telemetry.exposition_cache import ExpositionCache
-from outbox.telemetry.meters import Meters
-from outbox.telemetry.prometheus import PrometheusRenderer
-from outbox.web import health
-from outbox.web.serving import serving
+from outbox.version import __version__
 
 if TYPE_CHECKING:
-    from aiohttp import web
-
     from outbox.config import Settings
+    from outbox.relay.relay import Relay
     from outbox.telemetry.exporters import TelemetryExport
-
-log = structlog.get_logger("outbox.relay")
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 YOUNG_OBJECTS_MAX = 10_000
@@ -51,38 +36,11 @@ async def run(settings: Settings) -> None:
     Raises:
         OutboxError: the relay cannot run.
     """
-    address = dsn.from_settings(settings)
-    for warning in address.warnings:
-        warn(warning)
-    warn_about_networks(SETTING, settings.allow_networks)
     name = default_name()
-    telemetry = configure_export(name, outbox.__version__)
-    meters = Meters(time.time(), settings.metrics_endpoints_max)
+    telemetry = configure_export(name, __version__)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(telemetry.close)
-        transport = HttpTransport(
-            EgressPolicy(settings.allow_networks), proxy=settings.outbound_proxy
-        )
-        stack.push_async_callback(transport.aclose)
-        relay = Relay(
-            settings,
-            transport,
-            Connections(address, settings),
-            name=name,
-            telemetry=DeliveryTelemetry(meters, telemetry.tracing),
-        )
-        if settings.health is not None:
-            where = await stack.enter_async_context(
-                serving(_health(relay, telemetry), settings.health)
-            )
-            log.info("health and metrics", url=where.url)
-        if settings.admin is not None:
-            await stack.enter_async_context(admin(settings, settings.admin))
-        if settings.receivers is not None:
-            # Imported here, because most relays have no receivers' listener.
-            from outbox.api import receivers
-
-            await stack.enter_async_context(receivers.running(settings, settings.receivers))
+        relay = await stack.enter_async_context(hosted_relay(settings, telemetry, warn, name=name))
         # Imported modules are permanent: freeze them, so that collections do not scan them.
         gc.collect()
         gc.freeze()
@@ -133,15 +91,3 @@ async def _deliver(relay: Relay, telemetry: TelemetryExport) -> None:
         over = True
     if failed is not None:
         raise failed
-
-
-def _health(relay: Relay, telemetry: TelemetryExport) -> web.Application:
-    cache = ExpositionCache(
-        lambda: relay.snapshot(time.time()), PrometheusRenderer(telemetry.resource.attributes)
-    )
-
-    def unready_reason() -> str | None:
-        condition = relay.readiness()
-        return None if condition.ready else condition.public_reason
-
-    return health.application(unready_reason, cache.exposition)

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import asyncpg
 import structlog
 
-import outbox
-from outbox.errors import OutboxError
+from outbox.errors import DatabaseUnavailable, OutboxError
 from outbox.relay.cluster.lease_clock import steady
 from outbox.relay.delivery.telemetry import DeliveryTelemetry
 from outbox.relay.session import Session
@@ -21,9 +20,11 @@ from outbox.store.connection.connect import (
     CONNECTION_ERRORS,
     READ_ONLY,
     in_one_line,
+    is_temporary,
     not_granted,
 )
 from outbox.store.delivery.records import Fenced
+from outbox.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -53,6 +54,8 @@ class Relay:
         clock: monotonic seconds that include the time in which the machine is suspended.
         rng: for the jitter of retries and probes.
         telemetry: receives logs, metrics and traces of deliveries.
+        wait_for_database: wait for one that is not available at the first attempt to register,
+            and retry every error after that attempt.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Relay:
         clock: Callable[[], float] = steady,
         rng: random.Random | None = None,
         telemetry: DeliveryTelemetry | None = None,
+        wait_for_database: bool = False,
     ) -> None:
         self._settings = settings
         self._transport = transport
@@ -73,6 +77,11 @@ class Relay:
         self._telemetry = telemetry or DeliveryTelemetry()
         self.started = asyncio.Event()
         """Set at the first registration."""
+        self.attempted = asyncio.Event()
+        """Set after the first attempt to register, unless its error ends the relay."""
+        self._wait_for_database = wait_for_database
+        # Labels of this relay's earlier replicas.
+        self._former: list[str] = []
         self._session: Session | None = None
         # Why there is no session.
         self._down_reason = "it has not reached the database yet"
@@ -107,13 +116,12 @@ class Relay:
         return meters.snapshot(at, gauges)
 
     async def run(self) -> None:
-        """Deliver until stopped.
+        """Deliver until stopped; after an unexpected error it may be called again.
 
         Raises:
             OutboxError: the database cannot be used at the first attempt;
                 after the first registration, errors are retried.
         """
-        former: list[str] = []
         delay_s = RETRY_MIN_S
         while not self._stop.is_set():
             session = Session(
@@ -121,12 +129,12 @@ class Relay:
                 self._transport,
                 self._connections,
                 self._name,
-                outbox.__version__,
-                former=former,
+                __version__,
+                former=self._former,
                 clock=self._clock,
                 rng=self._rng,
                 telemetry=self._telemetry,
-                on_registered=self.started.set,
+                on_registered=self._mark_registered,
             )
             self._session = session
             started_at = asyncio.get_running_loop().time()
@@ -137,12 +145,13 @@ class Relay:
                 if task is not None and task.cancelling():
                     # A task group prefers its tasks' errors to its own cancellation.
                     raise asyncio.CancelledError from error
-                reason = _survivable_reason(error, registered=bool(former))
+                reason = self._survivable_reason(error)
             else:
                 break
             finally:
                 self._session = None
             self._down_reason = reason
+            self.attempted.set()
             self._telemetry.meters.session_losses += 1
             if self._stop.is_set():
                 log.warning(
@@ -160,33 +169,47 @@ class Relay:
             delay_s = min(delay_s * 2, RETRY_MAX_S)
         log.info("stopped")
 
+    def _mark_registered(self) -> None:
+        self.started.set()
+        self.attempted.set()
+
+    def _survivable_reason(self, error: Exception) -> str:
+        """Return why the session ended, if a new one may be tried; otherwise raise the error.
+
+        Before its first registration the relay fails at once, so that a wrong DSN is
+        noticed; afterwards it waits for the database to return.
+        """
+        errors = list(_flatten(error))
+        for each in errors:
+            if self._is_retried(each):
+                continue
+            if not isinstance(each, OutboxError | OSError | asyncpg.PostgresError):
+                log.error("an unexpected error ends the relay", exc_info=error)
+            raise each if len(errors) == 1 else error
+        first = errors[0]
+        if isinstance(first, Fenced):
+            return "the lease ran out, another replica took over, or the server's timeline changed"
+        if isinstance(first, asyncpg.InsufficientPrivilegeError):
+            return not_granted(first, "relay")
+        if isinstance(first, asyncpg.ReadOnlySQLTransactionError):
+            return READ_ONLY
+        return in_one_line(first)
+
+    def _is_retried(self, error: Exception) -> bool:
+        if isinstance(error, SURVIVABLE):
+            return True
+        if self._former or (self._wait_for_database and self.attempted.is_set()):
+            return isinstance(error, OutboxError)
+        return (
+            self._wait_for_database
+            and isinstance(error, DatabaseUnavailable)
+            and is_temporary(error)
+        )
+
 
 def default_name() -> str:
     """The default replica name: host and process id."""
     return f"{socket.gethostname()}:{os.getpid()}"
-
-
-def _survivable_reason(error: Exception, *, registered: bool) -> str:
-    """Return why the session ended, if a new one may be tried; otherwise raise the error.
-
-    Before its first registration the relay fails at once, so that a wrong DSN is
-    noticed; afterwards it waits for the database to return.
-    """
-    errors = list(_flatten(error))
-    for each in errors:
-        if isinstance(each, SURVIVABLE) or (registered and isinstance(each, OutboxError)):
-            continue
-        if not isinstance(each, OutboxError | OSError | asyncpg.PostgresError):
-            log.error("an unexpected error ends the relay", exc_info=error)
-        raise each if len(errors) == 1 else error
-    first = errors[0]
-    if isinstance(first, Fenced):
-        return "the lease ran out, another replica took over, or the server's timeline changed"
-    if isinstance(first, asyncpg.InsufficientPrivilegeError):
-        return not_granted(first, "relay")
-    if isinstance(first, asyncpg.ReadOnlySQLTransactionError):
-        return READ_ONLY
-    return in_one_line(first)
 
 
 def _flatten(error: Exception) -> Iterator[Exception]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import asyncpg
 
@@ -29,6 +29,8 @@ from outbox.store.sequencing.event_reads import truncated
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from uuid import UUID
+
+    from asyncpg import Connection
 
     from outbox.store.connection.store_connection import StoreConnection
 
@@ -66,6 +68,9 @@ READ_REGISTERED = "SELECT id FROM replica WHERE label = $1"
 
 # Which of some labels belong to registered replicas, the newest last.
 READ_REGISTERED_LABELS = "SELECT label FROM replica WHERE label = ANY ($1) ORDER BY id"
+
+# The names of the replicas whose lease runs, in the order of their registration.
+READ_NAMES = "SELECT name FROM replica WHERE expires_at > clock_timestamp() ORDER BY id"
 
 # Renews the lease; not one that has expired: the replica has to register again.
 RENEW = WriteStatement(
@@ -248,6 +253,11 @@ class OwnershipSnapshot:
     """Endpoints of the replica that reads."""
     unowned: list[UUID]
     """Endpoints without an owner."""
+
+
+async def read_names(connection: Connection[Any]) -> list[str]:
+    """The names of the running replicas, the oldest first."""
+    return [row["name"] for row in await connection.fetch(READ_NAMES)]
 
 
 class ReplicaStore:

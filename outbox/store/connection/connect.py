@@ -72,6 +72,12 @@ READ_ONLY = (
 )
 """What to do about a ReadOnlySQLTransactionError."""
 
+_TEMPORARY_REFUSALS = (
+    asyncpg.InsufficientResourcesError,
+    asyncpg.OperatorInterventionError,
+    asyncpg.PostgresSystemError,
+)
+"""The server may accept the same login later: no connection left, shutting down, disk error."""
 _REFUSED_SETTING = (
     asyncpg.UndefinedObjectError,
     asyncpg.InvalidParameterValueError,
@@ -294,6 +300,13 @@ def _connect_failure(dsn: Dsn, address: tuple[str, int], error: Exception) -> Ou
         case _:
             text = f"{where} cannot be used: {detail or type(error).__name__}"
     return DatabaseUnavailable(text)
+
+
+def is_temporary(error: DatabaseUnavailable) -> bool:
+    """Whether the same login may succeed later: no server responded, or it is overloaded."""
+    cause = error.__cause__
+    refused = isinstance(cause, asyncpg.PostgresError | asyncpg.InterfaceError | ValueError)
+    return not refused or isinstance(cause, _TEMPORARY_REFUSALS)
 
 
 def in_one_line(error: BaseException) -> str:

@@ -1,0 +1,103 @@
+"""A relay with its transport, meters and listeners: for `outbox relay` and for an application.
+
+settings ──▶ connections, transport, meters ──▶ relay
+                                                 ├──▶ health listener
+                                                 ├──▶ HTTP API
+                                                 └──▶ receivers' listener
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING
+
+import structlog
+
+from outbox.api.server import running as admin
+from outbox.core.model.cloud_metadata_ranges import network_warnings
+from outbox.destinations.http.egress import SETTING, EgressPolicy
+from outbox.destinations.http.transport import HttpTransport
+from outbox.relay.cluster.connections import Connections
+from outbox.relay.delivery.telemetry import DeliveryTelemetry
+from outbox.relay.relay import Relay
+from outbox.store.connection import dsn
+from outbox.telemetry.exposition_cache import ExpositionCache
+from outbox.telemetry.meters import Meters
+from outbox.telemetry.prometheus import PrometheusRenderer
+from outbox.web import health
+from outbox.web.serving import serving
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from aiohttp import web
+
+    from outbox.config import Settings
+    from outbox.telemetry.exporters import TelemetryExport
+
+log = structlog.get_logger("outbox.relay")
+
+
+@asynccontextmanager
+async def hosted_relay(
+    settings: Settings,
+    telemetry: TelemetryExport,
+    warn: Callable[[str], None],
+    *,
+    name: str,
+    wait_for_database: bool = False,
+) -> AsyncIterator[Relay]:
+    """A relay that is not started, and its listeners, which are.
+
+    Args:
+        telemetry: where traces go, and what metrics are labelled with; the caller pushes metrics.
+        warn: reports a line about the settings.
+        name: the replica's name.
+        wait_for_database: see `Relay`.
+
+    Raises:
+        OutboxError: the DSN is invalid, or an address cannot be bound.
+    """
+    address = dsn.from_settings(settings)
+    for warning in (*address.warnings, *network_warnings(SETTING, settings.allow_networks)):
+        warn(warning)
+    async with AsyncExitStack() as stack:
+        transport = HttpTransport(
+            EgressPolicy(settings.allow_networks), proxy=settings.outbound_proxy
+        )
+        stack.push_async_callback(transport.aclose)
+        meters = Meters(time.time(), settings.metrics_endpoints_max)
+        relay = Relay(
+            settings,
+            transport,
+            Connections(address, settings),
+            name=name,
+            telemetry=DeliveryTelemetry(meters, telemetry.tracing),
+            wait_for_database=wait_for_database,
+        )
+        if settings.health is not None:
+            where = await stack.enter_async_context(
+                serving(_health(relay, telemetry), settings.health)
+            )
+            log.info("health and metrics", url=where.url)
+        if settings.admin is not None:
+            await stack.enter_async_context(admin(settings, settings.admin))
+        if settings.receivers is not None:
+            # Imported here, because most relays have no receivers' listener.
+            from outbox.api import receivers
+
+            await stack.enter_async_context(receivers.running(settings, settings.receivers))
+        yield relay
+
+
+def _health(relay: Relay, telemetry: TelemetryExport) -> web.Application:
+    cache = ExpositionCache(
+        lambda: relay.snapshot(time.time()), PrometheusRenderer(telemetry.resource.attributes)
+    )
+
+    def unready_reason() -> str | None:
+        condition = relay.readiness()
+        return None if condition.ready else condition.public_reason
+
+    return health.application(unready_reason, cache.exposition)
