@@ -97,6 +97,7 @@ FULL = (
     "tests/store/test_plans.py",
     "tests/test_benchmarks.py::test_a_profile",
     "tests/test_benchmarks.py::test_the_benchmark_measures_every_section",
+    "tests/test_guides.py::test_the_program_in_another_language_publishes",
 )
 """Tests that take longest for what they cover: they run with --full and --soak only."""
 

@@ -36,7 +36,16 @@ from outbox.store.connection.migrate import status
 from outbox.testing import FakeSender
 from tests.in_process import receiver as in_process
 from tests.support.api import make_token, serving
-from tests.support.documents import DOCUMENTS, EXECUTED, ROOT, Session, blocks, read
+from tests.support.documents import (
+    DOCUMENTS,
+    EXECUTED,
+    GUIDES,
+    ROOT,
+    Session,
+    blocks,
+    examples,
+    read,
+)
 from tests.support.relay import (
     OK,
     Network,
@@ -61,22 +70,16 @@ if TYPE_CHECKING:
 RECEIVER_NAMES = {name: getattr(receiver_library, name) for name in receiver_library.__all__}
 DOCS = "outbox/docs/"
 INDEX = DOCS + "README.md"
-NOT_RUN_MAX = 7
+NOT_RUN_MAX = 8
 """How many examples may have a reason not to run."""
 
 GENERATED = {f"{DOCS}reference/{name}" for name in PAGES}
 
 
-def examples(document: str) -> list[Any]:
-    """The blocks of a document that a test executes."""
-    return [
-        each for each in blocks(read(document)) if each.language in EXECUTED and not each.not_run
-    ]
-
-
 # ----------------------------------------------------------------- examples
 
-WITH_EXAMPLES = [each for each in DOCUMENTS if each != "README.md" and examples(each)]
+FOLLOWED_ELSEWHERE = {"README.md", *GUIDES.values()}
+WITH_EXAMPLES = [each for each in DOCUMENTS if each not in FOLLOWED_ELSEWHERE and examples(each)]
 STAGES: dict[str, Callable[[Session], AbstractAsyncContextManager[None]]] = {}
 """What a document presumes, by its name: events, endpoints, a relay, variables."""
 
@@ -106,11 +109,7 @@ async def test_the_examples_of_a_document_run(
 ) -> None:
     session = Session(database, tmp_path)
     async with STAGES.get(document, an_endpoint)(session):
-        try:
-            for block in examples(document):
-                await session.run(block)
-        finally:
-            await session.end()
+        await session.follow(examples(document))
 
 
 def test_every_stage_has_a_document() -> None:

@@ -20,12 +20,12 @@ import yaml
 from outbox.config import load
 from outbox.core.model import endpoint_config
 from outbox.store.connection import dsn
-from tests.support.process import Ended, command_line, environment, outbox
+from tests.support.process import environment, outbox
 from tests.support.tcp import free_port
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterable
 
     from tests.support.postgres import Database
 
@@ -35,16 +35,35 @@ DOCUMENTS = sorted(
     for path in (*ROOT.glob("*.md"), *(ROOT / "outbox" / "docs").rglob("*.md"))
 )
 
-EXECUTED = {"console", "json", "python", "sh", "sql", "yaml"}
-"""Languages whose blocks are executed or parsed; blocks of `text` are not."""
+EXECUTED = {"console", "go", "java", "javascript", "json", "python", "sh", "sql", "yaml"}
+"""Languages whose blocks are executed or parsed; blocks of `text` are not.
 
-BACKGROUND = {"listen": "listening", "relay": "replica registered"}
+A block below "Save this as `shop.py`:" is written to that file, and the document's commands run
+it.
+"""
+
+GUIDES = {
+    name: f"outbox/docs/howto/publish-from-{name}.md"
+    for name in ("fastapi", "flask", "psycopg", "sql")
+}
+"""Documents that start in an empty directory; tests/test_guides.py follows them."""
+
+BACKGROUND = {
+    "outbox listen": "listening",
+    "outbox relay": "replica registered",
+    "uvicorn": "startup complete",
+    "flask": "Running on",
+}
 """Commands that run until the end of the session, and what they print when they are ready."""
 
 EXIT_CODES = {"doctor": (0, 1)}
 """Commands that end with another code than 0 if they find something."""
 
+_FAILURE = re.compile(r"^(Traceback|.*ERROR: )", re.MULTILINE)
+"""What a command prints that a document shows failing."""
+
 _BLOCK = re.compile(
+    r"(?:Save\s+this\s+as\s+`(?P<file>\w+\.\w+)`:\n\n)?"
     r"^(?P<indent> *)(?:<!-- not run: (?P<reason>.+?) -->\n\s*)?"
     r"```(?P<language>\w+)\n(?P<text>.*?)^(?P=indent)```$",
     re.MULTILINE | re.DOTALL,
@@ -81,18 +100,27 @@ class Block:
     text: str
     not_run: str | None
     """Why it is not executed."""
+    file: str | None
+    """The file that the reader saves it in."""
 
 
 def blocks(text: str) -> list[Block]:
     """Return the fenced blocks of a document."""
     return [
-        Block(each["language"], textwrap.dedent(each["text"]), each["reason"])
+        Block(each["language"], textwrap.dedent(each["text"]), each["reason"], each["file"])
         for each in _BLOCK.finditer(text)
     ]
 
 
 def read(document: str) -> str:
     return (ROOT / document).read_text(encoding="utf-8")
+
+
+def examples(document: str) -> list[Block]:
+    """The blocks of a document that a test executes."""
+    return [
+        each for each in blocks(read(document)) if each.language in EXECUTED and not each.not_run
+    ]
 
 
 def normalized(text: str) -> list[str]:
@@ -121,6 +149,7 @@ class Session:
         names: the variables of the Python blocks.
         rewrites: regular expressions and what commands and code contain instead.
         commands: programs of shell blocks that the test replaces, by name.
+        before_end: waits for the effects of the document, before its processes are stopped.
     """
 
     def __init__(self, database: Database, directory: Path) -> None:
@@ -132,8 +161,19 @@ class Session:
         self.rewrites = {r"\b9000\b": str(self.port)}
         self.commands: dict[str, Callable[[list[str]], Awaitable[None]]] = {}
         self.before_line: Callable[[str], Awaitable[None]] | None = None
+        self.before_end: Callable[[], Awaitable[None]] | None = None
         self._identifiers: dict[str, str] = {}
         self._running: list[tuple[asyncio.subprocess.Process, Path, str]] = []
+
+    async def follow(self, examples: Iterable[Block]) -> None:
+        """Execute the blocks of a document, and end the processes that they started."""
+        try:
+            for block in examples:
+                await self.run(block)
+            if self.before_end is not None:
+                await self.before_end()
+        finally:
+            await self.end()
 
     async def run(self, block: Block) -> None:
         """Execute one block.
@@ -142,6 +182,9 @@ class Session:
             AssertionError: a command fails, or prints something else than the document shows.
         """
         text = self._rewritten(block.text)
+        if block.file is not None:
+            (self.directory / block.file).write_text(text)
+            return
         match block.language:
             case "console":
                 for line, output in console(block):
@@ -177,20 +220,19 @@ class Session:
         if words[0] in self.commands:
             await self.commands[words[0]](words[1:])
             return
-        if words[0] != "outbox" or ">" in words:
-            await self._run_shell(line)
+        if any(each in BACKGROUND for each in (words[0], " ".join(words[:2]))):
+            await self._start(words, env, output)
             return
-        if words[1] in BACKGROUND:
-            await self._start(words[1:], env, output)
+        if words[0] != "outbox" or ">" in words:
+            await self._run_shell(line, output)
             return
         ended = await outbox(*words[1:], env=env)
         assert ended.code in EXIT_CODES.get(words[1], (0,)), ended.stderr
         if output.strip():
-            self._compare(output, ended)
+            # A terminal shows both streams.
+            self._compare(output, ended.stdout + ended.stderr)
 
-    def _compare(self, output: str, ended: Ended) -> None:
-        # A terminal shows both streams.
-        printed = ended.stdout + ended.stderr
+    def _compare(self, output: str, printed: str) -> None:
         expected, actual = normalized(output), normalized(printed)
         if "…" in expected:
             assert set(expected) - {"…"} <= set(actual), printed
@@ -208,22 +250,33 @@ class Session:
         return _IDENTIFIER.sub(lambda each: self._identifiers.get(each[0], each[0]), text)
 
     async def _start(self, words: list[str], env: dict[str, str], output: str) -> None:
-        path = self.directory / f"{words[0]}-{len(self._running)}.log"
+        program = words[0] if words[0] in BACKGROUND else " ".join(words[:2])
+        path = self.directory / f"{program.replace(' ', '-')}-{len(self._running)}.log"
         with path.open("wb") as log:
             process = await asyncio.create_subprocess_exec(
-                *command_line(*words), env=environment(env), stdout=log, stderr=log
+                *(sys.executable, "-m", *words),
+                cwd=self.directory,
+                env=environment(env),
+                stdout=log,
+                stderr=log,
             )
         self._running.append((process, path, output))
-        ready = BACKGROUND[words[0]]
+        ready = BACKGROUND[program]
         await until(lambda: ready in path.read_text(), 20, ready)
 
-    async def _run_shell(self, text: str) -> None:
+    def printed(self, program: str) -> str:
+        """The output of a command of BACKGROUND until now."""
+        name = program.replace(" ", "-")
+        (found,) = [path for _, path, _ in self._running if path.name.startswith(name)]
+        return found.read_text()
+
+    async def _run_shell(self, text: str, output: str = "") -> None:
         programs = self.directory / "bin"
         programs.mkdir(exist_ok=True)
         (programs / "outbox").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m outbox "$@"\n')
         (programs / "outbox").chmod(0o755)
         env = environment(self.env)
-        env["PATH"] = f"{programs}:{env['PATH']}"
+        env["PATH"] = f"{programs}:{Path(sys.executable).parent}:{env['PATH']}"
         process = await asyncio.create_subprocess_exec(
             *("sh", "-euc", text),
             cwd=self.directory,
@@ -232,8 +285,10 @@ class Session:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
-        printed, _ = await process.communicate()
-        assert process.returncode == 0, printed.decode()
+        printed = (await process.communicate())[0].decode()
+        assert bool(process.returncode) is bool(_FAILURE.search(output)), printed
+        if output.strip():
+            self._compare(output, printed)
 
     async def _run_python(self, text: str) -> None:
         code = compile(text, "<document>", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)

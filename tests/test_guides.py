@@ -1,0 +1,193 @@
+"""The guides for publishing: each is followed, with its programs as they stand, from an empty
+directory to the events that the receiver prints.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from contextlib import asynccontextmanager
+from importlib.metadata import distribution
+from typing import TYPE_CHECKING
+
+import asyncpg
+import pytest
+from packaging.requirements import Requirement
+
+from outbox.core.model.sql_names import quote_ident
+from outbox.devtools.embedded.binaries import find_binaries
+from tests.support.documents import GUIDES, Session, blocks, examples, normalized, read
+from tests.support.relay import all_ended, fetchval
+from tests.support.roles import dsn_of
+from tests.support.tcp import free_port
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from tests.support.postgres import Database
+
+FETCHES = {
+    "node": [["npm", "init", "--yes"], ["npm", "install", "--silent", "pg"]],
+    "go": [["go", "mod", "init", "fetch"], ["go", "get", "github.com/jackc/pgx/v5"]],
+}
+"""How the programs of the guide to SQL in other languages get their drivers."""
+
+FETCH_MAX_S = 120
+
+
+async def _skip(_: list[str]) -> None:
+    """The environment and the database are already there."""
+
+
+async def _pip(words: list[str]) -> None:
+    """Installing would take long: check the names."""
+    assert words[0] == "install"
+    for requirement in (Requirement(word) for word in words[1:]):
+        if requirement.name != "outbox-relay":
+            installed = distribution(requirement.name)
+            assert requirement.extras <= set(installed.metadata.get_all("Provides-Extra") or ())
+
+
+@asynccontextmanager
+async def newcomer(database: Database, directory: Path) -> AsyncIterator[Session]:
+    """A reader with an empty directory, and an empty database that only DATABASE_URL names."""
+    session = Session(database, directory)
+    session.env.pop("OUTBOX_DSN")
+    programs = find_binaries(database.major).bin_dir
+    session.env["PATH"] = f"{programs}:{os.environ['PATH']}"
+    role = f"shop_app_{database.name}"
+    session.rewrites |= {
+        r"\b8000\b": str(free_port()),
+        r"postgresql(\+\w+)?://localhost/shop\b": database.dsn.replace(":", r"\1:", 1),
+        r"\bshop_app\b": role,
+    }
+
+    async def create_role(words: list[str]) -> None:
+        assert words == [role]
+        async with database.connection() as owner:
+            await owner.execute(f"CREATE ROLE {quote_ident(role)} LOGIN")
+
+    async def wait() -> None:
+        await all_ended(database)
+
+    session.commands |= dict.fromkeys(("python3", ".", "createdb"), _skip)
+    session.commands |= {".venv/bin/pip": _pip, "createuser": create_role}
+    session.before_end = wait
+    try:
+        yield session
+    finally:
+        async with database.connection() as owner:
+            if await owner.fetchval("SELECT true FROM pg_roles WHERE rolname = $1", role):
+                await owner.execute(f"DROP OWNED BY {quote_ident(role)}")
+                await owner.execute(f"DROP ROLE {quote_ident(role)}")
+
+
+def received(session: Session) -> list[str]:
+    """The deliveries that the receiver printed."""
+    lines = normalized(session.printed("outbox listen"))
+    return [line for line in lines if line.startswith("<time>")]
+
+
+def shown(document: str) -> list[str]:
+    """The deliveries that a document shows."""
+    texts = [block.text for block in blocks(read(document)) if block.language == "text"]
+    return [line for text in texts for line in normalized(text) if line.startswith("<time>")]
+
+
+def require(*programs: str, path: str | None = None) -> None:
+    for program in programs:
+        if shutil.which(program, path=path) is None:
+            pytest.skip(f"{program} is not installed")
+
+
+@pytest.mark.one_major
+@pytest.mark.parametrize("name", ["fastapi", "flask", "psycopg"])
+async def test_a_guide_leads_to_the_deliveries_that_it_shows(
+    name: str, empty_database: Database, tmp_path: Path
+) -> None:
+    require("curl")
+    async with newcomer(empty_database, tmp_path) as session:
+        await session.follow(examples(GUIDES[name]))
+        assert received(session) == shown(GUIDES[name])
+
+
+@pytest.mark.one_major
+async def test_the_guide_to_sql_leads_to_the_deliveries_that_it_shows(
+    empty_database: Database, tmp_path: Path
+) -> None:
+    async with newcomer(empty_database, tmp_path) as session:
+        require("psql", path=session.env["PATH"])
+        session.commands |= dict.fromkeys(("npm", "node", "go"), _skip)
+        await session.follow(examples(GUIDES["sql"]))
+        printed = received(session)
+        assert printed[:-1] == shown(GUIDES["sql"])
+        assert printed[-1].endswith("sequence 5 order.paid key order-3"), "the prepared transaction"
+
+
+@pytest.mark.one_major
+@pytest.mark.parametrize("language", FETCHES)
+async def test_the_program_in_another_language_publishes(
+    language: str, empty_database: Database, tmp_path: Path
+) -> None:
+    require(*{command[0] for command in FETCHES[language]}, language)
+    (tmp_path / "fetch").mkdir()
+    for command in FETCHES[language]:
+        try:
+            fetched = subprocess.run(  # noqa: ASYNC221 (nothing else runs)
+                command,
+                cwd=tmp_path / "fetch",
+                capture_output=True,
+                text=True,
+                timeout=FETCH_MAX_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            pytest.skip(f"{' '.join(command)} did not end within {FETCH_MAX_S} s")
+        if fetched.returncode:
+            pytest.skip(f"{' '.join(command)}: {(fetched.stdout + fetched.stderr).strip()}")
+    async with newcomer(empty_database, tmp_path) as session:
+        require("psql", path=session.env["PATH"])
+        others = {"npm", "node", "go"} - {command[0] for command in FETCHES[language]} - {language}
+        session.commands |= dict.fromkeys(others, _skip)
+        await session.follow(examples(GUIDES["sql"]))
+        # Its orders are 5, 7 and 8; 6 was rolled back.
+        events = [re.sub(r".* sequence \d+ ", "", line) for line in received(session)[4:-1]]
+        assert events == [
+            "order.created key order-5",
+            "order.paid key order-5",
+            "order.created key order-7",
+            "order.created key order-8",
+        ]
+
+
+@pytest.mark.one_major
+async def test_what_the_guide_to_sql_states_about_errors(
+    empty_database: Database, tmp_path: Path
+) -> None:
+    async with newcomer(empty_database, tmp_path) as session:
+        session.env["DATABASE_URL"] = empty_database.dsn
+        for line in ("outbox migrate", "createuser shop_app", "outbox migrate --producer shop_app"):
+            await session.run_line(line, "")
+        producer = await asyncpg.connect(dsn_of(empty_database, f"shop_app_{empty_database.name}"))
+        try:
+            insert = "INSERT INTO relay.outbox (type, payload) VALUES ('order.paid', '{}')"
+            await producer.execute(insert)
+            assert await producer.fetchval(
+                "SELECT relay.publish(type => 'order.paid', payload => '{}')"
+            )
+            with pytest.raises(asyncpg.InsufficientPrivilegeError):
+                await producer.fetchval(f"{insert} RETURNING event_id")
+        finally:
+            await producer.close()
+        async with empty_database.connection() as owner:
+            # As while the relays sleep.
+            asleep = "SELECT setval('relay.wakeup', extract(epoch FROM now())::bigint + 60)"
+            await owner.execute(asleep)
+            with pytest.raises(asyncpg.FeatureNotSupportedError) as refused:
+                await owner.execute(f"BEGIN; {insert}; PREPARE TRANSACTION 'refused'")
+            await owner.execute("ROLLBACK")
+        assert str(refused.value) in read(GUIDES["sql"])
+        assert await fetchval(empty_database, "SELECT count(*) FROM outbox") == 2
