@@ -72,6 +72,7 @@ FULL = (
     "tests/deploy/test_wheel.py",
     "tests/destinations/test_transport.py::TestEgressOnAsyncio",
     "tests/destinations/test_transport.py::TestOnAsyncio",
+    "tests/django/test_admin_in_browser.py",
     "tests/e2e/test_canary.py",
     "tests/e2e/test_ledger.py",
     "tests/e2e/test_prove.py::test_nothing_is_lost_under_any_fault",

@@ -78,7 +78,11 @@ GENERATED = {f"{DOCS}reference/{name}" for name in PAGES}
 
 # ----------------------------------------------------------------- examples
 
-FOLLOWED_ELSEWHERE = {"README.md", *GUIDES.values()}
+FOLLOWED_ELSEWHERE = {
+    "README.md",
+    DOCS + "howto/publish-from-django.md",  # tests/django/test_guide.py
+    *GUIDES.values(),
+}
 WITH_EXAMPLES = [each for each in DOCUMENTS if each not in FOLLOWED_ELSEWHERE and examples(each)]
 STAGES: dict[str, Callable[[Session], AbstractAsyncContextManager[None]]] = {}
 """What a document presumes, by its name: events, endpoints, a relay, variables."""

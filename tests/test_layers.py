@@ -76,6 +76,7 @@ def broken_contracts(graph: ImportGraph, importer: str, imported: str) -> set[st
     ("importer", "imported", "contract"),
     [
         ("api", "outbox.cli", LAYERS),
+        ("cli", "outbox.django", LAYERS),
         ("devtools", "outbox.cli", LAYERS),
         ("relay", "outbox.api", LAYERS),
         ("hosting", "outbox.cli", LAYERS),
@@ -103,6 +104,7 @@ def broken_contracts(graph: ImportGraph, importer: str, imported: str) -> set[st
         ("core.model.retry_policy", "time", "The core is sans-IO"),
         ("producers.publish", "outbox.config", "Publishing is light"),
         ("producers.publish", "aiohttp", "Publishing is light"),
+        ("django.publishing", "outbox.config", "Publishing is light"),
         ("receiver.message", "outbox.core.admission", RECEIVER),
         ("receiver.message", "structlog", RECEIVER),
     ],

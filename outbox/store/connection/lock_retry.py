@@ -81,6 +81,19 @@ class LockHolder:
         return f"wait for its end, or end it: SELECT pg_terminate_backend({self.pid})"
 
 
+def lock_message(statements: list[str]) -> str:
+    """Statements as one message, which waits for a lock for `LOCK_TIMEOUT_S` at most."""
+    return ";\n".join(
+        [
+            # Whatever the session's default: each statement must see what was committed
+            # before its locks were granted.
+            "SET LOCAL transaction_isolation = 'read committed'",
+            f"SET LOCAL lock_timeout = {int(LOCK_TIMEOUT_S * 1000)}",
+            *statements,
+        ]
+    )
+
+
 class LockRetry:
     """Sends messages until their locks are granted.
 
@@ -109,16 +122,7 @@ class LockRetry:
             asyncpg.PostgresError, OSError: otherwise.
         """
         name = f"outbox-lock-retry:{secrets.token_hex(4)}"
-        message = ";\n".join(
-            [
-                # Whatever the session's default: each statement must see what was committed
-                # before its locks were granted.
-                "SET LOCAL transaction_isolation = 'read committed'",
-                f"SET LOCAL lock_timeout = {int(LOCK_TIMEOUT_S * 1000)}",
-                f"SET LOCAL application_name = {quote_literal(name)}",
-                *statements,
-            ]
-        )
+        message = lock_message([f"SET LOCAL application_name = {quote_literal(name)}", *statements])
         clock = asyncio.get_running_loop().time
         deadline = clock() + RETRY_FOR_S
         async with AsyncExitStack() as stack:

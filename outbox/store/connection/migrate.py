@@ -273,15 +273,8 @@ async def _apply(
     connection: Connection[Any], locks: LockRetry, schema: str, migration: Migration
 ) -> bool:
     """Apply a migration; returns False if another migrator has changed the schema meanwhile."""
-    statements = []
     creates_schema = not await connection.fetchval(FIND_SCHEMA, schema)
-    if creates_schema:
-        statements.append(f"CREATE SCHEMA {quote_ident(schema)}")
-    statements.append(f"SET LOCAL search_path = {search_path(schema)}")
-    if migration.version == 1:
-        statements.append(CREATE_HISTORY)
-    statements += [LOCK, CHECK_VERSION.format(after=migration.version - 1)]
-    statements += statements_of(migration)
+    statements = apply_statements(schema, migration, creates_schema=creates_schema)
     try:
         await locks.execute(statements, f"{migration} was not applied")
     except (asyncpg.DuplicateTableError, asyncpg.DuplicateFunctionError) as error:
@@ -289,11 +282,7 @@ async def _apply(
     except asyncpg.InsufficientPrivilegeError as error:
         if not creates_schema:
             raise
-        current = await connection.fetchrow(READ_CURRENT_ROLE)
-        raise CannotRun(
-            "this role may not create a schema; run: GRANT CREATE ON DATABASE "
-            f"{quote_ident(current['database'])} TO {quote_ident(current['role'])}"
-        ) from error
+        raise may_not_create_schema(*await connection.fetchrow(READ_CURRENT_ROLE)) from error
     except (asyncpg.UniqueViolationError, asyncpg.DuplicateSchemaError) as error:
         # Both have created the schema or the history, and the other one has committed.
         if error.schema_name not in (None, "pg_catalog"):
@@ -304,6 +293,16 @@ async def _apply(
             return False
         raise
     return True
+
+
+def apply_statements(schema: str, migration: Migration, *, creates_schema: bool) -> list[str]:
+    """A migration as one message, which is applied to the version before it only."""
+    statements = [f"CREATE SCHEMA {quote_ident(schema)}"] if creates_schema else []
+    statements.append(f"SET LOCAL search_path = {search_path(schema)}")
+    if migration.version == 1:
+        statements.append(CREATE_HISTORY)
+    statements += [LOCK, CHECK_VERSION.format(after=migration.version - 1)]
+    return [*statements, *statements_of(migration)]
 
 
 async def _apply_settings(
@@ -432,6 +431,14 @@ def _check_payload_limit(bytes_max: int | None) -> None:
     low, high = PAYLOAD_BYTES_RANGE
     if bytes_max is not None and not low <= bytes_max <= high:
         raise UsageError(f"the payload limit must be between {low} and {high} bytes")
+
+
+def may_not_create_schema(role: str, database: str) -> CannotRun:
+    """The error for a role without the privilege to create the schema."""
+    return CannotRun(
+        "this role may not create a schema; run: GRANT CREATE ON DATABASE "
+        f"{quote_ident(database)} TO {quote_ident(role)}"
+    )
 
 
 def not_ours(schema: str) -> CannotRun:
