@@ -64,7 +64,7 @@ NONE: dict[str, tuple[str, ...]] = {
         "secret", "password", "it\\\\", "whsec_", "whsec_!", "whsec_x", "obkey_",
         "Known by its form", "whsec_…", "whpk_…", "whsec_…` (HMAC), or `whsk_…",
         "whsec_…` or (Ed25519) `whsk_…", "SELECT key, count FROM count_secrets_by_key()",
-        "BEGIN PRIVATE KEY",
+        "BEGIN PRIVATE KEY", "a relay has no signing secret of its own",
     ),
     "what a test looks for where it must not be": (
         "pw", "hunter2", "Bearer hunter2", "canaryproxypassword",
