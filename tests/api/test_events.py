@@ -13,7 +13,7 @@ import pytest
 from outbox.api.events import _digest
 from outbox.operations import events
 from outbox.operations.rows import ID_MAX
-from outbox.producers.publish import Event
+from outbox.producers.event import Event
 from outbox.store.connection.connect import connect
 from outbox.store.connection.dsn import parse
 from tests.support.plans import explain

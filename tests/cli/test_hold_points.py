@@ -47,7 +47,7 @@ async def prepare(database: Database) -> None:
     await sequence_all(database)
     async with database.connection(server_settings={"search_path": "relay"}) as db:
         await dead_letter_pending(db)
-        await library.publish(db, "a.b", 1, once="plan:7")
+        await library.publish(db, "a.b", 1, once="plan:7", autocommit=True)
 
 
 async def test_no_command_holds_locks_while_it_waits_for_its_client(

@@ -37,7 +37,7 @@ def claimed(database: Database) -> dict[str, UUID | None]:
         async with database.connection() as db:
             ids = {}
             for key in ("plan:a", "plan:b", "plan:c", "e"):
-                ids[key] = await producer.publish(db, "order.paid", {}, once=key)
+                ids[key] = await producer.publish(db, "order.paid", {}, once=key, autocommit=True)
             await db.execute("SELECT relay.claim_once('d')")
             await db.execute("UPDATE relay.idempotency_key SET expires_at = now() WHERE key = 'e'")
             await db.execute(

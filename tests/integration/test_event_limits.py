@@ -15,7 +15,7 @@ from outbox.core.schedules.schedule import HEADERS_BYTES_MAX as SCHEDULE_HEADERS
 from outbox.core.schedules.schedule import ScheduleSettings
 from outbox.errors import OutboxError, UsageError
 from outbox.operations import schedule_changes
-from outbox.producers.publish import Event
+from outbox.producers.event import Event
 from tests.support.api import make_token, serving
 from tests.support.process import outbox as command
 
