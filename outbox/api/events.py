@@ -171,7 +171,7 @@ async def _publish(call: Call[NoQuery, NewEvents]) -> Reply:
 
 def _encode(
     call: Call[NoQuery, NewEvents], key: str | None
-) -> tuple[list[Event], str, bytes | None]:
+) -> tuple[list[Event], bytes, bytes | None]:
     """Encode the events of a request, and the digest of one with an Idempotency-Key."""
     body = call.body
     if body.events is not None:

@@ -66,7 +66,7 @@ def encode_metadata(event: Event) -> Parameters:
     }
 
 
-def encode_events(events: Sequence[Event]) -> str:
+def encode_events(events: Sequence[Event]) -> bytes:
     """Validate and encode several events, as one JSON array.
 
     Raises:
@@ -86,7 +86,7 @@ def encode_events(events: Sequence[Event]) -> str:
             if row[name] is not None:
                 row[name] = orjson.Fragment(row[name])
         rows.append(row)
-    return orjson.dumps(rows).decode()
+    return orjson.dumps(rows)
 
 
 def numbered(error: InvalidEvent, number: int) -> InvalidEvent:

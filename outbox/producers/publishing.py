@@ -100,7 +100,7 @@ async def publish_several(
 
 async def publish_encoded(
     connection: OpenConnection,
-    encoded: str,
+    encoded: bytes,
     *,
     digests: list[bytes] | None = None,
     schema: str,

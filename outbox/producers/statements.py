@@ -35,7 +35,8 @@ SELECT p.size, {schema}.payload_bytes_max() AS size_max,
 """
 
 # Publishes several events in their order; writes nothing if one payload is too large.  The events
-# are one JSON text: drivers encode arrays of text slowly.  A payload of null is no SQL NULL.
+# are one JSON text in UTF-8: drivers encode arrays of text slowly.  A payload of null is not an
+# SQL NULL.
 #   event: one row for each; MATERIALIZED, so that the text is parsed once.
 PUBLISH_MANY = """
 WITH event AS MATERIALIZED (
@@ -44,7 +45,8 @@ WITH event AS MATERIALIZED (
            greatest(clock_timestamp(), e.deliver_at)
                + make_interval(secs => e.expires_in_s) AS expires_at
       FROM ROWS FROM (
-           jsonb_to_recordset(CAST(CAST(:events AS text) AS jsonb)) AS (
+           jsonb_to_recordset(
+               CAST(convert_from(CAST(:events AS bytea), 'UTF8') AS jsonb)) AS (
                type text, payload jsonb, key text, tenant text, once text, headers jsonb,
                once_for_s float8, deliver_at timestamptz, expires_in_s float8)
            ) WITH ORDINALITY AS e(type, payload, key, tenant, once, headers, once_for_s,

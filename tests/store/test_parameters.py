@@ -37,7 +37,12 @@ def highest_parameter(values: Iterable[object], source: str = "") -> int:
 
 def test_no_statement_has_more_than_a_dozen_parameters() -> None:
     names = [each.name for each in walk_packages(outbox.__path__, f"{outbox.__name__}.")]
-    modules = [import_module(name) for name in names if not name.endswith("__main__")]
+    # Django's modules need a configured project, and pass parameters by %s.
+    modules = [
+        import_module(name)
+        for name in names
+        if not name.endswith("__main__") and not name.startswith("outbox.django.")
+    ]
     highest = {
         each.__name__: highest_parameter(vars(each).values(), getsource(each)) for each in modules
     }
