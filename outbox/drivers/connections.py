@@ -42,6 +42,8 @@ class Driver:
     """Whether a transaction is open, or the next statement begins one."""
     begin: str
     """How an application begins a transaction, for messages."""
+    below: str = ""
+    """What to do if the connection belongs to another library, for messages."""
     connect: Callable[[Any], Awaitable[Any]] | None = None
     """Flushes a session and returns its connection."""
 
@@ -201,6 +203,14 @@ def _psycopg_has_transaction(connection: Any) -> bool:
     return not connection.autocommit or bool(connection.info.transaction_status)
 
 
+def _psycopg2_has_transaction(connection: Any) -> bool:
+    if not _psycopg_has_transaction(connection):
+        # `with connection:` begins one with the first statement, also in autocommit.
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT 1")
+    return _psycopg_has_transaction(connection)
+
+
 def _sqlalchemy_has_transaction(connection: Any) -> bool:
     blocking = getattr(connection, "sync_connection", connection)
     if blocking is None:
@@ -240,8 +250,15 @@ _PSYCOPG = Driver(
     begin="with connection.transaction():",
 )
 _PSYCOPG_ASYNC = replace(_PSYCOPG, is_async=True, begin="async with connection.transaction():")
-_ASYNCPG = replace(_PSYCOPG_ASYNC, execute=_asyncpg, has_transaction=_asyncpg_has_transaction)
-_PSYCOPG2 = replace(_PSYCOPG, execute=_psycopg2, begin="connection.autocommit = False")
+_ASYNCPG = replace(
+    _PSYCOPG_ASYNC,
+    execute=_asyncpg,
+    has_transaction=_asyncpg_has_transaction,
+    below=" (with SQLAlchemy, hand in its session or connection, not the driver's)",
+)
+_PSYCOPG2 = replace(
+    _PSYCOPG, execute=_psycopg2, has_transaction=_psycopg2_has_transaction, begin="with connection:"
+)
 _SQLALCHEMY = Driver(
     is_async=False,
     execute=_sqlalchemy,

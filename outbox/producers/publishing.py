@@ -148,7 +148,7 @@ async def _open(given: Any, driver: Driver, *, autocommit: bool) -> OpenConnecti
     if not autocommit and not connection.has_transaction:
         raise NoTransaction(
             "connection: no transaction is open, so the event would be committed on its own; "
-            f"publish inside of `{driver.begin}`, or pass autocommit=True"
+            f"publish inside of `{driver.begin}`{driver.below}, or pass autocommit=True"
         )
     return connection
 

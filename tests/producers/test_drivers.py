@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import asyncpg
 import psycopg
+import psycopg2
 import psycopg_pool
 import pytest
 import sqlalchemy as sa
@@ -293,6 +294,23 @@ async def test_a_block_in_autocommit_is_a_transaction(
     assert await numbers(database) == [1]
 
 
+async def test_psycopg2s_own_block_in_autocommit_is_a_transaction(database: Database) -> None:
+    """It begins with the first statement, which this may be."""
+
+    def threaded() -> None:
+        connection = psycopg2.connect(database.dsn)
+        connection.autocommit = True
+        with connection:
+            outbox.sync.publish(connection, "order.paid", {}, key="1")
+        with contextlib.suppress(Undone), connection:
+            outbox.sync.publish(connection, "order.paid", {}, key="2")
+            raise Undone
+        connection.close()
+
+    await asyncio.to_thread(threaded)
+    assert await numbers(database) == [1]
+
+
 # ------------------------------------------------------------------- failures
 
 
@@ -409,7 +427,7 @@ async def test_blocking_code_of_an_asyncio_session_publishes(database: Database)
 
 async def test_a_prepared_transaction_publishes_when_it_is_committed(database: Database) -> None:
     def threaded() -> None:
-        for connect in (psycopg.connect, __import__("psycopg2").connect):
+        for connect in (psycopg.connect, psycopg2.connect):
             connection = connect(database.dsn)
             with connection.cursor() as cursor:
                 cursor.execute("SET relay.notify = off")
