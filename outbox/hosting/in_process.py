@@ -96,27 +96,22 @@ class Relay:
         self._task = task = loop.create_task(
             self._run(made), name="outbox relay", context=contextvars.Context()
         )
-        attempt = loop.create_task(_first_attempt(made))
         try:
-            await asyncio.wait(
-                [task, attempt], timeout=START_MAX_S, return_when=asyncio.FIRST_COMPLETED
-            )
+            await _first_attempt(task, made)
             if task.done():
                 error = task.exception()
                 if isinstance(error, OutboxError):
                     # The message has the cause and what to do; the traceback is of our tasks.
                     raise error.with_traceback(None) from None
                 task.result()
-            if self._relay is not None and not self._relay.attempted.is_set():
+            relay = made.result()
+            if not relay.attempted.is_set():
                 log.warning("the relay has not started yet", after_s=START_MAX_S)
                 # The application has started, so errors are retried from now on.
-                self._relay.attempted.set()
+                relay.attempted.set()
         except BaseException:
             await self._end(task, at_once=True)
             raise
-        finally:
-            attempt.cancel()
-            await asyncio.wait([attempt])
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -223,10 +218,24 @@ class Relay:
             raise cancelled
 
 
-async def _first_attempt(made: asyncio.Future[HostedRelay]) -> None:
-    """Wait until the relay is registered, or goes on without its database."""
-    relay = await made
-    await relay.attempted.wait()
+async def _first_attempt(task: asyncio.Task[None], made: asyncio.Future[HostedRelay]) -> None:
+    """Wait until the relay is registered, goes on without its database, or has ended.
+
+    Args:
+        task: runs the relay.
+        made: see `Relay._run`.
+    """
+    await asyncio.wait([task, made], return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        return
+    attempt = asyncio.create_task(made.result().attempted.wait())
+    try:
+        await asyncio.wait(
+            [task, attempt], timeout=START_MAX_S, return_when=asyncio.FIRST_COMPLETED
+        )
+    finally:
+        attempt.cancel()
+        await asyncio.wait([attempt])
 
 
 def _load_settings(dsn: Any, given: dict[str, Any]) -> Settings:

@@ -15,6 +15,7 @@ from sqlalchemy import make_url
 
 import outbox
 from outbox.errors import CannotRun, DatabaseUnavailable, SchemaMissing
+from outbox.relay.relay import Relay as HostedRelay
 from outbox.store.connection.migrate import migrate
 from tests.in_process.receiver import relay_of, running_tasks, subscribe
 from tests.support.process import environment
@@ -166,6 +167,34 @@ async def test_a_start_can_be_cancelled(database: Database) -> None:
                 await relay.__aenter__()
         assert running_tasks() == before
         assert relay.unready_reason == "it is not running"
+
+
+@pytest.mark.parametrize("steps", range(6))
+async def test_a_cancellation_as_the_relay_registers_leaves_nothing_running(
+    database: Database, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    before = running_tasks()
+    loop = asyncio.get_running_loop()
+    relay = relay_of(database)
+    mark = HostedRelay._mark_registered
+
+    def cancel_after(left: int) -> None:
+        if left:
+            loop.call_soon(cancel_after, left - 1)
+        else:
+            starting.cancel()
+
+    def registered(hosted: HostedRelay) -> None:
+        mark(hosted)
+        cancel_after(steps)
+
+    monkeypatch.setattr(HostedRelay, "_mark_registered", registered)
+    starting = asyncio.create_task(relay.__aenter__())
+    await asyncio.wait([starting])
+    if not starting.cancelled():
+        await relay.__aexit__(None, None, None)
+    assert running_tasks() - before - {starting} == set()
+    assert relay.unready_reason == "it is not running"
 
 
 def test_a_relay_that_was_made_before_a_fork_is_refused() -> None:
