@@ -43,6 +43,8 @@ __all__ = ["check", "downgrade", "include_name", "include_object", "upgrade"]
 
 # SQLSTATEs, see appendix A of the PostgreSQL documentation.
 _LOCK_NOT_GRANTED = ("55P03", "40P01")  # 40P01: where deadlock_timeout is shorter.
+_CREATED_MEANWHILE = ("42P06", "23505")
+"""Another session has created the schema or the history, and committed."""
 _ANOTHER_TABLE = ("42703", "42P07", "42723")
 """A column is undefined, or a table or function exists already."""
 
@@ -77,8 +79,8 @@ def upgrade(op: RevisionOperations, to: int, schema: str = SCHEMA) -> None:
         UsageError: the version is unknown, the name is invalid, or the database is not PostgreSQL.
         NoTransaction: the revision runs in autocommit; nothing was changed.
         SchemaTooNew: a later, incompatible version of this package migrated the schema.
-        CannotRun: another session holds a lock, or the schema belongs to another application;
-            nothing was changed.
+        CannotRun: another session holds a lock, the schema belongs to another application, or the
+            snapshot of the revision is older than the schema; nothing was changed.
         sqlalchemy.exc.DBAPIError: any other error of the driver.
     """
     statements = statements_for(schema, to)
@@ -176,6 +178,7 @@ def _upgrade(connection: Connection, statements: list[str], to: int, schema: str
             "call it outside of autocommit_block()"
         )
     deadline = time.monotonic() + RETRY_FOR_S
+    created_meanwhile = False
     while True:
         try:
             # A savepoint: after a lock time-out, the transaction of the revision goes on.
@@ -186,6 +189,15 @@ def _upgrade(connection: Connection, statements: list[str], to: int, schema: str
             sqlstate = server_error(error).sqlstate
             if sqlstate in _ANOTHER_TABLE:
                 raise not_ours(schema) from error
+            if sqlstate in _CREATED_MEANWHILE:
+                if created_meanwhile:
+                    # The next attempt sees it, unless its snapshot is that of the transaction.
+                    raise CannotRun(
+                        f'another session has migrated the schema "{schema}" since this '
+                        "transaction began; run alembic upgrade again"
+                    ) from error
+                created_meanwhile = True
+                continue
             if sqlstate not in _LOCK_NOT_GRANTED:
                 raise
             if time.monotonic() >= deadline:

@@ -259,6 +259,18 @@ async def test_a_lock_that_is_not_released_is_reported(
     assert await version(empty_database) == 4
 
 
+async def test_a_snapshot_older_than_the_schema_is_reported(empty_database: Database) -> None:
+    url = empty_database.dsn.replace("postgresql:", "postgresql+psycopg:")
+    engine = sa.create_engine(url, poolclass=sa.NullPool, isolation_level="REPEATABLE READ")
+    with engine.connect() as connection:
+        connection.execute(sa.text("SELECT"))
+        async with empty_database.connection() as other:
+            await migrate(other, "relay")
+        operations = Operations(MigrationContext.configure(connection))
+        with pytest.raises(CannotRun, match=r"since this transaction began; run alembic .* again"):
+            outbox.alembic.upgrade(operations, to=NEWEST)
+
+
 # ----------------------------------------------------------------------- refusals
 
 
