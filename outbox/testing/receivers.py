@@ -165,6 +165,18 @@ class InProcessTransport:
     async def aclose(self) -> None:
         """There are no connections."""
 
+    async def _run(self, function: Callable[[], Any]) -> Any:
+        """Run a blocking receiver."""
+
+        def call() -> Any:
+            try:
+                return function()
+            except StopIteration as error:
+                # As in a coroutine; a future does not accept StopIteration, and never ended.
+                raise RuntimeError("the receiver raised StopIteration") from error
+
+        return await self._run_blocking(call)
+
     # ------------------------------------------------------------- kinds of receivers
 
     def _handler(self, receiver: Any) -> _Handler:
@@ -192,14 +204,14 @@ class InProcessTransport:
             if isinstance(receiver, AsyncReceiver):
                 response = await receiver.handle(request)
             else:
-                response = await self._run_blocking(lambda: receiver.handle(request))
+                response = await self._run(lambda: receiver.handle(request))
             return response.status, response.all_headers, response.body
 
         return handle
 
     def _wsgi_handler(self, app: Callable[..., Any]) -> _Handler:
         async def handle(request: Request, url: str) -> Reply:
-            reply: Reply = await self._run_blocking(lambda: _call_wsgi(app, request, url))
+            reply: Reply = await self._run(lambda: _call_wsgi(app, request, url))
             return reply
 
         return handle
@@ -212,7 +224,7 @@ class InProcessTransport:
         async def handle(request: Request, _: str) -> Reply:
             if is_async:
                 return _reply_of(await function(request))
-            returned = await self._run_blocking(lambda: function(request))
+            returned = await self._run(lambda: function(request))
             return _reply_of(await returned if inspect.isawaitable(returned) else returned)
 
         return handle

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,7 +20,7 @@ from outbox.testing import deliver_now, deliver_now_async
 from tests.support.relay import Network, add_endpoint, exceptions, fetchval, publish, running
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from outbox.receiver import Request as Received
     from outbox.testing import DeliveryReport
@@ -229,6 +230,22 @@ async def test_receivers_run_in_the_thread_of_the_test(
     thread = await asyncio.to_thread(test)
     assert threads == [thread, thread]
     assert outbox_deliver_now.args == (None,)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+async def test_a_receiver_may_run_out_of_prepared_responses(
+    database: Database, blocking: bool
+) -> None:
+    await add_endpoint(database, "shop", retry=SLOW_RETRY)
+    await publish(database, 1)
+    responses: Iterator[int] = iter(())
+
+    def receive(request: Received) -> int:
+        return next(responses)
+
+    run = partial(asyncio.to_thread, deliver_now) if blocking else deliver_now_async
+    with pytest.raises(RuntimeError, match="the receiver raised StopIteration"):
+        await run(database.dsn, receive)
 
 
 async def test_it_does_not_block_an_event_loop(database: Database) -> None:
