@@ -225,7 +225,8 @@ async def _first_attempt(task: asyncio.Task[None], made: asyncio.Future[HostedRe
         task: runs the relay.
         made: see `Relay._run`.
     """
-    await asyncio.wait([task, made], return_when=asyncio.FIRST_COMPLETED)
+    either: list[asyncio.Future[Any]] = [task, made]
+    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     if task.done():
         return
     attempt = asyncio.create_task(made.result().attempted.wait())
