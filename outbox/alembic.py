@@ -22,9 +22,9 @@ from outbox.drivers.errors import server_error
 from outbox.errors import CannotRun, NoTransaction, UsageError
 from outbox.producers.publishing import driver_for
 from outbox.store.connection.lock_retry import PAUSE_S, RETRY_FOR_S, lock_failure
-from outbox.store.connection.migrate import not_ours, read_status, require_applied
 from outbox.store.connection.migrate_in_transaction import statements_for
 from outbox.store.connection.migration_files import migrations
+from outbox.store.connection.schema_status import not_ours, read_status, require_applied
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from alembic.runtime.migration import MigrationContext
     from sqlalchemy import Connection
 
-    from outbox.store.connection.migrate import SchemaStatus
+    from outbox.store.connection.schema_status import SchemaStatus
     from outbox.sync import ConnectionLike
 
     NameFilter: TypeAlias = Callable[[str | None, str, Any], bool]

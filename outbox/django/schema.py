@@ -22,13 +22,13 @@ from outbox.store.connection.migrate import (
     READ_CURRENT_ROLE,
     apply_statements,
     may_not_create_schema,
-    not_ours,
 )
-from outbox.store.connection.migrate import read_status as read_status_plan
+from outbox.store.connection.schema_status import not_ours
+from outbox.store.connection.schema_status import read_status as read_status_plan
 
 if TYPE_CHECKING:
-    from outbox.store.connection.migrate import SchemaStatus
     from outbox.store.connection.migration_files import Migration
+    from outbox.store.connection.schema_status import SchemaStatus
 
 PRODUCER_FUNCTIONS = ("publish", "publish_many", "claim_once", "reset_once", "payload_bytes_max")
 """What a role has to be allowed to execute to publish: see `producer_privileges()`."""

@@ -25,7 +25,7 @@ from outbox.relay.cluster.connections import Connections
 from outbox.relay.relay import Relay
 from outbox.store.connection import dsn as addresses
 from outbox.store.connection.connect import connect, map_errors
-from outbox.store.connection.migrate import require_current
+from outbox.store.connection.schema_status import require_current
 from outbox.testing.receivers import InProcessTransport, LocalEndpoint
 
 if TYPE_CHECKING:

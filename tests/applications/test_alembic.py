@@ -20,8 +20,9 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 import outbox.alembic
 from outbox.errors import CannotRun, NoTransaction, SchemaMissing, SchemaTooNew, UsageError
-from outbox.store.connection.migrate import migrate, status
+from outbox.store.connection.migrate import migrate
 from outbox.store.connection.migration_files import migrations
+from outbox.store.connection.schema_status import status
 from tests.store.test_migrate import CATALOG
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from django.db.migrations.recorder import MigrationRecorder
 
 from outbox.django.operations import ApplyFile
 from outbox.django.settings import APP_LABEL
-from outbox.store.connection import migrate
+from outbox.store.connection import migrate, schema_status
 from outbox.store.connection.migration_files import migrations
 from tests.django.projects import database_settings, project
 
@@ -124,7 +124,7 @@ async def test_what_the_command_applied_is_recorded_and_left_as_it_is(database: 
 async def test_each_continues_where_the_other_one_stopped(empty_database: Database) -> None:
     await in_project({"default": empty_database}, lambda: run_migrate(APP_LABEL, "0003"))
     async with empty_database.connection() as connection:
-        assert (await migrate.status(connection, "relay")).version == 3
+        assert (await schema_status.status(connection, "relay")).version == 3
         applied = await migrate.migrate(connection, "relay")
         assert [each.version for each in applied] == [4, 5, 6, 7]
     assert (
@@ -260,7 +260,7 @@ async def test_the_sql_of_a_migration_applies_it(empty_database: Database) -> No
     async with empty_database.connection() as connection:
         for script in scripts:
             await connection.execute(f"{script}; SELECT 1")  # It ends with a comment.
-        assert (await migrate.status(connection, "relay")).pending == ()
+        assert (await schema_status.status(connection, "relay")).pending == ()
 
 
 async def test_makemigrations_finds_nothing_to_do(database: Database) -> None:

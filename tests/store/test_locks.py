@@ -10,7 +10,7 @@ import asyncpg
 import pytest
 
 import outbox
-from outbox.store.connection import migrate as module
+from outbox.store.connection import schema_status
 from outbox.store.connection.migrate import PURPOSES, migrate
 from outbox.store.connection.migration_files import Migration, migrations
 from outbox.store.retention.partitions import PartitionStore
@@ -52,7 +52,7 @@ async def test_a_role_with_connect_only_blocks_nothing(
         assert await ScheduleRunStore(owner, 1).move_future_events() == 1
         async with PartitionStore(owner).maintenance_lease() as has_lease:
             assert has_lease
-        monkeypatch.setattr(module, "migrations", lambda: known)
+        monkeypatch.setattr(schema_status, "migrations", lambda: known)
         async with asyncio.timeout(30):
             assert await migrate(owner, "relay") == [known[-1]]
 

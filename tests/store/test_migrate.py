@@ -14,17 +14,13 @@ import pytest
 from outbox.devtools.embedded import binaries
 from outbox.errors import CannotRun, SchemaMissing, SchemaTooNew, UsageError
 from outbox.store.cluster.replicas import ReplicaStore
-from outbox.store.connection import lock_retry
+from outbox.store.connection import lock_retry, schema_status
 from outbox.store.connection import migrate as module
 from outbox.store.connection.connect import connect
 from outbox.store.connection.dsn import parse
-from outbox.store.connection.migrate import (
-    migrate,
-    require_current,
-    sql,
-    status,
-)
+from outbox.store.connection.migrate import migrate, sql
 from outbox.store.connection.migration_files import Migration, migrations, read_works_from
+from outbox.store.connection.schema_status import require_current, status
 from tests.support.relay import Network, add_endpoint, fetchval, publish, register, running
 from tests.support.waiting import until
 
@@ -220,7 +216,8 @@ def _with_another(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """Add a migration file, as a later version would."""
     works_from = read_works_from(text, LAST + 1)
     known = (*migrations(), Migration(LAST + 1, "later", text, "x", works_from))
-    monkeypatch.setattr(module, "migrations", lambda: known)
+    for each in (module, schema_status):
+        monkeypatch.setattr(each, "migrations", lambda: known)
 
 
 @pytest.mark.one_major
@@ -368,7 +365,7 @@ async def test_a_failing_migration_is_rolled_back(
     connection = await opened(empty_database)
     first, second, *_ = migrations()
     broken = replace(second, sql=second.sql + "\nSELECT 1/0;")
-    monkeypatch.setattr(module, "migrations", lambda: (first, broken))
+    monkeypatch.setattr(schema_status, "migrations", lambda: (first, broken))
     with pytest.raises(asyncpg.DivisionByZeroError):
         await migrate(connection, "relay")
     assert (await status(connection, "relay")).version == 1

@@ -12,7 +12,7 @@ import pytest
 from outbox.core.model.sql_names import quote_ident
 from outbox.core.sequencing.partition_window import WIDTH
 from outbox.operations import journal
-from outbox.store.connection import migrate as module
+from outbox.store.connection import schema_status
 from outbox.store.connection.migrate import PURPOSES, migrate
 from outbox.store.connection.migration_files import Migration, migrations
 from outbox.store.retention.partitions import PartitionStore
@@ -385,7 +385,7 @@ async def test_objects_of_a_later_migration_are_granted(
         $$;
     """
     later = Migration(last.version + 1, "later", text, "x", last.version + 1)
-    monkeypatch.setattr(module, "migrations", lambda: (*migrations_before, later))
+    monkeypatch.setattr(schema_status, "migrations", lambda: (*migrations_before, later))
     migrations_before = migrations()
     async with (
         role(database, "reader") as reader,

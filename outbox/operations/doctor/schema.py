@@ -15,14 +15,14 @@ from outbox.operations.doctor.check import (
     problem,
     warning,
 )
-from outbox.store.connection import migrate
+from outbox.store.connection import schema_status
 from outbox.store.retention.partitions import PARENTS, PartitionStore
 
 
 @check("schema")
 async def version(context: DoctorContext) -> Results:
     """The migrations of this version are applied."""
-    status = await migrate.status(context.db, context.schema)
+    status = await schema_status.status(context.db, context.schema)
     run = f"run: {migrate_command(context.schema)}"
     is_at = f"is at version {status.version}"
     if not status.applied:

@@ -8,29 +8,23 @@ behind it (`lock_retry`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
 
-from outbox.core.model.schema_name import migrate_command
 from outbox.core.model.sql_names import quote_ident, quote_literal, schema_name, search_path
-from outbox.drivers.connections import open_connection
-from outbox.drivers.statement import Call
-from outbox.errors import CannotRun, SchemaMissing, SchemaTooNew, UsageError
-from outbox.producers.statements import in_schema
+from outbox.errors import CannotRun, UsageError
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.lock_retry import LOCK_TIMEOUT_S, LockRetry
 from outbox.store.connection.message import ABORTED, is_aborted
 from outbox.store.connection.migration_files import Migration, migrations
+from outbox.store.connection.schema_status import not_ours, status
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from asyncpg import Connection
-
-    from outbox.drivers.statement import Plan
 
 PAYLOAD_BYTES_RANGE = (1536, 67_108_864)
 """Range of `set_payload_bytes_max`."""
@@ -44,13 +38,6 @@ FIND_SCHEMA = "SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = $1)"
 
 READ_CURRENT_ROLE = "SELECT current_user AS role, current_database() AS database"
 
-# Whether this schema has a history table, independently of the search path.
-FIND_HISTORY = """
-SELECT EXISTS (SELECT FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
-                WHERE n.nspname = CAST(:schema AS text) AND c.relname = 'migration'
-                  AND c.relkind = 'r')
-"""
-
 CREATE_HISTORY = """CREATE TABLE IF NOT EXISTS migration (
     version    integer     PRIMARY KEY,
     name       text        NOT NULL,
@@ -58,9 +45,6 @@ CREATE_HISTORY = """CREATE TABLE IF NOT EXISTS migration (
     works_from integer     NOT NULL,  -- the oldest compatible program version
     applied_at timestamptz NOT NULL DEFAULT clock_timestamp()
 )"""
-
-# Applied migrations.
-READ_HISTORY = "SELECT version, checksum, works_from FROM {schema}.migration ORDER BY version"
 
 WRITE_HISTORY = (
     "INSERT INTO migration (version, name, checksum, works_from) VALUES ({}, {}, {}, {})"
@@ -116,113 +100,6 @@ PURPOSES = ("producer", "relay", "operator", "reader")
 """Purposes that a role can be granted: see schema/0007_roles.sql."""
 
 
-@dataclass(frozen=True, slots=True)
-class SchemaStatus:
-    """The migration status of a schema."""
-
-    schema: str
-    version: int
-    """0: no migration was applied.  Higher than the last file's: a newer, compatible program
-    migrated the schema."""
-    applied: tuple[Migration, ...]
-    pending: tuple[Migration, ...]
-
-
-async def status(
-    connection: Connection[Any], schema: str, purpose: str | None = None
-) -> SchemaStatus:
-    """Read which migrations are applied and which are pending; changes nothing.
-
-    Args:
-        purpose: as in `map_errors`.
-
-    Raises:
-        SchemaTooNew: a newer, incompatible version of this package migrated the schema.
-        CannotRun: an applied file differs from this program's, or the schema belongs to another
-            application.
-        DatabaseUnavailable: the connection was lost.
-    """
-    with map_errors(schema, purpose):
-        try:
-            return await (await open_connection(connection)).execute_plan(read_status(schema))
-        except asyncpg.UndefinedColumnError as error:
-            raise not_ours(schema) from error
-
-
-def read_status(schema: str) -> Plan[SchemaStatus]:
-    """Read which migrations are applied, on a connection of any driver.
-
-    Raises:
-        SchemaTooNew, CannotRun: as in `status`.
-    """
-    history: dict[int, _Applied] = {}
-    ((exists,),) = yield Call(FIND_HISTORY, {"schema": schema})
-    if exists:
-        rows = yield Call(in_schema(READ_HISTORY, schema), {})
-        history = {row[0]: _Applied(*row) for row in rows}
-    return _status_of(schema, history)
-
-
-def _status_of(schema: str, history: dict[int, _Applied]) -> SchemaStatus:
-    known = migrations()
-    newest = known[-1].version
-    version = max(history, default=0)
-    if any(row.version > newest and row.works_from > newest for row in history.values()):
-        raise SchemaTooNew(
-            f'schema "{schema}" is at version {version}, this program knows '
-            f"{newest}; upgrade outbox-relay here"
-        )
-    applied = {row.version: row.checksum for row in history.values()}
-    for migration in known:
-        checksum = applied.get(migration.version)
-        if checksum is not None and checksum != migration.checksum:
-            raise CannotRun(
-                f'schema "{schema}" was created by a different {migration} than this program has; '
-                "use the version of outbox-relay that created it, or an empty schema"
-            )
-    done = tuple(m for m in known if m.version in applied)
-    pending = tuple(m for m in known if m.version not in applied)
-    if pending and version > pending[0].version:
-        raise CannotRun(
-            f'the history of schema "{schema}" lacks {pending[0]}, but has later migrations'
-        )
-    return SchemaStatus(schema, version, done, pending)
-
-
-async def require_current(
-    connection: Connection[Any], schema: str, purpose: str | None = None
-) -> None:
-    """Check that the schema is compatible with this program.
-
-    Args:
-        purpose: as in `map_errors`.
-
-    Raises:
-        SchemaMissing: it does not exist, or is older than this program.
-        SchemaTooNew: it is newer and incompatible.
-        CannotRun: as in `status`.
-    """
-    require_applied(await status(connection, schema, purpose), f"run: {migrate_command(schema)}")
-
-
-def require_applied(found: SchemaStatus, remedy: str) -> None:
-    """Check that no migration is pending.
-
-    Args:
-        remedy: what applies the migrations, for the error.
-
-    Raises:
-        SchemaMissing: one is pending.
-    """
-    if not found.applied:
-        raise SchemaMissing(f'schema "{found.schema}" is not there; {remedy}')
-    if found.pending:
-        raise SchemaMissing(
-            f'schema "{found.schema}" is at version {found.version}, this program needs '
-            f"{found.pending[-1].version}; {remedy}"
-        )
-
-
 async def migrate(
     connection: Connection[Any],
     schema: str,
@@ -260,13 +137,6 @@ async def migrate(
                 done.append(pending[0])
         await _apply_settings(connection, locks, schema, roles, revoked, payload_bytes_max)
     return done
-
-
-@dataclass(frozen=True, slots=True)
-class _Applied:
-    version: int
-    checksum: str
-    works_from: int
 
 
 async def _apply(
@@ -438,12 +308,4 @@ def may_not_create_schema(role: str, database: str) -> CannotRun:
     return CannotRun(
         "this role may not create a schema; run: GRANT CREATE ON DATABASE "
         f"{quote_ident(database)} TO {quote_ident(role)}"
-    )
-
-
-def not_ours(schema: str) -> CannotRun:
-    """The error for a schema with tables of another application."""
-    return CannotRun(
-        f'schema "{schema}" contains tables of another application; '
-        "choose another schema with --schema"
     )

@@ -1,0 +1,156 @@
+"""The version of the outbox schema: which migrations its table `migration` lists.
+
+Reading it changes nothing, on a connection of any driver.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import asyncpg
+
+from outbox.core.model.schema_name import migrate_command
+from outbox.drivers.connections import open_connection
+from outbox.drivers.statement import Call
+from outbox.errors import CannotRun, SchemaMissing, SchemaTooNew
+from outbox.producers.statements import in_schema
+from outbox.store.connection.connect import map_errors
+from outbox.store.connection.migration_files import Migration, migrations
+
+if TYPE_CHECKING:
+    from asyncpg import Connection
+
+    from outbox.drivers.statement import Plan
+
+# Whether this schema has a history table, independently of the search path.
+FIND_HISTORY = """
+SELECT EXISTS (SELECT FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+                WHERE n.nspname = CAST(:schema AS text) AND c.relname = 'migration'
+                  AND c.relkind = 'r')
+"""
+
+# Applied migrations.
+READ_HISTORY = "SELECT version, checksum, works_from FROM {schema}.migration ORDER BY version"
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaStatus:
+    """The migration status of a schema."""
+
+    schema: str
+    version: int
+    """0: no migration was applied.  Higher than the last file's: a newer, compatible program
+    migrated the schema."""
+    applied: tuple[Migration, ...]
+    pending: tuple[Migration, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Applied:
+    version: int
+    checksum: str
+    works_from: int
+
+
+async def status(
+    connection: Connection[Any], schema: str, purpose: str | None = None
+) -> SchemaStatus:
+    """Read which migrations are applied and which are pending; changes nothing.
+
+    Args:
+        purpose: as in `map_errors`.
+
+    Raises:
+        SchemaTooNew: a newer, incompatible version of this package migrated the schema.
+        CannotRun: an applied file differs from this program's, or the schema belongs to another
+            application.
+        DatabaseUnavailable: the connection was lost.
+    """
+    with map_errors(schema, purpose):
+        try:
+            return await (await open_connection(connection)).execute_plan(read_status(schema))
+        except asyncpg.UndefinedColumnError as error:
+            raise not_ours(schema) from error
+
+
+def read_status(schema: str) -> Plan[SchemaStatus]:
+    """Read which migrations are applied, on a connection of any driver.
+
+    Raises:
+        SchemaTooNew, CannotRun: as in `status`.
+    """
+    history: dict[int, _Applied] = {}
+    ((exists,),) = yield Call(FIND_HISTORY, {"schema": schema})
+    if exists:
+        rows = yield Call(in_schema(READ_HISTORY, schema), {})
+        history = {row[0]: _Applied(*row) for row in rows}
+    return _status_of(schema, history)
+
+
+def _status_of(schema: str, history: dict[int, _Applied]) -> SchemaStatus:
+    known = migrations()
+    newest = known[-1].version
+    version = max(history, default=0)
+    if any(row.version > newest and row.works_from > newest for row in history.values()):
+        raise SchemaTooNew(
+            f'schema "{schema}" is at version {version}, this program knows '
+            f"{newest}; upgrade outbox-relay here"
+        )
+    applied = {row.version: row.checksum for row in history.values()}
+    for migration in known:
+        checksum = applied.get(migration.version)
+        if checksum is not None and checksum != migration.checksum:
+            raise CannotRun(
+                f'schema "{schema}" was created by a different {migration} than this program has; '
+                "use the version of outbox-relay that created it, or an empty schema"
+            )
+    done = tuple(m for m in known if m.version in applied)
+    pending = tuple(m for m in known if m.version not in applied)
+    if pending and version > pending[0].version:
+        raise CannotRun(
+            f'the history of schema "{schema}" lacks {pending[0]}, but has later migrations'
+        )
+    return SchemaStatus(schema, version, done, pending)
+
+
+async def require_current(
+    connection: Connection[Any], schema: str, purpose: str | None = None
+) -> None:
+    """Check that the schema is compatible with this program.
+
+    Args:
+        purpose: as in `map_errors`.
+
+    Raises:
+        SchemaMissing: it does not exist, or is older than this program.
+        SchemaTooNew: it is newer and incompatible.
+        CannotRun: as in `status`.
+    """
+    require_applied(await status(connection, schema, purpose), f"run: {migrate_command(schema)}")
+
+
+def require_applied(found: SchemaStatus, remedy: str) -> None:
+    """Check that no migration is pending.
+
+    Args:
+        remedy: what applies the migrations, for the error.
+
+    Raises:
+        SchemaMissing: one is pending.
+    """
+    if not found.applied:
+        raise SchemaMissing(f'schema "{found.schema}" is not there; {remedy}')
+    if found.pending:
+        raise SchemaMissing(
+            f'schema "{found.schema}" is at version {found.version}, this program needs '
+            f"{found.pending[-1].version}; {remedy}"
+        )
+
+
+def not_ours(schema: str) -> CannotRun:
+    """The error for a schema with tables of another application."""
+    return CannotRun(
+        f'schema "{schema}" contains tables of another application; '
+        "choose another schema with --schema"
+    )
