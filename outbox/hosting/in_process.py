@@ -118,7 +118,8 @@ class Relay:
         """Drain and stop the relay."""
         self._require_own_process()
         task = self._task
-        assert task is not None
+        if task is None:
+            raise UsageError("this relay does not run; use `async with`")
         self._stop.set()
         if self._relay is not None:
             self._relay.stop()

@@ -46,6 +46,7 @@ TIMEOUT_S = 10.0
 POLL_S = 0.02
 DRAIN_S = 1.0
 """For requests in flight when the time is up."""
+_SILENT = "the database does not respond"
 
 # Relays that may own the endpoints: their lease has not expired.
 READ_REPLICAS = "SELECT name FROM replica WHERE expires_at > clock_timestamp() ORDER BY id"
@@ -246,7 +247,11 @@ async def _deliver(
                 rng=_LatestRetry(),
             )
             await _run_pass(connection, relay, timeout_s)
-            report = await _report(connection, settings, transport, last_dead)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    report = await _report(connection, settings, transport, last_dead)
+            except TimeoutError:
+                raise TimeoutError(f"deliver_now: {_SILENT}") from None
     finally:
         connection.terminate()
     if raise_errors:
@@ -271,16 +276,13 @@ async def _run_pass(connection: Connection[Any], relay: Relay, timeout_s: float)
         TimeoutError: the time was up before.
     """
     before = {row["lane_id"]: _head(row) for row in await connection.fetch(READ_PENDING)}
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + timeout_s
     working = asyncio.create_task(relay.run())
     try:
-        while not await _is_done(connection, before):
-            if loop.time() >= deadline:
-                raise TimeoutError(await _unfinished(connection, relay, before, timeout_s))
-            await asyncio.wait([working], timeout=POLL_S)
-            if working.done():
-                break
+        async with asyncio.timeout(timeout_s):
+            while not working.done() and not await _is_done(connection, before):
+                await asyncio.wait([working], timeout=POLL_S)
+    except TimeoutError:
+        raise TimeoutError(await _unfinished(connection, relay, before, timeout_s)) from None
     finally:
         relay.stop()
         (failure,) = await asyncio.gather(working, return_exceptions=True)
@@ -300,7 +302,11 @@ async def _unfinished(
     connection: Connection[Any], relay: Relay, before: Mapping[int, tuple[int, int]], limit_s: float
 ) -> str:
     """Describe what is left when the time is up."""
-    rows = await connection.fetch(READ_PENDING)
+    try:
+        async with asyncio.timeout(DRAIN_S):
+            rows = await connection.fetch(READ_PENDING)
+    except TimeoutError:
+        return f"deliver_now: not done after {limit_s:g} s: {_SILENT}"
     left = {row["endpoint"] for row, reason in _reasons(rows, before) if reason is None}
     condition = relay.readiness()
     if not condition.ready:

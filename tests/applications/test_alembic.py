@@ -404,3 +404,9 @@ async def test_autogenerate_keeps_away_from_the_schema(database: Database) -> No
     assert compare(include_object=outbox.alembic.include_object(not_legacy)) == {"orders"}
     other = outbox.alembic.include_name(schema="elsewhere")
     assert "relay.outbox" in compare(include_name=other)
+
+
+def test_no_file_contains_what_ends_its_command() -> None:
+    for migration in migrations():
+        assert "$migration$" not in migration.sql
+        assert "$outbox$" not in migration.sql
