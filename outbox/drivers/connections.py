@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from outbox.drivers.blocking import resolve
+from outbox.drivers.blocking import as_async, resolve
 from outbox.drivers.statement import numbered, pyformat
 from outbox.errors import UsageError
 
@@ -44,17 +44,20 @@ class Driver:
     """How an application begins a transaction, for messages."""
     below: str = ""
     """What to do if the connection belongs to another library, for messages."""
-    connect: Callable[[Any], Awaitable[Any]] | None = None
-    """Flushes a session and returns its connection."""
+    connect: Callable[[Any], Any] | None = None
+    """Returns the connection of a session, or an awaitable of it."""
+    flush: Callable[[Any], Awaitable[None]] | None = None
+    """Sends what a session holds back."""
 
 
 class OpenConnection:
     """A connection that can run statements now."""
 
-    __slots__ = ("_connection", "driver")
+    __slots__ = ("_connection", "_given", "driver")
 
-    def __init__(self, driver: Driver, connection: Any) -> None:
+    def __init__(self, driver: Driver, given: Any, connection: Any) -> None:
         self.driver = driver
+        self._given = given
         self._connection = connection
 
     @property
@@ -66,6 +69,11 @@ class OpenConnection:
     def has_transaction(self) -> bool:
         """Whether a transaction is open, or the next statement begins one."""
         return self.driver.has_transaction(self._connection)
+
+    async def flush(self) -> None:
+        """Send what a session holds back: it precedes the next statement, and may fail."""
+        if self.driver.flush is not None:
+            await self.driver.flush(self._given)
 
     def execute(self, call: Call) -> Awaitable[Rows]:
         """Run a statement; returns its rows."""
@@ -88,8 +96,8 @@ async def open_connection(given: Any, driver: Driver | None = None) -> OpenConne
         UsageError: it is of an unsupported type.
     """
     driver = driver or driver_of(given)
-    connection = given if driver.connect is None else await driver.connect(given)
-    return OpenConnection(driver, connection)
+    connection = given if driver.connect is None else await resolve(driver.connect(given))
+    return OpenConnection(driver, given, connection)
 
 
 def driver_of(given: Any) -> Driver:
@@ -135,10 +143,20 @@ async def _asyncpg(connection: Any, call: Call) -> Rows:
     return rows
 
 
-def _psycopg(connection: Any, call: Call) -> Awaitable[Rows]:
+async def _psycopg(connection: Any, call: Call) -> Rows:
+    from psycopg import AsyncConnection, AsyncCursor, Cursor
     from psycopg.rows import tuple_row
 
-    return _on_cursor(connection.cursor(row_factory=tuple_row), pyformat(call.sql), call)
+    is_async = isinstance(connection, AsyncConnection)
+    # Not `connection.cursor()`: an application may have chosen a kind with other parameters.
+    kind: Any = AsyncCursor if is_async else Cursor
+    cursor = kind(connection, row_factory=tuple_row)
+    if not connection.info.pipeline_status:
+        return await _on_cursor(cursor, pyformat(call.sql), call)
+    # In a pipeline a result arrives when it is synchronized.
+    pipeline = connection.pipeline()
+    async with pipeline if is_async else as_async(pipeline) as opened:
+        return await _on_cursor(cursor, pyformat(call.sql), call, opened.sync)
 
 
 def _psycopg2(connection: Any, call: Call) -> Awaitable[Rows]:
@@ -157,9 +175,13 @@ def _sqlite(connection: Any, call: Call) -> Awaitable[Rows]:
     return _on_cursor(cursor, call.sql, call)
 
 
-async def _on_cursor(cursor: Any, sql: str, call: Call) -> Rows:
+async def _on_cursor(
+    cursor: Any, sql: str, call: Call, synchronize: Callable[[], Any] | None = None
+) -> Rows:
     try:
         await resolve(cursor.execute(sql, call.parameters))
+        if synchronize is not None:
+            await resolve(synchronize())
         rows: Rows = await resolve(cursor.fetchall()) if cursor.description else ()
         return rows
     finally:
@@ -184,13 +206,22 @@ async def _memory(transaction: Any, call: Call) -> Rows:
     return rows
 
 
-async def _connection_of_session(session: Any) -> Any:
-    # What the application did before comes first; and a flush that fails must do so here.
-    await resolve(session.flush())
-    return await resolve(session.connection())
+async def _flush_session(session: Any) -> None:
+    from sqlalchemy.exc import InvalidRequestError
+
+    try:
+        await resolve(session.flush())
+    except InvalidRequestError as error:
+        # Called by a listener of the flush itself.
+        if "already flushing" not in str(error):
+            raise
 
 
 # ----------------------------------------------------------------------- transactions
+
+
+# PQTRANS_IDLE and PQTRANS_ACTIVE: a pipeline has statements in flight.
+_OUTSIDE = (0, 1)
 
 
 def _asyncpg_has_transaction(connection: Any) -> Any:
@@ -199,8 +230,9 @@ def _asyncpg_has_transaction(connection: Any) -> Any:
 
 
 def _psycopg_has_transaction(connection: Any) -> bool:
-    # Without autocommit the first statement begins a transaction.
-    return not connection.autocommit or bool(connection.info.transaction_status)
+    # Without autocommit the first statement begins a transaction.  Of a closed connection the
+    # status is unknown, and the driver raises its own error later.
+    return not connection.autocommit or connection.info.transaction_status not in _OUTSIDE
 
 
 def _psycopg2_has_transaction(connection: Any) -> bool:
@@ -266,7 +298,12 @@ _SQLALCHEMY = Driver(
     has_transaction=_sqlalchemy_has_transaction,
     begin="with engine.begin() as connection:",
 )
-_SESSION = replace(_SQLALCHEMY, connect=_connection_of_session, begin="with session.begin():")
+_SESSION = replace(
+    _SQLALCHEMY,
+    connect=lambda session: session.connection(),
+    flush=_flush_session,
+    begin="with session.begin():",
+)
 _SQLALCHEMY_ASYNC = replace(_SQLALCHEMY, is_async=True, begin=f"async {_SQLALCHEMY.begin}")
 _SESSION_ASYNC = replace(_SESSION, is_async=True, begin=f"async {_SESSION.begin}")
 _DJANGO = Driver(

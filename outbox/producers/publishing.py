@@ -124,6 +124,7 @@ async def publish_encoded(
 async def release(given: Any, driver: Driver, once_key: str, *, schema: str) -> bool:
     """Release an idempotency key; see `outbox.reset`."""
     connection = await open_connection(given, driver)
+    await connection.flush()
     try:
         async with _savepoint(connection):
             call = Call(in_schema(statements.RESET_ONCE, schema), {"once": once_key})
@@ -150,6 +151,7 @@ async def _open(given: Any, driver: Driver, *, autocommit: bool) -> OpenConnecti
             "connection: no transaction is open, so the event would be committed on its own; "
             f"publish inside of `{driver.begin}`{driver.below}, or pass autocommit=True"
         )
+    await connection.flush()
     return connection
 
 

@@ -241,6 +241,7 @@ class CapturedEvents(Sequence[CapturedEvent]):
         connection = await open_connection(self._given, self._driver)
         if connection.dialect != "postgresql":
             raise UsageError(f"connection: events are in PostgreSQL, not in {connection.dialect}")
+        await connection.flush()
         return connection
 
     async def _execute(self, connection: OpenConnection, plan: Plan[Any]) -> Any:

@@ -411,6 +411,63 @@ async def test_a_session_is_flushed_first(database: Database) -> None:
     assert await numbers(database) == [1]
 
 
+def test_a_refused_publish_flushes_nothing(database: Database) -> None:
+    engine = sa.create_engine(
+        database.dsn.replace("postgresql:", "postgresql+psycopg:"), isolation_level="AUTOCOMMIT"
+    )
+    Base.metadata.create_all(engine)
+    with Session(engine) as session:
+        session.add(Order(id=7))
+        with pytest.raises(NoTransaction):
+            outbox.sync.publish(session, "order.paid", {}, key="1")
+    with engine.connect() as connection:
+        assert connection.execute(sa.select(sa.func.count()).select_from(Order)).scalar() == 0
+    engine.dispose()
+
+
+@pytest.mark.parametrize("hook", ["before_flush", "after_flush", "before_commit"])
+async def test_a_listener_of_a_session_publishes(database: Database, hook: str) -> None:
+    """Of the flush itself, too, which cannot be begun again."""
+    engine = create_async_engine(database.dsn.replace("postgresql:", "postgresql+asyncpg:"))
+    async with engine.begin() as connection:
+        await connection.run_sync(Base.metadata.create_all)
+    async with AsyncSession(engine) as session:
+
+        def publish(session: Session, *_: Any) -> None:
+            outbox.sync.publish(session, "order.paid", {}, key="1")
+
+        sa.event.listen(session.sync_session, hook, publish)
+        for ends in (session.commit, session.rollback):
+            session.add(Order(id=7 if ends == session.commit else 8))
+            await (ends() if hook == "before_commit" else session.flush())
+            await ends()
+    await engine.dispose()
+    assert set(await numbers(database)) == {1}
+
+
+def test_the_cursors_of_an_application_do_not_matter(database: Database) -> None:
+    for cursor in (psycopg.ClientCursor, psycopg.RawCursor, psycopg.ServerCursor):
+        with psycopg.connect(database.dsn) as connection:
+            connection.cursor_factory = cursor
+            outbox.sync.publish(connection, "order.paid", {}, key="1")
+
+
+async def test_a_pipeline_in_autocommit_is_no_transaction(database: Database) -> None:
+    with psycopg.connect(database.dsn, autocommit=True) as blocking, blocking.pipeline():
+        blocking.execute("SELECT 1")
+        with pytest.raises(NoTransaction):
+            outbox.sync.publish(blocking, "order.paid", {}, key="1")
+        with blocking.transaction():
+            assert outbox.sync.publish(blocking, "order.paid", dict, key="2", once="a")
+    async with (
+        await psycopg.AsyncConnection.connect(database.dsn, autocommit=True) as connection,
+        connection.pipeline(),
+        connection.transaction(),
+    ):
+        assert await outbox.publish(connection, "order.paid", {}, key="3")
+    assert await numbers(database) == [2, 3]
+
+
 async def test_blocking_code_of_an_asyncio_session_publishes(database: Database) -> None:
     """`run_sync` gives it a blocking session on an asyncio driver."""
     engine = create_async_engine(database.dsn.replace("postgresql:", "postgresql+asyncpg:"))

@@ -85,6 +85,7 @@ async def _execute(
     **kwargs: P.kwargs,
 ) -> T:
     opened = await open_connection(connection)
+    await opened.flush()
     return await opened.execute_plan(plan(inbox, opened, *args, **kwargs))
 
 
