@@ -14,7 +14,7 @@ The docstrings are those of the real ones.
 from __future__ import annotations
 
 from outbox.relay.cluster.stores import Stores
-from tests.sim.stores import altered_secrets, channels, migrate, privileges, timeline
+from tests.sim.stores import altered_secrets, channels, privileges, schema_status, timeline
 from tests.sim.stores.batches import SequencingStore
 from tests.sim.stores.endpoint_state import EndpointStateStore
 from tests.sim.stores.lanes import LaneStore
@@ -37,7 +37,7 @@ STORES = Stores(
     partitions=PartitionStore,
     retention=RetentionStore,
     skipped_events=SkippedEventStore,
-    require_current=migrate.require_current,
+    require_current=schema_status.require_current,
     require_relay_privileges=privileges.require_relay_privileges,
     read_timeline=timeline.read_timeline,
     trim_notification_queue=channels.trim_notification_queue,

@@ -1,32 +1,18 @@
-"""The version of the schema, which is always the program's own, and a migration of the outbox."""
+"""A migration of the outbox."""
 
 from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING
 
-from outbox.core.model.schema_name import schema_missing
-from outbox.store.connection.connect import map_errors
 from outbox.store.connection.lock_retry import LockRetry
 from tests.sim.database.engine import EXCLUSIVE, Wait
 from tests.sim.database.inserts import OUTBOX_LOCK
-from tests.sim.database.tables import SCHEMA
 
 if TYPE_CHECKING:
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Steps, Transaction
     from tests.sim.database.tables import Database
-
-
-async def require_current(connection: Connection, schema: str, purpose: str | None = None) -> None:
-    with map_errors(schema, purpose):
-        if not await connection.call(find_history, schema):
-            raise schema_missing(schema)
-        await connection.call(read_history)
-
-
-def find_history(db: Database, tx: Transaction, schema: str) -> bool:
-    return schema == SCHEMA
 
 
 async def alter_outbox(connection: Connection, schema: str, *, actor: str) -> None:
@@ -50,7 +36,3 @@ def alter_table(db: Database, tx: Transaction, lock_timeout_s: float) -> Steps[N
     tx.lock_timeout_s = lock_timeout_s
     yield Wait(*OUTBOX_LOCK, EXCLUSIVE)
     yield db.pause_s()
-
-
-def read_history(db: Database, tx: Transaction) -> None:
-    """Every migration is applied."""
