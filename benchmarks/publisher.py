@@ -37,10 +37,10 @@ DRIVERS: dict[str, type[Application]] = {
     "psycopg, asyncio": PsycopgAsync,
     "psycopg": Psycopg,
     "psycopg2": Psycopg2,
-    "SQLAlchemy AsyncSession on asyncpg": SQLAlchemyAsyncSession,
-    "SQLAlchemy Connection on psycopg": SQLAlchemyConnection,
-    "SQLAlchemy Session on psycopg": SQLAlchemySession,
-    "Django on psycopg": Django,
+    "SQLAlchemy AsyncSession": SQLAlchemyAsyncSession,
+    "SQLAlchemy Connection": SQLAlchemyConnection,
+    "SQLAlchemy Session": SQLAlchemySession,
+    "Django": Django,
 }
 MANY = 100
 WARM_UP = 20

@@ -42,13 +42,13 @@ async def run(stage: Stage, server: Server, rounds: int, seconds: float) -> list
             stage.say(f"publishing, {driver}, round {number + 1} of {rounds}: {last}")
         inserted = found.samples_of("insert")
         for name, what, target in (
-            ("one event in each transaction", "publish", ONE),
-            (f"publish_many of {MANY}", "publish_many", SEVERAL),
+            (driver, "publish", ONE),
+            (f"{driver}, {MANY} at once", "publish_many", SEVERAL),
         ):
             rows.append(
                 Row(
                     "publishing",
-                    f"{driver}, {name}",
+                    name,
                     "/s",
                     found.samples_of(what),
                     "INSERT of one row",
