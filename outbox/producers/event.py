@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import orjson
 
 from outbox.core.model import event as rules
-from outbox.errors import InvalidEvent
+from outbox.errors import InvalidEvent, UsageError
 from outbox.producers.tracing import add_trace_context
 
 if TYPE_CHECKING:
@@ -71,9 +71,13 @@ def encode_events(events: Sequence[Event]) -> bytes:
 
     Raises:
         InvalidEvent: as `encode_event`; the message contains the event's position.
+        UsageError: it is no `Event`.
     """
     rows = []
     for number, event in enumerate(events, 1):
+        if not isinstance(event, Event):
+            kind = type(event).__name__
+            raise UsageError(f"events: event {number} is a {kind}, not an outbox.Event")
         try:
             if callable(event.payload):
                 raise InvalidEvent(

@@ -9,14 +9,14 @@ The event is part of that transaction: it is delivered if and only if the transa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from outbox.core.model.schema_name import SCHEMA
 from outbox.producers.event import Event
 from outbox.producers.publishing import driver_for, publish_one, publish_several, release
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterable, Mapping
+    from collections.abc import Callable, Coroutine, Iterable, Mapping
     from datetime import datetime, timedelta
     from uuid import UUID
 
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
         | AsyncSession
         | async_scoped_session[Any]
     )
+
+T = TypeVar("T")
 
 
 def publish(
@@ -91,7 +93,10 @@ def publish(
     """
     driver = driver_for(connection, is_async=True, instead="outbox.sync.publish")
     event = Event(type, payload, key, tenant, once, expires_in, deliver_at, headers, once_for)
-    return publish_one(connection, driver, event, autocommit=autocommit, schema=schema)
+    return _named(
+        publish,
+        publish_one(connection, driver, event, autocommit=autocommit, schema=schema),
+    )
 
 
 def publish_many(
@@ -113,7 +118,11 @@ def publish_many(
         Exception: others as in `publish`.
     """
     driver = driver_for(connection, is_async=True, instead="outbox.sync.publish_many")
-    return publish_several(connection, driver, list(events), autocommit=autocommit, schema=schema)
+    several = list(events)
+    return _named(
+        publish_many,
+        publish_several(connection, driver, several, autocommit=autocommit, schema=schema),
+    )
 
 
 def reset(
@@ -131,4 +140,13 @@ def reset(
         UsageError: the connection is of an unsupported type.
     """
     driver = driver_for(connection, is_async=True, instead="outbox.sync.reset")
-    return release(connection, driver, once_key, schema=schema)
+    return _named(reset, release(connection, driver, once_key, schema=schema))
+
+
+def _named(
+    function: Callable[..., object], called: Coroutine[Any, Any, T]
+) -> Coroutine[Any, Any, T]:
+    """Name a coroutine by the function that was called, for the warning if it is not awaited."""
+    named: Any = called
+    named.__qualname__ = f"outbox.{function.__name__}"
+    return called

@@ -589,3 +589,22 @@ async def test_a_blocking_driver_cannot_compute_a_coroutine(database: Database) 
 
     await asyncio.to_thread(threaded)
     assert await numbers(database) == [2]
+
+
+async def test_a_coroutine_has_the_name_of_what_was_called(database: Database) -> None:
+    """Python warns with it if the coroutine is not awaited."""
+    connection = await database.connect()
+    for name, arguments in (
+        ("publish", ("order.paid", {})),
+        ("publish_many", ([],)),
+        ("reset", ("a",)),
+    ):
+        coroutine = getattr(outbox, name)(connection, *arguments)
+        assert coroutine.__qualname__ == f"outbox.{name}"
+        coroutine.close()
+
+
+async def test_what_is_no_event_is_named(database: Database) -> None:
+    connection = await database.connect()
+    with pytest.raises(UsageError, match=r"event 2 is a dict, not an outbox\.Event"):
+        await outbox.publish_many(connection, [Event("a", 1), {"type": "a"}])
