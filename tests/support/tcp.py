@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
 import struct
 from contextlib import asynccontextmanager, suppress
@@ -230,7 +231,11 @@ async def silent(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
 
 
 def free_port() -> int:
-    """A port without a listener at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port without a listener at this moment, below those that clients get from the system."""
+    # Not the test's own random numbers: every worker would draw the same.
+    numbers = random.SystemRandom()
+    while True:
+        port = numbers.randrange(15_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
