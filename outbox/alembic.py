@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from outbox.core.model.schema_name import SCHEMA, migrate_command
 from outbox.drivers.blocking import run
 from outbox.drivers.connections import open_connection
-from outbox.drivers.errors import server_error
+from outbox.drivers.errors import CREATED_MEANWHILE, LOCK_NOT_GRANTED, server_error
 from outbox.errors import CannotRun, NoTransaction, UsageError
 from outbox.producers.publishing import driver_for
 from outbox.store.connection.lock_retry import PAUSE_S, RETRY_FOR_S, lock_failure
@@ -42,9 +42,6 @@ if TYPE_CHECKING:
 __all__ = ["check", "downgrade", "include_name", "include_object", "upgrade"]
 
 # SQLSTATEs, see appendix A of the PostgreSQL documentation.
-_LOCK_NOT_GRANTED = ("55P03", "40P01")  # 40P01: where deadlock_timeout is shorter.
-_CREATED_MEANWHILE = ("42P06", "23505")
-"""Another session has created the schema or the history, and committed."""
 _ANOTHER_TABLE = ("42703", "42P07", "42723")
 """A column is undefined, or a table or function exists already."""
 
@@ -189,7 +186,7 @@ def _upgrade(connection: Connection, statements: list[str], to: int, schema: str
             sqlstate = server_error(error).sqlstate
             if sqlstate in _ANOTHER_TABLE:
                 raise not_ours(schema) from error
-            if sqlstate in _CREATED_MEANWHILE:
+            if sqlstate in CREATED_MEANWHILE:
                 if created_meanwhile:
                     # The next attempt sees it, unless its snapshot is that of the transaction.
                     raise CannotRun(
@@ -198,7 +195,7 @@ def _upgrade(connection: Connection, statements: list[str], to: int, schema: str
                     ) from error
                 created_meanwhile = True
                 continue
-            if sqlstate not in _LOCK_NOT_GRANTED:
+            if sqlstate not in LOCK_NOT_GRANTED:
                 raise
             if time.monotonic() >= deadline:
                 raise CannotRun(lock_failure("the outbox schema was not migrated")) from error

@@ -106,8 +106,8 @@ def publish_many(
 def reset(connection: ConnectionLike, once_key: str, *, schema: str = SCHEMA) -> bool:
     """Release an idempotency key, so that its next event is published.
 
-    Never fails, and never aborts the caller's transaction: a failed reset is logged
-    as a warning, and the key expires later.
+    A failed reset is logged as a warning and does not abort the caller's transaction; the key
+    expires later.  A session is flushed first, and its error is raised.
 
     Returns:
         True if the key was taken; it is free when the transaction commits.

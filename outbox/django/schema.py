@@ -14,7 +14,12 @@ from django.db import DatabaseError
 
 from outbox.drivers.blocking import run
 from outbox.drivers.connections import open_connection
-from outbox.drivers.errors import server_error
+from outbox.drivers.errors import (
+    CREATED_MEANWHILE,
+    LOCK_NOT_GRANTED,
+    NO_PRIVILEGE,
+    server_error,
+)
 from outbox.errors import CannotRun, UsageError
 from outbox.store.connection.lock_retry import PAUSE_S, RETRY_FOR_S, lock_failure, lock_message
 from outbox.store.connection.message import ABORTED
@@ -47,12 +52,8 @@ SELECT current_user AS role, h.oid IS NOT NULL AS has_history,
 """
 
 # SQLSTATEs, see appendix A of the PostgreSQL documentation.
-_NOT_GRANTED = ("55P03", "40P01")  # Also a deadlock, where deadlock_timeout is shorter.
 _EXISTS = ("42P07", "42723")
-_NO_PRIVILEGE = "42501"
 _UNDEFINED_COLUMN = "42703"
-# Both have created the schema or the history, and the other one has committed.
-_CREATED_MEANWHILE = ("23505", "42P06")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,16 +147,16 @@ def _apply(connection: Any, schema: str, migration: Migration) -> bool:
                 cursor.execute(message)
         except DatabaseError as error:
             sqlstate = server_error(error).sqlstate
-            if sqlstate == ABORTED or (sqlstate in _CREATED_MEANWHILE and migration.version == 1):
+            if sqlstate == ABORTED or (sqlstate in CREATED_MEANWHILE and migration.version == 1):
                 return False
             if sqlstate in _EXISTS:
                 raise not_ours(schema) from error
-            if sqlstate == _NO_PRIVILEGE and creates_schema:
+            if sqlstate == NO_PRIVILEGE and creates_schema:
                 with connection.cursor() as cursor:
                     cursor.execute(READ_CURRENT_ROLE)
                     current = cursor.fetchone()
                 raise may_not_create_schema(*current) from error
-            if sqlstate not in _NOT_GRANTED:
+            if sqlstate not in LOCK_NOT_GRANTED:
                 raise
             if time.monotonic() >= deadline:
                 raise CannotRun(lock_failure(f"{migration} was not applied")) from None

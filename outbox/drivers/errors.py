@@ -15,6 +15,13 @@ from outbox.drivers.connections import names_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+# SQLSTATEs, see appendix A of the PostgreSQL documentation.
+NO_PRIVILEGE = "42501"
+LOCK_NOT_GRANTED = ("55P03", "40P01")
+"""A lock time-out; or a deadlock, where deadlock_timeout is shorter."""
+CREATED_MEANWHILE = ("23505", "42P06")
+"""Two sessions have created the same schema or its history, and the other one has committed."""
+
 
 class ServerError(NamedTuple):
     """What the server reported."""

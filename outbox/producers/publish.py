@@ -130,8 +130,8 @@ def reset(
 ) -> Coroutine[Any, Any, bool]:
     """Release an idempotency key, so that its next event is published; await the result.
 
-    Never fails, and never aborts the caller's transaction: a failed reset is logged
-    as a warning, and the key expires later.
+    A failed reset is logged as a warning and does not abort the caller's transaction; the key
+    expires later.  A session is flushed first, and its error is raised.
 
     Returns:
         True if the key was taken; it is free when the transaction commits.

@@ -15,7 +15,7 @@ from uuid import UUID
 
 from outbox.core.model.schema_name import schema_missing
 from outbox.drivers.connections import OpenConnection, driver_of, open_connection
-from outbox.drivers.errors import server_error
+from outbox.drivers.errors import NO_PRIVILEGE, server_error
 from outbox.drivers.statement import Call
 from outbox.errors import CannotRun, InvalidEvent, NoTransaction, OutboxError, UsageError
 from outbox.producers import statements
@@ -33,7 +33,6 @@ logger = logging.getLogger("outbox.producers")
 
 # SQLSTATEs, see appendix A of the PostgreSQL documentation.
 _SCHEMA_MISSING = ("42883", "3F000")
-_NO_PRIVILEGE = "42501"
 _CHECK_VIOLATION = "23514"
 
 
@@ -222,7 +221,7 @@ def _mapped(error: Exception, schema: str) -> OutboxError | None:
     sqlstate, constraint, message = server_error(error)
     if sqlstate in _SCHEMA_MISSING:
         return schema_missing(schema)
-    if sqlstate == _NO_PRIVILEGE:
+    if sqlstate == NO_PRIVILEGE:
         return CannotRun(
             f"{message}: this role may not publish; run: outbox migrate --producer ROLE"
         )

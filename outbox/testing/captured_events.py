@@ -22,7 +22,7 @@ from outbox.core.model import pattern as patterns
 from outbox.core.model.schema_name import SCHEMA, schema_missing
 from outbox.drivers.blocking import run
 from outbox.drivers.connections import driver_of, open_connection
-from outbox.drivers.errors import server_error
+from outbox.drivers.errors import NO_PRIVILEGE, server_error
 from outbox.drivers.statement import Call
 from outbox.errors import CannotRun, NoTransaction, UsageError
 from outbox.producers.statements import in_schema
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 # SQLSTATEs, see appendix A of the PostgreSQL documentation.
 _SCHEMA_MISSING = ("42P01", "3F000")
-_NO_PRIVILEGE = "42501"
 
 # The start of the block: the transaction, and the highest ids that it sees.  What it writes later
 # has a higher id, because ids are assigned in ascending order.
@@ -251,7 +250,7 @@ class CapturedEvents(Sequence[CapturedEvent]):
             reported = server_error(error)
             if reported.sqlstate in _SCHEMA_MISSING:
                 raise schema_missing(self._schema) from error
-            if reported.sqlstate == _NO_PRIVILEGE:
+            if reported.sqlstate == NO_PRIVILEGE:
                 raise CannotRun(
                     f"{reported.message}: this role may publish, but not read the events; run "
                     "the test as the role that ran outbox migrate"

@@ -9,7 +9,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -20,6 +19,7 @@ from tests.django.projects import ROOT, database_settings
 from tests.django.test_migrations import in_project
 from tests.support.documents import normalized, read
 from tests.support.tcp import free_port
+from tests.support.waiting import until_sync
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -141,12 +141,19 @@ class Reader:
         self.wait_for(lambda: ready in path.read_text(), name)
 
     def wait_for(self, condition: Any, name: str) -> None:
-        deadline = time.monotonic() + WAIT_S
         process, path = self.running[name]
-        while not condition():
+
+        def is_met() -> bool:
+            if condition():
+                return True
             assert process.poll() is None, path.read_text()
-            assert time.monotonic() < deadline, path.read_text()
-            time.sleep(0.05)
+            return False
+
+        try:
+            until_sync(is_met, WAIT_S, name)
+        except AssertionError as error:
+            error.add_note(path.read_text())
+            raise
 
     def received(self) -> list[str]:
         lines = normalized(self.running["outbox listen"][1].read_text())

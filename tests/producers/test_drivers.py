@@ -335,8 +335,8 @@ async def test_what_the_database_refuses_is_not_published(
             await application.publish(1)
         await application.rollback()
         await application.begin()
-        await application.execute("CREATE ROLE nobody_drivers")
-        await application.execute("SET LOCAL ROLE nobody_drivers")
+        await application.execute("CREATE ROLE app_without_rights")
+        await application.execute("SET LOCAL ROLE app_without_rights")
         with pytest.raises((CannotRun, SchemaMissing)) as refused:
             await application.publish(1)
         assert "may not publish" in str(refused.value)
