@@ -12,16 +12,15 @@ so a database that was migrated by one of them is up to date for the other.
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from outbox.core.model.schema_name import SCHEMA, migrate_command
 from outbox.drivers.blocking import run
 from outbox.drivers.connections import open_connection
-from outbox.drivers.errors import CREATED_MEANWHILE, LOCK_NOT_GRANTED, server_error
+from outbox.drivers.errors import CREATED_MEANWHILE, server_error
 from outbox.errors import CannotRun, NoTransaction, UsageError
 from outbox.producers.publishing import driver_for
-from outbox.store.connection.lock_retry import PAUSE_S, RETRY_FOR_S, lock_failure
+from outbox.store.connection.lock_retry import retry_until_granted
 from outbox.store.connection.migrate_in_transaction import statements_for
 from outbox.store.connection.migration_files import migrations
 from outbox.store.connection.schema_status import not_ours, read_status, require_applied
@@ -77,7 +76,7 @@ def upgrade(op: RevisionOperations, to: int, schema: str = SCHEMA) -> None:
         NoTransaction: the revision runs in autocommit; nothing was changed.
         SchemaTooNew: a later, incompatible version of this package migrated the schema.
         CannotRun: another session holds a lock, the schema belongs to another application, or the
-            snapshot of the revision is older than the schema; nothing was changed.
+            isolation level is not READ COMMITTED; nothing was changed.
         sqlalchemy.exc.DBAPIError: any other error of the driver.
     """
     statements = statements_for(schema, to)
@@ -174,34 +173,33 @@ def _upgrade(connection: Connection, statements: list[str], to: int, schema: str
             "outbox.alembic.upgrade needs the transaction of the revision; "
             "call it outside of autocommit_block()"
         )
-    deadline = time.monotonic() + RETRY_FOR_S
-    created_meanwhile = False
-    while True:
+    isolation_level = connection.exec_driver_sql("SHOW transaction_isolation").scalar_one()
+    if isolation_level != "read committed":
+        raise CannotRun(
+            f"this transaction is {isolation_level}, so it would not see what another session "
+            'migrates meanwhile; in env.py, give create_engine isolation_level="READ COMMITTED"'
+        )
+
+    def send() -> None:
+        # A savepoint: after a lock time-out, the transaction of the revision goes on.
+        with connection.begin_nested():
+            for statement in statements:
+                connection.exec_driver_sql(statement, execution_options={"no_parameters": True})
+
+    def attempt() -> None:
         try:
-            # A savepoint: after a lock time-out, the transaction of the revision goes on.
-            with connection.begin_nested():
-                for statement in statements:
-                    connection.exec_driver_sql(statement, execution_options={"no_parameters": True})
+            send()
         except Exception as error:
-            sqlstate = server_error(error).sqlstate
-            if sqlstate in _ANOTHER_TABLE:
-                raise not_ours(schema) from error
-            if sqlstate in CREATED_MEANWHILE:
-                if created_meanwhile:
-                    # The next attempt sees it, unless its snapshot is that of the transaction.
-                    raise CannotRun(
-                        f'another session has migrated the schema "{schema}" since this '
-                        "transaction began; run alembic upgrade again"
-                    ) from error
-                created_meanwhile = True
-                continue
-            if sqlstate not in LOCK_NOT_GRANTED:
+            if server_error(error).sqlstate not in CREATED_MEANWHILE:
                 raise
-            if time.monotonic() >= deadline:
-                raise CannotRun(lock_failure("the outbox schema was not migrated")) from error
-            time.sleep(PAUSE_S)
-        else:
-            return
+            send()  # What the other session created is committed, and is seen now.
+
+    try:
+        retry_until_granted(attempt, "the outbox schema was not migrated")
+    except Exception as error:
+        if server_error(error).sqlstate in _ANOTHER_TABLE:
+            raise not_ours(schema) from error
+        raise
 
 
 async def _status(connection: ConnectionLike, schema: str) -> SchemaStatus:

@@ -6,7 +6,6 @@ history table.  So either command finds what the other one applied.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +13,9 @@ from django.db import DatabaseError
 
 from outbox.drivers.blocking import run
 from outbox.drivers.connections import open_connection
-from outbox.drivers.errors import (
-    CREATED_MEANWHILE,
-    LOCK_NOT_GRANTED,
-    NO_PRIVILEGE,
-    server_error,
-)
+from outbox.drivers.errors import CREATED_MEANWHILE, NO_PRIVILEGE, server_error
 from outbox.errors import CannotRun, UsageError
-from outbox.store.connection.lock_retry import PAUSE_S, RETRY_FOR_S, lock_failure, lock_message
+from outbox.store.connection.lock_retry import lock_message, retry_until_granted
 from outbox.store.connection.message import ABORTED
 from outbox.store.connection.migrate import (
     READ_CURRENT_ROLE,
@@ -35,7 +29,14 @@ if TYPE_CHECKING:
     from outbox.store.connection.migration_files import Migration
     from outbox.store.connection.schema_status import SchemaStatus
 
-PRODUCER_FUNCTIONS = ("publish", "publish_many", "claim_once", "reset_once", "payload_bytes_max")
+PRODUCER_FUNCTIONS = (
+    "publish",
+    "publish_text",
+    "publish_many",
+    "claim_once",
+    "reset_once",
+    "payload_bytes_max",
+)
 """What a role has to be allowed to execute to publish: see `producer_privileges()`."""
 
 # What this role may do in a schema, from the catalogs, which every role may read.
@@ -140,26 +141,23 @@ def _apply(connection: Any, schema: str, migration: Migration) -> bool:
     creates_schema = read_access(connection, schema) is None
     # Without parameters it is one message, which PostgreSQL executes as one transaction.
     message = lock_message(apply_statements(schema, migration, creates_schema=creates_schema))
-    deadline = time.monotonic() + RETRY_FOR_S
-    while True:
-        try:
+
+    def attempt() -> None:
+        with connection.cursor() as cursor:
+            cursor.execute(message)
+
+    try:
+        retry_until_granted(attempt, f"{migration} was not applied")
+    except DatabaseError as error:
+        sqlstate = server_error(error).sqlstate
+        if sqlstate == ABORTED or (sqlstate in CREATED_MEANWHILE and migration.version == 1):
+            return False
+        if sqlstate in _EXISTS:
+            raise not_ours(schema) from error
+        if sqlstate == NO_PRIVILEGE and creates_schema:
             with connection.cursor() as cursor:
-                cursor.execute(message)
-        except DatabaseError as error:
-            sqlstate = server_error(error).sqlstate
-            if sqlstate == ABORTED or (sqlstate in CREATED_MEANWHILE and migration.version == 1):
-                return False
-            if sqlstate in _EXISTS:
-                raise not_ours(schema) from error
-            if sqlstate == NO_PRIVILEGE and creates_schema:
-                with connection.cursor() as cursor:
-                    cursor.execute(READ_CURRENT_ROLE)
-                    current = cursor.fetchone()
-                raise may_not_create_schema(*current) from error
-            if sqlstate not in LOCK_NOT_GRANTED:
-                raise
-            if time.monotonic() >= deadline:
-                raise CannotRun(lock_failure(f"{migration} was not applied")) from None
-        else:
-            return True
-        time.sleep(PAUSE_S)
+                cursor.execute(READ_CURRENT_ROLE)
+                current = cursor.fetchone()
+            raise may_not_create_schema(*current) from error
+        raise
+    return True

@@ -20,10 +20,13 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 import outbox.alembic
 from outbox.errors import CannotRun, NoTransaction, SchemaMissing, SchemaTooNew, UsageError
+from outbox.store.connection import lock_retry, migrate_in_transaction
 from outbox.store.connection.migrate import migrate
 from outbox.store.connection.migration_files import migrations
 from outbox.store.connection.schema_status import status
 from tests.store.test_migrate import CATALOG
+from tests.support.relay import fetchval
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -245,7 +248,7 @@ async def test_a_lock_is_awaited_in_short_attempts(
             asyncio.run_coroutine_threadsafe(transaction.rollback(), loop).result()
 
     clock = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
-    monkeypatch.setattr(outbox.alembic, "time", clock)
+    monkeypatch.setattr(lock_retry, "time", clock)
     await upgrade(config)
     assert len(pauses) == 2
     assert await version(empty_database) == NEWEST
@@ -254,22 +257,37 @@ async def test_a_lock_is_awaited_in_short_attempts(
 async def test_a_lock_that_is_not_released_is_reported(
     empty_database: Database, locked: tuple[Config, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outbox.alembic, "RETRY_FOR_S", 0.0)
+    monkeypatch.setattr(lock_retry, "RETRY_FOR_S", 0.0)
     with pytest.raises(CannotRun, match=r"was not migrated: .* another session still holds a lock"):
         await upgrade(locked[0])
     assert await version(empty_database) == 4
 
 
-async def test_a_snapshot_older_than_the_schema_is_reported(empty_database: Database) -> None:
+async def test_a_schema_that_another_session_creates_meanwhile_is_used(
+    empty_database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(migrate_in_transaction, "LOCK_TIMEOUT_S", 10.0)
+    config = environment(empty_database, tmp_path, f"outbox.alembic.upgrade(op, to={NEWEST})")
+    waiting = "SELECT EXISTS (SELECT FROM pg_locks WHERE NOT granted)"
+    async with empty_database.connection() as other, asyncio.TaskGroup() as tasks:
+        transaction = other.transaction()
+        await transaction.start()
+        await other.execute("CREATE SCHEMA relay")
+        upgrading = tasks.create_task(upgrade(config))
+        await until(lambda: fetchval(empty_database, waiting))
+        await transaction.commit()
+        await upgrading
+    assert await version(empty_database) == NEWEST
+
+
+async def test_an_isolation_level_with_one_snapshot_is_refused(empty_database: Database) -> None:
     url = empty_database.dsn.replace("postgresql:", "postgresql+psycopg:")
     engine = sa.create_engine(url, poolclass=sa.NullPool, isolation_level="REPEATABLE READ")
     with engine.connect() as connection:
-        connection.execute(sa.text("SELECT"))
-        async with empty_database.connection() as other:
-            await migrate(other, "relay")
         operations = Operations(MigrationContext.configure(connection))
-        with pytest.raises(CannotRun, match=r"since this transaction began; run alembic .* again"):
+        with pytest.raises(CannotRun, match=r"is repeatable read, .*in env\.py"):
             outbox.alembic.upgrade(operations, to=NEWEST)
+    assert await version(empty_database) == 0
 
 
 # ----------------------------------------------------------------------- refusals

@@ -187,7 +187,7 @@ async def test_it_does_not_wait_long_for_the_lock_of_a_producer(
     empty_database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await in_project({"default": empty_database}, lambda: run_migrate(APP_LABEL, "0002"))
-    monkeypatch.setattr("outbox.django.schema.RETRY_FOR_S", 0.3)
+    monkeypatch.setattr("outbox.store.connection.lock_retry.RETRY_FOR_S", 0.3)
     async with empty_database.connection() as producer:
         transaction = producer.transaction()
         await transaction.start()

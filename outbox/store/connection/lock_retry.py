@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 
 from outbox.core.model.sql_names import quote_literal
+from outbox.drivers.errors import LOCK_NOT_GRANTED, server_error
 from outbox.errors import CannotRun, OutboxError
 from outbox.store.connection.connect import CONNECTION_ERRORS
 
@@ -92,6 +94,32 @@ def lock_message(statements: list[str]) -> str:
             *statements,
         ]
     )
+
+
+def retry_until_granted(attempt: Callable[[], None], failure: str) -> None:
+    """Repeat an attempt of a blocking driver until its locks are granted.
+
+    Args:
+        attempt: sends statements that wait for a lock for `LOCK_TIMEOUT_S` at most; an attempt
+            that fails changes nothing.
+        failure: what was not done if the locks are not granted, for the error.
+
+    Raises:
+        CannotRun: a lock was not granted within `RETRY_FOR_S`; nothing was changed.
+        Exception: any other error of the attempt.
+    """
+    deadline = time.monotonic() + RETRY_FOR_S
+    while True:
+        try:
+            attempt()
+        except Exception as error:
+            if server_error(error).sqlstate not in LOCK_NOT_GRANTED:
+                raise
+            if time.monotonic() >= deadline:
+                raise CannotRun(lock_failure(failure)) from error
+        else:
+            return
+        time.sleep(PAUSE_S)
 
 
 class LockRetry:
