@@ -231,9 +231,48 @@ BEGIN
 END $$;
 REVOKE ALL ON FUNCTION publish FROM PUBLIC;
 
+-- Publishes one event from text and numbers, which every driver has: for the package's client
+-- library.  The payload's size is checked here and returned with the limit, because a CHECK
+-- violation would abort the caller's transaction; event_id is NULL if the payload is too large.
+-- The expiry is computed with the database's clock, which also decides whether it has passed;
+-- it counts from deliver_at for a delayed event.  A function, because many drivers do not
+-- prepare statements, and planning the same expressions costs more than executing them.
+CREATE FUNCTION publish_text(
+    type         text,
+    payload      text,
+    key          text,
+    tenant       text,
+    once         text,
+    headers      text,
+    deliver_at   text,
+    expires_in_s float8,
+    once_for_s   float8,
+    claimed      boolean,
+    OUT size     integer,
+    OUT size_max integer,
+    OUT event_id text
+)
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    parsed jsonb       := publish_text.payload;
+    due    timestamptz := publish_text.deliver_at;
+BEGIN
+    size := octet_length(parsed::text);
+    size_max := payload_bytes_max();
+    IF size <= size_max THEN
+        event_id := publish(
+            type => publish_text.type, payload => parsed, key => publish_text.key,
+            tenant => publish_text.tenant, once => publish_text.once,
+            expires_at => greatest(clock_timestamp(), due) + make_interval(secs => expires_in_s),
+            headers => publish_text.headers::jsonb, deliver_at => due,
+            claimed => publish_text.claimed, once_for => make_interval(secs => once_for_s));
+    END IF;
+END $$;
+REVOKE ALL ON FUNCTION publish_text FROM PUBLIC;
+
 -- Publishes many events with one statement, in array order, and returns their
--- event_ids, NULL where `once` is already claimed.  A NULL array means NULL for
--- every event.  `digests` are those of API requests; see idempotency_key.
+-- event_ids, NULL where `once` is already claimed.  The arrays have equal length; a NULL
+-- array means NULL for every event.  `digests` are those of API requests; see idempotency_key.
 CREATE FUNCTION publish_many(
     types      text[],
     payloads   jsonb[],
@@ -251,6 +290,15 @@ LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
 DECLARE
     event_ids uuid[];
 BEGIN
+    -- unnest() would fill a shorter array with NULL.
+    IF cardinality(types) <> ANY (ARRAY[
+           cardinality(payloads), cardinality(keys), cardinality(tenants), cardinality(onces),
+           cardinality(publish_many.expires_at), cardinality(publish_many.headers),
+           cardinality(publish_many.deliver_at), cardinality(publish_many.once_for),
+           cardinality(digests)]) THEN
+        RAISE EXCEPTION 'arrays: each must have one element for each of types, or be NULL'
+            USING ERRCODE = 'check_violation';
+    END IF;
     IF EXISTS (SELECT FROM unnest(types) AS t WHERE starts_with(t, 'outbox.')) THEN
         RAISE EXCEPTION 'type: "outbox." is reserved for operational events'
             USING ERRCODE = 'check_violation';

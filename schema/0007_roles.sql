@@ -30,6 +30,7 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
         ('table', 'outbox', 'INSERT',
          '{tenant,type,key,payload,headers,expires_at}'::text[], NULL::text[]),
         ('function', 'publish', 'EXECUTE', NULL, NULL),
+        ('function', 'publish_text', 'EXECUTE', NULL, NULL),
         ('function', 'publish_many', 'EXECUTE', NULL, NULL),
         ('function', 'claim_once', 'EXECUTE', NULL, NULL),
         ('function', 'reset_once', 'EXECUTE', NULL, NULL),

@@ -12,26 +12,15 @@ from functools import lru_cache
 
 from outbox.core.model.sql_names import quote_ident
 
-# Publishes one event.  The statement checks the payload size itself and returns it,
-# because a CHECK violation would abort the caller's transaction.  The expiry is computed
-# with the database's clock, which also decides whether it has passed; it counts from
-# deliver_at for a delayed event.
+# Publishes one event; see schema/0001_outbox.sql.
 PUBLISH = """
-SELECT p.size, {schema}.payload_bytes_max() AS size_max,
-       CASE WHEN p.size <= {schema}.payload_bytes_max() THEN CAST({schema}.publish(
-           type => CAST(:type AS text), payload => p.payload, key => CAST(:key AS text),
-           tenant => CAST(:tenant AS text), once => CAST(:once AS text),
-           headers => CAST(CAST(:headers AS text) AS jsonb),
-           claimed => CAST(:claimed AS boolean),
-           once_for => make_interval(secs => CAST(:once_for_s AS float8)),
-           deliver_at => p.deliver_at,
-           expires_at => greatest(clock_timestamp(), p.deliver_at)
-                         + make_interval(secs => CAST(:expires_in_s AS float8))) AS text) END
-       AS event_id
-  FROM (SELECT d.payload, d.deliver_at, octet_length(CAST(d.payload AS text)) AS size
-          FROM (SELECT CAST(CAST(:payload AS text) AS jsonb) AS payload,
-                       CAST(CAST(:deliver_at AS text) AS timestamptz) AS deliver_at OFFSET 0) d
-        OFFSET 0) p
+SELECT size, size_max, event_id
+  FROM {schema}.publish_text(
+       type => CAST(:type AS text), payload => CAST(:payload AS text), key => CAST(:key AS text),
+       tenant => CAST(:tenant AS text), once => CAST(:once AS text),
+       headers => CAST(:headers AS text), deliver_at => CAST(:deliver_at AS text),
+       expires_in_s => CAST(:expires_in_s AS float8), once_for_s => CAST(:once_for_s AS float8),
+       claimed => CAST(:claimed AS boolean))
 """
 
 # Publishes several events in their order; writes nothing if one payload is too large.  The events

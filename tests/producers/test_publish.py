@@ -242,6 +242,24 @@ async def test_sql_and_insert_are_producers_too(database: Database, app: Connect
             await app.execute(statement)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "'{a,b}', '{1}'",
+        "'{a}', '{1,2}'",
+        "'{a,b}', '{1,2}', keys => '{k}'",
+        "'{a}', '{1}', headers => '{}'",
+        "'{a}', '{1}', digests => '{}'",
+    ],
+)
+async def test_arrays_of_unequal_length_are_refused(
+    database: Database, app: Connection[Any], arguments: str
+) -> None:
+    with pytest.raises(asyncpg.CheckViolationError, match="arrays: each must have one element"):
+        await app.execute(f"SELECT relay.publish_many({arguments})")
+    assert await events(database) == []
+
+
 @pytest.mark.parametrize("isolation", ["repeatable_read", "serializable"])
 async def test_isolation_levels(database: Database, app: Connection[Any], isolation: Any) -> None:
     async with app.transaction(isolation=isolation):
@@ -702,7 +720,7 @@ async def test_a_role_without_grants(database: Database) -> None:
     with pytest.raises(CannotRun) as caught:
         await outbox.publish(connection, "a", 1, autocommit=True)
     assert str(caught.value) == (
-        "permission denied for function payload_bytes_max: this role may not publish; "
+        "permission denied for function publish_text: this role may not publish; "
         "run: outbox migrate --producer ROLE"
     )
     with pytest.raises(asyncpg.InsufficientPrivilegeError):
