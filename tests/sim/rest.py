@@ -9,6 +9,8 @@ from tests.sim.checks import batch_of
 from tests.sim.operational import is_subscribed
 
 if TYPE_CHECKING:
+    from uuid import UUID
+
     from tests.sim.books import LaneBook
     from tests.sim.checks import Checker
     from tests.sim.database.tables import Database, Event
@@ -60,8 +62,21 @@ def audit(checker: Checker, last_id: int) -> None:
             _sequenced(checker, event)
     for name, book in checker.lanes.items():
         _ended(checker, name, book, last_id)
+    _updates(checker.database)
     checker.timetable.audit()
     checker.replayed.audit()
+
+
+def _updates(db: Database) -> None:
+    """Check that each update of an endpoint was planned on the result of the one before."""
+    settings: dict[tuple[UUID | None, str], str] = {}
+    for _, kind, _, endpoint_id, data in db.journal:
+        if kind == "endpoint_updated":
+            for name, (old, new) in data["changed"].items():
+                found = settings.get((endpoint_id, name), old)
+                if found != old:
+                    raise Violation("journal", f"{endpoint_id} had {name} {found}, not {old}")
+                settings[endpoint_id, name] = new
 
 
 def _sequenced(checker: Checker, event: Event) -> None:

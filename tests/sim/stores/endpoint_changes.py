@@ -54,7 +54,8 @@ async def update_endpoint(
             raise Conflict(f"endpoint {name} is being removed")
         changed = endpoint_config.differences(old, new)
         if changed:
-            change.journal("endpoint_updated", found.id, {"name": name}, batch_as="from_batch")
+            data = {"name": name, "changed": changed}
+            change.journal("endpoint_updated", found.id, data, batch_as="from_batch")
             change.write(endpoint_writes.update_endpoints, {found.id: new})
             if new.lanes != old.lanes:
                 change.write(endpoint_writes.begin_generation, [found.id])
