@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 import click
 import pytest
-import structlog
 from alembic import command as alembic
 from alembic.config import Config
 
@@ -34,7 +33,6 @@ from outbox.errors import UsageError
 from outbox.receiver import AsyncReceiver, MemoryDatabase, Receiver
 from outbox.store.connection.schema_status import status
 from outbox.testing import FakeSender
-from tests.in_process import receiver as in_process
 from tests.support.api import make_token, serving
 from tests.support.documents import (
     DOCUMENTS,
@@ -387,32 +385,6 @@ async def _endpoints(session: Session) -> AsyncIterator[None]:
 async def _second_relay(session: Session) -> AsyncIterator[None]:
     async with running(session.database, Network()):
         yield
-
-
-@stage("howto/run-the-relay-in-an-application.md")
-async def _in_process(session: Session) -> AsyncIterator[None]:
-    dsn, names = session.database.dsn, session.names
-    session.rewrites[r"postgresql(\+asyncpg)?://localhost/app"] = dsn.replace(":", r"\1:", 1)
-    receiver = in_process.Receiver()
-    try:
-        async with receiver.serve():
-            await in_process.subscribe(session.database, receiver)
-            yield
-            app = names["app"]
-            async with app.router.lifespan_context(app):
-                await names["pay"](7)
-                await receiver.receives(7)
-                await until(lambda: app.state.outbox_relay.ready, 20, "readiness")
-                assert await names["status"]() == {"relay": "ready"}
-            await names["engine"].dispose()
-            running = asyncio.create_task(names["main"]())
-            await receiver.receives(8)
-            running.cancel()
-            await asyncio.wait([running])
-            assert running.cancelled()
-            assert await fetchval(session.database, "SELECT count(*) FROM replica") == 0
-    finally:
-        structlog.reset_defaults()
 
 
 @asynccontextmanager

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import asyncpg
 import pytest
+import structlog
 from packaging.requirements import Requirement
 
 from outbox.core.model.sql_names import quote_ident
@@ -22,6 +23,7 @@ from tests.support.documents import GUIDES, Session, blocks, examples, normalize
 from tests.support.relay import all_ended, fetchval
 from tests.support.roles import dsn_of
 from tests.support.tcp import free_port
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -79,6 +81,7 @@ async def newcomer(database: Database, directory: Path) -> AsyncIterator[Session
     try:
         yield session
     finally:
+        structlog.reset_defaults()  # A guide configures it.
         async with database.connection() as owner:
             if await owner.fetchval("SELECT true FROM pg_roles WHERE rolname = $1", role):
                 await owner.execute(f"DROP OWNED BY {quote_ident(role)}")
@@ -104,14 +107,25 @@ def require(*programs: str, path: str | None = None) -> None:
 
 
 @pytest.mark.one_major
-@pytest.mark.parametrize("name", ["fastapi", "flask", "psycopg"])
+@pytest.mark.parametrize("name", ["fastapi", "flask", "psycopg", "relay in an application"])
 async def test_a_guide_leads_to_the_deliveries_that_it_shows(
     name: str, empty_database: Database, tmp_path: Path
 ) -> None:
     require("curl")
+    expected = shown(GUIDES[name])
     async with newcomer(empty_database, tmp_path) as session:
+
+        async def wait() -> None:
+            await until(lambda: len(received(session)) >= len(expected))
+            await all_ended(empty_database)
+
+        async def wait_for_delivery(line: str) -> None:
+            if "/status" in line:
+                await until(lambda: received(session))
+
+        session.before_line, session.before_end = wait_for_delivery, wait
         await session.follow(examples(GUIDES[name]))
-        assert received(session) == shown(GUIDES[name])
+        assert received(session) == expected
 
 
 @pytest.mark.one_major

@@ -6,13 +6,21 @@ What a migration repairs is a warning there: an error would prevent the migratio
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Any
 
 from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 
-from outbox.django.settings import APP_LABEL, read_databases, read_page_url, read_schema
+from outbox.core.model.schema_name import migrate_command
+from outbox.django.settings import (
+    APP_LABEL,
+    manage_migrate_command,
+    read_databases,
+    read_page_url,
+    read_schema,
+)
 from outbox.errors import OutboxError
 
 if TYPE_CHECKING:
@@ -92,7 +100,8 @@ def _check_database(alias: str) -> list[checks.CheckMessage]:
             _warning(
                 "W003",
                 f'Database "{alias}": role "{access.role}" may not publish in schema "{schema}".',
-                f"As the owner of the schema run: outbox migrate --producer {access.role}",
+                f"As the owner of the schema, run: {migrate_command(schema)} --producer "
+                f"{shlex.quote(access.role)}",
             )
         )
     return found
@@ -109,7 +118,7 @@ def _migrate_hint(alias: str) -> str:
         return (
             f"Django has recorded the migrations. Run: manage.py outbox --database {alias} migrate"
         )
-    return f"Run: manage.py migrate {APP_LABEL} --database {alias}"
+    return f"Run: {manage_migrate_command(alias)}"
 
 
 def _error(number: str, message: str, hint: str) -> checks.CheckMessage:

@@ -5,16 +5,17 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from django.db import DEFAULT_DB_ALIAS, connections
 
 import outbox.sync
-from outbox.django.settings import read_databases, read_schema
-from outbox.errors import NoTransaction, UsageError
+from outbox.django.settings import manage_migrate_command, read_databases, read_schema
+from outbox.errors import NoTransaction, SchemaMissing, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from datetime import datetime, timedelta
     from uuid import UUID
 
@@ -53,20 +54,22 @@ def publish(
         CannotRun: this role may not publish.
         django.db.Error: any other error, unchanged.
     """
-    return outbox.sync.publish(
-        _open_connection(using, autocommit=autocommit),
-        type,
-        payload,
-        key=key,
-        tenant=tenant,
-        once=once,
-        expires_in=expires_in,
-        deliver_at=deliver_at,
-        headers=headers,
-        once_for=once_for,
-        autocommit=autocommit,
-        schema=read_schema(),
-    )
+    connection = _open_connection(using, autocommit=autocommit)
+    with _name_command(using):
+        return outbox.sync.publish(
+            connection,
+            type,
+            payload,
+            key=key,
+            tenant=tenant,
+            once=once,
+            expires_in=expires_in,
+            deliver_at=deliver_at,
+            headers=headers,
+            once_for=once_for,
+            autocommit=autocommit,
+            schema=read_schema(),
+        )
 
 
 def publish_many(
@@ -84,7 +87,10 @@ def publish_many(
         Exception: others as in `publish`.
     """
     connection = _open_connection(using, autocommit=autocommit)
-    return outbox.sync.publish_many(connection, events, autocommit=autocommit, schema=read_schema())
+    with _name_command(using):
+        return outbox.sync.publish_many(
+            connection, events, autocommit=autocommit, schema=read_schema()
+        )
 
 
 def reset(once_key: str, *, using: str = DEFAULT_DB_ALIAS) -> bool:
@@ -100,6 +106,18 @@ def reset(once_key: str, *, using: str = DEFAULT_DB_ALIAS) -> bool:
         UsageError: `using` is not one of `OUTBOX_DATABASES`.
     """
     return outbox.sync.reset(_connection(using), once_key, schema=read_schema())
+
+
+@contextmanager
+def _name_command(using: str) -> Iterator[None]:
+    """Name Django's command in the error for a missing schema."""
+    try:
+        yield
+    except SchemaMissing as error:
+        raise SchemaMissing(
+            f'database "{using}": schema "{read_schema()}" is not there; '
+            f"run: {manage_migrate_command(using)}"
+        ) from error
 
 
 def _connection(using: str) -> Any:

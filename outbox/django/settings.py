@@ -88,3 +88,8 @@ def page_link(place: str, item: str | int | UUID) -> str | None:
     """The page's URL for an item: `events`, `endpoints` or `dead-letters`; None: there is none."""
     url = read_page_url()
     return None if url is None else f"{url}/#/{place}/{quote(str(item), safe='')}"
+
+
+def manage_migrate_command(alias: str) -> str:
+    """The shell command that creates the schema in a database, or upgrades it."""
+    return f"manage.py migrate {APP_LABEL} --database {alias}"

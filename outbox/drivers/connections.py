@@ -348,17 +348,18 @@ DRIVERS = {
 }
 
 _OF_POOL = "acquire a connection of the pool, and begin a transaction on it"
-_OF_ENGINE = "use the connection of `with engine.begin() as connection:`, or a session"
-_OF_SESSIONS = "use the session of `with sessions.begin() as session:`"
+_OF_ENGINE = "use the connection of `{}with engine.begin() as connection:`, or a session"
+_OF_SESSIONS = "use the session of `{}with sessions.begin() as session:`"
 _OF_CURSOR = "use its connection"
 _NOT_CONNECTIONS = {
     ("asyncpg", "Pool"): _OF_POOL,
     ("psycopg_pool", "BasePool"): _OF_POOL,
     ("psycopg2", "AbstractConnectionPool"): _OF_POOL,
-    ("sqlalchemy", "Engine"): _OF_ENGINE,
-    ("sqlalchemy", "AsyncEngine"): f"{_OF_ENGINE} (with `async`)",
-    ("sqlalchemy", "sessionmaker"): _OF_SESSIONS,
-    ("sqlalchemy", "async_sessionmaker"): f"{_OF_SESSIONS} (with `async`)",
+    ("sqlalchemy", "Engine"): _OF_ENGINE.format(""),
+    ("sqlalchemy", "AsyncEngine"): _OF_ENGINE.format("async "),
+    ("sqlalchemy", "sessionmaker"): _OF_SESSIONS.format(""),
+    ("sqlalchemy", "async_sessionmaker"): _OF_SESSIONS.format("async "),
+    ("flask_sqlalchemy", "SQLAlchemy"): "use its session: `db.session`",
     ("psycopg", "BaseCursor"): _OF_CURSOR,
     ("psycopg2", "cursor"): _OF_CURSOR,
     ("django", "CursorWrapper"): _OF_CURSOR,

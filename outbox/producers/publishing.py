@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from outbox.core.model.schema_name import schema_missing
+from outbox.core.model.schema_name import migrate_command, schema_missing
 from outbox.drivers.connections import OpenConnection, driver_of, open_connection
 from outbox.drivers.errors import NO_PRIVILEGE, server_error
 from outbox.drivers.statement import Call
@@ -223,7 +223,7 @@ def _mapped(error: Exception, schema: str) -> OutboxError | None:
         return schema_missing(schema)
     if sqlstate == NO_PRIVILEGE:
         return CannotRun(
-            f"{message}: this role may not publish; run: outbox migrate --producer ROLE"
+            f"{message}: this role may not publish; run: {migrate_command(schema)} --producer ROLE"
         )
     if sqlstate == _CHECK_VIOLATION:
         rule = constraint or message

@@ -160,7 +160,8 @@ class Relay:
                 break
             if asyncio.get_running_loop().time() - started_at > RETRY_MAX_S:
                 delay_s = RETRY_MIN_S
-            log.warning("the session was lost", reason=reason, retry_s=round(delay_s, 1))
+            event = "the session was lost" if self.started.is_set() else "not registered yet"
+            log.warning(event, reason=reason, retry_s=round(delay_s, 1))
             try:
                 async with asyncio.timeout(delay_s):
                     await self._stop.wait()

@@ -127,7 +127,7 @@ async def test_a_role_that_may_not_publish_is_a_warning(database: Database) -> N
             (
                 "W003",
                 f'Database "default": role "{name}" may not publish in schema "relay".',
-                f"As the owner of the schema run: outbox migrate --producer {name}",
+                f"As the owner of the schema, run: outbox migrate --producer {name}",
             )
         ]
         # A producer may not read the history, and is in order.

@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from outbox.core.model.response import AttemptResult
 from outbox.relay.relay import SESSION_UNAVAILABLE
@@ -83,6 +84,17 @@ async def test_delivery_outcomes_are_counted(database: Database) -> None:
     assert found[catalogue.DELIVERY_LATENCY]["shop",].count == 3
     assert found[catalogue.ATTEMPT_DURATION]["shop",].count == 6
     assert set(found) == set(CATALOGUE), "nothing that is not in the table, and all that is"
+
+
+async def test_the_log_of_a_dead_letter_has_the_response(database: Database) -> None:
+    rejected = AttemptResult.completed(401, 0.001)
+    await add_endpoint(database, "shop")
+    with capture_logs() as logs:
+        async with running(database, Network(lambda _: rejected)):
+            await publish(database, 1)
+            await all_ended(database)
+    (logged,) = (each for each in logs if each["event"] == "delivery dead-lettered")
+    assert (logged["reason"], logged["status"]) == ("refused", 401)
 
 
 async def test_a_long_transaction_does_not_count_as_latency(database: Database) -> None:

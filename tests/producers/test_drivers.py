@@ -558,9 +558,9 @@ async def test_what_is_no_connection_is_refused_with_what_to_use(database: Datab
             (pool, "acquire a connection of the pool"),
             (psycopg_pool.ConnectionPool(dsn, open=False), "acquire a connection of the pool"),
             (engine, "engine.begin"),
-            (async_engine, "engine.begin"),
+            (async_engine, "`async with engine.begin"),
             (sessionmaker(engine), "sessions.begin"),
-            (async_sessionmaker(async_engine), "sessions.begin"),
+            (async_sessionmaker(async_engine), "`async with sessions.begin"),
             (cursor, "use its connection"),
         ):
             for function in (outbox.publish, outbox.sync.publish):

@@ -45,13 +45,14 @@ it.
 GUIDES = {
     name: f"outbox/docs/howto/publish-from-{name}.md"
     for name in ("fastapi", "flask", "psycopg", "sql")
-}
+} | {"relay in an application": "outbox/docs/howto/run-the-relay-in-an-application.md"}
 """Documents that start in an empty directory; tests/test_guides.py follows them."""
 
 BACKGROUND = {
     "outbox listen": "listening",
     "outbox relay": "replica registered",
     "uvicorn": "startup complete",
+    "python worker.py": "replica registered",
     "flask": "Running on",
 }
 """Commands that run until the end of the session, and what they print when they are ready."""
@@ -254,7 +255,7 @@ class Session:
         path = self.directory / f"{program.replace(' ', '-')}-{len(self._running)}.log"
         with path.open("wb") as log:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", *words),
+                *(sys.executable, *(words[1:] if words[0] == "python" else ("-m", *words))),
                 cwd=self.directory,
                 env=environment(env),
                 stdout=log,

@@ -198,11 +198,15 @@ class DeliveryTelemetry:
             return
         # Of an erased event only its sequence number is known.
         delivery = dead.delivery if isinstance(dead.delivery, Delivery) else None
+        response = dead.last_response or {}
         log.error(
             "delivery dead-lettered",
             **_where(lane, record.seq),
             reason=dead.reason,
             attempts=dead.attempts,
+            status=response.get("status"),
+            failure=response.get("failure"),
+            detail=response.get("detail"),
             event_id=None if delivery is None else str(delivery.event_id),
             lane_blocked=record.blocks or None,
             **self._trace(delivery),
