@@ -232,41 +232,39 @@ END $$;
 REVOKE ALL ON FUNCTION publish FROM PUBLIC;
 
 -- Publishes one event from text and numbers, which every driver has: for the package's client
--- library.  The payload's size is checked here and returned with the limit, because a CHECK
--- violation would abort the caller's transaction; event_id is NULL if the payload is too large.
+-- library.  Returns its event_id, or NULL as publish() does, as the only element of an array: one
+-- column costs drivers least.  A payload that is too large is reported by the array {NULL, its
+-- size, the limit}, because a CHECK violation would abort the caller's transaction.
 -- The expiry is computed with the database's clock, which also decides whether it has passed;
 -- it counts from deliver_at for a delayed event.  A function, because many drivers do not
 -- prepare statements, and planning the same expressions costs more than executing them.
 CREATE FUNCTION publish_text(
     type         text,
     payload      text,
-    key          text,
-    tenant       text,
-    once         text,
-    headers      text,
-    deliver_at   text,
-    expires_in_s float8,
-    once_for_s   float8,
-    claimed      boolean,
-    OUT size     integer,
-    OUT size_max integer,
-    OUT event_id text
-)
+    key          text    DEFAULT NULL,
+    tenant       text    DEFAULT NULL,
+    once         text    DEFAULT NULL,
+    headers      text    DEFAULT NULL,
+    deliver_at   text    DEFAULT NULL,
+    expires_in_s float8  DEFAULT NULL,
+    once_for_s   float8  DEFAULT NULL,
+    claimed      boolean DEFAULT false
+) RETURNS text[]
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
     parsed jsonb       := publish_text.payload;
+    size   integer     := octet_length(parsed::text);
     due    timestamptz := publish_text.deliver_at;
 BEGIN
-    size := octet_length(parsed::text);
-    size_max := payload_bytes_max();
-    IF size <= size_max THEN
-        event_id := publish(
-            type => publish_text.type, payload => parsed, key => publish_text.key,
-            tenant => publish_text.tenant, once => publish_text.once,
-            expires_at => greatest(clock_timestamp(), due) + make_interval(secs => expires_in_s),
-            headers => publish_text.headers::jsonb, deliver_at => due,
-            claimed => publish_text.claimed, once_for => make_interval(secs => once_for_s));
+    IF size > payload_bytes_max() THEN
+        RETURN ARRAY[NULL, size::text, payload_bytes_max()::text];
     END IF;
+    RETURN ARRAY[publish(
+        type => publish_text.type, payload => parsed, key => publish_text.key,
+        tenant => publish_text.tenant, once => publish_text.once,
+        expires_at => greatest(clock_timestamp(), due) + make_interval(secs => expires_in_s),
+        headers => publish_text.headers::jsonb, deliver_at => due,
+        claimed => publish_text.claimed, once_for => make_interval(secs => once_for_s))::text];
 END $$;
 REVOKE ALL ON FUNCTION publish_text FROM PUBLIC;
 

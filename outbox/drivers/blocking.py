@@ -7,7 +7,6 @@ suspends, so a thread runs them to their end in one step.  On asyncio they are a
 from __future__ import annotations
 
 import contextlib
-import inspect
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from outbox.errors import UsageError
@@ -34,7 +33,8 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
 
 async def resolve(value: T | Awaitable[T]) -> T:
     """Return a value, after awaiting it if it is awaitable."""
-    return cast("T", await value if inspect.isawaitable(value) else value)
+    # Much faster than `inspect.isawaitable`, which also knows generators as coroutines.
+    return cast("T", await value if hasattr(value, "__await__") else value)
 
 
 @contextlib.asynccontextmanager

@@ -182,10 +182,16 @@ async def _on_cursor(
         await resolve(cursor.execute(sql, call.parameters))
         if synchronize is not None:
             await resolve(synchronize())
-        rows: Rows = await resolve(cursor.fetchall()) if cursor.description else ()
+        rows: Rows = await resolve(cursor.fetchall()) if _has_rows(cursor) else ()
         return rows
     finally:
         await resolve(cursor.close())
+
+
+def _has_rows(cursor: Any) -> bool:
+    # psycopg builds its `description` anew each time.
+    result = getattr(cursor, "pgresult", None)
+    return bool(cursor.description) if result is None else result.nfields > 0
 
 
 async def _sqlalchemy(connection: Any, call: Call) -> Rows:

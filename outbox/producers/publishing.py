@@ -20,7 +20,7 @@ from outbox.drivers.statement import Call
 from outbox.errors import CannotRun, InvalidEvent, NoTransaction, OutboxError, UsageError
 from outbox.producers import statements
 from outbox.producers.event import encode_event, encode_events, encode_metadata, numbered
-from outbox.producers.statements import in_schema
+from outbox.producers.statements import in_schema, publish_in
 from outbox.producers.tracing import traced
 
 if TYPE_CHECKING:
@@ -157,13 +157,14 @@ async def _open(given: Any, driver: Driver, *, autocommit: bool) -> OpenConnecti
 async def _publish(
     connection: OpenConnection, parameters: Parameters, schema: str, *, claimed: bool = False
 ) -> UUID | None:
-    statement = in_schema(statements.PUBLISH, schema)
+    given = {name: value for name, value in parameters.items() if value is not None}
+    if claimed:
+        given["claimed"] = True
+    statement = publish_in(schema, tuple(given))
     with _map_errors(schema):
-        ((size, size_max, event_id),) = await connection.execute(
-            Call(statement, {**parameters, "claimed": claimed})
-        )
-    if size > size_max:
-        raise _too_large(size, size_max)
+        (((event_id, *sizes),),) = await connection.execute(Call(statement, given))
+    if sizes:
+        raise _too_large(*sizes)
     return _uuid(event_id)
 
 
@@ -178,7 +179,7 @@ async def _call(payload: Callable[[], Any], driver: Driver) -> Any:
     raise UsageError("payload: a coroutine cannot be computed here; use a function")
 
 
-def _too_large(size: int, size_max: int) -> InvalidEvent:
+def _too_large(size: int | str, size_max: int | str) -> InvalidEvent:
     return InvalidEvent("payload", f"{size} bytes as JSON, the limit is {size_max}")
 
 
