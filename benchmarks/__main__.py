@@ -16,6 +16,7 @@ from benchmarks import (
     commits,
     deliveries,
     failover,
+    formats,
     horizon,
     hostile,
     kept,
@@ -49,6 +50,7 @@ RESULTS = Path(__file__).with_name("results")
 QUICK_RESULTS = Path(__file__).parents[1] / "build" / "bench"
 SECTIONS: dict[str, Callable[..., Awaitable[list[Row]]]] = {
     "deliveries": deliveries.measure,
+    "formats": formats.measure,
     "peers": peers.measure,
     "watched": watched.measure,
     "commits": commits.measure,

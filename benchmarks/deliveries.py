@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
 
     from benchmarks.stage import Stage
+    from outbox.core.model.message_format import FormatName
     from tests.support.postgres import Database
 
 # Every event has its own key, so that lanes are about equally long.
@@ -41,6 +42,7 @@ class Load:
     delay_s: float = 0.0
     batch_max: int | None = None
     """Deliveries per request; the bare client sends the same number of bodies individually."""
+    format_name: FormatName = "envelope"
     target: Target | None = None
 
 
@@ -104,8 +106,13 @@ async def relay(
     """
     async with stage.server.database() as database:
         async with search(database) as connection:
-            url, batch_max = stage.urls[load.scheme], load.batch_max
-            await add_endpoint(connection, url, lanes=load.lanes, batch_max=batch_max)
+            await add_endpoint(
+                connection,
+                stage.urls[load.scheme],
+                lanes=load.lanes,
+                batch_max=load.batch_max,
+                format_name=load.format_name,
+            )
             filler = max(load.payload_bytes - FRAME_BYTES, 0)
             await connection.execute(BACKLOG, load.requests, filler)
         env = {} if prepare is None else await prepare(database)

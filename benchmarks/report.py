@@ -39,6 +39,10 @@ TITLES = {
         "receiver; one producer for all, with the enqueue statement of each client, in a "
         "transaction with a domain write. The modes are those above, except for:{peers}",
     ),
+    "formats": (
+        "Deliveries per second by format",
+        "The same backlog in each message format, compared with the envelope, alternating.",
+    ),
     "watched": (
         "Deliveries per second with monitoring",
         "Metrics scraped each second, metrics and traces pushed by OTLP, one event in a hundred "

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
+    from outbox.core.model.message_format import FormatName
     from outbox.core.model.retry_policy import RetryPolicy
     from outbox.devtools.embedded import Setting
 
@@ -262,11 +263,18 @@ async def add_endpoint(
     name: str = "receiver",
     types: tuple[str, ...] = (),
     batch_max: int | None = None,
+    format_name: FormatName = "envelope",
     retry: RetryPolicy = STANDARD,
 ) -> None:
     """Add an endpoint; without types it gets all events."""
     settings = EndpointSettings(
-        name=name, url=url, lanes=lanes, types=types, batch_max=batch_max, retry=retry
+        name=name,
+        url=url,
+        lanes=lanes,
+        types=types,
+        batch_max=batch_max,
+        format=format_name,
+        retry=retry,
     )
     await endpoint_changes.add_endpoint(connection, SCHEMA, settings, actor="bench")
 

@@ -74,6 +74,10 @@ CREATE TABLE endpoint (
     method          text        NOT NULL DEFAULT 'POST' CHECK (method IN ('POST', 'PUT', 'PATCH')),
     headers         jsonb       NOT NULL DEFAULT '{}' CHECK (jsonb_typeof(headers) = 'object'),
     header_prefix   text        NOT NULL DEFAULT 'X-', -- of X-Sequence and the like
+    format          text        NOT NULL DEFAULT 'envelope'
+                    CHECK (format IN ('envelope', 'thin', 'raw', 'cloudevents',
+                                      'cloudevents-binary')),
+    source          text        NOT NULL DEFAULT '/outbox',  -- of CloudEvents
     connect_timeout_s double precision NOT NULL DEFAULT 5,
     timeout_s       double precision NOT NULL DEFAULT 15,
     in_flight_max   integer     CHECK (in_flight_max > 0),            -- NULL: one per lane
@@ -103,7 +107,8 @@ CREATE TABLE endpoint (
     generation      bigint      NOT NULL DEFAULT 1,  -- increases when lanes change
     resumes         integer     NOT NULL DEFAULT 0,  -- increases when an operator resumes
     created_at      timestamptz NOT NULL DEFAULT clock_timestamp(),
-    CHECK (NOT (all_tenants AND tenant IS NOT NULL))
+    CHECK (NOT (all_tenants AND tenant IS NOT NULL)),
+    CHECK (NOT (format IN ('raw', 'cloudevents-binary') AND batch_max IS NOT NULL))
 );
 -- A name can be reused after its endpoint is removed.
 CREATE UNIQUE INDEX endpoint_name ON endpoint (name) WHERE state <> 'removed';

@@ -221,6 +221,25 @@ async def _catch_up(session: Session) -> AsyncIterator[None]:
         assert await fetchval(session.database, "SELECT checkpoint_every_s FROM endpoint") == 60
 
 
+@stage("reference/message-formats.md")
+async def _formats(session: Session) -> AsyncIterator[None]:
+    await add_endpoint(session.database, "shop", format="thin")
+    await publish(session.database, 7, key="order-7")
+    sender = FakeSender(format_name="thin")
+    session.names = {
+        **RECEIVER_NAMES,
+        "secret": sender.secret,
+        "pool": MemoryDatabase(),
+        "token": "obx_" + "A" * 43,
+        "FetchClient": lambda *_: sender,
+    }
+    yield
+    response = await session.names["receiver"].handle(sender.event("order.paid", 7))
+    assert response.status == 200
+    assert session.names["fetched"] == [7]
+    assert await fetchval(session.database, "SELECT format FROM endpoint") == "cloudevents"
+
+
 @stage("howto/test-a-receiver.md")
 async def _test_receiver(session: Session) -> AsyncIterator[None]:
     (conform, *_) = examples(DOCS + "howto/test-a-receiver.md")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -51,6 +52,7 @@ from outbox.operations.endpoint_removal import DrainStatus, Removal
 from outbox.operations.endpoint_secrets import OVERLAP_S, Rotation
 from outbox.operations.endpoint_states import StateChange
 from outbox.operations.endpoints import EndpointDetail, EndpointRow
+from outbox.operations.preview import RequestPreview, preview_request
 from outbox.store.connection.secrets import Vault
 from outbox.store.delivery.endpoints import find_endpoint
 
@@ -380,6 +382,29 @@ async def _test(call: Call[NoQuery, None]) -> DeferredReply:
             raise too_many_requests(str(error), TEST_RETRY_S) from None
 
     return DeferredReply(send_test)
+
+
+class PreviewQuery(RequestModel):
+    event: str
+    """Event id, X-Delivery, once key, key (its newest event) or outbox id."""
+
+
+@route.get(
+    f"{NAME}/preview",
+    "Show the request that delivers an event; nothing is sent",
+    scope="read",
+    tenants=TenantAccess.ENDPOINT,
+)
+async def _preview(call: Call[PreviewQuery, None]) -> RequestPreview:
+    return await call.run(
+        preview_request,
+        call.path["name"],
+        call.query.event,
+        vault=_vault(call),
+        now=time.time(),
+        tenant=call.tenant,
+        once_key=tenancy.stored_key(call.tenant, call.query.event),
+    )
 
 
 def _require_headers_given(settings: Any, given: dict[str, Any] | None) -> None:

@@ -2,6 +2,7 @@
 
     GET  /v1/lanes                            progress of the endpoint's lanes
     GET  /v1/lanes/{lane}/deliveries?after=N  deliveries completed after sequence N
+    GET  /v1/lanes/{lane}/deliveries/{N}      one delivery, which may be pending
 
 A receiver authenticates with the fetch token of its endpoint and has access to that endpoint
 only.  Fetched deliveries have headers and body with a new signature, so that a receiver can
@@ -36,17 +37,16 @@ from outbox.store.connection.secrets import CLEAR, Vault
 from outbox.store.delivery.endpoints import read_endpoints, require_usable
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from asyncpg import Connection
 
     from outbox.api.database import Database
     from outbox.api.login_failures import FailedLogins
     from outbox.config import Settings
-    from outbox.core.delivery.signature import SigningKey
-    from outbox.core.model.headers import EndpointHeaders
     from outbox.operations.fetch_tokens import Fetcher
     from outbox.operations.lane_history import FetchedDelivery, LaneHistory
+    from outbox.store.delivery.endpoints import Endpoint
     from outbox.web.address import Address
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -94,7 +94,9 @@ def application(
     receivers = _Receivers(database, failures, limits, vault, clock)
     app = web.Application(middlewares=[problem_middleware("no such path; see /v1/lanes")])
     app.router.add_get("/v1/lanes", receivers.handler(receivers.lanes))
-    app.router.add_get("/v1/lanes/{lane}/deliveries", receivers.handler(receivers.deliveries))
+    deliveries = "/v1/lanes/{lane}/deliveries"
+    app.router.add_get(deliveries, receivers.handler(receivers.deliveries))
+    app.router.add_get(deliveries + "/{sequence}", receivers.handler(receivers.delivery))
     return app
 
 
@@ -163,21 +165,34 @@ class _Receivers:
             connection, schema, fetcher.endpoint_id, request.match_info["lane"]
         )
         found = await lane_history.list_fetched_deliveries(connection, schema, lane, after, limit)
-        endpoints = await read_endpoints(connection, [fetcher.endpoint_id], self._vault)
-        if not endpoints:
-            raise NotFound("the endpoint is removed")
-        (endpoint,), now = endpoints, self._clock()
-        require_usable(endpoint)
-        keys = endpoint.secrets_at(now)
-        # Its own headers may be credentials.
-        headers = endpoint.headers._replace(own=())
+        endpoint = await self._read_endpoint(connection, fetcher)
         last = found[-1].sequence if found else max(after, lane.acknowledged)
         return _lane(lane) | {
             # Earlier deliveries were removed by retention.
             "kept_from": found[0].sequence if found else last + 1,
-            "items": [_item(lane, each, int(now), keys, headers) for each in found],
+            "items": [_item(lane, each, endpoint, self._clock()) for each in found],
             "next": last if last < lane.acknowledged else None,
         }
+
+    async def delivery(
+        self, request: web.Request, connection: Connection[Any], fetcher: Fetcher
+    ) -> object:
+        """Return one delivery of a lane, which may be pending, with its payload."""
+        schema, text = self._database.schema, request.match_info["sequence"]
+        sequence = _number("sequence", text, lane_history.SEQUENCE_MAX)
+        lane = await lane_history.get_lane(
+            connection, schema, fetcher.endpoint_id, request.match_info["lane"]
+        )
+        found = await lane_history.get_delivery(connection, schema, lane, sequence)
+        endpoint = await self._read_endpoint(connection, fetcher)
+        return _item(lane, found, endpoint, self._clock())
+
+    async def _read_endpoint(self, connection: Connection[Any], fetcher: Fetcher) -> Endpoint:
+        endpoints = await read_endpoints(connection, [fetcher.endpoint_id], self._vault)
+        if not endpoints:
+            raise NotFound("the endpoint is removed")
+        require_usable(endpoints[0])
+        return endpoints[0]
 
     async def _authenticate(self, request: web.Request) -> Fetcher:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
@@ -216,11 +231,7 @@ def _lane(lane: LaneHistory) -> dict[str, object]:
 
 
 def _item(
-    lane: LaneHistory,
-    fetched: FetchedDelivery,
-    now: int,
-    keys: Sequence[SigningKey],
-    headers: EndpointHeaders,
+    lane: LaneHistory, fetched: FetchedDelivery, endpoint: Endpoint, now: float
 ) -> dict[str, object]:
     item: dict[str, object] = {"sequence": fetched.sequence}
     if fetched.dead_lettered is not None:
@@ -231,17 +242,21 @@ def _item(
         fetched.delivery,
         fetched.previous_sequence,
         lane_ends=lane.ended and fetched.sequence == lane.last,
-        headers=headers,
+        # Its own headers may be credentials.
+        headers=endpoint.headers._replace(own=()),
+        message_format=endpoint.message_format.fetched,
     )
     # Attempt 0: fetching is not a delivery attempt.
-    lines = prepared.attempt(0, now, keys)
+    lines = prepared.attempt(0, int(now), endpoint.secrets_at(now))
     return item | {"headers": dict(parse_lines(lines)), "body": prepared.body.decode()}
 
 
 def _parse_number(request: web.Request, name: str, default: int, maximum: int) -> int:
     text = request.query.get(name)
-    if text is None:
-        return default
+    return default if text is None else _number(name, text, maximum)
+
+
+def _number(name: str, text: str, maximum: int) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= maximum):
         raise Problem(
             ProblemKind.INVALID, f"{name}: {text[:40]!r} is not a number from 0 to {maximum}"

@@ -6,7 +6,7 @@ import base64
 import secrets as random_secrets
 import time
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
@@ -14,6 +14,7 @@ from outbox.cli.common import json_option, require_http_url, run_async
 from outbox.cli.output import emit_json, style
 from outbox.config import load
 from outbox.core.model.headers import DEFAULT_PREFIX
+from outbox.core.model.message_format import FormatName
 from outbox.core.model.setting_types import HeaderPrefix
 from outbox.core.model.text import safe
 from outbox.errors import UsageError
@@ -58,6 +59,14 @@ forged, duplicate, missing and replayed ones. Exit code 1 means that a case fail
     show_default=True,
     help="Prefix of the endpoint's header names (its setting header_prefix).",
 )
+@click.option(
+    "--format",
+    "format_name",
+    type=click.Choice(get_args(FormatName)),
+    default="envelope",
+    show_default=True,
+    help="Format of the endpoint (its setting format).",
+)
 @click.option("--vectors", is_flag=True, help="Print the cases as JSON, with fixed times.")
 @click.option("--config", metavar="FILE", help="Settings file; default: ./outbox.toml.")
 @json_option
@@ -68,6 +77,7 @@ def command(
     checkpoints: bool,
     batches: bool,
     header_prefix: str,
+    format_name: FormatName,
     vectors: bool,
     config: str | None,
     as_json: bool,
@@ -80,7 +90,12 @@ def command(
     from outbox.testing.sender import SECRET
 
     HeaderPrefix().validate("--header-prefix", header_prefix)
-    case_options = {"checkpoints": checkpoints, "batches": batches, "header_prefix": header_prefix}
+    case_options = {
+        "checkpoints": checkpoints,
+        "batches": batches,
+        "header_prefix": header_prefix,
+        "format_name": format_name,
+    }
     if vectors:
         _print_vectors(secret or SECRET, case_options)
         return

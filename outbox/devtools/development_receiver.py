@@ -35,8 +35,9 @@ from outbox.errors import UsageError
 from outbox.receiver.inbox.inbox import Inbox
 from outbox.receiver.inbox.memory import MemoryDatabase
 from outbox.receiver.lane_order import OrderKind, SequenceState
-from outbox.receiver.message import Message, parse
+from outbox.receiver.message import Message, has_signed_metadata
 from outbox.receiver.proxy import describe_status
+from outbox.receiver.verification import parse_signed
 from outbox.web.address import Address
 from outbox.web.serving import serving
 
@@ -246,10 +247,14 @@ class DevelopmentReceiver:
             )
         body = await request.read()
         try:
+            signed = None
             if self.secrets:
-                verify(request.headers, body, self.secrets, time.time())
-            marks = receiver_checkpoint.parse(body)
-            messages = () if marks is not None else parse(request.headers, body, self._prefix)
+                signed = verify(request.headers, body, self.secrets, time.time())
+            headers = {name.lower(): value for name, value in request.headers.items()}
+            marks = None if has_signed_metadata(headers) else receiver_checkpoint.parse(body)
+            messages: tuple[Message, ...] = ()
+            if marks is None:
+                messages = parse_signed(headers, body, self._prefix, signed, self.secrets)
         except SignatureError as error:
             return self._reject(401, str(error))
         except ValueError as error:

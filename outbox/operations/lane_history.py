@@ -1,7 +1,7 @@
-"""Lane history: completed deliveries of a lane, which receivers can fetch.
+"""Lane history: deliveries of a lane, which receivers can fetch.
 
-Fetching does not change pending deliveries.  Sequences above the last acknowledged one are
-pending, and are not included.
+Fetching does not change pending deliveries.  A list ends with the last acknowledged sequence; a
+single delivery may be pending.
 """
 
 from __future__ import annotations
@@ -110,12 +110,12 @@ class LaneHistory:
 
 @dataclass(frozen=True, slots=True)
 class FetchedDelivery:
-    """One completed delivery of a lane."""
+    """One delivery of a lane."""
 
     sequence: int
     previous_sequence: int
     dead_lettered: str | None
-    """Reason of the dead letter; None: it was delivered."""
+    """Reason of the dead letter; None: it was delivered, or is pending."""
     delivery: Delivery | None
     """None: the event was erased."""
 
@@ -154,13 +154,39 @@ async def get_lane(
     raise NotFound(f'there is no lane "{name[:100]}" of this endpoint')
 
 
+async def get_delivery(
+    connection: Connection[Any], schema: str, lane: LaneHistory, sequence: int
+) -> FetchedDelivery:
+    """Read one delivery of a lane, which may be pending.
+
+    Raises:
+        NotFound: there is none, or retention has dropped it.
+    """
+    found = await list_fetched_deliveries(
+        connection, schema, lane, sequence - 1, 1, through=lane.last
+    )
+    if not found or found[0].sequence != sequence:
+        raise NotFound(f"there is no delivery {sequence} in the lane, or it is no longer retained")
+    return found[0]
+
+
 async def list_fetched_deliveries(
-    connection: Connection[Any], schema: str, lane: LaneHistory, after: int, limit: int
+    connection: Connection[Any],
+    schema: str,
+    lane: LaneHistory,
+    after: int,
+    limit: int,
+    *,
+    through: int | None = None,
 ) -> list[FetchedDelivery]:
-    """List completed deliveries of a lane after the sequence `after`, at most `limit`.
+    """List deliveries of a lane after the sequence `after`, at most `limit`.
 
     The first sequence is higher than `after + 1` when retention dropped those between.
+
+    Args:
+        through: the last sequence; None: that of the last completed delivery.
     """
+    through = lane.acknowledged if through is None else through
     with map_errors(schema):
         batch = await connection.fetchval(FIND_BATCH, lane.id, after + 1)
         rows = [
@@ -168,7 +194,7 @@ async def list_fetched_deliveries(
             for row in await connection.fetch(
                 READ_DELIVERIES, [lane.id], [batch], [after], [limit], PAGE_BYTES_MAX
             )
-            if row["seq"] <= lane.acknowledged
+            if row["seq"] <= through
         ]
         if not rows:
             return []

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from outbox.receiver.catch_up import CatchUpResult
-    from outbox.receiver.fetch import DeliverySource, LanePage, LaneProgress
+    from outbox.receiver.fetch import DeliverySource, LanePage, LaneProgress, PageItem
     from outbox.receiver.inbox.process import DeliveryResult
     from outbox.receiver.message import Message
     from outbox.receiver.requests import Request, Response
@@ -43,6 +43,7 @@ class AsyncReceiver(ReceiverBase):
         tolerance_s: maximum age of a signature, in seconds.
         header_prefix: prefix of the endpoint's header names, if it is not `X-`; several while
             the endpoint's prefix is being changed.
+        formats: the endpoint's format in a list, several while it is being changed; None: any.
         body_bytes_max: larger bodies get 413.
         in_flight_max: requests processed at once; more get 503.
         on_delivery: called after the commit with each `Message` and its `DeliveryResult`.
@@ -92,6 +93,19 @@ class AsyncReceiver(ReceiverBase):
             UsageError: the receiver was created without `fetch=`.
         """
         return await self._catch_up(lane)
+
+    async def fetch_payload(self, message: Message) -> Any:
+        """Fetch the payload of a thin message, also while its handler runs.
+
+        Raises:
+            CannotFetch: the relay cannot be reached, rejected the request, or has erased the
+                event.
+            UsageError: the receiver was created without `fetch=`.
+        """
+        return await self._fetch_payload(message)
+
+    async def _delivery(self, fetch: DeliverySource, lane: str, sequence: int) -> PageItem:
+        return await fetch.delivery_async(lane, sequence)
 
     async def _call(self, handler: Callable[..., Any], *arguments: Any) -> None:
         await resolve(handler(*arguments))

@@ -37,10 +37,11 @@ from outbox.receiver.verification import Verified, Verifier
 
 if TYPE_CHECKING:
     import re
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from opentelemetry.metrics import MeterProvider
 
+    from outbox.core.model.message_format import FormatName
     from outbox.receiver.inbox.process import CheckpointComparison, DeliveryResult
     from outbox.receiver.message import Message
     from outbox.receiver.requests import Request
@@ -125,6 +126,7 @@ class ReceiverRules:
         *,
         tolerance_s: float = TOLERANCE_S,
         header_prefix: str | Sequence[str] = DEFAULT_PREFIX,
+        formats: Collection[FormatName] | None = None,
         body_bytes_max: int = BODY_BYTES_MAX,
         in_flight_max: int = IN_FLIGHT_MAX,
         on_delivery: Callable[[Message, DeliveryResult], None] | None = None,
@@ -134,7 +136,9 @@ class ReceiverRules:
             raise UsageError(f"body_bytes_max: must be 1 or more, not {body_bytes_max}")
         if in_flight_max < 1:
             raise UsageError(f"in_flight_max: must be 1 or more, not {in_flight_max}")
-        self.verifier = Verifier(secrets, tolerance_s=tolerance_s, header_prefix=header_prefix)
+        self.verifier = Verifier(
+            secrets, tolerance_s=tolerance_s, header_prefix=header_prefix, formats=formats
+        )
         self.body_bytes_max = body_bytes_max
         self.handlers = HandlerRegistry()
         self.foreign: Callable[..., Any] | None = None
@@ -181,8 +185,11 @@ class ReceiverRules:
             self._in_flight += change
         self.reports.metrics.in_flight(change)
 
-    def read(self, request: Request) -> Verified | Response:
+    def read(self, request: Request, *, fetched: bool = False) -> Verified | Response:
         """Verify a request.
+
+        Args:
+            fetched: as of `Verifier.verify`.
 
         Returns:
             The verified request, or the 4xx response that rejects it.
@@ -192,7 +199,7 @@ class ReceiverRules:
         if len(request.body) > self.body_bytes_max:
             return too_large(self.body_bytes_max)
         try:
-            verified = self.verifier.verify(request.headers, request.body)
+            verified = self.verifier.verify(request.headers, request.body, fetched=fetched)
         except SignatureError as error:
             return rejected(401, str(error))
         except BadMessage as error:

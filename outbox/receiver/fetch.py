@@ -76,6 +76,8 @@ class DeliverySource(Protocol):
     def lanes_async(self) -> AsyncIterator[LaneProgress]: ...
     def page(self, lane: str, after: int) -> LanePage: ...
     async def page_async(self, lane: str, after: int) -> LanePage: ...
+    def delivery(self, lane: str, sequence: int) -> PageItem: ...
+    async def delivery_async(self, lane: str, sequence: int) -> PageItem: ...
 
 
 class FetchClient:
@@ -133,6 +135,18 @@ class FetchClient:
     async def page_async(self, lane: str, after: int) -> LanePage:
         """Like `page`, for asyncio."""
         return await asyncio.to_thread(self.page, lane, after)
+
+    def delivery(self, lane: str, sequence: int) -> PageItem:
+        """Fetch one delivery of a lane, which may be pending, with its payload.
+
+        Raises:
+            CannotFetch: the relay cannot be reached, or has no such delivery.
+        """
+        return _item(self._get(f"{_path(lane)}/{sequence}", {}))
+
+    async def delivery_async(self, lane: str, sequence: int) -> PageItem:
+        """Like `delivery`, for asyncio."""
+        return await asyncio.to_thread(self.delivery, lane, sequence)
 
     def _get(self, path: str, query: Mapping[str, str]) -> Any:
         url = f"{self._url}{path}?{urllib.parse.urlencode(query)}"

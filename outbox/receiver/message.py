@@ -1,22 +1,28 @@
-"""Parser for the body of a request: one delivery, or a batch of deliveries.
+"""Parser for a request in any format: one delivery, or a batch of deliveries.
 
-Only the body is signed.  The `X-` headers repeat its fields for proxies and logs, so a
-header that differs from the body was changed in transit.
+A body with metadata (envelope, thin, cloudevents) is signed as a whole.  The `X-` headers repeat
+its fields for proxies and logs, so a header that differs from the body was changed in transit.
+For the other formats (raw, cloudevents-binary) the verified headers are the metadata, see
+`outbox.core.delivery.signed_metadata`.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 import orjson
 
+from outbox.core.delivery import signed_metadata
 from outbox.core.model.headers import DEFAULT_PREFIX
 from outbox.errors import OutboxError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from outbox.core.model.message_format import FormatName
 
 
 class BadMessage(OutboxError, ValueError):
@@ -46,32 +52,51 @@ class Message:
     attempt: int | None
     """From the header X-Attempt, which is not signed: for information only."""
     data: Any
+    """None also for a thin message."""
+    format: FormatName = "envelope"
 
 
 def is_delivery(body: bytes) -> bool:
     """Whether the body is a relay's delivery or batch, regardless of the headers."""
-    if b'"previous_sequence"' not in body:
+    if not any(b'"%b"' % each.encode() in body for each in ("previous_sequence", _CE_PREVIOUS)):
         return False
     try:
         content = orjson.loads(body)
     except orjson.JSONDecodeError:
         return False
     elements = content if isinstance(content, list) else [content]
-    return all(isinstance(each, dict) and set(each) >= _NUMBERED for each in elements)
+    return all(
+        isinstance(each, dict) and any(set(each) >= numbered for numbered in _NUMBERED)
+        for each in elements
+    )
 
 
-_NUMBERED = {"lane", "sequence", "previous_sequence"}
+_CE_PREVIOUS = "previoussequence"
+_NUMBERED = (
+    {"lane", "sequence", "previous_sequence"},
+    {"lane", "lanesequence", _CE_PREVIOUS},
+)
+
+
+def has_signed_metadata(headers: Mapping[str, str]) -> bool:
+    """Whether a request of a relay claims that its metadata is in headers."""
+    return signed_metadata.SIGNATURE_HEADER in headers
 
 
 def parse(
-    headers: Mapping[str, str], body: bytes, header_prefix: str = DEFAULT_PREFIX
+    headers: Mapping[str, str],
+    body: bytes,
+    header_prefix: str = DEFAULT_PREFIX,
+    *,
+    in_headers: bool = False,
 ) -> tuple[Message, ...]:
     """Parse the deliveries of a request and check that headers and body agree.
 
     Args:
         headers: lower-case names, or a case-insensitive mapping.
         body: the request body.
-        header_prefix: begins the names of the headers that repeat fields of the body.
+        header_prefix: begins the names of the headers that describe a delivery.
+        in_headers: the metadata is in the headers, whose signature was verified.
 
     Returns:
         One message, or those of a batch in order.
@@ -79,17 +104,23 @@ def parse(
     Raises:
         BadMessage: neither a delivery nor a batch, or headers and body differ.
     """
+    read = _DeliveryHeaders(headers, header_prefix)
+    request_id, attempt = read.request_id(), read.attempt()
+    if in_headers:
+        is_event = f"{signed_metadata.ATTRIBUTE_PREFIX}id" in headers
+        format_name: FormatName = "cloudevents-binary" if is_event else "raw"
+        return (_message(read.envelope(body), request_id, attempt, format_name),)
     try:
         content = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise BadMessage(f"the body is not JSON: {error}") from None
-    read = _DeliveryHeaders(headers, header_prefix)
-    request_id, attempt = read.request_id(), read.attempt()
     if isinstance(content, list):
         messages = _batch(content, attempt)
         read.require_match(messages[0], ("Last-Sequence", str(messages[-1].sequence)))
         return messages
     message = _message(content, request_id, attempt)
+    if message.delivery_id != request_id:
+        raise BadMessage('the body\'s "id" differs from the header webhook-id')
     read.require_match(message, ("Event", message.type), ("Event-Id", message.event_id))
     return (message,)
 
@@ -99,7 +130,7 @@ def _batch(content: list[Any], attempt: int | None) -> tuple[Message, ...]:
     for element in content:
         if not isinstance(element, dict):
             raise BadMessage("an element of the body's array is not an object")
-        delivery_id = _uuid(_field(element, "delivery", str), 'the body\'s "delivery"')
+        delivery_id = element.get("delivery")
         message = _message(element, delivery_id, None if messages else attempt)
         if messages:
             before = messages[-1]
@@ -114,11 +145,21 @@ def _batch(content: list[Any], attempt: int | None) -> tuple[Message, ...]:
     return tuple(messages)
 
 
-def _message(content: object, delivery_id: str, attempt: int | None) -> Message:
+def _message(
+    content: object,
+    delivery_id: Any,
+    attempt: int | None,
+    format_name: FormatName = "envelope",
+) -> Message:
     if not isinstance(content, dict):
         raise BadMessage("the body is neither a JSON object nor an array of them")
+    if "specversion" in content:
+        delivery_id = content.get("id")
+        format_name, content = "cloudevents", _envelope_of(content)
+    elif "data" not in content:
+        format_name = "thin"
     message = Message(
-        delivery_id=delivery_id,
+        delivery_id=_uuid(delivery_id, "the X-Delivery in the body"),
         event_id=_field(content, "id", str),
         type=_field(content, "type", str),
         timestamp=_field(content, "timestamp", str),
@@ -132,10 +173,67 @@ def _message(content: object, delivery_id: str, attempt: int | None) -> Message:
         lane_ends=_field(content, "lane_ends", bool) if "lane_ends" in content else False,
         attempt=attempt,
         data=content.get("data"),
+        format=format_name,
     )
     if not 0 <= message.previous_sequence < message.sequence:
         raise BadMessage(f"sequence {message.sequence} cannot follow {message.previous_sequence}")
     return message
+
+
+def _envelope_of(event: Mapping[str, Any]) -> dict[str, Any]:
+    """The envelope's members, from a CloudEvent of a relay."""
+    if event["specversion"] != "1.0":
+        raise BadMessage('the body\'s "specversion" is not "1.0"')
+    envelope = {
+        "id": event.get("eventid"),
+        "type": event.get("type"),
+        "timestamp": event.get("time"),
+        "lane": event.get("lane"),
+        "sequence": _number(event, "lanesequence"),
+        "previous_sequence": _number(event, "previoussequence"),
+        "data": event.get("data"),
+    }
+    for name, plain, encoded in _TEXTS_OF_EVENT:
+        if plain in event:
+            envelope[name] = event[plain]
+        elif encoded in event:
+            envelope[name] = _decoded(_field(event, encoded, str), encoded)
+    if "replayof" in event:
+        envelope["replay_of"] = _replay_from(_field(event, "replayof", str))
+    if "backfill" in event:
+        envelope["backfill"] = _number(event, "backfill")
+    if "laneends" in event:
+        envelope["lane_ends"] = event["laneends"]
+    return envelope
+
+
+_TEXTS_OF_EVENT = (("key", "subject", "encodedkey"), ("tenant", "tenant", "encodedtenant"))
+
+
+def _number(content: Mapping[str, Any], name: str) -> int:
+    """A number that is sent as text."""
+    return _parse_number(_field(content, name, str), f'the body\'s "{name}"')
+
+
+def _parse_number(text: str, what: str) -> int:
+    if not _DECIMAL.fullmatch(text):
+        raise BadMessage(f"{what} is not a number")
+    return int(text)
+
+
+_DECIMAL = re.compile(r"0|[1-9][0-9]{0,18}", re.ASCII)
+
+
+def _decoded(text: str, what: str) -> str:
+    try:
+        return signed_metadata.decode_text(text)
+    except ValueError:
+        raise BadMessage(f"{what} is not percent-encoded UTF-8") from None
+
+
+def _replay_from(text: str) -> dict[str, Any]:
+    lane, _, sequence = text.rpartition("/")
+    return {"lane": lane, "sequence": _parse_number(sequence, "the number that is replayed")}
 
 
 def _field(content: Mapping[str, Any], name: str, kind: type) -> Any:
@@ -161,16 +259,17 @@ def _replay_of(content: Mapping[str, Any]) -> tuple[str, int] | None:
     return _field(replayed, "lane", str), _field(replayed, "sequence", int)
 
 
-def _uuid(text: str, what: str) -> str:
+def _uuid(text: object, what: str) -> str:
     try:
-        UUID(text)
+        if isinstance(text, str) and UUID(text):
+            return text
     except ValueError:
-        raise BadMessage(f"{what} is not a UUID") from None
-    return text
+        pass
+    raise BadMessage(f"{what} is not a UUID")
 
 
 class _DeliveryHeaders:
-    """The headers that repeat fields of the body, under the endpoint's prefix."""
+    """The headers that describe a delivery, under the endpoint's prefix."""
 
     def __init__(self, headers: Mapping[str, str], prefix: str) -> None:
         self._headers = headers
@@ -198,3 +297,35 @@ class _DeliveryHeaders:
             header = f"{self._prefix}{name}"
             if self._headers.get(header.lower()) != value:
                 raise BadMessage(f"the header {header} differs from the body")
+
+    def envelope(self, body: bytes) -> dict[str, Any]:
+        """The envelope's members, from verified headers and the payload."""
+        envelope: dict[str, Any] = {
+            "id": self._get("Event-Id"),
+            "type": self._get("Event"),
+            "timestamp": self._get("Event-Time"),
+            "lane": self._get("Lane"),
+            "data": self._payload(body),
+        }
+        for name in ("Sequence", "Previous-Sequence"):
+            number = _parse_number(self._get(name) or "", f"the header {self._prefix}{name}")
+            envelope[name.lower().replace("-", "_")] = number
+        for member, name in (("tenant", "Event-Tenant"), ("key", "Event-Key")):
+            if (text := self._get(name)) is not None:
+                envelope[member] = _decoded(text, f"the header {self._prefix}{name}")
+        if (text := self._get("Replay-Of")) is not None:
+            envelope["replay_of"] = _replay_from(text)
+        if (text := self._get("Backfill")) is not None:
+            envelope["backfill"] = _parse_number(text, f"the header {self._prefix}Backfill")
+        if self._get("Lane-Ends") is not None:
+            envelope["lane_ends"] = True
+        return envelope
+
+    def _get(self, name: str) -> str | None:
+        return self._headers.get(f"{self._prefix}{name}".lower())
+
+    def _payload(self, body: bytes) -> Any:
+        try:
+            return orjson.loads(body)
+        except orjson.JSONDecodeError as error:
+            raise BadMessage(f"the body is not JSON: {error}") from None

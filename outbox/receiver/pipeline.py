@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from typing import TypeVar
 
     from outbox.core.delivery.receiver_checkpoint import LaneMark
-    from outbox.receiver.fetch import DeliverySource, LanePage, LaneProgress
+    from outbox.receiver.fetch import DeliverySource, LanePage, LaneProgress, PageItem
     from outbox.receiver.inbox.process import DeliveryResult, StoredLane
     from outbox.receiver.message import Message
     from outbox.receiver.reporting import ReceiverTotals
@@ -177,6 +177,9 @@ class ReceiverBase:
         raise NotImplementedError
 
     async def _page(self, fetch: DeliverySource, lane: str, after: int) -> LanePage:
+        raise NotImplementedError
+
+    async def _delivery(self, fetch: DeliverySource, lane: str, sequence: int) -> PageItem:
         raise NotImplementedError
 
     def _committed(self, message: Message) -> None:
@@ -368,18 +371,35 @@ class ReceiverBase:
 
     async def _process_fetched(self, request: Request) -> FetchedOutcome:
         """Process a fetched delivery; missing ones before it were already requested."""
-        verified = self._rules.read(request)
-        if isinstance(verified, Response) or len(verified.messages) != 1:
-            raise CannotFetch("the relay's delivery is not signed with this receiver's secret")
-        (message,) = verified.messages
+        message = self._read_fetched(request)
         try:
             taken = await self._process(message, gaps=True)
         except Exception as error:
-            response = self._rules.failed(error, verified.message_id)
+            response = self._rules.failed(error, message.delivery_id)
             # The sender has already recorded it as delivered: it will not retry.
             is_refused = response.outcome is RequestOutcome.REFUSED
             return FetchedOutcome.REFUSED if is_refused else FetchedOutcome.RETRYABLE
         return self._rules.fetched(message, taken)
+
+    async def _fetch_payload(self, message: Message) -> Any:
+        fetch = self._fetch
+        if fetch is None:
+            raise UsageError("fetch: a payload is fetched with fetch=FetchClient(url, token)")
+        item = await self._delivery(fetch, message.lane, message.sequence)
+        if item.request is None:
+            raise CannotFetch(f"the event of delivery {message.delivery_id} was erased")
+        found = self._read_fetched(item.request)
+        if found.delivery_id != message.delivery_id:
+            raise CannotFetch(f"the relay returned another delivery than {message.delivery_id}")
+        return found.data
+
+    def _read_fetched(self, request: Request) -> Message:
+        verified = self._rules.read(request, fetched=True)
+        if isinstance(verified, Response):
+            raise CannotFetch(f"the relay's response is refused: {verified.text}")
+        if len(verified.messages) != 1:
+            raise CannotFetch("the relay's response is not one delivery")
+        return verified.messages[0]
 
     async def _catch_up_before(self, message: Message) -> bool:
         """Fetch the missing deliveries before this one.

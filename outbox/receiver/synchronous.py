@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from outbox.receiver.catch_up import CatchUpResult
-    from outbox.receiver.fetch import DeliverySource, LanePage, LaneProgress
+    from outbox.receiver.fetch import DeliverySource, LanePage, LaneProgress, PageItem
+    from outbox.receiver.message import Message
     from outbox.receiver.requests import Request, Response
 
 
@@ -63,6 +64,19 @@ class Receiver(ReceiverBase):
             UsageError: the receiver was created without `fetch=`.
         """
         return run(self._catch_up(lane))
+
+    def fetch_payload(self, message: Message) -> Any:
+        """Fetch the payload of a thin message; see `AsyncReceiver.fetch_payload`.
+
+        Raises:
+            CannotFetch: the relay cannot be reached, rejected the request, or has erased the
+                event.
+            UsageError: the receiver was created without `fetch=`.
+        """
+        return run(self._fetch_payload(message))
+
+    async def _delivery(self, fetch: DeliverySource, lane: str, sequence: int) -> PageItem:
+        return fetch.delivery(lane, sequence)
 
     def _check_handler(self, handler: Callable[..., Any]) -> None:
         if inspect.iscoroutinefunction(handler):

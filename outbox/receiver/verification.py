@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
+from uuid import UUID
 
 from outbox.core.delivery import receiver_checkpoint as checkpoint
+from outbox.core.delivery import signed_metadata
 from outbox.core.delivery.signature import (
     ID_HEADER,
     SIGNATURE_HEADER,
@@ -25,23 +27,36 @@ from outbox.core.delivery.signature import (
     TOLERANCE_S,
     RepeatedHeader,
     parse_key,
+    verify_signatures,
 )
 from outbox.core.delivery.signature import verify as verify_signature
 from outbox.core.model.headers import DEFAULT_PREFIX, relay_headers
+from outbox.core.model.message_format import FormatName, MessageFormat
 from outbox.core.model.setting_types import HeaderPrefix
+from outbox.core.model.text import quoted
 from outbox.errors import UsageError
-from outbox.receiver.message import BadMessage, Message, is_delivery, parse
+from outbox.receiver.message import BadMessage, Message, has_signed_metadata, is_delivery, parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from typing import TypeAlias
 
     from outbox.core.delivery.receiver_checkpoint import LaneMark
+    from outbox.core.delivery.signature import Key, VerifiedSignature
 
     Headers: TypeAlias = Mapping[str, str] | Iterable[tuple[str, str]]
     """Names in any case; pairs preserve repeated headers, which are refused."""
 
-_SIGNED = {ID_HEADER, TIMESTAMP_HEADER, SIGNATURE_HEADER}
+_SIGNED = {
+    ID_HEADER,
+    TIMESTAMP_HEADER,
+    SIGNATURE_HEADER,
+    signed_metadata.SIGNATURE_HEADER,
+    signed_metadata.CONTENT_TYPE,
+    *(signed_metadata.ATTRIBUTE_PREFIX + name for name in signed_metadata.ATTRIBUTES),
+}
+_DELIVERY_ID_VERSION = 8
+"""An X-Delivery is a UUID of this version; checkpoints and other senders have other ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +84,9 @@ class Verifier:
         tolerance_s: maximum difference between signature time and clock, in seconds.
         header_prefix: prefix of the endpoint's header names, if it is not `X-`; several while
             the endpoint's prefix is being changed.
+        formats: the endpoint's format; several while it is being changed; None: any.  An endpoint
+            whose format is `raw` or `cloudevents-binary` needs it: otherwise a payload that looks
+            like an envelope is read as one when headers are removed in transit.
         clock: returns epoch seconds.
 
     Raises:
@@ -81,6 +99,7 @@ class Verifier:
         *,
         tolerance_s: float = TOLERANCE_S,
         header_prefix: str | Sequence[str] = DEFAULT_PREFIX,
+        formats: Collection[FormatName] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         texts = [secrets] if isinstance(secrets, str) else list(secrets or ())
@@ -88,6 +107,8 @@ class Verifier:
         if not self._keys:
             raise UsageError("secret: at least one is required to verify signatures")
         self._tolerance_s = tolerance_s
+        _require_formats(formats)
+        self._formats = None if formats is None else set(formats)
         self._clock = clock
         given = [header_prefix] if isinstance(header_prefix, str) else list(header_prefix or ())
         self.header_prefixes = tuple(HeaderPrefix().validate("header_prefix", p) for p in given)
@@ -100,12 +121,13 @@ class Verifier:
             for p in self.header_prefixes
         }
 
-    def verify(self, headers: Headers, body: bytes) -> Verified:
+    def verify(self, headers: Headers, body: bytes, *, fetched: bool = False) -> Verified:
         """Verify one request.
 
         Args:
             headers: of the request; names in any case.
             body: the raw body.
+            fetched: it was fetched, so a thin message has its payload.
 
         Raises:
             SignatureError: no valid signature.
@@ -114,16 +136,63 @@ class Verifier:
         read = fold(headers, self._names)
         signed = verify_signature(read, body, self._keys, self._clock(), self._tolerance_s)
         found = [p for p in self.header_prefixes if not self._delivery_headers[p].isdisjoint(read)]
-        # The headers are not signed: removing them must not turn a delivery into a
-        # request of another sender.
+        # Headers without a signature of their own can be removed: that must not turn a delivery
+        # into a request of another sender.
         if found or is_delivery(body):
             prefix = (found or self.header_prefixes)[0]
-            return Verified(signed.message_id, signed.timestamp, parse(read, body, prefix))
+            messages = parse_signed(read, body, prefix, signed, self._keys)
+            self._check_format(messages[0].format, fetched=fetched)
+            return Verified(signed.message_id, signed.timestamp, messages)
+        if _is_delivery_id(signed.message_id):
+            raise BadMessage("the headers of the delivery are missing")
         try:
             marks = checkpoint.parse(body)
         except ValueError as error:
             raise BadMessage(str(error)) from None
         return Verified(signed.message_id, signed.timestamp, (), marks)
+
+    def _check_format(self, name: FormatName, *, fetched: bool) -> None:
+        if fetched and name == "thin":
+            raise BadMessage("what was fetched has no payload")
+        accepted = self._formats
+        if accepted is not None and fetched:
+            accepted = {MessageFormat(each).fetched.name for each in accepted}
+        if accepted is not None and name not in accepted:
+            raise BadMessage(f"the format is {name}, not {' or '.join(sorted(accepted))}")
+
+
+def parse_signed(
+    headers: Mapping[str, str],
+    body: bytes,
+    prefix: str,
+    signed: VerifiedSignature | None,
+    keys: Sequence[Key],
+) -> tuple[Message, ...]:
+    """Parse the deliveries of a request, and verify the signature of metadata in headers.
+
+    Args:
+        headers: of the request, by lower-case name.
+        prefix: begins the names of the headers that describe a delivery.
+        signed: the verified signature of the body; None: nothing is verified.
+
+    Raises:
+        SignatureError: the signature of the metadata is not valid.
+        BadMessage: neither a delivery nor a batch, or headers and body differ.
+    """
+    in_headers = has_signed_metadata(headers)
+    if in_headers and signed is not None:
+        header = signed_metadata.SIGNATURE_HEADER
+        signed_id = f"{signed_metadata.SIGNED_ID}{signed.message_id}.{signed.timestamp}."
+        text = signed_metadata.signed_text(headers, prefix.lower())
+        verify_signatures(header, headers[header], signed_id.encode() + text, keys)
+    return parse(headers, body, prefix, in_headers=in_headers)
+
+
+def _is_delivery_id(text: str) -> bool:
+    try:
+        return UUID(text).version == _DELIVERY_ID_VERSION
+    except ValueError:
+        return False
 
 
 def verify(
@@ -133,6 +202,7 @@ def verify(
     *,
     tolerance_s: float = TOLERANCE_S,
     header_prefix: str | Sequence[str] = DEFAULT_PREFIX,
+    formats: Collection[FormatName] | None = None,
     now: float | None = None,
 ) -> Verified:
     """Verify the signature of a request and parse its deliveries.
@@ -143,7 +213,7 @@ def verify(
         secrets: one or more of `whsec_…` and `whpk_…`; both the old and the new one
             while a secret is being rotated.
         tolerance_s: maximum difference between signature time and `now`, in seconds.
-        header_prefix: as of `Verifier`.
+        header_prefix, formats: as of `Verifier`.
         now: epoch seconds; None: the system clock.
 
     Raises:
@@ -152,8 +222,22 @@ def verify(
         UsageError: no secret, or an invalid one.
     """
     clock = time.time if now is None else lambda: now
-    verifier = Verifier(secrets, tolerance_s=tolerance_s, header_prefix=header_prefix, clock=clock)
+    verifier = Verifier(
+        secrets,
+        tolerance_s=tolerance_s,
+        header_prefix=header_prefix,
+        formats=formats,
+        clock=clock,
+    )
     return verifier.verify(headers, body)
+
+
+def _require_formats(given: Collection[str] | None) -> None:
+    if given is not None and not given:
+        raise UsageError("formats: at least one is required")
+    for each in given or ():
+        if each not in get_args(FormatName):
+            raise UsageError(f"formats: there is no format {quoted(each)}")
 
 
 def fold(headers: Headers, names: Collection[str]) -> dict[str, str]:

@@ -24,14 +24,17 @@ from outbox.core.delivery.signature import (
 from outbox.core.delivery.signature import sign as sign_hmac
 from outbox.core.model.headers import DEFAULT_PREFIX, EndpointHeaders, parse_lines
 from outbox.core.model.ids import lane_name
+from outbox.core.model.message_format import MessageFormat
 from outbox.core.model.setting_types import HeaderPrefix
 from outbox.receiver.fetch import CannotFetch, LanePage, LaneProgress, PageItem
 from outbox.receiver.requests import Request
+from outbox.receiver.verification import pairs_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
     from outbox.core.delivery.message import Prepared
+    from outbox.core.model.message_format import FormatName
 
 SECRET = "whsec_" + "dGVzdGluZyBvbmx5LCBub3QgYSBzZWNyZXQ="
 PAGE = 100
@@ -71,6 +74,7 @@ class FakeSender:
         clock: returns epoch seconds, for signatures and times of publication.
         new_id: returns the id of a new event.
         header_prefix: begins the names of the headers that describe a delivery.
+        format_name: the endpoint's format.
 
     Raises:
         UsageError: the secret is invalid.
@@ -84,6 +88,7 @@ class FakeSender:
         clock: Callable[[], float] = time.time,
         new_id: Callable[[], uuid.UUID] = uuid.uuid4,
         header_prefix: str = DEFAULT_PREFIX,
+        format_name: FormatName = "envelope",
     ) -> None:
         self.secret = secret
         self._key = parse_secret(secret)
@@ -92,6 +97,7 @@ class FakeSender:
         self._new_id = new_id
         prefix = HeaderPrefix().validate("header_prefix", header_prefix)
         self._headers = EndpointHeaders(prefix=prefix)
+        self._format = MessageFormat(format_name)
         self._lanes: dict[str, list[_SequencedDelivery]] = {}
         self._events = 0
 
@@ -172,11 +178,10 @@ class FakeSender:
 
     def resend(self, request: Request, attempt: int = 2) -> Request:
         """Send a delivery or batch again as another attempt, with a new signature."""
-        body = orjson.loads(request.body)
-        if isinstance(body, list):
-            numbers = [self._lanes[each["lane"]][each["sequence"] - 1] for each in body]
+        numbers = self._sent_in(request)
+        if "last-sequence" in self._described(request):
             return self._batch_request(numbers, attempt)
-        return self._find(request).request(attempt, self._key, self._clock())
+        return numbers[0].request(attempt, self._key, self._clock())
 
     # --------------------------------------------------------- the relay's receiver API
 
@@ -202,7 +207,9 @@ class FakeSender:
         through = min(after + PAGE, len(numbers))
         items = tuple(
             PageItem(
-                each.delivery.seq, each.dead_lettered, each.request(0, self._key, self._clock())
+                each.delivery.seq,
+                each.dead_lettered,
+                each.request(0, self._key, self._clock(), fetched=True),
             )
             for each in numbers[after:through]
         )
@@ -212,13 +219,30 @@ class FakeSender:
         """Like `page`, for asyncio."""
         return self.page(lane, after)
 
+    def delivery(self, lane: str, sequence: int) -> PageItem:
+        """Return one delivery of a lane, with its payload.
+
+        Raises:
+            CannotFetch: there is no such delivery.
+        """
+        numbers = self._lanes.get(lane, [])[sequence - 1 : sequence]
+        if not numbers:
+            raise CannotFetch(f'there is no delivery {sequence} in lane "{lane}"')
+        (found,) = numbers
+        request = found.request(0, self._key, self._clock(), fetched=True)
+        return PageItem(sequence, found.dead_lettered, request)
+
+    async def delivery_async(self, lane: str, sequence: int) -> PageItem:
+        """Like `delivery`, for asyncio."""
+        return self.delivery(lane, sequence)
+
     # -------------------------------------------------------------------------- internals
 
     def _append(self, delivery: Delivery, *, lane_ends: bool = False) -> Request:
         numbers = self._lanes.setdefault(delivery.lane, [])
         previous = max((n.delivery.seq for n in numbers if not n.dead_lettered), default=0)
         delivery = delivery._replace(seq=len(numbers) + 1)
-        numbered = _SequencedDelivery(delivery, previous, lane_ends, self._headers)
+        numbered = _SequencedDelivery(delivery, previous, lane_ends, self._headers, self._format)
         numbers.append(numbered)
         return numbered.request(1, self._key, self._clock())
 
@@ -228,30 +252,54 @@ class FakeSender:
             numbers[0].previous,
             lane_ends=numbers[-1].lane_ends,
             headers=self._headers,
+            message_format=self._format,
         )
         return _signed(prepared, attempt, self._key, self._clock())
 
     def _find(self, request: Request) -> _SequencedDelivery:
-        body = orjson.loads(request.body)
-        lane, sequence = body["lane"], body["sequence"]
-        numbers = self._lanes[lane]
-        return numbers[int(sequence) - 1]
+        return self._sent_in(request)[0]
+
+    def _sent_in(self, request: Request) -> list[_SequencedDelivery]:
+        """The deliveries of a request."""
+        described = self._described(request)
+        first = int(described["sequence"])
+        last = int(described.get("last-sequence", first))
+        return self._lanes[described["lane"]][first - 1 : last]
+
+    def _described(self, request: Request) -> dict[str, str]:
+        """The headers that describe the deliveries, without their prefix."""
+        prefix = self._headers.prefix.lower()
+        pairs = ((name.lower(), value) for name, value in pairs_of(request.headers))
+        return {name.removeprefix(prefix): value for name, value in pairs}
 
 
 class _SequencedDelivery:
     """A delivery with its sequence number."""
 
     def __init__(
-        self, delivery: Delivery, previous: int, lane_ends: bool, headers: EndpointHeaders
+        self,
+        delivery: Delivery,
+        previous: int,
+        lane_ends: bool,
+        headers: EndpointHeaders,
+        message_format: MessageFormat,
     ) -> None:
         self.delivery = delivery
         self.dead_lettered = False
         self.previous = previous
         self.lane_ends = lane_ends
-        self._prepared = prepare(delivery, previous, lane_ends=lane_ends, headers=headers)
+        self._headers = headers
+        self._format = message_format
 
-    def request(self, attempt: int, key: bytes, now: float) -> Request:
-        return _signed(self._prepared, attempt, key, now)
+    def request(self, attempt: int, key: bytes, now: float, *, fetched: bool = False) -> Request:
+        prepared = prepare(
+            self.delivery,
+            self.previous,
+            lane_ends=self.lane_ends,
+            headers=self._headers,
+            message_format=self._format.fetched if fetched else self._format,
+        )
+        return _signed(prepared, attempt, key, now)
 
 
 def _signed(prepared: Prepared, attempt: int, key: bytes, now: float) -> Request:

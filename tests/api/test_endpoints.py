@@ -271,6 +271,18 @@ async def test_a_test_delivery_returns_the_response(database: Database, api: Api
     assert (gone["outcome"], gone["response"]["failure"]) == ("retried", "connect")
 
 
+async def test_a_preview_is_the_request_of_an_event(database: Database, api: Api) -> None:
+    await add_endpoint(database, "shop", format="cloudevents-binary", headers={"X-Key": "hidden"})
+    await publish(database, {"order": 7}, key="order-7")
+    shown = (await api.get("/v1/endpoints/shop/preview", event="order-7")).json
+    headers = dict(shown["headers"])
+    assert (headers["ce-subject"], headers["X-Event-Key"]) == ("order-7", "order-7")
+    assert {headers[name] for name in ("X-Key", "webhook-signature")} == {"***"}
+    assert (shown["body"], shown["is_sequenced"]) == ('{"order": 7}', False)
+    assert (await api.get("/v1/endpoints/shop/preview", event="order-8")).status == 404
+    assert (await api.get("/v1/endpoints/shop/preview")).status == 422
+
+
 async def test_concurrent_test_deliveries_are_limited_also_by_tenant(
     database: Database, api: Api
 ) -> None:

@@ -41,12 +41,13 @@ PAGES_MAX = 2
 """Pages that are read of each listing: they are alike."""
 PATHS = {
     "/v1/endpoints/{name}": ENDPOINT.format(0),
+    "/v1/endpoints/{name}/preview": ENDPOINT.format(0),
     "/v1/trace/{id}": KEY,
     "/v1/schedules/{name}": SCHEDULE.format(1),
     "/v1/once/{key}": ONCE.format(1),
 }
 """Values of path parameters; an id is 1."""
-QUERIES = {"payload": ("true", "false"), "revoked": ("true",), "state": ("all",)}
+QUERIES = {"event": (KEY,), "payload": ("true", "false"), "revoked": ("true",), "state": ("all",)}
 """Values with which a response has the most rows, besides the largest limits."""
 LONG = ("dead-letters", "endpoints", "events", "journal", "once", "replays", "schedules")
 """Listings with more rows than a page."""

@@ -95,6 +95,7 @@ async def asked(api: Api, tenant: str | None) -> dict[str, bytes]:
     places: dict[str, list[str]] = {
         "/v1/endpoints/{name}": [f"/v1/endpoints/{own}-{kind}" for kind in KINDS],
         "/v1/dead-letters/{id}": [f"/v1/dead-letters/{each}" for each in letters],
+        "/v1/endpoints/{name}/preview": [f"/v1/endpoints/{own}-{kind}/preview" for kind in KINDS],
         "/v1/trace/{id}": ["/v1/trace/k"],
         "/v1/schedules/{name}": [],
         "/v1/once/{key}": [],
@@ -107,7 +108,9 @@ async def asked(api: Api, tenant: str | None) -> dict[str, bytes]:
         if tenant is not None and route.tenants is TenantAccess.SYSTEM:
             continue
         for path in places.get(route.path, [route.path]):
-            query = {"payload": True} if "trace" in path else {}
+            query: dict[str, object] = {"payload": True} if "trace" in path else {}
+            if "preview" in path:
+                query = {"event": "k"}
             response = await api.get(path, **query)
             assert response.status == 200, (path, response.raw)
             output[path] = response.raw

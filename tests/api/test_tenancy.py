@@ -168,6 +168,14 @@ def requests(route: Route, ids: Mapping[str, Any]) -> list[Request] | None:
         case ("POST", "/v1/endpoints/{name}/skip" as path):
             stuck = {"lane": "000000000000-1-0", "sequence": 1}
             return [(path.replace("{name}", each), stuck, {}) for each in (name, "globex-all")]
+        case ("GET", "/v1/endpoints/{name}/preview"):
+            own = "/v1/endpoints/acme-shop/preview"
+            theirs = [(own, None, {"event": str(ids[k])}) for k in ("event", "delivery")]
+            return [
+                *theirs,
+                (own, None, {"event": "same-key"}),
+                (f"/v1/endpoints/{name}/preview", None, {"event": "same-key"}),
+            ]
         case (_, path) if path.startswith("/v1/endpoints/{name}"):
             return [
                 (path.replace("{name}", each), {} if route.body else None, {})

@@ -94,7 +94,8 @@ def test_every_setting_has_a_flag(here: Command) -> None:
         "endpoint", "add", "a", URL,
         "--type", "order.*", "--type", "refund.**", "--filter", "@.total > 100",
         "--tenant", "acme", "--lanes", 2, "--method", "PUT",
-        "--header-prefix", "X-Acme-", "--header", "Authorization: Bearer hunter2",
+        "--header-prefix", "X-Acme-", "--format", "cloudevents", "--source", "/shop",
+        "--header", "Authorization: Bearer hunter2",
         "--header", "X-Env:prod",
         "--connect-timeout", "2s", "--timeout", "1m", "--retry", "stepped,attempts=8",
         "--in-flight-max", 2, "--rate", 0.5, "--batch-max", 50, "--allow-network", "10.1.2.3",
@@ -116,6 +117,8 @@ def test_every_setting_has_a_flag(here: Command) -> None:
         "method": "PUT",
         "headers": {"Authorization": None, "X-Env": None},
         "header_prefix": "X-Acme-",
+        "format": "cloudevents",
+        "source": "/shop",
         "connect_timeout": "2s",
         "timeout": "1m",
         "in_flight_max": 2,
@@ -660,3 +663,19 @@ def test_the_number_of_trusted_authorities_is_shown(here: Command, tmp_path: Pat
         "ca                2 certificates, SHA-256 of the text "
         in here("endpoint", "show", "a").out
     )
+
+
+def test_a_preview_is_printed_like_a_request(here: Command, database: Database) -> None:
+    here("endpoint", "add", "a", f"{URL}?x=1", "--format", "raw", "--header", "X-Key: hidden")
+    here("publish", "order.paid", "--key", "order-7", "--payload", '{"n": "a\u009b"}')
+    shown = here("endpoint", "preview", "a", "order-7")
+    head, _, body = shown.out.partition("\n\n")
+    lines = head.splitlines()
+    assert lines[0] == f"POST {URL}?x=1"
+    assert {"X-Event: order.paid", "X-Event-Key: order-7", "X-Key: ***"} <= set(lines)
+    assert body == '{"n": "a\ufffd"}\n', "safe for a terminal"
+    assert here("endpoint", "preview", "a", "order-7", "--json").json["body"] == (
+        '{"n": "a\u009b"}'
+    )
+    assert "lane and numbers are examples" in shown.err
+    assert here("endpoint", "preview", "a", "order-8").code == 2

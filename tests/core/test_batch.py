@@ -17,8 +17,9 @@ from outbox.core.delivery.batch import (
     prepare_batch,
 )
 from outbox.core.delivery.commands import ErasedEvent, Fetch, Progress, Send
+from outbox.core.delivery.envelope import envelope
 from outbox.core.delivery.lane import Lane
-from outbox.core.delivery.message import body_of, prepare
+from outbox.core.delivery.message import prepare
 from outbox.core.model.endpoint_settings import BATCH_MAX
 from outbox.core.model.headers import EndpointHeaders, parse_lines
 from outbox.core.model.response import AttemptResult, Failure
@@ -45,7 +46,7 @@ def test_the_body_is_an_array_of_the_bodies_and_each_has_its_x_delivery() -> Non
     elements = orjson.loads(prepared.body)
     for each, previous, element in zip(batch, (3, 5, 6), elements, strict=True):
         assert element.pop("delivery") == each.message_id
-        assert element == orjson.loads(body_of(each, previous))
+        assert element == orjson.loads(envelope(each, previous))
     headers = dict(parse_lines(prepared.attempt(2, 1, [b"k"])))
     assert headers["X-Lane"] == "lane"
     assert [headers[f"X-{name}"] for name in ("Sequence", "Last-Sequence")] == ["5", "7"]

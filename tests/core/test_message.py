@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from standardwebhooks import Webhook
 
-from outbox.core.delivery.message import Delivery, build, prepare, rfc3339
+from outbox.core.delivery.envelope import rfc3339
+from outbox.core.delivery.message import Delivery, build, prepare
 from outbox.core.delivery.signature import format_secret, verify
 from outbox.core.model.headers import EndpointHeaders, parse_lines
 from outbox.core.model.headers import valid_headers as carried

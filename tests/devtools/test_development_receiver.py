@@ -3,12 +3,13 @@ from __future__ import annotations
 import asyncio
 import random
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import pytest
 
 from outbox.core.delivery.signature import parse_secret
 from outbox.core.model.headers import format_lines
+from outbox.core.model.message_format import FormatName
 from outbox.core.model.response import AttemptResult, Failure
 from outbox.destinations.http.egress import EgressPolicy
 from outbox.destinations.http.transport import HttpTransport
@@ -72,6 +73,23 @@ async def test_deliveries_are_verified_counted_and_shown(transport: HttpTranspor
         {"n": 3},
     ]
     assert receiver.lanes()["a-1-0"].state.high == 3
+
+
+@pytest.mark.parametrize("name", get_args(FormatName))
+async def test_each_format_is_verified_as_a_whole(
+    transport: HttpTransport, name: FormatName
+) -> None:
+    receiver = DevelopmentReceiver([SECRET])
+    shaped_like_a_checkpoint = delivery(2, payload=b'{"type": "outbox.checkpoint", "lanes": []}')
+    async with receiver.serve() as url:
+        for which in (delivery(1), shaped_like_a_checkpoint):
+            true = request(url, which, format_name=name)
+            forged = true._replace(lines=true.lines.replace("X-Event: order", "X-Event: cart"))
+            added = f"{true.lines}webhook-metadata-signature: v1,AAAA\r\n"
+            for wrong in (forged, true._replace(lines=added)):
+                assert (await transport.send(wrong)).status in (400, 401)
+            assert (await transport.send(true)).status == 200
+    assert receiver.totals().accepted == 2
 
 
 async def test_any_path_and_several_secrets(transport: HttpTransport) -> None:

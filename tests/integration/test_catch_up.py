@@ -9,6 +9,7 @@ import contextlib
 import shutil
 import sqlite3
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
@@ -18,8 +19,17 @@ from outbox.api import receivers
 from outbox.core.model.response import AttemptResult
 from outbox.errors import UsageError
 from outbox.operations import fetch_tokens
-from outbox.receiver import AsyncReceiver, Gaps, MemoryDatabase, Receiver, Refuse, Request
-from outbox.receiver.fetch import CannotFetch, FetchClient
+from outbox.receiver import (
+    AsyncReceiver,
+    Gaps,
+    MemoryDatabase,
+    Message,
+    Receiver,
+    Refuse,
+    Request,
+    verify,
+)
+from outbox.receiver.fetch import CannotFetch, FetchClient, PageItem
 from outbox.web.address import Address
 from tests.support.relay import (
     QUICK_RETRY,
@@ -37,6 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
+    from outbox.core.model.message_format import FormatName
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.one_major
@@ -128,18 +139,26 @@ async def test_a_restored_backup_catches_up_without_loss_or_duplicates(
     assert restored.receiver.totals.gaps == 0
 
 
-@pytest.mark.parametrize("prefix", ["X-", "Acme-"])
+@pytest.mark.parametrize(
+    ("prefix", "format_name"),
+    [("X-", "envelope"), ("Acme-", "envelope"), ("X-", "raw"), ("X-", "cloudevents")],
+)
 async def test_lost_deliveries_are_fetched_before_the_next_delivery(
-    database: Database, prefix: str
+    database: Database, prefix: str, format_name: FormatName
 ) -> None:
     """Sequence numbers were acknowledged that this receiver never processed."""
-    made = await add_endpoint(database, header_prefix=prefix)
+    made = await add_endpoint(database, header_prefix=prefix, format=format_name)
     async with (
         fetchable(database) as fetch,
         asyncpg.create_pool(database.dsn, min_size=1, max_size=4) as pool,
     ):
         receiver = AsyncReceiver(
-            made.secret, pool, fetch=fetch, gaps=Gaps.CATCH_UP, header_prefix=prefix
+            made.secret,
+            pool,
+            fetch=fetch,
+            gaps=Gaps.CATCH_UP,
+            header_prefix=prefix,
+            formats=[format_name],
         )
         received: list[int] = []
 
@@ -162,6 +181,57 @@ async def test_lost_deliveries_are_fetched_before_the_next_delivery(
         assert received == list(range(1, 11))
         await receiver.catch_up()
         assert received == list(range(1, 13))
+
+
+async def test_the_payload_of_a_thin_message_is_fetched_while_it_is_processed(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = await add_endpoint(database, format="thin")
+    received: list[Any] = []
+    async with fetchable(database) as fetch:
+        receiver = AsyncReceiver(
+            made.secret, MemoryDatabase(), fetch=fetch, gaps=Gaps.CATCH_UP, formats=["thin"]
+        )
+        threaded = Receiver(made.secret, tmp_path / "inbox.sqlite", fetch=fetch)
+
+        @receiver.on("a.b")
+        async def receive(message: Message, _: Any) -> None:
+            if message.format == "envelope":
+                received.append(message.data)
+                return
+            assert message.data is None
+            received.append(await receiver.fetch_payload(message))
+            payload = await asyncio.to_thread(threaded.fetch_payload, message)
+            assert payload == received[-1]
+            with pytest.raises(CannotFetch, match="another delivery than"):
+                await receiver.fetch_payload(replace(message, delivery_id="x"))
+            monkeypatch.setattr(fetch, "delivery_async", captured(message))
+            with pytest.raises(CannotFetch, match="what was fetched has no payload"):
+                await receiver.fetch_payload(message)
+            monkeypatch.undo()
+            with pytest.raises(CannotFetch, match="no delivery 99 in the lane"):
+                await receiver.fetch_payload(replace(message, sequence=99))
+
+        wire = Wire(receiver)
+
+        def captured(message: Message) -> Any:
+            async def respond(*_: Any) -> PageItem:
+                return PageItem(message.sequence, False, as_request(wire.sent[-1]))
+
+            return respond
+
+        async with running(database, wire):
+            await publish(database, {"n": 1}, {"n": 2}, key="k")
+            await all_ended(database)
+            # What is fetched to catch up has its payload.
+            wire.lost = {3}
+            await publish(database, {"n": 3}, {"n": 4}, key="k")
+            await all_ended(database)
+    assert [each["n"] for each in received] == [1, 2, 3, 4]
+    with pytest.raises(UsageError, match="fetch=FetchClient"):
+        await AsyncReceiver(made.secret, MemoryDatabase()).fetch_payload(
+            verify(wire.sent[0].request.headers, wire.sent[0].request.body, made.secret).messages[0]
+        )
 
 
 async def test_a_lane_started_after_the_backup_is_fetched_from_its_start(
@@ -308,7 +378,7 @@ async def test_a_wrong_token_or_secret_is_reported(database: Database) -> None:
             await publish(database, 1)
             await all_ended(database)
         (standing,) = [each async for each in fetch.lanes_async()]
-        with pytest.raises(CannotFetch, match="not signed with this receiver's secret"):
+        with pytest.raises(CannotFetch, match="is refused: no signature matches"):
             await lost.catch_up(standing.lane)
         fetch._headers["Authorization"] = "Bearer obf_" + "A" * 43
         with pytest.raises(CannotFetch, match="401, the fetch token is unknown"):

@@ -17,6 +17,7 @@ from outbox.core.delivery.message import Delivery, prepare
 from outbox.core.delivery.operational_events import ReportedState
 from outbox.core.delivery.signature import parse_secret
 from outbox.core.model.headers import NO_HEADERS, EndpointHeaders
+from outbox.core.model.message_format import FormatName, MessageFormat
 from outbox.core.model.response import AttemptResult
 from outbox.core.model.response_policy import RETRYABLE, AttemptOutcome
 from outbox.core.model.retry_policy import RetryPolicy
@@ -36,8 +37,8 @@ LAST_SEQ = 12
 SECRETS = [parse_secret(f"whsec_{'ABCDEFGH'[n] * 43}=") for n in range(4)]
 
 Event = Literal[
-    "delivered", "refused", "failed", "second", "header", "secret", "erased", "settings", "ended",
-    "unsolicited",
+    "delivered", "refused", "failed", "second", "header", "format", "secret", "erased", "settings",
+    "ended", "unsolicited",
 ]  # fmt: skip
 """An event during a request; the first three end it."""
 
@@ -95,7 +96,11 @@ class Owner:
         """The request equals one that is built without prefetching."""
         to, ahead = self.home.endpoint, self.lane.prefetched
         fresh = prepare(
-            send.delivery, send.previous_seq, lane_ends=send.lane_ends, headers=to.headers
+            send.delivery,
+            send.previous_seq,
+            lane_ends=send.lane_ends,
+            headers=to.headers,
+            message_format=to.message_format,
         )
         keys = to.secrets_at(self.now)
         built: Request = self.lane.request(send, self.now)
@@ -114,6 +119,9 @@ class Owner:
             case "header":
                 headers = EndpointHeaders((("X-Count", str(n)),))
                 self._change(replace(home.endpoint, headers=headers))
+            case "format":
+                message_format = MessageFormat(get_args(FormatName)[n % 5])
+                self._change(replace(home.endpoint, message_format=message_format))
             case "secret":
                 (old, _), *_ = home.endpoint.secrets
                 new = SECRETS[n % len(SECRETS)]

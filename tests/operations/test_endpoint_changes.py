@@ -94,6 +94,8 @@ async def test_every_setting_can_be_changed_and_the_id_stays(
         "method": "PUT",
         "headers": {"Authorization": "Bearer hunter2"},
         "header_prefix": "Acme-",
+        "format": "thin",
+        "source": "/shop",
         "connect_timeout_s": 1.0,
         "timeout_s": 2.0,
         "in_flight_max": 4,

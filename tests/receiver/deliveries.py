@@ -11,6 +11,7 @@ from multidict import CIMultiDict
 
 from outbox.core.delivery.message import Delivery, prepare
 from outbox.core.model.headers import format_lines, parse_lines
+from outbox.core.model.message_format import FormatName, MessageFormat
 from outbox.destinations.interface import Recipient, Request
 
 ENDPOINT = UUID("6f1c2a34-9d55-4f0e-8a55-2f6a1b0c9d3e")
@@ -46,9 +47,15 @@ def signed(
     secret: bytes = SECRET,
     timestamp: int | None = None,
     lane_ends: bool = False,
+    format_name: FormatName = "envelope",
 ) -> tuple[CIMultiDict[str], bytes]:
     """Return headers and body of an attempt; `previous` is by default the number before."""
-    prepared = prepare(which, which.seq - 1 if previous is None else previous, lane_ends=lane_ends)
+    prepared = prepare(
+        which,
+        which.seq - 1 if previous is None else previous,
+        lane_ends=lane_ends,
+        message_format=MessageFormat(format_name),
+    )
     at = int(time.time()) if timestamp is None else timestamp
     return CIMultiDict(parse_lines(prepared.attempt(attempt, at, [secret]))), prepared.body
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 import aiohttp
@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 
 from outbox.core.delivery.signature import format_secret
+from outbox.core.model.message_format import FormatName
 from outbox.errors import UsageError
 from outbox.receiver import AsyncReceiver, MemoryDatabase, Receiver
 from outbox.receiver.adapters import asgi, wsgi
@@ -175,6 +176,8 @@ async def test_every_adapter_gives_the_same_responses(stack: str) -> None:
         assert await send(2, payload=b'"%s"' % (b"x" * BYTES_MAX)) == 413
         assert await send(9) == 500
         assert await send(2) == 200
+        for seq, name in enumerate(get_args(FormatName), 3):
+            assert await send(seq, format_name=name) == 200, name
         async with client.get(f"{url}/hooks") as response:
             assert (response.status, response.headers["Allow"]) == (405, "POST")
         if stack != "ASGI alone":
@@ -189,7 +192,7 @@ async def test_every_adapter_gives_the_same_responses(stack: str) -> None:
         with contextlib.suppress(aiohttp.ClientConnectionError):
             async with client.post(f"{url}/hooks", data=slowly()) as response:
                 assert response.status in (411, 413)
-    assert came == [1, 2]
+    assert came == [1, 2, *range(3, 3 + len(get_args(FormatName)))]
 
 
 async def test_a_failed_start_reports_its_reason() -> None:

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from outbox.cli.endpoint import certificate, edit, fetch_token, lifecycle, removal, show, test
+from outbox.cli.endpoint import (
+    certificate,
+    edit,
+    fetch_token,
+    lifecycle,
+    preview,
+    removal,
+    show,
+    test,
+)
 from outbox.cli.endpoint.group import command
 
 __all__ = [
@@ -11,6 +20,7 @@ __all__ = [
     "edit",
     "fetch_token",
     "lifecycle",
+    "preview",
     "removal",
     "show",
     "test",

@@ -2,7 +2,8 @@
 
 The body is a JSON array of the bodies of single requests, in sequence order and without
 holes.  A batch of one delivery is an array as well, so that receivers parse one form.  An
-element has two more members than a single body, because it has no headers of its own:
+element has two more members than a single body, because it has no headers of its own (a
+CloudEvent has the first as its `id`, and of the second the trace context):
 
     "delivery"   its X-Delivery, for deduplication
     "headers"    the headers of its event, if there are any
@@ -34,15 +35,18 @@ from __future__ import annotations
 
 from hashlib import blake2b
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 from uuid import UUID
 
 import orjson
 
-from outbox.core.delivery.message import USER_AGENT, Prepared, body_of
+from outbox.core.delivery import cloud_event
+from outbox.core.delivery.envelope import envelope
+from outbox.core.delivery.message import JSON_TYPE, USER_AGENT, Prepared, prepare
 from outbox.core.delivery.signature import ID_HEADER
 from outbox.core.model.endpoint_settings import BATCH_MAX
 from outbox.core.model.headers import NO_HEADERS, format_lines, merge, normalize_name
+from outbox.core.model.message_format import ENVELOPE, UNBATCHED
 from outbox.core.model.response_policy import AttemptOutcome, classify
 
 if TYPE_CHECKING:
@@ -50,6 +54,7 @@ if TYPE_CHECKING:
 
     from outbox.core.delivery.message import Delivery
     from outbox.core.model.headers import EndpointHeaders
+    from outbox.core.model.message_format import MessageFormat
     from outbox.core.model.response import AttemptResult
 
 BATCH_BYTES_MAX = 1_000_000
@@ -59,8 +64,18 @@ GROWTH_WAIT_MAX = 1024
 ACCEPTED_THROUGH = "X-Accepted-Through"
 
 _DIGITS_MAX = 18
-# Upper bounds: an element's fixed part, and a character's JSON escape.
-_ELEMENT_BYTES, _ESCAPED_BYTES = 640, 6
+# Upper bounds: an element's fixed part (a CloudEvent's, which has more), and a character's JSON
+# escape.
+_ELEMENT_BYTES, _ESCAPED_BYTES = 768, 6
+
+
+class RequestSettings(Protocol):
+    """Settings of an endpoint that its requests depend on."""
+
+    @property
+    def headers(self) -> EndpointHeaders: ...
+    @property
+    def message_format(self) -> MessageFormat: ...
 
 
 class BatchSize:
@@ -120,7 +135,8 @@ class BatchSize:
 
 def element_bytes(delivery: Delivery) -> int:
     """Upper bound of a delivery's bytes in a batch body."""
-    texts = len(delivery.type) + len(delivery.key or "") + len(delivery.tenant or "")
+    # A CloudEvent has the key twice, and a percent-encoded tenant is twice as long.
+    texts = len(delivery.type) + 2 * (len(delivery.key or "") + len(delivery.tenant or ""))
     header_count = 0 if delivery.headers is None else len(delivery.headers)
     return _ELEMENT_BYTES + _ESCAPED_BYTES * texts + header_count + len(delivery.payload)
 
@@ -131,6 +147,7 @@ def prepare_batch(
     *,
     lane_ends: bool = False,
     headers: EndpointHeaders = NO_HEADERS,
+    message_format: MessageFormat = ENVELOPE,
 ) -> Prepared:
     """Body and fixed headers of a request with consecutive deliveries of one lane.
 
@@ -138,8 +155,15 @@ def prepare_batch(
         previous_seq: the last delivered sequence of the lane before the batch, 0: none.
         lane_ends: no delivery follows the last one in its lane.
         headers: of the endpoint.
+        message_format: of the endpoint.
+
+    Raises:
+        ValueError: the format has no batches.
     """
+    if message_format.name in UNBATCHED:
+        raise ValueError(f"the format {message_format.name} has one delivery per request")
     prefix = headers.prefix
+    is_cloud_event = message_format.name == "cloudevents"
     first, last = deliveries[0], deliveries[-1]
     first_id = message_id = first.message_id
     elements: list[bytes] = []
@@ -147,23 +171,65 @@ def prepare_batch(
     for delivery in deliveries:
         if delivery is not first:
             message_id = delivery.message_id
-        members = f'"delivery":"{message_id}",'
-        if delivery.headers is not None:
-            members += _own_headers(delivery.headers, headers)
         ends = lane_ends and delivery is last
-        elements.append(body_of(delivery, before, lane_ends=ends, first=members))
+        if is_cloud_event:
+            element = cloud_event.structured_event(
+                delivery, message_id, before, message_format.source, lane_ends=ends
+            )
+        else:
+            members = f'"delivery":"{message_id}",'
+            if delivery.headers is not None:
+                members += _own_headers(delivery.headers, headers)
+            is_thin = message_format.name == "thin"
+            element = envelope(delivery, before, lane_ends=ends, first=members, thin=is_thin)
+        elements.append(element)
         before = delivery.seq
     batch_id = first_id
     if first is not last:
         batch_id = _batch_id(first, first_id, last, message_id)
+    content_type = cloud_event.BATCH_TYPE if is_cloud_event else JSON_TYPE
     lines = (
-        f"Content-Type: application/json\r\nUser-Agent: {USER_AGENT}\r\n"
+        f"Content-Type: {content_type}\r\nUser-Agent: {USER_AGENT}\r\n"
         f"{ID_HEADER}: {batch_id}\r\n{prefix}Delivery: {batch_id}\r\n"
         f"{prefix}Lane: {first.lane}\r\n{prefix}Sequence: {first.seq}\r\n"
         f"{prefix}Last-Sequence: {last.seq}\r\n{prefix}Previous-Sequence: {previous_seq}\r\n"
         f"{format_lines(headers.own)}"
     )
     return Prepared(batch_id, lines, b"[%b]" % b",".join(elements), prefix)
+
+
+def prepare_request(
+    endpoint: RequestSettings,
+    deliveries: Sequence[Delivery],
+    previous_seq: int,
+    *,
+    lane_ends: bool,
+    in_array: bool,
+) -> Prepared:
+    """Body and fixed headers of a request with one delivery, or with several, to an endpoint.
+
+    Args:
+        deliveries: consecutive ones of a lane; several of them only in an array.
+        previous_seq: the last delivered sequence of the lane before them, 0: none.
+        lane_ends: no delivery follows the last one in its lane.
+        in_array: as a batch, also of one delivery.
+    """
+    headers, message_format = endpoint.headers, endpoint.message_format
+    if in_array:
+        return prepare_batch(
+            deliveries,
+            previous_seq,
+            lane_ends=lane_ends,
+            headers=headers,
+            message_format=message_format,
+        )
+    return prepare(
+        deliveries[0],
+        previous_seq,
+        lane_ends=lane_ends,
+        headers=headers,
+        message_format=message_format,
+    )
 
 
 def classify_batch(

@@ -1,9 +1,9 @@
-"""Message format: the signed body and the headers of an attempt.
+"""Messages: the signed body and the headers of an attempt, in the format of an endpoint.
 
-The body is one JSON object with everything that a receiver relies on, because only the body,
+The body of the envelope has everything that a receiver relies on, because only the body,
 `webhook-id` and `webhook-timestamp` are signed.  The `X-` headers repeat it for routing and
-logging without parsing.  The payload's bytes are inserted as the database wrote them and are
-never parsed here.
+logging without parsing.  Formats whose body is the payload alone sign those headers as well, see
+`outbox.core.delivery.signed_metadata`.
 
 Headers that the relay sets:
 
@@ -18,15 +18,14 @@ The endpoint's and the event's own headers are added, see `outbox.core.model.hea
 
 from __future__ import annotations
 
-from datetime import UTC
-from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-import orjson
-
+from outbox.core.delivery import cloud_event, signed_metadata
+from outbox.core.delivery.envelope import envelope
 from outbox.core.delivery.signature import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, sign_with
 from outbox.core.model.headers import NO_HEADERS, format_lines, merge, parse_lines
 from outbox.core.model.ids import delivery_id, message_id
+from outbox.core.model.message_format import ENVELOPE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,12 +34,13 @@ if TYPE_CHECKING:
 
     from outbox.core.delivery.signature import SigningKey
     from outbox.core.model.headers import EndpointHeaders
+    from outbox.core.model.message_format import MessageFormat
     from outbox.core.model.response import Headers
 
 USER_AGENT = "outbox-relay"
 """Without a version, so that receivers do not learn it."""
 
-_OFFSET_CHARS = len("+00:00")
+JSON_TYPE = "application/json"
 
 
 class Delivery(NamedTuple):
@@ -126,21 +126,28 @@ class Prepared(NamedTuple):
     """Header lines, as `headers.format_lines` returns them."""
     body: bytes
     header_prefix: str
+    metadata: bytes | None = None
+    """What is signed besides the body."""
 
     def attempt(self, number: int, timestamp: int, keys: Sequence[SigningKey]) -> str:
         """All header lines of attempt `number` (from 1), signed at `timestamp` (epoch seconds).
 
         There is one signature for each key: two during a key rotation.
         """
-        message_id, lines, body, prefix = self
+        message_id, lines, body, prefix, metadata = self
         if len(keys) == 1:
             signatures = sign_with(keys[0], message_id, timestamp, body)
         else:
             signatures = " ".join([sign_with(key, message_id, timestamp, body) for key in keys])
-        return (
+        lines = (
             f"{lines}{prefix}Attempt: {number}\r\n{TIMESTAMP_HEADER}: {timestamp}\r\n"
             f"{SIGNATURE_HEADER}: {signatures}\r\n"
         )
+        if metadata is None:
+            return lines
+        signed_id = signed_metadata.SIGNED_ID + message_id
+        signatures = " ".join([sign_with(key, signed_id, timestamp, metadata) for key in keys])
+        return f"{lines}{signed_metadata.SIGNATURE_HEADER}: {signatures}\r\n"
 
 
 def prepare(
@@ -149,6 +156,7 @@ def prepare(
     *,
     lane_ends: bool = False,
     headers: EndpointHeaders = NO_HEADERS,
+    message_format: MessageFormat = ENVELOPE,
 ) -> Prepared:
     """Body and fixed headers of a delivery.
 
@@ -156,22 +164,45 @@ def prepare(
         previous_seq: the last delivered sequence of the lane, 0: none.
         lane_ends: no delivery follows in its lane.
         headers: of the endpoint.
+        message_format: of the endpoint.
     """
     prefix = headers.prefix
     sent_id = message_id(
         delivery.endpoint_id, delivery.outbox_id, delivery.event_id, delivery.backfill_id
     )
+    name, source = message_format
+    content_type, more, has_metadata = JSON_TYPE, "", False
+    if name == "envelope":
+        body = envelope(delivery, previous_seq, lane_ends=lane_ends)
+    elif name == "thin":
+        body = envelope(delivery, previous_seq, lane_ends=lane_ends, thin=True)
+    elif name == "cloudevents":
+        content_type = cloud_event.STRUCTURED_TYPE
+        body = cloud_event.structured_event(
+            delivery, sent_id, previous_seq, source, lane_ends=lane_ends
+        )
+    else:
+        body, has_metadata = delivery.payload, True
+        described = signed_metadata.metadata_headers(delivery, lane_ends=lane_ends)
+        more = format_lines(tuple((prefix + each, value) for each, value in described))
+        if name == "cloudevents-binary":
+            more += format_lines(
+                cloud_event.headers_of(delivery, sent_id, previous_seq, source, lane_ends=lane_ends)
+            )
     lines = (
-        f"Content-Type: application/json\r\nUser-Agent: {USER_AGENT}\r\n"
+        f"Content-Type: {content_type}\r\nUser-Agent: {USER_AGENT}\r\n"
         f"{ID_HEADER}: {sent_id}\r\n{prefix}Delivery: {sent_id}\r\n"
         f"{prefix}Event: {delivery.type}\r\n{prefix}Event-Id: {delivery.event_id}\r\n"
         f"{prefix}Lane: {delivery.lane}\r\n{prefix}Sequence: {delivery.seq}\r\n"
-        f"{prefix}Previous-Sequence: {previous_seq}\r\n"
+        f"{prefix}Previous-Sequence: {previous_seq}\r\n{more}"
     )
+    metadata = None
+    if has_metadata:
+        sent = {each.lower(): value for each, value in parse_lines(lines)}
+        metadata = signed_metadata.signed_text(sent, prefix.lower())
     if headers.own or delivery.headers is not None:
-        lines += format_lines(merge(headers, delivery.headers))
-    body = body_of(delivery, previous_seq, lane_ends=lane_ends)
-    return Prepared(sent_id, lines, body, prefix)
+        lines += format_lines(merge(headers, delivery.headers, len(more)))
+    return Prepared(sent_id, lines, body, prefix, metadata)
 
 
 def build(
@@ -188,57 +219,3 @@ def build(
     """
     prepared = prepare(delivery, previous_seq)
     return parse_lines(prepared.attempt(attempt, timestamp, keys)), prepared.body
-
-
-def rfc3339(at: datetime) -> str:
-    """A time in UTC with microseconds, `2026-01-31T12:00:00.000000Z` (RFC 3339, 5.6)."""
-    if at.microsecond and at.tzinfo is UTC:
-        # orjson takes a quarter of the time, but omits a fraction of zero.
-        return orjson.dumps(at, option=orjson.OPT_UTC_Z)[1:-1].decode()
-    if at.tzinfo is not UTC:
-        at = at.astimezone(UTC)
-    return at.isoformat(timespec="microseconds")[:-_OFFSET_CHARS] + "Z"
-
-
-def body_of(
-    delivery: Delivery, previous_seq: int, *, lane_ends: bool = False, first: str = ""
-) -> bytes:
-    """The JSON body of a delivery.
-
-    Args:
-        previous_seq: the last delivered sequence of the lane, 0: none.
-        lane_ends: no delivery follows in its lane.
-        first: JSON members to put first, each followed by a comma.
-    """
-    # Formatted by hand: most values need no quoting, and encoding a dictionary took longer than
-    # everything else that is done for a body.
-    tenant, key = delivery.tenant, delivery.key
-    tenant_json = "" if tenant is None else f',"tenant":{_quoted(tenant)}'
-    key_json = "" if key is None else f',"key":{orjson.dumps(key).decode()}'
-    rest = "" if delivery.is_plain and not lane_ends else _rest(delivery, lane_ends=lane_ends)
-    envelope = (
-        f'{{{first}"id":"{delivery.event_id}","type":{_quoted(delivery.type)},'
-        f'"timestamp":"{rfc3339(delivery.published_at)}"{tenant_json}{key_json},'
-        f'"lane":"{delivery.lane}","sequence":{delivery.seq},'
-        f'"previous_sequence":{previous_seq}{rest},"data":'
-    )
-    return b"%b%b}" % (envelope.encode(), delivery.payload)
-
-
-def _rest(delivery: Delivery, *, lane_ends: bool) -> str:
-    """The members that only replays, backfills and the last delivery of a lane have."""
-    envelope: dict[str, object] = {}
-    if delivery.replay_of is not None:
-        lane, sequence = delivery.replay_of
-        envelope["replay_of"] = {"lane": lane, "sequence": sequence}
-    if delivery.backfill_id is not None:
-        envelope["backfill"] = delivery.backfill_id
-    if lane_ends:
-        envelope["lane_ends"] = True
-    return f",{orjson.dumps(envelope)[1:-1].decode()}" if envelope else ""
-
-
-@lru_cache(1024)
-def _quoted(text: str) -> str:
-    """A JSON string; cached, because there are few types and tenants."""
-    return orjson.dumps(text).decode()

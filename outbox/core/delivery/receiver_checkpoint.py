@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import orjson
 
-from outbox.core.delivery.message import USER_AGENT, Prepared, rfc3339
+from outbox.core.delivery.envelope import rfc3339
+from outbox.core.delivery.message import USER_AGENT, Prepared
 from outbox.core.delivery.signature import ID_HEADER
 from outbox.core.model.headers import NO_HEADERS, format_lines
 

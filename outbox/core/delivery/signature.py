@@ -222,7 +222,25 @@ def verify(
         raise TimestampTooNew(
             f"signed {timestamp - now:.0f} s in the future; {tolerance_s:g} s are tolerated"
         )
-    signed = _bytes(ID_HEADER, f"{message_id}.{timestamp_text}.") + body
+    _require_match(_bytes(ID_HEADER, f"{message_id}.{timestamp_text}.") + body, candidates, keys)
+    return VerifiedSignature(message_id, timestamp)
+
+
+def verify_signatures(header: str, signatures: str, signed: bytes, keys: Sequence[Key]) -> None:
+    """Verify that one of `keys` signed a text besides the body.
+
+    Args:
+        header: its name, for errors.
+        signatures: its value, in the form of `webhook-signature`.
+        signed: the text, which has the id and the time stamp of a verified request.
+
+    Raises:
+        SignatureError: none did.
+    """
+    _require_match(signed, _candidates(signatures, keys, header), keys)
+
+
+def _require_match(signed: bytes, candidates: dict[str, list[str]], keys: Sequence[Key]) -> None:
     match = False
     for key in keys:
         # No early exit: the duration must not reveal which secret matched.
@@ -237,7 +255,6 @@ def verify(
         raise SignatureMismatch(
             "no signature matches: the secret differs, or the request was changed in transit"
         )
-    return VerifiedSignature(message_id, timestamp)
 
 
 def _signed_headers(headers: Mapping[str, str]) -> tuple[str, str, str]:
@@ -261,24 +278,26 @@ def _signed_headers(headers: Mapping[str, str]) -> tuple[str, str, str]:
     return message_id, timestamp, signatures
 
 
-def _candidates(text: str, keys: Sequence[Key]) -> dict[str, list[str]]:
+def _candidates(
+    text: str, keys: Sequence[Key], header: str = SIGNATURE_HEADER
+) -> dict[str, list[str]]:
     """The signatures by version, for versions with a key, without the version prefix."""
     versions = {_ED25519 if isinstance(key, PublicKey) else _HMAC for key in keys}
     by_version: dict[str, list[str]] = {_HMAC: [], _ED25519: []}
     signatures = text.split(" ")
     if len(signatures) > SIGNATURES_MAX:
-        raise MalformedHeader(SIGNATURE_HEADER, f"has more than {SIGNATURES_MAX} signatures")
+        raise MalformedHeader(header, f"has more than {SIGNATURES_MAX} signatures")
     for signature in signatures:
         version, comma, encoded = signature.partition(",")
         if comma and version in versions:
-            _bytes(SIGNATURE_HEADER, encoded)
+            _bytes(header, encoded)
             by_version[version].append(encoded)
     if len(by_version[_ED25519]) > ED25519_SIGNATURES_MAX:
         reason = f"has more than {ED25519_SIGNATURES_MAX} signatures of version {_ED25519}"
-        raise MalformedHeader(SIGNATURE_HEADER, reason)
+        raise MalformedHeader(header, reason)
     if not any(by_version.values()):
         wanted = " or ".join(sorted(versions))
-        raise MalformedHeader(SIGNATURE_HEADER, f"has no signature of version {wanted}")
+        raise MalformedHeader(header, f"has no signature of version {wanted}")
     return by_version
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from outbox.core.model import setting_types
 from outbox.core.model.headers import DEFAULT_PREFIX, normalize_name, relay_headers
+from outbox.core.model.message_format import DEFAULT_SOURCE, UNBATCHED, FormatName
 from outbox.core.model.retry_policy import PRESETS, STANDARD, RetryPolicy
 from outbox.core.model.setting_types import EVERYTHING, SettingType
 from outbox.core.model.text import quoted
@@ -178,6 +179,21 @@ class EndpointSettings:
             "X-Sequence.",
         ),
     )
+    format: FormatName = field(
+        default="envelope",
+        metadata=_metadata(
+            setting_types.Choice(get_args(FormatName)),
+            _REQUESTS,
+            "Format of the body: envelope, thin (the envelope without the payload), raw (the "
+            "payload), cloudevents or cloudevents-binary.",
+        ),
+    )
+    source: str = field(
+        default=DEFAULT_SOURCE,
+        metadata=_metadata(
+            setting_types.UriReference(), _REQUESTS, "source of CloudEvents: a URI."
+        ),
+    )
     connect_timeout_s: float = field(
         default=5.0,
         metadata=_metadata(
@@ -213,7 +229,8 @@ class EndpointSettings:
         metadata=_metadata(
             setting_types.Count(BATCH_MAX),
             _REQUESTS,
-            f"Maximum deliveries of a lane in one request, sent as a JSON array, 1 to {BATCH_MAX}.",
+            f"Maximum deliveries of a lane in one request, sent as a JSON array, 1 to {BATCH_MAX}; "
+            "for the formats envelope, thin and cloudevents.",
             none="one delivery per request, not in an array",
         ),
     )
@@ -315,6 +332,8 @@ class EndpointSettings:
                 object.__setattr__(self, each.field, each.type.validate(each.name, value))
         if self.all_tenants and self.tenant is not None:
             raise UsageError("tenant: an endpoint is for one tenant or for all, not both")
+        if self.batch_max is not None and self.format in UNBATCHED:
+            raise UsageError(f"batch_max: the format {self.format} has one delivery per request")
         for name in self.headers:
             if normalize_name(name) in relay_headers(self.header_prefix):
                 raise UsageError(f"headers: {quoted(name)} is set by the relay")

@@ -34,12 +34,18 @@ _VALUE = re.compile(r"[\x20-\x7e\t]*")
 DEFAULT_PREFIX = "X-"
 _RELAY_NAMES = (
     "attempt",
+    "backfill",
     "delivery",
     "event",
     "event-id",
+    "event-key",
+    "event-tenant",
+    "event-time",
     "lane",
+    "lane-ends",
     "last-sequence",
     "previous-sequence",
+    "replay-of",
     "sequence",
 )
 
@@ -107,13 +113,14 @@ _OF_ENDPOINTS = frozenset(
 _OF_ENDPOINTS_PREFIX = "x-forwarded-"
 WIRE_BYTES_MAX, WIRE_COUNT_MAX = 12 * 1024, 64
 """Limits of the endpoint's and event's headers together, including colons and line ends."""
-_RESERVED_PREFIX = "webhook-"
+_RESERVED_PREFIXES = ("webhook-", "ce-")
+"""Of signatures, and of the attributes of CloudEvents."""
 
 
 def header_problem(name: str, value: object) -> str | None:
     """Why a header of an endpoint or event is not allowed; None: it is allowed."""
     plain = normalize_name(name)
-    if plain in _RESERVED or plain.startswith(_RESERVED_PREFIX):
+    if plain in _RESERVED or plain.startswith(_RESERVED_PREFIXES):
         return "is set by the relay, or controls the framing or routing of the request"
     if not _TOKEN.fullmatch(name):
         return "is not a header name (RFC 9110: letters, digits and !#$%&'*+-.^_`|~)"
@@ -154,7 +161,7 @@ def valid_headers(headers: Mapping[str, object], prefix: str = DEFAULT_PREFIX) -
     return EndpointHeaders(own, prefix)
 
 
-def merge(endpoint: EndpointHeaders, event: bytes | None) -> Headers:
+def merge(endpoint: EndpointHeaders, event: bytes | None, used_bytes: int = 0) -> Headers:
     """The endpoint's headers, then the event's; the endpoint's take precedence.
 
     Headers of the event beyond the size limit are omitted, and those that the relay sets.
@@ -162,12 +169,13 @@ def merge(endpoint: EndpointHeaders, event: bytes | None) -> Headers:
     Args:
         endpoint: as `valid_headers` returned them.
         event: JSON text of an object of strings.
+        used_bytes: of the limit, what headers of the relay with texts of users take.
     """
     own, prefix = endpoint
     if event is None:
         return own
     merged = {normalize_name(name): (name, value) for name, value in own}
-    bytes_left = WIRE_BYTES_MAX - sum(map(_wire_bytes, own))
+    bytes_left = WIRE_BYTES_MAX - used_bytes - sum(map(_wire_bytes, own))
     set_by_relay = relay_headers(prefix)
     for plain, each in _select(orjson.loads(event).items(), event_header_problem).items():
         size = _wire_bytes(each)

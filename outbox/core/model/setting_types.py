@@ -30,8 +30,15 @@ STATUSES_MAX = 500
 EVERYTHING = "**"
 OTHERS = "(other)"
 """The `endpoint` attribute of endpoints without their own series in metrics."""
+URI_BYTES_MAX = 200
+# RFC 3986, 4.1: a scheme, or no colon in the first segment; one fragment.
+_CHARACTER = r"(?:[A-Za-z0-9._~:/?@!$&'()*+,;=-]|%[0-9A-Fa-f]{2})"
+_URI_REFERENCE = re.compile(
+    rf"(?=.{{1,{URI_BYTES_MAX}}}$)(?:[A-Za-z][A-Za-z0-9+.-]*:|(?![^/?#]*:))"
+    rf"{_CHARACTER}*(?:#{_CHARACTER}*)?"
+)
 _HEADER_PREFIX = re.compile(r"[A-Za-z](?:[A-Za-z0-9-]{0,38}[A-Za-z0-9])?-")
-_FOREIGN_PREFIXES = ("webhook-", "x-forwarded-", "proxy-", "sec-", "content-", "accept-")
+_FOREIGN_PREFIXES = ("webhook-", "x-forwarded-", "proxy-", "sec-", "content-", "accept-", "ce-")
 """Prefixes with a meaning of their own."""
 _CERTIFICATE = "-----BEGIN CERTIFICATE-----"
 
@@ -93,6 +100,21 @@ class Url(SettingType):
         if not isinstance(value, str) or not value:
             raise UsageError(f"{name}: must be a text such as https://example.com/hooks")
         return value
+
+
+class UriReference(SettingType):
+    """A URI or a part of one (RFC 3986, 4.1)."""
+
+    metavar = "URI"
+
+    def validate(self, name: str, value: Any) -> str:
+        text = _text(name, value)
+        if not _URI_REFERENCE.fullmatch(text):
+            raise UsageError(
+                f"{name}: must be a URI such as https://shop.example/orders or /orders, of at most "
+                f"{URI_BYTES_MAX} characters, not {quoted(text)}"
+            )
+        return text
 
 
 class Tenant(SettingType):

@@ -12,8 +12,8 @@ from uuid import uuid4
 
 import orjson
 
-from outbox.core.delivery.batch import accepted_through, prepare_batch
-from outbox.core.delivery.message import Delivery, prepare
+from outbox.core.delivery.batch import RequestSettings, accepted_through, prepare_request
+from outbox.core.delivery.message import Delivery
 from outbox.core.model import duration
 from outbox.core.model import retry_policy as retry
 from outbox.core.model.redaction import redact
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from outbox.core.delivery.signature import SigningKey
-    from outbox.core.model.headers import EndpointHeaders
     from outbox.core.model.response import AttemptResult
     from outbox.core.model.retry_policy import RetryPolicy
     from outbox.destinations.interface import Request, Transport
@@ -54,15 +53,13 @@ class EndpointTestResult:
     """The outcome as a phrase; null for callers that may not read responses."""
 
 
-class EndpointUnderTest(RecipientSettings, Protocol):
+class EndpointUnderTest(RecipientSettings, RequestSettings, Protocol):
     """Endpoint settings that a test delivery needs."""
 
     @property
     def id(self) -> UUID: ...
     @property
     def name(self) -> str: ...
-    @property
-    def headers(self) -> EndpointHeaders: ...
     @property
     def batch_max(self) -> int | None: ...
     @property
@@ -109,10 +106,9 @@ def _request(endpoint: EndpointUnderTest, total_s_max: float) -> Request:
         payload=orjson.dumps({"test": True, "endpoint": endpoint.name}),
         headers=None,
     )
-    if endpoint.batch_max is None:
-        prepared = prepare(delivery, 0, lane_ends=True, headers=endpoint.headers)
-    else:
-        prepared = prepare_batch([delivery], 0, lane_ends=True, headers=endpoint.headers)
+    prepared = prepare_request(
+        endpoint, [delivery], 0, lane_ends=True, in_array=endpoint.batch_max is not None
+    )
     recipient = recipient_of(endpoint)
     recipient = replace(recipient, timeout_s=min(recipient.timeout_s, total_s_max))
     return signed_request(recipient, prepared, 1, int(now), endpoint.secrets_at(now))

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, cast
 from uuid import UUID
 
 from outbox.core.delivery.signature import SignatureError, verify
+from outbox.core.model.headers import DEFAULT_PREFIX
 from outbox.devtools.chaos.ledger import Arrival, ResponseOutcome
 from outbox.devtools.chaos.port_gate import PortGate
 from outbox.devtools.chaos.responses import FAILURES, OK, RESPONSES, status_line
-from outbox.receiver.message import BadMessage, parse
+from outbox.receiver.message import BadMessage
+from outbox.receiver.verification import parse_signed
 
 if TYPE_CHECKING:
     import random
@@ -116,8 +118,9 @@ class Receivers:
             self.ledger.record_rejection(f"a request for {path[:80]}")
             return None
         try:
-            verify(headers, body, [stub.secret], time.time())
-            (message,) = parse(headers, body)
+            signed = verify(headers, body, [stub.secret], time.time())
+            read = {name.lower(): value for name, value in headers.items()}
+            (message,) = parse_signed(read, body, DEFAULT_PREFIX, signed, [stub.secret])
             data = message.data
             arrival = Arrival(
                 endpoint=stub.number,

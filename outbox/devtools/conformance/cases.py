@@ -31,13 +31,18 @@ from outbox.core.delivery.signature import (
     parse_secret,
     sign,
 )
+from outbox.core.delivery.signed_metadata import SIGNATURE_HEADER as METADATA_SIGNATURE
 from outbox.core.model.headers import DEFAULT_PREFIX
+from outbox.core.model.message_format import UNBATCHED
+from outbox.errors import UsageError
+from outbox.receiver.verification import pairs_of
 from outbox.testing.sender import FakeSender
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from uuid import UUID
 
+    from outbox.core.model.message_format import FormatName
     from outbox.receiver.requests import Request
 
 LARGE_BYTES = 256 * 1024
@@ -89,8 +94,17 @@ class _Suite:
     clock: Callable[[], float]
     ids: Iterator[UUID]
     header_prefix: str
+    format_name: FormatName
     lanes: int = 0
     cases: list[ConformanceCase] = field(default_factory=list)
+
+    @property
+    def is_metadata_in_body(self) -> bool:
+        return self.format_name not in UNBATCHED
+
+    def event_id(self, request: Request) -> str:
+        """Return the id of the event in a request."""
+        return dict(pairs_of(request.headers))[f"{self.header_prefix}Event-Id"]
 
     def case(self, name: str, reason: str) -> _CaseBuilder:
         self.lanes += 1
@@ -100,6 +114,7 @@ class _Suite:
             clock=self.clock,
             new_id=lambda: next(self.ids),
             header_prefix=self.header_prefix,
+            format_name=self.format_name,
         )
         return _CaseBuilder(self, sender, sender.lane(self.lanes), name, reason)
 
@@ -123,14 +138,14 @@ class _CaseBuilder:
     def taken(self, request: Request, *, again: bool = False) -> Request:
         self.step(request, ExpectedResponse.TAKEN)
         if not again:
-            self.processed.append(event_id(request))
+            self.processed.append(self.suite.event_id(request))
         return request
 
     def together(self, *requests: Request, again: Sequence[Request] = ()) -> Request:
         """Send a batch that has to be accepted; the events of `again` were processed before."""
         batch = self.sender.batch(*requests)
         self.step(batch, ExpectedResponse.TAKEN)
-        self.processed += [event_id(each) for each in requests if each not in again]
+        self.processed += [self.suite.event_id(each) for each in requests if each not in again]
         return batch
 
     def refused(self, request: Request) -> None:
@@ -142,12 +157,6 @@ class _CaseBuilder:
         )
 
 
-def event_id(request: Request) -> str:
-    """Return the id of the event in a request."""
-    event: str = orjson.loads(request.body)["id"]
-    return event
-
-
 def cases(
     secret: str,
     endpoint_id: UUID,
@@ -157,6 +166,7 @@ def cases(
     checkpoints: bool = False,
     batches: bool = False,
     header_prefix: str = DEFAULT_PREFIX,
+    format_name: FormatName = "envelope",
 ) -> tuple[ConformanceCase, ...]:
     """Build all cases for a receiver.
 
@@ -168,14 +178,21 @@ def cases(
         checkpoints: include the cases for checkpoints.
         batches: include the cases for batches.
         header_prefix: begins the names of the headers that describe a delivery.
+        format_name: the endpoint's format.
 
     Raises:
-        UsageError: a secret is invalid.
+        UsageError: a secret is invalid, or the format has no batches.
     """
+    if batches and format_name in UNBATCHED:
+        raise UsageError(f"--batches: the format {format_name} has one delivery per request")
     ids = (uuid5(endpoint_id, str(n)) for n in count())
-    suite = _Suite(secret, other_secret, endpoint_id, clock, ids, header_prefix)
+    suite = _Suite(secret, other_secret, endpoint_id, clock, ids, header_prefix, format_name)
     for add_cases in (_deliveries, _copies, _order, _signatures, _contradictions, _bodies):
         add_cases(suite)
+    if suite.is_metadata_in_body:
+        _malformed_bodies(suite)
+    else:
+        _metadata(suite)
     if checkpoints:
         _checkpoints(suite)
     if batches:
@@ -206,9 +223,10 @@ def _deliveries(suite: _Suite) -> None:
     case.taken(case.sender.event("conform.unknown.v2", 1, lane=case.lane))
     case.end()
 
-    case = suite.case("an unknown field", "the next version of the relay breaks it")
-    case.taken(_edited(suite, case.event(1), {"new_field": {"a": [1]}}))
-    case.end()
+    if suite.is_metadata_in_body:
+        case = suite.case("an unknown field", "the next version of the relay breaks it")
+        case.taken(_edited(suite, case.event(1), {"newfield": "a"}))
+        case.end()
 
     case = suite.case("without key, with tenant", "it relies on optional fields")
     case.taken(case.event(1))
@@ -232,7 +250,7 @@ def _copies(suite: _Suite) -> None:
     case = suite.case("copies at once", "concurrent copies are processed twice")
     request = case.event(1)
     case.step(request, ExpectedResponse.EVENTUALLY, at_once=5)
-    case.processed.append(event_id(request))
+    case.processed.append(suite.event_id(request))
     case.taken(case.event(2))
     case.end()
 
@@ -266,14 +284,14 @@ def _order(suite: _Suite) -> None:
     case.step(early, ExpectedResponse.EITHER)
     case.taken(late)
     case.step(case.sender.resend(early), ExpectedResponse.TAKEN)
-    case.processed.append(event_id(early))
+    case.processed.append(suite.event_id(early))
     case.end()
 
     case = suite.case("a lane joined in its middle", "a new receiver refuses running lanes")
     for _ in range(41):
         joined = case.event(1)
     case.step(joined, ExpectedResponse.TAKEN)
-    case.processed.append(event_id(joined))
+    case.processed.append(suite.event_id(joined))
     case.end()
 
     case = suite.case("the end of a lane", "a change of the number of lanes blocks the endpoint")
@@ -333,7 +351,7 @@ def _batches(suite: _Suite) -> None:
     case = suite.case("batches at once", "concurrent copies are processed twice")
     batch = [case.event(n) for n in range(3)]
     case.step(case.sender.batch(*batch), ExpectedResponse.EVENTUALLY, at_once=5)
-    case.processed += [event_id(each) for each in batch]
+    case.processed += [suite.event_id(each) for each in batch]
     case.end()
 
     case = suite.case("a batch with an unknown type", "the events after it are lost")
@@ -444,6 +462,17 @@ def _contradictions(suite: _Suite) -> None:
 
 
 def _bodies(suite: _Suite) -> None:
+    case = suite.case("far too large", "anyone can exhaust its memory")
+    case.taken(case.event(0))
+    case.step(_with_body(case.event(1), b" " * HUGE_BYTES), ExpectedResponse.CUT)
+    case.end()
+
+    case = suite.case("not a POST", "a GET of the URL has an effect")
+    case.step(replace(case.event(1), method="GET", body=b""), ExpectedResponse.REFUSED)
+    case.end()
+
+
+def _malformed_bodies(suite: _Suite) -> None:
     for name, body in (
         ("an empty body", b""),
         ("no JSON", b"{"),
@@ -456,13 +485,33 @@ def _bodies(suite: _Suite) -> None:
         case.refused(_resigned(suite, case.event(1), body))
         case.end()
 
-    case = suite.case("far too large", "anyone can exhaust its memory")
-    case.taken(case.event(0))
-    case.step(_with_body(case.event(1), b" " * HUGE_BYTES), ExpectedResponse.CUT)
-    case.end()
 
-    case = suite.case("not a POST", "a GET of the URL has an effect")
-    case.step(replace(case.event(1), method="GET", body=b""), ExpectedResponse.REFUSED)
+def _metadata(suite: _Suite) -> None:
+    """The metadata is in headers, which have a signature of their own."""
+
+    def signature_of(request: Request, header: str) -> str:
+        return dict(pairs_of(request.headers))[header]
+
+    header = METADATA_SIGNATURE
+    forgeable = "an intermediary can change order and types"
+    for name, change in (
+        ("no metadata signature", lambda _: None),
+        ("an empty metadata signature", lambda _: ""),
+        ("half a metadata signature", lambda r: signature_of(r, header)[:20]),
+        ("the body's signature for the metadata", lambda r: signature_of(r, SIGNATURE_HEADER)),
+    ):
+        case = suite.case(name, forgeable)
+        case.taken(case.event(0))
+        true = case.event(1)
+        case.refused(_with_headers(true, {header: change(true)}))
+        case.taken(true)
+        case.end()
+
+    case = suite.case("the metadata of another delivery", forgeable)
+    first = case.taken(case.event(0))
+    true = case.event(1)
+    case.refused(_with_headers(true, {header: signature_of(first, header)}))
+    case.taken(true)
     case.end()
 
 
@@ -505,7 +554,11 @@ def _edited(suite: _Suite, request: Request, changes: dict[str, object]) -> Requ
 
 
 def _changed_body(request: Request) -> Request:
-    return _with_body(request, request.body.replace(b'"data":', b'"date":'))
+    """A body that is well-formed, and not the one that was signed."""
+    changed = request.body.replace(b'"data":', b'"date":')
+    if changed == request.body:
+        changed = request.body.replace(EVENT_TYPE.encode(), b"conform.other")
+    return _with_body(request, b"0.5" if changed == request.body else changed)
 
 
 def _changed_time(request: Request) -> Request:

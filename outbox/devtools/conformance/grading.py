@@ -17,7 +17,7 @@ from outbox.errors import CannotRun
 from outbox.receiver.verification import pairs_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from outbox.devtools.conformance.cases import CaseStep, ConformanceCase
     from outbox.receiver.requests import Request
@@ -187,23 +187,21 @@ def _partial_success_error(request: Request, response: aiohttp.ClientResponse) -
 
     Partial acceptance is allowed, but no receiver needs it for batches this small.
     """
-    numbers = _sequences(request.body)
-    if not numbers or not 200 <= response.status < 300:
+    described = {name.lower(): value for name, value in pairs_of(request.headers)}
+    bounds = [_ending(described, "-sequence"), _ending(described, "-last-sequence")]
+    if not all(each.isdigit() for each in bounds) or not 200 <= response.status < 300:
         return None
-    first, last = numbers[0], numbers[-1]
+    first, last = map(int, bounds)
     through = accepted_through(response.headers.items(), first, last)
     if through is None or through == last:
         return None
     return f"{response.status} with {ACCEPTED_THROUGH} {through} to a batch of {first} to {last}"
 
 
-def _sequences(body: bytes) -> list[int]:
-    """The sequence numbers of a batch; empty: the body is not a batch, or is malformed."""
-    try:
-        content = orjson.loads(body)
-        return [each["sequence"] for each in content] if isinstance(content, list) else []
-    except (ValueError, KeyError, TypeError):
-        return []
+def _ending(headers: Mapping[str, str], ending: str) -> str:
+    """The header with the shortest name of this ending, whatever its prefix is."""
+    names = sorted((name for name in headers if name.endswith(ending)), key=len)
+    return headers[names[0]] if names else ""
 
 
 def _response_error(expected: ExpectedResponse, response: int | str) -> str | None:

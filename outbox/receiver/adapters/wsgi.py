@@ -60,6 +60,8 @@ class WSGI:
             for name, value in environ.items()
             if name.startswith("HTTP_")
         ]
+        if content_type := environ.get("CONTENT_TYPE"):
+            headers.append(("content-type", content_type))
         return self._receiver.handle(Request("POST", headers, body))
 
 

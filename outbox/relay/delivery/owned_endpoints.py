@@ -7,12 +7,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from outbox.core.admission.endpoint_queue import Slot
-from outbox.core.delivery.batch import prepare_batch
+from outbox.core.delivery.batch import prepare_request
 from outbox.core.delivery.circuit_breaker import CircuitBreaker
 from outbox.core.delivery.commands import Gate
 from outbox.core.delivery.lane import Lane
 from outbox.core.delivery.lane_generations import LaneGenerations
-from outbox.core.delivery.message import prepare
 from outbox.core.model.redaction import SecretRedactor
 from outbox.destinations.http.request import recipient_of, signed_request
 
@@ -143,10 +142,13 @@ class LaneRuntime:
         self.prefetched = PreparedRequest(send, prepared, at_s, keys, request)
 
     def _prepare(self, send: Send) -> Prepared:
-        before, ends, headers = send.previous_seq, send.lane_ends, self.runtime.endpoint.headers
-        if send.batch:
-            return prepare_batch(send.batch, before, lane_ends=ends, headers=headers)
-        return prepare(send.delivery, before, lane_ends=ends, headers=headers)
+        return prepare_request(
+            self.runtime.endpoint,
+            send.batch or (send.delivery,),
+            send.previous_seq,
+            lane_ends=send.lane_ends,
+            in_array=bool(send.batch),
+        )
 
     def clear_timer(self) -> None:
         if self.timer is not None:

@@ -15,9 +15,10 @@ from outbox.core.delivery.operational_events import ReportedState
 from outbox.core.delivery.signature import parse_signing_key
 from outbox.core.model import headers, retryable_statuses
 from outbox.core.model.endpoint_settings import TIMEOUT_S_MAX
+from outbox.core.model.message_format import DEFAULT_SOURCE, ENVELOPE, MessageFormat
 from outbox.core.model.response_policy import RETRYABLE
 from outbox.core.model.retry_policy import STANDARD, RetryPolicy
-from outbox.core.model.setting_types import HeaderPrefix
+from outbox.core.model.setting_types import HeaderPrefix, UriReference
 from outbox.core.model.text import closest
 from outbox.errors import CannotRun, NotFound, UsageError
 from outbox.store.connection.connect import map_errors
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 # Configuration, secrets and circuit-breaker state of endpoints.
 READ_ENDPOINTS = """
 SELECT e.id, e.name, e.tenant, e.state, e.url, e.method, e.headers::text AS headers,
-       e.header_prefix,
+       e.header_prefix, e.format, e.source,
        e.connect_timeout_s, e.timeout_s, e.in_flight_max, e.rate_per_s, e.batch_max,
        e.allow_networks, e.ca, e.identity, e.retry::text AS retry, e.retryable, e.on_dead_letter,
        e.backlog_max, e.backlog_age_s, e.disable_after_s, e.checkpoint_every_s,
@@ -112,6 +113,7 @@ class Endpoint:
     """The states that operational events have reported, and that have not ended."""
     reuse: ConnectionReuse
     """Whether its connections are reused."""
+    message_format: MessageFormat = ENVELOPE
     problem: str | None = None
     """Why the endpoint cannot be used as it is configured."""
     failure: type[CannotRun] = CannotRun
@@ -190,7 +192,7 @@ def _endpoint(row: Any, vault: Vault) -> Endpoint:
     failure: type[CannotRun] = CannotRun
     secrets: tuple[tuple[SigningKey, float | None], ...] = ()
     endpoint_id, own, identity = row["id"], {}, None
-    header_prefix = headers.DEFAULT_PREFIX
+    header_prefix, source = headers.DEFAULT_PREFIX, DEFAULT_SOURCE
     timeouts = (row["connect_timeout_s"], row["timeout_s"])
     networks: tuple[IPv4Network | IPv6Network, ...] = ()
     try:
@@ -208,6 +210,7 @@ def _endpoint(row: Any, vault: Vault) -> Endpoint:
         networks = tuple(map(ip_network, row["allow_networks"]))
         # In a table that was edited by hand it may hold a line break.
         header_prefix = HeaderPrefix().validate("header_prefix", row["header_prefix"])
+        source = UriReference().validate("source", row["source"])
         stored = orjson.loads(row["headers"])
         if not isinstance(stored, dict):
             raise UsageError("headers: must be an object of names and values")
@@ -227,6 +230,7 @@ def _endpoint(row: Any, vault: Vault) -> Endpoint:
         url=row["url"],
         method=row["method"],
         headers=headers.valid_headers(own, header_prefix),
+        message_format=MessageFormat(row["format"], source),
         secrets=secrets,
         connect_timeout_s=timeouts[0],
         timeout_s=timeouts[1],

@@ -7,16 +7,17 @@ import contextlib
 import time
 import uuid
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import orjson
 import pytest
 from aiohttp import web
 
 from outbox.core.delivery.signature import SignatureError
+from outbox.core.model.message_format import UNBATCHED, FormatName
 from outbox.devtools.conformance import grading
 from outbox.devtools.conformance.cases import ConformanceCase, ExpectedResponse, cases, vectors
-from outbox.errors import CannotRun
+from outbox.errors import CannotRun, UsageError
 from outbox.receiver import AsyncReceiver, Gaps, MemoryDatabase, Message, Receiver, verify
 from outbox.receiver.adapters.aiohttp import handler
 from outbox.receiver.requests import RequestOutcome, Response
@@ -89,6 +90,32 @@ async def test_a_receiver_with_another_header_prefix_conforms() -> None:
     grades = await grades_of(handler(receiver), processed, batches=True, header_prefix="Acme-")
     assert {k: v for k, v in grades.items() if v} == {}
     assert "a different Acme-Last-Sequence" in grades
+
+
+@pytest.mark.parametrize("format_name", get_args(FormatName))
+@pytest.mark.parametrize("is_known", [True, False])
+async def test_a_receiver_of_another_format_conforms(
+    format_name: FormatName, is_known: bool
+) -> None:
+    processed: list[str] = []
+    formats = [format_name] if is_known else None
+    receiver = AsyncReceiver(SECRET, MemoryDatabase(), formats=formats)
+
+    @receiver.on("**")
+    def process_event(message: Message, _: Any) -> None:
+        processed.append(message.event_id)
+
+    has_batches = format_name not in UNBATCHED
+    grades = await grades_of(
+        handler(receiver), processed, batches=has_batches, format_name=format_name
+    )
+    assert {k: v for k, v in grades.items() if v} == {}
+    assert has_batches or "no metadata signature" in grades
+
+
+async def test_batches_need_a_format_that_has_them() -> None:
+    with pytest.raises(UsageError, match="the format raw has one delivery per request"):
+        all_cases(batches=True, format_name="raw")
 
 
 async def test_wrong_batch_deduplication_and_partial_acceptance_are_found() -> None:

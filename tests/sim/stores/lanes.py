@@ -15,6 +15,7 @@ from outbox.core.delivery.signature import parse_signing_key
 from outbox.core.model import retryable_statuses
 from outbox.core.model.headers import EndpointHeaders
 from outbox.core.model.ids import lane_name
+from outbox.core.model.message_format import MessageFormat
 from outbox.core.model.response_policy import RETRYABLE
 from outbox.store.connection.secrets import CLEAR
 from outbox.store.delivery import lanes as real
@@ -106,6 +107,7 @@ def _endpoint(e: Row, h: Row) -> Endpoint:
         url=settings.url,
         method=settings.method,
         headers=EndpointHeaders(prefix=settings.header_prefix),
+        message_format=MessageFormat(settings.format, settings.source),
         secrets=((parse_signing_key(SECRET), None),),
         networks=(),
         identity=None,

@@ -1,0 +1,177 @@
+"""Preview of the request that delivers an event to an endpoint; nothing is sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from outbox.core.delivery import signed_metadata
+from outbox.core.delivery.batch import prepare_request
+from outbox.core.delivery.message import Delivery
+from outbox.core.delivery.signature import SIGNATURE_HEADER
+from outbox.core.model.headers import parse_lines
+from outbox.core.model.ids import lane_name
+from outbox.errors import Conflict, NotFound
+from outbox.operations import events
+from outbox.operations.lane_history import READ_PREVIOUS
+from outbox.operations.trace import NO_BATCH, READ_DELIVERIES, READ_SEQUENCED
+from outbox.store.connection.connect import map_errors
+from outbox.store.delivery.endpoints import find_endpoint
+from outbox.store.delivery.lanes import epoch_s, utc_time
+from outbox.store.retention.erasure import PLAN_BY_INDEX
+
+if TYPE_CHECKING:
+    from asyncpg import Connection
+
+    from outbox.store.connection.secrets import Vault
+    from outbox.store.delivery.endpoints import Endpoint
+
+# What a delivery takes from its event.
+READ_CONTENT = f"""
+SELECT id, event_id, type, tenant, key, erased_at,
+       {epoch_s("created_at")} AS published_at,
+       payload::text AS payload, headers::text AS headers
+  FROM outbox WHERE id = $1
+"""  # noqa: S608 (constants only)
+
+# The lane of a delivery, and whether it has ended with this sequence number.
+READ_LANE = """
+SELECT l.generation < e.generation AND c.last_seq = $2 AS ends
+  FROM lane l JOIN endpoint e ON e.id = l.endpoint_id
+ CROSS JOIN LATERAL (
+       SELECT last_seq FROM lane_counter
+        WHERE lane_id = l.id ORDER BY last_seq DESC LIMIT 1) c
+ WHERE l.id = $1
+"""
+
+MASKED = "***"
+_SIGNATURES = {SIGNATURE_HEADER, signed_metadata.SIGNATURE_HEADER}
+"""A signature would let its reader send the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPreview:
+    """A request as it would be sent now."""
+
+    endpoint: str
+    event_id: str
+    method: str
+    url: str
+    headers: tuple[tuple[str, str], ...]
+    """In their order.  Signatures and the values of the endpoint's own headers are masked."""
+    body: str
+    is_sequenced: bool
+    """Whether the lane and the numbers are those of a delivery.  Otherwise they are examples: the
+    event is not sequenced yet, or the endpoint does not subscribe to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What a delivery has besides its event."""
+
+    lane: str
+    sequence: int = 1
+    previous: int = 0
+    ends: bool = False
+    replay_of: tuple[str, int] | None = None
+    backfill_id: int | None = None
+
+
+async def preview_request(
+    connection: Connection[Any],
+    schema: str,
+    name: str,
+    text: str,
+    *,
+    vault: Vault,
+    now: float,
+    tenant: str | None = None,
+    once_key: str | None = None,
+) -> RequestPreview:
+    """Build the first attempt of an event's newest delivery to an endpoint, in its present format.
+
+    Args:
+        text: an event id, X-Delivery, once key, key or outbox id; of several events the newest.
+        now: epoch seconds, of the signature.
+        tenant: the tenant that the event must belong to; None: any.
+        once_key: as in `outbox.operations.events.find_events`.
+
+    Raises:
+        NotFound: there is no such endpoint, or no event.
+        Conflict: the event was erased.
+        CannotRun: the endpoint cannot be used as it is configured.
+    """
+    endpoint = await find_endpoint(connection, schema, name, vault)
+    match = await events.find_events(
+        connection, schema, text, limit=1, tenant=tenant, once_key=once_key
+    )
+    with map_errors(schema):
+        async with connection.transaction(isolation="repeatable_read", readonly=True):
+            await connection.execute(PLAN_BY_INDEX)
+            event = await connection.fetchrow(READ_CONTENT, match.outbox_ids[0])
+            if event is None:
+                raise NotFound("retention has dropped the event")
+            if event["erased_at"] is not None:
+                raise Conflict(f"event {event['event_id']} was erased")
+            found = await _find_delivery(connection, endpoint, event["id"])
+    place = found or _Place(lane_name(endpoint.id, 1, 0))
+    delivery = Delivery(
+        endpoint_id=endpoint.id,
+        lane=place.lane,
+        seq=place.sequence,
+        batch=0,
+        outbox_id=event["id"],
+        event_id=event["event_id"],
+        type=event["type"],
+        tenant=event["tenant"],
+        key=event["key"],
+        published_at=utc_time(event["published_at"]),
+        expires_at=None,
+        payload=event["payload"].encode(),
+        headers=event["headers"] and event["headers"].encode(),
+        replay_of=place.replay_of,
+        backfill_id=place.backfill_id,
+    )
+    prepared = prepare_request(
+        endpoint,
+        [delivery],
+        place.previous,
+        lane_ends=place.ends,
+        in_array=endpoint.batch_max is not None,
+    )
+    masked = {each.lower() for each, _ in endpoint.headers.own} | _SIGNATURES
+    lines = prepared.attempt(1, int(now), endpoint.secrets_at(now))
+    return RequestPreview(
+        endpoint=endpoint.name,
+        event_id=str(delivery.event_id),
+        method=endpoint.method,
+        url=endpoint.url,
+        headers=tuple(
+            (each, MASKED if each.lower() in masked else value)
+            for each, value in parse_lines(lines)
+        ),
+        body=prepared.body.decode(),
+        is_sequenced=found is not None,
+    )
+
+
+async def _find_delivery(
+    connection: Connection[Any], endpoint: Endpoint, outbox_id: int
+) -> _Place | None:
+    """The newest delivery of an event, also a replay or of a backfill."""
+    sequenced = await connection.fetchrow(READ_SEQUENCED, outbox_id)
+    batch = NO_BATCH if sequenced is None else sequenced["batch"]
+    rows = await connection.fetch(READ_DELIVERIES, outbox_id, batch, [endpoint.id])
+    if not rows:
+        return None
+    newest = rows[-1]
+    lane_id, sequence = newest["lane_id"], newest["sequence"]
+    was_lane = newest["was_lane"]
+    return _Place(
+        lane=newest["lane"],
+        sequence=sequence,
+        previous=await connection.fetchval(READ_PREVIOUS, lane_id, sequence),
+        ends=await connection.fetchval(READ_LANE, lane_id, sequence),
+        replay_of=None if was_lane is None else (was_lane, newest["replay_seq"]),
+        backfill_id=newest["backfill"],
+    )
