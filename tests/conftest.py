@@ -67,6 +67,7 @@ LONG = (
 """Where the tests are that take the longest, from the longest on."""
 
 FULL = (
+    "tests/api/test_request_bounds.py::test_the_peak_of_memory_is_measured",
     "tests/api/test_schemathesis.py",
     "tests/deploy/test_image.py",
     "tests/deploy/test_wheel.py",
@@ -74,7 +75,9 @@ FULL = (
     "tests/destinations/test_transport.py::TestOnAsyncio",
     "tests/django/test_admin_in_browser.py",
     "tests/e2e/test_canary.py",
+    "tests/e2e/test_kill.py::test_nothing_is_lost_or_reordered_when_a_relay_behind_a_proxy_is_killed",
     "tests/e2e/test_ledger.py",
+    "tests/e2e/test_prove.py::test_nothing_is_left_behind",
     "tests/e2e/test_prove.py::test_nothing_is_lost_under_any_fault",
     "tests/e2e/test_replicas.py::test_a_membership_change_moves_the_fewest_endpoints",
     "tests/e2e/test_telemetry.py",

@@ -91,9 +91,7 @@ async def test_only_the_own_schema_changes_in_a_shared_database(
 @pytest.mark.skipif(
     sys.platform != "linux", reason="only Linux signals a parent's death to its children"
 )
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 async def test_nothing_is_left_behind(database: Database, number: signal.Signals) -> None:
     process = await asyncio.create_subprocess_exec(
         *command_line("prove", "--rate", "50", "--endpoints", "5", "--faults", "freeze"),

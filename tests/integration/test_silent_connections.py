@@ -65,7 +65,9 @@ def too_slow(recovery: Recovery) -> bool:
 
 
 @pytest.mark.parametrize(
-    "pooled", [False, pytest.param(True, marks=pytest.mark.pgbouncer)], ids=["direct", "pgbouncer"]
+    "pooled",
+    [False, pytest.param(True, marks=[pytest.mark.pgbouncer, pytest.mark.full])],
+    ids=["direct", "pgbouncer"],
 )
 async def test_a_relay_that_falls_silent_after_any_message_stops_nothing(
     server: Server, rng: random.Random, silences: int | None, pooled: bool
