@@ -43,7 +43,7 @@ STAMP = VENV / "run-py-stamp"
 UNPINNED = "other versions than pinned"
 
 TIERS = ("--full", "--soak")
-SIM_SEEDS = {"": "60", "--full": "100", "--soak": "2000"}
+SIM_SEEDS = {"": "40", "--full": "100", "--soak": "2000"}
 """Simulated hours of each tier."""
 
 

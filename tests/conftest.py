@@ -79,6 +79,7 @@ FULL = (
     "tests/e2e/test_ledger.py",
     "tests/e2e/test_prove.py::test_nothing_is_left_behind",
     "tests/e2e/test_prove.py::test_nothing_is_lost_under_any_fault",
+    "tests/e2e/test_prove.py::test_only_the_own_schema_changes_in_a_shared_database",
     "tests/e2e/test_replicas.py::test_a_membership_change_moves_the_fewest_endpoints",
     "tests/e2e/test_telemetry.py",
     "tests/e2e/test_upgrade.py",

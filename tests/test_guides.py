@@ -107,7 +107,15 @@ def require(*programs: str, path: str | None = None) -> None:
 
 
 @pytest.mark.one_major
-@pytest.mark.parametrize("name", ["fastapi", "flask", "psycopg", "relay in an application"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fastapi",
+        pytest.param("flask", marks=pytest.mark.full),
+        pytest.param("psycopg", marks=pytest.mark.full),
+        "relay in an application",
+    ],
+)
 async def test_a_guide_leads_to_the_deliveries_that_it_shows(
     name: str, empty_database: Database, tmp_path: Path
 ) -> None:
