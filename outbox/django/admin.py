@@ -354,7 +354,7 @@ class EndpointAdmin(ReadOnlyAdmin):
     search_help_text = "By a part of the name or of the URL."
     page_place = "endpoints"
     fields = (
-        "name", "id", "url", "method", "state", STATE_AT, "state_by", "state_comment",
+        "name", "id", "url", "method", "format", "state", STATE_AT, "state_by", "state_comment",
         "subscription", "tenants", "filter", "lanes", "in_flight_max", "rate_per_s", "batch_max",
         "timeout_s", "on_dead_letter", "readable_retry", CREATED_AT,
     )  # fmt: skip

@@ -136,6 +136,7 @@ class Endpoint(ReadOnlyModel):
     filter = models.TextField(null=True)
     url = models.TextField("URL")
     method = models.TextField()
+    format = models.TextField()
     lanes = models.IntegerField()
     in_flight_max = models.IntegerField("maximum in flight", null=True)
     rate_per_s = models.FloatField("requests per second", null=True)
