@@ -108,7 +108,10 @@ class Verifier:
             raise UsageError("secret: at least one is required to verify signatures")
         self._tolerance_s = tolerance_s
         _require_formats(formats)
-        self._formats = None if formats is None else set(formats)
+        self._formats = self._fetched_formats = None
+        if formats is not None:
+            self._formats = set(formats)
+            self._fetched_formats = {MessageFormat(each).fetched.name for each in formats}
         self._clock = clock
         given = [header_prefix] if isinstance(header_prefix, str) else list(header_prefix or ())
         self.header_prefixes = tuple(HeaderPrefix().validate("header_prefix", p) for p in given)
@@ -154,9 +157,7 @@ class Verifier:
     def _check_format(self, name: FormatName, *, fetched: bool) -> None:
         if fetched and name == "thin":
             raise BadMessage("what was fetched has no payload")
-        accepted = self._formats
-        if accepted is not None and fetched:
-            accepted = {MessageFormat(each).fetched.name for each in accepted}
+        accepted = self._fetched_formats if fetched else self._formats
         if accepted is not None and name not in accepted:
             raise BadMessage(f"the format is {name}, not {' or '.join(sorted(accepted))}")
 
