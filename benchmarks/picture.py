@@ -51,7 +51,7 @@ AXES = {
     "peers": "times what the other does; more is better, and an arrow goes on",
     "peers-latency": "times what the other takes; less is better",
     "formats": "share of what the envelope does; more is better",
-    "watched": "share of what the same relay does watched by nobody; more is better",
+    "watched": "share of what the same relay does when it is not watched; more is better",
     "commits": "commits per second compared with another method; more is better",
     "publishing": "events per second of what the driver's INSERT does; more is better",
     "majors": "commits per second compared with another method; more is better",

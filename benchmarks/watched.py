@@ -77,7 +77,7 @@ async def run(stage: Stage, rounds: int, load: Load) -> list[Row]:
             load.name,
             "/s",
             watched.samples_of(load.name),
-            "the same relay, watched by nobody",
+            "the same relay, not watched",
             alone.samples_of(load.name),
             target=TARGET,
         )

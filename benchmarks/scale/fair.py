@@ -72,7 +72,7 @@ class Others:
 
 
 OURS, ALONE, APART = "beside others", "alone", "beside another relay's"
-NO_OTHERS = Others("nobody", 0, 0)
+NO_OTHERS = Others("no others", 0, 0)
 OTHERS = (
     Others("one endpoint with a flood", 1, 64, floods=True),
     Others("a tenant with a flood to 20 endpoints", 20, 16, tenant="flooding", floods=True),
