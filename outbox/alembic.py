@@ -4,7 +4,7 @@
     import outbox.alembic
 
     def upgrade():
-        outbox.alembic.upgrade(op, to=7)
+        outbox.alembic.upgrade(op, to=9)
 
 The revision applies the files of `outbox migrate`, and both record the version in the same table,
 so a database that was migrated by one of them is up to date for the other.
@@ -68,7 +68,7 @@ def upgrade(op: RevisionOperations, to: int, schema: str = SCHEMA) -> None:
 
     Args:
         op: `from alembic import op`.
-        to: the version, such as 7: the number of the last file that is applied.
+        to: the version, such as 9: the number of the last file that is applied.
         schema: created if it does not exist.
 
     Raises:

@@ -53,6 +53,7 @@ def publish(
     deliver_at: datetime | None = None,
     headers: Mapping[str, str] | None = None,
     once_for: timedelta | float | None = None,
+    content_type: str | None = None,
     autocommit: bool = False,
     schema: str = SCHEMA,
 ) -> UUID | None:
@@ -76,7 +77,9 @@ def publish(
         Exception: any other error of the driver, unchanged.
     """
     driver = driver_for(connection, is_async=False, instead="await outbox.publish")
-    event = Event(type, payload, key, tenant, once, expires_in, deliver_at, headers, once_for)
+    event = Event(
+        type, payload, key, tenant, once, expires_in, deliver_at, headers, once_for, content_type
+    )
     return run(publish_one(connection, driver, event, autocommit=autocommit, schema=schema))
 
 

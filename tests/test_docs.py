@@ -318,6 +318,17 @@ async def _publish(session: Session) -> AsyncIterator[None]:
         assert due == in_two_weeks
 
 
+@stage("howto/publish-binary-payloads.md")
+async def _binary_payloads(session: Session) -> AsyncIterator[None]:
+    async with session.database.connection() as connection:
+        session.names = {"outbox": package, "connection": connection, "png": b"\x89PNG"}
+        yield
+        rows = await connection.fetch("SELECT body, content_type FROM relay.outbox ORDER BY id")
+    assert [tuple(row) for row in rows] == [(b"\x89PNG", "image/png")] * 3 + [
+        (b"hello", "text/plain")
+    ]
+
+
 @stage("howto/one-message-blocks-a-lane.md")
 async def _blocked_lane(session: Session) -> AsyncIterator[None]:
     database = session.database

@@ -1,9 +1,9 @@
 """Limits of request bodies: one of each route, or the larger one that its payload requires.
 
 A body with payloads has at most `PAYLOAD_BODY_BYTES_MAX`, which suffices for the default limit of
-payloads.  Where `outbox migrate --payload-bytes-max` allows larger ones, the limit is theirs plus
-`EVENT_BYTES_MAX` for the rest of the event.  It is read from the database, for a body that
-requires it only, and is kept for `KEEP_S`.
+payloads.  Where `outbox migrate --payload-bytes-max` allows larger ones, the limit is theirs in
+Base64 plus `EVENT_BYTES_MAX` for the rest of the event.  It is read from the database, for a body
+that requires it only, and is kept for `KEEP_S`.
 """
 
 from __future__ import annotations
@@ -63,4 +63,4 @@ class BodyLimits:
                 payload_bytes_max: int = await connection.fetchval(READ_LIMIT)
             except asyncpg.InsufficientPrivilegeError:  # This role may not publish.
                 return PAYLOAD_BODY_BYTES_MAX
-        return max(PAYLOAD_BODY_BYTES_MAX, payload_bytes_max + EVENT_BYTES_MAX)
+        return max(PAYLOAD_BODY_BYTES_MAX, payload_bytes_max * 4 // 3 + EVENT_BYTES_MAX)

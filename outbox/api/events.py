@@ -15,7 +15,7 @@ from pydantic import AwareDatetime, Field, model_validator
 from outbox.api import route, tenancy
 from outbox.api.problem import Problem, ProblemKind
 from outbox.api.redaction import redactor_for
-from outbox.api.request_parsing import Paging, Seconds, TimeOrAge
+from outbox.api.request_parsing import Base64, Paging, Seconds, TimeOrAge
 from outbox.api.route import (
     PAYLOAD_BODY_BYTES_MAX,
     Call,
@@ -64,6 +64,10 @@ class NewEvent(RequestModel):
     type: str
     payload: Any = Field(default_factory=dict)
     """Any JSON.  Numbers have 64 bits; send longer ones as strings."""
+    payload_base64: Base64 | None = None
+    """A payload that is not JSON, in Base64, instead of `payload`."""
+    content_type: str | None = None
+    """Content type of `payload_base64`, such as image/png."""
     key: str | None = None
     """Ordering key: events with the same key are delivered in order."""
     tenant: str | None = None
@@ -78,6 +82,14 @@ class NewEvent(RequestModel):
     """Publish at this time."""
     headers: Headers[str] | None = None
     """Headers of the delivery."""
+
+    @model_validator(mode="after")
+    def _one_payload(self) -> NewEvent:
+        if (self.payload_base64 is None) is not (self.content_type is None):
+            raise ValueError("send payload_base64 together with content_type")
+        if self.payload_base64 is not None and "payload" in self.model_fields_set:
+            raise ValueError("send either payload or payload_base64")
+        return self
 
 
 class NewEvents(NewEvent):
@@ -192,7 +204,10 @@ def _digest(event: Event) -> bytes:
     same for the same body: an absent field is no part of it, nor is one that is not known yet.
     """
     # The payload by itself, because orjson limits the depth.
-    payload = sha256(orjson.dumps(event.payload, option=orjson.OPT_SORT_KEYS)).hexdigest()
+    encoded = event.payload
+    if event.content_type is None:
+        encoded = orjson.dumps(encoded, option=orjson.OPT_SORT_KEYS)
+    payload = sha256(encoded).hexdigest()
     values = {each.name: getattr(event, each.name) for each in fields(event)}
     values["deliver_at"] = deliver_at(event.deliver_at)  # In UTC: the same time, the same digest.
     given = {name: value for name, value in values.items() if value is not None}
@@ -217,7 +232,8 @@ async def _require_same_body(call: Call[Any, Any], key: str | None, digest: byte
 def _event(call: Call[Any, Any], new: NewEvent, once_key: str | None) -> Event:
     return Event(
         type=new.type,
-        payload=new.payload,
+        payload=new.payload if new.payload_base64 is None else new.payload_base64,
+        content_type=new.content_type,
         key=new.key,
         tenant=tenancy.resolve_tenant(call.tenant, new.tenant),
         once=None if once_key is None else tenancy.stored_key(call.tenant, once_key),

@@ -183,7 +183,7 @@ def _body_limit(route: Route) -> str:
     if route.body_bytes_max != PAYLOAD_BODY_BYTES_MAX:
         return f"{text}."
     margin = f"{EVENT_BYTES_MAX // 1024} KiB"
-    return f"{text}, or the installation's maximum payload and {margin}, whichever is larger."
+    return f"{text}, or the maximum payload in Base64 and {margin}, whichever is larger."
 
 
 def _description(route: Route) -> str:

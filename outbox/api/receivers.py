@@ -28,7 +28,7 @@ from outbox.api.problem import Problem, ProblemKind
 from outbox.api.rate_limit import RateLimiter
 from outbox.api.request_slots import RequestSlots
 from outbox.api.server import listening
-from outbox.core.delivery.message import prepare
+from outbox.core.delivery.message import encode_body, prepare
 from outbox.core.model.api_token import digest, is_fetch_token
 from outbox.core.model.headers import parse_lines
 from outbox.errors import NotFound
@@ -248,7 +248,7 @@ def _item(
     )
     # Attempt 0: fetching is not a delivery attempt.
     lines = prepared.attempt(0, int(now), endpoint.secrets_at(now))
-    return item | {"headers": dict(parse_lines(lines)), "body": prepared.body.decode()}
+    return item | {"headers": dict(parse_lines(lines)), **encode_body(prepared, fetched.delivery)}
 
 
 def _parse_number(request: web.Request, name: str, default: int, maximum: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64decode
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
@@ -63,6 +64,20 @@ Seconds = Annotated[
     WithJsonSchema(
         {"type": ["number", "string"], "description": "Seconds, or a string such as 10m, 2h, 1d."}
     ),
+]
+
+
+def _parse_base64(value: Any) -> bytes:
+    try:
+        return b64decode(value, validate=True)
+    except (TypeError, ValueError):
+        raise ValueError("must be a string in Base64") from None
+
+
+Base64 = Annotated[
+    bytes,
+    BeforeValidator(_parse_base64),
+    WithJsonSchema({"type": "string", "contentEncoding": "base64"}),
 ]
 
 

@@ -52,6 +52,7 @@ forged, duplicate, missing and replayed ones. Exit code 1 means that a case fail
 )
 @click.option("--checkpoints", is_flag=True, help="Also test checkpoints.")
 @click.option("--batches", is_flag=True, help="Also test batches.")
+@click.option("--binary", is_flag=True, help="Also test payloads that are not JSON.")
 @click.option(
     "--header-prefix",
     default=DEFAULT_PREFIX,
@@ -76,6 +77,7 @@ def command(
     processed: str | None,
     checkpoints: bool,
     batches: bool,
+    binary: bool,
     header_prefix: str,
     format_name: FormatName,
     vectors: bool,
@@ -93,6 +95,7 @@ def command(
     case_options = {
         "checkpoints": checkpoints,
         "batches": batches,
+        "binary": binary,
         "header_prefix": header_prefix,
         "format_name": format_name,
     }
@@ -151,7 +154,8 @@ async def _grade(
 
 
 def _print_vectors(secret: str, case_options: dict[str, Any]) -> None:
-    from outbox.devtools.conformance.cases import cases, vectors
+    from outbox.devtools.conformance.cases import cases
+    from outbox.devtools.conformance.suite import vectors
 
     test_cases = cases(
         secret,

@@ -20,7 +20,7 @@ from outbox.cli.common import (
 )
 from outbox.cli.filter_options import dead_id, filter_options, selection_options
 from outbox.cli.main import Group
-from outbox.cli.output import cell, emit_pairs, emit_table
+from outbox.cli.output import cell, describe_payload, emit_pairs, emit_table
 from outbox.core.model.text import count
 from outbox.operations import dead_letters, replays
 from outbox.operations import discard as discards
@@ -151,7 +151,12 @@ def _show(letter: DeadLetter) -> None:
             ("published", letter.published_at),
             ("expires", letter.expires_at),
             ("headers", letter.headers),
-            ("payload", letter.payload),
+            (
+                "payload",
+                letter.payload
+                if letter.content_type is None
+                else describe_payload(letter.payload_bytes, letter.content_type),
+            ),
             ("last response", letter.last_response),
             *(("replayed", _describe_replay(letter, again)) for again in letter.replays),
         ]

@@ -18,7 +18,7 @@ import click
 import orjson
 
 from outbox.core.model import duration
-from outbox.core.model.text import safe
+from outbox.core.model.text import count, safe
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -101,6 +101,14 @@ def cell(value: Any) -> str:
     if isinstance(value, dict):
         return safe(orjson.dumps(value, default=str).decode())
     return safe(str(value))
+
+
+def describe_payload(size_bytes: int | None, content_type: str | None) -> str | None:
+    """A payload's size and type, instead of its content; None: it was erased."""
+    if size_bytes is None:
+        return None
+    size = count(size_bytes, "byte")
+    return size if content_type is None else f"{size} of {content_type}"
 
 
 def terminal_width() -> int | None:

@@ -37,6 +37,7 @@ def time_with_zone(text: str) -> datetime:
 Examples:
   outbox publish order.paid --key order-7 --payload '{"order": 7}'
   jq -c . order.json | outbox publish order.paid --payload -
+  outbox publish image.added --payload - --content-type image/png <logo.png
   outbox publish plan.renewed --once plan:7    at most once in 30 days
   outbox publish report.due --once report --once-for 1d
   outbox publish trial.ended --key user-7 --at 2027-01-31T09:00:00+01:00
@@ -46,8 +47,11 @@ Examples:
 @click.option(
     "--key", metavar="KEY", help="Ordering key: events with the same key keep their order."
 )
+@click.option("--payload", metavar="JSON", help="Payload; - reads stdin.  Default: {}.")
 @click.option(
-    "--payload", metavar="JSON", default="{}", help="Payload; - reads stdin.  Default: {}."
+    "--content-type",
+    metavar="TYPE",
+    help="Content type of a payload that is not JSON, such as image/png.",
 )
 @click.option(
     "--once", metavar="KEY", help="Idempotency key: publish only if this key is not taken."
@@ -86,7 +90,8 @@ def command(
     settings: Settings,
     type_: str,
     key: str | None,
-    payload: str,
+    payload: str | None,
+    content_type: str | None,
     once: str | None,
     once_for: float | None,
     tenant: str | None,
@@ -96,7 +101,9 @@ def command(
     as_json: bool,
 ) -> None:
     """Publish one event of TYPE, in a transaction of its own."""
-    raw = read_payload(payload)
+    if payload is None and content_type is not None:
+        raise UsageError("--content-type: requires --payload")
+    raw = read_payload("{}" if payload is None else payload)
 
     event_id = run_connected(
         settings,
@@ -111,6 +118,7 @@ def command(
             expires_in=expires_in,
             deliver_at=deliver_at,
             headers=parse_headers(headers),
+            content_type=content_type,
             autocommit=True,
             schema=settings.schema_name,
         ),

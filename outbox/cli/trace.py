@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outbox.cli.common import print_result, run_operation, warn
-from outbox.cli.output import cell, emit_pairs, fold, style
+from outbox.cli.output import cell, describe_payload, emit_pairs, fold, style
 from outbox.core.model.text import count, safe
 from outbox.operations import trace
 from outbox.operations.event_trace import describe_unsent
@@ -61,7 +61,7 @@ key (the newest events are shown), or an outbox id as printed by verify and doct
     show_default=False,
     help="With a key: only events before this one (paging).",
 )
-@click.option("--payload", is_flag=True, help="Also show payloads.")
+@click.option("--payload", is_flag=True, help="Also show payloads, if they are JSON.")
 @print_result(_show_report)
 def command(
     settings: Settings,
@@ -130,7 +130,7 @@ def _payload(event_trace: EventTrace) -> Any:
     event = event_trace.event
     if event.payload is not None:
         return event.payload
-    return None if event.payload_bytes is None else count(event.payload_bytes, "byte")
+    return describe_payload(event.payload_bytes, event.content_type)
 
 
 def _sequenced(event_trace: EventTrace) -> str:

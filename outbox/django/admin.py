@@ -17,12 +17,14 @@ from uuid import UUID
 from django.contrib import admin
 from django.contrib.admin.views.main import ChangeList
 from django.db import connections, transaction
+from django.db.models.functions import Length
 from django.urls import reverse
 from django.utils.html import format_html
 from django.utils.http import urlencode
 from django.utils.timezone import template_localtime
 
 from outbox.core.model.stored_response import outcome_fields
+from outbox.core.model.text import count
 from outbox.django.models import DeadLetter, Endpoint, Event
 from outbox.django.settings import APP_LABEL, page_link, read_databases
 
@@ -239,11 +241,18 @@ CREATED_AT = time_column("created_at", "created at")
 class _CopyOfEvent(LogAdmin):
     """What events and dead letters have in common."""
 
+    def get_queryset(self, request: Any) -> Any:
+        """Rows with the size of a body in place of the body."""
+        queryset = super().get_queryset(request)
+        return queryset.defer("body").annotate(body_bytes=Length("body"))
+
     @admin.display(description="payload")
     def readable_payload(self, row: Any) -> str:
-        """The payload, unless it was erased."""
+        """The payload, or the size of one that is not JSON, unless it was erased."""
         if row.erased_at is not None:
             return f"erased at {template_localtime(row.erased_at):%Y-%m-%d %H:%M:%S}"
+        if row.content_type is not None:
+            return f"{count(row.body_bytes, 'byte')} of {row.content_type}"
         return readable_json(row.payload)
 
     @admin.display(description="headers")
@@ -267,7 +276,7 @@ class EventAdmin(_CopyOfEvent):
         f"The list has the newest {NEWEST:,} events. A search finds older ones, too: by event id, "
         "outbox id or key."
     )
-    large_columns = ("payload", "headers")
+    large_columns = ("payload", "body", "headers")
     page_place = "events"
     fields = (
         "event_id", "id", "type", "key", "tenant", PUBLISHED_AT, EXPIRES_AT,
@@ -302,7 +311,7 @@ class DeadLetterAdmin(_CopyOfEvent):
         f"The list has the newest {NEWEST:,} dead letters. A search finds older ones, too: by "
         "event id, outbox id or the id of a dead letter."
     )
-    large_columns = ("payload", "headers", "last_response")
+    large_columns = ("payload", "body", "headers", "last_response")
     page_place = "dead-letters"
     fields = (
         "id", "endpoint_link", "sequence", "reason", "state", "attempts", "response",

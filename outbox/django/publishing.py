@@ -33,6 +33,7 @@ def publish(
     deliver_at: datetime | None = None,
     headers: Mapping[str, str] | None = None,
     once_for: timedelta | float | None = None,
+    content_type: str | None = None,
     autocommit: bool = False,
     using: str = DEFAULT_DB_ALIAS,
 ) -> UUID | None:
@@ -67,6 +68,7 @@ def publish(
             deliver_at=deliver_at,
             headers=headers,
             once_for=once_for,
+            content_type=content_type,
             autocommit=autocommit,
             schema=read_schema(),
         )

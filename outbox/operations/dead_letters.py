@@ -16,6 +16,7 @@ from outbox.operations.criteria import Criteria, criteria_parameters, find_endpo
 from outbox.operations.rows import RowPage, from_row
 from outbox.operations.tenancy import OWNS_RANGE
 from outbox.store.connection.connect import map_errors
+from outbox.store.delivery.lanes import PAYLOAD_SIZE
 from outbox.store.replays.replay_feed import MATCHES_SELECTION
 
 if TYPE_CHECKING:
@@ -117,7 +118,8 @@ SELECT {_COLUMNS} {_FROM}
 
 GET_DEAD = f"""
 SELECT {_COLUMNS}, d.tenant, d.key, d.payload::text AS payload, d.headers::text AS headers,
-       d.published_at, d.expires_at, d.last_response::text AS last_response
+       d.published_at, d.expires_at, d.last_response::text AS last_response,
+       {PAYLOAD_SIZE} AS payload_bytes, d.content_type
 {_FROM}
  WHERE d.id = $1
 """
@@ -247,6 +249,11 @@ class DeadLetter(DeadLetterRow):
     tenant: str | None
     key: str | None
     payload: Any
+    """None also for a payload that is not JSON."""
+    payload_bytes: int | None
+    """None: the payload was erased, or it is a range."""
+    content_type: str | None
+    """Of a payload that is not JSON."""
     headers: dict[str, str] | None
     published_at: datetime | None
     expires_at: datetime | None

@@ -49,7 +49,8 @@ SELECT coalesce(sum(greatest(reltuples, 0)), 0)::bigint
 ERASE_EVENTS = WriteStatement(
     "erase_events",
     """
-UPDATE outbox SET payload = NULL, headers = NULL, erased_at = clock_timestamp()
+UPDATE outbox SET payload = NULL, body = NULL, content_type = NULL, headers = NULL,
+                  erased_at = clock_timestamp()
  WHERE id = ANY ($1) AND erased_at IS NULL
 """,
 )
@@ -80,7 +81,7 @@ SELECT name FROM schedule
 COUNT_DEAD = """
 SELECT count(*) FROM dead_letter
  WHERE ($1::text IS NULL OR tenant = $1) AND ($2::text IS NULL OR key = $2)
-   AND payload IS NOT NULL
+   AND (payload IS NOT NULL OR body IS NOT NULL)
 """
 COUNT_FUTURE = """
 SELECT count(*) FROM future_event

@@ -46,11 +46,12 @@ class TracedEvent:
     expires_at: datetime | None
     headers: dict[str, str] | None
     payload_bytes: int | None
-    """None: the payload was erased, or the event was dropped by retention and only the copy in
-    a dead letter is left."""
+    """None: the payload was erased."""
+    content_type: str | None
+    """Of a payload that is not JSON; None: it is JSON, or was erased."""
     erased_at: datetime | None
     payload: Any = None
-    """Only when requested."""
+    """Only when requested, and only JSON."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.delivery import signed_metadata
 from outbox.core.delivery.batch import prepare_request
-from outbox.core.delivery.message import Delivery
+from outbox.core.delivery.message import Delivery, encode_body
 from outbox.core.delivery.signature import SIGNATURE_HEADER
 from outbox.core.model.headers import parse_lines
 from outbox.core.model.ids import lane_name
@@ -17,7 +17,7 @@ from outbox.operations.lane_history import READ_PREVIOUS
 from outbox.operations.trace import NO_BATCH, READ_DELIVERIES, READ_SEQUENCED
 from outbox.store.connection.connect import map_errors
 from outbox.store.delivery.endpoints import find_endpoint
-from outbox.store.delivery.lanes import epoch_s, utc_time
+from outbox.store.delivery.lanes import PAYLOAD_BYTES, epoch_s, utc_time
 from outbox.store.retention.erasure import PLAN_BY_INDEX
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 READ_CONTENT = f"""
 SELECT id, event_id, type, tenant, key, erased_at,
        {epoch_s("created_at")} AS published_at,
-       payload::text AS payload, headers::text AS headers
+       {PAYLOAD_BYTES} AS payload, headers::text AS headers, content_type
   FROM outbox WHERE id = $1
 """  # noqa: S608 (constants only)
 
@@ -59,10 +59,12 @@ class RequestPreview:
     url: str
     headers: tuple[tuple[str, str], ...]
     """In their order.  Signatures and the values of the endpoint's own headers are masked."""
-    body: str
     is_sequenced: bool
     """Whether the lane and the numbers are those of a delivery.  Otherwise they are examples: the
     event is not sequenced yet, or the endpoint does not subscribe to it."""
+    body: str | None = None
+    """None: it is a payload that is not JSON, in `body_base64`."""
+    body_base64: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +129,11 @@ async def preview_request(
         key=event["key"],
         published_at=utc_time(event["published_at"]),
         expires_at=None,
-        payload=event["payload"].encode(),
+        payload=event["payload"],
         headers=event["headers"] and event["headers"].encode(),
         replay_of=place.replay_of,
         backfill_id=place.backfill_id,
+        content_type=event["content_type"],
     )
     prepared = prepare_request(
         endpoint,
@@ -150,8 +153,8 @@ async def preview_request(
             (each, MASKED if each.lower() in masked else value)
             for each, value in parse_lines(lines)
         ),
-        body=prepared.body.decode(),
         is_sequenced=found is not None,
+        **encode_body(prepared, delivery),
     )
 
 

@@ -32,6 +32,7 @@ from outbox.operations.lanes import BLOCKED_BY, LANE_STATE, retry_state
 from outbox.operations.page_bytes import shorten_responses
 from outbox.operations.rows import ID_MAX, from_row
 from outbox.store.connection.connect import map_errors
+from outbox.store.delivery.lanes import PAYLOAD_SIZE
 from outbox.store.retention.erasure import PLAN_BY_INDEX
 from outbox.store.routing_change import READ_NOW
 from outbox.store.type_match import FILTER_MET, TENANT_MATCHES, TYPE_MATCHES
@@ -43,17 +44,17 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
 # The event, or its copy in a dead letter after retention dropped it.
-READ_EVENT = """
+READ_EVENT = f"""
 SELECT id AS outbox_id, event_id, type, tenant, key, created_at AS published_at, expires_at,
-       erased_at, headers::text AS headers, octet_length(payload::text) AS payload_bytes,
+       erased_at, headers::text AS headers, {PAYLOAD_SIZE} AS payload_bytes, content_type,
        CASE WHEN $2 THEN payload::text END AS payload
   FROM outbox WHERE id = $1
  UNION ALL
 (SELECT outbox_id, event_id, type, tenant, key, published_at, expires_at, NULL,
-        headers::text, NULL, CASE WHEN $2 THEN payload::text END
+        headers::text, {PAYLOAD_SIZE}, content_type, CASE WHEN $2 THEN payload::text END
    FROM dead_letter WHERE outbox_id = $1 AND event_id IS NOT NULL ORDER BY id LIMIT 1)
  LIMIT 1
-"""
+"""  # noqa: S608 (a constant only)
 
 READ_SEQUENCING = """
 SELECT b.high,

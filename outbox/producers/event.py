@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -34,6 +35,7 @@ class Event:
     deliver_at: datetime | None = None
     headers: Mapping[str, str] | None = None
     once_for: timedelta | float | None = None
+    content_type: str | None = None
 
 
 def encode_event(event: Event, payload: Any) -> Parameters:
@@ -45,7 +47,10 @@ def encode_event(event: Event, payload: Any) -> Parameters:
     Raises:
         InvalidEvent: the event breaks a limit or a rule.
     """
-    return encode_metadata(event) | {"payload": rules.encode_payload(payload)}
+    metadata = encode_metadata(event)
+    if event.content_type is None:
+        return metadata | {"payload": rules.encode_payload(payload)}
+    return metadata | {"body": rules.check_body(payload)}
 
 
 def encode_metadata(event: Event) -> Parameters:
@@ -62,6 +67,7 @@ def encode_metadata(event: Event) -> Parameters:
         "once_for_s": rules.once_for_s(event.once_for, event.once),
         "expires_in_s": rules.expires_in_s(event.expires_in),
         "deliver_at": rules.deliver_at(event.deliver_at),
+        "content_type": rules.check_content_type(event.content_type),
         "headers": rules.encode_headers(add_trace_context(event.headers)),
     }
 
@@ -87,8 +93,10 @@ def encode_events(events: Sequence[Event]) -> bytes:
         except InvalidEvent as error:
             raise numbered(error, number) from None
         for name in _JSON:
-            if row[name] is not None:
+            if row.get(name) is not None:
                 row[name] = orjson.Fragment(row[name])
+        if "body" in row:
+            row["body"] = b64encode(row["body"]).decode()
         rows.append(row)
     return orjson.dumps(rows)
 

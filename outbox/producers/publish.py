@@ -49,6 +49,7 @@ def publish(
     deliver_at: datetime | None = None,
     headers: Mapping[str, str] | None = None,
     once_for: timedelta | float | None = None,
+    content_type: str | None = None,
     autocommit: bool = False,
     schema: str = SCHEMA,
 ) -> Coroutine[Any, Any, UUID | None]:
@@ -60,9 +61,9 @@ def publish(
             statement, as psycopg and SQLAlchemy do.  Search path and codecs do not matter.
         type: dot-separated segments of letters, digits and `_`, at most 255
             bytes; `outbox.` is reserved.
-        payload: a JSON-serializable value, or bytes of JSON text.  A callable,
-            synchronous or not, is called to compute it; with `once`, only if this call
-            acquires the key.
+        payload: a JSON-serializable value, or bytes of JSON text; with `content_type`, any
+            bytes.  A callable, synchronous or not, is called to compute it; with `once`, only if
+            this call acquires the key.
         key: events with the same key reach an endpoint in order; 512 bytes.
         tenant: the event goes to this tenant's endpoints; 255 bytes.
         once: idempotency key: at most one event is published for it within `once_for`,
@@ -76,6 +77,8 @@ def publish(
             context is added as `traceparent`.
         once_for: retention of the idempotency key, as timedelta or seconds;
             default: 30 days.
+        content_type: of a payload that is not JSON, such as `image/png`; 255 bytes.  An
+            endpoint with a filter does not get the event.
         autocommit: publish although no transaction is open; the event is committed at once.
         schema: the schema of the outbox tables.
 
@@ -92,7 +95,9 @@ def publish(
         Exception: any other error of the driver, unchanged.
     """
     driver = driver_for(connection, is_async=True, instead="outbox.sync.publish")
-    event = Event(type, payload, key, tenant, once, expires_in, deliver_at, headers, once_for)
+    event = Event(
+        type, payload, key, tenant, once, expires_in, deliver_at, headers, once_for, content_type
+    )
     return _named(
         publish,
         publish_one(connection, driver, event, autocommit=autocommit, schema=schema),

@@ -112,11 +112,11 @@ async def publish_encoded(
     """
     statement = in_schema(statements.PUBLISH_MANY, schema)
     with _map_errors(schema):
-        ((size, number, size_max, event_ids),) = await connection.execute(
+        ((size, number, is_json, size_max, event_ids),) = await connection.execute(
             Call(statement, {"events": encoded, "digests": digests})
         )
     if size > size_max:
-        raise numbered(_too_large(size, size_max), number)
+        raise numbered(_too_large(size, size_max, is_json=is_json), number)
     return [_uuid(event_id) for event_id in event_ids]
 
 
@@ -157,14 +157,19 @@ async def _open(given: Any, driver: Driver, *, autocommit: bool) -> OpenConnecti
 async def _publish(
     connection: OpenConnection, parameters: Parameters, schema: str, *, claimed: bool = False
 ) -> UUID | None:
-    given = {name: value for name, value in parameters.items() if value is not None}
-    if claimed:
-        given["claimed"] = True
-    statement = publish_in(schema, tuple(given))
+    is_json = "payload" in parameters
+    if is_json:
+        given = {name: value for name, value in parameters.items() if value is not None}
+        if claimed:
+            given["claimed"] = True
+        statement = publish_in(schema, tuple(given))
+    else:
+        given = parameters | {"claimed": claimed}
+        statement = in_schema(statements.PUBLISH_BODY, schema)
     with _map_errors(schema):
         (((event_id, *sizes),),) = await connection.execute(Call(statement, given))
     if sizes:
-        raise _too_large(*sizes)
+        raise _too_large(*sizes, is_json=is_json)
     return _uuid(event_id)
 
 
@@ -179,8 +184,9 @@ async def _call(payload: Callable[[], Any], driver: Driver) -> Any:
     raise UsageError("payload: a coroutine cannot be computed here; use a function")
 
 
-def _too_large(size: int | str, size_max: int | str) -> InvalidEvent:
-    return InvalidEvent("payload", f"{size} bytes as JSON, the limit is {size_max}")
+def _too_large(size: int | str, size_max: int | str, *, is_json: bool = True) -> InvalidEvent:
+    what = "bytes as JSON" if is_json else "bytes"
+    return InvalidEvent("payload", f"{size} {what}, the limit is {size_max}")
 
 
 def _uuid(text: str | None) -> UUID | None:

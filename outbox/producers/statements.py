@@ -1,8 +1,8 @@
 """SQL statements of the producer API.
 
 They run on the application's connections, with its search path, codecs and transaction.  So
-names are schema-qualified, parameters are text, numbers and arrays of them, results are numbers and
-text, and each call sends one statement.
+names are schema-qualified, parameters are text, bytes, numbers and arrays of them, results are
+numbers and text, and each call sends one statement.
 """
 
 from __future__ import annotations
@@ -27,13 +27,34 @@ _PUBLISH_TYPES = {
     "claimed": "boolean",
 }
 
+# The same with a payload that is not JSON; see schema/0009_binary_payloads.sql.
+#   given: the parameters that occur twice, once: some drivers send each occurrence.
+PUBLISH_BODY = """
+SELECT CASE WHEN octet_length(given.body) > {schema}.payload_bytes_max()
+            THEN ARRAY[NULL, CAST(octet_length(given.body) AS text),
+                       CAST({schema}.payload_bytes_max() AS text)]
+            ELSE ARRAY[CAST({schema}.publish_event(
+                     type => CAST(:type AS text), body => given.body,
+                     content_type => CAST(:content_type AS text), key => CAST(:key AS text),
+                     tenant => CAST(:tenant AS text), once => CAST(:once AS text),
+                     expires_at => greatest(clock_timestamp(), given.deliver_at)
+                         + make_interval(secs => CAST(:expires_in_s AS float8)),
+                     headers => CAST(:headers AS jsonb), deliver_at => given.deliver_at,
+                     claimed => CAST(:claimed AS boolean),
+                     once_for => make_interval(secs => CAST(:once_for_s AS float8))) AS text)] END
+  FROM (SELECT CAST(:body AS bytea) AS body,
+               CAST(CAST(:deliver_at AS text) AS timestamptz) AS deliver_at) given
+"""
+
 # Publishes several events in their order; writes nothing if one payload is too large.  The events
 # are one JSON text in UTF-8: drivers encode arrays of text slowly.  A payload of null is not an
-# SQL NULL.
+# SQL NULL; bodies are in Base64.
 #   event: one row for each; MATERIALIZED, so that the text is parsed once.
 PUBLISH_MANY = """
 WITH event AS MATERIALIZED (
-    SELECT e.n, e.type, coalesce(e.payload, jsonb 'null') AS payload, e.key, e.tenant, e.once,
+    SELECT e.n, e.type, CASE WHEN e.body IS NULL THEN coalesce(e.payload, jsonb 'null') END
+               AS payload,
+           decode(e.body, 'base64') AS body, e.content_type, e.key, e.tenant, e.once,
            e.headers, make_interval(secs => e.once_for_s) AS once_for, e.deliver_at,
            greatest(clock_timestamp(), e.deliver_at)
                + make_interval(secs => e.expires_in_s) AS expires_at
@@ -41,12 +62,13 @@ WITH event AS MATERIALIZED (
            jsonb_to_recordset(
                CAST(convert_from(CAST(:events AS bytea), 'UTF8') AS jsonb)) AS (
                type text, payload jsonb, key text, tenant text, once text, headers jsonb,
-               once_for_s float8, deliver_at timestamptz, expires_in_s float8)
+               once_for_s float8, deliver_at timestamptz, expires_in_s float8, body text,
+               content_type text)
            ) WITH ORDINALITY AS e(type, payload, key, tenant, once, headers, once_for_s,
-                                  deliver_at, expires_in_s, n))
-SELECT p.size, p.n, {schema}.payload_bytes_max() AS size_max,
+                                  deliver_at, expires_in_s, body, content_type, n))
+SELECT p.size, p.n, p.is_json, {schema}.payload_bytes_max() AS size_max,
        CASE WHEN p.size <= {schema}.payload_bytes_max() THEN (
-           SELECT CAST({schema}.publish_many(
+           SELECT CAST({schema}.publish_events(
                       types => array_agg(type ORDER BY n),
                       payloads => array_agg(payload ORDER BY n),
                       keys => array_agg(key ORDER BY n),
@@ -56,10 +78,13 @@ SELECT p.size, p.n, {schema}.payload_bytes_max() AS size_max,
                       once_for => array_agg(once_for ORDER BY n),
                       deliver_at => array_agg(deliver_at ORDER BY n),
                       expires_at => array_agg(expires_at ORDER BY n),
+                      bodies => array_agg(body ORDER BY n),
+                      content_types => array_agg(content_type ORDER BY n),
                       digests => CAST(:digests AS bytea[])) AS text[])
              FROM event) END
        AS event_ids
-  FROM (SELECT octet_length(CAST(payload AS text)) AS size, n
+  FROM (SELECT coalesce(octet_length(body), octet_length(CAST(payload AS text))) AS size, n,
+               body IS NULL AS is_json
           FROM event ORDER BY 1 DESC LIMIT 1) p
 """
 

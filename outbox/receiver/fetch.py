@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from base64 import b64decode
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -202,12 +203,23 @@ def _page(response: Any) -> LanePage:
 
 def _item(item: Any) -> PageItem:
     sequence, request = _field(item, "sequence", int), None
-    if "body" in item:
+    if item.keys() & {"headers", "body", "body_base64"}:
         headers = _field(item, "headers", dict)
         if not all(isinstance(value, str) for value in headers.values()):
             raise CannotFetch('invalid response, not from a relay: a value of "headers" is no text')
-        request = Request("POST", headers, _field(item, "body", str).encode())
+        request = Request("POST", headers, _body(item))
     return PageItem(sequence, "dead_lettered" in item, request)
+
+
+def _body(item: Any) -> bytes:
+    if "body" in item:
+        return str(_field(item, "body", str)).encode()
+    try:
+        return b64decode(_field(item, "body_base64", str), validate=True)
+    except ValueError:
+        raise CannotFetch(
+            'invalid response, not from a relay: the field "body_base64" is not Base64'
+        ) from None
 
 
 def _field(response: Any, name: str, kind: type, *, none: bool = False) -> Any:

@@ -9,6 +9,7 @@ For the other formats (raw, cloudevents-binary) the verified headers are the met
 from __future__ import annotations
 
 import re
+from base64 import b64decode
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
@@ -17,6 +18,7 @@ import orjson
 
 from outbox.core.delivery import signed_metadata
 from outbox.core.model.headers import DEFAULT_PREFIX
+from outbox.core.model.message_format import JSON_TYPE
 from outbox.errors import OutboxError
 
 if TYPE_CHECKING:
@@ -52,8 +54,11 @@ class Message:
     attempt: int | None
     """From the header X-Attempt, which is not signed: for information only."""
     data: Any
-    """None also for a thin message."""
+    """The payload: parsed JSON, or bytes if there is a content type.  None also for a thin
+    message."""
     format: FormatName = "envelope"
+    content_type: str | None = None
+    """Of a payload that is not JSON; None: it is JSON."""
 
 
 def is_delivery(body: bytes) -> bool:
@@ -156,8 +161,9 @@ def _message(
     if "specversion" in content:
         delivery_id = content.get("id")
         format_name, content = "cloudevents", _envelope_of(content)
-    elif "data" not in content:
+    elif "data" not in content and "data_base64" not in content:
         format_name = "thin"
+    data, content_type = _payload_of(content)
     message = Message(
         delivery_id=_uuid(delivery_id, "the X-Delivery in the body"),
         event_id=_field(content, "id", str),
@@ -172,12 +178,26 @@ def _message(
         backfill=_field(content, "backfill", int) if "backfill" in content else None,
         lane_ends=_field(content, "lane_ends", bool) if "lane_ends" in content else False,
         attempt=attempt,
-        data=content.get("data"),
+        data=data,
         format=format_name,
+        content_type=content_type,
     )
     if not 0 <= message.previous_sequence < message.sequence:
         raise BadMessage(f"sequence {message.sequence} cannot follow {message.previous_sequence}")
     return message
+
+
+def _payload_of(content: Mapping[str, Any]) -> tuple[Any, str | None]:
+    """The payload of an envelope, and its content type if it is not JSON."""
+    if "data_base64" not in content:
+        # A thin message has the type alone.
+        content_type = _field(content, "content_type", str) if "content_type" in content else None
+        return content.get("data"), content_type
+    content_type = _field(content, "content_type", str)
+    try:
+        return b64decode(_field(content, "data_base64", str), validate=True), content_type
+    except ValueError:
+        raise BadMessage('the body\'s "data_base64" is not Base64') from None
 
 
 def _envelope_of(event: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,8 +211,14 @@ def _envelope_of(event: Mapping[str, Any]) -> dict[str, Any]:
         "lane": event.get("lane"),
         "sequence": _number(event, "lanesequence"),
         "previous_sequence": _number(event, "previoussequence"),
-        "data": event.get("data"),
     }
+    if "data_base64" in event:
+        envelope |= {
+            "data_base64": event["data_base64"],
+            "content_type": event.get("datacontenttype"),
+        }
+    else:
+        envelope["data"] = event.get("data")
     for name, plain, encoded in _TEXTS_OF_EVENT:
         if plain in event:
             envelope[name] = event[plain]
@@ -305,8 +331,7 @@ class _DeliveryHeaders:
             "type": self._get("Event"),
             "timestamp": self._get("Event-Time"),
             "lane": self._get("Lane"),
-            "data": self._payload(body),
-        }
+        } | self._payload(body)
         for name in ("Sequence", "Previous-Sequence"):
             number = _parse_number(self._get(name) or "", f"the header {self._prefix}{name}")
             envelope[name.lower().replace("-", "_")] = number
@@ -324,8 +349,11 @@ class _DeliveryHeaders:
     def _get(self, name: str) -> str | None:
         return self._headers.get(f"{self._prefix}{name}".lower())
 
-    def _payload(self, body: bytes) -> Any:
+    def _payload(self, body: bytes) -> dict[str, Any]:
+        content_type = self._headers.get(signed_metadata.CONTENT_TYPE)
+        if content_type != JSON_TYPE:
+            return {"data": body, "content_type": content_type}
         try:
-            return orjson.loads(body)
+            return {"data": orjson.loads(body)}
         except orjson.JSONDecodeError as error:
             raise BadMessage(f"the body is not JSON: {error}") from None

@@ -24,10 +24,10 @@ MATCHES = f"({TYPE_MATCHES} AND {TENANT_MATCHES})"
 
 FILTER_MET = (
     "(s.filter IS NULL OR CASE WHEN o.payload IS NOT NULL "
-    "THEN matches_filter(o.payload, s.filter) END)"
+    "THEN matches_filter(o.payload, s.filter) WHEN o.body IS NOT NULL THEN false END)"
 )
-"""NULL: unknown, because the filter cannot be evaluated (which the relay treats as a match),
-or because the payload was erased."""
+"""False also for a payload that is not JSON.  NULL: unknown, because the filter cannot be evaluated
+(which the relay treats as a match), or because the payload was erased."""
 
 
 def matches_criteria(row: str, at: str, criteria: str = "s") -> str:

@@ -57,13 +57,13 @@ SELECT CAST(extract(epoch FROM transaction_timestamp()) * 1000000 AS bigint) AS 
 # are those of the snapshot's newest id, from which it is less than 2^31 away.
 READ = """
 WITH written AS MATERIALIZED (
-    SELECT o.id, o.event_id, o.type, o.payload, o.key, o.tenant, o.headers, o.created_at,
-           o.expires_at, CAST(NULL AS timestamptz) AS deliver_at,
+    SELECT o.id, o.event_id, o.type, o.payload, o.body, o.content_type, o.key, o.tenant,
+           o.headers, o.created_at, o.expires_at, CAST(NULL AS timestamptz) AS deliver_at,
            CAST(CAST(o.xmin AS text) AS bigint) AS xid
       FROM {schema}.outbox o WHERE o.id > CAST(:outbox_id AS bigint)
     UNION ALL
-    SELECT f.id, f.event_id, f.type, f.payload, f.key, f.tenant, f.headers, f.created_at,
-           f.expires_at, f.deliver_at, CAST(CAST(f.xmin AS text) AS bigint)
+    SELECT f.id, f.event_id, f.type, f.payload, f.body, f.content_type, f.key, f.tenant,
+           f.headers, f.created_at, f.expires_at, f.deliver_at, CAST(CAST(f.xmin AS text) AS bigint)
       FROM {schema}.future_event f WHERE f.id > CAST(:future_id AS bigint)),
 newest AS (
     SELECT CAST(CAST(pg_snapshot_xmax(pg_current_snapshot()) AS text) AS bigint) AS xid),
@@ -76,7 +76,7 @@ SELECT CAST(extract(epoch FROM transaction_timestamp()) * 1000000 AS bigint) AS 
        CAST(extract(epoch FROM e.created_at) * 1000000 AS bigint),
        CAST(CASE WHEN isfinite(e.expires_at) THEN extract(epoch FROM e.expires_at) END
             * 1000000 AS bigint),
-       CAST(extract(epoch FROM e.deliver_at) * 1000000 AS bigint)
+       CAST(extract(epoch FROM e.deliver_at) * 1000000 AS bigint), e.body, e.content_type
   FROM (SELECT 1) one
   LEFT JOIN near e ON pg_xact_status(CAST(CAST(e.full_xid AS text) AS xid8)) = 'in progress'
  ORDER BY e.deliver_at IS NOT NULL, e.id
@@ -92,7 +92,7 @@ class CapturedEvent:
 
     type: str
     payload: Any = None
-    """Decoded JSON."""
+    """Decoded JSON; bytes if there is a content type."""
     key: str | None = None
     tenant: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -103,6 +103,8 @@ class CapturedEvent:
     id: UUID | None = field(default=None, compare=False)
     """What `publish` returned."""
     created_at: datetime | None = field(default=None, compare=False)
+    content_type: str | None = None
+    """Of a payload that is not JSON."""
 
     def __repr__(self) -> str:
         """The constructor's call, without what is absent or not compared."""
@@ -293,11 +295,16 @@ def _read_events(schema: str, mark: dict[str, int]) -> Plan[tuple[int, list[Capt
 
 
 def _event(row: Sequence[Any]) -> CapturedEvent:
-    _, event_id, type_, payload, key, tenant, headers, created_us, expires_us, deliver_us = row
+    _, event_id, type_, payload, key, tenant, headers, created_us, expires_us, deliver_us = row[:10]
+    body, content_type = row[10:]
+    if body is not None:
+        decoded: Any = bytes(body)  # psycopg2 returns a memoryview.
+    else:
+        # Not orjson, which has no integers above 64 bits.
+        decoded = None if payload is None else json.loads(payload)
     return CapturedEvent(
         type_,
-        # Not orjson, which has no integers above 64 bits.
-        None if payload is None else json.loads(payload),
+        decoded,
         key,
         tenant,
         {} if headers is None else json.loads(headers),
@@ -305,6 +312,7 @@ def _event(row: Sequence[Any]) -> CapturedEvent:
         _time(expires_us),
         UUID(event_id),
         _time(created_us),
+        content_type,
     )
 
 

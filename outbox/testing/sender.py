@@ -22,6 +22,7 @@ from outbox.core.delivery.signature import (
     sign_ed25519,
 )
 from outbox.core.delivery.signature import sign as sign_hmac
+from outbox.core.model.event import check_body, check_content_type
 from outbox.core.model.headers import DEFAULT_PREFIX, EndpointHeaders, parse_lines
 from outbox.core.model.ids import lane_name
 from outbox.core.model.message_format import MessageFormat
@@ -114,16 +115,18 @@ class FakeSender:
         tenant: str | None = None,
         lane: str | None = None,
         lane_ends: bool = False,
+        content_type: str | None = None,
     ) -> Request:
         """Create the next delivery of a lane, with a new event.
 
         Args:
             event_type: such as `order.paid`.
-            data: the payload, JSON-serializable.
+            data: the payload, JSON-serializable; bytes with a content type.
             key: ordering key of the event.
             tenant: tenant of the event.
             lane: name of the lane; None: the first one.
             lane_ends: mark the delivery as the last one of its lane.
+            content_type: of a payload that is not JSON.
         """
         self._events += 1
         delivery = Delivery(
@@ -138,8 +141,9 @@ class FakeSender:
             key=key,
             published_at=datetime.fromtimestamp(self._clock(), tz=UTC),
             expires_at=None,
-            payload=orjson.dumps(data),
+            payload=orjson.dumps(data) if content_type is None else check_body(data),
             headers=None,
+            content_type=check_content_type(content_type),
         )
         return self._append(delivery, lane_ends=lane_ends)
 

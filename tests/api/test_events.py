@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from base64 import b64encode
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -215,7 +216,54 @@ async def test_a_batch_is_atomic(database: Database, api: Api) -> None:
     assert await fetchval(database, COUNT) == 0
 
 
+async def test_bytes_are_published_in_base64(database: Database, api: Api) -> None:
+    every_byte = bytes(range(256))
+    event = {
+        "type": "image.added",
+        "payload_base64": b64encode(every_byte).decode(),
+        "content_type": "image/png",
+    }
+    await add_endpoint(database)
+    json = {"type": "a.b", "payload": 1, "payload_base64": None, "content_type": None}
+    for body in (event, {"events": [event, json, event]}):
+        assert (await api.post("/v1/events", body)).status == 201
+    bodies = "SELECT count(*) FROM outbox WHERE body = $1 AND content_type = 'image/png'"
+    assert await fetchval(database, bodies, every_byte) == 3
+    key = {"Idempotency-Key": "k"}
+    first = await api.post("/v1/events", event, headers=key)
+    again = await api.post("/v1/events", event, headers=key)
+    assert (first.status, again.status, again.json["id"]) == (201, 200, first.json["id"])
+    other = event | {"payload_base64": "AA=="}
+    assert (await api.post("/v1/events", other, headers=key)).status == 422
+    traced = await api.get(f"/v1/trace/{first.json['id']}?payload=true")
+    shown = traced.json["events"][0]["event"]
+    assert (shown["payload"], shown["payload_bytes"]) == (None, 256)
+    assert shown["content_type"] == "image/png"
+
+
 INVALID_EVENTS = (
+    ({"type": "a.b", "payload_base64": "AA=="}, "payload_base64 together with content_type"),
+    ({"type": "a.b", "content_type": "a/b"}, "payload_base64 together with content_type"),
+    (
+        {"type": "a.b", "payload_base64": "AA==", "content_type": None},
+        "payload_base64 together with content_type",
+    ),
+    (
+        {"type": "a.b", "payload": {}, "payload_base64": "AA==", "content_type": "a/b"},
+        "either payload or payload_base64",
+    ),
+    (
+        {"type": "a.b", "payload_base64": "A*==", "content_type": "a/b"},
+        "payload_base64: must be a string in Base64",
+    ),
+    (
+        {"type": "a.b", "payload_base64": 5, "content_type": "a/b"},
+        "payload_base64: must be a string in Base64",
+    ),
+    (
+        {"type": "a.b", "payload_base64": "AA==", "content_type": "png"},
+        "content_type: 'png' is not a media type",
+    ),
     ({"type": "outbox.x"}, 'type: "outbox." is reserved'),
     ({"type": "a.b", "key": ""}, "key: 0 bytes, must be 1 to 512"),
     ({"type": "a.b", "payload": "\0"}, "payload: PostgreSQL cannot store a NUL"),

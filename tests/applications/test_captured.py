@@ -116,7 +116,9 @@ async def captures_fields(application: Application) -> None:
         await application.call("publish", "big.number", b'{"n": [%d, 1.5, "\xc3\xa9"]}' % 2**70)
         await application.publish(4, once="k")
         assert await application.publish(5, once="k") is None
-    paid, big, once, delayed = events
+        png = {"content_type": "image/png"}
+        await application.call("publish", "image.added", b"\0\xff", **png)
+    paid, big, once, image, delayed = events
     assert paid == CapturedEvent(
         "order.paid", {"n": 2}, key="2", tenant="acme", headers={"X-A": "%(b)s :c"}
     )
@@ -129,12 +131,14 @@ async def captures_fields(application: Application) -> None:
     assert abs(paid.expires_at - paid.created_at - timedelta(seconds=60)) < timedelta(seconds=5)
     assert big == CapturedEvent("big.number", {"n": [2**70, 1.5, "é"]})
     assert once == CapturedEvent("order.paid", {"n": 4}, key="4")
+    assert image == CapturedEvent("image.added", b"\0\xff", content_type="image/png")
+    assert image != CapturedEvent("image.added", b"\0\xff", content_type="image/gif")
     assert delayed == CapturedEvent("order.paid", {"n": 1}, key="1", deliver_at=due)
     assert delayed != CapturedEvent("order.paid", {"n": 1}, key="1")
-    assert events == [paid, big, once, delayed]
+    assert events == [paid, big, once, image, delayed]
     assert events != [paid]
     assert events.matching("order.*") == [paid, once, delayed]
-    assert repr(events) == repr([paid, big, once, delayed])
+    assert repr(events) == repr([paid, big, once, image, delayed])
     await application.rollback()
 
 

@@ -205,6 +205,16 @@ def test_publish(here: Command, database: Database) -> None:
     piped = here("publish", "a", "--payload", "-", stdin=b'\n{"piped": [1]}\n')
     assert piped.code == 0
     assert execute(database, "SELECT payload::text FROM outbox WHERE id = 3") == '{"piped": [1]}'
+    png = ["--payload", "-", "--content-type", "image/png", "--key", "logo"]
+    assert here("publish", "image.added", *png, stdin=b"\x89PNG\r\n\0").code == 0
+    assert execute(database, "SELECT body FROM outbox WHERE id = 4") == b"\x89PNG\r\n\0"
+    assert "payload    7 bytes of image/png\n" in here("trace", "logo", "--payload").out
+    here("endpoint", "add", "raw", URL, "--format", "raw")
+    preview = here("endpoint", "preview", "raw", "logo")
+    assert "Content-Type: image/png\n" in preview.out
+    assert "\n(7 bytes that are not text; see body_base64 with --json)\n" in preview.out
+    as_json = here("endpoint", "preview", "raw", "logo", "--json").json
+    assert (as_json["body"], as_json["body_base64"]) == (None, "iVBORw0KAA==")
 
 
 def test_a_used_idempotency_key_is_not_an_error(here: Command, database: Database) -> None:
@@ -223,6 +233,13 @@ INVALID_EVENTS = (
     (["a", "--payload", "{"], b"", "payload: not JSON: unexpected end of data"),
     (["a", "--payload", "-"], b"", "payload: not JSON"),
     (["a", "--payload", "-"], b"\xff", "payload: not JSON"),
+    (["a", "--payload", "-"], b"\xff", "other bytes need a content_type"),
+    (["a", "--content-type", "a/b"], b"", "--content-type: requires --payload"),
+    (
+        ["a", "--payload", "x", "--content-type", "png"],
+        b"",
+        "content_type: 'png' is not a media type",
+    ),
     (["a", "--payload", "NaN"], b"", "payload: not JSON"),
     (["a", "--payload", '"\\u0000"'], b"", "payload: PostgreSQL cannot store a NUL"),
     (
@@ -438,6 +455,9 @@ def test_dead_show(here: Command, database: Database) -> None:
     # What an application wrote does not steer the operator's terminal.
     assert "\x1b" not in text
     assert "key            k\N{REPLACEMENT CHARACTER}[31m" in text
+    replacement = "SET payload = NULL, body = '\\x00ff', content_type = 'image/png'"
+    execute(database, f"UPDATE dead_letter {replacement} WHERE id = 1 RETURNING 1")
+    assert "payload        2 bytes of image/png\n" in here("dead", "show", 1).out
     missing = here("dead", "show", 99)
     assert (missing.code, missing.error) == (2, "there is no dead letter 99; see: outbox dead list")
 
@@ -874,6 +894,6 @@ def test_doctor_wraps_findings_at_spaces(here: Command, monkeypatch: pytest.Monk
     folded = here("doctor", NO_COLOR="1", COLUMNS="60").out
     assert max(map(len, folded.splitlines())) <= 60
     assert max(map(len, whole.splitlines())) > 80
-    # Ages differ, and so may their units.
-    numbers = re.compile(r"\d+(ms|[smhd])?\b")
+    # Ages differ, and so may their units, of which there are one or two.
+    numbers = re.compile(r"\d+(ms|[smhd])?\b(\s+\d+[smh]\b)?")
     assert numbers.sub("#", folded).split() == numbers.sub("#", whole).split()

@@ -57,6 +57,15 @@ payloads = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
     max_leaves=8,
 )
+content_types = st.sampled_from(
+    [
+        "image/png",
+        "text/plain; charset=utf-8",
+        'a/b;c="]\\ ;d=e";f=~',
+        "application/cloudevents+json",
+        "application/json-seq",
+    ]
+)
 lanes = st.just("0d0a2ee48d4a-1-0")
 
 
@@ -64,6 +73,7 @@ lanes = st.just("0d0a2ee48d4a-1-0")
 def deliveries(draw: st.DrawFn) -> Delivery:
     optional_text = st.none() | texts | odd_texts
     tenant = draw(optional_text)
+    content_type = draw(st.none() | content_types)
     return Delivery(
         endpoint_id=UUID(int=7),
         lane=draw(lanes),
@@ -76,7 +86,10 @@ def deliveries(draw: st.DrawFn) -> Delivery:
         key=draw(optional_text),
         published_at=draw(st.datetimes(timezones=st.just(UTC))),
         expires_at=None,
-        payload=orjson.dumps(draw(payloads)),
+        payload=orjson.dumps(draw(payloads))
+        if content_type is None
+        else draw(st.binary(max_size=40)),
+        content_type=content_type,
         headers=draw(
             st.none()
             | st.just(b'{"traceparent": "00-1-2-01", "ce-id": "forged", "X-Replay-Of": "a/1"}')
@@ -84,6 +97,11 @@ def deliveries(draw: st.DrawFn) -> Delivery:
         replay_of=draw(st.none() | st.tuples(lanes, st.integers(1, 2**62))),
         backfill_id=draw(st.none() | st.integers(1, 2**62)),
     )
+
+
+def data_of(delivery: Delivery) -> Any:
+    """What a receiver reads as the payload."""
+    return orjson.loads(delivery.payload) if delivery.content_type is None else delivery.payload
 
 
 def sent(
@@ -118,7 +136,8 @@ def test_what_is_read_back_is_what_was_published(
     assert message.previous_sequence == delivery.seq - 1
     assert (message.replay_of, message.backfill) == (delivery.replay_of, delivery.backfill_id)
     assert message.lane_ends is lane_ends
-    assert message.data == (None if name == "thin" else orjson.loads(delivery.payload))
+    assert message.data == (None if name == "thin" else data_of(delivery))
+    assert message.content_type == delivery.content_type
     assert message.format == name
 
 
@@ -127,8 +146,10 @@ def test_a_forged_byte_of_the_body_is_refused(
     delivery: Delivery, name: FormatName, data: st.DataObject
 ) -> None:
     headers, body = sent(delivery, name)
-    at = data.draw(st.integers(0, len(body) - 1))
-    forged = body[:at] + bytes([body[at] ^ data.draw(st.integers(1, 255))]) + body[at + 1 :]
+    at = data.draw(st.integers(0, len(body)))
+    # At its end, a byte is added.
+    was = body[at] if at < len(body) else 0
+    forged = body[:at] + bytes([was ^ data.draw(st.integers(1, 255))]) + body[at + 1 :]
     with pytest.raises(SignatureError):
         verify(headers, forged, SECRET, now=NOW)
 
@@ -191,6 +212,9 @@ def test_a_batch_is_read_back(some: list[Delivery], name: FormatName) -> None:
     assert [each.delivery_id for each in messages] == [each.message_id for each in batch]
     assert [(each.key, each.tenant) for each in messages] == [(e.key, e.tenant) for e in batch]
     assert {each.format for each in messages} == {name}
+    for each, delivery in zip(messages, batch, strict=True):
+        assert each.data == (None if name == "thin" else data_of(delivery))
+        assert each.content_type == delivery.content_type
     assert len(prepared.body) <= sum(map(element_bytes, batch)) <= BATCH_BYTES_MAX
 
 
@@ -238,6 +262,27 @@ def test_long_texts_leave_the_headers_within_what_servers_accept() -> None:
         )
         assert len(prepared.attempt(9, NOW, [KEY, KEY])) < 16 * 1024
         assert "X-Own-19" in prepared.lines
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"content_type": None},
+        {"content_type": 5},
+        {"data_base64": 5},
+        {"data_base64": "AA=A"},
+        {"data_base64": "A A="},
+        {"data_base64": "é"},
+    ],
+)
+def test_a_payload_that_is_not_base64_is_no_delivery(change: dict[str, object]) -> None:
+    delivery = PLAIN._replace(payload=b"\0", content_type="a/b")
+    prepared = prepare(delivery, 4)
+    members = orjson.loads(prepared.body) | change
+    body = orjson.dumps({name: value for name, value in members.items() if value is not None})
+    headers = parse_lines(prepared._replace(body=body).attempt(1, NOW, [KEY]))
+    with pytest.raises(BadMessage, match=f'"{next(iter(change))}" is not'):
+        verify(headers, body, SECRET, now=NOW)
 
 
 @pytest.mark.parametrize("formats", [[], ["xml"]])

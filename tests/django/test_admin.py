@@ -120,6 +120,10 @@ def test_events_are_listed_searched_and_shown() -> None:
         assert "&quot;note&quot;: &quot;&lt;b&gt;ü&lt;/b&gt;&quot;" in shown
         assert f'href="{PAGE}/#/events/{oldest.event_id}"' in shown
         assert "X-Source" in get(client, f"outbox_relay/event/{newest.pk}/change/")
+        with transaction.atomic():
+            publish("image.added", b"\0\xff", content_type="image/png")
+        added = Event.objects.latest("pk")
+        assert "2 bytes of image/png" in get(client, f"outbox_relay/event/{added.pk}/change/")
         assert '<input type="text"' not in shown.partition('id="main"')[2]
 
 

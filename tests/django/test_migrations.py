@@ -126,7 +126,7 @@ async def test_each_continues_where_the_other_one_stopped(empty_database: Databa
     async with empty_database.connection() as connection:
         assert (await schema_status.status(connection, "relay")).version == 3
         applied = await migrate.migrate(connection, "relay")
-        assert [each.version for each in applied] == [4, 5, 6, 7]
+        assert [each.version for each in applied] == list(range(4, len(migrations()) + 1))
     assert (
         await in_project({"default": empty_database}, lambda: (run_migrate(), recorded())[1])
         == NAMES

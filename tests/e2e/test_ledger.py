@@ -7,9 +7,8 @@ accounts. `--ledger-seconds 60` is the long run.
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
@@ -17,6 +16,7 @@ import pytest
 
 import outbox
 from tests.e2e.test_receivers import Process
+from tests.support.kills import kill_repeatedly
 from tests.support.process import outbox as command
 from tests.support.process import relay_process
 from tests.support.relay import all_ended, exceptions
@@ -26,14 +26,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.support.postgres import Database, Server
-    from tests.support.process import RelayProcess
 
 pytestmark = pytest.mark.one_major
 
 ACCOUNTS = 50
 PER_S, AT_ONCE = 500, 5
 """Events per second, and events per transaction."""
-KILL_EVERY_S = (0.5, 2.5)
 
 
 async def test_a_ledger_is_exact_while_relay_and_receiver_are_killed(
@@ -55,7 +53,7 @@ async def test_a_ledger_is_exact_while_relay_and_receiver_are_killed(
         relay = await stack.enter_async_context(relay_process(env, tmp_path / "relay.log"))
         stop = asyncio.Event()
         async with database.connection() as producer, asyncio.TaskGroup() as tasks:
-            killing = tasks.create_task(_kill(relay, receiver, rng, stop))
+            killing = tasks.create_task(kill_repeatedly(relay, receiver, rng, stop))
             wanted, events = await _produce(producer, rng, seconds)
             stop.set()
         await receiver.responses()
@@ -116,25 +114,3 @@ async def _produce(producer: Any, rng: random.Random, seconds: float) -> tuple[d
         for account, cents in moves:
             wanted[account] += cents
     return wanted, events
-
-
-async def _kill(
-    relay: RelayProcess, receiver: Process, rng: random.Random, stop: asyncio.Event
-) -> int:
-    """Kill one of them, sometimes both; both run at the end."""
-    kills = 0
-    while True:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(rng.uniform(*KILL_EVERY_S)):
-                await stop.wait()
-                return kills
-        whom = rng.choice(["relay", "receiver", "both"])
-        if whom != "receiver":
-            await relay.end(signal.SIGKILL)
-            kills += 1
-        if whom != "relay":
-            await receiver.kill()
-            await receiver.start()
-            kills += 1
-        if whom != "receiver":
-            await relay.start()

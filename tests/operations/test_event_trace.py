@@ -33,6 +33,7 @@ EVENT = TracedEvent(
     expires_at=None,
     headers=None,
     payload_bytes=12,
+    content_type=None,
     erased_at=None,
 )
 STANDING = PendingLaneState(

@@ -185,6 +185,26 @@ async def stays_usable_after_a_bad_event(application: Application) -> None:
     await application.commit()
 
 
+EVERY_BYTE = bytes(range(256)) * 5
+
+
+async def publishes_bytes(application: Application) -> None:
+    more = {"content_type": 'a/b; c="%(d)s :e"', "key": "1"}
+    await application.begin()
+    await application.call("publish", "order.paid", EVERY_BYTE, **more)
+    await application.call("publish", "order.paid", lambda: b"", **more | {"key": "2"})
+    late = {"deliver_at": datetime.now(UTC) + timedelta(days=1), "content_type": "a/b"}
+    await application.call("publish", "order.paid", EVERY_BYTE, **late)
+    bytes_and_json = [
+        Event("order.paid", EVERY_BYTE, key="3", content_type="a/b"),
+        Event("order.paid", None, key="4"),
+    ]
+    assert None not in await application.call("publish_many", bytes_and_json)
+    with pytest.raises(InvalidEvent, match="payload: 300000 bytes, the limit is"):
+        await application.call("publish", "order.paid", b"x" * 300_000, **more)
+    await application.commit()
+
+
 SCENARIOS: dict[Callable[[Application], Awaitable[None]], list[int]] = {
     commits: [1],
     rolls_back: [],
@@ -194,7 +214,14 @@ SCENARIOS: dict[Callable[[Application], Awaitable[None]], list[int]] = {
     delays: [1],
     publishes_once: [1, 2, 3],
     stays_usable_after_a_bad_event: [1, 2],
+    publishes_bytes: [1, 2, 3, 4],
 }
+
+
+CHANGED_BODIES = """
+SELECT key, body FROM relay.outbox WHERE body NOT IN ($1, '')
+UNION ALL SELECT key, body FROM relay.future_event WHERE body <> $1
+"""
 
 
 @pytest.fixture(params=["direct", pytest.param("PgBouncer", marks=pytest.mark.pgbouncer)])
@@ -221,7 +248,10 @@ async def test_what_is_committed_is_published(
             await play(application, whole)
             assert await numbers(database) == published
             async with database.at_hand() as connection:
-                await connection.execute("TRUNCATE relay.outbox, relay.idempotency_key")
+                assert await connection.fetch(CHANGED_BODIES, EVERY_BYTE) == []
+                await connection.execute(
+                    "TRUNCATE relay.outbox, relay.idempotency_key, relay.future_event"
+                )
 
 
 @pytest.mark.parametrize("kind", APPLICATIONS, ids=lambda kind: kind.__name__)

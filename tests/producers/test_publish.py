@@ -24,6 +24,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 
 import outbox
 from outbox import Event, InvalidEvent
+from outbox.core.model.event import check_content_type
 from outbox.errors import CannotRun, SchemaMissing
 from outbox.store.connection.migrate import migrate
 from tests.support.waiting import until
@@ -226,12 +227,20 @@ async def test_many_are_all_or_none(database: Database, app: Connection[Any]) ->
 async def test_sql_and_insert_are_producers_too(database: Database, app: Connection[Any]) -> None:
     one = await app.fetchval("SELECT relay.publish(type => 'a', payload => '1', key => 'k')")
     many = await app.fetchval("SELECT relay.publish_many('{b,c}', '{2,3}', onces => '{o,o}')")
+    await app.execute("INSERT INTO relay.outbox (type, body, content_type) VALUES ('e', '', 'a/b')")
+    event = "type => 'e', body => '\\x00', content_type => 'a/b'"
+    await app.execute(f"SELECT relay.publish_event({event})")
+    await app.execute(
+        "SELECT relay.publish_events('{e,e}', bodies => ARRAY[bytea '\\x01', NULL], "
+        "content_types => '{a/b,NULL}', payloads => ARRAY[NULL, jsonb '5'])"
+    )
     await app.execute(
         "INSERT INTO relay.outbox (type, key, payload, tenant, headers, expires_at) "
         "VALUES ('d', 'k', '4', 't', '{}', now())"
     )
     found = await events(database)
-    assert [e["payload"] for e in found] == [1, 2, 4]
+    assert [e["payload"] for e in found] == [1, 2, None, None, None, 5, 4]
+    assert [e["body"] for e in found if e["content_type"]] == [b"", b"\0", b"\1"]
     assert [e["event_id"] for e in found][:2] == [one, many[0]]
     assert many[1] is None
     for statement in (
@@ -250,13 +259,16 @@ async def test_sql_and_insert_are_producers_too(database: Database, app: Connect
         "'{a,b}', '{1,2}', keys => '{k}'",
         "'{a}', '{1}', headers => '{}'",
         "'{a}', '{1}', digests => '{}'",
+        "types => '{a,b}', bodies => ARRAY[bytea '']",
+        "types => '{a,b}', payloads => '{1,2}', content_types => '{a/b}'",
     ],
 )
 async def test_arrays_of_unequal_length_are_refused(
     database: Database, app: Connection[Any], arguments: str
 ) -> None:
+    function = "publish_events" if "types" in arguments else "publish_many"
     with pytest.raises(asyncpg.CheckViolationError, match="arrays: each must have one element"):
-        await app.execute(f"SELECT relay.publish_many({arguments})")
+        await app.execute(f"SELECT relay.{function}({arguments})")
     assert await events(database) == []
 
 
@@ -325,7 +337,31 @@ INVALID_EVENTS = (
     ({"payload": b"NaN"}, "payload", "not JSON"),
     ({"payload": b"1e999"}, "payload", "not JSON"),
     ({"payload": b"\xff"}, "payload", "not JSON"),
+    ({"payload": b"\xff"}, "payload", "other bytes need a content_type"),
     ({"payload": lambda: object(), "once": "k"}, "payload", "not JSON"),
+    ({"payload": {}, "content_type": "a/b"}, "payload", "must be bytes, not dict"),
+    ({"payload": "x", "content_type": "a/b"}, "payload", "must be bytes, not str"),
+    ({"payload": lambda: "x", "content_type": "a/b"}, "payload", "must be bytes, not str"),
+    ({"payload": b"x", "content_type": "png"}, "content_type", "'png' is not a media type"),
+    ({"payload": b"x", "content_type": "a/b\r\nX-C: d"}, "content_type", "is not a media type"),
+    ({"payload": b"x", "content_type": ""}, "content_type", "0 bytes, must be 1 to 255"),
+    ({"payload": b"x", "content_type": "a/" + "b" * 254}, "content_type", "256 bytes"),
+    ({"payload": b"x", "content_type": 7}, "content_type", "int is not text"),
+    (
+        {"payload": b"{}", "content_type": "Application/JSON ; charset=utf-8"},
+        "content_type",
+        "application/json is what a payload without content_type has",
+    ),
+    (
+        {"payload": b"{}", "content_type": "application/CloudEvents-batch+json"},
+        "content_type",
+        "is that of a whole CloudEvent",
+    ),
+    (
+        {"payload": b"x" * (LIMIT + 1), "content_type": "a/b"},
+        "payload",
+        f"{LIMIT + 1} bytes, the limit is {LIMIT}",
+    ),
 )
 
 
@@ -365,7 +401,9 @@ async def test_limits_are_exact_to_the_byte(database: Database, app: Connection[
         headers=headers,
         autocommit=True,
     )
-    assert len(await events(database)) == 1
+    longest = "a/" + "b" * 253
+    await outbox.publish(app, "t", b"\0" * LIMIT, content_type=longest, autocommit=True)
+    assert len(await events(database)) == 2
 
 
 CONSTRAINTS = (
@@ -389,6 +427,25 @@ CONSTRAINTS = (
         f"to_jsonb(repeat('x', {LIMIT - 1}))",
         f"payload_must_be_at_most_{LIMIT}_bytes",
     ),
+    ("payload", "NULL", "either_payload_or_body_with_content_type_must_be_set"),
+    ("body, content_type", "'', 'a/b'", "either_payload_or_body_with_content_type_must_be_set"),
+    ("content_type", "'a/b'", "either_payload_or_body_with_content_type_must_be_set"),
+    ("payload, body", "NULL, ''", "either_payload_or_body_with_content_type_must_be_set"),
+    (
+        "payload, body, content_type",
+        f"NULL, decode(repeat('00', {LIMIT + 1}), 'hex'), 'a/b'",
+        f"payload_must_be_at_most_{LIMIT}_bytes",
+    ),
+    (
+        "payload, body, content_type",
+        "NULL, '', E'a/b\\nX-C: d'",
+        "content_type_must_be_a_media_type_except_json_and_cloudevents",
+    ),
+    (
+        "payload, body, content_type",
+        "NULL, '', 'application/json;charset=utf-8'",
+        "content_type_must_be_a_media_type_except_json_and_cloudevents",
+    ),
 )
 
 
@@ -398,6 +455,8 @@ async def test_the_database_has_the_limits_too(
     for column, value, constraint in CONSTRAINTS:
         with subtests.test(column=column, value=value, constraint=constraint):
             row = {"type": "'a'", "payload": "'1'"} | {column: value}
+            if column.startswith("payload, "):
+                del row["payload"]
             columns, values = ", ".join(row), ", ".join(row.values())
             with pytest.raises(asyncpg.CheckViolationError) as caught:
                 await app.execute(f"INSERT INTO relay.outbox ({columns}) VALUES ({values})")
@@ -415,6 +474,42 @@ async def test_the_databases_payload_limit_counts(database: Database, app: Conne
     # The same prepared statement now knows the new limit.
     await outbox.publish(app, "a", "x" * 290_000, autocommit=True)
     assert len(await events(database)) == 1
+
+
+CONTENT_TYPES = st.text(st.sampled_from('aB0/;= "\\.-+~\t\n]^é'), min_size=1, max_size=12) | (
+    st.sampled_from(
+        [
+            "application/json",
+            "Application/Json ;a=b",
+            "application/jsonx",
+            "a/b;c=d",
+            "application/cloudevents+json",
+            "Application/CloudEvents",
+            "application/cloudevent",
+            "text/application/cloudevents",
+        ]
+    )
+)
+
+
+@pytest.mark.one_major
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(content_type=CONTENT_TYPES)
+async def test_the_database_accepts_the_content_types_that_publish_accepts(
+    database: Database, content_type: str
+) -> None:
+    try:
+        accepted = check_content_type(content_type) == content_type
+    except InvalidEvent:
+        accepted = False
+    statement = "INSERT INTO relay.outbox (type, body, content_type) VALUES ('a', '', $1)"
+    async with database.at_hand() as connection:
+        try:
+            await connection.execute(statement, content_type)
+        except asyncpg.CheckViolationError:
+            assert not accepted
+        else:
+            assert accepted
 
 
 JSON = st.recursive(

@@ -38,7 +38,16 @@ KEYS = (
     "\x7f",
     "k" * 512,
 )
-PAYLOADS = (b"null", b"[]", b'" "', b"7", b'{"n": 1.50, "\xc3\xa9": "\xe2\x82\xac"}', b'"text"')
+BYTES = "application/x-protobuf"
+PAYLOADS = (
+    b"null",
+    b"[]",
+    b'" "',
+    b"7",
+    b'{"n": 1.50, "\xc3\xa9": "\xe2\x82\xac"}',
+    b'"text"',
+    b"\0\xff",
+)
 
 
 _TEXTS = {"source", "subject", "encodedkey"}
@@ -88,6 +97,9 @@ class Npm:
         for request, (event, *_) in zip(requests, found, strict=True):
             if "ce-id" in headers_of(request):
                 event.update((name, decode_text(event[name])) for name in _TEXTS & event.keys())
+        for event in (each for events in found for each in events):
+            if "data_base64" in event:
+                event["data"] = base64.b64decode(event["data_base64"])
         return found
 
 
@@ -115,6 +127,7 @@ def deliveries() -> list[Delivery]:
             published_at=datetime(2026, 1, 31, 12, 0, 0, n % 10**6, tzinfo=UTC),
             expires_at=None,
             payload=payload,
+            content_type=BYTES if payload.startswith(b"\0") else None,
             headers=b'{"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}',
         )
         for n, (key, payload) in enumerate(
@@ -136,6 +149,10 @@ def check(delivery: Delivery, event: dict[str, Any]) -> None:
         key = decode_text(event["encodedkey"])
     assert key == delivery.key
     assert event["traceparent"].startswith("00-0af7651916cd43dd")
+    if delivery.content_type is not None:
+        assert event["datacontenttype"] == delivery.content_type
+        assert event["data"] == delivery.payload
+        return
     # npm's library leaves JSON that is neither an object nor an array as text.
     assert event.get("data") in (orjson.loads(delivery.payload), delivery.payload.decode())
 

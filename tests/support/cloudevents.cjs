@@ -4,7 +4,10 @@ const { readFileSync } = require("node:fs");
 const { HTTP } = require("cloudevents");
 
 function events({ headers, body }) {
-    const message = { headers, body: Buffer.from(body, "base64").toString("utf-8") };
+    const bytes = Buffer.from(body, "base64");
+    // The library takes binary data as bytes, and JSON as text.
+    const isText = /json/.test(headers["content-type"]);
+    const message = { headers, body: isText ? bytes.toString("utf-8") : bytes };
     const read = HTTP.toEvent(message);
     const several = Array.isArray(read) ? read : [read];
     several.forEach((event) => event.validate());

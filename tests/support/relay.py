@@ -57,7 +57,8 @@ class Sent:
     previous_seq: int
     attempt: int
     delivery: str
-    body: dict[str, Any]
+    body: Any
+    """Parsed JSON; bytes of another content type."""
     headers: dict[str, str]
     """Headers by lower-case name."""
     request: Request
@@ -73,7 +74,7 @@ class Sent:
             int(h[f"{prefix}previous-sequence"]),
             int(h[f"{prefix}attempt"]),
             h[f"{prefix}delivery"],
-            orjson.loads(request.body),
+            orjson.loads(request.body) if "json" in h["content-type"] else request.body,
             h,
             request,
         )

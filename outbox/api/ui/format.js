@@ -78,6 +78,9 @@ export function bytes(n) {
   return n < 1048576 ? `${(n / 1024).toFixed(1)} KiB` : `${(n / 1048576).toFixed(1)} MiB`;
 }
 
+// Size of an event's payload, and its type unless it is JSON.
+export const payloadSize = (event) => `${bytes(event.payload_bytes)}${event.content_type ? ` of ${event.content_type}` : ""}`;
+
 export function plural(n, one, many = `${one}s`) {
   return `${count(n)} ${n === 1 ? one : many}`;
 }

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from base64 import b64decode
 from typing import TYPE_CHECKING
 
 import click
 
 from outbox.cli.common import print_result, run_operation, warn
 from outbox.cli.endpoint.group import command
-from outbox.core.model.text import safe
+from outbox.core.model.text import count, safe
 from outbox.operations.preview import preview_request
 from outbox.store.connection.secrets import Vault
 
@@ -22,9 +23,19 @@ def _show(preview: RequestPreview) -> None:
     click.echo(safe(f"{preview.method} {preview.url}"))
     for name, value in preview.headers:
         click.echo(safe(f"{name}: {value}"))
-    click.echo(f"\n{safe(preview.body)}")
+    click.echo(f"\n{_body(preview)}")
     if not preview.is_sequenced:
         warn("the event has no delivery to this endpoint; lane and numbers are examples")
+
+
+def _body(preview: RequestPreview) -> str:
+    if preview.body is not None:
+        return safe(preview.body)
+    body = b64decode(preview.body_base64 or "")
+    try:
+        return safe(body.decode())
+    except UnicodeDecodeError:
+        return f"({count(len(body), 'byte')} that are not text; see body_base64 with --json)"
 
 
 @command.command(

@@ -42,11 +42,11 @@ import orjson
 
 from outbox.core.delivery import cloud_event
 from outbox.core.delivery.envelope import envelope
-from outbox.core.delivery.message import JSON_TYPE, USER_AGENT, Prepared, prepare
+from outbox.core.delivery.message import USER_AGENT, Prepared, prepare
 from outbox.core.delivery.signature import ID_HEADER
 from outbox.core.model.endpoint_settings import BATCH_MAX
 from outbox.core.model.headers import NO_HEADERS, format_lines, merge, normalize_name
-from outbox.core.model.message_format import ENVELOPE, UNBATCHED
+from outbox.core.model.message_format import ENVELOPE, JSON_TYPE, UNBATCHED
 from outbox.core.model.response_policy import AttemptOutcome, classify
 
 if TYPE_CHECKING:
@@ -138,7 +138,11 @@ def element_bytes(delivery: Delivery) -> int:
     # A CloudEvent has the key twice, and a percent-encoded tenant is twice as long.
     texts = len(delivery.type) + 2 * (len(delivery.key or "") + len(delivery.tenant or ""))
     header_count = 0 if delivery.headers is None else len(delivery.headers)
-    return _ELEMENT_BYTES + _ESCAPED_BYTES * texts + header_count + len(delivery.payload)
+    data_bytes = len(delivery.payload)
+    if delivery.content_type is not None:
+        # Base64, and the content type, in which every quotation mark is escaped.
+        data_bytes = (data_bytes + 2) // 3 * 4 + 2 * len(delivery.content_type)
+    return _ELEMENT_BYTES + _ESCAPED_BYTES * texts + header_count + data_bytes
 
 
 def prepare_batch(

@@ -7,7 +7,7 @@ https://github.com/cloudevents/spec/blob/v1.0.2/cloudevents/spec.md
     type, time         of the event
     subject            the event's key
     partitionkey       the same, for brokers (Partitioning extension)
-    datacontenttype    of the payload
+    datacontenttype    of the payload; in binary mode it is the header Content-Type
     traceparent, tracestate      of the event's headers (Distributed Tracing extension)
 
 Attributes of our own are extensions.  Numbers are decimal text, because an Integer of CloudEvents
@@ -30,8 +30,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import orjson
 
-from outbox.core.delivery.envelope import rfc3339
+from outbox.core.delivery.envelope import add_data, rfc3339
 from outbox.core.delivery.signed_metadata import ATTRIBUTE_PREFIX, encode_text
+from outbox.core.model.message_format import JSON_TYPE
 
 if TYPE_CHECKING:
     from outbox.core.delivery.message import Delivery
@@ -64,8 +65,8 @@ def structured_event(
         lane_ends: no delivery follows in its lane.
     """
     attributes = _attributes(delivery, message_id, previous_seq, source, lane_ends=lane_ends)
-    attributes["datacontenttype"] = "application/json"
-    return b'%b,"data":%b}' % (orjson.dumps(attributes)[:-1], delivery.payload)
+    attributes["datacontenttype"] = delivery.content_type or JSON_TYPE
+    return add_data(orjson.dumps(attributes)[:-1], delivery)
 
 
 def headers_of(

@@ -4,11 +4,12 @@
      "replay_of", "backfill", "lane_ends", "data"}
 
 Absent values are left out.  The payload's bytes are inserted as the database wrote them and are
-never parsed here.
+never parsed here.  A payload that is not JSON is in "data_base64", with its "content_type".
 """
 
 from __future__ import annotations
 
+from base64 import b64encode
 from datetime import UTC
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -47,7 +48,7 @@ def envelope(
         previous_seq: the last delivered sequence of the lane, 0: none.
         lane_ends: no delivery follows in its lane.
         first: JSON members to put first, each followed by a comma.
-        thin: leave out the payload.
+        thin: leave out the payload, but not its content type.
     """
     # Formatted by hand: most values need no quoting, and encoding a dictionary took longer than
     # everything else that is done for a body.
@@ -55,13 +56,22 @@ def envelope(
     tenant_json = "" if tenant is None else f',"tenant":{_quoted(tenant)}'
     key_json = "" if key is None else f',"key":{orjson.dumps(key).decode()}'
     rest = "" if delivery.is_plain and not lane_ends else _rest(delivery, lane_ends=lane_ends)
+    if delivery.content_type is not None:
+        rest += f',"content_type":{_quoted(delivery.content_type)}'
     metadata = (
         f'{{{first}"id":"{delivery.event_id}","type":{_quoted(delivery.type)},'
         f'"timestamp":"{rfc3339(delivery.published_at)}"{tenant_json}{key_json},'
         f'"lane":"{delivery.lane}","sequence":{delivery.seq},'
         f'"previous_sequence":{previous_seq}{rest}'
     ).encode()
-    return metadata + b"}" if thin else b'%b,"data":%b}' % (metadata, delivery.payload)
+    return metadata + b"}" if thin else add_data(metadata, delivery)
+
+
+def add_data(members: bytes, delivery: Delivery) -> bytes:
+    """Add the payload to a JSON object that is not closed yet, and close it."""
+    if delivery.content_type is None:
+        return b'%b,"data":%b}' % (members, delivery.payload)
+    return b'%b,"data_base64":"%b"}' % (members, b64encode(delivery.payload))
 
 
 def _rest(delivery: Delivery, *, lane_ends: bool) -> str:

@@ -70,8 +70,9 @@ def inline_deliveries(
             seq,
             batch,
             outbox_id,
-            *content,
+            *content[:-1],
             committed_after=committed_after,
+            content_type=content.content_type,
         )
         by_lane.setdefault(lane_id, []).append(delivery)
     return by_lane

@@ -18,6 +18,7 @@ The endpoint's and the event's own headers are added, see `outbox.core.model.hea
 
 from __future__ import annotations
 
+from base64 import b64encode
 from typing import TYPE_CHECKING, NamedTuple
 
 from outbox.core.delivery import cloud_event, signed_metadata
@@ -25,7 +26,7 @@ from outbox.core.delivery.envelope import envelope
 from outbox.core.delivery.signature import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, sign_with
 from outbox.core.model.headers import NO_HEADERS, format_lines, merge, parse_lines
 from outbox.core.model.ids import delivery_id, message_id
-from outbox.core.model.message_format import ENVELOPE
+from outbox.core.model.message_format import ENVELOPE, JSON_TYPE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 
 USER_AGENT = "outbox-relay"
 """Without a version, so that receivers do not learn it."""
-
-JSON_TYPE = "application/json"
 
 
 class Delivery(NamedTuple):
@@ -60,7 +59,7 @@ class Delivery(NamedTuple):
     """With a time zone."""
     expires_at: datetime | None
     payload: bytes
-    """JSON text."""
+    """JSON text, or any bytes if there is a content type."""
     headers: bytes | None
     """JSON text of an object of strings."""
     replay_of: tuple[str, int] | None = None
@@ -69,6 +68,8 @@ class Delivery(NamedTuple):
     """The backfill that sends the event again, with its own X-Delivery."""
     committed_after: datetime | None = None
     """A lower bound of the commit time; None: not known."""
+    content_type: str | None = None
+    """Of a payload that is not JSON; None: it is JSON."""
 
     @property
     def delivery_id(self) -> UUID:
@@ -111,6 +112,7 @@ class EventContent(NamedTuple):
     expires_at: datetime | None
     payload: bytes
     headers: bytes | None
+    content_type: str | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -183,6 +185,7 @@ def prepare(
         )
     else:
         body, has_metadata = delivery.payload, True
+        content_type = delivery.content_type or JSON_TYPE
         described = signed_metadata.metadata_headers(delivery, lane_ends=lane_ends)
         more = format_lines(tuple((prefix + each, value) for each, value in described))
         if name == "cloudevents-binary":
@@ -203,6 +206,16 @@ def prepare(
     if headers.own or delivery.headers is not None:
         lines += format_lines(merge(headers, delivery.headers, len(more)))
     return Prepared(sent_id, lines, body, prefix, metadata)
+
+
+def encode_body(prepared: Prepared, delivery: Delivery) -> dict[str, str]:
+    """A request's body as a member of a JSON object.
+
+    It is `body`; `body_base64` if it is a payload that is not JSON.
+    """
+    if prepared.metadata is None or delivery.content_type is None:
+        return {"body": prepared.body.decode()}
+    return {"body_base64": b64encode(prepared.body).decode()}
 
 
 def build(

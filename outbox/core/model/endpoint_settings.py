@@ -127,7 +127,8 @@ class EndpointSettings:
         metadata=_metadata(
             setting_types.Filter(),
             _SUBSCRIPTION,
-            "Condition on the payload, in SQL/JSON path: '@.total > 100 && @.currency == \"EUR\"'.",
+            "Condition on the payload, in SQL/JSON path: '@.total > 100 && @.currency == \"EUR\"'. "
+            "Payloads that are not JSON never meet it.",
         ),
     )
     tenant: str | None = field(

@@ -10,7 +10,9 @@ transaction.
     once        1 to 512 bytes; once_for: more than 0, at most a century
     headers     names and values that are valid in HTTP; 8192 bytes as JSON, and (checked
                 only here) at most 64
-    payload     JSON that is valid as jsonb; the size limit is a setting in the database
+    payload     JSON that is valid as jsonb, or bytes with a content type; the size limit is a
+                setting in the database
+    content_type   a media type, not that of JSON or of a CloudEvent; 255 bytes
     deliver_at  a time with a time zone
 """
 
@@ -27,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from outbox.core.model.headers import WIRE_COUNT_MAX, event_header_problem, normalize_name
+from outbox.core.model.message_format import CLOUDEVENTS_TYPES, JSON_TYPE
 from outbox.core.model.pattern import RESERVED_PREFIX, TYPE_BYTES_MAX
 from outbox.errors import InvalidEvent
 
@@ -37,9 +40,13 @@ KEY_BYTES_MAX = 512
 TENANT_BYTES_MAX = 255
 ONCE_BYTES_MAX = 512
 HEADERS_BYTES_MAX = 8192
+CONTENT_TYPE_BYTES_MAX = 255
 CENTURY_S = 100 * 365.25 * 86400
 
 _TYPE = re.compile(r"[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*")
+_NAME = r"[-!#$%&'*+.^_`|~0-9A-Za-z]+"
+# RFC 9110, section 8.3.1.
+_CONTENT_TYPE = re.compile(rf"""{_NAME}/{_NAME}(?: *; *{_NAME}=(?:{_NAME}|"[] !#-[^-~]*"))*""")
 # A \u0000 whose backslash is not itself escaped.
 _NUL_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 
@@ -158,6 +165,42 @@ def deliver_at(value: datetime | None) -> str | None:
         raise InvalidEvent("deliver_at", "is out of range in UTC") from None
 
 
+def check_content_type(value: object) -> str | None:
+    """Validate and return the content type of a payload; None: it is JSON.
+
+    Raises:
+        InvalidEvent: it is malformed, too long, or that of JSON or of a CloudEvent.
+    """
+    if value is None:
+        return None
+    text = _text("content_type", value, CONTENT_TYPE_BYTES_MAX)
+    if not _CONTENT_TYPE.fullmatch(text):
+        raise InvalidEvent("content_type", f"{_short(text)} is not a media type such as image/png")
+    media_type = text.partition(";")[0].rstrip().lower()
+    if media_type == JSON_TYPE:
+        raise InvalidEvent(
+            "content_type",
+            f"{JSON_TYPE} is what a payload without content_type has; its bytes are then "
+            "those that PostgreSQL stores as jsonb",
+        )
+    if media_type.startswith(CLOUDEVENTS_TYPES):
+        # Libraries read the body as the event, with its id, and not the signed headers.
+        raise InvalidEvent("content_type", f"{_short(text)} is that of a whole CloudEvent")
+    return text
+
+
+def check_body(value: object) -> bytes:
+    """Validate and return a payload that is not JSON.
+
+    Raises:
+        InvalidEvent: it is not bytes.
+    """
+    if not isinstance(value, bytes | bytearray | memoryview):
+        kind = type(value).__name__
+        raise InvalidEvent("payload", f"with a content_type it must be bytes, not {kind}")
+    return bytes(value)
+
+
 def encode_payload(value: Any) -> str:
     """Encode a payload as JSON text.
 
@@ -172,7 +215,9 @@ def encode_payload(value: Any) -> str:
         try:
             orjson.loads(raw)
         except orjson.JSONDecodeError as error:
-            raise InvalidEvent("payload", f"not JSON: {error}") from None
+            raise InvalidEvent(
+                "payload", f"not JSON: {error}; other bytes need a content_type"
+            ) from None
     else:
         try:
             raw = orjson.dumps(value)

@@ -13,6 +13,10 @@ from typing import Literal, NamedTuple
 
 FormatName = Literal["envelope", "thin", "raw", "cloudevents", "cloudevents-binary"]
 
+JSON_TYPE = "application/json"
+"""Content type of JSON payloads, which no other payload can have."""
+CLOUDEVENTS_TYPES = "application/cloudevents"
+"""Begins the content types of whole CloudEvents, which no payload can have."""
 UNBATCHED: tuple[FormatName, ...] = ("raw", "cloudevents-binary")
 """Their body is one payload, so a request has one delivery."""
 DEFAULT_SOURCE = "/outbox"

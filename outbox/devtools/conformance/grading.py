@@ -12,14 +12,14 @@ import aiohttp
 import orjson
 
 from outbox.core.delivery.batch import ACCEPTED_THROUGH, accepted_through
-from outbox.devtools.conformance.cases import ExpectedResponse
+from outbox.devtools.conformance.suite import ExpectedResponse
 from outbox.errors import CannotRun
 from outbox.receiver.verification import pairs_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from outbox.devtools.conformance.cases import CaseStep, ConformanceCase
+    from outbox.devtools.conformance.suite import CaseStep, ConformanceCase
     from outbox.receiver.requests import Request
 
 TIMEOUT_S = 15.0

@@ -80,11 +80,16 @@ def epoch_s(column: str) -> str:
             THEN date_part('epoch', greatest(least({column}, '9999-12-30'), '0001-01-02')) END"""
 
 
+PAYLOAD_BYTES = "coalesce(body, convert_to(payload::text, 'UTF8'))"
+"""The bytes of a payload, JSON or not; NULL: the event was erased."""
+PAYLOAD_SIZE = "coalesce(octet_length(body), octet_length(payload::text))"
+"""Their number."""
+
 # The columns of an event.
 EVENT_COLUMNS = f"""event_id, type, tenant, key,
        {epoch_s("published_at")} AS published_at,
        {epoch_s("expires_at")} AS expires_at,
-       payload::text AS payload, headers::text AS headers"""
+       {PAYLOAD_BYTES} AS payload, headers::text AS headers, content_type"""
 
 # Deliveries with their events.  `batch >=` limits each lane to the partitions that can contain
 # its deliveries.  An event whose row is gone is taken from the dead letter's copy, and is
@@ -101,12 +106,15 @@ SELECT lane_id, seq, batch, outbox_id, {EVENT_COLUMNS},
                coalesce(o.type, x.type) AS type,
                coalesce(o.key, x.key) AS key,
                coalesce(o.payload, x.payload) AS payload,
+               coalesce(o.body, x.body) AS body,
+               coalesce(o.content_type, x.content_type) AS content_type,
                coalesce(o.headers, x.headers) AS headers,
                coalesce(o.created_at, x.published_at) AS published_at,
                CASE WHEN coalesce(d.replay_id, d.backfill_id) IS NULL THEN o.expires_at END
                    AS expires_at,
                w.was_endpoint_id, w.was_generation, w.was_slot, w.was_seq, b.committed_after,
-               sum(pg_column_size(coalesce(o.payload, x.payload))) OVER (
+               sum(coalesce(pg_column_size(o.payload), pg_column_size(o.body),
+                            pg_column_size(x.payload), pg_column_size(x.body))) OVER (
                    PARTITION BY lane.id ORDER BY d.seq
                    ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS bytes_before
           FROM unnest($1::bigint[], $2::bigint[], $3::bigint[], $4::int[])
@@ -327,9 +335,9 @@ def build_delivery(lane: LaneIdentity, row: Any) -> Delivery:
     By position: looking up each column by name took longer than everything else.
     """
     found = tuple(row.values())
-    published_at, expires_at, payload, headers = found[8:12]
-    backfill_id, committed_after = found[12:14]
-    was_endpoint_id, was_generation, was_slot, was_seq = found[14:18]
+    published_at, expires_at, payload, headers, content_type = found[8:13]
+    backfill_id, committed_after = found[13:15]
+    was_endpoint_id, was_generation, was_slot, was_seq = found[15:19]
     replay_of = None
     if was_seq is not None:
         replay_of = (lane_name(was_endpoint_id, was_generation, was_slot), was_seq)
@@ -340,11 +348,12 @@ def build_delivery(lane: LaneIdentity, row: Any) -> Delivery:
             *found[1:8],
             utc_time(published_at),
             None if expires_at is None else utc_time(expires_at),
-            payload.encode(),
+            payload,
             None if headers is None else headers.encode(),
             replay_of,
             backfill_id,
             None if committed_after is None else utc_time(committed_after),
+            content_type,
         )
     )
 

@@ -109,6 +109,8 @@ dead_lettered AS (
                   coalesce(o.tenant, x.tenant) AS tenant, coalesce(o.type, x.type) AS type,
                   coalesce(o.key, x.key) AS key, coalesce(o.payload, x.payload) AS payload,
                   coalesce(o.headers, x.headers) AS headers,
+                  coalesce(o.body, x.body) AS body,
+                  coalesce(o.content_type, x.content_type) AS content_type,
                   coalesce(o.created_at, x.published_at) AS published_at,
                   CASE WHEN coalesce(n.replay_id, n.backfill_id) IS NULL THEN o.expires_at END
                       AS expires_at
@@ -116,7 +118,8 @@ dead_lettered AS (
              LEFT JOIN LATERAL (SELECT * FROM outbox WHERE id = n.outbox_id LIMIT 1) o ON true
              LEFT JOIN LATERAL (SELECT * FROM dead_letter WHERE id = n.copy_id LIMIT 1) x ON true
             WHERE d.outbox_id IS NOT NULL AND n.lane_id = d.lane_id AND n.batch = d.batch
-              AND n.seq = d.seq AND coalesce(o.payload, x.payload) IS NOT NULL LIMIT 1) event
+              AND n.seq = d.seq
+              AND num_nonnulls(o.payload, o.body, x.payload, x.body) > 0 LIMIT 1) event
            ON true),
 preceding AS MATERIALIZED (
     SELECT x.id, x.lane_id, x.batch, x.seq, x.to_seq AS was_to_seq, g.to_seq
@@ -134,11 +137,11 @@ extended AS (
     RETURNING x.lane_id, x.endpoint_id, x.event_id, x.type, x.reason, x.attempts, x.last_response),
 created AS (
     INSERT INTO dead_letter (lane_id, endpoint_id, batch, seq, to_seq, reason, attempts,
-           last_response, outbox_id, event_id, tenant, type, key, payload, headers,
-           published_at, expires_at, backfill_id, replica_id)
+           last_response, outbox_id, event_id, tenant, type, key, payload, headers, body,
+           content_type, published_at, expires_at, backfill_id, replica_id)
     SELECT lane_id, endpoint_id, batch, seq, to_seq, reason, attempts,
-           last_response, outbox_id, event_id, tenant, type, key, payload, headers,
-           published_at, expires_at, backfill_id, $1
+           last_response, outbox_id, event_id, tenant, type, key, payload, headers, body,
+           content_type, published_at, expires_at, backfill_id, $1
       FROM dead_lettered
      WHERE outbox_id IS NOT NULL OR lane_id NOT IN (SELECT lane_id FROM extended)
     RETURNING {DEAD_LETTER_COLUMNS}),

@@ -43,7 +43,7 @@ MATCHES_SELECTION = f"""
 """
 
 # Whether the event of a dead letter `d` was erased.
-IS_ERASED = "(d.outbox_id IS NOT NULL AND d.payload IS NULL)"
+IS_ERASED = "(d.outbox_id IS NOT NULL AND d.payload IS NULL AND d.body IS NULL)"
 
 # Why nothing is replayed at an endpoint `e`; NULL: it is.
 END_REASON = """

@@ -123,13 +123,13 @@ WITH selected AS MATERIALIZED (
     SELECT id FROM dead_letter
      WHERE ($1::text IS NULL OR tenant = $1) AND ($2::text IS NULL OR key = $2)
        AND ($3::bigint[] IS NULL OR outbox_id = ANY ($3))
-       AND (payload IS NOT NULL OR headers IS NOT NULL OR last_response ?| '{{body,headers}}')
+       AND (num_nonnulls(payload, body, headers) > 0 OR last_response ?| '{{body,headers}}')
        AND outbox_id IS NOT NULL
      ORDER BY id LIMIT {STEP_EVENTS} FOR NO KEY UPDATE),
 erased AS (
     UPDATE dead_letter d
-       SET payload = NULL, headers = NULL, last_response = last_response - 'body' - 'headers',
-           erased_at = clock_timestamp()
+       SET payload = NULL, body = NULL, content_type = NULL, headers = NULL,
+           last_response = last_response - 'body' - 'headers', erased_at = clock_timestamp()
       FROM selected WHERE d.id = selected.id
     RETURNING 1)
 SELECT FROM erased

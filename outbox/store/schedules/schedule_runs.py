@@ -179,8 +179,9 @@ WITH moved AS (
          ORDER BY deliver_at, id LIMIT $1))
     RETURNING *),
 written AS (
-    INSERT INTO outbox (event_id, tenant, type, key, payload, headers, expires_at)
-    SELECT event_id, tenant, type, key, payload, headers, expires_at
+    INSERT INTO outbox (event_id, tenant, type, key, payload, body, content_type, headers,
+                        expires_at)
+    SELECT event_id, tenant, type, key, payload, body, content_type, headers, expires_at
       FROM moved ORDER BY deliver_at, id)
 SELECT FROM moved
 """,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.delivery.message import EventContent
 from outbox.core.sequencing.router import RoutableEvent
 from outbox.errors import CursorBroken
-from outbox.store.delivery.lanes import epoch_s, utc_time
+from outbox.store.delivery.lanes import PAYLOAD_BYTES, epoch_s, utc_time
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -86,16 +86,16 @@ that size they are stored in the row itself, so reading them costs hardly anythi
 
 # The same with the content of the first events, for lanes that have no other pending deliveries.
 _HAS_CONTENT = f"""id > $1 AND id <= $1 + {CONTENT_EVENTS_MAX}
-            AND pg_column_size(payload) + coalesce(pg_column_size(headers), 0)
-                <= {CONTENT_STORED_MAX_BYTES}"""
+            AND coalesce(pg_column_size(payload), pg_column_size(body))
+                + coalesce(pg_column_size(headers), 0) <= {CONTENT_STORED_MAX_BYTES}"""
 READ_EVENTS_WITH_CONTENT = _EVENTS.format(
     content=f""",
        event_id, key,
        {epoch_s("created_at")} AS published_at,
        {epoch_s("expires_at")} AS expires_at,
-       CASE WHEN {_HAS_CONTENT} THEN payload::text END AS payload,
-       CASE WHEN {_HAS_CONTENT} THEN headers::text END AS headers""",
-    columns=", event_id, created_at, expires_at, payload, headers",
+       CASE WHEN {_HAS_CONTENT} THEN {PAYLOAD_BYTES} END AS payload,
+       CASE WHEN {_HAS_CONTENT} THEN headers::text END AS headers, content_type""",
+    columns=", event_id, created_at, expires_at, payload, body, headers, content_type",
 )
 
 # The number of producers that wait for another one's NOTIFY: a transaction that notifies holds
@@ -142,8 +142,8 @@ SELECT NULL, NULL, NULL, NULL,
 READ_EVENTS_AND_STATE = _with_state(READ_EVENTS)
 READ_CONTENT_AND_STATE = _with_state(
     READ_EVENTS_WITH_CONTENT,
-    ", event_id, key, published_at, expires_at, payload, headers",
-    ", NULL, NULL, NULL, NULL, NULL, NULL",
+    ", event_id, key, published_at, expires_at, payload, headers, content_type",
+    ", NULL, NULL, NULL, NULL, NULL, NULL, NULL",
 )
 
 
@@ -236,6 +236,7 @@ def _content(row: Any) -> EventContent:
         row["key"],
         utc_time(row["published_at"]),
         None if expires_at is None else utc_time(expires_at),
-        row["payload"].encode(),
+        row["payload"],
         None if headers is None else headers.encode(),
+        row["content_type"],
     )

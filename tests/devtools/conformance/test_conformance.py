@@ -16,7 +16,8 @@ from aiohttp import web
 from outbox.core.delivery.signature import SignatureError
 from outbox.core.model.message_format import UNBATCHED, FormatName
 from outbox.devtools.conformance import grading
-from outbox.devtools.conformance.cases import ConformanceCase, ExpectedResponse, cases, vectors
+from outbox.devtools.conformance.cases import cases
+from outbox.devtools.conformance.suite import ConformanceCase, ExpectedResponse, vectors
 from outbox.errors import CannotRun, UsageError
 from outbox.receiver import AsyncReceiver, Gaps, MemoryDatabase, Message, Receiver, verify
 from outbox.receiver.adapters.aiohttp import handler
@@ -107,9 +108,10 @@ async def test_a_receiver_of_another_format_conforms(
 
     has_batches = format_name not in UNBATCHED
     grades = await grades_of(
-        handler(receiver), processed, batches=has_batches, format_name=format_name
+        handler(receiver), processed, batches=has_batches, binary=True, format_name=format_name
     )
     assert {k: v for k, v in grades.items() if v} == {}
+    assert "payloads that are not JSON" in grades
     assert has_batches or "no metadata signature" in grades
 
 

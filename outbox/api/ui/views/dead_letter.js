@@ -6,7 +6,7 @@ import { h, show } from "../dom.js";
 import { live } from "../live.js";
 import { responseLine, badge, button, code, definitionList, row, table, when } from "../components.js";
 import { link } from "../router.js";
-import { count, expiry, plural, time } from "../format.js";
+import { count, expiry, payloadSize, plural, time } from "../format.js";
 import { sequenceRange } from "./dead_letters.js";
 
 const REASONS = {
@@ -43,7 +43,7 @@ function draw(each, id) {
       each.state === "dead" && button("Replay", () => replay(`dead letter ${id}`, { ids: [each.id] }, [each]), { kind: "main" }),
       each.state === "dead" && button("Discard", () => discard(`dead letter ${id}`, { ids: [each.id] }, [each])),
       each.event && h("a", { class: "button", href: link("trace", [each.event]) }, "Trace event")),
-    each.event ? h("section", null, h("h2", null, "Payload"), each.payload === null ? h("p", { class: "empty" }, "Erased or null.") : code(each.payload)) : null,
+    each.event ? h("section", null, h("h2", null, "Payload"), each.payload !== null ? code(each.payload) : h("p", { class: "empty" }, each.content_type ? payloadSize(each) : "Erased or null.")) : null,
     replays(each),
     definitionList([
       ["Endpoint", h("a", { href: link("endpoint", [each.endpoint]) }, each.endpoint)],

@@ -6,7 +6,7 @@ import { timeline } from "../timeline.js";
 import { live } from "../live.js";
 import { badge, code, definitionList, isOperator, row, table, when } from "../components.js";
 import { link } from "../router.js";
-import { bytes, count, duration, expiry, plural, time } from "../format.js";
+import { count, duration, expiry, payloadSize, plural, time } from "../format.js";
 
 const ATTEMPTS = ["#Attempt", "When", "Duration", "Outcome", "Response", "Relay"];
 
@@ -49,7 +49,7 @@ function body(trace, explained) {
     definitionList([["Published", time(event.published_at)],
       trace.sequenced && ["Sequenced", `${duration((Date.parse(trace.sequenced.at) - Date.parse(event.published_at)) / 1000)} after publish${trace.sequenced.batch === null ? "" : `, in batch ${count(trace.sequenced.batch)}`}`],
       ["Key", event.key && h("a", { href: link("events", [], { key: event.key }) }, event.key)], ["Tenant", event.tenant],
-      ["Payload", event.erased_at ? `erased ${time(event.erased_at)}` : bytes(event.payload_bytes)],
+      ["Payload", event.erased_at ? `erased ${time(event.erased_at)}` : payloadSize(event)],
       event.expires_at && ["Expires", expiry(event.expires_at)]]),
     trace.deliveries.map(delivery),
     left > 0 ? h("p", { class: "hint" }, `${count(left)} more deliveries`,
