@@ -1,0 +1,454 @@
+/**
+ * Parser for a request in any format: one delivery, or a batch of deliveries.
+ *
+ * A body with metadata (`envelope`, `thin`, `cloudevents`) is signed as a whole. The `X-` headers repeat its fields for
+ * proxies and logs, so a header that differs from the body was changed in transit. For the other formats (`raw`,
+ * `cloudevents-binary`) the verified headers are the metadata, see `metadata`.
+ */
+
+import { MessageError } from "./errors.js";
+import {
+  RawJson,
+  arraySources,
+  decodeUtf8,
+  memberOf,
+  objectSources,
+  parseJson,
+  type JsonMember,
+} from "./json.js";
+import { ATTRIBUTE_PREFIX, CONTENT_TYPE, decodeText } from "./metadata.js";
+import { decodeBase64, errorText } from "./text.js";
+
+/** Message formats of an endpoint: how it wants its deliveries. */
+export const FORMATS = ["envelope", "thin", "raw", "cloudevents", "cloudevents-binary"] as const;
+/** Message format of an endpoint. */
+export type FormatName = (typeof FORMATS)[number];
+
+/** Content type of JSON payloads, which no other payload can have. */
+const JSON_TYPE = "application/json";
+
+/**
+ * One delivery.
+ *
+ * Sequence numbers are `bigint`, because they go up to 2^63-1; `JSON.stringify` does not accept them.
+ */
+export interface Message {
+  /** The idempotency key: the same for every attempt of this delivery. */
+  readonly deliveryId: string;
+  readonly eventId: string;
+  readonly type: string;
+  /** Time of publication, RFC 3339. */
+  readonly timestamp: string;
+  readonly tenant: string | null;
+  readonly key: string | null;
+  readonly lane: string;
+  /** Its number in the lane: 1, 2, 3 … */
+  readonly sequence: bigint;
+  /** The last number before it that was not dead-lettered; 0: none. */
+  readonly previousSequence: bigint;
+  /** Lane and number of the dead letter that this delivery replays. */
+  readonly replayOf: { readonly lane: string; readonly sequence: bigint } | null;
+  /** Id of the backfill that sends the event again; null for the first delivery. */
+  readonly backfill: bigint | null;
+  /** This is the last delivery of its lane. */
+  readonly laneEnds: boolean;
+  /** From the header X-Attempt, which is not signed: for information only. */
+  readonly attempt: number | null;
+  /**
+   * The payload: parsed JSON, or bytes (`Uint8Array`) if there is a content type. Null also for a thin message. JSON
+   * numbers are those of JavaScript: integers above 2^53 are rounded, use `dataText` for exact ones.
+   */
+  readonly data: unknown;
+  /** The JSON text of the payload as it was sent; null: there is no JSON payload. */
+  readonly dataText: string | null;
+  readonly format: FormatName;
+  /** Of a payload that is not JSON; null: it is JSON. */
+  readonly contentType: string | null;
+}
+
+/** Whether the body is a relay's delivery or batch, regardless of the headers. */
+export function isDelivery(body: Uint8Array): boolean {
+  try {
+    const text = decodeUtf8(body);
+    if (!text.includes('"previous_sequence"') && !text.includes('"previoussequence"')) {
+      return false;
+    }
+    parseJson(text);
+    return (arraySources(text) ?? [text]).every((element) => {
+      const members = objectSources(element);
+      return members !== null && NUMBERED.some((names) => names.every((name) => members.has(name)));
+    });
+  } catch {
+    return false;
+  }
+}
+
+const NUMBERED = [
+  ["lane", "sequence", "previous_sequence"],
+  ["lane", "lanesequence", "previoussequence"],
+];
+
+/**
+ * Parse the deliveries of a request and check that headers and body agree.
+ *
+ * @param headers by lower-case name.
+ * @param prefix begins the names of the headers that describe a delivery.
+ * @param inHeaders the metadata is in the headers, whose signature was verified.
+ * @returns one message, or those of a batch in order.
+ * @throws MessageError neither a delivery nor a batch, or headers and body differ.
+ */
+export function parseMessages(
+  headers: ReadonlyMap<string, string>,
+  body: Uint8Array,
+  prefix: string,
+  inHeaders: boolean,
+): [Message, ...Message[]] {
+  const read = new DeliveryHeaders(headers, prefix);
+  const requestId = read.requestId();
+  const attempt = read.attempt();
+  if (inHeaders) {
+    const format = headers.has(`${ATTRIBUTE_PREFIX}id`) ? "cloudevents-binary" : "raw";
+    return [messageOf(read.envelope(body), requestId, attempt, format)];
+  }
+  const text = requireJson(body).text;
+  const elements = arraySources(text);
+  if (elements !== null) {
+    const messages = parseBatch(elements, attempt);
+    const last = messages.at(-1) ?? messages[0];
+    read.requireMatch(messages[0], ["Last-Sequence", last.sequence.toString()]);
+    return messages;
+  }
+  const members = objectSources(text);
+  if (members === null) {
+    throw new MessageError("the body is neither a JSON object nor an array of them");
+  }
+  const message = parseObject(members, requestId, attempt);
+  if (message.deliveryId !== requestId) {
+    throw new MessageError('the body\'s "id" differs from the header webhook-id');
+  }
+  read.requireMatch(message, ["Event", message.type], ["Event-Id", message.eventId]);
+  return [message];
+}
+
+function parseBatch(elements: readonly string[], attempt: number | null): [Message, ...Message[]] {
+  const messages: Message[] = [];
+  for (const source of elements) {
+    const members = objectSources(source);
+    if (members === null) {
+      throw new MessageError("an element of the body's array is not an object");
+    }
+    const before = messages.at(-1);
+    const deliveryId = memberOf(members.get("delivery") ?? "null");
+    const message = parseObject(members, deliveryId, before ? null : attempt);
+    const follows =
+      before === undefined ||
+      (message.lane === before.lane &&
+        message.sequence === before.sequence + 1n &&
+        message.previousSequence === before.sequence);
+    if (!follows) {
+      throw new MessageError(`in the array, sequence ${message.sequence} cannot follow ${before.sequence}`);
+    }
+    messages.push(message);
+  }
+  const [first, ...more] = messages;
+  if (first === undefined) {
+    throw new MessageError("the body is an empty array");
+  }
+  return [first, ...more];
+}
+
+/** The members that all formats have, under their names in the envelope. */
+interface Envelope {
+  readonly fields: ReadonlyMap<string, JsonMember>;
+  readonly payload: Pick<Message, "data" | "dataText" | "contentType">;
+}
+
+const TEXT_FIELDS = ["id", "type", "timestamp", "lane", "tenant", "key"];
+
+function parseObject(members: ReadonlyMap<string, string>, deliveryId: JsonMember, attempt: number | null): Message {
+  if (members.has("specversion")) {
+    const id = memberOf(members.get("id") ?? "null");
+    return messageOf(envelopeOfEvent(members), id, attempt, "cloudevents");
+  }
+  const fields = new Map<string, JsonMember>();
+  for (const name of [...TEXT_FIELDS, "sequence", "previous_sequence", "replay_of", "backfill", "lane_ends"]) {
+    const source = members.get(name);
+    if (source !== undefined) {
+      fields.set(name, memberOf(source));
+    }
+  }
+  const isThin = !members.has("data") && !members.has("data_base64");
+  const payload = payloadOf(members, "content_type");
+  return messageOf({ fields, payload }, deliveryId, attempt, isThin ? "thin" : "envelope");
+}
+
+function messageOf(envelope: Envelope, deliveryId: JsonMember, attempt: number | null, format: FormatName): Message {
+  const { fields, payload } = envelope;
+  const message: Message = {
+    deliveryId: requireUuid(deliveryId, "the X-Delivery in the body"),
+    eventId: requireText(fields, "id"),
+    type: requireText(fields, "type"),
+    timestamp: requireText(fields, "timestamp"),
+    tenant: fields.has("tenant") ? requireText(fields, "tenant") : null,
+    key: fields.has("key") ? requireText(fields, "key") : null,
+    lane: requireText(fields, "lane"),
+    sequence: requireInteger(fields, "sequence"),
+    previousSequence: requireInteger(fields, "previous_sequence"),
+    replayOf: replayOf(fields.get("replay_of")),
+    backfill: fields.has("backfill") ? requireInteger(fields, "backfill") : null,
+    laneEnds: fields.has("lane_ends") ? requireBoolean(fields, "lane_ends") : false,
+    attempt,
+    format,
+    ...payload,
+  };
+  if (message.previousSequence >= message.sequence) {
+    throw new MessageError(`sequence ${message.sequence} cannot follow ${message.previousSequence}`);
+  }
+  return message;
+}
+
+/** The payload of an envelope or a CloudEvent, from its source texts. */
+function payloadOf(members: ReadonlyMap<string, string>, typeName: string): Envelope["payload"] {
+  const type = members.get(typeName);
+  const base64 = members.get("data_base64");
+  if (base64 === undefined) {
+    // A thin message has the type alone. A CloudEvent with JSON has "application/json".
+    const hasType = typeName === "content_type" && type !== undefined;
+    const contentType = hasType ? requireText(new Map([[typeName, memberOf(type)]]), typeName) : null;
+    const source = members.get("data");
+    const data: unknown = source === undefined ? null : JSON.parse(source);
+    return { data, dataText: source ?? null, contentType };
+  }
+  const fields = new Map([
+    [typeName, memberOf(type ?? "null")],
+    ["data_base64", memberOf(base64)],
+  ]);
+  const contentType = requireText(fields, typeName);
+  const data = decodeBase64(requireText(fields, "data_base64"));
+  if (data === null) {
+    throw new MessageError('the body\'s "data_base64" is not Base64');
+  }
+  return { data, dataText: null, contentType };
+}
+
+/** The envelope's members, from a CloudEvent of a relay. */
+function envelopeOfEvent(members: ReadonlyMap<string, string>): Envelope {
+  const event = new Map<string, JsonMember>();
+  for (const [name, source] of members) {
+    if (name !== "data" && name !== "data_base64") {
+      event.set(name, memberOf(source));
+    }
+  }
+  if (event.get("specversion") !== "1.0") {
+    throw new MessageError('the body\'s "specversion" is not "1.0"');
+  }
+  const fields = new Map<string, JsonMember>([
+    ["id", event.get("eventid") ?? null],
+    ["type", event.get("type") ?? null],
+    ["timestamp", event.get("time") ?? null],
+    ["lane", event.get("lane") ?? null],
+    ["sequence", numberFromText(event, "lanesequence")],
+    ["previous_sequence", numberFromText(event, "previoussequence")],
+  ]);
+  for (const [name, plain, encoded] of [
+    ["key", "subject", "encodedkey"],
+    ["tenant", "tenant", "encodedtenant"],
+  ] as const) {
+    if (event.has(plain)) {
+      fields.set(name, event.get(plain) ?? null);
+    } else if (event.has(encoded)) {
+      fields.set(name, decoded(requireText(event, encoded), encoded));
+    }
+  }
+  if (event.has("replayof")) {
+    fields.set("replay_of", replayFromText(requireText(event, "replayof")));
+  }
+  if (event.has("backfill")) {
+    fields.set("backfill", numberFromText(event, "backfill"));
+  }
+  if (event.has("laneends")) {
+    fields.set("lane_ends", event.get("laneends") ?? null);
+  }
+  return { fields, payload: payloadOf(members, "datacontenttype") };
+}
+
+/** The headers that describe a delivery, under the endpoint's prefix. */
+class DeliveryHeaders {
+  constructor(
+    readonly headers: ReadonlyMap<string, string>,
+    readonly prefix: string,
+  ) {}
+
+  requestId(): string {
+    const name = `${this.prefix}Delivery`;
+    const requestId = requireUuid(this.get("Delivery") ?? "", `the header ${name}`);
+    if ((this.headers.get("webhook-id") ?? requestId) !== requestId) {
+      // Only webhook-id is signed.
+      throw new MessageError(`the headers ${name} and webhook-id differ`);
+    }
+    return requestId;
+  }
+
+  attempt(): number | null {
+    const text = this.get("Attempt") ?? "";
+    return /^[0-9]{1,9}$/.test(text) ? Number(text) : null;
+  }
+
+  requireMatch(first: Message, ...more: [string, string][]): void {
+    for (const [name, value] of [
+      ["Lane", first.lane],
+      ["Sequence", first.sequence.toString()],
+      ["Previous-Sequence", first.previousSequence.toString()],
+      ...more,
+    ] as [string, string][]) {
+      if (this.get(name) !== value) {
+        throw new MessageError(`the header ${this.prefix}${name} differs from the body`);
+      }
+    }
+  }
+
+  /** The envelope's members, from verified headers and the payload. */
+  envelope(body: Uint8Array): Envelope {
+    const fields = new Map<string, JsonMember>([
+      ["id", this.get("Event-Id") ?? null],
+      ["type", this.get("Event") ?? null],
+      ["timestamp", this.get("Event-Time") ?? null],
+      ["lane", this.get("Lane") ?? null],
+      ["sequence", this.#number("Sequence")],
+      ["previous_sequence", this.#number("Previous-Sequence")],
+    ]);
+    for (const [member, name] of [
+      ["tenant", "Event-Tenant"],
+      ["key", "Event-Key"],
+    ] as const) {
+      const text = this.get(name);
+      if (text !== undefined) {
+        fields.set(member, decoded(text, `the header ${this.prefix}${name}`));
+      }
+    }
+    const replayed = this.get("Replay-Of");
+    if (replayed !== undefined) {
+      fields.set("replay_of", replayFromText(replayed));
+    }
+    if (this.get("Backfill") !== undefined) {
+      fields.set("backfill", this.#number("Backfill"));
+    }
+    if (this.get("Lane-Ends") !== undefined) {
+      fields.set("lane_ends", true);
+    }
+    return { fields, payload: this.#payload(body) };
+  }
+
+  get(name: string): string | undefined {
+    return this.headers.get(`${this.prefix}${name}`.toLowerCase());
+  }
+
+  #number(name: string): bigint {
+    return parseNumber(this.get(name) ?? "", `the header ${this.prefix}${name}`);
+  }
+
+  #payload(body: Uint8Array): Envelope["payload"] {
+    const fields = new Map<string, JsonMember>([["content_type", this.headers.get(CONTENT_TYPE) ?? null]]);
+    const contentType = requireText(fields, "content_type");
+    if (contentType !== JSON_TYPE) {
+      return { data: body, dataText: null, contentType };
+    }
+    const { text, value } = requireJson(body);
+    return { data: value, dataText: text, contentType: null };
+  }
+}
+
+function requireJson(body: Uint8Array): { text: string; value: unknown } {
+  try {
+    const text = decodeUtf8(body);
+    return { text, value: parseJson(text) };
+  } catch (error) {
+    throw new MessageError(`the body is not JSON: ${errorText(error)}`);
+  }
+}
+
+function requireText(fields: ReadonlyMap<string, JsonMember>, name: string): string {
+  const value = fields.get(name);
+  if (typeof value !== "string") {
+    throw new MessageError(`the body's "${name}" is not a string`);
+  }
+  if (value.includes("\0")) {
+    // PostgreSQL's text cannot store NUL: the inbox would fail, and the sender retry.
+    throw new MessageError(`the body's "${name}" has a NUL character, which no database can hold`);
+  }
+  return value;
+}
+
+function requireInteger(fields: ReadonlyMap<string, JsonMember>, name: string): bigint {
+  const value = fields.get(name);
+  if (typeof value !== "bigint") {
+    throw new MessageError(`the body's "${name}" is not an integer`);
+  }
+  if (value < 0n || value >= 2n ** 63n) {
+    throw new MessageError(`the body's "${name}" is not between 0 and 2^63`);
+  }
+  return value;
+}
+
+function requireBoolean(fields: ReadonlyMap<string, JsonMember>, name: string): boolean {
+  const value = fields.get(name);
+  if (typeof value !== "boolean") {
+    throw new MessageError(`the body's "${name}" is not true or false`);
+  }
+  return value;
+}
+
+function requireUuid(value: JsonMember, what: string): string {
+  if (!isUuid(value)) {
+    throw new MessageError(`${what} is not a UUID`);
+  }
+  return value;
+}
+
+function isUuid(value: JsonMember): value is string {
+  return typeof value === "string" && /^[0-9a-f]{32}$/i.test(value.replaceAll("-", ""));
+}
+
+/** Whether a text is a UUID of version 8, which every delivery id of a relay is. */
+export function isDeliveryId(text: string): boolean {
+  return isUuid(text) && /^.{12}8.{3}[89ab]/i.test(text.replaceAll("-", ""));
+}
+
+function replayOf(member: JsonMember | undefined): Message["replayOf"] {
+  if (member === undefined) {
+    return null;
+  }
+  const members = member instanceof RawJson ? objectSources(member.text) : null;
+  if (members === null) {
+    throw new MessageError('the body\'s "replay_of" is not an object');
+  }
+  const fields = new Map([...members].map(([name, source]) => [name, memberOf(source)]));
+  return { lane: requireText(fields, "lane"), sequence: requireInteger(fields, "sequence") };
+}
+
+/** `replay_of` as a JSON object, from `lane/number`. */
+function replayFromText(text: string): RawJson {
+  const slash = text.lastIndexOf("/");
+  const sequence = parseNumber(text.slice(slash + 1), "the number that is replayed");
+  return new RawJson(`{"lane":${JSON.stringify(text.slice(0, Math.max(slash, 0)))},"sequence":${sequence}}`);
+}
+
+/** A number that is sent as text. */
+function numberFromText(fields: ReadonlyMap<string, JsonMember>, name: string): bigint {
+  return parseNumber(requireText(fields, name), `the body's "${name}"`);
+}
+
+function parseNumber(text: string, what: string): bigint {
+  if (!/^(?:0|[1-9][0-9]{0,18})$/.test(text)) {
+    throw new MessageError(`${what} is not a number`);
+  }
+  return BigInt(text);
+}
+
+function decoded(text: string, what: string): string {
+  try {
+    return decodeText(text);
+  } catch {
+    throw new MessageError(`${what} is not percent-encoded UTF-8`);
+  }
+}

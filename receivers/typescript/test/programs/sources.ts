@@ -1,0 +1,11 @@
+/** The JSON functions of the package, which are not public: programs need exact integers, too. */
+
+export interface Json {
+  arraySources(text: string): string[] | null;
+  memberOf(source: string): unknown;
+  objectSources(text: string): Map<string, string> | null;
+  parseJson(text: string): unknown;
+}
+
+const path = new URL("../../dist/json.js", import.meta.url).href;
+export const { arraySources, memberOf, objectSources, parseJson } = (await import(path)) as Json;
