@@ -69,5 +69,23 @@ export class Busy extends OutboxError {
   }
 }
 
+/** An error and its causes, the outermost first. */
+export function causesOf(error: unknown): Error[] {
+  const causes: Error[] = [];
+  for (let cause = error; cause instanceof Error && causes.length < CAUSES_MAX; cause = cause.cause) {
+    causes.push(cause);
+  }
+  return causes;
+}
+
+/** An error can be its own cause. */
+const CAUSES_MAX = 10;
+
+/** Whether an error is one of the operating system, such as ECONNREFUSED. */
+export function isSystemError(error: Error): boolean {
+  // A host name with several addresses makes an AggregateError, which has the code of the last attempt.
+  return "code" in error && ("syscall" in error || error instanceof AggregateError);
+}
+
 /** The relay's listener could not be reached, rejected the request, or sent an invalid response. */
 export class FetchError extends OutboxError {}

@@ -46,7 +46,8 @@ export type {
 export { LaneOrder, type LaneState, type Observation, type OrderKind, type SequenceState } from "./lane-order.js";
 export { FORMATS, type FormatName, type Message } from "./message.js";
 export type { Range } from "./ranges.js";
-export { Receiver, type ForeignHandler, type GapPolicy, type Handler, type ReceiverOptions } from "./receiver.js";
+export { Receiver } from "./receiver.js";
+export type { ForeignHandler, GapPolicy, Handler, HttpReceiver, ReceiverOptions } from "./receiver-options.js";
 export type { DeliveryListener, Logger, ReceiverTotals } from "./reporting.js";
 export type { ReceiverRequest, ReceiverResponse, RequestOutcome } from "./requests.js";
 export { sign } from "./signature.js";

@@ -7,17 +7,21 @@
  */
 
 import { MessageError } from "./errors.js";
+import { arraySources, decodeUtf8, memberOf, objectSources, parseJson, type JsonMember } from "./json.js";
 import {
-  RawJson,
-  arraySources,
-  decodeUtf8,
-  memberOf,
-  objectSources,
-  parseJson,
-  type JsonMember,
-} from "./json.js";
-import { ATTRIBUTE_PREFIX, CONTENT_TYPE, decodeText } from "./metadata.js";
-import { decodeBase64, errorText } from "./text.js";
+  decodePercent,
+  numberFromText,
+  parseNumber,
+  replayFromText,
+  requireBoolean,
+  requireInteger,
+  requireJson,
+  requireReplayOf,
+  requireText,
+  requireUuid,
+} from "./message-fields.js";
+import { ATTRIBUTE_PREFIX, CONTENT_TYPE } from "./metadata.js";
+import { decodeBase64 } from "./text.js";
 
 /** Message formats of an endpoint: how it wants its deliveries. */
 export const FORMATS = ["envelope", "thin", "raw", "cloudevents", "cloudevents-binary"] as const;
@@ -194,7 +198,7 @@ function messageOf(envelope: Envelope, deliveryId: JsonMember, attempt: number |
     lane: requireText(fields, "lane"),
     sequence: requireInteger(fields, "sequence"),
     previousSequence: requireInteger(fields, "previous_sequence"),
-    replayOf: replayOf(fields.get("replay_of")),
+    replayOf: requireReplayOf(fields.get("replay_of")),
     backfill: fields.has("backfill") ? requireInteger(fields, "backfill") : null,
     laneEnds: fields.has("lane_ends") ? requireBoolean(fields, "lane_ends") : false,
     attempt,
@@ -257,7 +261,7 @@ function envelopeOfEvent(members: ReadonlyMap<string, string>): Envelope {
     if (event.has(plain)) {
       fields.set(name, event.get(plain) ?? null);
     } else if (event.has(encoded)) {
-      fields.set(name, decoded(requireText(event, encoded), encoded));
+      fields.set(name, decodePercent(requireText(event, encoded), encoded));
     }
   }
   if (event.has("replayof")) {
@@ -323,7 +327,7 @@ class DeliveryHeaders {
     ] as const) {
       const text = this.get(name);
       if (text !== undefined) {
-        fields.set(member, decoded(text, `the header ${this.prefix}${name}`));
+        fields.set(member, decodePercent(text, `the header ${this.prefix}${name}`));
       }
     }
     const replayed = this.get("Replay-Of");
@@ -355,100 +359,5 @@ class DeliveryHeaders {
     }
     const { text, value } = requireJson(body);
     return { data: value, dataText: text, contentType: null };
-  }
-}
-
-function requireJson(body: Uint8Array): { text: string; value: unknown } {
-  try {
-    const text = decodeUtf8(body);
-    return { text, value: parseJson(text) };
-  } catch (error) {
-    throw new MessageError(`the body is not JSON: ${errorText(error)}`);
-  }
-}
-
-function requireText(fields: ReadonlyMap<string, JsonMember>, name: string): string {
-  const value = fields.get(name);
-  if (typeof value !== "string") {
-    throw new MessageError(`the body's "${name}" is not a string`);
-  }
-  if (value.includes("\0")) {
-    // PostgreSQL's text cannot store NUL: the inbox would fail, and the sender retry.
-    throw new MessageError(`the body's "${name}" has a NUL character, which no database can hold`);
-  }
-  return value;
-}
-
-function requireInteger(fields: ReadonlyMap<string, JsonMember>, name: string): bigint {
-  const value = fields.get(name);
-  if (typeof value !== "bigint") {
-    throw new MessageError(`the body's "${name}" is not an integer`);
-  }
-  if (value < 0n || value >= 2n ** 63n) {
-    throw new MessageError(`the body's "${name}" is not between 0 and 2^63`);
-  }
-  return value;
-}
-
-function requireBoolean(fields: ReadonlyMap<string, JsonMember>, name: string): boolean {
-  const value = fields.get(name);
-  if (typeof value !== "boolean") {
-    throw new MessageError(`the body's "${name}" is not true or false`);
-  }
-  return value;
-}
-
-function requireUuid(value: JsonMember, what: string): string {
-  if (!isUuid(value)) {
-    throw new MessageError(`${what} is not a UUID`);
-  }
-  return value;
-}
-
-function isUuid(value: JsonMember): value is string {
-  return typeof value === "string" && /^[0-9a-f]{32}$/i.test(value.replaceAll("-", ""));
-}
-
-/** Whether a text is a UUID of version 8, which every delivery id of a relay is. */
-export function isDeliveryId(text: string): boolean {
-  return isUuid(text) && /^.{12}8.{3}[89ab]/i.test(text.replaceAll("-", ""));
-}
-
-function replayOf(member: JsonMember | undefined): Message["replayOf"] {
-  if (member === undefined) {
-    return null;
-  }
-  const members = member instanceof RawJson ? objectSources(member.text) : null;
-  if (members === null) {
-    throw new MessageError('the body\'s "replay_of" is not an object');
-  }
-  const fields = new Map([...members].map(([name, source]) => [name, memberOf(source)]));
-  return { lane: requireText(fields, "lane"), sequence: requireInteger(fields, "sequence") };
-}
-
-/** `replay_of` as a JSON object, from `lane/number`. */
-function replayFromText(text: string): RawJson {
-  const slash = text.lastIndexOf("/");
-  const sequence = parseNumber(text.slice(slash + 1), "the number that is replayed");
-  return new RawJson(`{"lane":${JSON.stringify(text.slice(0, Math.max(slash, 0)))},"sequence":${sequence}}`);
-}
-
-/** A number that is sent as text. */
-function numberFromText(fields: ReadonlyMap<string, JsonMember>, name: string): bigint {
-  return parseNumber(requireText(fields, name), `the body's "${name}"`);
-}
-
-function parseNumber(text: string, what: string): bigint {
-  if (!/^(?:0|[1-9][0-9]{0,18})$/.test(text)) {
-    throw new MessageError(`${what} is not a number`);
-  }
-  return BigInt(text);
-}
-
-function decoded(text: string, what: string): string {
-  try {
-    return decodeText(text);
-  } catch {
-    throw new MessageError(`${what} is not percent-encoded UTF-8`);
   }
 }

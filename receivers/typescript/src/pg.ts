@@ -13,7 +13,7 @@
 
 import type { Pool, PoolClient } from "pg";
 
-import { Busy, OutboxError, Refuse, UsageError } from "./errors.js";
+import { Busy, OutboxError, Refuse, UsageError, causesOf, isSystemError } from "./errors.js";
 import { statementsOf, type Statements } from "./inbox/statements.js";
 import type {
   Claim,
@@ -231,13 +231,8 @@ const BY_MESSAGE: readonly [RegExp, DatabaseCondition][] = [
   [/^Client was closed and is not queryable/, "unavailable"],
 ];
 
-const CAUSES_MAX = 10;
-
 function conditionOf(error: unknown): DatabaseCondition | null {
-  const causes: Error[] = [];
-  for (let cause = error; cause instanceof Error && causes.length < CAUSES_MAX; cause = cause.cause) {
-    causes.push(cause);
-  }
+  const causes = causesOf(error);
   // The SQLSTATE is that of any error of the chain: libraries over `pg` wrap its errors.
   for (const cause of causes) {
     if ("severity" in cause && "code" in cause && typeof cause.code === "string") {
@@ -245,8 +240,7 @@ function conditionOf(error: unknown): DatabaseCondition | null {
     }
   }
   for (const cause of causes) {
-    // A host name with several addresses makes an AggregateError, which has the code of the last attempt.
-    if (cause instanceof ConnectionLost || "syscall" in cause || (cause instanceof AggregateError && "code" in cause)) {
+    if (cause instanceof ConnectionLost || isSystemError(cause)) {
       return "unavailable";
     }
     const found = BY_MESSAGE.find(([pattern]) => pattern.test(cause.message));

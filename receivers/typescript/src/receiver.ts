@@ -14,25 +14,18 @@
  * global lock order holds only if the transaction has no lock yet.
  */
 
-import { catchUpLane, lanesBehind, type CatchUpResult, type FetchedOutcome } from "./catch-up.js";
+import type { CatchUpResult } from "./catch-up.js";
 import type { LaneMark } from "./checkpoint.js";
-import { Busy, FetchError, MessageError, OutboxError, Refuse, SignatureError, UsageError } from "./errors.js";
-import type { DeliverySource } from "./fetch-client.js";
-import { EXPIRE_ROWS, Inbox, type InboxOptions } from "./inbox/inbox.js";
-import { foreignDeliveryId, type DeliveryResult } from "./inbox/process.js";
-import type { DatabaseCondition, Store, StoredLane } from "./inbox/store.js";
-import { NEW_LANE } from "./lane-order.js";
+import { Busy, MessageError, SignatureError, UsageError } from "./errors.js";
+import { HandlerRegistry } from "./handlers.js";
+import { Inbox } from "./inbox/inbox.js";
+import type { DeliveryResult } from "./inbox/process.js";
+import type { Store } from "./inbox/store.js";
 import type { Message } from "./message.js";
-import { parsePattern } from "./pattern.js";
+import { ReceiverCatchUp } from "./receiver-catch-up.js";
+import type { ForeignHandler, GapPolicy, Handler, HttpReceiver, ReceiverOptions } from "./receiver-options.js";
 import { ReorderBuffer } from "./reorder-buffer.js";
-import {
-  ReceiverReports,
-  consoleLogger,
-  requestRow,
-  type DeliveryListener,
-  type Logger,
-  type ReceiverTotals,
-} from "./reporting.js";
+import { ReceiverReports, consoleLogger, requestRow, type Logger, type ReceiverTotals } from "./reporting.js";
 import {
   BODY_BYTES_MAX,
   notPost,
@@ -43,99 +36,41 @@ import {
   type ReceiverRequest,
   type ReceiverResponse,
 } from "./requests.js";
-import { errorText } from "./text.js";
-import { Verifier, type Verified, type VerifierOptions } from "./verification.js";
+import { BUSY_S, partialResponse, responseTo, responseToError } from "./responses.js";
+import { NotRecorded, ReceiverTransactions } from "./transactions.js";
+import { Verifier, type Verified } from "./verification.js";
 
 const IN_FLIGHT_MAX = 100;
 const HELD_MAX = 1000;
 const HOLD_S = 5;
 /** Poll interval of a held request: another process may have received the missing delivery. */
 const POLL_MS = 250;
-/** Retry-After while the database is unavailable, and while it is busy. */
-const [UNAVAILABLE_S, BUSY_S] = [5, 1];
-/** Deliveries between two deletions of expired rows, and transactions of one deletion. */
-const [EXPIRE_EVERY, EXPIRE_STEPS_MAX] = [1000, 20];
-const UNHANDLED_TYPES_MAX = 1000;
 const NOT_FETCHABLE_YET = "deliveries acknowledged a moment ago cannot be fetched yet";
-
-/**
- * Processes one event. The transaction `tx` records the delivery; effects written with it are committed together with
- * the delivery or not at all. An error rolls back both: `Refuse` makes the event a dead letter (422), `Busy` postpones
- * it (503), any other is retried (500).
- */
-export type Handler<Tx> = (message: Message, tx: Tx) => void | Promise<void>;
-
-/** Processes a request of another Standard Webhooks sender. */
-export type ForeignHandler<Tx> = (verified: Verified, body: Uint8Array, tx: Tx) => void | Promise<void>;
-
-/**
- * Policy for a delivery when deliveries before it are missing.
- *
- * - `report`: process it, and report the missing numbers;
- * - `hold`: hold its request for up to `holdS` seconds until the missing ones arrive;
- * - `catch_up`: fetch the missing ones from the relay and process them first; needs `fetch`.
- */
-export type GapPolicy = "report" | "hold" | "catch_up";
-
-/** Options of a receiver. */
-export interface ReceiverOptions extends VerifierOptions {
-  /** Retention and order options of the inbox. */
-  readonly inbox?: InboxOptions;
-  /** Where missing deliveries and payloads are fetched, a `FetchClient`; none by default. */
-  readonly fetch?: DeliverySource | null;
-  /** Policy for a delivery when deliveries before it are missing; `report` by default. */
-  readonly gaps?: GapPolicy;
-  /** With `hold`, how long a request is held, in seconds; 5 by default. */
-  readonly holdS?: number;
-  /** Requests held at once; more get 503; 1,000 by default. */
-  readonly heldMax?: number;
-  /** Insert each signed request into the table of requests; false by default. */
-  readonly logRequests?: boolean;
-  /** Larger bodies get 413; 1 MiB by default. */
-  readonly bodyBytesMax?: number;
-  /** Requests processed at once; more get 503; 100 by default. */
-  readonly inFlightMax?: number;
-  /** Called after the commit with each delivery and its result. */
-  readonly onDelivery?: DeliveryListener;
-  /** Where errors and missing numbers are logged; the console by default. */
-  readonly logger?: Logger;
-}
-
-/** Rolls back: deliveries before it are missing, or one of a batch conflicts. */
-class NotRecorded extends Error {}
-
-/** A handler failed with an error of the system, of its own I/O: drivers throw the same errors for the database. */
-class HandlerFailed extends OutboxError {}
 
 /**
  * Receiver: idempotent, ordered processing of deliveries.
  *
  * @typeParam Tx what handlers get to write their effects, see `Store`.
  */
-export class Receiver<Tx> {
+export class Receiver<Tx> implements HttpReceiver {
   /** The inbox, for `isNewest` in handlers. */
   readonly inbox: Inbox<Tx>;
   /** Largest request body accepted, in bytes. */
   readonly bodyBytesMax: number;
   /** Where the receiver logs. */
   readonly logger: Logger;
-  readonly #store: Store<Tx>;
+  readonly #transactions: ReceiverTransactions<Tx>;
   readonly #verifier: Verifier;
   readonly #reports: ReceiverReports;
-  readonly #fetch: DeliverySource | null;
+  readonly #catchUp: ReceiverCatchUp<Tx>;
   readonly #gaps: GapPolicy;
   readonly #holdMs: number;
   readonly #reorderBuffer: ReorderBuffer;
   readonly #logRequests: boolean;
   readonly #inFlightMax: number;
-  readonly #handlers: { pattern: RegExp; handler: Handler<Tx> }[] = [];
-  readonly #unhandledTypes = new Set<string>();
-  /** Lanes being caught up because of a checkpoint; it can outlast the sender's time-out. */
-  readonly #fetching = new Set<string>();
+  readonly #handlers: HandlerRegistry<Tx>;
   #foreignHandler: ForeignHandler<Tx> | null = null;
-  #ready: Promise<void> | null = null;
   #inFlight = 0;
-  #received = 0;
 
   /**
    * @param secrets the endpoint's secret, `whsec_…`, or public key, `whpk_…`; several while one is being rotated.
@@ -149,15 +84,26 @@ export class Receiver<Tx> {
     if (!["report", "hold", "catch_up"].includes(this.#gaps)) {
       throw new UsageError(`gaps: must be one of report, hold, catch_up, not ${JSON.stringify(this.#gaps)}`);
     }
-    this.#fetch = options.fetch ?? null;
-    if (this.#gaps === "catch_up" && this.#fetch === null) {
+    const source = options.fetch ?? null;
+    if (this.#gaps === "catch_up" && source === null) {
       throw new UsageError("fetch: the policy catch_up needs fetch: new FetchClient(url, token)");
     }
     this.logger = options.logger ?? consoleLogger;
     this.inbox = new Inbox(store, options.inbox);
-    this.#store = store;
+    this.#handlers = new HandlerRegistry(this.logger);
+    this.#transactions = new ReceiverTransactions(store, this.inbox, this.#handlers, this.logger);
     this.#verifier = new Verifier(secrets, options);
     this.#reports = new ReceiverReports(this.logger, options.onDelivery ?? null);
+    this.#catchUp = new ReceiverCatchUp({
+      source,
+      inbox: this.inbox,
+      transactions: this.#transactions,
+      reports: this.#reports,
+      logger: this.logger,
+      read: (request) => this.#read(request, true),
+      process: (message) => this.#processOne(message, true),
+      failed: (error, messageId) => this.#failed(error, messageId),
+    });
     this.#holdMs = (options.holdS ?? HOLD_S) * 1000;
     this.#reorderBuffer = new ReorderBuffer(options.heldMax ?? HELD_MAX);
     this.#logRequests = options.logRequests ?? false;
@@ -176,7 +122,7 @@ export class Receiver<Tx> {
    * @throws UsageError the pattern is invalid.
    */
   on(pattern: string, handler: Handler<Tx>): this {
-    this.#handlers.push({ pattern: parsePattern(pattern), handler });
+    this.#handlers.add(pattern, handler);
     return this;
   }
 
@@ -191,10 +137,10 @@ export class Receiver<Tx> {
 
   /** Create the missing tables; otherwise the first request does so. */
   async start(): Promise<void> {
-    await this.#createTables();
+    await this.#transactions.createTables();
   }
 
-  /** Process a request and return its response; never throws. */
+  /** Process a request and return its response; never rejects. */
   async handle(request: ReceiverRequest): Promise<ReceiverResponse> {
     if (this.#inFlight >= this.#inFlightMax) {
       this.#reports.requestEnded("put_off");
@@ -209,7 +155,7 @@ export class Receiver<Tx> {
       } else {
         response = await this.#respond(verified, request.body);
         if (this.#logRequests) {
-          await this.#logRequest(verified, response);
+          await this.#transactions.logRequest(requestRow(verified, response));
         }
       }
     } catch (error) {
@@ -232,16 +178,8 @@ export class Receiver<Tx> {
    * @throws FetchError the relay cannot be reached, or rejected the request.
    * @throws UsageError the receiver was created without `fetch`.
    */
-  async catchUp(lane?: string): Promise<CatchUpResult[]> {
-    const source = this.#requireFetch();
-    await this.#createTables();
-    const known = await this.#store.transaction((tx) => this.inbox.lanes(tx));
-    const lanes = lane !== undefined ? [lane] : lanesBehind(known, await source.lanes());
-    const results: CatchUpResult[] = [];
-    for (const each of lanes) {
-      results.push(await this.#catchUpLane(source, each, known));
-    }
-    return results;
+  catchUp(lane?: string): Promise<CatchUpResult[]> {
+    return this.#catchUp.catchUp(lane);
   }
 
   /**
@@ -251,16 +189,8 @@ export class Receiver<Tx> {
    * @throws FetchError the relay cannot be reached, rejected the request, or has erased the event.
    * @throws UsageError the receiver was created without `fetch`.
    */
-  async fetchPayload(message: Message): Promise<unknown> {
-    const item = await this.#requireFetch().delivery(message.lane, message.sequence);
-    if (item.request === null) {
-      throw new FetchError(`the event of delivery ${message.deliveryId} was erased`);
-    }
-    const found = this.#readFetched(item.request);
-    if (found.deliveryId !== message.deliveryId) {
-      throw new FetchError(`the relay returned another delivery than ${message.deliveryId}`);
-    }
-    return found.data;
+  fetchPayload(message: Message): Promise<unknown> {
+    return this.#catchUp.fetchPayload(message);
   }
 
   // ------------------------------------------------------------------------------------------------------- requests
@@ -295,20 +225,18 @@ export class Receiver<Tx> {
   async #respond(verified: Verified, body: Uint8Array): Promise<ReceiverResponse> {
     let response: ReceiverResponse;
     try {
-      await this.#createTables();
+      await this.#transactions.createTables();
       if (verified.checkpoint !== null) {
         return await this.#compare(verified.checkpoint);
       }
       response =
         verified.messages.length > 0
           ? await this.#receiveMessages(verified.messages)
-          : responseTo(await this.#receiveForeign(verified, body));
+          : responseTo(await this.#transactions.processForeign(verified, body, this.#requireForeignHandler()));
     } catch (error) {
       return this.#failed(error, verified.messageId);
     }
-    if (this.#isTimeToExpire(Math.max(verified.messages.length, 1))) {
-      await this.#expire();
-    }
+    await this.#transactions.expireSometimes(Math.max(verified.messages.length, 1));
     return response;
   }
 
@@ -354,7 +282,7 @@ export class Receiver<Tx> {
           throw error;
         }
         if (this.#gaps === "catch_up") {
-          if (await this.#catchUpBefore(message)) {
+          if (await this.#catchUp.catchUpBefore(message)) {
             return await this.#processOne(message, true);
           }
           if (Date.now() >= endsAt) {
@@ -374,68 +302,21 @@ export class Receiver<Tx> {
     }
   }
 
+  /** Process deliveries in one transaction, and wake the requests that wait for them. */
+  async #process(messages: readonly Message[], gaps: boolean): Promise<DeliveryResult[]> {
+    const results = await this.#transactions.process(messages, gaps);
+    for (const { lane, sequence } of messages) {
+      this.#reorderBuffer.received(lane, sequence);
+    }
+    return results;
+  }
+
   async #processOne(message: Message, gaps: boolean): Promise<DeliveryResult> {
     const [result] = await this.#process([message], gaps);
     if (result === undefined) {
       throw new Error("a delivery has no result");
     }
     return result;
-  }
-
-  /**
-   * Record and process deliveries in one transaction.
-   *
-   * @param gaps also when deliveries before them are missing.
-   * @throws NotRecorded deliveries before them are missing, or one of several conflicts.
-   */
-  async #process(messages: readonly Message[], gaps: boolean): Promise<DeliveryResult[]> {
-    const results = await this.#store.transaction(async (tx) => {
-      const recorded: DeliveryResult[] = [];
-      let firstFresh: Message | null = null;
-      for (const message of messages) {
-        const result = await this.inbox.receive(tx, message, { gaps });
-        if (result.outcome === "early" || (result.outcome === "conflict" && messages.length > 1)) {
-          throw new NotRecorded();
-        }
-        recorded.push(result);
-        if (result.outcome === "fresh") {
-          firstFresh ??= message;
-          for (const handler of this.#handlersOf(message.type)) {
-            await callHandler(() => handler(message, tx));
-          }
-        }
-      }
-      if (firstFresh !== null) {
-        // The first one: a handler of any later one may have rolled it back.
-        await this.inbox.confirm(tx, firstFresh.deliveryId);
-      }
-      return recorded;
-    });
-    for (const message of messages) {
-      this.#reorderBuffer.received(message.lane, message.sequence);
-    }
-    return results;
-  }
-
-  async #receiveForeign(verified: Verified, body: Uint8Array): Promise<DeliveryResult> {
-    return this.#store.transaction(async (tx) => {
-      const result = await this.inbox.receiveForeign(tx, verified.messageId);
-      const handler = this.#foreignHandler;
-      if (result.outcome === "fresh" && handler !== null) {
-        await callHandler(() => handler(verified, body, tx));
-        await this.inbox.confirm(tx, foreignDeliveryId(verified.messageId));
-      }
-      return result;
-    });
-  }
-
-  #handlersOf(type: string): Handler<Tx>[] {
-    const handlers = this.#handlers.filter(({ pattern }) => pattern.test(type)).map(({ handler }) => handler);
-    if (handlers.length === 0 && !this.#unhandledTypes.has(type) && this.#unhandledTypes.size < UNHANDLED_TYPES_MAX) {
-      this.#unhandledTypes.add(type);
-      this.logger.warn(`no handler for event type ${JSON.stringify(type)}: its events are recorded, not processed`);
-    }
-    return handlers;
   }
 
   /**
@@ -462,207 +343,26 @@ export class Receiver<Tx> {
     return response;
   }
 
-  /** Map the error of a rolled-back request to its response, which never has the message of an unexpected error. */
   #failed(error: unknown, messageId: string): ReceiverResponse {
-    if (error instanceof Refuse) {
-      return responseOf("refused", 422, error.message);
-    }
-    if (error instanceof Busy) {
-      return putOff(error.message, error.retryAfterS);
-    }
-    const condition: DatabaseCondition | null =
-      error instanceof HandlerFailed ? null : this.#store.conditionOf(error);
-    if (condition === "unavailable") {
-      this.logger.error("the database is not available", error);
-      return putOff("the receiver's database is not available", UNAVAILABLE_S);
-    }
-    if (condition === "busy") {
-      this.logger.warn(`the database is busy: ${messageId} is postponed`, error);
-      return putOff("the receiver's database is busy", BUSY_S);
-    }
-    this.logger.error(`delivery ${messageId} was not processed`, error);
-    return responseOf("failed", 500, "the receiver failed");
+    return responseToError(error, this.#transactions.conditionOf(error), messageId, this.logger);
   }
-
-  // ---------------------------------------------------------------------------------------------------- maintenance
-
-  async #createTables(): Promise<void> {
-    this.#ready ??= this.#store.transaction((tx) => this.inbox.create(tx));
-    const ready = this.#ready;
-    try {
-      await ready;
-    } catch (error) {
-      // The next request tries again.
-      if (this.#ready === ready) {
-        this.#ready = null;
-      }
-      throw error;
-    }
-  }
-
-  /** Count received deliveries; true for the first ones and then every EXPIRE_EVERY. */
-  #isTimeToExpire(count: number): boolean {
-    const before = this.#received;
-    this.#received += count;
-    return before === 0 || Math.floor(before / EXPIRE_EVERY) < Math.floor(this.#received / EXPIRE_EVERY);
-  }
-
-  async #expire(): Promise<void> {
-    try {
-      for (let step = 0; step < EXPIRE_STEPS_MAX; step++) {
-        if ((await this.#store.transaction((tx) => this.inbox.expire(tx))) < EXPIRE_ROWS) {
-          break;
-        }
-      }
-    } catch (error) {
-      // The delivery is committed; expired rows are deleted at a later attempt.
-      this.logger.error("expired rows were not deleted", error);
-    }
-  }
-
-  async #logRequest(verified: Verified, response: ReceiverResponse): Promise<void> {
-    try {
-      await this.#store.transaction((tx) => this.inbox.log(tx, requestRow(verified, response)));
-    } catch (error) {
-      this.logger.error("a request was not logged", error);
-    }
-  }
-
-  // ------------------------------------------------------------------------------------------------------- catch-up
 
   /** Compare a checkpoint with the inbox; with the policy `catch_up`, fetch what is missing. */
   async #compare(marks: readonly LaneMark[]): Promise<ReceiverResponse> {
-    const compared = await this.#store.transaction((tx) => this.inbox.compare(tx, marks));
+    const compared = await this.#transactions.run((tx) => this.inbox.compare(tx, marks));
     const fetches = this.#gaps === "catch_up";
     this.#reports.checkpointCompared(compared, fetches);
-    for (const lane of fetches ? compared.missing.keys() : []) {
-      if (this.#fetching.has(lane)) {
-        continue;
-      }
-      this.#fetching.add(lane);
-      try {
-        await this.catchUp(lane);
-      } catch (error) {
-        if (!(error instanceof FetchError)) {
-          throw error;
-        }
-        // The next checkpoint reveals the same missing numbers.
-        this.logger.error(`lane ${lane}: missing deliveries cannot be fetched now: ${error.message}`);
-      } finally {
-        this.#fetching.delete(lane);
-      }
+    if (fetches) {
+      await this.#catchUp.catchUpAfterCheckpoint(compared.missing.keys());
     }
     return responseOf("compared", 200, compared.missing.size > 0 ? "deliveries are missing" : "no delivery is missing");
   }
 
-  async #catchUpLane(
-    source: DeliverySource,
-    lane: string,
-    known: ReadonlyMap<string, StoredLane>,
-  ): Promise<CatchUpResult> {
-    const state = known.get(lane)?.state ?? NEW_LANE;
-    const fetchPage = (after: bigint) => source.page(lane, after);
-    let result = await catchUpLane(lane, state, fetchPage, (request) => this.#processFetched(request));
-    if (result.unavailable.length > 0) {
-      const { unavailable } = result;
-      const marked = await this.#store.transaction((tx) => this.inbox.markUnavailable(tx, lane, unavailable));
-      result = { ...result, unavailable: marked };
+  #requireForeignHandler(): ForeignHandler<Tx> {
+    if (this.#foreignHandler === null) {
+      throw new UsageError("there is no handler for requests of other senders");
     }
-    this.#reports.caughtUp(result);
-    return result;
-  }
-
-  /** Process a fetched delivery; missing ones before it were already requested. */
-  async #processFetched(request: ReceiverRequest): Promise<FetchedOutcome> {
-    const message = this.#readFetched(request);
-    let result: DeliveryResult;
-    try {
-      result = await this.#processOne(message, true);
-    } catch (error) {
-      // The sender has already recorded it as delivered: it will not retry.
-      return this.#failed(error, message.deliveryId).outcome === "refused" ? "refused" : "retryable";
-    }
-    this.#reports.deliveryCommitted(message, result);
-    this.#reports.deliveryFetched(result);
-    return result.outcome === "conflict" ? "refused" : "processed";
-  }
-
-  #readFetched(request: ReceiverRequest): Message {
-    const verified = this.#read(request, true);
-    if ("status" in verified) {
-      throw new FetchError(`the relay's response is refused: ${verified.text}`);
-    }
-    const [message, ...more] = verified.messages;
-    if (message === undefined || more.length > 0) {
-      throw new FetchError("the relay's response is not one delivery");
-    }
-    return message;
-  }
-
-  /**
-   * Fetch the missing deliveries before this one.
-   *
-   * @returns true if it can be processed now; false if the relay has not yet recorded the acknowledgements of the
-   *   deliveries before it.
-   */
-  async #catchUpBefore(message: Message): Promise<boolean> {
-    let caughtUp: CatchUpResult | undefined;
-    try {
-      [caughtUp] = await this.catchUp(message.lane);
-    } catch (error) {
-      if (!(error instanceof FetchError)) {
-        throw error;
-      }
-      this.logger.warn(`sequence ${message.sequence} of ${message.lane} is postponed: ${errorText(error)}`);
-      throw new Busy("the missing deliveries before it cannot be fetched now", { retryAfterS: UNAVAILABLE_S });
-    }
-    if (caughtUp !== undefined && caughtUp.failed !== null) {
-      throw new Busy(`sequence ${caughtUp.failed} of its lane cannot be processed`);
-    }
-    // The relay writes acknowledgements in groups: the newest may not be durable yet.
-    return caughtUp !== undefined && caughtUp.acknowledged >= message.previousSequence;
-  }
-
-  #requireFetch(): DeliverySource {
-    if (this.#fetch === null) {
-      throw new UsageError("fetch: the receiver needs fetch: new FetchClient(url, token)");
-    }
-    return this.#fetch;
-  }
-}
-
-/** The response to one committed delivery; without a message it is a request of another sender. */
-function responseTo(result: DeliveryResult, message?: Message): ReceiverResponse {
-  if (result.outcome === "conflict" && message !== undefined) {
-    // Not 409: receivers use it for a duplicate that they already have.
-    return responseOf("conflict", 422, `sequence ${message.sequence} of ${message.lane} was used by another delivery`);
-  }
-  return result.outcome === "fresh"
-    ? responseOf("processed", 200, "processed")
-    : responseOf("duplicate", 200, "processed before");
-}
-
-/**
- * The response to a batch that stopped at one of its messages: with X-Accepted-Through if messages before it were
- * committed.
- */
-function partialResponse(messages: readonly Message[], at: number, response: ReceiverResponse): ReceiverResponse {
-  const before = messages[at - 1];
-  if (before === undefined) {
-    return response;
-  }
-  return { ...response, headers: { ...response.headers, "X-Accepted-Through": before.sequence.toString() } };
-}
-
-/** Call a handler; a system error becomes HandlerFailed. */
-async function callHandler(call: () => void | Promise<void>): Promise<void> {
-  try {
-    await call();
-  } catch (error) {
-    if (error instanceof Error && "syscall" in error) {
-      throw new HandlerFailed("the handler's own I/O failed", { cause: error });
-    }
-    throw error;
+    return this.#foreignHandler;
   }
 }
 

@@ -66,7 +66,8 @@ export function parseKey(text: string): VerificationKey {
  * @throws UsageError the secret is invalid.
  */
 export function sign(secret: string, messageId: string, timestamp: number, body: Uint8Array | string): string {
-  return `v1,${hmac(parseSecret(secret), [Buffer.from(`${messageId}.${timestamp}.`), Buffer.from(body)]).toString("base64")}`;
+  const signed = [Buffer.from(`${messageId}.${timestamp}.`), Buffer.from(body)];
+  return `v1,${hmac(parseSecret(secret), signed).toString("base64")}`;
 }
 
 /**

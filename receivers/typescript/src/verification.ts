@@ -10,7 +10,8 @@
 import { parseCheckpoint, type LaneMark } from "./checkpoint.js";
 import { MessageError, UsageError } from "./errors.js";
 import { DEFAULT_PREFIX, foldHeaders, parsePrefixes, relayHeaders, type HeadersInput } from "./headers.js";
-import { FORMATS, isDelivery, isDeliveryId, parseMessages, type FormatName, type Message } from "./message.js";
+import { isDeliveryId } from "./message-fields.js";
+import { FORMATS, isDelivery, parseMessages, type FormatName, type Message } from "./message.js";
 import { ATTRIBUTE_HEADERS, CONTENT_TYPE, METADATA_SIGNATURE_HEADER, signedMetadata } from "./metadata.js";
 import {
   ID_HEADER,

@@ -5,16 +5,17 @@
  *     app.use(express.json());
  *
  * The signature covers the raw body. Mount the handler before parsers such as `express.json()`, or keep the raw body
- * for it: `express.json({ verify: keepRawBody })`, or `express.raw({ type: () => true })` on its route.
+ * for it: `express.json({ limit: "1mb", verify: keepRawBody })`. Without `limit`, Express rejects bodies above 100 kB.
  */
 
 import type { IncomingMessage, ServerResponse } from "node:http";
 
-import type { Receiver } from "../receiver.js";
+import type { HttpReceiver } from "../receiver-options.js";
 import { receiveNode, writeNodeResponse } from "./node.js";
 
 const ADVICE =
-  "mount expressHandler() before express.json() and other body parsers, or use express.json({ verify: keepRawBody })";
+  "mount expressHandler() before express.json() and other body parsers, " +
+  'or use express.json({ limit: "1mb", verify: keepRawBody })';
 
 /** A request of Express, as far as the adapter uses it. */
 export interface ExpressRequest extends IncomingMessage {
@@ -27,8 +28,8 @@ export interface ExpressRequest extends IncomingMessage {
  *
  * If a parser has read the body and did not keep it, the response is 500 and a line is logged.
  */
-export function expressHandler<Tx>(
-  receiver: Receiver<Tx>,
+export function expressHandler(
+  receiver: HttpReceiver,
 ): (request: ExpressRequest, response: ServerResponse) => Promise<void> {
   return async (request, response) => {
     const raw = [request.rawBody, request.body].find((each) => each instanceof Uint8Array);

@@ -12,12 +12,12 @@ import { Readable } from "node:stream";
 
 import type { FastifyPluginAsync, FastifyReply } from "fastify";
 
-import type { Receiver } from "../receiver.js";
+import type { HttpReceiver } from "../receiver-options.js";
 import { notPost, type ReceiverResponse } from "../requests.js";
 import { announcesTooMuch, bodyAborted, rawHeaderPairs, readBody, tooLargeAndClose } from "./body.js";
 
 /** Make a plugin that receives deliveries at `/` of its prefix. */
-export function fastifyReceiver<Tx>(receiver: Receiver<Tx>): FastifyPluginAsync {
+export function fastifyReceiver(receiver: HttpReceiver): FastifyPluginAsync {
   return async (instance) => {
     instance.removeAllContentTypeParsers();
     // The handler reads the stream, with the limit of the receiver.

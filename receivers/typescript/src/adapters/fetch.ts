@@ -10,16 +10,16 @@
 
 import { Buffer } from "node:buffer";
 
-import type { Receiver } from "../receiver.js";
+import type { HttpReceiver } from "../receiver-options.js";
 import { notPost, type ReceiverResponse } from "../requests.js";
 import { announcesTooMuch, bodyAborted, bodyLost, tooLargeAndClose } from "./body.js";
 
 /** Make a function from a Web request to its response. It never rejects. */
-export function fetchHandler<Tx>(receiver: Receiver<Tx>): (request: Request) => Promise<Response> {
+export function fetchHandler(receiver: HttpReceiver): (request: Request) => Promise<Response> {
   return async (request) => webResponse(await receive(receiver, request));
 }
 
-async function receive<Tx>(receiver: Receiver<Tx>, request: Request): Promise<ReceiverResponse> {
+async function receive(receiver: HttpReceiver, request: Request): Promise<ReceiverResponse> {
   if (request.method !== "POST") {
     return notPost();
   }

@@ -8,7 +8,7 @@
 
 import type { IncomingMessage, ServerResponse } from "node:http";
 
-import type { Receiver } from "../receiver.js";
+import type { HttpReceiver } from "../receiver-options.js";
 import { notPost, type ReceiverResponse } from "../requests.js";
 import { announcesTooMuch, bodyAborted, bodyLost, rawHeaderPairs, readBody, tooLargeAndClose } from "./body.js";
 
@@ -17,8 +17,8 @@ import { announcesTooMuch, bodyAborted, bodyLost, rawHeaderPairs, readBody, tooL
  *
  * @returns a listener; its promise resolves after the response, and never rejects.
  */
-export function nodeListener<Tx>(
-  receiver: Receiver<Tx>,
+export function nodeListener(
+  receiver: HttpReceiver,
 ): (request: IncomingMessage, response: ServerResponse) => Promise<void> {
   return async (request, response) => {
     const result = await receiveNode(receiver, request, {
@@ -34,8 +34,8 @@ export function nodeListener<Tx>(
  *
  * @param given `body`: the raw body, if it is known already. `advice`: what to change when the body was read before.
  */
-export async function receiveNode<Tx>(
-  receiver: Receiver<Tx>,
+export async function receiveNode(
+  receiver: HttpReceiver,
   request: IncomingMessage,
   given: { body: Uint8Array | null; advice: string },
 ): Promise<ReceiverResponse> {

@@ -12,6 +12,7 @@ import {
   MemoryStore,
   Receiver,
   type FormatName,
+  type HttpReceiver,
   type Message,
   type ReceiverOptions,
 } from "outbox-receiver";
@@ -24,7 +25,7 @@ import pg from "pg";
 
 /** What the server does besides receiving. */
 interface Application {
-  readonly receiver: Receiver<never>;
+  readonly receiver: HttpReceiver & Pick<Receiver<unknown>, "catchUp">;
   processed(): Promise<string[]>;
   close(): Promise<void>;
 }
@@ -63,7 +64,7 @@ function createApplication(): Application {
     const receiver = new Receiver(secrets, new MemoryStore(), options).on("**", (message) => {
       processed.push(message.eventId);
     });
-    return { receiver: receiver as Receiver<never>, processed: async () => processed, close: async () => undefined };
+    return { receiver, processed: async () => processed, close: async () => undefined };
   }
   const pool = new pg.Pool({ connectionString: dsn, max: 10, connectionTimeoutMillis: 5000 });
   pool.on("error", (error) => console.error("an idle connection was lost:", error.message));
@@ -76,7 +77,7 @@ function createApplication(): Application {
     ]);
   });
   return {
-    receiver: receiver as unknown as Receiver<never>,
+    receiver,
     processed: async () => {
       const { rows } = await pool.query<{ event_id: string }>("SELECT event_id FROM effect ORDER BY id");
       return rows.map((row) => row.event_id);

@@ -5,7 +5,7 @@ import { after, test } from "node:test";
 
 import express from "express";
 import fastify from "fastify";
-import { MemoryStore, Receiver } from "outbox-receiver";
+import { MemoryStore, Receiver, type HttpReceiver } from "outbox-receiver";
 import { expressHandler, keepRawBody } from "outbox-receiver/express";
 import { fastifyReceiver } from "outbox-receiver/fastify";
 import { fetchHandler } from "outbox-receiver/fetch";
@@ -43,7 +43,7 @@ async function send(
   });
 }
 
-const adapters: Record<string, (receiver: Receiver<never>) => Promise<number>> = {
+const adapters: Record<string, (receiver: HttpReceiver) => Promise<number>> = {
   node: (receiver) => listen(createServer(nodeListener(receiver))),
   express: (receiver) => {
     const app = express();
@@ -67,7 +67,7 @@ const adapters: Record<string, (receiver: Receiver<never>) => Promise<number>> =
 
 for (const [name, start] of Object.entries(adapters)) {
   test(`${name}: deliveries are processed; other methods and large bodies are rejected`, async () => {
-    const port = await start(newReceiver().receiver as unknown as Receiver<never>);
+    const port = await start(newReceiver().receiver);
     assert.deepEqual(await send(port, request(delivery(1))), [200, "processed\n"]);
     assert.deepEqual(await send(port, { ...request(delivery(2)), chunked: true }), [200, "processed\n"]);
     assert.equal((await send(port, { method: "GET" }))[0], 405);
@@ -82,7 +82,7 @@ for (const [name, start] of Object.entries(adapters)) {
 
 test("a body that arrives in chunks is limited", async () => {
   for (const name of ["node", "express", "fastify"]) {
-    const port = (await adapters[name]?.(newReceiver().receiver as unknown as Receiver<never>)) ?? 0;
+    const port = (await adapters[name]?.(newReceiver().receiver)) ?? 0;
     const large = { ...request(delivery(1)), body: Buffer.alloc(3000), chunked: true };
     assert.equal((await send(port, large))[0], 413, name);
   }

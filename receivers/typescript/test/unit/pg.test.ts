@@ -111,6 +111,13 @@ test("a connection that is lost, and a lock that is not granted, are postponed",
   await nowhere.end();
 });
 
+test("an error of the handler's own connections is not one of the database", { skip }, async () => {
+  const { receiver } = await receiverWith(async () => {
+    await fetch("http://127.0.0.1:1/");
+  });
+  assert.equal((await receiver.handle(request(delivery(1)))).status, 500);
+});
+
 test("a role that cannot create tables uses existing ones", { skip }, async () => {
   const { receiver, schema } = await receiverWith(insert);
   const role = `${schema}_role`;
