@@ -1,0 +1,3 @@
+module github.com/outbox-relay/receiver-go
+
+go 1.19

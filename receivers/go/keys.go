@@ -1,0 +1,107 @@
+package receiver
+
+import (
+	"crypto/ed25519"
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"math/big"
+	"strings"
+)
+
+const (
+	secretPrefix    = "whsec_"
+	publicKeyPrefix = "whpk_"
+	secretBytesMin  = 24
+	secretBytesMax  = 64
+)
+
+// verificationKey is a shared secret (HMAC) or a public key (Ed25519).
+type verificationKey struct {
+	secret []byte
+	public ed25519.PublicKey
+}
+
+func (k verificationKey) version() string {
+	if k.public != nil {
+		return versionEd25519
+	}
+	return versionHMAC
+}
+
+// parseKey decodes `whsec_…` or `whpk_…`.  Its errors never contain the text.
+func parseKey(text string) (verificationKey, error) {
+	text = strings.TrimSpace(text)
+	if strings.HasPrefix(text, publicKeyPrefix) {
+		public, err := parsePublicKey(text)
+		return verificationKey{public: public}, err
+	}
+	if !strings.HasPrefix(text, secretPrefix) {
+		return verificationKey{}, fmt.Errorf(
+			"receiver: secret: must start with %q, followed by %d to %d bytes in base64, or with %q",
+			secretPrefix, secretBytesMin, secretBytesMax, publicKeyPrefix)
+	}
+	secret, err := decodeUnpadded(strings.TrimPrefix(text, secretPrefix))
+	if err != nil {
+		return verificationKey{}, fmt.Errorf("receiver: secret: what follows %q is not base64", secretPrefix)
+	}
+	if len(secret) < secretBytesMin || len(secret) > secretBytesMax {
+		return verificationKey{}, fmt.Errorf("receiver: secret: must hold %d to %d bytes, not %d",
+			secretBytesMin, secretBytesMax, len(secret))
+	}
+	return verificationKey{secret: secret}, nil
+}
+
+func parsePublicKey(text string) (ed25519.PublicKey, error) {
+	key, err := decodeUnpadded(strings.TrimPrefix(text, publicKeyPrefix))
+	if err != nil || len(key) != ed25519.PublicKeySize {
+		return nil, fmt.Errorf("receiver: key: must be %q, followed by %d bytes in base64",
+			publicKeyPrefix, ed25519.PublicKeySize)
+	}
+	if hasSmallOrder(key) {
+		return nil, errors.New("receiver: key: this public key has small order, so anybody can forge signatures")
+	}
+	return key, nil
+}
+
+// smallOrderY has the points of small order by their y coordinate, in all encodings, canonical or
+// not; the sign bit is ignored.  RFC 8032, section 5.1.7, leaves this check to applications, and
+// crypto/ed25519 does not make it.
+var smallOrderY = func() []*big.Int {
+	prime := new(big.Int).Sub(new(big.Int).Lsh(big.NewInt(1), 255), big.NewInt(19))
+	order8, _ := new(big.Int).SetString(
+		"7a03ac9277fdc74ec6cc392cfa53202a0f67100d760b3cba4fd84d3d706a17c7", 16)
+	one := big.NewInt(1)
+	return []*big.Int{
+		new(big.Int), one, new(big.Int).Sub(prime, one), prime, new(big.Int).Add(prime, one),
+		order8, new(big.Int).Sub(prime, order8),
+	}
+}()
+
+func hasSmallOrder(key []byte) bool {
+	bigEndian := make([]byte, len(key))
+	for i, b := range key {
+		bigEndian[len(key)-1-i] = b
+	}
+	bigEndian[0] &= 0x7f
+	y := new(big.Int).SetBytes(bigEndian)
+	for _, each := range smallOrderY {
+		if y.Cmp(each) == 0 {
+			return true
+		}
+	}
+	return false
+}
+
+// decodeUnpadded decodes base64 with or without padding: tools print secrets in both forms.
+func decodeUnpadded(text string) ([]byte, error) {
+	return decodeBase64(text + strings.Repeat("=", (4-len(text)%4)%4))
+}
+
+func decodeBase64(text string) ([]byte, error) {
+	// The decoder of the standard library ignores line breaks.
+	if strings.ContainsAny(text, "\r\n") {
+		return nil, errors.New("line break in base64")
+	}
+	return base64.StdEncoding.DecodeString(text)
+}
