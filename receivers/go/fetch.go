@@ -67,10 +67,13 @@ type DeliverySource interface {
 // It returns complete deliveries with new signatures, so that each is verified and processed like
 // one that was sent; the listener need not be trusted.
 type FetchClient struct {
-	url     string
-	token   string
-	timeout time.Duration
-	client  *http.Client
+	url string
+	// name is the URL without its password, for errors.
+	name string
+	// authorization is a function, because printing a client must not show the token.
+	authorization func() string
+	timeout       time.Duration
+	client        *http.Client
 }
 
 // FetchOptions are the options of [NewFetchClient]; the zero value has the defaults.
@@ -99,7 +102,8 @@ func NewFetchClient(baseURL, token string, options FetchOptions) (*FetchClient, 
 		return nil, fmt.Errorf("receiver: fetch: the time-out must not be negative, as %s", options.Timeout)
 	}
 	return &FetchClient{
-		url: strings.TrimRight(baseURL, "/"), token: token, timeout: options.Timeout,
+		url: strings.TrimRight(baseURL, "/"), name: parsed.Redacted(), timeout: options.Timeout,
+		authorization: func() string { return "Bearer " + token },
 		client: &http.Client{
 			// Redirects would send the token to another host.
 			CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
@@ -222,8 +226,12 @@ func (c *FetchClient) getOnce(ctx context.Context, path string, query url.Values
 	ctx, cancel := context.WithTimeout(ctx, c.timeout)
 	defer cancel()
 	unreachable := func(err error) ([]byte, time.Duration, error) {
+		var ofURL *url.Error
+		if errors.As(err, &ofURL) {
+			err = ofURL.Err
+		}
 		return nil, -1, &FetchError{
-			text:  oneLine(fmt.Sprintf("the relay at %s cannot be reached: %v", c.url, err)),
+			text:  oneLine(fmt.Sprintf("the relay at %s cannot be reached: %v", c.name, err)),
 			cause: err,
 		}
 	}
@@ -231,7 +239,7 @@ func (c *FetchClient) getOnce(ctx context.Context, path string, query url.Values
 	if err != nil {
 		return unreachable(err)
 	}
-	request.Header.Set("Authorization", "Bearer "+c.token)
+	request.Header.Set("Authorization", c.authorization())
 	request.Header.Set("Accept", "application/json")
 	response, err := c.client.Do(request)
 	if err != nil {
@@ -239,14 +247,14 @@ func (c *FetchClient) getOnce(ctx context.Context, path string, query url.Values
 	}
 	defer response.Body.Close()
 	if response.StatusCode != http.StatusOK {
-		return nil, retryAfter(response), cannotFetch("the relay at %s responded: %s", c.url, problemOf(response))
+		return nil, retryAfter(response), cannotFetch("the relay at %s responded: %s", c.name, problemOf(response))
 	}
 	body, err := io.ReadAll(io.LimitReader(response.Body, fetchResponseBytesMax+1))
 	if err != nil {
 		return unreachable(err)
 	}
 	if len(body) > fetchResponseBytesMax {
-		return nil, -1, cannotFetch("the relay at %s responded with more than %d bytes", c.url, fetchResponseBytesMax)
+		return nil, -1, cannotFetch("the relay at %s responded with more than %d bytes", c.name, fetchResponseBytesMax)
 	}
 	return body, -1, nil
 }

@@ -76,22 +76,3 @@ func foldHeaders(header http.Header, names map[string]bool) (map[string]string, 
 	}
 	return folded, nil
 }
-
-// signedMetadata returns what webhook-metadata-signature signs: lines of `name:value`, without the
-// headers that are absent.  It cannot be the signature of a body, where a number follows the id.
-func signedMetadata(headers map[string]string, prefix string, signed signedRequest) []byte {
-	var lines []string
-	add := func(name, header string) {
-		if value, found := headers[header]; found {
-			lines = append(lines, name+":"+value)
-		}
-	}
-	add(contentTypeHeader, contentTypeHeader)
-	for _, name := range metadataNames {
-		add(name, strings.ToLower(prefix)+name)
-	}
-	for _, name := range attributeNames {
-		add(attributePrefix+name, attributePrefix+name)
-	}
-	return []byte(fmt.Sprintf("metadata.%s.%d.%s", signed.id, signed.timestamp, strings.Join(lines, "\n")))
-}

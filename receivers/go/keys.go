@@ -18,11 +18,12 @@ const (
 
 // verificationKey is a shared secret (HMAC) or a public key (Ed25519).
 type verificationKey struct {
-	secret []byte
+	// secret is a function, because printing a receiver must not show it.
+	secret func() []byte
 	public ed25519.PublicKey
 }
 
-func (k verificationKey) version() string {
+func (k *verificationKey) version() string {
 	if k.public != nil {
 		return versionEd25519
 	}
@@ -30,26 +31,29 @@ func (k verificationKey) version() string {
 }
 
 // parseKey decodes `whsec_…` or `whpk_…`.  Its errors never contain the text.
-func parseKey(text string) (verificationKey, error) {
+func parseKey(text string) (*verificationKey, error) {
 	text = strings.TrimSpace(text)
 	if strings.HasPrefix(text, publicKeyPrefix) {
 		public, err := parsePublicKey(text)
-		return verificationKey{public: public}, err
+		if err != nil {
+			return nil, err
+		}
+		return &verificationKey{public: public}, nil
 	}
 	if !strings.HasPrefix(text, secretPrefix) {
-		return verificationKey{}, fmt.Errorf(
+		return nil, fmt.Errorf(
 			"receiver: secret: must start with %q, followed by %d to %d bytes in base64, or with %q",
 			secretPrefix, secretBytesMin, secretBytesMax, publicKeyPrefix)
 	}
 	secret, err := decodeUnpadded(strings.TrimPrefix(text, secretPrefix))
 	if err != nil {
-		return verificationKey{}, fmt.Errorf("receiver: secret: what follows %q is not base64", secretPrefix)
+		return nil, fmt.Errorf("receiver: secret: what follows %q is not base64", secretPrefix)
 	}
 	if len(secret) < secretBytesMin || len(secret) > secretBytesMax {
-		return verificationKey{}, fmt.Errorf("receiver: secret: must hold %d to %d bytes, not %d",
+		return nil, fmt.Errorf("receiver: secret: must hold %d to %d bytes, not %d",
 			secretBytesMin, secretBytesMax, len(secret))
 	}
-	return verificationKey{secret: secret}, nil
+	return &verificationKey{secret: func() []byte { return secret }}, nil
 }
 
 func parsePublicKey(text string) (ed25519.PublicKey, error) {

@@ -212,6 +212,10 @@ func (r *Receiver) serve(w http.ResponseWriter, request *http.Request) Response 
 	read := Request{Method: request.Method, Header: request.Header}
 	if request.Method == http.MethodPost {
 		bytesMax := r.options.BodyBytesMax
+		if request.Body == nil {
+			// Only a server guarantees that there is one.
+			request.Body = http.NoBody
+		}
 		body, err := io.ReadAll(http.MaxBytesReader(w, request.Body, bytesMax))
 		var exceeds *http.MaxBytesError
 		if errors.As(err, &exceeds) {

@@ -48,7 +48,7 @@ type signedRequest struct {
 // verifyBody verifies that one of the keys signed the body within the tolerance.
 //
 // Signatures of versions without a key are ignored, as the specification requires.
-func verifyBody(headers map[string]string, body []byte, keys []verificationKey, now time.Time,
+func verifyBody(headers map[string]string, body []byte, keys []*verificationKey, now time.Time,
 	tolerance time.Duration) (signedRequest, error) {
 	for _, name := range []string{idHeader, timestampHeader, signatureHeader} {
 		if headers[name] == "" {
@@ -98,7 +98,7 @@ func checkAge(signedAt, now time.Time, tolerance time.Duration) error {
 }
 
 // verifyText verifies that one of the keys signed a text besides the body.
-func verifyText(header, signatures string, signed []byte, keys []verificationKey) error {
+func verifyText(header, signatures string, signed []byte, keys []*verificationKey) error {
 	candidates, err := parseSignatures(header, signatures, keys)
 	if err != nil {
 		return err
@@ -107,7 +107,7 @@ func verifyText(header, signatures string, signed []byte, keys []verificationKey
 }
 
 // parseSignatures returns the signatures by version, for versions with a key.
-func parseSignatures(header, text string, keys []verificationKey) (map[string][]string, error) {
+func parseSignatures(header, text string, keys []*verificationKey) (map[string][]string, error) {
 	signatures := strings.Split(text, " ")
 	if len(signatures) > signaturesMax {
 		return nil, headerError(ErrMalformedHeader, header,
@@ -142,7 +142,7 @@ func parseSignatures(header, text string, keys []verificationKey) (map[string][]
 	return byVersion, nil
 }
 
-func requireMatch(signed []byte, candidates map[string][]string, keys []verificationKey) error {
+func requireMatch(signed []byte, candidates map[string][]string, keys []*verificationKey) error {
 	matches := 0
 	for _, key := range keys {
 		// No early exit: the duration must not reveal which secret matched.
@@ -155,7 +155,7 @@ func requireMatch(signed []byte, candidates map[string][]string, keys []verifica
 			}
 			continue
 		}
-		mac := hmac.New(sha256.New, key.secret)
+		mac := hmac.New(sha256.New, key.secret())
 		mac.Write(signed)
 		expected := []byte(base64.StdEncoding.EncodeToString(mac.Sum(nil)))
 		for _, candidate := range candidates[versionHMAC] {

@@ -43,7 +43,7 @@ type VerifierOptions struct {
 
 // Verifier verifies requests with a fixed set of keys.  It is safe for concurrent use.
 type Verifier struct {
-	keys           []verificationKey
+	keys           []*verificationKey
 	prefixes       []string
 	formats        map[Format]bool
 	fetchedFormats map[Format]bool
