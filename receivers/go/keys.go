@@ -63,7 +63,7 @@ func parsePublicKey(text string) (ed25519.PublicKey, error) {
 			publicKeyPrefix, ed25519.PublicKeySize)
 	}
 	if hasSmallOrder(key) {
-		return nil, errors.New("receiver: key: this public key has small order, so anybody can forge signatures")
+		return nil, errors.New("receiver: key: this public key has small order, so signatures can be forged without a private key")
 	}
 	return key, nil
 }
@@ -73,8 +73,10 @@ func parsePublicKey(text string) (ed25519.PublicKey, error) {
 // crypto/ed25519 does not make it.
 var smallOrderY = func() []*big.Int {
 	prime := new(big.Int).Sub(new(big.Int).Lsh(big.NewInt(1), 255), big.NewInt(19))
-	order8, _ := new(big.Int).SetString(
-		"7a03ac9277fdc74ec6cc392cfa53202a0f67100d760b3cba4fd84d3d706a17c7", 16)
+	order8 := new(big.Int)
+	for _, word := range []uint64{0x7a03ac9277fdc74e, 0xc6cc392cfa53202a, 0x0f67100d760b3cba, 0x4fd84d3d706a17c7} {
+		order8.Or(order8.Lsh(order8, 64), new(big.Int).SetUint64(word))
+	}
 	one := big.NewInt(1)
 	return []*big.Int{
 		new(big.Int), one, new(big.Int).Sub(prime, one), prime, new(big.Int).Add(prime, one),

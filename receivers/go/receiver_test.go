@@ -257,7 +257,7 @@ func TestInvalidArguments(t *testing.T) {
 		"prefix": {HeaderPrefixes: []string{"webhook-"}}, "format": {Formats: []Format{"xml"}},
 		"limit": {InFlightMax: -1}, "gaps": {Gaps: GapsCatchUp},
 	} {
-		if _, err := New([]string{testSecret}, store, options); err == nil {
+		if _, err := New([]string{testKey}, store, options); err == nil {
 			t.Errorf("%s is no error", name)
 		}
 	}

@@ -16,9 +16,9 @@ import (
 )
 
 const (
-	testSecret  = "whsec_dGVzdGluZyBvbmx5LCBub3QgYSBzZWNyZXQ="
-	otherSecret = "whsec_YSBzZWNyZXQgdGhhdCBub2JvZHkgaGFzLi4u"
-	testLane    = "6f1c2a349d55-1-0"
+	testKey  = secretPrefix + "dGVzdGluZyBvbmx5LCBub3QgYSBzZWNyZXQ="
+	otherKey = secretPrefix + "QSBzZWNyZXQgdGhhdCBub2JvZHkgaGFzLg=="
+	testLane = "6f1c2a349d55-1-0"
 )
 
 var testTime = time.Unix(1_770_000_000, 0)
@@ -41,7 +41,7 @@ func sign(header http.Header, body []byte, at time.Time) {
 	timestamp := strconv.FormatInt(at.Unix(), 10)
 	header.Set(timestampHeader, timestamp)
 	signed := append([]byte(header.Get(idHeader)+"."+timestamp+"."), body...)
-	header.Set(signatureHeader, hmacSignature(testSecret, signed))
+	header.Set(signatureHeader, hmacSignature(testKey, signed))
 }
 
 func deliveryID(sequence int64) string {
@@ -126,7 +126,7 @@ func newTestReceiver(t *testing.T, options Options) (*Receiver, *bytes.Buffer) {
 	written := &bytes.Buffer{}
 	options.Clock = testClock
 	options.Logger = log.New(written, "", 0)
-	r, err := New([]string{testSecret}, store, options)
+	r, err := New([]string{testKey}, store, options)
 	if err != nil {
 		t.Fatal(err)
 	}

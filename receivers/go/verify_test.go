@@ -3,6 +3,7 @@ package receiver
 import (
 	"crypto/ed25519"
 	"encoding/base64"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"math"
@@ -18,7 +19,7 @@ func testVerifier(t *testing.T, options VerifierOptions, secrets ...string) *Ver
 		options.Clock = testClock
 	}
 	if len(secrets) == 0 {
-		secrets = []string{testSecret}
+		secrets = []string{testKey}
 	}
 	v, err := NewVerifier(secrets, options)
 	if err != nil {
@@ -43,7 +44,7 @@ func TestSignatureErrors(t *testing.T) {
 		"no number":        {func(h http.Header) { h.Set(timestampHeader, "1e9") }, ErrMalformedHeader},
 		"no version known": {func(h http.Header) { h.Set(signatureHeader, "v9,AAAA") }, ErrMalformedHeader},
 		"33 signatures":    {func(h http.Header) { h.Set(signatureHeader, strings.Repeat("v1,a ", 33)) }, ErrMalformedHeader},
-		"another secret":   {func(h http.Header) { h.Set(signatureHeader, hmacSignature(otherSecret, nil)) }, ErrSignatureMismatch},
+		"another secret":   {func(h http.Header) { h.Set(signatureHeader, hmacSignature(otherKey, nil)) }, ErrSignatureMismatch},
 		"half a signature": {func(h http.Header) { h.Set(signatureHeader, h.Get(signatureHeader)[:20]) }, ErrSignatureMismatch},
 		"changed id":       {func(h http.Header) { h.Set(idHeader, "msg_1") }, ErrSignatureMismatch},
 	} {
@@ -82,8 +83,8 @@ func TestPublicKeys(t *testing.T) {
 	request := event(1).request()
 	signed := append([]byte(request.Header.Get(idHeader)+".1770000000."), request.Body...)
 	request.Header.Set(signatureHeader, "v1a,"+base64.StdEncoding.EncodeToString(ed25519.Sign(private, signed)))
-	for _, secrets := range [][]string{{key}, {testSecret, key}} {
-		if _, err := testVerifier(t, VerifierOptions{}, secrets...).Verify(request.Header, request.Body); err != nil {
+	for _, keys := range [][]string{{key}, {testKey, key}} {
+		if _, err := testVerifier(t, VerifierOptions{}, keys...).Verify(request.Header, request.Body); err != nil {
 			t.Error(err)
 		}
 	}
@@ -94,11 +95,19 @@ func TestPublicKeys(t *testing.T) {
 }
 
 func TestInvalidSecretsAreNotInErrors(t *testing.T) {
+	// Two points of small order, of libsodium's list.
+	for _, order8 := range []string{"26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05",
+		"c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a"} {
+		point, err := hex.DecodeString(order8)
+		if err != nil || !hasSmallOrder(point) {
+			t.Errorf("%s has small order", order8)
+		}
+	}
 	zero := publicKeyPrefix + base64.StdEncoding.EncodeToString(make([]byte, 32))
-	for _, secret := range []string{"", "topsecret", "whsec_topsecret", "whsec_!", "whpk_topsecret", zero} {
-		_, err := NewVerifier([]string{secret}, VerifierOptions{})
+	for _, text := range []string{"", "topsecret", "whsec_topsecret", "whsec_!", "whpk_topsecret", zero} {
+		_, err := NewVerifier([]string{text}, VerifierOptions{})
 		if err == nil || strings.Contains(err.Error(), "topsecret") {
-			t.Errorf("%q: %v", secret, err)
+			t.Errorf("%q: %v", text, err)
 		}
 	}
 	if _, err := NewVerifier(nil, VerifierOptions{}); err == nil {
@@ -109,10 +118,10 @@ func TestInvalidSecretsAreNotInErrors(t *testing.T) {
 func TestPrintingShowsNoSecret(t *testing.T) {
 	r, _ := newTestReceiver(t, Options{Fetch: fetchFrom(t, http.NotFoundHandler(), "secrettoken")})
 	for _, format := range []string{"%v", "%+v", "%#v", "%s"} {
-		text := fmt.Sprintf(format, r) + fmt.Sprintf(format, r.options.Fetch) + fmt.Sprintf(format, r.verifier)
-		for _, secret := range []string{"secrettoken", "testing only", "116 101 115 116", "0x74, 0x65, 0x73, 0x74", testSecret} {
-			if strings.Contains(text, secret) {
-				t.Errorf("%s shows %q", format, secret)
+		printed := fmt.Sprintf(format, r) + fmt.Sprintf(format, r.options.Fetch) + fmt.Sprintf(format, r.verifier)
+		for _, text := range []string{"secrettoken", "testing only", "116 101 115 116", "0x74, 0x65, 0x73, 0x74", testKey} {
+			if strings.Contains(printed, text) {
+				t.Errorf("%s shows %q", format, text)
 			}
 		}
 	}
@@ -198,7 +207,7 @@ func rawRequest(prefix string) Request {
 	text := "metadata." + deliveryID(2) + ".1770000000.content-type:application/json\ndelivery:" + deliveryID(2) +
 		"\nevent:order.paid\nevent-id:event-2\nevent-time:2026-01-31T12:00:00.000001Z\nevent-key:100%25 %C3%A9" +
 		"\nlane:" + testLane + "\nsequence:2\nprevious-sequence:1\nreplay-of:a/b/7"
-	header.Set(metadataSignatureHeader, hmacSignature(testSecret, []byte(text)))
+	header.Set(metadataSignatureHeader, hmacSignature(testKey, []byte(text)))
 	return Request{Method: http.MethodPost, Header: header, Body: body}
 }
 
