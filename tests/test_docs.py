@@ -71,6 +71,13 @@ INDEX = DOCS + "README.md"
 NOT_RUN_MAX = 9
 """How many examples may have a reason not to run."""
 
+RECEIVERS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in (ROOT / "receivers").glob("**/*.md")
+    if "node_modules" not in path.parts
+)
+"""Documents of the packages in other languages; tests/receivers follows them."""
+
 GENERATED = {f"{DOCS}reference/{name}" for name in PAGES}
 
 
@@ -532,7 +539,7 @@ def anchors(document: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
+@pytest.mark.parametrize("document", [*DOCUMENTS, *RECEIVERS])
 def test_the_links_of_a_document_lead_somewhere(document: str) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", without_code(read(document))):
         if link.startswith(("http://", "https://")):
@@ -545,7 +552,8 @@ def test_the_links_of_a_document_lead_somewhere(document: str) -> None:
 
 
 def test_the_index_has_every_document() -> None:
-    linked = set(re.findall(r"\]\(([^)#]+\.md)\)", read(INDEX))) - {"../../README.md"}
+    links = re.findall(r"\]\(([^)#]+\.md)\)", read(INDEX))
+    linked = {each for each in links if not each.startswith("../../")}
     assert {DOCS + each for each in linked} == {
         each for each in DOCUMENTS if each.startswith(DOCS) and each != INDEX
     }

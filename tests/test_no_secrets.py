@@ -64,12 +64,13 @@ NONE: dict[str, tuple[str, ...]] = {
         "secret", "password", "it\\\\", "whsec_", "whsec_!", "whsec_x", "obkey_",
         "Known by its form", "whsec_…", "whpk_…", "whsec_…` (HMAC), or `whsk_…",
         "whsec_…` or (Ed25519) `whsk_…", "SELECT key, count FROM count_secrets_by_key()",
-        "BEGIN PRIVATE KEY", "a relay has no signing secret of its own",
+        "BEGIN PRIVATE KEY", "a relay has no signing secret of its own", "string",
+        "whsec_…`, or public key, `whpk_…",
     ),
     "what a test looks for where it must not be": (
         "pw", "hunter2", "Bearer hunter2", "canaryproxypassword",
         "hunter2xyz", "Zq9vX2kPw", "4711-secret", "4711-do-not-tell",
-        "p%zz{SECRET}", "{SECRET}%00", "{SECRET}\\udcff", "%ff{SECRET}",
+        "s3cr3t-token", "p%zz{SECRET}", "{SECRET}%00", "{SECRET}\\udcff", "%ff{SECRET}",
     ),
     "a point of small order, which libsodium lists": (
         "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05",
@@ -78,6 +79,8 @@ NONE: dict[str, tuple[str, ...]] = {
     "a test's own, and says so in clear": (
         "dGVzdGluZyBvbmx5LCBub3QgYSBzZWNyZXQ=",
         "QSBzZWNyZXQgdGhhdCBub2JvZHkgaGFzLg==",
+        "whsec_dGVzdGluZyBvbmx5LCBub3QgYSBzZWNyZXQ=",
+        "whsec_YW5vdGhlciBzZWNyZXQgZm9yIHRlc3Rpbmc=",
         "whsec_c2ltdWxhdGVkIHNlY3JldCBvZiAzMiBieXRlcw==",
         "obx_AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8",
     ),
