@@ -52,6 +52,23 @@ func TestLaneOrder(t *testing.T) {
 	}
 }
 
+func TestMissingNumbersMayBeDeclaredAsHoles(t *testing.T) {
+	order := NewLaneOrder(LaneState{}, true)
+	observe(t, order, 1, 0)
+	observe(t, order, 5, 4)
+	seen := observe(t, order, 8, 3)
+	if want := (Observation{Kind: OrderInOrder, Holes: []Range{{4, 4}, {6, 7}}}); !reflect.DeepEqual(seen, want) {
+		t.Errorf("%+v", seen)
+	}
+	want := LaneState{High: 8, Missing: []Range{{2, 3}}, Holes: []Range{{4, 4}, {6, 7}}}
+	if state := order.State(); !state.equal(want) {
+		t.Errorf("%+v", state)
+	}
+	if seen := observe(t, order, 3, 1); !equalRanges(seen.Holes, []Range{{2, 2}}) {
+		t.Errorf("late: %+v", seen)
+	}
+}
+
 func TestLaneEnds(t *testing.T) {
 	order := NewLaneOrder(LaneState{}, true)
 	observe(t, order, 5, 4)

@@ -162,7 +162,11 @@ func TestInFlightMax(t *testing.T) {
 	})
 	done := make(chan Response)
 	go func() { done <- r.Process(context.Background(), event(1).request()) }()
-	<-began
+	select {
+	case <-began:
+	case response := <-done:
+		t.Fatalf("%+v", response)
+	}
 	response := process(t, r, event(1).request(), 503)
 	if response.Header.Get("Retry-After") != "1" || response.Text != "1 requests are being processed" {
 		t.Errorf("%+v", response)
