@@ -87,13 +87,14 @@ func TestLaneEnds(t *testing.T) {
 
 func TestLargestSequence(t *testing.T) {
 	order := NewLaneOrder(LaneState{}, true)
-	if missing := order.ApplyCheckpoint(math.MaxInt64, nil); !equalRanges(missing, []Range{{1, math.MaxInt64}}) {
+	observe(t, order, 2, 1)
+	if missing := order.ApplyCheckpoint(math.MaxInt64, nil); !equalRanges(missing, []Range{{3, math.MaxInt64}}) {
 		t.Errorf("%v", missing)
 	}
 	if seen := observe(t, order, math.MaxInt64, math.MaxInt64-1); seen.Kind != OrderOld {
 		t.Errorf("%+v", seen)
 	}
-	if before := order.missingBefore(math.MaxInt64 - 1); !equalRanges(before, []Range{{1, math.MaxInt64 - 1}}) {
+	if before := order.missingBefore(math.MaxInt64 - 1); !equalRanges(before, []Range{{1, 1}, {3, math.MaxInt64 - 1}}) {
 		t.Errorf("%v", before)
 	}
 	if _, err := order.Observe(3, 3, false); err == nil {
