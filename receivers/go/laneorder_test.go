@@ -91,6 +91,9 @@ func TestLargestSequence(t *testing.T) {
 	if missing := order.ApplyCheckpoint(math.MaxInt64, nil); !equalRanges(missing, []Range{{3, math.MaxInt64}}) {
 		t.Errorf("%v", missing)
 	}
+	if state := order.State(); !equalRanges(state.Missing, []Range{{1, 1}, {3, math.MaxInt64}}) {
+		t.Errorf("%+v", state)
+	}
 	if seen := observe(t, order, math.MaxInt64, math.MaxInt64-1); seen.Kind != OrderOld {
 		t.Errorf("%+v", seen)
 	}
