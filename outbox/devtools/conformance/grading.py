@@ -174,7 +174,7 @@ class _Receiver:
             return None
         try:
             async with self._client.get(self._processed_url, allow_redirects=False) as response:
-                events: Any = orjson.loads(await response.content.read(PROCESSED_BYTES_MAX))
+                events: Any = orjson.loads(await _read(response))
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             raise CannotRun(f"{self._processed_url} cannot be read: {error}") from None
         if not isinstance(events, list) or not all(isinstance(each, str) for each in events):
@@ -221,6 +221,20 @@ def _response_error(expected: ExpectedResponse, response: int | str) -> str | No
             if not 400 <= response < 500:
                 return f"expected 4xx, got {response}"
     return None
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    """The whole body, which may arrive in parts.
+
+    Raises:
+        ValueError: it is too large.
+    """
+    body = bytearray()
+    async for part in response.content.iter_any():
+        body += part
+        if len(body) > PROCESSED_BYTES_MAX:
+            raise ValueError(f"larger than {PROCESSED_BYTES_MAX} bytes")
+    return bytes(body)
 
 
 def _processing_error(case: ConformanceCase, processed: Sequence[str]) -> str | None:

@@ -41,8 +41,16 @@ def all_cases(**which: Any) -> tuple[ConformanceCase, ...]:
 
 @contextlib.asynccontextmanager
 async def shop(handler: Any, processed: list[str]) -> AsyncIterator[str]:
-    async def selected(_: web.Request) -> web.Response:
-        return web.Response(body=orjson.dumps(processed))
+    async def selected(request: web.Request) -> web.StreamResponse:
+        # In parts, as a server of another language may send it.
+        body = orjson.dumps(processed)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for at in range(0, len(body), 1000):
+            await response.write(body[at : at + 1000])
+            await asyncio.sleep(0)
+        await response.write_eof()
+        return response
 
     app = web.Application(client_max_size=30 * 1024 * 1024)
     app.router.add_get("/processed", selected)
