@@ -14,6 +14,7 @@ from tests.page.browser import visiting
 from tests.page.shop import shop
 from tests.support.api import make_token, serving
 from tests.support.relay import REFUSED, Network, add_endpoint, fetchval, publish, running
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from tests.support.postgres import Database
@@ -297,6 +298,8 @@ async def test_event_data_is_never_rendered_as_html(database: Database) -> None:
         running(database, Network(lambda _: REFUSED)),
     ):
         await publish(database, {"x": trap}, type="order.paid", key=trap)
+        # A list is loaded once.
+        await until(lambda: fetchval(database, "SELECT count(*) = 1 FROM dead_letter"))
         await visitor.sign_in(secret)
         for place in ("overview", "endpoints", "dead-letters", "dead-letter/1", "events"):
             await visitor.open(place)
