@@ -184,7 +184,7 @@ async def _call(payload: Callable[[], Any], driver: Driver) -> Any:
     raise UsageError("payload: a coroutine cannot be computed here; use a function")
 
 
-def _too_large(size: int | str, size_max: int | str, *, is_json: bool = True) -> InvalidEvent:
+def _too_large(size: int | str, size_max: int | str, *, is_json: bool) -> InvalidEvent:
     what = "bytes as JSON" if is_json else "bytes"
     return InvalidEvent("payload", f"{size} {what}, the limit is {size_max}")
 

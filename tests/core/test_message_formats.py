@@ -322,7 +322,7 @@ def test_the_attributes_of_a_cloud_event(key: str | None, attributes: dict[str, 
     delivery = Delivery(
         UUID(int=7), "lane-1-0", 2**40, 1, 9, UUID(int=8), "order.paid", "acme", key,
         datetime(2026, 1, 31, 12, tzinfo=UTC), None, b'{"a": 1}', b'{"traceparent": "00-a-b-01"}',
-        ("lane-1-1", 3), 4,
+        replay_of=("lane-1-1", 3), backfill_id=4,
     )  # fmt: skip
     headers, body = sent(delivery, "cloudevents", lane_ends=True)
     assert dict(headers)["Content-Type"] == "application/cloudevents+json; charset=utf-8"

@@ -70,9 +70,8 @@ def inline_deliveries(
             seq,
             batch,
             outbox_id,
-            *content[:-1],
+            *content,
             committed_after=committed_after,
-            content_type=content.content_type,
         )
         by_lane.setdefault(lane_id, []).append(delivery)
     return by_lane

@@ -62,14 +62,14 @@ class Delivery(NamedTuple):
     """JSON text, or any bytes if there is a content type."""
     headers: bytes | None
     """JSON text of an object of strings."""
+    content_type: str | None = None
+    """Of a payload that is not JSON; None: it is JSON."""
     replay_of: tuple[str, int] | None = None
     """For the replay of a dead letter: the lane and sequence that it replaces."""
     backfill_id: int | None = None
     """The backfill that sends the event again, with its own X-Delivery."""
     committed_after: datetime | None = None
     """A lower bound of the commit time; None: not known."""
-    content_type: str | None = None
-    """Of a payload that is not JSON; None: it is JSON."""
 
     @property
     def delivery_id(self) -> UUID:

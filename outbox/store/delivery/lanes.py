@@ -350,10 +350,10 @@ def build_delivery(lane: LaneIdentity, row: Any) -> Delivery:
             None if expires_at is None else utc_time(expires_at),
             payload,
             None if headers is None else headers.encode(),
+            content_type,
             replay_of,
             backfill_id,
             None if committed_after is None else utc_time(committed_after),
-            content_type,
         )
     )
 

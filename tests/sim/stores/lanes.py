@@ -265,9 +265,9 @@ def build_delivery(
         None if given.again else event.expires_at,
         event.payload.encode(),
         None,
-        _replay_of(db, tx, given),
-        given.backfill_id,
-        committed_after,
+        replay_of=_replay_of(db, tx, given),
+        backfill_id=given.backfill_id,
+        committed_after=committed_after,
     )
 
 
