@@ -22,8 +22,30 @@ export async function readBody(stream: Readable, bytesMax: number): Promise<Uint
   return Buffer.concat(chunks);
 }
 
+/**
+ * Read the body of a request within a limit.
+ *
+ * @param contentLength the header.
+ * @param read reads the body. Null: it is larger than the limit.
+ * @returns the body, or the response to one that is too large or ends early.
+ */
+export async function bodyWithin(
+  bytesMax: number,
+  contentLength: string | null | undefined,
+  read: () => Promise<Uint8Array | null>,
+): Promise<Uint8Array | ReceiverResponse> {
+  if (announcesTooMuch(contentLength, bytesMax)) {
+    return tooLargeAndClose(bytesMax);
+  }
+  try {
+    return (await read()) ?? tooLargeAndClose(bytesMax);
+  } catch {
+    return rejected(400, "the body of the request is incomplete");
+  }
+}
+
 /** Whether the header Content-Length announces more than the limit. */
-export function announcesTooMuch(contentLength: string | null | undefined, bytesMax: number): boolean {
+function announcesTooMuch(contentLength: string | null | undefined, bytesMax: number): boolean {
   return /^[0-9]+$/.test(contentLength ?? "") && Number(contentLength) > bytesMax;
 }
 
@@ -38,14 +60,9 @@ export function rawHeaderPairs(request: IncomingMessage): [string, string][] {
 }
 
 /** The 413 response. It closes the connection, because the rest of the body is not read. */
-export function tooLargeAndClose(bytesMax: number): ReceiverResponse {
+function tooLargeAndClose(bytesMax: number): ReceiverResponse {
   const response = tooLarge(bytesMax);
   return { ...response, headers: { ...response.headers, Connection: "close" } };
-}
-
-/** The response to a request whose body ended early. */
-export function bodyAborted(): ReceiverResponse {
-  return rejected(400, "the body of the request is incomplete");
 }
 
 /** Log that something before the adapter has read the body, and build the 500 response. */

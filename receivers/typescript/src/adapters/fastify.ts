@@ -7,14 +7,13 @@
  * routes keep their parsers.
  */
 
-import { Buffer } from "node:buffer";
 import { Readable } from "node:stream";
 
 import type { FastifyPluginAsync, FastifyReply } from "fastify";
 
 import type { HttpReceiver } from "../receiver-options.js";
 import { notPost, type ReceiverResponse } from "../requests.js";
-import { announcesTooMuch, bodyAborted, rawHeaderPairs, readBody, tooLargeAndClose } from "./body.js";
+import { bodyWithin, rawHeaderPairs, readBody } from "./body.js";
 
 /** Make a plugin that receives deliveries at `/` of its prefix. */
 export function fastifyReceiver(receiver: HttpReceiver): FastifyPluginAsync {
@@ -26,19 +25,12 @@ export function fastifyReceiver(receiver: HttpReceiver): FastifyPluginAsync {
       if (request.method !== "POST") {
         return send(reply, notPost());
       }
-      if (announcesTooMuch(request.headers["content-length"], receiver.bodyBytesMax)) {
-        return send(reply, tooLargeAndClose(receiver.bodyBytesMax));
-      }
-      let body: Uint8Array | null = Buffer.alloc(0);
-      if (request.body instanceof Readable) {
-        try {
-          body = await readBody(request.body, receiver.bodyBytesMax);
-        } catch {
-          return send(reply, bodyAborted());
-        }
-      }
-      if (body === null) {
-        return send(reply, tooLargeAndClose(receiver.bodyBytesMax));
+      const stream = request.body instanceof Readable ? request.body : Readable.from([]);
+      const body = await bodyWithin(receiver.bodyBytesMax, request.headers["content-length"], () =>
+        readBody(stream, receiver.bodyBytesMax),
+      );
+      if (!(body instanceof Uint8Array)) {
+        return send(reply, body);
       }
       return send(reply, await receiver.handle({ method: "POST", headers: rawHeaderPairs(request.raw), body }));
     });

@@ -12,7 +12,7 @@ import { Buffer } from "node:buffer";
 
 import type { HttpReceiver } from "../receiver-options.js";
 import { notPost, type ReceiverResponse } from "../requests.js";
-import { announcesTooMuch, bodyAborted, bodyLost, tooLargeAndClose } from "./body.js";
+import { bodyLost, bodyWithin } from "./body.js";
 
 /** Make a function from a Web request to its response. It never rejects. */
 export function fetchHandler(receiver: HttpReceiver): (request: Request) => Promise<Response> {
@@ -26,17 +26,11 @@ async function receive(receiver: HttpReceiver, request: Request): Promise<Receiv
   if (request.bodyUsed) {
     return bodyLost(receiver.logger, "pass the request to the handler before its json(), text() or body is read");
   }
-  if (announcesTooMuch(request.headers.get("Content-Length"), receiver.bodyBytesMax)) {
-    return tooLargeAndClose(receiver.bodyBytesMax);
-  }
-  let body: Uint8Array | null;
-  try {
-    body = await readBody(request, receiver.bodyBytesMax);
-  } catch {
-    return bodyAborted();
-  }
-  if (body === null) {
-    return tooLargeAndClose(receiver.bodyBytesMax);
+  const body = await bodyWithin(receiver.bodyBytesMax, request.headers.get("Content-Length"), () =>
+    readBody(request, receiver.bodyBytesMax),
+  );
+  if (!(body instanceof Uint8Array)) {
+    return body;
   }
   const headers: [string, string][] = [];
   request.headers.forEach((value, name) => headers.push([name, value]));

@@ -10,7 +10,7 @@ import type { IncomingMessage, ServerResponse } from "node:http";
 
 import type { HttpReceiver } from "../receiver-options.js";
 import { notPost, type ReceiverResponse } from "../requests.js";
-import { announcesTooMuch, bodyAborted, bodyLost, rawHeaderPairs, readBody, tooLargeAndClose } from "./body.js";
+import { bodyLost, bodyWithin, rawHeaderPairs, readBody } from "./body.js";
 
 /**
  * Make a request listener for `http.createServer`.
@@ -42,22 +42,16 @@ export async function receiveNode(
   if (request.method !== "POST") {
     return notPost();
   }
-  let { body } = given;
-  if (body === null) {
-    if (request.readableDidRead || request.readableEnded) {
-      return bodyLost(receiver.logger, given.advice);
-    }
-    if (announcesTooMuch(request.headers["content-length"], receiver.bodyBytesMax)) {
-      return tooLargeAndClose(receiver.bodyBytesMax);
-    }
-    try {
-      body = await readBody(request, receiver.bodyBytesMax);
-    } catch {
-      return bodyAborted();
-    }
-    if (body === null) {
-      return tooLargeAndClose(receiver.bodyBytesMax);
-    }
+  if (given.body === null && (request.readableDidRead || request.readableEnded)) {
+    return bodyLost(receiver.logger, given.advice);
+  }
+  const body =
+    given.body ??
+    (await bodyWithin(receiver.bodyBytesMax, request.headers["content-length"], () =>
+      readBody(request, receiver.bodyBytesMax),
+    ));
+  if (!(body instanceof Uint8Array)) {
+    return body;
   }
   return receiver.handle({ method: "POST", headers: rawHeaderPairs(request), body });
 }
