@@ -11,13 +11,11 @@ import time
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
-import asyncpg
 import pytest
 
 import outbox
-from tests.e2e.test_receivers import Process
-from tests.support.kills import kill_repeatedly
-from tests.support.process import outbox as command
+from tests.e2e.test_receivers import receiver_of_the_guide
+from tests.support.kills import add_killed_endpoint, kill_repeatedly
 from tests.support.process import relay_process
 from tests.support.relay import all_ended, exceptions
 
@@ -45,10 +43,11 @@ async def test_a_ledger_is_exact_while_relay_and_receiver_are_killed(
     env = {"OUTBOX_DSN": database.dsn}
     async with AsyncExitStack() as stack:
         theirs = await stack.enter_async_context(server.database(migrated=False))
-        receiver = Process("fastapi_postgres.py", theirs.dsn, tmp_path)
+        receiver = receiver_of_the_guide("fastapi_postgres.py", theirs.dsn, tmp_path)
+        secret = await add_killed_endpoint(database, f"{receiver.url}/hooks")
+        receiver.settings["OUTBOX_SECRET"] = secret
         stack.push_async_callback(receiver.kill)
         await receiver.start()
-        await _add_endpoint(env, receiver)
         await receiver.responses()
         relay = await stack.enter_async_context(relay_process(env, tmp_path / "relay.log"))
         stop = asyncio.Event()
@@ -68,25 +67,6 @@ async def test_a_ledger_is_exact_while_relay_and_receiver_are_killed(
     assert await exceptions(database) == {}
     print(f"{events} events, {killing.result()} kills")
     assert events >= seconds * PER_S / 4, "so slow that little was shown"
-
-
-async def _add_endpoint(env: dict[str, str], receiver: Process) -> None:
-    url = f"{receiver.url}/hooks"
-    allowed = env | {"OUTBOX_ALLOW_NETWORKS": "127.0.0.0/8"}
-    added = await command("endpoint", "add", "shop", url, "--lanes", "4", "--json", env=allowed)
-    assert added.code == 0, added.stderr
-    receiver.secret = added.json["secret"]
-    connection = await asyncpg.connect(env["OUTBOX_DSN"])
-    try:
-        # Deliveries during a receiver restart are retried soon and never dead-lettered.
-        await connection.execute(
-            "UPDATE relay.endpoint SET retry = retry || "
-            """'{"base_s": 0.02, "cap_s": 0.3, "attempts_max": 10000}'"""
-        )
-    finally:
-        await connection.close()
-    await receiver.kill()
-    await receiver.start()
 
 
 async def _produce(producer: Any, rng: random.Random, seconds: float) -> tuple[dict[int, int], int]:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import aiohttp
 import pytest
 
-from outbox.devtools.embedded.launch import command
-from tests.support.process import environment, outbox
-from tests.support.tcp import free_port
-from tests.support.waiting import until
+from tests.support.process import outbox
+from tests.support.receiver_process import ReceiverProcess
 
 if TYPE_CHECKING:
     from tests.support.postgres import Database
@@ -33,62 +28,23 @@ COMMANDS = {
 }
 
 
-class Process:
-    """A receiver process of the guide, which a test may kill."""
-
-    def __init__(self, name: str, dsn: str, directory: Path, secret: str = SECRET) -> None:
-        self.name = name
-        self.secret = secret
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self._dsn, self._directory = dsn, directory
-        self._process: asyncio.subprocess.Process | None = None
-
-    async def start(self) -> None:
-        """Start the process; it ends with this one."""
-        python = self.name.endswith(".py")
-        program = [sys.executable] if python else [shutil.which("node") or "node", self.name]
-        words = [each.format(port=self.port) for each in COMMANDS[self.name]]
-        settings = {
-            "OUTBOX_SECRET": self.secret,
-            "DATABASE_URL": self._dsn,
-            "SHOP_FILE": str(self._directory / "shop.sqlite"),
-            "PORT": str(self.port),
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "PYTHONPATH": str(ROOT),
-        }
-        with (self._directory / "receiver.log").open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *command([*program, *words], account=None),
-                cwd=HERE,
-                env=environment(settings),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
-
-    async def responses(self) -> None:
-        """Wait until it responds."""
-
-        async def is_listening() -> bool:
-            log = self._directory / "receiver.log"
-            assert self._process is not None
-            assert self._process.returncode is None, log.read_text()
-            with contextlib.suppress(aiohttp.ClientError):
-                async with (
-                    aiohttp.ClientSession() as client,
-                    client.get(f"{self.url}/processed") as processed_url,
-                ):
-                    return processed_url.status == 200
-            return False
-
-        await until(is_listening, 30, f"{self.name} to listen")
-
-    async def kill(self) -> None:
-        """Kill the process with SIGKILL."""
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
-            await self._process.wait()
+def receiver_of_the_guide(
+    name: str, dsn: str, directory: Path, secret: str = SECRET
+) -> ReceiverProcess:
+    """A receiver of the guide; its log and its SQLite file are in the directory."""
+    words = COMMANDS[name]
+    return ReceiverProcess(
+        [sys.executable, *words]
+        if name.endswith(".py")
+        else [shutil.which("node") or "node", name, *words],
+        HERE,
+        directory / "receiver.log",
+        OUTBOX_SECRET=secret,
+        DATABASE_URL=dsn,
+        SHOP_FILE=str(directory / "shop.sqlite"),
+        PYTHONDONTWRITEBYTECODE="1",
+        PYTHONPATH=str(ROOT),
+    )
 
 
 @pytest.mark.one_major
@@ -101,7 +57,7 @@ async def test_a_receiver_of_the_guide_conforms(
     dsn = database.dsn
     if name.startswith("flask"):
         dsn = dsn.replace("postgresql:", "postgresql+psycopg:")
-    receiver = Process(name, dsn, tmp_path)
+    receiver = receiver_of_the_guide(name, dsn, tmp_path)
     await receiver.start()
     try:
         await receiver.responses()

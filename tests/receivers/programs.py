@@ -6,7 +6,6 @@ are built once into the ignored directory `build`, from a copy of the sources.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import os
 import shutil
@@ -22,8 +21,7 @@ import orjson
 
 from outbox.devtools.embedded.launch import command
 from outbox.errors import CannotRun
-from tests.support.tcp import free_port
-from tests.support.waiting import until
+from tests.support.receiver_process import ReceiverProcess
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -171,43 +169,14 @@ class LineProgram:
             self._process.stdout.close()
 
 
-class ServerProgram:
-    """A receiver process, which a test may kill and start again at the same address."""
+class ServerProgram(ReceiverProcess):
+    """The server of a package."""
 
-    def __init__(self, language: Language, log: Path, **settings: str) -> None:
-        self._language = language
-        self._log = log
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.settings = settings
-        self._process: asyncio.subprocess.Process | None = None
-
-    async def start(self) -> None:
-        """Start the process; it ends with this one."""
-        built = self._language.built()
-        env = {**os.environ, "OUTBOX_LISTEN": f"127.0.0.1:{self.port}", **self.settings}
-        with self._log.open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *command([*_absolute(self._language.start["server"], built)], account=None),
-                cwd=built,
-                env=env,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
-
-    async def responses(self) -> None:
-        """Wait until it responds."""
-
-        async def is_listening() -> bool:
-            assert self._process is not None
-            assert self._process.returncode is None, self._log.read_text()
-            with suppress(aiohttp.ClientError):
-                await self.processed()
-                return True
-            return False
-
-        await until(is_listening, RESPONSE_S, f"{self._language.name} to listen")
+    def __init__(self, language: Language, directory: Path, **settings: str) -> None:
+        built = language.built()
+        words = _absolute(language.start["server"], built)
+        super().__init__(words, built, directory / f"{language.name}.log", **settings)
+        self.settings["OUTBOX_LISTEN"] = f"127.0.0.1:{self.port}"
 
     async def processed(self) -> list[str]:
         """The ids of the processed events, in order."""
@@ -227,12 +196,6 @@ class ServerProgram:
             assert response.status == 200, await response.text()
             return int((await response.json(content_type=None))["processed"])
 
-    async def kill(self) -> None:
-        """Kill the process with SIGKILL."""
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
-            await self._process.wait()
-
 
 def _absolute(words: tuple[str, ...], built: Path) -> list[str]:
     first = built / words[0]
@@ -244,7 +207,7 @@ async def serving(
     language: Language, directory: Path, **settings: str
 ) -> AsyncIterator[ServerProgram]:
     """A receiver that responds, killed at the end."""
-    server = ServerProgram(language, directory / f"{language.name}.log", **settings)
+    server = ServerProgram(language, directory, **settings)
     try:
         await server.start()
         await server.responses()

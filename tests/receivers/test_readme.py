@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING
 import aiohttp
 import pytest
 
-from outbox.devtools.embedded.launch import command
 from outbox.testing.sender import SECRET, FakeSender
 from tests.receivers.programs import PQ
-from tests.support.tcp import free_port
-from tests.support.waiting import until
+from tests.support.receiver_process import ReceiverProcess
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.one_major
 
-PORT = "127.0.0.1:9000"
+ADDRESS = "127.0.0.1:9000"
 
 
 def first_block(language: Language, kind: str) -> str:
@@ -39,58 +37,52 @@ def first_block(language: Language, kind: str) -> str:
 
 
 @contextlib.asynccontextmanager
-async def running(words: list[str], url: str, directory: Path, dsn: str) -> AsyncIterator[None]:
+async def running(receiver: ReceiverProcess) -> AsyncIterator[None]:
     """A receiver that listens, killed at the end."""
-    env = {**os.environ, "OUTBOX_SECRET": SECRET, "DATABASE_URL": dsn}
-    env["PORT"] = url.rpartition(":")[2].partition("/")[0]
-    with (directory / "receiver.log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(
-            *command(words, account=None), cwd=directory, env=env, stdout=log, stderr=log
-        )
-
-    async def is_listening() -> bool:
-        assert process.returncode is None, (directory / "receiver.log").read_text()
-        with contextlib.suppress(aiohttp.ClientError):
-            async with aiohttp.ClientSession() as client, client.get(url) as response:
-                return response.status == 405
-        return False
-
     try:
-        await until(is_listening, 30, "the receiver to listen")
+        await receiver.start()
+        await receiver.responses()
         yield
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+        await receiver.kill()
 
 
-async def deliver(url: str) -> list[int]:
+async def deliver(url: str) -> list[tuple[int, str]]:
     """The responses to a delivery, its copy, and an event that is refused."""
     sender = FakeSender(SECRET)
     request = sender.event("order.paid", {"total": 12.5}, key="order-7")
     refused = sender.event("order.paid", b"x", key="order-8", content_type="text/plain")
-    statuses = []
+    responses = []
     async with aiohttp.ClientSession() as client:
         for each in (request, request, refused):
             async with client.post(url, data=each.body, headers=dict(each.headers)) as response:
-                statuses.append(response.status)
-    return statuses
+                responses.append((response.status, (await response.text()).rstrip()))
+    return responses
+
+
+PROCESSED = [(200, "processed"), (200, "processed before")]
 
 
 async def test_the_program_in_typescripts_readme(
-    typescript_package: Language, database: Database
+    typescript_package: Language, database: Database, tmp_path: Path
 ) -> None:
     # Beside the package's dependencies; it finds the package by its own name.
     program = typescript_package.built() / f"readme-{os.getpid()}.mjs"
     program.write_text(first_block(typescript_package, "js"), encoding="utf-8")
-    url = f"http://127.0.0.1:{free_port()}/"
+    receiver = ReceiverProcess(
+        [shutil.which("node") or "node", str(program)],
+        tmp_path,
+        tmp_path / "receiver.log",
+        ready=("/", 405),
+        OUTBOX_SECRET=SECRET,
+        DATABASE_URL=database.dsn,
+    )
     try:
-        async with running(
-            [shutil.which("node") or "", str(program)], url, program.parent, database.dsn
-        ):
-            assert await deliver(url) == [200, 200, 422]
+        async with running(receiver):
+            responses = await deliver(f"{receiver.url}/")
     finally:
         program.unlink()
+    assert responses == [*PROCESSED, (422, "the order has no total")]
     async with database.connection() as db:
         rows = await db.fetch("SELECT id, total::float8 FROM paid_order")
     assert [tuple(row) for row in rows] == [("order-7", 12.5)]
@@ -99,10 +91,18 @@ async def test_the_program_in_typescripts_readme(
 async def test_the_program_in_gos_readme(
     go_package: Language, database: Database, tmp_path: Path
 ) -> None:
-    url = f"http://127.0.0.1:{free_port()}/hooks"
+    dsn = database.dsn + ("&" if "?" in database.dsn else "?") + "sslmode=disable"
+    receiver = ReceiverProcess(
+        [str(tmp_path / "hooks")],
+        tmp_path,
+        tmp_path / "receiver.log",
+        ready=("/hooks", 405),
+        OUTBOX_SECRET=SECRET,
+        DATABASE_URL=dsn,
+    )
     text = first_block(go_package, "go")
-    assert PORT in text
-    text = text.replace(PORT, url.removeprefix("http://").removesuffix("/hooks"))
+    assert ADDRESS in text
+    text = text.replace(ADDRESS, f"127.0.0.1:{receiver.port}")
     (tmp_path / "main.go").write_text(text, encoding="utf-8")
     module = "github.com/outbox-relay/receiver-go"
     (tmp_path / "go.mod").write_text(
@@ -117,9 +117,9 @@ async def test_the_program_in_gos_readme(
         check=True,
         env={**os.environ, "GOFLAGS": "-mod=mod", "GOPROXY": "off"},
     )
-    dsn = database.dsn + ("&" if "?" in database.dsn else "?") + "sslmode=disable"
-    async with running([str(tmp_path / "hooks")], url, tmp_path, dsn):
-        assert await deliver(url) == [200, 200, 422]
+    async with running(receiver):
+        responses = await deliver(f"{receiver.url}/hooks")
+    assert responses == [*PROCESSED, (422, "an order is JSON")]
     async with database.connection() as db:
         rows = await db.fetch("SELECT customer, payload->>'total' FROM purchase")
     assert [tuple(row) for row in rows] == [("order-7", "12.5")]

@@ -6,16 +6,18 @@ import asyncio
 import json
 import time
 import uuid
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, get_args
 
 import aiohttp
+import asyncpg
 import pytest
 
 import outbox
 from outbox.core.model.message_format import UNBATCHED, FormatName
 from outbox.devtools.conformance import grading
 from outbox.devtools.conformance.cases import cases
-from outbox.receiver import AsyncReceiver, Inbox
+from outbox.receiver import AsyncReceiver
 from outbox.testing.sender import SECRET, FakeSender
 from tests.receivers.programs import (
     EFFECTS,
@@ -25,7 +27,7 @@ from tests.receivers.programs import (
     ServerProgram,
     serving,
 )
-from tests.support.kills import kill_repeatedly
+from tests.support.kills import add_killed_endpoint, kill_repeatedly
 from tests.support.process import outbox as command
 from tests.support.process import relay_process
 from tests.support.relay import all_ended, exceptions
@@ -33,6 +35,7 @@ from tests.support.tcp import free_port
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
     from outbox.receiver import Message
@@ -181,17 +184,11 @@ async def make_effects(database: Database) -> None:
         await db.execute(EFFECTS)
 
 
-class python_receiver:  # noqa: N801 (used like a function)
+@asynccontextmanager
+async def python_receiver(database: Database) -> AsyncIterator[AsyncReceiver]:
     """The receiver of Python with the same effects, on the same tables."""
-
-    def __init__(self, database: Database) -> None:
-        self._dsn = database.dsn
-
-    async def __aenter__(self) -> Any:
-        import asyncpg
-
-        self._pool = await asyncpg.create_pool(self._dsn, min_size=1, max_size=4)
-        receiver = AsyncReceiver(SECRET, self._pool, inbox=Inbox())
+    async with asyncpg.create_pool(database.dsn, min_size=1, max_size=4) as pool:
+        receiver = AsyncReceiver(SECRET, pool)
 
         @receiver.on("**")
         async def process(message: Message, connection: Any) -> None:
@@ -203,21 +200,10 @@ class python_receiver:  # noqa: N801 (used like a function)
                 json.dumps(message.data),
             )
 
-        return receiver
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._pool.close()
+        yield receiver
 
 
 # ----------------------------------------------------------------------- with a relay
-
-
-async def add_endpoint(env: dict[str, str], url: str, *options: str) -> str:
-    """Add an endpoint; returns its secret."""
-    allowed = env | {"OUTBOX_ALLOW_NETWORKS": "127.0.0.0/8"}
-    added = await command("endpoint", "add", "shop", url, "--json", *options, env=allowed)
-    assert added.code == 0, added.stderr
-    return str(added.json["secret"])
 
 
 async def test_it_catches_up_from_the_relay(
@@ -228,8 +214,10 @@ async def test_it_catches_up_from_the_relay(
     env = {"OUTBOX_DSN": database.dsn, "OUTBOX_RECEIVERS": listener}
     async with server.database(migrated=False) as theirs:
         await make_effects(theirs)
-        receiver = ServerProgram(language, tmp_path / "receiver.log", DATABASE_URL=theirs.dsn)
-        receiver.settings["OUTBOX_SECRET"] = await add_endpoint(env, f"{receiver.url}/")
+        receiver = ServerProgram(language, tmp_path, DATABASE_URL=theirs.dsn)
+        allowed = env | {"OUTBOX_ALLOW_NETWORKS": "127.0.0.0/8"}
+        words = ("endpoint", "add", "shop", f"{receiver.url}/", "--json")
+        receiver.settings["OUTBOX_SECRET"] = (await command(*words, env=allowed)).json["secret"]
         token = await command("endpoint", "fetch-token", "shop", "--json", env=env)
         receiver.settings |= {
             "OUTBOX_FETCH_URL": f"http://{listener}",
@@ -275,16 +263,9 @@ async def test_effects_are_exact_while_relay_and_receiver_are_killed(
     env = {"OUTBOX_DSN": database.dsn}
     async with server.database(migrated=False) as theirs:
         await make_effects(theirs)
-        receiver = ServerProgram(language, tmp_path / "receiver.log", DATABASE_URL=theirs.dsn)
-        receiver.settings["OUTBOX_SECRET"] = await add_endpoint(
-            env, f"{receiver.url}/", "--lanes", "4"
-        )
-        async with database.connection() as db:
-            # Deliveries during a restart are retried soon and never dead-lettered.
-            await db.execute(
-                "UPDATE relay.endpoint SET retry = retry || "
-                """'{"base_s": 0.02, "cap_s": 0.3, "attempts_max": 10000}'"""
-            )
+        receiver = ServerProgram(language, tmp_path, DATABASE_URL=theirs.dsn)
+        secret = await add_killed_endpoint(database, f"{receiver.url}/")
+        receiver.settings["OUTBOX_SECRET"] = secret
         await receiver.start()
         try:
             await receiver.responses()
