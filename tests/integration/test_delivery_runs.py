@@ -24,6 +24,7 @@ from tests.support.relay import (
     exceptions,
     fetchval,
     killed_at_the_end,
+    owned_endpoint,
     running,
     settings_for,
 )
@@ -171,20 +172,12 @@ async def db(database: Database) -> Connection[Any]:
     return await database.connect(**SESSION)
 
 
-def endpoint(worker: Relay) -> Any:
-    """The owned endpoint, as the relay knows it now."""
-    assert worker._session is not None
-    assert worker._session.running is not None
-    (runtime,) = worker._session.running.dispatcher.owned()
-    return runtime
-
-
 async def test_a_pause_takes_effect_after_the_request(
     database: Database, db: Connection[Any], network: Interrupted
 ) -> None:
     async def call() -> None:
         await endpoint_states.pause_endpoints(db, "relay", ["shop"], actor="test")
-        await until(lambda: endpoint(worker).endpoint.state == "paused", what="the pause")
+        await until(lambda: owned_endpoint(worker).endpoint.state == "paused", what="the pause")
 
     network.call = call
     async with running(database, network) as worker:
@@ -205,7 +198,7 @@ async def test_changed_settings_apply_to_the_next_request(
         await endpoint_changes.update_endpoint(
             db, "relay", "shop", lambda s: replace(s, headers=new), actor="test"
         )
-        await until(lambda: endpoint(worker).endpoint.headers.own, what="the change")
+        await until(lambda: owned_endpoint(worker).endpoint.headers.own, what="the change")
 
     network.call = call
     async with running(database, network) as worker:
@@ -239,7 +232,7 @@ async def test_keep_alive_that_is_turned_off_ends_the_run(
         await endpoint_changes.update_endpoint(
             db, "relay", "shop", lambda s: replace(s, keep_alive=False), actor="test"
         )
-        await until(lambda: not endpoint(worker).reuse.keep_alive, what="the change")
+        await until(lambda: not owned_endpoint(worker).reuse.keep_alive, what="the change")
 
     network.call = call
     async with running(database, network) as worker:
@@ -264,7 +257,7 @@ async def test_an_erased_event_is_not_sent(
     database: Database, db: Connection[Any], network: Interrupted
 ) -> None:
     async def call() -> None:
-        before = endpoint(worker).lanes
+        before = owned_endpoint(worker).lanes
         await erase_events(db, "relay", ErasureTarget(key="key"), actor="test")
         lanes = list(before.values())
         await until(lambda: any(lane.state._buffer.outdated for lane in lanes), what="the notice")
@@ -282,7 +275,7 @@ async def test_a_stop_takes_effect_after_the_request(
 ) -> None:
     async def call() -> None:
         worker.stop()
-        await until(lambda: endpoint(worker).stopped, what="the stop")
+        await until(lambda: owned_endpoint(worker).stopped, what="the stop")
 
     network.call = call
     async with running(database, network) as worker:
@@ -299,7 +292,7 @@ async def test_another_number_of_lanes_ends_the_lane_after_what_it_has(
         await endpoint_changes.update_endpoint(
             db, "relay", "shop", lambda s: replace(s, lanes=2), actor="test"
         )
-        await until(lambda: len(endpoint(worker).lanes) == 3, what="the new lanes")
+        await until(lambda: len(owned_endpoint(worker).lanes) == 3, what="the new lanes")
 
     network.call = call
     async with running(database, network) as worker:

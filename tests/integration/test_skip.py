@@ -26,6 +26,7 @@ from tests.support.relay import (
     exceptions,
     fetchval,
     killed_at_the_end,
+    owned_endpoint,
     publish,
     running,
 )
@@ -142,11 +143,13 @@ async def test_a_request_in_flight_that_fails_is_the_last_one(database: Database
         return OK
 
     network = Network(slow)
-    async with running(database, network):
+    async with running(database, network) as worker:
         await publish(database, "slow", "after")
         await until(lambda: network.sent, what="a request")
         assert (await skipped(database, wait_s=0.0)).dead_letter is None
         assert len(network.sent) == 1, "it is in flight"
+        (lane,) = owned_endpoint(worker).lanes.values()
+        await until(lambda: lane.state._skip_seq == 1, what="the skip, in the relay")
         respond.set()
         await all_ended(database)
     assert [sent.body["data"] for sent in network.sent] == ["slow", "after"]

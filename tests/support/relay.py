@@ -192,6 +192,14 @@ async def running(
         await task
 
 
+def owned_endpoint(worker: Relay) -> Any:
+    """The only endpoint of a running relay, as the relay knows it now."""
+    assert worker._session is not None
+    assert worker._session.running is not None
+    (runtime,) = worker._session.running.dispatcher.owned()
+    return runtime
+
+
 _names = itertools.count(1)
 
 LAPSE = "UPDATE replica SET lease_s = 0.01, renewals = renewals + 1 WHERE name = $1"
