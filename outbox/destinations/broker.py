@@ -1,0 +1,81 @@
+"""The interface of brokers; all implementations pass the same conformance suite."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from outbox.core.brokers.port import Appended, Capabilities, Message, Owner, Standing
+    from outbox.destinations.http.egress import Network
+    from outbox.destinations.interface import Tls
+
+
+class BrokerAddress(NamedTuple):
+    """Where an endpoint's broker is, and how to reach it."""
+
+    url: str
+    credentials: str | None = None
+    """`user:password`, `:password` or a token; never part of the URL."""
+    connect_timeout_s: float = 5.0
+    """For DNS, connect, TLS handshake and authentication together."""
+    timeout_s: float = 15.0
+    """For one call, connecting included."""
+    networks: tuple[Network, ...] = ()
+    """Networks open for this endpoint, in addition to the relay's."""
+    tls: Tls | None = None
+    """None: system trust store, no client certificate."""
+
+
+class Broker(Protocol):
+    """The streams of one endpoint; safe to use from many tasks of one event loop.
+
+    Connections are opened when they are needed.  Calls for different lanes may be in flight at
+    the same time, for one lane only one at a time.
+
+    * Errors of network and broker do not raise: they are a `Stop`.
+    * A call returns within `timeout_s`.  If its request was sent and its answer did not come, the
+      result is `UNKNOWN`, and the connection and whatever the client library keeps for it are
+      given up: nothing is stored later than the result, except what is on its way already.
+    * Cancelling a call does the same.
+    * Nothing is sent a second time by the client library.
+    """
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    @property
+    def append_max(self) -> int:
+        """Messages in one append."""
+        ...
+
+    @property
+    def append_bytes_max(self) -> int:
+        """Size of the messages of one append, except the first one's."""
+        ...
+
+    async def open(self, lane: str, owner: Owner, after: int, receipt: str | None) -> Standing:
+        """Write the owner's fence, and then read where the lane stands.
+
+        Args:
+            after: where the lane should stand: the last sequence that was delivered; 0: none.
+            receipt: of the last append whose result is known; None: there is none.
+        """
+        ...
+
+    async def append(
+        self, lane: str, owner: Owner, after: int, messages: Sequence[Message]
+    ) -> Appended:
+        """Store a prefix of the messages, if the lane stands at `after` and the owner is not
+        fenced.  The lane has been opened.
+
+        Args:
+            messages: at least one, in sequence order; there are holes where deliveries were
+                dead-lettered.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """Close all connections; calls in flight end with `UNKNOWN`."""
+        ...
