@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from outbox.core.brokers.port import Appended, Capabilities, Message, Owner, Standing
     from outbox.destinations.http.egress import Network
     from outbox.destinations.interface import Tls
 
+    BrokerFactory: TypeAlias = Callable[["BrokerAddress"], "Broker"]
+    """Makes the broker of an endpoint."""
 
-class BrokerAddress(NamedTuple):
+
+@dataclass(frozen=True, slots=True)
+class BrokerAddress:
     """Where an endpoint's broker is, and how to reach it."""
 
     url: str
-    credentials: str | None = None
+    credentials: str | None = field(default=None, repr=False)
     """`user:password`, `:password` or a token; never part of the URL."""
     connect_timeout_s: float = 5.0
     """For DNS, connect, TLS handshake and authentication together."""
@@ -26,6 +31,15 @@ class BrokerAddress(NamedTuple):
     """Networks open for this endpoint, in addition to the relay's."""
     tls: Tls | None = None
     """None: system trust store, no client certificate."""
+
+
+class BrokerFinding(NamedTuple):
+    """One thing about a broker that is wrong, or weakens what it promises."""
+
+    is_error: bool
+    """Deliveries fail, or their promise does not hold; otherwise a warning."""
+    what: str
+    what_to_do: str
 
 
 class Broker(Protocol):
@@ -44,16 +58,6 @@ class Broker(Protocol):
 
     @property
     def capabilities(self) -> Capabilities: ...
-
-    @property
-    def append_max(self) -> int:
-        """Messages in one append."""
-        ...
-
-    @property
-    def append_bytes_max(self) -> int:
-        """Size of the messages of one append, except the first one's."""
-        ...
 
     async def open(self, lane: str, owner: Owner, after: int, receipt: str | None) -> Standing:
         """Write the owner's fence, and then read where the lane stands.
@@ -74,6 +78,10 @@ class Broker(Protocol):
             messages: at least one, in sequence order; there are holes where deliveries were
                 dead-lettered.
         """
+        ...
+
+    async def check(self) -> list[BrokerFinding]:
+        """Examine the broker and its settings, without writing anything."""
         ...
 
     async def aclose(self) -> None:

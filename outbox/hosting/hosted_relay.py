@@ -16,6 +16,7 @@ import structlog
 
 from outbox.api.server import running as admin
 from outbox.core.model.cloud_metadata_ranges import network_warnings
+from outbox.destinations.brokers import Brokers
 from outbox.destinations.http.egress import SETTING, EgressPolicy
 from outbox.destinations.http.transport import HttpTransport
 from outbox.relay.cluster.connections import Connections
@@ -63,10 +64,11 @@ async def hosted_relay(
     for warning in (*address.warnings, *network_warnings(SETTING, settings.allow_networks)):
         warn(warning)
     async with AsyncExitStack() as stack:
-        transport = HttpTransport(
-            EgressPolicy(settings.allow_networks), proxy=settings.outbound_proxy
-        )
+        policy = EgressPolicy(settings.allow_networks)
+        transport = HttpTransport(policy, proxy=settings.outbound_proxy)
         stack.push_async_callback(transport.aclose)
+        brokers = Brokers(policy)
+        stack.push_async_callback(brokers.aclose)
         meters = Meters(time.time(), settings.metrics_endpoints_max)
         relay = Relay(
             settings,
@@ -74,6 +76,7 @@ async def hosted_relay(
             Connections(address, settings),
             name=name,
             telemetry=DeliveryTelemetry(meters, telemetry.tracing),
+            brokers=brokers.connect,
             wait_for_database=wait_for_database,
         )
         if settings.health is not None:

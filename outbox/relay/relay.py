@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from outbox.config import Settings
+    from outbox.destinations.broker import BrokerFactory
     from outbox.destinations.interface import Transport
     from outbox.relay.cluster.connections import Connections
     from outbox.telemetry.snapshot import Snapshot
@@ -54,6 +55,7 @@ class Relay:
         clock: monotonic seconds that include the time in which the machine is suspended.
         rng: for the jitter of retries and probes.
         telemetry: receives logs, metrics and traces of deliveries.
+        brokers: makes the brokers of endpoints; None: there are only HTTP receivers.
         wait_for_database: wait for one that is not available at the first attempt to register,
             and retry every error after that attempt.
     """
@@ -68,10 +70,12 @@ class Relay:
         clock: Callable[[], float] = steady,
         rng: random.Random | None = None,
         telemetry: DeliveryTelemetry | None = None,
+        brokers: BrokerFactory | None = None,
         wait_for_database: bool = False,
     ) -> None:
         self._settings = settings
         self._transport = transport
+        self._brokers = brokers
         self._connections = connections
         self._name = name or default_name()
         self._telemetry = telemetry or DeliveryTelemetry()
@@ -127,6 +131,7 @@ class Relay:
             session = Session(
                 self._settings,
                 self._transport,
+                self._brokers,
                 self._connections,
                 self._name,
                 __version__,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from outbox.config import Settings
+    from outbox.destinations.broker import BrokerFactory
     from outbox.destinations.interface import Transport
     from outbox.relay.cluster.connections import Connections
     from outbox.relay.delivery.telemetry import DeliveryTelemetry
@@ -52,6 +53,7 @@ class Session:
         self,
         settings: Settings,
         transport: Transport,
+        brokers: BrokerFactory | None,
         connections: Connections,
         name: str,
         version: str,
@@ -63,6 +65,7 @@ class Session:
     ) -> None:
         self._settings = settings
         self._transport = transport
+        self._brokers = brokers
         self._connections = connections
         self._opened = SessionConnections(connections)
         self._clock = clock
@@ -103,7 +106,7 @@ class Session:
         log.info("replica registered", replica=me, lease_s=settings.lease_s)
         parts = build_session(
             settings, registered, self._connections, self._transport,
-            self._vault, self._telemetry, self._clock, self._rng,
+            self._brokers, self._vault, self._telemetry, self._clock, self._rng,
         )  # fmt: skip
         self._telemetry.meters.begin()
         self.running = parts.running

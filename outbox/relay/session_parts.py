@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from outbox.config import Settings
+    from outbox.destinations.broker import BrokerFactory
     from outbox.destinations.interface import Transport
     from outbox.relay.cluster.connections import Connections
     from outbox.relay.delivery.telemetry import DeliveryTelemetry
@@ -70,6 +71,7 @@ def build_session(
     registered: Registered,
     connections: Connections,
     transport: Transport,
+    brokers: BrokerFactory | None,
     vault: Vault,
     telemetry: DeliveryTelemetry,
     clock: Callable[[], float],
@@ -112,6 +114,7 @@ def build_session(
         now=now,
         rng=rng,
         telemetry=telemetry,
+        brokers=brokers,
     )
     replicas, lanes = stores.replicas(workers.control, here), stores.lanes(workers.control, vault)
     feed = BatchFeed(

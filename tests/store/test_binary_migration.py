@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.one_major
 
-BEFORE = 7
+BEFORE, AFTER = 7, 9
 SESSION = {"server_settings": {"search_path": "relay"}}
 
 # Every statement of producers that do not know the new columns, also without named arguments.
@@ -115,12 +115,12 @@ MANY_CALLS = "SELECT relay.publish(type => 'a.b', payload => '1') FROM generate_
 async def test_a_statement_that_waits_for_the_migration_goes_on(old: Database, call: str) -> None:
     """Its first call waits for the lock of the outbox, and its second one follows the commit."""
     app, admin = await old.connect(user="app"), await old.connect()
-    for migration in migrations()[BEFORE:-1]:
+    for migration in migrations()[BEFORE : AFTER - 1]:
         statements = apply_statements("relay", migration, creates_schema=False)
         await admin.execute(";\n".join(statements))
     transaction = admin.transaction()
     await transaction.start()
-    last = apply_statements("relay", migrations()[-1], creates_schema=False)
+    last = apply_statements("relay", migrations()[AFTER - 1], creates_schema=False)
     await admin.execute(";\n".join(last))
     waiting = asyncio.create_task(app.fetch(call))
     async with old.connection() as observer:

@@ -17,9 +17,14 @@ A broker that cannot do one of these things says so in its `Capabilities`, and p
 from __future__ import annotations
 
 from enum import Enum
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from outbox.core.model.response import Headers
+if TYPE_CHECKING:
+    from outbox.core.model.response import Headers
+
+
+APPEND_MAX = 500
+"""Messages in one append."""
 
 
 class Capabilities(NamedTuple):

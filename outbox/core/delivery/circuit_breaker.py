@@ -246,6 +246,7 @@ class CircuitBreaker:
         gone: bool = False,
         preempted: bool = False,
         retry_after_s: float = 0.0,
+        opens: bool = False,
         last_response: dict[str, Any] | None = None,
     ) -> AttemptOutcome:
         """Record the result of a request and return the outcome for its delivery.
@@ -255,6 +256,7 @@ class CircuitBreaker:
             gone: the status was 410 (RFC 9110, 15.5.11), which disables the endpoint.
             preempted: the request was cancelled by admission control before it got a response.
             retry_after_s: the hold-off from Retry-After, in seconds; 0: none.
+            opens: one such failure is enough to open the breaker.
 
         Returns:
             The outcome, or `AttemptOutcome.RETRY` for a refusal while the endpoint is rejecting.
@@ -272,7 +274,8 @@ class CircuitBreaker:
             return outcome
         if outcome is AttemptOutcome.REFUSED:
             return self._record_refusal(now, u, last_response)
-        self._record_failure(now, u, retry_after_s, last_response, is_new=is_new and not preempted)
+        is_new = is_new and not preempted
+        self._record_failure(now, u, retry_after_s, last_response, is_new=is_new, opens=opens)
         return outcome
 
     def _record_success(self, now: float) -> None:
@@ -313,13 +316,16 @@ class CircuitBreaker:
         last_response: dict[str, Any] | None,
         *,
         is_new: bool,
+        opens: bool,
     ) -> None:
         self._failures += 1
         if retry_after_s:
             self._held_until = max(self._held_until, now + retry_after_s)
         if self._state in (BreakerState.FAILING, BreakerState.REJECTING):
             self._schedule_probe(now, u)
-        elif self._failures >= FAILURES_MAX or retry_after_s or (self._unproven and is_new):
+        elif (
+            self._failures >= FAILURES_MAX or opens or retry_after_s or (self._unproven and is_new)
+        ):
             self._trip(BreakerState.FAILING, now, u, last_response)
         elif self._state is BreakerState.RECOVERING:
             self._record_recovery(now, failed=True)

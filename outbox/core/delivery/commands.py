@@ -50,6 +50,11 @@ class ErasedEvent(NamedTuple):
     outbox_id: int
     backfill_id: int | None = None
 
+    @property
+    def type(self) -> str:
+        """No type: it was erased."""
+        return ""
+
 
 class AttemptRow(NamedTuple):
     """One row of the attempt log."""
@@ -103,6 +108,15 @@ class Send(NamedTuple):
     """The batch, starting with `delivery`; empty: the request is not a batch."""
 
 
+class Open(NamedTuple):
+    """Find out where the lane stands in its broker's stream."""
+
+    delivery: Delivery | ErasedEvent
+    """The next delivery, which waits for it."""
+    attempt: int
+    """Of the next delivery, if this fails."""
+
+
 class Fetch(NamedTuple):
     """Read the deliveries after a sequence, from a batch on."""
 
@@ -138,4 +152,4 @@ class Record(NamedTuple):
         return self.progress is not None
 
 
-Command: TypeAlias = Send | Fetch | Wait | Record | None
+Command: TypeAlias = Send | Open | Fetch | Wait | Record | None

@@ -7,6 +7,7 @@ result with the other methods.
       │                     └─────────▶ Record(retry, dead letter) ──▶ confirm_recorded ──▶ next
       ├────▶ Record(dead letter unsent: erased, skipped, expired, exhausted by a new policy,
       │             backlog) ──▶ confirm_recorded ──▶ next
+      ├────▶ Open ──▶ record_position, record_found or record_result ──▶ next      (brokers)
       ├────▶ Fetch ───▶ append_fetched ──▶ next
       ├────▶ Wait(until) … next
       └────▶ None     … extend_to, unblock, or the gate opens ──▶ next
@@ -19,6 +20,11 @@ wait: it is durable before the next command, and all waiting successes of the la
 written in the same statement.  The attempt log therefore never skips a sequence.
 
 The attempts of the next sequence, `acked_seq + 1`, are its `RetryState`.
+
+**Brokers.**  The lane of a broker's endpoint has a position in the stream, and is opened to learn
+it: at the start, and after an answer was lost.  Until then it neither sends nor dead-letters,
+because the stream may have the next deliveries already.  Failures are the broker's and not a
+delivery's, so they never exhaust its budget.
 """
 
 from __future__ import annotations
@@ -36,6 +42,7 @@ from outbox.core.delivery.commands import (
     ErasedEvent,
     Fetch,
     Gate,
+    Open,
     Progress,
     Record,
     Send,
@@ -66,6 +73,9 @@ class _Busy(Enum):
 _SENDING = _Busy.SENDING
 _OPEN, _SHUT, _DELIVERED = Gate.OPEN, Gate.SHUT, AttemptOutcome.DELIVERED
 
+BROKER_RETRY_S_MAX = 60.0
+"""Maximum delay between two attempts of a broker's lane, which cost no budget."""
+
 
 class Lane:
     """The state of one lane in its owner's memory; times are epoch seconds.
@@ -80,6 +90,8 @@ class Lane:
         ended: the lane belongs to an older generation and gets no new deliveries.
         batch_max: deliveries per request; None: requests are not batches.
         skip_seq: the sequence that an operator skipped last; 0: none.
+        has_position: the destination is a broker, where the lane must be opened.
+        receipt: of the last durable append to a broker.
     """
 
     __slots__ = (
@@ -93,9 +105,13 @@ class Lane:
         "_delivered",
         "_ended",
         "_floor_batch",
+        "_has_position",
         "_is_free_probe",
         "_last_seq",
         "_pending_cut",
+        "_position",
+        "_receipt",
+        "_receipts",
         "_retry",
         "_sent_through_batch",
         "_skip_seq",
@@ -118,6 +134,8 @@ class Lane:
         ended: bool = False,
         batch_max: int | None = None,
         skip_seq: int = 0,
+        has_position: bool = False,
+        receipt: str | None = None,
     ) -> None:
         self.id = lane_id
         self._batch_size = BatchSize()
@@ -144,6 +162,12 @@ class Lane:
         self._busy: _Busy | None = None
         self._is_free_probe = False
         self._stopped = False
+        self._has_position = has_position
+        # The lane's last sequence in its stream; None: it must be opened.  Without a broker: 0.
+        self._position: int | None = None if has_position else 0
+        # The receipt of the durable progress, and those of later appends with their sequences.
+        self._receipt = receipt
+        self._receipts: list[tuple[int, str]] = []
         self._pending_cut: tuple[int, LaneDeadLetterReason] | None = None
         self._stalled_since: float | None = None
         if self.pending:
@@ -157,6 +181,28 @@ class Lane:
     def acked_seq(self) -> int:
         """The last sequence that was delivered or dead-lettered, in memory."""
         return self._acked
+
+    @property
+    def delivered_seq(self) -> int:
+        """The last sequence that was delivered, in memory; 0: none."""
+        return self._delivered
+
+    @property
+    def last_seq(self) -> int:
+        """The last assigned sequence."""
+        return self._last_seq
+
+    @property
+    def position(self) -> int | None:
+        """The lane's last sequence in its broker's stream; None: it must be opened."""
+        return self._position
+
+    @property
+    def receipt(self) -> str | None:
+        """The receipt of the last append whose acknowledgements are durable."""
+        while self._receipts and self._receipts[0][0] <= self._committed.acked_seq:
+            _, self._receipt = self._receipts.pop(0)
+        return self._receipt
 
     @property
     def committed_seq(self) -> int:
@@ -234,6 +280,8 @@ class Lane:
         buffer = self._buffer
         if buffer.outdated:
             buffer.reset(self._acked, self._floor_batch)
+        if self._position is None:
+            return self._next_open(now, gate)
         if self._pending_cut is not None:
             through_seq, reason = self._pending_cut
             self._pending_cut = None
@@ -271,6 +319,22 @@ class Lane:
             lane_ends=self._ended and last_seq == self._last_seq,
             batch=batch,
         )
+
+    def _next_open(self, now: float, gate: Gate) -> Command:
+        """Open the lane before anything is sent or dead-lettered."""
+        if self._blocked and self._pending_cut is None:
+            return None
+        if not self._buffer.queue:
+            return self.fetch()
+        retry = self._retry
+        is_due = retry.is_due(now)
+        if gate is _SHUT:
+            return None
+        if gate is _OPEN and not is_due:
+            return Wait(retry.next_attempt_at or now)
+        self._busy = _SENDING
+        self._is_free_probe = not is_due
+        return Open(self._buffer.queue[0], retry.attempts + 1)
 
     def peek_next_send(self, known: Send | None = None) -> Send | None:
         """The Send that follows if the request in flight succeeds; None: unknown or none.
@@ -370,8 +434,9 @@ class Lane:
         blocks: bool = False,
         preempted: bool = False,
         endpoint_healthy: bool = False,
+        held: bool = False,
     ) -> Record:
-        """Record the result of a Send with one delivery.
+        """Record the result of a Send with one delivery, or of an Open that failed.
 
         Args:
             started_at: when the request began, in epoch seconds.
@@ -380,6 +445,7 @@ class Lane:
             preempted: the request was cancelled by admission control before it got a response.
             endpoint_healthy: the circuit breaker is closed, so the delivery fails and not the
                 endpoint.
+            held: the stream of its lane needs a person, see `outbox.core.brokers.take_over`.
         """
         first, retry = self._buffer.queue[0], self._retry
         attempt = retry.attempts + 1
@@ -408,6 +474,9 @@ class Lane:
         retry.record_failure(stored, started_at)
         if outcome is AttemptOutcome.REFUSED:
             return self._dead_letter(first, "refused", row, blocks=blocks)
+        if self._has_position:
+            retry.postpone(now + min(policy.delay_s(attempt, u), BROKER_RETRY_S_MAX))
+            return self._record_retry(first, row, stuck=held and attempt == 1)
         if not self._is_free_probe and retry.charge_attempt(
             policy, started_at=started_at, now=now, u=u, preempted=preempted
         ):
@@ -500,8 +569,37 @@ class Lane:
         count = next((n for n, d in enumerate(send.batch) if is_expired(d, now)), None)
         return send if count is None else send._replace(batch=send.batch[:count], lane_ends=False)
 
+    def record_position(self, position: int) -> None:
+        """Record the result of an Open: where the lane stands in the stream."""
+        self._position = position
+        self._busy = None
+
+    def record_found(self, seq: int, batch: int, now: float) -> None:
+        """Record the result of an Open: the stream has the deliveries up to `seq`, and their
+        acknowledgement is durable.
+
+        Args:
+            batch: of the delivery `seq`.
+        """
+        self._success_at = now
+        self._position = seq
+        self._advance(seq, batch, delivered=True)
+        self._floor_batch = batch
+        self._committed = Progress(seq, seq, batch, success_at=now)
+        self._stalled_since = now if self.pending else None
+        self._busy = None
+
+    def record_receipt(self, seq: int, receipt: str) -> None:
+        """Record the receipt of an append that stored the deliveries up to `seq`."""
+        self._receipts.append((seq, receipt))
+
+    def reopen(self) -> None:
+        """Open the lane again before anything more is sent or dead-lettered."""
+        if self._has_position:
+            self._position = None
+
     def cancel_send(self) -> None:
-        """Report that a Send was not executed; `next` returns it again."""
+        """Report that a Send or an Open was not executed; `next` decides again."""
         self._busy = None
 
     def confirm_recorded(self, record: Record) -> None:
@@ -618,6 +716,8 @@ class Lane:
         self._floor_batch = batch if last_batch is None else last_batch
         if delivered:
             self._delivered = seq
+            if self._has_position and self._position is not None:
+                self._position = seq
         if self._retry.attempts:
             self._retry = RetryState()
 

@@ -37,6 +37,26 @@ class Failure(StrEnum):
     INTERNAL = "internal"
     """A fault of the relay; the detail describes it."""
 
+    # Of brokers, see `outbox.core.brokers`.
+    REFUSED = "refused"
+    """The broker will never store the message."""
+    UNAVAILABLE = "unavailable"
+    """The broker stores nothing now."""
+    MISCONFIGURED = "misconfigured"
+    """The broker stores nothing until a person acts."""
+    MOVED = "moved"
+    """The lane does not stand in the stream where it stood."""
+    UNKNOWN = "unknown"
+    """The broker's answer was lost."""
+    FORGOT = "forgot"
+    """The stream has lost messages that it had acknowledged."""
+    AHEAD = "ahead"
+    """The stream has sequences that the database has not assigned."""
+    FOREIGN = "foreign"
+    """The stream has messages that are not this relay's."""
+    FENCED = "fenced"
+    """The stream belongs to a later owner."""
+
 
 class AttemptResult(NamedTuple):
     """The result of one attempt: either a status or a failure, never both."""

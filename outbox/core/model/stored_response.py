@@ -75,6 +75,15 @@ _FAILURE_TEXTS = {
     Failure.EGRESS_REFUSED: "its address is not allowed",
     Failure.PROTOCOL: "the response is not HTTP",
     Failure.INTERNAL: "a fault of the relay",
+    Failure.REFUSED: "the broker refused the message",
+    Failure.UNAVAILABLE: "the broker stores nothing now",
+    Failure.MISCONFIGURED: "the broker stores nothing until a person acts",
+    Failure.MOVED: "the lane does not stand in the stream where it stood",
+    Failure.UNKNOWN: "the broker's answer was lost",
+    Failure.FORGOT: "the stream has lost messages",
+    Failure.AHEAD: "the stream is ahead of the database",
+    Failure.FOREIGN: "the stream has messages of another writer",
+    Failure.FENCED: "the stream belongs to a later owner",
 }
 
 

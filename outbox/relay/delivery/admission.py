@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from outbox.core.model.response import AttemptResult, Failure
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from outbox.core.admission.request_scheduler import RequestScheduler
     from outbox.store.delivery.endpoints import Endpoint
 
+
+T = TypeVar("T")
 
 PREEMPTED_DETAIL = "no response yet; preempted to free its slot"
 PREEMPTED = "preempted"
@@ -57,7 +59,7 @@ class AdmissionQueue:
             raise
         return granted
 
-    async def send(self, slot: Slot, sending: Coroutine[Any, Any, AttemptResult]) -> AttemptResult:
+    async def send(self, slot: Slot, sending: Coroutine[Any, Any, T]) -> T | AttemptResult:
         """Send an admitted request and return its result.
 
         A preempted request counts as timed out, unless the response's head had arrived.

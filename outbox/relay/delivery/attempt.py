@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from outbox.core.delivery.circuit_breaker import BreakerState
+from outbox.core.delivery.commands import Open
 from outbox.core.delivery.delivery_run import DeliveryRun
 from outbox.relay.delivery.lane_run import LaneRun
 from outbox.store.delivery.records import Fenced
@@ -18,10 +19,13 @@ from outbox.store.delivery.records import Fenced
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from outbox.core.brokers.port import Appended
     from outbox.core.delivery.commands import Send
     from outbox.core.model.response import AttemptResult
+    from outbox.destinations.broker import Broker
     from outbox.destinations.interface import Request, Transport
     from outbox.relay.delivery.admission import AdmissionQueue
+    from outbox.relay.delivery.broker_attempts import BrokerAttempts
     from outbox.relay.delivery.fetcher import DeliveryFetcher
     from outbox.relay.delivery.owned_endpoints import LaneRuntime
     from outbox.relay.delivery.recorder import Recorder
@@ -35,8 +39,8 @@ _HEALTHY = BreakerState.HEALTHY
 class Attempt(NamedTuple):
     """A completed attempt."""
 
-    send: Send
-    """What was sent; after a delivery run, its last request."""
+    send: Send | Open
+    """What was sent; after a delivery run, its last request.  An Open has failed."""
     started_at: float
     """Epoch seconds."""
     response: AttemptResult
@@ -44,6 +48,8 @@ class Attempt(NamedTuple):
     preempted: bool
     """The request was cancelled to free its slot; the response is not the receiver's."""
     span: AttemptSpan | None
+    appended: Appended | None = None
+    """What a broker stored; None: an HTTP request, or an Open."""
 
 
 class AttemptSender:
@@ -61,9 +67,11 @@ class AttemptSender:
         fetcher: DeliveryFetcher,
         recorder: Recorder,
         telemetry: DeliveryTelemetry,
+        brokers: BrokerAttempts,
         lease_left_s: Callable[[], float],
         now: Callable[[], float],
     ) -> None:
+        self._brokers = brokers
         self._transport = transport
         self._admission = admission
         self._fetcher = fetcher
@@ -74,8 +82,9 @@ class AttemptSender:
         # Kept, because `get_running_loop` makes a system call (getpid) each time.
         self._loop = asyncio.get_running_loop()
 
-    async def send(self, lane: LaneRuntime, send: Send, started_at: float) -> Attempt | None:
-        """Make one attempt; None: nothing was sent, and the lane decides again.
+    async def send(self, lane: LaneRuntime, send: Send | Open, started_at: float) -> Attempt | None:
+        """Make one attempt; None: nothing was sent, or a lane was opened, and the lane decides
+        again.
 
         Args:
             started_at: epoch seconds; replaced if the attempt waits for a slot.
@@ -102,12 +111,35 @@ class AttemptSender:
                     lane.state.cancel_send()
                     return None
                 send = left
-            attempt = await self._request(lane, send, started_at, state)
-            responded = not attempt.preempted
+            if lane.runtime.broker is not None:
+                attempt = await self._send_to_broker(lane, lane.runtime.broker, send, started_at)
+            else:
+                assert not isinstance(send, Open)
+                attempt = await self._request(lane, send, started_at, state)
+            responded = attempt is None or not attempt.preempted
         finally:
             if started:
                 admission.end(lane.slot, responded=responded)
         return attempt
+
+    async def _send_to_broker(
+        self, lane: LaneRuntime, broker: Broker, send: Send | Open, started_at: float
+    ) -> Attempt | None:
+        """Open the lane, or append to it; None: it is open."""
+        redactor = lane.runtime.redactor
+        appended = None
+        if isinstance(send, Open):
+            failed = await self._brokers.open(lane, broker)
+            if failed is None:
+                lane.runtime.breaker.released(lane.loaded.id)
+                return None
+            response = failed
+        else:
+            response, appended = await self._brokers.append(lane, broker, send)
+        preempted = not self._admission.has_response(lane.slot, response)
+        if redactor is not None:
+            response = redactor.redact(response)
+        return Attempt(send, started_at, response, preempted, None, appended)
 
     async def _request(
         self, lane: LaneRuntime, send: Send, started_at: float, state: BreakerState
@@ -164,7 +196,9 @@ class AttemptSender:
         )  # fmt: skip
 
 
-def _revalidate(lane: LaneRuntime, send: Send, state: BreakerState, now: float) -> Send | None:
+def _revalidate(
+    lane: LaneRuntime, send: Send | Open, state: BreakerState, now: float
+) -> Send | Open | None:
     """What to send after a wait for a slot; None: nothing, as the decision changed.
 
     Args:
@@ -173,4 +207,4 @@ def _revalidate(lane: LaneRuntime, send: Send, state: BreakerState, now: float) 
     runtime = lane.runtime
     if runtime.stopped or runtime.breaker.state is not state or runtime.breaker.blocks_all(now):
         return None
-    return lane.state.revalidate(send, now)
+    return send if isinstance(send, Open) else lane.state.revalidate(send, now)

@@ -14,9 +14,10 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from outbox.core.delivery.commands import Fetch, Record, Send, Wait
+from outbox.core.delivery.commands import Fetch, Open, Record, Send, Wait
 from outbox.relay.delivery.admission import AdmissionQueue
 from outbox.relay.delivery.attempt import AttemptSender
+from outbox.relay.delivery.broker_attempts import BrokerAttempts
 from outbox.relay.delivery.fetcher import DeliveryFetcher
 from outbox.relay.delivery.owned_endpoints import EndpointRuntime, LaneRuntime, call_later
 from outbox.relay.delivery.settle import settle
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from outbox.core.admission.request_scheduler import RequestScheduler
     from outbox.core.delivery.lane import Lane
     from outbox.core.delivery.message import Delivery
+    from outbox.destinations.broker import Broker, BrokerFactory
     from outbox.destinations.interface import Transport
     from outbox.relay.delivery.attempt import Attempt
     from outbox.relay.delivery.recorder import Recorder
@@ -42,9 +44,10 @@ class Dispatcher:
     """Sends the pending deliveries of owned lanes.
 
     Args:
-        store: used by the delivery fetcher only.
+        store: used by the delivery fetcher, and to open brokers' lanes.
         lease_left_s: remaining lease, in seconds; nothing is sent without it.
         scheduler: admission control.
+        brokers: makes the brokers of endpoints; None: there are only HTTP receivers.
         on_idle: called when a stopped lane has no request in flight any more.
         on_breaker_change: called when an endpoint's circuit breaker changed state, or an
             endpoint may have a checkpoint due.
@@ -64,14 +67,20 @@ class Dispatcher:
         now: Callable[[], float] = time.time,
         rng: random.Random | None = None,
         telemetry: DeliveryTelemetry | None = None,
+        brokers: BrokerFactory | None = None,
     ) -> None:
+        self._brokers = brokers
         self._fetcher = DeliveryFetcher(store, self._activate)
         self._recorder = recorder
         self._admission = AdmissionQueue(scheduler)
         self._telemetry = telemetry or DeliveryTelemetry()
         self._attempts = AttemptSender(
-            transport, self._admission, self._fetcher, recorder, self._telemetry, lease_left_s, now
-        )
+            transport, self._admission, self._fetcher, recorder, self._telemetry,
+            BrokerAttempts(
+                store, recorder, self._admission, asyncio.get_running_loop().time, now
+            ),
+            lease_left_s, now,
+        )  # fmt: skip
         self._on_idle = on_idle
         self._on_breaker_change = on_breaker_change
         self._now = now
@@ -122,7 +131,7 @@ class Dispatcher:
             )
             self._owned[endpoint_id] = EndpointRuntime(
                 endpoint, epoch, self._now(), meters, queue,
-                partial(self._record_unsolicited, endpoint_id),
+                partial(self._record_unsolicited, endpoint_id), self._brokers,
             )  # fmt: skip
         self._add_lanes(loaded, sent_through_batch)
         self._wake_for_checkpoints(endpoints.values())
@@ -159,7 +168,7 @@ class Dispatcher:
             if endpoint.name != runtime.endpoint.name:
                 self._telemetry.meters.release(runtime.meters)
                 runtime.meters = self._telemetry.meters.acquire(endpoint.name)
-            runtime.apply_settings(endpoint, self._now())
+            self._close_broker(runtime.apply_settings(endpoint, self._now()))
             self._admission.change_endpoint(runtime.queue, endpoint)
             self._requeue(runtime)
             for lane_id in runtime.lanes.keys() & skipped.keys():
@@ -223,6 +232,7 @@ class Dispatcher:
             runtime = self._owned.pop(endpoint_id)
             self._telemetry.meters.release(runtime.meters)
             self._admission.scheduler.remove_endpoint(runtime.queue)
+            self._close_broker(runtime.broker)
             for lane in runtime.lanes.values():
                 del self._lanes[lane.loaded.id]
                 dropped.append(lane.state)
@@ -292,6 +302,13 @@ class Dispatcher:
             self._admission.close()
             for runtime in self._owned.values():
                 runtime.clear_timers()
+                if runtime.broker is not None:
+                    await runtime.broker.aclose()
+
+    def _close_broker(self, broker: Broker | None) -> None:
+        """Close a broker that is used no more."""
+        if broker is not None and self._tasks is not None:
+            self._tasks.create_task(broker.aclose())
 
     def _activate_all(self, runtime: EndpointRuntime) -> None:
         for lane in runtime.lanes.values():
@@ -331,7 +348,7 @@ class Dispatcher:
             now = self._now()
             while runtime.endpoint.usable:
                 match lane_state.next(now, lane.gate(now)):
-                    case Send() as send:
+                    case Send() | Open() as send:
                         attempt = await self._attempts.send(lane, send, now)
                         now = self._now() if attempt is None else await self._finish(lane, attempt)
                     case Record() as record:

@@ -13,6 +13,7 @@ from outbox.core.delivery.commands import Gate
 from outbox.core.delivery.lane import Lane
 from outbox.core.delivery.lane_generations import LaneGenerations
 from outbox.core.model.redaction import SecretRedactor
+from outbox.destinations.broker_address import broker_address
 from outbox.destinations.http.request import recipient_of, signed_request
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from outbox.core.delivery.commands import Send
     from outbox.core.delivery.message import Prepared
     from outbox.core.delivery.signature import SigningKey
+    from outbox.destinations.broker import Broker, BrokerFactory
     from outbox.destinations.interface import Request
     from outbox.store.delivery.endpoints import Endpoint
     from outbox.store.delivery.lanes import LoadedLane
@@ -86,6 +88,8 @@ class LaneRuntime:
             ended=loaded.ended,
             batch_max=runtime.endpoint.batch_max,
             skip_seq=loaded.skip_seq,
+            has_position=runtime.broker is not None,
+            receipt=loaded.receipt,
         )
         self.slot = Slot(runtime.queue)
         # Mean size of the payloads that were read last.
@@ -161,10 +165,13 @@ class EndpointRuntime:
 
     Args:
         on_unsolicited: called when its receiver sent data that belongs to no request.
+        brokers: makes the endpoint's broker, if its URL names one.
     """
 
     __slots__ = (
+        "_brokers",
         "breaker",
+        "broker",
         "endpoint",
         "epoch",
         "generations",
@@ -189,8 +196,12 @@ class EndpointRuntime:
         meters: EndpointMeters,
         queue: EndpointQueue,
         on_unsolicited: Callable[[], object] | None = None,
+        brokers: BrokerFactory | None = None,
     ) -> None:
         self.endpoint = endpoint
+        self._brokers = brokers
+        # None: the destination is an HTTP receiver.
+        self.broker = self._make_broker()
         self.recipient = recipient_of(endpoint, on_unsolicited)
         self.redactor = _redactor_of(endpoint)
         # Where its lanes wait for slots.
@@ -238,13 +249,24 @@ class EndpointRuntime:
         )
         return touched
 
+    def _make_broker(self) -> Broker | None:
+        address = broker_address(self.endpoint)
+        return None if address is None or self._brokers is None else self._brokers(address)
+
     def may_reuse(self, now: float) -> bool:
         """Whether a connection may carry more than one request now."""
         return self.reuse.is_allowed(now)
 
-    def apply_settings(self, endpoint: Endpoint, now: float) -> None:
-        """Apply changed settings, a pause or a resume."""
+    def apply_settings(self, endpoint: Endpoint, now: float) -> Broker | None:
+        """Apply changed settings, a pause or a resume.
+
+        Returns:
+            The broker that a new one has replaced, to be closed.
+        """
         was, self.endpoint = self.endpoint, endpoint
+        replaced = None
+        if broker_address(was) != broker_address(endpoint):
+            replaced, self.broker = self.broker, self._make_broker()
         self.recipient = recipient_of(endpoint, self.recipient.on_unsolicited)
         if was.headers != endpoint.headers:
             self.redactor = _redactor_of(endpoint)
@@ -257,6 +279,11 @@ class EndpointRuntime:
             self.breaker.pause()
         elif was.resumes != endpoint.resumes:
             self.breaker.resume(now)
+        if replaced is not None or was.resumes != endpoint.resumes:
+            # Meanwhile the streams may have changed.
+            for lane in self.lanes.values():
+                lane.state.reopen()
+        return replaced
 
     def clamp_times(self, now: float) -> None:
         """Clamp stored times after the clock was set, possibly backwards."""

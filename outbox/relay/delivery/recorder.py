@@ -87,6 +87,8 @@ class Recorder:
         self._writing = asyncio.Lock()
         # Lanes whose progress is not checkpointed yet: epoch and progress.
         self._dirty_lanes: dict[int, tuple[int, Progress]] = {}
+        # Receipts of brokers, by lane, that are not written yet.
+        self._receipts: dict[int, str] = {}
 
     @property
     def full(self) -> bool:
@@ -192,6 +194,8 @@ class Recorder:
                 entry.lane.confirm_recorded(entry.record)
             if not (isinstance(entry.record, Record) and entry.record.urgent):
                 self._dirty_lanes[entry.lane.id] = (entry.epoch, entry.lane.checkpoint())
+            if (receipt := entry.lane.receipt) is not None:
+                self._receipts[entry.lane.id] = receipt
         for entry in group:
             if entry.done is not None and not entry.done.done():
                 entry.done.set_result(None)
@@ -225,6 +229,21 @@ class Recorder:
         async with self._writing:
             await self._store.finish_endpoint(endpoint_id, lanes)
 
+    async def acknowledge_found(
+        self, lane: Lane, epoch: int, through_seq: int, batch: int, at: float
+    ) -> None:
+        """Acknowledge the pending deliveries of a lane that its stream has.
+
+        Args:
+            batch: of the delivery `through_seq`.
+            at: epoch seconds.
+
+        Raises:
+            Fenced: this replica is no longer the owner.
+        """
+        async with self._writing:
+            await self._store.write_found(lane.id, epoch, through_seq, batch, at)
+
     async def checkpoint(self) -> None:
         """Write the progress of all dirty lanes.
 
@@ -238,3 +257,6 @@ class Recorder:
             if self._lease_left_s() <= 0:
                 raise Fenced
             await self._store.checkpoint([(lane_id, *at) for lane_id, at in moved.items()])
+            receipts, self._receipts = self._receipts, {}
+            if receipts:
+                await self._store.write_receipts(receipts)

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from outbox.core.brokers.results import HOLD_FAILURES, append_outcome
 from outbox.core.delivery.batch import classify_batch
 from outbox.core.delivery.circuit_breaker import PROBED_STATES, BreakerState
+from outbox.core.delivery.commands import Open
 from outbox.core.delivery.operational_events import is_operational
+from outbox.core.model.response import Failure
 from outbox.core.model.response_policy import (
     AttemptOutcome,
     classify,
@@ -64,8 +67,12 @@ def settle(
         rng: for the jitter of retries and probes.
     """
     endpoint, send, response = lane.runtime.endpoint, attempt.send, attempt.response
+    if isinstance(send, Open):
+        return _settle_open(lane, send, attempt, now, rng, telemetry)
     before, retryable = send.maybe_sent_before, endpoint.retryable
-    if send.batch:
+    if attempt.appended is not None:
+        outcome, accepted_seq = append_outcome(attempt.appended), attempt.appended.through
+    elif send.batch:
         outcome, accepted_seq = classify_batch(
             send.batch, response, maybe_sent_before=before, retryable=retryable
         )
@@ -88,6 +95,33 @@ def settle(
         endpoint_healthy=lane.runtime.breaker.state is _HEALTHY,
     )  # fmt: skip
     telemetry.attempt_completed(lane, send.delivery, response, record, attempt.span)
+    return Settlement(outcome, [record], effect)
+
+
+def _settle_open(
+    lane: LaneRuntime,
+    send: Open,
+    attempt: Attempt,
+    now: float,
+    rng: Random,
+    telemetry: DeliveryTelemetry,
+) -> Settlement:
+    """Apply the failure to open a broker's lane.
+
+    A lane whose stream does not match is held alone: the broker works, and so may other lanes.
+    """
+    runtime, outcome, effect = lane.runtime, _RETRY, _NO_EFFECT
+    held = attempt.response.failure in HOLD_FAILURES
+    if held:
+        runtime.breaker.released(lane.loaded.id)
+        effect = BreakerEffect(probes_changed=runtime.breaker.state is not _HEALTHY)
+    else:
+        outcome, effect = _apply_to_breaker(runtime, attempt, outcome, now, rng, telemetry)
+    record = lane.state.record_result(
+        outcome, attempt.response, runtime.endpoint.retry,
+        started_at=attempt.started_at, now=now, u=rng.random(), held=held,
+    )  # fmt: skip
+    telemetry.open_failed(lane, attempt.response, record)
     return Settlement(outcome, [record], effect)
 
 
@@ -120,6 +154,7 @@ def _apply_to_breaker(
             gone=disables_endpoint(response),
             preempted=attempt.preempted,
             retry_after_s=retry_after or 0.0,
+            opens=response.failure is Failure.MISCONFIGURED,
             last_response=stored_response(response),
         )
         ordinary = not is_operational(attempt.send.delivery.type)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from outbox.core.delivery.circuit_breaker import BreakerState
-from outbox.core.delivery.commands import DeadRange
+from outbox.core.delivery.commands import DeadRange, Open
 from outbox.core.delivery.message import Delivery
 from outbox.core.model.headers import format_lines
 from outbox.telemetry.meters import Meters
@@ -79,6 +79,11 @@ class DeliveryTelemetry:
             self._tracing.end_attempt(span, row, response)
         if row.outcome == "delivered":
             self._delivered(lane, delivery, row, None if span is None else span.origin)
+
+    def open_failed(self, lane: LaneRuntime, response: AttemptResult, record: Record) -> None:
+        """Report that a broker's lane could not be opened."""
+        assert record.attempt is not None
+        self.meters.record_attempt(lane.runtime.meters, record.attempt, response)
 
     def run_attempt_traced(
         self,
@@ -163,8 +168,8 @@ class DeliveryTelemetry:
         progress, row = record.progress, record.attempt
         assert row is not None
         # Of a batch, the first delivery that is still pending.
-        tried = (each for each in send.batch if each.seq == record.seq)
-        delivery = next(tried, send.delivery)
+        batch = () if isinstance(send, Open) else send.batch
+        delivery = next((each for each in batch if each.seq == record.seq), send.delivery)
         next_at = progress.next_attempt_at if progress is not None else None
         delay_s = None if next_at is None else max(next_at - now, 0.0)
         if delay_s is not None:
@@ -172,14 +177,14 @@ class DeliveryTelemetry:
         log.warning(
             "attempt failed",
             **_where(lane, record.seq),
-            together=len(send.batch) or None,
+            together=len(batch) or None,
             attempt=row.attempt,
             status=response.status,
             failure=response.failure and response.failure.value,
             detail=response.detail or None,
             outcome=outcome.name.lower(),
             retry_in_s=None if delay_s is None else round(delay_s, 3),
-            **self._trace(delivery),
+            **self._trace(delivery if isinstance(delivery, Delivery) else None),
         )
 
     def dead_lettered(self, lane: LaneRuntime, record: Record, now: float) -> None:

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from outbox.core.brokers.port import APPEND_MAX
 from outbox.core.delivery.circuit_breaker import BreakerRecord, BreakerState
 from outbox.core.delivery.connection_reuse import ConnectionReuse
 from outbox.core.delivery.operational_events import ReportedState
 from outbox.core.delivery.signature import parse_signing_key
 from outbox.core.model import headers, retryable_statuses
+from outbox.core.model.destination import broker_of
 from outbox.core.model.endpoint_settings import TIMEOUT_S_MAX
 from outbox.core.model.message_format import DEFAULT_SOURCE, ENVELOPE, MessageFormat
 from outbox.core.model.response_policy import RETRYABLE
@@ -86,7 +88,8 @@ class Endpoint:
     in_flight_max: int | None
     rate_per_s: float | None
     batch_max: int | None
-    """Maximum number of deliveries per request, sent as an array; None: one per request."""
+    """Maximum number of deliveries per request, sent as an array; None: one per request.  For a
+    broker, the deliveries of one append."""
     networks: tuple[IPv4Network | IPv6Network, ...]
     """Networks allowed for this endpoint, in addition to those allowed by the relay."""
     ca: str | None
@@ -236,7 +239,7 @@ def _endpoint(row: Any, vault: Vault) -> Endpoint:
         timeout_s=timeouts[1],
         in_flight_max=row["in_flight_max"],
         rate_per_s=row["rate_per_s"],
-        batch_max=row["batch_max"],
+        batch_max=row["batch_max"] if broker_of(row["url"]) is None else APPEND_MAX,
         networks=networks,
         ca=row["ca"],
         identity=identity,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
 from outbox.core.delivery.commands import ErasedEvent, Progress
 from outbox.core.delivery.message import Delivery
-from outbox.core.model.ids import lane_name
+from outbox.core.model.ids import lane_name, message_id
 from outbox.store.connection.secrets import CLEAR
 from outbox.store.delivery.endpoints import read_endpoints
 
@@ -40,6 +40,7 @@ SELECT l.id, l.endpoint_id, l.generation, l.slot,
        c.last_seq, p.acked_seq, p.delivered_seq, p.floor_batch, p.retry_seq, p.attempts, p.spent,
        p.first_attempt_at, p.next_attempt_at, p.last_response, p.success_at,
        b.lane_id IS NOT NULL AS blocked,
+       (SELECT receipt FROM lane_receipt WHERE lane_id = l.id) AS receipt,
        CASE WHEN c.last_seq > p.acked_seq THEN (
            SELECT batch.at
              FROM (SELECT d.batch FROM delivery d
@@ -142,6 +143,19 @@ SELECT lane_id, seq, batch, outbox_id, {EVENT_COLUMNS},
  ORDER BY lane_id, seq
 """  # noqa: S608 (constants only)
 
+# The identity of this database, which a broker's fence names.  Without the right to read it, it is
+# the same for all databases.
+READ_IDENTITY = "SELECT coalesce(server_identity(), 'unknown')"
+
+# What the X-Delivery of a lane's delivery is derived from.  The delivery itself may be gone.
+READ_DELIVERY_AT = """
+SELECT d.batch, d.outbox_id, d.backfill_id, coalesce(o.event_id, x.event_id) AS event_id
+  FROM delivery d
+  LEFT JOIN LATERAL (SELECT event_id FROM outbox WHERE id = d.outbox_id LIMIT 1) o ON true
+  LEFT JOIN LATERAL (SELECT event_id FROM dead_letter WHERE id = d.copy_id LIMIT 1) x ON true
+ WHERE d.lane_id = $1 AND d.seq = $2
+"""
+
 # Lanes blocked by a dead letter.
 READ_BLOCKED = "SELECT lane_id FROM lane_block WHERE lane_id = ANY ($1)"
 
@@ -193,6 +207,16 @@ class LoadedLane:
     """Epoch seconds; None: it has no pending delivery."""
     progress: Progress
     tail: tuple[tuple[int, int, float], ...]
+    receipt: str | None = None
+    """Of the last durable append to a broker."""
+
+
+class FoundDelivery(NamedTuple):
+    """A delivery of a lane."""
+
+    batch: int
+    delivery: str | None
+    """Its X-Delivery; None: its event is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +284,7 @@ class LaneStore:
                     _seconds(r["success_at"]),
                 ),
                 tuple(tails.get(r["id"], ())),
+                r["receipt"],
             )
             for r in rows
         ]
@@ -292,6 +317,21 @@ class LaneStore:
             lane = names[r["lane_id"]]
             found[lane.id].append(_delivery(lane, r))
         return found
+
+    async def identity(self) -> str:
+        """The identity of this database, for a broker's fence."""
+        identity: str = await self._db.fetchval(READ_IDENTITY)
+        return identity
+
+    async def delivery_at(self, lane: LoadedLane, seq: int) -> FoundDelivery | None:
+        """The delivery with a sequence; None: retention has removed it, or there was none."""
+        row = await self._db.fetchrow(READ_DELIVERY_AT, lane.id, seq)
+        if row is None:
+            return None
+        if row["event_id"] is None:
+            return FoundDelivery(row["batch"], None)
+        parts = lane.endpoint_id, row["outbox_id"], row["event_id"], row["backfill_id"]
+        return FoundDelivery(row["batch"], message_id(*parts))
 
     async def new_batches(self, after_batch: int) -> NewBatches | None:
         """The batches sequenced after a batch; None: there are none."""

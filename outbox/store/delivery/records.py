@@ -28,7 +28,7 @@ from outbox.store.operational_events import (
 from outbox.store.row_params import composite_array, composite_number, composite_text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from uuid import UUID
 
     from outbox.core.delivery.commands import DeadLetter, Progress, Record
@@ -200,6 +200,49 @@ UPDATE lane_progress p
 """,  # noqa: S608 (constants only)
 )
 
+# Writes the receipts of brokers' lanes, after their checkpoints.
+WRITE_RECEIPTS = WriteStatement(
+    "write_receipts",
+    f"""{fence("$4")}
+INSERT INTO lane_receipt (lane_id, receipt)
+SELECT v.lane_id, v.receipt FROM fence, unnest($2::bigint[], $3::text[]) AS v(lane_id, receipt)
+    ON CONFLICT (lane_id) DO UPDATE SET receipt = excluded.receipt
+""",  # noqa: S608 (constants only)
+)
+
+FOUND_DETAIL = "found in the stream when the lane was opened"
+
+# Acknowledges the deliveries that a broker's stream has, although their answers were lost.
+#   moved: advances the lane's progress, fenced by epoch.
+#   logged: an attempt for each of the deliveries, after those that were logged.
+# One row, unless this replica is fenced.
+WRITE_FOUND = WriteStatement(
+    "write_found",
+    f"""{fence("$7")},
+moved AS (
+    UPDATE lane_progress p
+       SET acked_seq = $4, delivered_seq = $4, floor_batch = $5, retry_seq = NULL, attempts = 0,
+           spent = 0, first_attempt_at = NULL, next_attempt_at = NULL, last_response = NULL,
+           success_at = to_timestamp($6::float8)
+      FROM fence, (SELECT floor_batch, acked_seq FROM lane_progress WHERE lane_id = $2) was
+     WHERE p.lane_id = $2 AND p.epoch = $3 AND p.acked_seq < $4
+    RETURNING was.floor_batch, was.acked_seq),
+logged AS (
+    INSERT INTO attempt (lane_id, batch, seq, attempt, outcome, error, started_at, elapsed_ms,
+                         replica_id)
+    SELECT $2, d.batch, d.seq, coalesce(a.attempt, 0) + 1, 'delivered', '{FOUND_DETAIL}',
+           to_timestamp($6::float8), 0, $1
+      FROM moved
+      JOIN delivery d ON d.lane_id = $2 AND d.batch >= moved.floor_batch
+                     AND d.seq > moved.acked_seq AND d.seq <= $4
+      LEFT JOIN LATERAL (
+           SELECT max(attempt) AS attempt, bool_or(outcome = 'delivered') AS delivered
+             FROM attempt WHERE lane_id = $2 AND batch = d.batch AND seq = d.seq) a ON true
+     WHERE NOT coalesce(a.delivered, false))
+SELECT FROM moved
+""",  # noqa: S608 (constants only)
+)
+
 # Which checkpoints were written, when not all were.
 READ_CHECKPOINTS = """
 SELECT lane_id FROM lane_progress
@@ -312,6 +355,31 @@ class RecordStore:
         )
         if moved != len(urgent):
             raise Fenced
+
+    async def write_found(
+        self, lane_id: int, epoch: int, through_seq: int, batch: int, at: float
+    ) -> None:
+        """Acknowledge a lane's pending deliveries that its stream has, up to `through_seq`.
+
+        Args:
+            batch: of the delivery `through_seq`.
+            at: epoch seconds.
+        """
+        moved = await self._db.write(
+            WRITE_FOUND, self._replica_id, lane_id, epoch, through_seq, batch, at, self._timeline
+        )
+        if not moved:
+            raise Fenced
+
+    async def write_receipts(self, receipts: Mapping[int, str]) -> None:
+        """Write the receipts of lanes; when fenced, none is written."""
+        await self._db.write(
+            WRITE_RECEIPTS,
+            self._replica_id,
+            list(receipts),
+            list(receipts.values()),
+            self._timeline,
+        )
 
     async def checkpoint(self, rows: Sequence[tuple[int, int, Progress]]) -> set[int]:
         """Write checkpoints (lane, epoch, progress); returns the lanes that were accepted."""

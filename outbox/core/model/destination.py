@@ -1,0 +1,26 @@
+"""Destinations: what the scheme of an endpoint's URL says about it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+BrokerName = Literal["redis", "nats", "rabbitmq", "kafka"]
+
+BROKER_SCHEMES: dict[str, BrokerName] = {
+    "redis": "redis",
+    "rediss": "redis",
+    "valkey": "redis",
+    "valkeys": "redis",
+    "nats": "nats",
+    "nats+tls": "nats",
+    "rabbitmq-stream": "rabbitmq",
+    "rabbitmq-stream+tls": "rabbitmq",
+    "kafka": "kafka",
+    "kafka+tls": "kafka",
+}
+
+
+def broker_of(url: str) -> BrokerName | None:
+    """The broker that a URL names; None: the destination is an HTTP receiver."""
+    scheme, separator, _ = url.partition("://")
+    return BROKER_SCHEMES.get(scheme.lower()) if separator else None

@@ -1,0 +1,79 @@
+"""Where an endpoint's broker is, and how to reach it."""
+
+from __future__ import annotations
+
+import binascii
+from base64 import b64decode
+from typing import TYPE_CHECKING, Protocol
+
+from outbox.core.brokers.message import CREDENTIALS_HEADER
+from outbox.core.model.destination import broker_of
+from outbox.destinations.broker import BrokerAddress
+from outbox.destinations.interface import Tls
+from outbox.errors import UsageError
+
+if TYPE_CHECKING:
+    from outbox.core.model.headers import EndpointHeaders
+    from outbox.destinations.http.egress import Network
+
+CREDENTIALS_FORMS = (
+    '"Authorization: Basic <base64 of user:password>", "Authorization: Bearer <token>", or for '
+    'NATS "Authorization: Creds <base64 of a .creds file>"'
+)
+
+
+class BrokerSettings(Protocol):
+    """Endpoint settings that an address has."""
+
+    @property
+    def url(self) -> str: ...
+    @property
+    def headers(self) -> EndpointHeaders: ...
+    @property
+    def connect_timeout_s(self) -> float: ...
+    @property
+    def timeout_s(self) -> float: ...
+    @property
+    def networks(self) -> tuple[Network, ...]: ...
+    @property
+    def ca(self) -> str | None: ...
+    @property
+    def identity(self) -> str | None: ...
+
+
+def broker_address(endpoint: BrokerSettings) -> BrokerAddress | None:
+    """The address of an endpoint's broker; None: its destination is an HTTP receiver."""
+    if broker_of(endpoint.url) is None:
+        return None
+    sent = (value for name, value in endpoint.headers.own if name.lower() == CREDENTIALS_HEADER)
+    value = next(sent, None)
+    return BrokerAddress(
+        endpoint.url,
+        None if value is None else credentials_of(value),
+        endpoint.connect_timeout_s,
+        endpoint.timeout_s,
+        endpoint.networks,
+        Tls(endpoint.ca, endpoint.identity) if endpoint.ca or endpoint.identity else None,
+    )
+
+
+def credentials_of(value: str) -> str:
+    """The credentials in the value of the header Authorization (RFC 7617, RFC 6750).
+
+    Returns:
+        `user:password`, a token, or the content of a file of credentials.
+
+    Raises:
+        UsageError: it has neither form; the value is not quoted.
+    """
+    scheme, _, rest = value.strip().partition(" ")
+    if scheme.lower() == "bearer" and rest.strip():
+        return rest.strip()
+    if scheme.lower() in ("basic", "creds"):
+        try:
+            text = b64decode(rest.strip(), validate=True).decode()
+        except (binascii.Error, UnicodeDecodeError):
+            text = ""
+        if ":" in text or (text and scheme.lower() == "creds"):
+            return text
+    raise UsageError(f"headers: the credentials of a broker are {CREDENTIALS_FORMS}")

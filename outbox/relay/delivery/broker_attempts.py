@@ -1,0 +1,116 @@
+"""Attempts of a broker's lane: opening it, and appending deliveries to its stream."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from outbox.core.brokers.message import messages_of
+from outbox.core.brokers.port import Appended, Owner, Position, Stop, StopKind
+from outbox.core.brokers.results import failed_result, stored_result
+from outbox.core.brokers.take_over import Acknowledge, LaneBooks, Proceed, decide
+from outbox.core.model.response import AttemptResult
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from outbox.core.delivery.commands import Send
+    from outbox.destinations.broker import Broker
+    from outbox.relay.delivery.admission import AdmissionQueue
+    from outbox.relay.delivery.owned_endpoints import LaneRuntime
+    from outbox.relay.delivery.recorder import Recorder
+    from outbox.store.delivery.lanes import LaneStore
+
+
+class BrokerAttempts:
+    """Opens lanes and appends to them.
+
+    Args:
+        steady: seconds of the clock that measures durations.
+        now: epoch seconds.
+    """
+
+    def __init__(
+        self,
+        store: LaneStore,
+        recorder: Recorder,
+        admission: AdmissionQueue,
+        steady: Callable[[], float],
+        now: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._recorder = recorder
+        self._admission = admission
+        self._steady = steady
+        self._now = now
+        self._identity: str | None = None
+
+    async def open(self, lane: LaneRuntime, broker: Broker) -> AttemptResult | None:
+        """Find out where the lane stands in its stream; None: it goes on from there.
+
+        What the stream has and the database does not know is acknowledged first.
+
+        Raises:
+            Fenced: this replica is no longer the owner.
+        """
+        state, began_at = lane.state, self._steady()
+        owner = await self._owner(lane)
+        standing = await self._admission.send(
+            lane.slot,
+            broker.open(lane.loaded.name, owner, state.delivered_seq, state.receipt),
+        )
+        if isinstance(standing, AttemptResult):
+            return standing
+        elapsed_s = self._steady() - began_at
+        books = LaneBooks(lane.loaded.name, state.delivered_seq, state.acked_seq, state.last_seq)
+        found = None
+        if isinstance(standing, Position) and standing.delivery is not None:
+            # The acknowledgements in memory first: the database must not be behind them.
+            await self._recorder.flush()
+            found = await self._store.delivery_at(lane.loaded, standing.sequence)
+        decision = decide(standing, books, None if found is None else found.delivery)
+        if isinstance(decision, Proceed):
+            state.record_position(decision.position)
+            return None
+        if isinstance(decision, Acknowledge):
+            assert found is not None
+            at = self._now()
+            await self._recorder.acknowledge_found(
+                lane.state, lane.runtime.epoch, decision.through, found.batch, at
+            )
+            state.record_found(decision.through, found.batch, at)
+            return None
+        return failed_result(decision, elapsed_s)
+
+    async def append(
+        self, lane: LaneRuntime, broker: Broker, send: Send
+    ) -> tuple[AttemptResult, Appended]:
+        """Append the deliveries of a Send to the lane's stream."""
+        position = lane.state.position
+        assert position is not None
+        messages = messages_of(
+            lane.runtime.endpoint,
+            send.batch or (send.delivery,),
+            send.previous_seq,
+            lane_ends=send.lane_ends,
+        )
+        owner = await self._owner(lane)
+        began_at = self._steady()
+        appended = await self._admission.send(
+            lane.slot, broker.append(lane.loaded.name, owner, position, messages)
+        )
+        if isinstance(appended, AttemptResult):
+            lane.state.reopen()
+            return appended, Appended(position, Stop(StopKind.UNKNOWN, appended.detail))
+        elapsed_s = self._steady() - began_at
+        if appended.receipt is not None:
+            lane.state.record_receipt(appended.through, appended.receipt)
+        if appended.stop is None:
+            return stored_result(elapsed_s), appended
+        if appended.stop.kind in (StopKind.MOVED, StopKind.UNKNOWN):
+            lane.state.reopen()
+        return failed_result(appended.stop, elapsed_s), appended
+
+    async def _owner(self, lane: LaneRuntime) -> Owner:
+        if self._identity is None:
+            self._identity = await self._store.identity()
+        return Owner(self._identity, lane.runtime.epoch)
