@@ -53,6 +53,7 @@ from outbox.operations.endpoint_secrets import OVERLAP_S, Rotation
 from outbox.operations.endpoint_states import StateChange
 from outbox.operations.endpoints import EndpointDetail, EndpointRow
 from outbox.operations.preview import RequestPreview, preview_request
+from outbox.operations.refill import RequestedRefill, request_refill
 from outbox.store.connection.secrets import Vault
 from outbox.store.delivery.endpoints import find_endpoint
 
@@ -306,6 +307,23 @@ async def _resume(call: Call[NoQuery, ChangeBody]) -> StateChange:
 async def _enable(call: Call[NoQuery, ChangeBody]) -> StateChange:
     return await call.run(
         endpoint_states.enable_endpoint,
+        call.path["name"],
+        actor=call.actor,
+        owner=call.tenant,
+        comment=call.body.comment,
+    )
+
+
+@route.post(
+    f"{NAME}/refill",
+    "Append again what the streams of a broker have lost",
+    scope="operate",
+    tenants=TenantAccess.ENDPOINT,
+    body_required=False,
+)
+async def _refill(call: Call[NoQuery, ChangeBody]) -> RequestedRefill:
+    return await call.run(
+        request_refill,
         call.path["name"],
         actor=call.actor,
         owner=call.tenant,

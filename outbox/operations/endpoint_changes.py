@@ -18,6 +18,7 @@ import asyncpg
 from outbox.core.delivery.ed25519 import KEY_BYTES, format_private_key
 from outbox.core.delivery.signature import format_secret, parse_signing_key
 from outbox.core.model import endpoint_config
+from outbox.core.model.destination import broker_of, stream_of
 from outbox.core.sequencing.partition_window import unsequenced_ids
 from outbox.errors import Conflict, UsageError
 from outbox.operations import endpoint_writes
@@ -259,6 +260,7 @@ async def plan_update(
     old = found.settings
     if found.state == "removing":
         raise Conflict(f'endpoint "{old.name}" is being removed, and cannot be changed')
+    check_streams_kept(old, settings)
     changed = endpoint_config.differences(old, settings)
     row = endpoint_writes.endpoint_columns(found.id, settings)
     if settings.headers != old.headers:
@@ -268,6 +270,28 @@ async def plan_update(
         data = {"name": old.name, "changes": changed}
         change.journal("endpoint_updated", found.id, data, batch_as="from_batch")
     return Update(found, settings, changed, row)
+
+
+def check_streams_kept(old: EndpointSettings, new: EndpointSettings) -> None:
+    """Check that a change keeps the streams of a broker, and their number.
+
+    The lanes go on where they stand in their streams, so other streams would lack what those have.
+
+    Raises:
+        UsageError: it does not; one line with the next step.
+    """
+    if broker_of(old.url) is None and broker_of(new.url) is None:
+        return
+    if stream_of(old.url) != stream_of(new.url):
+        raise UsageError(
+            "url: an endpoint cannot move between streams, or between a broker and HTTP, because "
+            "its sequences go on; add another endpoint, and remove this one when it has delivered"
+        )
+    if old.lanes != new.lanes:
+        raise UsageError(
+            "lanes: the number of streams of a broker's endpoint cannot change; add another "
+            "endpoint, and remove this one when it has delivered"
+        )
 
 
 def write_updates(change: Change, updates: Collection[Update]) -> None:

@@ -9,6 +9,7 @@ import click
 from outbox.cli.common import print_result, run_async, run_operation
 from outbox.cli.endpoint.group import command
 from outbox.cli.output import emit_pairs
+from outbox.core.model.destination import broker_of
 from outbox.destinations.http.endpoint_validation import policy_of
 from outbox.store.connection.secrets import Vault
 from outbox.store.delivery import endpoints
@@ -23,7 +24,7 @@ def _show(result: EndpointTestResult) -> None:
     emit_pairs(
         [
             ("sent", f"{result.method} {result.url}"),
-            ("response", response.get("status") or response["failure"]),
+            ("response", response.get("status") or response.get("failure")),
             ("detail", response.get("detail")),
             ("time", f"{response['elapsed_ms']:.0f} ms"),
             ("headers", response.get("headers")),
@@ -31,6 +32,12 @@ def _show(result: EndpointTestResult) -> None:
             ("outcome", result.meaning),
         ]
     )
+
+
+def _is_failed(result: EndpointTestResult) -> bool:
+    if broker_of(result.url) is not None:
+        return "failure" in result.response
+    return not 200 <= result.response.get("status", 0) <= 299
 
 
 @command.command(
@@ -41,13 +48,16 @@ Examples:
 """
 )
 @click.argument("name")
-@print_result(_show, failed=lambda result: not 200 <= result.response.get("status", 0) <= 299)
+@print_result(_show, failed=_is_failed)
 def test(settings: Settings, name: str) -> EndpointTestResult:
     """Send one signed test delivery from this machine.
 
     It has the type outbox.test and a separate lane, so it does not affect other
     deliveries. Prints the response, and how the relay would treat it. Exit code 1
     unless the response is 2xx.
+
+    A broker is examined instead: access, version and settings. Nothing is written to its
+    stream. Exit code 1 if deliveries would wait.
     """
     vault = Vault.from_settings(settings)
     endpoint = run_operation(settings, endpoints.find_endpoint, name, vault)
@@ -55,10 +65,13 @@ def test(settings: Settings, name: str) -> EndpointTestResult:
 
 
 async def _send(settings: Settings, endpoint: endpoints.Endpoint) -> EndpointTestResult:
-    # Imported here, because no other endpoint command needs an HTTP client.
+    # Imported here, because no other endpoint command needs an HTTP client or a broker's.
+    from outbox.destinations.broker_check import run_broker_test
     from outbox.destinations.http.endpoint_test import send_test_delivery
     from outbox.destinations.http.transport import HttpTransport
 
+    if broker_of(endpoint.url) is not None:
+        return await run_broker_test(endpoint, policy_of(settings))
     transport = HttpTransport(policy_of(settings), proxy=settings.outbound_proxy)
     try:
         return await send_test_delivery(transport, endpoint)

@@ -593,6 +593,11 @@ class Lane:
         """Record the receipt of an append that stored the deliveries up to `seq`."""
         self._receipts.append((seq, receipt))
 
+    def retry_now(self, now: float) -> None:
+        """Try again at once, because a person may have acted; for brokers only."""
+        if self._has_position and not self._retry.is_due(now):
+            self._retry.postpone(now)
+
     def reopen(self) -> None:
         """Open the lane again before anything more is sent or dead-lettered."""
         if self._has_position:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Literal
+from urllib.parse import urlsplit
 
 BrokerName = Literal["redis", "nats", "rabbitmq", "kafka"]
 
@@ -24,3 +25,12 @@ def broker_of(url: str) -> BrokerName | None:
     """The broker that a URL names; None: the destination is an HTTP receiver."""
     scheme, separator, _ = url.partition("://")
     return BROKER_SCHEMES.get(scheme.lower()) if separator else None
+
+
+def stream_of(url: str) -> tuple[str, ...]:
+    """What names the streams of a broker's URL: broker, path and query.
+
+    The same streams may be reached by another host, name or TLS setting.
+    """
+    parts = urlsplit(url)
+    return broker_of(url) or "", parts.path, parts.query

@@ -12,6 +12,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from outbox.core.model import setting_types
+from outbox.core.model.destination import broker_of
 from outbox.core.model.headers import DEFAULT_PREFIX, normalize_name, relay_headers
 from outbox.core.model.message_format import DEFAULT_SOURCE, UNBATCHED, FormatName
 from outbox.core.model.retry_policy import PRESETS, STANDARD, RetryPolicy
@@ -35,6 +36,15 @@ BATCH_MAX = 1000
 """Deliveries per request."""
 CHECKPOINT_EVERY_MIN_S = 1.0
 
+_OF_HTTP = (
+    "method",
+    "header_prefix",
+    "batch_max",
+    "keep_alive",
+    "checkpoint_every",
+    "retryable",
+)
+"""Settings that a broker's endpoint cannot have."""
 _SUBSCRIPTION: Section = "Subscription"
 _REQUESTS: Section = "Requests"
 _FAILURES: Section = "Failures"
@@ -71,8 +81,13 @@ class Setting:
         """The help, a note and the default."""
         sentences = [self.help, note] if note else [self.help]
         if not self.is_required:
-            sentences.append(f"Default: {self.display(self._public(self.default))}.")
+            sentences.append(f"Default: {self.display(self.public_default)}.")
         return "  ".join(sentences)
+
+    @property
+    def public_default(self) -> Any:
+        """The default as in files and in the API."""
+        return self._public(self.default)
 
     def public(self, settings: EndpointSettings) -> Any:
         """The value as in files and in the API."""
@@ -110,7 +125,10 @@ class EndpointSettings:
     )
     url: str = field(
         metadata=_metadata(
-            setting_types.Url(), _REQUESTS, "URL of the receiver, also for pending deliveries."
+            setting_types.Url(),
+            _REQUESTS,
+            "URL of the receiver, also for pending deliveries; or of a broker's stream, such as "
+            "redis://host/stream or nats://host/subject.",
         )
     )
     types: tuple[str, ...] = field(
@@ -335,6 +353,10 @@ class EndpointSettings:
             raise UsageError("tenant: an endpoint is for one tenant or for all, not both")
         if self.batch_max is not None and self.format in UNBATCHED:
             raise UsageError(f"batch_max: the format {self.format} has one delivery per request")
+        if broker_of(self.url) is not None:
+            for name in _OF_HTTP:
+                if (each := SETTINGS[name]).public(self) != each.public_default:
+                    raise UsageError(f"{name}: is for HTTP receivers; a broker has no such setting")
         for name in self.headers:
             if normalize_name(name) in relay_headers(self.header_prefix):
                 raise UsageError(f"headers: {quoted(name)} is set by the relay")

@@ -11,7 +11,9 @@ from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from outbox.core.model.destination import broker_of
 from outbox.core.model.stored_response import generalize_elapsed_s
+from outbox.destinations.broker_check import run_broker_test
 from outbox.destinations.http import endpoint_test
 from outbox.destinations.http.tls import system_context
 from outbox.destinations.http.transport import HttpTransport
@@ -67,9 +69,15 @@ class EndpointTester:
             TooManyTests: the limit is reached.
         """
         with self._slot(tenant):
-            transport = await self._get_transport()
             started_at = asyncio.get_running_loop().time()
-            result = await endpoint_test.send_test_delivery(transport, endpoint, total_s_max=TEST_S)
+            if broker_of(endpoint.url) is not None:
+                async with asyncio.timeout(TEST_S):
+                    result = await run_broker_test(endpoint, self._policy)
+            else:
+                transport = await self._get_transport()
+                result = await endpoint_test.send_test_delivery(
+                    transport, endpoint, total_s_max=TEST_S
+                )
             if tenant is not None:
                 elapsed_s = asyncio.get_running_loop().time() - started_at
                 shown_s = generalize_elapsed_s(result.response.get("failure"), elapsed_s)

@@ -76,6 +76,7 @@ PRECONDITIONS = (
     endpoints.secrets,
     endpoints.altered_secrets,
     endpoints.networks,
+    endpoints.brokers,
     endpoints.certificates,
 )
 

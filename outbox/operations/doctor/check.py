@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.config import Settings
+    from outbox.destinations.http.egress import EgressPolicy
 
     Network = IPv4Network | IPv6Network
 
@@ -132,6 +133,8 @@ class DoctorContext:
     """The database is reached through a proxy that pools transactions."""
     probing: bool = False
     """Publish a probe event."""
+    policy: EgressPolicy | None = None
+    """Egress rules of relays with these settings; None: brokers are not examined."""
     explain_url_rejection: Callable[[str, tuple[Network, ...]], str | None] = lambda _, __: None
     """Reason why egress rules reject a URL, given an endpoint's own networks; None: allowed."""
     allow_networks: tuple[Network, ...] = ()
@@ -149,13 +152,15 @@ class DoctorContext:
         cls, db: Connection[Any], settings: Settings, *, probing: bool = False
     ) -> DoctorContext:
         """Return the context of checks with the settings of a process."""
+        policy = policy_of(settings)
         return cls(
             db,
             settings.schema_name,
             listening=settings.notify and not settings.pooled,
             pooled=settings.pooled,
             probing=probing,
-            explain_url_rejection=policy_of(settings).refusal_of_url,
+            policy=policy,
+            explain_url_rejection=policy.refusal_of_url,
             allow_networks=settings.allow_networks,
             vault=Vault.from_settings(settings),
             keep=settings.keep,

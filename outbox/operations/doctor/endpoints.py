@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 from ipaddress import ip_network
 from itertools import islice
@@ -16,6 +17,7 @@ from outbox.core.model.duration import rounded
 from outbox.core.model.stored_response import describe_response, outcome_fields
 from outbox.core.model.text import count
 from outbox.core.sequencing.filter_budget import AGAIN_AFTER_S
+from outbox.destinations.broker_check import examine_broker
 from outbox.operations.doctor.check import (
     ROWS_MAX,
     CheckResult,
@@ -143,6 +145,32 @@ async def networks(context: DoctorContext) -> Results:
         yield warning(
             f"allowed for {join_names(names)}: {reason}", f"allow narrower ranges: {narrow}"
         )
+
+
+BROKERS = """
+SELECT id FROM endpoint
+ WHERE state IN ('active', 'paused') AND url !~* '^https?://' ORDER BY name COLLATE "C" LIMIT $1
+"""
+BROKERS_MAX = 50
+
+
+@check("brokers")
+async def brokers(context: DoctorContext) -> Results:
+    """Brokers can be reached, and their settings keep what is promised."""
+    rows = await context.db.fetch(BROKERS, BROKERS_MAX)
+    if not rows or context.policy is None:
+        yield ok("no endpoint has a broker" if not rows else "brokers were not examined")
+        return
+    endpoints = await read_endpoints(context.db, [row["id"] for row in rows], context.vault)
+    usable = [each for each in endpoints if each.problem is None]
+    policy = context.policy
+    examined = await asyncio.gather(*(examine_broker(each, policy) for each in usable))
+    for endpoint, findings in zip(usable, examined, strict=True):
+        for each in findings:
+            make_result = problem if each.is_error else warning
+            yield make_result(f'the broker of "{endpoint.name}": {each.what}', each.what_to_do)
+    if not any(examined):
+        yield ok(f"{count(len(usable), 'broker')} can be used as configured")
 
 
 CERTIFICATES = """

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import structlog
+
 from outbox.core.brokers.message import messages_of
-from outbox.core.brokers.port import Appended, Owner, Position, Stop, StopKind
+from outbox.core.brokers.port import APPEND_MAX, Appended, Owner, Position, Stop, StopKind
 from outbox.core.brokers.results import failed_result, stored_result
-from outbox.core.brokers.take_over import Acknowledge, LaneBooks, Proceed, decide
+from outbox.core.brokers.take_over import (
+    Acknowledge,
+    Hold,
+    HoldReason,
+    LaneBooks,
+    Proceed,
+    decide,
+)
+from outbox.core.delivery.batch import BATCH_BYTES_MAX
+from outbox.core.delivery.message import Delivery
 from outbox.core.model.response import AttemptResult
 
 if TYPE_CHECKING:
@@ -19,6 +30,9 @@ if TYPE_CHECKING:
     from outbox.relay.delivery.owned_endpoints import LaneRuntime
     from outbox.relay.delivery.recorder import Recorder
     from outbox.store.delivery.lanes import LaneStore
+
+
+log = structlog.get_logger("outbox.dispatcher")
 
 
 class BrokerAttempts:
@@ -79,7 +93,65 @@ class BrokerAttempts:
             )
             state.record_found(decision.through, found.batch, at)
             return None
+        if (
+            isinstance(standing, Position)
+            and isinstance(decision, Hold)
+            and decision.reason is HoldReason.FORGOT
+            and await self._store.refill_seq(lane.loaded.id) >= state.delivered_seq
+        ):
+            stopped = await self._refill(lane, broker, owner, standing.sequence)
+            if stopped is None:
+                state.record_position(state.delivered_seq)
+                return None
+            return failed_result(stopped, self._steady() - began_at)
         return failed_result(decision, elapsed_s)
+
+    async def _refill(
+        self, lane: LaneRuntime, broker: Broker, owner: Owner, position: int
+    ) -> Stop | Hold | None:
+        """Append what the stream has lost again, with its own sequences; None: all of it.
+
+        The lane's progress does not change.  Erased events are left out.
+        """
+        loaded, through = lane.loaded, lane.state.delivered_seq
+        first_lost = position + 1
+        at = previous_seq = position
+        while at < through:
+            found = await self._store.delivery_at(loaded, at + 1)
+            rows = (
+                []
+                if found is None
+                else (
+                    await self._store.deliveries(
+                        [loaded], [found.batch], [at], [APPEND_MAX], BATCH_BYTES_MAX
+                    )
+                )[loaded.id]
+            )
+            rows = [row for row in rows if row.seq <= through]
+            if found is None or not rows or rows[0].seq != at + 1:
+                return Hold(
+                    HoldReason.FORGOT,
+                    f"lane {loaded.name} cannot be filled again: sequence {at + 1} of "
+                    f"{first_lost} to {through} is no longer kept",
+                )
+            delivered = await self._store.delivered_seqs(
+                loaded.id, found.batch, at + 1, rows[-1].seq
+            )
+            lost = [row for row in rows if isinstance(row, Delivery) and row.seq in delivered]
+            if lost:
+                messages = messages_of(lane.runtime.endpoint, lost, previous_seq)
+                appended = await broker.append(loaded.name, owner, previous_seq, messages)
+                if appended.receipt is not None:
+                    lane.state.record_receipt(appended.through, appended.receipt)
+                if appended.stop is not None:
+                    return appended.stop
+                previous_seq = lost[-1].seq
+            at = rows[-1].seq
+        log.info(
+            "stream refilled", endpoint=lane.runtime.endpoint.name, lane=loaded.name,
+            sequence=first_lost, to_sequence=through,
+        )  # fmt: skip
+        return None
 
     async def append(
         self, lane: LaneRuntime, broker: Broker, send: Send

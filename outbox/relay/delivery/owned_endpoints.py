@@ -274,6 +274,7 @@ class EndpointRuntime:
         for lane in self.lanes.values():
             lane.prepared = lane.prefetched = None
             lane.state.set_batch_max(endpoint.batch_max)
+            lane.state.retry_now(now)
             lane.state.apply_policy(endpoint.retry, blocks=endpoint.blocks)
         if endpoint.state == "paused":
             self.breaker.pause()

@@ -156,6 +156,15 @@ SELECT d.batch, d.outbox_id, d.backfill_id, coalesce(o.event_id, x.event_id) AS 
  WHERE d.lane_id = $1 AND d.seq = $2
 """
 
+# Up to where an operator lets a lane's stream be filled again.
+READ_REFILL = "SELECT coalesce(refill_seq, 0) FROM lane WHERE id = $1"
+
+# Which sequences of a lane were delivered, by the attempt log.
+READ_DELIVERED = """
+SELECT DISTINCT seq FROM attempt
+ WHERE lane_id = $1 AND batch >= $2 AND seq BETWEEN $3 AND $4 AND outcome = 'delivered'
+"""
+
 # Lanes blocked by a dead letter.
 READ_BLOCKED = "SELECT lane_id FROM lane_block WHERE lane_id = ANY ($1)"
 
@@ -332,6 +341,20 @@ class LaneStore:
             return FoundDelivery(row["batch"], None)
         parts = lane.endpoint_id, row["outbox_id"], row["event_id"], row["backfill_id"]
         return FoundDelivery(row["batch"], message_id(*parts))
+
+    async def refill_seq(self, lane_id: int) -> int:
+        """Up to where an operator lets the lane's stream be filled again; 0: nowhere."""
+        seq: int = await self._db.fetchval(READ_REFILL, lane_id)
+        return seq
+
+    async def delivered_seqs(self, lane_id: int, batch: int, first: int, last: int) -> set[int]:
+        """The sequences from `first` to `last` that were delivered.
+
+        Args:
+            batch: of `first`.
+        """
+        rows = await self._db.fetch(READ_DELIVERED, lane_id, batch, first, last)
+        return {row["seq"] for row in rows}
 
     async def new_batches(self, after_batch: int) -> NewBatches | None:
         """The batches sequenced after a batch; None: there are none."""
