@@ -99,7 +99,7 @@ async def read(lanes: Sequence[WaitingLane], store: FullLanes) -> None:
         if not left:
             done.set()
 
-    reader = DeliveryFetcher(store, on_rows)  # type: ignore[arg-type]
+    reader = DeliveryFetcher(store, asyncio.Lock(), on_rows)  # type: ignore[arg-type]
     for lane in lanes:
         reader.request(lane, Fetch(0, 0))  # type: ignore[arg-type]
     task = asyncio.create_task(reader.run())

@@ -125,7 +125,7 @@ async def test_a_quiet_lane_is_read_at_once_during_a_flood(
     tenant: str | None,
 ) -> None:
     store = Reads()
-    reading = fetcher.DeliveryFetcher(store, lambda _: None)  # type: ignore[arg-type]
+    reading = fetcher.DeliveryFetcher(store, asyncio.Lock(), lambda _: None)  # type: ignore[arg-type]
     task = asyncio.create_task(reading.run())
     flood = 10 * fetcher.ROWS_PER_READ // fetcher.ROWS_PER_LANE
     for n in range(flood):
@@ -143,7 +143,7 @@ async def test_a_quiet_lane_is_read_at_once_during_a_flood(
 
 async def test_lanes_with_few_pending_deliveries_share_a_read() -> None:
     store = Reads()
-    reading = fetcher.DeliveryFetcher(store, lambda _: None)  # type: ignore[arg-type]
+    reading = fetcher.DeliveryFetcher(store, asyncio.Lock(), lambda _: None)  # type: ignore[arg-type]
     task = asyncio.create_task(reading.run())
     for n in range(2 * fetcher.LANES_PER_READ):
         reading.request(lane(n, n, None, pending=1), Fetch(0, 0))

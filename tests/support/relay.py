@@ -27,6 +27,7 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
+    from outbox.destinations.broker import BrokerFactory
     from outbox.destinations.interface import Following, Request, Transport
     from outbox.operations.endpoint_changes import NewEndpoint
     from outbox.store.cluster.replicas import ReplicaStore
@@ -149,11 +150,16 @@ def settings_for(database: Database, **settings: Any) -> Settings:
 
 
 def relay(
-    database: Database, transport: Transport, *, name: str | None = None, **settings: Any
+    database: Database,
+    transport: Transport,
+    *,
+    name: str | None = None,
+    brokers: BrokerFactory | None = None,
+    **settings: Any,
 ) -> Relay:
     """A relay that is not started."""
     values = settings_for(database, **settings)
-    return Relay(values, transport, connections_for(values), name=name)
+    return Relay(values, transport, connections_for(values), name=name, brokers=brokers)
 
 
 def connections_for(values: Settings) -> Connections:

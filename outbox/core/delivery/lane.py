@@ -112,6 +112,7 @@ class Lane:
         "_position",
         "_receipt",
         "_receipts",
+        "_reopened_at",
         "_retry",
         "_sent_through_batch",
         "_skip_seq",
@@ -168,6 +169,8 @@ class Lane:
         # The receipt of the durable progress, and those of later appends with their sequences.
         self._receipt = receipt
         self._receipts: list[tuple[int, str]] = []
+        # The last acknowledged sequence when it was last opened again.
+        self._reopened_at = -1
         self._pending_cut: tuple[int, LaneDeadLetterReason] | None = None
         self._stalled_since: float | None = None
         if self.pending:
@@ -598,10 +601,17 @@ class Lane:
         if self._has_position and not self._retry.is_due(now):
             self._retry.postpone(now)
 
-    def reopen(self) -> None:
-        """Open the lane again before anything more is sent or dead-lettered."""
+    def reopen(self) -> bool:
+        """Open the lane again before anything more is sent or dead-lettered; for brokers only.
+
+        Returns:
+            Whether to do so at once: False the second time without progress in between.
+        """
         if self._has_position:
             self._position = None
+        is_first = self._reopened_at != self._acked
+        self._reopened_at = self._acked
+        return is_first
 
     def cancel_send(self) -> None:
         """Report that a Send or an Open was not executed; `next` decides again."""

@@ -125,17 +125,19 @@ class AttemptSender:
     async def _send_to_broker(
         self, lane: LaneRuntime, broker: Broker, send: Send | Open, started_at: float
     ) -> Attempt | None:
-        """Open the lane, or append to it; None: it is open."""
+        """Open the lane, or append to it; None: it is open, or must be opened again."""
         redactor = lane.runtime.redactor
+        response: AttemptResult | None = None
         appended = None
         if isinstance(send, Open):
-            failed = await self._brokers.open(lane, broker)
-            if failed is None:
-                lane.runtime.breaker.released(lane.loaded.id)
-                return None
-            response = failed
+            response = await self._brokers.open(lane, broker)
+        elif (result := await self._brokers.append(lane, broker, send)) is not None:
+            response, appended = result
         else:
-            response, appended = await self._brokers.append(lane, broker, send)
+            lane.state.cancel_send()
+        if response is None:
+            lane.runtime.breaker.released(lane.loaded.id)
+            return None
         preempted = not self._admission.has_response(lane.slot, response)
         if redactor is not None:
             response = redactor.redact(response)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
@@ -18,11 +18,11 @@ from outbox.core.brokers.take_over import (
     decide,
 )
 from outbox.core.delivery.batch import BATCH_BYTES_MAX
-from outbox.core.delivery.message import Delivery
 from outbox.core.model.response import AttemptResult
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import asyncio
+    from collections.abc import Callable, Coroutine
 
     from outbox.core.delivery.commands import Send
     from outbox.destinations.broker import Broker
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from outbox.store.delivery.lanes import LaneStore
 
 
+T = TypeVar("T")
+
 log = structlog.get_logger("outbox.dispatcher")
 
 
@@ -39,6 +41,7 @@ class BrokerAttempts:
     """Opens lanes and appends to them.
 
     Args:
+        reading: held while the store is used, because it has one connection.
         steady: seconds of the clock that measures durations.
         now: epoch seconds.
     """
@@ -46,12 +49,14 @@ class BrokerAttempts:
     def __init__(
         self,
         store: LaneStore,
+        reading: asyncio.Lock,
         recorder: Recorder,
         admission: AdmissionQueue,
         steady: Callable[[], float],
         now: Callable[[], float],
     ) -> None:
         self._store = store
+        self._reading = reading
         self._recorder = recorder
         self._admission = admission
         self._steady = steady
@@ -80,7 +85,7 @@ class BrokerAttempts:
         if isinstance(standing, Position) and standing.delivery is not None:
             # The acknowledgements in memory first: the database must not be behind them.
             await self._recorder.flush()
-            found = await self._store.delivery_at(lane.loaded, standing.sequence)
+            found = await self._read(self._store.delivery_at(lane.loaded, standing.sequence))
         decision = decide(standing, books, None if found is None else found.delivery)
         if isinstance(decision, Proceed):
             state.record_position(decision.position)
@@ -97,7 +102,7 @@ class BrokerAttempts:
             isinstance(standing, Position)
             and isinstance(decision, Hold)
             and decision.reason is HoldReason.FORGOT
-            and await self._store.refill_seq(lane.loaded.id) >= state.delivered_seq
+            and await self._read(self._store.refill_seq(lane.loaded.id)) >= state.delivered_seq
         ):
             stopped = await self._refill(lane, broker, owner, standing.sequence)
             if stopped is None:
@@ -114,49 +119,38 @@ class BrokerAttempts:
         The lane's progress does not change.  Erased events are left out.
         """
         loaded, through = lane.loaded, lane.state.delivered_seq
-        first_lost = position + 1
         at = previous_seq = position
         while at < through:
-            found = await self._store.delivery_at(loaded, at + 1)
-            rows = (
-                []
-                if found is None
-                else (
-                    await self._store.deliveries(
-                        [loaded], [found.batch], [at], [APPEND_MAX], BATCH_BYTES_MAX
-                    )
-                )[loaded.id]
+            lost = await self._read(
+                self._store.lost_deliveries(loaded, at, through, APPEND_MAX, BATCH_BYTES_MAX)
             )
-            rows = [row for row in rows if row.seq <= through]
-            if found is None or not rows or rows[0].seq != at + 1:
+            if lost is None:
                 return Hold(
                     HoldReason.FORGOT,
                     f"lane {loaded.name} cannot be filled again: sequence {at + 1} of "
-                    f"{first_lost} to {through} is no longer kept",
+                    f"{position + 1} to {through} is no longer kept",
                 )
-            delivered = await self._store.delivered_seqs(
-                loaded.id, found.batch, at + 1, rows[-1].seq
-            )
-            lost = [row for row in rows if isinstance(row, Delivery) and row.seq in delivered]
-            if lost:
-                messages = messages_of(lane.runtime.endpoint, lost, previous_seq)
+            if lost.deliveries:
+                messages = messages_of(lane.runtime.endpoint, lost.deliveries, previous_seq)
                 appended = await broker.append(loaded.name, owner, previous_seq, messages)
                 if appended.receipt is not None:
                     lane.state.record_receipt(appended.through, appended.receipt)
                 if appended.stop is not None:
                     return appended.stop
-                previous_seq = lost[-1].seq
-            at = rows[-1].seq
+                previous_seq = lost.deliveries[-1].seq
+            at = lost.through_seq
         log.info(
             "stream refilled", endpoint=lane.runtime.endpoint.name, lane=loaded.name,
-            sequence=first_lost, to_sequence=through,
+            sequence=position + 1, to_sequence=through,
         )  # fmt: skip
         return None
 
     async def append(
         self, lane: LaneRuntime, broker: Broker, send: Send
-    ) -> tuple[AttemptResult, Appended]:
-        """Append the deliveries of a Send to the lane's stream."""
+    ) -> tuple[AttemptResult, Appended] | None:
+        """Append the deliveries of a Send to the lane's stream; None: nothing was stored, and the
+        lane must be opened at once.
+        """
         position = lane.state.position
         assert position is not None
         messages = messages_of(
@@ -178,11 +172,17 @@ class BrokerAttempts:
             lane.state.record_receipt(appended.through, appended.receipt)
         if appended.stop is None:
             return stored_result(elapsed_s), appended
-        if appended.stop.kind in (StopKind.MOVED, StopKind.UNKNOWN):
+        if appended.stop.kind is StopKind.MOVED and lane.state.reopen():
+            return None
+        if appended.stop.kind is StopKind.UNKNOWN:
             lane.state.reopen()
         return failed_result(appended.stop, elapsed_s), appended
 
+    async def _read(self, reading: Coroutine[Any, Any, T]) -> T:
+        async with self._reading:
+            return await reading
+
     async def _owner(self, lane: LaneRuntime) -> Owner:
         if self._identity is None:
-            self._identity = await self._store.identity()
+            self._identity = await self._read(self._store.identity())
         return Owner(self._identity, lane.runtime.epoch)

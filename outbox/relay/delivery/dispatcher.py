@@ -70,14 +70,15 @@ class Dispatcher:
         brokers: BrokerFactory | None = None,
     ) -> None:
         self._brokers = brokers
-        self._fetcher = DeliveryFetcher(store, self._activate)
+        reading = asyncio.Lock()
+        self._fetcher = DeliveryFetcher(store, reading, self._activate)
         self._recorder = recorder
         self._admission = AdmissionQueue(scheduler)
         self._telemetry = telemetry or DeliveryTelemetry()
         self._attempts = AttemptSender(
             transport, self._admission, self._fetcher, recorder, self._telemetry,
             BrokerAttempts(
-                store, recorder, self._admission, asyncio.get_running_loop().time, now
+                store, reading, recorder, self._admission, asyncio.get_running_loop().time, now
             ),
             lease_left_s, now,
         )  # fmt: skip

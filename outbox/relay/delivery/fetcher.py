@@ -38,11 +38,15 @@ class DeliveryFetcher:
     """Reads deliveries for lanes until cancelled.
 
     Args:
+        reading: held while the store is used, because it has one connection.
         on_rows: called with each lane that received deliveries.
     """
 
-    def __init__(self, store: LaneStore, on_rows: Callable[[LaneRuntime], object]) -> None:
+    def __init__(
+        self, store: LaneStore, reading: asyncio.Lock, on_rows: Callable[[LaneRuntime], object]
+    ) -> None:
         self._store = store
+        self._reading = reading
         self._on_rows = on_rows
         # Fair by tenant, or by endpoint without one: a large backlog delays only its owner.
         self._requests: RoundRobin[tuple[LaneRuntime, Fetch]] = RoundRobin()
@@ -67,13 +71,14 @@ class DeliveryFetcher:
             requested = self._requests.pop_until(ROWS_PER_READ)
             if not self._requests:
                 self._requested.clear()
-            rows = await self._store.deliveries(
-                [lane.loaded for lane, _ in requested],
-                [fetch.floor_batch for _, fetch in requested],
-                [fetch.after_seq for _, fetch in requested],
-                [_rows_max(lane) for lane, _ in requested],
-                BYTES_PER_LANE,
-            )
+            async with self._reading:
+                rows = await self._store.deliveries(
+                    [lane.loaded for lane, _ in requested],
+                    [fetch.floor_batch for _, fetch in requested],
+                    [fetch.after_seq for _, fetch in requested],
+                    [_rows_max(lane) for lane, _ in requested],
+                    BYTES_PER_LANE,
+                )
             for lane, fetch in requested:
                 following = _following(fetch.after_seq, rows[lane.loaded.id])
                 lane.payload_bytes = _mean_bytes(following) or lane.payload_bytes

@@ -228,6 +228,15 @@ class FoundDelivery(NamedTuple):
     """Its X-Delivery; None: its event is gone."""
 
 
+class LostDeliveries(NamedTuple):
+    """Deliveries that a stream has lost, in sequence order."""
+
+    through_seq: int
+    """The last sequence that was read."""
+    deliveries: list[Delivery]
+    """Without dead letters and erased events."""
+
+
 @dataclass(frozen=True, slots=True)
 class NewBatches:
     """Batches that were sequenced."""
@@ -347,14 +356,31 @@ class LaneStore:
         seq: int = await self._db.fetchval(READ_REFILL, lane_id)
         return seq
 
-    async def delivered_seqs(self, lane_id: int, batch: int, first: int, last: int) -> set[int]:
-        """The sequences from `first` to `last` that were delivered.
+    async def lost_deliveries(
+        self, lane: LoadedLane, after_seq: int, through_seq: int, rows_max: int, bytes_max: int
+    ) -> LostDeliveries | None:
+        """The next deliveries of a lane that were delivered before; None: they are gone.
 
         Args:
-            batch: of `first`.
+            after_seq: the sequence before the first one.
+            rows_max, bytes_max: as for `deliveries`.
         """
-        rows = await self._db.fetch(READ_DELIVERED, lane_id, batch, first, last)
-        return {row["seq"] for row in rows}
+        found = await self.delivery_at(lane, after_seq + 1)
+        if found is None:
+            return None
+        some = await self.deliveries([lane], [found.batch], [after_seq], [rows_max], bytes_max)
+        rows = [row for row in some[lane.id] if row.seq <= through_seq]
+        if not rows or rows[0].seq != after_seq + 1:
+            return None
+        last_seq = rows[-1].seq
+        delivered = {
+            row["seq"]
+            for row in await self._db.fetch(
+                READ_DELIVERED, lane.id, found.batch, after_seq + 1, last_seq
+            )
+        }
+        kept = [row for row in rows if isinstance(row, Delivery) and row.seq in delivered]
+        return LostDeliveries(last_seq, kept)
 
     async def new_batches(self, after_batch: int) -> NewBatches | None:
         """The batches sequenced after a batch; None: there are none."""

@@ -1,0 +1,392 @@
+"""Delivery to a broker's streams: positions, lost answers, held lanes and refills."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from outbox.core.brokers.port import Appended, Capabilities, Fenced, Position, Stop, StopKind
+from outbox.errors import Conflict, UsageError
+from outbox.operations import endpoint_changes, endpoint_states
+from outbox.operations.refill import request_refill
+from outbox.operations.skip import skip_delivery
+from tests.support.ranges import next_pending
+from tests.support.relay import (
+    QUICK_RETRY,
+    Network,
+    add_endpoint,
+    all_ended,
+    exceptions,
+    fetchval,
+    killed_at_the_end,
+    publish,
+    running,
+)
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from outbox.core.brokers.port import Message, Owner, Standing
+    from outbox.destinations.broker import BrokerAddress, BrokerFinding
+    from tests.support.postgres import Database
+
+pytestmark = pytest.mark.one_major
+
+URL = "redis://broker.example/events"
+AWAY = Stop(StopKind.UNAVAILABLE, "LOADING the dataset is in memory")
+NO_STREAM = Stop(StopKind.MISCONFIGURED, "no stream")
+LOST = Stop(StopKind.UNKNOWN, "the connection was closed")
+
+
+class Streams:
+    """The streams of a broker in memory, and what happens to the next calls."""
+
+    def __init__(self) -> None:
+        self.streams: dict[str, list[Message]] = {}
+        self.fences: dict[str, int] = {}
+        self.opened = 0
+        self.appends: list[int] = []
+        self.stop: Stop | None = None
+        """Every call ends with this, and does nothing."""
+        self.lost_answers = 0
+        """So many appends store their messages and lose the answer."""
+        self.refuses: Callable[[Message], bool] = lambda _: False
+        self.gate: asyncio.Event | None = None
+        """Appends wait for it after they have stored their messages."""
+
+    def connect(self, _: BrokerAddress) -> MemoryBroker:
+        return MemoryBroker(self)
+
+    def sequences(self) -> list[int]:
+        """The sequences of the only stream."""
+        (stream,) = self.streams.values() if self.streams else ([],)
+        return [message.sequence for message in stream]
+
+
+class MemoryBroker:
+    capabilities = Capabilities(compare=True, prefix=True, fence=True, position=True)
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+
+    async def open(self, lane: str, owner: Owner, after: int, receipt: str | None) -> Standing:
+        streams = self._streams
+        streams.opened += 1
+        if streams.stop is not None:
+            return streams.stop
+        if (fence := streams.fences.get(lane, 0)) > owner.epoch:
+            return Fenced(fence)
+        streams.fences[lane] = owner.epoch
+        stream = streams.streams.get(lane)
+        return Position(stream[-1].sequence, stream[-1].delivery) if stream else Position(0, None)
+
+    async def append(
+        self, lane: str, owner: Owner, after: int, messages: Sequence[Message]
+    ) -> Appended:
+        streams = self._streams
+        if streams.stop is not None:
+            return Appended(after, streams.stop)
+        stream = streams.streams.setdefault(lane, [])
+        last = stream[-1].sequence if stream else 0
+        if last != after or streams.fences.get(lane, 0) != owner.epoch:
+            return Appended(after, Stop(StopKind.MOVED, f"the stream stands at {last}"))
+        if any(map(streams.refuses, messages)):
+            return Appended(after, Stop(StopKind.REFUSED, "too large"))
+        stream += messages
+        streams.appends.append(len(messages))
+        if streams.gate is not None:
+            await streams.gate.wait()
+        if streams.lost_answers:
+            streams.lost_answers -= 1
+            return Appended(after, LOST)
+        return Appended(messages[-1].sequence, None, f"receipt {messages[-1].sequence}")
+
+    async def check(self) -> list[BrokerFinding]:
+        return []
+
+    async def aclose(self) -> None:
+        pass
+
+
+@pytest.fixture
+def streams() -> Streams:
+    return Streams()
+
+
+async def stream_endpoint(database: Database, **settings: Any) -> None:
+    await add_endpoint(
+        database, url=URL, lanes=1, retry={**QUICK_RETRY, "attempts_max": 2}, **settings
+    )
+
+
+def last_failure(database: Database) -> Any:
+    return fetchval(
+        database, "SELECT max(last_response ->> 'failure') FROM lane_progress WHERE attempts > 0"
+    )
+
+
+async def test_deliveries_are_appended_in_order_with_their_metadata(
+    database: Database, streams: Streams
+) -> None:
+    await stream_endpoint(database)
+    async with running(database, Network(), brokers=streams.connect):
+        await publish(database, *range(1, 21))
+        await all_ended(database)
+    assert streams.sequences() == list(range(1, 21))
+    (stream,) = streams.streams.values()
+    headers = dict(stream[4].headers)
+    assert headers["X-Sequence"] == "5"
+    assert headers["X-Previous-Sequence"] == "4"
+    assert headers["X-Delivery"] == stream[4].delivery
+    assert "webhook-id" not in headers
+    assert b'"data":5' in stream[4].body
+    assert await exceptions(database) == {}
+    assert await fetchval(database, "SELECT receipt FROM lane_receipt") == "receipt 20"
+
+
+async def test_what_waits_goes_in_one_append(database: Database, streams: Streams) -> None:
+    await stream_endpoint(database)
+    await publish(database, *range(300))
+    async with running(database, Network(), brokers=streams.connect):
+        await all_ended(database)
+    assert streams.sequences() == list(range(1, 301))
+    assert max(streams.appends) > 100
+
+
+async def test_a_lost_answer_is_settled_by_the_position(
+    database: Database, streams: Streams
+) -> None:
+    """Nothing is sent again, and each number is acknowledged once."""
+    await stream_endpoint(database)
+    streams.lost_answers = 3
+    async with running(database, Network(), brokers=streams.connect):
+        for n in range(1, 11):
+            await publish(database, n)
+        await all_ended(database)
+    assert streams.sequences() == list(range(1, 11))
+    found = "SELECT count(*) FROM attempt WHERE error LIKE 'found in the stream%'"
+    assert await fetchval(database, found) >= 1
+    assert await exceptions(database) == {}
+
+
+async def test_what_a_dead_relay_appended_is_acknowledged_by_the_next(
+    database: Database, streams: Streams
+) -> None:
+    await stream_endpoint(database)
+    streams.gate = asyncio.Event()
+    async with killed_at_the_end(database, Network(), brokers=streams.connect):
+        await publish(database, 1, 2, 3)
+        await until(lambda: streams.appends, what="an append")
+    assert await fetchval(database, "SELECT count(*) FROM attempt") == 0
+    streams.gate = None
+    async with running(database, Network(), brokers=streams.connect):
+        await publish(database, 4)
+        await all_ended(database)
+    assert streams.sequences() == [1, 2, 3, 4]
+    assert await exceptions(database) == {}
+
+
+async def test_a_broker_that_is_away_costs_no_delivery(
+    database: Database, streams: Streams
+) -> None:
+    """The retry policy has two attempts."""
+    await stream_endpoint(database)
+    streams.stop = AWAY
+    async with running(database, Network(), brokers=streams.connect):
+        await publish(database, *range(1, 6))
+        await until(lambda: streams.opened > 8, what="some attempts")
+        streams.stop = None
+        await all_ended(database)
+    assert streams.sequences() == [1, 2, 3, 4, 5]
+    assert await fetchval(database, "SELECT count(*) FROM dead_letter") == 0
+
+
+async def test_a_missing_stream_makes_no_dead_letters(database: Database, streams: Streams) -> None:
+    await stream_endpoint(database)
+    async with running(database, Network(), brokers=streams.connect):
+        await publish(database, 1)
+        await all_ended(database)
+        streams.stop = NO_STREAM
+        await publish(database, *range(2, 500))
+        await until(lambda: last_failure(database), what="the failure")
+        held = "SELECT state FROM endpoint_health WHERE state = 'failing'"
+        await until(lambda: fetchval(database, held), what="the open circuit breaker")
+        streams.stop = None
+        await all_ended(database)
+    assert streams.sequences() == list(range(1, 500))
+    assert await fetchval(database, "SELECT count(*) FROM dead_letter") == 0
+
+
+async def test_a_refused_message_is_a_dead_letter_and_the_others_go_on(
+    database: Database, streams: Streams
+) -> None:
+    await stream_endpoint(database)
+    streams.refuses = lambda message: b'"data":4' in message.body
+    await publish(database, *range(1, 8))
+    async with running(database, Network(), brokers=streams.connect):
+        await all_ended(database)
+    assert streams.sequences() == [1, 2, 3, 5, 6, 7]
+    (stream,) = streams.streams.values()
+    assert dict(stream[3].headers)["X-Previous-Sequence"] == "3"
+    letter = "SELECT reason || ': ' || (last_response ->> 'detail') FROM dead_letter"
+    assert await fetchval(database, letter) == "refused: too large"
+
+
+async def test_a_dead_letter_at_the_end_is_no_loss_of_the_stream(
+    database: Database, streams: Streams
+) -> None:
+    """The next owner finds the stream below the last acknowledged sequence."""
+    await stream_endpoint(database)
+    streams.refuses = lambda message: b'"data":2' in message.body
+    async with running(database, Network(), brokers=streams.connect):
+        await publish(database, 1, 2)
+        await all_ended(database)
+    async with running(database, Network(), brokers=streams.connect):
+        await publish(database, 3)
+        await all_ended(database)
+    assert streams.sequences() == [1, 3]
+
+
+async def test_nothing_is_dead_lettered_while_an_answer_is_missing(
+    database: Database, streams: Streams
+) -> None:
+    """The skipped delivery is in the stream after all."""
+    await stream_endpoint(database)
+    streams.lost_answers = 1
+    async with running(database, Network(), brokers=streams.connect):
+        await publish(database, 1)
+        await until(lambda: streams.appends, what="the append")
+        streams.stop = AWAY
+        await until(lambda: last_failure(database), what="the failure")
+        lane, sequence = await next_pending(database, "shop")
+        async with database.at_hand() as db:
+            await skip_delivery(db, "relay", "shop", lane, sequence, actor="test", wait_s=0.0)
+        opened = streams.opened
+        await until(lambda: streams.opened > opened + 1, what="more attempts")
+        assert await fetchval(database, "SELECT count(*) FROM dead_letter") == 0
+        streams.stop = None
+        await all_ended(database)
+    assert streams.sequences() == [1]
+    assert await fetchval(database, "SELECT count(*) FROM dead_letter") == 0
+
+
+async def forgetful(database: Database, streams: Streams, through: int) -> None:
+    """Deliver ten events, lose those after `through` in the stream, and publish another one."""
+    await publish(database, *range(1, 11))
+    await all_ended(database)
+    (stream,) = streams.streams.values()
+    del stream[through:]
+    await publish(database, 11)
+    await until(lambda: last_failure(database), what="the failure")
+
+
+@pytest.mark.parametrize("through", [0, 6])
+async def test_a_stream_that_lost_messages_is_held_until_it_is_refilled(
+    database: Database, streams: Streams, through: int
+) -> None:
+    await stream_endpoint(database)
+    streams.refuses = lambda message: message.body.endswith(b'"data":9}')
+    async with running(database, Network(), brokers=streams.connect):
+        await forgetful(database, streams, through)
+        assert await last_failure(database) == "forgot"
+        assert streams.sequences() == list(range(1, through + 1))
+        async with database.at_hand() as db:
+            done = await request_refill(db, "relay", "shop", actor="test", comment="restored")
+        assert [each.to_sequence for each in done.lanes] == [10]
+        await all_ended(database)
+    assert streams.sequences() == [1, 2, 3, 4, 5, 6, 7, 8, 10, 11]
+    (stream,) = streams.streams.values()
+    previous = [int(dict(each.headers)["X-Previous-Sequence"]) for each in stream]
+    assert previous == [0, 1, 2, 3, 4, 5, 6, 7, 8, 10]
+    journalled = "SELECT data ->> 'comment' FROM journal WHERE kind = 'refill_requested'"
+    assert await fetchval(database, journalled) == "restored"
+    assert await exceptions(database) == {}
+
+
+async def test_there_is_no_refill_without_a_loss(database: Database, streams: Streams) -> None:
+    await stream_endpoint(database)
+    async with running(database, Network(), brokers=streams.connect):
+        await publish(database, 1)
+        await all_ended(database)
+        with pytest.raises(Conflict, match=r"no stream of endpoint .shop. has lost messages"):
+            async with database.at_hand() as db:
+                await request_refill(db, "relay", "shop", actor="test")
+
+
+async def test_a_held_lane_does_not_hold_the_others(database: Database, streams: Streams) -> None:
+    await add_endpoint(database, url=URL, lanes=4, retry=QUICK_RETRY)
+    async with running(database, Network(), brokers=streams.connect):
+        await publish(database, *range(1, 41))
+        await all_ended(database)
+        lost = next(iter(streams.streams))
+        streams.streams[lost].clear()
+        await publish(database, *range(41, 81))
+        await until(lambda: last_failure(database), what="the failure")
+        pending = (
+            "SELECT count(*) FROM lane_progress p JOIN lane_counter c USING (lane_id) "
+            "WHERE c.last_seq > p.acked_seq"
+        )
+        await until(lambda: fetchval(database, f"SELECT ({pending}) = 1"), what="the others")
+        assert await fetchval(database, "SELECT state FROM endpoint_health") == "healthy"
+        async with database.at_hand() as db:
+            await request_refill(db, "relay", "shop", actor="test")
+        await all_ended(database)
+    for stream in streams.streams.values():
+        assert [each.sequence for each in stream] == list(range(1, len(stream) + 1))
+
+
+async def test_a_stream_of_another_history_is_held(database: Database, streams: Streams) -> None:
+    """The database was restored: the same sequences are of other events."""
+    await stream_endpoint(database)
+    async with running(database, Network(), brokers=streams.connect):
+        await publish(database, 1, 2)
+        await all_ended(database)
+        (stream,) = streams.streams.values()
+        stream.append(stream[-1]._replace(sequence=3, delivery="of another event"))
+        await publish(database, 3, 4)
+        await until(lambda: last_failure(database), what="the failure")
+    assert await last_failure(database) == "foreign"
+    assert await fetchval(database, "SELECT sum(acked_seq) FROM lane_progress") == 2
+
+
+async def test_a_resumed_lane_is_opened_again(database: Database, streams: Streams) -> None:
+    await stream_endpoint(database)
+    async with running(database, Network(), brokers=streams.connect):
+        await publish(database, 1)
+        await all_ended(database)
+        opened = streams.opened
+        async with database.at_hand() as db:
+            await endpoint_states.pause_endpoints(db, "relay", ["shop"], actor="test")
+            await publish(database, 2)
+            await endpoint_states.resume_endpoints(db, "relay", ["shop"], actor="test")
+        await all_ended(database)
+    assert streams.opened > opened
+    assert streams.sequences() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"url": "redis://broker.example/others"}, "url: an endpoint cannot move between streams"),
+        ({"url": "https://example.com/"}, "url: an endpoint cannot move between streams"),
+        ({"lanes": 2}, "lanes: the number of streams"),
+        ({"batch_max": 10}, "batch_max: is for HTTP receivers"),
+    ],
+)
+async def test_an_endpoint_keeps_its_streams(
+    database: Database, change: dict[str, Any], message: str
+) -> None:
+    await stream_endpoint(database)
+    with pytest.raises(UsageError, match=message):
+        async with database.at_hand() as db:
+            await endpoint_changes.update_endpoint(
+                db, "relay", "shop", lambda old: type(old)(**{**_fields(old), **change}),
+                actor="test",
+            )  # fmt: skip
+
+
+def _fields(settings: Any) -> dict[str, Any]:
+    return {name: getattr(settings, name) for name in settings.__slots__}
