@@ -6,7 +6,7 @@ Each client library is an extra of the package, imported when the first endpoint
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from outbox.core.brokers.port import Appended, Capabilities, Stop, StopKind
 from outbox.core.model.destination import broker_of
@@ -14,21 +14,52 @@ from outbox.destinations.http.dns import CachingResolver
 from outbox.errors import OutboxError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from outbox.core.brokers.port import Message, Owner, Standing
     from outbox.core.model.destination import BrokerName
     from outbox.destinations.broker import Broker, BrokerAddress, BrokerFinding
     from outbox.destinations.http.dns import Resolver
-    from outbox.destinations.http.egress import EgressPolicy
+    from outbox.destinations.http.egress import EgressPolicy, Network
 
-DRIVERS: dict[BrokerName, tuple[str, str]] = {
-    "redis": ("outbox.destinations.redis.broker", "RedisBroker"),
-    "nats": ("outbox.destinations.nats.broker", "NatsBroker"),
+
+class Target(Protocol):
+    """What a broker's URL names."""
+
+    @property
+    def host(self) -> str: ...
+    @property
+    def port(self) -> int: ...
+    @property
+    def secure(self) -> bool: ...
+
+
+class Driver(NamedTuple):
+    """Where a broker's code is; its modules are imported when they are needed."""
+
+    client: str
+    """Module of the client library; the extra of the package has the broker's name."""
+    class_name: str
+    """In the module `broker` of the broker's package."""
+
+
+DRIVERS: dict[BrokerName, Driver] = {
+    "redis": Driver("redis", "RedisBroker"),
 }
-"""Module and class of each driver."""
-CLIENTS: dict[BrokerName, str] = {"redis": "redis", "nats": "nats"}
-"""The module of each client library; the extra of the package has the broker's name."""
+
+
+def check_broker_url(url: str, policy: EgressPolicy, networks: tuple[Network, ...]) -> None:
+    """Validate the URL of a broker's endpoint; its client library need not be installed.
+
+    Raises:
+        UsageError: one line with the next step.
+    """
+    name = broker_of(url)
+    if name is None or name not in DRIVERS:
+        raise UsageError(f"url: {name} is not supported; there are {', '.join(DRIVERS)}")
+    parse: Callable[[str], Target] = import_module(f"{__package__}.{name}.target").parse_url
+    target = parse(url)
+    policy.check_broker(url, target.host, target.port, networks, tls=target.secure)
 
 
 class Brokers:
@@ -48,9 +79,10 @@ class Brokers:
     def _connect(self, address: BrokerAddress) -> Broker:
         name = broker_of(address.url)
         assert name is not None
+        check_broker_url(address.url, self._policy, address.networks)
         require_client(name)
-        module, driver = DRIVERS[name]
-        broker: Broker = getattr(import_module(module), driver)(
+        module = import_module(f"{__package__}.{name}.broker")
+        broker: Broker = getattr(module, DRIVERS[name].class_name)(
             address, self._policy, self._resolver
         )
         return broker
@@ -67,7 +99,7 @@ def require_client(name: BrokerName) -> None:
         UsageError: it is not; one line with the command that installs it.
     """
     try:
-        import_module(CLIENTS[name])
+        import_module(DRIVERS[name].client)
     except ImportError:
         raise UsageError(
             f"url: the client library for {name} is missing; run: pip install "

@@ -327,7 +327,7 @@ INVALID_URLS = (
     ("ftp://example.com/", "url: must start with https://, or with http:// for an address in"),
     ("https://", "url: "),
     ("https://user:hunter2@example.com/", "url: must not contain a user or password"),
-    ("http://example.com/", "url: plain http is not encrypted"),
+    ("http://example.com/", "url: the connection would not be encrypted"),
     ("https://127.0.0.1/", "url: 127.0.0.1 is loopback"),
     ("https://localhost/", "url: localhost is loopback"),
     ("https://10.0.0.5/", "OUTBOX_ALLOW_NETWORKS"),

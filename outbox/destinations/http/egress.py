@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from yarl import URL
 
+from outbox.core.model.destination import BROKER_SCHEMES
 from outbox.core.model.text import quoted
 from outbox.errors import UsageError
 
@@ -96,7 +97,7 @@ _REFUSED: tuple[tuple[Network, str], ...] = tuple(
         ("ff00::/8", "multicast"),
     )
 )
-_PLAIN = f"plain http is not encrypted; use https, or open the network {_BY}"
+_PLAIN = f"the connection would not be encrypted; use TLS (https), or open the network {_BY}"
 _PUBLIC_V6 = IPv6Network("2000::/3")
 _ISATAP = 0x0000_5EFE
 """Interface identifier above the IPv4 address, without the universal/local bit (RFC 5214, 6.1)."""
@@ -163,13 +164,20 @@ class EgressPolicy:
         self._check_cached(url, networks)
 
     def refusal(
-        self, address: str | Address, *, port: int, tls: bool, networks: tuple[Network, ...] = ()
+        self,
+        address: str | Address,
+        *,
+        port: int,
+        tls: bool,
+        networks: tuple[Network, ...] = (),
+        any_port: bool = False,
     ) -> str | None:
         """Return why a connection to an address is refused; None: it is allowed.
 
         Args:
             tls: whether the connection is encrypted.
             networks: open for the endpoint, in addition to the relay's.
+            any_port: whether public addresses may have any port.
         """
         ip = ip_address(address) if isinstance(address, str) else address
         if self._is_open(ip, networks):
@@ -177,19 +185,27 @@ class EgressPolicy:
         what = _special_range(_unmap(ip))
         if what is not None:
             return f"{ip} is {what}; to deliver there, open it {_BY}"
-        return _PLAIN if not tls else _wrong_port(port)
+        if not tls:
+            return _PLAIN
+        return None if any_port else _wrong_port(port)
 
     def refusal_of_host(
-        self, host: str, *, port: int, tls: bool, networks: tuple[Network, ...] = ()
+        self,
+        host: str,
+        *,
+        port: int,
+        tls: bool,
+        networks: tuple[Network, ...] = (),
+        any_port: bool = False,
     ) -> str | None:
         """Return why a host is refused, as far as this is known without DNS."""
         if (address := literal(host)) is not None:
-            return self.refusal(address, port=port, tls=tls, networks=networks)
+            return self.refusal(address, port=port, tls=tls, networks=networks, any_port=any_port)
         if not tls:
             return _PLAIN
         if _is_loopback(host):
             return f"{host} is loopback; to deliver there, open it {_BY}"
-        return _wrong_port(port)
+        return None if any_port else _wrong_port(port)
 
     def proxy_refusal(
         self, host: str, *, port: int, networks: tuple[Network, ...] = ()
@@ -218,16 +234,19 @@ class EgressPolicy:
         unmapped = _unmap(ip)
         return any(unmapped in network for network in (*self.allow_networks, *networks))
 
+    def check_broker(
+        self, text: str, host: str, port: int, networks: tuple[Network, ...], *, tls: bool
+    ) -> None:
+        """Validate the URL of a broker, as far as its scheme does not matter.
+
+        Raises:
+            UsageError: the URL is refused; one line with the next step.
+        """
+        _check_text(text)
+        self._check_target(host, port, networks, tls=tls, any_port=True)
+
     def _check(self, text: str, networks: tuple[Network, ...]) -> None:
-        if len(text) > URL_CHARS_MAX:
-            raise UsageError(f"url: longer than {URL_CHARS_MAX} characters")
-        if not _SENDABLE.fullmatch(text) or "\\" in text:
-            raise UsageError(
-                "url: must contain visible ASCII only, without backslashes; encode host names as "
-                "xn--… and other characters as %XX"
-            )
-        if "@" in _END_OF_AUTHORITY.split(text.partition("//")[2], maxsplit=1)[0]:
-            raise UsageError("url: must not contain a user or password")
+        _check_text(text)
         try:
             url = URL(text)
             port = url.explicit_port
@@ -235,8 +254,8 @@ class EgressPolicy:
             raise UsageError(f"url: malformed: {error}") from None
         if url.scheme not in ("https", "http"):
             raise UsageError(
-                "url: must start with https://, or with http:// for an address in a network that "
-                f"is opened {_BY}"
+                "url: must start with https://, with http:// for an address in a network that is "
+                f"opened {_BY}, or with the scheme of a broker: {', '.join(BROKER_SCHEMES)}"
             )
         if not url.raw_host:
             raise UsageError("url: has no host; use a form such as https://example.com/path")
@@ -247,7 +266,13 @@ class EgressPolicy:
         self._check_target(url.raw_host, url.port or 0, networks, tls=url.scheme == "https")
 
     def _check_target(
-        self, host: str, port: int, networks: tuple[Network, ...], *, tls: bool
+        self,
+        host: str,
+        port: int,
+        networks: tuple[Network, ...],
+        *,
+        tls: bool,
+        any_port: bool = False,
     ) -> None:
         if "%" in host:
             raise UsageError("url: the host must not contain %")
@@ -264,17 +289,39 @@ class EgressPolicy:
             if self.allow_networks or networks:
                 # The address, and therefore the rule, is known only at the connect, or to
                 # the proxy.
-                via_proxy = self._proxied and self.uses_proxy(host, tls=tls, networks=networks)
+                via_proxy = (
+                    self._proxied
+                    and not any_port
+                    and self.uses_proxy(host, tls=tls, networks=networks)
+                )
                 reason = (
                     self.proxy_refusal(host, port=port, networks=networks) if via_proxy else None
                 )
                 if reason is not None:
                     raise UsageError(f"url: {reason}")
                 return
-        if (
-            reason := self.refusal_of_host(host, port=port, tls=tls, networks=networks)
-        ) is not None:
+        reason = self.refusal_of_host(
+            host, port=port, tls=tls, networks=networks, any_port=any_port
+        )
+        if reason is not None:
             raise UsageError(f"url: {reason}")
+
+
+def _check_text(text: str) -> None:
+    """Validate what all URLs have in common.
+
+    Raises:
+        UsageError: the URL is refused.
+    """
+    if len(text) > URL_CHARS_MAX:
+        raise UsageError(f"url: longer than {URL_CHARS_MAX} characters")
+    if not _SENDABLE.fullmatch(text) or "\\" in text:
+        raise UsageError(
+            "url: must contain visible ASCII only, without backslashes; encode host names as "
+            "xn--… and other characters as %XX"
+        )
+    if "@" in _END_OF_AUTHORITY.split(text.partition("//")[2], maxsplit=1)[0]:
+        raise UsageError("url: must not contain a user or password")
 
 
 def plain_http_warning(url: str) -> str | None:

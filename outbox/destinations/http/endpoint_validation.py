@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from outbox.core.model.destination import broker_of
+from outbox.destinations.brokers import check_broker_url
 from outbox.destinations.http.egress import EgressPolicy, parse_networks
 from outbox.destinations.http.tls import check_ca
 from outbox.errors import UsageError
@@ -55,8 +57,7 @@ def check_settings(
 
 def is_open_without_setting(wanted: EndpointSettings) -> bool:
     """Whether a relay without OUTBOX_ALLOW_NETWORKS delivers to the endpoint."""
-    networks = _networks(wanted)
-    return EgressPolicy().refusal_of_url(wanted.url, networks) is None
+    return explain_url_rejection(wanted.url, EgressPolicy(), _networks(wanted)) is None
 
 
 def check_reachable(
@@ -65,7 +66,32 @@ def check_reachable(
     """Validate URL and networks only; parsing the CA certificates is slow."""
     route = (wanted.url, wanted.allow_networks)
     if current is None or route != (current.url, current.allow_networks):
-        policy.check_url(wanted.url, _networks(wanted))
+        check_url(wanted.url, policy, _networks(wanted))
+
+
+def check_url(url: str, policy: EgressPolicy, networks: tuple[Network, ...]) -> None:
+    """Validate the URL of a receiver or a broker.
+
+    Raises:
+        UsageError: the URL is refused; one line with the next step.
+    """
+    if broker_of(url) is None:
+        policy.check_url(url, networks)
+    else:
+        check_broker_url(url, policy, networks)
+
+
+def explain_url_rejection(
+    url: str, policy: EgressPolicy, networks: tuple[Network, ...] = ()
+) -> str | None:
+    """Why a URL is refused; None: it is allowed."""
+    if broker_of(url) is None:
+        return policy.refusal_of_url(url, networks)
+    try:
+        check_broker_url(url, policy, networks)
+    except UsageError as error:
+        return str(error).removeprefix("url: ")
+    return None
 
 
 def _networks(wanted: EndpointSettings) -> tuple[Network, ...]:

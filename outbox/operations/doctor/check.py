@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from outbox.core.model.schema_name import migrate_command
 from outbox.core.model.sql_names import quote_ident
 from outbox.core.sequencing.partition_window import Retention
-from outbox.destinations.http.endpoint_validation import policy_of
+from outbox.destinations.http.endpoint_validation import explain_url_rejection, policy_of
 from outbox.store.cluster.sessions import CONNECTIONS_MAX
 from outbox.store.connection.secrets import CLEAR, Vault
 
@@ -160,7 +160,9 @@ class DoctorContext:
             pooled=settings.pooled,
             probing=probing,
             policy=policy,
-            explain_url_rejection=policy.refusal_of_url,
+            explain_url_rejection=lambda url, networks: explain_url_rejection(
+                url, policy, networks
+            ),
             allow_networks=settings.allow_networks,
             vault=Vault.from_settings(settings),
             keep=settings.keep,

@@ -1,0 +1,59 @@
+"""Connections to brokers: the egress rules and TLS settings of all other deliveries.
+
+The address of every connection is checked immediately before the connect, as for HTTP.  A public
+address needs TLS; on any port, because brokers have their own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from outbox.core.brokers.port import Stop, StopKind
+from outbox.core.model.response import Failure
+from outbox.destinations.http.connector import ConnectionOpener, Target
+from outbox.destinations.http.tls_contexts import ContextCache
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
+    from outbox.destinations.broker import BrokerAddress
+    from outbox.destinations.http.dns import Resolver
+    from outbox.destinations.http.egress import EgressPolicy
+    from outbox.destinations.interface import NotConnected
+
+P = TypeVar("P", bound="asyncio.Protocol")
+
+_NEEDS_A_PERSON = (Failure.EGRESS_REFUSED, Failure.TLS)
+
+
+class BrokerOpener:
+    """Opens the connections of one endpoint."""
+
+    def __init__(self, address: BrokerAddress, policy: EgressPolicy, resolver: Resolver) -> None:
+        self._address = address
+        self._contexts = ContextCache()
+        self._opener = ConnectionOpener(policy, resolver, self._contexts)
+
+    async def open(self, host: str, port: int, factory: Callable[[], P], *, secure: bool) -> P:
+        """Open a connection; returns the protocol that `factory` made.
+
+        Raises:
+            NotConnected: no connection could be established.
+        """
+        address = self._address
+        target = Target(
+            secure, host, port, address.networks, address.tls if secure else None,
+            via_proxy=False, endpoint=None, any_port=True,
+        )  # fmt: skip
+        return await self._opener.open(target, factory, address.connect_timeout_s)
+
+    def close(self) -> None:
+        """Release what connections shared."""
+        self._contexts.close()
+
+
+def stop_of(error: NotConnected) -> Stop:
+    """Why nothing can be sent without a connection."""
+    kind = StopKind.MISCONFIGURED if error.failure in _NEEDS_A_PERSON else StopKind.UNAVAILABLE
+    return Stop(kind, error.detail)

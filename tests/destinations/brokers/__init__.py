@@ -1,0 +1,1 @@
+"""Brokers as destinations, on real servers."""

@@ -1,0 +1,1 @@
+"""Brokers for tests: real servers on loopback."""
