@@ -9,15 +9,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from outbox.core.brokers.port import Message
+from outbox.core.delivery.envelope import envelope
 from outbox.core.delivery.message import prepare
 from outbox.core.delivery.signature import ID_HEADER
 from outbox.core.model.headers import parse_lines
+from outbox.core.model.ids import message_id
+from outbox.core.model.message_format import JSON_TYPE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from outbox.core.delivery.batch import RequestSettings
     from outbox.core.delivery.message import Delivery
+    from outbox.core.model.message_format import FormatName
 
 CREDENTIALS_HEADER = "authorization"
 """The endpoint's own header that authenticates the connection; it is in no message."""
@@ -38,8 +42,15 @@ def messages_of(
         lane_ends: no delivery follows the last one in its lane.
     """
     messages = []
-    last = deliveries[-1]
+    last, formatted = deliveries[-1], endpoint.message_format.name
+    is_plain = formatted in ("envelope", "thin") and not endpoint.headers.own
     for each in deliveries:
+        if is_plain and each.headers is None:
+            messages.append(
+                _plain(each, previous_seq, formatted, lane_ends=lane_ends and each is last)
+            )
+            previous_seq = each.seq
+            continue
         prepared = prepare(
             each,
             previous_seq,
@@ -53,3 +64,31 @@ def messages_of(
         messages.append(Message(each.seq, prepared.message_id, headers, prepared.body))
         previous_seq = each.seq
     return messages
+
+
+def _plain(
+    delivery: Delivery, previous_seq: int, formatted: FormatName, *, lane_ends: bool
+) -> Message:
+    """The message of an endpoint and an event without headers of their own.
+
+    Equals what `prepare` makes of it, which builds the lines of a request first and takes twice as
+    long.
+    """
+    sent_id = message_id(
+        delivery.endpoint_id, delivery.outbox_id, delivery.event_id, delivery.backfill_id
+    )
+    seq = delivery.seq
+    return Message(
+        seq,
+        sent_id,
+        (
+            ("Content-Type", JSON_TYPE),
+            ("X-Delivery", sent_id),
+            ("X-Event", delivery.type),
+            ("X-Event-Id", str(delivery.event_id)),
+            ("X-Lane", delivery.lane),
+            ("X-Sequence", str(seq)),
+            ("X-Previous-Sequence", str(previous_seq)),
+        ),
+        envelope(delivery, previous_seq, lane_ends=lane_ends, thin=formatted == "thin"),
+    )

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from redis.exceptions import RedisError
 
@@ -35,7 +35,7 @@ from outbox.destinations.broker import BrokerFinding
 from outbox.destinations.broker_connection import BrokerOpener, stop_of
 from outbox.destinations.interface import NotConnected
 from outbox.destinations.redis.connection import AnswerLost, GroupedConnection, NotSent
-from outbox.destinations.redis.script import SCRIPT, arguments
+from outbox.destinations.redis.script import SCRIPT, packed, packed_call
 from outbox.destinations.redis.target import parse_url
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class RedisBroker:
         )
 
     async def open(self, lane: str, owner: Owner, after: int, receipt: str | None) -> Standing:
-        answer = await self._run(arguments(self._target, lane, owner, "", []))
+        answer = await self._run(lane, owner, "", [])
         if isinstance(answer, Stop):
             return answer
         what, about = answer[0], answer[1].decode("utf-8", "replace")
@@ -91,8 +91,7 @@ class RedisBroker:
     async def append(
         self, lane: str, owner: Owner, after: int, messages: Sequence[Message]
     ) -> Appended:
-        given = arguments(self._target, lane, owner, str(after), list(messages))
-        answer = await self._run(given)
+        answer = await self._run(lane, owner, str(after), messages)
         if isinstance(answer, Stop):
             return Appended(after, answer)
         if answer[0] == b"STORED":
@@ -103,8 +102,8 @@ class RedisBroker:
 
     async def check(self) -> list[BrokerFinding]:
         try:
-            await self._connection.call("SCRIPT", "LOAD", SCRIPT)
-            about = _fields(await self._connection.call("INFO"))
+            await self._connection.call(packed("SCRIPT", "LOAD", SCRIPT))
+            about = _fields(await self._connection.call(packed("INFO")))
         except (NotSent, AnswerLost, RedisError) as error:
             stop = _stop(error)
             return [BrokerFinding(True, stop.detail, _WHAT_TO_DO)]
@@ -144,15 +143,20 @@ class RedisBroker:
         await self._connection.aclose()
         self._opener.close()
 
-    async def _run(self, given: list[bytes | str | int]) -> list[bytes] | Stop:
+    async def _run(
+        self, lane: str, owner: Owner, after: str, messages: Sequence[Message]
+    ) -> list[bytes] | Stop:
         """Run the script; the second time with its text, if the server does not have it."""
+        given = self._target, lane, owner, after, messages
         try:
             try:
-                answer: list[bytes] = await self._connection.call("EVALSHA", _DIGEST, 2, *given)
+                answer: list[bytes] = await self._connection.call(
+                    packed_call(("EVALSHA", _DIGEST), *given)
+                )
             except RedisError as error:
                 if _code(error) != "NOSCRIPT":
                     raise
-                answer = await self._connection.call("EVAL", SCRIPT, 2, *given)
+                answer = await self._connection.call(packed_call(("EVAL", SCRIPT), *given))
         except (NotSent, AnswerLost, RedisError) as error:
             return _stop(error)
         return answer
@@ -174,8 +178,8 @@ class _Protocol(asyncio.StreamReaderProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        assert isinstance(transport, asyncio.Transport)
-        self.made = transport
+        # Not asyncio's class, if the loop is uvloop's.
+        self.made = cast("asyncio.Transport", transport)
 
 
 _WHAT_TO_DO = (

@@ -7,7 +7,7 @@ in order.  A group whose answers do not come ends the connection.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from redis.asyncio.connection import Connection
 from redis.asyncio.retry import Retry
@@ -17,11 +17,8 @@ from redis.exceptions import RedisError, ResponseError
 from outbox.core.model.response import Failure
 from outbox.destinations.interface import NotConnected
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 GROUP_BYTES = 4 << 20
-"""Bytes of arguments after which a group takes no further call."""
+"""Bytes after which a group takes no further call."""
 
 
 class Opener(Protocol):
@@ -60,11 +57,10 @@ class _OwnStreams(Connection):
 
 
 class _Call:
-    __slots__ = ("answer", "arguments", "size")
+    __slots__ = ("answer", "packed")
 
-    def __init__(self, arguments: Sequence[bytes | str | int]) -> None:
-        self.arguments = arguments
-        self.size = sum(len(each) for each in arguments if isinstance(each, bytes))
+    def __init__(self, packed: bytes) -> None:
+        self.packed = packed
         self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
 
@@ -85,15 +81,15 @@ class GroupedConnection:
         # Held while a group is out.
         self._exchanging = asyncio.Lock()
 
-    async def call(self, *arguments: bytes | str | int) -> Any:
-        """Execute a command.
+    async def call(self, packed: bytes) -> Any:
+        """Execute a command, which is in the protocol's form.
 
         Raises:
             RedisError: the server's error.
             NotSent: nothing was sent.
             AnswerLost: the answer did not come; the connection is closed.
         """
-        call = _Call(arguments)
+        call = _Call(packed)
         self._waiting.append(call)
         try:
             async with self._exchanging:
@@ -117,8 +113,9 @@ class GroupedConnection:
         read = 0
         try:
             async with asyncio.timeout(self._timeout_s):
-                packed = connection.pack_commands([call.arguments for call in group])
-                await connection.send_packed_command(packed, check_health=False)
+                await connection.send_packed_command(
+                    [call.packed for call in group], check_health=False
+                )
                 for call in group:
                     try:
                         answer = await connection.read_response(disconnect_on_error=False)
@@ -145,7 +142,7 @@ class GroupedConnection:
     def _next_group(self) -> list[_Call]:
         count = size = 0
         while count < len(self._waiting) and size < GROUP_BYTES:
-            size += self._waiting[count].size
+            size += len(self._waiting[count].packed)
             count += 1
         group, self._waiting = self._waiting[:count], self._waiting[count:]
         return group
