@@ -64,10 +64,15 @@ def unpack() -> Path:
         directory.mkdir(parents=True, exist_ok=True)
     try:
         subprocess.run(
-            ("/usr/bin/apt-get", "download", *PACKAGES), cwd=fetched, check=True, capture_output=True
+            ("/usr/bin/apt-get", "download", *PACKAGES),
+            cwd=fetched,
+            check=True,
+            capture_output=True,
         )
         for package in fetched.glob("*.deb"):
-            subprocess.run(("/usr/bin/dpkg", "-x", package, partial), check=True, capture_output=True)
+            subprocess.run(
+                ("/usr/bin/dpkg", "-x", package, partial), check=True, capture_output=True
+            )
     except (OSError, subprocess.CalledProcessError) as error:
         raise CannotRun(f"RabbitMQ's Debian packages cannot be unpacked: {error}") from error
     partial.rename(root)

@@ -55,6 +55,8 @@ class Wire:
                 await writer.drain()
             if size is not None:
                 size -= len(part)
+        for writer in {writer for writer, _ in self._held}:
+            writer.close()
         self._held.clear()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
