@@ -92,6 +92,7 @@ class StreamConnection(asyncio.Protocol):
         """Longest frame that the server accepts."""
         self.advertised: tuple[str, int] | None = None
         """Host and port of the node, as it names itself to clients; None: it does not."""
+        self.secure = False
         self.lost: Lost | None = None
         """Why the connection ended; None: it is open."""
 

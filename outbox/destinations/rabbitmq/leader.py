@@ -62,7 +62,9 @@ class Nodes:
             Stopped: there is none.
         """
         locator = await self.locator()
-        at_locator = placement.leader in (locator.advertised, self._locator)
+        at_locator = self._locator == placement.leader or (
+            locator.advertised is not None and is_node(locator, placement.leader)
+        )
         connection = await self._get(
             self._locator if at_locator else placement.leader, with_slot=True
         )
@@ -116,10 +118,21 @@ def placement_of(answer: schema.MetadataResponse, stream: str) -> Placement | No
     return Placement(brokers[found.leader_ref], len(found.replicas_refs))
 
 
+def is_node(connection: StreamConnection, node: Node) -> bool:
+    """Whether a connection is to a node, as far as the server says it.
+
+    Over TLS, RabbitMQ 3.10 names the node's port without TLS: there, hosts are compared.
+    """
+    advertised = connection.advertised
+    if advertised is None:
+        return True
+    return advertised[0] == node[0] if connection.secure else advertised == node
+
+
 def require_leader(connection: StreamConnection, placement: Placement) -> None:
     """Raise `Stopped` unless the connection is to the leader's node."""
-    if connection.advertised not in (None, placement.leader):
-        reached, leader = connection.advertised, placement.leader
+    reached, leader = connection.advertised, placement.leader
+    if reached is not None and not is_node(connection, leader):
         raise Stopped(
             StopKind.UNAVAILABLE,
             f"connected to node {reached[0]}:{reached[1]} instead of the leader "

@@ -57,7 +57,9 @@ def not_connected(error: NotConnected) -> Stop:
         error.failure is Failure.TLS and not _was_cut(error.__cause__)
     )
     kind = StopKind.MISCONFIGURED if person else StopKind.UNAVAILABLE
-    return Stop(kind, one_line(error.detail))
+    # An error without a text: the server closed the connection.
+    closed = "connection closed" if error.detail.startswith(" at ") else ""
+    return Stop(kind, one_line(closed + error.detail))
 
 
 def _was_cut(cause: BaseException | None) -> bool:

@@ -90,4 +90,8 @@ async def raw_client(port: int) -> AsyncIterator[RawClient]:
         await client.authenticate("/", USER, PASSWORD)
         yield RawClient(client)
     finally:
+        connection = client._conn
         await client.close()
+        # It leaves a connection open that the server has closed.
+        if connection is not None and connection._writer is not None:
+            connection._writer.transport.abort()

@@ -25,6 +25,7 @@ class Wire:
         self._requests_left: int | None = None
         self._answers_left: int | None = None
         self._holding = False
+        self._writers: set[asyncio.StreamWriter] = set()
         self._held: list[tuple[asyncio.StreamWriter, bytes]] = []
         self.rewrite_answer: Callable[[bytes], bytes] = lambda data: data
         self.mute = False
@@ -59,18 +60,23 @@ class Wire:
             writer.close()
         self._held.clear()
 
+    def close(self) -> None:
+        for writer in self._writers:
+            writer.transport.abort()
+
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
         server_reader, server_writer = await asyncio.open_connection(*self._target)
         answers = asyncio.create_task(self._pump_answers(server_reader, writer))
+        self._writers |= {writer, server_writer}
         try:
             await self._pump_requests(reader, server_writer, writer)
         finally:
-            answers.cancel()
-            await asyncio.gather(answers, return_exceptions=True)
             writer.transport.abort()
             if not self._holding:
                 server_writer.close()
+            answers.cancel()
+            await asyncio.gather(answers, return_exceptions=True)
 
     async def _pump_requests(
         self,
@@ -136,3 +142,4 @@ async def wire_to(port: int, *, host: str = "127.0.0.1") -> AsyncIterator[Wire]:
         for task in list(tasks):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        wire.close()

@@ -94,18 +94,30 @@ class Stage:
 
 @pytest.fixture(scope="session")
 def authority() -> Authority:
+    """The authority of the clients' certificates."""
     return Authority("brokers")
 
 
 @pytest.fixture(scope="session")
-def rabbitmq(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Iterator[RabbitMq]:
+def certificates() -> trustme.CA:
+    """The authority of the server's certificate."""
+    return trustme.CA(organization_name="servers")
+
+
+@pytest.fixture(scope="session")
+def server_ca(certificates: trustme.CA) -> str:
+    return certificates.cert_pem.bytes().decode()
+
+
+@pytest.fixture(scope="session")
+def rabbitmq(
+    tmp_path_factory: pytest.TempPathFactory, authority: Authority, certificates: trustme.CA
+) -> Iterator[RabbitMq]:
     """A server for all tests of the session."""
     directory = tmp_path_factory.mktemp("rabbitmq")
-    ca = trustme.CA(organization_name="brokers")
     files = TlsFiles(directory / "ca.pem", directory / "certificate.pem", directory / "key.pem")
     files.ca.write_text(authority.pem)
-    issued = ca.issue_cert("localhost")
-    (directory / "server-ca.pem").write_bytes(ca.cert_pem.bytes())
+    issued = certificates.issue_cert("localhost")
     files.certificate.write_bytes(b"".join(each.bytes() for each in issued.cert_chain_pems))
     files.key.write_bytes(issued.private_key_pem.bytes())
     with RabbitMq(directory, files) as server:
