@@ -35,6 +35,7 @@ from outbox.core.brokers.port import (
 )
 from outbox.core.model.response import one_line
 from outbox.destinations.http.tls_contexts import ContextCache
+from outbox.destinations.rabbitmq.checks import Finding, check_streams
 from outbox.destinations.rabbitmq.connection import Lost, Rejected
 from outbox.destinations.rabbitmq.dial import Dialer
 from outbox.destinations.rabbitmq.lanes import (
@@ -146,6 +147,18 @@ class RabbitMqBroker:
         frames = publish_frames(state.slot, ids, encoded, frame_bytes_max)
         through, stop = await self._publish(lane, state, publishing, frames, after)
         return Appended(through, stop or refused)
+
+    async def check(self, lanes: Sequence[str]) -> list[Finding]:
+        """Check the server, and the streams of these lanes."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await check_streams(self._nodes, self._target, lanes)
+        except Stopped as error:
+            return [Finding(True, error.stop.detail)]
+        except (Lost, Rejected) as error:
+            return [Finding(True, one_line(str(error)))]
+        except TimeoutError:
+            return [Finding(True, f"no answer within {self._timeout_s:g} s")]
 
     async def aclose(self) -> None:
         self._nodes.close()

@@ -237,3 +237,30 @@ async def test_closing_ends_the_calls_in_flight(stage: Stage) -> None:
     assert isinstance(standing, Stop)
     late = await broker.open(LANE, OWNER, 0, None)
     assert isinstance(late, Stop)
+
+
+# ---------------------------------------------------------------------- doctor
+
+
+async def test_the_check_names_what_is_missing_and_creates_nothing(stage: Stage) -> None:
+    absent = await stage.broker(query="").check([LANE])
+    assert [each.is_problem for each in absent] == [False, True, False]
+    assert "create=1" in absent[1].text
+    later = await stage.broker().check([LANE])
+    assert not any(each.is_problem for each in later)
+    assert (await stage.position(stage.broker())) == Position(0, None)
+
+    stage.server.add_user(stage.prefix, "secret", read=".*")
+    limited = await stage.broker(credentials=f"{stage.prefix}:secret").check([LANE])
+    problems = [each.text for each in limited if each.is_problem]
+    assert len(problems) == 2
+    assert "right to write: access refused" in problems[0]
+    assert "one node only" in problems[1]
+    (refused,) = await stage.broker(credentials="guest:secret").check([LANE])
+    assert refused.is_problem
+    assert "password" in refused.text
+    # The name of the publisher is still unused, and all can be delivered.
+    broker = stage.broker()
+    assert await broker.check([LANE] * 300)
+    await stage.position(broker)
+    assert await broker.append(LANE, OWNER, 0, messages(1)) == Appended(1)
