@@ -21,6 +21,7 @@ What follows from that:
 from __future__ import annotations
 
 import asyncio
+import ssl
 from contextlib import suppress
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from outbox.destinations.http.dns import Resolver
     from outbox.destinations.http.egress import EgressPolicy
     from outbox.destinations.rabbitmq.connection import StreamConnection
+    from outbox.destinations.rabbitmq.target import StreamTarget
 
 CAPABILITIES = Capabilities(compare=False, prefix=True, fence=False, position=True)
 
@@ -77,7 +79,7 @@ class RabbitMqBroker:
     ) -> None:
         self._target = parse_url(address.url)
         self._timeout_s = address.timeout_s
-        self._own_contexts = None if contexts is not None else ContextCache()
+        self._own_contexts = _own_contexts(self._target) if contexts is None else None
         used = contexts or self._own_contexts
         assert used is not None
         dialer = Dialer(address, self._target, policy, resolver, used)
@@ -289,6 +291,11 @@ class RabbitMqBroker:
             return through, Stop(StopKind.UNKNOWN, f"no confirm within {self._timeout_s:g} s")
         detail = "the connection ended" if publishing.error is None else publishing.error.detail
         return through, Stop(StopKind.UNKNOWN, one_line(detail))
+
+
+def _own_contexts(target: StreamTarget) -> ContextCache:
+    # Without TLS none is used, and the system trust store would take its time.
+    return ContextCache(None if target.secure else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
 
 
 class _Opening:
