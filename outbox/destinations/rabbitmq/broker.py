@@ -47,7 +47,13 @@ from outbox.destinations.rabbitmq.lanes import (
 )
 from outbox.destinations.rabbitmq.leader import Nodes, create, find
 from outbox.destinations.rabbitmq.position import delete_publisher, read_position, unsubscribe
-from outbox.destinations.rabbitmq.stops import NO_STREAM, Stopped, code_name, rejected
+from outbox.destinations.rabbitmq.stops import (
+    ACCESS_REFUSED,
+    NO_STREAM,
+    Stopped,
+    code_name,
+    rejected,
+)
 from outbox.destinations.rabbitmq.target import NAME_BYTES_MAX, parse_url
 
 if TYPE_CHECKING:
@@ -282,11 +288,12 @@ class RabbitMqBroker:
             state.position = through
             return through, None
         if publishing.failed_ids:
-            codes = sorted(set(publishing.failed_ids.values()))
-            stop = rejected(codes[0], "publishing")
-            if publishing.is_answered:
-                return through, stop
-            return through, Stop(StopKind.UNKNOWN, stop.detail)
+            code = min(publishing.failed_ids.values())
+            # Of a stream that is gone too: opening the lane says so.
+            kind = StopKind.MISCONFIGURED if code == ACCESS_REFUSED else StopKind.UNAVAILABLE
+            if not publishing.is_answered:
+                kind = StopKind.UNKNOWN
+            return through, Stop(kind, f"publishing: {code_name(code)}")
         if timed_out:
             return through, Stop(StopKind.UNKNOWN, f"no confirm within {self._timeout_s:g} s")
         detail = "the connection ended" if publishing.error is None else publishing.error.detail

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 NO_STREAM = 2
 EXISTS = 5
+ACCESS_REFUSED = 16
 _NAMES = {
     2: "the stream does not exist",
     6: "the stream is not available",

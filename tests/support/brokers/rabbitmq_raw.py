@@ -37,6 +37,9 @@ class RawClient:
     async def delete(self, stream: str) -> None:
         await self._client.delete_stream(stream)
 
+    async def exists(self, stream: str) -> bool:
+        return await self._client.stream_exists(stream)
+
     async def messages(self, stream: str) -> list[bytes]:
         """All messages of a stream, as they are stored."""
         await self._client.subscribe(
