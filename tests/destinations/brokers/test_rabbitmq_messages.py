@@ -138,7 +138,6 @@ class _Transport:
         self.aborted = False
 
     def write(self, data: bytes) -> None:
-        assert not self.aborted
         self.writes.append(data)
 
     def abort(self) -> None:
@@ -176,6 +175,18 @@ async def test_the_end_of_a_connection_ends_all_that_waits() -> None:
             await each
     await publishing.ended
     assert publishing.error is not None
+    assert transport.aborted
+
+
+async def test_an_error_is_no_confirm_and_ends_the_connection() -> None:
+    connection, transport = _connected()
+    publishing, another = Publishing([1, 2]), Publishing([7])
+    connection.publishers.update({4: publishing, 5: another})
+    error = schema.PublishingError(2, 18)
+    connection.data_received(encode_frame(schema.PublishError(4, [error])))
+    assert publishing.failed_ids == {2: 18}
+    assert not publishing.is_answered
+    assert another.error is not None
     assert transport.aborted
 
 

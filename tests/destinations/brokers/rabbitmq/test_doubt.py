@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from outbox.core.brokers.port import Appended, Stop, StopKind
+from outbox.core.brokers.port import Appended, Position, Stop, StopKind
 from outbox.destinations.rabbitmq.messages import encode
+from outbox.destinations.rabbitmq.position import delete_publisher
 from tests.destinations.brokers.rabbitmq.conftest import (
     LANE,
     OWNER,
@@ -186,6 +187,23 @@ async def test_a_cancelled_append_gives_up_its_connection(stage: Stage) -> None:
         assert (await stage.position(broker)).sequence == 1
         assert wire.connections == 2
     assert await stage.held() == [1]
+
+
+async def test_a_refused_publish_is_retried_after_opening(stage: Stage) -> None:
+    broker = stage.broker()
+    await stage.position(broker)
+    assert await broker.append(LANE, OWNER, 0, messages(1)) == Appended(1)
+    state = broker._lanes[LANE]
+    await delete_publisher(state.connection, state.slot)
+    result = await broker.append(LANE, OWNER, 1, messages(2, 3))
+    assert result.through == 1
+    assert result.stop is not None
+    assert result.stop.kind is StopKind.UNAVAILABLE
+    assert "publisher does not exist (code 18)" in result.stop.detail
+    assert state.connection.lost is not None
+    assert await stage.position(broker, 1) == Position(1, "d-1")
+    assert await broker.append(LANE, OWNER, 1, messages(2, 3)) == Appended(3)
+    assert await stage.held() == [1, 2, 3]
 
 
 async def test_a_killed_writer_leaves_a_prefix(stage: Stage) -> None:

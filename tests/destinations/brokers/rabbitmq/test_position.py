@@ -26,6 +26,7 @@ from tests.destinations.brokers.rabbitmq.conftest import (
     message,
     messages,
 )
+from tests.support.brokers.wire import wire_to
 from tests.support.waiting import until
 
 
@@ -233,6 +234,11 @@ async def test_lanes_share_connections_and_fill_several(stage: Stage) -> None:
         assert results == [Appended(at + 1)] * len(lanes)
     for lane in lanes[::50]:
         assert await stage.raw.sequences(f"{stage.prefix}.{lane}") == [1, 2]
-    # Opening again takes no further slot.
-    for _ in range(300):
-        assert await broker.open(lanes[0], OWNER, 2, None) == Position(2, "d-2")
+
+
+async def test_opening_a_lane_again_takes_no_further_slot(stage: Stage) -> None:
+    async with wire_to(stage.server.port) as wire:
+        broker = stage.broker(port=wire.port)
+        for _ in range(300):
+            assert await broker.open(LANE, OWNER, 0, None) == Position(0, None)
+        assert wire.connections == 1
