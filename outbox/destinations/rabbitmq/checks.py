@@ -99,7 +99,7 @@ async def _check_right(attempt: Coroutine[Any, Any, None], stream: str, right: s
 
 async def _try_publishing(connection: StreamConnection, slot: int, stream: str) -> None:
     # Without a name: nothing of it stays.
-    await connection.ask(
+    await connection.exchange(
         schema.DeclarePublisher,
         schema.DeclarePublisherResponse,
         publisher_id=slot,
@@ -110,7 +110,7 @@ async def _try_publishing(connection: StreamConnection, slot: int, stream: str) 
 
 
 async def _try_reading(connection: StreamConnection, slot: int, stream: str) -> None:
-    await connection.ask(
+    await connection.exchange(
         schema.Subscribe,
         schema.SubscribeResponse,
         subscription_id=slot,

@@ -122,7 +122,7 @@ class StreamConnection(asyncio.Protocol):
         self.send(encode_frame(frame_type(correlation_id=self._correlation, **fields)))
         return pending
 
-    async def ask(
+    async def exchange(
         self, frame_type: Callable[..., schema.Frame], answer: type[F], **fields: Any
     ) -> F:
         """Send a request and return its response."""

@@ -110,7 +110,7 @@ class Dialer:
         return None
 
     async def _authenticate(self, connection: StreamConnection) -> None:
-        await connection.ask(
+        await connection.exchange(
             schema.PeerProperties,
             schema.PeerPropertiesResponse,
             properties=[
@@ -119,8 +119,8 @@ class Dialer:
                 schema.Property("connection_name", "outbox"),
             ],
         )
-        await connection.ask(schema.SaslHandshake, schema.SaslHandshakeResponse)
-        await connection.ask(
+        await connection.exchange(schema.SaslHandshake, schema.SaslHandshakeResponse)
+        await connection.exchange(
             schema.SaslAuthenticate,
             schema.SaslAuthenticateResponse,
             mechanism="PLAIN",
@@ -136,7 +136,7 @@ class Dialer:
         )
         connection.start_heartbeats(heartbeat_s)
         try:
-            opened = await connection.ask(
+            opened = await connection.exchange(
                 schema.Open, schema.OpenResponse, virtual_host=self._target.vhost
             )
         except Rejected as error:

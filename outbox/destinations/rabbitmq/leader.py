@@ -101,7 +101,7 @@ async def find(connection: StreamConnection, stream: str) -> Placement | None:
     Raises:
         Stopped: it has no leader now, or the user has no right.
     """
-    answer = await connection.ask(schema.Metadata, schema.MetadataResponse, streams=[stream])
+    answer = await connection.exchange(schema.Metadata, schema.MetadataResponse, streams=[stream])
     return placement_of(answer, stream)
 
 
@@ -147,7 +147,7 @@ async def create(connection: StreamConnection, stream: str) -> None:
         Stopped: the server refused it.
     """
     try:
-        await connection.ask(schema.Create, schema.CreateResponse, stream=stream, arguments=[])
+        await connection.exchange(schema.Create, schema.CreateResponse, stream=stream, arguments=[])
     except Rejected as error:
         if error.code != EXISTS:
             raise Stopped(

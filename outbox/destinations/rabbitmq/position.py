@@ -71,11 +71,13 @@ async def read_position(
 
 
 async def unsubscribe(connection: StreamConnection, slot: int) -> None:
-    await connection.ask(schema.Unsubscribe, schema.UnsubscribeResponse, subscription_id=slot)
+    await connection.exchange(schema.Unsubscribe, schema.UnsubscribeResponse, subscription_id=slot)
 
 
 async def delete_publisher(connection: StreamConnection, slot: int) -> None:
-    await connection.ask(schema.DeletePublisher, schema.DeletePublisherResponse, publisher_id=slot)
+    await connection.exchange(
+        schema.DeletePublisher, schema.DeletePublisherResponse, publisher_id=slot
+    )
 
 
 class _Tail:

@@ -21,6 +21,7 @@ from outbox.destinations.rabbitmq.messages import (
     identify,
     last_entry,
 )
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     import random
@@ -176,6 +177,15 @@ async def test_the_end_of_a_connection_ends_all_that_waits() -> None:
     await publishing.ended
     assert publishing.error is not None
     assert transport.aborted
+
+
+async def test_a_silent_server_is_found_by_its_missing_heartbeats() -> None:
+    connection, transport = _connected()
+    connection.start_heartbeats(0.02)
+    await until(lambda: transport.aborted, what="the end of the connection")
+    assert encode_frame(schema.Heartbeat()) in transport.writes
+    assert connection.lost is not None
+    assert "heartbeat" in connection.lost.detail
 
 
 async def test_an_error_is_no_confirm_and_ends_the_connection() -> None:
