@@ -71,6 +71,7 @@ FULL = (
     "tests/api/test_schemathesis.py",
     "tests/deploy/test_image.py",
     "tests/deploy/test_wheel.py",
+    "tests/destinations/brokers/rabbitmq/",
     "tests/destinations/test_transport.py::TestEgressOnAsyncio",
     "tests/destinations/test_transport.py::TestOnAsyncio",
     "tests/django/test_admin_in_browser.py",

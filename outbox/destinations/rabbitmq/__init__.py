@@ -1,0 +1,1 @@
+"""Lanes in RabbitMQ streams: at most once and in order, without a fence."""

@@ -1,0 +1,163 @@
+"""Establishes connections: egress policy, TLS, authentication."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from typing import TYPE_CHECKING
+
+from rstream import schema
+from rstream.encoding import encode_frame
+
+from outbox.core.brokers.port import StopKind
+from outbox.destinations.http.connector import ConnectionOpener, Target
+from outbox.destinations.http.egress import EgressPolicy
+from outbox.destinations.interface import NotConnected
+from outbox.destinations.rabbitmq.connection import Lost, Rejected, StreamConnection
+from outbox.destinations.rabbitmq.stops import Stopped, code_name, not_connected, rejected
+from outbox.version import __version__
+
+if TYPE_CHECKING:
+    from outbox.destinations.broker import BrokerAddress
+    from outbox.destinations.http.dns import Resolver
+    from outbox.destinations.http.egress import Address, Network
+    from outbox.destinations.http.tls_contexts import ContextCache
+    from outbox.destinations.rabbitmq.target import StreamTarget
+
+HEARTBEAT_S = 20
+"""Longest interval of heartbeats; the server's limit is 60 s by default."""
+UNLIMITED_BYTES = 2**31 - 1
+"""Longest frame for a server without a limit."""
+HTTPS_PORT = 443
+
+
+class _AnyPort(EgressPolicy):
+    """The policy for brokers, which use any port also at public addresses."""
+
+    def __init__(self, policy: EgressPolicy) -> None:
+        super().__init__()
+        self._policy = policy
+
+    def refusal(
+        self, address: str | Address, *, port: int, tls: bool, networks: tuple[Network, ...] = ()
+    ) -> str | None:
+        return self._policy.refusal(address, port=HTTPS_PORT, tls=tls, networks=networks)
+
+
+class Dialer:
+    """Opens authenticated connections to the nodes of one endpoint's cluster."""
+
+    def __init__(
+        self,
+        address: BrokerAddress,
+        target: StreamTarget,
+        policy: EgressPolicy,
+        resolver: Resolver,
+        contexts: ContextCache,
+    ) -> None:
+        self._address = address
+        self._target = target
+        # Brokers are reached directly: the proxy for webhooks connects to https ports only.
+        self._opener = ConnectionOpener(_AnyPort(policy), resolver, contexts)
+
+    async def connect(self, host: str, port: int) -> StreamConnection:
+        """Open a connection; the egress policy checks the address of this host too.
+
+        Raises:
+            Stopped: there is no connection, and nothing was sent but credentials.
+        """
+        address = self._address
+        connection: StreamConnection | None = None
+        try:
+            async with asyncio.timeout(address.connect_timeout_s):
+                connection = await self._opener.open(
+                    Target(
+                        self._target.secure, host, port, address.networks, address.tls, False, None
+                    ),
+                    StreamConnection,
+                    address.connect_timeout_s,
+                )
+                await self._authenticate(connection)
+        except BaseException as error:
+            if connection is not None:
+                connection.abort("the connection was not established")
+            stopped = self._stopped(error, f"{host}:{port}")
+            if stopped is None:
+                raise
+            raise stopped from error
+        return connection
+
+    def _stopped(self, error: BaseException, where: str) -> Stopped | None:
+        """What an error means for the call; None: raise the error itself."""
+        if isinstance(error, NotConnected):
+            stop = not_connected(error)
+            return Stopped(stop.kind, stop.detail)
+        if isinstance(error, Rejected):
+            stop = rejected(error.code, f"{where} refused {error.request}")
+            return Stopped(stop.kind, stop.detail)
+        if isinstance(error, TimeoutError):
+            return Stopped(
+                StopKind.UNAVAILABLE,
+                f"no connection to {where} within {self._address.connect_timeout_s:g} s",
+            )
+        if isinstance(error, Lost):
+            # With TLS 1.3, a server refuses the client's certificate after the handshake.
+            person = isinstance(error.error, ssl.SSLError)
+            return Stopped(
+                StopKind.MISCONFIGURED if person else StopKind.UNAVAILABLE,
+                f"{where}: {error.detail}" + (f": {error.error}" if person else ""),
+            )
+        return None
+
+    async def _authenticate(self, connection: StreamConnection) -> None:
+        await connection.exchange(
+            schema.PeerProperties,
+            schema.PeerPropertiesResponse,
+            properties=[
+                schema.Property("product", "outbox"),
+                schema.Property("version", __version__),
+                schema.Property("connection_name", "outbox"),
+            ],
+        )
+        await connection.exchange(schema.SaslHandshake, schema.SaslHandshakeResponse)
+        await connection.exchange(
+            schema.SaslAuthenticate,
+            schema.SaslAuthenticateResponse,
+            mechanism="PLAIN",
+            data=self._plain(),
+        )
+        limits = await connection.tuned()
+        connection.secure = self._target.secure
+        connection.frame_bytes_max = limits.frame_max or UNLIMITED_BYTES
+        # 0 is the server's way to switch heartbeats off.
+        heartbeat_s = min(limits.heartbeat, HEARTBEAT_S)
+        connection.send(
+            encode_frame(schema.Tune(frame_max=limits.frame_max, heartbeat=heartbeat_s))
+        )
+        connection.start_heartbeats(heartbeat_s)
+        try:
+            opened = await connection.exchange(
+                schema.Open, schema.OpenResponse, virtual_host=self._target.vhost
+            )
+        except Rejected as error:
+            raise Stopped(
+                StopKind.MISCONFIGURED,
+                f"virtual host {self._target.vhost}: {code_name(error.code)}",
+            ) from None
+        properties = {each.key: each.value for each in opened.properties}
+        if "advertised_host" in properties and properties.get("advertised_port", "").isdecimal():
+            connection.advertised = (
+                properties["advertised_host"],
+                int(properties["advertised_port"]),
+            )
+
+    def _plain(self) -> bytes:
+        # A client certificate is in addition to this: RabbitMQ 3.10 fails at the mechanism
+        # EXTERNAL of stream connections.
+        user, _, password = (self._address.credentials or "").partition(":")
+        if not user:
+            raise Stopped(
+                StopKind.MISCONFIGURED,
+                "no user and password: set them with `outbox endpoint credentials`",
+            )
+        return b"\0".join((b"", user.encode(), password.encode()))

@@ -1,0 +1,157 @@
+"""Reads where a lane stands: the publisher's sequence, and the stream's last message."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, cast
+
+from rstream import schema
+from rstream.constants import OffsetType
+from rstream.encoding import encode_frame
+
+from outbox.core.brokers.port import Foreign, Position, StopKind
+from outbox.destinations.rabbitmq.connection import Lost, Rejected
+from outbox.destinations.rabbitmq.leader import placement_of, require_leader
+from outbox.destinations.rabbitmq.messages import MalformedChunk, identify, last_entry
+from outbox.destinations.rabbitmq.stops import Stopped, rejected
+
+if TYPE_CHECKING:
+    from outbox.destinations.rabbitmq.connection import StreamConnection
+
+TRIMMED_WAIT_S = 2.0
+"""How long a chunk is waited for that the server has not sent by itself at once: it has none, if
+retention has removed all messages."""
+COMMIT_WAIT_S = 5.0
+"""How long the last message may wait for the replicas' confirmation."""
+
+
+async def read_position(
+    connection: StreamConnection, slot: int, stream: str, lane: str, reference: str
+) -> Position | Foreign:
+    """Declare the publisher, and read where the lane stands.
+
+    Raises:
+        Stopped: the server refused something, or the last message is not readable yet.
+        Lost: the connection ended.
+    """
+    tail = _Tail()
+    connection.subscriptions[slot] = tail.received
+    try:
+        # All in one system call: the server answers them in order.
+        declared = connection.request(
+            schema.DeclarePublisher, publisher_id=slot, stream=stream, reference=reference
+        )
+        placed = connection.request(schema.Metadata, streams=[stream])
+        queried = connection.request(
+            schema.QueryPublisherSequence, publisher_ref=reference, stream=stream
+        )
+        subscribed = connection.request(
+            schema.Subscribe,
+            subscription_id=slot,
+            stream=stream,
+            offset_spec=schema.OffsetSpec(OffsetType.LAST),
+            credit=1,
+            properties=[],
+        )
+        # The server sends a subscription's first chunk before it answers the next request.
+        barrier = connection.request(schema.Metadata, streams=[stream])
+        await asyncio.gather(declared, placed, queried, subscribed, barrier, return_exceptions=True)
+        _require(declared, f"publishing to stream {stream} (right to write)")
+        # A leader that moves later ends this publisher.
+        placement = placement_of(cast("schema.MetadataResponse", placed.result()), stream)
+        if placement is None:
+            raise Stopped(StopKind.UNAVAILABLE, f"stream {stream} was deleted just now")
+        require_leader(connection, placement)
+        _require(queried, f"the publisher's sequence of stream {stream}")
+        _require(subscribed, f"reading stream {stream} (right to read)")
+        sequence = cast("schema.QueryPublisherSequenceResponse", queried.result()).sequence
+        return await _compare(connection, slot, tail, stream, lane, sequence)
+    finally:
+        connection.subscriptions.pop(slot, None)
+
+
+async def unsubscribe(connection: StreamConnection, slot: int) -> None:
+    await connection.exchange(schema.Unsubscribe, schema.UnsubscribeResponse, subscription_id=slot)
+
+
+async def delete_publisher(connection: StreamConnection, slot: int) -> None:
+    await connection.exchange(
+        schema.DeletePublisher, schema.DeletePublisherResponse, publisher_id=slot
+    )
+
+
+class _Tail:
+    """The chunks that a subscription has received."""
+
+    def __init__(self) -> None:
+        self.chunks: asyncio.Queue[bytes] = asyncio.Queue()
+
+    def received(self, chunk: bytes) -> None:
+        self.chunks.put_nowait(chunk)
+
+    async def next(self, wait_s: float, connection: StreamConnection) -> bytes | None:
+        """The next chunk; None: it did not come."""
+        if self.chunks.empty() and wait_s <= 0:
+            return None
+        try:
+            async with asyncio.timeout(wait_s):
+                chunk = await self.chunks.get()
+        except TimeoutError:
+            if connection.lost is not None:
+                raise connection.lost from None
+            return None
+        return chunk
+
+
+async def _compare(
+    connection: StreamConnection, slot: int, tail: _Tail, stream: str, lane: str, sequence: int
+) -> Position | Foreign:
+    chunk = await tail.next(TRIMMED_WAIT_S if sequence else 0, connection)
+    if chunk is None:
+        return Position(sequence, None)
+    loop = asyncio.get_running_loop()
+    waits_until = loop.time() + COMMIT_WAIT_S
+    while True:
+        result = _judge(chunk, stream, lane, sequence)
+        if result is not None:
+            return result
+        # The server counts a message before all replicas have it, and delivers it after.
+        connection.send(encode_frame(schema.Credit(subscription_id=slot, credit=1)))
+        next_chunk = await tail.next(waits_until - loop.time(), connection)
+        if next_chunk is None:
+            raise Stopped(
+                StopKind.UNAVAILABLE,
+                f"sequence {sequence} of stream {stream} is not committed: are replicas missing?",
+            )
+        chunk = next_chunk
+
+
+def _judge(chunk: bytes, stream: str, lane: str, sequence: int) -> Position | Foreign | None:
+    """Compare a chunk's last message with the publisher's sequence; None: it is an older one."""
+    try:
+        entry = last_entry(chunk)
+    except MalformedChunk as error:
+        raise Stopped(StopKind.UNAVAILABLE, f"a chunk of stream {stream}: {error}") from None
+    stored = None if entry is None else identify(entry)
+    if stored is None:
+        return Foreign(f"the last message of stream {stream} is not from a relay of outbox")
+    if stored.lane != lane:
+        return Foreign(f"the last message of stream {stream} is of lane {stored.lane}")
+    if stored.sequence == sequence:
+        return Position(sequence, stored.delivery)
+    if stored.sequence > sequence:
+        return Foreign(
+            f"the last message of stream {stream} has sequence {stored.sequence}, and this "
+            f"database's publisher stands at {sequence}: another database publishes here"
+        )
+    return None
+
+
+def _require(answered: asyncio.Future[schema.Frame], what: str) -> None:
+    """Raise what a request ended with, if it failed."""
+    error = answered.exception()
+    if isinstance(error, Rejected):
+        stop = rejected(error.code, what)
+        raise Stopped(stop.kind, stop.detail)
+    if isinstance(error, Lost):
+        raise error
