@@ -43,10 +43,11 @@ if TYPE_CHECKING:
     from outbox.destinations.kafka.settings import Settings
 
 GATHER_S = 0.02
-"""How long a transaction waits for more lanes."""
+"""How long a transaction waits for as many lanes as were in the one before."""
 APPENDS_MAX = 2000
 BYTES_MAX = 16 * 1024 * 1024
 """Of the messages of a transaction, except the first append's."""
+FLUSH_S = 1.0
 ABORT_S = 2.0
 TRIES_MAX = 3
 """librdkafka aborts the transaction after one with an error, to renumber its records."""
@@ -123,6 +124,8 @@ class TransactionalProducer:
         """Taken from the queue, and too large for the transaction."""
         self._discarded = threading.Event()
         self._in_flight: list[PendingAppend] = []
+        self._gathered = 1
+        """Appends of the last transaction."""
         self.troubles = Troubles()
         self.stop: Stop | None = None
         """Why it can do nothing any more."""
@@ -189,6 +192,10 @@ class TransactionalProducer:
         while len(appends) < APPENDS_MAX:
             if self._deferred:
                 append = self._deferred.pop(0)
+            elif (found := self._next(0.0)) is not None:
+                append = found
+            elif len(appends) >= self._gathered:
+                break
             elif (found := self._next(max(0.0, until - time.monotonic()))) is not None:
                 append = found
             else:
@@ -198,6 +205,7 @@ class TransactionalProducer:
                 self._deferred.insert(0, append)
                 break
             appends.append(append)
+        self._gathered = len(appends)
         return None if self._discarded.is_set() else appends
 
     def _next(self, timeout_s: float | None) -> PendingAppend | None:
@@ -274,18 +282,26 @@ class TransactionalProducer:
             if any(append.error for append in appends):
                 self._abort()
                 return False
-            left = producer.flush(max(0.0, deadline - time.monotonic()))
-            if left or any(append.error for append in appends):
+            self._flush(min(deadline, started + FLUSH_S))
+            if any(append.error for append in appends):
                 self._abort()
-                if left:
-                    waited_s = round(time.monotonic() - started, 1)
-                    raise _Ended(self.troubles.stop(None, waited_s))
                 return False
         except CLIENT_ERRORS as exception:
             return self._recover(error_of(exception))
         if self._discarded.is_set():
+            self._abort()
             raise _Ended(Stop(StopKind.UNAVAILABLE, "the driver was closed"))
         return self._commit(deadline)
+
+    def _flush(self, until: float) -> None:
+        """Wait for the results of all messages, for a while.
+
+        In a transaction that must be aborted the client library sends nothing any more, and says so
+        only when it is told to commit.
+        """
+        while self._producer.flush(max(0.0, min(0.1, until - time.monotonic()))):
+            if time.monotonic() >= until or self._discarded.is_set():
+                break
 
     def _produce(self, append: PendingAppend, messages: Sequence[Message]) -> None:
         last = len(messages) - 1

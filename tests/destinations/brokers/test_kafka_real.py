@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
+from uuid import uuid4
 
 import pytest
 
@@ -15,7 +16,6 @@ pytest.importorskip("confluent_kafka")
 
 from outbox.core.brokers.port import Appended, Owner, Position, Stop, StopKind
 from tests.support.brokers.kafka import (
-    OWNER,
     REAL,
     broker_at,
     message,
@@ -32,6 +32,7 @@ pytestmark = pytest.mark.skipif(REAL is None, reason="OUTBOX_TEST_KAFKA names no
 
 SERVER = REAL or ""
 LANE = "billing-1-0"
+OWNER = Owner(f"database-{uuid4().hex}", 1)
 LATER = Owner(OWNER.identity, 2)
 
 
