@@ -5,8 +5,9 @@ that does not follow the last one: of several requests in flight it stores a pre
 must hold for that:
 
 * The broker knows the producer in this partition.  It accepts any first number of a producer that
-  it does not know, so that the second of two requests could be stored alone.  Therefore the first
-  message to a partition is sent alone (`is_known`).
+  it does not know, so that the second of two requests could be stored alone; librdkafka would then
+  report the first as stored, too (an implicit acknowledgement).  Therefore the first message to a
+  partition is sent alone (`is_known`).
 * librdkafka gives up no message by itself, see `producer_settings`.  The driver discards the whole
   producer instead; after that nothing is sent any more.
 """
@@ -107,6 +108,11 @@ class IdempotentProducer:
     def is_usable(self) -> bool:
         """Whether it can send."""
         return self.fatal is None and not self._discarded.is_set()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the client is gone, so that nothing can be sent any more."""
+        return not self._thread.is_alive()
 
     def is_known(self, partition: int) -> bool:
         """Whether the broker knows this producer in the partition."""

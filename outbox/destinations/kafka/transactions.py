@@ -124,6 +124,7 @@ class TransactionalProducer:
         """Taken from the queue, and too large for the transaction."""
         self._discarded = threading.Event()
         self._in_flight: list[PendingAppend] = []
+        self._thread: threading.Thread | None = None
         self._gathered = 1
         """Appends of the last transaction."""
         self.troubles = Troubles()
@@ -149,9 +150,15 @@ class TransactionalProducer:
 
     def start(self, deadline: float) -> None:
         """Initialize transactions, which fences former owners; `initialized` has the result."""
-        threading.Thread(
+        self._thread = threading.Thread(
             target=self._run, args=(deadline,), name="outbox-kafka", daemon=True
-        ).start()
+        )
+        self._thread.start()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the client is gone, so that nothing can be sent any more."""
+        return self._thread is not None and not self._thread.is_alive()
 
     def submit(self, append: PendingAppend) -> None:
         """Add an append to the next transaction."""
