@@ -15,18 +15,11 @@ from __future__ import annotations
 import asyncio
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from confluent_kafka import KafkaError, KafkaException
 
-from outbox.core.brokers.port import (
-    Appended,
-    Capabilities,
-    Fenced,
-    Position,
-    Stop,
-    StopKind,
-)
+from outbox.core.brokers.port import Appended, Capabilities, Fenced, Position, Stop, StopKind
 from outbox.destinations.kafka.egress import ServerChecks
 from outbox.destinations.kafka.failures import (
     ABSENT,
@@ -36,6 +29,7 @@ from outbox.destinations.kafka.failures import (
     error_of,
     stop_before_sending,
 )
+from outbox.destinations.kafka.loops import build_client
 from outbox.destinations.kafka.producer import IdempotentProducer
 from outbox.destinations.kafka.reader import Reader, Receipt, Topic
 from outbox.destinations.kafka.settings import client_settings
@@ -44,21 +38,14 @@ from outbox.destinations.kafka.transactions import PendingAppend, TransactionalP
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from outbox.core.brokers.port import Message, Owner, Standing
     from outbox.destinations.broker import BrokerAddress
     from outbox.destinations.http.dns import Resolver
     from outbox.destinations.http.egress import EgressPolicy
-    from outbox.destinations.kafka.producer import Batch
     from outbox.destinations.kafka.settings import Settings
 
-
-class _Client(Protocol):
-    def discard(self) -> None: ...
-
-
-C = TypeVar("C", bound=_Client)
 APPEND_MAX = 1000
 APPEND_BYTES_MAX = 1024 * 1024
 ABSENT_S = 30.0
@@ -182,7 +169,7 @@ class KafkaBroker:
                     return stop
                 loop = asyncio.get_running_loop()
                 try:
-                    self._reader = await _build(
+                    self._reader = await build_client(
                         partial(
                             Reader,
                             loop,
@@ -235,7 +222,7 @@ class KafkaBroker:
         async with self._connecting:
             if self._producer is None or not self._producer.is_usable:
                 assert self._settings is not None
-                self._producer = await _build(
+                self._producer = await build_client(
                     partial(
                         IdempotentProducer,
                         asyncio.get_running_loop(),
@@ -267,7 +254,7 @@ class KafkaBroker:
             except asyncio.CancelledError:
                 self._discard(producer)
                 raise
-            stored = _count_stored(batch)
+            stored = batch.count_stored()
             if stored:
                 producer.mark_known(partition)
                 last = rest[stored - 1].sequence
@@ -281,7 +268,7 @@ class KafkaBroker:
             assert error is not None
             if error.code() in REFUSED and batch.is_local(stored):
                 return result._replace(stop=Stop(StopKind.REFUSED, describe(error)))
-            is_ordered = _find_stored(batch, stored) is None
+            is_ordered = batch.find_stored(stored) is None
             if error.code() in REFUSED and count > 1 and is_ordered:
                 # Another message or all together may be too large: find out alone.
                 is_single = True
@@ -292,7 +279,7 @@ class KafkaBroker:
                 producer = next_producer
                 continue
             if not is_ordered:
-                later = _find_stored(batch, stored) or stored
+                later = batch.find_stored(stored) or stored
                 self._discard(producer)
                 return result._replace(
                     stop=Stop(
@@ -341,7 +328,7 @@ class KafkaBroker:
                     return None
             self._discard_producers()
             assert self._settings is not None
-            transactions = await _build(
+            transactions = await build_client(
                 partial(
                     TransactionalProducer,
                     asyncio.get_running_loop(),
@@ -412,34 +399,3 @@ class KafkaBroker:
             self._transactions.discard()
             self._transactions = None
         self._standing.clear()
-
-
-async def _build(factory: Callable[[], C]) -> C:
-    """Make a client in a thread; if this is cancelled, the client is discarded."""
-    making = asyncio.ensure_future(asyncio.to_thread(factory))
-    try:
-        return await asyncio.shield(making)
-    except asyncio.CancelledError:
-        making.add_done_callback(_discard_result)
-        raise
-
-
-def _discard_result(making: asyncio.Future[C]) -> None:
-    if not making.cancelled() and making.exception() is None:
-        making.result().discard()
-
-
-def _find_stored(batch: Batch, start: int) -> int | None:
-    """Return the first message from an index on that is stored."""
-    for index in range(start, len(batch.results)):
-        if batch.results[index] is None:
-            return index
-    return None
-
-
-def _count_stored(batch: Batch) -> int:
-    """Return how many messages are stored before the first one that is not."""
-    for index, error in enumerate(batch.results):
-        if error is not None:
-            return index
-    return len(batch.results)

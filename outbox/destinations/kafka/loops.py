@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from typing import TYPE_CHECKING, TypeVarTuple
+from typing import TYPE_CHECKING, Protocol, TypeVar, TypeVarTuple
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Callable
 
 Args = TypeVarTuple("Args")
+
+
+class Client(Protocol):
+    """A client of the library, which has threads of its own."""
+
+    def discard(self) -> None: ...
+
+
+C = TypeVar("C", bound=Client)
 
 SILENT = logging.getLogger("outbox.destinations.kafka.librdkafka")
 """Takes librdkafka's log, which goes to standard error otherwise; errors have other ways."""
@@ -27,3 +36,18 @@ def call_in_loop(
     except RuntimeError:
         return False
     return True
+
+
+async def build_client(factory: Callable[[], C]) -> C:
+    """Make a client in a thread; if this is cancelled, the client is discarded."""
+    making = asyncio.ensure_future(asyncio.to_thread(factory))
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        making.add_done_callback(_discard_result)
+        raise
+
+
+def _discard_result(making: asyncio.Future[C]) -> None:
+    if not making.cancelled() and making.exception() is None:
+        making.result().discard()

@@ -68,6 +68,20 @@ class Batch:
             self.offset = message.offset()
         self._reported += 1
 
+    def count_stored(self) -> int:
+        """Return how many messages are stored before the first one that is not."""
+        for index, error in enumerate(self.results):
+            if error is not None:
+                return index
+        return len(self.results)
+
+    def find_stored(self, start: int) -> int | None:
+        """Return the first message from an index on that is stored."""
+        for index in range(start, len(self.results)):
+            if self.results[index] is None:
+                return index
+        return None
+
     def is_local(self, index: int) -> bool:
         """Whether a message was refused by the client library alone."""
         return index == self._sent

@@ -26,7 +26,7 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
 
 from outbox.core.brokers.port import Message, Owner
-from outbox.destinations.broker import BrokerAddress
+from outbox.destinations.broker import Broker, BrokerAddress
 from outbox.destinations.http.dns import CachingResolver
 from outbox.destinations.http.egress import EgressPolicy
 from outbox.destinations.kafka.broker import KafkaBroker
@@ -232,6 +232,7 @@ async def broker_at(
     resolver = CachingResolver()
     address = address_of(server, topic + options, **changes)
     broker = KafkaBroker(address, EgressPolicy(["127.0.0.0/8"]), resolver)
+    _: Broker = broker
     try:
         yield broker
     finally:
