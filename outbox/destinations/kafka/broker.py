@@ -167,12 +167,11 @@ class KafkaBroker:
             if self._reader is None:
                 if (stop := await self._checks.check(self._target.servers)) is not None:
                     return stop
-                loop = asyncio.get_running_loop()
                 try:
                     self._reader = await build_client(
                         partial(
                             Reader,
-                            loop,
+                            asyncio.get_running_loop(),
                             self._settings,
                             self._target.topic,
                             committed=self._target.exact,
