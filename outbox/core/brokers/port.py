@@ -58,6 +58,8 @@ class Message(NamedTuple):
     headers: Headers
     """Metadata, with X-Delivery, X-Lane and X-Sequence."""
     body: bytes
+    key: bytes | None = None
+    """The event's key, for brokers that keep one beside the body."""
 
     @property
     def size_bytes(self) -> int:

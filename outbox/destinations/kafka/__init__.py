@@ -1,0 +1,1 @@
+"""Delivery to a topic of Kafka: a lane is one partition."""

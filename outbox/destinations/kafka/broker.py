@@ -1,0 +1,400 @@
+"""The lanes of an endpoint in a topic of Kafka, each in the partition of its slot.
+
+By default an idempotent producer appends: in order and without holes, and after the end of a
+process or a take-over there may be copies, with the same lane, sequence and X-Delivery.  Kafka does
+not compare an append with the lane's position, and refuses no former owner.
+
+With `?exact=1` transactions append, see `transactions`; readers must use
+`isolation.level=read_committed`, which is not the default of Java's client.
+
+One client library has both; its calls are made in threads, and their results come back to the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+from confluent_kafka import KafkaError, KafkaException
+
+from outbox.core.brokers.port import Appended, Capabilities, Fenced, Position, Stop, StopKind
+from outbox.destinations.kafka.egress import ServerChecks
+from outbox.destinations.kafka.failures import (
+    ABSENT,
+    MISCONFIGURED,
+    REFUSED,
+    describe,
+    error_of,
+    stop_before_sending,
+)
+from outbox.destinations.kafka.loops import build_client
+from outbox.destinations.kafka.producer import IdempotentProducer
+from outbox.destinations.kafka.reader import Reader, Receipt, Topic
+from outbox.destinations.kafka.settings import client_settings
+from outbox.destinations.kafka.target import endpoint_of, parse_url, partition_of
+from outbox.destinations.kafka.transactions import PendingAppend, TransactionalProducer
+from outbox.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from outbox.core.brokers.port import Message, Owner, Standing
+    from outbox.destinations.broker import BrokerAddress
+    from outbox.destinations.http.dns import Resolver
+    from outbox.destinations.http.egress import EgressPolicy
+    from outbox.destinations.kafka.settings import Settings
+
+APPEND_MAX = 1000
+APPEND_BYTES_MAX = 1024 * 1024
+ABSENT_S = 30.0
+"""How long a topic may be absent before a person must act: its metadata may be on its way."""
+CLOSE_S = 2.0
+MARGIN_S = 0.5
+"""Of the time of an append, for the result to come back from its transaction."""
+_DEFINITE = (StopKind.REFUSED, StopKind.UNAVAILABLE, StopKind.MISCONFIGURED)
+CLOSED = Stop(StopKind.UNKNOWN, "the driver was closed")
+
+
+class KafkaBroker:
+    """The lanes of one endpoint."""
+
+    def __init__(self, address: BrokerAddress, policy: EgressPolicy, resolver: Resolver) -> None:
+        self._address = address
+        self._target = parse_url(address.url)
+        self._checks = ServerChecks(policy, resolver, address.networks, secure=self._target.secure)
+        self._settings: Settings | None = None
+        self._connecting = asyncio.Lock()
+        self._reader: Reader | None = None
+        self._topic: Topic | None = None
+        self._producer: IdempotentProducer | None = None
+        self._transactions: TransactionalProducer | None = None
+        self._owner: tuple[Owner, str] | None = None
+        """Of the transactional producer, with its endpoint."""
+        self._standing: dict[str, int] = {}
+        """The last sequence of each lane that was opened since the transactions' initialization."""
+        self._absent_since: float | None = None
+        self._is_closed = False
+
+    @property
+    def capabilities(self) -> Capabilities:
+        exact = self._target.exact
+        return Capabilities(compare=exact, prefix=True, fence=exact, position=True)
+
+    @property
+    def append_max(self) -> int:
+        return APPEND_MAX
+
+    @property
+    def append_bytes_max(self) -> int:
+        return APPEND_BYTES_MAX
+
+    async def open(self, lane: str, owner: Owner, after: int, receipt: str | None) -> Standing:
+        deadline = time.monotonic() + self._address.timeout_s
+        try:
+            async with asyncio.timeout(self._address.timeout_s):
+                return await self._open(lane, owner, receipt, deadline)
+        except TimeoutError:
+            reader = self._reader
+            suffix = "" if reader is None else reader.troubles.suffix()
+            return Stop(
+                StopKind.UNAVAILABLE, f"no answer within {self._address.timeout_s:g} s{suffix}"
+            )
+
+    async def append(
+        self, lane: str, owner: Owner, after: int, messages: Sequence[Message]
+    ) -> Appended:
+        deadline = time.monotonic() + self._address.timeout_s
+        if self._is_closed:
+            return Appended(after, CLOSED)
+        if self._target.exact:
+            return await self._append_in_transaction(lane, owner, after, messages, deadline)
+        try:
+            async with asyncio.timeout(self._address.timeout_s):
+                producer = await self._connect(partition_of(lane))
+        except TimeoutError:
+            return Appended(after, self._no_answer(StopKind.UNAVAILABLE))
+        if isinstance(producer, Stop):
+            return Appended(after, producer)
+        return await self._append(producer, partition_of(lane), after, messages, deadline)
+
+    async def aclose(self) -> None:
+        self._is_closed = True
+        self._discard_producers()
+        if (reader := self._reader) is not None:
+            reader.discard()
+            await asyncio.wait([reader.ended], timeout=CLOSE_S)
+
+    async def _open(
+        self, lane: str, owner: Owner, receipt: str | None, deadline: float
+    ) -> Standing:
+        if self._is_closed:
+            return CLOSED
+        try:
+            partition = partition_of(lane)
+        except UsageError as error:
+            return Stop(StopKind.MISCONFIGURED, str(error))
+        if self._topic is None or partition >= self._topic.partitions:
+            self._topic = None
+        if (stop := await self._connect_reader(partition, deadline)) is not None:
+            return stop
+        if self._target.exact:
+            standing = await self._own(owner, endpoint_of(lane), deadline)
+            if standing is not None:
+                return standing
+        transactions = self._transactions
+        assert self._reader is not None
+        position = await self._reader.position(lane, partition, receipt, deadline)
+        if isinstance(position, Position) and transactions is self._transactions:
+            self._standing[lane] = position.sequence
+        elif isinstance(position, Stop) and position.kind is StopKind.UNAVAILABLE:
+            # The partition may not exist any more.
+            self._topic = None
+        return position
+
+    async def _connect_reader(self, partition: int, deadline: float) -> Stop | None:
+        """Connect, check all servers and the topic; None: the partition exists."""
+        async with self._connecting:
+            if self._settings is None:
+                try:
+                    # Parses certificates and keys.
+                    self._settings = await asyncio.to_thread(
+                        client_settings, self._target, self._address
+                    )
+                except UsageError as error:
+                    return Stop(StopKind.MISCONFIGURED, str(error))
+            if self._reader is None:
+                if (stop := await self._checks.check(self._target.servers)) is not None:
+                    return stop
+                try:
+                    self._reader = await build_client(
+                        partial(
+                            Reader,
+                            asyncio.get_running_loop(),
+                            self._settings,
+                            self._target.topic,
+                            committed=self._target.exact,
+                        )
+                    )
+                except KafkaException as exception:
+                    return Stop(StopKind.MISCONFIGURED, describe(error_of(exception)))
+            if self._topic is None:
+                topic = await self._reader.topic(
+                    min(deadline, time.monotonic() + self._address.connect_timeout_s)
+                )
+                if isinstance(topic, Stop):
+                    return topic
+                if (stop := await self._checks.check(topic.servers)) is not None:
+                    self._reader.discard()
+                    self._reader = None
+                    return stop
+                if not topic.partitions:
+                    return self._absent()
+                self._absent_since = None
+                self._topic = topic
+        if partition >= self._topic.partitions:
+            return Stop(
+                StopKind.MISCONFIGURED,
+                f"topic {self._target.topic} has {self._topic.partitions} partitions, and the lane "
+                f"needs partition {partition}: add partitions, or use fewer lanes",
+            )
+        return None
+
+    def _absent(self) -> Stop:
+        now = time.monotonic()
+        if self._absent_since is None:
+            self._absent_since = now
+        is_long = now - self._absent_since >= ABSENT_S
+        return Stop(
+            StopKind.MISCONFIGURED if is_long else StopKind.UNAVAILABLE,
+            f"topic {self._target.topic} does not exist, or the user has no right to describe it",
+        )
+
+    async def _connect(self, partition: int) -> IdempotentProducer | Stop:
+        deadline = time.monotonic() + self._address.timeout_s
+        is_there = self._topic is not None and partition < self._topic.partitions
+        if not is_there and (stop := await self._connect_reader(partition, deadline)) is not None:
+            return stop
+        if self._producer is not None and self._producer.is_usable:
+            return self._producer
+        async with self._connecting:
+            if self._producer is None or not self._producer.is_usable:
+                assert self._settings is not None
+                self._producer = await build_client(
+                    partial(
+                        IdempotentProducer,
+                        asyncio.get_running_loop(),
+                        self._settings,
+                        self._target.topic,
+                    )
+                )
+            return self._producer
+
+    async def _append(
+        self,
+        producer: IdempotentProducer,
+        partition: int,
+        after: int,
+        messages: Sequence[Message],
+        deadline: float,
+    ) -> Appended:
+        result = Appended(after)
+        rest = messages
+        is_single = False
+        while rest:
+            count = 1 if is_single or not producer.is_known(partition) else len(rest)
+            batch = producer.send(partition, rest[:count])
+            try:
+                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                    await batch.done
+            except TimeoutError:
+                self._discard(producer)
+            except asyncio.CancelledError:
+                self._discard(producer)
+                raise
+            stored = batch.count_stored()
+            if stored:
+                producer.mark_known(partition)
+                last = rest[stored - 1].sequence
+                offset = batch.offset if stored == count else None
+                receipt = None if offset is None else str(Receipt(partition, offset, last))
+                result = Appended(last, None, receipt or result.receipt)
+                rest = rest[stored:]
+            if stored == count:
+                continue
+            error = batch.results[stored]
+            assert error is not None
+            if error.code() in REFUSED and batch.is_local(stored):
+                return result._replace(stop=Stop(StopKind.REFUSED, describe(error)))
+            is_ordered = batch.find_stored(stored) is None
+            if error.code() in REFUSED and count > 1 and is_ordered:
+                # Another message or all together may be too large: find out alone.
+                is_single = True
+                self._discard(producer)
+                next_producer = await self._connect(partition)
+                if isinstance(next_producer, Stop):
+                    return result._replace(stop=next_producer)
+                producer = next_producer
+                continue
+            if not is_ordered:
+                later = batch.find_stored(stored) or stored
+                self._discard(producer)
+                return result._replace(
+                    stop=Stop(
+                        StopKind.MISCONFIGURED,
+                        f"the broker stored sequence {rest[later - stored].sequence} without the "
+                        f"one before ({describe(error)}): it does not support idempotent producers",
+                    )
+                )
+            return result._replace(stop=self._stop_of(producer, error, stored))
+        return result
+
+    def _stop_of(self, producer: IdempotentProducer, error: KafkaError, stored: int) -> Stop:
+        """Classify the error of the first message that is not stored."""
+        if error.code() == KafkaError._QUEUE_FULL:
+            return stop_before_sending(error)
+        self._discard(producer)
+        if error.code() in REFUSED:
+            return Stop(StopKind.REFUSED, describe(error))
+        if error.code() in MISCONFIGURED:
+            return Stop(StopKind.MISCONFIGURED, describe(error))
+        if error.code() in ABSENT:
+            self._topic = None
+            return Stop(StopKind.UNAVAILABLE, describe(error))
+        if error.code() == KafkaError._IN_PROGRESS:
+            return self._no_answer(StopKind.UNKNOWN)
+        return Stop(StopKind.UNKNOWN, describe(error))
+
+    def _no_answer(self, kind: StopKind) -> Stop:
+        troubles = self._producer.troubles.suffix() if self._producer is not None else ""
+        return Stop(kind, f"no answer within {self._address.timeout_s:g} s{troubles}")
+
+    async def _own(self, owner: Owner, endpoint: str, deadline: float) -> Standing | None:
+        """Initialize the transactions of an owner, which fences former ones."""
+        async with self._connecting:
+            transactions = self._transactions
+            if self._owner is not None and transactions is not None:
+                current, current_endpoint = self._owner
+                if endpoint != current_endpoint:
+                    return Stop(
+                        StopKind.MISCONFIGURED,
+                        f"the driver has the lanes of {current_endpoint}, not of {endpoint}",
+                    )
+                if owner.identity == current.identity and owner.epoch < current.epoch:
+                    return Fenced(current.epoch)
+                if owner == current and transactions.is_usable:
+                    return None
+            self._discard_producers()
+            assert self._settings is not None
+            transactions = await build_client(
+                partial(
+                    TransactionalProducer,
+                    asyncio.get_running_loop(),
+                    self._settings,
+                    self._target.topic,
+                    f"outbox/{owner.identity}/{endpoint}",
+                )
+            )
+            transactions.start(deadline)
+            try:
+                stop = await asyncio.shield(transactions.initialized)
+            except asyncio.CancelledError:
+                transactions.discard()
+                raise
+            if stop is not None:
+                transactions.discard()
+                return stop
+            self._transactions, self._owner = transactions, (owner, endpoint)
+            return None
+
+    async def _append_in_transaction(
+        self,
+        lane: str,
+        owner: Owner,
+        after: int,
+        messages: Sequence[Message],
+        deadline: float,
+    ) -> Appended:
+        transactions = self._transactions
+        if (
+            transactions is None
+            or not transactions.is_usable
+            or self._owner != (owner, endpoint_of(lane))
+            or self._standing.get(lane) != after
+        ):
+            at = self._standing.get(lane)
+            detail = "it is not open" if at is None else f"it stands at sequence {at}"
+            return Appended(after, Stop(StopKind.MOVED, f"lane {lane}: {detail}"))
+        # Until the result is known, the lane must be opened again.
+        del self._standing[lane]
+        append = PendingAppend(
+            asyncio.get_running_loop(), partition_of(lane), after, messages, deadline - MARGIN_S
+        )
+        transactions.submit(append)
+        try:
+            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                result = await append.done
+        except TimeoutError:
+            self._discard_producers()
+            return Appended(after, self._no_answer(StopKind.UNKNOWN))
+        except asyncio.CancelledError:
+            self._discard_producers()
+            raise
+        is_known = result.stop is None or result.stop.kind in _DEFINITE
+        if is_known and transactions is self._transactions:
+            self._standing[lane] = result.through
+        return result
+
+    def _discard(self, producer: IdempotentProducer) -> None:
+        producer.discard()
+        if self._producer is producer:
+            self._producer = None
+
+    def _discard_producers(self) -> None:
+        if self._producer is not None:
+            self._discard(self._producer)
+        if self._transactions is not None:
+            self._transactions.discard()
+            self._transactions = None
+        self._standing.clear()

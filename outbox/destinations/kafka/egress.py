@@ -1,0 +1,83 @@
+"""Egress checks of a cluster's servers.
+
+librdkafka resolves names and connects by itself, and its Python binding has no callback for
+either.  Therefore the addresses of all servers are checked twice: those of the URL before a client
+is made, and those that the cluster names in its metadata before anything is produced or read.
+
+What remains: a name that resolves to another address between the check and the connect (DNS
+rebinding), and the connections that librdkafka opens to servers of the metadata before the check
+is complete, or to servers that join later.  Such a connection carries the protocol's handshake,
+and the credentials if there are any.  So this driver is for endpoints of the operator.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from outbox.core.brokers.port import Stop, StopKind
+from outbox.core.model.response import one_line
+from outbox.destinations.http.dns import Unresolved
+from outbox.destinations.http.egress import OPTION, SETTING, literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from outbox.destinations.http.dns import Resolver
+    from outbox.destinations.http.egress import EgressPolicy, Network
+    from outbox.destinations.kafka.target import Server
+
+CHECKS_EVERY_ADDRESS = False
+"""Whether the policy is asked immediately before each connect.  If it is not, endpoints of tenants
+must not use the driver."""
+
+_HTTPS = 443
+"""The policy restricts the ports of https; a broker with TLS may have any."""
+
+
+class ServerChecks:
+    """Egress checks for the servers of one endpoint."""
+
+    def __init__(
+        self,
+        policy: EgressPolicy,
+        resolver: Resolver,
+        networks: tuple[Network, ...],
+        *,
+        secure: bool,
+    ) -> None:
+        self._policy = policy
+        self._resolver = resolver
+        self._networks = networks
+        self._secure = secure
+
+    async def check(self, servers: Iterable[Server]) -> Stop | None:
+        """Return why a server must not be connected to; None: all are allowed.
+
+        Every address of a name must be allowed, because librdkafka chooses one of them.  Of
+        several names some may be without an address now.
+        """
+        unresolved: Stop | None = None
+        is_any_resolved = False
+        for server in servers:
+            host = server.host
+            try:
+                addresses = [host] if literal(host) else await self._resolver.resolve(host)
+            except Unresolved as error:
+                unresolved = Stop(StopKind.UNAVAILABLE, one_line(f"{host}: {error}"))
+                continue
+            is_any_resolved = True
+            for address in addresses:
+                if (reason := self._refusal(address)) is not None:
+                    return Stop(StopKind.MISCONFIGURED, one_line(f"{server}: {reason}"))
+        return None if is_any_resolved else unresolved
+
+    def _refusal(self, address: str) -> str | None:
+        reason = self._policy.refusal(address, port=_HTTPS, tls=True, networks=self._networks)
+        if reason is not None or self._secure:
+            return reason
+        if self._policy.refusal(address, port=_HTTPS, tls=False, networks=self._networks) is None:
+            return None
+        return (
+            "kafka:// is not encrypted; use kafka+tls://, or open the network with "
+            f"{OPTION} (for this endpoint alone) or {SETTING} (for all)"
+        )
