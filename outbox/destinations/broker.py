@@ -80,8 +80,8 @@ class Broker(Protocol):
         """
         ...
 
-    async def check(self) -> list[BrokerFinding]:
-        """Examine the broker and its settings, without writing anything."""
+    async def check(self, lanes: Sequence[str]) -> list[BrokerFinding]:
+        """Examine the broker and its settings for these lanes, without writing anything."""
         ...
 
     async def aclose(self) -> None:

@@ -13,6 +13,8 @@ from outbox.destinations.interface import Tls
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from outbox.core.model.headers import EndpointHeaders
     from outbox.destinations.http.egress import Network
 
@@ -39,6 +41,10 @@ class BrokerSettings(Protocol):
     def ca(self) -> str | None: ...
     @property
     def identity(self) -> str | None: ...
+    @property
+    def lane_names(self) -> Sequence[str]:
+        """The names of the lanes of the current generation."""
+        ...
 
 
 def broker_address(endpoint: BrokerSettings) -> BrokerAddress | None:

@@ -35,7 +35,7 @@ async def examine_broker(endpoint: BrokerSettings, policy: EgressPolicy) -> list
     try:
         broker = brokers.connect(address)
         try:
-            return await broker.check()
+            return await broker.check(endpoint.lane_names)
         finally:
             await broker.aclose()
     finally:

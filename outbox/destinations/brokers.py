@@ -45,6 +45,8 @@ class Driver(NamedTuple):
 
 DRIVERS: dict[BrokerName, Driver] = {
     "redis": Driver("redis", "RedisBroker"),
+    "rabbitmq": Driver("rstream", "RabbitMqBroker"),
+    "kafka": Driver("confluent_kafka", "KafkaBroker"),
 }
 
 
@@ -123,7 +125,7 @@ class UnusableBroker:
     ) -> Appended:
         return Appended(after, self._stop)
 
-    async def check(self) -> list[BrokerFinding]:
+    async def check(self, lanes: Sequence[str]) -> list[BrokerFinding]:
         return []
 
     async def aclose(self) -> None:

@@ -104,7 +104,7 @@ class MemoryBroker:
             return Appended(after, LOST)
         return Appended(messages[-1].sequence, None, f"receipt {messages[-1].sequence}")
 
-    async def check(self) -> list[BrokerFinding]:
+    async def check(self, lanes: Sequence[str]) -> list[BrokerFinding]:
         return []
 
     async def aclose(self) -> None:

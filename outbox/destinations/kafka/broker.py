@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 from confluent_kafka import KafkaError, KafkaException
 
 from outbox.core.brokers.port import Appended, Capabilities, Fenced, Position, Stop, StopKind
+from outbox.destinations.broker import BrokerFinding
+from outbox.destinations.kafka.check import check_topic
 from outbox.destinations.kafka.egress import ServerChecks
 from outbox.destinations.kafka.failures import (
     ABSENT,
@@ -62,6 +64,7 @@ class KafkaBroker:
 
     def __init__(self, address: BrokerAddress, policy: EgressPolicy, resolver: Resolver) -> None:
         self._address = address
+        self._policy, self._resolver = policy, resolver
         self._target = parse_url(address.url)
         self._checks = ServerChecks(policy, resolver, address.networks, secure=self._target.secure)
         self._settings: Settings | None = None
@@ -81,14 +84,6 @@ class KafkaBroker:
     def capabilities(self) -> Capabilities:
         exact = self._target.exact
         return Capabilities(compare=exact, prefix=True, fence=exact, position=True)
-
-    @property
-    def append_max(self) -> int:
-        return APPEND_MAX
-
-    @property
-    def append_bytes_max(self) -> int:
-        return APPEND_BYTES_MAX
 
     async def open(self, lane: str, owner: Owner, after: int, receipt: str | None) -> Standing:
         deadline = time.monotonic() + self._address.timeout_s
@@ -118,6 +113,12 @@ class KafkaBroker:
         if isinstance(producer, Stop):
             return Appended(after, producer)
         return await self._append(producer, partition_of(lane), after, messages, deadline)
+
+    async def check(self, lanes: Sequence[str]) -> list[BrokerFinding]:
+        try:
+            return await check_topic(self._address, self._policy, self._resolver, len(lanes))
+        except UsageError as error:
+            return [BrokerFinding(True, str(error), "change the endpoint's settings")]
 
     async def aclose(self) -> None:
         self._is_closed = True

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from confluent_kafka.admin import (  # type: ignore[attr-defined]
     AdminClient,
@@ -16,6 +15,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
 
 from outbox.core.brokers.port import Stop
 from outbox.core.model.response import one_line
+from outbox.destinations.broker import BrokerFinding
 from outbox.destinations.kafka.egress import ServerChecks
 from outbox.destinations.kafka.failures import CLIENT_ERRORS, describe, error_of
 from outbox.destinations.kafka.loops import SILENT
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from outbox.destinations.kafka.settings import Settings
     from outbox.destinations.kafka.target import KafkaTarget
 
+_WHAT_TO_DO = "check the URL, the credentials (outbox endpoint credentials) and the networks"
+
 REPLICAS_MIN = 3
 IN_SYNC_MIN = 2
 RETENTION_MIN_S = 24 * 3600
@@ -38,27 +40,9 @@ _CONFIGS = ("cleanup.policy", "retention.ms", "retention.bytes", "min.insync.rep
 _UNCLEAN = "unclean.leader.election.enable"
 
 
-class Severity(StrEnum):
-    """How much a finding matters."""
-
-    OK = "ok"
-    WARNING = "warning"
-    """Acknowledged messages may be lost by the cluster."""
-    PROBLEM = "problem"
-    """Nothing is delivered, or messages are lost."""
-
-
-class Finding(NamedTuple):
-    """One result of a check."""
-
-    severity: Severity
-    message: str
-    action: str | None = None
-
-
 async def check_topic(
     address: BrokerAddress, policy: EgressPolicy, resolver: Resolver, lanes: int
-) -> list[Finding]:
+) -> list[BrokerFinding]:
     """Check whether an endpoint with so many lanes can deliver to a topic.
 
     Nothing is written, so the right to write is not shown.
@@ -70,7 +54,7 @@ async def check_topic(
     settings = await asyncio.to_thread(client_settings, target, address)
     checks = ServerChecks(policy, resolver, address.networks, secure=target.secure)
     if (stop := await checks.check(target.servers)) is not None:
-        return [Finding(Severity.PROBLEM, stop.detail)]
+        return [BrokerFinding(True, stop.detail, _WHAT_TO_DO)]
     loop = asyncio.get_running_loop()
     try:
         reader = Reader(loop, settings, target.topic, committed=False)
@@ -82,18 +66,18 @@ async def check_topic(
             if not isinstance(topic, Stop):
                 topic = await checks.check(topic.servers) or topic
     except TimeoutError:
-        return [Finding(Severity.PROBLEM, f"no answer within {address.timeout_s:g} s")]
+        return [BrokerFinding(True, f"no answer within {address.timeout_s:g} s", _WHAT_TO_DO)]
     finally:
         reader.discard()
     if isinstance(topic, Stop):
-        return [Finding(Severity.PROBLEM, topic.detail)]
+        return [BrokerFinding(True, topic.detail, _WHAT_TO_DO)]
     findings = check_partitions(target.topic, topic, lanes)
     if topic.partitions:
         configs = await asyncio.to_thread(_read_configs, settings, target, address.timeout_s)
         if isinstance(configs, str):
             findings.append(
-                Finding(
-                    Severity.WARNING,
+                BrokerFinding(
+                    False,
                     f"the settings of topic {target.topic} cannot be read: {configs}",
                     "allow DescribeConfigs on the topic, or check them by hand",
                 )
@@ -103,51 +87,51 @@ async def check_topic(
     return findings
 
 
-def check_partitions(name: str, topic: Topic, lanes: int) -> list[Finding]:
+def check_partitions(name: str, topic: Topic, lanes: int) -> list[BrokerFinding]:
     """Check what the metadata says of a topic."""
     if not topic.partitions:
         return [
-            Finding(
-                Severity.PROBLEM,
+            BrokerFinding(
+                True,
                 f"topic {name} does not exist, or the user has no right to describe it",
                 f"create it with at least {lanes} partitions",
             )
         ]
-    findings = []
+    findings: list[BrokerFinding] = []
     if topic.partitions < lanes:
         findings.append(
-            Finding(
-                Severity.PROBLEM,
+            BrokerFinding(
+                True,
                 f"topic {name} has {topic.partitions} partitions for {lanes} lanes",
                 f"add partitions, or give the endpoint at most {topic.partitions} lanes",
             )
         )
     if topic.leaderless:
         findings.append(
-            Finding(
-                Severity.PROBLEM,
+            BrokerFinding(
+                True,
                 f"{topic.leaderless} partitions of topic {name} have no leader",
                 "look at the cluster: lanes of these partitions wait",
             )
         )
     if topic.replicas < REPLICAS_MIN:
         findings.append(
-            Finding(
-                Severity.WARNING,
+            BrokerFinding(
+                False,
                 f"topic {name} has a replication factor of {topic.replicas}",
                 f"use {REPLICAS_MIN}, or the failure of one server loses what it had acknowledged",
             )
         )
-    return findings or [Finding(Severity.OK, f"topic {name} has {topic.partitions} partitions")]
+    return findings
 
 
-def check_configs(name: str, configs: dict[str, str], replicas: int) -> list[Finding]:
+def check_configs(name: str, configs: dict[str, str], replicas: int) -> list[BrokerFinding]:
     """Check the settings of a topic."""
-    findings = []
+    findings: list[BrokerFinding] = []
     if "compact" in configs.get("cleanup.policy", ""):
         findings.append(
-            Finding(
-                Severity.PROBLEM,
+            BrokerFinding(
+                True,
                 f"topic {name} is compacted: of each key only the last event remains, and the "
                 "sequences of lanes have holes",
                 "set cleanup.policy to delete",
@@ -155,16 +139,16 @@ def check_configs(name: str, configs: dict[str, str], replicas: int) -> list[Fin
         )
     if _number(configs, "min.insync.replicas", IN_SYNC_MIN) < IN_SYNC_MIN and replicas > 1:
         findings.append(
-            Finding(
-                Severity.WARNING,
+            BrokerFinding(
+                False,
                 f"topic {name} acknowledges messages that one replica has",
                 f"set min.insync.replicas to {IN_SYNC_MIN}",
             )
         )
     if configs.get(_UNCLEAN) == "true":
         findings.append(
-            Finding(
-                Severity.WARNING,
+            BrokerFinding(
+                False,
                 f"a replica of topic {name} that has not all messages may become the leader",
                 f"set {_UNCLEAN} to false",
             )
@@ -172,22 +156,22 @@ def check_configs(name: str, configs: dict[str, str], replicas: int) -> list[Fin
     retention_ms = _number(configs, "retention.ms", -1)
     if 0 <= retention_ms < RETENTION_MIN_S * 1000:
         findings.append(
-            Finding(
-                Severity.WARNING,
+            BrokerFinding(
+                False,
                 f"topic {name} keeps messages for {retention_ms / 3_600_000:.3g} hours",
                 "keep them longer than the longest outage of a reader",
             )
         )
     if _number(configs, "retention.bytes", -1) >= 0:
         findings.append(
-            Finding(
-                Severity.WARNING,
+            BrokerFinding(
+                False,
                 f"topic {name} keeps {configs['retention.bytes']} bytes of each partition, also of "
                 "messages that no reader has seen",
                 "set retention.bytes to -1, or watch the lag of readers",
             )
         )
-    return findings or [Finding(Severity.OK, f"the settings of topic {name} lose no messages")]
+    return findings
 
 
 def _number(configs: dict[str, str], name: str, default: int) -> int:

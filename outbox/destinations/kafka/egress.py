@@ -30,8 +30,8 @@ CHECKS_EVERY_ADDRESS = False
 """Whether the policy is asked immediately before each connect.  If it is not, endpoints of tenants
 must not use the driver."""
 
-_HTTPS = 443
-"""The policy restricts the ports of https; a broker with TLS may have any."""
+_PORT = 0
+"""Of no meaning: a broker may have any."""
 
 
 class ServerChecks:
@@ -72,10 +72,17 @@ class ServerChecks:
         return None if is_any_resolved else unresolved
 
     def _refusal(self, address: str) -> str | None:
-        reason = self._policy.refusal(address, port=_HTTPS, tls=True, networks=self._networks)
+        reason = self._policy.refusal(
+            address, port=_PORT, tls=True, networks=self._networks, any_port=True
+        )
         if reason is not None or self._secure:
             return reason
-        if self._policy.refusal(address, port=_HTTPS, tls=False, networks=self._networks) is None:
+        if (
+            self._policy.refusal(
+                address, port=_PORT, tls=False, networks=self._networks, any_port=True
+            )
+            is None
+        ):
             return None
         return (
             "kafka:// is not encrypted; use kafka+tls://, or open the network with "

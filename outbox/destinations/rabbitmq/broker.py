@@ -35,8 +35,9 @@ from outbox.core.brokers.port import (
     StopKind,
 )
 from outbox.core.model.response import one_line
+from outbox.destinations.broker import BrokerFinding
 from outbox.destinations.http.tls_contexts import ContextCache
-from outbox.destinations.rabbitmq.checks import Finding, check_streams
+from outbox.destinations.rabbitmq.checks import check_streams
 from outbox.destinations.rabbitmq.connection import Lost, Rejected
 from outbox.destinations.rabbitmq.dial import Dialer
 from outbox.destinations.rabbitmq.lanes import (
@@ -65,6 +66,11 @@ if TYPE_CHECKING:
     from outbox.destinations.http.egress import EgressPolicy
     from outbox.destinations.rabbitmq.connection import StreamConnection
     from outbox.destinations.rabbitmq.target import StreamTarget
+
+_WHAT_TO_DO = (
+    "check the URL, the credentials (outbox endpoint credentials) and that the server has the "
+    "plugin rabbitmq_stream"
+)
 
 CAPABILITIES = Capabilities(compare=False, prefix=True, fence=False, position=True)
 
@@ -95,14 +101,6 @@ class RabbitMqBroker:
     @property
     def capabilities(self) -> Capabilities:
         return CAPABILITIES
-
-    @property
-    def append_max(self) -> int:
-        return 1000
-
-    @property
-    def append_bytes_max(self) -> int:
-        return 1024 * 1024
 
     async def open(self, lane: str, owner: Owner, after: int, receipt: str | None) -> Standing:
         """Read where the lane stands; RabbitMQ has no fence to write.
@@ -156,17 +154,17 @@ class RabbitMqBroker:
         through, stop = await self._publish(lane, state, publishing, frames, after)
         return Appended(through, stop or refused)
 
-    async def check(self, lanes: Sequence[str]) -> list[Finding]:
+    async def check(self, lanes: Sequence[str]) -> list[BrokerFinding]:
         """Check the server, and the streams of these lanes."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await check_streams(self._nodes, self._target, lanes)
         except Stopped as error:
-            return [Finding(True, error.stop.detail)]
+            return [BrokerFinding(True, error.stop.detail, _WHAT_TO_DO)]
         except (Lost, Rejected) as error:
-            return [Finding(True, one_line(str(error)))]
+            return [BrokerFinding(True, one_line(str(error)), _WHAT_TO_DO)]
         except TimeoutError:
-            return [Finding(True, f"no answer within {self._timeout_s:g} s")]
+            return [BrokerFinding(True, f"no answer within {self._timeout_s:g} s", _WHAT_TO_DO)]
 
     async def aclose(self) -> None:
         self._nodes.close()

@@ -2,99 +2,81 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from rstream import schema
 from rstream.constants import OffsetType
 
+from outbox.destinations.broker import BrokerFinding
 from outbox.destinations.rabbitmq.connection import Rejected
 from outbox.destinations.rabbitmq.leader import find
 from outbox.destinations.rabbitmq.position import delete_publisher, unsubscribe
 from outbox.destinations.rabbitmq.stops import NO_STREAM, code_name
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Sequence
+    from collections.abc import Sequence
 
     from outbox.destinations.rabbitmq.connection import StreamConnection
     from outbox.destinations.rabbitmq.leader import Nodes, Placement
     from outbox.destinations.rabbitmq.target import StreamTarget
 
-RETENTION = (
-    "retention cannot be read over the stream protocol: see max-age and max-length-bytes in "
-    "`rabbitmqctl list_queues name arguments policy`; what it removes is lost to readers that have "
-    "not read it"
-)
 
-
-class Finding(NamedTuple):
-    """One result of the check."""
-
-    is_problem: bool
-    text: str
-
-
-async def check_streams(nodes: Nodes, target: StreamTarget, lanes: Sequence[str]) -> list[Finding]:
+async def check_streams(
+    nodes: Nodes, target: StreamTarget, lanes: Sequence[str]
+) -> list[BrokerFinding]:
     """Check the streams of lanes.
 
     Raises:
         Stopped, Lost: the server cannot be reached, or refuses the user.
     """
     locator = await nodes.locator()
-    findings = [Finding(False, f"the stream plugin answers at {target.host}:{target.port}")]
+    findings: list[BrokerFinding] = []
     for lane in lanes:
         stream = target.stream_of(lane)
         placement = await find(locator, stream)
-        if placement is None:
-            findings.append(_absent(stream, target.create))
-        else:
+        if placement is not None:
             findings += await _check_stream(nodes, placement, stream)
-    findings.append(Finding(False, RETENTION))
+        elif not target.create:
+            findings.append(
+                BrokerFinding(
+                    True,
+                    f"stream {stream}: {code_name(NO_STREAM)}",
+                    "create it, or add create=1 to the URL",
+                )
+            )
     return findings
 
 
-def _absent(stream: str, create: bool) -> Finding:
-    if create:
-        return Finding(
-            False,
-            f"stream {stream} does not exist, and is created with the lane's first delivery, which "
-            "needs the right to configure it",
-        )
-    return Finding(
-        True, f"stream {stream}: {code_name(NO_STREAM)}; create it, or add create=1 to the URL"
-    )
-
-
-async def _check_stream(nodes: Nodes, placement: Placement, stream: str) -> list[Finding]:
+async def _check_stream(nodes: Nodes, placement: Placement, stream: str) -> list[BrokerFinding]:
     connection = await nodes.leader(placement)
     slot = connection.take_slot()
+    findings: list[BrokerFinding] = []
     try:
-        findings = [
-            await _check_right(_try_publishing(connection, slot, stream), stream, "write"),
-            await _check_right(_try_reading(connection, slot, stream), stream, "read"),
-        ]
+        for right, attempt in (("write", _try_publishing), ("read", _try_reading)):
+            try:
+                await attempt(connection, slot, stream)
+            except Rejected as error:
+                findings.append(
+                    BrokerFinding(
+                        True,
+                        f"stream {stream}, right to {right}: {code_name(error.code)}",
+                        f"rabbitmqctl set_permissions, with the right to {right} the stream",
+                    )
+                )
     except BaseException:
         connection.abort("a check was cancelled, or had no answer")
         raise
     connection.free_slot(slot)
     if placement.replicas == 0:
         findings.append(
-            Finding(
-                True,
+            BrokerFinding(
+                False,
                 f"stream {stream} is on one node only: what it confirmed is lost with the node, "
                 "and the lane is then held",
+                "create streams with replicas on other nodes",
             )
         )
-    else:
-        findings.append(Finding(False, f"stream {stream} has {placement.replicas + 1} replicas"))
     return findings
-
-
-async def _check_right(attempt: Coroutine[Any, Any, None], stream: str, right: str) -> Finding:
-    try:
-        await attempt
-    except Rejected as error:
-        return Finding(True, f"stream {stream}, right to {right}: {code_name(error.code)}")
-    return Finding(False, f"stream {stream}: the user has the right to {right}")
 
 
 async def _try_publishing(connection: StreamConnection, slot: int, stream: str) -> None:

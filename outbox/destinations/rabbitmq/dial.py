@@ -11,7 +11,6 @@ from rstream.encoding import encode_frame
 
 from outbox.core.brokers.port import StopKind
 from outbox.destinations.http.connector import ConnectionOpener, Target
-from outbox.destinations.http.egress import EgressPolicy
 from outbox.destinations.interface import NotConnected
 from outbox.destinations.rabbitmq.connection import Lost, Rejected, StreamConnection
 from outbox.destinations.rabbitmq.stops import Stopped, code_name, not_connected, rejected
@@ -20,7 +19,7 @@ from outbox.version import __version__
 if TYPE_CHECKING:
     from outbox.destinations.broker import BrokerAddress
     from outbox.destinations.http.dns import Resolver
-    from outbox.destinations.http.egress import Address, Network
+    from outbox.destinations.http.egress import EgressPolicy
     from outbox.destinations.http.tls_contexts import ContextCache
     from outbox.destinations.rabbitmq.target import StreamTarget
 
@@ -28,20 +27,6 @@ HEARTBEAT_S = 20
 """Longest interval of heartbeats; the server's limit is 60 s by default."""
 UNLIMITED_BYTES = 2**31 - 1
 """Longest frame for a server without a limit."""
-HTTPS_PORT = 443
-
-
-class _AnyPort(EgressPolicy):
-    """The policy for brokers, which use any port also at public addresses."""
-
-    def __init__(self, policy: EgressPolicy) -> None:
-        super().__init__()
-        self._policy = policy
-
-    def refusal(
-        self, address: str | Address, *, port: int, tls: bool, networks: tuple[Network, ...] = ()
-    ) -> str | None:
-        return self._policy.refusal(address, port=HTTPS_PORT, tls=tls, networks=networks)
 
 
 class Dialer:
@@ -58,7 +43,7 @@ class Dialer:
         self._address = address
         self._target = target
         # Brokers are reached directly: the proxy for webhooks connects to https ports only.
-        self._opener = ConnectionOpener(_AnyPort(policy), resolver, contexts)
+        self._opener = ConnectionOpener(policy, resolver, contexts)
 
     async def connect(self, host: str, port: int) -> StreamConnection:
         """Open a connection; the egress policy checks the address of this host too.
@@ -72,7 +57,14 @@ class Dialer:
             async with asyncio.timeout(address.connect_timeout_s):
                 connection = await self._opener.open(
                     Target(
-                        self._target.secure, host, port, address.networks, address.tls, False, None
+                        self._target.secure,
+                        host,
+                        port,
+                        address.networks,
+                        address.tls,
+                        via_proxy=False,
+                        endpoint=None,
+                        any_port=True,
                     ),
                     StreamConnection,
                     address.connect_timeout_s,

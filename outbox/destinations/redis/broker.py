@@ -100,7 +100,7 @@ class RedisBroker:
         key = self._target.stream_key(lane)
         return Appended(after, Stop(StopKind.MOVED, f"the stream {key} answered {about}"))
 
-    async def check(self) -> list[BrokerFinding]:
+    async def check(self, lanes: Sequence[str]) -> list[BrokerFinding]:
         try:
             await self._connection.call(packed("SCRIPT", "LOAD", SCRIPT))
             about = _fields(await self._connection.call(packed("INFO")))

@@ -17,6 +17,7 @@ from outbox.core.delivery.signature import parse_signing_key
 from outbox.core.model import headers, retryable_statuses
 from outbox.core.model.destination import broker_of
 from outbox.core.model.endpoint_settings import TIMEOUT_S_MAX
+from outbox.core.model.ids import lane_name
 from outbox.core.model.message_format import DEFAULT_SOURCE, ENVELOPE, MessageFormat
 from outbox.core.model.response_policy import RETRYABLE
 from outbox.core.model.retry_policy import STANDARD, RetryPolicy
@@ -50,8 +51,8 @@ SELECT e.id, e.name, e.tenant, e.state, e.url, e.method, e.headers::text AS head
        e.connect_timeout_s, e.timeout_s, e.in_flight_max, e.rate_per_s, e.batch_max,
        e.allow_networks, e.ca, e.identity, e.retry::text AS retry, e.retryable, e.on_dead_letter,
        e.backlog_max, e.backlog_age_s, e.disable_after_s, e.checkpoint_every_s,
-       e.keep_alive, e.generation, e.resumes, h.state AS health, h.resumes AS applied_resumes,
-       h.since, h.held_until, h.last_response::text AS last_response, h.reported_held_since,
+       e.keep_alive, e.generation, e.lanes, e.resumes, h.state AS health,
+       h.resumes AS applied_resumes, h.since, h.held_until, h.last_response::text AS last_response, h.reported_held_since,
        h.reported_stalled_at, h.unsolicited_at,
        array(SELECT (s.secret, s.expires_at) FROM endpoint_secret s
               WHERE s.endpoint_id = e.id
@@ -117,6 +118,8 @@ class Endpoint:
     reuse: ConnectionReuse
     """Whether its connections are reused."""
     message_format: MessageFormat = ENVELOPE
+    lanes: int = 1
+    """Number of lanes of the current generation."""
     problem: str | None = None
     """Why the endpoint cannot be used as it is configured."""
     failure: type[CannotRun] = CannotRun
@@ -131,6 +134,11 @@ class Endpoint:
     def usable(self) -> bool:
         """Whether deliveries may be sent to it, now or after it is resumed."""
         return not self.ends and self.problem is None
+
+    @property
+    def lane_names(self) -> list[str]:
+        """The names of the lanes of the current generation."""
+        return [lane_name(self.id, self.generation, slot) for slot in range(self.lanes)]
 
     @property
     def secret_altered(self) -> bool:
@@ -234,6 +242,7 @@ def _endpoint(row: Any, vault: Vault) -> Endpoint:
         method=row["method"],
         headers=headers.valid_headers(own, header_prefix),
         message_format=MessageFormat(row["format"], source),
+        lanes=row["lanes"],
         secrets=secrets,
         connect_timeout_s=timeouts[0],
         timeout_s=timeouts[1],

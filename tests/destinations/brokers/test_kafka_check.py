@@ -11,8 +11,6 @@ pytest.importorskip("confluent_kafka")
 from outbox.destinations.http.dns import CachingResolver
 from outbox.destinations.http.egress import EgressPolicy
 from outbox.destinations.kafka.check import (
-    Finding,
-    Severity,
     check_configs,
     check_partitions,
     check_topic,
@@ -22,6 +20,8 @@ from tests.support.brokers.kafka import REAL, MockCluster, address_of, real_topi
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
+
+    from outbox.destinations.broker import BrokerFinding
 
 GOOD = {
     "cleanup.policy": "delete",
@@ -47,40 +47,45 @@ async def resolver() -> AsyncIterator[CachingResolver]:
     await resolver.aclose()
 
 
-def worst(findings: list[Finding]) -> Severity:
-    order = list(Severity)
-    return max((finding.severity for finding in findings), key=order.index)
+OK, WARNING, PROBLEM = None, False, True
+
+
+def worst(findings: list[BrokerFinding]) -> bool | None:
+    """Whether a finding is an error; None: there are none."""
+    return any(each.is_error for each in findings) if findings else OK
 
 
 @pytest.mark.parametrize(
     ("topic", "lanes", "severity", "words"),
     [
-        (Topic((), 4, 3, 0), 4, Severity.OK, "has 4 partitions"),
-        (Topic((), 4, 3, 0), 5, Severity.PROBLEM, "4 partitions for 5 lanes"),
-        (Topic((), 0, 0, 0), 4, Severity.PROBLEM, "does not exist"),
-        (Topic((), 4, 3, 1), 4, Severity.PROBLEM, "1 partitions of topic t have no leader"),
-        (Topic((), 4, 1, 0), 4, Severity.WARNING, "replication factor of 1"),
+        (Topic((), 4, 3, 0), 4, OK, ""),
+        (Topic((), 4, 3, 0), 5, PROBLEM, "4 partitions for 5 lanes"),
+        (Topic((), 0, 0, 0), 4, PROBLEM, "does not exist"),
+        (Topic((), 4, 3, 1), 4, PROBLEM, "1 partitions of topic t have no leader"),
+        (Topic((), 4, 1, 0), 4, WARNING, "replication factor of 1"),
     ],
 )
-def test_partitions_are_checked(topic: Topic, lanes: int, severity: Severity, words: str) -> None:
+def test_partitions_are_checked(
+    topic: Topic, lanes: int, severity: bool | None, words: str
+) -> None:
     findings = check_partitions("t", topic, lanes)
     assert worst(findings) is severity
-    assert any(words in finding.message for finding in findings)
+    assert words in " ".join(finding.what for finding in findings)
 
 
 @pytest.mark.parametrize(
     ("change", "severity"),
     [
-        ({}, Severity.OK),
-        ({"cleanup.policy": "compact,delete"}, Severity.PROBLEM),
-        ({"min.insync.replicas": "1"}, Severity.WARNING),
-        ({"retention.ms": "3600000"}, Severity.WARNING),
-        ({"retention.ms": "-1"}, Severity.OK),
-        ({"retention.bytes": "1000"}, Severity.WARNING),
-        ({"unclean.leader.election.enable": "true"}, Severity.WARNING),
+        ({}, OK),
+        ({"cleanup.policy": "compact,delete"}, PROBLEM),
+        ({"min.insync.replicas": "1"}, WARNING),
+        ({"retention.ms": "3600000"}, WARNING),
+        ({"retention.ms": "-1"}, OK),
+        ({"retention.bytes": "1000"}, WARNING),
+        ({"unclean.leader.election.enable": "true"}, WARNING),
     ],
 )
-def test_settings_are_checked(change: dict[str, str], severity: Severity) -> None:
+def test_settings_are_checked(change: dict[str, str], severity: bool | None) -> None:
     assert worst(check_configs("t", GOOD | change, 3)) is severity
 
 
@@ -91,10 +96,10 @@ async def test_a_topic_is_found_and_an_absent_one_is_not_created(
     for topic, words in (("events", "4 partitions for 9 lanes"), ("absent", "does not exist")):
         address = address_of(cluster.server, topic, timeout_s=1.0)
         findings = await check_topic(address, policy, resolver, lanes=9)
-        assert worst(findings) is Severity.PROBLEM
-        assert any(words in finding.message for finding in findings)
+        assert worst(findings) is PROBLEM
+        assert any(words in finding.what for finding in findings)
     again = await check_topic(address_of(cluster.server, "absent"), policy, resolver, lanes=1)
-    assert "does not exist" in again[0].message
+    assert "does not exist" in again[0].what
 
 
 async def test_an_unreachable_or_refused_server_is_a_problem(
@@ -106,7 +111,7 @@ async def test_an_unreachable_or_refused_server_is_a_problem(
     ):
         address = address_of(server, "events", timeout_s=1.0)
         (finding,) = await check_topic(address, policy, resolver, lanes=1)
-        assert finding.severity is Severity.PROBLEM
+        assert finding.is_error
 
 
 @pytest.mark.skipif(REAL is None, reason="OUTBOX_TEST_KAFKA names no cluster")
@@ -114,5 +119,5 @@ async def test_the_settings_of_a_topic_are_read(resolver: CachingResolver) -> No
     async with real_topic() as topic:
         policy = EgressPolicy(["127.0.0.0/8"])
         findings = await check_topic(address_of(REAL or "", topic), policy, resolver, lanes=4)
-        assert worst(findings) in (Severity.OK, Severity.WARNING)
-        assert not any("cannot be read" in finding.message for finding in findings)
+        assert worst(findings) in (OK, WARNING)
+        assert not any("cannot be read" in finding.what for finding in findings)

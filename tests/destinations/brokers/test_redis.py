@@ -342,7 +342,7 @@ async def test_the_documented_rights_are_enough(server: Valkey) -> None:
         assert await broker.open(LANE, OWNER, 0, None) == Position(0, None)
         assert await broker.append(LANE, OWNER, 0, messages(1)) == Appended(1)
         assert await broker.open(LANE, OWNER, 1, None) == Position(1, "delivery-1")
-        assert [each.what for each in await broker.check() if each.is_error] == []
+        assert [each.what for each in await broker.check([LANE]) if each.is_error] == []
 
 
 @pytest.mark.parametrize("credentials", ["relay:wrong", ":wrong", None])
@@ -354,7 +354,7 @@ async def test_wrong_credentials_need_a_person(server: Valkey, credentials: str 
         assert isinstance(opened, Stop)
         assert opened.kind is StopKind.MISCONFIGURED
         assert "wrong" not in opened.detail.replace("WRONGPASS", "")
-        (finding,) = await broker.check()
+        (finding,) = await broker.check([LANE])
         assert finding.is_error
 
 
@@ -375,7 +375,7 @@ async def test_a_replica_takes_no_appends(server: Valkey, tmp_path: Path) -> Non
         opened = await broker.open(LANE, OWNER, 0, None)
         assert isinstance(opened, Stop)
         assert opened.kind is StopKind.UNAVAILABLE
-        findings = await broker.check()
+        findings = await broker.check([LANE])
         assert findings[0].what == "the server is a replica"
 
 
@@ -390,7 +390,7 @@ async def test_a_loopback_address_must_be_opened(server: Valkey) -> None:
 async def test_the_settings_that_lose_messages_are_found(tmp_path: Path) -> None:
     options = ("--maxmemory-policy", "allkeys-lru", "--maxmemory", "50mb", "--appendonly", "no")
     async with valkey(tmp_path / "lossy", *options) as lossy, connected(lossy.url()) as broker:
-        evicting, volatile = await broker.check()
+        evicting, volatile = await broker.check([LANE])
     assert (evicting.is_error, volatile.is_error) == (True, False)
     assert "allkeys-lru" in evicting.what
     assert "appendonly" in volatile.what

@@ -244,21 +244,21 @@ async def test_closing_ends_the_calls_in_flight(stage: Stage) -> None:
 
 async def test_the_check_names_what_is_missing_and_creates_nothing(stage: Stage) -> None:
     absent = await stage.broker(query="").check([LANE])
-    assert [each.is_problem for each in absent] == [False, True, False]
-    assert "create=1" in absent[1].text
-    later = await stage.broker().check([LANE])
-    assert not any(each.is_problem for each in later)
+    (missing,) = absent
+    assert missing.is_error
+    assert "create=1" in missing.what_to_do
+    assert await stage.broker().check([LANE]) == []
     assert (await stage.position(stage.broker())) == Position(0, None)
 
     stage.server.add_user(stage.prefix, "secret", read=".*")
     limited = await stage.broker(credentials=f"{stage.prefix}:secret").check([LANE])
-    problems = [each.text for each in limited if each.is_problem]
-    assert len(problems) == 2
-    assert "right to write: access refused" in problems[0]
-    assert "one node only" in problems[1]
+    right, node = limited
+    assert "right to write: access refused" in right.what
+    assert (right.is_error, node.is_error) == (True, False)
+    assert "one node only" in node.what
     (refused,) = await stage.broker(credentials="guest:secret").check([LANE])
-    assert refused.is_problem
-    assert "password" in refused.text
+    assert refused.is_error
+    assert "password" in refused.what
     # The name of the publisher is still unused, and all can be delivered.
     broker = stage.broker()
     assert await broker.check([LANE] * 300)
