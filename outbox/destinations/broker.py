@@ -28,6 +28,16 @@ class BrokerAddress(NamedTuple):
     """None: system trust store, no client certificate."""
 
 
+class BrokerFinding(NamedTuple):
+    """A setting of a broker that is not as an endpoint needs it."""
+
+    is_error: bool
+    """True: nothing is stored before it is changed; False: a warning."""
+    what: str
+    what_to_do: str
+    """The command that changes it, where there is one."""
+
+
 class Broker(Protocol):
     """The streams of one endpoint; safe to use from many tasks of one event loop.
 
