@@ -45,6 +45,7 @@ class Driver(NamedTuple):
 
 DRIVERS: dict[BrokerName, Driver] = {
     "redis": Driver("redis", "RedisBroker"),
+    "nats": Driver("nats", "NatsBroker"),
     "rabbitmq": Driver("rstream", "RabbitMqBroker"),
     "kafka": Driver("confluent_kafka", "KafkaBroker"),
 }

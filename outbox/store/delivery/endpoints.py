@@ -52,8 +52,9 @@ SELECT e.id, e.name, e.tenant, e.state, e.url, e.method, e.headers::text AS head
        e.allow_networks, e.ca, e.identity, e.retry::text AS retry, e.retryable, e.on_dead_letter,
        e.backlog_max, e.backlog_age_s, e.disable_after_s, e.checkpoint_every_s,
        e.keep_alive, e.generation, e.lanes, e.resumes, h.state AS health,
-       h.resumes AS applied_resumes, h.since, h.held_until, h.last_response::text AS last_response, h.reported_held_since,
-       h.reported_stalled_at, h.unsolicited_at,
+       h.resumes AS applied_resumes, h.since, h.held_until,
+       h.last_response::text AS last_response, h.reported_held_since, h.reported_stalled_at,
+       h.unsolicited_at,
        array(SELECT (s.secret, s.expires_at) FROM endpoint_secret s
               WHERE s.endpoint_id = e.id
                 AND (s.expires_at IS NULL OR s.expires_at > clock_timestamp())

@@ -1,0 +1,1 @@
+"""NATS JetStream: a lane is a subject of a stream."""

@@ -1,0 +1,61 @@
+"""URLs, credentials and stream settings of NATS endpoints."""
+
+from __future__ import annotations
+
+import pytest
+
+from outbox.destinations.nats.target import (
+    NatsCredentials,
+    NatsTarget,
+    parse_credentials,
+    parse_url,
+)
+from outbox.errors import UsageError
+
+
+def test_a_url_names_host_port_subject_and_stream() -> None:
+    assert parse_url("nats://h/a.b_c") == NatsTarget("h", 4222, False, "a.b_c", None)
+    assert parse_url("nats+tls://[2001:db8::1]:99/a?stream=S-1") == NatsTarget(
+        "2001:db8::1", 99, True, "a", "S-1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("tls://h/a", "must start with"),
+        ("nats://u:p@h/a", "outbox endpoint credentials"),
+        ("nats://h", "no subject"),
+        ("nats:///a", "no host"),
+        ("nats://h/a.*", "not a subject"),
+        ("nats://h/a.>", "not a subject"),
+        ("nats://h/a..b", "not a subject"),
+        ("nats://h/a/b", "not a subject"),
+        ("nats://h/$JS.API", "not a subject"),
+        ("nats://h/" + ".".join("a" * 17), "16 tokens"),
+        ("nats://h/_INBOX.a", "_INBOX"),
+        ("nats://h:0/a", "port 0"),
+        ("nats://h:x/a", "malformed"),
+        ("nats://h/a#b", "fragment"),
+        ("nats://h/a b", "visible ASCII"),
+        ("nats://h/a?stream=", "name of a stream"),
+        ("nats://h/a?stream=A.B", "name of a stream"),
+        ("nats://h/a?strem=A", "only option"),
+        ("nats://h/a?stream=A&stream=B", "only option"),
+        ("nats://h/" + "a" * 3000, "longer than"),
+    ],
+)
+def test_a_url_that_is_not_valid_says_why(url: str, why: str) -> None:
+    with pytest.raises(UsageError, match=r"^url: ") as raised:
+        parse_url(url)
+    assert why in str(raised.value)
+
+
+def test_credentials_have_three_forms() -> None:
+    creds = "-----BEGIN NATS USER JWT-----\nabc\n------END NATS USER JWT------\n"
+    assert parse_credentials(None) == NatsCredentials()
+    assert parse_credentials("u:p:q") == NatsCredentials(user="u", password="p:q")  # noqa: S106
+    assert parse_credentials("tok") == NatsCredentials(token="tok")  # noqa: S106
+    assert parse_credentials(creds) == NatsCredentials(creds=creds)
+    with pytest.raises(UsageError, match="no user"):
+        parse_credentials(":secret")
