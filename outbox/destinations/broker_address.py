@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import binascii
-from base64 import b64decode
+from base64 import b64decode, b64encode
 from typing import TYPE_CHECKING, Protocol
 
 from outbox.core.brokers.message import CREDENTIALS_HEADER
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from outbox.core.model.headers import EndpointHeaders
     from outbox.destinations.http.egress import Network
 
+CREDS_HEADER = "-----BEGIN NATS USER JWT-----"
 CREDENTIALS_FORMS = (
     '"Authorization: Basic <base64 of user:password>", "Authorization: Bearer <token>", or for '
     'NATS "Authorization: Creds <base64 of a .creds file>"'
@@ -83,3 +84,21 @@ def credentials_of(value: str) -> str:
         if ":" in text or (text and scheme.lower() == "creds"):
             return text
     raise UsageError(f"headers: the credentials of a broker are {CREDENTIALS_FORMS}")
+
+
+def credentials_header(text: str) -> str:
+    """The value of the header Authorization for credentials; `credentials_of` reads it.
+
+    Args:
+        text: `user:password`, a token, or the content of a `.creds` file.
+
+    Raises:
+        UsageError: the text is empty, or has several lines and is no such file.
+    """
+    if CREDS_HEADER in text:
+        return f"Creds {b64encode(text.encode()).decode()}"
+    if not text or not text.isprintable():
+        raise UsageError("FILE: must have one line, user:password or a token, or be a .creds file")
+    if ":" in text:
+        return f"Basic {b64encode(text.encode()).decode()}"
+    return f"Bearer {text}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from outbox.cli.endpoint import (
     certificate,
+    credentials,
     edit,
     fetch_token,
     lifecycle,
@@ -18,6 +19,7 @@ from outbox.cli.endpoint.group import command
 __all__ = [
     "certificate",
     "command",
+    "credentials",
     "edit",
     "fetch_token",
     "lifecycle",

@@ -6,11 +6,12 @@ is not fenced.  Redis keeps the last id when it trims the stream, so a trimmed s
 for one that has lost messages.
 
 **Promise.**  In each lane's stream every sequence that is not a dead letter stands once, in order,
-without a hole, also after kills of relays and of the server; late writes of former owners are
-refused.  A server that has lost or evicted what it had acknowledged is noticed at the next append.
+without a hole, also after kills of relays; late writes of former owners are refused.  A server that
+has lost or evicted what it had acknowledged is noticed at the next append.
 
-**Not promised.**  That a fail-over keeps acknowledged entries; nothing of this if the hash is
-deleted alone; the order against other writers of the same stream.
+**Not promised.**  That a server that crashes keeps what it had acknowledged, unless `appendfsync` is
+`always`: with `everysec` its writes to the file may be two seconds late.  That a fail-over does.
+Nothing of this if the hash is deleted alone; the order against other writers of the same stream.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ class RedisBroker:
                 BrokerFinding(
                     False,
                     "appendonly is off: a crash of the server loses what it had acknowledged",
-                    "CONFIG SET appendonly yes",
+                    "CONFIG SET appendonly yes, and appendfsync always",
                 )
             )
         return findings

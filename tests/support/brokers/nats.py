@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from nats.aio.client import Client
 
+from tests.support.brokers import freeze
 from tests.support.tcp import free_port
 from tests.support.waiting import until
 
@@ -89,7 +90,7 @@ class NatsServer:
 
     def freeze(self) -> None:
         assert self._process is not None
-        os.kill(self._process.pid, signal.SIGSTOP)
+        freeze(self._process)
 
     def thaw(self) -> None:
         assert self._process is not None

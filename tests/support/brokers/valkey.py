@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import redis.asyncio
 from redis.exceptions import RedisError
 
+from tests.support.brokers import freeze
 from tests.support.tcp import free_port
 from tests.support.waiting import until
 
@@ -54,7 +55,8 @@ class Valkey:
             self._process = subprocess.Popen(
                 [
                     binary(), "--port", str(self.port), "--bind", "127.0.0.1", "--save", "",
-                    "--appendonly", "yes", "--dir", str(self.directory), *self.options,
+                    # With the default, everysec, a kill loses what the server has acknowledged.
+                    "--appendonly", "yes", "--appendfsync", "always", "--dir", str(self.directory), *self.options,
                 ],
                 stdout=log, stderr=log,
             )  # fmt: skip
@@ -77,7 +79,7 @@ class Valkey:
     def freeze(self) -> None:
         """Let it answer no more."""
         assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
+        freeze(self._process)
 
     def thaw(self) -> None:
         """Undo `freeze`."""
