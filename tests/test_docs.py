@@ -34,6 +34,7 @@ from outbox.receiver import AsyncReceiver, MemoryDatabase, Receiver
 from outbox.store.connection.schema_status import status
 from outbox.testing import FakeSender
 from tests.support.api import make_token, serving
+from tests.support.brokers.valkey import valkey
 from tests.support.documents import (
     DOCUMENTS,
     EXECUTED,
@@ -245,6 +246,15 @@ async def _formats(session: Session) -> AsyncIterator[None]:
     assert response.status == 200
     assert session.names["fetched"] == [7]
     assert await fetchval(session.database, "SELECT format FROM endpoint") == "cloudevents"
+
+
+@stage("howto/deliver-to-a-broker.md")
+async def _broker(session: Session) -> AsyncIterator[None]:
+    async with valkey(session.directory / "valkey") as server:
+        session.rewrites[r"\b6379\b"] = str(server.port)
+        yield
+        settings = "SELECT url || ' ' || lanes FROM endpoint"
+        assert await fetchval(session.database, settings) == f"{server.url('audit')} 4"
 
 
 @stage("howto/test-a-receiver.md")

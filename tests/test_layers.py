@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 
 LAYERS = "Imports go one way"
-CORE = "The core's packages import its model only"
+CORE = "The core's packages import its model only, and brokers also the message of a delivery"
 RECEIVER = "The receiver library needs the message format only"
 
 

@@ -61,7 +61,7 @@ NONE: dict[str, tuple[str, ...]] = {
         "obx_0W3cV0lJm8b2Q4s6U8wYzA1cE3gI5kM7oP9rT0vX2zB",
     ),
     "a word, or a prefix with text around it": (
-        "secret", "password", "it\\\\", "whsec_", "whsec_!", "whsec_x", "obkey_",
+        "guest", "secret", "password", "it\\\\", "whsec_", "whsec_!", "whsec_x", "obkey_",
         "Known by its form", "whsec_…", "whpk_…", "whsec_…` (HMAC), or `whsk_…",
         "whsec_…` or (Ed25519) `whsk_…", "SELECT key, count FROM count_secrets_by_key()",
         "BEGIN PRIVATE KEY", "a relay has no signing secret of its own", "string",

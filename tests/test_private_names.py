@@ -18,11 +18,26 @@ ROOT = Path(__file__).parents[1]
 PROGRAM = sorted((ROOT / "outbox").rglob("*.py"))
 OWN = {"outbox", *sys.stdlib_module_names}
 KNOWN = {
+    # Neither client lets its caller open the connection, where the egress policy is asked.
+    "outbox/destinations/nats/connection.py": [
+        "_SocketTransport._bare_io_reader overrides nats's",
+        "_SocketTransport._io_writer overrides nats's",
+        "_SocketTransport._io_reader overrides nats's",
+        "_SocketTransport._bare_io_writer overrides nats's",
+        "._server_info",
+    ],
+    "outbox/destinations/redis/connection.py": [
+        "_OwnStreams._reader overrides redis's",
+        "_OwnStreams._connect overrides redis's",
+        "_OwnStreams._writer overrides redis's",
+    ],
     "outbox/store/connection/type_cache.py": [
         "TypeCachingConnection._introspect_types overrides asyncpg's"
-    ]
+    ],
 }
-"""Its docstring says why."""
+"""The comments there say why."""
+PUBLIC = {"KafkaError"}
+"""Classes with public names that begin with an underscore: librdkafka's own errors have one."""
 
 
 def is_private(name: str) -> bool:
@@ -90,6 +105,8 @@ def private_uses(tree: ast.Module, own: set[str]) -> list[str]:
         match node:
             case ast.Attribute(value=value, attr=name) if is_private(name):
                 of = value.id if isinstance(value, ast.Name) else ""
+                if of in PUBLIC:
+                    continue
                 if name not in own or of in libraries:
                     found.append(f"{of}.{name}")
             case ast.ClassDef(name=name, bases=bases):
@@ -111,7 +128,9 @@ def test_no_private_names_of_libraries_are_used() -> None:
         for path, tree in modules.items()
         if (found := private_uses(tree, own))
     }
-    assert uses == KNOWN
+    assert {path: sorted(found) for path, found in uses.items()} == {
+        path: sorted(found) for path, found in KNOWN.items()
+    }
 
 
 @pytest.mark.parametrize(

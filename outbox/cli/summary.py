@@ -11,7 +11,7 @@ from outbox.core.delivery.operational_events import STUCK_EVERY
 from outbox.core.model.endpoint_condition import DEGRADED, HEALTHY, describe_condition
 from outbox.core.model.stored_response import describe_attempts, describe_response
 from outbox.core.model.text import count
-from outbox.operations.skip import skip_command
+from outbox.operations.skip import is_held, stuck_advice
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -156,9 +156,10 @@ def _notes(endpoint: EndpointStatus, now: datetime) -> Iterator[str]:
         )
         if head.skip_requested:
             yield f"sequence {head.sequence} is skipped as soon as a relay delivers to the endpoint"
-        elif head.attempts >= STUCK_EVERY:
-            command = skip_command(endpoint.name, head.lane, head.sequence)
-            yield f"to skip that delivery, if it is the event that fails: {command}"
+        elif head.attempts >= STUCK_EVERY or is_held(head.last_response):
+            where = endpoint.name, head.lane, head.sequence
+            if (advice := stuck_advice(*where, head.last_response)) is not None:
+                yield advice
     if endpoint.old_lanes:
         yield (
             f"{count(endpoint.old_lanes, 'lane')} of an older generation with "

@@ -183,7 +183,8 @@ def _timeline(delivery: TracedDelivery, published_at: datetime) -> Iterator[tupl
 
 
 def _attempt(attempt: TracedAttempt) -> str:
-    result = attempt.status or attempt.error or "no response"
+    stored = "stored" if attempt.outcome == "delivered" else "no response"
+    result = attempt.status or attempt.error or stored
     text = f"attempt {attempt.attempt}  {result} after {_ms(attempt.elapsed_ms)}"
     response = attempt.response or {}
     details = [

@@ -49,7 +49,7 @@ class Broker(Protocol):
     the same time, for one lane only one at a time.
 
     * Errors of network and broker do not raise: they are a `Stop`.
-    * A call returns within `timeout_s`.  If its request was sent and its answer did not come, the
+    * A call returns within `timeout_s`.  If its request was sent and its response did not come, the
       result is `UNKNOWN`, and the connection and whatever the client library keeps for it are
       given up: nothing is stored later than the result, except what is on its way already.
     * Cancelling a call does the same.

@@ -16,7 +16,7 @@ from outbox.core.delivery.operational_events import STUCK_EVERY
 from outbox.core.model.duration import rounded
 from outbox.core.model.stored_response import describe_attempts, describe_response
 from outbox.core.model.text import count
-from outbox.operations.skip import skip_command
+from outbox.operations.skip import is_held, stuck_advice
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -358,8 +358,11 @@ def _describe_failure(delivery: TracedDelivery, lane: PendingLaneState, now: dat
         text += f"; the next is {f'in {rounded(left_s)}' if left_s > 0 else 'due now'}"
     # The event is probably to blame if its receiver responds to others.
     responded = "status" in (head.last_response or {})
-    if (lane.health == "healthy" and responded) or head.attempts >= STUCK_EVERY:
-        text += f"; to skip it: {skip_command(delivery.endpoint, delivery.lane, head.sequence)}"
+    held = is_held(head.last_response)
+    if (lane.health == "healthy" and responded) or head.attempts >= STUCK_EVERY or held:
+        where = delivery.endpoint, delivery.lane, head.sequence
+        if (advice := stuck_advice(*where, head.last_response)) is not None:
+            text += f"; {advice}"
     return text
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from outbox.core.brokers.message import messages_of
 from outbox.core.delivery import signed_metadata
 from outbox.core.delivery.batch import prepare_request
 from outbox.core.delivery.message import Delivery, encode_body
 from outbox.core.delivery.signature import SIGNATURE_HEADER
+from outbox.core.model.destination import broker_of
 from outbox.core.model.headers import parse_lines
 from outbox.core.model.ids import lane_name
 from outbox.errors import Conflict, NotFound
@@ -135,6 +138,8 @@ async def preview_request(
         backfill_id=place.backfill_id,
         content_type=event["content_type"],
     )
+    if broker_of(endpoint.url) is not None:
+        return _preview_message(endpoint, delivery, place, is_sequenced=found is not None)
     prepared = prepare_request(
         endpoint,
         [delivery],
@@ -155,6 +160,29 @@ async def preview_request(
         ),
         is_sequenced=found is not None,
         **encode_body(prepared, delivery),
+    )
+
+
+def _preview_message(
+    endpoint: Endpoint, delivery: Delivery, place: _Place, *, is_sequenced: bool
+) -> RequestPreview:
+    """The message of a delivery in a broker's stream."""
+    (message,) = messages_of(endpoint, [delivery], place.previous, lane_ends=place.ends)
+    masked = {name.lower() for name, _ in endpoint.headers.own}
+    try:
+        body = {"body": message.body.decode()}
+    except UnicodeDecodeError:
+        body = {"body_base64": b64encode(message.body).decode()}
+    return RequestPreview(
+        endpoint=endpoint.name,
+        event_id=str(delivery.event_id),
+        method="APPEND",
+        url=endpoint.url,
+        headers=tuple(
+            (name, MASKED if name.lower() in masked else value) for name, value in message.headers
+        ),
+        is_sequenced=is_sequenced,
+        **body,
     )
 
 

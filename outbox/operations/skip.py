@@ -14,6 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from outbox.core.brokers.results import BROKER_FAILURES, HOLD_FAILURES
+from outbox.core.model.response import Failure
 from outbox.errors import Conflict
 from outbox.operations.endpoint_changes import find_endpoint
 from outbox.operations.lane_history import get_lane
@@ -24,6 +26,7 @@ from outbox.store.connection.connect import LOST_ERRORS, map_errors
 from outbox.store.connection.message import WriteStatement
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from uuid import UUID
 
     from asyncpg import Connection
@@ -70,6 +73,27 @@ REQUEST_SKIP = WriteStatement("request_skip", "UPDATE lane SET skip_seq = $2 WHE
 def skip_command(endpoint: str, lane: str, sequence: int) -> str:
     """The command that skips a delivery."""
     return f"outbox dead skip {shlex.quote(endpoint)} --lane {lane} --sequence {sequence}"
+
+
+def is_held(last_response: Mapping[str, Any] | None) -> bool:
+    """Whether a lane waits for a person, because its broker's stream does not match."""
+    return (last_response or {}).get("failure") in HOLD_FAILURES
+
+
+def stuck_advice(
+    endpoint: str, lane: str, sequence: int, last_response: Mapping[str, Any] | None
+) -> str | None:
+    """How to go on with a delivery that fails again and again; None: it is not at fault.
+
+    Args:
+        last_response: in its stored form.
+    """
+    failure = (last_response or {}).get("failure")
+    if failure == Failure.FORGOT:
+        return f"to append it again: outbox endpoint refill {shlex.quote(endpoint)}"
+    if failure in BROKER_FAILURES:
+        return None
+    return f"to skip it: {skip_command(endpoint, lane, sequence)}"
 
 
 class LaneMoved(Conflict):

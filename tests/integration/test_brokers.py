@@ -1,4 +1,4 @@
-"""Delivery to a broker's streams: positions, lost answers, held lanes and refills."""
+"""Delivery to a broker's streams: positions, lost responses, held lanes and refills."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class Streams:
         self.appends: list[int] = []
         self.stop: Stop | None = None
         """Every call ends with this, and does nothing."""
-        self.lost_answers = 0
-        """So many appends store their messages and lose the answer."""
+        self.lost_responses = 0
+        """So many appends store their messages and lose the response."""
         self.refuses: Callable[[Message], bool] = lambda _: False
         self.gate: asyncio.Event | None = None
         """Appends wait for it after they have stored their messages."""
@@ -99,8 +99,8 @@ class MemoryBroker:
         streams.appends.append(len(messages))
         if streams.gate is not None:
             await streams.gate.wait()
-        if streams.lost_answers:
-            streams.lost_answers -= 1
+        if streams.lost_responses:
+            streams.lost_responses -= 1
             return Appended(after, LOST)
         return Appended(messages[-1].sequence, None, f"receipt {messages[-1].sequence}")
 
@@ -156,12 +156,12 @@ async def test_what_waits_goes_in_one_append(database: Database, streams: Stream
     assert max(streams.appends) > 100
 
 
-async def test_a_lost_answer_is_settled_by_the_position(
+async def test_a_lost_response_is_settled_by_the_position(
     database: Database, streams: Streams
 ) -> None:
     """Nothing is sent again, and each number is acknowledged once."""
     await stream_endpoint(database)
-    streams.lost_answers = 3
+    streams.lost_responses = 3
     async with running(database, Network(), brokers=streams.connect):
         for n in range(1, 11):
             await publish(database, n)
@@ -250,12 +250,12 @@ async def test_a_dead_letter_at_the_end_is_no_loss_of_the_stream(
     assert streams.sequences() == [1, 3]
 
 
-async def test_nothing_is_dead_lettered_while_an_answer_is_missing(
+async def test_nothing_is_dead_lettered_while_an_response_is_missing(
     database: Database, streams: Streams
 ) -> None:
     """The skipped delivery is in the stream after all."""
     await stream_endpoint(database)
-    streams.lost_answers = 1
+    streams.lost_responses = 1
     async with running(database, Network(), brokers=streams.connect):
         await publish(database, 1)
         await until(lambda: streams.appends, what="the append")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,6 +18,7 @@ from outbox.cli.endpoint.group import command
 from outbox.cli.endpoint.options import Command, edit_options, new_options
 from outbox.cli.output import emit_pairs, print_changed
 from outbox.core.delivery.ed25519 import PUBLIC_PREFIX
+from outbox.core.model.destination import broker_of
 from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.model.text import count
 from outbox.destinations.http.egress import plain_http_warning
@@ -36,6 +38,16 @@ if TYPE_CHECKING:
 
 
 def _show_added(added: NewEndpoint) -> None:
+    if broker_of(added.url) is not None:
+        # Messages of a broker are not signed.
+        fields = ("id", "name", "url", "types", "lanes")
+        emit_pairs([(each, getattr(added, each)) for each in fields])
+        click.echo(
+            f"Credentials: outbox endpoint credentials {shlex.quote(added.name)} FILE.  To examine "
+            f"the broker: outbox endpoint test {shlex.quote(added.name)}",
+            err=True,
+        )
+        return
     is_public = added.secret.startswith(PUBLIC_PREFIX)
     emit_pairs(
         [
@@ -69,6 +81,7 @@ Examples:
   outbox endpoint add large https://example.com/ --filter "@.total > 1000" --retry patient
   outbox endpoint add crm https://example.com/in --headers-file crm.headers
   OUTBOX_ALLOW_NETWORKS=127.0.0.0/8 outbox endpoint add dev http://127.0.0.1:8080/
+  outbox endpoint add bus nats+tls://nats.example.com/orders --lanes 8
 """,
 )
 @click.argument("name")
@@ -86,7 +99,8 @@ def add(
     """Add an endpoint, and show its signing secret once.
 
     The endpoint receives events published from now on. Without a running relay, it
-    also receives events that are not sequenced yet.
+    also receives events that are not sequenced yet. URL may name a stream of a broker:
+    redis, nats, rabbitmq-stream or kafka; its messages are not signed.
     """
     endpoint_settings = EndpointSettings(name=name, url=url, **given)
     check_settings(endpoint_settings, policy_of(settings))

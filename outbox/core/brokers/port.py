@@ -8,7 +8,7 @@ A relay appends a lane's deliveries to a stream of the broker.  Two rules make t
 * **A fence.**  An append names its owner.  Opening a lane writes the owner's epoch first; what a
   former owner sends later is refused, however late it arrives.
 
-After an answer that is lost, the stream may have the messages or not.  The lane is then opened
+After a response that is lost, the stream may have the messages or not.  The lane is then opened
 again, which gives its position, before anything more is sent or dead-lettered.
 
 A broker that cannot do one of these things says so in its `Capabilities`, and promises less.
@@ -79,7 +79,7 @@ class StopKind(Enum):
     MOVED = "moved"
     """The lane does not stand where the append said, or the owner is fenced: open it."""
     UNKNOWN = "unknown"
-    """The answer was lost; a prefix of the messages may be stored: open the lane."""
+    """The response was lost; a prefix of the messages may be stored: open the lane."""
 
 
 class Stop(NamedTuple):

@@ -1,4 +1,4 @@
-"""What a broker's answers mean for deliveries: the results of attempts.
+"""What a broker's responses mean for deliveries: the results of attempts.
 
 The broker's failures are about the stream or the account and concern every delivery alike, except
 one: a message that it refuses for ever is dead-lettered.
@@ -31,6 +31,8 @@ _HOLDS = {
 }
 HOLD_FAILURES = frozenset(_HOLDS.values())
 """Failures of one lane that end only when a person acts."""
+BROKER_FAILURES = HOLD_FAILURES | frozenset(_FAILURES.values())
+"""Failures that only brokers have; they are never the fault of a delivery."""
 
 
 def stored_result(elapsed_s: float) -> AttemptResult:

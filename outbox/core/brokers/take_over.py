@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class HoldReason(StrEnum):
-    """Why an endpoint is held although its broker answers."""
+    """Why an endpoint is held although its broker responds."""
 
     FORGOT = "forgot"
     """The stream has lost messages that it had acknowledged."""
@@ -105,7 +105,7 @@ def _decide_at(position: Position, books: LaneBooks, expected: str | None) -> De
         return Hold(
             HoldReason.FORGOT,
             f"lane {lane} stands at sequence {at} in the stream, which had acknowledged "
-            f"{books.delivered_seq}: sequences {at + 1} to {books.delivered_seq} are lost",
+            f"{books.delivered_seq}: {_sequences(at + 1, books.delivered_seq)} lost",
         )
     if position.delivery is not None and expected is not None and position.delivery != expected:
         return Hold(
@@ -123,3 +123,7 @@ def _decide_at(position: Position, books: LaneBooks, expected: str | None) -> De
             )
         return Acknowledge(at)
     return Proceed(at)
+
+
+def _sequences(first: int, last: int) -> str:
+    return f"sequence {first} is" if first == last else f"sequences {first} to {last} are"

@@ -22,7 +22,7 @@ written in the same statement.  The attempt log therefore never skips a sequence
 The attempts of the next sequence, `acked_seq + 1`, are its `RetryState`.
 
 **Brokers.**  The lane of a broker's endpoint has a position in the stream, and is opened to learn
-it: at the start, and after an answer was lost.  Until then it neither sends nor dead-letters,
+it: at the start, and after a response was lost.  Until then it neither sends nor dead-letters,
 because the stream may have the next deliveries already.  Failures are the broker's and not a
 delivery's, so they never exhaust its budget.
 """

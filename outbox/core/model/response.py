@@ -47,7 +47,7 @@ class Failure(StrEnum):
     MOVED = "moved"
     """The lane does not stand in the stream where it stood."""
     UNKNOWN = "unknown"
-    """The broker's answer was lost."""
+    """The broker's response was lost."""
     FORGOT = "forgot"
     """The stream has lost messages that it had acknowledged."""
     AHEAD = "ahead"

@@ -79,7 +79,7 @@ _FAILURE_TEXTS = {
     Failure.UNAVAILABLE: "the broker stores nothing now",
     Failure.MISCONFIGURED: "the broker stores nothing until a person acts",
     Failure.MOVED: "the lane does not stand in the stream where it stood",
-    Failure.UNKNOWN: "the broker's answer was lost",
+    Failure.UNKNOWN: "the broker's response was lost",
     Failure.FORGOT: "the stream has lost messages",
     Failure.AHEAD: "the stream is ahead of the database",
     Failure.FOREIGN: "the stream has messages of another writer",

@@ -94,7 +94,7 @@ class KafkaBroker:
             reader = self._reader
             suffix = "" if reader is None else reader.troubles.suffix()
             return Stop(
-                StopKind.UNAVAILABLE, f"no answer within {self._address.timeout_s:g} s{suffix}"
+                StopKind.UNAVAILABLE, f"no response within {self._address.timeout_s:g} s{suffix}"
             )
 
     async def append(
@@ -109,7 +109,7 @@ class KafkaBroker:
             async with asyncio.timeout(self._address.timeout_s):
                 producer = await self._connect(partition_of(lane))
         except TimeoutError:
-            return Appended(after, self._no_answer(StopKind.UNAVAILABLE))
+            return Appended(after, self._no_response(StopKind.UNAVAILABLE))
         if isinstance(producer, Stop):
             return Appended(after, producer)
         return await self._append(producer, partition_of(lane), after, messages, deadline)
@@ -304,12 +304,12 @@ class KafkaBroker:
             self._topic = None
             return Stop(StopKind.UNAVAILABLE, describe(error))
         if error.code() == KafkaError._IN_PROGRESS:
-            return self._no_answer(StopKind.UNKNOWN)
+            return self._no_response(StopKind.UNKNOWN)
         return Stop(StopKind.UNKNOWN, describe(error))
 
-    def _no_answer(self, kind: StopKind) -> Stop:
+    def _no_response(self, kind: StopKind) -> Stop:
         troubles = self._producer.troubles.suffix() if self._producer is not None else ""
-        return Stop(kind, f"no answer within {self._address.timeout_s:g} s{troubles}")
+        return Stop(kind, f"no response within {self._address.timeout_s:g} s{troubles}")
 
     async def _own(self, owner: Owner, endpoint: str, deadline: float) -> Standing | None:
         """Initialize the transactions of an owner, which fences former ones."""
@@ -378,7 +378,7 @@ class KafkaBroker:
                 result = await append.done
         except TimeoutError:
             self._discard_producers()
-            return Appended(after, self._no_answer(StopKind.UNKNOWN))
+            return Appended(after, self._no_response(StopKind.UNKNOWN))
         except asyncio.CancelledError:
             self._discard_producers()
             raise

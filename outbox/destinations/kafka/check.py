@@ -66,7 +66,7 @@ async def check_topic(
             if not isinstance(topic, Stop):
                 topic = await checks.check(topic.servers) or topic
     except TimeoutError:
-        return [BrokerFinding(True, f"no answer within {address.timeout_s:g} s", _WHAT_TO_DO)]
+        return [BrokerFinding(True, f"no response within {address.timeout_s:g} s", _WHAT_TO_DO)]
     finally:
         reader.discard()
     if isinstance(topic, Stop):
@@ -193,7 +193,7 @@ def _read_configs(
     except CLIENT_ERRORS as error:
         return describe(error_of(error))
     except TimeoutError as error:
-        return one_line(str(error)) or "no answer"
+        return one_line(str(error)) or "no response"
     return {
         name: entry.value
         for name, entry in entries.items()

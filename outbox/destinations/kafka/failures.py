@@ -93,7 +93,7 @@ def stop_before_sending(error: KafkaError) -> Stop:
 
 
 class Troubles:
-    """The last errors of a client's connections, which say why it got no answer.
+    """The last errors of a client's connections, which say why it got no response.
 
     librdkafka reports them to a callback, retries, and lets the call time out.
     """
@@ -112,12 +112,12 @@ class Troubles:
             self._last = error
 
     def stop(self, otherwise: KafkaError | None, waited_s: float) -> Stop:
-        """Classify a call that got no answer and sent nothing."""
+        """Classify a call that got no response and sent nothing."""
         if self._definite is not None:
             return Stop(StopKind.MISCONFIGURED, describe(self._definite))
         error = self._last or otherwise
         if error is None or error.code() == KafkaError._TIMED_OUT:
-            return Stop(StopKind.UNAVAILABLE, f"no answer within {waited_s:g} s")
+            return Stop(StopKind.UNAVAILABLE, f"no response within {waited_s:g} s")
         return stop_before_sending(error)
 
     def suffix(self) -> str:

@@ -142,7 +142,7 @@ class Reader:
         threading.Thread(target=self._run, name="outbox-kafka-reader", daemon=True).start()
 
     def discard(self) -> None:
-        """Answer no request any more."""
+        """Response no request any more."""
         self._closed.set()
         self._requests.put(None)
 

@@ -1,6 +1,6 @@
 """Requests to the JetStream API, and what its errors mean.
 
-Reads use STREAM.MSG.GET, which the stream's leader answers; direct gets may come from a replica
+Reads use STREAM.MSG.GET, which the stream's leader responses; direct gets may come from a replica
 that is behind.
 """
 
@@ -43,7 +43,7 @@ class NoResponders(Exception):
 
 
 class ApiError(Exception):
-    """An error of JetStream: a definite answer, nothing was stored."""
+    """An error of JetStream: a definite response, nothing was stored."""
 
     def __init__(self, error: dict[str, Any]) -> None:
         self.status = int(error.get("code", 0))

@@ -13,7 +13,7 @@ compare and set and no fence:
 What follows from that:
 
 * A lane is opened after every doubt, and only a stream that exists has a position: the server
-  answers 0 for one that does not.
+  responses 0 for one that does not.
 * At the first error, time-out or cancellation, nothing more is sent, and the connection is closed
   with all its lanes.  What was in flight on them is `UNKNOWN`.
 """
@@ -164,7 +164,7 @@ class RabbitMqBroker:
         except (Lost, Rejected) as error:
             return [BrokerFinding(True, one_line(str(error)), _WHAT_TO_DO)]
         except TimeoutError:
-            return [BrokerFinding(True, f"no answer within {self._timeout_s:g} s", _WHAT_TO_DO)]
+            return [BrokerFinding(True, f"no response within {self._timeout_s:g} s", _WHAT_TO_DO)]
 
     async def aclose(self) -> None:
         self._nodes.close()
@@ -193,8 +193,8 @@ class RabbitMqBroker:
                 await create(locator, stream)
                 placement = await find(locator, stream)
         except asyncio.CancelledError:
-            # The call was cancelled or timed out; without its answer the connection is given up.
-            locator.abort("the call was cancelled, or had no answer in time")
+            # The call was cancelled or timed out; without its response the connection is given up.
+            locator.abort("the call was cancelled, or had no response in time")
             raise
         if placement is None:
             return self._absent(stream, after)
@@ -228,11 +228,11 @@ class RabbitMqBroker:
                 await self._withdraw(connection, slot)
                 return result
         except Stopped:
-            # All is answered: the other lanes of the connection go on.
+            # All is responded: the other lanes of the connection go on.
             await self._withdraw(connection, slot)
             raise
         except BaseException:
-            connection.abort("opening a lane was cancelled, or had no answer")
+            connection.abort("opening a lane was cancelled, or had no response")
             raise
         self._lanes[lane] = OpenLane(connection, slot, identity, result.sequence)
         return result
@@ -244,7 +244,7 @@ class RabbitMqBroker:
                 with suppress(Rejected):  # It was not made.
                     await undo(connection, slot)
         except BaseException:
-            connection.abort("opening a lane was cancelled, or had no answer")
+            connection.abort("opening a lane was cancelled, or had no response")
             raise
         connection.free_slot(slot)
 
@@ -289,7 +289,7 @@ class RabbitMqBroker:
             code = min(publishing.failed_ids.values())
             # Of a stream that is gone too: opening the lane says so.
             kind = StopKind.MISCONFIGURED if code == ACCESS_REFUSED else StopKind.UNAVAILABLE
-            if not publishing.is_answered:
+            if not publishing.has_response:
                 kind = StopKind.UNKNOWN
             return through, Stop(kind, f"publishing: {code_name(code)}")
         if timed_out:

@@ -64,7 +64,7 @@ async def _check_stream(nodes: Nodes, placement: Placement, stream: str) -> list
                     )
                 )
     except BaseException:
-        connection.abort("a check was cancelled, or had no answer")
+        connection.abort("a check was cancelled, or had no response")
         raise
     connection.free_slot(slot)
     if placement.replicas == 0:

@@ -9,7 +9,7 @@ seconds.  So the frames are rstream's, and the connection is this one:
 * Nothing is sent after `abort`: what the kernel has not taken is dropped.
 
 The connection ends at the first error of a publisher and at the first `MetadataUpdate`.  The
-server answers what was sent after either with errors, or stores it; only a connection that is
+server responds what was sent after either with errors, or stores it; only a connection that is
 closed proves that nothing more of an append is on its way than what is on the wire.
 """
 
@@ -52,7 +52,7 @@ class Lost(Exception):
 
 
 class Rejected(Exception):
-    """The server answered a request with an error."""
+    """The server responded a request with an error."""
 
     def __init__(self, code: int, request: str) -> None:
         super().__init__(f"{request}: code {code}")
@@ -123,7 +123,7 @@ class StreamConnection(asyncio.Protocol):
         return pending
 
     async def exchange(
-        self, frame_type: Callable[..., schema.Frame], answer: type[F], **fields: Any
+        self, frame_type: Callable[..., schema.Frame], response: type[F], **fields: Any
     ) -> F:
         """Send a request and return its response."""
         return cast("F", await self.request(frame_type, **fields))

@@ -44,7 +44,7 @@ class OpenLane:
 
 
 class Publishing:
-    """The messages of one append, until the server has answered for each.
+    """The messages of one append, until the server has responded for each.
 
     The server confirms in any order; a message counts as stored when all before it are too.
     """
@@ -69,7 +69,7 @@ class Publishing:
         return not self._unconfirmed
 
     @property
-    def is_answered(self) -> bool:
+    def has_response(self) -> bool:
         """Whether nothing is in doubt."""
         return self._unconfirmed <= self.failed_ids.keys()
 

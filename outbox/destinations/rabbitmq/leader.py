@@ -101,18 +101,18 @@ async def find(connection: StreamConnection, stream: str) -> Placement | None:
     Raises:
         Stopped: it has no leader now, or the user has no right.
     """
-    answer = await connection.exchange(schema.Metadata, schema.MetadataResponse, streams=[stream])
-    return placement_of(answer, stream)
+    response = await connection.exchange(schema.Metadata, schema.MetadataResponse, streams=[stream])
+    return placement_of(response, stream)
 
 
-def placement_of(answer: schema.MetadataResponse, stream: str) -> Placement | None:
-    found = next((each for each in answer.metadata if each.name == stream), None)
+def placement_of(response: schema.MetadataResponse, stream: str) -> Placement | None:
+    found = next((each for each in response.metadata if each.name == stream), None)
     if found is None or found.response_code == NO_STREAM:
         return None
     if found.response_code > 1:
         stop = rejected(found.response_code, f"stream {stream}")
         raise Stopped(stop.kind, stop.detail)
-    brokers = {each.reference: (each.host, each.port) for each in answer.brokers}
+    brokers = {each.reference: (each.host, each.port) for each in response.brokers}
     if found.leader_ref == NO_LEADER or found.leader_ref not in brokers:
         raise Stopped(StopKind.UNAVAILABLE, f"stream {stream} has no leader now")
     return Placement(brokers[found.leader_ref], len(found.replicas_refs))

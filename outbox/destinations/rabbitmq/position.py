@@ -37,7 +37,7 @@ async def read_position(
     tail = _Tail()
     connection.subscriptions[slot] = tail.received
     try:
-        # All in one system call: the server answers them in order.
+        # All in one system call: the server responds them in order.
         declared = connection.request(
             schema.DeclarePublisher, publisher_id=slot, stream=stream, reference=reference
         )
@@ -53,7 +53,7 @@ async def read_position(
             credit=1,
             properties=[],
         )
-        # The server sends a subscription's first chunk before it answers the next request.
+        # The server sends a subscription's first chunk before it responds the next request.
         barrier = connection.request(schema.Metadata, streams=[stream])
         await asyncio.gather(declared, placed, queried, subscribed, barrier, return_exceptions=True)
         _require(declared, f"publishing to stream {stream} (right to write)")
@@ -112,7 +112,7 @@ async def _compare(
     loop = asyncio.get_running_loop()
     waits_until = loop.time() + COMMIT_WAIT_S
     while True:
-        result = _judge(chunk, stream, lane, sequence)
+        result = _check_last(chunk, stream, lane, sequence)
         if result is not None:
             return result
         # The server counts a message before all replicas have it, and delivers it after.
@@ -126,7 +126,7 @@ async def _compare(
         chunk = next_chunk
 
 
-def _judge(chunk: bytes, stream: str, lane: str, sequence: int) -> Position | Foreign | None:
+def _check_last(chunk: bytes, stream: str, lane: str, sequence: int) -> Position | Foreign | None:
     """Compare a chunk's last message with the publisher's sequence; None: it is an older one."""
     try:
         entry = last_entry(chunk)
@@ -147,9 +147,9 @@ def _judge(chunk: bytes, stream: str, lane: str, sequence: int) -> Position | Fo
     return None
 
 
-def _require(answered: asyncio.Future[schema.Frame], what: str) -> None:
+def _require(responded: asyncio.Future[schema.Frame], what: str) -> None:
     """Raise what a request ended with, if it failed."""
-    error = answered.exception()
+    error = responded.exception()
     if isinstance(error, Rejected):
         stop = rejected(error.code, what)
         raise Stopped(stop.kind, stop.detail)

@@ -9,8 +9,8 @@ for one that has lost messages.
 without a hole, also after kills of relays; late writes of former owners are refused.  A server that
 has lost or evicted what it had acknowledged is noticed at the next append.
 
-**Not promised.**  That a server that crashes keeps what it had acknowledged, unless `appendfsync` is
-`always`: with `everysec` its writes to the file may be two seconds late.  That a fail-over does.
+**Not promised.**  That a server that crashes keeps what it had acknowledged, unless `appendfsync`
+is `always`: with `everysec` its writes to the file may be two seconds late.  That a fail-over does.
 Nothing of this if the hash is deleted alone; the order against other writers of the same stream.
 """
 
@@ -35,7 +35,7 @@ from outbox.core.model.response import one_line
 from outbox.destinations.broker import BrokerFinding
 from outbox.destinations.broker_connection import BrokerOpener, stop_of
 from outbox.destinations.interface import NotConnected
-from outbox.destinations.redis.connection import AnswerLost, GroupedConnection, NotSent
+from outbox.destinations.redis.connection import GroupedConnection, NotSent, ResponseLost
 from outbox.destinations.redis.script import SCRIPT, packed, packed_call
 from outbox.destinations.redis.target import parse_url
 
@@ -76,13 +76,13 @@ class RedisBroker:
         )
 
     async def open(self, lane: str, owner: Owner, after: int, receipt: str | None) -> Standing:
-        answer = await self._run(lane, owner, "", [])
-        if isinstance(answer, Stop):
-            return answer
-        what, about = answer[0], answer[1].decode("utf-8", "replace")
+        response = await self._run(lane, owner, "", [])
+        if isinstance(response, Stop):
+            return response
+        what, about = response[0], response[1].decode("utf-8", "replace")
         key = self._target.stream_key(lane)
         if what == b"OPEN":
-            return Position(int(about), answer[2].decode("utf-8", "replace") or None)
+            return Position(int(about), response[2].decode("utf-8", "replace") or None)
         if what == b"FENCED":
             return Fenced(int(float(about)))
         if what == b"OTHER":
@@ -92,20 +92,20 @@ class RedisBroker:
     async def append(
         self, lane: str, owner: Owner, after: int, messages: Sequence[Message]
     ) -> Appended:
-        answer = await self._run(lane, owner, str(after), messages)
-        if isinstance(answer, Stop):
-            return Appended(after, answer)
-        if answer[0] == b"STORED":
+        response = await self._run(lane, owner, str(after), messages)
+        if isinstance(response, Stop):
+            return Appended(after, response)
+        if response[0] == b"STORED":
             return Appended(messages[-1].sequence)
-        about = " ".join(each.decode("utf-8", "replace") for each in answer)
+        about = " ".join(each.decode("utf-8", "replace") for each in response)
         key = self._target.stream_key(lane)
-        return Appended(after, Stop(StopKind.MOVED, f"the stream {key} answered {about}"))
+        return Appended(after, Stop(StopKind.MOVED, f"the stream {key} responded {about}"))
 
     async def check(self, lanes: Sequence[str]) -> list[BrokerFinding]:
         try:
             await self._connection.call(packed("SCRIPT", "LOAD", SCRIPT))
             about = _fields(await self._connection.call(packed("INFO")))
-        except (NotSent, AnswerLost, RedisError) as error:
+        except (NotSent, ResponseLost, RedisError) as error:
             stop = _stop(error)
             return [BrokerFinding(True, stop.detail, _WHAT_TO_DO)]
         findings = []
@@ -151,16 +151,16 @@ class RedisBroker:
         given = self._target, lane, owner, after, messages
         try:
             try:
-                answer: list[bytes] = await self._connection.call(
+                response: list[bytes] = await self._connection.call(
                     packed_call(("EVALSHA", _DIGEST), *given)
                 )
             except RedisError as error:
                 if _code(error) != "NOSCRIPT":
                     raise
-                answer = await self._connection.call(packed_call(("EVAL", SCRIPT), *given))
-        except (NotSent, AnswerLost, RedisError) as error:
+                response = await self._connection.call(packed_call(("EVAL", SCRIPT), *given))
+        except (NotSent, ResponseLost, RedisError) as error:
             return _stop(error)
-        return answer
+        return response
 
     async def _open_streams(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         target, loop = self._target, asyncio.get_running_loop()
@@ -189,9 +189,9 @@ _WHAT_TO_DO = (
 )
 
 
-def _stop(error: NotSent | AnswerLost | RedisError) -> Stop:
+def _stop(error: NotSent | ResponseLost | RedisError) -> Stop:
     """What an error means for the calls that got it."""
-    if isinstance(error, AnswerLost):
+    if isinstance(error, ResponseLost):
         return Stop(StopKind.UNKNOWN, one_line(str(error)))
     if isinstance(error, NotSent):
         if isinstance(error.cause, NotConnected):

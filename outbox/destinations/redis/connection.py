@@ -1,7 +1,7 @@
 """One connection to Redis or Valkey, through which calls go in groups.
 
-Calls that wait while a group is out form the next group: they are written together, and answered
-in order.  A group whose answers do not come ends the connection.
+Calls that wait while a group is out form the next group: they are written together, and responded
+in order.  A group whose responses do not come ends the connection.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class NotSent(Exception):
         self.cause = cause
 
 
-class AnswerLost(Exception):
+class ResponseLost(Exception):
     """The call may have been executed; the message says what happened."""
 
 
@@ -57,11 +57,11 @@ class _OwnStreams(Connection):
 
 
 class _Call:
-    __slots__ = ("answer", "packed")
+    __slots__ = ("packed", "response")
 
     def __init__(self, packed: bytes) -> None:
         self.packed = packed
-        self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.response: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
 
 class GroupedConnection:
@@ -69,7 +69,7 @@ class GroupedConnection:
 
     Args:
         settings: username, password and db.
-        timeout_s: for the answers of a group.
+        timeout_s: for the responses of a group.
     """
 
     def __init__(self, opener: Opener, timeout_s: float, **settings: Any) -> None:
@@ -87,21 +87,21 @@ class GroupedConnection:
         Raises:
             RedisError: the server's error.
             NotSent: nothing was sent.
-            AnswerLost: the answer did not come; the connection is closed.
+            ResponseLost: the response did not come; the connection is closed.
         """
         call = _Call(packed)
         self._waiting.append(call)
         try:
             async with self._exchanging:
-                if not call.answer.done():
+                if not call.response.done():
                     await self._exchange()
         finally:
             if call in self._waiting:
                 self._waiting.remove(call)
-        return call.answer.result()
+        return call.response.result()
 
     async def _exchange(self) -> None:
-        """Send a group of the waiting calls, and read their answers."""
+        """Send a group of the waiting calls, and read their responses."""
         try:
             connection = await self._connected()
         except (NotConnected, RedisError) as error:
@@ -118,24 +118,26 @@ class GroupedConnection:
                 )
                 for call in group:
                     try:
-                        answer = await connection.read_response(disconnect_on_error=False)
+                        response = await connection.read_response(disconnect_on_error=False)
                     except RedisError as error:
-                        if not is_answer(error):
+                        if not is_response(error):
                             raise
                         _fail(call, error)
                     else:
-                        if not call.answer.done():
-                            call.answer.set_result(answer)
+                        if not call.response.done():
+                            call.response.set_result(response)
                     read += 1
         except (OSError, TimeoutError, RedisError, asyncio.IncompleteReadError) as error:
             await self._drop()
-            text = "no answer in time" if isinstance(error, TimeoutError) else str(error)
+            text = "no response in time" if isinstance(error, TimeoutError) else str(error)
             for call in group[read:]:
-                _fail(call, AnswerLost(text or type(error).__name__))
+                _fail(call, ResponseLost(text or type(error).__name__))
         except BaseException:
             # The task that reads for all of them was cancelled.
             for call in group[read:]:
-                _fail(call, AnswerLost("the connection was closed while it waited for the answer"))
+                _fail(
+                    call, ResponseLost("the connection was closed while it waited for the response")
+                )
             await self._drop()
             raise
 
@@ -164,7 +166,7 @@ class GroupedConnection:
             await connection.disconnect(nowait=True)
             if isinstance(error.__cause__, NotConnected):
                 raise error.__cause__ from None
-            if isinstance(error, (OSError, TimeoutError, RedisError)) and not is_answer(error):
+            if isinstance(error, (OSError, TimeoutError, RedisError)) and not is_response(error):
                 raise unreachable(error) from error
             raise
         self._connection = connection
@@ -177,23 +179,23 @@ class GroupedConnection:
             await connection.disconnect(nowait=True)
 
     async def aclose(self) -> None:
-        """Close the connection; calls in flight lose their answers."""
+        """Close the connection; calls in flight lose their responses."""
         await self._drop()
 
 
-def is_answer(error: Exception) -> bool:
-    """Whether the server answered with this error; redis-py has no class for these."""
+def is_response(error: Exception) -> bool:
+    """Whether the server responded with this error; redis-py has no class for these."""
     return isinstance(error, ResponseError) or getattr(error, "status_code", None) is not None
 
 
 def unreachable(error: Exception) -> NotConnected:
     """The error for a connection that broke while it was set up."""
-    text = "no answer in time" if isinstance(error, TimeoutError) else str(error)
+    text = "no response in time" if isinstance(error, TimeoutError) else str(error)
     return NotConnected(Failure.CONNECT, text or type(error).__name__)
 
 
 def _fail(call: _Call, error: Exception) -> None:
-    if not call.answer.done():
-        call.answer.set_exception(error)
+    if not call.response.done():
+        call.response.set_exception(error)
         # Its task may have been cancelled.
-        call.answer.exception()
+        call.response.exception()

@@ -46,6 +46,10 @@ def parse_url(url: str) -> RedisTarget:
         host, port = parts.hostname, parts.port
     except ValueError as error:
         raise UsageError(f"url: malformed: {error}") from None
+    if "@" in parts.netloc:
+        raise UsageError(
+            "url: must not contain a user or password; set them with outbox endpoint credentials"
+        )
     if not host:
         raise UsageError(f"url: has no host; {_FORM}")
     if port == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+from outbox.core.brokers.results import BROKER_FAILURES
 from outbox.core.model.duration import rounded
 from outbox.core.model.ids import lane_name
 from outbox.core.model.stored_response import describe_attempts
@@ -21,7 +22,7 @@ from outbox.operations.doctor.check import (
     warning,
 )
 from outbox.operations.rows import parse_json
-from outbox.operations.skip import skip_command
+from outbox.operations.skip import stuck_advice
 
 
 def _lane(row: Any) -> str:
@@ -77,11 +78,17 @@ def failing(row: Any) -> CheckResult:
     last = response.get("status") or response.get("failure") or "no response"
     lane = lane_name(row["endpoint_id"], row["generation"], row["slot"])
     tried = describe_attempts(row["attempts"], row["attempts"] - row["spent"])
-    return warning(
+    what = (
         f"{_lane(row)} has been failing at sequence {row['retry_seq']} for "
-        f"{rounded(row['since_s'])}: {tried}, {last}",
-        "fix its receiver; when the retries are exhausted, the delivery is dead-lettered; or skip "
-        f"it: {skip_command(row['name'], lane, row['retry_seq'])}",
+        f"{rounded(row['since_s'])}: {tried}, {last}"
+    )
+    advice = stuck_advice(row["name"], lane, row["retry_seq"], response)
+    if response.get("failure") in BROKER_FAILURES:
+        return warning(what, advice or f"{response.get('detail') or last}; see the check brokers")
+    return warning(
+        what,
+        "fix its receiver; when the retries are exhausted, the delivery is dead-lettered; or, "
+        f"{advice}",
     )
 
 

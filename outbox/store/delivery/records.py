@@ -212,7 +212,7 @@ SELECT v.lane_id, v.receipt FROM fence, unnest($2::bigint[], $3::text[]) AS v(la
 
 FOUND_DETAIL = "found in the stream when the lane was opened"
 
-# Acknowledges the deliveries that a broker's stream has, although their answers were lost.
+# Acknowledges the deliveries that a broker's stream has, although their responses were lost.
 #   moved: advances the lane's progress, fenced by epoch.
 #   logged: an attempt for each of the deliveries, after those that were logged.
 # One row, unless this replica is fenced.

@@ -156,10 +156,10 @@ async def test_an_expired_record_is_no_loss_and_a_topic_made_anew_is(cluster: Mo
     [(1, 24), pytest.param(tuple(range(1, 70, 2)), marks=pytest.mark.full)],
     ids=["some", "all"],
 )
-async def test_a_lost_answer_is_unknown_and_the_lane_is_found_where_it_is(
+async def test_a_lost_response_is_unknown_and_the_lane_is_found_where_it_is(
     cluster: MockCluster, cuts: tuple[int, ...]
 ) -> None:
-    """The connection is cut after some bytes of the answer."""
+    """The connection is cut after some bytes of the response."""
     proxy = Proxy(cluster.server)
     host, port = "127.0.0.1", proxy.port
     cluster.advertise(host, port)
@@ -175,11 +175,11 @@ async def test_a_lost_answer_is_unknown_and_the_lane_is_found_where_it_is(
                 )
                 assert warmed.stop is None, warmed
                 after = warmed.through
-                proxy.answer_bytes_left = left
+                proxy.response_bytes_left = left
                 appended = await broker.append(
                     LANE, OWNER, after, messages(LANE, range(after + 1, after + 4))
                 )
-                proxy.answer_bytes_left = None
+                proxy.response_bytes_left = None
                 outcomes.add(stop_kind(appended))
                 reopened = await until(
                     lambda broker=broker, after=after: _opened(broker, after), 10
@@ -536,7 +536,7 @@ class TestTransactions:
             [1],
         ]
 
-    async def test_a_former_owner_of_this_driver_is_told_of_the_later_one(
+    async def test_a_former_owner_of_this_driver_is_fenced_by_the_later_one(
         self, server: str, topic: str
     ) -> None:
         later = Owner(OWNER.identity, 2)

@@ -73,7 +73,7 @@ def test_a_url_names_servers_topic_and_mode(url: str, target: KafkaTarget) -> No
         ("kafka://host/" + "t" * 3000, "longer than"),
     ],
 )
-def test_another_url_is_refused_in_one_line_that_says_why(url: str, words: str) -> None:
+def test_another_url_is_refused_with_the_reason_in_one_line(url: str, words: str) -> None:
     with pytest.raises(UsageError) as refused:
         parse_url(url)
     assert str(refused.value).startswith("url: ")

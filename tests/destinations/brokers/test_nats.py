@@ -102,7 +102,7 @@ class Cutter:
 
     def __init__(self, port: int) -> None:
         self.port = port
-        self.answer_bytes_left: int | None = None
+        self.response_bytes_left: int | None = None
         self.held: list[tuple[asyncio.StreamWriter, bytes]] = []
         self.holds = False
 
@@ -128,9 +128,9 @@ class Cutter:
         self, upstream: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         while data := await upstream.read(65536):
-            if self.answer_bytes_left is not None:
-                kept = data[: self.answer_bytes_left]
-                self.answer_bytes_left -= len(kept)
+            if self.response_bytes_left is not None:
+                kept = data[: self.response_bytes_left]
+                self.response_bytes_left -= len(kept)
                 writer.write(kept)
                 if len(kept) < len(data):
                     writer.close()
@@ -212,25 +212,25 @@ async def test_bytes_of_a_former_owner_are_refused_when_they_arrive_late(
         cutter.holds = False
 
 
-async def test_an_answer_cut_after_any_byte_is_unknown_and_open_shows_what_is_stored(
+async def test_an_response_cut_after_any_byte_is_unknown_and_open_shows_what_is_stored(
     server: NatsServer,
 ) -> None:
-    """The answer's length is about 150 bytes; every seventh byte, for time."""
+    """The response's length is about 150 bytes; every seventh byte, for time."""
     cutter = Cutter(server.port)
     after, cut, seen = 0, 0, set()
     async with listening(cutter.handler) as port, broker(server, port=port) as relay:
         while True:
-            cutter.answer_bytes_left = None
+            cutter.response_bytes_left = None
             standing = await relay.open(LANE, OWNER, after, None)
             assert isinstance(standing, Position), standing
             assert standing.sequence == after
-            cutter.answer_bytes_left = cut
+            cutter.response_bytes_left = cut
             result = await relay.append(LANE, OWNER, after, [message(after + 1)])
             if result.stop is None:
                 break
             seen.add(result.stop.kind)
             assert result.through == after
-            cutter.answer_bytes_left = None
+            cutter.response_bytes_left = None
             standing = await relay.open(LANE, OWNER, after, None)
             assert isinstance(standing, Position), standing
             assert standing.sequence in (after, after + 1)

@@ -21,7 +21,7 @@ def test_a_url_names_host_port_subject_and_stream() -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "why"),
+    ("url", "reason"),
     [
         ("tls://h/a", "must start with"),
         ("nats://u:p@h/a", "outbox endpoint credentials"),
@@ -45,10 +45,10 @@ def test_a_url_names_host_port_subject_and_stream() -> None:
         ("nats://h/" + "a" * 3000, "longer than"),
     ],
 )
-def test_a_url_that_is_not_valid_says_why(url: str, why: str) -> None:
+def test_a_url_that_is_not_valid_is_refused_with_the_reason(url: str, reason: str) -> None:
     with pytest.raises(UsageError, match=r"^url: ") as raised:
         parse_url(url)
-    assert why in str(raised.value)
+    assert reason in str(raised.value)
 
 
 def test_credentials_have_three_forms() -> None:

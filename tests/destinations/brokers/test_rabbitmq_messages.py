@@ -99,10 +99,10 @@ async def test_an_error_ends_an_append_and_leaves_the_rest_in_doubt() -> None:
     publishing.failed([(2, 18)])
     assert publishing.ended.done()
     assert publishing.through(0) == 1
-    assert publishing.is_answered
+    assert publishing.has_response
     other = Publishing([1, 2, 3])
     other.failed([(2, 18)])
-    assert not other.is_answered
+    assert not other.has_response
 
 
 @given(st.lists(st.integers(0, 3000), min_size=1, max_size=40))
@@ -195,7 +195,7 @@ async def test_an_error_is_no_confirm_and_ends_the_connection() -> None:
     error = schema.PublishingError(2, 18)
     connection.data_received(encode_frame(schema.PublishError(4, [error])))
     assert publishing.failed_ids == {2: 18}
-    assert not publishing.is_answered
+    assert not publishing.has_response
     assert another.error is not None
     assert transport.aborted
 
@@ -206,9 +206,9 @@ async def test_frames_are_parsed_however_they_arrive(size: int) -> None:
     publishing = Publishing([1, 2])
     connection.publishers[4] = publishing
     asked = connection.request(schema.DeclarePublisher, publisher_id=4, stream="s", reference="r")
-    answer = bytearray(encode_frame(schema.DeclarePublisherResponse(1, 16)))
-    answer[4] |= 0x80
-    data = bytes(answer) + encode_frame(schema.PublishConfirm(4, [2, 1]))
+    response = bytearray(encode_frame(schema.DeclarePublisherResponse(1, 16)))
+    response[4] |= 0x80
+    data = bytes(response) + encode_frame(schema.PublishConfirm(4, [2, 1]))
     for place in range(0, len(data), size):
         connection.data_received(data[place : place + size])
     with pytest.raises(Rejected) as error:

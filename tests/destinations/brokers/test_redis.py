@@ -113,20 +113,22 @@ async def test_sequences_beyond_the_doubles_of_lua_are_compared_exactly(
     assert await broker.append(LANE, OWNER, large, messages(large + 1)) == Appended(large + 1)
 
 
-@pytest.mark.parametrize("answer_bytes", [0, 1, 7, 12])
-async def test_a_lost_answer_is_settled_by_the_position(server: Valkey, answer_bytes: int) -> None:
+@pytest.mark.parametrize("response_bytes", [0, 1, 7, 12])
+async def test_a_lost_response_is_settled_by_the_position(
+    server: Valkey, response_bytes: int
+) -> None:
     """The messages are stored, and not a second time."""
     async with (
         cutting(server.port) as (proxy, port),
         connected(f"redis://127.0.0.1:{port}/events") as broker,
     ):
         await broker.open(LANE, OWNER, 0, None)
-        proxy.answer_bytes_max = answer_bytes
+        proxy.response_bytes_max = response_bytes
         appended = await broker.append(LANE, OWNER, 0, messages(1, 2, 3))
         assert appended.through == 0
         assert appended.stop is not None
         assert appended.stop.kind is StopKind.UNKNOWN
-        proxy.answer_bytes_max = None
+        proxy.response_bytes_max = None
         await until(lambda: server.sequences(LANE), what="the late bytes")
         assert await broker.open(LANE, OWNER, 0, None) == Position(3, "delivery-3")
     assert await server.sequences(LANE) == [1, 2, 3]
@@ -149,9 +151,9 @@ async def test_a_request_that_is_cut_stores_nothing(server: Valkey, request_byte
     assert await server.sequences(LANE) == [1]
 
 
-@pytest.mark.parametrize("given_up", [True, False])
+@pytest.mark.parametrize("is_dead_lettered", [True, False])
 async def test_what_a_former_owner_sends_late_is_refused(
-    server: Valkey, broker: RedisBroker, given_up: bool
+    server: Valkey, broker: RedisBroker, is_dead_lettered: bool
 ) -> None:
     """Its bytes arrive after the next owner has opened the lane, and gone on."""
     async with (
@@ -165,7 +167,7 @@ async def test_what_a_former_owner_sends_late_is_refused(
             late = tasks.create_task(former.append(LANE, OWNER, 1, messages(2, 3)))
             await until(lambda: proxy.held_bytes, what="the bytes")
             assert await broker.open(LANE, LATER, 1, None) == Position(1, "delivery-1")
-            if given_up:
+            if is_dead_lettered:
                 # The sequence 2 is a dead letter by now.
                 assert await broker.append(LANE, LATER, 1, messages(3)) == Appended(3)
             proxy.requests_pass.set()
@@ -173,7 +175,7 @@ async def test_what_a_former_owner_sends_late_is_refused(
         assert stop is not None
         assert stop.kind is StopKind.MOVED
         assert await former.open(LANE, OWNER, 1, None) == Fenced(2)
-    assert await server.sequences(LANE) == ([1, 3] if given_up else [1])
+    assert await server.sequences(LANE) == ([1, 3] if is_dead_lettered else [1])
 
 
 async def test_a_full_server_stores_nothing_and_goes_on_later(

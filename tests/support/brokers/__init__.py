@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def freeze(process: subprocess.Popen[bytes]) -> None:
     """Stop a process; when this returns, none of its threads runs any more."""
     process.send_signal(signal.SIGSTOP)
-    # The signal takes effect later, and a server answers within microseconds.
+    # The signal takes effect later, and a server responds within microseconds.
     while not all(map(_is_stopped, Path(f"/proc/{process.pid}/task").iterdir())):
         time.sleep(0.001)
 

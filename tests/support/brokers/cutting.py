@@ -1,4 +1,4 @@
-"""A TCP proxy that loses answers, cuts requests, and holds bytes until they are released."""
+"""A TCP proxy that loses responses, cuts requests, and holds bytes until they are released."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class CuttingProxy:
         self._port = port
         self.request_bytes_max: int | None = None
         """Bytes of requests that pass before the connections are cut; None: all."""
-        self.answer_bytes_max: int | None = None
-        """Bytes of answers that pass before the connections are cut; None: all."""
+        self.response_bytes_max: int | None = None
+        """Bytes of responses that pass before the connections are cut; None: all."""
         self.requests_pass = asyncio.Event()
         self.requests_pass.set()
         self.held_bytes = 0
@@ -31,9 +31,9 @@ class CuttingProxy:
         server_reader, server_writer = await asyncio.open_connection("127.0.0.1", self._port)
         try:
             async with asyncio.TaskGroup() as tasks:
-                answers = tasks.create_task(self._answers(server_reader, writer))
+                responses = tasks.create_task(self._responses(server_reader, writer))
                 await self._requests(reader, server_writer)
-                answers.cancel()
+                responses.cancel()
         except* (OSError, _Cut):
             pass
         finally:
@@ -53,14 +53,14 @@ class CuttingProxy:
             if self.request_bytes_max == 0:
                 raise _Cut
 
-    async def _answers(self, server: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _responses(self, server: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await server.read(65536):
-            if self.answer_bytes_max is not None:
-                data = data[: self.answer_bytes_max]
-                self.answer_bytes_max -= len(data)
+            if self.response_bytes_max is not None:
+                data = data[: self.response_bytes_max]
+                self.response_bytes_max -= len(data)
             writer.write(data)
             await writer.drain()
-            if self.answer_bytes_max == 0:
+            if self.response_bytes_max == 0:
                 raise _Cut
         raise _Cut
 

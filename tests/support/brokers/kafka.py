@@ -154,8 +154,8 @@ class Proxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._sockets: list[socket.socket] = []
-        self.answer_bytes_left: int | None = None
-        """Bytes of answers that pass before all connections are cut."""
+        self.response_bytes_left: int | None = None
+        """Bytes of responses that pass before all connections are cut."""
         self.request_bytes_left: int | None = None
         self._open = threading.Event()
         self._open.set()
@@ -189,23 +189,23 @@ class Proxy:
             except OSError:
                 return
             self._sockets += [client, server]
-            for source, sink, is_answer in ((client, server, False), (server, client, True)):
+            for source, sink, is_response in ((client, server, False), (server, client, True)):
                 threading.Thread(
-                    target=self._forward, args=(source, sink, is_answer), daemon=True
+                    target=self._forward, args=(source, sink, is_response), daemon=True
                 ).start()
 
-    def _forward(self, source: socket.socket, sink: socket.socket, is_answer: bool) -> None:
+    def _forward(self, source: socket.socket, sink: socket.socket, is_response: bool) -> None:
         while True:
             try:
                 data = source.recv(65536)
                 self._open.wait()
-                left = self.answer_bytes_left if is_answer else self.request_bytes_left
+                left = self.response_bytes_left if is_response else self.request_bytes_left
                 if left is not None and len(data) >= left:
                     sink.sendall(data[:left])
                     self.cut()
                     return
-                if left is not None and is_answer:
-                    self.answer_bytes_left = left - len(data)
+                if left is not None and is_response:
+                    self.response_bytes_left = left - len(data)
                 elif left is not None:
                     self.request_bytes_left = left - len(data)
                 if data:

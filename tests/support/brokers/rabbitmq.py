@@ -126,7 +126,7 @@ class RabbitMq:
 
         It ends with the thread that calls this.
         """
-        until_sync(lambda: _answers(self._epmd_port), what="the port mapper")
+        until_sync(lambda: _responses(self._epmd_port), what="the port mapper")
         self._server = self._spawn(
             self._programs / "erlexec",
             *("-pa", "", "-noinput", "-s", "rabbit", "boot", "-boot", "start_sasl"),
@@ -195,7 +195,7 @@ class RabbitMq:
             log = (self._directory / "server.log").read_text(errors="replace")
             raise AssertionError(f"RabbitMQ ended while it started: {log[-2000:]}")
         with contextlib.suppress(subprocess.SubprocessError, AssertionError):
-            return self.evaluate("rabbit:is_running()") == "true" and _answers(self.port)
+            return self.evaluate("rabbit:is_running()") == "true" and _responses(self.port)
         return False
 
     def _write_settings(self) -> None:
@@ -258,7 +258,7 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def _answers(port: int) -> bool:
+def _responses(port: int) -> bool:
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
         return True
     return False

@@ -45,9 +45,9 @@ class Valkey:
         return f"redis://127.0.0.1:{self.port}/{stream}{query}"
 
     async def start(self) -> None:
-        """Start it, and wait until it answers."""
+        """Start it, and wait until it responds."""
         self._spawn()
-        await until(self._answers, what="the server")
+        await until(self._responses, what="the server")
 
     def _spawn(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -56,16 +56,17 @@ class Valkey:
                 [
                     binary(), "--port", str(self.port), "--bind", "127.0.0.1", "--save", "",
                     # With the default, everysec, a kill loses what the server has acknowledged.
-                    "--appendonly", "yes", "--appendfsync", "always", "--dir", str(self.directory), *self.options,
+                    "--appendonly", "yes", "--appendfsync", "always",
+                    "--dir", str(self.directory), *self.options,
                 ],
                 stdout=log, stderr=log,
             )  # fmt: skip
 
-    async def _answers(self) -> bool:
+    async def _responses(self) -> bool:
         try:
             await self.command("PING")
         except RedisError as error:
-            # One with a password answers as well.
+            # One with a password responds as well.
             return "NOAUTH" in str(error) or "Authentication" in str(error)
         return True
 
@@ -77,7 +78,7 @@ class Valkey:
             self._process = None
 
     def freeze(self) -> None:
-        """Let it answer no more."""
+        """Let it response no more."""
         assert self._process is not None
         freeze(self._process)
 

@@ -20,23 +20,23 @@ class Wire:
         self.connections = 0
         self.request_bytes = 0
         """Received from clients since `count`."""
-        self.answer_bytes = 0
+        self.response_bytes = 0
         """Received from the server since `count`."""
         self._requests_left: int | None = None
-        self._answers_left: int | None = None
+        self._responses_left: int | None = None
         self._holding = False
         self._writers: set[asyncio.StreamWriter] = set()
         self._held: list[tuple[asyncio.StreamWriter, bytes]] = []
-        self.rewrite_answer: Callable[[bytes], bytes] = lambda data: data
+        self.rewrite_response: Callable[[bytes], bytes] = lambda data: data
         self.mute = False
         """Whether the server's bytes are dropped."""
 
     def count(self) -> None:
-        self.request_bytes = self.answer_bytes = 0
+        self.request_bytes = self.response_bytes = 0
 
-    def cut_after(self, *, requests: int | None = None, answers: int | None = None) -> None:
+    def cut_after(self, *, requests: int | None = None, responses: int | None = None) -> None:
         """Close the connection after this many more bytes of one side; None: never."""
-        self._requests_left, self._answers_left = requests, answers
+        self._requests_left, self._responses_left = requests, responses
 
     def hold(self) -> None:
         """Keep the requests from now on, also after their client has gone."""
@@ -67,7 +67,7 @@ class Wire:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
         server_reader, server_writer = await asyncio.open_connection(*self._target)
-        answers = asyncio.create_task(self._pump_answers(server_reader, writer))
+        responses = asyncio.create_task(self._pump_responses(server_reader, writer))
         self._writers |= {writer, server_writer}
         try:
             await self._pump_requests(reader, server_writer, writer)
@@ -75,8 +75,8 @@ class Wire:
             writer.transport.abort()
             if not self._holding:
                 server_writer.close()
-            answers.cancel()
-            await asyncio.gather(answers, return_exceptions=True)
+            responses.cancel()
+            await asyncio.gather(responses, return_exceptions=True)
 
     async def _pump_requests(
         self,
@@ -100,22 +100,22 @@ class Wire:
                     client.transport.abort()
                     return
 
-    async def _pump_answers(
+    async def _pump_responses(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         with suppress(OSError):
             while data := await reader.read(65536):
-                self.answer_bytes += len(data)
+                self.response_bytes += len(data)
                 if self.mute:
                     continue
-                data = self.rewrite_answer(data)
-                left = self._answers_left
+                data = self.rewrite_response(data)
+                left = self._responses_left
                 if left is not None:
                     data = data[:left]
-                    self._answers_left = left - len(data)
+                    self._responses_left = left - len(data)
                 writer.write(data)
                 await writer.drain()
-                if self._answers_left == 0 and left is not None:
+                if self._responses_left == 0 and left is not None:
                     break
         # The client sees the end of the bytes that it got.
         with suppress(OSError):

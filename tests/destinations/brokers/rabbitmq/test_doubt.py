@@ -1,4 +1,4 @@
-"""Answers that are lost, bytes that arrive late, errors in the middle of an append."""
+"""Responses that are lost, bytes that arrive late, errors in the middle of an append."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ async def _append_after_doubt(
     return last
 
 
-@pytest.mark.parametrize("side", ["requests", "answers"])
+@pytest.mark.parametrize("side", ["requests", "responses"])
 async def test_an_append_cut_after_any_byte_is_stored_once(stage: Stage, side: str) -> None:
     async with wire_to(stage.server.port) as wire:
         broker = stage.broker(port=wire.port)
         await stage.position(broker)
         wire.count()
         await broker.append(LANE, OWNER, 0, messages(1, 2, 3))
-        at, size = 3, wire.request_bytes if side == "requests" else wire.answer_bytes
+        at, size = 3, wire.request_bytes if side == "requests" else wire.response_bytes
         stops = 0
         for cut in range(1, size + 8):
             await stage.position(broker, at)
@@ -88,8 +88,8 @@ async def test_an_opening_that_is_cut_opens_the_lane_the_next_time(stage: Stage)
     await first.append(LANE, OWNER, 0, messages(1, 2))
     async with wire_to(stage.server.port) as wire:
         await stage.position(stage.broker(port=wire.port), 2)
-        requests, answers = wire.request_bytes, wire.answer_bytes
-        for side, size in (("requests", requests), ("answers", answers)):
+        requests, responses = wire.request_bytes, wire.response_bytes
+        for side, size in (("requests", requests), ("responses", responses)):
             for cut in range(1, size, 37):
                 wire.cut_after(**{side: cut})
                 broker = stage.broker(port=wire.port)

@@ -92,14 +92,14 @@ async def test_a_silent_server_is_retried_within_the_time_out(stage: Stage) -> N
     assert "0.3 s" in stop.detail
 
 
-@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"AMQP\0\0\x09\x01"])
-async def test_another_kind_of_server_is_named(stage: Stage, answer: bytes) -> None:
-    async def answer_wrongly(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(answer)
+@pytest.mark.parametrize("response", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"AMQP\0\0\x09\x01"])
+async def test_another_kind_of_server_is_named(stage: Stage, response: bytes) -> None:
+    async def response_wrongly(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(response)
         await writer.drain()
         writer.close()
 
-    server = await asyncio.start_server(answer_wrongly, "127.0.0.1", 0)
+    server = await asyncio.start_server(response_wrongly, "127.0.0.1", 0)
     async with server:
         stop = await _stop(stage, port=server.sockets[0].getsockname()[1])
     assert stop.kind is StopKind.UNAVAILABLE
@@ -135,7 +135,7 @@ async def test_the_largest_message_is_stored_whole(stage: Stage) -> None:
 
 async def test_the_leaders_advertised_address_is_dialed(stage: Stage) -> None:
     async with wire_to(stage.server.port) as wire:
-        wire.rewrite_answer = _as_another_node(stage)
+        wire.rewrite_response = _as_another_node(stage)
         broker = stage.broker(port=wire.port)
         assert await broker.open(LANE, OWNER, 0, None) == Position(0, None)
         wire.count()
@@ -145,7 +145,7 @@ async def test_the_leaders_advertised_address_is_dialed(stage: Stage) -> None:
 
 async def test_the_egress_policy_covers_the_advertised_address(stage: Stage) -> None:
     async with wire_to(stage.server.port, host="127.0.0.2") as wire:
-        wire.rewrite_answer = _as_another_node(stage)
+        wire.rewrite_response = _as_another_node(stage)
         stop = await _stop(
             stage,
             host="127.0.0.2",
@@ -158,7 +158,7 @@ async def test_the_egress_policy_covers_the_advertised_address(stage: Stage) -> 
 
 
 def _as_another_node(stage: Stage) -> object:
-    """Replace the port by which a node calls itself in its answer to Open."""
+    """Replace the port by which a node calls itself in its response to Open."""
     mine = f"{stage.server.port}".encode()
 
     def rewrite(data: bytes) -> bytes:
@@ -201,7 +201,7 @@ async def test_tls_verifies_the_name_and_the_authority(stage: Stage, server_ca: 
 
 async def test_a_handshake_that_is_cut_is_retried(stage: Stage, server_ca: str) -> None:
     async with wire_to(stage.server.tls_port) as wire:
-        wire.cut_after(answers=200)
+        wire.cut_after(responses=200)
         stop = await _stop(stage, **_tls(stage, tls=Tls(ca=server_ca), port=wire.port))
     assert stop.kind is StopKind.UNAVAILABLE, stop
 

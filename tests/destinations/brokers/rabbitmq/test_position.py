@@ -34,7 +34,7 @@ def _books(delivered: int, acked: int | None = None, last: int = 100) -> LaneBoo
     return LaneBooks(LANE, delivered, delivered if acked is None else acked, last)
 
 
-def test_neither_compare_and_set_nor_a_fence_is_promised() -> None:
+def test_there_is_neither_compare_and_set_nor_a_fence() -> None:
     assert Capabilities(compare=False, prefix=True, fence=False, position=True) == CAPABILITIES
 
 
