@@ -46,7 +46,10 @@ class Owner(NamedTuple):
     identity: str
     """Of the database; a copy of it elsewhere has another one."""
     epoch: int
-    """Increases each time the endpoint gets an owner; below 2**53."""
+    """Increases each time the endpoint gets an owner."""
+    opening: int = 0
+    """Increases each time the owner opens the lane.  Its own requests without a response may be on
+    their way as well: what it sent before it opened the lane again is refused, too."""
 
 
 class Message(NamedTuple):

@@ -108,6 +108,7 @@ class Lane:
         "_has_position",
         "_is_free_probe",
         "_last_seq",
+        "_openings",
         "_pending_cut",
         "_position",
         "_receipt",
@@ -166,6 +167,7 @@ class Lane:
         self._has_position = has_position
         # The lane's last sequence in its stream; None: it must be opened.  Without a broker: 0.
         self._position: int | None = None if has_position else 0
+        self._openings = 0
         # The receipt of the durable progress, and those of later appends with their sequences.
         self._receipt = receipt
         self._receipts: list[tuple[int, str]] = []
@@ -199,6 +201,11 @@ class Lane:
     def position(self) -> int | None:
         """The lane's last sequence in its broker's stream; None: it must be opened."""
         return self._position
+
+    @property
+    def openings(self) -> int:
+        """How often the lane was opened by this owner."""
+        return self._openings
 
     @property
     def receipt(self) -> str | None:
@@ -337,6 +344,7 @@ class Lane:
             return Wait(retry.next_attempt_at or now)
         self._busy = _SENDING
         self._is_free_probe = not is_due
+        self._openings += 1
         return Open(self._buffer.queue[0], retry.attempts + 1)
 
     def peek_next_send(self, known: Send | None = None) -> Send | None:

@@ -89,7 +89,7 @@ class KafkaBroker:
         deadline = time.monotonic() + self._address.timeout_s
         try:
             async with asyncio.timeout(self._address.timeout_s):
-                return await self._open(lane, owner, receipt, deadline)
+                return await self._open(lane, _owner_of_all(owner), receipt, deadline)
         except TimeoutError:
             reader = self._reader
             suffix = "" if reader is None else reader.troubles.suffix()
@@ -104,7 +104,9 @@ class KafkaBroker:
         if self._is_closed:
             return Appended(after, CLOSED)
         if self._target.exact:
-            return await self._append_in_transaction(lane, owner, after, messages, deadline)
+            return await self._append_in_transaction(
+                lane, _owner_of_all(owner), after, messages, deadline
+            )
         try:
             async with asyncio.timeout(self._address.timeout_s):
                 producer = await self._connect(partition_of(lane))
@@ -399,3 +401,10 @@ class KafkaBroker:
             self._transactions.discard()
             self._transactions = None
         self._standing.clear()
+
+
+def _owner_of_all(owner: Owner) -> Owner:
+    """The owner of all lanes: a producer is discarded after a lost response, so what it sent is
+    fenced without the openings of single lanes.
+    """
+    return owner._replace(opening=0)

@@ -36,7 +36,7 @@ from outbox.destinations.broker import BrokerFinding
 from outbox.destinations.broker_connection import BrokerOpener, stop_of
 from outbox.destinations.interface import NotConnected
 from outbox.destinations.redis.connection import GroupedConnection, NotSent, ResponseLost
-from outbox.destinations.redis.script import SCRIPT, packed, packed_call
+from outbox.destinations.redis.script import OPENING_BITS, SCRIPT, packed, packed_call
 from outbox.destinations.redis.target import parse_url
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class RedisBroker:
         if what == b"OPEN":
             return Position(int(about), response[2].decode("utf-8", "replace") or None)
         if what == b"FENCED":
-            return Fenced(int(float(about)))
+            return Fenced(int(about) >> OPENING_BITS)
         if what == b"OTHER":
             return Foreign(f"the stream {key} belongs to database {about}")
         return Foreign(f"the stream {key} has the id {about}, which another writer made")

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from outbox.core.brokers.port import Message, Owner
     from outbox.destinations.redis.target import RedisTarget
 
+OPENING_BITS = 22
+"""Of the 53 bits that Lua's numbers have."""
 BODY = "body"
 """The field of an entry besides its headers."""
 
@@ -79,7 +81,7 @@ def packed_call(
     """
     given = [
         *command, "2", target.stream_key(lane), target.fence_key(lane),
-        str(owner.epoch), f"{owner.identity}/{lane}", after,
+        str(fence_number(owner)), f"{owner.identity}/{lane}", after,
     ]  # fmt: skip
     count, parts = len(given), [_packed(each.encode()) for each in given]
     for message in messages:
@@ -93,6 +95,11 @@ def packed_call(
         parts.append(_BODY)
         parts.append(_packed(message.body))
     return b"*%d\r\n%b" % (count, b"".join(parts))
+
+
+def fence_number(owner: Owner) -> int:
+    """Epoch and opening as one number, which Lua compares exactly."""
+    return owner.epoch << OPENING_BITS | min(owner.opening, (1 << OPENING_BITS) - 1)
 
 
 def packed(*words: str) -> bytes:

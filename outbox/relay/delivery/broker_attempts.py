@@ -185,4 +185,4 @@ class BrokerAttempts:
     async def _owner(self, lane: LaneRuntime) -> Owner:
         if self._identity is None:
             self._identity = await self._read(self._store.identity())
-        return Owner(self._identity, lane.runtime.epoch)
+        return Owner(self._identity, lane.runtime.epoch, lane.state.openings)

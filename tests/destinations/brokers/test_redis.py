@@ -178,6 +178,28 @@ async def test_what_a_former_owner_sends_late_is_refused(
     assert await server.sequences(LANE) == ([1, 3] if is_dead_lettered else [1])
 
 
+async def test_what_an_owner_sent_before_it_opened_the_lane_again_is_refused(
+    server: Valkey, broker: RedisBroker
+) -> None:
+    """Its response was lost, the stream was empty, and the delivery was dead-lettered."""
+    async with (
+        cutting(server.port) as (proxy, port),
+        connected(f"redis://127.0.0.1:{port}/events", timeout_s=0.3) as first,
+    ):
+        await first.open(LANE, OWNER, 0, None)
+        proxy.requests_pass.clear()
+        stop = (await first.append(LANE, OWNER, 0, messages(1))).stop
+        assert stop is not None
+        assert stop.kind is StopKind.UNKNOWN
+        again = OWNER._replace(opening=1)
+        assert await broker.open(LANE, again, 0, None) == Position(0, None)
+        proxy.requests_pass.set()
+        await until(lambda: proxy.released_bytes >= proxy.held_bytes, what="the late bytes")
+        assert await broker.open(LANE, again, 0, None) == Position(0, None)
+        assert await broker.append(LANE, again, 0, messages(2)) == Appended(2)
+    assert await server.sequences(LANE) == [2]
+
+
 async def test_a_full_server_stores_nothing_and_goes_on_later(
     server: Valkey, broker: RedisBroker
 ) -> None:

@@ -24,7 +24,9 @@ class CuttingProxy:
         self.requests_pass = asyncio.Event()
         self.requests_pass.set()
         self.held_bytes = 0
-        """Bytes of requests that are held because `requests_pass` is cleared."""
+        """Bytes of requests that were held because `requests_pass` was cleared."""
+        self.released_bytes = 0
+        """Those of them that were sent since."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection."""
@@ -45,6 +47,10 @@ class CuttingProxy:
             if not self.requests_pass.is_set():
                 self.held_bytes += len(data)
                 await self.requests_pass.wait()
+                server.write(data)
+                await server.drain()
+                self.released_bytes += len(data)
+                continue
             if self.request_bytes_max is not None:
                 data = data[: self.request_bytes_max]
                 self.request_bytes_max -= len(data)

@@ -1,0 +1,153 @@
+"""A broker in memory that follows the port, and mutants that do not.
+
+It has no clock and no network: a request is executed when its owner says so, perhaps long after
+that owner has gone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from outbox.core.brokers.port import Appended, Fenced, Foreign, Position, Stop, StopKind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from outbox.core.brokers.port import Message, Owner, Standing
+
+FULL = Stop(StopKind.UNAVAILABLE, "the stream is full")
+TOO_LARGE = Stop(StopKind.REFUSED, "the message is too large")
+
+
+@dataclass
+class ModelBroker:
+    """The stream of one lane."""
+
+    entries: list[Message] = field(default_factory=list)
+    last_seq: int = 0
+    """The last sequence that the stream ever had, also if it was trimmed."""
+    owner: Owner | None = None
+    """The fence."""
+    is_foreign: bool = False
+    """Another writer has appended."""
+    refuses: Callable[[Message], bool] = lambda _: False
+    """Messages that are never stored."""
+    is_full: Callable[[], bool] = lambda: False
+    """Whether it stores nothing now, asked for each message."""
+
+    def open(self, owner: Owner) -> Standing:
+        """Write the fence, and return the position."""
+        if (stands := self._check_owner(owner)) is not None:
+            return stands
+        if self.is_foreign:
+            return Foreign("another writer")
+        self._fence(owner)
+        return self._position()
+
+    def append(self, owner: Owner, after: int, messages: Sequence[Message]) -> Appended:
+        """Store all of the messages, or a prefix of them."""
+        if self._check_owner(owner) is not None or self.is_foreign:
+            return Appended(after, Stop(StopKind.MOVED, "another owner"))
+        if self._has_moved(after):
+            return Appended(after, Stop(StopKind.MOVED, f"the stream stands at {self.last_seq}"))
+        self._fence(owner)
+        return self._store(after, messages)
+
+    def _position(self) -> Position:
+        newest = self.entries[-1] if self.entries else None
+        if newest is None or newest.sequence != self.last_seq:
+            return Position(self.last_seq, None)
+        return Position(self.last_seq, newest.delivery)
+
+    def _check_owner(self, owner: Owner) -> Standing | None:
+        if self.owner is not None and self.owner.identity != owner.identity:
+            return Foreign("another database")
+        if self.owner is not None and self._is_later(self.owner, owner):
+            return Fenced(self.owner.epoch)
+        return None
+
+    def _is_later(self, fence: Owner, owner: Owner) -> bool:
+        return (fence.epoch, fence.opening) > (owner.epoch, owner.opening)
+
+    def _fence(self, owner: Owner) -> None:
+        self.owner = owner
+
+    def _has_moved(self, after: int) -> bool:
+        return after != self.last_seq
+
+    def _store(self, after: int, messages: Sequence[Message]) -> Appended:
+        through = after
+        for message in messages:
+            if self.refuses(message):
+                return Appended(through, TOO_LARGE)
+            if self.is_full():
+                return Appended(through, FULL)
+            self._keep(message)
+            through = message.sequence
+        return Appended(through)
+
+    def _keep(self, message: Message) -> None:
+        self.entries.append(message)
+        self.last_seq = message.sequence
+
+    # ----------------------------------------------------------------- faults
+
+    def delete(self) -> None:
+        """Delete the stream and its fence."""
+        self.entries.clear()
+        self.last_seq = 0
+        self.owner = None
+
+    def trim(self) -> None:
+        """Remove all messages, as retention does."""
+        self.entries.clear()
+
+
+class WithoutEpochs(ModelBroker):
+    """A mutant: the fence has no epoch."""
+
+    def _check_owner(self, owner: Owner) -> Standing | None:
+        return None
+
+
+class WithoutOpenings(ModelBroker):
+    """A mutant: the fence refuses former owners, but not late requests of the same one."""
+
+    def _is_later(self, fence: Owner, owner: Owner) -> bool:
+        return fence.epoch > owner.epoch
+
+
+class WithoutCompare(ModelBroker):
+    """A mutant: an append is not compared with the position, but copies are dropped."""
+
+    def _has_moved(self, after: int) -> bool:
+        return False
+
+    def _keep(self, message: Message) -> None:
+        if message.sequence > self.last_seq:
+            super()._keep(message)
+
+
+class Pipelined(ModelBroker):
+    """A mutant: a message is stored although one before it was not."""
+
+    def _store(self, after: int, messages: Sequence[Message]) -> Appended:
+        through, stop = after, None
+        for message in messages:
+            if self.refuses(message) or self.is_full():
+                stop = stop or FULL
+                continue
+            self._keep(message)
+            through = message.sequence if stop is None else through
+        return Appended(through, stop)
+
+
+class ReadsFence(ModelBroker):
+    """A mutant: opening a lane reads the fence, and only an append writes it."""
+
+    def open(self, owner: Owner) -> Standing:
+        kept = self.owner
+        standing = super().open(owner)
+        self.owner = kept
+        return standing
