@@ -41,13 +41,16 @@ class Driver(NamedTuple):
     """Module of the client library; the extra of the package has the broker's name."""
     class_name: str
     """In the module `broker` of the broker's package."""
+    checks_every_address: bool = True
+    """Whether the egress policy is asked immediately before each connect.  Otherwise tenants must
+    not use the broker."""
 
 
 DRIVERS: dict[BrokerName, Driver] = {
     "redis": Driver("redis", "RedisBroker"),
     "nats": Driver("nats", "NatsBroker"),
     "rabbitmq": Driver("rstream", "RabbitMqBroker"),
-    "kafka": Driver("confluent_kafka", "KafkaBroker"),
+    "kafka": Driver("confluent_kafka", "KafkaBroker", checks_every_address=False),
 }
 
 

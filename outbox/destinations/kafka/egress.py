@@ -26,10 +26,6 @@ if TYPE_CHECKING:
     from outbox.destinations.http.egress import EgressPolicy, Network
     from outbox.destinations.kafka.target import Server
 
-CHECKS_EVERY_ADDRESS = False
-"""Whether the policy is asked immediately before each connect.  If it is not, endpoints of tenants
-must not use the driver."""
-
 _PORT = 0
 """Of no meaning: a broker may have any."""
 
