@@ -12,6 +12,7 @@ import click
 import orjson
 
 from benchmarks import (
+    brokers,
     commands,
     commits,
     deliveries,
@@ -51,6 +52,7 @@ QUICK_RESULTS = Path(__file__).parents[1] / "build" / "bench"
 SECTIONS: dict[str, Callable[..., Awaitable[list[Row]]]] = {
     "deliveries": deliveries.measure,
     "formats": formats.measure,
+    "brokers": brokers.measure,
     "peers": peers.measure,
     "watched": watched.measure,
     "commits": commits.measure,

@@ -50,6 +50,7 @@ AXES = {
     "deliveries": "share of what the bare aiohttp client does; more is better",
     "peers": "times what the other does; more is better, and an arrow goes on",
     "peers-latency": "times what the other takes; less is better",
+    "brokers": "times the client's bare loop; more is better",
     "formats": "share of what the envelope does; more is better",
     "watched": "share of what the same relay does when it is not watched; more is better",
     "commits": "commits per second compared with another method; more is better",

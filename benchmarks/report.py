@@ -43,6 +43,12 @@ TITLES = {
         "Deliveries per second by format",
         "The same backlog in each message format, compared with the envelope, alternating.",
     ),
+    "brokers": (
+        "Messages per second into brokers",
+        "A backlog appended to streams of Valkey and NATS JetStream, servers on this machine, "
+        "compared with a bare loop of the client library in the same safe form: each append names "
+        "the message before it.",
+    ),
     "watched": (
         "Deliveries per second with monitoring",
         "Metrics scraped each second, metrics and traces pushed by OTLP, one event in a hundred "

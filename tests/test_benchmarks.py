@@ -263,8 +263,8 @@ def test_an_unknown_section_is_a_usage_error() -> None:
     ended = CliRunner().invoke(bench.main, ["--only", "speed"])
     assert ended.exit_code == 2
     assert (
-        "choose from deliveries, formats, peers, watched, commits, publishing, majors, latency, "
-        "replays, memory, million, outage" in ended.stderr
+        "choose from deliveries, formats, brokers, peers, watched, commits, publishing, majors, "
+        "latency, replays, memory, million, outage" in ended.stderr
     )
 
 

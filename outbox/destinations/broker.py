@@ -31,6 +31,8 @@ class BrokerAddress:
     """Networks open for this endpoint, in addition to the relay's."""
     tls: Tls | None = None
     """None: system trust store, no client certificate."""
+    problem: str | None = None
+    """Why it cannot be used as it is configured."""
 
 
 class BrokerFinding(NamedTuple):

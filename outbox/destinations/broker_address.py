@@ -13,7 +13,7 @@ from outbox.destinations.interface import Tls
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from outbox.core.model.headers import EndpointHeaders
     from outbox.destinations.http.egress import Network
@@ -52,16 +52,31 @@ def broker_address(endpoint: BrokerSettings) -> BrokerAddress | None:
     """The address of an endpoint's broker; None: its destination is an HTTP receiver."""
     if broker_of(endpoint.url) is None:
         return None
-    sent = (value for name, value in endpoint.headers.own if name.lower() == CREDENTIALS_HEADER)
-    value = next(sent, None)
+    credentials, problem = None, None
+    try:
+        credentials = find_credentials(endpoint.headers.own)
+    except UsageError as error:
+        problem = str(error)
     return BrokerAddress(
         endpoint.url,
-        None if value is None else credentials_of(value),
+        credentials,
         endpoint.connect_timeout_s,
         endpoint.timeout_s,
         endpoint.networks,
         Tls(endpoint.ca, endpoint.identity) if endpoint.ca or endpoint.identity else None,
+        problem,
     )
+
+
+def find_credentials(headers: Iterable[tuple[str, str]]) -> str | None:
+    """The credentials among an endpoint's own headers; None: there are none.
+
+    Raises:
+        UsageError: as for `credentials_of`.
+    """
+    values = (value for name, value in headers if name.lower() == CREDENTIALS_HEADER)
+    value = next(values, None)
+    return None if value is None else credentials_of(value)
 
 
 def credentials_of(value: str) -> str:

@@ -85,6 +85,8 @@ class Brokers:
     def _connect(self, address: BrokerAddress) -> Broker:
         name = broker_of(address.url)
         assert name is not None
+        if address.problem is not None:
+            raise UsageError(address.problem)
         check_broker_url(address.url, self._policy, address.networks)
         require_client(name)
         module = import_module(f"{__package__}.{name}.broker")

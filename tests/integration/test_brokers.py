@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from outbox.core.brokers.port import Appended, Capabilities, Fenced, Position, Stop, StopKind
+from outbox.destinations.brokers import Brokers
+from outbox.destinations.http.egress import EgressPolicy
 from outbox.errors import Conflict, UsageError
 from outbox.operations import endpoint_changes, endpoint_states
 from outbox.operations.refill import request_refill
@@ -390,3 +392,21 @@ async def test_an_endpoint_keeps_its_streams(
 
 def _fields(settings: Any) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in settings.__slots__}
+
+
+async def test_unusable_credentials_hold_the_endpoint_and_no_other(
+    database: Database, streams: Streams
+) -> None:
+    """Also if they were written to the table by hand."""
+    await stream_endpoint(database, headers={"Authorization": "Digest x"})
+    await add_endpoint(database, "other")
+    network = Network()
+    brokers = Brokers(EgressPolicy())
+    async with running(database, network, brokers=brokers.connect):
+        await publish(database, 1)
+        await until(lambda: last_failure(database), what="the failure")
+        assert network.data() == [1]
+    assert await last_failure(database) == "misconfigured"
+    detail = "SELECT max(last_response ->> 'detail') FROM lane_progress"
+    assert "the credentials of a broker are" in await fetchval(database, detail)
+    await brokers.aclose()

@@ -8,6 +8,7 @@ from contextvars import copy_context
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from outbox.core.model.destination import broker_of
+from outbox.destinations.broker_address import find_credentials
 from outbox.destinations.brokers import check_broker_url
 from outbox.destinations.http.egress import EgressPolicy, parse_networks
 from outbox.destinations.http.tls import check_ca
@@ -67,6 +68,8 @@ def check_reachable(
     route = (wanted.url, wanted.allow_networks)
     if current is None or route != (current.url, current.allow_networks):
         check_url(wanted.url, policy, _networks(wanted))
+    if broker_of(wanted.url) is not None and (current is None or wanted.headers != current.headers):
+        find_credentials(wanted.headers.items())
 
 
 def check_url(url: str, policy: EgressPolicy, networks: tuple[Network, ...]) -> None:

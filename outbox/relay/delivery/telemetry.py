@@ -78,7 +78,11 @@ class DeliveryTelemetry:
         if self._tracing is not None and span is not None:
             self._tracing.end_attempt(span, row, response)
         if row.outcome == "delivered":
-            self._delivered(lane, delivery, row, None if span is None else span.origin)
+            # An append to a broker has no span of its own.
+            origin = None if span is None else span.origin
+            if self._tracing is not None and lane.runtime.broker is not None:
+                origin = self._tracing.origin(delivery)
+            self._delivered(lane, delivery, row, origin)
 
     def open_failed(self, lane: LaneRuntime, response: AttemptResult, record: Record) -> None:
         """Report that a broker's lane could not be opened."""
