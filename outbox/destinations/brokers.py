@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from outbox.core.brokers.port import Appended, Capabilities, Stop, StopKind
 from outbox.core.model.destination import broker_of
+from outbox.destinations.broker import BrokerFinding
 from outbox.destinations.http.dns import CachingResolver
 from outbox.errors import OutboxError, UsageError
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from outbox.core.brokers.port import Message, Owner, Standing
     from outbox.core.model.destination import BrokerName
-    from outbox.destinations.broker import Broker, BrokerAddress, BrokerFinding
+    from outbox.destinations.broker import Broker, BrokerAddress
     from outbox.destinations.http.dns import Resolver
     from outbox.destinations.http.egress import EgressPolicy, Network
 
@@ -27,9 +28,10 @@ class Target(Protocol):
     """What a broker's URL names."""
 
     @property
-    def host(self) -> str: ...
-    @property
-    def port(self) -> int: ...
+    def servers(self) -> Sequence[tuple[str, int]]:
+        """Host and port of each."""
+        ...
+
     @property
     def secure(self) -> bool: ...
 
@@ -65,7 +67,8 @@ def check_broker_url(url: str, policy: EgressPolicy, networks: tuple[Network, ..
         raise UsageError(f"url: {name} is not supported; there are {', '.join(DRIVERS)}")
     parse: Callable[[str], Target] = import_module(f"{__package__}.{name}.target").parse_url
     target = parse(url)
-    policy.check_broker(url, target.host, target.port, networks, tls=target.secure)
+    for host, port in target.servers:
+        policy.check_broker(url, host, port, networks, tls=target.secure)
 
 
 class Brokers:
@@ -132,7 +135,9 @@ class UnusableBroker:
         return Appended(after, self._stop)
 
     async def check(self, lanes: Sequence[str]) -> list[BrokerFinding]:
-        return []
+        return [
+            BrokerFinding(True, self._stop.detail, "correct the endpoint, or install the client")
+        ]
 
     async def aclose(self) -> None:
         pass

@@ -290,11 +290,14 @@ async def test_a_stream_that_lost_messages_is_held_until_it_is_refilled(
     database: Database, streams: Streams, through: int
 ) -> None:
     await stream_endpoint(database)
+    await add_endpoint(database, "watch", types=["outbox.lane.stuck"])
     streams.refuses = lambda message: message.body.endswith(b'"data":9}')
     async with running(database, Network(), brokers=streams.connect):
         await forgetful(database, streams, through)
         assert await last_failure(database) == "forgot"
         assert streams.sequences() == list(range(1, through + 1))
+        stuck = "SELECT count(*) FROM outbox WHERE type = 'outbox.lane.stuck'"
+        assert await fetchval(database, stuck) == 1
         async with database.at_hand() as db:
             done = await request_refill(db, "relay", "shop", actor="test", comment="restored")
         assert [each.to_sequence for each in done.lanes] == [10]

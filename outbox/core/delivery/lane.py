@@ -482,12 +482,13 @@ class Lane:
             return Record(self.id, first.seq, row)
         self._batch_size.record_failed(first.seq)
         retry.attempts = attempt
+        was_held = held and (retry.last_response or {}).get("failure") == response.failure
         retry.record_failure(stored, started_at)
         if outcome is AttemptOutcome.REFUSED:
             return self._dead_letter(first, "refused", row, blocks=blocks)
         if self._has_position:
             retry.postpone(now + min(policy.delay_s(attempt, u), BROKER_RETRY_S_MAX))
-            return self._record_retry(first, row, stuck=held and attempt == 1)
+            return self._record_retry(first, row, stuck=held and not was_held)
         if not self._is_free_probe and retry.charge_attempt(
             policy, started_at=started_at, now=now, u=u, preempted=preempted
         ):

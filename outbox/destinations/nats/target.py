@@ -39,6 +39,11 @@ class NatsTarget(NamedTuple):
     stream: str | None
     """None: the stream that has the subject."""
 
+    @property
+    def servers(self) -> tuple[tuple[str, int], ...]:
+        """Host and port."""
+        return ((self.host, self.port),)
+
 
 class NatsCredentials(NamedTuple):
     """Credentials in one of three forms; all None: no authentication."""

@@ -35,6 +35,11 @@ class StreamTarget(NamedTuple):
     create: bool = False
     """Whether a lane's stream is created when the lane has never been delivered to."""
 
+    @property
+    def servers(self) -> tuple[tuple[str, int], ...]:
+        """Host and port."""
+        return ((self.host, self.port),)
+
     def stream_of(self, lane: str) -> str:
         return f"{self.stream}.{lane}"
 

@@ -80,6 +80,7 @@ class GroupedConnection:
         self._waiting: list[_Call] = []
         # Held while a group is out.
         self._exchanging = asyncio.Lock()
+        self._is_closed = False
 
     async def call(self, packed: bytes) -> Any:
         """Execute a command, which is in the protocol's form.
@@ -156,6 +157,8 @@ class GroupedConnection:
             NotConnected: no connection could be established.
             RedisError: the server did not accept it.
         """
+        if self._is_closed:
+            raise NotConnected(Failure.CONNECT, "the connection was closed")
         if self._connection is not None and self._connection.is_connected:
             return self._connection
         connection = _OwnStreams(self._opener, **self._settings)
@@ -179,7 +182,8 @@ class GroupedConnection:
             await connection.disconnect(nowait=True)
 
     async def aclose(self) -> None:
-        """Close the connection; calls in flight lose their responses."""
+        """Close the connection for ever; calls in flight lose their responses."""
+        self._is_closed = True
         await self._drop()
 
 

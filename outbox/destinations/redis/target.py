@@ -26,6 +26,11 @@ class RedisTarget(NamedTuple):
     database: int
     stream: str
 
+    @property
+    def servers(self) -> tuple[tuple[str, int], ...]:
+        """Host and port."""
+        return ((self.host, self.port),)
+
     def stream_key(self, lane: str) -> str:
         """Key of a lane's stream; the hash tag keeps it in one cluster slot with its fence."""
         return f"{self.stream}:{{{lane}}}"

@@ -87,6 +87,10 @@ class BrokerAttempts:
             await self._recorder.flush()
             found = await self._read(self._store.delivery_at(lane.loaded, standing.sequence))
         decision = decide(standing, books, None if found is None else found.delivery)
+        if lane.runtime.broker is not broker:
+            # The URL has changed meanwhile: the position is another server's.
+            state.cancel_send()
+            return None
         if isinstance(decision, Proceed):
             state.record_position(decision.position)
             return None
@@ -139,6 +143,12 @@ class BrokerAttempts:
                     return appended.stop
                 previous_seq = lost.deliveries[-1].seq
             at = lost.through_seq
+        if previous_seq != through:
+            return Hold(
+                HoldReason.FORGOT,
+                f"lane {loaded.name} cannot be filled again to its end: the event of sequence "
+                f"{through} was erased",
+            )
         log.info(
             "stream refilled", endpoint=lane.runtime.endpoint.name, lane=loaded.name,
             sequence=position + 1, to_sequence=through,
