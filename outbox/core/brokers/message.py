@@ -12,7 +12,7 @@ from outbox.core.brokers.port import Message
 from outbox.core.delivery.envelope import envelope
 from outbox.core.delivery.message import prepare
 from outbox.core.delivery.signature import ID_HEADER
-from outbox.core.model.headers import parse_lines
+from outbox.core.model.headers import DEFAULT_PREFIX, parse_lines
 from outbox.core.model.ids import message_id
 from outbox.core.model.message_format import JSON_TYPE
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from outbox.core.delivery.batch import RequestSettings
     from outbox.core.delivery.message import Delivery
     from outbox.core.model.message_format import FormatName
+    from outbox.core.model.response import Headers
 
 CREDENTIALS_HEADER = "authorization"
 """The endpoint's own header that authenticates the connection; it is in no message."""
@@ -43,7 +44,8 @@ def messages_of(
     """
     messages = []
     last, formatted = deliveries[-1], endpoint.message_format.name
-    is_plain = formatted in ("envelope", "thin") and not endpoint.headers.own
+    has_prefix = endpoint.headers.prefix != DEFAULT_PREFIX
+    is_plain = formatted in ("envelope", "thin") and not endpoint.headers.own and not has_prefix
     for each in deliveries:
         if is_plain and each.headers is None:
             messages.append(
@@ -61,9 +63,22 @@ def messages_of(
         headers = tuple(
             header for header in parse_lines(prepared.lines) if header[0].lower() not in _OF_HTTP
         )
+        if has_prefix:
+            headers = _with_position(headers, each, prepared.message_id)
         messages.append(Message(each.seq, prepared.message_id, headers, prepared.body))
         previous_seq = each.seq
     return messages
+
+
+def _with_position(headers: Headers, delivery: Delivery, sent_id: str) -> Headers:
+    """The headers with those that show a lane's position, whatever the endpoint's prefix is."""
+    position = (
+        ("X-Delivery", sent_id),
+        ("X-Lane", delivery.lane),
+        ("X-Sequence", str(delivery.seq)),
+    )
+    names = {name.lower() for name, _ in position}
+    return (*(header for header in headers if header[0].lower() not in names), *position)
 
 
 def _plain(
