@@ -1,23 +1,23 @@
 """Streams of Redis and Valkey: exact appends by one script.
 
 Each lane has a stream `NAME:{<lane>}` and beside it a hash with the epoch of its owner.  The
-script appends only if the last id that the stream ever had is the sequence before, and the owner
-is not fenced.  Redis keeps the last id when it trims the stream, so a trimmed stream is not taken
-for one that has lost messages.
+script appends only if the last id that the stream ever had is the sequence before, the owner is not
+fenced, and the lane was not opened again since.  Redis keeps the last id when it trims the stream,
+so a trimmed stream is not taken for one that has lost messages.
 
 **Promise.**  In each lane's stream every sequence that is not a dead letter stands once, in order,
-without a hole, also after kills of relays; late writes of former owners are refused.  A server that
-has lost or evicted what it had acknowledged is noticed at the next append.
+without a hole, also after kills of relays; late writes of former owners and of lost calls are
+refused.  A server that has lost or evicted what it had acknowledged is noticed at the next append.
 
 **Not promised.**  That a server that crashes keeps what it had acknowledged, unless `appendfsync`
 is `always`: with `everysec` its writes to the file may be two seconds late.  That a fail-over does.
-Nothing of this if the hash is deleted alone; the order against other writers of the same stream.
+That former owners are refused if the hash is deleted alone; the order against other writers of the
+same stream.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from typing import TYPE_CHECKING, Any, cast
 
 from redis.exceptions import RedisError
@@ -35,8 +35,9 @@ from outbox.core.model.response import one_line
 from outbox.destinations.broker import BrokerFinding
 from outbox.destinations.broker_connection import BrokerOpener, stop_of
 from outbox.destinations.interface import NotConnected
-from outbox.destinations.redis.connection import GroupedConnection, NotSent, ResponseLost
-from outbox.destinations.redis.script import OPENING_BITS, SCRIPT, packed, packed_call
+from outbox.destinations.redis.checks import WHAT_TO_DO, findings_of
+from outbox.destinations.redis.connection import GroupedConnection, NotSent, ResponseLost, code_of
+from outbox.destinations.redis.script import DIGEST, SCRIPT, packed, packed_call
 from outbox.destinations.redis.target import parse_url
 
 if TYPE_CHECKING:
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from outbox.destinations.http.dns import Resolver
     from outbox.destinations.http.egress import EgressPolicy
 
-_DIGEST = hashlib.sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()
 _LATER = frozenset(
     {
         "OOM", "LOADING", "BUSY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS",
@@ -55,6 +55,10 @@ _LATER = frozenset(
     }
 )  # fmt: skip
 """Errors that pass by themselves, or end when the server has room."""
+_TOO_MANY_CLIENTS = "max number of clients reached"
+BULK_LIMIT = "proto-max-bulk-len"
+BULK_BYTES_MIN = 1024 * 1024
+"""The smallest limit that a server can have."""
 RECEIVE_BYTES = 64 * 1024
 
 
@@ -70,6 +74,7 @@ class RedisBroker:
         self._connection = GroupedConnection(
             self._open_streams,
             address.timeout_s,
+            address.connect_timeout_s,
             username=(user or None) if separator else None,
             password=(password if separator else user) or None,
             db=target.database,
@@ -79,66 +84,43 @@ class RedisBroker:
         response = await self._run(lane, owner, "", [])
         if isinstance(response, Stop):
             return response
-        what, about = response[0], response[1].decode("utf-8", "replace")
         key = self._target.stream_key(lane)
-        if what == b"OPEN":
-            return Position(int(about), response[2].decode("utf-8", "replace") or None)
-        if what == b"FENCED":
-            return Fenced(int(about) >> OPENING_BITS)
-        if what == b"OTHER":
-            return Foreign(f"the stream {key} belongs to database {about}")
-        return Foreign(f"the stream {key} has the id {about}, which another writer made")
+        match response:
+            case [b"OPEN", at, delivery]:
+                return Position(int(at), delivery.decode("utf-8", "replace") or None)
+            case [b"FENCED", epoch]:
+                return Fenced(int(epoch))
+            case [b"OTHER", who]:
+                return Foreign(f"the stream {key} belongs to database {_text(who)}")
+            case [b"FOREIGN", id_]:
+                return Foreign(f"the stream {key} has the id {_text(id_)}, of another writer")
+        return _strange(response)
 
     async def append(
         self, lane: str, owner: Owner, after: int, messages: Sequence[Message]
     ) -> Appended:
+        refused = None
+        if any(len(message.body) > BULK_BYTES_MIN for message in messages):
+            messages, refused = await self._fitting(messages)
+            if not messages:
+                return Appended(after, refused)
         response = await self._run(lane, owner, str(after), messages)
         if isinstance(response, Stop):
             return Appended(after, response)
-        if response[0] == b"STORED":
-            return Appended(messages[-1].sequence)
-        about = " ".join(each.decode("utf-8", "replace") for each in response)
-        key = self._target.stream_key(lane)
-        return Appended(after, Stop(StopKind.MOVED, f"the stream {key} responded {about}"))
+        match response:
+            case [b"STORED"]:
+                return Appended(messages[-1].sequence, refused)
+            case [b"UNOPENED" | b"AT" | b"FENCED" | b"OTHER" | b"FOREIGN" as code, *rest]:
+                about = " ".join(map(_text, [code, *rest]))
+                key = self._target.stream_key(lane)
+                return Appended(after, Stop(StopKind.MOVED, f"the stream {key} responded {about}"))
+        return Appended(after, _strange(response))
 
     async def check(self, lanes: Sequence[str]) -> list[BrokerFinding]:
         try:
-            await self._connection.call(packed("SCRIPT", "LOAD", SCRIPT))
-            about = _fields(await self._connection.call(packed("INFO")))
+            return await findings_of(self._connection, self._target, lanes)
         except (NotSent, ResponseLost, RedisError) as error:
-            stop = _stop(error)
-            return [BrokerFinding(True, stop.detail, _WHAT_TO_DO)]
-        findings = []
-        if about.get("role") == "slave":
-            findings.append(
-                BrokerFinding(True, "the server is a replica", "give the URL of the primary")
-            )
-        if about.get("cluster_enabled") == "1":
-            findings.append(
-                BrokerFinding(
-                    True,
-                    "the server is part of a cluster, where redirections are not followed",
-                    "use a server without cluster mode, or a proxy that hides it",
-                )
-            )
-        policy = about.get("maxmemory_policy", "")
-        if policy.startswith("allkeys"):
-            findings.append(
-                BrokerFinding(
-                    about.get("maxmemory", "0") != "0",
-                    f"maxmemory-policy is {policy}: streams may be evicted",
-                    "CONFIG SET maxmemory-policy noeviction",
-                )
-            )
-        if about.get("aof_enabled") == "0":
-            findings.append(
-                BrokerFinding(
-                    False,
-                    "appendonly is off: a crash of the server loses what it had acknowledged",
-                    "CONFIG SET appendonly yes, and appendfsync always",
-                )
-            )
-        return findings
+            return [BrokerFinding(True, _stop(error).detail, WHAT_TO_DO)]
 
     async def aclose(self) -> None:
         await self._connection.aclose()
@@ -146,21 +128,42 @@ class RedisBroker:
 
     async def _run(
         self, lane: str, owner: Owner, after: str, messages: Sequence[Message]
-    ) -> list[bytes] | Stop:
+    ) -> Any | Stop:
         """Run the script; the second time with its text, if the server does not have it."""
         given = self._target, lane, owner, after, messages
+        deadline = self._connection.deadline()
         try:
             try:
-                response: list[bytes] = await self._connection.call(
-                    packed_call(("EVALSHA", _DIGEST), *given)
+                return await self._connection.call(
+                    packed_call(("EVALSHA", DIGEST), *given), deadline
                 )
             except RedisError as error:
-                if _code(error) != "NOSCRIPT":
+                if code_of(error) != "NOSCRIPT":
                     raise
-                response = await self._connection.call(packed_call(("EVAL", SCRIPT), *given))
+                return await self._connection.call(packed_call(("EVAL", SCRIPT), *given), deadline)
         except (NotSent, ResponseLost, RedisError) as error:
             return _stop(error)
-        return response
+
+    async def _fitting(self, messages: Sequence[Message]) -> tuple[Sequence[Message], Stop | None]:
+        """The messages before the first one that the server will never take, and why it will not.
+
+        Its connection breaks with such a message, often before it can say so.
+        """
+        try:
+            setting = await self._connection.call(packed("CONFIG", "GET", BULK_LIMIT))
+            bytes_max = int(setting[1])
+        except (NotSent, ResponseLost, RedisError, LookupError, ValueError, TypeError):
+            # Without the right to ask, or on a proxy: the server decides.
+            return messages, None
+        for count, message in enumerate(messages):
+            if len(message.body) > bytes_max:
+                stop = Stop(
+                    StopKind.REFUSED,
+                    f"the message has {len(message.body)} bytes, and the server's {BULK_LIMIT} is "
+                    f"{bytes_max}",
+                )
+                return messages[:count], stop
+        return messages, None
 
     async def _open_streams(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         target, loop = self._target, asyncio.get_running_loop()
@@ -183,12 +186,6 @@ class _Protocol(asyncio.StreamReaderProtocol):
         self.made = cast("asyncio.Transport", transport)
 
 
-_WHAT_TO_DO = (
-    "check the URL and the credentials (outbox endpoint update --url, --header), and the rights: "
-    "+eval +evalsha +script|load +hmget +hset +exists +xinfo|stream +xrevrange +xadd +info"
-)
-
-
 def _stop(error: NotSent | ResponseLost | RedisError) -> Stop:
     """What an error means for the calls that got it."""
     if isinstance(error, ResponseLost):
@@ -197,18 +194,16 @@ def _stop(error: NotSent | ResponseLost | RedisError) -> Stop:
         if isinstance(error.cause, NotConnected):
             return stop_of(error.cause)
         error = error.cause
-    kind = StopKind.UNAVAILABLE if _code(error) in _LATER else StopKind.MISCONFIGURED
-    code, text = _code(error), str(error)
+    code, text = code_of(error), str(error)
+    passes = code in _LATER or _TOO_MANY_CLIENTS in text
+    kind = StopKind.UNAVAILABLE if passes else StopKind.MISCONFIGURED
     return Stop(kind, one_line(text if text.startswith(code) else f"{code} {text}"))
 
 
-def _code(error: RedisError) -> str:
-    """The first word of the server's error, which redis-py takes off for some."""
-    code = getattr(error, "status_code", None)
-    return str(code or str(error).partition(" ")[0])
+def _strange(response: object) -> Stop:
+    """For a response that the script does not give."""
+    return Stop(StopKind.MISCONFIGURED, one_line(f"not a response of the script: {response!r}"))
 
 
-def _fields(info: Any) -> dict[str, str]:
-    """The fields of INFO."""
-    lines = info.decode("utf-8", "replace").splitlines()
-    return dict(line.split(":", 1) for line in lines if ":" in line)
+def _text(value: object) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)

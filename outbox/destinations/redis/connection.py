@@ -1,12 +1,17 @@
 """One connection to Redis or Valkey, through which calls go in groups.
 
-Calls that wait while a group is out form the next group: they are written together, and responded
-in order.  A group whose responses do not come ends the connection.
+Calls that wait while a group is out form the next group: they are written together, and their
+responses come in order.  A group whose responses do not come ends the connection, with everything
+that is not sent yet.
+
+The exchange runs in a task of its own, so that a call can be cancelled, or end in time, while the
+calls beside it go on.
 """
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any, Protocol
 
 from redis.asyncio.connection import Connection
@@ -19,6 +24,9 @@ from outbox.destinations.interface import NotConnected
 
 GROUP_BYTES = 4 << 20
 """Bytes after which a group takes no further call."""
+_CLOSED = "the endpoint's broker was closed"
+_OTHER_SERVER = "READONLY"
+"""The server became a replica: after a fail-over, a new connection may reach the primary."""
 
 
 class Opener(Protocol):
@@ -50,18 +58,36 @@ class _OwnStreams(Connection):
             socket_timeout=None, socket_connect_timeout=None,
         )  # fmt: skip
         self._opener = opener
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     # The only method that redis-py calls to open a connection, with these two results.
     async def _connect(self) -> None:
-        self._reader, self._writer = await self._opener()
+        self._streams = self._reader, self._writer = await self._opener()
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the server has not closed it, as servers do with idle connections."""
+        if self._streams is None or not self.is_connected:
+            return False
+        reader, writer = self._streams
+        return not reader.at_eof() and not writer.transport.is_closing()
+
+    async def abort(self) -> None:
+        """Close it without sending what is buffered, which redis-py's `disconnect` still sends."""
+        if self._streams is not None:
+            self._streams[1].transport.abort()
+        with suppress(Exception):
+            await self.disconnect(nowait=True)
 
 
 class _Call:
-    __slots__ = ("packed", "response")
+    __slots__ = ("connection", "packed", "response")
 
     def __init__(self, packed: bytes) -> None:
         self.packed = packed
         self.response: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.connection: _OwnStreams | None = None
+        """On which it was sent; None: it waits."""
 
 
 class GroupedConnection:
@@ -69,49 +95,82 @@ class GroupedConnection:
 
     Args:
         settings: username, password and db.
-        timeout_s: for the responses of a group.
+        timeout_s: for one call, connecting included.
+        connect_timeout_s: for one connection, authentication included.
     """
 
-    def __init__(self, opener: Opener, timeout_s: float, **settings: Any) -> None:
+    def __init__(
+        self, opener: Opener, timeout_s: float, connect_timeout_s: float, **settings: Any
+    ) -> None:
         self._opener = opener
         self._timeout_s = timeout_s
+        self._connect_timeout_s = min(connect_timeout_s, timeout_s)
         self._settings = settings
-        self._connection: Connection | None = None
+        self._connection: _OwnStreams | None = None
         self._waiting: list[_Call] = []
-        # Held while a group is out.
-        self._exchanging = asyncio.Lock()
+        self._exchanging: asyncio.Task[None] | None = None
+        """Runs while calls wait."""
         self._is_closed = False
 
-    async def call(self, packed: bytes) -> Any:
+    async def call(self, packed: bytes, deadline: float | None = None) -> Any:
         """Execute a command, which is in the protocol's form.
+
+        Args:
+            deadline: of the event loop's clock; None: `timeout_s` from now.
 
         Raises:
             RedisError: the server's error.
             NotSent: nothing was sent.
             ResponseLost: the response did not come; the connection is closed.
         """
+        if self._is_closed:
+            raise NotSent(NotConnected(Failure.CONNECT, _CLOSED))
         call = _Call(packed)
         self._waiting.append(call)
+        if self._exchanging is None:
+            self._exchanging = asyncio.create_task(self._exchange_all())
         try:
-            async with self._exchanging:
-                if not call.response.done():
-                    await self._exchange()
+            async with asyncio.timeout_at(deadline or self.deadline()) as limit:
+                return await call.response
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            text = f"no response within {self._timeout_s:g} s"
+            if call.connection is None:
+                raise NotSent(NotConnected(Failure.CONNECT, text)) from None
+            await self._drop(call.connection)
+            raise ResponseLost(text) from None
         finally:
-            if call in self._waiting:
+            if call.connection is None and call in self._waiting:
                 self._waiting.remove(call)
-        return call.response.result()
 
-    async def _exchange(self) -> None:
-        """Send a group of the waiting calls, and read their responses."""
+    def deadline(self) -> float:
+        """When a call that begins now ends at the latest."""
+        return asyncio.get_running_loop().time() + self._timeout_s
+
+    async def _exchange_all(self) -> None:
+        """Exchange groups until no call waits."""
         try:
-            connection = await self._connected()
-        except (NotConnected, RedisError) as error:
-            group, self._waiting = self._waiting, []
-            for call in group:
-                _fail(call, NotSent(error))
-            return
-        group = self._next_group()
-        read = 0
+            while self._waiting:
+                try:
+                    connection = await self._connected()
+                except (NotConnected, RedisError) as error:
+                    self._fail_waiting(error)
+                else:
+                    if self._waiting:
+                        await self._exchange(connection, self._next_group())
+        except asyncio.CancelledError:
+            self._fail_waiting(NotConnected(Failure.CONNECT, _CLOSED))
+            raise
+        finally:
+            self._exchanging = None
+
+    async def _exchange(self, connection: _OwnStreams, group: list[_Call]) -> None:
+        """Send a group of calls, and read their responses."""
+        for call in group:
+            call.connection = connection
+        read, is_current = 0, True
+        lost = "the connection was closed before the response"
         try:
             async with asyncio.timeout(self._timeout_s):
                 await connection.send_packed_command(
@@ -124,23 +183,21 @@ class GroupedConnection:
                         if not is_response(error):
                             raise
                         _fail(call, error)
+                        is_current &= code_of(error) != _OTHER_SERVER
                     else:
                         if not call.response.done():
                             call.response.set_result(response)
                     read += 1
-        except (OSError, TimeoutError, RedisError, asyncio.IncompleteReadError) as error:
-            await self._drop()
-            text = "no response in time" if isinstance(error, TimeoutError) else str(error)
+        except TimeoutError:
+            lost = f"no response within {self._timeout_s:g} s"
+        except Exception as error:
+            # Of the network, or of the library on a connection that was dropped meanwhile.
+            lost = str(error) or type(error).__name__
+        finally:
             for call in group[read:]:
-                _fail(call, ResponseLost(text or type(error).__name__))
-        except BaseException:
-            # The task that reads for all of them was cancelled.
-            for call in group[read:]:
-                _fail(
-                    call, ResponseLost("the connection was closed while it waited for the response")
-                )
-            await self._drop()
-            raise
+                _fail(call, ResponseLost(lost))
+            if read < len(group) or not is_current:
+                await self._drop(connection)
 
     def _next_group(self) -> list[_Call]:
         count = size = 0
@@ -150,23 +207,28 @@ class GroupedConnection:
         group, self._waiting = self._waiting[:count], self._waiting[count:]
         return group
 
-    async def _connected(self) -> Connection:
+    def _fail_waiting(self, error: NotConnected | RedisError) -> None:
+        waiting, self._waiting = self._waiting, []
+        for call in waiting:
+            _fail(call, NotSent(error))
+
+    async def _connected(self) -> _OwnStreams:
         """The open connection.
 
         Raises:
             NotConnected: no connection could be established.
             RedisError: the server did not accept it.
         """
-        if self._is_closed:
-            raise NotConnected(Failure.CONNECT, "the connection was closed")
-        if self._connection is not None and self._connection.is_connected:
-            return self._connection
+        if self._connection is not None:
+            if self._connection.is_usable:
+                return self._connection
+            await self._drop(self._connection)
         connection = _OwnStreams(self._opener, **self._settings)
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._connect_timeout_s):
                 await connection.connect()  # type: ignore[no-untyped-call]
         except BaseException as error:
-            await connection.disconnect(nowait=True)
+            await connection.abort()
             if isinstance(error.__cause__, NotConnected):
                 raise error.__cause__ from None
             if isinstance(error, (OSError, TimeoutError, RedisError)) and not is_response(error):
@@ -175,21 +237,31 @@ class GroupedConnection:
         self._connection = connection
         return connection
 
-    async def _drop(self) -> None:
-        """Close the connection; what was not sent yet is lost with it."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            await connection.disconnect(nowait=True)
+    async def _drop(self, connection: _OwnStreams) -> None:
+        """Close a connection; what was not sent yet is lost with it."""
+        if self._connection is connection:
+            self._connection = None
+        await connection.abort()
 
     async def aclose(self) -> None:
-        """Close the connection for ever; calls in flight lose their responses."""
+        """Close the connection; calls in flight lose their responses."""
         self._is_closed = True
-        await self._drop()
+        if (exchanging := self._exchanging) is not None:
+            exchanging.cancel()
+            await asyncio.wait([exchanging])
+        if self._connection is not None:
+            await self._drop(self._connection)
 
 
 def is_response(error: Exception) -> bool:
     """Whether the server responded with this error; redis-py has no class for these."""
     return isinstance(error, ResponseError) or getattr(error, "status_code", None) is not None
+
+
+def code_of(error: RedisError) -> str:
+    """The first word of the server's error, which redis-py takes off for some."""
+    code = getattr(error, "status_code", None)
+    return str(code or str(error).partition(" ")[0])
 
 
 def unreachable(error: Exception) -> NotConnected:

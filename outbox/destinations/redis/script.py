@@ -1,12 +1,17 @@
 """The script that opens a lane and appends to it, and what it returns.
 
 Everything that it decides, it decides before its first write, so it stores all of its messages or
-none.  The ids of entries are `<sequence>-0`; they are compared as text, because numbers of Lua are
+none.  Opening a lane writes the owner's epoch and opening into the fence, and an append needs both
+there.  One that was sent before is refused, however late it arrives, also one of the same owner:
+nothing is stored that the position did not show.
+
+The ids of entries are `<sequence>-0`; they are compared as text, because numbers of Lua are
 doubles.
 """
 
 from __future__ import annotations
 
+import hashlib
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -16,20 +21,21 @@ if TYPE_CHECKING:
     from outbox.core.brokers.port import Message, Owner
     from outbox.destinations.redis.target import RedisTarget
 
-OPENING_BITS = 22
-"""Of the 53 bits that Lua's numbers have."""
 BODY = "body"
 """The field of an entry besides its headers."""
 
-# KEYS: the stream, the fence.  ARGV: epoch, identity and lane, the sequence after which to append
-# (empty: open the lane); and for each message its sequence, the number of its fields and values,
-# and these.
+# KEYS: the stream, the fence.  ARGV: epoch, opening, identity and lane, the sequence after which to
+# append (empty: open the lane); and for each message its sequence, the number of its fields and
+# values, and these.
 SCRIPT = """
 local stream, fence = KEYS[1], KEYS[2]
-local epoch, who, after = ARGV[1], ARGV[2], ARGV[3]
-local owner = redis.call('HMGET', fence, 'epoch', 'owner')
-if owner[2] and owner[2] ~= who then return {'OTHER', owner[2]} end
-if owner[1] and tonumber(owner[1]) > tonumber(epoch) then return {'FENCED', owner[1]} end
+local epoch, opening, who, after = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local owner = redis.call('HMGET', fence, 'epoch', 'opening', 'owner')
+if owner[3] and owner[3] ~= who then return {'OTHER', owner[3]} end
+local epochs = tonumber(owner[1] or 0) - tonumber(epoch)
+local openings = tonumber(owner[2] or 0) - tonumber(opening)
+if epochs > 0 or (epochs == 0 and openings > 0) then return {'FENCED', owner[1]} end
+if after ~= '' and (owner[1] ~= epoch or owner[2] ~= opening) then return {'UNOPENED'} end
 local last = '0-0'
 if redis.call('EXISTS', stream) == 1 then
   local about = redis.call('XINFO', 'STREAM', stream)
@@ -40,7 +46,7 @@ end
 local at, suffix = string.match(last, '^(%d+)-(%d+)$')
 if suffix ~= '0' then return {'FOREIGN', last} end
 if after == '' then
-  redis.call('HSET', fence, 'epoch', epoch, 'owner', who)
+  redis.call('HSET', fence, 'epoch', epoch, 'opening', opening, 'owner', who)
   local newest = redis.call('XREVRANGE', stream, '+', '-', 'COUNT', 1)
   local delivery = ''
   if newest[1] and newest[1][1] == last then
@@ -52,8 +58,7 @@ if after == '' then
   return {'OPEN', at, delivery}
 end
 if at ~= after then return {'AT', at} end
-redis.call('HSET', fence, 'epoch', epoch, 'owner', who)
-local i = 4
+local i = 5
 while i <= #ARGV do
   local count = tonumber(ARGV[i + 1])
   redis.call('XADD', stream, ARGV[i] .. '-0', unpack(ARGV, i + 2, i + 1 + count))
@@ -61,6 +66,10 @@ while i <= #ARGV do
 end
 return {'STORED'}
 """
+
+
+DIGEST = hashlib.sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()
+"""By which the server knows the script."""
 
 
 def packed_call(
@@ -81,7 +90,7 @@ def packed_call(
     """
     given = [
         *command, "2", target.stream_key(lane), target.fence_key(lane),
-        str(fence_number(owner)), f"{owner.identity}/{lane}", after,
+        str(owner.epoch), str(owner.opening), f"{owner.identity}/{lane}", after,
     ]  # fmt: skip
     count, parts = len(given), [_packed(each.encode()) for each in given]
     for message in messages:
@@ -95,11 +104,6 @@ def packed_call(
         parts.append(_BODY)
         parts.append(_packed(message.body))
     return b"*%d\r\n%b" % (count, b"".join(parts))
-
-
-def fence_number(owner: Owner) -> int:
-    """Epoch and opening as one number, which Lua compares exactly."""
-    return owner.epoch << OPENING_BITS | min(owner.opening, (1 << OPENING_BITS) - 1)
 
 
 def packed(*words: str) -> bytes:

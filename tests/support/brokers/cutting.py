@@ -16,7 +16,8 @@ class CuttingProxy:
     """Forwards to a port; what it does to bytes applies from now on, to all connections."""
 
     def __init__(self, port: int) -> None:
-        self._port = port
+        self.target_port = port
+        """Of new connections."""
         self.request_bytes_max: int | None = None
         """Bytes of requests that pass before the connections are cut; None: all."""
         self.response_bytes_max: int | None = None
@@ -30,7 +31,7 @@ class CuttingProxy:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection."""
-        server_reader, server_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        server_reader, server_writer = await asyncio.open_connection("127.0.0.1", self.target_port)
         try:
             async with asyncio.TaskGroup() as tasks:
                 responses = tasks.create_task(self._responses(server_reader, writer))
