@@ -46,7 +46,6 @@ end
 local at, suffix = string.match(last, '^(%d+)-(%d+)$')
 if suffix ~= '0' then return {'FOREIGN', last} end
 if after == '' then
-  redis.call('HSET', fence, 'epoch', epoch, 'opening', opening, 'owner', who)
   local newest = redis.call('XREVRANGE', stream, '+', '-', 'COUNT', 1)
   local delivery = ''
   if newest[1] and newest[1][1] == last then
@@ -54,7 +53,9 @@ if after == '' then
     for i = 1, #fields, 2 do
       if fields[i] == 'x-delivery' then delivery = fields[i + 1] end
     end
+    if delivery == '' then return {'FOREIGN', last} end
   end
+  redis.call('HSET', fence, 'epoch', epoch, 'opening', opening, 'owner', who)
   return {'OPEN', at, delivery}
 end
 if at ~= after then return {'AT', at} end
