@@ -228,6 +228,8 @@ class BrokerConformance:
         assert await rig.stored(lane) == []
 
     async def test_a_trimmed_stream_has_lost_nothing(self, rig: Rig) -> None:
+        if not rig.can_trim:
+            pytest.skip("it trims in its own time, see its own tests")
         lane = rig.lanes[0]
         async with rig.link() as link:
             await link.broker.open(lane, OWNER, 0, None)
@@ -256,7 +258,7 @@ class BrokerConformance:
             await link.broker.open(lane, OWNER, 0, None)
             await link.broker.append(lane, OWNER, 0, messages(lane, 1))
             opened = await copy.broker.open(lane, ELSEWHERE, 1, None)
-            assert isinstance(opened, Foreign) == link.broker.capabilities.fence
+            assert isinstance(opened, Foreign)
             assert (await link.broker.append(lane, OWNER, 1, messages(lane, 2))).stop is None
         assert await rig.stored(lane) == stored(1, 2)
 

@@ -24,6 +24,7 @@ class NatsRig:
     """Subjects of a stream; the server takes payloads up to 1 MiB."""
 
     lanes = ("ep-1-0", "ep-1-1", "ep-1-2")
+    can_trim = True
     too_large = 1_100_000
 
     def __init__(self, server: NatsServer) -> None:

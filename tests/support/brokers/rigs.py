@@ -77,6 +77,8 @@ class Rig(Protocol):
         """Size of a body that the broker refuses."""
         ...
 
+    @property
+    def can_trim(self) -> bool: ...
     def link(self, timeout_s: float = PATIENT_S) -> AbstractAsyncContextManager[Link]: ...
     def absent(self) -> AbstractAsyncContextManager[Broker]:
         """A driver whose broker cannot be reached."""
@@ -150,6 +152,7 @@ class ValkeyRig:
     """Streams of a Valkey server, which takes bodies up to 1 MiB."""
 
     lanes = ("ep-1-0", "ep-1-1", "ep-1-2")
+    can_trim = True
     too_large = 1024 * 1024 + 1
 
     def __init__(self, server: Valkey) -> None:
@@ -275,6 +278,7 @@ class ModelRig:
     """The model of the protocol's simulation."""
 
     lanes = ("a", "b", "c")
+    can_trim = True
     too_large = 1000
 
     def __init__(self, make: type[ModelBroker] = ModelBroker) -> None:
