@@ -48,6 +48,56 @@ async def is_idle(server: Valkey) -> bool:
     return len(clients.splitlines()) == 1
 
 
+@pytest.mark.parametrize("side", ["requests", "responses"])
+@pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.full)])
+async def test_an_append_cut_after_any_byte_is_stored_once_or_not_at_all(
+    server: Valkey, side: str, step: int
+) -> None:
+    """What the lane stands at is what the stream has, and the append can go on from there."""
+    async with (
+        cutting(server.port) as (proxy, port),
+        connected(f"redis://127.0.0.1:{port}/events") as broker,
+    ):
+        at, outcomes, opening = 0, set(), 0
+
+        async def opened() -> Position | None:
+            nonlocal opening
+            opening += 1
+            standing = await broker.open(LANE, OWNER._replace(opening=opening), at, None)
+            # The proxy may still close the connection, after the last byte of the response.
+            return standing if isinstance(standing, Position) else None
+
+        for cut in range(0 if side == "responses" else 1, 900, step):
+            assert await until(opened) == position(at)
+            if side == "requests":
+                proxy.request_bytes_max = cut
+            else:
+                proxy.response_bytes_max = cut
+            owner = OWNER._replace(opening=opening)
+            appended = await broker.append(LANE, owner, at, messages(at + 1, at + 2))
+            was_cut = 0 in (proxy.request_bytes_max, proxy.response_bytes_max)
+            proxy.request_bytes_max = proxy.response_bytes_max = None
+            standing = await until(opened, what="the lane")
+            assert standing in (position(at), position(at + 2))
+            stop = appended.stop
+            outcomes.add((stop and stop.kind, standing == position(at)))
+            if stop is None:
+                assert standing == position(at + 2)
+            at = standing.sequence
+            if not was_cut:
+                break
+        else:
+            pytest.fail("the append has more bytes than the test cuts")
+    lost, stored = (StopKind.UNKNOWN, True), (StopKind.UNKNOWN, False)
+    assert (lost if side == "requests" else stored) in outcomes
+    assert (None, False) in outcomes
+    assert await server.sequences(LANE) == list(range(1, at + 1))
+
+
+def position(sequence: int) -> Position:
+    return Position(sequence, f"delivery-{sequence}" if sequence else None)
+
+
 @pytest.mark.parametrize("reopened", [True, False])
 async def test_a_lost_append_is_not_stored_after_its_owner_opened_the_lane_again(
     server: Valkey, reopened: bool
