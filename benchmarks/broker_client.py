@@ -18,7 +18,7 @@ import redis.asyncio
 from redis.asyncio import BlockingConnectionPool
 
 from benchmarks.receiver import new_event_loop, say
-from outbox.destinations.redis.script import BODY, OPENING_BITS, SCRIPT
+from outbox.destinations.redis.script import BODY, SCRIPT
 from outbox.destinations.redis.target import parse_url
 
 if TYPE_CHECKING:
@@ -52,17 +52,23 @@ async def into_redis(url: str) -> Callable[[str, int, int], Awaitable[None]]:
     client = redis.asyncio.Redis(connection_pool=pool)
     digest = await client.script_load(SCRIPT)
 
+    async def call(lane: str, *given: Any) -> Any:
+        keys = target.stream_key(lane), target.fence_key(lane)
+        # The epoch, the opening, and the owner.
+        return await client.evalsha(digest, 2, *keys, 1, 1, f"bare/{lane}", *given)
+
     async def append(lane: str, after: int, count: int) -> None:
-        given: list[Any] = [1 << OPENING_BITS, f"bare/{lane}", after]
+        if after == 0:
+            opened = await call(lane, "")
+            assert opened[0] == b"OPEN", opened
+        given: list[Any] = [after]
         for sequence in range(after + 1, after + count + 1):
             fields = headers(lane, sequence)
             given += (sequence, 2 * len(fields) + 2)
             for pair in fields.items():
                 given += pair
             given += (BODY, body)
-        response = await client.evalsha(
-            digest, 2, target.stream_key(lane), target.fence_key(lane), *given
-        )
+        response = await call(lane, *given)
         assert response == [b"STORED"], response
 
     return append
