@@ -8,6 +8,7 @@ import pytest
 
 from outbox.api.routes import ROUTES
 from tests.api.test_endpoints import identity
+from tests.api.test_journalled import FORGOT
 from tests.cli.test_hold_points import DISABLE, prepare
 from tests.support.api import make_token, serving
 from tests.support.lockstep import in_lockstep
@@ -55,6 +56,9 @@ async def test_no_route_holds_locks_while_it_waits_for_its_client(database: Data
         await request("POST", endpoint + "/pause", {}, **shop)
         await request("POST", endpoint + "/resume", {}, **shop)
         await request("POST", endpoint + "/rotate-secret", **shop)
+        async with database.at_hand() as db:
+            await db.execute(FORGOT.replace("'shop'", "'moved'"))
+        await request("POST", endpoint + "/refill", {}, name="moved")
         stuck = {"lane": lane, "sequence": sequence}
         await request("POST", endpoint + "/skip", stuck, name="moved")
         await request("PUT", endpoint + "/certificate", {"pem": identity()}, **shop)

@@ -38,12 +38,20 @@ NOT_JOURNALLED = {
     "POST /v1/endpoints/{name}/test": "it changes nothing here, and is no delivery",
 }
 
+FORGOT = """
+UPDATE lane_progress SET attempts = 1, retry_seq = acked_seq + 1,
+       last_response = '{"failure": "forgot"}'
+ WHERE endpoint_id = (SELECT id FROM endpoint WHERE name = 'shop')
+"""
+"""As if the streams of a broker had lost messages."""
+
 CERTIFICATE, STUCK = "made when it is needed", "read when it is needed"
 WALK: dict[str, tuple[str, Any]] = {
     "POST /v1/endpoints": ("/v1/endpoints", {"name": "new", "url": URL}),
     "PATCH /v1/endpoints/{name}": ("/v1/endpoints/new", {"lanes": 2}),
     "POST /v1/endpoints/{name}/pause": ("/v1/endpoints/new/pause", {}),
     "POST /v1/endpoints/{name}/resume": ("/v1/endpoints/new/resume", {}),
+    "POST /v1/endpoints/{name}/refill": ("/v1/endpoints/shop/refill", {}),
     "POST /v1/endpoints/{name}/skip": ("/v1/endpoints/shop/skip", STUCK),
     "POST /v1/endpoints/{name}/enable": ("/v1/endpoints/off/enable", {}),
     "POST /v1/endpoints/{name}/rotate-secret": ("/v1/endpoints/new/rotate-secret", {}),
@@ -97,6 +105,7 @@ async def test_a_change_is_journalled_with_the_token(database: Database, client:
     await fetchval(database, "SELECT publish('a.b', '{}', once => 'o')")
     await publish(database, "stuck")
     await sequence_all(database)
+    await fetchval(database, FORGOT)
     await fetchval(
         database,
         "UPDATE batch SET dead = int8multirange(int8range(high, high + 1)) WHERE batch = 1",

@@ -149,7 +149,7 @@ def test_json_toml_and_stdin_are_equivalent(here: Command, tmp_path: Path) -> No
         (
             "e.yaml",
             "endpoints:\n- {name: a, url: 'http://a.test/'}",
-            "endpoints[0].url: plain http",
+            "endpoints[0].url: the connection would not be encrypted",
         ),
         (
             "e.yaml",

@@ -324,7 +324,7 @@ def test_endpoint_list_and_show(here: Command) -> None:
 
 INVALID_URLS = (
     ("example.com/hooks", "url: must start with https://"),
-    ("ftp://example.com/", "url: must start with https://, or with http:// for an address in"),
+    ("ftp://example.com/", "url: must start with https://, with http:// for an address in"),
     ("https://", "url: "),
     ("https://user:hunter2@example.com/", "url: must not contain a user or password"),
     ("http://example.com/", "url: the connection would not be encrypted"),

@@ -13,7 +13,7 @@ compare and set and no fence:
 What follows from that:
 
 * A lane is opened after every doubt, and only a stream that exists has a position: the server
-  responses 0 for one that does not.
+  responds with 0 for one that does not.
 * At the first error, time-out or cancellation, nothing more is sent, and the connection is closed
   with all its lanes.  What was in flight on them is `UNKNOWN`.
 """
@@ -228,7 +228,7 @@ class RabbitMqBroker:
                 await self._withdraw(connection, slot)
                 return result
         except Stopped:
-            # All is responded: the other lanes of the connection go on.
+            # All responses have come: the other lanes of the connection go on.
             await self._withdraw(connection, slot)
             raise
         except BaseException:

@@ -37,7 +37,7 @@ async def read_position(
     tail = _Tail()
     connection.subscriptions[slot] = tail.received
     try:
-        # All in one system call: the server responds them in order.
+        # All in one system call: the server responds in this order.
         declared = connection.request(
             schema.DeclarePublisher, publisher_id=slot, stream=stream, reference=reference
         )

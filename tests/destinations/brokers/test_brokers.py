@@ -86,7 +86,7 @@ async def test_a_missing_client_library_is_named_with_its_extra(
     assert finding.what == opened.detail
 
 
-async def test_unusable_settings_are_said_when_the_lane_is_opened(brokers: Brokers) -> None:
+async def test_unusable_settings_are_reported_when_the_lane_is_opened(brokers: Brokers) -> None:
     for address in (
         BrokerAddress("redis://127.0.0.1/a{b"),
         BrokerAddress("redis://127.0.0.1/s", problem="headers: no"),
