@@ -22,6 +22,8 @@ FILE = ROOT / ".ci" / "constraints.txt"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 BUILDS = ("editables",)
 """What hatchling requires for an editable install."""
+FIRST_PATCHES = ("async-timeout",)
+"""What dependencies require on the first patch releases of Python 3.11, such as Debian's."""
 
 HEADER = """\
 # The exact versions that everything is tested with; run.py installs them.
@@ -61,7 +63,7 @@ def wanted() -> list[str]:
     read = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
     extras = read["project"]["optional-dependencies"].values()
     dependencies = [*read["project"]["dependencies"], *(each for extra in extras for each in extra)]
-    return [*dependencies, *read["build-system"]["requires"], *BUILDS]
+    return [*dependencies, *read["build-system"]["requires"], *BUILDS, *FIRST_PATCHES]
 
 
 def lines(found: dict[str, dict[str, str]]) -> list[str]:

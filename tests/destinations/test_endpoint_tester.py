@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -34,7 +35,7 @@ def duration(monkeypatch: pytest.MonkeyPatch) -> Callable[[Failure, float, str |
         async def run() -> float:
             loop = asyncio.get_running_loop()
             started_at = loop.time()
-            endpoint: Any = None
+            endpoint: Any = SimpleNamespace(url="https://a.example/")
             await EndpointTester(EgressPolicy()).run_test(endpoint, tenant)
             return loop.time() - started_at
 
