@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -83,13 +84,16 @@ async def test_a_flood_of_notifications_is_not_listened_to(
     database: Database, logs: list[MutableMapping[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listener, "FLOOD_MIN_S", 0.3)
+    loop = asyncio.get_running_loop()
     async with listening(database) as calls:
+        started_at = loop.time()
         await fetchval(database, FLOOD, "relay:owners", 20 * FLOOD_PER_S)
         await until(lambda: [each for each in logs if "retry_s" in each], SOON_S, "the log")
         (entry,) = [each for each in logs if "retry_s" in each]
         assert entry["event"] == "too many notifications; polling instead"
         received = [text for text in calls.texts if text]
-        assert len(received) <= FLOOD_PER_S
+        # In each second, of which a slow machine takes several.
+        assert len(received) <= FLOOD_PER_S * math.ceil(loop.time() - started_at + 1)
         # Until it listens again, it polls.
         calls.producers.clear()
         assert await calls.producers.wait(SOON_S)
