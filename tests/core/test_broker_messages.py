@@ -89,6 +89,8 @@ def test_other_credentials_are_refused_without_being_quoted(value: str) -> None:
         (Position(8, None), "d", HoldReason.FOREIGN),
         (Position(5, "d"), "other", HoldReason.FOREIGN),
         (Position(4, "d"), "d", HoldReason.FORGOT),
+        # It must not be filled again, which is for streams that have lost messages.
+        (Position(4, "d"), "other", HoldReason.FOREIGN),
         (Position(0, None), None, HoldReason.FORGOT),
         (Position(10, "d"), None, HoldReason.AHEAD),
         (Foreign("x"), None, HoldReason.FOREIGN),

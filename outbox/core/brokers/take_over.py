@@ -101,17 +101,18 @@ def _decide_at(position: Position, books: LaneBooks, expected: str | None) -> De
             f"lane {lane} stands at sequence {at} in the stream, and the database has assigned "
             f"{books.last_seq}: the database was restored from an older state",
         )
-    if at < books.delivered_seq:
-        return Hold(
-            HoldReason.FORGOT,
-            f"lane {lane} stands at sequence {at} in the stream, which had acknowledged "
-            f"{books.delivered_seq}: {_sequences(at + 1, books.delivered_seq)} lost",
-        )
+    # Before the comparison with what was delivered: a foreign stream is not filled again.
     if position.delivery is not None and expected is not None and position.delivery != expected:
         return Hold(
             HoldReason.FOREIGN,
             f"sequence {at} of lane {lane} is delivery {position.delivery} in the stream, and "
             f"{expected} in the database: another database writes here, or this one was restored",
+        )
+    if at < books.delivered_seq:
+        return Hold(
+            HoldReason.FORGOT,
+            f"lane {lane} stands at sequence {at} in the stream, which had acknowledged "
+            f"{books.delivered_seq}: {_sequences(at + 1, books.delivered_seq)} lost",
         )
     if at > books.acked_seq:
         # Without an X-Delivery on both sides nothing shows that the messages are these.
