@@ -19,6 +19,7 @@ from outbox.core.delivery.commands import (
     ErasedEvent,
     Fetch,
     Gate,
+    Open,
     Progress,
     Record,
     Send,
@@ -303,6 +304,21 @@ def test_a_skipped_delivery_is_not_sent_when_its_slot_comes() -> None:
     assert lane.revalidate(send, NOW) is None
     lane.cancel_send()
     assert isinstance(lane.next(NOW), Record)
+
+
+def test_a_delivery_is_not_appended_when_its_slot_comes_to_a_lane_that_must_be_opened() -> None:
+    """The credentials of the broker have changed while it waited."""
+    lane = Lane(1, Progress(), (), 1, 0, has_position=True)
+    lane.append([delivery(1)])
+    assert isinstance(lane.next(NOW), Open)
+    lane.record_position(0)
+    send = lane.next(NOW)
+    assert isinstance(send, Send)
+    assert lane.revalidate(send, NOW) is send
+    lane.reopen()
+    assert lane.revalidate(send, NOW) is None
+    lane.cancel_send()
+    assert isinstance(lane.next(NOW), Open)
 
 
 @pytest.mark.parametrize("blocks", [False, True])

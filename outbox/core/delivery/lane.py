@@ -574,6 +574,8 @@ class Lane:
         """
         if self._stopped or self._buffer.outdated or self._pending_cut is not None:
             return None
+        if self._position is None:
+            return None  # It must be opened first.
         if self._retry.exhausted or send.delivery.seq == self._skip_seq:
             return None
         if is_expired(send.delivery, now):
