@@ -92,6 +92,18 @@ async def test_an_expired_replica_writes_nothing(database: Database, make: objec
     assert await fetchval(database, "SELECT acked_seq FROM lane_progress") == 0
 
 
+async def test_a_receipt_of_a_lane_that_has_moved_is_not_written(database: Database) -> None:
+    endpoint_id, lane = await _endpoint(database)
+    old, new = await Replica(database).start(), await Replica(database).start()
+    epoch = await old.claim(endpoint_id)
+    await old.records.write_receipts([(lane, epoch, "1")])
+    await old.replicas.release(old.id, [endpoint_id], "test", "moved")
+    later = await new.claim(endpoint_id)
+    await new.records.write_receipts([(lane, later, "2")])
+    await old.records.write_receipts([(lane, epoch, "1")])
+    assert await fetchval(database, "SELECT receipt FROM lane_receipt") == "2"
+
+
 async def test_a_replica_with_an_expired_lease_writes_nothing_and_cannot_renew(
     database: Database,
 ) -> None:

@@ -499,6 +499,25 @@ async def test_a_cancelled_wait_for_the_recorder_does_not_affect_a_lane(database
     task.cancel()
 
 
+async def test_the_receipt_of_a_partial_append_is_written_without_a_later_success(
+    database: Database,
+) -> None:
+    endpoint = await add_endpoint(database)
+    replica = await Replica(database).start(endpoint.id)
+    lane = replica.lane
+    recorder = Recorder(RecordStore(replica.connection, replica.id), 0.0, lambda: 60.0)
+    lane.record_receipt(1, "receipt 1")
+    stored = AttemptRow(1, 1, 1, "delivered", None, None, 1.0, 0.001)
+    recorder.add(lane, replica.epoch, Record(lane.id, 1, stored))
+    rest = AttemptRow(1, 2, 1, "retry", None, "full", 1.0, 0.001)
+    failed = Record(lane.id, 2, rest, Progress(1, 1, 1, 2, 1, 0, 1.0, 2.0, {}))
+    task = asyncio.create_task(recorder.run())
+    await recorder.write(lane, replica.epoch, failed)
+    await recorder.checkpoint()
+    task.cancel()
+    assert await fetchval(database, "SELECT receipt FROM lane_receipt") == "receipt 1"
+
+
 # ----------------------------------------------------------- transient errors
 
 

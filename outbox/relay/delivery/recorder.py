@@ -87,8 +87,8 @@ class Recorder:
         self._writing = asyncio.Lock()
         # Lanes whose progress is not checkpointed yet: epoch and progress.
         self._dirty_lanes: dict[int, tuple[int, Progress]] = {}
-        # Receipts of brokers, by lane, that are not written yet.
-        self._receipts: dict[int, str] = {}
+        # Receipts of brokers that are not written yet: epoch and receipt, by lane.
+        self._receipts: dict[int, tuple[int, str]] = {}
 
     @property
     def full(self) -> bool:
@@ -195,7 +195,7 @@ class Recorder:
             if not (isinstance(entry.record, Record) and entry.record.urgent):
                 self._dirty_lanes[entry.lane.id] = (entry.epoch, entry.lane.checkpoint())
             if (receipt := entry.lane.receipt) is not None:
-                self._receipts[entry.lane.id] = receipt
+                self._receipts[entry.lane.id] = (entry.epoch, receipt)
         for entry in group:
             if entry.done is not None and not entry.done.done():
                 entry.done.set_result(None)
@@ -245,18 +245,23 @@ class Recorder:
             await self._store.write_found(lane.id, epoch, through_seq, batch, at)
 
     async def checkpoint(self) -> None:
-        """Write the progress of all dirty lanes.
+        """Write the progress of all dirty lanes, and their receipts.
 
         Raises:
             Fenced: the lease expired.
         """
         async with self._writing:
             moved, self._dirty_lanes = self._dirty_lanes, {}
-            if not moved:
+            # A lane is not dirty after an append that stored a part of its messages, because the
+            # record of its failure has the progress.
+            receipts, self._receipts = self._receipts, {}
+            if not moved and not receipts:
                 return
             if self._lease_left_s() <= 0:
                 raise Fenced
-            await self._store.checkpoint([(lane_id, *at) for lane_id, at in moved.items()])
-            receipts, self._receipts = self._receipts, {}
+            if moved:
+                await self._store.checkpoint([(lane_id, *at) for lane_id, at in moved.items()])
             if receipts:
-                await self._store.write_receipts(receipts)
+                await self._store.write_receipts(
+                    [(lane_id, *receipt) for lane_id, receipt in receipts.items()]
+                )

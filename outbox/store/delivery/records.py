@@ -28,7 +28,7 @@ from outbox.store.operational_events import (
 from outbox.store.row_params import composite_array, composite_number, composite_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from uuid import UUID
 
     from outbox.core.delivery.commands import DeadLetter, Progress, Record
@@ -200,12 +200,15 @@ UPDATE lane_progress p
 """,  # noqa: S608 (constants only)
 )
 
-# Writes the receipts of brokers' lanes, after their checkpoints.
+# Writes the receipts of brokers' lanes, after their checkpoints.  Fencing by epoch: a receipt that
+# waits while the lane moves to another replica must not replace a later one.
 WRITE_RECEIPTS = WriteStatement(
     "write_receipts",
-    f"""{fence("$4")}
+    f"""{fence("$5")}
 INSERT INTO lane_receipt (lane_id, receipt)
-SELECT v.lane_id, v.receipt FROM fence, unnest($2::bigint[], $3::text[]) AS v(lane_id, receipt)
+SELECT v.lane_id, v.receipt
+  FROM fence, unnest($2::bigint[], $3::bigint[], $4::text[]) AS v(lane_id, epoch, receipt)
+  JOIN lane_progress p ON p.lane_id = v.lane_id AND p.epoch = v.epoch
     ON CONFLICT (lane_id) DO UPDATE SET receipt = excluded.receipt
 """,  # noqa: S608 (constants only)
 )
@@ -371,13 +374,14 @@ class RecordStore:
         if not moved:
             raise Fenced
 
-    async def write_receipts(self, receipts: Mapping[int, str]) -> None:
-        """Write the receipts of lanes; when fenced, none is written."""
+    async def write_receipts(self, rows: Sequence[tuple[int, int, str]]) -> None:
+        """Write receipts (lane, epoch, receipt); those of lanes that moved are not written."""
         await self._db.write(
             WRITE_RECEIPTS,
             self._replica_id,
-            list(receipts),
-            list(receipts.values()),
+            [lane_id for lane_id, _, _ in rows],
+            [epoch for _, epoch, _ in rows],
+            [receipt for _, _, receipt in rows],
             self._timeline,
         )
 
