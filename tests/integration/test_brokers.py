@@ -311,6 +311,23 @@ async def test_a_stream_that_lost_messages_is_held_until_it_is_refilled(
     assert await exceptions(database) == {}
 
 
+async def test_a_stream_is_not_filled_again_around_events_that_retention_has_removed(
+    database: Database, streams: Streams
+) -> None:
+    """Their sequences would be missing for ever."""
+    await stream_endpoint(database)
+    async with running(database, Network(), brokers=streams.connect):
+        await forgetful(database, streams, 6)
+        removed = "DELETE FROM outbox WHERE id IN (SELECT outbox_id FROM delivery WHERE seq = 8)"
+        await fetchval(database, removed)
+        async with database.at_hand() as db:
+            await request_refill(db, "relay", "shop", actor="test")
+        detail = "SELECT max(last_response ->> 'detail') FROM lane_progress"
+        gone = f"SELECT ({detail}) LIKE '%sequences 7 to 10, not all are kept any more'"
+        await until(lambda: fetchval(database, gone), what="the reason")
+    assert streams.sequences() == [1, 2, 3, 4, 5, 6]
+
+
 async def test_there_is_no_refill_without_a_loss(database: Database, streams: Streams) -> None:
     await stream_endpoint(database)
     async with running(database, Network(), brokers=streams.connect):

@@ -131,8 +131,8 @@ class BrokerAttempts:
             if lost is None:
                 return Hold(
                     HoldReason.FORGOT,
-                    f"lane {loaded.name} cannot be filled again: sequence {at + 1} of "
-                    f"{position + 1} to {through} is no longer kept",
+                    f"lane {loaded.name} cannot be filled again: of sequences {at + 1} to "
+                    f"{through}, not all are kept any more",
                 )
             if lost.deliveries:
                 messages = messages_of(lane.runtime.endpoint, lost.deliveries, previous_seq)

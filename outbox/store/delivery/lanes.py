@@ -379,7 +379,16 @@ class LaneStore:
                 READ_DELIVERED, lane.id, found.batch, after_seq + 1, last_seq
             )
         }
-        kept = [row for row in rows if isinstance(row, Delivery) and row.seq in delivered]
+        kept = []
+        for row in rows:
+            if row.seq not in delivered:
+                continue  # A dead letter.
+            if isinstance(row, Delivery):
+                kept.append(row)
+                continue
+            found = await self.delivery_at(lane, row.seq)
+            if found is None or found.delivery is None:
+                return None  # Not erased: retention has removed its event.
         return LostDeliveries(last_seq, kept)
 
     async def new_batches(self, after_batch: int) -> NewBatches | None:
