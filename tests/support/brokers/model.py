@@ -6,7 +6,7 @@ that owner has gone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from outbox.core.brokers.port import Appended, Fenced, Foreign, Position, Stop, StopKind
@@ -25,6 +25,8 @@ class ModelBroker:
     """The stream of one lane."""
 
     entries: list[Message] = field(default_factory=list)
+    trimmed: list[Message] = field(default_factory=list)
+    """What retention has removed, before `entries`."""
     last_seq: int = 0
     """The last sequence that the stream ever had, also if it was trimmed."""
     owner: Owner | None = None
@@ -35,6 +37,14 @@ class ModelBroker:
     """Messages that are never stored."""
     is_full: Callable[[], bool] = lambda: False
     """Whether it stores nothing now, asked for each message."""
+
+    @property
+    def stored(self) -> list[Message]:
+        """All messages in order, also those that were trimmed."""
+        return self.trimmed + self.entries
+
+    def begin_open(self) -> None:
+        """Called when the request to open the lane is sent, long before `open` perhaps."""
 
     def open(self, owner: Owner) -> Standing:
         """Write the fence, and return the position."""
@@ -96,12 +106,23 @@ class ModelBroker:
     def delete(self) -> None:
         """Delete the stream and its fence."""
         self.entries.clear()
+        self.trimmed.clear()
         self.last_seq = 0
         self.owner = None
 
     def trim(self) -> None:
         """Remove all messages, as retention does."""
+        self.trimmed += self.entries
         self.entries.clear()
+
+    def snapshot(self) -> ModelBroker:
+        """A copy of its present state, fence included."""
+        return replace(self, entries=list(self.entries), trimmed=list(self.trimmed))
+
+    def put_back(self, older: ModelBroker) -> None:
+        """Return to an older state, as a failover that loses writes does."""
+        self.entries, self.trimmed = list(older.entries), list(older.trimmed)
+        self.last_seq, self.owner = older.last_seq, older.owner
 
 
 class WithoutEpochs(ModelBroker):
@@ -136,7 +157,7 @@ class Pipelined(ModelBroker):
         through, stop = after, None
         for message in messages:
             if self.refuses(message) or self.is_full():
-                stop = stop or FULL
+                stop = stop or (TOO_LARGE if self.refuses(message) else FULL)
                 continue
             self._keep(message)
             through = message.sequence if stop is None else through
@@ -151,3 +172,17 @@ class ReadsFence(ModelBroker):
         standing = super().open(owner)
         self.owner = kept
         return standing
+
+
+@dataclass
+class ReadsBeforeFence(ModelBroker):
+    """A mutant: opening a lane reads the position, and writes the fence only afterwards."""
+
+    read: Position | None = None
+
+    def begin_open(self) -> None:
+        self.read = self._position()
+
+    def open(self, owner: Owner) -> Standing:
+        standing = super().open(owner)
+        return self.read if isinstance(standing, Position) and self.read else standing

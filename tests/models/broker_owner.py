@@ -1,0 +1,304 @@
+"""An owner of a broker's lane, which runs step by step.
+
+It has the relay's own `Lane`, `BrokerAttempts` and `settle`, and a loop that mirrors the
+dispatcher's and the recorder's for one lane.  Where these wait, the owner yields a `Step`; the
+schedule decides when it continues, and with which result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from math import inf
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+from outbox.core.brokers.port import Appended, Owner, Stop, StopKind
+from outbox.core.delivery.circuit_breaker import BreakerState
+from outbox.core.delivery.commands import Fetch, Open, Record, Send, Wait
+from outbox.core.model.headers import NO_HEADERS
+from outbox.core.model.message_format import ENVELOPE
+from outbox.core.model.response import AttemptResult, Failure
+from outbox.core.model.response_policy import RETRYABLE
+from outbox.core.model.retry_policy import RetryPolicy
+from outbox.relay.delivery.attempt import Attempt
+from outbox.relay.delivery.settle import settle
+from tests.models.broker_database import LANE, Database
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Generator, Sequence
+
+    from outbox.core.brokers.port import Message, Standing
+    from outbox.core.delivery.lane import Lane
+    from outbox.relay.delivery.broker_attempts import BrokerAttempts
+    from outbox.store.delivery.lanes import FoundDelivery, LaneStore, LostDeliveries
+    from tests.models.broker_protocol import World
+
+IDENTITY = "database"
+POLICY = RetryPolicy(base_s=1.0, cap_s=8.0, attempts_max=2)
+ROWS_PER_FETCH, REFILL_MAX, BATCH_MAX = 12, 3, 6
+HOLDS = frozenset({Failure.FORGOT, Failure.AHEAD, Failure.FOREIGN, Failure.FENCED})
+
+
+class Preempted(Exception):
+    """Admission control has cancelled the request."""
+
+
+class Step:
+    """Where an owner waits."""
+
+    def __await__(self) -> Generator[Step, Any, Any]:
+        return (yield self)
+
+
+class Sleep(Step):
+    """Until a time, or until something happens."""
+
+    def __init__(self, until: float) -> None:
+        self.until = until
+
+
+class Call(Step):
+    """A request to the broker.  The schedule executes it when it likes, or never."""
+
+    def __init__(self, owner: Owner, after: int, messages: Sequence[Message] | None) -> None:
+        self.owner = owner
+        self.after = after
+        self.messages = messages
+        """None: it opens the lane."""
+        self.response: Standing | Appended | None = None
+        """None: it was not executed yet."""
+
+    def fails(self, kind: StopKind) -> Stop | Appended:
+        """A response without a result."""
+        stop = Stop(kind, "")
+        return stop if self.messages is None else Appended(self.after, stop)
+
+
+class Wire:
+    """The broker of an owner."""
+
+    async def open(self, lane: str, owner: Owner, after: int, receipt: str | None) -> Any:
+        return await Call(owner, after, None)
+
+    async def append(self, lane: str, owner: Owner, after: int, messages: Sequence[Message]) -> Any:
+        return await Call(owner, after, messages)
+
+
+class Admission:
+    """Admission control with one slot for each lane."""
+
+    is_sending = False
+    """Whether the request can be preempted."""
+
+    async def send(self, slot: Any, sending: Coroutine[Any, Any, Any]) -> Any:
+        self.is_sending = True
+        try:
+            return await sending
+        except Preempted:
+            return AttemptResult.failed(Failure.TIMEOUT, "preempted", 0.0)
+        finally:
+            self.is_sending = False
+
+
+class Store:
+    """The store of lanes: each read is a step."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    @property
+    def _db(self) -> Database:
+        return self._world.database
+
+    async def identity(self) -> str:
+        await Step()
+        return IDENTITY
+
+    async def delivery_at(self, lane: Any, seq: int) -> FoundDelivery | None:
+        await Step()
+        return self._db.delivery_at(seq)
+
+    async def refill_seq(self, lane_id: int) -> int:
+        await Step()
+        return self._db.refill_seq
+
+    async def lost_deliveries(self, lane: Any, after: int, through: int, *_: int) -> LostDeliveries:
+        await Step()
+        return self._db.lost_deliveries(after, through, REFILL_MAX)
+
+
+class Recorder:
+    """The recorder of one owner: groups of records, each written in one step."""
+
+    def __init__(self, world: World, lane: Lane, epoch: int) -> None:
+        self._world = world
+        self._lane = lane
+        self._epoch = epoch
+        self.pending: list[Record] = []
+
+    def write_group(self) -> None:
+        """Write what is pending."""
+        group, self.pending = self.pending, []
+        self._world.database.write(self._epoch, group)
+        for record in group:
+            self._lane.confirm_recorded(record)
+
+    def checkpoint(self) -> None:
+        """Write a checkpoint."""
+        self._world.database.checkpoint(self._epoch, self._lane.checkpoint())
+
+    async def write(self, record: Record) -> None:
+        self.pending.append(record)
+        await self.flush()
+
+    async def flush(self) -> None:
+        await Step()
+        self.write_group()
+
+    async def acknowledge_found(
+        self, lane: Lane, epoch: int, through: int, batch: int, at: float
+    ) -> None:
+        await Step()
+        self._world.database.write_found(epoch, through, batch, at)
+
+
+class LaneOwner:
+    """One owner, from its claim on."""
+
+    def __init__(self, world: World, lanes: type[Lane], attempts: type[BrokerAttempts]) -> None:
+        self._world = world
+        database, self.epoch = world.database, world.database.claim()
+        self.lane = lanes(
+            1, database.progress, database.tail(), database.last_seq, 0,
+            batch_max=BATCH_MAX, has_position=True,
+        )  # fmt: skip
+        self.lane.clamp_times(POLICY, world.now)
+        self.recorder = Recorder(world, self.lane, self.epoch)
+        self.held: Failure | None = None
+        """Why the lane could not be opened the last time, if it is held."""
+        self.holds = 0
+        """How often it was held for that since."""
+        self.runtime = SimpleNamespace(
+            epoch=self.epoch,
+            broker=Wire(),
+            endpoint=SimpleNamespace(
+                name="shop", headers=NO_HEADERS, message_format=ENVELOPE, retryable=RETRYABLE,
+                retry=POLICY, blocks=False,
+            ),
+            breaker=_Breaker(),
+            reported=_Reported(),
+            lanes={},
+        )  # fmt: skip
+        self._of_relay = cast(
+            "Any",
+            SimpleNamespace(
+                state=self.lane, loaded=SimpleNamespace(id=1, name=LANE), slot=None,
+                runtime=self.runtime,
+            ),
+        )  # fmt: skip
+        self.admission = Admission()
+        store, reading = cast("LaneStore", Store(world)), asyncio.Lock()
+        recorder, admission = cast("Any", self.recorder), cast("Any", self.admission)
+        self._attempts = attempts(
+            store, reading, recorder, admission, lambda: 0.0, lambda: world.now
+        )
+        self._run = self._work()
+        self.waits: Step = self._run.send(None)
+
+    def resume(self, response: Any = None) -> None:
+        """Let it continue, up to the next step.
+
+        Raises:
+            Fenced: another owner has claimed the endpoint.
+        """
+        self.waits = self._run.send(response)
+
+    def preempt(self) -> None:
+        """Cancel its request."""
+        self.waits = self._run.throw(Preempted())
+
+    def kill(self) -> None:
+        self._run.close()
+
+    def reconfigure(self) -> None:
+        """Change the credentials, or resume the endpoint, see `EndpointRuntime.apply_settings`."""
+        self.runtime.broker = Wire()
+        self.lane.retry_now(self._world.now)
+        self.lane.reopen()
+
+    async def _work(self) -> None:
+        while True:
+            match self.lane.next(self._world.now):
+                case Send() | Open() as send:
+                    await self._attempt(send)
+                case Record() as record:
+                    await self.recorder.write(record)
+                case Fetch() as fetch:
+                    await Step()
+                    self.lane.append_fetched(self._world.database.read(fetch, ROWS_PER_FETCH))
+                case Wait(until=until):
+                    await Sleep(until)
+                case None:
+                    await Sleep(inf)
+
+    async def _attempt(self, send: Send | Open) -> None:
+        """Make one attempt, see `AttemptSender` and `Dispatcher`."""
+        if self._world.rng.random() < 0.3:
+            await Step()  # It waits for a slot.
+            left = send if isinstance(send, Open) else self.lane.revalidate(send, self._world.now)
+            if left is None:
+                self.lane.cancel_send()
+                return
+            send = left
+        appended = None
+        if isinstance(send, Open):
+            response = await self._attempts.open(self._of_relay, self.runtime.broker)
+            self._note_hold(response)
+            if response is None:
+                return
+        elif (result := await self._attempts.append(self._of_relay, self.runtime.broker, send)) is (
+            None
+        ):
+            self.lane.cancel_send()
+            return
+        else:
+            response, appended = result
+        attempt = Attempt(send, self._world.now, response, False, None, appended)
+        telemetry: Any = _Telemetry()
+        settlement = settle(self._of_relay, attempt, self._world.now, self._world.rng, telemetry)
+        *earlier, last = settlement.records
+        self.recorder.pending += earlier
+        if last.urgent:
+            await self.recorder.write(last)
+        else:
+            self.recorder.pending.append(last)
+
+    def _note_hold(self, response: AttemptResult | None) -> None:
+        failure = None if response is None else response.failure
+        held = failure if failure in HOLDS else None
+        self.holds = self.holds + 1 if held is not None and held is self.held else 1
+        self.held = held
+
+
+class _Breaker:
+    """A circuit breaker that stays closed."""
+
+    state = BreakerState.HEALTHY
+
+    def record_result(self, outcome: Any, *_: Any, **__: Any) -> Any:
+        return outcome
+
+    def released(self, _: int) -> None:
+        pass
+
+
+class _Reported:
+    def record_failure(self, *_: Any, **__: Any) -> _Reported:
+        return self
+
+
+class _Telemetry:
+    def batch_completed(self, *_: Any) -> None:
+        pass
+
+    attempt_completed = open_failed = batch_completed

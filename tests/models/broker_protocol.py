@@ -1,0 +1,395 @@
+"""The protocol of brokers' lanes: the stream is the lane without its dead letters, or it is held.
+
+**The protocol.**  An owner opens its lane, which writes its fence and returns the position; it
+compares that with the database (`take_over.decide`), and appends from there (compare and set).
+After a response that was lost it opens the lane again, before it sends or dead-letters anything.
+
+**What is modelled.**  Random schedules of several owners of one lane, successive and overlapping.
+A request to the broker is executed when the schedule says so, perhaps after its owner has gone and
+another one has appended.  Responses are lost before or after the effect.  Each access to the
+database is a step of its own.  Faults destroy streams or the database, see `FAULTS`.  At the end
+all faults end, what is on its way arrives at any time, and a last owner runs.
+
+**Safety**, checked after each step: no message is stored twice or out of order; none is stored
+while one before it is neither stored nor dead-lettered; none is both in the stream and a dead
+letter; nothing is acknowledged that the stream never had.  At the end the stream equals the
+database, or the lane is held for a reason that the schedule contains.  **Liveness**: a lane that is
+not held ends with nothing pending.
+
+**What is omitted.**  Leases: owners overlap for as long as the schedule likes, and only the epoch
+fences them.  The circuit breaker stays closed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from random import Random
+from typing import TYPE_CHECKING
+
+from outbox.core.brokers.port import Message, Owner, StopKind
+from outbox.core.delivery.lane import Lane
+from outbox.core.model.response import Failure
+from outbox.relay.delivery.broker_attempts import BrokerAttempts
+from outbox.store.delivery.records import Fenced
+from tests.models.broker_database import Database
+from tests.models.broker_owner import Call, LaneOwner, Sleep
+from tests.support.brokers.model import ModelBroker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+BEGAN_AT = 1_800_000_000.0
+STEPS_MAX = 1_500
+"""Steps of the last owner."""
+HELD_TIMES = 4
+"""A lane is held if it was opened as often with the same result."""
+
+FAULTS = {
+    "delete": {Failure.FORGOT},
+    "put back": {Failure.FORGOT},
+    "trim": {Failure.FOREIGN},
+    "foreign": {Failure.FOREIGN},
+    "impostor": {Failure.FOREIGN, Failure.AHEAD},
+    "clone": {Failure.FOREIGN},
+    "restore": {Failure.AHEAD, Failure.FOREIGN, Failure.FENCED},
+}
+"""Faults that destroy something, and why a lane may be held after them."""
+
+
+class Violation(Exception):
+    """The protocol is broken."""
+
+
+def expect(is_so: bool, what: str, *details: object) -> None:
+    if not is_so:
+        raise Violation(" ".join(map(str, (what, *details))))
+
+
+class World:
+    """One schedule.
+
+    Args:
+        broker, lanes, attempts: what runs, perhaps a mutant.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        broker: type[ModelBroker] = ModelBroker,
+        lanes: type[Lane] = Lane,
+        attempts: type[BrokerAttempts] = BrokerAttempts,
+    ) -> None:
+        self.rng = Random(seed)
+        self.now = BEGAN_AT
+        self.seen: Counter[str] = Counter()
+        """What happened."""
+        self.database = Database(self._acknowledged, self._dead_lettered)
+        self.broker = broker(refuses=self._refuses, is_full=self._is_full)
+        self._make = lanes, attempts
+        self._owners: list[LaneOwner] = []
+        self._late: list[Call] = []
+        self._refused: set[str] = set()
+        self._stored: set[tuple[int, str]] = set()
+        self._dead: set[int] = set()
+        self._backup = self.database.snapshot()
+        self._older = self.broker.snapshot()
+        self._has_faults = True
+        self._refills = self.rng.random() < 0.5
+        is_quiet = self.rng.random() < 0.4
+        self._faults = [] if is_quiet else [f for f in FAULTS if self.rng.random() < 0.25]
+
+    # ---------------------------------------------------------------- running
+
+    def run(self) -> str:
+        """Run the schedule, check it, and return its outcome."""
+        self._own()
+        for _ in range(self.rng.randrange(20, 160)):
+            self._act()
+        self._has_faults = False
+        for owner in list(self._owners):
+            self._end(owner)
+        last = self._own()
+        # A last delivery, so that the lane is not idle.
+        self._refused.discard(self.database.assign().message_id)
+        self._announce()
+        held = self._run_to_the_end(last)
+        while self._late:
+            self._execute(self._late.pop(self.rng.randrange(len(self._late))))
+        self._check_end(held)
+        if held is not None:
+            return held.value
+        return "refilled" if self.seen["refill"] else "exact"
+
+    def _act(self) -> None:
+        rng = self.rng
+        roll = rng.random()
+        if roll < 0.68 and self._owners:
+            self._step(rng.choice(self._owners[-2:]))
+        elif roll < 0.78:
+            self._assign()
+        elif roll < 0.83 and self._late:
+            self._execute(self._late.pop(rng.randrange(len(self._late))))
+        elif roll < 0.87 and self._owners:
+            self._write(rng.choice(self._owners))
+        elif roll < 0.91:
+            self._change_owner()
+        elif roll < 0.96 and self._owners:
+            self._operate(rng.choice(self._owners))
+        elif self._faults:
+            getattr(self, "_" + rng.choice(self._faults).replace(" ", "_"))()
+        else:
+            self._older = self.broker.snapshot()
+            self._backup = self.database.snapshot()
+
+    def _run_to_the_end(self, last: LaneOwner) -> Failure | None:
+        """Run the last owner; returns why the lane is held, or None."""
+        for _ in range(STEPS_MAX):
+            if self._late and self.rng.random() < 0.2:
+                self._execute(self._late.pop(self.rng.randrange(len(self._late))))
+            if last.recorder.pending and self.rng.random() < 0.2:
+                self._write(last)
+            if not last.lane.pending and last.lane.settled:
+                return None
+            if last.held is not None and last.holds >= HELD_TIMES:
+                if last.held is not Failure.FORGOT or not self._refills:
+                    return last.held
+                self._refill(last)
+            self._step(last)
+            expect(last in self._owners, "the last owner was fenced")
+        raise Violation(f"it does not end: {last.lane.pending} pending")
+
+    # ------------------------------------------------------------------ steps
+
+    def _step(self, owner: LaneOwner) -> None:
+        """Let an owner go on from where it waits."""
+        waits = owner.waits
+        with self._fencing(owner):
+            if isinstance(waits, Call):
+                self._respond(owner, waits)
+                return
+            if isinstance(waits, Sleep) and self.now < waits.until < BEGAN_AT * 2:
+                self.now = waits.until
+            owner.resume()
+
+    def _respond(self, owner: LaneOwner, call: Call) -> None:
+        """Execute a request, lose it or its response, or respond to it."""
+        roll, has_faults = self.rng.random(), self._has_faults
+        if call.response is not None:
+            if not has_faults or roll < 0.8:
+                owner.resume(call.response)
+                return
+            self.seen["lost response"] += 1
+        elif not has_faults or roll < 0.7:
+            self._execute(call)
+            return
+        elif roll < 0.8:
+            self.seen["unavailable"] += 1
+            kind = self.rng.choice((StopKind.UNAVAILABLE, StopKind.MISCONFIGURED))
+            owner.resume(call.fails(kind))
+            return
+        else:
+            self.seen["request delayed"] += 1
+            self._late.append(call)
+        if owner.admission.is_sending and self.rng.random() < 0.2:
+            self.seen["preempted"] += 1
+            owner.preempt()
+        else:
+            owner.resume(call.fails(StopKind.UNKNOWN))
+
+    def _execute(self, call: Call) -> None:
+        """Let the broker process a request."""
+        before = self.broker.stored
+        is_late = all(owner.waits is not call for owner in self._owners)
+        if call.messages is None:
+            call.response = self.broker.open(call.owner)
+        else:
+            call.response = self.broker.append(call.owner, call.after, call.messages)
+        after = self.broker.stored
+        if is_late:
+            self.seen["late: stored" if len(after) > len(before) else "late: refused"] += 1
+        self._check_stored(before, after)
+
+    def _write(self, owner: LaneOwner) -> None:
+        """Let an owner's recorder write a group, or a checkpoint."""
+        with self._fencing(owner):
+            owner.recorder.write_group()
+            if self.rng.random() < 0.3:
+                owner.recorder.checkpoint()
+
+    @contextmanager
+    def _fencing(self, owner: LaneOwner) -> Iterator[None]:
+        call = owner.waits
+        try:
+            yield
+        except Fenced:
+            self.seen["fenced by the database"] += 1
+            self._end(owner)
+        waits = owner.waits
+        if waits is not call and isinstance(waits, Call) and waits.messages is None:
+            self.broker.begin_open()
+
+    def _assign(self) -> None:
+        for _ in range(self.rng.randrange(1, 5)):
+            expires_at = None
+            if self.rng.random() < 0.05:
+                expires_at = datetime.fromtimestamp(self.now, UTC) + timedelta(seconds=5)
+            delivery = self.database.assign(expires_at)
+            if self.rng.random() < 0.08:
+                self._refused.add(delivery.message_id)
+        self._announce()
+
+    def _announce(self) -> None:
+        for owner in self._owners:
+            owner.lane.extend_to(self.database.last_seq, self.now)
+
+    def _own(self) -> LaneOwner:
+        owner = LaneOwner(self, *self._make)
+        if isinstance(owner.waits, Call):
+            self.broker.begin_open()
+        self._owners.append(owner)
+        return owner
+
+    def _change_owner(self) -> None:
+        """Another owner claims the endpoint; the former one is killed, or does not know of it."""
+        if self._owners and self.rng.random() < 0.6:
+            self._end(self.rng.choice(self._owners))
+        self.seen["take-over"] += 1
+        self._own()
+
+    def _end(self, owner: LaneOwner) -> None:
+        """Kill an owner; what it has sent may still arrive."""
+        self._owners.remove(owner)
+        owner.kill()
+        if isinstance(owner.waits, Call) and owner.waits.response is None:
+            self._late.append(owner.waits)
+
+    def _operate(self, owner: LaneOwner) -> None:
+        """What an operator does."""
+        match self.rng.randrange(4):
+            case 0:
+                self.seen["skip"] += 1
+                owner.lane.skip(owner.lane.acked_seq + 1)
+            case 1:
+                self.seen["cut"] += 1
+                owner.lane.dead_letter_through(
+                    owner.lane.acked_seq + self.rng.randrange(4), "backlog"
+                )
+            case 2:
+                self.seen["reconfigured"] += 1
+                owner.reconfigure()
+            case _:
+                if owner.held is Failure.FORGOT and self._refills:
+                    self._refill(owner)
+
+    def _refill(self, owner: LaneOwner) -> None:
+        self.seen["refill"] += 1
+        self.database.refill_seq = self.database.progress.delivered_seq
+        owner.lane.retry_now(self.now)
+        owner.held = None
+
+    # ----------------------------------------------------------------- faults
+
+    def _refuses(self, message: Message) -> bool:
+        return message.delivery in self._refused
+
+    def _is_full(self) -> bool:
+        return self._has_faults and self.rng.random() < 0.03
+
+    def _delete(self) -> None:
+        self._note("delete")
+        self.broker.delete()
+
+    def _put_back(self) -> None:
+        self._note("put back")
+        self.broker.put_back(self._older)
+
+    def _trim(self) -> None:
+        self._note("trim")
+        self.broker.trim()
+
+    def _foreign(self) -> None:
+        self._note("foreign")
+        self.broker.is_foreign = True
+
+    def _impostor(self) -> None:
+        """Another writer uses the next sequence."""
+        self._note("impostor")
+        self.broker.last_seq += 1
+        self.broker.entries.append(Message(self.broker.last_seq, "impostor", (), b""))
+
+    def _clone(self) -> None:
+        """A copy of the database opens the lane."""
+        self._note("clone")
+        self.broker.open(Owner("copy", 1_000))
+
+    def _restore(self) -> None:
+        """The database returns to a backup, and all its connections end."""
+        self._note("restore")
+        for owner in list(self._owners):
+            self._end(owner)
+        self.database = self._backup.snapshot()
+        self._own()
+
+    def _note(self, fault: str) -> None:
+        self.seen[fault] += 1
+
+    # ----------------------------------------------------------------- safety
+
+    def _happened(self, *faults: str) -> bool:
+        return any(self.seen[fault] for fault in faults)
+
+    def _check_stored(self, before: list[Message], after: list[Message]) -> None:
+        last = before[-1].sequence if before else 0
+        for each in after[len(before) :]:
+            expect(each.sequence > last, f"{each.sequence} is stored after {last}")
+            missing = [n for n in range(last + 1, each.sequence) if n not in self._dead]
+            expect(not missing, f"{each.sequence} is stored without {missing}")
+            if not self._happened("restore", "delete", "put back"):
+                expect(each.sequence not in self._dead, f"dead letter {each.sequence} is stored")
+            last = each.sequence
+            self._stored.add((each.sequence, each.delivery))
+
+    def _acknowledged(self, seq: int) -> None:
+        found = seq, self.database.deliveries[seq].message_id
+        expect(found in self._stored, f"{seq} is acknowledged, and was never stored")
+
+    def _dead_lettered(self, seq: int) -> None:
+        self.seen["dead letter"] += 1
+        self._dead.add(seq)
+        if not self._happened("restore", "impostor", "delete", "put back"):
+            stored = any(each.sequence == seq for each in self.broker.stored)
+            expect(not stored, f"{seq} is dead-lettered, and in the stream")
+
+    def _check_end(self, held: Failure | None) -> None:
+        if held is not None:
+            causes = {fault for fault, reasons in FAULTS.items() if held in reasons}
+            expect(self._happened(*causes), f"it is held without a cause: {held.value}")
+            return
+        stored = [(each.sequence, each.delivery) for each in self.broker.stored]
+        expected = self.database.expected()
+        if self._happened("delete", "put back"):
+            # With the fence gone, what a former owner sent is stored if the position fits.
+            dead = {each for each in self._stored if each[0] in self.database.dead}
+            stored = [each for each in stored if each not in dead]
+        # A foreign message that was trimmed cannot be compared.
+        is_obscured = self._happened("impostor") and self._happened("trim")
+        if is_obscured or self._happened("restore"):
+            stored, expected = stored[-1:], expected[-1:]
+        others = sorted(set(stored) ^ set(expected))
+        expect(stored == expected, "the stream and the lane differ in", others)
+
+
+def simulate(seed: int, make: Callable[[int], World] = World) -> World:
+    """Run one schedule.
+
+    Raises:
+        Violation: with the seed.
+    """
+    world = make(seed)
+    try:
+        world.seen[f"outcome: {world.run()}"] += 1
+    except Violation as violation:
+        raise Violation(f"seed {seed}: {violation}") from violation
+    return world

@@ -1,0 +1,184 @@
+"""The protocol of brokers' lanes keeps its invariants, and each of its rules is necessary."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import structlog
+
+from outbox.core.brokers import take_over
+from outbox.core.brokers.port import Appended, Position, StopKind
+from outbox.core.delivery.commands import Gate
+from outbox.core.delivery.lane import Lane
+from outbox.core.model.response import Failure
+from outbox.relay.delivery import broker_attempts
+from outbox.relay.delivery.broker_attempts import BrokerAttempts
+from tests.models.broker_protocol import FAULTS, Violation, World, simulate
+from tests.support.brokers.model import (
+    ModelBroker,
+    Pipelined,
+    ReadsBeforeFence,
+    ReadsFence,
+    WithoutCompare,
+    WithoutEpochs,
+    WithoutOpenings,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from outbox.core.brokers.port import Standing
+    from outbox.core.brokers.take_over import Decision, LaneBooks
+    from outbox.core.delivery.commands import Command
+
+SCHEDULES = 1_500
+OUTCOMES = ("exact", "refilled", *(each.value for each in (
+    Failure.FORGOT, Failure.AHEAD, Failure.FOREIGN, Failure.FENCED)))  # fmt: skip
+EVENTS = (
+    "cut",
+    "dead letter",
+    "fenced by the database",
+    "late: refused",
+    "late: stored",
+    "lost response",
+    "preempted",
+    "reconfigured",
+    "refill",
+    "request delayed",
+    "skip",
+    "take-over",
+    "unavailable",
+)
+
+
+@pytest.fixture(autouse=True)
+def silent() -> Iterator[None]:
+    """Without the log, which says for each refill that it happened."""
+    with structlog.testing.capture_logs():
+        yield
+
+
+def test_the_stream_is_the_lane_without_its_dead_letters_or_it_is_held(seed: int) -> None:
+    seen: Counter[str] = Counter()
+    for each in range(seed, seed + SCHEDULES):
+        seen.update(simulate(each).seen.keys())
+    print(dict(sorted(seen.items())))
+    kinds = *EVENTS, *FAULTS, *(f"outcome: {outcome}" for outcome in OUTCOMES)
+    assert [kind for kind in kinds if not seen[kind]] == []
+    assert seen["outcome: exact"] > SCHEDULES / 3
+
+
+class EagerDeadLetters(Lane):
+    """A mutant: skipped deliveries and cut backlogs do not wait until the lane is open."""
+
+    __slots__ = ()
+
+    def next(self, now: float, gate: Gate = Gate.OPEN) -> Command:
+        if self._position is None and self._busy is None:
+            if self._pending_cut is not None:
+                (through, reason), self._pending_cut = self._pending_cut, None
+                if through > self._acked:
+                    return self._dead_letter_range(through, reason)
+            if self._buffer.queue and self._buffer.queue[0].seq == self._skip_seq:
+                return self._dead_letter(self._buffer.queue[0], "skipped", None)
+        return super().next(now, gate)
+
+
+class BlindAttempts(BrokerAttempts):
+    """A mutant: after a lost response it appends again, without opening the lane."""
+
+    async def append(self, lane: Any, *args: Any) -> Any:
+        position = lane.state.position
+        result = await super().append(lane, *args)
+        if result is not None and _is_unknown(result[1]):
+            lane.state._position = position
+        return result
+
+
+def _is_unknown(appended: Appended) -> bool:
+    return appended.stop is not None and appended.stop.kind is StopKind.UNKNOWN
+
+
+BOTH = "is dead-lettered, and in the stream"
+STORED_LATE = r"dead letter \d+ is stored"
+NEVER_STORED = "is acknowledged, and was never stored"
+HOLE = "is stored without"
+
+
+def catches(what: str, **mutant: Any) -> None:
+    """Check that a mutant is caught within the schedules; prints how."""
+
+    def run() -> None:
+        for each in range(SCHEDULES):
+            simulate(each, lambda seed: World(seed, **mutant))
+
+    with pytest.raises(Violation, match=what) as caught:
+        run()
+    print(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("broker", "what"),
+    [
+        (WithoutEpochs, f"{BOTH}|{STORED_LATE}"),
+        (WithoutOpenings, f"{BOTH}|{STORED_LATE}"),
+        (WithoutCompare, f"{HOLE}|{NEVER_STORED}"),
+        (Pipelined, HOLE),
+        (ReadsFence, f"{BOTH}|{STORED_LATE}"),
+        (ReadsBeforeFence, f"{BOTH}|{STORED_LATE}"),
+    ],
+)
+def test_a_broker_without_a_rule_is_caught(broker: type[ModelBroker], what: str) -> None:
+    catches(what, broker=broker)
+
+
+def test_dead_letters_in_a_lane_that_is_not_open_are_caught() -> None:
+    catches(f"{BOTH}|{STORED_LATE}", lanes=EagerDeadLetters)
+
+
+def test_appending_blindly_after_a_lost_response_is_caught() -> None:
+    catches(f"{BOTH}|{STORED_LATE}", attempts=BlindAttempts)
+
+
+def without_comparison(standing: Standing, books: LaneBooks, expected: str | None) -> Decision:
+    """A mutant: the X-Delivery is not compared."""
+    if isinstance(standing, Position):
+        expected = standing.delivery
+    return take_over.decide(standing, books, expected)
+
+
+def with_acknowledged(standing: Standing, books: LaneBooks, expected: str | None) -> Decision:
+    """A mutant: the position is compared with the acknowledged sequence, not the delivered one."""
+    return take_over.decide(standing, books._replace(delivered_seq=books.acked_seq), expected)
+
+
+def forgiving(standing: Standing, books: LaneBooks, expected: str | None) -> Decision:
+    """A mutant: the lane goes on after its stream has lost messages."""
+    if isinstance(standing, Position) and standing.sequence < books.delivered_seq:
+        return take_over.Proceed(standing.sequence)
+    return take_over.decide(standing, books, expected)
+
+
+def foreign_last(standing: Standing, books: LaneBooks, expected: str | None) -> Decision:
+    """A mutant: a foreign stream that is behind has lost messages, and is filled again."""
+    if isinstance(standing, Position) and standing.sequence < books.delivered_seq:
+        expected = standing.delivery
+    return take_over.decide(standing, books, expected)
+
+
+@pytest.mark.parametrize(
+    ("decide", "what"),
+    [
+        (without_comparison, NEVER_STORED),
+        (with_acknowledged, "held without a cause: forgot"),
+        (forgiving, HOLE),
+        (foreign_last, "the stream and the lane differ in .*impostor"),
+    ],
+)
+def test_a_wrong_comparison_is_caught(
+    monkeypatch: pytest.MonkeyPatch, decide: Any, what: str
+) -> None:
+    monkeypatch.setattr(broker_attempts, "decide", decide)
+    catches(what)
