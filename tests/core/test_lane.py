@@ -28,7 +28,7 @@ from outbox.core.delivery.commands import (
 from outbox.core.delivery.delivery_buffer import REFILL_LEVEL
 from outbox.core.delivery.lane import Lane
 from outbox.core.delivery.operational_events import STUCK_EVERY
-from outbox.core.model.response import AttemptResult
+from outbox.core.model.response import AttemptResult, Failure
 from outbox.core.model.response_policy import AttemptOutcome
 from outbox.core.model.stored_response import stored_response
 from tests.core.lane_invariants import POLICY
@@ -304,6 +304,24 @@ def test_a_skipped_delivery_is_not_sent_when_its_slot_comes() -> None:
     assert lane.revalidate(send, NOW) is None
     lane.cancel_send()
     assert isinstance(lane.next(NOW), Record)
+
+
+def test_a_held_lane_is_no_probe_before_its_time() -> None:
+    """The circuit breaker does not count its result, and would admit it again at once."""
+    lane = Lane(1, Progress(), (), 1, 0, has_position=True)
+    lane.append([delivery(1)])
+    forgot = AttemptResult.failed(Failure.FORGOT, "", 0.1)
+    for now in (NOW, NOW + 60):
+        assert isinstance(lane.next(now, Gate.PROBE), Open)
+        record = lane.record_result(
+            AttemptOutcome.RETRY, forgot, POLICY, started_at=now, now=now, u=0.5, held=True
+        )
+        lane.confirm_recorded(record)
+        command = lane.next(now, Gate.PROBE)
+        assert isinstance(command, Wait)
+        assert now < command.until <= now + 60
+    lane.retry_now(NOW + 60)
+    assert isinstance(lane.next(NOW + 60, Gate.PROBE), Open)
 
 
 def test_a_delivery_is_not_appended_when_its_slot_comes_to_a_lane_that_must_be_opened() -> None:

@@ -328,6 +328,23 @@ async def test_a_stream_is_not_filled_again_around_events_that_retention_has_rem
     assert streams.sequences() == [1, 2, 3, 4, 5, 6]
 
 
+async def test_a_held_lane_is_not_opened_all_the_time_after_a_resume(
+    database: Database, streams: Streams
+) -> None:
+    """The circuit breaker of a resumed endpoint admits one probe after the other."""
+    retry = {"base_s": 600, "cap_s": 600, "jitter": "proportional"}
+    await add_endpoint(database, url=URL, lanes=1, retry=retry)
+    async with running(database, Network(), brokers=streams.connect):
+        await forgetful(database, streams, 6)
+        opened = streams.opened
+        async with database.at_hand() as db:
+            await endpoint_states.pause_endpoints(db, "relay", ["shop"], actor="test")
+            await endpoint_states.resume_endpoints(db, "relay", ["shop"], actor="test")
+        await until(lambda: streams.opened > opened, what="the opening after the resume")
+        await publish(database, *range(20))
+    assert streams.opened <= opened + 2
+
+
 async def test_there_is_no_refill_without_a_loss(database: Database, streams: Streams) -> None:
     await stream_endpoint(database)
     async with running(database, Network(), brokers=streams.connect):

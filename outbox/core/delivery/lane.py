@@ -107,6 +107,7 @@ class Lane:
         "_floor_batch",
         "_has_position",
         "_is_free_probe",
+        "_is_held",
         "_last_seq",
         "_openings",
         "_pending_cut",
@@ -168,6 +169,8 @@ class Lane:
         # The lane's last sequence in its stream; None: it must be opened.  Without a broker: 0.
         self._position: int | None = None if has_position else 0
         self._openings = 0
+        # The last opening found a stream that needs a person.
+        self._is_held = False
         # The receipt of the durable progress, and those of later appends with their sequences.
         self._receipt = receipt
         self._receipts: list[tuple[int, str]] = []
@@ -340,7 +343,9 @@ class Lane:
         is_due = retry.is_due(now)
         if gate is _SHUT:
             return None
-        if gate is _OPEN and not is_due:
+        # A probe cannot show that the endpoint works again while the lane is held, and the circuit
+        # breaker would admit the next one at once.
+        if (gate is _OPEN or self._is_held) and not is_due:
             return Wait(retry.next_attempt_at or now)
         self._busy = _SENDING
         self._is_free_probe = not is_due
@@ -488,6 +493,7 @@ class Lane:
             return self._dead_letter(first, "refused", row, blocks=blocks)
         if self._has_position:
             retry.postpone(now + min(policy.delay_s(attempt, u), BROKER_RETRY_S_MAX))
+            self._is_held = held
             return self._record_retry(first, row, stuck=held and not was_held)
         if not self._is_free_probe and retry.charge_attempt(
             policy, started_at=started_at, now=now, u=u, preempted=preempted
