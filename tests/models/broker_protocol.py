@@ -370,7 +370,7 @@ class World:
         stored = [(each.sequence, each.delivery) for each in self.broker.stored]
         expected = self.database.expected()
         if self._happened("delete", "put back"):
-            # With the fence gone, what a former owner sent is stored if the position fits.
+            # With the later fence gone, what a former owner sent is stored if the position fits.
             dead = {each for each in self._stored if each[0] in self.database.dead}
             stored = [each for each in stored if each not in dead]
         # A foreign message that was trimmed cannot be compared.

@@ -59,6 +59,8 @@ class ModelBroker:
         """Store all of the messages, or a prefix of them."""
         if self._check_owner(owner) is not None or self.is_foreign:
             return Appended(after, Stop(StopKind.MOVED, "another owner"))
+        if self._is_unopened():
+            return Appended(after, Stop(StopKind.MOVED, "the lane is not open"))
         if self._has_moved(after):
             return Appended(after, Stop(StopKind.MOVED, f"the stream stands at {self.last_seq}"))
         self._fence(owner)
@@ -82,6 +84,9 @@ class ModelBroker:
 
     def _fence(self, owner: Owner) -> None:
         self.owner = owner
+
+    def _is_unopened(self) -> bool:
+        return self.owner is None
 
     def _has_moved(self, after: int) -> bool:
         return after != self.last_seq
@@ -142,6 +147,9 @@ class WithoutOpenings(ModelBroker):
 class WithoutCompare(ModelBroker):
     """A mutant: an append is not compared with the position, but copies are dropped."""
 
+    def _is_unopened(self) -> bool:
+        return False
+
     def _has_moved(self, after: int) -> bool:
         return False
 
@@ -165,12 +173,12 @@ class Pipelined(ModelBroker):
 
 
 class ReadsFence(ModelBroker):
-    """A mutant: opening a lane reads the fence, and only an append writes it."""
+    """A mutant: opening a lane reads the fence of a former owner, and only an append writes it."""
 
     def open(self, owner: Owner) -> Standing:
         kept = self.owner
         standing = super().open(owner)
-        self.owner = kept
+        self.owner = kept or self.owner
         return standing
 
 
