@@ -328,6 +328,28 @@ async def test_a_stream_is_not_filled_again_around_events_that_retention_has_rem
     assert streams.sequences() == [1, 2, 3, 4, 5, 6]
 
 
+async def test_a_message_that_is_refused_when_a_stream_is_filled_again_holds_its_lane_alone(
+    database: Database, streams: Streams
+) -> None:
+    """The broker's limit was lowered since it was delivered."""
+    await stream_endpoint(database)
+    async with running(database, Network(), brokers=streams.connect):
+        await forgetful(database, streams, 6)
+        streams.refuses = lambda message: message.sequence == 7
+        async with database.at_hand() as db:
+            await request_refill(db, "relay", "shop", actor="test")
+        detail = "SELECT max(last_response ->> 'detail') FROM lane_progress"
+        refused = f"SELECT ({detail}) LIKE '%sequence 7 is refused: too large'"
+        await until(lambda: fetchval(database, refused), what="the reason")
+        opened = streams.opened
+        await until(lambda: streams.opened > opened + 10, what="more attempts")
+        assert await last_failure(database) == "forgot"
+        assert await fetchval(database, "SELECT state FROM endpoint_health") == "healthy"
+        streams.refuses = lambda _: False
+        await all_ended(database)
+    assert streams.sequences() == list(range(1, 12))
+
+
 async def test_a_held_lane_is_not_opened_all_the_time_after_a_resume(
     database: Database, streams: Streams
 ) -> None:

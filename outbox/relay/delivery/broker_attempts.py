@@ -139,6 +139,14 @@ class BrokerAttempts:
                 appended = await broker.append(loaded.name, owner, previous_seq, messages)
                 if appended.receipt is not None:
                     lane.state.record_receipt(appended.through, appended.receipt)
+                if appended.stop is not None and appended.stop.kind is StopKind.REFUSED:
+                    # Delivered once, so it is no dead letter; nor is the endpoint at fault.
+                    first = min(m.sequence for m in messages if m.sequence > appended.through)
+                    return Hold(
+                        HoldReason.FORGOT,
+                        f"lane {loaded.name} cannot be filled again: sequence {first} is refused: "
+                        f"{appended.stop.detail}",
+                    )
                 if appended.stop is not None:
                     return appended.stop
                 previous_seq = lost.deliveries[-1].seq
