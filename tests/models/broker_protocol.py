@@ -16,6 +16,9 @@ letter; nothing is acknowledged that the stream never had.  At the end the strea
 database, or the lane is held for a reason that the schedule contains.  **Liveness**: a lane that is
 not held ends with nothing pending.
 
+**What does not hold.**  A restored database has lost its later dead letters.  If the stream has
+sequences after one of them, it is acknowledged with those: only the last message is compared.
+
 **What is omitted.**  Leases: owners overlap for as long as the schedule likes, and only the epoch
 fences them.  The circuit breaker stays closed.
 """
@@ -62,9 +65,9 @@ class Violation(Exception):
     """The protocol is broken."""
 
 
-def expect(is_so: bool, what: str, *details: object) -> None:
+def expect(is_so: bool, what: str) -> None:
     if not is_so:
-        raise Violation(" ".join(map(str, (what, *details))))
+        raise Violation(what)
 
 
 class World:
@@ -97,7 +100,7 @@ class World:
         self._older = self.broker.snapshot()
         self._has_faults = True
         self._refills = self.rng.random() < 0.5
-        is_quiet = self.rng.random() < 0.4
+        is_quiet = self.rng.random() < 0.3
         self._faults = [] if is_quiet else [f for f in FAULTS if self.rng.random() < 0.25]
 
     # ---------------------------------------------------------------- running
@@ -116,11 +119,10 @@ class World:
         self._announce()
         held = self._run_to_the_end(last)
         while self._late:
-            self._execute(self._late.pop(self.rng.randrange(len(self._late))))
+            self._execute_late()
         self._check_end(held)
-        if held is not None:
-            return held.value
-        return "refilled" if self.seen["refill"] else "exact"
+        whole = "refilled" if self.seen["refill"] else "exact"
+        return whole if held is None else held.value
 
     def _act(self) -> None:
         rng = self.rng
@@ -130,31 +132,35 @@ class World:
         elif roll < 0.78:
             self._assign()
         elif roll < 0.83 and self._late:
-            self._execute(self._late.pop(rng.randrange(len(self._late))))
+            self._execute_late()
         elif roll < 0.87 and self._owners:
             self._write(rng.choice(self._owners))
         elif roll < 0.91:
             self._change_owner()
-        elif roll < 0.96 and self._owners:
+        elif roll < 0.95 and self._owners:
             self._operate(rng.choice(self._owners))
-        elif self._faults:
+        elif self._faults and rng.random() < 0.7:
             getattr(self, "_" + rng.choice(self._faults).replace(" ", "_"))()
-        else:
+        elif rng.random() < 0.5:
             self._older = self.broker.snapshot()
+        else:
             self._backup = self.database.snapshot()
 
     def _run_to_the_end(self, last: LaneOwner) -> Failure | None:
         """Run the last owner; returns why the lane is held, or None."""
+        refills = 2 if self._refills else 0
         for _ in range(STEPS_MAX):
             if self._late and self.rng.random() < 0.2:
-                self._execute(self._late.pop(self.rng.randrange(len(self._late))))
+                self._execute_late()
             if last.recorder.pending and self.rng.random() < 0.2:
                 self._write(last)
             if not last.lane.pending and last.lane.settled:
                 return None
             if last.held is not None and last.holds >= HELD_TIMES:
-                if last.held is not Failure.FORGOT or not self._refills:
+                if last.held is not Failure.FORGOT or not refills:
                     return last.held
+                # Not for ever: it may have a message that is refused.
+                refills -= 1
                 self._refill(last)
             self._step(last)
             expect(last in self._owners, "the last owner was fenced")
@@ -210,6 +216,9 @@ class World:
         if is_late:
             self.seen["late: stored" if len(after) > len(before) else "late: refused"] += 1
         self._check_stored(before, after)
+
+    def _execute_late(self) -> None:
+        self._execute(self._late.pop(self.rng.randrange(len(self._late))))
 
     def _write(self, owner: LaneOwner) -> None:
         """Let an owner's recorder write a group, or a checkpoint."""
@@ -298,42 +307,39 @@ class World:
         return self._has_faults and self.rng.random() < 0.03
 
     def _delete(self) -> None:
-        self._note("delete")
+        self.seen["delete"] += 1
         self.broker.delete()
 
     def _put_back(self) -> None:
-        self._note("put back")
+        self.seen["put back"] += 1
         self.broker.put_back(self._older)
 
     def _trim(self) -> None:
-        self._note("trim")
+        self.seen["trim"] += 1
         self.broker.trim()
 
     def _foreign(self) -> None:
-        self._note("foreign")
+        self.seen["foreign"] += 1
         self.broker.is_foreign = True
 
     def _impostor(self) -> None:
         """Another writer uses the next sequence."""
-        self._note("impostor")
+        self.seen["impostor"] += 1
         self.broker.last_seq += 1
         self.broker.entries.append(Message(self.broker.last_seq, "impostor", (), b""))
 
     def _clone(self) -> None:
         """A copy of the database opens the lane."""
-        self._note("clone")
+        self.seen["clone"] += 1
         self.broker.open(Owner("copy", 1_000))
 
     def _restore(self) -> None:
         """The database returns to a backup, and all its connections end."""
-        self._note("restore")
+        self.seen["restore"] += 1
         for owner in list(self._owners):
             self._end(owner)
         self.database = self._backup.snapshot()
         self._own()
-
-    def _note(self, fault: str) -> None:
-        self.seen[fault] += 1
 
     # ----------------------------------------------------------------- safety
 
@@ -353,6 +359,10 @@ class World:
 
     def _acknowledged(self, seq: int) -> None:
         found = seq, self.database.deliveries[seq].message_id
+        if self._happened("restore") and seq in self._dead:
+            # Its dead letter was lost with the database, and later sequences are in the stream.
+            self.seen["false acknowledgement"] += 1
+            return
         expect(found in self._stored, f"{seq} is acknowledged, and was never stored")
 
     def _dead_lettered(self, seq: int) -> None:
@@ -378,7 +388,7 @@ class World:
         if is_obscured or self._happened("restore"):
             stored, expected = stored[-1:], expected[-1:]
         others = sorted(set(stored) ^ set(expected))
-        expect(stored == expected, "the stream and the lane differ in", others)
+        expect(stored == expected, f"the stream and the lane differ in {others}")
 
 
 def simulate(seed: int, make: Callable[[int], World] = World) -> World:
