@@ -36,6 +36,7 @@ from outbox.core.delivery.lane import Lane
 from outbox.core.model.response import Failure
 from outbox.relay.delivery.broker_attempts import BrokerAttempts
 from outbox.store.delivery.records import Fenced
+from tests.core.invariants import Violation, expect
 from tests.models.broker_database import Database
 from tests.models.broker_owner import Call, LaneOwner, Sleep
 from tests.support.brokers.model import ModelBroker
@@ -59,15 +60,6 @@ FAULTS = {
     "restore": {Failure.AHEAD, Failure.FOREIGN, Failure.FENCED},
 }
 """Faults that destroy something, and why a lane may be held after them."""
-
-
-class Violation(Exception):
-    """The protocol is broken."""
-
-
-def expect(is_so: bool, what: str) -> None:
-    if not is_so:
-        raise Violation(what)
 
 
 class World:
@@ -110,6 +102,8 @@ class World:
         self._own()
         for _ in range(self.rng.randrange(20, 160)):
             self._act()
+        if self._faults and self.rng.random() < 0.3:
+            self._do_harm()
         self._has_faults = False
         for owner in list(self._owners):
             self._end(owner)
@@ -140,7 +134,7 @@ class World:
         elif roll < 0.95 and self._owners:
             self._operate(rng.choice(self._owners))
         elif self._faults and rng.random() < 0.7:
-            getattr(self, "_" + rng.choice(self._faults).replace(" ", "_"))()
+            self._do_harm()
         elif rng.random() < 0.5:
             self._older = self.broker.snapshot()
         else:
@@ -300,6 +294,9 @@ class World:
 
     # ----------------------------------------------------------------- faults
 
+    def _do_harm(self) -> None:
+        getattr(self, "_" + self.rng.choice(self._faults).replace(" ", "_"))()
+
     def _refuses(self, message: Message) -> bool:
         return message.delivery in self._refused
 
@@ -392,14 +389,11 @@ class World:
 
 
 def simulate(seed: int, make: Callable[[int], World] = World) -> World:
-    """Run one schedule.
-
-    Raises:
-        Violation: with the seed.
-    """
+    """Run one schedule; its seed is a note of what it raises."""
     world = make(seed)
     try:
         world.seen[f"outcome: {world.run()}"] += 1
-    except Violation as violation:
-        raise Violation(f"seed {seed}: {violation}") from violation
+    except Exception as error:
+        error.add_note(f"seed {seed}")
+        raise
     return world

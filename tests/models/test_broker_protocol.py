@@ -15,7 +15,8 @@ from outbox.core.delivery.lane import Lane
 from outbox.core.model.response import Failure
 from outbox.relay.delivery import broker_attempts
 from outbox.relay.delivery.broker_attempts import BrokerAttempts
-from tests.models.broker_protocol import FAULTS, Violation, World, simulate
+from tests.core.invariants import Violation
+from tests.models.broker_protocol import FAULTS, World, simulate
 from tests.support.brokers.model import (
     ModelBroker,
     Pipelined,
@@ -116,7 +117,7 @@ def catches(what: str, **mutant: Any) -> None:
 
     with pytest.raises(Violation, match=what) as caught:
         run()
-    print(caught.value)
+    print(*caught.value.__notes__, caught.value)
 
 
 @pytest.mark.parametrize(
