@@ -26,7 +26,7 @@ REAL, SIMULATED = modules_of(*REAL_PACKAGES), modules_of("tests.sim.stores")
 NOT_SIMULATED = {
     "PartitionStore.drop_owned",
     "PartitionStore.partitions",
-    # Of brokers, which tests/core/broker_world.py simulates.
+    # Of brokers, which tests/models/broker_protocol.py simulates.
     "LaneStore.delivery_at",
     "LaneStore.identity",
     "LaneStore.lost_deliveries",
