@@ -7,6 +7,9 @@ broker's access rights say who may write to the stream.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from uuid import UUID, uuid5
+
+import orjson
 
 from outbox.core.brokers.port import Message
 from outbox.core.delivery.envelope import envelope
@@ -26,6 +29,12 @@ if TYPE_CHECKING:
 
 CREDENTIALS_HEADER = "authorization"
 """The endpoint's own header that authenticates the connection; it is in no message."""
+CONTROL_HEADER = "outbox-control"
+"""Marks a message that is no delivery; its value says what it is."""
+END = "end"
+"""The value of an end entry's control header."""
+_ENDS = UUID("6f1d9a52-52ab-5a43-9c3b-2f40f6cd0c0e")
+"""Namespace of the X-Delivery of end entries (RFC 9562, 5.5)."""
 _OF_HTTP = frozenset({"user-agent", ID_HEADER, CREDENTIALS_HEADER})
 
 
@@ -68,6 +77,44 @@ def messages_of(
         messages.append(Message(each.seq, prepared.message_id, headers, prepared.body))
         previous_seq = each.seq
     return messages
+
+
+def end_id(lane: str) -> str:
+    """The X-Delivery of a lane's end entry."""
+    return str(uuid5(_ENDS, lane))
+
+
+def end_message(lane: str, sequence: int, previous_seq: int, lanes: int) -> Message:
+    """The end entry of a lane: its last message, after which a newer generation of lanes begins.
+
+    Args:
+        sequence: its own, one more than the last assigned one.
+        previous_seq: the last delivered sequence of the lane, 0: none.  Those between are dead
+            letters.
+        lanes: the number of lanes in its generation, each of which ends.
+    """
+    sent_id = end_id(lane)
+    return Message(
+        sequence,
+        sent_id,
+        (
+            ("Content-Type", JSON_TYPE),
+            ("X-Delivery", sent_id),
+            (CONTROL_HEADER, END),
+            ("X-Lane", lane),
+            ("X-Sequence", str(sequence)),
+            ("X-Previous-Sequence", str(previous_seq)),
+        ),
+        orjson.dumps(
+            {
+                "control": END,
+                "lane": lane,
+                "sequence": sequence,
+                "previous_sequence": previous_seq,
+                "lanes": lanes,
+            }
+        ),
+    )
 
 
 def _with_position(headers: Headers, delivery: Delivery, sent_id: str) -> Headers:
