@@ -9,6 +9,10 @@ CREATE TABLE lane_receipt (
     receipt text   NOT NULL
 ) WITH (fillfactor = 50);
 
+-- The sequence of the entry that ends the lane of an older generation in its broker's stream; NULL:
+-- it has none.
+ALTER TABLE lane_progress ADD COLUMN end_seq bigint;
+
 -- Deliveries up to this one may be appended again, because an operator said so.
 ALTER TABLE lane ADD COLUMN refill_seq bigint;
 CREATE INDEX lane_refilled ON lane (endpoint_id) WHERE refill_seq IS NOT NULL;

@@ -273,7 +273,7 @@ async def plan_update(
 
 
 def check_streams_kept(old: EndpointSettings, new: EndpointSettings) -> None:
-    """Check that a change keeps the streams of a broker, and their number.
+    """Check that a change keeps the streams of a broker.
 
     The lanes go on where they stand in their streams, so other streams would lack what those have.
 
@@ -286,11 +286,6 @@ def check_streams_kept(old: EndpointSettings, new: EndpointSettings) -> None:
         raise UsageError(
             "url: an endpoint cannot move between streams, or between a broker and HTTP, because "
             "its sequences go on; add another endpoint, and remove this one when it has delivered"
-        )
-    if old.lanes != new.lanes:
-        raise UsageError(
-            "lanes: the number of streams of a broker's endpoint cannot change; add another "
-            "endpoint, and remove this one when it has delivered"
         )
 
 

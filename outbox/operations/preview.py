@@ -167,7 +167,7 @@ def _preview_message(
     endpoint: Endpoint, delivery: Delivery, place: _Place, *, is_sequenced: bool
 ) -> RequestPreview:
     """The message of a delivery in a broker's stream."""
-    (message,) = messages_of(endpoint, [delivery], place.previous, lane_ends=place.ends)
+    (message,) = messages_of(endpoint, [delivery], place.previous)
     masked = {name.lower() for name, _ in endpoint.headers.own}
     try:
         body = {"body": message.body.decode()}

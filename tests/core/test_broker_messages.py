@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import orjson
 import pytest
 
-from outbox.core.brokers.message import messages_of
+from outbox.core.brokers.message import end_id, end_message, messages_of
 from outbox.core.brokers.port import Appended, Fenced, Foreign, Position, Stop, StopKind
 from outbox.core.brokers.results import append_outcome, failed_result
 from outbox.core.brokers.take_over import Acknowledge, Hold, HoldReason, LaneBooks, Proceed, decide
@@ -38,17 +39,33 @@ def test_a_message_is_a_request_without_its_http(name: str) -> None:
         delivery(7)._replace(payload=b"\xff", content_type="a/b"),
         delivery(7)._replace(headers=b'{"traceparent": "00-1", "X-Own": "1"}'),
     ):
-        for ends in (False, True):
-            (message,) = messages_of(settings, [each], 5, lane_ends=ends)
-            prepared = prepare(each, 5, lane_ends=ends, message_format=settings.message_format)
-            lines = [
-                line
-                for line in parse_lines(prepared.lines)
-                if line[0].lower() not in ("user-agent", "webhook-id")
-            ]
-            assert list(message.headers) == lines
-            assert message.body == prepared.body
-            assert (message.sequence, message.delivery) == (7, prepared.message_id)
+        (message,) = messages_of(settings, [each], 5)
+        prepared = prepare(each, 5, message_format=settings.message_format)
+        lines = [
+            line
+            for line in parse_lines(prepared.lines)
+            if line[0].lower() not in ("user-agent", "webhook-id")
+        ]
+        assert list(message.headers) == lines
+        assert message.body == prepared.body
+        assert (message.sequence, message.delivery) == (7, prepared.message_id)
+
+
+def test_an_end_entry_is_marked_and_names_what_was_before() -> None:
+    message = end_message("endpoint-1-0", 8, 5, 4)
+    headers = dict(message.headers)
+    assert (headers["outbox-control"], headers["X-Sequence"]) == ("end", "8")
+    assert headers["X-Previous-Sequence"] == "5"
+    assert message.sequence == 8
+    assert message.delivery == headers["X-Delivery"] == end_id("endpoint-1-0")
+    assert end_id("endpoint-1-1") != end_id("endpoint-1-0")
+    assert orjson.loads(message.body) == {
+        "control": "end",
+        "lane": "endpoint-1-0",
+        "sequence": 8,
+        "previous_sequence": 5,
+        "lanes": 4,
+    }
 
 
 def test_each_message_names_the_one_before() -> None:

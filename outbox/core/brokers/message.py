@@ -42,30 +42,24 @@ def messages_of(
     endpoint: RequestSettings,
     deliveries: Sequence[Delivery],
     previous_seq: int,
-    *,
-    lane_ends: bool = False,
 ) -> list[Message]:
     """The messages of one append.
 
     Args:
         previous_seq: of the first delivery: the last delivered sequence of the lane, 0: none.
-        lane_ends: no delivery follows the last one in its lane.
     """
     messages = []
-    last, formatted = deliveries[-1], endpoint.message_format.name
+    formatted = endpoint.message_format.name
     has_prefix = endpoint.headers.prefix != DEFAULT_PREFIX
     is_plain = formatted in ("envelope", "thin") and not endpoint.headers.own and not has_prefix
     for each in deliveries:
         if is_plain and each.headers is None:
-            messages.append(
-                _plain(each, previous_seq, formatted, lane_ends=lane_ends and each is last)
-            )
+            messages.append(_plain(each, previous_seq, formatted))
             previous_seq = each.seq
             continue
         prepared = prepare(
             each,
             previous_seq,
-            lane_ends=lane_ends and each is last,
             headers=endpoint.headers,
             message_format=endpoint.message_format,
         )
@@ -128,9 +122,7 @@ def _with_position(headers: Headers, delivery: Delivery, sent_id: str) -> Header
     return (*(header for header in headers if header[0].lower() not in names), *position)
 
 
-def _plain(
-    delivery: Delivery, previous_seq: int, formatted: FormatName, *, lane_ends: bool
-) -> Message:
+def _plain(delivery: Delivery, previous_seq: int, formatted: FormatName) -> Message:
     """The message of an endpoint and an event without headers of their own.
 
     Equals what `prepare` makes of it, which builds the lines of a request first and takes twice as
@@ -152,5 +144,5 @@ def _plain(
             ("X-Sequence", str(seq)),
             ("X-Previous-Sequence", str(previous_seq)),
         ),
-        envelope(delivery, previous_seq, lane_ends=lane_ends, thin=formatted == "thin"),
+        envelope(delivery, previous_seq, thin=formatted == "thin"),
     )

@@ -7,6 +7,7 @@ A stream behind the database has lost messages, or is another one.
     position            meaning                                     decision
     = delivered         nothing is in doubt                         go on
     > delivered         the stream has what was not acknowledged    acknowledge it
+    > assigned          the end entry of an ended lane              the lane is complete
     > assigned          the database is older than the stream       hold: ahead
     < delivered         the stream has lost messages                hold: forgot
     another X-Delivery  the message is not this delivery            hold: foreign
@@ -20,6 +21,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+from outbox.core.brokers.message import end_id
 from outbox.core.brokers.port import Fenced, Foreign, Stop
 
 if TYPE_CHECKING:
@@ -49,6 +51,8 @@ class LaneBooks(NamedTuple):
     """The last sequence that was delivered or dead-lettered."""
     last_seq: int
     """The last assigned sequence."""
+    ended: bool = False
+    """The lane belongs to an older generation, and gets an end entry."""
 
 
 class Proceed(NamedTuple):
@@ -63,6 +67,12 @@ class Acknowledge(NamedTuple):
     through: int
 
 
+class Ended(NamedTuple):
+    """The stream has the lane's end entry."""
+
+    sequence: int
+
+
 class Hold(NamedTuple):
     """Nothing is sent or acknowledged until a person acts."""
 
@@ -70,7 +80,7 @@ class Hold(NamedTuple):
     detail: str
 
 
-Decision: TypeAlias = Proceed | Acknowledge | Hold | Stop
+Decision: TypeAlias = Proceed | Acknowledge | Ended | Hold | Stop
 
 
 def decide(standing: Standing, books: LaneBooks, expected: str | None) -> Decision:
@@ -95,6 +105,8 @@ def decide(standing: Standing, books: LaneBooks, expected: str | None) -> Decisi
 
 def _decide_at(position: Position, books: LaneBooks, expected: str | None) -> Decision:
     at, lane = position.sequence, books.lane
+    if books.ended and position.delivery == end_id(lane) and books.acked_seq == books.last_seq:
+        return Ended(at)
     if at > books.last_seq:
         return Hold(
             HoldReason.AHEAD,

@@ -56,6 +56,18 @@ class ErasedEvent(NamedTuple):
         return ""
 
 
+class LaneEnd(NamedTuple):
+    """The end entry of a broker's lane, which follows its last delivery; no row of a table."""
+
+    seq: int
+    batch: int
+
+    @property
+    def type(self) -> str:
+        """No type: it is no event."""
+        return ""
+
+
 class AttemptRow(NamedTuple):
     """One row of the attempt log."""
 
@@ -111,10 +123,19 @@ class Send(NamedTuple):
 class Open(NamedTuple):
     """Find out where the lane stands in its broker's stream."""
 
-    delivery: Delivery | ErasedEvent
+    delivery: Delivery | ErasedEvent | LaneEnd
     """The next delivery, which waits for it."""
     attempt: int
     """Of the next delivery, if this fails."""
+
+
+class End(NamedTuple):
+    """Append the end entry of a broker's lane to its stream."""
+
+    delivery: LaneEnd
+    previous_seq: int
+    """The last delivered sequence; 0: none."""
+    attempt: int
 
 
 class Fetch(NamedTuple):
@@ -152,4 +173,4 @@ class Record(NamedTuple):
         return self.progress is not None
 
 
-Command: TypeAlias = Send | Open | Fetch | Wait | Record | None
+Command: TypeAlias = Send | Open | End | Fetch | Wait | Record | None

@@ -8,6 +8,7 @@ result with the other methods.
       ├────▶ Record(dead letter unsent: erased, skipped, expired, exhausted by a new policy,
       │             backlog) ──▶ confirm_recorded ──▶ next
       ├────▶ Open ──▶ record_position, record_found or record_result ──▶ next      (brokers)
+      ├────▶ End ──▶ record_end or record_result ──▶ next                          (brokers)
       ├────▶ Fetch ───▶ append_fetched ──▶ next
       ├────▶ Wait(until) … next
       └────▶ None     … extend_to, unblock, or the gate opens ──▶ next
@@ -24,7 +25,8 @@ The attempts of the next sequence, `acked_seq + 1`, are its `RetryState`.
 **Brokers.**  The lane of a broker's endpoint has a position in the stream, and is opened to learn
 it: at the start, and after a response was lost.  Until then it neither sends nor dead-letters,
 because the stream may have the next deliveries already.  Failures are the broker's and not a
-delivery's, so they never exhaust its budget.
+delivery's, so they never exhaust its budget.  A lane of an older generation ends with an entry of
+its own, also if nothing was delivered: readers need it to know that the newer lanes may begin.
 """
 
 from __future__ import annotations
@@ -39,9 +41,11 @@ from outbox.core.delivery.commands import (
     AttemptRow,
     DeadLetter,
     DeadRange,
+    End,
     ErasedEvent,
     Fetch,
     Gate,
+    LaneEnd,
     Open,
     Progress,
     Record,
@@ -92,6 +96,7 @@ class Lane:
         skip_seq: the sequence that an operator skipped last; 0: none.
         has_position: the destination is a broker, where the lane must be opened.
         receipt: of the last durable append to a broker.
+        end_written: its broker's stream has the lane's end entry.
     """
 
     __slots__ = (
@@ -103,6 +108,7 @@ class Lane:
         "_committed",
         "_conflict_seq",
         "_delivered",
+        "_end_written",
         "_ended",
         "_floor_batch",
         "_has_position",
@@ -139,6 +145,7 @@ class Lane:
         skip_seq: int = 0,
         has_position: bool = False,
         receipt: str | None = None,
+        end_written: bool = False,
     ) -> None:
         self.id = lane_id
         self._batch_size = BatchSize()
@@ -166,6 +173,7 @@ class Lane:
         self._is_free_probe = False
         self._stopped = False
         self._has_position = has_position
+        self._end_written = end_written
         # The lane's last sequence in its stream; None: it must be opened.  Without a broker: 0.
         self._position: int | None = None if has_position else 0
         self._openings = 0
@@ -233,6 +241,16 @@ class Lane:
         return self._last_seq - self._acked
 
     @property
+    def lacks_end(self) -> bool:
+        """Whether its end entry is missing in its broker's stream."""
+        return self._ended and self._has_position and not self._end_written
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there are pending deliveries, or an end entry to append."""
+        return self._acked != self._last_seq or self.lacks_end
+
+    @property
     def in_flight(self) -> bool:
         """Whether a request is in flight or its result is being written."""
         return self._busy is not None
@@ -246,7 +264,7 @@ class Lane:
     @property
     def drained(self) -> bool:
         """Whether nothing is pending or being written, and the lane is not blocked."""
-        return self._acked == self._last_seq and self._busy is None and not self._blocked
+        return not self.has_work and self._busy is None and not self._blocked
 
     @property
     def settled(self) -> bool:
@@ -303,7 +321,7 @@ class Lane:
         if self._blocked:
             return None
         if not buffer.queue:
-            return self.fetch()
+            return self._next_end(now, gate) if self._is_at_end else self.fetch()
         first, retry = buffer.queue[0], self._retry
         if isinstance(first, ErasedEvent):
             return self._dead_letter(first, "erased", None)
@@ -337,20 +355,46 @@ class Lane:
         """Open the lane before anything is sent or dead-lettered."""
         if self._blocked and self._pending_cut is None:
             return None
-        if not self._buffer.queue:
+        if not self._buffer.queue and not self._is_at_end:
             return self.fetch()
-        retry = self._retry
-        is_due = retry.is_due(now)
+        if (waits := self._begin_attempt(now, gate)) is not None:
+            return None if waits == inf else Wait(waits)
+        self._openings += 1
+        return Open(self._first, self._retry.attempts + 1)
+
+    def _next_end(self, now: float, gate: Gate) -> Command:
+        """Append the end entry after the last delivery."""
+        if (waits := self._begin_attempt(now, gate)) is not None:
+            return None if waits == inf else Wait(waits)
+        return End(self._end, self._delivered, self._retry.attempts + 1)
+
+    def _begin_attempt(self, now: float, gate: Gate) -> float | None:
+        """Begin to open the lane or to end it, unless it must wait; returns until when."""
         if gate is _SHUT:
-            return None
+            return inf
+        is_due = self._retry.is_due(now)
         # A probe cannot show that the endpoint works again while the lane is held, and the circuit
         # breaker would admit the next one at once.
         if (gate is _OPEN or self._is_held) and not is_due:
-            return Wait(retry.next_attempt_at or now)
+            return self._retry.next_attempt_at or now
         self._busy = _SENDING
         self._is_free_probe = not is_due
-        self._openings += 1
-        return Open(self._buffer.queue[0], retry.attempts + 1)
+        return None
+
+    @property
+    def _is_at_end(self) -> bool:
+        """Whether only the end entry is left to append."""
+        return self._acked == self._last_seq and self.lacks_end
+
+    @property
+    def _end(self) -> LaneEnd:
+        return LaneEnd(self._last_seq + 1, self._floor_batch)
+
+    @property
+    def _first(self) -> Delivery | ErasedEvent | LaneEnd:
+        """What is attempted next."""
+        queue = self._buffer.queue
+        return queue[0] if queue else self._end
 
     def peek_next_send(self, known: Send | None = None) -> Send | None:
         """The Send that follows if the request in flight succeeds; None: unknown or none.
@@ -452,7 +496,7 @@ class Lane:
         endpoint_healthy: bool = False,
         held: bool = False,
     ) -> Record:
-        """Record the result of a Send with one delivery, or of an Open that failed.
+        """Record the result of a Send with one delivery, or of an Open or End that failed.
 
         Args:
             started_at: when the request began, in epoch seconds.
@@ -463,6 +507,10 @@ class Lane:
                 endpoint.
             held: the stream of its lane needs a person, see `outbox.core.brokers.take_over`.
         """
+        if not self._buffer.queue:
+            return self._record_end_failed(
+                response, policy, started_at=started_at, now=now, u=u, held=held
+            )
         first, retry = self._buffer.queue[0], self._retry
         attempt = retry.attempts + 1
         stored = stored_success(response) if outcome is _DELIVERED else stored_response(response)
@@ -487,14 +535,13 @@ class Lane:
             return Record(self.id, first.seq, row)
         self._batch_size.record_failed(first.seq)
         retry.attempts = attempt
-        was_held = held and (retry.last_response or {}).get("failure") == response.failure
+        is_new_hold = held and self._is_another_failure(response)
         retry.record_failure(stored, started_at)
         if outcome is AttemptOutcome.REFUSED:
             return self._dead_letter(first, "refused", row, blocks=blocks)
         if self._has_position:
-            retry.postpone(now + min(policy.delay_s(attempt, u), BROKER_RETRY_S_MAX))
-            self._is_held = held
-            return self._record_retry(first, row, stuck=held and not was_held)
+            self._postpone(policy, now, u, held=held)
+            return self._record_retry(first, row, stuck=is_new_hold)
         if not self._is_free_probe and retry.charge_attempt(
             policy, started_at=started_at, now=now, u=u, preempted=preempted
         ):
@@ -609,6 +656,12 @@ class Lane:
         self._stalled_since = now if self.pending else None
         self._busy = None
 
+    def record_end(self) -> None:
+        """Record that the stream has the lane's end entry, and that this is durable."""
+        self._end_written = True
+        self._retry = RetryState()
+        self._busy = None
+
     def record_receipt(self, seq: int, receipt: str) -> None:
         """Record the receipt of an append that stored the deliveries up to `seq`."""
         self._receipts.append((seq, receipt))
@@ -721,8 +774,41 @@ class Lane:
             1 if is_alone else min(batch_max, self._batch_size.current), now
         )
 
+    def _record_end_failed(
+        self,
+        response: AttemptResult,
+        policy: RetryPolicy,
+        *,
+        started_at: float,
+        now: float,
+        u: float,
+        held: bool,
+    ) -> Record:
+        """Record that the end entry could not be appended, or the lane not be opened for it.
+
+        There is no attempt to log: the end entry is no delivery.
+        """
+        is_new_hold = held and self._is_another_failure(response)
+        self._retry.attempts += 1
+        self._retry.record_failure(stored_response(response), started_at)
+        self._postpone(policy, now, u, held=held)
+        return self._record_retry(self._end, None, stuck=is_new_hold)
+
+    def _is_another_failure(self, response: AttemptResult) -> bool:
+        return (self._retry.last_response or {}).get("failure") != response.failure
+
+    def _postpone(self, policy: RetryPolicy, now: float, u: float, *, held: bool) -> None:
+        """Set the next attempt of a broker's lane, which costs no budget."""
+        delay_s = policy.delay_s(self._retry.attempts, u)
+        self._retry.postpone(now + min(delay_s, BROKER_RETRY_S_MAX))
+        self._is_held = held
+
     def _record_retry(
-        self, first: Delivery | ErasedEvent, row: AttemptRow, *, stuck: bool = False
+        self,
+        first: Delivery | ErasedEvent | LaneEnd,
+        row: AttemptRow | None,
+        *,
+        stuck: bool = False,
     ) -> Record:
         """Record a failed attempt; the lane waits until its retry state is durable."""
         self._busy = _Busy.RECORDING

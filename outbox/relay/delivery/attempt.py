@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from outbox.core.delivery.circuit_breaker import BreakerState
-from outbox.core.delivery.commands import Open
+from outbox.core.delivery.commands import End, Open, Send
 from outbox.core.delivery.delivery_run import DeliveryRun
 from outbox.relay.delivery.lane_run import LaneRun
 from outbox.store.delivery.records import Fenced
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from outbox.core.brokers.port import Appended
-    from outbox.core.delivery.commands import Send
     from outbox.core.model.response import AttemptResult
     from outbox.destinations.broker import Broker
     from outbox.destinations.interface import Request, Transport
@@ -39,8 +38,8 @@ _HEALTHY = BreakerState.HEALTHY
 class Attempt(NamedTuple):
     """A completed attempt."""
 
-    send: Send | Open
-    """What was sent; after a delivery run, its last request.  An Open has failed."""
+    send: Send | Open | End
+    """What was sent; after a delivery run, its last request.  An Open or End has failed."""
     started_at: float
     """Epoch seconds."""
     response: AttemptResult
@@ -82,9 +81,11 @@ class AttemptSender:
         # Kept, because `get_running_loop` makes a system call (getpid) each time.
         self._loop = asyncio.get_running_loop()
 
-    async def send(self, lane: LaneRuntime, send: Send | Open, started_at: float) -> Attempt | None:
-        """Make one attempt; None: nothing was sent, or a lane was opened, and the lane decides
-        again.
+    async def send(
+        self, lane: LaneRuntime, send: Send | Open | End, started_at: float
+    ) -> Attempt | None:
+        """Make one attempt; None: nothing was sent, or a lane was opened or ended, and the lane
+        decides again.
 
         Args:
             started_at: epoch seconds; replaced if the attempt waits for a slot.
@@ -114,7 +115,7 @@ class AttemptSender:
             if lane.runtime.broker is not None:
                 attempt = await self._send_to_broker(lane, lane.runtime.broker, send, started_at)
             else:
-                assert not isinstance(send, Open)
+                assert isinstance(send, Send)
                 attempt = await self._request(lane, send, started_at, state)
             responded = attempt is None or not attempt.preempted
         finally:
@@ -123,18 +124,25 @@ class AttemptSender:
         return attempt
 
     async def _send_to_broker(
-        self, lane: LaneRuntime, broker: Broker, send: Send | Open, started_at: float
+        self, lane: LaneRuntime, broker: Broker, send: Send | Open | End, started_at: float
     ) -> Attempt | None:
-        """Open the lane, or append to it; None: it is open, or must be opened again."""
+        """Open the lane, append to it or end it; None: that is done, or it must be opened again."""
         redactor = lane.runtime.redactor
         response: AttemptResult | None = None
         appended = None
         if isinstance(send, Open):
             response = await self._brokers.open(lane, broker)
-        elif (result := await self._brokers.append(lane, broker, send)) is not None:
-            response, appended = result
         else:
-            lane.state.cancel_send()
+            attempts = self._brokers
+            result = await (
+                attempts.end(lane, broker, send)
+                if isinstance(send, End)
+                else attempts.append(lane, broker, send)
+            )
+            if result is None:
+                lane.state.cancel_send()
+            else:
+                response, appended = result
         if response is None:
             lane.runtime.breaker.released(lane.loaded.id)
             return None
@@ -199,8 +207,8 @@ class AttemptSender:
 
 
 def _revalidate(
-    lane: LaneRuntime, send: Send | Open, state: BreakerState, now: float
-) -> Send | Open | None:
+    lane: LaneRuntime, send: Send | Open | End, state: BreakerState, now: float
+) -> Send | Open | End | None:
     """What to send after a wait for a slot; None: nothing, as the decision changed.
 
     Args:
@@ -209,4 +217,6 @@ def _revalidate(
     runtime = lane.runtime
     if runtime.stopped or runtime.breaker.state is not state or runtime.breaker.blocks_all(now):
         return None
+    if isinstance(send, End):
+        return None if lane.state.position is None else send
     return send if isinstance(send, Open) else lane.state.revalidate(send, now)

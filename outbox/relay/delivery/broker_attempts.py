@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
-from outbox.core.brokers.message import messages_of
+from outbox.core.brokers.message import end_message, messages_of
 from outbox.core.brokers.port import APPEND_MAX, Appended, Owner, Position, Stop, StopKind
 from outbox.core.brokers.results import failed_result, stored_result
 from outbox.core.brokers.take_over import (
     Acknowledge,
+    Ended,
     Hold,
     HoldReason,
     LaneBooks,
@@ -22,9 +23,10 @@ from outbox.core.model.response import AttemptResult
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Sequence
 
-    from outbox.core.delivery.commands import Send
+    from outbox.core.brokers.port import Message
+    from outbox.core.delivery.commands import End, Send
     from outbox.destinations.broker import Broker
     from outbox.relay.delivery.admission import AdmissionQueue
     from outbox.relay.delivery.owned_endpoints import LaneRuntime
@@ -80,7 +82,10 @@ class BrokerAttempts:
         if isinstance(standing, AttemptResult):
             return standing
         elapsed_s = self._steady() - began_at
-        books = LaneBooks(lane.loaded.name, state.delivered_seq, state.acked_seq, state.last_seq)
+        books = LaneBooks(
+            lane.loaded.name, state.delivered_seq, state.acked_seq, state.last_seq,
+            lane.loaded.ended,
+        )  # fmt: skip
         found = None
         if isinstance(standing, Position) and standing.delivery is not None:
             # The acknowledgements in memory first: the database must not be behind them.
@@ -93,6 +98,9 @@ class BrokerAttempts:
             return None
         if isinstance(decision, Proceed):
             state.record_position(decision.position)
+            return None
+        if isinstance(decision, Ended):
+            await self._record_end(lane, decision.sequence)
             return None
         if isinstance(decision, Acknowledge):
             assert found is not None
@@ -175,8 +183,12 @@ class BrokerAttempts:
             lane.runtime.endpoint,
             send.batch or (send.delivery,),
             send.previous_seq,
-            lane_ends=send.lane_ends,
         )
+        return await self._append(lane, broker, position, messages)
+
+    async def _append(
+        self, lane: LaneRuntime, broker: Broker, position: int, messages: Sequence[Message]
+    ) -> tuple[AttemptResult, Appended] | None:
         owner = await self._owner(lane)
         began_at = self._steady()
         appended = await self._admission.send(
@@ -195,6 +207,31 @@ class BrokerAttempts:
         if appended.stop.kind is StopKind.UNKNOWN:
             lane.state.reopen()
         return failed_result(appended.stop, elapsed_s), appended
+
+    async def end(
+        self, lane: LaneRuntime, broker: Broker, end: End
+    ) -> tuple[AttemptResult, Appended] | None:
+        """Append the end entry of a lane; None: its stream has it, or it must be opened at once.
+
+        Raises:
+            Fenced: this replica is no longer the owner.
+        """
+        position = lane.state.position
+        assert position is not None
+        # The stream may be ahead of the database if an operator said that the lane goes on there.
+        seq = max(end.delivery.seq, position + 1)
+        message = end_message(lane.loaded.name, seq, end.previous_seq, lane.loaded.lanes)
+        result = await self._append(lane, broker, position, [message])
+        if result is not None and result[1].stop is None:
+            await self._record_end(lane, seq)
+            return None
+        return result
+
+    async def _record_end(self, lane: LaneRuntime, seq: int) -> None:
+        # Of the deliveries before it, the acknowledgements first.
+        await self._recorder.flush()
+        await self._recorder.write_end(lane.state, lane.runtime.epoch, seq)
+        lane.state.record_end()
 
     async def _read(self, reading: Coroutine[Any, Any, T]) -> T:
         async with self._reading:

@@ -14,7 +14,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from outbox.core.delivery.commands import Fetch, Open, Record, Send, Wait
+from outbox.core.delivery.commands import End, Fetch, Open, Record, Send, Wait
 from outbox.relay.delivery.admission import AdmissionQueue
 from outbox.relay.delivery.attempt import AttemptSender
 from outbox.relay.delivery.broker_attempts import BrokerAttempts
@@ -313,7 +313,7 @@ class Dispatcher:
 
     def _activate_all(self, runtime: EndpointRuntime) -> None:
         for lane in runtime.lanes.values():
-            if lane.state.pending:
+            if lane.state.has_work:
                 self._activate(lane)
 
     def _activate(self, lane: LaneRuntime) -> bool:
@@ -349,7 +349,7 @@ class Dispatcher:
             now = self._now()
             while runtime.endpoint.usable:
                 match lane_state.next(now, lane.gate(now)):
-                    case Send() | Open() as send:
+                    case Send() | Open() | End() as send:
                         attempt = await self._attempts.send(lane, send, now)
                         now = self._now() if attempt is None else await self._finish(lane, attempt)
                     case Record() as record:

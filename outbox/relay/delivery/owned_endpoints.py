@@ -90,6 +90,7 @@ class LaneRuntime:
             skip_seq=loaded.skip_seq,
             has_position=runtime.broker is not None,
             receipt=loaded.receipt,
+            end_written=loaded.end_written,
         )
         self.slot = Slot(runtime.queue)
         # Mean size of the payloads that were read last.

@@ -244,6 +244,15 @@ class Recorder:
         async with self._writing:
             await self._store.write_found(lane.id, epoch, through_seq, batch, at)
 
+    async def write_end(self, lane: Lane, epoch: int, seq: int) -> None:
+        """Record that the stream of a lane has its end entry, with this sequence.
+
+        Raises:
+            Fenced: this replica is no longer the owner.
+        """
+        async with self._writing:
+            await self._store.write_end(lane.id, epoch, seq)
+
     async def checkpoint(self) -> None:
         """Write the progress of all dirty lanes, and their receipts.
 

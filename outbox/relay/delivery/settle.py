@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from outbox.core.brokers.results import HOLD_FAILURES, append_outcome
 from outbox.core.delivery.batch import classify_batch
 from outbox.core.delivery.circuit_breaker import PROBED_STATES, BreakerState
-from outbox.core.delivery.commands import Open
+from outbox.core.delivery.commands import End, Open
 from outbox.core.delivery.operational_events import is_operational
 from outbox.core.model.response import Failure
 from outbox.core.model.response_policy import (
@@ -67,8 +67,8 @@ def settle(
         rng: for the jitter of retries and probes.
     """
     endpoint, send, response = lane.runtime.endpoint, attempt.send, attempt.response
-    if isinstance(send, Open):
-        return _settle_open(lane, send, attempt, now, rng, telemetry)
+    if isinstance(send, Open | End):
+        return _settle_opening(lane, attempt, now, rng, telemetry)
     before, retryable = send.maybe_sent_before, endpoint.retryable
     if attempt.appended is not None:
         outcome, accepted_seq = append_outcome(attempt.appended), attempt.appended.through
@@ -98,15 +98,14 @@ def settle(
     return Settlement(outcome, [record], effect)
 
 
-def _settle_open(
+def _settle_opening(
     lane: LaneRuntime,
-    send: Open,
     attempt: Attempt,
     now: float,
     rng: Random,
     telemetry: DeliveryTelemetry,
 ) -> Settlement:
-    """Apply the failure to open a broker's lane.
+    """Apply the failure to open a broker's lane, or to end it.
 
     A lane whose stream does not match is held alone: the broker works, and so may other lanes.
     """

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from outbox.core.delivery.circuit_breaker import BreakerState
-from outbox.core.delivery.commands import DeadRange, Open
+from outbox.core.delivery.commands import DeadRange, Send
 from outbox.core.delivery.message import Delivery
 from outbox.core.model.headers import format_lines
 from outbox.telemetry.meters import Meters
@@ -15,7 +15,7 @@ from outbox.telemetry.meters import Meters
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from outbox.core.delivery.commands import AttemptRow, Record, Send
+    from outbox.core.delivery.commands import AttemptRow, Record
     from outbox.core.delivery.delivery_run import DeliveryRun, RunResults
     from outbox.core.delivery.lane import Lane
     from outbox.core.model.response import AttemptResult
@@ -85,9 +85,10 @@ class DeliveryTelemetry:
             self._delivered(lane, delivery, row, origin)
 
     def open_failed(self, lane: LaneRuntime, response: AttemptResult, record: Record) -> None:
-        """Report that a broker's lane could not be opened."""
-        assert record.attempt is not None
-        self.meters.record_attempt(lane.runtime.meters, record.attempt, response)
+        """Report that a broker's lane could not be opened, or ended."""
+        # The end entry is no delivery, and has no attempts.
+        if record.attempt is not None:
+            self.meters.record_attempt(lane.runtime.meters, record.attempt, response)
 
     def run_attempt_traced(
         self,
@@ -169,12 +170,12 @@ class DeliveryTelemetry:
     ) -> None:
         """Report a failed attempt that will be retried."""
         send, response = attempt.send, attempt.response
-        progress, row = record.progress, record.attempt
-        assert row is not None
+        progress = record.progress
+        assert progress is not None
         # Of a batch, the first delivery that is still pending.
-        batch = () if isinstance(send, Open) else send.batch
+        batch = send.batch if isinstance(send, Send) else ()
         delivery = next((each for each in batch if each.seq == record.seq), send.delivery)
-        next_at = progress.next_attempt_at if progress is not None else None
+        next_at = progress.next_attempt_at
         delay_s = None if next_at is None else max(next_at - now, 0.0)
         if delay_s is not None:
             self.meters.record_retry_delay(delay_s)
@@ -182,7 +183,7 @@ class DeliveryTelemetry:
             "attempt failed",
             **_where(lane, record.seq),
             together=len(batch) or None,
-            attempt=row.attempt,
+            attempt=progress.attempts,
             status=response.status,
             failure=response.failure and response.failure.value,
             detail=response.detail or None,

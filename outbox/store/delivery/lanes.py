@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 READ_LAST_BATCH = "SELECT coalesce(max(batch), 0) FROM batch"
 
 # Checkpoint and counter of every current lane, and of every ended lane that has pending
-# deliveries or is blocked; and when the first pending delivery was sequenced.  A lane has
-# ended when there is a newer generation, or when the next leader will begin one because the
-# server's timeline changed, or the database was restored.
+# deliveries, is blocked, or lacks its end entry in a broker's stream; and when the first pending
+# delivery was sequenced.  A lane has ended when there is a newer generation, or when the next
+# leader will begin one because the server's timeline changed, or the database was restored.
 READ_LANES = """
 SELECT l.id, l.endpoint_id, l.generation, l.slot,
        coalesce(l.skip_seq, 0) AS skip_seq,
@@ -41,6 +41,9 @@ SELECT l.id, l.endpoint_id, l.generation, l.slot,
        p.first_attempt_at, p.next_attempt_at, p.last_response, p.success_at,
        b.lane_id IS NOT NULL AS blocked,
        (SELECT receipt FROM lane_receipt WHERE lane_id = l.id) AS receipt,
+       p.end_seq IS NOT NULL AS end_written,
+       (SELECT count(*) FROM lane g
+         WHERE g.endpoint_id = l.endpoint_id AND g.generation = l.generation) AS lanes,
        CASE WHEN c.last_seq > p.acked_seq THEN (
            SELECT batch.at
              FROM (SELECT d.batch FROM delivery d
@@ -55,7 +58,8 @@ SELECT l.id, l.endpoint_id, l.generation, l.slot,
         WHERE lane_id = l.id ORDER BY last_seq DESC LIMIT 1) c
   LEFT JOIN lane_block b ON b.lane_id = l.id
  WHERE e.id = ANY ($1)
-   AND (l.generation = e.generation OR c.last_seq > p.acked_seq OR b.lane_id IS NOT NULL)
+   AND (l.generation = e.generation OR c.last_seq > p.acked_seq OR b.lane_id IS NOT NULL
+        OR (p.end_seq IS NULL AND e.url !~ '^https?:'))
 """
 
 # Acknowledgements after the checkpoint.  OFFSET 0 keeps it an index lookup in each lane's own
@@ -218,6 +222,10 @@ class LoadedLane:
     tail: tuple[tuple[int, int, float], ...]
     receipt: str | None = None
     """Of the last durable append to a broker."""
+    end_written: bool = False
+    """The broker's stream has its end entry."""
+    lanes: int = 1
+    """The number of lanes in its generation."""
 
 
 class FoundDelivery(NamedTuple):
@@ -303,6 +311,8 @@ class LaneStore:
                 ),
                 tuple(tails.get(r["id"], ())),
                 r["receipt"],
+                r["end_written"],
+                r["lanes"],
             )
             for r in rows
         ]

@@ -246,6 +246,18 @@ SELECT FROM moved
 """,  # noqa: S608 (constants only)
 )
 
+# Records that a broker's stream has the end entry of a lane, fenced by epoch.
+# One row, unless this replica is fenced.
+WRITE_END = WriteStatement(
+    "write_end",
+    f"""{fence("$5")}
+UPDATE lane_progress p
+   SET end_seq = $4, retry_seq = NULL, attempts = 0, spent = 0, first_attempt_at = NULL,
+       next_attempt_at = NULL, last_response = NULL
+  FROM fence WHERE p.lane_id = $2 AND p.epoch = $3
+""",  # noqa: S608 (constants only)
+)
+
 # Which checkpoints were written, when not all were.
 READ_CHECKPOINTS = """
 SELECT lane_id FROM lane_progress
@@ -372,6 +384,17 @@ class RecordStore:
             WRITE_FOUND, self._replica_id, lane_id, epoch, through_seq, batch, at, self._timeline
         )
         if not moved:
+            raise Fenced
+
+    async def write_end(self, lane_id: int, epoch: int, seq: int) -> None:
+        """Record that a broker's stream has the end entry of a lane.
+
+        Args:
+            seq: of the end entry.
+        """
+        if not await self._db.write(
+            WRITE_END, self._replica_id, lane_id, epoch, seq, self._timeline
+        ):
             raise Fenced
 
     async def write_receipts(self, rows: Sequence[tuple[int, int, str]]) -> None:
