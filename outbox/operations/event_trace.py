@@ -130,6 +130,8 @@ class PendingLaneState:
     """The dead letter that blocks the lane."""
     older_pending: int
     """Pending deliveries in lanes of older generations, which are delivered first."""
+    older_unended: int
+    """Lanes of older generations whose end entry is missing in a broker's stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +333,9 @@ def _find_obstacles(
             f"waits for {lane.older_pending} pending in lanes of an older generation, which are "
             "delivered first"
         )
+    elif lane.older_unended:
+        lanes = count(lane.older_unended, "lane")
+        yield f"waits until {lanes} of an older generation got the end entry; see outbox status"
     if lane.held_until is not None and lane.held_until > now:
         left_s = (lane.held_until - now).total_seconds()
         yield f"waits {rounded(left_s)} more: its receiver sent Retry-After"

@@ -9,13 +9,14 @@ from typing import Any
 
 from outbox.core.model.endpoint_condition import endpoint_condition
 from outbox.operations.rows import parse_json
+from outbox.store.delivery.lanes import lacks_end
 
 
 def _select_lanes(acked_seq: str) -> str:
     return f"""
 SELECT l.endpoint_id, l.id AS lane_id, l.generation, l.slot, c.last_seq, p.floor_batch,
        p.retry_seq, p.attempts, p.spent, p.first_attempt_at, p.next_attempt_at, p.last_response,
-       {acked_seq} AS acked_seq
+       p.end_seq, {acked_seq} AS acked_seq
   FROM lane l
   JOIN lane_counter c ON c.lane_id = l.id
   JOIN lane_progress p ON p.lane_id = l.id
@@ -64,6 +65,18 @@ OLDEST_S = """(
 """Age of the first pending event of a lane `l`, in seconds; costly without a pending delivery."""
 
 
+def is_waited_for(lane: str) -> str:
+    """Whether a lane's generation is older than the endpoint's and not complete: newer lanes wait.
+
+    Args:
+        lane: the alias of its LANE_STATE; `e` is that of its endpoint.
+    """
+    return (
+        f"({lane}.generation < e.generation"
+        f" AND ({lane}.last_seq > {lane}.acked_seq OR {lacks_end(lane)}))"
+    )
+
+
 def rank_endpoints(lanes: str, tenant: str, limit: str) -> str:
     """The CTEs of the endpoints with the most pending deliveries.
 
@@ -78,7 +91,7 @@ def rank_endpoints(lanes: str, tenant: str, limit: str) -> str:
 WITH lanes AS MATERIALIZED (
     SELECT l.endpoint_id, l.lane_id, l.generation, l.slot, l.last_seq, l.acked_seq, l.floor_batch,
            l.retry_seq, l.attempts, l.spent, l.next_attempt_at, {FAILING} AS failing,
-           l.generation < e.generation AND l.last_seq > l.acked_seq AS old
+           {is_waited_for("l")} AS old
       FROM ({lanes}) l JOIN endpoint e ON e.id = l.endpoint_id
      WHERE e.state <> 'removed' AND ({tenant}::text IS NULL OR e.tenant = {tenant})),
 totals AS MATERIALIZED (

@@ -32,7 +32,7 @@ from outbox.operations.lanes import BLOCKED_BY, LANE_STATE, retry_state
 from outbox.operations.page_bytes import shorten_responses
 from outbox.operations.rows import ID_MAX, from_row
 from outbox.store.connection.connect import map_errors
-from outbox.store.delivery.lanes import PAYLOAD_SIZE
+from outbox.store.delivery.lanes import PAYLOAD_SIZE, lacks_end
 from outbox.store.retention.erasure import PLAN_BY_INDEX
 from outbox.store.routing_change import READ_NOW
 from outbox.store.type_match import FILTER_MET, TENANT_MATCHES, TYPE_MATCHES
@@ -147,9 +147,7 @@ SELECT s.lane_id, s.acked_seq, s.retry_seq, s.attempts, s.spent, s.next_attempt_
        h.held_until, b.at AS blocked_since, {BLOCKED_BY} AS blocked_by,
        (SELECT r.name FROM ownership o JOIN replica r ON r.id = o.replica_id
          WHERE o.endpoint_id = e.id AND r.expires_at > clock_timestamp()) AS relay,
-       (SELECT coalesce(sum(old.last_seq - old.acked_seq), 0)::bigint
-          FROM ({LANE_STATE}) old
-         WHERE old.endpoint_id = e.id AND old.generation < s.generation) AS older_pending,
+       older.pending AS older_pending, older.unended AS older_unended,
        (SELECT o.event_id FROM delivery d JOIN outbox o ON o.id = d.outbox_id
          WHERE d.lane_id = s.lane_id AND d.batch >= s.floor_batch AND d.seq = s.acked_seq + 1
          ORDER BY d.batch LIMIT 1) AS event_id
@@ -157,6 +155,11 @@ SELECT s.lane_id, s.acked_seq, s.retry_seq, s.attempts, s.spent, s.next_attempt_
   JOIN endpoint e ON e.id = s.endpoint_id
   LEFT JOIN endpoint_health h ON h.endpoint_id = e.id
   LEFT JOIN lane_block b ON b.lane_id = s.lane_id
+ CROSS JOIN LATERAL (
+       SELECT coalesce(sum(old.last_seq - old.acked_seq), 0)::bigint AS pending,
+              count(*) FILTER (WHERE {lacks_end("old")}) AS unended
+         FROM ({LANE_STATE}) old
+        WHERE old.endpoint_id = e.id AND old.generation < s.generation) older
 """  # noqa: S608
 
 # Endpoints that the event was not sent to, by the first reason that applies.

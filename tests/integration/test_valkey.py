@@ -11,6 +11,7 @@ import pytest
 
 from outbox.destinations.brokers import Brokers
 from outbox.destinations.http.egress import EgressPolicy
+from tests.integration.test_lane_changes import set_lanes
 from tests.support.brokers.valkey import valkey
 from tests.support.relay import (
     QUICK_RETRY,
@@ -48,6 +49,25 @@ async def brokers() -> AsyncIterator[Brokers]:
     made = Brokers(EgressPolicy((ipaddress.ip_network("127.0.0.0/8"),)))
     yield made
     await made.aclose()
+
+
+async def test_changed_lanes_end_in_their_streams(
+    database: Database, broker_server: Valkey, brokers: Brokers
+) -> None:
+    await add_endpoint(database, url=broker_server.url(), lanes=2, retry=QUICK_RETRY)
+    async with running(database, Network(), brokers=brokers.connect):
+        for lanes in (3, 1):
+            await publish(database, *range(10), key=f"{lanes}")
+            await set_lanes(database, lanes)
+        await publish(database, 1, key="3")
+        await all_ended(database)
+    last: dict[str, list[bytes | None]] = {}
+    for name in await lanes_of(broker_server):
+        (entry,) = await broker_server.command(
+            "XREVRANGE", f"events:{{{name}}}", "+", "-", "COUNT", 1
+        )
+        last.setdefault(name.split("-")[1], []).append(entry[1].get(b"outbox-control"))
+    assert last == {"1": [b"end"] * 2, "2": [b"end"] * 3, "3": [None]}
 
 
 async def lanes_of(broker_server: Valkey) -> dict[str, list[int]]:

@@ -12,6 +12,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 from uuid import UUID
 
+from outbox.core.brokers.message import end_id
 from outbox.core.delivery.commands import DeadRange, Progress
 from outbox.core.delivery.message import Delivery
 from outbox.store.delivery.lanes import FoundDelivery, LostDeliveries
@@ -45,6 +46,10 @@ class Database:
     """The attempt log: when each sequence was delivered."""
     dead: frozenset[int] = frozenset()
     refill_seq: int = 0
+    ended: bool = False
+    """The lane belongs to an older generation."""
+    end_seq: int | None = None
+    """Of its end entry in the stream."""
 
     @property
     def last_seq(self) -> int:
@@ -52,7 +57,8 @@ class Database:
 
     def expected(self) -> list[tuple[int, str]]:
         """What a complete stream has."""
-        return [(n, d.message_id) for n, d in self.deliveries.items() if n not in self.dead]
+        stored = [(n, d.message_id) for n, d in self.deliveries.items() if n not in self.dead]
+        return [*stored, (self.last_seq + 1, end_id(LANE))] if self.ended else stored
 
     def snapshot(self) -> Database:
         """A backup."""
@@ -101,6 +107,12 @@ class Database:
                 self.delivered[seq] = at
                 self.on_acknowledged(seq)
         self.progress = Progress(through, through, batch, success_at=at)
+
+    def write_end(self, epoch: int, seq: int) -> None:
+        """Record that the stream has the end entry."""
+        self._fence(epoch)
+        self.end_seq = seq
+        self.progress = self.progress._replace(retry_seq=None, attempts=0)
 
     def checkpoint(self, epoch: int, progress: Progress) -> None:
         """Write a checkpoint, which only moves forward."""

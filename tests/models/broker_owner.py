@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from outbox.core.brokers.port import Appended, Owner, Stop, StopKind
 from outbox.core.delivery.circuit_breaker import BreakerState
-from outbox.core.delivery.commands import Fetch, Open, Record, Send, Wait
+from outbox.core.delivery.commands import End, Fetch, Open, Record, Send, Wait
 from outbox.core.model.headers import NO_HEADERS
 from outbox.core.model.message_format import ENVELOPE
 from outbox.core.model.response import AttemptResult, Failure
 from outbox.core.model.response_policy import RETRYABLE
 from outbox.core.model.retry_policy import RetryPolicy
-from outbox.relay.delivery.attempt import Attempt
+from outbox.relay.delivery.attempt import Attempt, revalidate
 from outbox.relay.delivery.settle import settle
 from tests.models.broker_database import LANE, Database
 
@@ -161,6 +161,10 @@ class Recorder:
         await Step()
         self._world.database.write_found(epoch, through, batch, at)
 
+    async def write_end(self, lane: Lane, epoch: int, seq: int) -> None:
+        await Step()
+        self._world.database.write_end(epoch, seq)
+
 
 class LaneOwner:
     """One owner, from its claim on."""
@@ -170,7 +174,8 @@ class LaneOwner:
         database, self.epoch = world.database, world.database.claim()
         self.lane = lanes(
             1, database.progress, database.tail(), database.last_seq, 0,
-            batch_max=BATCH_MAX, has_position=True,
+            batch_max=BATCH_MAX, has_position=True, ended=database.ended,
+            end_written=database.end_seq is not None,
         )  # fmt: skip
         self.lane.clamp_times(POLICY, world.now)
         self.recorder = Recorder(world, self.lane, self.epoch)
@@ -188,14 +193,17 @@ class LaneOwner:
             breaker=_Breaker(),
             reported=_Reported(),
             lanes={},
+            stopped=False,
         )  # fmt: skip
         self._of_relay = cast(
             "Any",
             SimpleNamespace(
-                state=self.lane, loaded=SimpleNamespace(id=1, name=LANE), slot=None,
+                state=self.lane,
+                loaded=SimpleNamespace(id=1, name=LANE, ended=database.ended, lanes=1),
+                slot=None,
                 runtime=self.runtime,
             ),
-        )  # fmt: skip
+        )
         self.admission = Admission()
         store, reading = cast("LaneStore", Store(world)), asyncio.Lock()
         recorder, admission = cast("Any", self.recorder), cast("Any", self.admission)
@@ -226,10 +234,15 @@ class LaneOwner:
         self.lane.retry_now(self._world.now)
         self.lane.reopen()
 
+    def mark_ended(self) -> None:
+        """Begin a newer generation, see `EndpointRuntime.add_lanes`."""
+        self._of_relay.loaded.ended = True
+        self.lane.mark_ended()
+
     async def _work(self) -> None:
         while True:
             match self.lane.next(self._world.now):
-                case Send() | Open() as send:
+                case Send() | Open() | End() as send:
                     await self._attempt(send)
                 case Record() as record:
                     await self.recorder.write(record)
@@ -241,11 +254,11 @@ class LaneOwner:
                 case None:
                     await Sleep(inf)
 
-    async def _attempt(self, send: Send | Open) -> None:
+    async def _attempt(self, send: Send | Open | End) -> None:
         """Make one attempt, see `AttemptSender` and `Dispatcher`."""
         if self._world.rng.random() < 0.3:
             await Step()  # It waits for a slot.
-            left = send if isinstance(send, Open) else self.lane.revalidate(send, self._world.now)
+            left = revalidate(self._of_relay, send, BreakerState.HEALTHY, self._world.now)
             if left is None:
                 self.lane.cancel_send()
                 return
@@ -256,12 +269,16 @@ class LaneOwner:
             self._note_hold(response)
             if response is None:
                 return
-        elif (result := await self._attempts.append(self._of_relay, self.runtime.broker, send)) is (
-            None
-        ):
-            self.lane.cancel_send()
-            return
         else:
+            attempts, given = self._attempts, (self._of_relay, self.runtime.broker)
+            result = await (
+                attempts.end(*given, send)
+                if isinstance(send, End)
+                else attempts.append(*given, send)
+            )
+            if result is None:
+                self.lane.cancel_send()
+                return
             response, appended = result
         attempt = Attempt(send, self._world.now, response, False, None, appended)
         telemetry: Any = _Telemetry()
@@ -284,6 +301,9 @@ class _Breaker:
     """A circuit breaker that stays closed."""
 
     state = BreakerState.HEALTHY
+
+    def blocks_all(self, _: float) -> bool:
+        return False
 
     def record_result(self, outcome: Any, *_: Any, **__: Any) -> Any:
         return outcome

@@ -8,13 +8,14 @@ After a response that was lost it opens the lane again, before it sends or dead-
 A request to the broker is executed when the schedule says so, perhaps after its owner has gone and
 another one has appended.  Responses are lost before or after the effect.  Each access to the
 database is a step of its own.  Faults destroy streams or the database, see `FAULTS`.  At the end
-all faults end, what is on its way arrives at any time, and a last owner runs.
+all faults end, what is on its way arrives at any time, and a last owner runs.  A newer generation
+of lanes may begin; the lane then gets no more deliveries, and an end entry.
 
 **Safety**, checked after each step: no message is stored twice or out of order; none is stored
 while one before it is neither stored nor dead-lettered; none is both in the stream and a dead
 letter; nothing is acknowledged that the stream never had.  At the end the stream equals the
 database, or the lane is held for a reason that the schedule contains.  **Liveness**: a lane that is
-not held ends with nothing pending.
+not held ends with nothing pending, and with its end entry if a newer generation has begun.
 
 **What does not hold.**  A restored database has lost its later dead letters.  If the stream has
 sequences after one of them, it is acknowledged with those: only the last message is compared.
@@ -31,13 +32,14 @@ from datetime import UTC, datetime, timedelta
 from random import Random
 from typing import TYPE_CHECKING
 
+from outbox.core.brokers.message import end_id
 from outbox.core.brokers.port import Message, Owner, StopKind
 from outbox.core.delivery.lane import Lane
 from outbox.core.model.response import Failure
 from outbox.relay.delivery.broker_attempts import BrokerAttempts
 from outbox.store.delivery.records import Fenced
 from tests.core.invariants import Violation, expect
-from tests.models.broker_database import Database
+from tests.models.broker_database import LANE, Database
 from tests.models.broker_owner import Call, LaneOwner, Sleep
 from tests.support.brokers.model import ModelBroker
 
@@ -53,7 +55,8 @@ HELD_TIMES = 4
 FAULTS = {
     "delete": {Failure.FORGOT},
     "put back": {Failure.FORGOT},
-    "trim": {Failure.FOREIGN},
+    # Ahead: of an end entry whose response was lost, the sequence alone is left.
+    "trim": {Failure.FOREIGN, Failure.AHEAD},
     "foreign": {Failure.FOREIGN},
     "impostor": {Failure.FOREIGN, Failure.AHEAD},
     "clone": {Failure.FOREIGN},
@@ -108,9 +111,12 @@ class World:
         for owner in list(self._owners):
             self._end(owner)
         last = self._own()
-        # A last delivery, so that the lane is not idle.
-        self._refused.discard(self.database.assign().message_id)
-        self._announce()
+        if self.rng.random() < 0.4:
+            self._end_lane()
+        if not self.database.ended:
+            # A last delivery, so that the lane is not idle.
+            self._refused.discard(self.database.assign().message_id)
+            self._announce()
         held = self._run_to_the_end(last)
         while self._late:
             self._execute_late()
@@ -131,6 +137,8 @@ class World:
             self._write(rng.choice(self._owners))
         elif roll < 0.91:
             self._change_owner()
+        elif roll < 0.915:
+            self._end_lane()
         elif roll < 0.95 and self._owners:
             self._operate(rng.choice(self._owners))
         elif self._faults and rng.random() < 0.7:
@@ -148,7 +156,7 @@ class World:
                 self._execute_late()
             if last.recorder.pending and self.rng.random() < 0.2:
                 self._write(last)
-            if not last.lane.pending and last.lane.settled:
+            if not last.lane.has_work and last.lane.settled:
                 return None
             if last.held is not None and last.holds >= HELD_TIMES:
                 if last.held is not Failure.FORGOT or not refills:
@@ -234,6 +242,8 @@ class World:
             self.broker.begin_open()
 
     def _assign(self) -> None:
+        if self.database.ended:
+            return
         for _ in range(self.rng.randrange(1, 5)):
             expires_at = None
             if self.rng.random() < 0.05:
@@ -242,6 +252,13 @@ class World:
             if self.rng.random() < 0.08:
                 self._refused.add(delivery.message_id)
         self._announce()
+
+    def _end_lane(self) -> None:
+        """A newer generation of lanes begins."""
+        self.seen["generation"] += 1
+        self.database.ended = True
+        for owner in self._owners:
+            owner.mark_ended()
 
     def _announce(self) -> None:
         for owner in self._owners:
@@ -353,6 +370,9 @@ class World:
                 expect(each.sequence not in self._dead, f"dead letter {each.sequence} is stored")
             last = each.sequence
             self._stored.add((each.sequence, each.delivery))
+        ends = [n for n, each in enumerate(after, 1) if each.delivery == end_id(LANE)]
+        if not self._happened("impostor"):
+            expect(ends in ([], [len(after)]), f"there are messages after the end: {ends}")
 
     def _acknowledged(self, seq: int) -> None:
         found = seq, self.database.deliveries[seq].message_id
@@ -374,6 +394,10 @@ class World:
             causes = {fault for fault, reasons in FAULTS.items() if held in reasons}
             expect(self._happened(*causes), f"it is held without a cause: {held.value}")
             return
+        if (end_seq := self.database.end_seq) is not None:
+            expect((end_seq, end_id(LANE)) in self._stored, "the end entry was never stored")
+            if self._happened("delete", "put back", "impostor"):
+                return  # A complete lane is not examined again.
         stored = [(each.sequence, each.delivery) for each in self.broker.stored]
         expected = self.database.expected()
         if self._happened("delete", "put back"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -41,6 +42,7 @@ EVENTS = (
     "cut",
     "dead letter",
     "fenced by the database",
+    "generation",
     "late: refused",
     "late: stored",
     "lost response",
@@ -98,6 +100,32 @@ class BlindAttempts(BrokerAttempts):
         return result
 
 
+class EarlyEnd(Lane):
+    """A mutant: the end entry does not wait for deliveries that are not fetched yet."""
+
+    __slots__ = ()
+
+    @property
+    def _is_at_end(self) -> bool:
+        return self.lacks_end
+
+
+class UnflushedEnd(BrokerAttempts):
+    """A mutant: acknowledgements in memory are not written before the end entry."""
+
+    async def end(self, lane: Any, *args: Any) -> Any:
+        recorder = self._recorder
+        self._recorder = SimpleNamespace(flush=_nothing, write_end=recorder.write_end)  # type: ignore[assignment]
+        try:
+            return await super().end(lane, *args)
+        finally:
+            self._recorder = recorder
+
+
+async def _nothing() -> None:
+    pass
+
+
 def _is_unknown(appended: Appended) -> bool:
     return appended.stop is not None and appended.stop.kind is StopKind.UNKNOWN
 
@@ -141,6 +169,14 @@ def test_dead_letters_in_a_lane_that_is_not_open_are_caught() -> None:
 
 def test_appending_blindly_after_a_lost_response_is_caught() -> None:
     catches(f"{BOTH}|{STORED_LATE}", attempts=BlindAttempts)
+
+
+def test_an_end_before_the_last_delivery_is_caught() -> None:
+    catches(HOLE, lanes=EarlyEnd)
+
+
+def test_an_end_before_the_acknowledgements_is_caught() -> None:
+    catches("held without a cause: ahead", attempts=UnflushedEnd)
 
 
 def without_comparison(standing: Standing, books: LaneBooks, expected: str | None) -> Decision:

@@ -56,6 +56,7 @@ STANDING = PendingLaneState(
     blocked_since=None,
     blocked_by=None,
     older_pending=0,
+    older_unended=0,
 )
 DELIVERY = TracedDelivery(
     endpoint="bill ing",
@@ -202,6 +203,10 @@ HEAD = STANDING.head
         (
             {"older_pending": 4},
             ["waits for 4 pending in lanes of an older generation, which are delivered first"],
+        ),
+        (
+            {"older_unended": 2},
+            ["waits until 2 lanes of an older generation got the end entry; see outbox status"],
         ),
         (
             {"held_until": NOW + timedelta(seconds=90), "health": "failing"},

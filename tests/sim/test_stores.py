@@ -31,6 +31,7 @@ NOT_SIMULATED = {
     "LaneStore.identity",
     "LaneStore.lost_deliveries",
     "LaneStore.refill_seq",
+    "RecordStore.write_end",
     "RecordStore.write_found",
     "RecordStore.write_receipts",
 }

@@ -92,7 +92,8 @@ def failing(row: Any) -> CheckResult:
     )
 
 
-# Lanes of an older generation with pending deliveries; the lanes of the new one wait for them.
+# Lanes of an older generation with pending deliveries, or without their end entry in a stream; the
+# lanes of the new one wait for them.
 GENERATIONS = f"""
 SELECT e.name, e.state, count(*) AS lanes, sum(s.last_seq - s.acked_seq)::bigint AS pending,
        count(b.lane_id) AS blocked, coalesce(h.state, 'healthy') AS health
@@ -100,7 +101,7 @@ SELECT e.name, e.state, count(*) AS lanes, sum(s.last_seq - s.acked_seq)::bigint
   JOIN endpoint e ON e.id = s.endpoint_id AND e.state <> 'removed'
   LEFT JOIN endpoint_health h ON h.endpoint_id = e.id
   LEFT JOIN lane_block b ON b.lane_id = s.lane_id
- WHERE s.generation < e.generation AND s.last_seq > s.acked_seq
+ WHERE {lanes.is_waited_for("s")}
  GROUP BY e.id, e.name, e.state, h.state
  ORDER BY e.name COLLATE "C"
 """  # noqa: S608 (constants only)

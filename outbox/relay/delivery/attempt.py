@@ -105,7 +105,7 @@ class AttemptSender:
             if self._lease_left_s() <= 0:
                 raise Fenced
             if not at_once:
-                left = _revalidate(lane, send, state, started_at) if started else None
+                left = revalidate(lane, send, state, started_at) if started else None
                 if left is None:
                     # The wait changed the decision: nothing is sent.
                     lane.runtime.breaker.released(lane.loaded.id)
@@ -206,7 +206,7 @@ class AttemptSender:
         )  # fmt: skip
 
 
-def _revalidate(
+def revalidate(
     lane: LaneRuntime, send: Send | Open | End, state: BreakerState, now: float
 ) -> Send | Open | End | None:
     """What to send after a wait for a slot; None: nothing, as the decision changed.

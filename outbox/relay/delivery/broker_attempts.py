@@ -216,8 +216,13 @@ class BrokerAttempts:
         Raises:
             Fenced: this replica is no longer the owner.
         """
+        # The acknowledgements in memory first.  The next owner would otherwise find the entry, and
+        # pending deliveries before it that it cannot tell from those of a restored database.
+        await self._recorder.flush()
         position = lane.state.position
-        assert position is not None
+        if position is None:
+            lane.state.cancel_send()
+            return None
         # The stream may be ahead of the database if an operator said that the lane goes on there.
         seq = max(end.delivery.seq, position + 1)
         message = end_message(lane.loaded.name, seq, end.previous_seq, lane.loaded.lanes)
@@ -228,8 +233,6 @@ class BrokerAttempts:
         return result
 
     async def _record_end(self, lane: LaneRuntime, seq: int) -> None:
-        # Of the deliveries before it, the acknowledgements first.
-        await self._recorder.flush()
         await self._recorder.write_end(lane.state, lane.runtime.epoch, seq)
         lane.state.record_end()
 

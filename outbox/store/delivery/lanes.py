@@ -28,11 +28,21 @@ if TYPE_CHECKING:
 # 0 if the table was emptied: the sequencer reports that, and delivery goes on.
 READ_LAST_BATCH = "SELECT coalesce(max(batch), 0) FROM batch"
 
+
+def lacks_end(lane: str) -> str:
+    """Whether a lane of an older generation lacks its end entry in the stream of a broker.
+
+    Args:
+        lane: the alias of its `lane_progress`; `e` is that of its endpoint.
+    """
+    return f"({lane}.end_seq IS NULL AND e.url !~ '^https?:')"
+
+
 # Checkpoint and counter of every current lane, and of every ended lane that has pending
 # deliveries, is blocked, or lacks its end entry in a broker's stream; and when the first pending
 # delivery was sequenced.  A lane has ended when there is a newer generation, or when the next
 # leader will begin one because the server's timeline changed, or the database was restored.
-READ_LANES = """
+READ_LANES = f"""
 SELECT l.id, l.endpoint_id, l.generation, l.slot,
        coalesce(l.skip_seq, 0) AS skip_seq,
        l.generation < e.generation
@@ -59,8 +69,8 @@ SELECT l.id, l.endpoint_id, l.generation, l.slot,
   LEFT JOIN lane_block b ON b.lane_id = l.id
  WHERE e.id = ANY ($1)
    AND (l.generation = e.generation OR c.last_seq > p.acked_seq OR b.lane_id IS NOT NULL
-        OR (p.end_seq IS NULL AND e.url !~ '^https?:'))
-"""
+        OR {lacks_end("p")})
+"""  # noqa: S608 (constants only)
 
 # Acknowledgements after the checkpoint.  OFFSET 0 keeps it an index lookup in each lane's own
 # partitions: as a join, the planner would hash the whole log.
