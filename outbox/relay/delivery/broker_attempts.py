@@ -225,7 +225,9 @@ class BrokerAttempts:
             return None
         # The stream may be ahead of the database if an operator said that the lane goes on there.
         seq = max(end.delivery.seq, position + 1)
-        message = end_message(lane.loaded.name, seq, end.previous_seq, lane.loaded.lanes)
+        loaded = lane.loaded
+        assert loaded.lanes is not None
+        message = end_message(loaded.name, seq, end.previous_seq, loaded.lanes)
         result = await self._append(lane, broker, position, [message])
         if result is not None and result[1].stop is None:
             await self._record_end(lane, seq)

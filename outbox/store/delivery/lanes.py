@@ -29,19 +29,24 @@ if TYPE_CHECKING:
 READ_LAST_BATCH = "SELECT coalesce(max(batch), 0) FROM batch"
 
 
+BROKER = "e.url !~ '^https?:'"
+"""Whether the destination of an endpoint `e` is a broker."""
+
+
 def lacks_end(lane: str) -> str:
     """Whether a lane of an older generation lacks its end entry in the stream of a broker.
 
     Args:
         lane: the alias of its `lane_progress`; `e` is that of its endpoint.
     """
-    return f"({lane}.end_seq IS NULL AND e.url !~ '^https?:')"
+    return f"({lane}.end_seq IS NULL AND {BROKER})"
 
 
 # Checkpoint and counter of every current lane, and of every ended lane that has pending
 # deliveries, is blocked, or lacks its end entry in a broker's stream; and when the first pending
 # delivery was sequenced.  A lane has ended when there is a newer generation, or when the next
 # leader will begin one because the server's timeline changed, or the database was restored.
+# The number of lanes of a generation is its last slot's, by the index.
 READ_LANES = f"""
 SELECT l.id, l.endpoint_id, l.generation, l.slot,
        coalesce(l.skip_seq, 0) AS skip_seq,
@@ -52,8 +57,10 @@ SELECT l.id, l.endpoint_id, l.generation, l.slot,
        b.lane_id IS NOT NULL AS blocked,
        (SELECT receipt FROM lane_receipt WHERE lane_id = l.id) AS receipt,
        p.end_seq IS NOT NULL AS end_written,
-       (SELECT count(*) FROM lane g
-         WHERE g.endpoint_id = l.endpoint_id AND g.generation = l.generation) AS lanes,
+       CASE WHEN {BROKER} THEN (
+           SELECT slot + 1 FROM lane g
+            WHERE g.endpoint_id = l.endpoint_id AND g.generation = l.generation
+            ORDER BY slot DESC LIMIT 1) END AS lanes,
        CASE WHEN c.last_seq > p.acked_seq THEN (
            SELECT batch.at
              FROM (SELECT d.batch FROM delivery d
@@ -234,8 +241,8 @@ class LoadedLane:
     """Of the last durable append to a broker."""
     end_written: bool = False
     """The broker's stream has its end entry."""
-    lanes: int = 1
-    """The number of lanes in its generation."""
+    lanes: int | None = None
+    """The number of lanes in its generation; None: its destination is an HTTP receiver."""
 
 
 class FoundDelivery(NamedTuple):
