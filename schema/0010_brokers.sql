@@ -13,9 +13,20 @@ CREATE TABLE lane_receipt (
 -- it has none.
 ALTER TABLE lane_progress ADD COLUMN end_seq bigint;
 
--- Deliveries up to this one may be appended again, because an operator said so.
-ALTER TABLE lane ADD COLUMN refill_seq bigint;
-CREATE INDEX lane_refilled ON lane (endpoint_id) WHERE refill_seq IS NOT NULL;
+-- What an operator lets the owner do about a held lane; see outbox/core/brokers/repair.py.  It is
+-- valid until the lane delivers again: repair_seq is the last sequence that was delivered.
+ALTER TABLE lane
+    ADD COLUMN repair     text CHECK (repair IN ('refill', 'adopt')),
+    ADD COLUMN repair_seq bigint,
+    ADD CHECK ((repair IS NULL) = (repair_seq IS NULL));
+CREATE INDEX lane_repair ON lane (endpoint_id) WHERE repair IS NOT NULL;
+
+-- A new reason: 'adopted', the deliveries of a lane whose sequences do not fit into its stream.  NOT
+-- VALID: the rows that exist satisfy the former check, and need not be read under the lock.
+ALTER TABLE dead_letter DROP CONSTRAINT dead_letter_reason_check;
+ALTER TABLE dead_letter ADD CONSTRAINT dead_letter_reason_check
+    CHECK (reason IN ('refused', 'exhausted', 'expired', 'erased', 'skipped', 'backlog', 'adopted',
+                      'disabled', 'removed')) NOT VALID;
 
 -- As in 0009_binary_payloads.sql, with the privileges that were added since.
 CREATE OR REPLACE FUNCTION required_privileges(purpose text)
@@ -38,7 +49,8 @@ BEGIN
                        ('operator', 'table', 'dead_letter', 'UPDATE', '{body,content_type}'),
                        ('reader', 'table', 'lane_receipt', 'SELECT', NULL),
                        ('operator', 'table', 'lane_receipt', 'SELECT', NULL),
-                       ('operator', 'table', 'lane', 'UPDATE', '{refill_seq}'),
+                       ('operator', 'table', 'lane', 'UPDATE', '{repair,repair_seq}'),
+                       ('relay', 'table', 'lane', 'UPDATE', '{repair,repair_seq}'),
                        ('relay', 'table', 'lane_receipt', 'SELECT', NULL),
                        ('relay', 'table', 'lane_receipt', 'INSERT', NULL),
                        ('relay', 'table', 'lane_receipt', 'UPDATE', NULL))

@@ -55,7 +55,7 @@ from outbox.operations.endpoint_secrets import OVERLAP_S, Rotation
 from outbox.operations.endpoint_states import StateChange
 from outbox.operations.endpoints import EndpointDetail, EndpointRow
 from outbox.operations.preview import RequestPreview, preview_request
-from outbox.operations.refill import RequestedRefill, request_refill
+from outbox.operations.repair import RequestedRepair, request_adoption, request_refill
 from outbox.store.connection.secrets import Vault
 from outbox.store.delivery.endpoints import find_endpoint
 
@@ -138,6 +138,13 @@ class ChangeBody(RequestModel):
     """Comment on a change, recorded with it and in the journal."""
 
     comment: Comment | None = None
+
+
+class AdoptionBody(ChangeBody):
+    """Options of an adoption."""
+
+    dry_run: bool = False
+    """Only show what would happen."""
 
 
 class RotationBody(RequestModel):
@@ -323,13 +330,31 @@ async def _enable(call: Call[NoQuery, ChangeBody]) -> StateChange:
     tenants=TenantAccess.ENDPOINT,
     body_required=False,
 )
-async def _refill(call: Call[NoQuery, ChangeBody]) -> RequestedRefill:
+async def _refill(call: Call[NoQuery, ChangeBody]) -> RequestedRepair:
     return await call.run(
         request_refill,
         call.path["name"],
         actor=call.actor,
         owner=call.tenant,
         comment=call.body.comment,
+    )
+
+
+@route.post(
+    f"{NAME}/adopt",
+    "Go on with the streams of a broker as they are, although they do not match",
+    scope="operate",
+    tenants=TenantAccess.ENDPOINT,
+    body_required=False,
+)
+async def _adopt(call: Call[NoQuery, AdoptionBody]) -> RequestedRepair:
+    return await call.run(
+        request_adoption,
+        call.path["name"],
+        actor=call.actor,
+        owner=call.tenant,
+        comment=call.body.comment,
+        dry_run=call.body.dry_run,
     )
 
 

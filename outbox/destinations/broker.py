@@ -61,12 +61,16 @@ class Broker(Protocol):
     @property
     def capabilities(self) -> Capabilities: ...
 
-    async def open(self, lane: str, owner: Owner, after: int, receipt: str | None) -> Standing:
+    async def open(
+        self, lane: str, owner: Owner, after: int, receipt: str | None, *, force: bool = False
+    ) -> Standing:
         """Write the owner's fence, and then read where the lane stands.
 
         Args:
             after: where the lane should stand: the last sequence that was delivered; 0: none.
             receipt: of the last append whose result is known; None: there is none.
+            force: replace the fence of a later owner, or of another database, whose appends are
+                refused from then on.  Only on an operator's request.
         """
         ...
 

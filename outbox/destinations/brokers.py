@@ -126,7 +126,9 @@ class UnusableBroker:
     def __init__(self, reason: str) -> None:
         self._stop = Stop(StopKind.MISCONFIGURED, reason)
 
-    async def open(self, lane: str, owner: Owner, after: int, receipt: str | None) -> Standing:
+    async def open(
+        self, lane: str, owner: Owner, after: int, receipt: str | None, *, force: bool = False
+    ) -> Standing:
         return self._stop
 
     async def append(

@@ -171,11 +171,18 @@ def update_endpoints(
         change.write(FREE_NAMES, list(renamed))
     if rows:
         change.write(UPDATE_ENDPOINTS, _document(rows))
-    if with_new_lanes:
-        # Existing lanes receive nothing from this batch on; the owner delivers the new ones when
-        # they are drained.
-        change.write(BEGIN_GENERATION, list(with_new_lanes))
-        change.write(ADD_LANES, list(with_new_lanes))
+    begin_generations(change, with_new_lanes)
+
+
+def begin_generations(change: Change, ids: Collection[UUID]) -> None:
+    """Begin new lanes of endpoints.
+
+    Existing lanes receive nothing from this batch on; the owner delivers the new ones when they are
+    drained.
+    """
+    if ids:
+        change.write(BEGIN_GENERATION, list(ids))
+        change.write(ADD_LANES, list(ids))
 
 
 def replace_subscriptions(change: Change, ids: Collection[UUID]) -> None:

@@ -287,6 +287,7 @@ _DEAD_LETTER_REASONS = {
     "erased": "its event was erased",
     "skipped": "an operator skipped it",
     "backlog": "its endpoint exceeded a backlog limit",
+    "adopted": "an operator adopted a stream into which it does not fit",
     "disabled": "its endpoint was disabled",
     "removed": "its endpoint was removed",
 }

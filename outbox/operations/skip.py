@@ -89,8 +89,14 @@ def stuck_advice(
         last_response: in its stored form.
     """
     failure = (last_response or {}).get("failure")
+    name = shlex.quote(endpoint)
     if failure == Failure.FORGOT:
-        return f"to append it again: outbox endpoint refill {shlex.quote(endpoint)}"
+        return (
+            f"to append it again: outbox endpoint refill {name}; to go on without it: "
+            f"outbox endpoint adopt {name}"
+        )
+    if failure in HOLD_FAILURES:
+        return f"to go on with the stream as it is: outbox endpoint adopt {name} --dry-run"
     if failure in BROKER_FAILURES:
         return None
     return f"to skip it: {skip_command(endpoint, lane, sequence)}"

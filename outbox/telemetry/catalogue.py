@@ -62,7 +62,7 @@ DELIVERIES = Metric(
     MetricKind.COUNTER,
     "{delivery}",
     "Deliveries that completed. outcome: delivered, or the reason of the dead letter: refused, "
-    "exhausted, expired, erased, skipped, backlog, disabled, removed.",
+    "exhausted, expired, erased, skipped, backlog, adopted, disabled, removed.",
     ("endpoint", "outcome"),
 )
 ATTEMPTS_MADE = Metric(

@@ -59,6 +59,7 @@ async def test_no_route_holds_locks_while_it_waits_for_its_client(database: Data
         async with database.at_hand() as db:
             await db.execute(FORGOT.replace("'shop'", "'moved'"))
         await request("POST", endpoint + "/refill", {}, name="moved")
+        await request("POST", endpoint + "/adopt", {}, name="moved")
         stuck = {"lane": lane, "sequence": sequence}
         await request("POST", endpoint + "/skip", stuck, name="moved")
         await request("PUT", endpoint + "/certificate", {"pem": identity()}, **shop)

@@ -52,6 +52,7 @@ WALK: dict[str, tuple[str, Any]] = {
     "POST /v1/endpoints/{name}/pause": ("/v1/endpoints/new/pause", {}),
     "POST /v1/endpoints/{name}/resume": ("/v1/endpoints/new/resume", {}),
     "POST /v1/endpoints/{name}/refill": ("/v1/endpoints/shop/refill", {}),
+    "POST /v1/endpoints/{name}/adopt": ("/v1/endpoints/shop/adopt", {}),
     "POST /v1/endpoints/{name}/skip": ("/v1/endpoints/shop/skip", STUCK),
     "POST /v1/endpoints/{name}/enable": ("/v1/endpoints/off/enable", {}),
     "POST /v1/endpoints/{name}/rotate-secret": ("/v1/endpoints/new/rotate-secret", {}),

@@ -359,3 +359,15 @@ def test_a_conflict_refuses_a_delivery_that_was_not_sent_before(is_known: bool) 
     later = lane.next(NOW + 1e4)
     assert isinstance(later, Send)
     assert later.maybe_sent_before
+
+
+def test_a_batch_is_delivered_if_all_of_it_was_stored_before_the_connection_ended() -> None:
+    lane = lane_of(delivery(1), delivery(2))
+    send = lane.next(NOW)
+    assert isinstance(send, Send)
+    failed = AttemptResult.failed(Failure.UNKNOWN, "the connection ended", 0.1)
+    records = lane.record_batch_result(
+        send.batch, 2, AttemptOutcome.RETRY, failed, POLICY, started_at=NOW, now=NOW, u=0.5
+    )
+    assert [record.attempt and record.attempt.outcome for record in records] == ["delivered"] * 2
+    assert (lane.acked_seq, lane.in_flight, lane.failing) == (2, False, False)

@@ -12,7 +12,9 @@ from outbox.destinations.brokers import Brokers
 from outbox.destinations.http.egress import EgressPolicy
 from outbox.errors import Conflict, UsageError
 from outbox.operations import endpoint_changes, endpoint_states
-from outbox.operations.refill import request_refill
+from outbox.operations.criteria import Criteria, DeadLetterSelection
+from outbox.operations.repair import request_adoption, request_refill
+from outbox.operations.replays import start_replay
 from outbox.operations.skip import skip_delivery
 from tests.support.ranges import next_pending
 from tests.support.relay import (
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
     from outbox.core.brokers.port import Message, Owner, Standing
     from outbox.destinations.broker import BrokerAddress, BrokerFinding
+    from outbox.operations.repair import RequestedRepair
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.one_major
@@ -50,6 +53,7 @@ class Streams:
         self.streams: dict[str, list[Message]] = {}
         self.fences: dict[str, int] = {}
         self.opened = 0
+        self.calls: list[tuple[MemoryBroker, str]] = []
         self.appends: list[int] = []
         self.log: list[tuple[str, Message]] = []
         """Every message with its lane, in the order of their appends."""
@@ -72,16 +76,20 @@ class Streams:
 
 class MemoryBroker:
     capabilities = Capabilities(compare=True, prefix=True, fence=True, position=True)
+    is_closed = False
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
 
-    async def open(self, lane: str, owner: Owner, after: int, receipt: str | None) -> Standing:
+    async def open(
+        self, lane: str, owner: Owner, after: int, receipt: str | None, *, force: bool = False
+    ) -> Standing:
         streams = self._streams
+        streams.calls.append((self, "open"))
         streams.opened += 1
         if streams.stop is not None:
             return streams.stop
-        if (fence := streams.fences.get(lane, 0)) > owner.epoch:
+        if not force and (fence := streams.fences.get(lane, 0)) > owner.epoch:
             return Fenced(fence)
         streams.fences[lane] = owner.epoch
         stream = streams.streams.get(lane)
@@ -91,6 +99,7 @@ class MemoryBroker:
         self, lane: str, owner: Owner, after: int, messages: Sequence[Message]
     ) -> Appended:
         streams = self._streams
+        streams.calls.append((self, "append"))
         if streams.stop is not None:
             return Appended(after, streams.stop)
         stream = streams.streams.setdefault(lane, [])
@@ -113,7 +122,7 @@ class MemoryBroker:
         return []
 
     async def aclose(self) -> None:
-        pass
+        self.is_closed = True
 
 
 @pytest.fixture
@@ -368,6 +377,153 @@ async def test_a_held_lane_is_not_opened_all_the_time_after_a_resume(
         await until(lambda: streams.opened > opened, what="the opening after the resume")
         await publish(database, *range(20))
     assert streams.opened <= opened + 2
+
+
+async def change_settings(database: Database, **changed: Any) -> None:
+    async with database.at_hand() as db:
+        await endpoint_changes.update_endpoint(
+            db, "relay", "shop", lambda old: type(old)(**{**_fields(old), **changed}), actor="test"
+        )
+
+
+async def adopt(database: Database, *, dry_run: bool = False) -> RequestedRepair:
+    async with database.at_hand() as db:
+        return await request_adoption(db, "relay", "shop", actor="test", dry_run=dry_run)
+
+
+REQUESTED = "SELECT count(*) FROM lane WHERE repair IS NOT NULL"
+
+
+async def test_new_credentials_during_a_refill_open_the_lane_again(
+    database: Database, streams: Streams
+) -> None:
+    """The position that the refill has reached may be that of another server."""
+    await stream_endpoint(database)
+    async with running(database, Network(), brokers=streams.connect):
+        await forgetful(database, streams, 6)
+        streams.gate = asyncio.Event()
+        appends = len(streams.appends)
+        async with database.at_hand() as db:
+            await request_refill(db, "relay", "shop", actor="test")
+        await until(lambda: len(streams.appends) > appends, what="the refill")
+        before, calls = streams.calls[-1][0], len(streams.calls)
+        await change_settings(database, headers={"Authorization": "Bearer x"})
+        changed = "SELECT count(*) = 1 FROM journal WHERE kind = 'endpoint_updated'"
+        await until(lambda: fetchval(database, changed), what="the change")
+        await until(lambda: before.is_closed, what="the new broker")
+        streams.gate.set()
+        await all_ended(database)
+    after = streams.calls[calls:]
+    assert next(call for broker, call in after if broker is not before) == "open"
+    assert streams.sequences() == list(range(1, 12))
+
+
+async def test_a_held_lane_is_opened_for_a_request_and_not_for_any_change_of_settings(
+    database: Database, streams: Streams
+) -> None:
+    retry = {"base_s": 600, "cap_s": 600, "jitter": "proportional"}
+    await add_endpoint(database, url=URL, lanes=1, retry=retry)
+    async with running(database, Network(), brokers=streams.connect):
+        await forgetful(database, streams, 6)
+        opened = streams.opened
+        for rate in (100, 200, 300):
+            await change_settings(database, rate_per_s=rate)
+        await adopt(database)
+        await all_ended(database)
+    assert streams.opened == opened + 1
+
+
+async def test_a_lane_goes_on_without_what_its_stream_has_lost(
+    database: Database, streams: Streams
+) -> None:
+    """A reader that has the message before the loss learns of it, and any other does not."""
+    await stream_endpoint(database)
+    async with running(database, Network(), brokers=streams.connect):
+        await forgetful(database, streams, 6)
+        planned = await adopt(database, dry_run=True)
+        assert [(each.held, each.action) for each in planned.lanes] == [("forgot", "continue")]
+        assert await fetchval(database, REQUESTED) == 0
+        done = await adopt(database)
+        assert not done.new_lanes
+        assert [each.dead_letters_max for each in done.lanes] == [0]
+        await all_ended(database)
+        await until(lambda: fetchval(database, f"SELECT ({REQUESTED}) = 0"), what="the end")
+        (stream,) = streams.streams.values()
+        assert streams.sequences() == [1, 2, 3, 4, 5, 6, 11]
+        assert dict(stream[-1].headers)["X-Previous-Sequence"] == "10"
+        # It was a request for this loss, and not for the next one.
+        del stream[3:]
+        await publish(database, 12)
+        held = "SELECT retry_seq = 12 AND last_response ->> 'failure' = 'forgot' FROM lane_progress"
+        await until(lambda: fetchval(database, held), what="the next loss")
+    assert await fetchval(database, "SELECT count(*) FROM dead_letter") == 0
+
+
+async def test_a_lane_with_a_later_owner_in_its_stream_is_taken_over(
+    database: Database, streams: Streams
+) -> None:
+    """As after a restore of the database."""
+    await stream_endpoint(database)
+    async with running(database, Network(), brokers=streams.connect):
+        await publish(database, 1)
+        await all_ended(database)
+        (lane,) = streams.fences
+        streams.fences[lane] = 1_000_000
+        await publish(database, 2)
+        await until(lambda: last_failure(database), what="the failure")
+        assert await last_failure(database) == "fenced"
+        done = await adopt(database)
+        assert done.new_lanes
+        assert [each.action for each in done.lanes] == ["take_over"]
+        await publish(database, 3)
+        await all_ended(database)
+    assert [each.sequence for each in streams.streams[lane]] == [1, 2]
+    (newer,) = (name for name in streams.streams if name != lane)
+    assert [each.sequence for each in streams.streams[newer]] == [1]
+    assert await fetchval(database, "SELECT count(*) FROM dead_letter") == 0
+
+
+@pytest.mark.parametrize("sequence", [2, 99])
+async def test_a_lane_that_does_not_fit_into_its_stream_is_abandoned(
+    database: Database, streams: Streams, sequence: int
+) -> None:
+    await stream_endpoint(database)
+    async with running(database, Network(), brokers=streams.connect):
+        await publish(database, 1)
+        await all_ended(database)
+        ((lane, stream),) = streams.streams.items()
+        stream.append(stream[-1]._replace(sequence=sequence, delivery="of another event"))
+        await publish(database, 2, 3)
+        await until(lambda: last_failure(database), what="the failure")
+        assert await last_failure(database) == ("foreign" if sequence == 2 else "ahead")
+        planned = await adopt(database, dry_run=True)
+        assert planned.dry_run
+        assert [each.dead_letters_max for each in planned.lanes] == [2]
+        await adopt(database)
+        letters = "SELECT sum(to_seq - seq + 1)::int FROM dead_letter WHERE reason = 'adopted'"
+        await until(lambda: fetchval(database, letters), what="the dead letters")
+        await publish(database, 4)
+        await all_ended(database)
+    assert await fetchval(database, letters) == 2
+    assert [each.sequence for each in stream] == [1, sequence]
+    (newer,) = (name for name in streams.streams if name != lane)
+    assert b'"data":4' in streams.streams[newer][0].body
+    async with running(database, Network(), brokers=streams.connect):
+        async with database.at_hand() as db:
+            chosen = DeadLetterSelection(criteria=Criteria("shop"))
+            await start_replay(db, "relay", chosen, actor="test")
+        await until(lambda: len(streams.streams[newer]) == 3, what="the replay")
+    abandoned = "SELECT count(*) FROM journal WHERE kind = 'lane_abandoned'"
+    assert await fetchval(database, abandoned) == 1
+
+
+async def test_only_held_lanes_are_adopted(database: Database, streams: Streams) -> None:
+    await stream_endpoint(database)
+    async with running(database, Network(), brokers=streams.connect):
+        await publish(database, 1)
+        await all_ended(database)
+        with pytest.raises(Conflict, match=r"no lane of endpoint .shop. is held"):
+            await adopt(database)
 
 
 async def test_there_is_no_refill_without_a_loss(database: Database, streams: Streams) -> None:

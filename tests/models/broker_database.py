@@ -13,14 +13,17 @@ from typing import TYPE_CHECKING
 from uuid import UUID
 
 from outbox.core.brokers.message import end_id
+from outbox.core.brokers.results import HOLD_FAILURES
 from outbox.core.delivery.commands import DeadRange, Progress
 from outbox.core.delivery.message import Delivery
+from outbox.core.model.response import Failure
 from outbox.store.delivery.lanes import FoundDelivery, LostDeliveries
 from outbox.store.delivery.records import Fenced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from outbox.core.brokers.repair import Repair
     from outbox.core.delivery.commands import Fetch, Record
 
 ENDPOINT = UUID(int=1)
@@ -37,7 +40,7 @@ class Database:
     """
 
     on_acknowledged: Callable[[int], None]
-    on_dead: Callable[[int], None]
+    on_dead: Callable[[int, str], None]
     ids: Iterator[int] = field(default_factory=lambda: count(1))
     epoch: int = 0
     deliveries: dict[int, Delivery] = field(default_factory=dict)
@@ -45,15 +48,24 @@ class Database:
     delivered: dict[int, float] = field(default_factory=dict)
     """The attempt log: when each sequence was delivered."""
     dead: frozenset[int] = frozenset()
-    refill_seq: int = 0
+    repair: Repair | None = None
+    """What an operator has requested."""
     ended: bool = False
-    """The lane belongs to an older generation."""
+    """A newer generation has replaced the lane."""
     end_seq: int | None = None
     """Of its end entry in the stream."""
 
     @property
     def last_seq(self) -> int:
         return len(self.deliveries)
+
+    @property
+    def held(self) -> Failure | None:
+        """Why the lane is held, as far as the database knows."""
+        progress = self.progress
+        failure = (progress.last_response or {}).get("failure")
+        is_failing = progress.attempts > 0 and progress.retry_seq == progress.acked_seq + 1
+        return Failure(failure) if is_failing and failure in HOLD_FAILURES else None
 
     def expected(self) -> list[tuple[int, str]]:
         """What a complete stream has."""
@@ -97,7 +109,7 @@ class Database:
                 first = dead.seq if isinstance(dead, DeadRange) else record.seq
                 for seq in range(first, record.seq + 1):
                     self.dead |= {seq}
-                    self.on_dead(seq)
+                    self.on_dead(seq, dead.reason)
 
     def write_found(self, epoch: int, through: int, batch: int, at: float) -> None:
         """Acknowledge what the stream has."""
@@ -119,6 +131,11 @@ class Database:
         self._fence(epoch)
         if progress.acked_seq > self.progress.acked_seq:
             self.progress = progress._replace(retry_seq=None, attempts=0)
+
+    def finish_repair(self, epoch: int, repair: Repair) -> None:
+        """Delete the request that was carried out; a fenced owner deletes nothing."""
+        if epoch == self.epoch and self.repair == repair:
+            self.repair = None
 
     def _fence(self, epoch: int) -> None:
         if epoch != self.epoch:

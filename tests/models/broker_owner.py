@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine, Generator, Sequence
 
     from outbox.core.brokers.port import Message, Standing
+    from outbox.core.brokers.repair import Repair
     from outbox.core.delivery.lane import Lane
     from outbox.relay.delivery.broker_attempts import BrokerAttempts
     from outbox.store.delivery.lanes import FoundDelivery, LaneStore, LostDeliveries
@@ -60,8 +61,16 @@ class Sleep(Step):
 class Call(Step):
     """A request to the broker.  The schedule executes it when it likes, or never."""
 
-    def __init__(self, owner: Owner, after: int, messages: Sequence[Message] | None) -> None:
+    def __init__(
+        self,
+        owner: Owner,
+        after: int,
+        messages: Sequence[Message] | None,
+        *,
+        force: bool = False,
+    ) -> None:
         self.owner = owner
+        self.force = force
         self.after = after
         self.messages = messages
         """None: it opens the lane."""
@@ -77,8 +86,10 @@ class Call(Step):
 class Wire:
     """The broker of an owner."""
 
-    async def open(self, lane: str, owner: Owner, after: int, receipt: str | None) -> Any:
-        return await Call(owner, after, None)
+    async def open(
+        self, lane: str, owner: Owner, after: int, receipt: str | None, *, force: bool = False
+    ) -> Any:
+        return await Call(owner, after, None, force=force)
 
     async def append(self, lane: str, owner: Owner, after: int, messages: Sequence[Message]) -> Any:
         return await Call(owner, after, messages)
@@ -118,9 +129,9 @@ class Store:
         await Step()
         return self._db.delivery_at(seq)
 
-    async def refill_seq(self, lane_id: int) -> int:
+    async def repair(self, lane_id: int) -> Repair | None:
         await Step()
-        return self._db.refill_seq
+        return self._db.repair
 
     async def lost_deliveries(self, lane: Any, after: int, through: int, *_: int) -> LostDeliveries:
         await Step()
@@ -165,6 +176,10 @@ class Recorder:
         await Step()
         self._world.database.write_end(epoch, seq)
 
+    async def finish_repair(self, lane: Lane, epoch: int, repair: Repair) -> None:
+        await Step()
+        self._world.database.finish_repair(epoch, repair)
+
 
 class LaneOwner:
     """One owner, from its claim on."""
@@ -198,17 +213,22 @@ class LaneOwner:
         self._of_relay = cast(
             "Any",
             SimpleNamespace(
-                state=self.lane,
-                loaded=SimpleNamespace(id=1, name=LANE, ended=database.ended, lanes=1),
-                slot=None,
-                runtime=self.runtime,
+                state=self.lane, loaded=SimpleNamespace(id=1, name=LANE, lanes=1), slot=None,
+                runtime=self.runtime, repair=None, repaired=None,
             ),
-        )
+        )  # fmt: skip
+        self.lease_left_s = 1.0
         self.admission = Admission()
         store, reading = cast("LaneStore", Store(world)), asyncio.Lock()
         recorder, admission = cast("Any", self.recorder), cast("Any", self.admission)
         self._attempts = attempts(
-            store, reading, recorder, admission, lambda: 0.0, lambda: world.now
+            store,
+            reading,
+            recorder,
+            admission,
+            lambda: self.lease_left_s,
+            lambda: 0.0,
+            lambda: world.now,
         )
         self._run = self._work()
         self.waits: Step = self._run.send(None)
@@ -236,8 +256,17 @@ class LaneOwner:
 
     def mark_ended(self) -> None:
         """Begin a newer generation, see `EndpointRuntime.add_lanes`."""
-        self._of_relay.loaded.ended = True
         self.lane.mark_ended()
+
+    def apply_changes(self) -> None:
+        """Apply what the operator has requested, see `Dispatcher.update_endpoints`."""
+        database = self._world.database
+        if database.ended:
+            self.mark_ended()
+        if database.repair is not None:
+            self.lane.reopen()
+            self.lane.retry_now(self._world.now)
+            self.held = None
 
     async def _work(self) -> None:
         while True:

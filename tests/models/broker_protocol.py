@@ -15,10 +15,13 @@ of lanes may begin; the lane then gets no more deliveries, and an end entry.
 while one before it is neither stored nor dead-lettered; none is both in the stream and a dead
 letter; nothing is acknowledged that the stream never had.  At the end the stream equals the
 database, or the lane is held for a reason that the schedule contains.  **Liveness**: a lane that is
-not held ends with nothing pending, and with its end entry if a newer generation has begun.
+not held ends with nothing pending, and with its end entry if a newer generation has begun.  None is
+held after its operator has adopted it: what the stream had lost is accepted then, and where the
+sequences do not fit, all pending deliveries are dead letters.
 
 **What does not hold.**  A restored database has lost its later dead letters.  If the stream has
-sequences after one of them, it is acknowledged with those: only the last message is compared.
+sequences after one of them, it is acknowledged with those: only the last message is compared.  A
+dead letter of an abandoned lane may be in the stream, before what does not fit.
 
 **What is omitted.**  Leases: owners overlap for as long as the schedule likes, and only the epoch
 fences them.  The circuit breaker stays closed.
@@ -34,6 +37,7 @@ from typing import TYPE_CHECKING
 
 from outbox.core.brokers.message import end_id
 from outbox.core.brokers.port import Message, Owner, StopKind
+from outbox.core.brokers.repair import Repair, RepairKind
 from outbox.core.delivery.lane import Lane
 from outbox.core.model.response import Failure
 from outbox.relay.delivery.broker_attempts import BrokerAttempts
@@ -49,6 +53,8 @@ if TYPE_CHECKING:
 BEGAN_AT = 1_800_000_000.0
 STEPS_MAX = 1_500
 """Steps of the last owner."""
+ADOPTIONS_MAX = 12
+"""Of the last owner; the operator may need some, because former owners' requests arrive late."""
 HELD_TIMES = 4
 """A lane is held if it was opened as often with the same result."""
 
@@ -95,6 +101,9 @@ class World:
         self._older = self.broker.snapshot()
         self._has_faults = True
         self._refills = self.rng.random() < 0.5
+        self._adopts = self.rng.random() < 0.5
+        self._accepted = 0
+        """Up to where the operator has accepted that the stream lacks deliveries."""
         is_quiet = self.rng.random() < 0.3
         self._faults = [] if is_quiet else [f for f in FAULTS if self.rng.random() < 0.25]
 
@@ -116,12 +125,14 @@ class World:
         if not self.database.ended:
             # A last delivery, so that the lane is not idle.
             self._refused.discard(self.database.assign().message_id)
-            self._announce()
+        self._announce()
         held = self._run_to_the_end(last)
         while self._late:
             self._execute_late()
         self._check_end(held)
         whole = "refilled" if self.seen["refill"] else "exact"
+        if self.seen["adopt"]:
+            whole = "abandoned" if self.seen["adopted"] else "adopted"
         return whole if held is None else held.value
 
     def _act(self) -> None:
@@ -151,6 +162,7 @@ class World:
     def _run_to_the_end(self, last: LaneOwner) -> Failure | None:
         """Run the last owner; returns why the lane is held, or None."""
         refills = 2 if self._refills else 0
+        adoptions = ADOPTIONS_MAX if self._adopts else 0
         for _ in range(STEPS_MAX):
             if self._late and self.rng.random() < 0.2:
                 self._execute_late()
@@ -159,11 +171,17 @@ class World:
             if not last.lane.has_work and last.lane.settled:
                 return None
             if last.held is not None and last.holds >= HELD_TIMES:
-                if last.held is not Failure.FORGOT or not refills:
+                if last.held is Failure.FORGOT and refills:
+                    # Not for ever: it may have a message that is refused.
+                    refills -= 1
+                    self._refill()
+                elif self._adopts:
+                    expect(adoptions > 0, f"it is held after it was adopted: {last.held}")
+                    adoptions -= 1
+                    self._adopt_at_the_end()
+                else:
                     return last.held
-                # Not for ever: it may have a message that is refused.
-                refills -= 1
-                self._refill(last)
+                last.apply_changes()
             self._step(last)
             expect(last in self._owners, "the last owner was fenced")
         raise Violation(f"it does not end: {last.lane.pending} pending")
@@ -211,7 +229,7 @@ class World:
         before = self.broker.stored
         is_late = all(owner.waits is not call for owner in self._owners)
         if call.messages is None:
-            call.response = self.broker.open(call.owner)
+            call.response = self.broker.open(call.owner, force=call.force)
         else:
             call.response = self.broker.append(call.owner, call.after, call.messages)
         after = self.broker.stored
@@ -300,14 +318,34 @@ class World:
                 self.seen["reconfigured"] += 1
                 owner.reconfigure()
             case _:
-                if owner.held is Failure.FORGOT and self._refills:
-                    self._refill(owner)
+                if self.database.held is Failure.FORGOT and self._refills:
+                    self._refill()
+                elif self.database.held is not None and self._adopts:
+                    self._adopt()
+                if self.rng.random() < 0.7:
+                    owner.apply_changes()
 
-    def _refill(self, owner: LaneOwner) -> None:
+    def _refill(self) -> None:
         self.seen["refill"] += 1
-        self.database.refill_seq = self.database.progress.delivered_seq
-        owner.lane.retry_now(self.now)
-        owner.held = None
+        delivered_seq = self.database.progress.delivered_seq
+        self.database.repair = Repair(RepairKind.REFILL, delivered_seq)
+
+    def _adopt(self) -> None:
+        """Request an adoption, see `request_adoption`; owners learn of it later."""
+        self.seen["adopt"] += 1
+        self.seen[f"adopt: {self.database.held}"] += 1
+        delivered_seq = self.database.progress.delivered_seq
+        self.database.repair = Repair(RepairKind.ADOPT, delivered_seq)
+        self.database.ended |= self.database.held is not Failure.FORGOT
+        self._accepted = max(self._accepted, delivered_seq)
+
+    def _adopt_at_the_end(self) -> None:
+        if self.broker.is_foreign and self.seen["adopt"] and self.rng.random() < 0.5:
+            # As the reason of the hold says.
+            self.seen["delete"] += 1
+            self.broker.delete()
+            self.broker.is_foreign = False
+        self._adopt()
 
     # ----------------------------------------------------------------- faults
 
@@ -364,14 +402,19 @@ class World:
         last = before[-1].sequence if before else 0
         for each in after[len(before) :]:
             expect(each.sequence > last, f"{each.sequence} is stored after {last}")
-            missing = [n for n in range(last + 1, each.sequence) if n not in self._dead]
+            missing = [
+                n
+                for n in range(last + 1, each.sequence)
+                if n not in self._dead and n > self._accepted
+            ]
             expect(not missing, f"{each.sequence} is stored without {missing}")
             if not self._happened("restore", "delete", "put back"):
                 expect(each.sequence not in self._dead, f"dead letter {each.sequence} is stored")
             last = each.sequence
             self._stored.add((each.sequence, each.delivery))
         ends = [n for n, each in enumerate(after, 1) if each.delivery == end_id(LANE)]
-        if not self._happened("impostor"):
+        # An adopted lane whose end entry cannot be recognized any more gets another one.
+        if not self._happened("impostor", "adopt"):
             expect(ends in ([], [len(after)]), f"there are messages after the end: {ends}")
 
     def _acknowledged(self, seq: int) -> None:
@@ -382,9 +425,15 @@ class World:
             return
         expect(found in self._stored, f"{seq} is acknowledged, and was never stored")
 
-    def _dead_lettered(self, seq: int) -> None:
+    def _dead_lettered(self, seq: int, reason: str) -> None:
         self.seen["dead letter"] += 1
         self._dead.add(seq)
+        if reason == "adopted":
+            self.seen["adopted"] += 1
+            expect(self.seen["adopt"] > 0, f"{seq} is dead-lettered without an adoption")
+        if self.seen["adopt"] and self._happened("trim"):
+            # A position without a message does not say whether the stream had it.
+            return
         if not self._happened("restore", "impostor", "delete", "put back"):
             stored = any(each.sequence == seq for each in self.broker.stored)
             expect(not stored, f"{seq} is dead-lettered, and in the stream")
@@ -398,15 +447,24 @@ class World:
             expect((end_seq, end_id(LANE)) in self._stored, "the end entry was never stored")
             if self._happened("delete", "put back", "impostor"):
                 return  # A complete lane is not examined again.
+        is_obscured = self._happened("trim", "impostor", "foreign", "restore")
+        if self.seen["adopted"] or (self.database.ended and is_obscured):
+            # It may have been abandoned, and what was pending may be part of another range.
+            database, acked_seq = self.database, self.database.progress.acked_seq
+            ended = {*range(1, acked_seq + 1), *database.delivered, *database.dead}
+            expect(len(ended) == database.last_seq, f"{database.last_seq - len(ended)} are pending")
+            return
         stored = [(each.sequence, each.delivery) for each in self.broker.stored]
         expected = self.database.expected()
+        lost = {each for each in expected if each[0] <= self._accepted} - set(stored)
+        expected = [each for each in expected if each not in lost]
         if self._happened("delete", "put back"):
             # With the later fence gone, what a former owner sent is stored if the position fits.
             dead = {each for each in self._stored if each[0] in self.database.dead}
             stored = [each for each in stored if each not in dead]
         # A foreign message that was trimmed cannot be compared.
-        is_obscured = self._happened("impostor") and self._happened("trim")
-        if is_obscured or self._happened("restore"):
+        is_mixed = self._happened("impostor") and self._happened("trim")
+        if is_mixed or self._happened("restore"):
             stored, expected = stored[-1:], expected[-1:]
         others = sorted(set(stored) ^ set(expected))
         expect(stored == expected, f"the stream and the lane differ in {others}")

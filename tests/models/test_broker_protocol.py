@@ -11,6 +11,8 @@ import structlog
 
 from outbox.core.brokers import take_over
 from outbox.core.brokers.port import Appended, Position, StopKind
+from outbox.core.brokers.repair import Abandon, adopt
+from outbox.core.brokers.results import HOLD_FAILURES
 from outbox.core.delivery.commands import Gate
 from outbox.core.delivery.lane import Lane
 from outbox.core.model.response import Failure
@@ -19,6 +21,7 @@ from outbox.relay.delivery.broker_attempts import BrokerAttempts
 from tests.core.invariants import Violation
 from tests.models.broker_protocol import FAULTS, World, simulate
 from tests.support.brokers.model import (
+    KeepsFence,
     ModelBroker,
     Pipelined,
     ReadsBeforeFence,
@@ -32,13 +35,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from outbox.core.brokers.port import Standing
+    from outbox.core.brokers.repair import RepairDecision
     from outbox.core.brokers.take_over import Decision, LaneBooks
     from outbox.core.delivery.commands import Command
 
 SCHEDULES = 1_500
-OUTCOMES = ("exact", "refilled", *(each.value for each in (
+OUTCOMES = ("exact", "refilled", "adopted", "abandoned", *(each.value for each in (
     Failure.FORGOT, Failure.AHEAD, Failure.FOREIGN, Failure.FENCED)))  # fmt: skip
 EVENTS = (
+    *(f"adopt: {failure}" for failure in sorted(HOLD_FAILURES)),
     "cut",
     "dead letter",
     "fenced by the database",
@@ -115,7 +120,11 @@ class UnflushedEnd(BrokerAttempts):
 
     async def end(self, lane: Any, *args: Any) -> Any:
         recorder = self._recorder
-        self._recorder = SimpleNamespace(flush=_nothing, write_end=recorder.write_end)  # type: ignore[assignment]
+        self._recorder = SimpleNamespace(  # type: ignore[assignment]
+            flush=_nothing,
+            write_end=recorder.write_end,
+            finish_repair=recorder.finish_repair,
+        )
         try:
             return await super().end(lane, *args)
         finally:
@@ -157,6 +166,7 @@ def catches(what: str, **mutant: Any) -> None:
         (Pipelined, HOLE),
         (ReadsFence, f"{BOTH}|{STORED_LATE}"),
         (ReadsBeforeFence, f"{BOTH}|{STORED_LATE}"),
+        (KeepsFence, "is held after it was adopted|it does not end"),
     ],
 )
 def test_a_broker_without_a_rule_is_caught(broker: type[ModelBroker], what: str) -> None:
@@ -176,7 +186,7 @@ def test_an_end_before_the_last_delivery_is_caught() -> None:
 
 
 def test_an_end_before_the_acknowledgements_is_caught() -> None:
-    catches("held without a cause: ahead", attempts=UnflushedEnd)
+    catches(f"held without a cause: ahead|{BOTH}", attempts=UnflushedEnd)
 
 
 def without_comparison(standing: Standing, books: LaneBooks, expected: str | None) -> Decision:
@@ -219,3 +229,65 @@ def test_a_wrong_comparison_is_caught(
 ) -> None:
     monkeypatch.setattr(broker_attempts, "decide", decide)
     catches(what)
+
+
+def adopt_and_go_on(decision: RepairDecision, standing: Standing, *, ended: bool) -> RepairDecision:
+    """A mutant: a lane goes on where a stream stands that is not its own."""
+    adopted = adopt(decision, standing, ended=ended)
+    return take_over.Proceed(adopted.position) if isinstance(adopted, Abandon) else adopted
+
+
+def adopt_and_acknowledge(
+    decision: RepairDecision, standing: Standing, *, ended: bool
+) -> RepairDecision:
+    """A mutant: what another writer's position covers is acknowledged."""
+    adopted = adopt(decision, standing, ended=ended)
+    is_foreign = isinstance(decision, take_over.Hold) and decision.reason == "foreign"
+    if isinstance(adopted, Abandon) and isinstance(standing, Position) and standing.delivery:
+        # Ahead of what was assigned, there would be nothing to acknowledge.
+        return take_over.Acknowledge(adopted.position) if is_foreign else adopted
+    return adopted
+
+
+def adopt_nothing(decision: RepairDecision, standing: Standing, *, ended: bool) -> RepairDecision:
+    """A mutant: a lane whose stream has lost messages stays held."""
+    return decision
+
+
+@pytest.mark.parametrize(
+    ("mutant", "what"),
+    [
+        (adopt_and_go_on, "is stored after|is stored without|pending|differ"),
+        (adopt_and_acknowledge, f"{NEVER_STORED}|differ"),
+        (adopt_nothing, "is held after it was adopted"),
+    ],
+)
+def test_a_wrong_adoption_is_caught(
+    monkeypatch: pytest.MonkeyPatch, mutant: Any, what: str
+) -> None:
+    monkeypatch.setattr(broker_attempts, "adopt", mutant)
+    catches(what)
+
+
+def test_a_stream_is_not_filled_again_without_a_lease() -> None:
+    world = World(0)
+    world._has_faults = False
+    owner = world._own()
+    for _ in range(3):
+        world.database.assign()
+    world._announce()
+    while owner.lane.pending or owner.recorder.pending:
+        world._step(owner)
+        world._write(owner)
+    world.broker.put_back(ModelBroker())
+    owner.lane.reopen()
+    world.database.assign()
+    world._announce()
+    while world.database.held is not Failure.FORGOT:
+        world._step(owner)
+    world._refill()
+    owner.apply_changes()
+    owner.lease_left_s = 0.0
+    while owner in world._owners:
+        world._step(owner)
+    assert world.broker.stored == []

@@ -335,6 +335,7 @@ class Script:
             await self._lanes.counters(lanes),
             await self._lanes.blocked(lanes),
             await self._lanes.skipped(self._side.endpoint_ids),
+            await self._lanes.repairs(self._side.endpoint_ids),
         )
 
     async def _release(self) -> Any:

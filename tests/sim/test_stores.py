@@ -30,10 +30,11 @@ NOT_SIMULATED = {
     "LaneStore.delivery_at",
     "LaneStore.identity",
     "LaneStore.lost_deliveries",
-    "LaneStore.refill_seq",
+    "LaneStore.repair",
     "RecordStore.write_end",
     "RecordStore.write_found",
     "RecordStore.write_receipts",
+    "RecordStore.write_repaired",
 }
 """Methods that no simulated relay calls."""
 SCRIPTS_MAX = 100

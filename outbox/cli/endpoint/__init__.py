@@ -9,8 +9,8 @@ from outbox.cli.endpoint import (
     fetch_token,
     lifecycle,
     preview,
-    refill,
     removal,
+    repair,
     show,
     test,
 )
@@ -24,8 +24,8 @@ __all__ = [
     "fetch_token",
     "lifecycle",
     "preview",
-    "refill",
     "removal",
+    "repair",
     "show",
     "test",
 ]

@@ -214,6 +214,11 @@ class Lane:
         return self._position
 
     @property
+    def ended(self) -> bool:
+        """Whether a newer generation replaced the lane."""
+        return self._ended
+
+    @property
     def openings(self) -> int:
         """How often the lane was opened by this owner."""
         return self._openings
@@ -592,7 +597,9 @@ class Lane:
             self._success_at = now
             self._advance(accepted_seq, self._floor_batch, delivered=True)
             self._stalled_since = now if self.pending else None
-        if outcome is AttemptOutcome.DELIVERED:
+        # All may be delivered although the batch as a whole was not: a broker's connection can end
+        # just after the last confirm.
+        if outcome is AttemptOutcome.DELIVERED or len(records) == len(batch):
             self._batch_size.record_accepted(batch[-1].seq, len(records), of=len(batch))
             self._busy = None
             return records

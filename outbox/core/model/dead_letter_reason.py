@@ -5,10 +5,18 @@ from __future__ import annotations
 from typing import Literal, TypeAlias
 
 LaneDeadLetterReason: TypeAlias = Literal[
-    "refused", "exhausted", "expired", "erased", "skipped", "backlog"
+    "refused", "exhausted", "expired", "erased", "skipped", "backlog", "adopted"
 ]
 """Why a lane dead-letters a delivery."""
 DeadLetterReason: TypeAlias = Literal[
-    "refused", "exhausted", "expired", "erased", "skipped", "backlog", "disabled", "removed"
+    "refused",
+    "exhausted",
+    "expired",
+    "erased",
+    "skipped",
+    "backlog",
+    "adopted",
+    "disabled",
+    "removed",
 ]
 """Why a delivery was dead-lettered, by its lane or because its endpoint was disabled or removed."""

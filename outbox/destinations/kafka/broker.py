@@ -85,11 +85,14 @@ class KafkaBroker:
         exact = self._target.exact
         return Capabilities(compare=exact, prefix=True, fence=exact, position=True)
 
-    async def open(self, lane: str, owner: Owner, after: int, receipt: str | None) -> Standing:
+    async def open(
+        self, lane: str, owner: Owner, after: int, receipt: str | None, *, force: bool = False
+    ) -> Standing:
+        """See `Broker`.  Each initialization of transactions takes their fence, whoever had it."""
         deadline = time.monotonic() + self._address.timeout_s
         try:
             async with asyncio.timeout(self._address.timeout_s):
-                return await self._open(lane, _owner_of_all(owner), receipt, deadline)
+                return await self._open(lane, _owner_of_all(owner), receipt, deadline, force=force)
         except TimeoutError:
             reader = self._reader
             suffix = "" if reader is None else reader.troubles.suffix()
@@ -130,7 +133,7 @@ class KafkaBroker:
             await asyncio.wait([reader.ended], timeout=CLOSE_S)
 
     async def _open(
-        self, lane: str, owner: Owner, receipt: str | None, deadline: float
+        self, lane: str, owner: Owner, receipt: str | None, deadline: float, *, force: bool
     ) -> Standing:
         if self._is_closed:
             return CLOSED
@@ -143,7 +146,7 @@ class KafkaBroker:
         if (stop := await self._connect_reader(partition, deadline)) is not None:
             return stop
         if self._target.exact:
-            standing = await self._own(owner, endpoint_of(lane), deadline)
+            standing = await self._own(owner, endpoint_of(lane), deadline, force=force)
             if standing is not None:
                 return standing
         transactions = self._transactions
@@ -313,7 +316,9 @@ class KafkaBroker:
         troubles = self._producer.troubles.suffix() if self._producer is not None else ""
         return Stop(kind, f"no response within {self._address.timeout_s:g} s{troubles}")
 
-    async def _own(self, owner: Owner, endpoint: str, deadline: float) -> Standing | None:
+    async def _own(
+        self, owner: Owner, endpoint: str, deadline: float, *, force: bool
+    ) -> Standing | None:
         """Initialize the transactions of an owner, which fences former ones."""
         async with self._connecting:
             transactions = self._transactions
@@ -324,7 +329,8 @@ class KafkaBroker:
                         StopKind.MISCONFIGURED,
                         f"the driver has the lanes of {current_endpoint}, not of {endpoint}",
                     )
-                if owner.identity == current.identity and owner.epoch < current.epoch:
+                is_former = owner.identity == current.identity and owner.epoch < current.epoch
+                if is_former and not force:
                     return Fenced(current.epoch)
                 if owner == current and transactions.is_usable:
                     return None

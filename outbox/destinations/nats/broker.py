@@ -116,12 +116,14 @@ class NatsBroker:
     def capabilities(self) -> Capabilities:
         return Capabilities(compare=True, prefix=True, fence=True, position=True)
 
-    async def open(self, lane: str, owner: Owner, after: int, receipt: str | None) -> Standing:
+    async def open(
+        self, lane: str, owner: Owner, after: int, receipt: str | None, *, force: bool = False
+    ) -> Standing:
         self._lanes.pop(lane, None)
         try:
             async with asyncio.timeout(self._address.timeout_s):
                 link = await self._connect()
-                return await self._open(link, lane, owner, after, receipt)
+                return await self._open(link, lane, owner, after, receipt, force=force)
         except TimeoutError:
             return Stop(StopKind.UNKNOWN, self._no_response())
         except Stopped as stopped:
@@ -262,7 +264,14 @@ class NatsBroker:
             state.sequence = message.sequence
 
     async def _open(
-        self, link: _Link, lane: str, owner: Owner, after: int, receipt: str | None
+        self,
+        link: _Link,
+        lane: str,
+        owner: Owner,
+        after: int,
+        receipt: str | None,
+        *,
+        force: bool,
     ) -> Standing:
         connection, stream = link.connection, link.info.name
         subject = f"{self._target.subject}.{lane}"
@@ -271,7 +280,8 @@ class NatsBroker:
                 last_message(connection, stream, f"{subject}.f"),
                 last_message(connection, stream, f"{subject}.m"),
             )
-            if fence is not None and (other := _other_owner(fence, owner)) is not None:
+            other = None if fence is None or force else _other_owner(fence, owner)
+            if other is not None:
                 return other
             seq = max(each.seq if each is not None else 0 for each in (fence, last))
             headers = {

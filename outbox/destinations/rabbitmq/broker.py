@@ -102,16 +102,19 @@ class RabbitMqBroker:
     def capabilities(self) -> Capabilities:
         return CAPABILITIES
 
-    async def open(self, lane: str, owner: Owner, after: int, receipt: str | None) -> Standing:
+    async def open(
+        self, lane: str, owner: Owner, after: int, receipt: str | None, *, force: bool = False
+    ) -> Standing:
         """Read where the lane stands; RabbitMQ has no fence to write.
 
         The publisher's sequence outlives the messages that retention removes, so no receipt is
-        needed.
+        needed.  Another database has another publisher: a forced opening stands at the stream's
+        last message, whichever publisher appended it.
         """
         attempt = _Opening()
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await self._open(attempt, lane, owner, after)
+                return await self._open(attempt, lane, owner, after, force=force)
         except Stopped as error:
             return error.stop
         except Rejected as error:
@@ -174,7 +177,9 @@ class RabbitMqBroker:
 
     # ------------------------------------------------------------------ open
 
-    async def _open(self, attempt: _Opening, lane: str, owner: Owner, after: int) -> Standing:
+    async def _open(
+        self, attempt: _Opening, lane: str, owner: Owner, after: int, *, force: bool
+    ) -> Standing:
         stream = self._target.stream_of(lane)
         reference = f"{owner.identity}/{lane}"
         if max(len(stream.encode()), len(reference.encode())) > NAME_BYTES_MAX:
@@ -201,7 +206,7 @@ class RabbitMqBroker:
         attempt.connection = None
         connection = await self._nodes.leader(placement)
         attempt.connection = connection
-        return await self._open_at(connection, stream, lane, owner.identity, reference)
+        return await self._open_at(connection, stream, lane, owner.identity, reference, force=force)
 
     def _absent(self, stream: str, after: int) -> Standing:
         if after > 0:
@@ -219,10 +224,12 @@ class RabbitMqBroker:
         lane: str,
         identity: str,
         reference: str,
+        *,
+        force: bool,
     ) -> Standing:
         slot = connection.take_slot()
         try:
-            result = await read_position(connection, slot, stream, lane, reference)
+            result = await read_position(connection, slot, stream, lane, reference, force=force)
             await unsubscribe(connection, slot)
             if isinstance(result, Foreign):
                 await self._withdraw(connection, slot)

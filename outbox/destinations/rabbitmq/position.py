@@ -26,9 +26,18 @@ COMMIT_WAIT_S = 5.0
 
 
 async def read_position(
-    connection: StreamConnection, slot: int, stream: str, lane: str, reference: str
+    connection: StreamConnection,
+    slot: int,
+    stream: str,
+    lane: str,
+    reference: str,
+    *,
+    force: bool = False,
 ) -> Position | Foreign:
     """Declare the publisher, and read where the lane stands.
+
+    Args:
+        force: also if the last message is of another publisher.
 
     Raises:
         Stopped: the server refused something, or the last message is not readable yet.
@@ -65,7 +74,7 @@ async def read_position(
         _require(queried, f"the publisher's sequence of stream {stream}")
         _require(subscribed, f"reading stream {stream} (right to read)")
         sequence = cast("schema.QueryPublisherSequenceResponse", queried.result()).sequence
-        return await _compare(connection, slot, tail, stream, lane, sequence)
+        return await _compare(connection, slot, tail, stream, lane, sequence, force=force)
     finally:
         connection.subscriptions.pop(slot, None)
 
@@ -104,7 +113,14 @@ class _Tail:
 
 
 async def _compare(
-    connection: StreamConnection, slot: int, tail: _Tail, stream: str, lane: str, sequence: int
+    connection: StreamConnection,
+    slot: int,
+    tail: _Tail,
+    stream: str,
+    lane: str,
+    sequence: int,
+    *,
+    force: bool,
 ) -> Position | Foreign:
     chunk = await tail.next(TRIMMED_WAIT_S if sequence else 0, connection)
     if chunk is None:
@@ -112,7 +128,7 @@ async def _compare(
     loop = asyncio.get_running_loop()
     waits_until = loop.time() + COMMIT_WAIT_S
     while True:
-        result = _check_last(chunk, stream, lane, sequence)
+        result = _check_last(chunk, stream, lane, sequence, force=force)
         if result is not None:
             return result
         # The server counts a message before all replicas have it, and delivers it after.
@@ -126,7 +142,9 @@ async def _compare(
         chunk = next_chunk
 
 
-def _check_last(chunk: bytes, stream: str, lane: str, sequence: int) -> Position | Foreign | None:
+def _check_last(
+    chunk: bytes, stream: str, lane: str, sequence: int, *, force: bool
+) -> Position | Foreign | None:
     """Compare a chunk's last message with the publisher's sequence; None: it is an older one."""
     try:
         entry = last_entry(chunk)
@@ -137,8 +155,9 @@ def _check_last(chunk: bytes, stream: str, lane: str, sequence: int) -> Position
         return Foreign(f"the last message of stream {stream} is not from a relay of outbox")
     if stored.lane != lane:
         return Foreign(f"the last message of stream {stream} is of lane {stored.lane}")
-    if stored.sequence == sequence:
-        return Position(sequence, stored.delivery)
+    if stored.sequence == sequence or (force and stored.sequence > sequence):
+        # The server keeps the ids of each publisher, so this one's may begin after it.
+        return Position(stored.sequence, stored.delivery)
     if stored.sequence > sequence:
         return Foreign(
             f"the last message of stream {stream} has sequence {stored.sequence}, and this "

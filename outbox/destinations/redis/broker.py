@@ -37,7 +37,7 @@ from outbox.destinations.broker_connection import BrokerOpener, stop_of
 from outbox.destinations.interface import NotConnected
 from outbox.destinations.redis.checks import WHAT_TO_DO, findings_of
 from outbox.destinations.redis.connection import GroupedConnection, NotSent, ResponseLost, code_of
-from outbox.destinations.redis.script import DIGEST, SCRIPT, packed, packed_call
+from outbox.destinations.redis.script import DIGEST, FORCE, OPEN, SCRIPT, packed, packed_call
 from outbox.destinations.redis.target import parse_url
 
 if TYPE_CHECKING:
@@ -80,8 +80,10 @@ class RedisBroker:
             db=target.database,
         )
 
-    async def open(self, lane: str, owner: Owner, after: int, receipt: str | None) -> Standing:
-        response = await self._run(lane, owner, "", [])
+    async def open(
+        self, lane: str, owner: Owner, after: int, receipt: str | None, *, force: bool = False
+    ) -> Standing:
+        response = await self._run(lane, owner, FORCE if force else OPEN, [])
         if isinstance(response, Stop):
             return response
         key = self._target.stream_key(lane)

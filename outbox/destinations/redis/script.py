@@ -3,7 +3,11 @@
 Everything that it decides, it decides before its first write, so it stores all of its messages or
 none.  Opening a lane writes the owner's epoch and opening into the fence, and an append needs both
 there.  One that was sent before is refused, however late it arrives, also one of the same owner:
-nothing is stored that the position did not show.
+nothing is stored that the position did not show.  A forced opening replaces the fence whatever it
+says; an append still needs exactly its own owner there.
+
+The fence also has the sequence and X-Delivery of the last append: they show what the stream's last
+message was when it has been trimmed.
 
 The ids of entries are `<sequence>-0`; they are compared as text, because numbers of Lua are
 doubles.
@@ -21,20 +25,26 @@ if TYPE_CHECKING:
     from outbox.core.brokers.port import Message, Owner
     from outbox.destinations.redis.target import RedisTarget
 
+OPEN, FORCE = "", "force"
+"""Instead of the sequence of an append: open the lane, or open it whatever its fence says."""
 BODY = "body"
 """The field of an entry besides its headers."""
 
 # KEYS: the stream, the fence.  ARGV: epoch, opening, identity and lane, the sequence after which to
-# append (empty: open the lane); and for each message its sequence, the number of its fields and
+# append (or OPEN, FORCE); and for each message its sequence, the number of its fields and
 # values, and these.
 SCRIPT = """
 local stream, fence = KEYS[1], KEYS[2]
 local epoch, opening, who, after = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
-local owner = redis.call('HMGET', fence, 'epoch', 'opening', 'owner')
-if owner[3] and owner[3] ~= who then return {'OTHER', owner[3]} end
-local epochs = tonumber(owner[1] or 0) - tonumber(epoch)
-local openings = tonumber(owner[2] or 0) - tonumber(opening)
-if epochs > 0 or (epochs == 0 and openings > 0) then return {'FENCED', owner[1]} end
+local owner = redis.call('HMGET', fence, 'epoch', 'opening', 'owner', 'last', 'delivery')
+if after == 'force' then
+  after = ''
+else
+  if owner[3] and owner[3] ~= who then return {'OTHER', owner[3]} end
+  local epochs = tonumber(owner[1] or 0) - tonumber(epoch)
+  local openings = tonumber(owner[2] or 0) - tonumber(opening)
+  if epochs > 0 or (epochs == 0 and openings > 0) then return {'FENCED', owner[1]} end
+end
 if after ~= '' and (owner[1] ~= epoch or owner[2] ~= opening) then return {'UNOPENED'} end
 local last = '0-0'
 if redis.call('EXISTS', stream) == 1 then
@@ -54,17 +64,24 @@ if after == '' then
       if fields[i] == 'x-delivery' then delivery = fields[i + 1] end
     end
     if delivery == '' then return {'FOREIGN', last} end
+  elseif owner[4] == last then
+    delivery = owner[5]
   end
   redis.call('HSET', fence, 'epoch', epoch, 'opening', opening, 'owner', who)
   return {'OPEN', at, delivery}
 end
 if at ~= after then return {'AT', at} end
-local i = 5
+local i, newest = 5, 5
 while i <= #ARGV do
   local count = tonumber(ARGV[i + 1])
   redis.call('XADD', stream, ARGV[i] .. '-0', unpack(ARGV, i + 2, i + 1 + count))
-  i = i + 2 + count
+  i, newest = i + 2 + count, i
 end
+local delivery = ''
+for i = newest + 2, newest + 1 + ARGV[newest + 1], 2 do
+  if ARGV[i] == 'x-delivery' then delivery = ARGV[i + 1] end
+end
+redis.call('HSET', fence, 'last', ARGV[newest] .. '-0', 'delivery', delivery)
 return {'STORED'}
 """
 
@@ -87,7 +104,7 @@ def packed_call(
 
     Args:
         command: EVALSHA and the digest, or EVAL and the text.
-        after: the sequence after which to append; empty: open the lane.
+        after: the sequence after which to append, OPEN or FORCE.
     """
     given = [
         *command, "2", target.stream_key(lane), target.fence_key(lane),

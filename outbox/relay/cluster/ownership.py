@@ -299,7 +299,8 @@ class Ownership:
         written = {lane.id for lane in blocked if not lane.in_flight}
         lifted = written - await self._lanes.blocked(written) if written else set()
         skipped = await self._lanes.skipped(generations)
-        self._dispatcher.update_endpoints(endpoints, lifted, skipped)
+        repairs = await self._lanes.repairs(generations)
+        self._dispatcher.update_endpoints(endpoints, lifted, skipped, repairs)
         self._stop_endpoints(e.id for e in endpoints if e.ends)
 
     async def _endpoints(self, endpoint_ids: Collection[UUID]) -> list[Endpoint]:

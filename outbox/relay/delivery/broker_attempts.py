@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import structlog
 
 from outbox.core.brokers.message import end_message, messages_of
 from outbox.core.brokers.port import APPEND_MAX, Appended, Owner, Position, Stop, StopKind
+from outbox.core.brokers.repair import Abandon, RepairKind, adopt
 from outbox.core.brokers.results import failed_result, stored_result
 from outbox.core.brokers.take_over import (
     Acknowledge,
@@ -20,18 +21,20 @@ from outbox.core.brokers.take_over import (
 )
 from outbox.core.delivery.batch import BATCH_BYTES_MAX
 from outbox.core.model.response import AttemptResult
+from outbox.store.delivery.records import Fenced
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Coroutine, Sequence
 
-    from outbox.core.brokers.port import Message
+    from outbox.core.brokers.port import Message, Standing
+    from outbox.core.brokers.repair import Repair, RepairDecision
     from outbox.core.delivery.commands import End, Send
     from outbox.destinations.broker import Broker
     from outbox.relay.delivery.admission import AdmissionQueue
     from outbox.relay.delivery.owned_endpoints import LaneRuntime
     from outbox.relay.delivery.recorder import Recorder
-    from outbox.store.delivery.lanes import LaneStore
+    from outbox.store.delivery.lanes import FoundDelivery, LaneStore
 
 
 T = TypeVar("T")
@@ -39,11 +42,21 @@ T = TypeVar("T")
 log = structlog.get_logger("outbox.dispatcher")
 
 
+class _Opened(NamedTuple):
+    """A lane that was opened, and what that means."""
+
+    decision: RepairDecision
+    found: FoundDelivery | None
+    """The delivery at the lane's position in the stream, if the stream names one."""
+    standing: Standing
+
+
 class BrokerAttempts:
     """Opens lanes and appends to them.
 
     Args:
         reading: held while the store is used, because it has one connection.
+        lease_left_s: remaining lease, in seconds; nothing is appended without it.
         steady: seconds of the clock that measures durations.
         now: epoch seconds.
     """
@@ -54,6 +67,7 @@ class BrokerAttempts:
         reading: asyncio.Lock,
         recorder: Recorder,
         admission: AdmissionQueue,
+        lease_left_s: Callable[[], float],
         steady: Callable[[], float],
         now: Callable[[], float],
     ) -> None:
@@ -61,6 +75,7 @@ class BrokerAttempts:
         self._reading = reading
         self._recorder = recorder
         self._admission = admission
+        self._lease_left_s = lease_left_s
         self._steady = steady
         self._now = now
         self._identity: str | None = None
@@ -68,64 +83,119 @@ class BrokerAttempts:
     async def open(self, lane: LaneRuntime, broker: Broker) -> AttemptResult | None:
         """Find out where the lane stands in its stream; None: it goes on from there.
 
-        What the stream has and the database does not know is acknowledged first.
+        What the stream has and the database does not know is acknowledged first.  A lane that does
+        not match is held, unless an operator has decided how it goes on.
 
         Raises:
             Fenced: this replica is no longer the owner.
         """
-        state, began_at = lane.state, self._steady()
+        began_at = self._steady()
         owner = await self._owner(lane)
+        opened = await self._open(lane, broker, owner)
+        if isinstance(opened, _Opened) and isinstance(opened.decision, Hold):
+            repair = await self._read(self._store.repair(lane.loaded.id))
+            if repair is not None and repair.delivered_seq == lane.state.delivered_seq:
+                opened = await self._repair(lane, broker, owner, opened, repair)
+        if isinstance(opened, AttemptResult):
+            return opened
+        decision, found, _ = opened
+        if lane.runtime.broker is not broker:
+            # The URL has changed meanwhile: the position is another server's.
+            lane.repaired = None
+            lane.state.cancel_send()
+            return None
+        if isinstance(decision, Stop | Hold):
+            return failed_result(decision, self._steady() - began_at)
+        if isinstance(decision, Acknowledge):
+            assert found is not None
+            await self._acknowledge(lane, broker, decision.through, found.batch)
+            return None
+        if isinstance(decision, Ended):
+            await self._record_end(lane, decision.sequence)
+            return None
+        lane.state.record_position(decision.position)
+        if isinstance(decision, Abandon):
+            lane.state.dead_letter_through(lane.state.last_seq, "adopted")
+        return None
+
+    async def _open(
+        self, lane: LaneRuntime, broker: Broker, owner: Owner, *, force: bool = False
+    ) -> _Opened | AttemptResult:
+        """Open the lane and compare its position with the database."""
+        state, name = lane.state, lane.loaded.name
         standing = await self._admission.send(
-            lane.slot,
-            broker.open(lane.loaded.name, owner, state.delivered_seq, state.receipt),
+            lane.slot, broker.open(name, owner, state.delivered_seq, state.receipt, force=force)
         )
         if isinstance(standing, AttemptResult):
             return standing
-        elapsed_s = self._steady() - began_at
-        books = LaneBooks(
-            lane.loaded.name, state.delivered_seq, state.acked_seq, state.last_seq,
-            lane.loaded.ended,
-        )  # fmt: skip
+        books = LaneBooks(name, state.delivered_seq, state.acked_seq, state.last_seq, state.ended)
         found = None
         if isinstance(standing, Position) and standing.delivery is not None:
             # The acknowledgements in memory first: the database must not be behind them.
             await self._recorder.flush()
             found = await self._read(self._store.delivery_at(lane.loaded, standing.sequence))
         decision = decide(standing, books, None if found is None else found.delivery)
+        return _Opened(decision, found, standing)
+
+    async def _acknowledge(
+        self, lane: LaneRuntime, broker: Broker, through: int, batch: int
+    ) -> None:
+        """Acknowledge what the stream has."""
+        at = self._now()
+        await self._recorder.acknowledge_found(lane.state, lane.runtime.epoch, through, batch, at)
+        lane.state.record_found(through, batch, at)
         if lane.runtime.broker is not broker:
-            # The URL has changed meanwhile: the position is another server's.
-            state.cancel_send()
-            return None
-        if isinstance(decision, Proceed):
-            state.record_position(decision.position)
-            return None
-        if isinstance(decision, Ended):
-            await self._record_end(lane, decision.sequence)
-            return None
-        if isinstance(decision, Acknowledge):
-            assert found is not None
-            at = self._now()
-            await self._recorder.acknowledge_found(
-                lane.state, lane.runtime.epoch, decision.through, found.batch, at
-            )
-            state.record_found(decision.through, found.batch, at)
-            return None
-        if (
-            isinstance(standing, Position)
-            and isinstance(decision, Hold)
-            and decision.reason is HoldReason.FORGOT
-            and await self._read(self._store.refill_seq(lane.loaded.id)) >= state.delivered_seq
-        ):
+            lane.state.reopen()
+        await self._finish_repair(lane)
+
+    async def _repair(
+        self, lane: LaneRuntime, broker: Broker, owner: Owner, opened: _Opened, repair: Repair
+    ) -> _Opened | AttemptResult:
+        """Do what an operator has requested for a lane that is held."""
+        decision, _, standing = opened
+        is_forgot = isinstance(decision, Hold) and decision.reason is HoldReason.FORGOT
+        if repair.kind is RepairKind.REFILL:
+            if not (is_forgot and isinstance(standing, Position)):
+                return opened
             stopped = await self._refill(lane, broker, owner, standing.sequence)
-            if stopped is None:
-                state.record_position(state.delivered_seq)
-                return None
-            return failed_result(stopped, self._steady() - began_at)
-        return failed_result(decision, elapsed_s)
+            if isinstance(stopped, AttemptResult):
+                return stopped
+            if stopped is not None:
+                return opened._replace(decision=stopped)
+            lane.repaired = repair
+            await self._finish_repair(lane)
+            return opened._replace(decision=Proceed(lane.state.delivered_seq))
+        if not isinstance(standing, Position):
+            if lane.runtime.broker is not broker:
+                return opened
+            forced = await self._open(lane, broker, owner, force=True)
+            if isinstance(forced, AttemptResult):
+                return forced
+            opened = forced
+        adopted = adopt(opened.decision, opened.standing, ended=lane.state.ended)
+        if isinstance(adopted, Stop) or (isinstance(adopted, Hold) and adopted == opened.decision):
+            return opened
+        # Not deleted before the lane delivers again: until then another owner finds it as it is.
+        lane.repaired = repair
+        if isinstance(adopted, Hold):
+            await self._finish_repair(lane)
+        else:
+            log.warning(
+                "stream adopted", endpoint=lane.runtime.endpoint.name, lane=lane.loaded.name,
+                decision=type(adopted).__name__.lower(),
+            )  # fmt: skip
+        return opened._replace(decision=adopted)
+
+    async def _finish_repair(self, lane: LaneRuntime) -> None:
+        """Delete the request that was carried out, if there is one."""
+        repair, lane.repaired = lane.repaired, None
+        if repair is not None:
+            lane.repair = None
+            await self._recorder.finish_repair(lane.state, lane.runtime.epoch, repair)
 
     async def _refill(
         self, lane: LaneRuntime, broker: Broker, owner: Owner, position: int
-    ) -> Stop | Hold | None:
+    ) -> AttemptResult | Stop | Hold | None:
         """Append what the stream has lost again, with its own sequences; None: all of it.
 
         The lane's progress does not change.  Erased events are left out.
@@ -143,10 +213,12 @@ class BrokerAttempts:
                     f"{through}, not all are kept any more",
                 )
             if lost.deliveries:
+                if lane.runtime.broker is not broker:
+                    return Stop(StopKind.MOVED, "the endpoint's address was changed")
                 messages = messages_of(lane.runtime.endpoint, lost.deliveries, previous_seq)
-                appended = await broker.append(loaded.name, owner, previous_seq, messages)
-                if appended.receipt is not None:
-                    lane.state.record_receipt(appended.through, appended.receipt)
+                appended = await self._append(lane, broker, owner, previous_seq, messages)
+                if isinstance(appended, AttemptResult):
+                    return appended
                 if appended.stop is not None and appended.stop.kind is StopKind.REFUSED:
                     # Delivered once, so it is no dead letter; nor is the endpoint at fault.
                     first = min(m.sequence for m in messages if m.sequence > appended.through)
@@ -184,22 +256,21 @@ class BrokerAttempts:
             send.batch or (send.delivery,),
             send.previous_seq,
         )
-        return await self._append(lane, broker, position, messages)
+        return await self._append_at(lane, broker, position, messages)
 
-    async def _append(
+    async def _append_at(
         self, lane: LaneRuntime, broker: Broker, position: int, messages: Sequence[Message]
     ) -> tuple[AttemptResult, Appended] | None:
+        """Append messages after a position; the result is that of `append`."""
         owner = await self._owner(lane)
         began_at = self._steady()
-        appended = await self._admission.send(
-            lane.slot, broker.append(lane.loaded.name, owner, position, messages)
-        )
+        appended = await self._append(lane, broker, owner, position, messages)
         if isinstance(appended, AttemptResult):
             lane.state.reopen()
             return appended, Appended(position, Stop(StopKind.UNKNOWN, appended.detail))
         elapsed_s = self._steady() - began_at
-        if appended.receipt is not None:
-            lane.state.record_receipt(appended.through, appended.receipt)
+        if appended.through > position:
+            await self._finish_repair(lane)
         if appended.stop is None:
             return stored_result(elapsed_s), appended
         if appended.stop.kind is StopKind.MOVED and lane.state.reopen():
@@ -223,12 +294,12 @@ class BrokerAttempts:
         if position is None:
             lane.state.cancel_send()
             return None
-        # The stream may be ahead of the database if an operator said that the lane goes on there.
+        # An abandoned lane stands elsewhere than its sequences say.
         seq = max(end.delivery.seq, position + 1)
         loaded = lane.loaded
         assert loaded.lanes is not None
         message = end_message(loaded.name, seq, end.previous_seq, loaded.lanes)
-        result = await self._append(lane, broker, position, [message])
+        result = await self._append_at(lane, broker, position, [message])
         if result is not None and result[1].stop is None:
             await self._record_end(lane, seq)
             return None
@@ -237,6 +308,25 @@ class BrokerAttempts:
     async def _record_end(self, lane: LaneRuntime, seq: int) -> None:
         await self._recorder.write_end(lane.state, lane.runtime.epoch, seq)
         lane.state.record_end()
+        await self._finish_repair(lane)
+
+    async def _append(
+        self,
+        lane: LaneRuntime,
+        broker: Broker,
+        owner: Owner,
+        after: int,
+        messages: Sequence[Message],
+    ) -> Appended | AttemptResult:
+        """Append messages; an AttemptResult: admission control has cancelled the request."""
+        if self._lease_left_s() <= 0:
+            raise Fenced
+        appended = await self._admission.send(
+            lane.slot, broker.append(lane.loaded.name, owner, after, messages)
+        )
+        if isinstance(appended, Appended) and appended.receipt is not None:
+            lane.state.record_receipt(appended.through, appended.receipt)
+        return appended
 
     async def _read(self, reading: Coroutine[Any, Any, T]) -> T:
         async with self._reading:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from outbox.core.admission.endpoint_queue import WaitReason
     from outbox.core.admission.request_scheduler import RequestScheduler
+    from outbox.core.brokers.repair import Repair
     from outbox.core.delivery.lane import Lane
     from outbox.core.delivery.message import Delivery
     from outbox.destinations.broker import Broker, BrokerFactory
@@ -78,7 +79,8 @@ class Dispatcher:
         self._attempts = AttemptSender(
             transport, self._admission, self._fetcher, recorder, self._telemetry,
             BrokerAttempts(
-                store, reading, recorder, self._admission, asyncio.get_running_loop().time, now
+                store, reading, recorder, self._admission, lease_left_s,
+                asyncio.get_running_loop().time, now,
             ),
             lease_left_s, now,
         )  # fmt: skip
@@ -155,13 +157,18 @@ class Dispatcher:
             self._activate_all(runtime)
 
     def update_endpoints(
-        self, endpoints: Collection[Endpoint], lifted: set[int], skipped: Mapping[int, int]
+        self,
+        endpoints: Collection[Endpoint],
+        lifted: set[int],
+        skipped: Mapping[int, int],
+        repairs: Mapping[int, Repair],
     ) -> None:
         """Apply changed settings and operators' decisions.
 
         Args:
             lifted: lanes that were unblocked.
             skipped: by lane, the sequence number of the delivery that was skipped last.
+            repairs: by lane, what was requested for its stream.
         """
         for endpoint in endpoints:
             runtime = self._owned[endpoint.id]
@@ -174,6 +181,8 @@ class Dispatcher:
             self._requeue(runtime)
             for lane_id in runtime.lanes.keys() & skipped.keys():
                 runtime.lanes[lane_id].state.skip(skipped[lane_id])
+            for lane_id in runtime.lanes.keys() & repairs.keys():
+                runtime.lanes[lane_id].request_repair(repairs[lane_id], self._now())
             for lane_id in runtime.lanes.keys() & lifted:
                 runtime.lanes[lane_id].state.unblock()
                 # Also without pending deliveries: newer generations may wait for it.

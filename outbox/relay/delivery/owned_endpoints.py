@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from outbox.core.admission.endpoint_queue import EndpointQueue
+    from outbox.core.brokers.repair import Repair
     from outbox.core.delivery.commands import Send
     from outbox.core.delivery.message import Prepared
     from outbox.core.delivery.signature import SigningKey
@@ -65,6 +66,8 @@ class LaneRuntime:
         "payload_bytes",
         "prefetched",
         "prepared",
+        "repair",
+        "repaired",
         "runtime",
         "slot",
         "state",
@@ -95,6 +98,10 @@ class LaneRuntime:
         self.slot = Slot(runtime.queue)
         # Mean size of the payloads that were read last.
         self.payload_bytes = 1
+        # What an operator has requested for the lane, and what was carried out of that but is not
+        # deleted yet.
+        self.repair: Repair | None = None
+        self.repaired: Repair | None = None
         self.task: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
         # Body and headers of the next delivery, reused by its retries; not for batches.
@@ -154,6 +161,13 @@ class LaneRuntime:
             lane_ends=send.lane_ends,
             in_array=bool(send.batch),
         )
+
+    def request_repair(self, repair: Repair, now: float) -> None:
+        """Open the lane again at once, if this is a new request of an operator."""
+        if repair != self.repair:
+            self.repair = repair
+            self.state.reopen()
+            self.state.retry_now(now)
 
     def clear_timer(self) -> None:
         if self.timer is not None:
@@ -275,7 +289,6 @@ class EndpointRuntime:
         for lane in self.lanes.values():
             lane.prepared = lane.prefetched = None
             lane.state.set_batch_max(endpoint.batch_max)
-            lane.state.retry_now(now)
             lane.state.apply_policy(endpoint.retry, blocks=endpoint.blocks)
         if endpoint.state == "paused":
             self.breaker.pause()
@@ -285,6 +298,7 @@ class EndpointRuntime:
             # Meanwhile the streams may have changed.
             for lane in self.lanes.values():
                 lane.state.reopen()
+                lane.state.retry_now(now)
         return replaced
 
     def clamp_times(self, now: float) -> None:

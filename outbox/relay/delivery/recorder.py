@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from uuid import UUID
 
+    from outbox.core.brokers.repair import Repair
     from outbox.core.delivery.commands import Progress
     from outbox.core.delivery.lane import Lane
     from outbox.store.delivery.records import RecordStore
@@ -252,6 +253,11 @@ class Recorder:
         """
         async with self._writing:
             await self._store.write_end(lane.id, epoch, seq)
+
+    async def finish_repair(self, lane: Lane, epoch: int, repair: Repair) -> None:
+        """Delete an operator's request that was carried out."""
+        async with self._writing:
+            await self._store.write_repaired(lane.id, epoch, repair)
 
     async def checkpoint(self) -> None:
         """Write the progress of all dirty lanes, and their receipts.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
+from outbox.core.brokers.repair import Repair, RepairKind
 from outbox.core.delivery.commands import ErasedEvent, Progress
 from outbox.core.delivery.message import Delivery
 from outbox.core.model.ids import lane_name, message_id
@@ -177,8 +178,11 @@ SELECT d.batch, d.outbox_id, d.backfill_id, coalesce(o.event_id, x.event_id) AS 
  WHERE d.lane_id = $1 AND d.seq = $2
 """
 
-# Up to where an operator lets a lane's stream be filled again.
-READ_REFILL = "SELECT coalesce(refill_seq, 0) FROM lane WHERE id = $1"
+# What operators request for held lanes of brokers.
+READ_REPAIR = "SELECT repair, repair_seq FROM lane WHERE id = $1 AND repair IS NOT NULL"
+READ_REPAIRS = """
+SELECT id, repair, repair_seq FROM lane WHERE endpoint_id = ANY ($1) AND repair IS NOT NULL
+"""
 
 # Which sequences of a lane were delivered, by the attempt log.
 READ_DELIVERED = """
@@ -378,10 +382,10 @@ class LaneStore:
         parts = lane.endpoint_id, row["outbox_id"], row["event_id"], row["backfill_id"]
         return FoundDelivery(row["batch"], message_id(*parts))
 
-    async def refill_seq(self, lane_id: int) -> int:
-        """Up to where an operator lets the lane's stream be filled again; 0: nowhere."""
-        seq: int = await self._db.fetchval(READ_REFILL, lane_id)
-        return seq
+    async def repair(self, lane_id: int) -> Repair | None:
+        """What an operator has requested last for a held lane, if the owner has not done it."""
+        row = await self._db.fetchrow(READ_REPAIR, lane_id)
+        return None if row is None else Repair(RepairKind(row["repair"]), row["repair_seq"])
 
     async def lost_deliveries(
         self, lane: LoadedLane, after_seq: int, through_seq: int, rows_max: int, bytes_max: int
@@ -440,6 +444,11 @@ class LaneStore:
         """By lane, the sequence number that an operator skipped last; most lanes have none."""
         rows = await self._db.fetch(READ_SKIPPED, list(endpoint_ids))
         return {r["id"]: r["skip_seq"] for r in rows}
+
+    async def repairs(self, endpoint_ids: Collection[UUID]) -> dict[int, Repair]:
+        """By lane, what an operator has requested; most lanes have none."""
+        rows = await self._db.fetch(READ_REPAIRS, list(endpoint_ids))
+        return {r["id"]: Repair(RepairKind(r["repair"]), r["repair_seq"]) for r in rows}
 
 
 def _seconds(at: datetime | None) -> float | None:

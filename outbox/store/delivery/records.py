@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from uuid import UUID
 
+    from outbox.core.brokers.repair import Repair
     from outbox.core.delivery.commands import DeadLetter, Progress, Record
     from outbox.core.delivery.delivery_run import RunResults
     from outbox.store.connection.store_connection import StoreConnection
@@ -70,7 +71,7 @@ SELECT a.*, $1::bigint FROM fence, {_ATTEMPTS}
 #   extended: extends that range.
 #   created: inserts all other dead letters.
 #   blocked: blocks lanes of endpoints with on_dead_letter = block.
-#   journalled: journal entries for dead-lettered backlogs.
+#   journalled: journal entries for dead-lettered backlogs and abandoned lanes.
 #   new: the dead letters to report: the created ones, and an extended range when it
 #     receives its first ordinary event.  MATERIALIZED: evaluated once for two readers.
 #   stuck: the lanes to report as stuck ($6), with what their deliveries were read from.
@@ -150,7 +151,8 @@ blocked AS (
     RETURNING lane_id),
 journalled AS (
     INSERT INTO journal (kind, actor, endpoint_id, data)
-    SELECT 'backlog_dead_lettered', 'replica ' || $1::bigint, endpoint_id,
+    SELECT CASE reason WHEN 'adopted' THEN 'lane_abandoned' ELSE 'backlog_dead_lettered' END,
+           'replica ' || $1::bigint, endpoint_id,
            jsonb_build_object('lane', lane_id, 'from', seq, 'to', to_seq)
       FROM dead_lettered WHERE outbox_id IS NULL),
 new AS MATERIALIZED (
@@ -255,6 +257,16 @@ UPDATE lane_progress p
    SET end_seq = $4, retry_seq = NULL, attempts = 0, spent = 0, first_attempt_at = NULL,
        next_attempt_at = NULL, last_response = NULL
   FROM fence WHERE p.lane_id = $2 AND p.epoch = $3
+""",  # noqa: S608 (constants only)
+)
+
+# Deletes the request for a lane that its owner has carried out, unless there is another one.
+WRITE_REPAIRED = WriteStatement(
+    "write_repaired",
+    f"""{fence("$6")}
+UPDATE lane l SET repair = NULL, repair_seq = NULL
+  FROM fence, lane_progress p
+ WHERE l.id = $2 AND p.lane_id = l.id AND p.epoch = $3 AND l.repair = $4 AND l.repair_seq = $5
 """,  # noqa: S608 (constants only)
 )
 
@@ -396,6 +408,18 @@ class RecordStore:
             WRITE_END, self._replica_id, lane_id, epoch, seq, self._timeline
         ):
             raise Fenced
+
+    async def write_repaired(self, lane_id: int, epoch: int, repair: Repair) -> None:
+        """Delete an operator's request that was carried out."""
+        await self._db.write(
+            WRITE_REPAIRED,
+            self._replica_id,
+            lane_id,
+            epoch,
+            repair.kind.value,
+            repair.delivered_seq,
+            self._timeline,
+        )
 
     async def write_receipts(self, rows: Sequence[tuple[int, int, str]]) -> None:
         """Write receipts (lane, epoch, receipt); those of lanes that moved are not written."""

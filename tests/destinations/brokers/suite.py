@@ -262,6 +262,36 @@ class BrokerConformance:
             assert (await link.broker.append(lane, OWNER, 1, messages(lane, 2))).stop is None
         assert await rig.stored(lane) == stored(1, 2)
 
+    @pytest.mark.parametrize("former", [ELSEWHERE, LATER], ids=["elsewhere", "later"])
+    async def test_a_forced_opening_takes_the_fence(self, rig: Rig, former: Owner) -> None:
+        """An operator has decided which of two owners goes on."""
+        lane = rig.lanes[0]
+        async with rig.link() as other, rig.link() as link:
+            await other.broker.open(lane, former, 0, None)
+            assert (await other.broker.append(lane, former, 0, messages(lane, 1, 2))).stop is None
+            opened = await link.broker.open(lane, OWNER, 0, None)
+            is_fenced = link.broker.capabilities.fence or former is ELSEWHERE
+            assert isinstance(opened, Fenced | Foreign) == is_fenced
+            assert await link.broker.open(lane, AGAIN, 0, None, force=True) == Position(2, "d2")
+            if link.broker.capabilities.fence:
+                late = await other.broker.append(lane, former, 2, messages(lane, 3, 4))
+                assert kind_of(late) is StopKind.MOVED
+            assert (await link.broker.append(lane, AGAIN, 2, messages(lane, 3))).stop is None
+            third = AGAIN._replace(opening=3)
+            assert await link.broker.open(lane, third, 3, None) == Position(3, "d3")
+        assert await rig.stored(lane) == stored(1, 2, 3)
+
+    async def test_a_forced_opening_is_no_cure_for_messages_of_another_writer(
+        self, rig: Rig
+    ) -> None:
+        lane = rig.lanes[0]
+        async with rig.link() as link:
+            await link.broker.open(lane, OWNER, 0, None)
+            receipt = (await link.broker.append(lane, OWNER, 0, messages(lane, 1))).receipt
+            await rig.write_as_another(lane)
+            opened = await link.broker.open(lane, AGAIN, 1, receipt, force=True)
+        assert isinstance(opened, Foreign)
+
     # ------------------------------------------------------------- refusals
 
     @pytest.mark.parametrize("place", [0, 1, 2])

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.destinations.brokers.suite import BrokerConformance
+from tests.destinations.brokers.suite import ELSEWHERE, BrokerConformance
 from tests.support.brokers.model import (
+    KeepsFence,
     ModelBroker,
     Pipelined,
     ReadsFence,
@@ -59,6 +60,7 @@ class TestModel(BrokerConformance):
         (WithoutCompare, "a_stream_that_was_lost_is_noticed_by_its_owner", {}),
         (Pipelined, "a_message_that_is_too_large_is_refused_after_its_prefix", {"place": 1}),
         (ReadsFence, "what_a_former_owner_sent_arrives_late", {"is_dead_lettered": False}),
+        (KeepsFence, "a_forced_opening_takes_the_fence", {"former": ELSEWHERE}),
     ],
 )
 async def test_the_suite_catches_a_mutant(

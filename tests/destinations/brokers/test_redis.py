@@ -235,10 +235,15 @@ async def test_a_trimmed_stream_has_forgotten_nothing(server: Valkey, broker: Re
     await broker.open(LANE, OWNER, 0, None)
     await broker.append(LANE, OWNER, 0, messages(1, 2, 3))
     await server.command("XTRIM", f"events:{{{LANE}}}", "MAXLEN", 0)
-    assert await broker.open(LANE, LATER, 3, None) == Position(3, None)
+    # The fence keeps what the last message was, also for an owner who never had the response.
+    assert await broker.open(LANE, LATER, 1, None) == Position(3, "delivery-3")
     assert await broker.append(LANE, LATER, 3, messages(4)) == Appended(4)
     await server.command("XDEL", f"events:{{{LANE}}}", "4-0")
-    assert await broker.open(LANE, LATER, 4, None) == Position(4, None)
+    assert await broker.open(LANE, LATER, 4, None) == Position(4, "delivery-4")
+    # Another writer's message that was trimmed is unknown.
+    await server.command("XADD", f"events:{{{LANE}}}", "9-0", "a", "b")
+    await server.command("XTRIM", f"events:{{{LANE}}}", "MAXLEN", 0)
+    assert await broker.open(LANE, LATER, 4, None) == Position(9, None)
 
 
 async def test_another_writer_is_named(server: Valkey, broker: RedisBroker) -> None:

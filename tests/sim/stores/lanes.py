@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from datetime import datetime
     from uuid import UUID
 
+    from outbox.core.brokers.repair import Repair
     from outbox.store.connection.secrets import Vault
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Row, Transaction
@@ -79,6 +80,9 @@ class LaneStore(real.LaneStore):
 
     async def skipped(self, endpoint_ids: Collection[UUID]) -> dict[int, int]:
         return await self._db.call(read_skipped, set(endpoint_ids))
+
+    async def repairs(self, endpoint_ids: Collection[UUID]) -> dict[int, Repair]:
+        return {}  # Of brokers.
 
 
 # -------------------------------------------------------------------- endpoints

@@ -46,9 +46,9 @@ class ModelBroker:
     def begin_open(self) -> None:
         """Called when the request to open the lane is sent, long before `open` perhaps."""
 
-    def open(self, owner: Owner) -> Standing:
+    def open(self, owner: Owner, *, force: bool = False) -> Standing:
         """Write the fence, and return the position."""
-        if (stands := self._check_owner(owner)) is not None:
+        if not force and (stands := self._check_owner(owner)) is not None:
             return stands
         if self.is_foreign:
             return Foreign("another writer")
@@ -59,7 +59,7 @@ class ModelBroker:
         """Store all of the messages, or a prefix of them."""
         if self._check_owner(owner) is not None or self.is_foreign:
             return Appended(after, Stop(StopKind.MOVED, "another owner"))
-        if self._is_unopened():
+        if self._is_unopened(owner):
             return Appended(after, Stop(StopKind.MOVED, "the lane is not open"))
         if self._has_moved(after):
             return Appended(after, Stop(StopKind.MOVED, f"the stream stands at {self.last_seq}"))
@@ -85,8 +85,9 @@ class ModelBroker:
     def _fence(self, owner: Owner) -> None:
         self.owner = owner
 
-    def _is_unopened(self) -> bool:
-        return self.owner is None
+    def _is_unopened(self, owner: Owner) -> bool:
+        """Whether the owner's fence is not there: it was deleted, or replaced by a forced one."""
+        return self.owner is None or self._is_later(owner, self.owner)
 
     def _has_moved(self, after: int) -> bool:
         return after != self.last_seq
@@ -147,7 +148,7 @@ class WithoutOpenings(ModelBroker):
 class WithoutCompare(ModelBroker):
     """A mutant: an append is not compared with the position, but copies are dropped."""
 
-    def _is_unopened(self) -> bool:
+    def _is_unopened(self, owner: Owner) -> bool:
         return False
 
     def _has_moved(self, after: int) -> bool:
@@ -175,11 +176,14 @@ class Pipelined(ModelBroker):
 class ReadsFence(ModelBroker):
     """A mutant: opening a lane reads the fence of a former owner, and only an append writes it."""
 
-    def open(self, owner: Owner) -> Standing:
+    def open(self, owner: Owner, *, force: bool = False) -> Standing:
         kept = self.owner
-        standing = super().open(owner)
-        self.owner = kept or self.owner
+        standing = super().open(owner, force=force)
+        self.owner = self.owner if force else kept or self.owner
         return standing
+
+    def _is_unopened(self, owner: Owner) -> bool:
+        return self.owner is None
 
 
 @dataclass
@@ -191,6 +195,14 @@ class ReadsBeforeFence(ModelBroker):
     def begin_open(self) -> None:
         self.read = self._position()
 
-    def open(self, owner: Owner) -> Standing:
-        standing = super().open(owner)
+    def open(self, owner: Owner, *, force: bool = False) -> Standing:
+        standing = super().open(owner, force=force)
         return self.read if isinstance(standing, Position) and self.read else standing
+
+
+class KeepsFence(ModelBroker):
+    """A mutant: a forced opening reads the position, and leaves the fence as it is."""
+
+    def _fence(self, owner: Owner) -> None:
+        if self.owner is None or self._check_owner(owner) is None:
+            super()._fence(owner)

@@ -216,8 +216,12 @@ class _ModelDriver:
         self.requests: list[Callable[[], object]] | None = None
         """Those that are held; None: none is."""
 
-    async def open(self, lane: str, owner: Owner, after: int, receipt: str | None) -> Standing:
-        standing: Standing = await self._call(lambda: self._rig.streams[lane].open(owner))
+    async def open(
+        self, lane: str, owner: Owner, after: int, receipt: str | None, *, force: bool = False
+    ) -> Standing:
+        standing: Standing = await self._call(
+            lambda: self._rig.streams[lane].open(owner, force=force)
+        )
         return standing
 
     async def append(
