@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nats.aio.client import Client
+from nats.js.errors import NotFoundError
 
 from tests.support.brokers import freeze
 from tests.support.tcp import free_port
@@ -50,14 +51,17 @@ def server_binary() -> str | None:
 class NatsServer:
     """A server process on 127.0.0.1 that can be killed and started again."""
 
-    def __init__(self, directory: Path, extra: str = "", binary: str | None = None) -> None:
+    def __init__(
+        self, directory: Path, extra: str = "", binary: str | None = None, *, jetstream: str = ""
+    ) -> None:
         self.port = free_port()
         self.user = ""
         """`user:password` of `api`; empty: none is needed."""
         self._binary = binary or server_binary()
         self._config = directory / "nats.conf"
         self._config.write_text(
-            f"listen: 127.0.0.1:{self.port}\njetstream {{ store_dir: {directory}/js }}\n{extra}\n"
+            f"listen: 127.0.0.1:{self.port}\n"
+            f"jetstream {{ store_dir: {directory}/js\n{jetstream} }}\n{extra}\n"
         )
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -127,27 +131,30 @@ class NatsServer:
 
     async def sequences(self, lane: str) -> list[int]:
         """Sequence numbers of a lane's messages in the stream, in its order."""
-        found = []
+        messages = await self.messages()
+        return [int(headers["X-Sequence"]) for headers in messages.get(f"{SUBJECT}.{lane}.m", ())]
+
+    async def messages(self) -> dict[str, list[dict[str, str]]]:
+        """The headers of all messages by subject, in the stream's order."""
+        found: dict[str, list[dict[str, str]]] = {}
+        state = (await self.api(f"STREAM.INFO.{STREAM}"))["state"]
         async with self.client() as client:
-            state = json.loads(
-                (await client.request(f"$JS.API.STREAM.INFO.{STREAM}", b"{}", timeout=10)).data
-            )["state"]
             js = client.jetstream()
             for seq in range(state["first_seq"], state["last_seq"] + 1):
-                with suppress(Exception):
+                # A former fence was replaced by a later one.
+                with suppress(NotFoundError):
                     message = await js.get_msg(STREAM, seq)
-                    if message.subject == f"{SUBJECT}.{lane}.m":
-                        found.append(int((message.headers or {})["X-Sequence"]))
+                    found.setdefault(message.subject or "", []).append(message.headers or {})
         return found
 
 
 @asynccontextmanager
 async def nats_server(
-    directory: Path, extra: str = "", binary: str | None = None
+    directory: Path, extra: str = "", binary: str | None = None, *, jetstream: str = ""
 ) -> AsyncIterator[NatsServer]:
     """A server during the block."""
     directory.mkdir(exist_ok=True)  # noqa: ASYNC240
-    server = NatsServer(directory, extra, binary)
+    server = NatsServer(directory, extra, binary, jetstream=jetstream)
     try:
         await server.start()
         yield server

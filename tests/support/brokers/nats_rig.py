@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from outbox.destinations.broker import BrokerAddress
@@ -51,17 +51,8 @@ class NatsRig:
             await self._server.api(f"STREAM.INFO.{STREAM}")
 
     async def stored(self, lane: str) -> list[Stored]:
-        found = []
-        state = (await self._server.api(f"STREAM.INFO.{STREAM}"))["state"]
-        async with self._server.client() as client:
-            js = client.jetstream()
-            for seq in range(state["first_seq"], state["last_seq"] + 1):
-                with suppress(Exception):
-                    message = await js.get_msg(STREAM, seq)
-                    if message.subject == f"{SUBJECT}.{lane}.m":
-                        headers = message.headers or {}
-                        found.append(Stored(int(headers["X-Sequence"]), headers["X-Delivery"]))
-        return found
+        messages = (await self._server.messages()).get(f"{SUBJECT}.{lane}.m", ())
+        return [Stored(int(each["X-Sequence"]), each["X-Delivery"]) for each in messages]
 
     async def forget(self, lane: str) -> None:
         await self._server.api(f"STREAM.DELETE.{STREAM}")

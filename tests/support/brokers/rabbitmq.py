@@ -15,7 +15,7 @@ from outbox.errors import CannotRun
 from tests.support.waiting import until_sync
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 UNPACKED = Path(__file__).parents[3] / ".brokers" / "rabbitmq"
 """Where the packages are unpacked, once."""
@@ -80,9 +80,15 @@ def unpack() -> Path:
 
 
 class RabbitMq:
-    """A server on 127.0.0.1, during a `with` block."""
+    """A server on 127.0.0.1, during a `with` block.
 
-    def __init__(self, directory: Path, tls: TlsFiles | None = None) -> None:
+    Args:
+        settings: further lines of `rabbitmq.conf`.
+    """
+
+    def __init__(
+        self, directory: Path, tls: TlsFiles | None = None, settings: Sequence[str] = ()
+    ) -> None:
         root = unpack()
         self._erlang = root / "usr/lib/erlang"
         (self._home,) = (root / "usr/lib/rabbitmq/lib").glob("rabbitmq_server-*")
@@ -90,6 +96,7 @@ class RabbitMq:
         self._directory = directory
         self.port, self.tls_port, self._distribution_port, self._epmd_port = _free_ports(4)
         self._tls = tls
+        self._settings = settings
         self._epmd: subprocess.Popen[bytes] | None = None
         self._server: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] | None = None
@@ -206,6 +213,7 @@ class RabbitMq:
             f"stream.advertised_port = {self.port}",
             "disk_free_limit.absolute = 1MB",
             "loopback_users.guest = true",
+            *self._settings,
         ]
         if self._tls is not None:
             lines += [
