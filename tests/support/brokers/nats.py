@@ -140,7 +140,7 @@ class NatsServer:
         state = (await self.api(f"STREAM.INFO.{STREAM}"))["state"]
         async with self.client() as client:
             js = client.jetstream()
-            for seq in range(state["first_seq"], state["last_seq"] + 1):
+            for seq in range(max(1, state["first_seq"]), state["last_seq"] + 1):
                 # A former fence was replaced by a later one.
                 with suppress(NotFoundError):
                     message = await js.get_msg(STREAM, seq)
