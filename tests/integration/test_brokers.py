@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from outbox.core.brokers.message import end_id
 from outbox.core.brokers.port import Appended, Capabilities, Fenced, Position, Stop, StopKind
 from outbox.destinations.brokers import Brokers
 from outbox.destinations.http.egress import EgressPolicy
@@ -477,7 +478,8 @@ async def test_a_lane_with_a_later_owner_in_its_stream_is_taken_over(
         assert [each.action for each in done.lanes] == ["take_over"]
         await publish(database, 3)
         await all_ended(database)
-    assert [each.sequence for each in streams.streams[lane]] == [1, 2]
+    assert [each.sequence for each in streams.streams[lane]] == [1, 2, 3]
+    assert streams.streams[lane][-1].delivery == end_id(lane)
     (newer,) = (name for name in streams.streams if name != lane)
     assert [each.sequence for each in streams.streams[newer]] == [1]
     assert await fetchval(database, "SELECT count(*) FROM dead_letter") == 0
@@ -505,6 +507,8 @@ async def test_a_lane_that_does_not_fit_into_its_stream_is_abandoned(
         await publish(database, 4)
         await all_ended(database)
     assert await fetchval(database, letters) == 2
+    end = stream.pop()
+    assert (end.sequence, end.delivery) == (max(sequence, 3) + 1, end_id(lane))
     assert [each.sequence for each in stream] == [1, sequence]
     (newer,) = (name for name in streams.streams if name != lane)
     assert b'"data":4' in streams.streams[newer][0].body
