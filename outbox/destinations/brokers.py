@@ -43,16 +43,23 @@ class Driver(NamedTuple):
     """Module of the client library; the extra of the package has the broker's name."""
     class_name: str
     """In the module `broker` of the broker's package."""
+    target: str
+    """Module that parses the URL; in the core if a consumer's reader parses the same."""
     checks_every_address: bool = True
     """Whether the egress policy is asked immediately before each connect.  Otherwise tenants must
     not use the broker."""
 
 
 DRIVERS: dict[BrokerName, Driver] = {
-    "redis": Driver("redis", "RedisBroker"),
-    "nats": Driver("nats", "NatsBroker"),
-    "rabbitmq": Driver("rstream", "RabbitMqBroker"),
-    "kafka": Driver("confluent_kafka", "KafkaBroker", checks_every_address=False),
+    "redis": Driver("redis", "RedisBroker", "outbox.core.brokers.redis_target"),
+    "nats": Driver("nats", "NatsBroker", "outbox.core.brokers.nats_target"),
+    "rabbitmq": Driver("rstream", "RabbitMqBroker", f"{__package__}.rabbitmq.target"),
+    "kafka": Driver(
+        "confluent_kafka",
+        "KafkaBroker",
+        f"{__package__}.kafka.target",
+        checks_every_address=False,
+    ),
 }
 
 
@@ -65,7 +72,7 @@ def check_broker_url(url: str, policy: EgressPolicy, networks: tuple[Network, ..
     name = broker_of(url)
     if name is None or name not in DRIVERS:
         raise UsageError(f"url: {name} is not supported; there are {', '.join(DRIVERS)}")
-    parse: Callable[[str], Target] = import_module(f"{__package__}.{name}.target").parse_url
+    parse: Callable[[str], Target] = import_module(DRIVERS[name].target).parse_url
     target = parse(url)
     for host, port in target.servers:
         policy.check_broker(url, host, port, networks, tls=target.secure)

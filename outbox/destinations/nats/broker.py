@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
+from outbox.core.brokers.nats_target import parse_credentials, parse_url
 from outbox.core.brokers.port import (
     Appended,
     Capabilities,
@@ -41,7 +42,6 @@ from outbox.destinations.nats.stream_api import (
     parse_ack,
     stream_info,
 )
-from outbox.destinations.nats.target import parse_credentials, parse_url
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:

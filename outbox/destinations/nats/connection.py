@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
     from nats.aio.msg import Msg
 
+    from outbox.core.brokers.nats_target import NatsCredentials, NatsTarget
     from outbox.destinations.http.dns import Resolver
     from outbox.destinations.http.egress import EgressPolicy, Network
-    from outbox.destinations.nats.target import NatsCredentials, NatsTarget
 
 ADDRESSES_TRIED_MAX = 4
 ATTEMPT_DELAY_S = 0.25

@@ -5,6 +5,9 @@ script appends only if the last id that the stream ever had is the sequence befo
 fenced, and the lane was not opened again since.  Redis keeps the last id when it trims the stream,
 so a trimmed stream is not taken for one that has lost messages.
 
+The set `NAME:lanes` has the names of the lanes: consumers cannot list keys in time.  It is written
+by a command of its own, because its key is in another slot of a cluster than the streams are.
+
 **Promise.**  In each lane's stream every sequence that is not a dead letter stands once, in order,
 without a hole, also after kills of relays; late writes of former owners and of lost calls are
 refused.  A server that has lost or evicted what it had acknowledged is noticed at the next append.
@@ -31,6 +34,7 @@ from outbox.core.brokers.port import (
     Stop,
     StopKind,
 )
+from outbox.core.brokers.redis_target import parse_url
 from outbox.core.model.response import one_line
 from outbox.destinations.broker import BrokerFinding
 from outbox.destinations.broker_connection import BrokerOpener, stop_of
@@ -38,7 +42,6 @@ from outbox.destinations.interface import NotConnected
 from outbox.destinations.redis.checks import WHAT_TO_DO, findings_of
 from outbox.destinations.redis.connection import GroupedConnection, NotSent, ResponseLost, code_of
 from outbox.destinations.redis.script import DIGEST, FORCE, OPEN, SCRIPT, packed, packed_call
-from outbox.destinations.redis.target import parse_url
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,6 +82,8 @@ class RedisBroker:
             password=(password if separator else user) or None,
             db=target.database,
         )
+        self._registered: set[str] = set()
+        """Lanes that are in the set of the lanes."""
 
     async def open(
         self, lane: str, owner: Owner, after: int, receipt: str | None, *, force: bool = False
@@ -89,6 +94,7 @@ class RedisBroker:
         key = self._target.stream_key(lane)
         match response:
             case [b"OPEN", at, delivery]:
+                await self._register(lane)
                 return Position(int(at), delivery.decode("utf-8", "replace") or None)
             case [b"FENCED", epoch]:
                 return Fenced(int(epoch))
@@ -145,6 +151,17 @@ class RedisBroker:
                 return await self._connection.call(packed_call(("EVAL", SCRIPT), *given), deadline)
         except (NotSent, ResponseLost, RedisError) as error:
             return _stop(error)
+
+    async def _register(self, lane: str) -> None:
+        """Add a lane to the set of the lanes; without the right, consumers do not find it."""
+        if lane in self._registered:
+            return
+        try:
+            await self._connection.call(packed("SADD", self._target.lanes_key, lane))
+        except (NotSent, ResponseLost, RedisError):
+            # The next opening tries again; the check names the missing right.
+            return
+        self._registered.add(lane)
 
     async def _fitting(self, messages: Sequence[Message]) -> tuple[Sequence[Message], Stop | None]:
         """The messages before the first one that the server will never take, and why it will not.

@@ -15,13 +15,14 @@ from outbox.destinations.redis.script import DIGEST, SCRIPT, packed
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from outbox.core.brokers.redis_target import RedisTarget
     from outbox.destinations.redis.connection import GroupedConnection
-    from outbox.destinations.redis.target import RedisTarget
 
 VERSION_MIN = 5
 """The first version with streams; its XINFO has the last id."""
-RIGHTS = "+eval +evalsha +script|load +hmget +hset +exists +xinfo|stream +xrevrange +xadd"
-"""What the script needs.  `+info` shows more to the check, `+config|get` large messages."""
+RIGHTS = "+eval +evalsha +script|load +hmget +hset +exists +xinfo|stream +xrevrange +xadd +sadd"
+"""What the script needs, and the set of the lanes.  `+info` shows more to the check, `+config|get`
+large messages."""
 WHAT_TO_DO = (
     "check the URL (outbox endpoint update --url), the credentials (outbox endpoint credentials) "
     f"and the rights: {RIGHTS} +info"
@@ -51,6 +52,11 @@ end
 return wrong
 """
 
+# KEYS: the set of the lanes.  It is in another slot than the streams.
+_EXAMINE_LANES = """
+return (redis.acl_check_cmd and not redis.acl_check_cmd('SADD', KEYS[1], 'a')) and 1 or 0
+"""
+
 
 async def findings_of(
     connection: GroupedConnection, target: RedisTarget, lanes: Sequence[str]
@@ -76,6 +82,14 @@ async def findings_of(
         for each in found
     )
     findings = [BrokerFinding(True, what, WHAT_TO_DO) for what in wrong]
+    if await connection.call(packed("EVAL", _EXAMINE_LANES, "1", target.lanes_key)):
+        findings.append(
+            BrokerFinding(
+                False,
+                f"no right to run SADD: consumers do not find the lanes in {target.lanes_key}",
+                "give the right +sadd",
+            )
+        )
     try:
         about = _fields(await connection.call(packed("INFO")))
     except RedisError as error:

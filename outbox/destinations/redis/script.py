@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from outbox.core.brokers.port import Message, Owner
-    from outbox.destinations.redis.target import RedisTarget
+    from outbox.core.brokers.redis_target import RedisTarget
 
 OPEN, FORCE = "", "force"
 """Instead of the sequence of an append: open the lane, or open it whatever its fence says."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outbox.destinations.nats.target import (
+from outbox.core.brokers.nats_target import (
     NatsCredentials,
     NatsTarget,
     parse_credentials,

@@ -19,11 +19,11 @@ from outbox.core.brokers.port import (
     Stop,
     StopKind,
 )
+from outbox.core.brokers.redis_target import parse_url
 from outbox.destinations.broker import BrokerAddress
 from outbox.destinations.http.dns import CachingResolver
 from outbox.destinations.http.egress import EgressPolicy
 from outbox.destinations.redis.broker import RedisBroker
-from outbox.destinations.redis.target import parse_url
 from outbox.errors import UsageError
 from tests.support.brokers.cutting import cutting
 from tests.support.brokers.valkey import valkey
@@ -89,6 +89,21 @@ async def test_messages_stand_in_the_stream_with_their_metadata(
         for n in (1, 2, 4)
     ]
     assert await broker.open(LANE, OWNER, 4, None) == Position(4, "delivery-4")
+
+
+async def test_the_set_of_the_lanes_has_each_lane_once(server: Valkey, broker: RedisBroker) -> None:
+    for lane in (LANE, OTHER, LANE):
+        await broker.open(lane, OWNER, 0, None)
+    assert await server.command("SMEMBERS", "events:lanes") == {LANE.encode(), OTHER.encode()}
+    commands = (await server.command("INFO", "commandstats"))["cmdstat_sadd"]
+    assert commands["calls"] == 2
+
+
+async def test_a_lane_is_opened_without_the_right_to_register_it(server: Valkey) -> None:
+    await server.command("ACL", "SETUSER", "relay", "on", ">secret", "~events:*", "+@all", "-sadd")
+    async with connected(server.url(), credentials="relay:secret") as broker:
+        assert await broker.open(LANE, OWNER, 0, None) == Position(0, None)
+        assert "no right to run SADD" in str(await broker.check([LANE]))
 
 
 async def test_an_append_needs_the_last_sequence(server: Valkey, broker: RedisBroker) -> None:

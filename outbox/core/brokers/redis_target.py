@@ -39,6 +39,11 @@ class RedisTarget(NamedTuple):
         """Key of the hash with a lane's owner."""
         return f"{self.stream}:{{{lane}}}:owner"
 
+    @property
+    def lanes_key(self) -> str:
+        """Key of the set with the names of the lanes, by which consumers find their streams."""
+        return f"{self.stream}:lanes"
+
 
 def parse_url(url: str) -> RedisTarget:
     """Parse `redis://host[:port]/stream[?db=number]`.
@@ -53,7 +58,8 @@ def parse_url(url: str) -> RedisTarget:
         raise UsageError(f"url: malformed: {error}") from None
     if "@" in parts.netloc:
         raise UsageError(
-            "url: must not contain a user or password; set them with outbox endpoint credentials"
+            "url: must not contain a user or password; set them with outbox endpoint credentials, "
+            "or credentials= of a reader"
         )
     if not host:
         raise UsageError(f"url: has no host; {_FORM}")

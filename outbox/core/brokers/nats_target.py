@@ -75,7 +75,7 @@ def parse_url(url: str) -> NatsTarget:
     if "@" in parts.netloc:
         raise UsageError(
             "url: must not contain a user, password or token; set them with "
-            "`outbox endpoint credentials`"
+            "`outbox endpoint credentials`, or credentials= of a reader"
         )
     if "#" in url:
         raise UsageError("url: must not have a fragment (#…)")
