@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from outbox.drivers.blocking import resolve
 from outbox.drivers.databases import async_transactions
 from outbox.receiver.decisions import HELD_MAX, HOLD_S, Busy, Gaps
-from outbox.receiver.pipeline import NOT_FETCHABLE_YET, NotRecorded, ReceiverBase
+from outbox.receiver.pipeline import NOT_FETCHABLE_YET, ReceiverBase
+from outbox.receiver.processing import NotRecorded
 from outbox.receiver.reorder_buffer import ReorderBuffer
 
 if TYPE_CHECKING:

@@ -51,8 +51,6 @@ HELD_MAX = 1000
 HOLD_S = 5.0
 UNAVAILABLE_S = 5
 BUSY_S = 1
-EXPIRE_EVERY = 1000
-"""Deliveries between two deletions of expired rows."""
 
 
 class Refuse(OutboxError):
@@ -147,7 +145,6 @@ class ReceiverRules:
         self._mutex = threading.Lock()
         self._in_flight_max = in_flight_max
         self._in_flight = 0
-        self._received_count = 0
 
     def begin(self) -> Response | float:
         """Admit a request, up to `in_flight_max` at once.
@@ -275,13 +272,6 @@ class ReceiverRules:
                 return put_off("the receiver's database is busy", BUSY_S)
         log.error("delivery %s was not processed", message_id, exc_info=error)
         return Response(RequestOutcome.FAILED, 500, "the receiver failed")
-
-    def is_time_to_expire(self, taken: int) -> bool:
-        """Count received deliveries; True for the first ones and then every EXPIRE_EVERY."""
-        with self._mutex:
-            before = self._received_count
-            self._received_count += taken
-            return before == 0 or before // EXPIRE_EVERY < self._received_count // EXPIRE_EVERY
 
 
 def can_share_transaction(messages: Sequence[Message]) -> bool:

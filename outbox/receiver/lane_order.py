@@ -26,6 +26,7 @@ The transitions are:
     skipped by an older delivery that comes late missing, unknown  hole
     replayed (`replay_of`)                       any but seen      seen
     no longer retained by the sender             missing           unknown
+    skipped by an operator                       missing, (new)    unknown
     first number of a lane joined in the middle  (new, below it)   unknown
     too many ranges in a lane                    any, the lowest   unknown
 
@@ -175,6 +176,25 @@ class LaneOrder:
             self.ended = True
             observation = replace(observation, lost=lost)
         return observation
+
+    def end(self, sequence: int, previous_sequence: int) -> Observation:
+        """Record the end entry of a lane in a stream, which has a sequence number of its own.
+
+        The numbers between `previous_sequence` and its own are holes: the sender assigned and
+        dead-lettered them.
+
+        Raises:
+            ValueError: as for `observe`.
+        """
+        return self.observe(sequence, previous_sequence, lane_ends=True)
+
+    def skip(self, sequence: int) -> None:
+        """Do not expect the numbers up to this one any more: an operator has decided so."""
+        self.mark_unavailable(1, sequence)
+        if sequence > self.high:
+            self._states[SequenceState.UNKNOWN].add(self.high + 1, sequence)
+            self.high = sequence
+        self._forget()
 
     def close(self, sequence: int) -> SequenceState | None:
         """Mark a number as seen because its replay arrived.

@@ -26,69 +26,45 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.model.pattern import parse as parse_pattern
 from outbox.errors import UsageError
 from outbox.receiver.catch_up import CatchUpResult, FetchedOutcome, catch_up, lanes_behind
 from outbox.receiver.decisions import (
     UNAVAILABLE_S,
     Busy,
     Gaps,
-    HandlerFailed,
     ReceiverRules,
     can_share_transaction,
     parse_gaps,
     partial_response,
 )
 from outbox.receiver.fetch import CannotFetch
-from outbox.receiver.inbox.inbox import EXPIRE_ROWS, Inbox
 from outbox.receiver.inbox.process import DeliveryOutcome, foreign_delivery_id
 from outbox.receiver.lane_order import LaneState
+from outbox.receiver.processing import DeliveryProcessor, NotRecorded
 from outbox.receiver.reporting import log, log_catch_up, request_log_row
 from outbox.receiver.requests import RequestOutcome, Response
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
-    from typing import TypeVar
 
     from outbox.core.delivery.receiver_checkpoint import LaneMark
     from outbox.receiver.fetch import DeliverySource, LanePage, LaneProgress, PageItem
+    from outbox.receiver.inbox.inbox import Inbox
     from outbox.receiver.inbox.process import DeliveryResult, StoredLane
     from outbox.receiver.message import Message
+    from outbox.receiver.processing import Handler
     from outbox.receiver.reporting import ReceiverTotals
     from outbox.receiver.requests import Request
     from outbox.receiver.verification import Verified
 
-    Handler = TypeVar("Handler", bound=Callable[..., Any])
-
 
 CANCELLED_RESPONSE = Response(RequestOutcome.FAILED, 500, "the request was cancelled")
-EXPIRE_STEPS_MAX = 20
 FETCH_UNAVAILABLE = "the missing deliveries before it cannot be fetched now"
 NOT_FETCHABLE_YET = "deliveries acknowledged a moment ago cannot be fetched yet"
 
 
-class NotRecorded(Exception):
-    """Rolls back: deliveries before it are missing, or one of a batch conflicts."""
-
-
-@contextlib.asynccontextmanager
-async def _whole(
-    transaction: Callable[[], AbstractAsyncContextManager[Any]],
-) -> AsyncIterator[Any]:
-    """Open a transaction, and raise if it suppressed an error of its block.
-
-    psycopg does so with `psycopg.Rollback`: nothing is committed, and nothing is raised.
-    """
-    is_whole = False
-    async with transaction() as connection:
-        yield connection
-        is_whole = True
-    if not is_whole:
-        raise UsageError("a handler rolled the transaction back; raise Refuse or another error")
-
-
-class ReceiverBase:
+class ReceiverBase(DeliveryProcessor):
     """The request pipeline; a subclass runs it on asyncio or in threads.
 
     Args:
@@ -111,14 +87,11 @@ class ReceiverBase:
         gaps = parse_gaps(gaps)
         if gaps is Gaps.CATCH_UP and fetch is None:
             raise UsageError("fetch: Gaps.CATCH_UP needs fetch=FetchClient(url, token)")
-        self.inbox = inbox or Inbox()
-        self._transaction = partial(_whole, transaction)
-        self._creation_lock = creation_lock
+        self._rules = ReceiverRules(secrets, **rules)
+        super().__init__(transaction, creation_lock, self._rules.handlers, inbox)
         self._fetch = fetch
         self._gaps = gaps
-        self._rules = ReceiverRules(secrets, **rules)
         self._log_requests = log_requests
-        self._is_ready = False
         # Lanes being caught up because of a checkpoint; it can outlast the sender's time-out.
         self._fetching: set[str] = set()
 
@@ -132,28 +105,6 @@ class ReceiverBase:
         """Largest request body accepted, in bytes."""
         return self._rules.body_bytes_max
 
-    def on(self, pattern: str) -> Callable[[Handler], Handler]:
-        """Register a handler for event types: `order.paid`, `order.*`, `**`.
-
-        The handler is called with the `Message` and the connection whose transaction
-        records the delivery.  An exception rolls back both: `Refuse` makes the event a
-        dead letter (422), `Busy` postpones it (503), any other is retried (500).
-
-        Args:
-            pattern: dot-separated; `*` is one segment, a last `**` one or more.
-
-        Raises:
-            UsageError: the pattern is invalid, or the handler does not fit this receiver.
-        """
-        types = parse_pattern(pattern)
-
-        def add(handler: Handler) -> Handler:
-            self._check_handler(handler)
-            self._rules.handlers.add(types, handler)
-            return handler
-
-        return add
-
     def on_foreign(self, handler: Handler) -> Handler:
         """Register a handler for requests of other Standard Webhooks senders.
 
@@ -166,13 +117,6 @@ class ReceiverBase:
 
     # --------------------------------------------------------------- of each subclass
 
-    def _check_handler(self, handler: Callable[..., Any]) -> None:
-        """Raise UsageError if this receiver cannot call the handler."""
-
-    async def _call(self, handler: Callable[..., Any], *arguments: Any) -> None:
-        """Call a handler."""
-        raise NotImplementedError
-
     async def _lanes(self, fetch: DeliverySource) -> list[LaneProgress]:
         raise NotImplementedError
 
@@ -182,17 +126,7 @@ class ReceiverBase:
     async def _delivery(self, fetch: DeliverySource, lane: str, sequence: int) -> PageItem:
         raise NotImplementedError
 
-    def _committed(self, message: Message) -> None:
-        """Called after the commit of a delivery of a lane."""
-
     # ------------------------------------------------------------------------ requests
-
-    async def _create_tables(self) -> None:
-        async with self._creation_lock():
-            if not self._is_ready:
-                async with self._transaction() as connection:
-                    await self.inbox.create_async(connection)
-                self._is_ready = True
 
     async def _handle(self, request: Request) -> Response:
         began = self._rules.begin()
@@ -226,8 +160,7 @@ class ReceiverBase:
                 )
         except Exception as error:
             return rules.failed(error, verified.message_id)
-        if rules.is_time_to_expire(len(verified.messages) or 1):
-            await self._expire()
+        await self._expire_after(len(verified.messages) or 1)
         return response
 
     async def _receive_messages(self, messages: Sequence[Message]) -> Response:
@@ -259,40 +192,6 @@ class ReceiverBase:
                 return await self._process(message, gaps=True)
             raise Busy(NOT_FETCHABLE_YET) from None
 
-    async def _process(self, message: Message, *, gaps: bool) -> DeliveryResult:
-        (taken,) = await self._process_together((message,), gaps=gaps)
-        return taken
-
-    async def _process_together(
-        self, messages: Sequence[Message], *, gaps: bool
-    ) -> list[DeliveryResult]:
-        """Record and process deliveries in one transaction.
-
-        Args:
-            gaps: also when deliveries before them are missing.
-
-        Raises:
-            NotRecorded: deliveries before them are missing, or one of several conflicts.
-        """
-        all_taken: list[DeliveryResult] = []
-        async with self._transaction() as connection:
-            for message in messages:
-                taken = await self.inbox.receive_async(connection, message, gaps=gaps)
-                conflicts = taken.outcome is DeliveryOutcome.CONFLICT
-                if taken.outcome is DeliveryOutcome.EARLY or (conflicts and len(messages) > 1):
-                    raise NotRecorded
-                all_taken.append(taken)
-                if taken.fresh:
-                    for handler in self._rules.handlers.matching(message.type):
-                        await self._call_handler(handler, message, connection)
-            fresh = [n for n, taken in enumerate(all_taken) if taken.fresh]
-            if fresh:
-                # The first one: a handler of any later one may have rolled it back.
-                await self.inbox.confirm_async(connection, messages[fresh[0]].delivery_id)
-        for message in messages:
-            self._committed(message)
-        return all_taken
-
     async def _receive_foreign(self, verified: Verified, body: bytes) -> DeliveryResult:
         async with self._transaction() as connection:
             taken = await self.inbox.receive_foreign_async(connection, verified.message_id)
@@ -301,23 +200,6 @@ class ReceiverBase:
                 delivery_id = foreign_delivery_id(verified.message_id)
                 await self.inbox.confirm_async(connection, delivery_id)
         return taken
-
-    async def _call_handler(self, handler: Callable[..., Any], *arguments: Any) -> None:
-        """Call a handler; an OSError becomes HandlerFailed, because drivers raise OSError, too."""
-        try:
-            await self._call(handler, *arguments)
-        except OSError as error:
-            raise HandlerFailed("the handler's own I/O failed") from error
-
-    async def _expire(self) -> None:
-        try:
-            for _ in range(EXPIRE_STEPS_MAX):
-                async with self._transaction() as connection:
-                    if await self.inbox.expire_async(connection) < EXPIRE_ROWS:
-                        break
-        except Exception:
-            # The delivery is committed; expired rows are deleted at a later attempt.
-            log.exception("expired rows were not deleted")
 
     async def _log(self, verified: Verified, response: Response) -> None:
         try:

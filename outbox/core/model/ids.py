@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from hashlib import blake2b
 from struct import Struct
+from typing import NamedTuple
 from uuid import UUID
 
+_LANE_NAME = re.compile(r"([0-9a-f]{12})-([0-9]{1,18})-([0-9]{1,9})")
 _TAG_BITS, _ID_BITS = 58, 64
 # Version and variant bits of a version 8 UUID in its halves; the other 122 bits are free.
 _VERSION, _VARIANT = 8 << 12, 2 << 62
@@ -88,6 +91,21 @@ def lane_name(endpoint_id: UUID, generation: int, slot: int) -> str:
     names, because the sequences of the new lanes start at 1.
     """
     return f"{endpoint_id.hex[:12]}-{generation}-{slot}"
+
+
+class LaneName(NamedTuple):
+    """The parts of a lane's public name."""
+
+    endpoint: str
+    """The first digits of the endpoint's id."""
+    generation: int
+    slot: int
+
+
+def parse_lane_name(name: str) -> LaneName | None:
+    """Parse a name of `lane_name`; None: it has another form."""
+    found = _LANE_NAME.fullmatch(name)
+    return LaneName(found[1], int(found[2]), int(found[3])) if found else None
 
 
 def _mask(endpoint_id: UUID, tag: int) -> int:

@@ -29,9 +29,11 @@ from outbox.receiver.inbox.process import (
     DeliveryResult,
     StoredLane,
     compare,
+    end_lane,
     mark_unavailable,
     receive,
     receive_foreign,
+    skip,
 )
 from outbox.receiver.inbox.statements import Dialect, Statements, statements
 
@@ -130,7 +132,12 @@ class Inbox:
 
     @_blocking
     def receive(
-        self, connection: Any, message: Message, *, gaps: bool = True
+        self,
+        connection: Any,
+        message: Message,
+        *,
+        gaps: bool = True,
+        from_start: bool = False,
     ) -> Plan[DeliveryResult]:
         """Record a delivery in the current transaction.
 
@@ -139,6 +146,8 @@ class Inbox:
             message: from `verify(…).messages`.
             gaps: record it although numbers before it are missing; otherwise the outcome
                 is `early`.
+            from_start: the inbox is older than the message's lane; also if it is not older
+                than every lane.
 
         Returns:
             The result; process the message if `fresh` is true.
@@ -150,7 +159,7 @@ class Inbox:
             self._write_statements(connection),
             message,
             gaps=gaps,
-            from_start=self._from_start,
+            from_start=from_start or self._from_start,
             tolerance=self._tolerance,
             expired_before=self._expired_before(connection),
         )
@@ -213,6 +222,54 @@ class Inbox:
         return {lane.name: lane for lane in map(StoredLane.from_row, rows)}
 
     @_blocking
+    def lane(self, connection: Any, name: str) -> Plan[StoredLane | None]:
+        """Return a lane of the inbox; None: it has none of this name."""
+        rows = yield Call(self._statements(connection).lane, {"lane": name})
+        return StoredLane.from_row(rows[0]) if rows else None
+
+    @_blocking
+    def end_lane(
+        self,
+        connection: Any,
+        lane: str,
+        sequence: int,
+        previous_sequence: int,
+        siblings: Sequence[str],
+        *,
+        gaps: bool = True,
+        from_start: bool = False,
+    ) -> Plan[DeliveryResult]:
+        """Record the end entry of a lane in a stream, in the current transaction.
+
+        Args:
+            connection: with an open transaction.
+            lane, sequence, previous_sequence: of the end entry.
+            siblings: names of the lanes of its generation.
+            gaps, from_start: as of `receive`.
+        """
+        return end_lane(
+            self._write_statements(connection),
+            lane,
+            sequence,
+            previous_sequence,
+            siblings,
+            gaps=gaps,
+            from_start=from_start or self._from_start,
+        )
+
+    @_blocking
+    def skip(
+        self, connection: Any, lane: str, sequence: int, *, lane_ends: bool = False
+    ) -> Plan[None]:
+        """Do not expect the numbers of a lane up to this one any more.
+
+        Args:
+            connection: with an open transaction.
+            lane_ends: no further number is expected either.
+        """
+        return skip(self._write_statements(connection), lane, sequence, lane_ends=lane_ends)
+
+    @_blocking
     def compare(self, connection: Any, marks: Sequence[LaneMark]) -> Plan[CheckpointComparison]:
         """Compare a checkpoint with the inbox, and record what is missing."""
         return compare(self._write_statements(connection), marks, from_start=self._from_start)
@@ -225,6 +282,9 @@ class Inbox:
         return mark_unavailable(self._write_statements(connection), lane, numbers)
 
     lanes_async = _asynchronous(lanes)
+    lane_async = _asynchronous(lane)
+    end_lane_async = _asynchronous(end_lane)
+    skip_async = _asynchronous(skip)
     compare_async = _asynchronous(compare)
     mark_unavailable_async = _asynchronous(mark_unavailable)
 

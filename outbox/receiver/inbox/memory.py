@@ -92,6 +92,7 @@ class MemoryTransaction:
         self._seen: dict[str, SeenColumns] = {}
         self._lanes: dict[str, LaneColumns] = {}
         self._latest: dict[str, LatestColumns] = {}
+        self._added: set[str] = set()
 
     async def execute(self, call: Call) -> Rows:
         """Run a statement; waits for conflicting locks.
@@ -121,6 +122,8 @@ class MemoryTransaction:
     def _commit(self) -> None:
         db = self._db
         db.seen.update(self._seen)
+        for lane in self._added:
+            db.lanes.setdefault(lane, _NEW_LANE)
         for lane in self._lanes:
             db.lanes[lane] = self._lanes[lane]
             db.lanes.move_to_end(lane)
@@ -146,7 +149,7 @@ class MemoryTransaction:
     # ------------------------------------------------------------------------ statements
 
     def nothing(self, **_: Any) -> Rows:
-        # `lock_lanes` creates a lane, a commit expires rows, and there is no request log.
+        # A commit expires rows, and there is no request log.
         return []
 
     def is_there(self) -> Rows:
@@ -168,6 +171,15 @@ class MemoryTransaction:
 
     def lanes(self) -> Rows:
         return [self._row(*each) for each in sorted((self._db.lanes | self._lanes).items())]
+
+    def lane(self, lane: str) -> Rows:
+        columns = self._lane(lane)
+        return [] if columns is None else [self._row(lane, columns)]
+
+    def add_lane(self, lane: str) -> Rows:
+        # Not in `_lanes`: the lane is not locked, so a commit must not overwrite it.
+        self._added.add(lane)
+        return []
 
     def claim(self, delivery_id: str, lane: str | None, sequence: int | None) -> Rows:
         now = self._db.clock()

@@ -191,6 +191,50 @@ def compare(
     return CheckpointComparison(newly_missing, all_missing)
 
 
+def end_lane(
+    sql: Statements,
+    lane: str,
+    sequence: int,
+    previous_sequence: int,
+    siblings: Sequence[str],
+    *,
+    gaps: bool = True,
+    from_start: bool = False,
+) -> Plan[DeliveryResult]:
+    """Record the end entry of a lane, and the lanes of its generation, each of which ends.
+
+    A reader of the next generation finds there which lanes it has to wait for, also those that
+    it has received nothing of.
+
+    Args:
+        siblings: names of the lanes of its generation.
+        gaps, from_start: as of `receive`.
+    """
+    for name in sorted({lane, *siblings}):
+        yield Call(sql.add_lane, {"lane": name})
+    rows = yield Call(sql.lock_lanes, {"lane": lane, "replayed": lane})
+    order = LaneOrder.from_state(StoredLane.from_row(rows[0]).state, from_start=from_start)
+    if not gaps and (missing := order.missing_before(sequence, previous_sequence)):
+        return DeliveryResult(DeliveryOutcome.EARLY, missing=missing)
+    has_ended = order.ended
+    observation = order.end(sequence, previous_sequence)
+    if observation.kind is OrderKind.CONFLICT:
+        return DeliveryResult(DeliveryOutcome.CONFLICT, observation)
+    yield _save_lane(sql, lane, order)
+    outcome = DeliveryOutcome.DUPLICATE if has_ended else DeliveryOutcome.FRESH
+    return DeliveryResult(outcome, observation)
+
+
+def skip(sql: Statements, lane: str, sequence: int, *, lane_ends: bool) -> Plan[None]:
+    """Do not expect the numbers of a lane up to this one any more."""
+    yield Call(sql.add_lane, {"lane": lane})
+    rows = yield Call(sql.lock_lanes, {"lane": lane, "replayed": lane})
+    order = LaneOrder.from_state(StoredLane.from_row(rows[0]).state)
+    order.skip(sequence)
+    order.ended = order.ended or lane_ends
+    yield _save_lane(sql, lane, order)
+
+
 def mark_unavailable(
     sql: Statements, lane: str, numbers: Sequence[Range]
 ) -> Plan[tuple[Range, ...]]:

@@ -62,6 +62,7 @@ class Statements:
     """Returns a row unless a newer event of the key is recorded."""
     log: str
     lanes: str
+    lane: str
 
 
 _TOKENS = {
@@ -128,6 +129,7 @@ _LANE_ROWS = """
 _COMMON = {
     "confirm": "SELECT 1 FROM {p}_inbox WHERE delivery_id = :delivery_id",
     "lanes": f"{_LANE_ROWS} ORDER BY lane",
+    "lane": f"{_LANE_ROWS} WHERE lane = :lane",
     "touch_lane": "UPDATE {p}_lane SET lane = lane WHERE lane = :lane",
     "claim": """
         INSERT INTO {p}_inbox (delivery_id, lane, sequence)
