@@ -14,6 +14,7 @@ here are imported lazily, on first use.
     verify          verifies the signature of a request
     Inbox           records each delivery once, in the transaction of its effects
     AsyncReceiver   the complete receiver for asyncio; `Receiver` is the threaded one
+    StreamReceiver  reads the streams of a broker instead
     adapters        ASGI, aiohttp and WSGI
 """
 
@@ -40,6 +41,11 @@ if TYPE_CHECKING:
     from outbox.receiver.inbox.process import DeliveryOutcome, DeliveryResult
     from outbox.receiver.message import BadMessage, Message
     from outbox.receiver.requests import Request, Response
+    from outbox.receiver.streams.entries import read_message
+    from outbox.receiver.streams.lane_reader import StopReason
+    from outbox.receiver.streams.processor import LaneActivity, LaneStatus
+    from outbox.receiver.streams.receiver import ReadFailed, StreamReceiver
+    from outbox.receiver.streams.source import StreamUnavailable
     from outbox.receiver.synchronous import Receiver
     from outbox.receiver.verification import Verified, Verifier, verify
 
@@ -61,6 +67,11 @@ _MODULES = {
     "outbox.receiver.message": ("BadMessage", "Message"),
     "outbox.receiver.decisions": ("Busy", "Gaps", "Refuse"),
     "outbox.receiver.requests": ("Response", "Request"),
+    "outbox.receiver.streams.entries": ("read_message",),
+    "outbox.receiver.streams.lane_reader": ("StopReason",),
+    "outbox.receiver.streams.processor": ("LaneActivity", "LaneStatus"),
+    "outbox.receiver.streams.receiver": ("ReadFailed", "StreamReceiver"),
+    "outbox.receiver.streams.source": ("StreamUnavailable",),
     "outbox.receiver.synchronous": ("Receiver",),
     "outbox.receiver.verification": ("Verified", "Verifier", "verify"),
 }
@@ -75,10 +86,13 @@ __all__ = [
     "FetchClient",
     "Gaps",
     "Inbox",
+    "LaneActivity",
+    "LaneStatus",
     "MalformedHeader",
     "MemoryDatabase",
     "Message",
     "MissingHeader",
+    "ReadFailed",
     "Receiver",
     "Refuse",
     "RepeatedHeader",
@@ -86,10 +100,14 @@ __all__ = [
     "Response",
     "SignatureError",
     "SignatureMismatch",
+    "StopReason",
+    "StreamReceiver",
+    "StreamUnavailable",
     "TimestampTooNew",
     "TimestampTooOld",
     "Verified",
     "Verifier",
+    "read_message",
     "verify",
 ]
 

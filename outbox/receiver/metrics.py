@@ -36,7 +36,9 @@ class ReceiverMetrics:
     def __init__(self, provider: MeterProvider | None = None) -> None:
         meter = get_meter("outbox.receiver", meter_provider=provider)
         self._requests = meter.create_counter(
-            "outbox.receiver.requests", "{request}", "Requests, by outcome."
+            "outbox.receiver.requests",
+            "{request}",
+            "Requests, or attempts to process an event of a stream, by outcome.",
         )
         self._in_flight = meter.create_up_down_counter(
             "outbox.receiver.requests.in_flight",
@@ -67,6 +69,11 @@ class ReceiverMetrics:
             "{delivery}",
             "Deliveries fetched from the relay and processed.",
         )
+        self._lanes_stopped = meter.create_up_down_counter(
+            "outbox.receiver.lanes.stopped",
+            "{lane}",
+            "Lanes of a stream that are not read on, such as at a gap or a failing handler.",
+        )
         self._has_begun = self._has_failed = False
 
     def in_flight(self, change: int) -> None:
@@ -92,6 +99,10 @@ class ReceiverMetrics:
     def deliveries_fetched(self, deliveries: int) -> None:
         """Count deliveries fetched from the relay and processed."""
         self._record(self._fetched.add, deliveries)
+
+    def lanes_stopped(self, change: int) -> None:
+        """Add `change` to the number of lanes that are stopped."""
+        self._record(self._lanes_stopped.add, change)
 
     def _record(
         self,

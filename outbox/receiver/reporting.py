@@ -32,7 +32,7 @@ class ReceiverTotals:
     """Counters since the receiver was created."""
 
     requests: Counter[RequestOutcome] = field(default_factory=Counter)
-    """Requests by outcome."""
+    """Requests by outcome; of a stream, attempts to process an event."""
     fetched: int = 0
     """Deliveries fetched from the relay and processed."""
     gaps: int = 0

@@ -90,7 +90,12 @@ def lane_name(endpoint_id: UUID, generation: int, slot: int) -> str:
     A change of the lane count, a failover or a restore starts a new generation with new
     names, because the sequences of the new lanes start at 1.
     """
-    return f"{endpoint_id.hex[:12]}-{generation}-{slot}"
+    return lane_name_at(endpoint_id.hex[:12], generation, slot)
+
+
+def lane_name_at(endpoint: str, generation: int, slot: int) -> str:
+    """The name of a lane from the first digits of its endpoint's id."""
+    return f"{endpoint}-{generation}-{slot}"
 
 
 class LaneName(NamedTuple):

@@ -1,0 +1,353 @@
+"""`StreamReceiver`: processes the events that a relay writes to a broker's streams."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from outbox.core.model.headers import DEFAULT_PREFIX
+from outbox.drivers.databases import async_transactions
+from outbox.errors import OutboxError, UsageError
+from outbox.receiver.decisions import Gaps, parse_gaps
+from outbox.receiver.lane_order import LaneState
+from outbox.receiver.reporting import ReceiverReports, log
+from outbox.receiver.streams.generations import (
+    LaneProgress,
+    Schedule,
+    counting_order,
+    is_new_to_inbox,
+    relevant_lanes,
+    schedule,
+)
+from outbox.receiver.streams.lane_reader import (
+    LaneReader,
+    LaneStopped,
+    StopReason,
+    hold_off_s,
+    stop_of,
+)
+from outbox.receiver.streams.processor import LaneActivity, LaneStatus, StreamProcessor
+from outbox.receiver.streams.source import SourceOptions, StreamUnavailable, source_factory
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
+    from pathlib import Path
+
+    from opentelemetry.metrics import MeterProvider
+
+    from outbox.receiver.inbox.inbox import Inbox
+    from outbox.receiver.inbox.process import DeliveryResult, StoredLane
+    from outbox.receiver.message import Message
+    from outbox.receiver.processing import Handler
+    from outbox.receiver.reporting import ReceiverTotals
+    from outbox.receiver.streams.processor import OnRefuse
+    from outbox.receiver.streams.source import StreamSource
+
+POLL_S = 1.0
+"""Interval at which new lanes, and the end of waiting, are found."""
+BATCH_MAX = 100
+CONCURRENCY = 8
+HOLD_OFF_S_MAX = 30.0
+TIMEOUT_S = 10.0
+
+
+class ReadFailed(OutboxError):
+    """`drain` could not read all lanes to their end; the message has one line for each of these."""
+
+
+class StreamReceiver:
+    """Reads the streams of an endpoint, and processes each event once and in order.
+
+        reader = StreamReceiver("redis://127.0.0.1:6379/audit", pool)
+
+        @reader.on("order.paid")
+        async def paid(delivery, connection): ...
+
+        await reader.run()
+
+    The position in each lane is the highest number of the lane in the inbox.  It is committed with
+    the effects, and restored with them from a backup.  Nothing is acknowledged to the broker.
+
+    A lane stops at an event that cannot be processed now, and is read again after a hold-off.  The
+    other lanes go on.  Lanes of a new generation are read once those of the older ones have ended.
+    Two readers with one inbox process each event once; but both read everything, so the second one
+    is a standby and not a share of the work.
+
+    Args:
+        url: of the endpoint: `redis://host/stream`, `nats://host/subject`, or with TLS `rediss://`
+            and `nats+tls://`.
+        database: the database of the effects, as of `AsyncReceiver`.
+        inbox: table prefix and retention; see `Inbox`.
+        credentials: `user:password`, a token, or the content of a `.creds` file.
+        ca: PEM file of the server's certificate authority, or its content.
+        gaps: policy when messages before a message are missing: `Gaps.HOLD` stops the lane,
+            `Gaps.REPORT` processes the message, and reports them.
+        on_refuse: at an event that a handler refuses: `skip` records it, with an error in the log
+            and a row in the inbox's `request` table; `stop` stops the lane.
+        header_prefix: prefix of the endpoint's header names, if it is not `X-`.
+        batch_max: messages of a lane in one transaction.
+        concurrency: transactions at once; no more than the database pool has connections.
+        hold_off_s_max: longest time until a stopped lane, or a broker, is read again, in seconds.
+        timeout_s: of one call to the broker, in seconds.
+        on_delivery: called after the commit with each `Message` and its `DeliveryResult`.
+        meter_provider: OpenTelemetry MeterProvider; None selects the global one.
+
+    Raises:
+        UsageError: an argument is not valid, or the client library is missing.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        database: Any,
+        *,
+        inbox: Inbox | None = None,
+        credentials: str | None = None,
+        ca: str | Path | None = None,
+        gaps: Gaps | str = Gaps.HOLD,
+        on_refuse: OnRefuse = "skip",
+        header_prefix: str = DEFAULT_PREFIX,
+        batch_max: int = BATCH_MAX,
+        concurrency: int = CONCURRENCY,
+        hold_off_s_max: float = HOLD_OFF_S_MAX,
+        timeout_s: float = TIMEOUT_S,
+        on_delivery: Callable[[Message, DeliveryResult], None] | None = None,
+        meter_provider: MeterProvider | None = None,
+    ) -> None:
+        gaps = parse_gaps(gaps)
+        if gaps is Gaps.CATCH_UP:
+            raise UsageError("gaps: a stream is not fetched; use Gaps.HOLD or Gaps.REPORT")
+        if on_refuse not in ("skip", "stop"):
+            raise UsageError(f"on_refuse: must be skip or stop, not {on_refuse!r}")
+        for name, value in (("batch_max", batch_max), ("concurrency", concurrency)):
+            if value < 1:
+                raise UsageError(f"{name}: must be 1 or more, not {value}")
+        for name, limit in (("hold_off_s_max", hold_off_s_max), ("timeout_s", timeout_s)):
+            if not limit > 0:
+                raise UsageError(f"{name}: must be more than 0 s, not {limit:g}")
+        self._open_source = source_factory(SourceOptions(url, credentials, ca, timeout_s))
+        self._processor = StreamProcessor(
+            async_transactions(database),
+            ReceiverReports(on_delivery, meter_provider),
+            inbox=inbox,
+            gaps=gaps,
+            on_refuse=on_refuse,
+            concurrency=concurrency,
+        )
+        self._header_prefix = header_prefix
+        self._batch_max = batch_max
+        self._hold_off_s_max = hold_off_s_max
+
+    @property
+    def totals(self) -> ReceiverTotals:
+        """Counters since the reader was created; requests are attempts to process an event."""
+        return self._processor.reports.totals
+
+    @property
+    def inbox(self) -> Inbox:
+        """Where processed events are recorded."""
+        return self._processor.inbox
+
+    def status(self) -> list[LaneStatus]:
+        """State of each lane, by name; empty before the lanes are found."""
+        status = self._processor.status
+        return [status[lane] for lane in sorted(status)]
+
+    def on(self, pattern: str) -> Callable[[Handler], Handler]:
+        """Register a handler for event types: `order.paid`, `order.*`, `**`.
+
+        The handler is called with the `Message` and the connection whose transaction records the
+        event.  An exception rolls back both, and stops the lane: `Refuse` skips the event or stops
+        the lane (`on_refuse`), `Busy` names the hold-off, any other error is repeated.
+
+        Args:
+            pattern: dot-separated; `*` is one segment, a last `**` one or more.
+
+        Raises:
+            UsageError: the pattern is invalid.
+        """
+        return self._processor.on(pattern)
+
+    async def start(self) -> None:
+        """Create the missing tables; otherwise `run` does so."""
+        await self._processor.create_tables()
+
+    async def run(self) -> None:
+        """Read until it is cancelled, through failures of the broker and of the database."""
+        failures, last = 0, ""
+        while True:
+            try:
+                async with self._source() as source:
+                    await self._processor.create_tables()
+                    await self._read_forever(source)
+            except Exception as error:
+                stop = None if isinstance(error, StreamUnavailable) else stop_of(error, None)
+                text = str(error) if stop is None else stop.detail
+                if text != last:
+                    is_known = stop is None or stop.reason is StopReason.UNAVAILABLE
+                    log.error("reading is interrupted: %s", text, exc_info=not is_known)
+                failures, last = failures + 1 if text == last else 1, text
+            await asyncio.sleep(hold_off_s(failures, self._hold_off_s_max))
+
+    async def drain(self) -> None:
+        """Read every lane to its end, and return: for scripts and tests.
+
+        Raises:
+            ReadFailed: lanes stopped; the others were read to their end.
+            StreamUnavailable: the broker cannot be read.
+        """
+        await self._processor.create_tables()
+        stops: list[LaneStopped] = []
+        done: set[str] = set()
+        async with self._source() as source:
+            while readers := {
+                lane: reader
+                for lane, reader in (await self._find_readers(source, await source.lanes())).items()
+                if lane not in done
+            }:
+                done |= readers.keys()
+                tasks = [asyncio.create_task(each.run_to_end()) for each in readers.values()]
+                try:
+                    await asyncio.wait(tasks)
+                finally:
+                    await _cancel(tasks)
+                for task in tasks:
+                    error = task.exception()
+                    if error is None:
+                        continue
+                    if not isinstance(error, LaneStopped):
+                        raise error
+                    stops.append(error)
+        if stops:
+            stopped = [each for each in self.status() if each.activity is LaneActivity.STOPPED]
+            lines = "; ".join(f"lane {each.lane}: {each.detail}" for each in stopped)
+            raise ReadFailed(lines) from (stops[0].__cause__ or stops[0])
+
+    async def skip(self, lane: str, sequence: int, *, lane_ends: bool = False) -> None:
+        """Do not expect the numbers of a lane up to this one any more; an operator's decision.
+
+        Their events are not processed.  It takes effect in all readers of the inbox.
+
+        Args:
+            lane: its name.
+            sequence: the last number to skip.
+            lane_ends: its end entry is lost, too: the lane has ended.
+        """
+        await self._processor.create_tables()
+        async with self._processor.transaction() as connection:
+            await self.inbox.skip_async(connection, lane, sequence, lane_ends=lane_ends)
+
+    # --------------------------------------------------------------------------- lanes
+
+    @contextlib.asynccontextmanager
+    async def _source(self) -> AsyncIterator[StreamSource]:
+        source = self._open_source()
+        try:
+            yield source
+        finally:
+            await source.aclose()
+
+    async def _read_forever(self, source: StreamSource) -> None:
+        """Read all lanes, until one of them cannot read the broker."""
+        tasks: dict[str, asyncio.Task[None]] = {}
+        found: set[str] = set()
+        try:
+            while True:
+                before, found = found, await source.lanes()
+                running = {lane for lane, task in tasks.items() if not task.done()}
+                # As a rule nothing has changed: no statement every second.
+                if found != before or not found <= running | self._ended():
+                    readers = await self._find_readers_or_none(source, found)
+                    for lane in readers.keys() - tasks.keys():
+                        tasks[lane] = asyncio.create_task(readers[lane].run())
+                        running.add(lane)
+                poll = asyncio.create_task(asyncio.sleep(POLL_S))
+                try:
+                    # The end of a lane may end the waiting of others.
+                    finished, _ = await asyncio.wait(
+                        [poll, *(tasks[lane] for lane in running)],
+                        return_when=asyncio.FIRST_COMPLETED,
+                    )
+                finally:
+                    poll.cancel()
+                for task in finished - {poll}:
+                    task.result()
+        finally:
+            await _cancel(tasks.values())
+
+    async def _find_readers_or_none(
+        self, source: StreamSource, found: set[str]
+    ) -> dict[str, LaneReader]:
+        """As `_find_readers`; none if the database fails, which ends no lane."""
+        try:
+            return await self._find_readers(source, found)
+        except StreamUnavailable:
+            raise
+        except Exception as error:
+            log.warning("the inbox cannot be read now: %s", stop_of(error, None).detail)
+            return {}
+
+    def _ended(self) -> set[str]:
+        status = self._processor.status.values()
+        return {each.lane for each in status if each.activity is LaneActivity.ENDED}
+
+    async def _find_readers(self, source: StreamSource, found: set[str]) -> dict[str, LaneReader]:
+        """Readers of the lanes that may be read now.
+
+        Args:
+            found: the lanes of the broker.
+        """
+        async with self._processor.transaction() as connection:
+            known = await self.inbox.lanes_async(connection)
+        lanes = relevant_lanes(found, known)
+        unstarted = [lane for lane in lanes if lane not in known or known[lane].state.high == 0]
+        with_entries = await source.with_entries(counting_order(unstarted))
+        plan = schedule({lane: _progress(lane, known, with_entries) for lane in lanes})
+        self._set_status(lanes, known, plan)
+        return {
+            lane: LaneReader(
+                lane,
+                source,
+                self._processor,
+                from_start=is_new_to_inbox(lane, known),
+                header_prefix=self._header_prefix,
+                count_max=self._batch_max,
+                hold_off_s_max=self._hold_off_s_max,
+            )
+            for lane in plan.ready
+        }
+
+    def _set_status(self, lanes: set[str], known: Mapping[str, StoredLane], plan: Schedule) -> None:
+        status = self._processor.status
+        for lane in status.keys() - lanes:
+            self._processor.forget_stop(lane)
+            del status[lane]
+        for lane in lanes:
+            position = known[lane].state.high if lane in known else None
+            blocker = plan.waiting.get(lane)
+            if blocker is not None:
+                detail = f"until lane {blocker} has ended"
+                status[lane] = LaneStatus(lane, LaneActivity.WAITING, position, detail=detail)
+            elif lane not in plan.ready:
+                if lane in status:
+                    self._processor.forget_stop(lane)
+                status[lane] = LaneStatus(lane, LaneActivity.ENDED, position)
+            elif lane not in status or status[lane].activity is LaneActivity.WAITING:
+                status[lane] = LaneStatus(lane, LaneActivity.READING, position)
+
+
+async def _cancel(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Cancel tasks, and wait until they have ended."""
+    left = [task for task in tasks if not task.done()]
+    for task in left:
+        task.cancel()
+    if left:
+        await asyncio.wait(left)
+
+
+def _progress(
+    lane: str, known: Mapping[str, StoredLane], with_entries: Collection[str]
+) -> LaneProgress:
+    state = known[lane].state if lane in known else LaneState()
+    return LaneProgress(state.high > 0, state.ended, lane in with_entries)
