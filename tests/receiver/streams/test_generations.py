@@ -84,6 +84,13 @@ class World:
                 rng.shuffle(ends)
                 self.pending += ends
         self.broker: dict[str, list[int | None]] = {}
+        if rng.random() < 0.5:
+            # The relay registers lanes before it writes to them.
+            self.broker = {
+                lane(slot, generation): []
+                for generation, width in enumerate(self.widths, 1)
+                for slot in range(width)
+            }
         self.read: dict[str, int] = {}
         self.known: set[str] = set()
         self.ended: set[str] = set()
@@ -96,7 +103,10 @@ class World:
 
     def retain(self) -> None:
         """Retention removes lanes of generations that a newer one follows, before the reader."""
-        newest = max((int(name.split("-")[1]) for name in self.broker), default=0)
+        newest = max(
+            (int(name.split("-")[1]) for name, entries in self.broker.items() if entries),
+            default=0,
+        )
         for name in list(self.broker):
             if int(name.split("-")[1]) < newest and self.rng.random() < 0.5:
                 self.broker[name] = []
