@@ -26,6 +26,7 @@ from alembic.config import Config
 import outbox as package
 from outbox import receiver as receiver_library
 from outbox.cli.main import COMMANDS, cli
+from outbox.core.brokers.message import messages_of
 from outbox.core.model.response import AttemptResult
 from outbox.devtools.embedded.binaries import find_binaries
 from outbox.docs.generate import PAGES, REFERENCE
@@ -33,6 +34,9 @@ from outbox.errors import UsageError
 from outbox.receiver import AsyncReceiver, MemoryDatabase, Receiver
 from outbox.store.connection.schema_status import status
 from outbox.testing import FakeSender
+from tests.receiver.deliveries import delivery
+from tests.receiver.streams.rigs import Settings as StreamSettings
+from tests.receiver.streams.rigs import lane, streams_of
 from tests.support.api import make_token, serving
 from tests.support.brokers.valkey import valkey
 from tests.support.documents import (
@@ -255,6 +259,33 @@ async def _broker(session: Session) -> AsyncIterator[None]:
         yield
         settings = "SELECT url || ' ' || lanes FROM endpoint"
         assert await fetchval(session.database, settings) == f"{server.url('audit')} 4"
+
+
+@stage("howto/read-from-a-broker.md")
+async def _read_broker(session: Session) -> AsyncIterator[None]:
+    name = lane()
+    async with (
+        streams_of("valkey", session.directory) as streams,
+        asyncpg.create_pool(session.database.dsn, min_size=0, max_size=4) as pool,
+    ):
+        await streams.write(name, payload=b'{"order": 7}')
+        (by_hand,) = messages_of(StreamSettings(), [delivery(2, payload=b'{"order": 8}')], 1)
+        session.rewrites[r"\b6379/audit\b"] = f"{streams.server.port}/events"
+        session.names = {**RECEIVER_NAMES, "pool": pool}
+        with pytest.MonkeyPatch.context() as environ:
+            environ.setenv("DATABASE_URL", session.database.dsn)
+            await pool.execute(
+                "CREATE TABLE orders AS SELECT id, false AS paid FROM unnest('{7, 8}'::int[]) AS id"
+            )
+            yield
+            paid = "SELECT paid FROM orders WHERE id = $1"
+            reading = asyncio.create_task(session.names["main"]())
+            await until(lambda: pool.fetchval(paid, 7), what="the event")
+            reading.cancel()
+            await asyncio.wait([reading])
+            headers = [(key, value.encode()) for key, value in by_hand.headers]
+            await session.names["process"](headers, by_hand.body, pool)
+            assert await pool.fetchval(paid, 8)
 
 
 @stage("howto/test-a-receiver.md")

@@ -151,9 +151,14 @@ class DeliveryProcessor:
         """
         all_taken: list[DeliveryResult] = []
         async with self._transaction() as connection:
-            for message in messages:
-                taken = await self.inbox.receive_async(
-                    connection, message, gaps=gaps, from_start=from_start
+            run = await self._receive_run(connection, messages)
+            for n, message in enumerate(messages):
+                taken = (
+                    run[n]
+                    if run is not None
+                    else await self.inbox.receive_async(
+                        connection, message, gaps=gaps, from_start=from_start
+                    )
                 )
                 conflicts = taken.outcome is DeliveryOutcome.CONFLICT
                 if taken.outcome is DeliveryOutcome.EARLY or (conflicts and len(messages) > 1):
@@ -169,6 +174,14 @@ class DeliveryProcessor:
         for message in messages:
             self._committed(message)
         return all_taken
+
+    async def _receive_run(
+        self, connection: Any, messages: Sequence[Message]
+    ) -> list[DeliveryResult] | None:
+        """Record several deliveries at once; None: each has to be recorded alone."""
+        if len(messages) < 2:
+            return None
+        return await self.inbox.receive_run_async(connection, messages)
 
     async def _call_handler(self, handler: Callable[..., Any], *arguments: Any) -> None:
         """Call a handler; an OSError becomes HandlerFailed, because drivers raise OSError, too."""

@@ -33,6 +33,7 @@ from outbox.receiver.inbox.process import (
     mark_unavailable,
     receive,
     receive_foreign,
+    receive_run,
     skip,
 )
 from outbox.receiver.inbox.statements import Dialect, Statements, statements
@@ -165,6 +166,17 @@ class Inbox:
         )
 
     @_blocking
+    def receive_run(
+        self, connection: Any, messages: Sequence[Message]
+    ) -> Plan[list[DeliveryResult] | None]:
+        """Record the next deliveries of a lane in one statement.
+
+        Returns:
+            Their results; None: nothing is recorded, so use `receive` for each.
+        """
+        return receive_run(self._write_statements(connection), messages)
+
+    @_blocking
     def receive_foreign(self, connection: Any, message_id: str) -> Plan[DeliveryResult]:
         """Record a request of another Standard Webhooks sender by its `webhook-id`."""
         return receive_foreign(self._write_statements(connection), message_id)
@@ -209,6 +221,7 @@ class Inbox:
             raise UsageError("a handler rolled the delivery back; raise Refuse or another error")
 
     receive_async = _asynchronous(receive)
+    receive_run_async = _asynchronous(receive_run)
     receive_foreign_async = _asynchronous(receive_foreign)
     is_newest_async = _asynchronous(is_newest)
     confirm_async = _asynchronous(confirm)

@@ -149,6 +149,43 @@ def receive(
     return DeliveryResult(outcome, observation, overdue=_overdue(order, before, tolerance))
 
 
+def receive_run(sql: Statements, messages: Sequence[Message]) -> Plan[list[DeliveryResult] | None]:
+    """Record deliveries with consecutive numbers of a lane in one statement.
+
+    Returns:
+        Their results; None: nothing is recorded, and each has to be recorded by `receive`.
+    """
+    first = messages[0]
+    if sql.advance_run is None or not all(
+        message.lane == first.lane
+        and message.sequence == first.sequence + n
+        and message.previous_sequence == message.sequence - 1
+        and message.replay_of is None
+        and not message.lane_ends
+        for n, message in enumerate(messages)
+    ):
+        return None
+    ids = [message.delivery_id for message in messages]
+    if len(set(ids)) < len(ids):
+        return None
+    run = {
+        "lane": first.lane,
+        "first": first.sequence,
+        "last": messages[-1].sequence,
+        "ids": orjson.dumps(ids).decode(),
+    }
+    ((moved, claimed),) = yield Call(sql.advance_run, run)
+    if not moved:
+        return None
+    new = set(orjson.loads(claimed))
+    return [
+        DeliveryResult(
+            DeliveryOutcome.FRESH if each in new else DeliveryOutcome.DUPLICATE, _IN_ORDER
+        )
+        for each in ids
+    ]
+
+
 def foreign_delivery_id(message_id: str) -> str:
     """Return what is recorded for a `webhook-id`: the prefix keeps it apart from X-Delivery."""
     return f"foreign {message_id}"

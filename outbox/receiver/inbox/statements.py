@@ -40,6 +40,8 @@ class Statements:
     advance: str | None
     """Fast path in one statement: the next number of a lane without missing numbers, and
     a new X-Delivery.  Returns whether each of the two held."""
+    advance_run: str | None
+    """The same for several numbers: whether the lane held, and the new values of X-Delivery."""
     confirm: str
     """Returns a row if this X-Delivery is recorded.  Fails in a failed transaction, which some
     drivers would commit without an error."""
@@ -276,6 +278,22 @@ _POSTGRESQL = Statements(
             ON CONFLICT (delivery_id) DO NOTHING RETURNING 1)
         SELECT EXISTS (SELECT FROM moved), EXISTS (SELECT FROM claimed)
         """,
+    advance_run="""
+        WITH moved AS (
+            UPDATE {p}_lane SET high = CAST(:last AS bigint), heard_at = clock_timestamp()
+             WHERE lane = :lane AND high = CAST(:first AS bigint) - 1
+               AND missing = '[]' AND NOT ended
+            RETURNING 1),
+        claimed AS (
+            INSERT INTO {p}_inbox (delivery_id, lane, sequence)
+            SELECT given.id, :lane, CAST(:first AS bigint) - 1 + given.place
+              FROM moved, jsonb_array_elements_text(CAST(CAST(:ids AS text) AS jsonb))
+                          WITH ORDINALITY AS given (id, place)
+             ORDER BY given.place
+            ON CONFLICT (delivery_id) DO NOTHING RETURNING delivery_id)
+        SELECT EXISTS (SELECT FROM moved),
+               (SELECT CAST(coalesce(jsonb_agg(delivery_id), '[]') AS text) FROM claimed)
+        """,
     lock_lanes=f"""
         {_LANE_ROWS} WHERE lane IN (:lane, :replayed) ORDER BY lane COLLATE "C" FOR UPDATE
         """,
@@ -310,6 +328,7 @@ _SQLITE = Statements(
     ),
     # SQLite cannot write to two tables in one statement, and saves no round trip by it.
     advance=None,
+    advance_run=None,
     # One transaction writes at a time, so there is nothing to lock.
     lock_lanes=f"{_LANE_ROWS} WHERE lane IN (:lane, :replayed)",
     lock_old="""
@@ -330,4 +349,5 @@ _MEMORY = replace(
     create=(),
     create_together=None,
     advance=None,
+    advance_run=None,
 )

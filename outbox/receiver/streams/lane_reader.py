@@ -157,6 +157,7 @@ class LaneReader:
         """
         failures, last = 0, (StopReason.FAILED, -1)
         while not self._has_ended:
+            raise_if_cancelled()
             try:
                 await self.step(WAIT_S)
                 failures = 0
@@ -178,7 +179,7 @@ class LaneReader:
         """
         try:
             while not self._has_ended and await self.step(0.0):
-                pass
+                raise_if_cancelled()
         except LaneStopped as stop:
             self._processor.stopped(self._lane, stop, is_repeated=False)
             raise
@@ -297,6 +298,13 @@ class LaneReader:
 def hold_off_s(failures: int, longest_s: float) -> float:
     """The time until a lane or a broker is read again: exponential, with full jitter."""
     return random.uniform(0, min(longest_s, HOLD_OFF_S * 2 ** min(failures, 30)))  # noqa: S311
+
+
+def raise_if_cancelled() -> None:
+    """Raise a cancellation that a library has lost, as `asyncio.wait_for` does before 3.12."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 def stop_of(error: Exception, sequence: int | None) -> LaneStopped:

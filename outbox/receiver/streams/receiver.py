@@ -25,6 +25,7 @@ from outbox.receiver.streams.lane_reader import (
     LaneStopped,
     StopReason,
     hold_off_s,
+    raise_if_cancelled,
     stop_of,
 )
 from outbox.receiver.streams.processor import LaneActivity, LaneStatus, StreamProcessor
@@ -50,6 +51,8 @@ BATCH_MAX = 100
 CONCURRENCY = 8
 HOLD_OFF_S_MAX = 30.0
 TIMEOUT_S = 10.0
+CANCEL_S = 1.0
+"""Time until a task is cancelled again."""
 
 
 class ReadFailed(OutboxError):
@@ -177,6 +180,7 @@ class StreamReceiver:
         """Read until it is cancelled, through failures of the broker and of the database."""
         failures, last = 0, ""
         while True:
+            raise_if_cancelled()
             try:
                 async with self._source() as source:
                     await self._processor.create_tables()
@@ -254,6 +258,7 @@ class StreamReceiver:
         found: set[str] = set()
         try:
             while True:
+                raise_if_cancelled()
                 before, found = found, await source.lanes()
                 running = {lane for lane, task in tasks.items() if not task.done()}
                 # As a rule nothing has changed: no statement every second.
@@ -339,11 +344,12 @@ class StreamReceiver:
 
 async def _cancel(tasks: Iterable[asyncio.Task[None]]) -> None:
     """Cancel tasks, and wait until they have ended."""
-    left = [task for task in tasks if not task.done()]
-    for task in left:
-        task.cancel()
-    if left:
-        await asyncio.wait(left)
+    left = {task for task in tasks if not task.done()}
+    while left:
+        for task in left:
+            task.cancel()
+        # Again, if a library has lost it.
+        _, left = await asyncio.wait(left, timeout=CANCEL_S)
 
 
 def _progress(

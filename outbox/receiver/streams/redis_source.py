@@ -103,7 +103,7 @@ class RedisSource:
     async def aclose(self) -> None:
         if self._rounds is not None:
             self._rounds.cancel()
-            await asyncio.wait([self._rounds])
+            await asyncio.wait([self._rounds], timeout=self._timeout_s)
         for client in (self._reading, self._waiting):
             with suppress(Exception):
                 async with asyncio.timeout(self._timeout_s):
@@ -121,7 +121,8 @@ class RedisSource:
         if self._rounds is None or self._rounds.done():
             self._rounds = asyncio.create_task(self._wait_in_rounds())
         try:
-            await asyncio.wait_for(entry, wait_s)
+            async with asyncio.timeout(wait_s):
+                await entry
         except TimeoutError:
             return False
         finally:
