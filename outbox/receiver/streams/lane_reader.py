@@ -205,7 +205,7 @@ class LaneReader:
             self._advance(self._position)
             return False
         try:
-            await self._take(entries)
+            await self._process_entries(entries)
         except LaneStopped as stop:
             self._position, self._stopped_at = None, stop.sequence or 0
             raise
@@ -213,7 +213,7 @@ class LaneReader:
         self._count = max(1, min(self._count_max, READ_BYTES // (size + 1)))
         return True
 
-    async def _take(self, entries: Sequence[StoredEntry]) -> None:
+    async def _process_entries(self, entries: Sequence[StoredEntry]) -> None:
         messages: list[Message] = []
         for entry in entries:
             try:

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import asyncpg
 import pytest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
+from outbox.core.brokers.message import messages_of
 from outbox.core.brokers.port import Message as Entry
 from outbox.errors import UsageError
 from outbox.receiver import (
@@ -24,6 +27,7 @@ from outbox.receiver import (
     StreamReceiver,
     StreamUnavailable,
 )
+from tests.receiver.deliveries import delivery
 from tests.receiver.streams.rigs import Settings, Streams, lane, streams_of
 from tests.support.brokers.wire import wire_to
 from tests.support.waiting import until
@@ -360,6 +364,54 @@ async def test_a_replay_that_was_stored_after_all_is_dropped(
     await shop.reader.drain()
     assert await shop.effects() == {LANES[0]: [1, 2, 3]}
     assert shop.reader.totals.requests == {"processed": 3, "duplicate": 1}
+
+
+async def test_a_copy_among_new_events_is_dropped(streams: Streams, pool: asyncpg.Pool) -> None:
+    """The relay moved an event to another lane, and both are stored; they share a transaction."""
+    (moved,) = await streams.write(LANES[0])
+    shop = Shop(streams, pool)
+    await shop.reader.drain()
+    events = [
+        delivery(1, lane=LANES[1], outbox_id=101),
+        moved._replace(lane=LANES[1], seq=2),
+        delivery(3, lane=LANES[1], outbox_id=103),
+    ]
+    await streams.append_raw(LANES[1], messages_of(Settings(), events, 0))
+    await shop.reader.drain()
+    assert await shop.effects() == {LANES[0]: [1], LANES[1]: [1, 3]}
+    assert shop.reader.totals.requests == {"processed": 3, "duplicate": 1}
+
+
+async def test_the_metric_counts_the_lanes_that_are_stopped(
+    streams: Streams, pool: asyncpg.Pool
+) -> None:
+    for name in LANES[:2]:
+        await streams.write(name, 2)
+    exported = InMemoryMetricReader()
+    provider = MeterProvider([exported])
+    shop = Shop(streams, pool, meter_provider=provider)
+
+    def stopped() -> int:
+        (metrics,) = exported.get_metrics_data().resource_metrics[0].scope_metrics
+        (value,) = [
+            each.data.data_points[0].value
+            for each in metrics.metrics
+            if each.name == "outbox.receiver.lanes.stopped"
+        ]
+        return int(value)
+
+    def fail(_: Message) -> None:
+        raise LookupError
+
+    shop.before = fail
+    with pytest.raises(ReadFailed):
+        await shop.reader.drain()
+    assert stopped() == 2
+    shop.before = lambda _: None
+    await shop.reader.drain()
+    assert stopped() == 0
+    assert shop.reader.totals.requests == {"processed": 4, "failed": 2}
+    provider.shutdown()
 
 
 async def test_a_message_of_another_writer_stops_its_lane_without_a_loop(
