@@ -286,6 +286,7 @@ def test_the_guide_lists_every_metric(metrics: Metrics) -> None:
     metering = ReceiverMetrics(metrics.provider)
     metering.request_ended(RequestOutcome.PROCESSED, 0.1)
     metering.in_flight(1)
+    metering.lanes_stopped(1)
     guide = (ROOT / "docs" / "reference" / "receiver-library.md").read_text(encoding="utf-8")
     rows = re.findall(r"\n\| `(outbox\.receiver\.[a-z._]+)` \| [a-z -]+ \| `(.+?)` \|", guide)
     assert sorted(rows) == sorted((each.name, each.unit) for each in metrics.all().values())
