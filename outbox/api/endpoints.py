@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, create_model
 from yarl import URL
 
 from outbox.api import route, tenancy
+from outbox.api.endpoint_credentials import NAME, vault_of
 from outbox.api.rate_limit import too_many_requests
 from outbox.api.redaction import redactor_for
-from outbox.api.request_parsing import Paging, Seconds
+from outbox.api.request_parsing import Paging
 from outbox.api.route import (
     Call,
     Comment,
@@ -39,30 +40,24 @@ from outbox.destinations.http.endpoint_validation import (
     run_in_thread,
     trust_error,
 )
-from outbox.destinations.http.tls import check_identity
 from outbox.errors import Conflict, UsageError
 from outbox.operations import (
     endpoint_changes,
     endpoint_removal,
-    endpoint_secrets,
     endpoint_states,
     endpoints,
 )
-from outbox.operations.endpoint_certificate import CertificateChange, set_identity
 from outbox.operations.endpoint_changes import NewEndpoint, Updated
 from outbox.operations.endpoint_removal import DrainStatus, Removal
-from outbox.operations.endpoint_secrets import OVERLAP_S, Rotation
 from outbox.operations.endpoint_states import StateChange
 from outbox.operations.endpoints import EndpointDetail, EndpointRow
 from outbox.operations.preview import RequestPreview, preview_request
 from outbox.operations.repair import RequestedRepair, request_adoption, request_refill
-from outbox.store.connection.secrets import Vault
 from outbox.store.delivery.endpoints import find_endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-NAME = "/v1/endpoints/{name}"
 TEST_TIMEOUT_S = TEST_S + 10.0
 
 
@@ -127,13 +122,6 @@ class RemovalQuery(RequestModel):
     that it is not removed yet: repeat the request."""
 
 
-class CertificateBody(RequestModel):
-    """Client certificate for mutual TLS."""
-
-    pem: str
-    """PEM: the certificate, its intermediates and its private key."""
-
-
 class ChangeBody(RequestModel):
     """Comment on a change, recorded with it and in the journal."""
 
@@ -145,15 +133,6 @@ class AdoptionBody(ChangeBody):
 
     dry_run: bool = False
     """Only show what would happen."""
-
-
-class RotationBody(RequestModel):
-    """Options of a secret rotation."""
-
-    overlap: Seconds = Field(default=OVERLAP_S, ge=0)
-    """How long the old secret also signs; 0: it expires immediately."""
-    ed25519: bool | None = None
-    """Whether the new secret is an Ed25519 key; null: the type does not change."""
 
 
 @route.get("/v1/endpoints", "List endpoints by name", scope="read", tenants=TenantAccess.NARROWED)
@@ -191,7 +170,7 @@ async def _add(call: Call[NoQuery, SettingsBody]) -> NewEndpoint:
         endpoint_changes.add_endpoint,
         settings,
         actor=call.actor,
-        vault=_vault(call),
+        vault=vault_of(call),
         ed25519=ed25519,
     )
     return made if call.tenant is None else replace(made, waiting=None)
@@ -238,7 +217,7 @@ async def _update(call: Call[NoQuery, SettingsBody]) -> Updated:
         edit,
         actor=call.actor,
         owner=call.tenant,
-        vault=_vault(call),
+        vault=vault_of(call),
     )
 
 
@@ -359,56 +338,6 @@ async def _adopt(call: Call[NoQuery, AdoptionBody]) -> RequestedRepair:
 
 
 @route.post(
-    f"{NAME}/rotate-secret",
-    "Rotate the signing secret; the response contains it, once",
-    scope="operate",
-    tenants=TenantAccess.ENDPOINT,
-    body_required=False,
-)
-async def _rotate(call: Call[NoQuery, RotationBody]) -> Rotation:
-    return await call.run(
-        endpoint_secrets.rotate_secret,
-        call.path["name"],
-        actor=call.actor,
-        owner=call.tenant,
-        overlap_s=call.body.overlap,
-        vault=_vault(call),
-        ed25519=call.body.ed25519,
-    )
-
-
-@route.put(
-    f"{NAME}/certificate",
-    "Set the client certificate (mutual TLS)",
-    scope="operate",
-    tenants=TenantAccess.ENDPOINT,
-)
-async def _set_certificate(call: Call[NoQuery, CertificateBody]) -> CertificateChange:
-    about = asdict(await run_in_thread(check_identity, call.body.pem))
-    return await call.run(
-        set_identity,
-        call.path["name"],
-        call.body.pem,
-        about,
-        actor=call.actor,
-        owner=call.tenant,
-        vault=_vault(call),
-    )
-
-
-@route.delete(
-    f"{NAME}/certificate",
-    "Remove the client certificate",
-    scope="operate",
-    tenants=TenantAccess.ENDPOINT,
-)
-async def _remove_certificate(call: Call[NoQuery, None]) -> CertificateChange:
-    return await call.run(
-        set_identity, call.path["name"], None, None, actor=call.actor, owner=call.tenant
-    )
-
-
-@route.post(
     f"{NAME}/test",
     "Send one signed test delivery from this relay",
     scope="operate",
@@ -417,7 +346,7 @@ async def _remove_certificate(call: Call[NoQuery, None]) -> CertificateChange:
     responses={200: EndpointTestResult},
 )
 async def _test(call: Call[NoQuery, None]) -> DeferredReply:
-    endpoint = await call.run(find_endpoint, call.path["name"], _vault(call))
+    endpoint = await call.run(find_endpoint, call.path["name"], vault_of(call))
     redactor = await redactor_for(call)
 
     async def send_test() -> EndpointTestResult:
@@ -445,7 +374,7 @@ async def _preview(call: Call[PreviewQuery, None]) -> RequestPreview:
         preview_request,
         call.path["name"],
         call.query.event,
-        vault=_vault(call),
+        vault=vault_of(call),
         now=time.time(),
         tenant=call.tenant,
         once_key=tenancy.stored_key(call.tenant, call.query.event),
@@ -470,10 +399,6 @@ def _require_headers_given(settings: Any, given: dict[str, Any] | None) -> None:
 def _origin(url: str) -> tuple[str, str | None, int | None]:
     parts = URL(url)
     return parts.scheme, parts.host, parts.port
-
-
-def _vault(call: Call[Any, Any]) -> Vault:
-    return Vault.from_settings(call.settings)
 
 
 def _check_tenant_rules(call: Call[Any, Any], settings: Any, current: Any = None) -> None:

@@ -83,10 +83,10 @@ class Redactor:
 
     def redact_test(self, result: EndpointTestResult) -> EndpointTestResult:
         # The phrase may quote Retry-After.
-        meaning = result.meaning if self.may_see_responses else None
-        return replace(
-            result, response=self.redact_response(result.response) or {}, meaning=meaning
-        )
+        if self.may_see_responses:
+            return result
+        response = self.redact_response(result.response) or {}
+        return replace(result, response=response, meaning=None, findings=())
 
     def redact_endpoint(self, row: EndpointRow) -> EndpointRow:
         return replace(row, state_by=self.redact_actor(row.state_by))

@@ -15,13 +15,14 @@ import orjson
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from outbox.core.model.api_token import Scope
+from outbox.core.model.endpoint_settings import Section
 
 if TYPE_CHECKING:
     from pydantic.json_schema import JsonSchemaMode
 
 NAMES: dict[str, Any] = {
     each.__name__: each for each in (Mapping, Sequence, datetime, timedelta, UUID)
-} | {"Any": Any, "Scope": Scope}
+} | {"Any": Any, "Scope": Scope, "Section": Section}
 """Names that the dataclasses import under TYPE_CHECKING only."""
 
 

@@ -101,11 +101,12 @@ def credentials_of(value: str) -> str:
     raise UsageError(f"headers: the credentials of a broker are {CREDENTIALS_FORMS}")
 
 
-def credentials_header(text: str) -> str:
+def credentials_header(text: str, name: str = "FILE") -> str:
     """The value of the header Authorization for credentials; `credentials_of` reads it.
 
     Args:
         text: `user:password`, a token, or the content of a `.creds` file.
+        name: of the field or argument, for the error message.
 
     Raises:
         UsageError: the text is empty, or has several lines and is no such file.
@@ -113,7 +114,9 @@ def credentials_header(text: str) -> str:
     if CREDS_HEADER in text:
         return f"Creds {b64encode(text.encode()).decode()}"
     if not text or not text.isprintable():
-        raise UsageError("FILE: must have one line, user:password or a token, or be a .creds file")
+        raise UsageError(
+            f"{name}: must have one line, user:password or a token, or be a .creds file"
+        )
     if ":" in text:
         return f"Basic {b64encode(text.encode()).decode()}"
     return f"Bearer {text}"

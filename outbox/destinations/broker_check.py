@@ -12,7 +12,7 @@ from outbox.core.model.response import one_line
 from outbox.core.model.stored_response import STORED_VERSION
 from outbox.destinations.broker_address import broker_address
 from outbox.destinations.brokers import Brokers
-from outbox.destinations.http.endpoint_test import EndpointTestResult
+from outbox.destinations.http.endpoint_test import EndpointTestFinding, EndpointTestResult
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
@@ -56,4 +56,12 @@ async def run_broker_test(endpoint: EndpointUnderTest, policy: EgressPolicy) -> 
         "elapsed_ms": round((time.monotonic() - began_at) * 1000, 1),
     }
     outcome, meaning = ("retried", "deliveries would wait") if errors else ("delivered", "usable")
-    return EndpointTestResult(endpoint.name, "CHECK", endpoint.url, response, outcome, meaning)
+    return EndpointTestResult(
+        endpoint.name,
+        "CHECK",
+        endpoint.url,
+        response,
+        outcome,
+        meaning,
+        tuple(EndpointTestFinding(*each) for each in findings),
+    )

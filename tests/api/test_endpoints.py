@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import trustme
 
-from outbox.api import endpoints
+from outbox.api import endpoint_credentials
 from outbox.core.delivery.signature import parse_secret
 from outbox.core.model.response import AttemptResult
 from outbox.destinations.http import endpoint_tester, endpoint_validation
@@ -371,7 +371,9 @@ async def test_certificates_are_parsed_in_a_thread(
         return noted_parse
 
     monkeypatch.setattr(endpoint_validation, "check_ca", noting(endpoint_validation.check_ca))
-    monkeypatch.setattr(endpoints, "check_identity", noting(endpoints.check_identity))
+    monkeypatch.setattr(
+        endpoint_credentials, "check_identity", noting(endpoint_credentials.check_identity)
+    )
     pem = trustme.CA().cert_pem.bytes().decode()
     body = {"name": "a", "url": URL, "ca": pem}
     assert (await api.post("/v1/endpoints", body)).status == 201

@@ -58,6 +58,11 @@ WALK: dict[str, tuple[str, Any]] = {
     "POST /v1/endpoints/{name}/rotate-secret": ("/v1/endpoints/new/rotate-secret", {}),
     "PUT /v1/endpoints/{name}/certificate": ("/v1/endpoints/new/certificate", CERTIFICATE),
     "DELETE /v1/endpoints/{name}/certificate": ("/v1/endpoints/new/certificate", None),
+    "PUT /v1/endpoints/{name}/credentials": (
+        "/v1/endpoints/stream/credentials",
+        {"credentials": "relay:secret"},
+    ),
+    "DELETE /v1/endpoints/{name}/credentials": ("/v1/endpoints/stream/credentials", None),
     "DELETE /v1/endpoints/{name}": ("/v1/endpoints/new", None),
     "PUT /v1/declaration": ("/v1/declaration", {"endpoints": [{"name": "put", "url": URL}]}),
     "POST /v1/dead-letters/replay": ("/v1/dead-letters/replay", {"ids": [1]}),
@@ -98,6 +103,7 @@ def test_every_changing_route_is_tested() -> None:
 async def test_a_change_is_journalled_with_the_token(database: Database, client: Api) -> None:
     await add_endpoint(database)
     await add_endpoint(database, "off")
+    await add_endpoint(database, "stream", url="redis://127.0.0.1:9/s")
     async with running(database, Network(script)):
         await publish(database, 1, 2, 3, key="k")
         await all_ended(database)

@@ -133,6 +133,8 @@ def requests(route: Route, ids: Mapping[str, Any]) -> list[Request] | None:
     match (route.method, route.path):
         case (_, "/v1/status" | "/v1/replicas" | "/v1/doctor" | "/v1/verify" | "/v1/me"):
             return [(route.path, None, {})]
+        case ("GET", "/v1/endpoint-settings"):
+            return [(route.path, None, {})]
         case ("POST", "/v1/resequence"):
             return [(route.path, None, {})]
         case ("GET" | "POST", "/v1/tokens"):
@@ -176,6 +178,9 @@ def requests(route: Route, ids: Mapping[str, Any]) -> list[Request] | None:
                 (own, None, {"event": "same-key"}),
                 (f"/v1/endpoints/{name}/preview", None, {"event": "same-key"}),
             ]
+        case ("PUT", "/v1/endpoints/{name}/credentials" as path):
+            body = {"credentials": "user:secret"}
+            return [(path.replace("{name}", each), body, {}) for each in (name, "globex-all")]
         case (_, path) if path.startswith("/v1/endpoints/{name}"):
             return [
                 (path.replace("{name}", each), {} if route.body else None, {})

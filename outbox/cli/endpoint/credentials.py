@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import IO, TYPE_CHECKING
 
 import click
@@ -10,26 +9,14 @@ import click
 from outbox.cli.common import actor, print_result, run_operation
 from outbox.cli.endpoint.group import command
 from outbox.cli.endpoint.options import read_text
-from outbox.core.brokers.message import CREDENTIALS_HEADER
-from outbox.core.model.destination import broker_of
 from outbox.core.model.text import safe
 from outbox.destinations.broker_address import credentials_header
 from outbox.errors import UsageError
-from outbox.operations import endpoint_changes
+from outbox.operations.endpoint_credentials import CredentialsChange, set_credentials
 from outbox.store.connection.secrets import Vault
 
 if TYPE_CHECKING:
     from outbox.config import Settings
-    from outbox.core.model.endpoint_settings import EndpointSettings
-
-
-@dataclass(frozen=True, slots=True)
-class CredentialsChange:
-    """Result of a change of the credentials."""
-
-    endpoint: str
-    set: bool
-    """False: they were removed."""
 
 
 def _show(done: CredentialsChange) -> None:
@@ -63,23 +50,11 @@ def credentials(
     if remove == (file is not None):
         raise UsageError("give a FILE with the credentials, or --remove")
     value = None if file is None else credentials_header(read_text(file, "FILE").strip())
-
-    def edit(current: EndpointSettings) -> EndpointSettings:
-        if broker_of(current.url) is None:
-            raise UsageError(
-                f'endpoint "{name}" has no broker; for an HTTP receiver: outbox endpoint update '
-                "--headers-file"
-            )
-        kept = {n: v for n, v in current.headers.items() if n.lower() != CREDENTIALS_HEADER}
-        added = {} if value is None else {"Authorization": value}
-        return replace(current, headers=kept | added)
-
-    run_operation(
+    return run_operation(
         settings,
-        endpoint_changes.update_endpoint,
+        set_credentials,
         name,
-        edit,
+        value,
         actor=actor(),
         vault=Vault.from_settings(settings),
     )
-    return CredentialsChange(name, set=value is not None)

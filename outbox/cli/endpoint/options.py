@@ -19,6 +19,7 @@ from outbox.core.model.setting_types import (
     Count,
     HeaderMap,
     Rate,
+    Retry,
     StatusList,
     Switch,
     TextList,
@@ -89,6 +90,8 @@ def _option(setting: Setting) -> Any:
             kind["type"] = int
         case Rate():
             kind["type"] = float
+        case Retry():
+            note = "`outbox endpoint policies` shows the schedule."
     return click.option(flag, _PREFIX + setting.field, help=setting.describe(note), **kind)
 
 

@@ -36,7 +36,7 @@ BATCH_MAX = 1000
 """Deliveries per request."""
 CHECKPOINT_EVERY_MIN_S = 1.0
 
-_OF_HTTP = (
+HTTP_ONLY = (
     "method",
     "header_prefix",
     "batch_max",
@@ -296,7 +296,7 @@ class EndpointSettings:
             setting_types.Retry(),
             _FAILURES,
             f"Retry policy: {', '.join(PRESETS)}, values such as base=5s,factor=2,cap=1h, or both: "
-            "stepped,attempts=8.  `outbox endpoint policies` shows the schedule.",
+            "stepped,attempts=8.",
         ),
     )
     retryable: tuple[str, ...] | None = field(
@@ -354,7 +354,7 @@ class EndpointSettings:
         if self.batch_max is not None and self.format in UNBATCHED:
             raise UsageError(f"batch_max: the format {self.format} has one delivery per request")
         if broker_of(self.url) is not None:
-            for name in _OF_HTTP:
+            for name in HTTP_ONLY:
                 if (each := SETTINGS[name]).public(self) != each.public_default:
                     raise UsageError(f"{name}: is for HTTP receivers; a broker has no such setting")
         for name in self.headers:

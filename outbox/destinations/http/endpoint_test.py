@@ -39,6 +39,16 @@ TYPE = "outbox.test"
 
 
 @dataclass(frozen=True, slots=True)
+class EndpointTestFinding:
+    """One thing about a broker that is wrong, or weakens its guarantees."""
+
+    is_error: bool
+    """Whether deliveries would wait; otherwise a warning."""
+    finding: str
+    action: str
+
+
+@dataclass(frozen=True, slots=True)
 class EndpointTestResult:
     """Result of a test delivery."""
 
@@ -51,6 +61,8 @@ class EndpointTestResult:
     """How the relay would classify it: delivered, retried, dead_letter or disabled."""
     meaning: str | None
     """The outcome as a phrase; null for callers that may not read responses."""
+    findings: tuple[EndpointTestFinding, ...] = ()
+    """About a broker; empty for callers that may not read responses."""
 
 
 class EndpointUnderTest(RecipientSettings, RequestSettings, Protocol):

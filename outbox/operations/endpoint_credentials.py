@@ -1,0 +1,63 @@
+"""Credentials of an endpoint for its broker: its header Authorization."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from outbox.core.brokers.message import CREDENTIALS_HEADER
+from outbox.core.model.destination import broker_of
+from outbox.errors import UsageError
+from outbox.operations.endpoint_changes import update_endpoint
+from outbox.store.connection.secrets import CLEAR
+
+if TYPE_CHECKING:
+    from asyncpg import Connection
+
+    from outbox.core.model.endpoint_settings import EndpointSettings
+    from outbox.store.connection.secrets import Vault
+
+
+@dataclass(frozen=True, slots=True)
+class CredentialsChange:
+    """Result of a change of the credentials."""
+
+    endpoint: str
+    set: bool
+    """False: they were removed."""
+
+
+async def set_credentials(
+    connection: Connection[Any],
+    schema: str,
+    name: str,
+    value: str | None,
+    *,
+    actor: str,
+    vault: Vault = CLEAR,
+    owner: str | None = None,
+) -> CredentialsChange:
+    """Set or remove the credentials for an endpoint's broker.
+
+    Args:
+        value: of the header Authorization; None: remove it.
+        owner: the tenant that the endpoint must belong to; None: any.
+
+    Raises:
+        NotFound: no endpoint has this name.
+        UsageError: its destination is an HTTP receiver.
+        Locked: the vault lacks the key in use.
+    """
+
+    def edit(current: EndpointSettings) -> EndpointSettings:
+        if broker_of(current.url) is None:
+            raise UsageError(
+                f'endpoint "{name}" has no broker; for an HTTP receiver: outbox endpoint update '
+                "--header"
+            )
+        kept = {n: v for n, v in current.headers.items() if n.lower() != CREDENTIALS_HEADER}
+        added = {} if value is None else {"Authorization": value}
+        return replace(current, headers=kept | added)
+
+    await update_endpoint(connection, schema, name, edit, actor=actor, vault=vault, owner=owner)
+    return CredentialsChange(name, set=value is not None)
