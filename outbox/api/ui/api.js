@@ -67,5 +67,7 @@ async function send(method, path, body, signal) {
 
 export const get = (path, values, signal) => send("GET", path + query(values), undefined, signal);
 export const post = (path, body = {}) => send("POST", path, body);
+export const put = (path, body) => send("PUT", path, body);
+export const patch = (path, body) => send("PATCH", path, body);
 export const remove = (path, values) => send("DELETE", path + query(values));
 export const name = (text) => encodeURIComponent(text);

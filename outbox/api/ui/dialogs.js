@@ -64,17 +64,29 @@ export async function runAction(request, success) {
   return result;
 }
 
+// navigator.clipboard needs a secure context; execCommand copies a selection without one.
+async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    const area = h("textarea", { class: "away", "aria-hidden": "true" }, text);
+    // A modal dialog keeps the focus inside of it.
+    (document.querySelector("dialog[open]") ?? document.body).append(area);
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+  }
+}
+
+export const copyButton = (label, text) => h("button", { type: "button", onclick: async (event) => {
+  const { target } = event;
+  await copy(text);
+  target.textContent = "Copied";
+  setTimeout(() => { target.textContent = label; }, 4000);
+} }, label);
+
 // A read-only text with a copy button.
 export function copyable(label, text) {
   const input = h("input", { readonly: true, value: text, "aria-label": label, onclick: (event) => event.target.select() });
-  return h("div", { class: "copied" }, input, h("button", { type: "button", onclick: async (event) => {
-    input.select();
-    try {
-      await navigator.clipboard.writeText(text);
-    } catch {
-      // navigator.clipboard needs a secure context; execCommand copies the selection without one.
-      document.execCommand("copy");
-    }
-    event.target.textContent = "Copied";
-  } }, "Copy"));
+  return h("div", { class: "copied" }, input, copyButton("Copy", text));
 }

@@ -1,12 +1,11 @@
-// Actions on an endpoint: pause, resume, unblock, skip, rotate the secret, test.
+// Actions on an endpoint and its lanes: pause, resume, unblock, skip, refill.
 
 import { describeUnblocking } from "./dead_letter_actions.js";
 import { name, post } from "./api.js";
 import { h } from "./dom.js";
-import { code, definitionList, responseLine } from "./components.js";
-import { duration, plural } from "./format.js";
+import { plural } from "./format.js";
 import { link } from "./router.js";
-import { comment, confirm, copyable, field, runAction, tryRequest } from "./dialogs.js";
+import { comment, confirm, runAction } from "./dialogs.js";
 
 const path = (endpoint, verb) => `/v1/endpoints/${name(endpoint)}/${verb}`;
 
@@ -47,37 +46,12 @@ export async function skip(endpoint, lane) {
     : "It will be skipped as soon as a relay delivers to the endpoint."));
 }
 
-export async function rotateSecret(endpoint) {
-  const form = await confirm(`Rotate the signing secret of ${endpoint}?`, [
-    h("p", null, "Deliveries are signed with both secrets until the old one expires."),
-    field("Expire the old secret after", h("select", { name: "overlap" },
-      [["24h", "1 day"], ["7d", "7 days"], ["1h", "1 hour"], ["0s", "immediately"]].map(([value, text]) => h("option", { value }, text)))),
-  ], { yes: "Create" });
+// Let the relay append again what a broker's stream has lost.
+export async function refill(endpoint) {
+  const form = await confirm(`Refill the streams of ${endpoint}?`, [
+    h("p", null, "The relay appends again what the streams have lost, up to the last delivered sequence, and then continues."),
+    h("p", { class: "hint" }, "Nothing is appended to a stream that has lost nothing."), comment()], { yes: "Refill" });
   if (!form) return;
-  const rotation = await runAction(() => post(path(endpoint, "rotate-secret"), { overlap: form.overlap }), "The new secret is active.");
-  if (rotation) {
-    const isPublic = rotation.secret.startsWith("whpk_");
-    await confirm(`New ${isPublic ? "public key" : "secret"} of ${endpoint}`, [
-      h("p", null, isPublic ? "Configure it in the receiver now." : "The secret is shown only once. Configure it in the receiver now."),
-      copyable(isPublic ? "Public key" : "Secret", rotation.secret)], { yes: "Done", no: null, persistent: true });
-  }
-}
-
-const TEST_OUTCOMES = {
-  delivered: "The relay counts this as delivered",
-  retried: "The relay would retry this delivery",
-  dead_letter: "The relay would dead-letter this delivery immediately",
-  disabled: "The relay would dead-letter this delivery and disable the endpoint",
-};
-
-export async function sendTest(endpoint) {
-  const result = await tryRequest(() => post(path(endpoint, "test")));
-  if (!result) return;
-  await confirm(`Test response of ${endpoint}`, [
-    h("p", { class: "response" }, responseLine(result.response) ?? "no response"),
-    h("p", null, `${TEST_OUTCOMES[result.outcome] ?? result.outcome}.`),
-    definitionList([["URL", h("span", { class: "url" }, result.url)], ["Duration", duration(result.response.elapsed_ms / 1000)]]),
-    result.response.headers && h("details", null, h("summary", null, "Headers"), code(result.response.headers)),
-    result.response.body && h("details", null, h("summary", null, "Body"), code(result.response.body)),
-  ].filter(Boolean), { yes: "Close", no: null });
+  await runAction(() => post(path(endpoint, "refill"), { comment: form.comment || null }),
+    (result) => `The relay refills ${plural(result.lanes.length, "lane")} of ${endpoint}.`);
 }

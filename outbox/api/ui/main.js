@@ -7,11 +7,14 @@ import { h, show } from "./dom.js";
 import { confirm, notice } from "./dialogs.js";
 import { currentRoute, link, canonicalLink } from "./router.js";
 import * as deadLetters from "./views/dead_letters.js";
+import * as editEndpoint from "./views/edit_endpoint.js";
 import * as endpoint from "./views/endpoint.js";
 import * as endpoints from "./views/endpoints.js";
 import * as events from "./views/events.js";
 import * as deadLetter from "./views/dead_letter.js";
+import * as newEndpoint from "./views/new_endpoint.js";
 import * as overview from "./views/overview.js";
+import * as preview from "./views/preview.js";
 import * as replicas from "./views/replicas.js";
 import * as schedules from "./views/schedules.js";
 import * as trace from "./views/trace.js";
@@ -26,9 +29,18 @@ const PLACES = [
   ["schedules", schedules, "Schedules", "s"],
   ["replicas", replicas, "Replicas", "r", true],
   ["endpoint", endpoint],
+  ["new-endpoint", newEndpoint],
+  ["edit-endpoint", editEndpoint],
+  ["preview", preview],
   ["trace", trace],
   ["dead-letter", deadLetter],
 ];
+
+// The place in the menu of a place without one.
+const PARENTS = {
+  endpoint: "endpoints", "new-endpoint": "endpoints", "edit-endpoint": "endpoints", preview: "endpoints",
+  trace: "events", "dead-letter": "dead-letters",
+};
 
 let stopView = null;
 
@@ -45,7 +57,7 @@ function theme(next) {
 
 function drawHeader() {
   const { place } = currentRoute();
-  const parent = { endpoint: "endpoints", trace: "events", "dead-letter": "dead-letters" }[place] ?? place;
+  const parent = PARENTS[place] ?? place;
   show(document.getElementById("top"),
     h("a", { class: "mark", href: "#/overview" }, h("img", { src: "/page/icon.svg", alt: "", width: 22, height: 22 }), "outbox",
       session.me && h("span", { class: "schema" }, session.tenant ?? session.me.schema)),

@@ -26,3 +26,9 @@ const ITEM_PLACES = { endpoints: "endpoint", "dead-letters": "dead-letter", even
 export function canonicalLink({ place, rest }) {
   return rest.length && ITEM_PLACES[place] ? link(ITEM_PLACES[place], rest) : null;
 }
+
+// Go to a link, and call `then` when its view is shown.
+export function navigate(href, then) {
+  addEventListener("hashchange", then, { once: true });
+  location.hash = href;
+}

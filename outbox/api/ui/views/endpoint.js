@@ -2,7 +2,10 @@
 
 import { get, name, session } from "../api.js";
 import { h, show } from "../dom.js";
+import * as access from "../endpoint_access.js";
 import * as endpointActions from "../endpoint_actions.js";
+import { removeEndpoint } from "../endpoint_removal.js";
+import { sendTest } from "../endpoint_test.js";
 import { lanes } from "../lanes.js";
 import { live } from "../live.js";
 import { condition, responseLine, button, code, definitionList, row, table, when } from "../components.js";
@@ -28,14 +31,30 @@ async function findBlockers(endpoint, blocked, known, signal) {
   }
 }
 
-function stuck(endpoint, lane, known) {
-  if (!isBlocked(lane)) return lane.attempts ? button("Skip", () => endpointActions.skip(endpoint, lane), { title: "Dead-letter this delivery, so that the lane goes on" }) : "";
+// Actions on a lane that is held until a person acts, by its failure.
+const HELD_ACTIONS = {
+  forgot: (endpoint) => button("Refill", () => endpointActions.refill(endpoint), { title: "Append again what the stream has lost" }),
+};
+// Failures that only brokers have are never the fault of one delivery.
+const OF_BROKERS = ["forgot", "ahead", "foreign", "fenced", "refused", "unavailable", "misconfigured", "moved", "unknown"];
+
+function stuck(endpoint, lane, known, isBroker) {
+  if (!isBlocked(lane)) {
+    if (!lane.attempts) return "";
+    const { failure } = lane.last_response ?? {};
+    if (HELD_ACTIONS[failure]) return HELD_ACTIONS[failure](endpoint);
+    if (isBroker && OF_BROKERS.includes(failure)) return "";
+    return button("Skip", () => endpointActions.skip(endpoint, lane), { title: "Dead-letter this delivery, so that the lane goes on" });
+  }
   const id = known.get(blockKey(lane));
   return id ? h("a", { href: link("dead-letter", [String(id)]) }, `blocked by dead letter ${id}`)
     : h("a", { href: link("dead-letters", [], { endpoint }) }, `blocked at sequence ${lane.blocked_seq}`);
 }
 
-function actionBar(endpoint, each, blocked) {
+const hasCredentials = (settings) => Object.keys(settings.headers).some((each) => each.toLowerCase() === "authorization");
+
+function actionBar(endpoint, detail, blocked, isBroker) {
+  const { endpoint: each, settings, certificate } = detail;
   return h("div", { class: "actions" },
     each.state === "paused" ? button("Resume", () => endpointActions.resume(endpoint, blocked), { kind: "main" })
       : each.state === "active" ? button("Pause", () => endpointActions.pause(endpoint)) : null,
@@ -43,9 +62,15 @@ function actionBar(endpoint, each, blocked) {
       : each.state === "active" && each.health !== "healthy"
         ? button("Retry now", () => endpointActions.runVerb(endpoint, "resume", "Retrying now, one request at a time at first."), { title: "Reset the circuit breaker and retry immediately" }) : null,
     each.state === "disabled" ? button("Enable", () => endpointActions.runVerb(endpoint, "enable", `${endpoint} is enabled. It receives new events.`), { kind: "main" }) : null,
-    button("Send test event", () => endpointActions.sendTest(endpoint)),
-    button("Rotate secret", () => endpointActions.rotateSecret(endpoint)),
-    h("a", { class: "button", href: link("dead-letters", [], { endpoint }) }, "Dead letters"));
+    session.may("operate") && h("a", { class: "button", href: link("edit-endpoint", [endpoint]) }, "Edit"),
+    button(isBroker ? "Test" : "Send test event", () => sendTest(endpoint)),
+    h("a", { class: "button", href: link("preview", [endpoint]) }, "Preview"),
+    isBroker ? button("Credentials", () => access.setCredentials(endpoint, hasCredentials(settings)))
+      : button("Rotate secret", () => access.rotateSecret(endpoint)),
+    button("Certificate", () => access.setCertificate(endpoint, certificate), { title: "Client certificate for mutual TLS" }),
+    h("a", { class: "button", href: link("dead-letters", [], { endpoint }) }, "Dead letters"),
+    h("a", { class: "button", href: link("journal", [], { endpoint }) }, "Journal"),
+    button("Remove", () => removeEndpoint(endpoint)));
 }
 
 function ownershipHistory(records) {
@@ -75,13 +100,14 @@ export function view(place, [endpoint]) {
     const detail = await get(`/v1/endpoints/${name(endpoint)}`, {}, signal);
     const { endpoint: each, settings, health } = detail;
     const blocked = detail.lanes.filter(isBlocked);
+    const isBroker = !/^https?:/i.test(each.url);
     await findBlockers(endpoint, blocked, known, signal);
     const bars = detail.lanes.map((lane) => ({
       pending: lane.last_seq - lane.acked_seq, failing: lane.attempts > 0, blocked: isBlocked(lane) }));
     const busy = detail.lanes.filter((lane) => lane.last_seq > lane.acked_seq || isBlocked(lane)).slice(0, LANES_SHOWN);
     show(place,
       h("h1", null, endpoint, " ", condition(each, each.lanes)),
-      actionBar(endpoint, each, blocked),
+      actionBar(endpoint, detail, blocked, isBroker),
       definitionList([
         ["URL", h("span", { class: "url" }, each.url)],
         ["Types", each.types.join(", ")],
@@ -97,8 +123,10 @@ export function view(place, [endpoint]) {
         keepAlive(settings, health),
         ["Retry", typeof settings.retry === "string" ? settings.retry : JSON.stringify(settings.retry)],
         ["On dead letter", settings.on_dead_letter === "block" ? "block the lane" : "continue the lane"],
-        ["Secrets", detail.secrets.map((s) => (s.expires_at ? `old secret until ${time(s.expires_at)}` : `since ${time(s.created_at)}`)).join("; ")],
-        detail.secrets[0]?.public_key && ["Public key", h("code", null, detail.secrets[0].public_key)],
+        ["Format", settings.format],
+        isBroker ? ["Credentials", hasCredentials(settings) ? "set" : "none"] : ["Secrets", detail.secrets.map((s) => (s.expires_at ? `old secret until ${time(s.expires_at)}` : `since ${time(s.created_at)}`)).join("; ")],
+        detail.certificate && ["Client certificate", `${detail.certificate.subject ?? "set"}`],
+        !isBroker && detail.secrets[0]?.public_key && ["Public key", h("code", null, detail.secrets[0].public_key)],
       ]),
       h("section", null,
         h("h2", null, "Lanes ", h("small", null, count(detail.lanes.length))),
@@ -107,7 +135,7 @@ export function view(place, [endpoint]) {
           h("code", null, lane.name), count(lane.last_seq - lane.acked_seq),
           h("span", { title: "Acknowledged or dead-lettered" }, count(lane.acked_seq)),
           lane.probes ? `${count(lane.attempts)} (${plural(lane.probes, "probe")})` : count(lane.attempts),
-          nextAttempt(each, lane), responseLine(lane.last_response) ?? "–", stuck(endpoint, lane, known),
+          nextAttempt(each, lane), responseLine(lane.last_response) ?? "–", stuck(endpoint, lane, known, isBroker),
         ], LANES, lane.name)), "No pending deliveries.")),
       session.tenant === null ? ownershipHistory(detail.ownership_history) : null,
       h("details", null, h("summary", null, "All settings"), code(settings)));

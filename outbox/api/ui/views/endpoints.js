@@ -1,10 +1,10 @@
 // List of endpoints, ordered by severity.
 
-import { get } from "../api.js";
+import { get, session } from "../api.js";
 import { h, show } from "../dom.js";
 import { pages } from "../listing.js";
 import { live } from "../live.js";
-import { condition, isOperator, row, table } from "../components.js";
+import { condition, row, table } from "../components.js";
 import { link } from "../router.js";
 import { count } from "../format.js";
 
@@ -32,7 +32,8 @@ export function view(place) {
     each.types.join(", "),
     each.all_tenants ? "all" : each.tenant ?? "–",
     h("span", { class: "url" }, each.url),
-  ], HEADS, each.name)), ["No endpoints yet", isOperator() ? [": ", h("code", null, "outbox endpoint add NAME URL")] : null, "."]));
-  show(place, h("h1", null, "Endpoints"), list.place);
+  ], HEADS, each.name)), "No endpoints yet."));
+  show(place, h("h1", null, "Endpoints"),
+    h("div", { class: "actions" }, session.may("operate") && h("a", { class: "button main", href: link("new-endpoint") }, "New endpoint")), list.place);
   return live(place, () => list.load(), { every: EVERY_MS });
 }

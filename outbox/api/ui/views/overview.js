@@ -5,7 +5,7 @@ import { GAP_MS, WINDOW_MS, chart } from "../chart.js";
 import { h, show } from "../dom.js";
 import { lanes, maxPending } from "../lanes.js";
 import { live } from "../live.js";
-import { condition, isOperator, badgeTone } from "../components.js";
+import { condition, badgeTone } from "../components.js";
 import { link } from "../router.js";
 import { count, duration, plural, rate } from "../format.js";
 
@@ -31,8 +31,8 @@ const row = (max) => (each) => h("li", { "data-key": each.name },
   h("span", { class: "pending" }, each.pending ? `${count(each.pending)} pending` : "nothing pending"),
   h("span", { class: "oldest" }, each.oldest_s === null ? "" : `oldest ${duration(each.oldest_s)}`));
 
-const none = () => h("p", { class: "empty" }, "No endpoints yet",
-  isOperator() ? [": ", h("code", null, "outbox endpoint add NAME URL")] : null, ".");
+const none = () => h("p", { class: "empty" }, "No endpoints yet. ",
+  session.may("operate") && h("a", { href: link("new-endpoint") }, "Create an endpoint"));
 
 // A rate averaged over a long gap says nothing about one moment.
 const isCurrentRate = (sample) => sample.seconds * 1000 <= GAP_MS;

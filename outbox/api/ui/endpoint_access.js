@@ -1,0 +1,50 @@
+// Secrets of an endpoint, and credentials for its broker.
+
+import { name, post, put, remove } from "./api.js";
+import { h } from "./dom.js";
+import { confirm, copyable, field, runAction } from "./dialogs.js";
+
+const path = (endpoint, verb) => `/v1/endpoints/${name(endpoint)}/${verb}`;
+
+// Show a new secret, or a public key.  `change` is "New" after a rotation.
+export async function showSecret(endpoint, secret, change = "") {
+  const isPublic = secret.startsWith("whpk_");
+  const title = `${change} ${isPublic ? "public key" : "secret"} of ${endpoint}`.trim();
+  await confirm(title.slice(0, 1).toUpperCase() + title.slice(1), [
+    h("p", null, isPublic ? "Configure it in the receiver now." : "The secret is shown only once. Configure it in the receiver now."),
+    copyable(isPublic ? "Public key" : "Secret", secret)], { yes: "Done", no: null, persistent: true });
+}
+
+export async function rotateSecret(endpoint) {
+  const form = await confirm(`Rotate the signing secret of ${endpoint}?`, [
+    h("p", null, "Deliveries are signed with both secrets until the old one expires."),
+    field("Expire the old secret after", h("select", { name: "overlap" },
+      [["24h", "1 day"], ["7d", "7 days"], ["1h", "1 hour"], ["0s", "immediately"]].map(([value, text]) => h("option", { value }, text)))),
+  ], { yes: "Create" });
+  if (!form) return;
+  const rotation = await runAction(() => post(path(endpoint, "rotate-secret"), { overlap: form.overlap }), "The new secret is active.");
+  if (rotation) await showSecret(endpoint, rotation.secret, "New");
+}
+
+// `are` is whether the endpoint has credentials.
+export async function setCredentials(endpoint, are) {
+  const form = await confirm(`Credentials of ${endpoint}`, [
+    h("p", null, "How the relay authenticates itself to the broker. They are not shown again."),
+    field("Credentials", h("textarea", { name: "credentials", rows: 3, spellcheck: "false", required: !are }),
+      `user:password, a token, or the content of a .creds file of NATS.${are ? " Leave empty to remove them." : ""}`)], { yes: "Save" });
+  if (!form) return;
+  const credentials = form.credentials.trim();
+  await runAction(() => (credentials ? put(path(endpoint, "credentials"), { credentials }) : remove(path(endpoint, "credentials"))),
+    `The credentials of ${endpoint} are ${credentials ? "set" : "removed"}.`);
+}
+
+export async function setCertificate(endpoint, certificate) {
+  const form = await confirm(`Client certificate of ${endpoint}`, [
+    h("p", null, certificate ? `For mutual TLS: ${certificate.subject ?? "set"}.` : "For mutual TLS. The private key is not shown again."),
+    field("Certificate and private key", h("textarea", { name: "pem", rows: 6, spellcheck: "false", required: !certificate }),
+      `PEM: the certificate, its intermediates and its private key.${certificate ? " Leave empty to remove the certificate." : ""}`)], { yes: "Save" });
+  if (!form) return;
+  const pem = form.pem.trim();
+  await runAction(() => (pem ? put(path(endpoint, "certificate"), { pem }) : remove(path(endpoint, "certificate"))),
+    `The client certificate of ${endpoint} is ${pem ? "set" : "removed"}.`);
+}

@@ -1,0 +1,125 @@
+// Form controls for settings, made from their descriptions by the API.
+
+import { h } from "./dom.js";
+import { capital } from "./format.js";
+
+const LABELS = { url: "URL", ca: "CA certificates" };
+
+export const labelOf = (name) => LABELS[name] ?? capital(name.replaceAll("_", " "));
+
+const lines = (text) => text.split("\n").map((each) => each.trim()).filter(Boolean);
+const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
+
+function textControl(attributes, toText, parse) {
+  return (setting, value) => {
+    const input = h("input", { type: "text", autocomplete: "off", spellcheck: "false", ...attributes(setting), value: toText(value) });
+    return { element: input, read: () => (input.value.trim() === "" ? null : parse(input.value.trim())), write: (next) => { input.value = toText(next); } };
+  };
+}
+
+function areaControl(rows, toText, parse) {
+  return (setting, value) => {
+    const area = h("textarea", { rows, spellcheck: "false" }, toText(value));
+    return { element: area, read: () => parse(area.value), write: (next) => { area.value = toText(next); } };
+  };
+}
+
+const plain = (value) => (value === null || value === undefined ? "" : String(value));
+
+function choice(setting, value) {
+  const select = h("select", null, setting.choices.map((each) => h("option", { value: each, selected: each === value }, each)));
+  return { element: select, read: () => select.value, write: (next) => { select.value = next; } };
+}
+
+function onOff(setting, value) {
+  const box = h("input", { type: "checkbox", checked: value === true });
+  return { element: box, read: () => box.checked, write: (next) => { box.checked = next === true; } };
+}
+
+// Header values are not shown again: an empty value of a known header keeps it.
+function headerRows(setting, value) {
+  const known = new Set(Object.keys(value ?? {}));
+  const rows = h("div", { class: "rows" });
+  const addRow = (name = "") => {
+    const row = h("div", { class: "pair" },
+      h("input", { "aria-label": "Header name", placeholder: "Name", value: name, autocomplete: "off", spellcheck: "false" }),
+      h("input", { "aria-label": name ? `Value of header ${name}` : "Header value", placeholder: known.has(name) ? "unchanged" : "Value", autocomplete: "off", spellcheck: "false" }),
+      h("button", { type: "button", "aria-label": `Remove header ${name}`.trim(), onclick: () => row.remove() }, "×"));
+    rows.append(row);
+    return row;
+  };
+  known.forEach((name) => addRow(name));
+  const element = h("div", null, rows, h("button", { type: "button", onclick: () => addRow().querySelector("input").focus() }, "Add header"));
+  const read = () => {
+    const found = [...rows.children].map((row) => [...row.querySelectorAll("input")].map((each) => each.value.trim())).filter(([name]) => name);
+    return Object.fromEntries(found.map(([name, text]) => [name, text === "" && known.has(name) ? null : text]));
+  };
+  return { element, read, group: true, write: () => { rows.replaceChildren(); } };
+}
+
+function retryPolicy(setting, value) {
+  const id = `choices-${setting.name}`;
+  const input = h("input", { list: id, value: typeof value === "string" ? value : JSON.stringify(value), autocomplete: "off", spellcheck: "false" });
+  return {
+    element: input,
+    after: h("datalist", { id }, setting.choices.map((each) => h("option", { value: each }))),
+    read: () => input.value.trim() || null,
+    write: (next) => { input.value = plain(next); },
+  };
+}
+
+const number = (text) => (Number.isNaN(Number(text)) ? text : Number(text));
+const CONTROLS = {
+  text: textControl((setting) => ({ placeholder: setting.none ?? null, required: setting.required }), plain, (text) => text),
+  time: textControl((setting) => ({ placeholder: setting.none ?? setting.default }), plain, (text) => text),
+  count: textControl((setting) => ({ inputmode: "numeric", placeholder: setting.none ?? setting.default }), plain, number),
+  number: textControl((setting) => ({ inputmode: "decimal", placeholder: setting.none ?? setting.default }), plain, number),
+  list: (setting, value) => areaControl(2, (items) => (items ?? []).join("\n"), (text) => (lines(text).length || setting.none === null ? lines(text) : null))(setting, value),
+  certificates: areaControl(3, plain, (text) => text.trim() || null),
+  choice, switch: onOff, headers: headerRows, retry: retryPolicy,
+};
+
+const HINTS = { list: "One per line.", headers: "Stored values are not shown.", certificates: "PEM." };
+
+// A labelled control.  `read` returns the value in the form of the API, null for the default.
+export function settingField(setting, value) {
+  const control = CONTROLS[setting.kind](setting, value);
+  const { element, group } = control;
+  const errorId = `error-${setting.name}`;
+  const helpId = `help-${setting.name}`;
+  const error = h("small", { class: "bad", id: errorId, role: "alert" });
+  const help = h("small", { id: helpId }, [setting.help, HINTS[setting.kind]].filter(Boolean).join(" "));
+  const label = labelOf(setting.name);
+  element.setAttribute("aria-describedby", `${helpId} ${errorId}`);
+  if (!group) Object.assign(element, { name: setting.name, id: `setting-${setting.name}` });
+  const place = group ? h("fieldset", { class: "field" }, h("legend", null, label), element, error, help)
+    : setting.kind === "switch" ? h("div", { class: "field" }, h("label", { class: "pick" }, element, label), error, help)
+      : h("div", { class: "field" }, h("label", { for: element.id }, label), element, control.after, error, help);
+  const initial = control.read();
+  return {
+    setting, place,
+    read: control.read,
+    write: control.write,
+    initial,
+    isChanged: () => !same(control.read(), initial),
+    showError(text) {
+      error.textContent = text ?? "";
+      const target = group ? element.querySelector("input") ?? element.querySelector("button") : element;
+      target.toggleAttribute("aria-invalid", Boolean(text));
+      if (text) target.setAttribute("aria-invalid", "true");
+      return target;
+    },
+  };
+}
+
+// A value as one line; header values are never shown.
+export function showValue(setting, value) {
+  if (value === null || value === undefined) return setting.none ?? showDefault(setting);
+  if (Array.isArray(value)) return value.join(" ") || "none";
+  if (setting.kind === "switch") return value ? "yes" : "no";
+  if (setting.kind === "certificates") return "certificates";
+  if (setting.kind === "headers") return Object.entries(value).map(([name, text]) => (text === null ? name : `${name} (new value)`)).join(", ") || "none";
+  return typeof value === "object" ? JSON.stringify(value) : String(value);
+}
+
+const showDefault = (setting) => (setting.default === null ? "none" : `${showValue(setting, setting.default)} (default)`);
