@@ -191,7 +191,7 @@ async def test_schedules_are_paused_run_and_removed(database: Database) -> None:
         await visitor.wait_for(page.get_by_role("button", name="Pause"))
         await visitor.press("Remove")
         await visitor.press("Remove", inside=visitor.dialog)
-        await visitor.wait_for("No schedules yet: outbox schedule add")
+        await visitor.wait_for("No schedules yet.")
         assert await fetchval(database, "SELECT count(*) FROM schedule") == 0
 
 

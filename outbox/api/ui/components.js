@@ -6,9 +6,9 @@ import { ago, time } from "./format.js";
 
 // Badge colour of each state.
 const TONE = {
-  healthy: "good", delivered: "good", replayed: "good", active: "good", alive: "good", ok: "good", done: "good",
+  healthy: "good", delivered: "good", replayed: "good", active: "good", live: "good", alive: "good", ok: "good", done: "good",
   degraded: "fair", recovering: "fair", pending: "fair", replaying: "fair", running: "fair", waiting: "fair", held: "fair",
-  paused: "off", disabled: "off", discarded: "off", lapsed: "off", expired: "off", aborted: "off", free: "off",
+  paused: "off", disabled: "off", discarded: "off", lapsed: "off", expired: "off", aborted: "off", revoked: "off", free: "off",
   failing: "bad", rejecting: "bad", dead: "bad", dead_again: "bad", blocked: "bad", problem: "bad", warning: "fair",
   disabling: "off", removing: "off", dead_lettered: "bad",
 };

@@ -15,23 +15,41 @@ export function notice(text, kind = "good") {
 
 // Open a modal dialog.  Resolves with the form's values, or with null when it is cancelled.
 // Only its button closes a `persistent` dialog: it shows a value that is not shown again.
-export function confirm(title, body, { yes = "Confirm", kind = "main", no = "Cancel", persistent = false } = {}) {
+// With `send(values, form)` it resolves with the result, and stays open with the problem of a failed request.
+export function confirm(title, body, { yes = "Confirm", kind = "main", no = "Cancel", persistent = false, send } = {}) {
   const dialog = document.getElementById("dialog");
   return new Promise((resolve) => {
     let values = null;
+    const problem = h("p", { class: "bad", role: "alert" });
+    const submit = h("button", { type: "submit", class: kind }, yes);
+    async function submitForm() {
+      const given = Object.fromEntries(new FormData(form));
+      submit.disabled = true;
+      try {
+        values = send ? await send(given, form) : given;
+        if (form.isConnected) dialog.close();
+      } catch (error) {
+        show(problem, sentence(error.message));
+        problem.scrollIntoView({ block: "nearest" });
+      }
+      submit.disabled = false;
+    }
     const form = h("form", {
       method: "dialog",
       onsubmit: (event) => {
         event.preventDefault();
-        values = Object.fromEntries(new FormData(form));
-        dialog.close();
+        submitForm();
       },
-    }, h("h2", { id: "dialog-title" }, title), body,
+    }, h("h2", { id: "dialog-title" }, title), body, send && problem,
       h("div", { class: "actions" },
-        no && h("button", { type: "button", onclick: () => dialog.close() }, no),
-        h("button", { type: "submit", class: kind }, yes)));
+        no && h("button", { type: "button", onclick: () => dialog.close() }, no), submit));
     // Browsers ignore preventDefault on a second Esc, so the dialog is reopened.
-    dialog.onclose = () => (persistent && !values ? dialog.showModal() : resolve(values));
+    dialog.onclose = () => {
+      if (persistent && !values) return dialog.showModal();
+      // A secret does not stay in the page.
+      dialog.replaceChildren();
+      return resolve(values);
+    };
     dialog.oncancel = (event) => { if (persistent && event.cancelable) event.preventDefault(); };
     dialog.setAttribute("aria-labelledby", "dialog-title");
     dialog.replaceChildren(form);

@@ -23,7 +23,7 @@ export function endpointForm({ settings, destinations }, values) {
   let destination = destinationOf(destinations, values?.url, destinations[0]);
   const select = h("select", { onchange: () => { destination = destinations.find((each) => each.name === select.value); update(); } },
     destinations.map((each) => h("option", { value: each.name, selected: each === destination }, each.title)));
-  const words = h("small", { class: "hint" });
+  const words = h("small");
   const credentials = field("Credentials", h("input", { name: "credentials", type: "password", autocomplete: "off" }), "user:password or a token; stored and not shown again. Set a .creds file of NATS on the endpoint's page.");
   const ed25519 = h("div", { class: "field" },
     h("label", { class: "pick" }, h("input", { type: "checkbox", name: "ed25519" }), "Ed25519 signature"),

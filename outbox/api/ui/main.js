@@ -12,15 +12,17 @@ import * as endpoint from "./views/endpoint.js";
 import * as endpoints from "./views/endpoints.js";
 import * as events from "./views/events.js";
 import * as deadLetter from "./views/dead_letter.js";
+import * as journal from "./views/journal.js";
 import * as newEndpoint from "./views/new_endpoint.js";
 import * as overview from "./views/overview.js";
 import * as preview from "./views/preview.js";
 import * as replicas from "./views/replicas.js";
 import * as schedules from "./views/schedules.js";
+import * as tokens from "./views/tokens.js";
 import * as trace from "./views/trace.js";
 
-// Path, view module, menu label, shortcut key, and whether the view is for operators only.
-// Every view needs the scope "read".
+// Path, view module, menu label, shortcut key, whether the view is for system tokens only, and the
+// scope that it needs besides "read".
 const PLACES = [
   ["overview", overview, "Overview", "o"],
   ["endpoints", endpoints, "Endpoints", "e"],
@@ -28,6 +30,8 @@ const PLACES = [
   ["events", events, "Events", "v"],
   ["schedules", schedules, "Schedules", "s"],
   ["replicas", replicas, "Replicas", "r", true],
+  ["journal", journal, "Journal", "j"],
+  ["tokens", tokens, "Tokens", "t", true, "operate"],
   ["endpoint", endpoint],
   ["new-endpoint", newEndpoint],
   ["edit-endpoint", editEndpoint],
@@ -44,7 +48,8 @@ const PARENTS = {
 
 let stopView = null;
 
-const menu = () => PLACES.filter(([, , label, , system]) => label && session.may("read") && !(system && session.tenant !== null));
+const menu = () => PLACES.filter(([, , label, , system, scope = "read"]) => label && session.may("read") && session.may(scope)
+  && !(system && session.tenant !== null));
 
 const THEMES = ["auto", "light", "dark"];
 
@@ -116,6 +121,8 @@ function route() {
   stopView?.();
   stopView = null;
   notice("");
+  // A dialog is about the view that opened it; a persistent one opens again.
+  document.getElementById("dialog").close();
   resetConnection();
   drawHeader();
   const main = h("div", { class: `view ${place}` });

@@ -19,7 +19,7 @@ function textControl(attributes, toText, parse) {
 
 function areaControl(rows, toText, parse) {
   return (setting, value) => {
-    const area = h("textarea", { rows, spellcheck: "false" }, toText(value));
+    const area = h("textarea", { rows, spellcheck: "false", placeholder: setting.none }, toText(value));
     return { element: area, read: () => parse(area.value), write: (next) => { area.value = toText(next); } };
   };
 }
@@ -79,7 +79,7 @@ const CONTROLS = {
   choice, switch: onOff, headers: headerRows, retry: retryPolicy,
 };
 
-const HINTS = { list: "One per line.", headers: "Stored values are not shown.", certificates: "PEM." };
+const HINTS = { list: "One per line.", headers: "Stored values are not shown." };
 
 // A labelled control.  `read` returns the value in the form of the API, null for the default.
 export function settingField(setting, value) {
