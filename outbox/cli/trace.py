@@ -10,8 +10,8 @@ from outbox.cli.common import print_result, run_operation, warn
 from outbox.cli.output import cell, describe_payload, emit_pairs, fold, style
 from outbox.core.model.text import count, safe
 from outbox.operations import trace
-from outbox.operations.event_trace import describe_unsent
 from outbox.operations.rows import ID_MAX
+from outbox.operations.trace_diagnosis import describe_unsent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,25 +1,17 @@
-"""Event trace: the data model of one event's history, and its diagnosis.
+"""Event trace: the data model of one event's history.
 
-`outbox.operations.trace` reads a trace from the database.  The diagnosis explains, in one
-sentence per cause, why a delivery is pending or dead-lettered, with the command that
-resolves it.
+`outbox.operations.trace` reads a trace from the database; `outbox.operations.trace_diagnosis`
+explains it.
 """
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from outbox.core.delivery.circuit_breaker import PROBED_STATES, PROBING_TEXT
-from outbox.core.delivery.operational_events import STUCK_EVERY
-from outbox.core.model.duration import rounded
-from outbox.core.model.stored_response import describe_attempts, describe_response
-from outbox.core.model.text import count
-from outbox.operations.skip import is_held, stuck_advice
+from outbox.operations.trace_diagnosis import TraceCause, diagnose
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from datetime import datetime
     from uuid import UUID
 
@@ -205,10 +197,14 @@ class EventTrace:
     """All deliveries, including those beyond the limit."""
     missed: tuple[UnsentGroup, ...]
     diagnosis: tuple[str, ...] = field(init=False, default=())
-    """Causes why the event is not delivered, one sentence each; empty when it is."""
+    """Causes why the event is not delivered, one sentence each, with its command."""
+    causes: tuple[TraceCause, ...] = field(init=False, default=())
+    """The same as data, with actions instead of commands."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "diagnosis", tuple(_diagnose(self)))
+        found = list(diagnose(self))
+        object.__setattr__(self, "diagnosis", tuple(each.sentence for each in found))
+        object.__setattr__(self, "causes", tuple(each.cause for each in found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,163 +216,3 @@ class TraceReport:
     more: bool
     """Whether there are older events."""
     events: list[EventTrace]
-
-
-def _diagnose(trace: EventTrace) -> Iterator[str]:
-    if trace.sequencing is not None:
-        yield _explain_unsequenced(trace.sequencing, trace.event.outbox_id)
-        return
-    if trace.log_dropped:
-        yield (
-            "retention dropped the log of its deliveries, none of which was pending; the journal "
-            "entry period_dropped has the time"
-        )
-        return
-    lost = [missed for missed in trace.missed if missed.reason == "lost"]
-    if not trace.deliveries_total:
-        unsent = "; ".join(map(describe_unsent, trace.missed)) or "there is none"
-        yield f"no endpoint received it: {unsent}"
-    elif lost:
-        yield "it was not sent to " + describe_unsent(lost[0])
-    for delivery in trace.deliveries:
-        where = f"{delivery.endpoint}: sequence {delivery.sequence} of lane {delivery.lane}"
-        if delivery.dead_letter is not None:
-            if delivery.dead_letter.state not in ("replayed", "dead_again"):
-                yield f"{where} {_describe_dead_letter(delivery.dead_letter)}"
-        elif delivery.lane_state is not None:
-            obstacles = list(_find_obstacles(delivery, delivery.lane_state, trace.at))
-            for obstacle in obstacles or ["is about to be sent"]:
-                yield f"{where} {obstacle}"
-
-
-def _explain_unsequenced(sequencing: SequencingProgress, outbox_id: int) -> str:
-    if sequencing.high is None:
-        return "it is not sequenced yet"
-    if not sequencing.relays:
-        return "it is not sequenced because no relay is running; start one: outbox relay"
-    if sequencing.in_gap:
-        return (
-            "it is not sequenced yet because it committed late; it is read when the concurrent "
-            "producer transactions have ended; outbox doctor lists them"
-        )
-    behind = outbox_id - sequencing.high
-    who = f"leader {sequencing.leader}" if sequencing.leader else "no relay leads; sequencing"
-    return f"it is not sequenced yet: {who} is {count(behind, 'id')} behind; see outbox doctor"
-
-
-_UNSENT_REASONS = {
-    "type": "{n} not subscribed to its type",
-    "tenant": "{n} of another tenant",
-    "filter": "{n} with a filter that excludes its payload",
-    "before": "{n} added after it was published",
-    "after": "{n} disabled or removed before it was sequenced",
-    "lost": "{n} that should have received it: run outbox verify",
-}
-
-
-def describe_unsent(missed: UnsentGroup) -> str:
-    """Describe how many endpoints the event was not sent to, and why."""
-    text = _UNSENT_REASONS[missed.reason].format(n=missed.endpoints)
-    return f"{text} ({', '.join(missed.examples)})" if missed.examples else text
-
-
-_DEAD_LETTER_REASONS = {
-    "refused": "its receiver rejected it",
-    "exhausted": "its retries were exhausted",
-    "expired": "it had expired",
-    "erased": "its event was erased",
-    "skipped": "an operator skipped it",
-    "backlog": "its endpoint exceeded a backlog limit",
-    "adopted": "an operator adopted a stream into which it does not fit",
-    "disabled": "its endpoint was disabled",
-    "removed": "its endpoint was removed",
-}
-
-
-def _describe_dead_letter(letter: TracedDeadLetter) -> str:
-    reason = _DEAD_LETTER_REASONS[letter.reason]
-    match letter.state:
-        case "discarded":
-            return f"was dead-lettered because {reason}; dead letter {letter.id} was discarded"
-        case "replaying":
-            return f"was dead-lettered because {reason}; it is being replayed"
-    again = "" if letter.reason in ("removed", "erased") else f": outbox dead replay {letter.id}"
-    return f"was dead-lettered because {reason}; it is dead letter {letter.id}{again}"
-
-
-def _find_obstacles(
-    delivery: TracedDelivery, lane: PendingLaneState, now: datetime
-) -> Iterator[str]:
-    """Everything that blocks a pending delivery: the endpoint first, then the lane."""
-    name = shlex.quote(delivery.endpoint)
-
-    def lasted(at: datetime) -> str:
-        return f"for {rounded((now - at).total_seconds())}"
-
-    if lane.state != "active":
-        by = f" by {lane.state_by}" if lane.state_by else ""
-        reason = f" ({lane.state_comment})" if lane.state_comment else ""
-        undo = {"paused": "resume", "disabled": "enable", "disabling": "enable"}
-        then = f"; outbox endpoint {undo[lane.state]} {name}" if lane.state in undo else ""
-        yield f"waits: its endpoint has been {lane.state}{by} {lasted(lane.state_at)}{reason}{then}"
-    elif lane.relay is None:
-        yield "waits: no live relay owns its endpoint; see outbox status"
-    if lane.blocked_since is not None:
-        letter = lane.blocked_by
-        by = f"dead letter {letter}" if letter else "a dead letter"
-        act = f"outbox dead replay {letter}, outbox dead discard {letter} or " if letter else ""
-        yield (
-            f"waits: its lane has been blocked by {by} {lasted(lane.blocked_since)}; unblock it: "
-            f"{act}outbox endpoint resume {name}"
-        )
-    if lane.older_pending:
-        yield (
-            f"waits for {lane.older_pending} pending in lanes of an older generation, which are "
-            "delivered first"
-        )
-    elif lane.older_unended:
-        lanes = count(lane.older_unended, "lane")
-        yield f"waits until {lanes} of an older generation got the end entry; see outbox status"
-    if lane.held_until is not None and lane.held_until > now:
-        left_s = (lane.held_until - now).total_seconds()
-        yield f"waits {rounded(left_s)} more: its receiver sent Retry-After"
-    elif lane.health in PROBED_STATES:
-        tried = f"; {PROBING_TEXT}" if lane.state == "active" and lane.relay else ""
-        yield f"waits: its endpoint has been {lane.health} {lasted(lane.health_since)}{tried}"
-    head = lane.head
-    if head.sequence < delivery.sequence:
-        ahead = delivery.sequence - head.sequence
-        first = f" (event {head.event_id})" if head.event_id else ""
-        yield f"waits behind {ahead} of its lane, the first is sequence {head.sequence}{first}" + (
-            f", which {_describe_failure(delivery, lane, now)}" if head.attempts else ""
-        )
-    elif head.attempts:
-        yield _describe_failure(delivery, lane, now)
-
-
-def _describe_failure(delivery: TracedDelivery, lane: PendingLaneState, now: datetime) -> str:
-    """Describe the attempts of the lane's next delivery, and the command that skips it."""
-    head = lane.head
-    tried = describe_attempts(head.attempts, head.probes)
-    text = f"failed after {tried}, the last: {describe_response(head.last_response)}"
-    if head.next_attempt_at is not None and _retries_on_schedule(lane):
-        left_s = (head.next_attempt_at - now).total_seconds()
-        text += f"; the next is {f'in {rounded(left_s)}' if left_s > 0 else 'due now'}"
-    # The event is probably to blame if its receiver responds to others.
-    responded = "status" in (head.last_response or {})
-    held = is_held(head.last_response)
-    if (lane.health == "healthy" and responded) or head.attempts >= STUCK_EVERY or held:
-        where = delivery.endpoint, delivery.lane, head.sequence
-        if (advice := stuck_advice(*where, head.last_response)) is not None:
-            text += f"; {advice}"
-    return text
-
-
-def _retries_on_schedule(lane: PendingLaneState) -> bool:
-    """Whether only the retry policy decides when a failed delivery is attempted again."""
-    return (
-        lane.state == "active"
-        and lane.health == "healthy"
-        and lane.relay is not None
-        and lane.blocked_since is None
-    )

@@ -58,3 +58,12 @@ export async function discard(selection, body, deadLetters) {
   if (!form) return;
   await runAction(() => post("/v1/dead-letters/discard", { ...body, comment: form.comment || null }), "Discarded. The journal has an entry.");
 }
+
+// Replay or discard one dead letter that is not on this page.
+async function withLetter(id, act) {
+  const each = await tryRequest(() => get(`/v1/dead-letters/${id}`));
+  if (each) await act(`dead letter ${id}`, { ids: [id] }, [each]);
+}
+
+export const replayOne = (id) => withLetter(id, replay);
+export const discardOne = (id) => withLetter(id, discard);

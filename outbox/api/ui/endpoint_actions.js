@@ -1,11 +1,11 @@
 // Actions on an endpoint and its lanes: pause, resume, unblock, skip, refill.
 
 import { describeUnblocking } from "./dead_letter_actions.js";
-import { name, post } from "./api.js";
+import { get, name, post } from "./api.js";
 import { h } from "./dom.js";
 import { plural } from "./format.js";
 import { link } from "./router.js";
-import { comment, confirm, runAction } from "./dialogs.js";
+import { comment, confirm, runAction, tryRequest } from "./dialogs.js";
 
 const path = (endpoint, verb) => `/v1/endpoints/${name(endpoint)}/${verb}`;
 
@@ -26,22 +26,26 @@ export async function resume(endpoint, blocked) {
   await runVerb(endpoint, "resume", `${endpoint} is resumed.`);
 }
 
+// Resume an endpoint that is not on this page.
+export async function readAndResume(endpoint) {
+  const detail = await tryRequest(() => get(`/v1/endpoints/${name(endpoint)}`));
+  if (detail) await resume(endpoint, detail.lanes.filter((lane) => lane.blocked_seq !== null));
+}
+
 export async function unblock(endpoint, blocked) {
   const form = await confirm(`Unblock the lanes of ${endpoint}?`,
     [unblockingNotes(blocked), h("p", { class: "hint" }, "A failing endpoint is retried immediately."), comment()], { yes: "Unblock" });
   if (form) await runAction(() => post(path(endpoint, "resume"), { comment: form.comment || null }), `The lanes of ${endpoint} are unblocked.`);
 }
 
-// Give up the delivery that a lane is stuck on.
-export async function skip(endpoint, lane) {
-  const sequence = lane.acked_seq + 1;
-  const behind = lane.last_seq - sequence;
+// Dead-letter the delivery that a lane is stuck on.
+export async function skip(endpoint, { name: lane, sequence, behind = 0 }) {
   const form = await confirm(`Skip sequence ${sequence}?`, [
-    h("p", null, `Lane ${lane.name} goes on${behind ? `: ${plural(behind, "delivery waits", "deliveries wait")} behind it` : ""}.`),
+    h("p", null, `Lane ${lane} goes on${behind ? `: ${plural(behind, "delivery waits", "deliveries wait")} behind it` : ""}.`),
     h("p", { class: "hint" }, "It becomes a dead letter, which you can replay later. A request in flight completes first."), comment()],
   { yes: "Skip", kind: "danger" });
   if (!form) return;
-  await runAction(() => post(path(endpoint, "skip"), { lane: lane.name, sequence, comment: form.comment || null }), (result) => (result.dead_letter
+  await runAction(() => post(path(endpoint, "skip"), { lane, sequence, comment: form.comment || null }), (result) => (result.dead_letter
     ? ["Skipped: ", h("a", { href: link("dead-letter", [String(result.dead_letter)]) }, `dead letter ${result.dead_letter}`), "."]
     : "It will be skipped as soon as a relay delivers to the endpoint."));
 }
@@ -54,4 +58,8 @@ export async function refill(endpoint) {
   if (!form) return;
   await runAction(() => post(path(endpoint, "refill"), { comment: form.comment || null }),
     (result) => `The relay refills ${plural(result.lanes.length, "lane")} of ${endpoint}.`);
+}
+
+export async function enable(endpoint) {
+  await runVerb(endpoint, "enable", `${endpoint} is enabled. It receives new events.`);
 }

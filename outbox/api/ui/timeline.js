@@ -65,7 +65,7 @@ export function timeline(trace, now) {
         class: "dead", d: `M${until - 5} ${y - 5}l10 10m0 -10l-10 10`,
       }, svg("title", null, `dead-lettered: ${delivery.dead_letter.reason}`)));
   });
-  return h("figure", { class: "timeline" },
+  return h("figure", { class: "timeline", tabindex: "0" },
     svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img",
       "aria-label": `timeline of ${trace.deliveries.length} deliveries over ${duration(span / 1000)}` },
       ticks,

@@ -9,6 +9,7 @@ import { sendTest } from "../endpoint_test.js";
 import { lanes } from "../lanes.js";
 import { live } from "../live.js";
 import { condition, responseLine, button, code, definitionList, row, table, when } from "../components.js";
+import { stuckAction } from "../stuck_lane.js";
 import { link } from "../router.js";
 import { capital, count, plural, time } from "../format.js";
 
@@ -31,20 +32,10 @@ async function findBlockers(endpoint, blocked, known, signal) {
   }
 }
 
-// Actions on a lane that is held until a person acts, by its failure.
-const HELD_ACTIONS = {
-  forgot: (endpoint) => button("Refill", () => endpointActions.refill(endpoint), { title: "Append again what the stream has lost" }),
-};
-// Failures that only brokers have are never the fault of one delivery.
-const OF_BROKERS = ["forgot", "ahead", "foreign", "fenced", "refused", "unavailable", "misconfigured", "moved", "unknown"];
-
-function stuck(endpoint, lane, known, isBroker) {
+function stuck(endpoint, lane, known) {
   if (!isBlocked(lane)) {
-    if (!lane.attempts) return "";
-    const { failure } = lane.last_response ?? {};
-    if (HELD_ACTIONS[failure]) return HELD_ACTIONS[failure](endpoint);
-    if (isBroker && OF_BROKERS.includes(failure)) return "";
-    return button("Skip", () => endpointActions.skip(endpoint, lane), { title: "Dead-letter this delivery, so that the lane goes on" });
+    const next = { name: lane.name, sequence: lane.acked_seq + 1, behind: lane.last_seq - lane.acked_seq - 1, last_response: lane.last_response };
+    return lane.attempts ? stuckAction(endpoint, next) : "";
   }
   const id = known.get(blockKey(lane));
   return id ? h("a", { href: link("dead-letter", [String(id)]) }, `blocked by dead letter ${id}`)
@@ -135,7 +126,7 @@ export function view(place, [endpoint]) {
           h("code", null, lane.name), count(lane.last_seq - lane.acked_seq),
           h("span", { title: "Acknowledged or dead-lettered" }, count(lane.acked_seq)),
           lane.probes ? `${count(lane.attempts)} (${plural(lane.probes, "probe")})` : count(lane.attempts),
-          nextAttempt(each, lane), responseLine(lane.last_response) ?? "–", stuck(endpoint, lane, known, isBroker),
+          nextAttempt(each, lane), responseLine(lane.last_response) ?? "–", stuck(endpoint, lane, known),
         ], LANES, lane.name)), "No pending deliveries.")),
       session.tenant === null ? ownershipHistory(detail.ownership_history) : null,
       h("details", null, h("summary", null, "All settings"), code(settings)));

@@ -4,19 +4,15 @@ import { get, session } from "../api.js";
 import { h, show } from "../dom.js";
 import { filters, pages } from "../listing.js";
 import { once, permanent } from "../live.js";
-import { isOperator, row, table, when } from "../components.js";
+import { button, row, table, when } from "../components.js";
 import { link } from "../router.js";
 import { count, sentence, time } from "../format.js";
 import { field } from "../dialogs.js";
+import { publish } from "../event_actions.js";
 
 const HEADS = ["When", "Type", "Key", "Tenant", "Event"];
 
-// An empty outbox and an empty search result have different texts.
-function emptyText(values) {
-  if (Object.keys(values).length) return "No events match the filter.";
-  return ["No events yet.", session.may("publish")
-    ? [" Publish one: ", h("code", null, isOperator() ? "outbox publish order.paid '{\"order\": 7}'" : "POST /v1/events"), "."] : null];
-}
+const emptyText = (values) => (Object.keys(values).length ? "No events match the filter." : "No events yet.");
 
 function searchForm() {
   return h("form", {
@@ -45,7 +41,7 @@ export function view(place, _, values) {
       h("a", { href: link("trace", [each.id]) }, h("code", null, each.erased_at ? `${each.id} (erased)` : each.id)),
     ], HEADS, each.id)), emptyText(values));
   });
-  show(place, h("h1", null, "Events"), searchForm(),
+  show(place, h("h1", null, "Events"), h("div", { class: "actions" }, button("Publish event", publish, { scope: "publish" })), searchForm(),
     filters([["key", "Key"], ["type", "Type"], ["since", "Since"], ["until", "Until"], ...(session.tenant === null ? [["tenant", "Tenant"]] : [])],
       values, (next) => { location.hash = link("events", [], next); }),
     extent, list.place);

@@ -3,17 +3,34 @@
 import { get, name, session } from "../api.js";
 import { h, show } from "../dom.js";
 import { timeline } from "../timeline.js";
+import { discardOne, replayOne } from "../dead_letter_actions.js";
+import * as endpointActions from "../endpoint_actions.js";
+import { filters } from "../listing.js";
 import { live } from "../live.js";
-import { badge, code, definitionList, isOperator, row, table, when } from "../components.js";
+import { stuckAction } from "../stuck_lane.js";
+import { badge, button, code, definitionList, row, table, when } from "../components.js";
 import { link } from "../router.js";
 import { count, duration, expiry, payloadSize, plural, time } from "../format.js";
 
 const ATTEMPTS = ["#Attempt", "When", "Duration", "Outcome", "Response", "Relay"];
 
-function delivery(each) {
+const LETTER_FIXED = ["removed", "erased"];
+
+function deliveryActions(each, event) {
+  const { dead_letter: letter, lane_state: lane } = each;
+  const isStuck = lane && lane.head.attempts && lane.head.sequence === each.sequence && !lane.blocked_since;
+  return h("div", { class: "actions" },
+    letter?.state === "dead" && !LETTER_FIXED.includes(letter.reason) && button("Replay", () => replayOne(letter.id), { kind: "main" }),
+    letter?.state === "dead" && button("Discard", () => discardOne(letter.id)),
+    isStuck && stuckAction(each.endpoint, { name: each.lane, ...lane.head }),
+    h("a", { class: "button", href: link("preview", [each.endpoint], { event: event.event_id }) }, "Preview and cURL"));
+}
+
+function delivery(each, event) {
   return h("details", { open: each.state !== "delivered" && each.attempts.length > 0, "data-key": `${each.lane}/${each.sequence}` },
     h("summary", null, badge(each.state), " ", h("b", null, each.endpoint), ` sequence ${count(each.sequence)} of lane ${each.lane}`,
       each.replay_of ? h("small", null, " replay") : null, h("small", null, ` ${plural(each.attempts.length, "attempt")}`)),
+    deliveryActions(each, event),
     definitionList([["X-Delivery", h("code", null, each.delivery_id)],
       ["Endpoint", h("a", { href: link("endpoint", [each.endpoint]) }, each.endpoint)],
       each.dead_letter && ["Dead letter", h("a", { href: link("dead-letter", [String(each.dead_letter.id)]) }, `${each.dead_letter.id}, ${each.dead_letter.reason}`)]]),
@@ -23,21 +40,35 @@ function delivery(each) {
       String(attempt.replica_id ?? "")], ATTEMPTS)), "No attempts yet."));
 }
 
-// Diagnosis lines by endpoint.  Pending deliveries of one endpoint wait for the same cause: it is
-// shown for the newest event only, and `explained` collects those endpoints.
+// Buttons for what resolves a cause.
+const ACTIONS = {
+  skip: ({ endpoint, lane, sequence }) => button(`Skip sequence ${sequence}`, () => endpointActions.skip(endpoint, { name: lane, sequence }), { title: "Dead-letter this delivery, so that the lane goes on" }),
+  refill: ({ endpoint }) => button("Refill", () => endpointActions.refill(endpoint)),
+  replay: ({ dead_letter: id }) => button(`Replay dead letter ${id}`, () => replayOne(id)),
+  discard: ({ dead_letter: id }) => button(`Discard dead letter ${id}`, () => discardOne(id)),
+  resume: ({ endpoint }) => button(`Resume ${endpoint}`, () => endpointActions.readAndResume(endpoint)),
+  enable: ({ endpoint }) => button(`Enable ${endpoint}`, () => endpointActions.enable(endpoint)),
+};
+
+// Causes by endpoint.  Pending deliveries of one endpoint wait for the same cause: it is shown for
+// the newest event only, and `explained` collects those endpoints.
 function diagnosis(trace, explained) {
   const byEndpoint = new Map();
-  for (const line of trace.diagnosis) {
-    const delivery = trace.deliveries.find((each) => line.startsWith(`${each.endpoint}: sequence ${each.sequence} of lane ${each.lane} `));
-    const cause = delivery ? line.slice(`${delivery.endpoint}: sequence ${delivery.sequence} of lane ${delivery.lane} `.length) : line;
-    const endpoint = delivery?.endpoint ?? "";
-    if (delivery?.state === "pending" && explained.has(endpoint)) continue;
+  const pending = new Set(trace.deliveries.filter((each) => each.state === "pending").map((each) => each.endpoint));
+  for (const cause of trace.causes) {
+    const endpoint = cause.endpoint ?? "";
+    if (pending.has(endpoint) && explained.has(endpoint)) continue;
     byEndpoint.set(endpoint, [...(byEndpoint.get(endpoint) ?? []), cause]);
   }
-  trace.deliveries.filter((each) => each.state === "pending").forEach((each) => explained.add(each.endpoint));
+  pending.forEach((each) => explained.add(each));
   if (!byEndpoint.size) return null;
-  return h("ul", { class: "diagnosis" }, [...byEndpoint].map(([endpoint, lines]) => h("li", null,
-    endpoint && [h("a", { href: link("endpoint", [endpoint]) }, endpoint), ": "], lines.join("; "))));
+  return h("ul", { class: "diagnosis" }, [...byEndpoint].map(([endpoint, causes]) => {
+    // Several deliveries may have the same action.
+    const actions = new Map(causes.flatMap((cause) => cause.actions).map((each) => [JSON.stringify(each), each]));
+    const buttons = [...actions.values()].map((each) => ACTIONS[each.kind]?.(each)).filter(Boolean);
+    return h("li", null, endpoint && [h("a", { href: link("endpoint", [endpoint]) }, endpoint), ": "], causes.map((each) => each.text).join("; "),
+      buttons.length ? h("div", { class: "actions" }, buttons) : null);
+  }));
 }
 
 function body(trace, explained) {
@@ -51,9 +82,8 @@ function body(trace, explained) {
       ["Key", event.key && h("a", { href: link("events", [], { key: event.key }) }, event.key)], ["Tenant", event.tenant],
       ["Payload", event.erased_at ? `erased ${time(event.erased_at)}` : payloadSize(event)],
       event.expires_at && ["Expires", expiry(event.expires_at)]]),
-    trace.deliveries.map(delivery),
-    left > 0 ? h("p", { class: "hint" }, `${count(left)} more deliveries`,
-      isOperator() ? ["; name an endpoint: ", h("code", null, `outbox trace ${event.event_id} --endpoint NAME`)] : null, ".") : null,
+    trace.deliveries.map((each) => delivery(each, event)),
+    left > 0 ? h("p", { class: "hint" }, `${count(left)} more deliveries. Name an endpoint to see those to it.`) : null,
     event.payload !== null && event.payload !== undefined ? h("details", null, h("summary", null, "Payload"), code(event.payload)) : null,
   ];
 }
@@ -72,13 +102,17 @@ function traces(events) {
   });
 }
 
-export function view(place, [id = ""]) {
+export function view(place, [id = ""], values) {
   const title = (...more) => h("h1", null, "Trace ", h("code", null, id), ...more);
+  const found = h("div");
   show(place, title(), h("p", { class: "empty" }, "Loading…"));
   return live(place, async (signal) => {
-    const result = await get(`/v1/trace/${name(id)}`, { payload: true }, signal);
-    show(place, title(h("small", null, ` found by ${result.found_by}`)),
-      traces(result.events),
+    const result = await get(`/v1/trace/${name(id)}`, { payload: true, endpoint: values.endpoint }, signal);
+    const isPartial = values.endpoint || result.events.some((each) => each.deliveries_total > each.deliveries.length);
+    show(found, traces(result.events),
       result.more ? h("p", { class: "hint" }, "There are older events: ", h("a", { href: link("events", [], { key: id }) }, "show all events with this key"), ".") : null);
-  }, { every: 5000, missing: `No event matches ${id}.` });
+    if (found.isConnected) return;
+    show(place, title(h("small", null, ` found by ${result.found_by}`)),
+      isPartial ? filters([["endpoint", "Endpoint"]], values, (next) => { location.hash = link("trace", [id], next); }) : null, found);
+  }, { every: 5000, missing: values.endpoint ? `No event ${id}, or no endpoint ${values.endpoint}.` : `No event matches ${id}.` });
 }

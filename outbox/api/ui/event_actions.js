@@ -1,0 +1,29 @@
+// Publish an event.
+
+import { post, session } from "./api.js";
+import { h } from "./dom.js";
+import { confirm, field, notice } from "./dialogs.js";
+import { link, navigate } from "./router.js";
+
+function parsePayload(text) {
+  try {
+    return text.trim() ? JSON.parse(text) : {};
+  } catch (error) {
+    throw new Error(`payload: is not JSON: ${error.message}`);
+  }
+}
+
+const text = (id, more) => h("input", { name: id, autocomplete: "off", spellcheck: "false", ...more });
+
+export async function publish() {
+  const result = await confirm("Publish an event", [
+    h("p", null, "Every endpoint that subscribes to its type receives it."),
+    h("div", { class: "grid-form" },
+      field("Type", text("type", { required: true, placeholder: "order.paid" })),
+      field("Key", text("key", { placeholder: "none" }), "Events with the same key are delivered in order."),
+      session.tenant === null && field("Tenant", text("tenant", { placeholder: "none" }))),
+    field("Payload", h("textarea", { name: "payload", rows: 6, spellcheck: "false" }, "{}")),
+  ], { yes: "Publish", send: (values) => post("/v1/events", {
+    type: values.type.trim(), key: values.key.trim() || null, tenant: values.tenant?.trim() || null, payload: parsePayload(values.payload) }) });
+  if (result) navigate(link("trace", [result.id]), () => notice("The event is published."));
+}
