@@ -115,7 +115,8 @@ async def _list(call: Call[DeadLettersQuery, None]) -> Page[DeadLetterRow]:
         limit=query.limit,
         after=id_cursor(query.after, 0),
     )
-    return page_of_rows(rows, lambda row: row.id)
+    redactor = await redactor_for(call)
+    return page_of_rows(rows, lambda row: row.id, redactor.redact_dead_letter_row)
 
 
 @route.get(

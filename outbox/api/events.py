@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 EVENTS_MAX = 1000
 """Maximum number of events in one request (one transaction)."""
 TRACED_EVENTS_MAX = 100
+COUNTED_EVENTS_MAX = 100
+"""Maximum of events in a page whose deliveries are counted."""
 IDEMPOTENCY_KEY = "Idempotency-Key"
 
 # ---------------------------------------------------------------- publishing
@@ -261,6 +263,8 @@ class EventsQuery(Paging):
     """Published at this time or later."""
     until: TimeOrAge | None = None
     """Published before this time."""
+    deliveries: bool = False
+    """Count the deliveries of each event by state; only with a limit of at most 100."""
 
 
 class SearchExtent(ResponseModel):
@@ -279,6 +283,8 @@ class SearchExtent(ResponseModel):
 )
 async def _list(call: Call[EventsQuery, None]) -> Page[Any]:
     query = call.query
+    if query.deliveries and query.limit > COUNTED_EVENTS_MAX:
+        raise UsageError(f"deliveries: needs a limit of at most {COUNTED_EVENTS_MAX}")
     found = await call.run(
         events.search_events,
         Criteria(
@@ -290,6 +296,8 @@ async def _list(call: Call[EventsQuery, None]) -> Page[Any]:
         key=query.key,
         limit=query.limit,
         below=id_cursor(query.after, ID_MAX),
+        deliveries=query.deliveries,
+        owner=call.tenant,
     )
     rest: dict[str, Any] = {"scanned": None, "scanned_back_to": None}
     if call.tenant is None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from outbox.api.route import Call
     from outbox.destinations.http.endpoint_test import EndpointTestResult
-    from outbox.operations.dead_letters import DeadLetter
+    from outbox.operations.dead_letters import DeadLetter, DeadLetterRow
     from outbox.operations.endpoints import EndpointDetail, EndpointRow
     from outbox.operations.event_trace import EventTrace, TracedAttempt, TracedDelivery
     from outbox.operations.journal import JournalRow
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from outbox.operations.status import EndpointStatus, Overview
 
 S = TypeVar("S", bound="ListedSchedule")
+D = TypeVar("D", bound="DeadLetterRow")
 
 OPERATOR, RELAY = "operator", "relay"
 INTERNAL_FIELDS = frozenset(
@@ -108,8 +109,15 @@ class Redactor:
             ownership_history=history,
         )
 
+    def redact_dead_letter_row(self, row: D) -> D:
+        if self.may_see_responses:
+            return row
+        failure = row.failure if self.own_actors is None else generalize_failure(row.failure)
+        return replace(row, failure=failure, excerpt=None)
+
     def redact_dead_letter(self, found: DeadLetter) -> DeadLetter:
-        return replace(found, last_response=self.redact_response(found.last_response))
+        row = self.redact_dead_letter_row(found)
+        return replace(row, last_response=self.redact_response(found.last_response))
 
     def redact_overview(self, overview: Overview) -> Overview:
         return replace(overview, endpoints=tuple(map(self._redact_status, overview.endpoints)))

@@ -95,8 +95,11 @@ def _owned(n: int) -> str:
 
 _COLUMNS = """
        d.id, e.name AS endpoint, lane_name(l.endpoint_id, l.generation, l.slot) AS lane,
-       d.seq AS sequence, d.to_seq AS to_sequence, d.event_id AS event, d.type, d.reason,
-       (d.last_response ->> 'status')::integer AS status, d.attempts, d.at,
+       d.seq AS sequence, d.to_seq AS to_sequence, d.event_id AS event, d.type, d.key, d.reason,
+       (d.last_response ->> 'status')::integer AS status, d.last_response ->> 'failure' AS failure,
+       left(coalesce(nullif(d.last_response ->> 'detail', ''), d.last_response ->> 'body'), 200)
+           AS excerpt,
+       d.attempts, d.at,
        coalesce(t.state, d.state) AS state, t.again
 """
 _FROM = f"""
@@ -117,7 +120,7 @@ SELECT {_COLUMNS} {_FROM}
 """
 
 GET_DEAD = f"""
-SELECT {_COLUMNS}, d.tenant, d.key, d.payload::text AS payload, d.headers::text AS headers,
+SELECT {_COLUMNS}, d.tenant, d.payload::text AS payload, d.headers::text AS headers,
        d.published_at, d.expires_at, d.last_response::text AS last_response,
        {PAYLOAD_SIZE} AS payload_bytes, d.content_type
 {_FROM}
@@ -218,9 +221,15 @@ class DeadLetterRow:
     event: UUID | None
     """None for a range."""
     type: str | None
+    key: str | None
     reason: str
     status: int | None
     """Status of the last response; None: no response."""
+    failure: str | None
+    """Why the last attempt has no status."""
+    excerpt: str | None
+    """The beginning of the last response's body, or a detail of its failure; null for callers that
+    may not read responses."""
     attempts: int
     at: datetime
     state: DeadLetterState
@@ -247,7 +256,6 @@ class DeadLetter(DeadLetterRow):
     """A dead letter with its event and replays; JSON is parsed."""
 
     tenant: str | None
-    key: str | None
     payload: Any
     """None also for a payload that is not JSON."""
     payload_bytes: int | None

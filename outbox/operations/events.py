@@ -17,6 +17,7 @@ from uuid import UUID
 from outbox.core.model.ids import delivery_id, outbox_id_of
 from outbox.errors import NotFound
 from outbox.operations.criteria import Criteria, criteria_parameters
+from outbox.operations.delivery_counts import DeliveryCounts, count_deliveries
 from outbox.operations.rows import ID_MAX, from_row
 from outbox.store.connection.connect import map_errors
 from outbox.store.retention.erasure import PLAN_BY_INDEX
@@ -35,7 +36,8 @@ PLAN_BY_ID = f"{PLAN_BY_INDEX.strip()}; SET LOCAL enable_bitmapscan = off"
 
 _COLUMNS = """
        o.id AS outbox_id, o.event_id AS id, o.type, o.tenant, o.key, o.created_at AS published_at,
-       o.expires_at, o.erased_at
+       o.expires_at, o.erased_at,
+       CASE WHEN pg_column_size(o.payload) <= 8192 THEN left(o.payload::text, 120) END AS preview
 """
 _GIVEN = f"(SELECT {criteria_parameters(3)}) s"
 _MATCHES = matches_criteria("o", "created_at")
@@ -101,7 +103,7 @@ SELECT DISTINCT outbox_id, backfill_id FROM delivery
 
 @dataclass(frozen=True, slots=True)
 class EventRow:
-    """An event in a listing, without its payload; see its trace."""
+    """An event in a listing; its trace has the whole payload."""
 
     outbox_id: int
     id: UUID
@@ -111,6 +113,10 @@ class EventRow:
     published_at: datetime
     expires_at: datetime | None
     erased_at: datetime | None
+    preview: str | None
+    """The beginning of a JSON payload; null for one that is large, erased, or not JSON."""
+    deliveries: DeliveryCounts | None = None
+    """Null: not requested; not sequenced yet; or its batch is for very many lanes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +153,16 @@ async def search_events(
     limit: int = 100,
     below: int = ID_MAX,
     scanned_max: int = SCANNED_MAX,
+    deliveries: bool = False,
+    owner: str | None = None,
 ) -> EventPage:
     """Search for events, newest first, with ids below `below`; with a key, only for its events.
 
     A page can have fewer than `limit` events, or none, although the search continues.
+
+    Args:
+        deliveries: count the deliveries of each event.
+        owner: only deliveries to endpoints of this tenant; None: to all.
     """
     with map_errors(schema):
         async with connection.transaction(isolation="repeatable_read", readonly=True):
@@ -162,7 +174,12 @@ async def search_events(
             else:
                 await connection.execute(PLAN_BY_ID)
                 rows = await connection.fetch(FIND, *arguments, scanned_max)
-    events = [from_row(EventRow, row) for row in rows[:limit] if row["id"] is not None]
+            found = [row for row in rows[:limit] if row["id"] is not None]
+            counts: dict[int, DeliveryCounts] = {}
+            if deliveries:
+                ids = [row["outbox_id"] for row in found]
+                counts = await count_deliveries(connection, ids, owner=owner)
+    events = [from_row(EventRow, row, deliveries=counts.get(row["outbox_id"])) for row in found]
     after = events[-1].outbox_id if len(rows) > limit else None
     if key is not None:
         return EventPage(events, after, None, None)

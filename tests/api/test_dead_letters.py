@@ -79,6 +79,18 @@ async def test_counts_and_a_single_dead_letter(database: Database, api: Api) -> 
         assert (await api.get(f"/v1/dead-letters/{text}")).status == 404, text
 
 
+async def test_a_listing_has_the_key_and_the_last_response(database: Database, api: Api) -> None:
+    await dead_lettered(database, 1, key="k")
+    rows = await api.items("/v1/dead-letters")
+    assert [(row["key"], row["status"], row["failure"], row["excerpt"]) for row in rows] == [
+        ("k", 400, None, "no")
+    ] * 2
+    # Only operators read what a receiver responded.
+    reader = api.with_token(await make_token(database, "reader", ("read",)))
+    assert {row["excerpt"] for row in await reader.items("/v1/dead-letters")} == {None}
+    assert (await reader.get("/v1/dead-letters/1")).json["excerpt"] is None
+
+
 async def test_dead_letters_are_replayed_by_id(database: Database, api: Api) -> None:
     await dead_lettered(database, 2)
     ids = [row["id"] for row in await api.items("/v1/dead-letters", endpoint="shop")]

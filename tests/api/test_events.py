@@ -17,14 +17,26 @@ from outbox.operations.rows import ID_MAX
 from outbox.producers.event import Event
 from outbox.store.connection.connect import connect
 from outbox.store.connection.dsn import parse
+from tests.support.api import make_token
 from tests.support.plans import explain
-from tests.support.relay import OK, Network, add_endpoint, all_ended, fetchval, publish, running
+from tests.support.relay import (
+    OK,
+    REFUSED,
+    Network,
+    add_endpoint,
+    all_ended,
+    fetchval,
+    publish,
+    running,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
 
+    from outbox.core.model.response import AttemptResult as Response
     from tests.support.api import Api, AttemptResult
     from tests.support.postgres import Database
+    from tests.support.relay import Sent
 
 pytestmark = pytest.mark.one_major
 
@@ -439,3 +451,49 @@ async def test_an_event_is_found_by_a_key_with_a_slash(database: Database, api: 
     await publish(database, 1, key="a/b?c")
     response = await api.get("/v1/trace/a%2Fb%3Fc")
     assert response.json["events"][0]["event"]["key"] == "a/b?c"
+
+
+async def test_events_are_listed_with_their_deliveries_and_a_preview(
+    database: Database, api: Api
+) -> None:
+    await add_endpoint(database, "shop")
+    await add_endpoint(database, "strict", types=["order.*"])
+    await add_endpoint(database, "acme", tenant="acme", all_tenants=False)
+
+    def script(sent: Sent) -> Response:
+        return REFUSED if sent.url.endswith("strict") else OK
+
+    async with running(database, Network(script)):
+        await publish(database, {"n": 1}, type="order.paid")
+        await publish(database, {"n": 2}, type="a.b", tenant="acme")
+        await publish(database, "x" * 20_000, type="other.large")
+        await all_ended(database)
+    (large, of_acme, order) = (await api.get("/v1/events", deliveries=True, limit=50)).json["items"]
+    assert order["preview"] == '{"n": 1}'
+    assert order["deliveries"] == {
+        "delivered": 1, "pending": 0, "dead": 1, "replayed": 0, "discarded": 0, "attempts": 2,
+    }  # fmt: skip
+    assert large["deliveries"]["delivered"] == 1
+    assert len(large["preview"]) == 120
+    assert of_acme["deliveries"]["delivered"] == 1
+    # A tenant's token: deliveries to its own endpoints only.
+    await add_endpoint(database, "everything", all_tenants=True)
+    acme = api.with_token(await make_token(database, "acme", ("read",), tenant="acme"))
+    (own,) = (await acme.get("/v1/events", deliveries=True, limit=50)).json["items"]
+    assert own["deliveries"] == of_acme["deliveries"]
+    # After the dead letter was replayed.
+    (letter,) = await api.items("/v1/dead-letters")
+    await api.post("/v1/dead-letters/replay", {"ids": [letter["id"]]})
+    async with running(database, Network()):
+        await publish(database, 4, type="order.paid")
+        await all_ended(database)
+    counts = (await api.get("/v1/events", deliveries=True, limit=50)).json["items"][-1][
+        "deliveries"
+    ]
+    assert (counts["delivered"], counts["dead"], counts["replayed"]) == (2, 0, 1)
+    # An event that is not sequenced has no deliveries yet.
+    await publish(database, 5)
+    newest = (await api.get("/v1/events", deliveries=True, limit=1)).json["items"][0]
+    assert newest["deliveries"] is None
+    assert (await api.get("/v1/events", limit=1)).json["items"][0]["deliveries"] is None
+    assert (await api.get("/v1/events", deliveries=True, limit=101)).status == 422

@@ -30,7 +30,17 @@ pytestmark = pytest.mark.one_major
 
 URL = "http://127.0.0.1:9/"
 ORDER = ("GET", "POST", "PATCH", "DELETE")
-NUMBERED = {"again", "backfill", "blocked_by", "dead", "id", "job", "next", "outbox_id"}
+NUMBERED = {
+    "again",
+    "backfill",
+    "blocked_by",
+    "dead",
+    "dead_letter",
+    "id",
+    "job",
+    "next",
+    "outbox_id",
+}
 """Fields whose numbers are counted over everything."""
 RANDOM = {"secret", "lane", "body"}
 CLOCKS = {"elapsed_ms", "oldest_s"}

@@ -109,6 +109,8 @@ async def test_dead_letters_are_filtered_replayed_and_discarded(database: Databa
         await visitor.wait_for("3 dead")
         rows = page.locator("tbody tr")
         await expect(rows).to_have_count(3)
+        await expect(rows.first).to_contain_text("order-0")
+        await expect(rows.first).to_contain_text("400: no")
         # The filter is in the URL.
         await page.get_by_label("Endpoint", exact=True).fill("well")
         await visitor.press("Apply")
@@ -151,6 +153,10 @@ async def test_an_event_is_found_and_its_timeline_is_drawn(database: Database) -
         visitor, page = here.visitor, here.visitor.page
         await visitor.open("events")
         await expect(page.locator("tbody tr")).to_have_count(4)
+        # The list has the state of the deliveries, and the payload.
+        first = page.locator("tbody tr", has_text="order-0")
+        await expect(first.locator(".badge")).to_have_text(["dead", "pending", "delivered"])
+        await expect(first).to_contain_text('{"order": 0}')
         await page.keyboard.press("/")
         await page.keyboard.type("order-0")
         await page.keyboard.press("Enter")

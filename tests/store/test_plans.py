@@ -30,6 +30,7 @@ from outbox.operations import (
     dead_letters as dead,
 )
 from outbox.operations import (
+    delivery_counts,
     endpoints,
     lane_history,
     live_status,
@@ -642,6 +643,12 @@ async def _endpoint_lanes(log: LongLog) -> Case:
     return Case(endpoints.GET_LANES, (log.endpoints[1],), 10_000, 3000, {"attempt": NEWEST})
 
 
+async def _events_of_a_page(log: LongLog) -> Case:
+    ids = [HIGH - n for n in range(50)]
+    arguments = (ids, delivery_counts.LANES_MAX, None)
+    return Case(delivery_counts.COUNT_DELIVERIES, arguments, 60_000, 60_000)
+
+
 async def _dead_list(log: LongLog) -> Case:
     return Case(dead.LIST_DEAD, (0, ["dead"], None, 100, ["dead"], *ANY, None), 60_000, 2000)
 
@@ -713,6 +720,7 @@ COMMANDS = {
         _endpoint_list,
         _endpoint_show,
         _endpoint_lanes,
+        _events_of_a_page,
         _dead_list,
         _dead_list_of_one,
         _dead_list_of_what_is_sent_again,

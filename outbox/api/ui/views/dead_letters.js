@@ -6,15 +6,17 @@ import { h, show } from "../dom.js";
 import * as jobs from "../jobs.js";
 import { filters, pages } from "../listing.js";
 import { live, permanent } from "../live.js";
-import { badge, button, row, table, when } from "../components.js";
+import { badge, button, responseLine, row, table, when } from "../components.js";
 import { link } from "../router.js";
 import { count, plural, sentence } from "../format.js";
 
-const HEADS = ["", "Id", "Endpoint", "#Sequence", "Type", "Reason", "Status", "#Attempts", "When", "State"];
+const HEADS = ["", "Id", "Endpoint", "Type", "Key", "Reason", "Last response", "#Attempts", "When", "State"];
 const STATES = [["dead", "dead"], ["replaying", "replaying"], ["replayed", "replayed"], ["dead_again", "dead again"], ["discarded", "discarded"], ["all", "all"]];
 const REASONS = ["", "refused", "exhausted", "expired", "erased", "skipped", "backlog", "adopted", "disabled", "removed"].map((each) => [each, each || "any"]);
 
 export const sequenceRange = (each) => (each.sequence === each.to_sequence ? String(each.sequence) : `${each.sequence}–${each.to_sequence}`);
+
+const lastResponse = (each) => responseLine({ status: each.status ?? undefined, failure: each.failure ?? undefined, detail: each.excerpt ?? "" }) ?? "–";
 
 function withoutState(values) {
   const { state, ...rest } = values;
@@ -28,20 +30,22 @@ export function view(place, _, values) {
   const jobsPlace = h("div");
   const actionBar = h("div", { class: "actions sticky" });
   const isSelectable = (each) => each.state === "dead" && session.may("operate");
+  let hasMore = false;
   const list = pages((after) => get("/v1/dead-letters", { ...values, limit: 50, after }), draw);
 
-  function draw(items) {
+  function draw(items, page) {
     shown = items;
+    hasMore = page.next !== null;
     drawActions();
     return table(HEADS, items.map((each) => row([
       isSelectable(each) && h("input", { type: "checkbox", "aria-label": `Select dead letter ${each.id}`, checked: selected.has(each.id),
         onchange: (event) => { if (event.target.checked) selected.add(each.id); else selected.delete(each.id); drawActions(); } }),
       h("a", { href: link("dead-letter", [String(each.id)]) }, String(each.id)),
       h("a", { href: link("endpoint", [each.endpoint]) }, each.endpoint),
-      sequenceRange(each),
-      each.type ?? "a range",
+      each.type ?? `a range: ${sequenceRange(each)}`,
+      each.key === null ? "–" : h("a", { href: link("events", [], { key: each.key }) }, each.key),
       each.reason,
-      each.status === null ? "–" : String(each.status),
+      lastResponse(each),
       count(each.attempts),
       when(each.at),
       badge(each.state),
@@ -62,10 +66,12 @@ export function view(place, _, values) {
         selectable.forEach((each) => (event.target.checked ? selected.add(each.id) : selected.delete(each.id)));
         list.repaint();
       } }), `Select all ${count(selectable.length)} shown`),
-      ids.length ? [button(`Replay ${count(ids.length)}`, () => replay(plural(ids.length, "dead letter"), { ids }, deadLetters), { kind: "main" }),
-        button(`Discard ${count(ids.length)}`, () => discard(plural(ids.length, "dead letter"), { ids }, deadLetters))]
-        : [button("Replay all matching", () => replay("all matching dead letters", matching, deadLetters)),
-          button("Discard all matching", () => discard("all matching dead letters", matching, deadLetters))]] : null);
+      ids.length > 0 && [button(`Replay ${count(ids.length)}`, () => replay(plural(ids.length, "dead letter"), { ids }, deadLetters), { kind: "main" }),
+        button(`Discard ${count(ids.length)}`, () => discard(plural(ids.length, "dead letter"), { ids }, deadLetters))],
+      // Those on the pages that are not loaded, too.
+      (!ids.length || (allSelected && hasMore)) && [button("Replay all matching", () => replay("all matching dead letters", matching, deadLetters)),
+        button("Discard all matching", () => discard("all matching dead letters", matching, deadLetters))],
+      allSelected && hasMore && h("span", { class: "hint" }, "There are more pages: “all matching” includes them.")] : null);
   }
 
   async function drawCounts() {

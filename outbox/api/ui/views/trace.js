@@ -35,7 +35,7 @@ function delivery(each, event) {
       ["Endpoint", h("a", { href: link("endpoint", [each.endpoint]) }, each.endpoint)],
       each.dead_letter && ["Dead letter", h("a", { href: link("dead-letter", [String(each.dead_letter.id)]) }, `${each.dead_letter.id}, ${each.dead_letter.reason}`)]]),
     table(ATTEMPTS, each.attempts.map((attempt) => row([
-      String(attempt.attempt), time(attempt.started_at), duration(attempt.elapsed_ms / 1000), badge(attempt.outcome === "retry" ? "failing" : attempt.outcome === "refused" ? "rejecting" : "delivered", attempt.outcome),
+      String(attempt.attempt), time(attempt.started_at), duration(attempt.elapsed_ms / 1000), badge(attempt.outcome),
       h("details", null, h("summary", null, `${attempt.status ?? ""} ${attempt.error ?? ""}`.trim() || "–"), attempt.response && code(attempt.response)),
       String(attempt.replica_id ?? "")], ATTEMPTS)), "No attempts yet."));
 }
