@@ -94,6 +94,8 @@ FULL = (
     "tests/page/test_administration.py",
     "tests/page/test_blocked.py",
     "tests/page/test_endpoint_forms.py::test_a_request_is_previewed_and_copied",
+    "tests/page/test_endpoint_forms.py::test_a_tenant_creates_an_endpoint_of_its_own",
+    "tests/page/test_endpoint_forms.py::test_the_streams_of_a_broker_are_refilled",
     "tests/page/test_endpoint_forms.py::test_an_endpoint_with_pending_deliveries_is_removed",
     "tests/page/test_endpoint_forms.py::test_only_changed_settings_are_sent_while_deliveries_are_pending",
     "tests/page/test_endpoint_forms.py::test_the_form_has_every_setting_once",

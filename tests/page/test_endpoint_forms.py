@@ -8,8 +8,11 @@ import pytest
 from playwright.async_api import expect
 
 from outbox.core.model.endpoint_settings import SETTINGS
+from tests.page.browser import visiting
 from tests.page.shop import shop
-from tests.support.relay import fetchval, publish
+from tests.support.api import make_token, serving
+from tests.support.ranges import sequence_all
+from tests.support.relay import add_endpoint, fetchval, publish
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -167,3 +170,48 @@ async def test_an_endpoint_with_pending_deliveries_is_removed(database: Database
         await expect(page.get_by_role("heading", name="Endpoints")).to_be_visible()
         gone = "SELECT state IN ('removing', 'removed') FROM endpoint WHERE name LIKE 'sick%'"
         await until(lambda: fetchval(database, gone))
+
+
+async def test_a_tenant_creates_an_endpoint_of_its_own(database: Database) -> None:
+    async with shop(database, tenant="acme") as here:
+        visitor, page = here.visitor, here.visitor.page
+        await visitor.open("new-endpoint")
+        name = page.get_by_label("Name", exact=True)
+        await expect(name).to_have_value("acme.")
+        for hidden in ("Tenant", "All tenants", "Allow networks"):
+            await expect(page.get_by_label(hidden, exact=True)).to_have_count(0)
+        options = await page.get_by_label("Destination").locator("option").all_text_contents()
+        assert "Kafka" not in options
+        await name.fill("shop")
+        await page.get_by_label("URL", exact=True).fill("https://receiver.test/shop")
+        await visitor.press("Create endpoint")
+        await expect(name).to_have_attribute("aria-invalid", "true")
+        await name.fill("acme.shop")
+        await visitor.press("Create endpoint")
+        await visitor.press("Done", inside=visitor.dialog)
+        await visitor.wait_for("acme.shop was created. It receives new events.")
+        assert await fetchval(database, "SELECT tenant FROM endpoint WHERE name = 'acme.shop'")
+
+
+FORGOT = """
+UPDATE lane_progress SET attempts = 1, retry_seq = acked_seq + 1,
+       last_response = '{"failure": "forgot", "detail": "the stream has lost 2 messages"}'
+"""
+
+
+async def test_the_streams_of_a_broker_are_refilled(database: Database) -> None:
+    await add_endpoint(database, "stream", url="redis://127.0.0.1:9/orders")
+    await publish(database, 1)
+    await sequence_all(database)
+    await fetchval(database, FORGOT)
+    secret = await make_token(database)
+    async with serving(database) as api, visiting(api.url) as visitor:
+        await visitor.sign_in(secret)
+        await visitor.open("endpoint/stream")
+        # A delivery is not skipped for what its broker lost.
+        await expect(visitor.page.get_by_role("button", name="Refill")).to_be_visible()
+        await expect(visitor.page.get_by_role("button", name="Skip")).to_have_count(0)
+        await visitor.press("Refill")
+        await visitor.press("Refill", inside=visitor.dialog)
+        await visitor.wait_for("The relay refills 1 lane of stream.")
+        assert await fetchval(database, "SELECT refill_seq IS NOT NULL FROM lane")

@@ -285,7 +285,9 @@ async def test_every_view_fits_on_a_phone(database: Database) -> None:
     async with shop(database, phone=True, dark=True) as here:
         visitor, page = here.visitor, here.visitor.page
         for place in ("overview", "endpoints", "endpoint/sick", "dead-letters", "dead-letter/1",
-                      "events", "trace/order-0", "schedules", "replicas"):  # fmt: skip
+                      "events", "trace/order-0", "schedules", "replicas", "journal", "tokens",
+                      "new-endpoint", "edit-endpoint/sick",
+                      "preview/well?event=order-0"):  # fmt: skip
             await visitor.open(place)
             await visitor.wait_for(page.get_by_role("heading").first)
             await expect(page.get_by_text("Loading…")).to_have_count(0, timeout=30_000)

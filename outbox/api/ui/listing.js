@@ -32,7 +32,7 @@ export function pages(read, draw) {
   return { place, load: () => readPages([], null, items.length), repaint: paint };
 }
 
-const TIMES = ["since", "until"];
+const TIMES = { since: "2h", until: "now" };
 
 // Filter form of a listing.  `onChange` puts the values into the URL, so that it can be shared.
 export function filters(fields, values, onChange) {
@@ -46,8 +46,8 @@ export function filters(fields, values, onChange) {
     ? h("select", { name: id, onchange: () => form.requestSubmit() }, options.map(([value, text]) => h("option", {
       value, selected: (values[id] ?? options[0][0]) === value }, text)))
     : h("input", { name: id, value: values[id] ?? "", autocomplete: "off", spellcheck: "false",
-      placeholder: TIMES.includes(id) ? "2h" : null,
-      title: TIMES.includes(id) ? "An age such as 2h or 3d, or a time such as 2026-01-31T12:00Z" : null }))),
+      placeholder: TIMES[id],
+      title: TIMES[id] ? "An age such as 2h or 3d, or a time such as 2026-01-31T12:00Z" : null }))),
     h("div", { class: "actions" }, h("button", { type: "submit", class: "main" }, "Apply"),
       Object.keys(values).length ? h("button", { type: "button", onclick: () => onChange({}) }, "Clear") : null));
   return form;
