@@ -1,4 +1,4 @@
-// Removal of an endpoint, with what becomes of its pending deliveries.
+// Removal of an endpoint: its pending deliveries are delivered first, or dead-lettered.
 
 import { get, name, remove } from "./api.js";
 import { h } from "./dom.js";
