@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class TraceAction:
     """An action that resolves a cause."""
 
-    kind: Literal["skip", "refill", "replay", "discard", "resume", "enable"]
+    kind: Literal["skip", "refill", "adopt", "replay", "discard", "resume", "enable"]
     """An operation on a delivery, a dead letter or an endpoint."""
     endpoint: str
     lane: str | None = None
@@ -154,6 +154,7 @@ _DEAD_LETTER_REASONS = {
     "erased": "its event was erased",
     "skipped": "an operator skipped it",
     "backlog": "its endpoint exceeded a backlog limit",
+    "adopted": "an operator adopted a stream into which it does not fit",
     "disabled": "its endpoint was disabled",
     "removed": "its endpoint was removed",
 }
@@ -260,11 +261,12 @@ def _explain_failure(delivery: TracedDelivery, lane: PendingLaneState, now: date
     if (lane.health == "healthy" and "status" in last) or head.attempts >= STUCK_EVERY or held:
         where = delivery.endpoint, delivery.lane, head.sequence
         if (advice := stuck_advice(*where, last)) is not None:
+            actions = [TraceAction("adopt", delivery.endpoint)]
             if last.get("failure") == Failure.FORGOT:
-                action = TraceAction("refill", delivery.endpoint)
-            else:
-                action = TraceAction("skip", *where)
-            return _finding(text, f"; {advice}", action)
+                actions.insert(0, TraceAction("refill", delivery.endpoint))
+            elif not held:
+                actions = [TraceAction("skip", *where)]
+            return _finding(text, f"; {advice}", *actions)
     return _finding(text)
 
 

@@ -199,7 +199,7 @@ UPDATE lane_progress SET attempts = 1, retry_seq = acked_seq + 1,
 """
 
 
-async def test_the_streams_of_a_broker_are_refilled(database: Database) -> None:
+async def test_the_streams_of_a_broker_are_refilled_and_adopted(database: Database) -> None:
     await add_endpoint(database, "stream", url="redis://127.0.0.1:9/orders")
     await publish(database, 1)
     await sequence_all(database)
@@ -214,4 +214,9 @@ async def test_the_streams_of_a_broker_are_refilled(database: Database) -> None:
         await visitor.press("Refill")
         await visitor.press("Refill", inside=visitor.dialog)
         await visitor.wait_for("The relay refills 1 lane of stream.")
-        assert await fetchval(database, "SELECT refill_seq IS NOT NULL FROM lane")
+        assert await fetchval(database, "SELECT repair = 'refill' FROM lane")
+        await visitor.press("Adopt")
+        await visitor.wait_for("goes on without what its stream has lost")
+        await visitor.press("Adopt", inside=visitor.dialog)
+        await visitor.wait_for("The relay adopts 1 stream of stream.")
+        assert await fetchval(database, "SELECT bool_or(repair = 'adopt') FROM lane")

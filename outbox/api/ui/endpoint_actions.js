@@ -1,4 +1,4 @@
-// Actions on an endpoint and its lanes: pause, resume, unblock, skip, refill.
+// Actions on an endpoint and its lanes: pause, resume, unblock, skip, refill, adopt.
 
 import { describeUnblocking } from "./dead_letter_actions.js";
 import { get, name, post } from "./api.js";
@@ -58,6 +58,27 @@ export async function refill(endpoint) {
   if (!form) return;
   await runAction(() => post(path(endpoint, "refill"), { comment: form.comment || null }),
     (result) => `The relay refills ${plural(result.lanes.length, "lane")} of ${endpoint}.`);
+}
+
+const ADOPTIONS = {
+  continue: "goes on without what its stream has lost",
+  take_over: "takes its stream over",
+  dead_letter: "ends, and newer lanes begin",
+};
+
+// Let the relay go on with the streams of a broker as they are.
+export async function adopt(endpoint) {
+  const plan = await tryRequest(() => post(path(endpoint, "adopt"), { dry_run: true }));
+  if (!plan) return;
+  const lanes = plan.lanes.map((lane) => h("li", null, h("code", null, lane.lane), ` (${lane.held}) ${ADOPTIONS[lane.action]}`,
+    lane.dead_letters_max ? `; up to ${plural(lane.dead_letters_max, "delivery becomes a dead letter", "deliveries become dead letters")}` : ""));
+  const form = await confirm(`Adopt the streams of ${endpoint}?`, [
+    h("p", null, "The relay goes on with the streams as they are:"), h("ul", null, lanes),
+    h("p", { class: "hint" }, "Stop other relays that append to the same streams first. Dead letters can be replayed later."), comment()],
+  { yes: "Adopt", kind: "danger" });
+  if (!form) return;
+  await runAction(() => post(path(endpoint, "adopt"), { comment: form.comment || null }),
+    (result) => `The relay adopts ${plural(result.lanes.length, "stream")} of ${endpoint}.`);
 }
 
 export async function enable(endpoint) {

@@ -1,20 +1,22 @@
 // Actions on the delivery that a lane is stuck on.
 
 import { button } from "./components.js";
+import { h } from "./dom.js";
 import * as endpointActions from "./endpoint_actions.js";
 
-// Actions on a lane that is held until a person acts, by its failure.
-const HELD_ACTIONS = {
-  forgot: (endpoint) => button("Refill", () => endpointActions.refill(endpoint), { title: "Append again what the stream has lost" }),
-};
+// Failures of a lane that is held until a person acts.
+const HELD = ["forgot", "ahead", "foreign", "fenced"];
 // Other failures that only brokers have: they are never the fault of one delivery.
-const OF_BROKERS = ["ahead", "foreign", "fenced", "refused", "unavailable", "misconfigured", "moved", "unknown"];
+const OF_BROKERS = ["refused", "unavailable", "misconfigured", "moved", "unknown"];
+
+const refill = (endpoint) => button("Refill", () => endpointActions.refill(endpoint), { title: "Append again what the stream has lost" });
+const adopt = (endpoint) => button("Adopt", () => endpointActions.adopt(endpoint), { title: "Go on with the stream as it is" });
 
 // `lane` has a name, the sequence that it waits for, its last response, and `behind`: how many
 // deliveries wait behind that one, if that is known.
 export function stuckAction(endpoint, lane, label = "Skip") {
   const { failure } = lane.last_response ?? {};
-  if (HELD_ACTIONS[failure]) return HELD_ACTIONS[failure](endpoint);
+  if (HELD.includes(failure)) return h("span", { class: "actions" }, failure === "forgot" ? refill(endpoint) : null, adopt(endpoint));
   if (OF_BROKERS.includes(failure)) return null;
   return button(label, () => endpointActions.skip(endpoint, lane), { title: "Dead-letter this delivery, so that the lane goes on" });
 }

@@ -15,6 +15,7 @@ const REASONS = {
   expired: "it had expired",
   erased: "its event was erased",
   backlog: "its endpoint exceeded a backlog limit",
+  adopted: "an operator adopted a stream into which it does not fit",
   disabled: "its endpoint was disabled",
   removed: "its endpoint was removed",
 };
