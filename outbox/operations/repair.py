@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from outbox.core.brokers.repair import RepairKind
-from outbox.core.brokers.results import HOLD_FAILURES
-from outbox.core.model.response import Failure
+from outbox.core.model.response import HOLD_FAILURES, Failure
 from outbox.errors import Conflict
 from outbox.operations.endpoint_changes import find_endpoint
 from outbox.operations.endpoint_writes import begin_generations

@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from outbox.core.brokers.results import BROKER_FAILURES, HOLD_FAILURES
-from outbox.core.model.response import Failure
+from outbox.core.brokers.results import BROKER_FAILURES
+from outbox.core.model.response import HOLD_FAILURES, Failure
 from outbox.errors import Conflict
 from outbox.operations.endpoint_changes import find_endpoint
 from outbox.operations.lane_history import get_lane

@@ -12,10 +12,9 @@ import structlog
 from outbox.core.brokers import take_over
 from outbox.core.brokers.port import Appended, Position, StopKind
 from outbox.core.brokers.repair import Abandon, adopt
-from outbox.core.brokers.results import HOLD_FAILURES
 from outbox.core.delivery.commands import Gate
 from outbox.core.delivery.lane import Lane
-from outbox.core.model.response import Failure
+from outbox.core.model.response import HOLD_FAILURES, Failure
 from outbox.relay.delivery import broker_attempts
 from outbox.relay.delivery.broker_attempts import BrokerAttempts
 from tests.core.invariants import Violation

@@ -20,12 +20,16 @@ if TYPE_CHECKING:
 
 
 def _show(result: EndpointTestResult) -> None:
-    response = result.response
+    response, findings = result.response, result.findings
     emit_pairs(
         [
             ("sent", f"{result.method} {result.url}"),
             ("response", response.get("status") or response.get("failure")),
-            ("detail", response.get("detail")),
+            ("detail", None if findings else response.get("detail")),
+            *(
+                ("problem" if each.is_error else "warning", f"{each.finding}; {each.action}")
+                for each in findings
+            ),
             ("time", f"{response['elapsed_ms']:.0f} ms"),
             ("headers", response.get("headers")),
             ("body", response.get("body")),

@@ -58,6 +58,10 @@ class Failure(StrEnum):
     """The stream belongs to a later owner."""
 
 
+HOLD_FAILURES = frozenset({Failure.FORGOT, Failure.AHEAD, Failure.FOREIGN, Failure.FENCED})
+"""Failures of a broker's lane that end only when a person acts."""
+
+
 class AttemptResult(NamedTuple):
     """The result of one attempt: either a status or a failure, never both."""
 

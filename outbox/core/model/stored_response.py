@@ -6,7 +6,7 @@ import math
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.model.response import Failure, one_line, several_lines
+from outbox.core.model.response import HOLD_FAILURES, Failure, one_line, several_lines
 from outbox.core.model.text import count
 
 if TYPE_CHECKING:
@@ -92,9 +92,10 @@ def describe_response(stored: Mapping[str, Any] | None) -> str:
     stored = stored or {}
     if (status := stored.get("status")) is not None:
         return f"it responded with {status}"
-    if detail := stored.get("detail"):
-        return str(detail)
     failure = stored.get("failure")
+    if detail := stored.get("detail"):
+        # By this word the guide says what to do.
+        return f"{failure}: {detail}" if failure in HOLD_FAILURES else str(detail)
     return _FAILURE_TEXTS[Failure(failure)] if failure in set(Failure) else "no response"
 
 

@@ -176,7 +176,8 @@ class NatsBroker:
         except TimeoutError:
             return [BrokerFinding(True, self._no_response(), _WHAT_TO_DO)]
         except Stopped as stopped:
-            return [BrokerFinding(True, stopped.stop.detail, _WHAT_TO_DO)]
+            what, _, action = stopped.stop.detail.partition("; ")
+            return [BrokerFinding(True, what, action or _WHAT_TO_DO)]
         except ApiError as error:
             return [BrokerFinding(True, error.stop.detail, _WHAT_TO_DO)]
         return check_stream(info, link.connection.version, self._target.subject)

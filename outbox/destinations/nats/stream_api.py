@@ -98,11 +98,16 @@ async def find_stream(connection: Connection, subject: str) -> str:
     response = await _call(connection, "STREAM.NAMES", {"subject": subject})
     names = response.get("streams") or []
     if len(names) != 1:
+        first = subject.removesuffix(".*.m")
         found = f"{len(names)} streams have" if names else "no stream has"
-        raise Stopped(
-            StopKind.MISCONFIGURED,
-            f"{found} the subject {subject}; create one, or name it in the URL: ?stream=NAME",
+        action = (
+            "name one in the URL: ?stream=NAME"
+            if names
+            else f"make one: nats stream add {first.replace('.', '-')} --subjects "
+            f"'{first}.*.m,{first}.*.f' --allow-batch --allow-rollup --discard new --deny-delete "
+            "--defaults"
         )
+        raise Stopped(StopKind.MISCONFIGURED, f"{found} the subject {subject}; {action}")
     return str(names[0])
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from outbox.core.brokers.results import BROKER_FAILURES
 from outbox.core.model.duration import rounded
 from outbox.core.model.ids import lane_name
+from outbox.core.model.response import HOLD_FAILURES
 from outbox.core.model.stored_response import describe_attempts
 from outbox.core.model.text import count
 from outbox.operations import lanes
@@ -55,13 +56,17 @@ def blocked(row: Any) -> CheckResult:
     )
 
 
+HELD = ", ".join(f"'{failure.value}'" for failure in sorted(HOLD_FAILURES))
+# Lanes that have been failing for some time, or whose stream does not match.
 FAILING = f"""
 SELECT l.endpoint_id, e.name, l.generation, l.slot, l.retry_seq, l.attempts, l.spent,
        extract(epoch FROM clock_timestamp() - l.first_attempt_at)::float8 AS since_s,
        l.last_response
   FROM ({lanes.LANE_STATE}) l
   JOIN endpoint e ON e.id = l.endpoint_id AND e.state = 'active'
- WHERE {lanes.FAILING} AND l.first_attempt_at < clock_timestamp() - make_interval(secs => $1)
+ WHERE {lanes.FAILING}
+   AND (l.first_attempt_at < clock_timestamp() - make_interval(secs => $1)
+        OR l.last_response ->> 'failure' IN ({HELD}))
  ORDER BY l.first_attempt_at
 """  # noqa: S608 (constants only)
 
@@ -73,7 +78,7 @@ SELECT l.endpoint_id, e.name, l.generation, l.slot, l.retry_seq, l.attempts, l.s
     limit=lambda limits: limits.failing_s,
 )
 def failing(row: Any) -> CheckResult:
-    """The next delivery of a lane has been failing for long."""
+    """The next delivery of a lane has been failing for long, or its stream does not match."""
     response = parse_json(row["last_response"]) or {}
     last = response.get("status") or response.get("failure") or "no response"
     lane = lane_name(row["endpoint_id"], row["generation"], row["slot"])
@@ -83,6 +88,8 @@ def failing(row: Any) -> CheckResult:
         f"{rounded(row['since_s'])}: {tried}, {last}"
     )
     advice = stuck_advice(row["name"], lane, row["retry_seq"], response)
+    if response.get("failure") in HOLD_FAILURES:
+        return problem(f"{what}: {response.get('detail')}", advice or "see outbox status")
     if response.get("failure") in BROKER_FAILURES:
         return warning(what, advice or f"{response.get('detail') or last}; see the check brokers")
     return warning(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.headers import DEFAULT_PREFIX
@@ -32,7 +33,7 @@ from outbox.receiver.streams.processor import LaneActivity, LaneStatus, StreamPr
 from outbox.receiver.streams.source import SourceOptions, StreamUnavailable, source_factory
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
+    from collections.abc import AsyncIterator, Callable, Collection, Mapping
     from pathlib import Path
 
     from opentelemetry.metrics import MeterProvider
@@ -51,6 +52,8 @@ BATCH_MAX = 100
 CONCURRENCY = 8
 HOLD_OFF_S_MAX = 30.0
 TIMEOUT_S = 10.0
+WAIT_WARNING_S = 60.0
+"""Time until it is logged that a lane waits for the end of another."""
 CANCEL_S = 1.0
 """Time until a task is cancelled again."""
 
@@ -141,6 +144,9 @@ class StreamReceiver:
         self._header_prefix = header_prefix
         self._batch_max = batch_max
         self._hold_off_s_max = hold_off_s_max
+        self._is_interrupted = False
+        # Since when lanes wait for the end of older ones, by the loop's clock, until it is logged.
+        self._waiting_since: dict[str, float] = {}
 
     @property
     def totals(self) -> ReceiverTotals:
@@ -191,6 +197,7 @@ class StreamReceiver:
                 if text != last:
                     is_known = stop is None or stop.reason is StopReason.UNAVAILABLE
                     log.error("reading is interrupted: %s", text, exc_info=not is_known)
+                self._is_interrupted = True
                 failures, last = failures + 1 if text == last else 1, text
             await asyncio.sleep(hold_off_s(failures, self._hold_off_s_max))
 
@@ -198,7 +205,8 @@ class StreamReceiver:
         """Read every lane to its end, and return: for scripts and tests.
 
         Raises:
-            ReadFailed: lanes stopped; the others were read to their end.
+            ReadFailed: lanes stopped, or wait for the end of older ones; the others were read to
+                their end.
             StreamUnavailable: the broker cannot be read.
         """
         await self._processor.create_tables()
@@ -223,10 +231,16 @@ class StreamReceiver:
                     if not isinstance(error, LaneStopped):
                         raise error
                     stops.append(error)
-        if stops:
-            stopped = [each for each in self.status() if each.activity is LaneActivity.STOPPED]
-            lines = "; ".join(f"lane {each.lane}: {each.detail}" for each in stopped)
-            raise ReadFailed(lines) from (stops[0].__cause__ or stops[0])
+        unread = (LaneActivity.STOPPED, LaneActivity.WAITING)
+        left = [each for each in self.status() if each.activity in unread]
+        if left:
+            waits = LaneActivity.WAITING
+            lines = "; ".join(
+                f"lane {each.lane}{' waits' if each.activity is waits else ':'} {each.detail}"
+                for each in left
+            )
+            first = stops[0] if stops else None
+            raise ReadFailed(lines) from (first and (first.__cause__ or first))
 
     async def skip(self, lane: str, sequence: int, *, lane_ends: bool = False) -> None:
         """Do not expect the numbers of a lane up to this one any more; an operator's decision.
@@ -260,6 +274,9 @@ class StreamReceiver:
             while True:
                 raise_if_cancelled()
                 before, found = found, await source.lanes()
+                if self._is_interrupted:
+                    self._is_interrupted = False
+                    log.warning("reading goes on")
                 running = {lane for lane, task in tasks.items() if not task.done()}
                 # As a rule nothing has changed: no statement every second.
                 if found != before or not found <= running | self._ended():
@@ -324,7 +341,9 @@ class StreamReceiver:
         }
 
     def _set_status(self, lanes: set[str], known: Mapping[str, StoredLane], plan: Schedule) -> None:
-        status = self._processor.status
+        status, now = self._processor.status, asyncio.get_running_loop().time()
+        for lane in self._waiting_since.keys() - plan.waiting.keys():
+            del self._waiting_since[lane]
         for lane in status.keys() - lanes:
             self._processor.forget_stop(lane)
             del status[lane]
@@ -333,6 +352,9 @@ class StreamReceiver:
             blocker = plan.waiting.get(lane)
             if blocker is not None:
                 detail = f"until lane {blocker} has ended"
+                if now - self._waiting_since.setdefault(lane, now) >= WAIT_WARNING_S:
+                    self._waiting_since[lane] = inf
+                    log.warning("lane %s waits %s", lane, detail)
                 status[lane] = LaneStatus(lane, LaneActivity.WAITING, position, detail=detail)
             elif lane not in plan.ready:
                 if lane in status:
@@ -342,7 +364,7 @@ class StreamReceiver:
                 status[lane] = LaneStatus(lane, LaneActivity.READING, position)
 
 
-async def _cancel(tasks: Iterable[asyncio.Task[None]]) -> None:
+async def _cancel(tasks: Collection[asyncio.Task[None]]) -> None:
     """Cancel tasks, and wait until they have ended."""
     left = {task for task in tasks if not task.done()}
     while left:
@@ -350,6 +372,10 @@ async def _cancel(tasks: Iterable[asyncio.Task[None]]) -> None:
             task.cancel()
         # Again, if a library has lost it.
         _, left = await asyncio.wait(left, timeout=CANCEL_S)
+    for task in tasks:
+        # One error has been raised; asyncio would log the others.
+        if not task.cancelled():
+            task.exception()
 
 
 def _progress(

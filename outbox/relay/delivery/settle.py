@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from outbox.core.brokers.results import HOLD_FAILURES, append_outcome
+from outbox.core.brokers.results import append_outcome
 from outbox.core.delivery.batch import classify_batch
 from outbox.core.delivery.circuit_breaker import PROBED_STATES, BreakerState
 from outbox.core.delivery.commands import End, Open
 from outbox.core.delivery.operational_events import is_operational
-from outbox.core.model.response import Failure
+from outbox.core.model.response import HOLD_FAILURES, Failure
 from outbox.core.model.response_policy import (
     AttemptOutcome,
     classify,
