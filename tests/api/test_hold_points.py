@@ -62,6 +62,11 @@ async def test_no_route_holds_locks_while_it_waits_for_its_client(database: Data
         await request("POST", endpoint + "/adopt", {}, name="moved")
         stuck = {"lane": lane, "sequence": sequence}
         await request("POST", endpoint + "/skip", stuck, name="moved")
+        stream = {"name": "stream", "url": "redis://127.0.0.1:9/orders"}
+        await request("POST", "/v1/endpoints", {**stream, "allow_networks": ["127.0.0.0/8"]})
+        credentials = {"credentials": "relay:hunter2"}
+        await request("PUT", endpoint + "/credentials", credentials, name="stream")
+        await request("DELETE", endpoint + "/credentials", name="stream")
         await request("PUT", endpoint + "/certificate", {"pem": identity()}, **shop)
         await request("DELETE", endpoint + "/certificate", **shop)
         async with database.connection() as db:
