@@ -38,6 +38,7 @@ from tests.receiver.deliveries import delivery
 from tests.receiver.streams.rigs import Settings as StreamSettings
 from tests.receiver.streams.rigs import lane, streams_of
 from tests.support.api import make_token, serving
+from tests.support.brokers.nats import nats_server
 from tests.support.brokers.valkey import valkey
 from tests.support.documents import (
     DOCUMENTS,
@@ -254,9 +255,14 @@ async def _formats(session: Session) -> AsyncIterator[None]:
 
 @stage("howto/deliver-to-a-broker.md")
 async def _broker(session: Session) -> AsyncIterator[None]:
-    async with valkey(session.directory / "valkey") as server:
+    async with (
+        valkey(session.directory / "valkey") as server,
+        nats_server(session.directory / "nats") as nats,
+    ):
         session.rewrites[r"\b6379\b"] = str(server.port)
+        session.rewrites[r"\b4222\b"] = str(nats.port)
         yield
+        assert (await nats.api("STREAM.INFO.audit"))["config"]["allow_atomic"]
         settings = "SELECT url || ' ' || lanes FROM endpoint"
         assert await fetchval(session.database, settings) == f"{server.url('audit')} 4"
 

@@ -10,6 +10,7 @@ An error before the commit rolls everything back.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 from functools import partial
@@ -184,11 +185,19 @@ class DeliveryProcessor:
         return await self.inbox.receive_run_async(connection, messages)
 
     async def _call_handler(self, handler: Callable[..., Any], *arguments: Any) -> None:
-        """Call a handler; an OSError becomes HandlerFailed, because drivers raise OSError, too."""
+        """Call a handler.
+
+        An OSError becomes HandlerFailed, because drivers raise OSError, too; and so does a
+        cancellation of what the handler waits for, which is none of its caller.
+        """
         try:
             await self._call(handler, *arguments)
         except OSError as error:
             raise HandlerFailed("the handler's own I/O failed") from error
+        except asyncio.CancelledError as error:
+            if is_cancelled():
+                raise
+            raise HandlerFailed("the handler waits for something that was cancelled") from error
 
     async def _expire_after(self, taken: int) -> None:
         """Count received deliveries; delete expired rows after the first, then every EXPIRE_EVERY.
@@ -212,3 +221,12 @@ class DeliveryProcessor:
         except Exception:
             # The delivery is committed; expired rows are deleted at a later attempt.
             log.exception("expired rows were not deleted")
+
+
+def is_cancelled() -> bool:
+    """Whether the current task was cancelled; False without a running event loop."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        return False
+    return task is not None and task.cancelling() > 0

@@ -47,11 +47,13 @@ LANE_STUCK_EVENT = f"""'{LANE_STUCK}', x.endpoint_id, jsonb_build_object(
                'event', o.event_id, 'type', o.type, 'attempts', x.spent,
                'probes', x.attempts - x.spent, 'first_attempt_at', rfc3339(x.first_attempt_at),
                'next_attempt_at', rfc3339(x.next_attempt_at), {RESPONSE_FIELDS.format("x")},
-               'skip', 'outbox dead skip ' || CASE WHEN e.name ~ '^[A-Za-z0-9@%+=:,./_-]+$'
+               'skip', CASE WHEN x.last_response ->> 'failure'
+                            IN ('forgot', 'ahead', 'foreign', 'fenced') THEN NULL
+                       ELSE 'outbox dead skip ' || CASE WHEN e.name ~ '^[A-Za-z0-9@%+=:,./_-]+$'
                        THEN e.name ELSE '''' || replace(e.name, '''', '''"''"''') || '''' END
                        || ' --lane '
                        || lane_name(x.endpoint_id, l.generation, l.slot)
-                       || ' --sequence ' || x.retry_seq)"""
+                       || ' --sequence ' || x.retry_seq END)"""
 
 # Publishes the rows of the CTE `reported`.
 PUBLISH_REPORTED_EVENTS = """

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import orjson
 import pytest
 
-from tests.integration.test_brokers import Streams, last_failure, stream_endpoint
+from outbox.operations import endpoint_changes
+from tests.integration.test_brokers import MemoryBroker, Streams, last_failure, stream_endpoint
 from tests.integration.test_lane_changes import set_lanes
 from tests.support.relay import (
     Network,
+    add_endpoint,
     all_ended,
     exceptions,
     fetchval,
@@ -22,6 +27,7 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     import random
 
+    from outbox.destinations.broker import BrokerAddress
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.one_major
@@ -154,6 +160,58 @@ async def test_a_lane_that_cannot_end_holds_the_new_ones(
         await all_ended(database)
     assert contents(streams, 1) == [[1, "end", 1]]
     assert await exceptions(database) == {}
+
+
+async def test_a_lane_that_cannot_end_is_reported_as_stuck(
+    database: Database, streams: Streams
+) -> None:
+    await stream_endpoint(database)
+    await add_endpoint(database, "watch", types=["outbox.lane.stuck"])
+    reported = "SELECT payload::text FROM outbox WHERE type = 'outbox.lane.stuck'"
+    async with running(database, Network(), brokers=streams.connect):
+        await publish(database, 1)
+        await all_ended(database)
+        streams.streams.clear()
+        await set_lanes(database, 2)
+        await until(lambda: fetchval(database, reported), what="the report")
+    report = orjson.loads(await fetchval(database, reported))
+    assert (report["sequence"], report["failure"]) == (2, "forgot")
+    assert report.keys() & {"event", "type", "skip"} == set()
+
+
+async def test_an_end_in_flight_while_the_address_changes_is_written_to_the_new_server(
+    database: Database,
+) -> None:
+    """The new server has a copy of the streams as they were before."""
+    servers: dict[str, Streams] = {}
+
+    def connect(address: BrokerAddress) -> MemoryBroker:
+        return servers.setdefault(address.url, Streams()).connect(address)
+
+    await stream_endpoint(database)
+    async with running(database, Network(), brokers=connect):
+        await publish(database, 1)
+        await all_ended(database)
+        ((url, old),) = servers.items()
+        moved = url.replace("://", "://new-")
+        new = servers[moved] = Streams()
+        new.streams = {name: list(stream) for name, stream in old.streams.items()}
+        new.fences = dict(old.fences)
+        old.gate, stored = asyncio.Event(), len(old.log)
+        await set_lanes(database, 2)
+        await until(lambda: len(old.log) > stored, what="the end in flight")
+        async with database.at_hand() as connection:
+            await endpoint_changes.update_endpoint(
+                connection, "relay", "shop", lambda was: replace(was, url=moved), actor="test"
+            )
+        applied = "SELECT count(*) = 1 FROM endpoint WHERE url LIKE '%new-%'"
+        await until(lambda: fetchval(database, applied), what="the change")
+        await until(lambda: new.connections, what="the connection to the new server")
+        old.gate.set()
+        await ended(database)
+        await publish(database, 2)
+        await all_ended(database)
+    assert contents(new, 1) == [[1, "end", 1]]
 
 
 async def test_a_lost_response_to_an_end_is_resolved(database: Database, streams: Streams) -> None:

@@ -54,6 +54,7 @@ class Streams:
         self.streams: dict[str, list[Message]] = {}
         self.fences: dict[str, int] = {}
         self.opened = 0
+        self.connections = 0
         self.calls: list[tuple[MemoryBroker, str]] = []
         self.appends: list[int] = []
         self.log: list[tuple[str, Message]] = []
@@ -67,6 +68,7 @@ class Streams:
         """Appends wait for it after they have stored their messages."""
 
     def connect(self, _: BrokerAddress) -> MemoryBroker:
+        self.connections += 1
         return MemoryBroker(self)
 
     def sequences(self) -> list[int]:

@@ -21,6 +21,7 @@ same stream.
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 from redis.exceptions import RedisError
@@ -82,8 +83,6 @@ class RedisBroker:
             password=(password if separator else user) or None,
             db=target.database,
         )
-        self._registered: set[str] = set()
-        """Lanes that are in the set of the lanes."""
 
     async def open(
         self, lane: str, owner: Owner, after: int, receipt: str | None, *, force: bool = False
@@ -153,15 +152,13 @@ class RedisBroker:
             return _stop(error)
 
     async def _register(self, lane: str) -> None:
-        """Add a lane to the set of the lanes; without the right, consumers do not find it."""
-        if lane in self._registered:
-            return
-        try:
+        """Add a lane to the set of the lanes; without the right, consumers do not find it.
+
+        At each opening, because the server may have lost the set.
+        """
+        # Otherwise the next opening tries again; the check names the missing right.
+        with suppress(NotSent, ResponseLost, RedisError):
             await self._connection.call(packed("SADD", self._target.lanes_key, lane))
-        except (NotSent, ResponseLost, RedisError):
-            # The next opening tries again; the check names the missing right.
-            return
-        self._registered.add(lane)
 
     async def _fitting(self, messages: Sequence[Message]) -> tuple[Sequence[Message], Stop | None]:
         """The messages before the first one that the server will never take, and why it will not.

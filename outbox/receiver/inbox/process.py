@@ -247,7 +247,8 @@ def end_lane(
         siblings: names of the lanes of its generation.
         gaps, from_start: as of `receive`.
     """
-    for name in sorted({lane, *siblings}):
+    known = {StoredLane.from_row(row).name for row in (yield Call(sql.lanes, {}))}
+    for name in sorted({lane, *siblings} - known):
         yield Call(sql.add_lane, {"lane": name})
     rows = yield Call(sql.lock_lanes, {"lane": lane, "replayed": lane})
     order = LaneOrder.from_state(StoredLane.from_row(rows[0]).state, from_start=from_start)

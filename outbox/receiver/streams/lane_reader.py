@@ -29,7 +29,7 @@ from outbox.drivers.errors import condition_of
 from outbox.receiver.decisions import Busy, HandlerFailed, Refuse, can_share_transaction
 from outbox.receiver.inbox.process import DeliveryOutcome
 from outbox.receiver.message import BadMessage, Message
-from outbox.receiver.processing import NotRecorded
+from outbox.receiver.processing import NotRecorded, is_cancelled
 from outbox.receiver.streams.entries import LaneEnd, read_entry
 from outbox.receiver.streams.source import StreamUnavailable
 
@@ -141,7 +141,8 @@ class LaneReader:
         self._processor = processor
         self._from_start = from_start
         self._header_prefix = header_prefix
-        self._count_max = self._count = count_max
+        # One at first: the size of its messages is not known.
+        self._count_max, self._count = count_max, 1
         self._hold_off_s_max = hold_off_s_max
         self._position: int | None = None
         """None: it is read from the inbox."""
@@ -302,8 +303,7 @@ def hold_off_s(failures: int, longest_s: float) -> float:
 
 def raise_if_cancelled() -> None:
     """Raise a cancellation that a library has lost, as `asyncio.wait_for` does before 3.12."""
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
+    if is_cancelled():
         raise asyncio.CancelledError
 
 

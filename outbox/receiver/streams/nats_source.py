@@ -134,24 +134,30 @@ class NatsSource:
     async def read(self, lane: str, after: int, count: int, wait_s: float) -> list[StoredEntry]:
         async with self._bounded(wait_s):
             await self._connected()
-            consumer = self._consumers.get(lane)
             try:
-                if consumer is None or consumer.after != after:
-                    await self._delete_consumer(lane)
-                    consumer = await self._create_consumer(lane, after)
-                found = await self._pull(consumer, {"batch": count, "no_wait": True})
-                if not found and wait_s > 0:
-                    expires = round(wait_s * _NANOSECONDS)
-                    found = await self._pull(consumer, {"batch": 1, "expires": expires})
+                consumer, found = await self._read(lane, after, count, wait_s)
             except _ConsumerGone:
-                # The next call creates it again.
+                # The server deletes it when it is not used for a while, or restarts.
                 await self._delete_consumer(lane)
-                return []
+                consumer, found = await self._read(lane, after, count, wait_s)
             entries = [_entry(message) for message in found]
             if entries:
                 # Another writer's message has no number: the reader stops there, and reads again.
                 consumer.after = -1 if entries[-1].sequence is None else entries[-1].sequence
         return entries
+
+    async def _read(
+        self, lane: str, after: int, count: int, wait_s: float
+    ) -> tuple[_LaneConsumer, list[Msg]]:
+        consumer = self._consumers.get(lane)
+        if consumer is None or consumer.after != after:
+            await self._delete_consumer(lane)
+            consumer = await self._create_consumer(lane, after)
+        found = await self._pull(consumer, {"batch": count, "no_wait": True})
+        if not found and wait_s > 0:
+            expires = round(wait_s * _NANOSECONDS)
+            found = await self._pull(consumer, {"batch": 1, "expires": expires})
+        return consumer, found
 
     async def aclose(self) -> None:
         client, self._client = self._client, None
@@ -284,9 +290,10 @@ class NatsSource:
     async def _find_start(self, subject: str, after: int) -> int:
         """The sequence in the stream from which on the lane's messages follow `after`."""
         last = await self._message({"last_by_subj": subject}) if after else None
-        if last is None or last.sequence is None:
+        if last is None:
             return 1
-        if last.sequence <= after:
+        # The last message of another writer has no number: the search ends there.
+        if last.sequence is not None and last.sequence <= after:
             return last.stream_seq + 1
         low, high = 1, last.stream_seq
         while low < high:

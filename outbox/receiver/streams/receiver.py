@@ -194,6 +194,8 @@ class StreamReceiver:
             except Exception as error:
                 stop = None if isinstance(error, StreamUnavailable) else stop_of(error, None)
                 text = str(error) if stop is None else stop.detail
+                if not self._is_interrupted:
+                    failures, last = 0, ""
                 if text != last:
                     is_known = stop is None or stop.reason is StopReason.UNAVAILABLE
                     log.error("reading is interrupted: %s", text, exc_info=not is_known)

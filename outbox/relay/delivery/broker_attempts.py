@@ -300,10 +300,14 @@ class BrokerAttempts:
         assert loaded.lanes is not None
         message = end_message(loaded.name, seq, end.previous_seq, loaded.lanes)
         result = await self._append_at(lane, broker, position, [message])
-        if result is not None and result[1].stop is None:
+        if result is None or result[1].stop is not None:
+            return result
+        if lane.runtime.broker is broker:
             await self._record_end(lane, seq)
-            return None
-        return result
+        else:
+            # The URL has changed meanwhile: whether the other server has the entry is not known.
+            lane.state.reopen()
+        return None
 
     async def _record_end(self, lane: LaneRuntime, seq: int) -> None:
         await self._recorder.write_end(lane.state, lane.runtime.epoch, seq)

@@ -74,7 +74,8 @@ SELECT a.*, $1::bigint FROM fence, {_ATTEMPTS}
 #   journalled: journal entries for dead-lettered backlogs and abandoned lanes.
 #   new: the dead letters to report: the created ones, and an extended range when it
 #     receives its first ordinary event.  MATERIALIZED: evaluated once for two readers.
-#   stuck: the lanes to report as stuck ($6), with what their deliveries were read from.
+#   stuck: the lanes to report as stuck ($6), with what their deliveries were read from; an end
+#     entry is no delivery.
 #   reported: the operational events for them.
 # One row for each lane that was moved.
 WRITE_RECORDS = WriteStatement(
@@ -166,19 +167,19 @@ new AS MATERIALIZED (
        AND contains_ordinary_event(p.lane_id, p.batch, p.was_to_seq + 1, p.to_seq)),
 stuck AS MATERIALIZED (
     SELECT moved.*, n.outbox_id, n.copy_id
-      FROM moved CROSS JOIN LATERAL (
+      FROM moved LEFT JOIN LATERAL (
            SELECT outbox_id, copy_id FROM delivery
             WHERE lane_id = moved.lane_id AND batch = moved.floor_batch AND seq = moved.retry_seq
-            LIMIT 1) n
+            LIMIT 1) n ON true
      WHERE moved.lane_id = ANY ($6::bigint[]) AND {HAS_OPERATIONAL_SUBSCRIBER}),
 reported(type, endpoint_id, details) AS (
     SELECT {LANE_STUCK_EVENT}
       FROM stuck x JOIN lane l ON l.id = x.lane_id JOIN endpoint e ON e.id = x.endpoint_id
-     CROSS JOIN LATERAL (
+      LEFT JOIN LATERAL (
            SELECT event_id, type FROM outbox WHERE id = x.outbox_id
             UNION ALL
-           SELECT event_id, type FROM dead_letter WHERE id = x.copy_id LIMIT 1) o
-     WHERE o.type NOT LIKE 'outbox.%'
+           SELECT event_id, type FROM dead_letter WHERE id = x.copy_id LIMIT 1) o ON true
+     WHERE coalesce(o.type, '') NOT LIKE 'outbox.%'
      UNION ALL
     SELECT {DEAD_LETTER_CREATED_EVENT}
       FROM new x JOIN lane l ON l.id = x.lane_id

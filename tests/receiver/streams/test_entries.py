@@ -23,7 +23,7 @@ def test_every_format_is_parsed_from_any_client_library(
     name: FormatName, headers: EndpointHeaders
 ) -> None:
     given = delivery(7, replay_of=("a-1-0", 3), backfill_id=4, tenant="Zürich")
-    (sent,) = messages_of(Settings(name, headers), [given], 5, lane_ends=True)
+    (sent,) = messages_of(Settings(name, headers), [given], 5)
     pairs: list[Any] = [
         # Kafka, RabbitMQ and NATS, Redis.
         [(key, value.encode()) for key, value in sent.headers],
@@ -34,7 +34,7 @@ def test_every_format_is_parsed_from_any_client_library(
         message = read_message(each, sent.body, header_prefix=headers.prefix)
         assert message is not None
         assert (message.delivery_id, message.lane, message.sequence) == (sent.delivery, "a-1-0", 7)
-        assert (message.previous_sequence, message.lane_ends) == (5, True)
+        assert message.previous_sequence == 5
         assert (message.replay_of, message.backfill) == (("a-1-0", 3), 4)
         assert (message.tenant, message.key) == ("Zürich", "order-7")
         assert message.data == (None if name == "thin" else {"n": 7})

@@ -548,3 +548,34 @@ def _has_all(shop: Shop, streams: Streams) -> Callable[[], Any]:
 
 async def _lane_effects(shop: Shop, name: str, count: int) -> bool:
     return len((await shop.effects()).get(name, ())) == count
+
+
+async def test_a_handler_that_waits_for_something_cancelled_stops_its_lane_only(
+    streams: Streams,
+) -> None:
+    """The cancellation is not the reader's, which would end without an error."""
+    await streams.write(LANES[0], 2)
+    await streams.write(LANES[1], 2)
+    reader = StreamReceiver(streams.url, MemoryDatabase())
+
+    @reader.on("**")
+    async def handle(message: Message, _: Any) -> None:
+        if (message.lane, message.sequence) == (LANES[0], 2):
+            cancelled = asyncio.get_running_loop().create_future()
+            cancelled.cancel()
+            await cancelled
+
+    with pytest.raises(ReadFailed, match=f"lane {LANES[0]}: .*cancelled"):
+        await reader.drain()
+    found = {each.lane: (each.activity, each.position) for each in reader.status()}
+    assert found[LANES[0]] == (LaneActivity.STOPPED, 1)
+    assert found[LANES[1]] == (LaneActivity.READING, 2)
+
+
+async def test_draining_fails_while_lanes_wait_for_the_end_of_older_ones(streams: Streams) -> None:
+    old, new = lane(0, generation=1), lane(0, generation=2)
+    await streams.write(old, 1)
+    await streams.write(new, 1)
+    reader = StreamReceiver(streams.url, MemoryDatabase())
+    with pytest.raises(ReadFailed, match=f"lane {new} waits until lane {old} has ended"):
+        await reader.drain()
