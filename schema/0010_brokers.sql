@@ -21,12 +21,11 @@ ALTER TABLE lane
     ADD CHECK ((repair IS NULL) = (repair_seq IS NULL));
 CREATE INDEX lane_repair ON lane (endpoint_id) WHERE repair IS NOT NULL;
 
--- A new reason: 'adopted', the deliveries of a lane whose sequences do not fit into its stream.  NOT
--- VALID: the rows that exist satisfy the former check, and need not be read under the lock.
+-- A new reason: 'adopted', the deliveries of a lane whose sequences do not fit into its stream.
 ALTER TABLE dead_letter DROP CONSTRAINT dead_letter_reason_check;
 ALTER TABLE dead_letter ADD CONSTRAINT dead_letter_reason_check
     CHECK (reason IN ('refused', 'exhausted', 'expired', 'erased', 'skipped', 'backlog', 'adopted',
-                      'disabled', 'removed')) NOT VALID;
+                      'disabled', 'removed'));
 
 -- As in 0009_binary_payloads.sql, with the privileges that were added since.
 CREATE OR REPLACE FUNCTION required_privileges(purpose text)

@@ -412,9 +412,9 @@ def test_dead_list(here: Command, database: Database) -> None:
     here("endpoint", "add", "a", URL)
     add_dead_letters(database, "a")
     one, whole = here("dead", "list", "--endpoint", "a", "--json").json
-    assert list(one)[:11] == [
+    assert list(one)[:14] == [
         "id", "endpoint", "lane", "sequence", "to_sequence",
-        "event", "type", "reason", "status", "attempts", "at",
+        "event", "type", "key", "reason", "status", "failure", "excerpt", "attempts", "at",
     ]  # fmt: skip
     assert (one["sequence"], one["to_sequence"], one["status"]) == (7, 7, 410)
     assert (one["endpoint"], one["type"], one["reason"], one["attempts"]) == (

@@ -72,6 +72,15 @@ async def delivered(database: Database, brokers: Brokers, url: str) -> str:
     return lane
 
 
+async def deliveries(server: Valkey, lane: str) -> list[int]:
+    """The sequences of a stream before its end entry."""
+    *sequences, end = await server.sequences(lane)
+    ((_, entry),) = await server.command("XREVRANGE", f"events:{{{lane}}}", "+", "-", "COUNT", 1)
+    assert entry[b"outbox-control"] == b"end"
+    assert end == sequences[-1] + 1
+    return sequences
+
+
 async def test_a_stream_of_another_database_is_taken_over(
     database: Database, broker_server: Valkey, brokers: Brokers
 ) -> None:
@@ -88,7 +97,7 @@ async def test_a_stream_of_another_database_is_taken_over(
     async with running(database, Network(), brokers=brokers.connect):
         await publish(database, 5)
         await all_ended(database)
-    assert await broker_server.sequences(lane) == [1, 2, 3, 4]
+    assert await deliveries(broker_server, lane) == [1, 2, 3, 4]
     assert await broker_server.sequences(await fetchval(database, NEWEST_LANE)) == [1]
     assert await broker_server.command("HGET", fence, "owner") == ours
     assert await fetchval(database, LETTERS) == 0
@@ -109,7 +118,7 @@ async def test_a_stream_that_is_ahead_is_left_to_its_readers(
         await publish(database, 6)
         await all_ended(database)
     assert await fetchval(database, LETTERS) == 2
-    assert await broker_server.sequences(lane) == [1, 2, 3, 9]
+    assert await deliveries(broker_server, lane) == [1, 2, 3, 9]
     assert await broker_server.sequences(await fetchval(database, NEWEST_LANE)) == [1]
 
 
@@ -144,7 +153,7 @@ async def test_entries_of_another_writer_must_be_deleted_first(
         await adopt(database)
         await publish(database, 5)
         await all_ended(database)
-    assert await broker_server.sequences(lane) == [4]
+    assert await deliveries(broker_server, lane) == [4]
     assert await fetchval(database, LETTERS) == 0
 
 
@@ -184,6 +193,8 @@ async def test_a_lane_of_nats_is_taken_over(
                 await all_ended(database)
             last = await client.jetstream().get_last_msg(STREAM, f"{SUBJECT}.{lane}.m")
             fence: Any = await client.jetstream().get_last_msg(STREAM, f"{SUBJECT}.{lane}.f")
-    assert (last.headers or {})["X-Sequence"] == "4"
+    headers = last.headers or {}
+    assert (headers["X-Sequence"], headers["X-Previous-Sequence"]) == ("5", "4")
+    assert headers["outbox-control"] == "end"
     assert json.loads(fence.data)["identity"] != "another"
     assert await fetchval(database, LETTERS) == 0
