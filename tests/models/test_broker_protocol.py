@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 from collections import Counter
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import structlog
@@ -290,3 +292,18 @@ def test_a_stream_is_not_filled_again_without_a_lease() -> None:
     while owner in world._owners:
         world._step(owner)
     assert world.broker.stored == []
+
+
+async def test_a_lane_that_is_cancelled_while_it_waits_to_read_leaves_nothing_behind() -> None:
+    """A coroutine that never began would warn; warnings are errors here."""
+    reading, unused = asyncio.Lock(), cast("Any", None)
+    attempts = BrokerAttempts(
+        unused, reading, unused, unused, lambda: 1.0, lambda: 0.0, lambda: 0.0
+    )
+    async with reading:
+        task = asyncio.create_task(attempts._read(_nothing()))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+    assert task.cancelled()
+    gc.collect()

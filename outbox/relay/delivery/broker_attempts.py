@@ -333,8 +333,12 @@ class BrokerAttempts:
         return appended
 
     async def _read(self, reading: Coroutine[Any, Any, T]) -> T:
-        async with self._reading:
-            return await reading
+        try:
+            async with self._reading:
+                return await reading
+        finally:
+            # It has not begun if the lane's task was cancelled while it waited.
+            reading.close()
 
     async def _owner(self, lane: LaneRuntime) -> Owner:
         if self._identity is None:

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.one_major
 KEYS = [f"key-{n}" for n in range(7)]
 
 
-@pytest.fixture(params=["valkey", "nats"])
+@pytest.fixture(params=["valkey", pytest.param("nats", marks=pytest.mark.full)])
 async def streams(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Streams]:
     async with streams_of(request.param, tmp_path) as made:
         yield made
