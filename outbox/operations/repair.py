@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from outbox.core.brokers.repair import RepairKind
-from outbox.core.model.response import HOLD_FAILURES, Failure
+from outbox.core.model.response import Failure
 from outbox.errors import Conflict
 from outbox.operations.endpoint_changes import find_endpoint
 from outbox.operations.endpoint_writes import begin_generations
 from outbox.operations.lanes import FAILING
 from outbox.store.change import make_change
 from outbox.store.connection.message import WriteStatement
+from outbox.store.delivery.lanes import is_held
 
 if TYPE_CHECKING:
     from typing import Any
@@ -34,7 +35,6 @@ continue     it goes on where the stream stands, without what that has lost
 take_over    it takes the stream, and goes on where the sequences fit; otherwise as dead_letter
 dead_letter  it dead-letters the pending deliveries, and newer lanes go on
 """
-HOLDS = frozenset(failure.value for failure in HOLD_FAILURES)
 _ADOPTION: dict[str, RepairAction] = {
     Failure.FORGOT: "continue",
     Failure.AHEAD: "dead_letter",
@@ -50,7 +50,7 @@ SELECT l.lane_id, lane_name(l.endpoint_id, n.generation, n.slot) AS lane,
   JOIN lane n ON n.id = l.lane_id
   JOIN lane_counter c ON c.lane_id = l.lane_id
   JOIN endpoint e ON e.id = l.endpoint_id
- WHERE l.endpoint_id = $1 AND {FAILING} AND l.last_response ->> 'failure' = ANY ($2)
+ WHERE l.endpoint_id = $1 AND {FAILING} AND {is_held("l.last_response")}
  ORDER BY l.lane_id
 """  # noqa: S608 (constants only)
 
@@ -177,7 +177,7 @@ async def request_adoption(
 
 
 async def _read_held(change: Change, found: FoundEndpoint) -> list[Any]:
-    rows: list[Any] = await change.db.fetch(READ_HELD, found.id, list(HOLDS))
+    rows: list[Any] = await change.db.fetch(READ_HELD, found.id)
     return rows
 
 

@@ -88,7 +88,7 @@ class KafkaBroker:
     async def open(
         self, lane: str, owner: Owner, after: int, receipt: str | None, *, force: bool = False
     ) -> Standing:
-        """See `Broker`.  Each initialization of transactions takes their fence, whoever had it."""
+        """See `Broker`.  Each initialization of transactions takes their fence from any owner."""
         deadline = time.monotonic() + self._address.timeout_s
         try:
             async with asyncio.timeout(self._address.timeout_s):

@@ -24,6 +24,7 @@ from outbox.operations.doctor.check import (
 )
 from outbox.operations.rows import parse_json
 from outbox.operations.skip import stuck_advice
+from outbox.store.delivery.lanes import is_held
 
 
 def _lane(row: Any) -> str:
@@ -56,7 +57,6 @@ def blocked(row: Any) -> CheckResult:
     )
 
 
-HELD = ", ".join(f"'{failure.value}'" for failure in sorted(HOLD_FAILURES))
 # Lanes that have been failing for some time, or whose stream does not match.
 FAILING = f"""
 SELECT l.endpoint_id, e.name, l.generation, l.slot, l.retry_seq, l.attempts, l.spent,
@@ -66,7 +66,7 @@ SELECT l.endpoint_id, e.name, l.generation, l.slot, l.retry_seq, l.attempts, l.s
   JOIN endpoint e ON e.id = l.endpoint_id AND e.state = 'active'
  WHERE {lanes.FAILING}
    AND (l.first_attempt_at < clock_timestamp() - make_interval(secs => $1)
-        OR l.last_response ->> 'failure' IN ({HELD}))
+        OR {is_held("l.last_response")})
  ORDER BY l.first_attempt_at
 """  # noqa: S608 (constants only)
 

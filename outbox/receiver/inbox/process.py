@@ -247,7 +247,7 @@ def end_lane(
         siblings: names of the lanes of its generation.
         gaps, from_start: as of `receive`.
     """
-    known = {StoredLane.from_row(row).name for row in (yield Call(sql.lanes, {}))}
+    known = {name for name, *_ in (yield Call(sql.lanes, {}))}
     for name in sorted({lane, *siblings} - known):
         yield Call(sql.add_lane, {"lane": name})
     rows = yield Call(sql.lock_lanes, {"lane": lane, "replayed": lane})

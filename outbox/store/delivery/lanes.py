@@ -13,6 +13,7 @@ from outbox.core.brokers.repair import Repair, RepairKind
 from outbox.core.delivery.commands import ErasedEvent, Progress
 from outbox.core.delivery.message import Delivery
 from outbox.core.model.ids import lane_name, message_id
+from outbox.core.model.response import HOLD_FAILURES
 from outbox.store.connection.secrets import CLEAR
 from outbox.store.delivery.endpoints import read_endpoints
 
@@ -41,6 +42,16 @@ def lacks_end(lane: str) -> str:
         lane: the alias of its `lane_progress`; `e` is that of its endpoint.
     """
     return f"({lane}.end_seq IS NULL AND {BROKER})"
+
+
+def is_held(response: str) -> str:
+    """Whether a stored response is of a broker's lane that is held until a person acts.
+
+    Args:
+        response: the column.
+    """
+    failures = ", ".join(f"'{failure.value}'" for failure in sorted(HOLD_FAILURES))
+    return f"{response} ->> 'failure' IN ({failures})"
 
 
 # Checkpoint and counter of every current lane, and of every ended lane that has pending
