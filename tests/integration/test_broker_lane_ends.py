@@ -10,7 +10,13 @@ import orjson
 import pytest
 
 from outbox.operations import endpoint_changes
-from tests.integration.test_brokers import MemoryBroker, Streams, last_failure, stream_endpoint
+from tests.integration.test_brokers import (
+    NO_STREAM,
+    MemoryBroker,
+    Streams,
+    last_failure,
+    stream_endpoint,
+)
 from tests.integration.test_lane_changes import set_lanes
 from tests.support.relay import (
     Network,
@@ -225,3 +231,21 @@ async def test_a_lost_response_to_an_end_is_resolved(database: Database, streams
     assert streams.lost_responses == 0
     assert streams.opened > opened
     assert contents(streams, 1) == [[1, "end", 1]]
+
+
+async def test_an_end_entry_shows_that_the_broker_works_again(
+    database: Database, streams: Streams
+) -> None:
+    await stream_endpoint(database)
+    state = "SELECT state FROM endpoint_health"
+    async with running(database, Network(), brokers=streams.connect):
+        await publish(database, 1)
+        await all_ended(database)
+        streams.stop = NO_STREAM
+        await set_lanes(database, 2)
+        await until(lambda: fetchval(database, f"SELECT ({state}) = 'failing'"), what="the failure")
+        streams.stop = None
+        await ended(database)
+        await until(
+            lambda: fetchval(database, f"SELECT ({state}) = 'recovering'"), what="the recovery"
+        )

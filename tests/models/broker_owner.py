@@ -312,6 +312,8 @@ class LaneOwner:
         attempt = Attempt(send, self._world.now, response, False, None, appended)
         telemetry: Any = _Telemetry()
         settlement = settle(self._of_relay, attempt, self._world.now, self._world.rng, telemetry)
+        if not settlement.records:
+            return
         *earlier, last = settlement.records
         self.recorder.pending += earlier
         if last.urgent:

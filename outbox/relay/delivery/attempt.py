@@ -39,7 +39,7 @@ class Attempt(NamedTuple):
     """A completed attempt."""
 
     send: Send | Open | End
-    """What was sent; after a delivery run, its last request.  An Open or End has failed."""
+    """What was sent; after a delivery run, its last request.  An Open has failed."""
     started_at: float
     """Epoch seconds."""
     response: AttemptResult
@@ -84,8 +84,7 @@ class AttemptSender:
     async def send(
         self, lane: LaneRuntime, send: Send | Open | End, started_at: float
     ) -> Attempt | None:
-        """Make one attempt; None: nothing was sent, or a lane was opened or ended, and the lane
-        decides again.
+        """Make one attempt; None: nothing was sent, or a lane was opened, and it decides again.
 
         Args:
             started_at: epoch seconds; replaced if the attempt waits for a slot.
@@ -126,7 +125,7 @@ class AttemptSender:
     async def _send_to_broker(
         self, lane: LaneRuntime, broker: Broker, send: Send | Open | End, started_at: float
     ) -> Attempt | None:
-        """Open the lane, append to it or end it; None: that is done, or it must be opened again."""
+        """Open the lane, append to it or end it; None: it is open, or must be opened again."""
         redactor = lane.runtime.redactor
         response: AttemptResult | None = None
         appended = None

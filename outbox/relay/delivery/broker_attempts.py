@@ -282,7 +282,7 @@ class BrokerAttempts:
     async def end(
         self, lane: LaneRuntime, broker: Broker, end: End
     ) -> tuple[AttemptResult, Appended] | None:
-        """Append the end entry of a lane; None: its stream has it, or it must be opened at once.
+        """Append the end entry of a lane, and record it; None: the lane must be opened at once.
 
         Raises:
             Fenced: this replica is no longer the owner.
@@ -302,12 +302,12 @@ class BrokerAttempts:
         result = await self._append_at(lane, broker, position, [message])
         if result is None or result[1].stop is not None:
             return result
-        if lane.runtime.broker is broker:
-            await self._record_end(lane, seq)
-        else:
+        if lane.runtime.broker is not broker:
             # The URL has changed meanwhile: whether the other server has the entry is not known.
             lane.state.reopen()
-        return None
+            return None
+        await self._record_end(lane, seq)
+        return result
 
     async def _record_end(self, lane: LaneRuntime, seq: int) -> None:
         await self._recorder.write_end(lane.state, lane.runtime.epoch, seq)

@@ -397,6 +397,8 @@ class Dispatcher:
         runtime, recorder, now = lane.runtime, self._recorder, self._now()
         settlement = settle(lane, attempt, now, self._rng, self._telemetry)
         self._follow_breaker(runtime, settlement.breaker)
+        if not settlement.records:
+            return now
         *earlier, record = settlement.records
         for each in earlier:
             recorder.add(lane.state, runtime.epoch, each)

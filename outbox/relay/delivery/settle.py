@@ -50,7 +50,8 @@ class Settlement(NamedTuple):
     outcome: AttemptOutcome
     """Of the delivery, or of a batch's last one."""
     records: list[Record]
-    """To write, in this order; of a batch, one for each delivery that it settled."""
+    """To write, in this order; of a batch, one for each delivery that it settled.  None for an end
+    entry."""
     breaker: BreakerEffect
 
 
@@ -68,7 +69,7 @@ def settle(
     """
     endpoint, send, response = lane.runtime.endpoint, attempt.send, attempt.response
     if isinstance(send, Open | End):
-        return _settle_opening(lane, attempt, now, rng, telemetry)
+        return _settle_without_delivery(lane, attempt, now, rng, telemetry)
     before, retryable = send.maybe_sent_before, endpoint.retryable
     if attempt.appended is not None:
         outcome, accepted_seq = append_outcome(attempt.appended), attempt.appended.through
@@ -98,18 +99,22 @@ def settle(
     return Settlement(outcome, [record], effect)
 
 
-def _settle_opening(
+def _settle_without_delivery(
     lane: LaneRuntime,
     attempt: Attempt,
     now: float,
     rng: Random,
     telemetry: DeliveryTelemetry,
 ) -> Settlement:
-    """Apply the failure to open a broker's lane, or to end it.
+    """Apply a lane's end, or the failure to open a broker's lane or to end it.
 
-    A lane whose stream does not match is held alone: the broker works, and so may other lanes.
+    An end entry that is stored shows that the broker works; there is no delivery to record.  A lane
+    whose stream does not match is held alone: the broker works, and so may other lanes.
     """
     runtime, outcome, effect = lane.runtime, _RETRY, _NO_EFFECT
+    if attempt.appended is not None and attempt.appended.stop is None:
+        outcome, effect = _apply_to_breaker(runtime, attempt, _DELIVERED, now, rng, telemetry)
+        return Settlement(outcome, [], effect)
     held = attempt.response.failure in HOLD_FAILURES
     if held:
         runtime.breaker.released(lane.loaded.id)
