@@ -30,6 +30,7 @@ from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+    from uuid import UUID
 
     import pytest
 
@@ -120,6 +121,44 @@ async def test_a_delivery_waiting_for_a_slot_obeys_a_pause(
             await endpoint_states.resume_endpoints(connection, "relay", ["shop"], actor="test")
         await all_ended(database)
     assert network.data() == ["slow", "last", "paused"]
+
+
+async def test_new_lanes_obey_a_pause_of_the_same_transaction(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await add_endpoint(database, lanes=1)
+    await add_endpoint(database, "other")
+    is_held, release = asyncio.Event(), asyncio.Event()
+    read_skipped = LaneStore.skipped
+
+    async def held(self: LaneStore, endpoint_ids: Collection[UUID]) -> dict[int, int]:
+        if is_changed:
+            is_held.set()
+            await release.wait()
+        return await read_skipped(self, endpoint_ids)
+
+    monkeypatch.setattr(LaneStore, "skipped", held)
+    network, is_changed = Network(), False
+    async with running(database, network):
+        await publish(database, 1)
+        await all_ended(database)
+        is_changed = True
+        async with database.connection(server_settings={"search_path": "relay"}) as connection:
+            async with connection.transaction():
+                await endpoint_changes.update_endpoint(
+                    connection, "relay", "shop", lambda old: replace(old, lanes=2), actor="test"
+                )
+                await endpoint_states.pause_endpoints(connection, "relay", ["shop"], actor="test")
+            await is_held.wait()
+            await publish(database, 2)
+            await until(lambda: len(network.accepted) == 3, 20, "the other endpoint's delivery")
+            release.set()
+            await publish(database, 3)
+            await until(lambda: len(network.accepted) == 4, 20, "the other endpoint's delivery")
+            assert [sent.body["data"] for sent in network.accepted] == [1, 1, 2, 3]
+            await endpoint_states.resume_endpoints(connection, "relay", ["shop"], actor="test")
+        await all_ended(database)
+    assert sorted(network.data()) == [1, 1, 2, 2, 3, 3]
 
 
 async def test_a_delivery_waiting_for_a_slot_obeys_a_retry_after(

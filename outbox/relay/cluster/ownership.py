@@ -281,14 +281,7 @@ class Ownership:
         # Read after the change was committed: the counters of ended lanes are final, and
         # later batches arrive as notifications.
         renewed = [e.id for e in endpoints if e.generation != generations[e.id]]
-        if renewed:
-            loaded = await self._lanes.lanes(renewed)
-            self._dispatcher.replace_lanes(loaded)
-            # This replica's own batches that were committed meanwhile had no owned lane yet.
-            self._dispatcher.notify_new_deliveries(
-                await self._lanes.counters([lane.id for lane in loaded])
-            )
-            log.info("lanes changed", endpoints=len(renewed), lanes=len(loaded))
+        loaded = await self._lanes.lanes(renewed) if renewed else []
         blocked = [
             lane.state for runtime in owned for lane in runtime.lanes.values() if lane.state.blocked
         ]
@@ -300,8 +293,16 @@ class Ownership:
         lifted = written - await self._lanes.blocked(written) if written else set()
         skipped = await self._lanes.skipped(generations)
         repairs = await self._lanes.repairs(generations)
+        # Before lanes are added: a pause or an end of the same transaction applies to them.
         self._dispatcher.update_endpoints(endpoints, lifted, skipped, repairs)
         self._stop_endpoints(e.id for e in endpoints if e.ends)
+        if renewed:
+            self._dispatcher.replace_lanes(loaded)
+            # This replica's own batches that were committed meanwhile had no owned lane yet.
+            self._dispatcher.notify_new_deliveries(
+                await self._lanes.counters([lane.id for lane in loaded])
+            )
+            log.info("lanes changed", endpoints=len(renewed), lanes=len(loaded))
 
     async def _endpoints(self, endpoint_ids: Collection[UUID]) -> list[Endpoint]:
         """The current settings of endpoints; logs those that cannot be used."""
