@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
+from outbox.core.brokers.port import StopKind
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from outbox.core.brokers.port import Appended, Capabilities, Message, Owner, Standing
+    from outbox.core.brokers.port import Appended, Capabilities, Message, Owner, Standing, Stop
     from outbox.destinations.http.egress import Network
     from outbox.destinations.interface import Tls
 
@@ -42,6 +44,14 @@ class BrokerFinding(NamedTuple):
     """Deliveries fail, or their promise does not hold; otherwise a warning."""
     what: str
     what_to_do: str
+    is_away: bool = False
+    """The server did not respond, or cannot serve now: its settings may be right."""
+
+
+def stopped_finding(stop: Stop, what_to_do: str) -> BrokerFinding:
+    """The finding of an examination that the broker stopped."""
+    is_away = stop.kind in (StopKind.UNAVAILABLE, StopKind.UNKNOWN)
+    return BrokerFinding(True, stop.detail, what_to_do, is_away)
 
 
 class Broker(Protocol):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from outbox.core.model.response import one_line
+from outbox.core.model.response import Failure, one_line
 from outbox.core.model.stored_response import STORED_VERSION
 from outbox.destinations.broker_address import broker_address
 from outbox.destinations.brokers import Brokers
@@ -49,9 +49,11 @@ async def run_broker_test(endpoint: EndpointUnderTest, policy: EgressPolicy) -> 
     errors = [each for each in findings if each.is_error]
     shown = errors or findings
     detail = "; ".join(f"{each.what} ({each.what_to_do})" for each in shown)
+    is_away = any(each.is_away for each in errors)
+    failure = Failure.UNAVAILABLE if is_away else Failure.MISCONFIGURED
     response = {
         "version": STORED_VERSION,
-        **({"failure": "misconfigured"} if errors else {}),
+        **({"failure": failure.value} if errors else {}),
         **({"detail": one_line(detail)} if shown else {}),
         "elapsed_ms": round((time.monotonic() - began_at) * 1000, 1),
     }
@@ -63,5 +65,5 @@ async def run_broker_test(endpoint: EndpointUnderTest, policy: EgressPolicy) -> 
         response,
         outcome,
         meaning,
-        tuple(EndpointTestFinding(*each) for each in findings),
+        tuple(EndpointTestFinding(*each[:3]) for each in findings),
     )

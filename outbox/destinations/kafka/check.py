@@ -15,7 +15,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
 
 from outbox.core.brokers.port import Stop
 from outbox.core.model.response import one_line
-from outbox.destinations.broker import BrokerFinding
+from outbox.destinations.broker import BrokerFinding, stopped_finding
 from outbox.destinations.kafka.egress import ServerChecks
 from outbox.destinations.kafka.failures import CLIENT_ERRORS, describe, error_of
 from outbox.destinations.kafka.loops import SILENT
@@ -54,7 +54,7 @@ async def check_topic(
     settings = await asyncio.to_thread(client_settings, target, address)
     checks = ServerChecks(policy, resolver, address.networks, secure=target.secure)
     if (stop := await checks.check(target.servers)) is not None:
-        return [BrokerFinding(True, stop.detail, _WHAT_TO_DO)]
+        return [stopped_finding(stop, _WHAT_TO_DO)]
     loop = asyncio.get_running_loop()
     try:
         reader = Reader(loop, settings, target.topic, committed=False)
@@ -66,11 +66,12 @@ async def check_topic(
             if not isinstance(topic, Stop):
                 topic = await checks.check(topic.servers) or topic
     except TimeoutError:
-        return [BrokerFinding(True, f"no response within {address.timeout_s:g} s", _WHAT_TO_DO)]
+        detail = f"no response within {address.timeout_s:g} s"
+        return [BrokerFinding(True, detail, _WHAT_TO_DO, is_away=True)]
     finally:
         reader.discard()
     if isinstance(topic, Stop):
-        return [BrokerFinding(True, topic.detail, _WHAT_TO_DO)]
+        return [stopped_finding(topic, _WHAT_TO_DO)]
     findings = check_partitions(target.topic, topic, lanes)
     if topic.partitions:
         configs = await asyncio.to_thread(_read_configs, settings, target, address.timeout_s)

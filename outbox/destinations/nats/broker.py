@@ -27,7 +27,7 @@ from outbox.core.brokers.port import (
     Stop,
     StopKind,
 )
-from outbox.destinations.broker import BrokerFinding
+from outbox.destinations.broker import BrokerFinding, stopped_finding
 from outbox.destinations.http.tls import endpoint_context, system_context
 from outbox.destinations.nats.checks import check_stream, refusal_of_stream
 from outbox.destinations.nats.connection import Connection, Stopped, open_socket
@@ -174,12 +174,12 @@ class NatsBroker:
                 link = await self._connect(checked=False)
                 info = await stream_info(link.connection, link.info.name)
         except TimeoutError:
-            return [BrokerFinding(True, self._no_response(), _WHAT_TO_DO)]
+            return [BrokerFinding(True, self._no_response(), _WHAT_TO_DO, is_away=True)]
         except Stopped as stopped:
             what, _, action = stopped.stop.detail.partition("; ")
-            return [BrokerFinding(True, what, action or _WHAT_TO_DO)]
+            return [stopped_finding(stopped.stop._replace(detail=what), action or _WHAT_TO_DO)]
         except ApiError as error:
-            return [BrokerFinding(True, error.stop.detail, _WHAT_TO_DO)]
+            return [stopped_finding(error.stop, _WHAT_TO_DO)]
         return check_stream(info, link.connection.version, self._target.subject)
 
     async def aclose(self) -> None:

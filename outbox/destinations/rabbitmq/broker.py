@@ -35,7 +35,7 @@ from outbox.core.brokers.port import (
     StopKind,
 )
 from outbox.core.model.response import one_line
-from outbox.destinations.broker import BrokerFinding
+from outbox.destinations.broker import BrokerFinding, stopped_finding
 from outbox.destinations.http.tls_contexts import ContextCache
 from outbox.destinations.rabbitmq.checks import check_streams
 from outbox.destinations.rabbitmq.connection import Lost, Rejected
@@ -163,11 +163,13 @@ class RabbitMqBroker:
             async with asyncio.timeout(self._timeout_s):
                 return await check_streams(self._nodes, self._target, lanes)
         except Stopped as error:
-            return [BrokerFinding(True, error.stop.detail, _WHAT_TO_DO)]
+            return [stopped_finding(error.stop, _WHAT_TO_DO)]
         except (Lost, Rejected) as error:
-            return [BrokerFinding(True, one_line(str(error)), _WHAT_TO_DO)]
+            is_away = isinstance(error, Lost)
+            return [BrokerFinding(True, one_line(str(error)), _WHAT_TO_DO, is_away)]
         except TimeoutError:
-            return [BrokerFinding(True, f"no response within {self._timeout_s:g} s", _WHAT_TO_DO)]
+            detail = f"no response within {self._timeout_s:g} s"
+            return [BrokerFinding(True, detail, _WHAT_TO_DO, is_away=True)]
 
     async def aclose(self) -> None:
         self._nodes.close()

@@ -37,7 +37,7 @@ from outbox.core.brokers.port import (
 )
 from outbox.core.brokers.redis_target import parse_url
 from outbox.core.model.response import one_line
-from outbox.destinations.broker import BrokerFinding
+from outbox.destinations.broker import stopped_finding
 from outbox.destinations.broker_connection import BrokerOpener, stop_of
 from outbox.destinations.interface import NotConnected
 from outbox.destinations.redis.checks import WHAT_TO_DO, findings_of
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from outbox.core.brokers.port import Message, Owner, Standing
-    from outbox.destinations.broker import BrokerAddress
+    from outbox.destinations.broker import BrokerAddress, BrokerFinding
     from outbox.destinations.http.dns import Resolver
     from outbox.destinations.http.egress import EgressPolicy
 
@@ -127,7 +127,7 @@ class RedisBroker:
         try:
             return await findings_of(self._connection, self._target, lanes)
         except (NotSent, ResponseLost, RedisError) as error:
-            return [BrokerFinding(True, _stop(error).detail, WHAT_TO_DO)]
+            return [stopped_finding(_stop(error), WHAT_TO_DO)]
 
     async def aclose(self) -> None:
         await self._connection.aclose()
