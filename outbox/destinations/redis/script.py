@@ -29,6 +29,7 @@ OPEN, FORCE = "", "force"
 """Instead of the sequence of an append: open the lane, or open it whatever its fence says."""
 BODY = "body"
 """The field of an entry besides its headers."""
+_VALUE = b"$%d\r\n%s\r\n"
 
 # KEYS: the stream, the fence.  ARGV: epoch, opening, identity and lane, the sequence after which to
 # append (or OPEN, FORCE); and for each message its sequence, the number of its fields and
@@ -112,16 +113,36 @@ def packed_call(
     ]  # fmt: skip
     count, parts = len(given), [_packed(each.encode()) for each in given]
     for message in messages:
-        headers = message.headers
-        count += 4 + 2 * len(headers)
-        parts.append(_packed(b"%d" % message.sequence))
-        parts.append(_packed(b"%d" % (2 * len(headers) + 2)))
-        for name, value in headers:
-            parts.append(_packed_name(name))
-            parts.append(_packed(value.encode()))
-        parts.append(_BODY)
-        parts.append(_packed(message.body))
+        count += 4 + 2 * len(message.headers)
+        parts.append(_packed_message(message))
     return b"*%d\r\n%b" % (count, b"".join(parts))
+
+
+def _packed_message(message: Message) -> bytes:
+    sequence, body = str(message.sequence), message.body
+    names: list[str] = []
+    values: list[int | str] = [len(sequence), sequence]
+    for name, value in message.headers:
+        names.append(name)
+        values += (len(value), value)
+    template = _template(tuple(names))
+    head = template % tuple(values)
+    if not head.isascii():
+        # Lengths count bytes.
+        values[2::2] = [len(value.encode()) for _, value in message.headers]
+        head = template % tuple(values)
+    return b"%b$%d\r\n%b\r\n" % (head.encode(), len(body), body)
+
+
+@lru_cache(1024)
+def _template(names: tuple[str, ...]) -> str:
+    """A message with these headers up to its body: for each value its length and itself.
+
+    The messages of an endpoint have the same headers, so that most of each is packed only once.
+    """
+    fields = [_packed(name.lower().encode()).replace(b"%", b"%%") + _VALUE for name in names]
+    count = _packed(b"%d" % (2 * len(names) + 2))
+    return b"".join([_VALUE, count, *fields, _packed(BODY.encode())]).decode()
 
 
 def packed(*words: str) -> bytes:
@@ -131,11 +152,3 @@ def packed(*words: str) -> bytes:
 
 def _packed(value: bytes) -> bytes:
     return b"$%d\r\n%b\r\n" % (len(value), value)
-
-
-@lru_cache(1024)
-def _packed_name(name: str) -> bytes:
-    return _packed(name.lower().encode())
-
-
-_BODY = _packed(BODY.encode())

@@ -91,6 +91,19 @@ async def test_messages_stand_in_the_stream_with_their_metadata(
     assert await broker.open(LANE, OWNER, 4, None) == Position(4, "delivery-4")
 
 
+async def test_headers_may_have_any_names_and_values(server: Valkey, broker: RedisBroker) -> None:
+    """The server reads as many bytes as the call announces, so a wrong length ends the lane."""
+    plain = message(1)
+    odd = {"X-Delivery": "delivery-2", "100%s": "äöü € 🐘", "%d": "%s", "X-Sequence": "2"}
+    both = [plain, plain._replace(sequence=2, headers=tuple(odd.items()))]
+    assert isinstance(await broker.open(LANE, OWNER, 0, None), Position)
+    assert await broker.append(LANE, OWNER, 0, both) == Appended(2)
+    assert (await server.entries(LANE))[1] == (
+        "2-0",
+        {name.lower(): value for name, value in odd.items()} | {"body": "x" * 10},
+    )
+
+
 async def test_the_set_of_the_lanes_has_each_lane_also_after_the_server_has_lost_it(
     server: Valkey, broker: RedisBroker
 ) -> None:
