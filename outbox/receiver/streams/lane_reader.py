@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from outbox.core.model.response import one_line
 from outbox.drivers.errors import condition_of
+from outbox.errors import OutboxError
 from outbox.receiver.decisions import Busy, HandlerFailed, Refuse, can_share_transaction
 from outbox.receiver.inbox.process import DeliveryOutcome
 from outbox.receiver.message import BadMessage, Message
@@ -76,6 +77,12 @@ class LaneStopped(Exception):
         self.sequence = sequence
         self.detail = one_line(detail)
         self.hold_off_s = hold_off_s
+
+
+class PlanOutdated(OutboxError):
+    """The lanes are not where their readers expect them, as after the restore of the inbox from a
+    backup.  All are read again from where the inbox stands.
+    """
 
 
 class EntryProcessor(Protocol):
@@ -146,6 +153,8 @@ class LaneReader:
         self._hold_off_s_max = hold_off_s_max
         self._position: int | None = None
         """None: it is read from the inbox."""
+        self._recorded = 0
+        """The highest position that the inbox has had."""
         self._stopped_at: int | None = None
         """The message at which the lane is stopped; 0: none in particular, None: it is not."""
         self._has_ended = False
@@ -155,6 +164,7 @@ class LaneReader:
 
         Raises:
             StreamUnavailable: the broker cannot be read.
+            PlanOutdated: the inbox does not have what it had.
         """
         failures, last = 0, (StopReason.FAILED, -1)
         while not self._has_ended:
@@ -191,19 +201,30 @@ class LaneReader:
         Raises:
             LaneStopped: the first of them that was not processed is the reason.
             StreamUnavailable: the broker cannot be read.
+            PlanOutdated: the inbox does not have what it had.
         """
         if self._position is None:
             try:
-                self._position = await self._processor.position(self._lane)
+                position = await self._processor.position(self._lane)
             except Exception as error:
                 self._stopped_at = self._stopped_at or 0
                 raise stop_of(error, None) from error
+            if position < self._recorded:
+                raise PlanOutdated(
+                    f"the inbox has lane {self._lane} up to sequence {position}, and had it up to "
+                    f"{self._recorded}"
+                )
+            self._position = self._recorded = position
+            # An inbox that has the lane does not join it in the middle.
+            self._from_start |= position > 0
             if self._stopped_at is not None and self._position >= self._stopped_at:
                 # An operator has skipped it, or another reader has processed it.
                 self._advance(self._position)
         entries = await self._source.read(self._lane, self._position, self._count, wait_s)
         if not entries:
             self._advance(self._position)
+            # Read again, of an idle lane: the inbox may have been restored.
+            self._position = None
             return False
         try:
             await self._process_entries(entries)
@@ -256,11 +277,11 @@ class LaneReader:
             except Exception:  # noqa: S110 - the failing message is found by processing each alone.
                 pass
             else:
-                self._advance(messages[-1].sequence)
+                self._advance(messages[-1].sequence, recorded=True)
                 return
         for message in messages:
             await self._process_one(message)
-            self._advance(message.sequence)
+            self._advance(message.sequence, recorded=True)
 
     async def _process_one(self, message: Message) -> None:
         try:
@@ -287,9 +308,12 @@ class LaneReader:
             raise stop_of(error, end.sequence) from error
         _check_conflict(taken, end.sequence)
         self._has_ended = True
-        self._advance(end.sequence)
+        self._advance(end.sequence, recorded=True)
 
-    def _advance(self, position: int) -> None:
+    def _advance(self, position: int, *, recorded: bool = False) -> None:
+        if recorded:
+            self._recorded = position
+            self._from_start = True
         if position != self._position or self._stopped_at is not None:
             self._stopped_at = None
             self._processor.advanced(self._lane, position)

@@ -24,6 +24,7 @@ from outbox.receiver.streams.generations import (
 from outbox.receiver.streams.lane_reader import (
     LaneReader,
     LaneStopped,
+    PlanOutdated,
     StopReason,
     hold_off_s,
     raise_if_cancelled,
@@ -47,7 +48,10 @@ if TYPE_CHECKING:
     from outbox.receiver.streams.source import StreamSource
 
 POLL_S = 1.0
-"""Interval at which new lanes, and the end of waiting, are found."""
+"""Interval at which new lanes are found."""
+INBOX_POLL_S = 10.0
+"""Interval at which the inbox is compared with the lanes that are read: another reader or an
+operator may have ended lanes, or it was restored from a backup."""
 BATCH_MAX = 100
 CONCURRENCY = 8
 HOLD_OFF_S_MAX = 30.0
@@ -56,6 +60,7 @@ WAIT_WARNING_S = 60.0
 """Time until it is logged that a lane waits for the end of another."""
 CANCEL_S = 1.0
 """Time until a task is cancelled again."""
+_UNREAD = (LaneActivity.WAITING, LaneActivity.ENDED)
 
 
 class ReadFailed(OutboxError):
@@ -192,7 +197,8 @@ class StreamReceiver:
                     await self._processor.create_tables()
                     await self._read_forever(source)
             except Exception as error:
-                stop = None if isinstance(error, StreamUnavailable) else stop_of(error, None)
+                is_plain = isinstance(error, StreamUnavailable | PlanOutdated)
+                stop = None if is_plain else stop_of(error, None)
                 text = str(error) if stop is None else stop.detail
                 if not self._is_interrupted:
                     failures, last = 0, ""
@@ -272,6 +278,7 @@ class StreamReceiver:
         """Read all lanes, until one of them cannot read the broker."""
         tasks: dict[str, asyncio.Task[None]] = {}
         found: set[str] = set()
+        now, compare_at = asyncio.get_running_loop().time, 0.0
         try:
             while True:
                 raise_if_cancelled()
@@ -281,9 +288,12 @@ class StreamReceiver:
                     log.warning("reading goes on")
                 running = {lane for lane, task in tasks.items() if not task.done()}
                 # As a rule nothing has changed: no statement every second.
-                if found != before or not found <= running | self._ended():
+                is_due = now() >= compare_at
+                if is_due or found != before or not found <= running | self._ended():
+                    compare_at = now() + INBOX_POLL_S
                     readers = await self._find_readers_or_none(source, found)
-                    for lane in readers.keys() - tasks.keys():
+                    self._check_plan(running)
+                    for lane in readers.keys() - running:
                         tasks[lane] = asyncio.create_task(readers[lane].run())
                         running.add(lane)
                 poll = asyncio.create_task(asyncio.sleep(POLL_S))
@@ -306,11 +316,18 @@ class StreamReceiver:
         """As `_find_readers`; none if the database fails, which ends no lane."""
         try:
             return await self._find_readers(source, found)
-        except StreamUnavailable:
+        except (StreamUnavailable, PlanOutdated):
             raise
         except Exception as error:
             log.warning("the inbox cannot be read now: %s", stop_of(error, None).detail)
             return {}
+
+    def _check_plan(self, running: Collection[str]) -> None:
+        """Raise PlanOutdated if a lane that is read must wait for another one."""
+        for lane in running:
+            status = self._processor.status.get(lane)
+            if status is not None and status.activity is LaneActivity.WAITING:
+                raise PlanOutdated(f"lane {lane} must wait {status.detail}")
 
     def _ended(self) -> set[str]:
         status = self._processor.status.values()
@@ -362,7 +379,7 @@ class StreamReceiver:
                 if lane in status:
                     self._processor.forget_stop(lane)
                 status[lane] = LaneStatus(lane, LaneActivity.ENDED, position)
-            elif lane not in status or status[lane].activity is LaneActivity.WAITING:
+            elif lane not in status or status[lane].activity in _UNREAD:
                 status[lane] = LaneStatus(lane, LaneActivity.READING, position)
 
 

@@ -27,6 +27,7 @@ from outbox.receiver import (
     StreamReceiver,
     StreamUnavailable,
 )
+from outbox.receiver.streams import lane_reader, receiver
 from tests.receiver.deliveries import delivery
 from tests.receiver.streams.rigs import Settings, Streams, lane, streams_of
 from tests.support.brokers.wire import wire_to
@@ -476,6 +477,38 @@ async def test_two_readers_of_one_inbox_process_each_event_once(
             for name in LANES:
                 await streams.write(name, 7)
         await until(_has_all(shops[0], streams), what="the events")
+
+
+async def test_a_running_reader_notices_that_its_database_was_restored(
+    streams: Streams, pool: asyncpg.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if no event arrives, and of lanes that have ended meanwhile."""
+    monkeypatch.setattr(lane_reader, "WAIT_S", 0.1)
+    monkeypatch.setattr(receiver, "POLL_S", 0.1)
+    monkeypatch.setattr(receiver, "INBOX_POLL_S", 0.1)
+    tables = ("effect", "outbox_inbox", "outbox_lane", "outbox_latest")
+    old, new = lane(), lane(generation=2)
+    await streams.write(old, 2)
+    shop = Shop(streams, pool)
+
+    async def all_processed() -> bool:
+        return await shop.effects() == streams.written
+
+    await shop.reader.drain()
+    for table in tables:
+        await pool.execute(f"CREATE TABLE backup_{table} AS TABLE {table}")
+    async with shop.running():
+        await streams.write(old, 3)
+        await streams.end(old, 1)
+        await streams.write(new, 3)
+        await until(all_processed, what="all events")
+        async with pool.acquire() as connection, connection.transaction():
+            for table in tables:
+                await connection.execute(f"DELETE FROM {table}")
+                await connection.execute(f"INSERT INTO {table} SELECT * FROM backup_{table}")
+        await until(all_processed, what="all events once more")
+    rows = await pool.fetch("SELECT lane FROM effect ORDER BY id")
+    assert [row["lane"] for row in rows] == [old] * 5 + [new] * 3
 
 
 async def test_a_memory_inbox_reads_as_well(streams: Streams) -> None:
