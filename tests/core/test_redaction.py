@@ -6,6 +6,7 @@ import base64
 import json
 import time
 from html import escape
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 import pytest
@@ -17,6 +18,9 @@ from outbox.core.model.headers import WIRE_BYTES_MAX, WIRE_COUNT_MAX
 from outbox.core.model.redaction import REDACTED, SecretRedactor, redact
 from outbox.core.model.response import BODY_BYTES_MAX, AttemptResult
 from outbox.core.model.stored_response import stored_response
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SECRET = "a/b+c=d <e>%&'"
 
@@ -135,33 +139,38 @@ def test_secrets_that_overlap_are_redacted_as_one() -> None:
     assert kept.body == b"x (not kept) abcdef ghijkl"
 
 
+def fastest_s(call: Callable[[], object], times: int = 20) -> float:
+    """The shortest CPU time of some calls, in seconds."""
+    elapsed_s = []
+    for _ in range(times):
+        started_at = time.thread_time()
+        call()
+        elapsed_s.append(time.thread_time() - started_at)
+    return min(elapsed_s)
+
+
+def one_pass_s(body: bytes) -> float:
+    """The time of a loop over all bytes, which makes limits independent of the machine."""
+    return fastest_s(lambda: sum(1 for _ in body))
+
+
 @pytest.mark.parametrize("text", ['{"message": "accepted for processing"} ', "Bearer ", "\xe4"])
-def test_a_long_response_is_searched_in_less_than_half_a_millisecond(text: str) -> None:
+def test_a_long_response_is_searched_in_about_one_pass(text: str) -> None:
     """Every attempt with header values of its endpoint costs this, in the loop of the relay."""
     secrets = (f"Bearer {'4711-secret-' * 4}", "4711-secret-" * 4)
     body = (text.encode("latin-1") * BODY_BYTES_MAX)[:BODY_BYTES_MAX]
     response = AttemptResult.completed(500, 0.001, body=body)
     redactor = SecretRedactor(secrets)
-    elapsed_s = []
-    for _ in range(20):
-        started_at = time.thread_time()
-        redactor.redact(response)
-        elapsed_s.append(time.thread_time() - started_at)
-    assert min(elapsed_s) < 0.0005
+    assert fastest_s(lambda: redactor.redact(response)) < 4 * one_pass_s(body)
 
 
-def test_as_many_header_values_as_an_endpoint_may_have_pause_the_relay_for_milliseconds() -> None:
+def test_as_many_header_values_as_an_endpoint_may_have_are_searched_in_few_passes() -> None:
     """A tenant sets the headers of its endpoints."""
     size = WIRE_BYTES_MAX // WIRE_COUNT_MAX - 10
     body = (b'{"message": "accepted for processing"} ' * BODY_BYTES_MAX)[:BODY_BYTES_MAX]
     response = AttemptResult.completed(500, 0.001, body=body)
-    elapsed_s = []
-    for attempt in range(5):
-        secrets = [f"{attempt}/{n}-" + "+<" * (size // 2 - 3) for n in range(WIRE_COUNT_MAX)]
-        started_at = time.thread_time()
-        redact(response, secrets)
-        elapsed_s.append(time.thread_time() - started_at)
-    assert min(elapsed_s) < 0.025
+    secrets = [f"{n}-" + "+<" * (size // 2 - 3) for n in range(WIRE_COUNT_MAX)]
+    assert fastest_s(lambda: redact(response, secrets), 5) < 100 * one_pass_s(body)
 
 
 def test_the_forms_of_an_endpoints_secrets_are_built_once(
