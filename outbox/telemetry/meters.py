@@ -166,12 +166,18 @@ class Meters:
         """Count the successes of a delivery run."""
         count = len(results)
         meters.attempts["delivered", None] += count
-        meters.deliveries["delivered"] += count
-        self._delivery_attempts.add(1, count)
         self.run_deliveries += count
-        add_duration, add_latency = meters.duration.add, meters.latency.add
+        add_duration = meters.duration.add
         for elapsed_s in results.elapsed_s:
             add_duration(elapsed_s)
+        self.record_accepted(meters, results)
+
+    def record_accepted(self, meters: EndpointMeters, results: RunResults) -> None:
+        """Count the deliveries that a run or a batch has delivered."""
+        count = len(results)
+        meters.deliveries["delivered"] += count
+        self._delivery_attempts.add(1, count)
+        add_latency = meters.latency.add
         for latency_s in results.latencies_s:
             if latency_s is not None:
                 add_latency(latency_s)

@@ -405,10 +405,13 @@ class World(Watch):
         outcome, through = classify_batch(
             batch, response, maybe_sent_before=before, retryable=retryable
         )
-        records = self.lane.record_batch_result(
+        accepted, failed = self.lane.record_batch_result(
             batch, through, outcome, response, POLICY,
             started_at=self.started_at, now=self.now, u=u,
         )  # fmt: skip
+        rows = [accepted.row(index) for index in range(len(accepted))]
+        records = [Record(self.lane.id, row.seq, row) for row in rows]
+        records += [] if failed is None else [failed]
         taken = 0
         if headers:
             taken = min(part or 0, len(batch) - (not is_success))

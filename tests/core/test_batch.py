@@ -232,9 +232,10 @@ def test_a_retry_budget_begins_when_the_delivery_fails_alone() -> None:
     assert sent(lane) == [1, 2]
     failed = AttemptResult.failed(Failure.TIMEOUT, "", 1.0)
     batch = (delivery(1), delivery(2))
-    (record,) = lane.record_batch_result(
+    _, record = lane.record_batch_result(
         batch, 0, AttemptOutcome.RETRY, failed, POLICY, started_at=NOW, now=NOW, u=0.5
     )
+    assert record is not None
     assert record.progress is not None
     assert (record.progress.spent, record.progress.first_attempt_at) == (0, None)
     lane.confirm_recorded(record)
@@ -345,9 +346,10 @@ def test_a_conflict_refuses_a_delivery_that_was_not_sent_before(is_known: bool) 
     send = lane.next(NOW)
     assert isinstance(send, Send)
     conflict, policy = AttemptResult.completed(409, 0.1), POLICY
-    (record,) = lane.record_batch_result(
+    _, record = lane.record_batch_result(
         send.batch, 0, AttemptOutcome.REFUSED, conflict, policy, started_at=NOW, now=NOW, u=0.5
     )
+    assert record is not None
     lane.confirm_recorded(record)
     alone = lane.next(NOW)
     assert isinstance(alone, Send)
@@ -366,8 +368,8 @@ def test_a_batch_is_delivered_if_all_of_it_was_stored_before_the_connection_ende
     send = lane.next(NOW)
     assert isinstance(send, Send)
     failed = AttemptResult.failed(Failure.UNKNOWN, "the connection ended", 0.1)
-    records = lane.record_batch_result(
+    accepted, record = lane.record_batch_result(
         send.batch, 2, AttemptOutcome.RETRY, failed, POLICY, started_at=NOW, now=NOW, u=0.5
     )
-    assert [record.attempt and record.attempt.outcome for record in records] == ["delivered"] * 2
+    assert (accepted.seqs, record) == ([1, 2], None)
     assert (lane.acked_seq, lane.in_flight, lane.failing) == (2, False, False)

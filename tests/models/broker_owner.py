@@ -312,14 +312,14 @@ class LaneOwner:
         attempt = Attempt(send, self._world.now, response, False, None, appended)
         telemetry: Any = _Telemetry()
         settlement = settle(self._of_relay, attempt, self._world.now, self._world.rng, telemetry)
-        if not settlement.records:
-            return
-        *earlier, last = settlement.records
-        self.recorder.pending += earlier
-        if last.urgent:
-            await self.recorder.write(last)
-        else:
-            self.recorder.pending.append(last)
+        record = settlement.record
+        if settlement.accepted is not None:
+            rows = map(settlement.accepted.row, range(len(settlement.accepted)))
+            self.recorder.pending += [Record(self.lane.id, row.seq, row) for row in rows]
+        if record is not None and record.urgent:
+            await self.recorder.write(record)
+        elif record is not None:
+            self.recorder.pending.append(record)
 
     def _note_hold(self, response: AttemptResult | None) -> None:
         failure = None if response is None else response.failure

@@ -31,9 +31,11 @@ its own, also if nothing was delivered: readers need it to know that the newer l
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from enum import Enum, auto
 from http import HTTPStatus
 from math import inf
+from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
 from outbox.core.delivery.batch import BatchSize
@@ -53,6 +55,7 @@ from outbox.core.delivery.commands import (
     Wait,
 )
 from outbox.core.delivery.delivery_buffer import DeliveryBuffer, is_expired
+from outbox.core.delivery.delivery_run import RunResults
 from outbox.core.delivery.message import Delivery
 from outbox.core.delivery.retry_state import RetryState
 from outbox.core.model.response_policy import AttemptOutcome
@@ -62,7 +65,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from outbox.core.delivery.commands import Command
-    from outbox.core.delivery.delivery_run import RunResults
     from outbox.core.model.dead_letter_reason import LaneDeadLetterReason
     from outbox.core.model.response import AttemptResult
     from outbox.core.model.retry_policy import RetryPolicy
@@ -75,6 +77,7 @@ class _Busy(Enum):
 
 # Bound once: enum member access is slow in Python 3.11.
 _SENDING = _Busy.SENDING
+_SEQ = attrgetter("seq")
 _OPEN, _SHUT, _DELIVERED = Gate.OPEN, Gate.SHUT, AttemptOutcome.DELIVERED
 
 BROKER_RETRY_S_MAX = 60.0
@@ -565,7 +568,7 @@ class Lane:
         started_at: float,
         now: float,
         u: float,
-    ) -> list[Record]:
+    ) -> tuple[RunResults, Record | None]:
         """Record the result of a Send with several deliveries.
 
         Args:
@@ -576,34 +579,27 @@ class Lane:
             u: uniform in [0, 1), for the jitter.
 
         Returns:
-            Records in sequence order; each but the last is a success.
+            The deliveries that were accepted, and the failure of the first one that was not; None:
+            all were.
         """
         # A 409 for deliveries that were not sent before is not about a duplicate.
         is_refusal = response.status == HTTPStatus.CONFLICT and not self._may_have_been_sent(
             batch[0]
         )
         response = strip_batch_response(response)
-        stored = stored_success(response)
-        records: list[Record] = []
-        for each in batch:
-            if each.seq > accepted_seq:
-                break
-            row = AttemptRow(
-                each.batch, each.seq, 1, "delivered", response.status, response.detail or None,
-                started_at, response.elapsed_s, stored,
-            )  # fmt: skip
-            records.append(Record(self.id, each.seq, row))
-        if records:
+        count = bisect_right(batch, accepted_seq, key=_SEQ)
+        results = RunResults.of_batch(batch[:count], response, started_at)
+        if count:
             self._success_at = now
             self._advance(accepted_seq, self._floor_batch, delivered=True)
             self._stalled_since = now if self.pending else None
         # All may be delivered although the batch as a whole was not: a broker's connection can end
         # just after the last confirm.
-        if outcome is AttemptOutcome.DELIVERED or len(records) == len(batch):
-            self._batch_size.record_accepted(batch[-1].seq, len(records), of=len(batch))
+        if outcome is AttemptOutcome.DELIVERED or count == len(batch):
+            self._batch_size.record_accepted(batch[-1].seq, count, of=len(batch))
             self._busy = None
-            return records
-        first, retry = batch[len(records)], self._retry
+            return results, None
+        first, retry = batch[count], self._retry
         self._conflict_seq = first.seq if is_refusal else 0
         self._batch_size.record_failed(first.seq - 1 if is_refusal else batch[-1].seq, len(batch))
         retry.attempts += 1
@@ -623,8 +619,7 @@ class Lane:
             response.elapsed_s,
             retry.last_response,
         )
-        records.append(self._record_retry(first, row))
-        return records
+        return results, self._record_retry(first, row)
 
     def revalidate(self, send: Send, now: float) -> Send | None:
         """A Send that waited for a slot, without expired deliveries; None: it is obsolete.

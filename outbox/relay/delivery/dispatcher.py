@@ -397,13 +397,12 @@ class Dispatcher:
         runtime, recorder, now = lane.runtime, self._recorder, self._now()
         settlement = settle(lane, attempt, now, self._rng, self._telemetry)
         self._follow_breaker(runtime, settlement.breaker)
-        if not settlement.records:
-            return now
-        *earlier, record = settlement.records
-        for each in earlier:
-            recorder.add(lane.state, runtime.epoch, each)
-        if not record.urgent:
-            recorder.add(lane.state, runtime.epoch, record)
+        if settlement.accepted:
+            recorder.add_run(lane.state, runtime.epoch, settlement.accepted)
+        record = settlement.record
+        if record is None or not record.urgent:
+            if record is not None:
+                recorder.add(lane.state, runtime.epoch, record)
             if not recorder.full:
                 return now
             await recorder.flush()

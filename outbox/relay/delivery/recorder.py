@@ -101,7 +101,7 @@ class Recorder:
         self._append(PendingRecord(lane, epoch, record))
 
     def add_run(self, lane: Lane, epoch: int, results: RunResults) -> None:
-        """Queue the successes of a delivery run, before any later record of the lane."""
+        """Queue the successes of a run or a batch, before any later record of the lane."""
         self._append(PendingRecord(lane, epoch, results))
 
     async def write(self, lane: Lane, epoch: int, record: Record) -> None:

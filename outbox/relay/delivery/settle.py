@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from random import Random
 
     from outbox.core.delivery.commands import Record
+    from outbox.core.delivery.delivery_run import RunResults
     from outbox.relay.delivery.attempt import Attempt
     from outbox.relay.delivery.owned_endpoints import EndpointRuntime, LaneRuntime
     from outbox.relay.delivery.telemetry import DeliveryTelemetry
@@ -49,9 +50,10 @@ class Settlement(NamedTuple):
 
     outcome: AttemptOutcome
     """Of the delivery, or of a batch's last one."""
-    records: list[Record]
-    """To write, in this order; of a batch, one for each delivery that it settled.  None for an end
-    entry."""
+    accepted: RunResults | None
+    """Deliveries of a batch that were accepted, to be written first."""
+    record: Record | None
+    """Of the delivery, or of the first one of a batch that was not accepted."""
     breaker: BreakerEffect
 
 
@@ -83,12 +85,12 @@ def settle(
     outcome, effect = _apply_to_breaker(lane.runtime, attempt, outcome, now, rng, telemetry)
     policy, u = endpoint.retry, rng.random()
     if len(send.batch) > 1:
-        records = lane.state.record_batch_result(
+        accepted, failed = lane.state.record_batch_result(
             send.batch, accepted_seq, outcome, response, policy,
             started_at=attempt.started_at, now=now, u=u,
         )  # fmt: skip
-        telemetry.batch_completed(lane, send, response, records, attempt.span)
-        return Settlement(outcome, records, effect)
+        telemetry.batch_completed(lane, send, response, accepted, failed, attempt.span)
+        return Settlement(outcome, accepted, failed, effect)
     record = lane.state.record_result(
         outcome, response, policy,
         started_at=attempt.started_at, now=now, u=u,
@@ -96,7 +98,7 @@ def settle(
         endpoint_healthy=lane.runtime.breaker.state is _HEALTHY,
     )  # fmt: skip
     telemetry.attempt_completed(lane, send.delivery, response, record, attempt.span)
-    return Settlement(outcome, [record], effect)
+    return Settlement(outcome, None, record, effect)
 
 
 def _settle_without_delivery(
@@ -114,7 +116,7 @@ def _settle_without_delivery(
     runtime, outcome, effect = lane.runtime, _RETRY, _NO_EFFECT
     if attempt.appended is not None and attempt.appended.stop is None:
         outcome, effect = _apply_to_breaker(runtime, attempt, _DELIVERED, now, rng, telemetry)
-        return Settlement(outcome, [], effect)
+        return Settlement(outcome, None, None, effect)
     held = attempt.response.failure in HOLD_FAILURES
     if held:
         runtime.breaker.released(lane.loaded.id)
@@ -126,7 +128,7 @@ def _settle_without_delivery(
         started_at=attempt.started_at, now=now, u=rng.random(), held=held,
     )  # fmt: skip
     telemetry.open_failed(lane, attempt.response, record)
-    return Settlement(outcome, [record], effect)
+    return Settlement(outcome, None, record, effect)
 
 
 def _apply_to_breaker(

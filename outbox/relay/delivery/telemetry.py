@@ -13,7 +13,7 @@ from outbox.core.model.headers import format_lines
 from outbox.telemetry.meters import Meters
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from outbox.core.delivery.commands import AttemptRow, Record
     from outbox.core.delivery.delivery_run import DeliveryRun, RunResults
@@ -82,7 +82,11 @@ class DeliveryTelemetry:
             origin = None if span is None else span.origin
             if self._tracing is not None and lane.runtime.broker is not None:
                 origin = self._tracing.origin(delivery)
-            self._delivered(lane, delivery, row, origin)
+            since = delivery.waits_since
+            latency_s = None if since is None else row.started_at + row.elapsed_s - since
+            self.meters.record_delivered(lane.runtime.meters, row.attempt, latency_s)
+            if origin is not None:
+                self._trace_delivered(lane, delivery, row, origin)
 
     def open_failed(self, lane: LaneRuntime, response: AttemptResult, record: Record) -> None:
         """Report that a broker's lane could not be opened, or ended."""
@@ -113,35 +117,28 @@ class DeliveryTelemetry:
         lane: LaneRuntime,
         send: Send,
         response: AttemptResult,
-        records: Sequence[Record],
+        accepted: RunResults,
+        failed: Record | None,
         span: AttemptSpan | None,
     ) -> None:
         """Report the result of a batch attempt.
 
         Args:
-            records: of the first deliveries; the others stay pending.
+            accepted: of the first deliveries.
+            failed: of the one after them, if there is one; the others stay pending.
         """
-        tracing, row = self._tracing, None
-        for delivery, record in zip(send.batch, records, strict=False):
-            row = record.attempt
-            assert row is not None
-            if row.outcome == "delivered":
-                origin = None if tracing is None else tracing.origin(delivery)
-                self._delivered(lane, delivery, row, origin)
-        # One request: its outcome is that of the last record.
+        tracing = self._tracing
+        self.meters.record_accepted(lane.runtime.meters, accepted)
+        if tracing is not None:
+            for index, delivery in enumerate(send.batch[: len(accepted)]):
+                if (origin := tracing.origin(delivery)) is not None:
+                    self._trace_delivered(lane, delivery, accepted.row(index), origin)
+        # One request: its outcome is that of the delivery that failed.
+        row = accepted.row(-1) if failed is None else failed.attempt
         assert row is not None
         self.meters.record_attempt(lane.runtime.meters, row, response)
         if tracing is not None and span is not None:
             tracing.end_attempt(span, row, response)
-
-    def _delivered(
-        self, lane: LaneRuntime, delivery: Delivery, row: AttemptRow, origin: TraceOrigin | None
-    ) -> None:
-        since = delivery.waits_since
-        latency_s = None if since is None else row.started_at + row.elapsed_s - since
-        self.meters.record_delivered(lane.runtime.meters, row.attempt, latency_s)
-        if origin is not None:
-            self._trace_delivered(lane, delivery, row, origin)
 
     def _trace_delivered(
         self, lane: LaneRuntime, delivery: Delivery, row: AttemptRow, origin: TraceOrigin

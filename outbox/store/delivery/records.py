@@ -471,7 +471,16 @@ def _attempts(runs: Sequence[tuple[int, RunResults]], records: Sequence[Record])
         columns = run.batches, run.seqs, run.statuses, run.started_at, run.elapsed_s, run.responses
         rows += [
             _attempt_row(
-                lane_id, batch, seq, 1, "delivered", status, None, started_at, elapsed_s, response
+                lane_id,
+                batch,
+                seq,
+                1,
+                "delivered",
+                status,
+                run.error,
+                started_at,
+                elapsed_s,
+                response,
             )
             for batch, seq, status, started_at, elapsed_s, response in zip(*columns, strict=True)
         ]
