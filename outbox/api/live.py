@@ -144,7 +144,8 @@ def _sample(before: LiveTotals, now: LiveTotals) -> Sample | None:
 
 class LiveQuery(RequestModel):
     endpoints: int = Field(default=ENDPOINTS, ge=0, le=ENDPOINTS_MAX)
-    """Maximum number of endpoints, those with the most pending deliveries first."""
+    """Maximum number of endpoints: those that fail first, then those with the most pending
+    deliveries."""
     since: AwareDatetime | None = None
     """Return only samples after this time."""
 

@@ -38,7 +38,8 @@ DOCTOR_TIMEOUT_S = 70.0
 
 class StatusQuery(RequestModel):
     limit: int = Field(default=LIMIT, ge=1, le=LIMIT_MAX)
-    """Maximum number of endpoints, those with the most pending deliveries first."""
+    """Maximum number of endpoints: those that fail first, then those with the most pending
+    deliveries."""
 
 
 class ResequenceQuery(RequestModel):

@@ -45,7 +45,7 @@ def command(
 ) -> None:
     """Show relays, pending deliveries and failing endpoints.
 
-    Endpoints with the most pending deliveries come first.
+    Endpoints that fail come first, then those with the most pending deliveries.
     """
     if interval_s is not None and not watch:
         raise click.UsageError("--interval requires --watch")

@@ -77,10 +77,14 @@ def is_waited_for(lane: str) -> str:
     )
 
 
-def rank_endpoints(lanes: str, tenant: str, limit: str) -> str:
-    """The CTEs of the endpoints with the most pending deliveries.
+RANK = 'fails DESC, pending DESC, e.name COLLATE "C"'
 
-    `lanes` has all lanes, `totals` one row per endpoint, and `shown` the first `limit` of them.
+
+def rank_endpoints(lanes: str, tenant: str, limit: str) -> str:
+    """The CTEs of the endpoints that fail, and of those with the most pending deliveries.
+
+    `lanes` has all lanes, `totals` one row per endpoint, and `shown` the first `limit` of them in
+    the order of `RANK`.
 
     Args:
         lanes: LANE_STATE or LANE_CHECKPOINT.
@@ -102,8 +106,12 @@ totals AS MATERIALIZED (
            coalesce(sum(last_seq - acked_seq) FILTER (WHERE old), 0)::bigint AS old_pending
       FROM lanes GROUP BY endpoint_id),
 shown AS MATERIALIZED (
-    SELECT t.* FROM totals t JOIN endpoint e ON e.id = t.endpoint_id
-     ORDER BY t.pending DESC, e.name COLLATE "C" LIMIT {limit})"""  # noqa: S608
+    SELECT t.*, e.state = 'active' AND (t.failing_lanes > 0 OR h.state <> 'healthy'
+                OR t.endpoint_id IN (SELECT l.endpoint_id FROM lane_block b
+                                       JOIN lane l ON l.id = b.lane_id)) AS fails
+      FROM totals t JOIN endpoint e ON e.id = t.endpoint_id
+      LEFT JOIN endpoint_health h ON h.endpoint_id = e.id
+     ORDER BY {RANK} LIMIT {limit})"""  # noqa: S608
 
 
 def condition_of(row: Any) -> str:

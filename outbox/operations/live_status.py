@@ -26,9 +26,9 @@ DEAD_LETTERS_MAX = 1000
 LANES_MAX = 64
 """Lanes shown per endpoint."""
 
-# One scan of the lanes of a tenant's endpoints, or of all ($1 is NULL): totals, and the $2
-# endpoints with the most pending deliveries, with their lanes and the age of the first pending
-# event of each lane.
+# One scan of the lanes of a tenant's endpoints, or of all ($1 is NULL): totals, and the first $2
+# endpoints, those that fail and then those with the most pending deliveries, with their lanes and
+# the age of the first pending event of each lane.
 READ_LIVE_STATUS = f"""
 {lanes.rank_endpoints(lanes.LANE_CHECKPOINT, "$1", "$2")},
 sums AS (
@@ -42,7 +42,7 @@ sums AS (
       FROM totals),
 near AS (
     SELECT e.id, e.name, e.state, h.state AS health, h.since, h.held_until,
-           t.pending, t.lanes_total, t.failing_lanes, {lanes.BLOCKED} AS blocked,
+           t.pending, t.lanes_total, t.failing_lanes, t.fails, {lanes.BLOCKED} AS blocked,
            {lanes.SUBSCRIBED} AS subscribed, n.*
       FROM shown t
       JOIN endpoint e ON e.id = t.endpoint_id
@@ -55,7 +55,7 @@ near AS (
              FROM ({lanes.LANE_CHECKPOINT}) l WHERE l.endpoint_id = t.endpoint_id
             ORDER BY l.generation DESC, l.slot LIMIT {LANES_MAX}) n)
 SELECT * FROM sums LEFT JOIN near ON true
- ORDER BY pending DESC, name COLLATE "C", generation DESC, slot
+ ORDER BY fails DESC, pending DESC, name COLLATE "C", generation DESC, slot
 """  # noqa: S608 (constants only)
 
 # Endpoints counted by the inputs of their condition.
@@ -149,7 +149,7 @@ class LiveStatus:
 
     totals: LiveTotals
     endpoints: list[EndpointView]
-    """The endpoints with the most pending deliveries."""
+    """The endpoints that fail, and then those with the most pending deliveries."""
 
 
 async def read_live_status(

@@ -58,8 +58,9 @@ SELECT r.id, r.name, r.version, r.started_at, r.expires_at > clock_timestamp() A
   FROM replica r ORDER BY r.id
 """
 
-# Endpoints, those with the most pending deliveries first.  Retry state and age are of the lane
-# that has been failing or pending longest.  Details are read only for the endpoints shown.
+# Endpoints, those that fail first, then those with the most pending deliveries.  Retry state and
+# age are of the lane that has been failing or pending longest.  Details are read only for the
+# endpoints shown.
 ENDPOINTS = f"""
 {lanes.rank_endpoints(lanes.LANE_STATE, "NULL", "$1")},
 near AS MATERIALIZED (
@@ -79,7 +80,7 @@ SELECT t.*, e.id, e.name, e.url, e.state, e.state_at, e.state_by, e.state_commen
        k.slot AS block_slot, k.seq AS block_seq, k.at AS block_at, k.dead_id,
        f.generation, f.slot, f.retry_seq, f.attempts, f.spent, f.next_attempt_at, n.event_id,
        s.skip_seq,
-       {shorten_responses("p.last_response", 't.pending DESC, e.name COLLATE "C"')}
+       {shorten_responses("p.last_response", f"t.{lanes.RANK}")}
            AS last_response,
        (SELECT max({lanes.OLDEST_S}) FROM near l
          WHERE l.endpoint_id = e.id AND l.last_seq > l.acked_seq) AS oldest_s
@@ -101,7 +102,7 @@ SELECT t.*, e.id, e.name, e.url, e.state, e.state_at, e.state_by, e.state_commen
                 WHERE d.lane_id = f.lane_id AND d.batch >= f.floor_batch AND d.seq > f.acked_seq
                 ORDER BY d.batch, d.seq LIMIT 1) head
          JOIN outbox o ON o.id = head.outbox_id) n ON true
- ORDER BY t.pending DESC, e.name COLLATE "C"
+ ORDER BY t.{lanes.RANK}
 """  # noqa: S608 (constants only)
 
 DEAD_LETTERS = "SELECT state, count(*) AS dead_letters FROM dead_letter GROUP BY state"
