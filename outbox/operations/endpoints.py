@@ -77,6 +77,7 @@ _PAGE = """
  ORDER BY e.name COLLATE "C" LIMIT $2
 """
 LIST_PAGE = _LIST_ENDPOINTS + _PAGE
+NAMES_PAGE = f"SELECT e.id, e.name FROM endpoint e {_PAGE}"  # noqa: S608 (constants only)
 LIST_SETTINGS = f"SELECT e.id, {SETTING_COLUMNS} FROM endpoint e {_PAGE}"  # noqa: S608
 
 # The approximate size of a row in memory, of the columns that may be large.

@@ -98,7 +98,10 @@ def build_session(
 
     published, wake_ownership, wake_supervisor = WakeEvent(), WakeEvent(), WakeEvent()
     recorder = Recorder(
-        stores.records(workers.records, me, here), settings.ack_group_ms / 1000, lease_left_s
+        stores.records(workers.records, me, here),
+        settings.ack_group_ms / 1000,
+        lease_left_s,
+        telemetry.history,
     )
     scheduler = AdaptiveRequestScheduler(
         settings.in_flight_max, settings.tenant_in_flight_max, settings.tenant_rate_per_s

@@ -41,6 +41,7 @@ PAGES_MAX = 2
 """Pages that are read of each listing: they are alike."""
 PATHS = {
     "/v1/endpoints/{name}": ENDPOINT.format(0),
+    "/v1/endpoints/{name}/history": ENDPOINT.format(0),
     "/v1/endpoints/{name}/preview": ENDPOINT.format(0),
     "/v1/trace/{id}": KEY,
     "/v1/schedules/{name}": SCHEDULE.format(1),

@@ -95,6 +95,7 @@ async def asked(api: Api, tenant: str | None) -> dict[str, bytes]:
     places: dict[str, list[str]] = {
         "/v1/endpoints/{name}": [f"/v1/endpoints/{own}-{kind}" for kind in KINDS],
         "/v1/dead-letters/{id}": [f"/v1/dead-letters/{each}" for each in letters],
+        "/v1/endpoints/{name}/history": [f"/v1/endpoints/{own}-{KINDS[0]}/history"],
         "/v1/endpoints/{name}/preview": [f"/v1/endpoints/{own}-{kind}/preview" for kind in KINDS],
         "/v1/trace/{id}": ["/v1/trace/k"],
         "/v1/schedules/{name}": [],

@@ -145,7 +145,7 @@ def requests(route: Route, ids: Mapping[str, Any]) -> list[Request] | None:
             return [(route.path, None, {})]
         case ("PUT", "/v1/declaration"):
             return [(route.path, {"endpoints": []}, {"prune": True, "dead_letter": True})]
-        case ("GET", "/v1/endpoints" | "/v1/live"):
+        case ("GET", "/v1/endpoints" | "/v1/live" | "/v1/history" | "/v1/endpoint-histories"):
             return [(route.path, None, {})]
         case ("POST", "/v1/endpoints"):
             new = {"name": "acme.new", "url": URL}

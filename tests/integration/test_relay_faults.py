@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 
 from outbox.core.admission.request_scheduler import RequestScheduler
 from outbox.core.delivery.commands import AttemptRow, Progress, Record
+from outbox.core.delivery.delivery_history import DeliveryHistory
 from outbox.core.delivery.lane import Lane
 from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.operations import endpoint_changes, endpoint_removal, replays
@@ -438,7 +439,7 @@ async def _never_idle(database: Database) -> tuple[ContinuousLoad, asyncio.Task[
     replica = await Replica(database).start(endpoint.id)
     store = ContinuousLoad(replica.connection, replica.id)
     store.replica = replica
-    store.recorder = Recorder(store, 0.0, lambda: 60.0)
+    store.recorder = Recorder(store, 0.0, lambda: 60.0, DeliveryHistory())
     store.arrive()
     return store, asyncio.create_task(store.recorder.run())
 
@@ -485,7 +486,7 @@ async def test_a_cancelled_wait_for_the_recorder_does_not_affect_a_lane(database
     replica = await Replica(database).start(endpoint.id)
     store = RecordStore(replica.connection, replica.id)
     lane = replica.lane
-    recorder = Recorder(store, 0.0, lambda: 60.0)
+    recorder = Recorder(store, 0.0, lambda: 60.0, DeliveryHistory())
     row = AttemptRow(1, 1, 1, "retry", 503, None, 1.0, 0.001)
     record = Record(lane.id, 1, row, Progress(0, 0, 1, 1, 1, 1, 1.0, 2.0, {}))
     writing = asyncio.create_task(recorder.write(lane, replica.epoch, record))
@@ -505,7 +506,9 @@ async def test_the_receipt_of_a_partial_append_is_written_without_a_later_succes
     endpoint = await add_endpoint(database)
     replica = await Replica(database).start(endpoint.id)
     lane = replica.lane
-    recorder = Recorder(RecordStore(replica.connection, replica.id), 0.0, lambda: 60.0)
+    recorder = Recorder(
+        RecordStore(replica.connection, replica.id), 0.0, lambda: 60.0, DeliveryHistory()
+    )
     lane.record_receipt(1, "receipt 1")
     stored = AttemptRow(1, 1, 1, "delivered", None, None, 1.0, 0.001)
     recorder.add(lane, replica.epoch, Record(lane.id, 1, stored))
@@ -547,7 +550,9 @@ async def test_changes_for_a_closing_dispatcher_are_no_error(database: Database)
 
     network = Network(hang)
     store = LaneStore(await database.connect(**SESSION))
-    recorder = Recorder(RecordStore(await database.connect(**SESSION), me), 0.0, lambda: 60.0)
+    recorder = Recorder(
+        RecordStore(await database.connect(**SESSION), me), 0.0, lambda: 60.0, DeliveryHistory()
+    )
     dispatcher = Dispatcher(store, recorder, network, lambda: lease_left_s, RequestScheduler(10))
     lanes = await store.lanes([endpoint.id])
     known = {e.id: e for e in await store.endpoints([endpoint.id])}

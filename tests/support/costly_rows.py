@@ -109,6 +109,13 @@ SELECT lane_id, batch, seq, n, 1, 'retry', 500, now(), 1.0, CASE WHEN n <= 10 TH
   FROM delivery, generate_series(1, CASE WHEN lane_id % 100 = 0 THEN 10000 ELSE 10 END) n
  WHERE seq = :rows;
 
+INSERT INTO delivery_history (endpoint_id, slot, began_at, successes, failures, latencies)
+SELECT id, i % 288, to_timestamp(i * 300), 10000000, 10000000, array_fill(1000000, ARRAY[13])
+  FROM (SELECT floor(extract(epoch FROM now()) / 300)::bigint AS last) now,
+       generate_series(last - 287, last) i,
+       (SELECT '00000000-0000-0000-0000-000000000000'::uuid AS id UNION ALL
+        (SELECT id FROM endpoint ORDER BY name COLLATE "C" LIMIT 100)) e;
+
 INSERT INTO schedule (name, cron, timezone, type, key, tenant, payload, headers, misfire, grace_s,
                       overlap, state_by, state_comment, next_at, due_at)
 SELECT :schedule || to_char(n, 'FM0000'), '* 3 * 2 MON#5', 'America/New_York', :type, :key,

@@ -14,12 +14,12 @@ const BOTTOM = 20;
 const TOP = 8;
 
 // The viewBox has the width in pixels, so that text is not stretched with the lines.
-function widthInPixels() {
+export function widthInPixels() {
   const main = document.getElementById("main").clientWidth - (innerWidth <= 720 ? 24 : 40);
   return Math.round((main >= TWO_COLUMNS_MIN ? (main - 10) / 2 : main) - 30);
 }
 
-function axisMax(max) {
+export function axisMax(max) {
   if (max <= 2) return 2;
   const power = 10 ** Math.floor(Math.log10(max));
   return [1, 2, 5, 10].map((n) => n * power).find((n) => n >= max);

@@ -38,7 +38,7 @@ export function table(heads, rows, empty) {
 }
 
 export const row = (cells, heads, key) => h("tr", { "data-key": key }, cells.map((cell, n) => h("td", {
-  class: heads?.[n]?.startsWith("#") ? "number" : null, "data-head": heads?.[n]?.replace(/^#/, ""),
+  class: [heads?.[n]?.startsWith("#") && "number", cell === "–" && "none"].filter(Boolean).join(" ") || null, "data-head": heads?.[n]?.replace(/^#/, ""),
 }, cell)));
 
 export function definitionList(pairs) {

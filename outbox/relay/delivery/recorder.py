@@ -9,6 +9,7 @@ group is written the next one collects, so that groups grow with the load.
 from __future__ import annotations
 
 import asyncio
+from math import inf
 from typing import TYPE_CHECKING
 
 from outbox.core.delivery.commands import DeadLetter, Record
@@ -22,10 +23,13 @@ if TYPE_CHECKING:
 
     from outbox.core.brokers.repair import Repair
     from outbox.core.delivery.commands import Progress
+    from outbox.core.delivery.delivery_history import DeliveryHistory
     from outbox.core.delivery.lane import Lane
     from outbox.store.delivery.records import RecordStore
 
 CHECKPOINT_EVERY_S = 1.0
+HISTORY_EVERY_S = 10.0
+"""Until then the counts of the delivery history are in memory alone."""
 GROUP_MAX = 5_000
 """Rows in one statement; more wait for the next."""
 GROUP_BYTES_MAX = 32 << 20
@@ -68,6 +72,7 @@ class Recorder:
     Args:
         group_s: how long a success may wait for more records, in seconds.
         lease_left_s: remaining lease; when it is not positive, writing raises Fenced.
+        history: written with checkpoints, at most every `HISTORY_EVERY_S`.
     """
 
     def __init__(
@@ -75,8 +80,10 @@ class Recorder:
         store: RecordStore,
         group_s: float,
         lease_left_s: Callable[[], float],
+        history: DeliveryHistory,
     ) -> None:
         self._store = store
+        self._history = history
         self._group_s = group_s
         self._lease_left_s = lease_left_s
         self._pending: list[PendingRecord] = []
@@ -141,20 +148,23 @@ class Recorder:
             Fenced: this replica is no longer the owner.
         """
         clock = asyncio.get_running_loop().time
-        # None: no lane is dirty.
+        # None: no lane is dirty, and the history is written.
         checkpoint_at: float | None = None
+        history_at = clock() + HISTORY_EVERY_S
         while True:
             # Checked before each group, because under load a group is always waiting.
-            if checkpoint_at is not None and clock() >= checkpoint_at:
-                await self.checkpoint()
-                checkpoint_at = None
+            if checkpoint_at is not None and (now := clock()) >= checkpoint_at:
+                is_due = now >= history_at
+                await self.checkpoint(history=is_due)
+                if is_due:
+                    history_at = clock() + HISTORY_EVERY_S
+                checkpoint_at = None if self._history.is_empty else history_at
             try:
                 async with asyncio.timeout_at(checkpoint_at):
                     await self._arrived.wait()
             except TimeoutError:
                 continue
-            if checkpoint_at is None:
-                checkpoint_at = clock() + CHECKPOINT_EVERY_S
+            checkpoint_at = min(checkpoint_at or inf, clock() + CHECKPOINT_EVERY_S)
             if not self._pending:
                 self._arrived.clear()
                 continue
@@ -259,8 +269,11 @@ class Recorder:
         async with self._writing:
             await self._store.write_repaired(lane.id, epoch, repair)
 
-    async def checkpoint(self) -> None:
+    async def checkpoint(self, *, history: bool = True) -> None:
         """Write the progress of all dirty lanes, and their receipts.
+
+        Args:
+            history: the delivery history as well.
 
         Raises:
             Fenced: the lease expired.
@@ -270,12 +283,15 @@ class Recorder:
             # A lane is not dirty after an append that stored a part of its messages, because the
             # record of its failure has the progress.
             receipts, self._receipts = self._receipts, {}
-            if not moved and not receipts:
+            counted = self._history.remove_all() if history else []
+            if not moved and not receipts and not counted:
                 return
             if self._lease_left_s() <= 0:
                 raise Fenced
-            if moved:
-                await self._store.checkpoint([(lane_id, *at) for lane_id, at in moved.items()])
+            if moved or counted:
+                await self._store.checkpoint(
+                    [(lane_id, *at) for lane_id, at in moved.items()], counted
+                )
             if receipts:
                 await self._store.write_receipts(
                     [(lane_id, *receipt) for lane_id, receipt in receipts.items()]

@@ -1,4 +1,4 @@
-"""Telemetry of deliveries and endpoints: logs, metrics and traces."""
+"""Telemetry of deliveries and endpoints: logs, metrics, traces and the delivery history."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import structlog
 
 from outbox.core.delivery.circuit_breaker import BreakerState
 from outbox.core.delivery.commands import DeadRange, Send
+from outbox.core.delivery.delivery_history import DeliveryHistory
 from outbox.core.delivery.message import Delivery
 from outbox.core.model.headers import format_lines
 from outbox.telemetry.meters import Meters
@@ -41,6 +42,8 @@ class DeliveryTelemetry:
 
     def __init__(self, meters: Meters | None = None, tracing: Tracing | None = None) -> None:
         self.meters = meters or Meters()
+        self.history = DeliveryHistory()
+        """Written by the recorder of the session that runs."""
         self._tracing = tracing
 
     # -------------------------------------------------------------- attempts
@@ -77,7 +80,11 @@ class DeliveryTelemetry:
         self.meters.record_attempt(lane.runtime.meters, row, response)
         if self._tracing is not None and span is not None:
             self._tracing.end_attempt(span, row, response)
-        if row.outcome == "delivered":
+        endpoint_id = lane.runtime.endpoint.id
+        if row.outcome != "delivered":
+            self.history.add_failure(endpoint_id)
+        else:
+            self.history.add_successes(endpoint_id, (row.elapsed_s,))
             # An append to a broker has no span of its own.
             origin = None if span is None else span.origin
             if self._tracing is not None and lane.runtime.broker is not None:
@@ -93,6 +100,7 @@ class DeliveryTelemetry:
         # The end entry is no delivery, and has no attempts.
         if record.attempt is not None:
             self.meters.record_attempt(lane.runtime.meters, record.attempt, response)
+            self.history.add_failure(lane.runtime.endpoint.id)
 
     def run_attempt_traced(
         self,
@@ -111,6 +119,7 @@ class DeliveryTelemetry:
     def run_completed(self, lane: LaneRuntime, results: RunResults) -> None:
         """Report the successes that a run took, except for their traces."""
         self.meters.record_run(lane.runtime.meters, results)
+        self.history.add_run(lane.runtime.endpoint.id, results)
 
     def batch_completed(
         self,
@@ -128,7 +137,11 @@ class DeliveryTelemetry:
             failed: of the one after them, if there is one; the others stay pending.
         """
         tracing = self._tracing
+        endpoint_id = lane.runtime.endpoint.id
         self.meters.record_accepted(lane.runtime.meters, accepted)
+        self.history.add_run(endpoint_id, accepted)
+        if failed is not None:
+            self.history.add_failure(endpoint_id)
         if tracing is not None:
             for index, delivery in enumerate(send.batch[: len(accepted)]):
                 if (origin := tracing.origin(delivery)) is not None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from outbox.core.delivery.commands import DeadRange
+from outbox.core.delivery.delivery_history import INTERVAL_S, INTERVALS
 from outbox.store.cluster.replicas import fence
 from outbox.store.connection.message import WriteStatement
 from outbox.store.operational_events import (
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from outbox.core.brokers.repair import Repair
     from outbox.core.delivery.commands import DeadLetter, Progress, Record
+    from outbox.core.delivery.delivery_history import CountedDeliveries
     from outbox.core.delivery.delivery_run import RunResults
     from outbox.store.connection.store_connection import StoreConnection
 
@@ -191,9 +193,30 @@ SELECT FROM moved WHERE (SELECT count(*) FROM ({PUBLISH_REPORTED_EVENTS}) publis
 )
 
 # Writes checkpoints; they only move forward, and only in the owner's epoch (fencing).
+#   counted: adds to the delivery history, in the interval that the database's clock is in.  A row
+#     of the day before is replaced; if the clock was set back, nothing is added.  In the order of
+#     the endpoints, because replicas write the row of the sum, and an endpoint may have moved.
 WRITE_CHECKPOINTS = WriteStatement(
     "write_checkpoints",
-    f"""{fence("$3")}
+    f"""{fence("$3")},
+counted AS (
+    INSERT INTO delivery_history AS h (endpoint_id, slot, began_at, successes, failures, latencies)
+    SELECT v.endpoint_id, i.n % {INTERVALS}, to_timestamp(i.n * {INTERVAL_S}),
+           v.successes, v.failures, v.latencies
+      FROM fence,
+           (SELECT floor(extract(epoch FROM clock_timestamp()) / {INTERVAL_S})::bigint AS n) i,
+           unnest($4::json[]) AS document CROSS JOIN json_to_record(document)
+           AS v(endpoint_id uuid, successes bigint, failures bigint, latencies bigint[])
+     ORDER BY v.endpoint_id
+        ON CONFLICT (endpoint_id, slot) DO UPDATE
+       SET began_at = excluded.began_at,
+           successes = excluded.successes + h.successes * (h.began_at = excluded.began_at)::int,
+           failures = excluded.failures + h.failures * (h.began_at = excluded.began_at)::int,
+           latencies = CASE WHEN h.began_at < excluded.began_at THEN excluded.latencies
+                ELSE (SELECT array_agg(was + added ORDER BY n)
+                        FROM unnest(h.latencies, excluded.latencies)
+                             WITH ORDINALITY AS bucket(was, added, n)) END
+     WHERE h.began_at <= excluded.began_at)
 UPDATE lane_progress p
    SET acked_seq = v.acked_seq, delivered_seq = v.delivered_seq, floor_batch = v.floor_batch,
        retry_seq = NULL, attempts = 0, spent = 0, first_attempt_at = NULL,
@@ -433,11 +456,30 @@ class RecordStore:
             self._timeline,
         )
 
-    async def checkpoint(self, rows: Sequence[tuple[int, int, Progress]]) -> set[int]:
-        """Write checkpoints (lane, epoch, progress); returns the lanes that were accepted."""
+    async def checkpoint(
+        self,
+        rows: Sequence[tuple[int, int, Progress]],
+        history: Sequence[CountedDeliveries] = (),
+    ) -> set[int]:
+        """Write checkpoints (lane, epoch, progress); returns the lanes that were accepted.
+
+        Args:
+            history: added to the delivery history, also of lanes that are not accepted.
+        """
         progress = composite_array(starmap(_progress_row, rows))
+        counted = [
+            _json(
+                {
+                    "endpoint_id": str(each.endpoint_id),
+                    "successes": each.counts.successes,
+                    "failures": each.counts.failures,
+                    "latencies": each.counts.latencies,
+                }
+            )
+            for each in history
+        ]
         written = await self._db.write(
-            WRITE_CHECKPOINTS, self._replica_id, progress, self._timeline
+            WRITE_CHECKPOINTS, self._replica_id, progress, self._timeline, counted
         )
         lane_ids = [lane_id for lane_id, _, _ in rows]
         if written == len(rows):

@@ -251,6 +251,16 @@ DELETE FROM idempotency_key WHERE key = ANY(ARRAY(
 """,  # noqa: S608
 )
 
+# Deletes the delivery history of removed endpoints.
+DELETE_HISTORY = WriteStatement(
+    "delete_history",
+    f"""
+DELETE FROM delivery_history WHERE ctid = ANY(ARRAY(
+    SELECT h.ctid FROM endpoint e JOIN delivery_history h ON h.endpoint_id = e.id
+     WHERE e.state = 'removed' LIMIT {STEP}))
+""",  # noqa: S608
+)
+
 
 class RetentionStore:
     """Retention, on the maintenance connection.
@@ -295,6 +305,10 @@ class RetentionStore:
             while keep_s is not None and deleted == STEP:
                 deleted = await self._db.write(delete, keep_s)
                 deleted_rows += deleted
+        deleted = STEP
+        while deleted == STEP:
+            deleted = await self._db.write(DELETE_HISTORY)
+            deleted_rows += deleted
         return deleted_rows
 
     def _length_s(self, kind: WindowKind) -> float:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from outbox.core.delivery.commands import Record
+    from outbox.core.delivery.delivery_history import CountedDeliveries
     from outbox.core.delivery.delivery_run import RunResults
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Row, Steps, Transaction
@@ -47,7 +48,11 @@ class RecordStore(real.RecordStore):
         elif await self._db.call(write_records, self._me, rows, records, epochs) != urgent:
             raise Fenced
 
-    async def checkpoint(self, rows: Sequence[tuple[int, int, Progress]]) -> set[int]:
+    async def checkpoint(
+        self,
+        rows: Sequence[tuple[int, int, Progress]],
+        history: Sequence[CountedDeliveries] = (),
+    ) -> set[int]:
         return await self._db.call(write_checkpoints, self._me, rows)
 
     async def finish_endpoint(self, endpoint_id: UUID, lanes: Sequence[tuple[int, int]]) -> None:

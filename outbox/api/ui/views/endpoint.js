@@ -6,6 +6,7 @@ import * as access from "../endpoint_access.js";
 import * as endpointActions from "../endpoint_actions.js";
 import { removeEndpoint } from "../endpoint_removal.js";
 import { sendTest } from "../endpoint_test.js";
+import { EVERY_MS, dayCharts } from "../history.js";
 import { lanes } from "../lanes.js";
 import { live } from "../live.js";
 import { condition, responseLine, button, code, definitionList, row, table, when } from "../components.js";
@@ -86,6 +87,8 @@ function nextAttempt(each, lane) {
 
 export function view(place, [endpoint]) {
   const known = new Map();
+  let history = null;
+  let historyAt = 0;
   show(place, h("h1", null, endpoint), h("p", { class: "empty" }, "Loading…"));
   return live(place, async (signal) => {
     const detail = await get(`/v1/endpoints/${name(endpoint)}`, {}, signal);
@@ -93,6 +96,7 @@ export function view(place, [endpoint]) {
     const blocked = detail.lanes.filter(isBlocked);
     const isBroker = !/^https?:/i.test(each.url);
     await findBlockers(endpoint, blocked, known, signal);
+    if (session.now() - historyAt >= EVERY_MS) [history, historyAt] = [await get(`/v1/endpoints/${name(endpoint)}/history`, {}, signal), session.now()];
     const bars = detail.lanes.map((lane) => ({
       pending: lane.last_seq - lane.acked_seq, failing: lane.attempts > 0, blocked: isBlocked(lane) }));
     const busy = detail.lanes.filter((lane) => lane.last_seq > lane.acked_seq || isBlocked(lane)).slice(0, LANES_SHOWN);
@@ -119,6 +123,7 @@ export function view(place, [endpoint]) {
         detail.certificate && ["Client certificate", `${detail.certificate.subject ?? "set"}`],
         !isBroker && detail.secrets[0]?.public_key && ["Public key", h("code", null, detail.secrets[0].public_key)],
       ]),
+      dayCharts(history, session.now()),
       h("section", null,
         h("h2", null, "Lanes ", h("small", null, count(detail.lanes.length))),
         h("div", { class: "strip" }, lanes(endpoint, bars.slice(0, 256), { all: detail.lanes.length })),

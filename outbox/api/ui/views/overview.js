@@ -1,8 +1,10 @@
 // Overview: rates, pending deliveries, lanes, and endpoints by state.
 
+import { attention } from "../attention.js";
 import { get, session } from "../api.js";
 import { GAP_MS, WINDOW_MS, chart } from "../chart.js";
 import { h, show } from "../dom.js";
+import { EVERY_MS, dayCharts } from "../history.js";
 import { lanes, maxPending } from "../lanes.js";
 import { live } from "../live.js";
 import { condition, badgeTone } from "../components.js";
@@ -39,6 +41,8 @@ const isCurrentRate = (sample) => sample.seconds * 1000 <= GAP_MS;
 
 export function view(place) {
   let samples = [];
+  let history = null;
+  let historyAt = 0;
   const system = session.tenant === null;
   show(place, h("h1", null, "Overview"), h("p", { class: "empty" }, "Loading…"));
 
@@ -47,10 +51,12 @@ export function view(place) {
     const status = await get("/v1/live", { endpoints: 30, since }, signal);
     const { totals } = status;
     const now = Date.parse(totals.at);
+    if (now - historyAt >= EVERY_MS) [history, historyAt] = [await get("/v1/history", {}, signal), now];
     samples = samples.concat(status.samples).filter((each) => Date.parse(each.at) >= now - WINDOW_MS);
     const rates = samples.filter(isCurrentRate);
     const last = rates.at(-1);
     const newest = last && now - Date.parse(last.at) <= GAP_MS ? last : null;
+    const busy = status.endpoints.filter((each) => each.pending || each.lanes.some((lane) => lane.blocked));
     const oldest = Math.max(...status.endpoints.map((each) => each.oldest_s ?? 0), 0);
     const all = Object.values(totals.states).reduce((sum, n) => sum + n, 0);
     const dead = totals.dead_letters > DEAD_MAX ? `${count(DEAD_MAX)}+` : count(totals.dead_letters);
@@ -64,18 +70,19 @@ export function view(place) {
         tile("Lanes failing", count(totals.failing_lanes), { tone: totals.failing_lanes ? "fair" : "" }),
         tile("Lanes blocked", count(totals.blocked_lanes), { tone: totals.blocked_lanes ? "bad" : "" })),
       conditions(totals.states),
-      h("div", { class: "charts" },
+      attention(status, dead),
+      dayCharts(history, now),
+      rates.length > 1 && h("div", { class: "charts" },
         chart("Per second", rates, [
           ...(system ? [{ name: "events", kind: "a", value: (s) => s.events }] : [{ name: "deliveries created", kind: "a", value: (s) => s.deliveries }]),
           { name: "deliveries completed", kind: "b", value: (s) => s.ended, area: true },
         ], { now }),
         chart("Pending", samples, [{ name: "deliveries", kind: "c", value: (s) => s.pending, area: true }], { now, format: count })),
       h("section", null,
-        h("h2", null, "Lanes ", h("small", null, all > status.endpoints.length
-          ? `of the ${status.endpoints.length} endpoints with the most pending deliveries, of ${count(all)}`
-          : plural(all, "endpoint"))),
-        status.endpoints.length ? h("ul", { class: "lanelist" }, status.endpoints.map(row(maxPending(status.endpoints)))) : none(),
-        status.endpoints.length ? h("p", { class: "hint" }, "One bar per lane; the height shows pending deliveries (logarithmic). ",
+        h("h2", null, "Lanes ", h("small", null, busy.length === all ? plural(all, "endpoint")
+          : !busy.length ? `nothing is pending for ${plural(all, "endpoint")}` : `of ${plural(busy.length, "endpoint")} with pending deliveries; ${count(all)} in all`)),
+        busy.length ? h("ul", { class: "lanelist" }, busy.map(row(maxPending(busy)))) : all ? null : none(),
+        busy.length ? h("p", { class: "hint" }, "One bar per lane; the height shows pending deliveries (logarithmic). ",
           h("span", { class: "key idle" }, "idle"), h("span", { class: "key pending" }, "pending"),
           h("span", { class: "key failing" }, "failing"), h("span", { class: "key blocked" }, "blocked")) : null));
   });

@@ -1,0 +1,202 @@
+"""The delivery history counts what the attempt log has, once."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import TYPE_CHECKING
+
+import pytest
+
+from outbox.core.delivery.commands import Progress
+from outbox.core.delivery.delivery_history import ALL_ENDPOINTS, DeliveryHistory
+from outbox.errors import NotFound
+from outbox.operations import endpoint_removal
+from outbox.operations.history import list_histories, read_history
+from outbox.store.delivery.records import RecordStore
+from tests.integration.test_relay_faults import Replica
+from tests.support.relay import (
+    BUSY,
+    OK,
+    REFUSED,
+    Network,
+    add_endpoint,
+    all_ended,
+    exceptions,
+    fetchval,
+    publish,
+    running,
+)
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    import random
+    from uuid import UUID
+
+    from outbox.core.model.response import AttemptResult
+    from outbox.operations.history import History
+    from tests.support.postgres import Database
+    from tests.support.relay import Sent
+
+pytestmark = pytest.mark.one_major
+
+ATTEMPTS = """
+SELECT count(*) FILTER (WHERE outcome = 'delivered') AS successes,
+       count(*) FILTER (WHERE outcome <> 'delivered') AS failures
+  FROM attempt a JOIN lane l ON l.id = a.lane_id WHERE l.endpoint_id = $1 OR $2
+"""
+
+
+async def history_of(database: Database, endpoint: str | None = None, **options: str) -> History:
+    async with database.at_hand() as connection:
+        return await read_history(connection, "relay", endpoint=endpoint, **options)
+
+
+def sums(history: History) -> tuple[int, int]:
+    """Successes and failures of the 24 hours."""
+    return sum(p.successes for p in history.items), sum(p.failures for p in history.items)
+
+
+async def logged(database: Database, endpoint_id: UUID | None) -> tuple[int, int]:
+    """Successes and failures in the attempt log."""
+    async with database.at_hand() as connection:
+        row = await connection.fetchrow(ATTEMPTS, endpoint_id, endpoint_id is None)
+    return row["successes"], row["failures"]
+
+
+@pytest.mark.parametrize("batch_max", [None, 20])
+async def test_the_history_agrees_with_the_attempt_log(
+    database: Database, rng: random.Random, batch_max: int | None
+) -> None:
+    """Over runs, batches, failures, dead letters and two sessions in one interval."""
+
+    def respond(sent: Sent) -> AttemptResult:
+        if b"poison" in sent.request.body and sent.request.body.count(b'"data"') == 1:
+            return REFUSED
+        return BUSY if next(requests) % 5 == 2 else OK
+
+    requests = count()
+    retry = {"base_s": 0.001, "cap_s": 0.002, "attempts_max": 99}
+    shop = await add_endpoint(database, lanes=3, retry=retry, batch_max=batch_max)
+    await add_endpoint(database, "mail", types=["mail.**"])
+    for part in range(2):
+        async with running(database, Network(respond)):
+            for n in range(100):
+                key = f"key-{rng.randrange(20)}"
+                await publish(database, "poison" if n % 40 == 7 else n, key=key)
+            await publish(database, part, type="mail.sent")
+            await all_ended(database)
+    successes, failures = await logged(database, shop.id)
+    assert successes >= 190
+    assert failures > 0
+    assert sums(await history_of(database, "shop")) == (successes, failures)
+    assert sums(await history_of(database)) == await logged(database, None)
+    assert sums(await history_of(database, "mail"))[0] == 2
+    points = (await history_of(database, "shop")).items
+    assert all(p.p50_ms is not None and p.p99_ms is not None for p in points if p.successes)
+
+
+async def test_the_history_is_written_while_the_relay_runs(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when nothing follows."""
+    monkeypatch.setattr("outbox.relay.delivery.recorder.HISTORY_EVERY_S", 0.1)
+    monkeypatch.setattr("outbox.relay.delivery.recorder.CHECKPOINT_EVERY_S", 0.01)
+    await add_endpoint(database)
+    async with running(database, Network()):
+        for _ in range(2):
+            before = sums(await history_of(database))[0]
+            await publish(database, 1, 2)
+            await all_ended(database)
+
+            async def is_written(before: int = before) -> bool:
+                return sums(await history_of(database)) == (before + 2, 0)
+
+            await until(is_written, what="the history")
+
+
+async def test_an_interval_replaces_that_of_the_day_before(database: Database) -> None:
+    endpoint = await add_endpoint(database)
+    replica = await Replica(database).start(endpoint.id)
+    store = RecordStore(replica.connection, replica.id)
+    history = DeliveryHistory()
+
+    async def add(successes: int) -> None:
+        history.add_successes(endpoint.id, [0.02] * successes)
+        await store.checkpoint([], history.remove_all())
+
+    async def moved(interval: str) -> None:
+        await replica.connection.execute(
+            f"UPDATE delivery_history SET began_at = began_at + interval '{interval}'"
+        )
+
+    await add(5)
+    await add(2)
+    assert sums(await history_of(database)) == (7, 0)
+    await moved("-1 day")
+    assert sums(await history_of(database)) == (0, 0)
+    await add(3)
+    assert sums(await history_of(database, "shop")) == (3, 0)
+    rows = await fetchval(database, "SELECT count(*) FROM delivery_history")
+    # An interval may have ended meanwhile.
+    assert rows in (2, 4)
+    # The clock was ahead, and was set back: what is counted now would replace newer counts.
+    await moved("1 day")
+    await add(4)
+    later = await fetchval(
+        database,
+        "SELECT successes FROM delivery_history WHERE endpoint_id = $1 AND began_at > now()",
+        endpoint.id,
+    )
+    assert later == 3
+
+
+async def test_a_fenced_replica_counts_nothing(database: Database) -> None:
+    endpoint = await add_endpoint(database)
+    replica = await Replica(database).start(endpoint.id)
+    store = RecordStore(replica.connection, replica.id)
+    history = DeliveryHistory()
+    history.add_failure(endpoint.id)
+    async with database.at_hand() as connection:
+        await connection.execute("DELETE FROM relay.replica")
+    await store.checkpoint([(replica.lane.id, replica.epoch, Progress())], history.remove_all())
+    assert await fetchval(database, "SELECT count(*) FROM delivery_history") == 0
+
+
+async def test_endpoints_are_listed_by_name_with_their_hours(database: Database) -> None:
+    tenants = {"a": "acme", "b": None, "c": "acme"}
+    for name, tenant in tenants.items():
+        await add_endpoint(database, name, tenant=tenant, all_tenants=False)
+    async with running(database, Network()):
+        await publish(database, 1, 2, tenant="acme")
+        await publish(database, 3)
+        await all_ended(database)
+    async with database.at_hand() as connection:
+        page = await list_histories(connection, "relay", limit=2)
+        assert [(each.name, each.successes) for each in page] == [("a", 2), ("b", 1)]
+        assert page.more
+        rest = await list_histories(connection, "relay", limit=2, after="b")
+        assert [each.name for each in rest] == ["c"]
+        assert all(sum(p.successes for p in h.items) == h.successes for h in (*page, *rest))
+        own = await list_histories(connection, "relay", tenant="acme")
+        assert [each.name for each in own] == ["a", "c"]
+    assert sums(await history_of(database, tenant="acme")) == (4, 0)
+    assert sums(await history_of(database, tenant="other")) == (0, 0)
+    with pytest.raises(NotFound, match='did you mean "a"'):
+        await history_of(database, "aa")
+
+
+async def test_the_history_of_a_removed_endpoint_is_deleted(database: Database) -> None:
+    await add_endpoint(database)
+    other = await add_endpoint(database, "other")
+    async with running(database, Network()):
+        await publish(database, 1)
+        await all_ended(database)
+    async with database.at_hand() as connection:
+        await endpoint_removal.remove_endpoint(connection, "relay", "shop", actor="test")
+    ids = "SELECT array_agg(DISTINCT endpoint_id ORDER BY endpoint_id) FROM delivery_history"
+    async with running(database, Network()):
+        await until(
+            lambda: fetchval(database, f"SELECT ({ids}) = '{{{ALL_ENDPOINTS},{other.id}}}'"),
+            what="the hourly maintenance",
+        )
+    assert await exceptions(database) == {}
