@@ -9,6 +9,8 @@
     python3 run.py sim [ARGS...]       whole relays under faults, on virtual time
     python3 run.py bench [ARGS...]     throughput, latency and memory beside peers
     python3 run.py outbox ARGS...      any outbox command, such as: outbox --help
+    python3 run.py docs                build the documentation site in build/site
+    python3 run.py docs --serve        the same, and serve it on 127.0.0.1:8000
     python3 run.py fuzz [ARGS...]      coverage-guided fuzzing of all parsers
     python3 run.py audit               known vulnerabilities of the installed versions
     python3 run.py pin                 renew the pinned versions
@@ -91,7 +93,7 @@ def main(arguments: list[str]) -> int:
     if command in ("-h", "--help", "help"):
         print(__doc__.strip())
         return OK
-    if command not in ("demo", "test", "sim", "bench", "outbox", "fuzz", "audit", "pin"):
+    if command not in ("demo", "test", "sim", "bench", "outbox", "docs", "fuzz", "audit", "pin"):
         raise Stop(f"unknown command {command!r}; see: python3 run.py --help", USAGE)
     require_python(sys.version_info[:3])
     if command == "pin":
@@ -107,6 +109,14 @@ def main(arguments: list[str]) -> int:
         os.chdir(ROOT)
         module = {"sim": "tests.sim", "bench": "benchmarks", "fuzz": "tests.fuzz"}[command]
         return exec_program("python", "-m", module, *rest)
+    if command == "docs":
+        if rest not in ([], ["--serve"]):
+            raise Stop("docs takes no argument, or --serve", USAGE)
+        os.chdir(ROOT)
+        # The theme warns about a later MkDocs in every build.
+        os.environ["NO_MKDOCS_2_WARNING"] = "1"
+        serve = ("serve", "--dev-addr", "127.0.0.1:8000")
+        return exec_program("mkdocs", *(serve if rest else ("build", "--strict", "--clean")))
     if command == "audit":
         return exec_program("python", str(ROOT / ".ci" / "audit.py"), *rest)
     return exec_program("outbox", *(["demo", *rest] if command == "demo" else rest))

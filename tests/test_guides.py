@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from tests.support.postgres import Database
 
+TUTORIAL = GUIDES["first event"]
 FETCHES = {
     "node": [["npm", "init", "--yes"], ["npm", "install", "--silent", "pg"]],
     "go": [["go", "mod", "init", "fetch"], ["go", "get", "github.com/jackc/pgx/v5"]],
@@ -134,6 +135,24 @@ async def test_a_guide_leads_to_the_deliveries_that_it_shows(
         session.before_line, session.before_end = wait_for_delivery, wait
         await session.follow(examples(GUIDES[name]))
         assert received(session) == expected
+
+
+@pytest.mark.one_major
+async def test_the_tutorial_leads_to_the_event_in_the_reader_s_own_receiver(
+    empty_database: Database, tmp_path: Path
+) -> None:
+    (expected,) = [block.text for block in blocks(read(TUTORIAL)) if block.language == "text"]
+    async with newcomer(empty_database, tmp_path) as session:
+
+        async def wait_for_delivery(line: str) -> None:
+            if line == "outbox status":
+                await until(lambda: expected in session.printed("python receiver.py"))
+                await all_ended(empty_database)
+
+        session.before_line = wait_for_delivery
+        await session.follow(examples(TUTORIAL))
+        printed = session.printed("python receiver.py")
+    assert re.findall(r"^\d+ order.*\n", printed, re.MULTILINE) == [expected]
 
 
 @pytest.mark.one_major

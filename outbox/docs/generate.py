@@ -1,4 +1,4 @@
-"""Reference pages that are generated from code: commands, settings and metrics.
+"""Reference pages that are generated from code: commands, settings, metrics, SQL and errors.
 
 `python -m outbox.docs.generate` writes them; a test compares the files with the generated text.
 """
@@ -11,9 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 import click
 from annotated_types import Ge, Gt, Le
 
+from outbox.api.problem import ProblemKind
 from outbox.cli.main import PROGRAM, cli
 from outbox.config import Settings, secret_fields, variable_of
+from outbox.core.model.dead_letter_reason import DeadLetterReason
 from outbox.core.model.setting_types import OTHERS
+from outbox.docs import schema_page
+from outbox.errors import OutboxError
 from outbox.setting_sources import FILE_SUFFIX
 from outbox.telemetry.catalogue import CATALOGUE, Metric, MetricKind
 
@@ -78,6 +82,58 @@ leader reports the metrics that say so.
 METRICS_FOOT = """
 Prometheus also gets `target_info` (the version and the replica's name) and process metrics
 (`process_cpu_seconds_total`, `process_resident_memory_bytes`, `process_open_fds`).
+"""
+
+ERRORS_HEAD = """\
+# Errors
+
+Every error is one line that says what is wrong and what to do.
+
+## Dead-letter reasons
+
+The `reason` of a dead letter, in `outbox dead list`, the API, metrics and the page.
+[Replay dead letters](../howto/replay-dead-letters.md) has the repair.
+"""
+
+REASON_MEANINGS: dict[DeadLetterReason, str] = {
+    "refused": "The receiver responded with a status that is not retried, such as 422",
+    "exhausted": "The attempts or the time of the retry policy are used up",
+    "expired": "The event's `expires_at` passed before it was delivered",
+    "erased": "Its payload was erased by `outbox erase` or by retention",
+    "skipped": "An operator skipped it",
+    "backlog": "The endpoint's `--backlog-max` or `--backlog-age` was exceeded",
+    "adopted": "`outbox endpoint adopt` went on with a broker's stream that does not match",
+    "disabled": "The endpoint was disabled, by an operator, a 410, or `--disable-after`",
+    "removed": "The endpoint was removed with `--dead-letter`",
+}
+
+EXIT_CODES_TEXT = """
+## Exit codes
+
+| code | meaning |
+|---|---|
+| 0 | done |
+| 1 | the command ran and found a problem |
+| 2 | wrong usage: an argument, a setting, a name, or a state that does not allow the change |
+| 3 | it could not run: the database, the schema or a file is missing |
+| 130 | interrupted |
+
+## Exceptions
+
+Of the package `outbox.errors`, raised by `outbox.publish` and the other public functions.
+
+| exception | is a | exit code | meaning |
+|---|---|---|---|
+"""
+
+PROBLEMS_HEAD = """
+## Problems of the API
+
+Error responses are [RFC 9457](https://www.rfc-editor.org/rfc/rfc9457) problem details. `type` is
+stable and for programs; `detail` is for people and may change.
+
+| type | status | title |
+|---|---|---|
 """
 
 
@@ -154,10 +210,33 @@ def _metric_row(metric: Metric) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def errors_page() -> str:
+    """Dead-letter reasons, exit codes, exceptions and problems as Markdown."""
+    reasons = "".join(
+        f"\n### {reason}\n\n{REASON_MEANINGS[reason]}.\n" for reason in get_args(DeadLetterReason)
+    )
+    problems = "".join(
+        f"| `{kind.type}` | {kind.status} | {kind.title} |\n" for kind in ProblemKind
+    )
+    exceptions = "".join(_exception_rows(OutboxError))
+    return ERRORS_HEAD + reasons + EXIT_CODES_TEXT + exceptions + PROBLEMS_HEAD + problems
+
+
+def _exception_rows(kind: type[OutboxError]) -> Iterator[str]:
+    for child in kind.__subclasses__():
+        if child.__module__ == OutboxError.__module__:
+            assert child.__doc__ is not None
+            meaning = child.__doc__.strip().splitlines()[0]
+            yield f"| `{child.__name__}` | `{kind.__name__}` | {child.exit_code} | {meaning} |\n"
+            yield from _exception_rows(child)
+
+
 PAGES = {
     "command-line.md": commands_page,
+    "errors.md": errors_page,
     "metrics.md": metrics_page,
     "settings.md": settings_page,
+    "sql.md": schema_page.page,
 }
 
 

@@ -45,7 +45,10 @@ it.
 GUIDES = {
     name: f"outbox/docs/howto/publish-from-{name}.md"
     for name in ("fastapi", "flask", "psycopg", "sql")
-} | {"relay in an application": "outbox/docs/howto/run-the-relay-in-an-application.md"}
+} | {
+    "first event": "outbox/docs/tutorial/first-event.md",
+    "relay in an application": "outbox/docs/howto/run-the-relay-in-an-application.md",
+}
 """Documents that start in an empty directory; tests/test_guides.py follows them."""
 
 BACKGROUND = {
@@ -53,6 +56,7 @@ BACKGROUND = {
     "outbox relay": "replica registered",
     "uvicorn": "startup complete",
     "python worker.py": "replica registered",
+    "python receiver.py": "Running on",
     "flask": "Running on",
 }
 """Commands that run until the end of the session, and what they print when they are ready."""

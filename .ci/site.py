@@ -1,0 +1,98 @@
+"""Hooks of MkDocs: the navigation, and links to files outside of the documents' folder.
+
+The documents are read in the repository, too, so a link is the path of a file there.  What a
+document links to becomes part of the site, under `repository/`; the repository's README, which is
+the landing page there, becomes the site's.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = "outbox/docs/"
+INDEX = DOCS + "README.md"
+OUTSIDE = "repository/"
+
+_FENCED = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)([^)\s#]+)")
+_SECTION = re.compile(r"^## (.+)$", re.MULTILINE)
+_ENTRY = re.compile(r"^- \[([^]]+)\]\(([^)]+)\)", re.MULTILINE)
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Take the navigation from the index: a section for each heading with a list of links."""
+    config.nav = navigation((ROOT / INDEX).read_text("utf-8"))
+    return config
+
+
+def navigation(index: str) -> list[dict[str, object]]:
+    """The sections of the index with their pages."""
+    _, *parts = _SECTION.split(index)
+    nav: list[dict[str, object]] = [{"Home": "README.md"}]
+    for title, text in zip(parts[::2], parts[1::2], strict=True):
+        pages = [{name: in_site(source_of(link, INDEX))} for name, link in _ENTRY.findall(text)]
+        if pages:
+            nav.append({title: pages})
+    return nav
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the files outside of the documents' folder that documents link to."""
+    pending = [DOCS + each.src_uri for each in files.documentation_pages()]
+    while pending:
+        document = pending.pop()
+        for target in links((ROOT / document).read_text("utf-8"), document):
+            uri = in_site(target)
+            if not uri.startswith(OUTSIDE) or files.get_file_from_path(uri):
+                continue
+            if not (ROOT / target).is_file():
+                raise PluginError(f"{document}: a link leads to {target}, which is not a file")
+            files.append(File.generated(config, uri, abs_src_path=str(ROOT / target)))
+            if target.endswith(".md"):
+                pending.append(target)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Write links as MkDocs reads them: relative to the page in the site."""
+    uri = page.file.src_uri
+    source = uri.removeprefix(OUTSIDE) if uri.startswith(OUTSIDE) else DOCS + uri
+
+    def replaced(match: re.Match[str]) -> str:
+        target = in_site(source_of(match[1], source))
+        return posixpath.relpath(target, posixpath.dirname(uri) or ".")
+
+    parts = _FENCED.split(markdown)
+    fences = [*_FENCED.findall(markdown), ""]
+    return "".join(
+        _LINK.sub(replaced, part) + fence for part, fence in zip(parts, fences, strict=True)
+    )
+
+
+def links(text: str, document: str) -> list[str]:
+    """The files that a document links to, as paths in the repository."""
+    return [source_of(each[1], document) for each in _LINK.finditer(_FENCED.sub("", text))]
+
+
+def source_of(link: str, document: str) -> str:
+    return posixpath.normpath(posixpath.join(posixpath.dirname(document), link))
+
+
+def in_site(source: str) -> str:
+    """The path of a file of the repository in the site's sources."""
+    if source == "README.md":
+        return "README.md"
+    if source.startswith(DOCS):
+        return source.removeprefix(DOCS)
+    return OUTSIDE + source
