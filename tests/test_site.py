@@ -13,6 +13,7 @@ from urllib.parse import unquote, urldefrag
 
 import pytest
 
+from outbox.docs.pictures import ASSETS, PICTURES
 from tests.support.chromium import browsing, chromium
 from tests.support.documents import ROOT, read
 
@@ -81,8 +82,13 @@ class Links(HTMLParser):
             self.linked.append(found["href"])
 
 
-def test_every_link_of_the_site_leads_somewhere(site: Path) -> None:
-    pages = {path: Links(path.read_text("utf-8")) for path in site.rglob("*.html")}
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[Path, Links]:
+    """The parsed pages."""
+    return {path: Links(path.read_text("utf-8")) for path in site.rglob("*.html")}
+
+
+def test_every_link_of_the_site_leads_somewhere(site: Path, pages: dict[Path, Links]) -> None:
     broken = []
     for path, links in pages.items():
         for link in links.linked + links.requested:
@@ -99,11 +105,10 @@ def test_every_link_of_the_site_leads_somewhere(site: Path) -> None:
     assert broken == []
 
 
-def test_no_page_requests_anything_from_third_parties(site: Path) -> None:
+def test_no_page_requests_anything_from_third_parties(site: Path, pages: dict[Path, Links]) -> None:
     foreign = []
-    for path in site.rglob("*.html"):
-        requested = Links(path.read_text("utf-8")).requested
-        foreign += [each for each in requested if re.match(r"(https?:)?//", each)]
+    for links in pages.values():
+        foreign += [each for each in links.requested if re.match(r"(https?:)?//", each)]
     for path in site.rglob("*.css"):
         foreign += re.findall(r"url\([\"']?((?:https?:)?//[^)]+)", path.read_text("utf-8"))
     assert foreign == []
@@ -162,3 +167,9 @@ async def test_the_reference_has_the_columns_of_the_migrated_tables(database: Da
         name = part.partition("\n")[0]
         documented |= {(name, each) for each in re.findall(r"^\| `(\w+)` \|", part, re.MULTILINE)}
     assert documented == {(row["name"], row["column"]) for row in rows}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_is_the_generated_one(name: str) -> None:
+    made = PICTURES[name]().svg()
+    assert (ASSETS / name).read_text("utf-8") == made, "run: python -m outbox.docs.pictures"
