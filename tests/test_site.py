@@ -88,6 +88,7 @@ def pages(site: Path) -> dict[Path, Links]:
     return {path: Links(path.read_text("utf-8")) for path in site.rglob("*.html")}
 
 
+@pytest.mark.full
 def test_every_link_of_the_site_leads_somewhere(site: Path, pages: dict[Path, Links]) -> None:
     broken = []
     for path, links in pages.items():
@@ -105,6 +106,7 @@ def test_every_link_of_the_site_leads_somewhere(site: Path, pages: dict[Path, Li
     assert broken == []
 
 
+@pytest.mark.full
 def test_no_page_requests_anything_from_third_parties(site: Path, pages: dict[Path, Links]) -> None:
     foreign = []
     for links in pages.values():
