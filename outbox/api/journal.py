@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pydantic import Field
-
 from outbox.api import route
 from outbox.api.redaction import redactor_for
 from outbox.api.request_parsing import Paging
@@ -23,10 +21,6 @@ from outbox.operations.rows import ID_MAX
 class JournalQuery(Paging):
     endpoint: str | None = None
     """Entries of this endpoint only."""
-    kind: str | None = Field(default=None, min_length=1, max_length=100)
-    """Entries only whose kind begins with this, such as `endpoint_paused`."""
-    actor: str | None = Field(default=None, min_length=1, max_length=200)
-    """Entries only whose actor contains this."""
 
 
 @route.get(
@@ -41,8 +35,6 @@ async def _list(call: Call[JournalQuery, None]) -> Page[JournalRow]:
         journal.list_journal,
         endpoint_ids=await find_endpoint_ids(call.db, query.endpoint, call.tenant),
         ownership_changes=call.tenant is None,
-        kind=query.kind,
-        actor=query.actor,
         limit=query.limit,
         before=id_cursor(query.after, ID_MAX),
     )

@@ -26,10 +26,10 @@ export function view(place, _, values) {
     each.endpoint ? h("a", { href: link("endpoint", [each.endpoint]) }, each.endpoint) : "–",
     each.session_role && each.session_role !== each.actor ? h("span", { title: `Database role ${each.session_role}` }, each.actor) : each.actor,
     details(each.data),
-  ], HEADS, each.id)), Object.keys(values).length ? "No entries match." : "No entries."));
+  ], HEADS, each.id)), values.endpoint ? "No entries of this endpoint." : "No entries."));
   show(place, h("h1", null, "Journal"),
     h("p", { class: "hint" }, session.tenant === null ? "Every change, with the token, user or relay that made it." : "Changes of your endpoints."),
-    filters([["endpoint", "Endpoint"], ["kind", "Change"], ["actor", "By"]], values, (next) => { location.hash = link("journal", [], next); }), list.place);
+    filters([["endpoint", "Endpoint"]], values, (next) => { location.hash = link("journal", [], next); }), list.place);
   return once(place, () => list.load().catch((error) => {
     if (!permanent(error)) throw error;
     show(list.place, h("p", { class: "bad" }, sentence(error.message)));
