@@ -216,7 +216,7 @@ async def test_the_streams_of_a_broker_are_refilled_and_adopted(database: Databa
         await visitor.wait_for("The relay refills 1 lane of stream.")
         assert await fetchval(database, "SELECT repair = 'refill' FROM lane")
         await visitor.press("Adopt")
-        await visitor.wait_for("goes on without what its stream has lost")
+        await visitor.wait_for("continues without what its stream has lost")
         await visitor.press("Adopt", inside=visitor.dialog)
         await visitor.wait_for("The relay adopts 1 stream of stream.")
         assert await fetchval(database, "SELECT bool_or(repair = 'adopt') FROM lane")

@@ -41,7 +41,7 @@ export async function unblock(endpoint, blocked) {
 // Dead-letter the delivery that a lane is stuck on.
 export async function skip(endpoint, { name: lane, sequence, behind = 0 }) {
   const form = await confirm(`Skip sequence ${sequence}?`, [
-    h("p", null, `Lane ${lane} goes on${behind ? `: ${plural(behind, "delivery waits", "deliveries wait")} behind it` : ""}.`),
+    h("p", null, `Lane ${lane} continues${behind ? `: ${plural(behind, "delivery waits", "deliveries wait")} behind it` : ""}.`),
     h("p", { class: "hint" }, "It becomes a dead letter, which you can replay later. A request in flight completes first."), comment()],
   { yes: "Skip", kind: "danger" });
   if (!form) return;
@@ -61,7 +61,7 @@ export async function refill(endpoint) {
 }
 
 const ADOPTIONS = {
-  continue: "goes on without what its stream has lost",
+  continue: "continues without what its stream has lost",
   take_over: "takes its stream over",
   dead_letter: "ends, and newer lanes begin",
 };
@@ -73,7 +73,7 @@ export async function adopt(endpoint) {
   const lanes = plan.lanes.map((lane) => h("li", null, h("code", null, lane.lane), ` (${lane.held}) ${ADOPTIONS[lane.action]}`,
     lane.dead_letters_max ? `; up to ${plural(lane.dead_letters_max, "delivery becomes a dead letter", "deliveries become dead letters")}` : ""));
   const form = await confirm(`Adopt the streams of ${endpoint}?`, [
-    h("p", null, "The relay goes on with the streams as they are:"), h("ul", null, lanes),
+    h("p", null, "The relay continues with the streams as they are:"), h("ul", null, lanes),
     h("p", { class: "hint" }, "Stop other relays that append to the same streams first. Dead letters can be replayed later."), comment()],
   { yes: "Adopt", kind: "danger" });
   if (!form) return;

@@ -10,7 +10,7 @@ const HELD = ["forgot", "ahead", "foreign", "fenced"];
 const OF_BROKERS = ["refused", "unavailable", "misconfigured", "moved", "unknown"];
 
 const refill = (endpoint) => button("Refill", () => endpointActions.refill(endpoint), { title: "Append again what the stream has lost" });
-const adopt = (endpoint) => button("Adopt", () => endpointActions.adopt(endpoint), { title: "Go on with the stream as it is" });
+const adopt = (endpoint) => button("Adopt", () => endpointActions.adopt(endpoint), { title: "Continue with the stream as it is" });
 
 // `lane` has a name, the sequence that it waits for, its last response, and `behind`: how many
 // deliveries wait behind that one, if that is known.
@@ -18,5 +18,5 @@ export function stuckAction(endpoint, lane, label = "Skip") {
   const { failure } = lane.last_response ?? {};
   if (HELD.includes(failure)) return h("span", { class: "actions" }, failure === "forgot" ? refill(endpoint) : null, adopt(endpoint));
   if (OF_BROKERS.includes(failure)) return null;
-  return button(label, () => endpointActions.skip(endpoint, lane), { title: "Dead-letter this delivery, so that the lane goes on" });
+  return button(label, () => endpointActions.skip(endpoint, lane), { title: "Dead-letter this delivery, so that the lane continues" });
 }

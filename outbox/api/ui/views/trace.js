@@ -42,7 +42,7 @@ function delivery(each, event) {
 
 // Buttons for what resolves a cause.
 const ACTIONS = {
-  skip: ({ endpoint, lane, sequence }) => button(`Skip sequence ${sequence}`, () => endpointActions.skip(endpoint, { name: lane, sequence }), { title: "Dead-letter this delivery, so that the lane goes on" }),
+  skip: ({ endpoint, lane, sequence }) => button(`Skip sequence ${sequence}`, () => endpointActions.skip(endpoint, { name: lane, sequence }), { title: "Dead-letter this delivery, so that the lane continues" }),
   refill: ({ endpoint }) => button("Refill", () => endpointActions.refill(endpoint)),
   adopt: ({ endpoint }) => button("Adopt", () => endpointActions.adopt(endpoint), { title: "Go on with the stream as it is" }),
   replay: ({ dead_letter: id }) => button(`Replay dead letter ${id}`, () => replayOne(id)),
