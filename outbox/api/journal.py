@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from outbox.api import route
 from outbox.api.redaction import redactor_for
-from outbox.api.request_parsing import Paging
+from outbox.api.request_parsing import Paging, TimeOrAge
 from outbox.api.route import (
     Call,
     Page,
@@ -14,13 +14,21 @@ from outbox.api.route import (
 )
 from outbox.operations import journal
 from outbox.operations.criteria import find_endpoint_ids
-from outbox.operations.journal import JournalRow
+from outbox.operations.journal import JournalFilter, JournalRow
 from outbox.operations.rows import ID_MAX
 
 
 class JournalQuery(Paging):
     endpoint: str | None = None
     """Entries of this endpoint only."""
+    kind: str | None = None
+    """Entries of this kind only, such as endpoint_paused."""
+    actor: str | None = None
+    """Entries of this user, token or relay only."""
+    since: TimeOrAge | None = None
+    """Written at this time or later."""
+    until: TimeOrAge | None = None
+    """Written before this time."""
 
 
 @route.get(
@@ -35,6 +43,7 @@ async def _list(call: Call[JournalQuery, None]) -> Page[JournalRow]:
         journal.list_journal,
         endpoint_ids=await find_endpoint_ids(call.db, query.endpoint, call.tenant),
         ownership_changes=call.tenant is None,
+        only=JournalFilter(query.kind, query.actor, query.since, query.until),
         limit=query.limit,
         before=id_cursor(query.after, ID_MAX),
     )

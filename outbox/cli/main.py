@@ -69,6 +69,7 @@ COMMANDS = (
     CommandEntry("alerts", "Print Prometheus alert rules or a Grafana dashboard.", _INSPECT),
     CommandEntry("dead", "List, count, show, replay and discard dead letters.", _INSPECT),
     CommandEntry("replay", "Replay past events to an endpoint; list and abort replays.", _INSPECT),
+    CommandEntry("journal", "List changes, with the user, token or relay of each.", _INSPECT),
     CommandEntry("once", "List, show and reset idempotency keys.", _INSPECT),
     CommandEntry("erase", "Erase the payloads of a tenant's or a key's events.", _INSPECT),
     CommandEntry("prove", "Run relays under injected faults, and check the result.", _INSPECT),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
+from outbox.errors import UsageError
+from outbox.operations.criteria import absolute_time, read_now
 from outbox.operations.events import PLAN_BY_ID
 from outbox.operations.page_bytes import count_rows_within, read_page_limit
 from outbox.operations.rows import ID_MAX, RowPage, from_row
@@ -12,39 +15,83 @@ from outbox.store.connection.connect import map_errors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from datetime import datetime
     from uuid import UUID
 
     from asyncpg import Connection
 
+    from outbox.operations.criteria import When
 
 _COLUMNS = """j.id, j.at, j.kind, j.actor, j.session_role, j.endpoint_id, j.data::text AS data,
        e.name AS endpoint"""
 # The approximate size of an entry in memory, with its parsed data.
 _BYTES = "500 + 4 * octet_length(j.data::text) AS bytes, j.id"
 
+# The conditions of `JournalFilter`.
+_MATCHES = """($3::text IS NULL OR kind = $3) AND ($4::text IS NULL OR actor = $4)
+          AND ($5::timestamptz IS NULL OR at >= $5) AND ($6::timestamptz IS NULL OR at < $6)"""
+
 _ALL = """
 SELECT {columns} FROM journal j LEFT JOIN endpoint e ON e.id = j.endpoint_id
- WHERE j.id < $1 ORDER BY j.id DESC LIMIT $2
+ WHERE j.id < $1 AND {matches} ORDER BY j.id DESC LIMIT $2
 """
 
 # The newest entries of each endpoint by index, merged: one combined query would scan the
 # entries of all other endpoints.
 _OF_ENDPOINTS = """
-SELECT {columns} FROM unnest($3::uuid[]) AS wanted(id)
+SELECT {columns} FROM unnest($7::uuid[]) AS wanted(id)
   JOIN endpoint e ON e.id = wanted.id
  CROSS JOIN LATERAL (
        SELECT * FROM journal
         WHERE endpoint_id = wanted.id AND id < $1
-          AND ($4 OR kind NOT IN ('endpoint_claimed', 'endpoint_released'))
+          AND {matches}
+          AND ($8 OR kind NOT IN ('endpoint_claimed', 'endpoint_released'))
         ORDER BY id DESC LIMIT $2) j
  ORDER BY j.id DESC LIMIT $2
 """
 
-LIST_ALL, LIST_OF_ENDPOINTS = (each.format(columns=_COLUMNS) for each in (_ALL, _OF_ENDPOINTS))
-COUNT_ALL, COUNT_OF_ENDPOINTS = (
-    count_rows_within(each.format(columns=_BYTES), "p.id DESC") for each in (_ALL, _OF_ENDPOINTS)
+LIST_ALL, LIST_OF_ENDPOINTS = (
+    each.format(columns=_COLUMNS, matches=_MATCHES) for each in (_ALL, _OF_ENDPOINTS)
 )
+COUNT_ALL, COUNT_OF_ENDPOINTS = (
+    count_rows_within(each.format(columns=_BYTES, matches=_MATCHES), "p.id DESC")
+    for each in (_ALL, _OF_ENDPOINTS)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class JournalFilter:
+    """Conditions on journal entries, combined with AND.
+
+    Raises:
+        UsageError: a text is empty, or until <= since.
+    """
+
+    kind: str | None = None
+    """What changed, such as endpoint_paused."""
+    actor: str | None = None
+    """The actor as it names itself: a user, a token or a relay."""
+    since: When | None = None
+    until: When | None = None
+    """Written at or after `since`, and before `until`."""
+
+    def __post_init__(self) -> None:
+        for name in ("kind", "actor"):
+            if getattr(self, name) == "":
+                raise UsageError(f"{name} is empty")
+        since, until = self.since, self.until
+        if isinstance(since, datetime) and isinstance(until, datetime) and until <= since:
+            raise UsageError("until must be later than since")
+
+    async def arguments(self, connection: Connection[Any]) -> tuple[object, ...]:
+        """Read the arguments of `_MATCHES`, with absolute times by the database's clock."""
+        since, until = self.since, self.until
+        if isinstance(since, timedelta) or isinstance(until, timedelta):
+            now = await read_now(connection)
+            since, until = absolute_time(since, now), absolute_time(until, now)
+        return self.kind, self.actor, since, until
+
+
+NO_FILTER = JournalFilter()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +117,7 @@ async def list_journal(
     *,
     endpoint_ids: Sequence[UUID] | None = None,
     ownership_changes: bool = True,
+    only: JournalFilter = NO_FILTER,
     limit: int = 100,
     before: int = ID_MAX,
 ) -> RowPage[JournalRow]:
@@ -80,15 +128,16 @@ async def list_journal(
     Args:
         endpoint_ids: only entries of these endpoints; None: all.
         ownership_changes: include acquisitions and releases of the endpoints.
+        only: further conditions.
     """
     with map_errors(schema):
         async with connection.transaction(isolation="read_committed", readonly=True):
             await connection.execute(PLAN_BY_ID)
             count, select = COUNT_ALL, LIST_ALL
-            only: tuple[object, ...] = ()
+            arguments = await only.arguments(connection)
             if endpoint_ids is not None:
                 count, select = COUNT_OF_ENDPOINTS, LIST_OF_ENDPOINTS
-                only = (endpoint_ids, ownership_changes)
-            limit = await read_page_limit(connection, count, limit, before, limit, *only)
-            rows = await connection.fetch(select, before, limit + 1, *only)
+                arguments = (*arguments, endpoint_ids, ownership_changes)
+            limit = await read_page_limit(connection, count, limit, before, limit, *arguments)
+            rows = await connection.fetch(select, before, limit + 1, *arguments)
     return RowPage([from_row(JournalRow, row, parse=("data",)) for row in rows], limit)

@@ -154,6 +154,25 @@ async def test_the_journal_lists_the_newest_entry_first(database: Database, api:
     assert (await api.get("/v1/journal", endpoint="nobody")).status == 404
 
 
+async def test_the_journal_is_filtered_by_kind_actor_and_time(database: Database, api: Api) -> None:
+    await add_endpoint(database, "shop")
+    for _ in range(3):
+        await api.post("/v1/endpoints/shop/resume")
+
+    async def kinds(**only: str) -> set[str]:
+        return {row["kind"] for row in await api.items("/v1/journal", limit=2, **only)}
+
+    assert await kinds() > {"endpoint_resumed", "endpoint_added"}
+    assert await kinds(kind="endpoint_added") == {"endpoint_added"}
+    assert await kinds(kind="endpoint_added", endpoint="shop") == {"endpoint_added"}
+    assert await kinds(actor="token all", since="1h") == {"endpoint_resumed"}
+    assert await kinds(until="1h") == set()
+    assert await kinds(until="1h", endpoint="shop") == set()
+    assert len(await api.items("/v1/journal", limit=2, kind="endpoint_resumed")) == 3
+    for wrong in ({"kind": ""}, {"since": "yesterday"}):
+        assert (await api.get("/v1/journal", **wrong)).status == 422
+
+
 # ------------------------------------------------------------------- tokens
 
 

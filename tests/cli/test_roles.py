@@ -30,6 +30,7 @@ READING = (
     ("replay", "list", "--state", "all"),
     ("schedule", "list"),
     ("schedule", "show", "nightly"),
+    ("journal",),
     ("once", "list"),
     ("once", "show", "o"),
     ("token", "list"),

@@ -76,6 +76,7 @@ async def test_authentication_uses_an_index(db: Connection[Any], analyzed: bool)
     e1 = await db.fetchval("SELECT id FROM endpoint WHERE name = 'e1'")
     own = [row["id"] for row in await db.fetch("SELECT id FROM endpoint WHERE tenant='tenant-1'")]
     hash_ = await db.fetchval("SELECT hash FROM token WHERE name = 't77'")
+    none = (None,) * 4
     cases: list[tuple[str, tuple[Any, ...], int]] = [
         (api_tokens.FIND_TOKEN, (hash_,), 2),
         (api_tokens.LIST_TOKENS, (4000, False, 101), 5000),
@@ -84,9 +85,13 @@ async def test_authentication_uses_an_index(db: Connection[Any], analyzed: bool)
         (tenancy.COUNT_DEAD_LETTERS, ("tenant-1", [1, 2, 3]), 10),
         (tenancy.OWNS_JOB, ("tenant-1", 1), 5),
         (idempotency_keys.FIND_EVENTS, (["k1", "k2"],), 4),
-        (journal.LIST_ALL, (journal.ID_MAX, 101), 101 + 2200),
-        (journal.LIST_OF_ENDPOINTS, (journal.ID_MAX, 101, [e1], True), 2200),
-        (journal.LIST_OF_ENDPOINTS, (journal.ID_MAX, 101, own, False), 2000 + 20 * 101),
+        (journal.LIST_ALL, (journal.ID_MAX, 101, *none), 101 + 2200),
+        (journal.LIST_OF_ENDPOINTS, (journal.ID_MAX, 101, *none, [e1], True), 2200),
+        (
+            journal.LIST_OF_ENDPOINTS,
+            (journal.ID_MAX, 101, *none, own, False),
+            2000 + 20 * 101,
+        ),
     ]
     for sql, arguments, rows_max in cases:
         for generic in (False, True):

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 from playwright.async_api import expect
 
-from tests.page.browser import visiting
+from tests.page.browser import PHONE, visiting
 from tests.page.shop import shop
 from tests.support.api import make_token, serving
-from tests.support.relay import fetchval
+from tests.support.relay import add_endpoint, fetchval
 
 if TYPE_CHECKING:
     from tests.support.postgres import Database
@@ -111,3 +111,25 @@ async def test_a_read_token_sees_no_action_in_any_view(database: Database) -> No
             assert set(buttons) <= {"Apply", "Clear", "Load more", "Trace"}, place
             for name in ("Edit", "New endpoint"):
                 await expect(visitor.main.get_by_role("link", name=name)).to_have_count(0)
+
+
+async def test_the_journal_is_filtered_by_url_and_a_chip_removes_a_filter(
+    database: Database,
+) -> None:
+    await add_endpoint(database, "shop")
+    secret = await make_token(database, "me")
+    async with serving(database) as api, visiting(api.url, phone=True) as visitor:
+        page = visitor.page
+        await visitor.sign_in(secret)
+        await visitor.open("journal?kind=endpoint_added&since=1h")
+        rows = page.locator("tbody tr")
+        await expect(rows).to_have_count(1)
+        await expect(rows).to_contain_text("shop")
+        await visitor.press("Remove the filter Change: endpoint_added")
+        await expect(rows).not_to_have_count(1)
+        assert page.url.endswith("#/journal?since=1h")
+        await page.get_by_label("By").fill("nothing")
+        await visitor.press("Apply")
+        await visitor.wait_for("No entries match the filter.")
+        width = await page.evaluate("document.documentElement.scrollWidth")
+        assert width <= PHONE["width"]

@@ -32,7 +32,18 @@ export function pages(read, draw) {
   return { place, load: () => readPages([], null, items.length), repaint: paint };
 }
 
-const TIMES = { since: "2h", until: "now" };
+const TIMES = { since: "e.g. 2h", until: "now" };
+
+// One chip per filter that is set; a click removes it.
+function chips(fields, values, onChange) {
+  const set = fields.filter(([id]) => values[id]);
+  return set.length ? h("p", { class: "chips" }, set.map(([id, label, options]) => {
+    const text = options?.find(([value]) => value === values[id])?.[1] ?? values[id];
+    const { [id]: _, ...rest } = values;
+    return h("button", { type: "button", class: "chip", "aria-label": `Remove the filter ${label}: ${text}`, onclick: () => onChange(rest) },
+      `${label}: ${text} `, h("span", { "aria-hidden": "true" }, "×"));
+  })) : null;
+}
 
 // Filter form of a listing.  `onChange` puts the values into the URL, so that it can be shared.
 export function filters(fields, values, onChange) {
@@ -50,5 +61,5 @@ export function filters(fields, values, onChange) {
       title: TIMES[id] ? "An age such as 2h or 3d, or a time such as 2026-01-31T12:00Z" : null }))),
     h("div", { class: "actions" }, h("button", { type: "submit", class: "main" }, "Apply"),
       Object.keys(values).length ? h("button", { type: "button", onclick: () => onChange({}) }, "Clear") : null));
-  return form;
+  return h("div", null, form, chips(fields, values, onChange));
 }

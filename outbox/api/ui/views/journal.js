@@ -22,14 +22,15 @@ function details(data) {
 
 export function view(place, _, values) {
   const list = pages((after) => get("/v1/journal", { ...values, limit: 100, after }), (items) => table(HEADS, items.map((each) => row([
-    h("time", { datetime: each.at }, time(each.at)), each.kind.replaceAll("_", " "),
+    h("time", { datetime: each.at }, time(each.at)), 
+    h("a", { href: link("journal", [], { ...values, kind: each.kind }), title: "Entries of this kind only" }, each.kind.replaceAll("_", " ")),
     each.endpoint ? h("a", { href: link("endpoint", [each.endpoint]) }, each.endpoint) : "–",
     each.session_role && each.session_role !== each.actor ? h("span", { title: `Database role ${each.session_role}` }, each.actor) : each.actor,
     details(each.data),
-  ], HEADS, each.id)), values.endpoint ? "No entries of this endpoint." : "No entries."));
+  ], HEADS, each.id)), Object.keys(values).length ? "No entries match the filter." : "No entries."));
   show(place, h("h1", null, "Journal"),
     h("p", { class: "hint" }, session.tenant === null ? "Every change, with the token, user or relay that made it." : "Changes of your endpoints."),
-    filters([["endpoint", "Endpoint"]], values, (next) => { location.hash = link("journal", [], next); }), list.place);
+    filters([["endpoint", "Endpoint"], ["kind", "Change"], ["actor", "By"], ["since", "Since"], ["until", "Until"]], values, (next) => { location.hash = link("journal", [], next); }), list.place);
   return once(place, () => list.load().catch((error) => {
     if (!permanent(error)) throw error;
     show(list.place, h("p", { class: "bad" }, sentence(error.message)));
