@@ -1,52 +1,71 @@
-// What needs a person, most urgent first: one sentence, a link and the button that resolves it.
+// What needs a person, most urgent first, from the status of the relays and endpoints.
 
-import { button } from "./components.js";
+import { button, responseLine } from "./components.js";
 import { h } from "./dom.js";
-import * as endpointActions from "./endpoint_actions.js";
-import { count, duration, plural } from "./format.js";
+import { duration, plural } from "./format.js";
+import { readAndResume } from "./endpoint_actions.js";
 import { link } from "./router.js";
+import { stuckAction } from "./stuck_lane.js";
 
-const SHOWN = 8;
+const SHOWN_MAX = 8;
+// A running relay sequences an event within milliseconds.
+const WAITING_S_MAX = 10;
 
-const open = (endpoint, text) => h("a", { class: "button", href: link("endpoint", [endpoint]) }, text);
-const retryNow = (endpoint) => button("Retry now", () => endpointActions.runVerb(endpoint, "resume", "Retrying now, one request at a time at first."));
-const waits = (each) => (each.pending ? ` ${count(each.pending)} ${each.pending === 1 ? "delivery waits" : "deliveries wait"}${each.oldest_s === null ? "" : `, the oldest for ${duration(each.oldest_s)}`}.` : "");
-const blockedLanes = (each) => plural(each.lanes.filter((lane) => lane.blocked).length || 1, "lane");
+const endpointLink = (each) => h("a", { href: link("endpoint", [each.name]) }, each.name);
 
-// By the condition of an endpoint: the sentence, and the action.
-const CONDITIONS = {
-  blocked: (each) => [`${blockedLanes(each)} blocked by a dead letter, until you replay or discard it.`,
-    h("a", { class: "button", href: link("dead-letters", [], { endpoint: each.name }) }, "Decide")],
-  failing: (each) => ["All requests fail. Its lanes are probed until one succeeds.", [open(each.name, "Find out why"), retryNow(each.name)]],
-  rejecting: (each) => ["It rejects everything it gets: a wrong URL, secret or credential?", [open(each.name, "Find out why"), retryNow(each.name)]],
-  degraded: (each) => [`${plural(each.failing_lanes, "lane")} of ${each.lanes_total} stuck, each on one delivery. The others go on.`, open(each.name, "Show the stuck lanes")],
-  disabled: (each) => ["It is disabled and gets no events.", [open(each.name, "Find out why"), button("Enable", () => endpointActions.runVerb(each.name, "enable", `${each.name} is enabled. It receives new events.`))]],
-  paused: (each) => ["It is paused.", button("Resume", () => endpointActions.resume(each.name, []))],
-};
-const ORDER = Object.keys(CONDITIONS);
+const deadLetters = (values, text) => h("a", { class: "button", href: link("dead-letters", [], values) }, text);
 
-const item = (key, tone, name, sentence, action) => h("li", { "data-key": key, class: `is-${tone}` },
-  name, h("span", { class: "what" }, sentence), h("span", { class: "actions" }, action));
-
-function endpointItem(each) {
-  const [sentence, action] = CONDITIONS[each.condition](each);
-  return item(each.name, each.condition === "paused" || each.condition === "disabled" ? "off" : each.condition === "degraded" ? "fair" : "bad",
-    h("a", { class: "name", href: link("endpoint", [each.name]) }, each.name), sentence + waits(each), action);
+function relayItems({ replicas, cursor, blocker }) {
+  const replicasLink = h("a", { class: "button", href: link("replicas") }, "Run checks");
+  const alive = replicas.filter((each) => each.alive);
+  const lapsed = replicas.length - alive.length;
+  return [
+    !alive.length && { rank: 0, key: "relays", text: ["No relay is running: nothing is delivered."], action: replicasLink },
+    alive.length && cursor.waiting_s > WAITING_S_MAX && { rank: 1, key: "sequencing",
+      text: [`Sequencing stands still: the oldest unsequenced event is ${duration(cursor.waiting_s)} old`,
+        blocker ? ", because a database session blocks it." : "."], action: replicasLink },
+    alive.length && lapsed > 0 && { rank: 6, key: "lapsed",
+      text: [`${plural(lapsed, "relay")} lapsed: its lease has expired. ${plural(alive.length, "relay")} still running.`], action: replicasLink },
+  ];
 }
 
-// `status` is that of /v1/live; `dead` is the number of dead letters as text.
-export function attention(status, dead) {
-  const { totals } = status;
-  const endpoints = status.endpoints.filter((each) => each.condition in CONDITIONS && (each.condition !== "paused" || each.pending))
-    .sort((a, b) => ORDER.indexOf(a.condition) - ORDER.indexOf(b.condition) || b.pending - a.pending);
-  const items = endpoints.slice(0, SHOWN).map(endpointItem);
-  const others = endpoints.length - SHOWN;
-  if (others > 0) items.push(item("-more", "fair", h("a", { class: "name", href: link("endpoints") }, `and ${count(others)} more`), "Endpoints with the same needs.", null));
-  if (totals.dead_letters) {
-    items.push(item("-dead", "bad", h("a", { class: "name", href: link("dead-letters") }, "Dead letters"),
-      `${dead} ${totals.dead_letters === 1 ? "delivery was" : "deliveries were"} given no further attempt. Replay them when the cause is repaired, or discard them.`,
-      h("a", { class: "button", href: link("dead-letters") }, "Review")));
-  }
-  return h("section", { "aria-label": "Needs attention" }, h("h2", null, items.length ? "Needs attention" : "Nothing needs attention"),
-    items.length ? h("ul", { class: "attention" }, items) : null);
+function blockedItem(each) {
+  const { block, blocked_lanes: lanes } = each;
+  return { rank: 2, key: `blocked ${each.name}`, text: [endpointLink(each),
+    `: ${plural(lanes, "lane is", "lanes are")} blocked by a dead letter for ${duration(each.oldest_s)}; ${plural(each.pending, "delivery", "deliveries")} pending.`],
+  action: [block?.dead_letter && h("a", { class: "button", href: link("dead-letter", [String(block.dead_letter)]) }, `Dead letter ${block.dead_letter}`),
+    button("Resume…", () => readAndResume(each.name))] };
+}
+
+// One item for the endpoint's lane that fails longest; degraded endpoints have other lanes that deliver.
+function failingItem(each) {
+  const { failing } = each;
+  const last = responseLine(failing.last_response);
+  const rejecting = each.health?.state === "rejecting";
+  return { rank: rejecting ? 3 : each.condition === "degraded" ? 5 : 4, key: `failing ${each.name}`, text: [endpointLink(each),
+    `: ${rejecting ? "the circuit breaker is rejecting deliveries" : plural(each.failing_lanes, "lane is failing", "lanes are failing")} after `,
+    `${plural(failing.attempts, "attempt")}${last ? `, last response ${last}` : ""}; ${plural(each.pending, "delivery", "deliveries")} pending. `,
+    failing.event && h("a", { href: link("trace", [failing.event]) }, "Trace the event")],
+  action: failing.skip_requested ? null : stuckAction(each.name, { name: failing.lane, sequence: failing.sequence, last_response: failing.last_response }) };
+}
+
+const itemsOf = (each) => [
+  each.blocked_lanes > 0 && blockedItem(each),
+  each.state === "active" && each.failing && failingItem(each),
+  each.state === "disabled" && each.pending > 0 && { rank: 5, key: `disabled ${each.name}`,
+    text: [endpointLink(each), `: disabled, with ${plural(each.pending, "delivery", "deliveries")} pending.`], action: null },
+  each.dead_letters > 0 && { rank: 7, key: `dead ${each.name}`,
+    text: [endpointLink(each), `: ${plural(each.dead_letters, "dead letter waits", "dead letters wait")} for a decision.`],
+    action: deadLetters({ endpoint: each.name }, "Replay or discard…") },
+];
+
+// `status` is that of GET /v1/status.
+export function attention(status) {
+  const items = [...relayItems(status), ...status.endpoints.flatMap(itemsOf)].filter(Boolean).sort((a, b) => a.rank - b.rank);
+  const more = items.length - SHOWN_MAX;
+  return h("section", { class: "attention", "aria-label": "Needs attention" },
+    h("h2", null, items.length ? "Needs attention" : "Nothing needs attention."),
+    items.length ? h("ul", null, items.slice(0, SHOWN_MAX).map((item) => h("li", { "data-key": item.key, class: item.rank < 5 ? "urgent" : "" },
+      h("p", null, item.text), item.action ? h("div", { class: "actions" }, item.action) : null))) : null,
+    more > 0 ? h("p", { class: "hint" }, `${plural(more, "more item", "more items")}: see `, h("a", { href: link("endpoints") }, "Endpoints"), ".") : null);
 }

@@ -1,7 +1,7 @@
-// Overview: rates, pending deliveries, lanes, and endpoints by state.
+// Overview: what needs attention, rates, pending deliveries, lanes, and endpoints by state.
 
-import { attention } from "../attention.js";
 import { get, session } from "../api.js";
+import { attention } from "../attention.js";
 import { GAP_MS, WINDOW_MS, chart } from "../chart.js";
 import { h, show } from "../dom.js";
 import { EVERY_MS, dayCharts } from "../history.js";
@@ -12,6 +12,8 @@ import { link } from "../router.js";
 import { count, duration, plural, rate } from "../format.js";
 
 const DEAD_MAX = 1000;
+// The status is exact, so it costs more than the rates.
+const STATUS_EVERY_MS = 10000;
 
 const tile = (label, value, { tone = "", href, hint } = {}) => h(href ? "a" : "div", { class: `tile ${tone}`, href, title: hint },
   h("span", { class: "label" }, label), h("strong", null, value));
@@ -36,17 +38,23 @@ const row = (max) => (each) => h("li", { "data-key": each.name },
 const none = () => h("p", { class: "empty" }, "No endpoints yet. ",
   session.may("operate") && h("a", { href: link("new-endpoint") }, "Create an endpoint"));
 
+// Lanes of other endpoints are collapsed, unless they are few and all.
+const QUIET_OPEN_MAX = 5;
+const isBusy = (each) => each.pending > 0 || badgeTone(each.condition) !== "good";
+
 // A rate averaged over a long gap says nothing about one moment.
 const isCurrentRate = (sample) => sample.seconds * 1000 <= GAP_MS;
 
 export function view(place) {
   let samples = [];
+  const system = session.tenant === null;
+  let needs = null;
+  let readAt = -Infinity;
   let history = null;
   let historyAt = 0;
-  const system = session.tenant === null;
   show(place, h("h1", null, "Overview"), h("p", { class: "empty" }, "Loading…"));
 
-  return live(place, async (signal) => {
+  return live(place, async (signal, acted) => {
     const since = samples.length ? samples.at(-1).at : undefined;
     const status = await get("/v1/live", { endpoints: 30, since }, signal);
     const { totals } = status;
@@ -56,12 +64,14 @@ export function view(place) {
     const rates = samples.filter(isCurrentRate);
     const last = rates.at(-1);
     const newest = last && now - Date.parse(last.at) <= GAP_MS ? last : null;
-    const busy = status.endpoints.filter((each) => each.pending || each.lanes.some((lane) => lane.blocked));
     const oldest = Math.max(...status.endpoints.map((each) => each.oldest_s ?? 0), 0);
     const all = Object.values(totals.states).reduce((sum, n) => sum + n, 0);
     const dead = totals.dead_letters > DEAD_MAX ? `${count(DEAD_MAX)}+` : count(totals.dead_letters);
-    show(place,
+    const busy = status.endpoints.filter(isBusy);
+    const quiet = status.endpoints.filter((each) => !isBusy(each));
+    const draw = () => show(place,
       h("h1", null, "Overview"),
+      needs && attention(needs),
       h("div", { class: "tiles" },
         tile("Deliveries completed", newest ? `${rate(newest.ended)}/s` : "–", { hint: newest ? "" : "A rate needs two samples" }),
         tile("Pending", count(totals.pending), { tone: totals.pending > 1000 ? "fair" : "" }),
@@ -70,7 +80,6 @@ export function view(place) {
         tile("Lanes failing", count(totals.failing_lanes), { tone: totals.failing_lanes ? "fair" : "" }),
         tile("Lanes blocked", count(totals.blocked_lanes), { tone: totals.blocked_lanes ? "bad" : "" })),
       conditions(totals.states),
-      attention(status, dead),
       dayCharts(history, now),
       rates.length > 1 && h("div", { class: "charts" },
         chart("Per second", rates, [
@@ -79,11 +88,19 @@ export function view(place) {
         ], { now }),
         chart("Pending", samples, [{ name: "deliveries", kind: "c", value: (s) => s.pending, area: true }], { now, format: count })),
       h("section", null,
-        h("h2", null, "Lanes ", h("small", null, busy.length === all ? plural(all, "endpoint")
-          : !busy.length ? `nothing is pending for ${plural(all, "endpoint")}` : `of ${plural(busy.length, "endpoint")} with pending deliveries; ${count(all)} in all`)),
+        h("h2", null, "Lanes ", h("small", null, all > status.endpoints.length
+          ? `of the ${status.endpoints.length} endpoints with the most pending deliveries, of ${count(all)}`
+          : plural(all, "endpoint"))),
         busy.length ? h("ul", { class: "lanelist" }, busy.map(row(maxPending(busy)))) : all ? null : none(),
+        quiet.length ? h("details", { open: !busy.length && quiet.length <= QUIET_OPEN_MAX }, h("summary", null, `${plural(quiet.length, "healthy endpoint")} without pending deliveries`),
+          h("ul", { class: "lanelist" }, quiet.map(row(1)))) : null,
         busy.length ? h("p", { class: "hint" }, "One bar per lane; the height shows pending deliveries (logarithmic). ",
           h("span", { class: "key idle" }, "idle"), h("span", { class: "key pending" }, "pending"),
           h("span", { class: "key failing" }, "failing"), h("span", { class: "key blocked" }, "blocked")) : null));
+    draw();
+    if (!system || (!acted && performance.now() - readAt < STATUS_EVERY_MS)) return;
+    needs = await get("/v1/status", { limit: 30 }, signal);
+    readAt = performance.now();
+    draw();
   });
 }
