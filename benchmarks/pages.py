@@ -30,7 +30,7 @@ TIMEOUT_MS = 60_000
 
 # A view, its address, and the element that proves that it is rendered.
 VIEWS = {
-    "overview": ("overview", ".lanelist li"),
+    "overview": ("overview", ".tile"),
     "endpoints": ("endpoints", "tbody tr"),
     "an endpoint": ("endpoint/e7", ".facts"),
     "dead letters": ("dead-letters", "tbody tr"),

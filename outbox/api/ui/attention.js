@@ -2,7 +2,7 @@
 
 import { button, responseLine } from "./components.js";
 import { h } from "./dom.js";
-import { duration, plural } from "./format.js";
+import { count, duration, plural } from "./format.js";
 import { readAndResume } from "./endpoint_actions.js";
 import { link } from "./router.js";
 import { stuckAction } from "./stuck_lane.js";
@@ -25,14 +25,15 @@ function relayItems({ replicas, cursor, blocker }) {
       text: [`Sequencing stands still: the oldest unsequenced event is ${duration(cursor.waiting_s)} old`,
         blocker ? ", because a database session blocks it." : "."], action: replicasLink },
     alive.length && lapsed > 0 && { rank: 6, key: "lapsed",
-      text: [`${plural(lapsed, "relay")} lapsed: its lease has expired. ${plural(alive.length, "relay")} still running.`], action: replicasLink },
+      text: [`${plural(lapsed, "relay")} with an expired lease; ${count(alive.length)} running.`], action: replicasLink },
   ];
 }
 
-function blockedItem(each) {
+function blockedItem(each, at) {
   const { block, blocked_lanes: lanes } = each;
+  const since = block ? ` for ${duration((Date.parse(at) - Date.parse(block.since)) / 1000)}` : "";
   return { rank: 2, key: `blocked ${each.name}`, text: [endpointLink(each),
-    `: ${plural(lanes, "lane is", "lanes are")} blocked by a dead letter for ${duration(each.oldest_s)}; ${plural(each.pending, "delivery", "deliveries")} pending.`],
+    `: ${plural(lanes, "lane is", "lanes are")} blocked by a dead letter${since}; ${plural(each.pending, "delivery", "deliveries")} pending.`],
   action: [block?.dead_letter && h("a", { class: "button", href: link("dead-letter", [String(block.dead_letter)]) }, `Dead letter ${block.dead_letter}`),
     button("Resume…", () => readAndResume(each.name))] };
 }
@@ -49,8 +50,8 @@ function failingItem(each) {
   action: failing.skip_requested ? null : stuckAction(each.name, { name: failing.lane, sequence: failing.sequence, last_response: failing.last_response }) };
 }
 
-const itemsOf = (each) => [
-  each.blocked_lanes > 0 && blockedItem(each),
+const itemsOf = (each, at) => [
+  each.blocked_lanes > 0 && blockedItem(each, at),
   each.state === "active" && each.failing && failingItem(each),
   each.state === "disabled" && each.pending > 0 && { rank: 5, key: `disabled ${each.name}`,
     text: [endpointLink(each), `: disabled, with ${plural(each.pending, "delivery", "deliveries")} pending.`], action: null },
@@ -61,7 +62,7 @@ const itemsOf = (each) => [
 
 // `status` is that of GET /v1/status.
 export function attention(status) {
-  const items = [...relayItems(status), ...status.endpoints.flatMap(itemsOf)].filter(Boolean).sort((a, b) => a.rank - b.rank);
+  const items = [...relayItems(status), ...status.endpoints.flatMap((each) => itemsOf(each, status.at))].filter(Boolean).sort((a, b) => a.rank - b.rank);
   const more = items.length - SHOWN_MAX;
   return h("section", { class: "attention", "aria-label": "Needs attention" },
     h("h2", null, items.length ? "Needs attention" : "Nothing needs attention."),
