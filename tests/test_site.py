@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 QUESTIONS = {
     "dead letter replay": "howto/replay-dead-letters.html",
     "pgbouncer transaction": "howto/run-behind-pgbouncer.html",
-    "rotate secret": "howto/rotate-a-secret.html",
+    "rotate a signing key": "howto/rotate-a-secret.html",
     "django": "howto/publish-from-django.html",
     "idempotency key": "howto/publish-once-or-later.html",
     "memory relay": "howto/size-an-installation.html",
