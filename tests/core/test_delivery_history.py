@@ -16,18 +16,18 @@ from outbox.core.delivery.delivery_history import (
     latency_quantile_s,
 )
 
-SHOP, MAIL = UUID(int=7), UUID(int=3)
+SHOP, MAIL, BANK = UUID(int=7), UUID(int=3), UUID(int=5)
 DURATIONS = st.lists(st.floats(min_value=0, max_value=29), min_size=1, max_size=50)
 
 
 def test_counts_are_taken_once_with_their_sum() -> None:
     history = DeliveryHistory()
-    assert history.is_empty
+    assert not history
     history.add_successes(SHOP, [0.001, 0.02, 70.0])
     history.add_failure(MAIL)
     history.add_failure(SHOP)
-    assert not history.is_empty
-    taken = history.remove_all()
+    assert len(history) == 2
+    taken = history.remove(2)
     assert [each.endpoint_id for each in taken] == [ALL_ENDPOINTS, MAIL, SHOP]
     counts = {each.endpoint_id: each.counts for each in taken}
     assert (counts[SHOP].successes, counts[SHOP].failures) == (3, 1)
@@ -35,15 +35,29 @@ def test_counts_are_taken_once_with_their_sum() -> None:
     total = counts[ALL_ENDPOINTS]
     assert (total.successes, total.failures) == (3, 2)
     assert total.latencies == counts[SHOP].latencies == [1, 0, 1, *[0] * 9, 1]
-    assert history.is_empty
-    assert history.remove_all() == []
+    assert not history
+    assert history.remove(2) == []
+
+
+def test_counts_that_wait_longest_are_taken_first() -> None:
+    history = DeliveryHistory()
+    for endpoint_id in (SHOP, MAIL, SHOP, BANK):
+        history.add_failure(endpoint_id)
+    parts = []
+    while history:
+        parts.append({each.endpoint_id: each.counts.failures for each in history.remove(1)})
+        # What is counted meanwhile waits for the others.
+        if len(parts) == 1:
+            history.add_failure(SHOP)
+    expected = [(SHOP, 2), (MAIL, 1), (BANK, 1), (SHOP, 1)]
+    assert parts == [{ALL_ENDPOINTS: n, each: n} for each, n in expected]
 
 
 @given(DURATIONS, st.sampled_from([0.5, 0.99]))
 def test_a_quantile_is_in_the_bucket_of_the_exact_one(durations: list[float], share: float) -> None:
     history = DeliveryHistory()
     history.add_successes(SHOP, durations)
-    latencies = history.remove_all()[0].counts.latencies
+    latencies = history.remove(1)[0].counts.latencies
     found = latency_quantile_s(latencies, share)
     assert found is not None
     rank = max(-(-len(durations) * share // 1), 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -9,11 +10,14 @@ import pytest
 
 from outbox.core.delivery.commands import Progress
 from outbox.core.delivery.delivery_history import ALL_ENDPOINTS, DeliveryHistory
+from outbox.core.sequencing.partition_window import Retention
 from outbox.errors import NotFound
 from outbox.operations import endpoint_removal
 from outbox.operations.history import list_histories, read_history
+from outbox.store.cluster.replicas import ReplicaStore
 from outbox.store.delivery.records import RecordStore
-from tests.integration.test_relay_faults import Replica
+from outbox.store.retention.periods import RetentionStore
+from tests.integration.test_relay_faults import SESSION, Replica
 from tests.support.relay import (
     BUSY,
     OK,
@@ -24,12 +28,14 @@ from tests.support.relay import (
     exceptions,
     fetchval,
     publish,
+    register,
     running,
 )
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Sequence
     from uuid import UUID
 
     from outbox.core.model.response import AttemptResult
@@ -98,10 +104,12 @@ async def test_the_history_agrees_with_the_attempt_log(
 async def test_the_history_is_written_while_the_relay_runs(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also when nothing follows."""
+    """Also when nothing follows, and in more parts than one."""
+    monkeypatch.setattr("outbox.relay.delivery.recorder.HISTORY_ENDPOINTS_MAX", 1)
     monkeypatch.setattr("outbox.relay.delivery.recorder.HISTORY_EVERY_S", 0.1)
     monkeypatch.setattr("outbox.relay.delivery.recorder.CHECKPOINT_EVERY_S", 0.01)
-    await add_endpoint(database)
+    for name in ("shop", "mail", "bank"):
+        await add_endpoint(database, name)
     async with running(database, Network()):
         for _ in range(2):
             before = sums(await history_of(database))[0]
@@ -109,7 +117,7 @@ async def test_the_history_is_written_while_the_relay_runs(
             await all_ended(database)
 
             async def is_written(before: int = before) -> bool:
-                return sums(await history_of(database)) == (before + 2, 0)
+                return sums(await history_of(database)) == (before + 6, 0)
 
             await until(is_written, what="the history")
 
@@ -122,7 +130,7 @@ async def test_an_interval_replaces_that_of_the_day_before(database: Database) -
 
     async def add(successes: int) -> None:
         history.add_successes(endpoint.id, [0.02] * successes)
-        await store.checkpoint([], history.remove_all())
+        await store.checkpoint([], history.remove(1))
 
     async def moved(interval: str) -> None:
         await replica.connection.execute(
@@ -150,6 +158,32 @@ async def test_an_interval_replaces_that_of_the_day_before(database: Database) -
     assert later == 3
 
 
+async def test_replicas_add_to_the_same_endpoints_at_once(database: Database) -> None:
+    """Nothing is lost, and no deadlock: the row of the sum is shared by all, and endpoints move."""
+    ids = [(await add_endpoint(database, f"e{n}")).id for n in range(20)]
+
+    async def add(order: Sequence[UUID]) -> None:
+        connection = await database.connect(**SESSION)
+        store = RecordStore(connection, await register(ReplicaStore(connection)))
+        history = DeliveryHistory()
+        for _ in range(20):
+            for endpoint_id in order:
+                history.add_successes(endpoint_id, [0.02, 0.2])
+                history.add_failure(endpoint_id)
+            await store.checkpoint([], history.remove(len(ids)))
+
+    await asyncio.gather(add(ids), add(ids[::-1]), add(ids[10:] + ids[:10]))
+    assert sums(await history_of(database)) == (3 * 20 * 20 * 2, 3 * 20 * 20)
+    assert sums(await history_of(database, "e7")) == (3 * 20 * 2, 3 * 20)
+    async with database.at_hand() as connection:
+        latencies = await connection.fetch(
+            "SELECT latencies FROM delivery_history WHERE endpoint_id = $1", ids[7]
+        )
+    columns = zip(*(row["latencies"] for row in latencies), strict=True)
+    # In the buckets up to 25 ms and up to 250 ms.
+    assert list(map(sum, columns)) == [0, 0, 60, 0, 0, 60, *[0] * 7]
+
+
 async def test_a_fenced_replica_counts_nothing(database: Database) -> None:
     endpoint = await add_endpoint(database)
     replica = await Replica(database).start(endpoint.id)
@@ -158,7 +192,7 @@ async def test_a_fenced_replica_counts_nothing(database: Database) -> None:
     history.add_failure(endpoint.id)
     async with database.at_hand() as connection:
         await connection.execute("DELETE FROM relay.replica")
-    await store.checkpoint([(replica.lane.id, replica.epoch, Progress())], history.remove_all())
+    await store.checkpoint([(replica.lane.id, replica.epoch, Progress())], history.remove(1))
     assert await fetchval(database, "SELECT count(*) FROM delivery_history") == 0
 
 
@@ -200,3 +234,25 @@ async def test_the_history_of_a_removed_endpoint_is_deleted(database: Database) 
             what="the hourly maintenance",
         )
     assert await exceptions(database) == {}
+
+
+async def test_retention_does_not_wait_for_counts_that_are_being_written(
+    database: Database,
+) -> None:
+    """It locks rows in another order, and would be in a deadlock with the relay."""
+    endpoint = await add_endpoint(database)
+    replica = await Replica(database).start(endpoint.id)
+    history = DeliveryHistory()
+    history.add_failure(endpoint.id)
+    await RecordStore(replica.connection, replica.id).checkpoint([], history.remove(1))
+    rows = "FROM delivery_history WHERE endpoint_id = $1"
+    async with database.at_hand() as connection:
+        await connection.execute("UPDATE endpoint SET state = 'removed'")
+    retention = RetentionStore(await database.connect(**SESSION), Retention())
+    async with replica.connection.transaction():
+        await replica.connection.execute(f"SELECT {rows} FOR UPDATE", endpoint.id)
+        async with asyncio.timeout(20):
+            assert await retention.delete_expired() == 0
+    assert await retention.delete_expired() == 1
+    async with database.at_hand() as connection:
+        assert await connection.fetchval(f"SELECT count(*) {rows}", endpoint.id) == 0

@@ -10,7 +10,7 @@ Latencies are those of successful requests, in a histogram with fixed bounds.
 from __future__ import annotations
 
 from bisect import bisect_left
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, NamedTuple
 from uuid import UUID
 
@@ -28,7 +28,7 @@ ALL_ENDPOINTS = UUID(int=0)
 """In place of an endpoint's id: the sum over all endpoints."""
 
 
-class DeliveryCounts:
+class IntervalCounts:
     """Counts of one endpoint."""
 
     __slots__ = ("failures", "latencies", "successes")
@@ -41,30 +41,24 @@ class DeliveryCounts:
         self.latencies = [0] * (len(LATENCY_BOUNDS_S) + 1)
         """Of the successes, by bucket."""
 
-    def add(self, other: DeliveryCounts) -> None:
-        """Add other counts."""
-        self.successes += other.successes
-        self.failures += other.failures
-        self.latencies = [a + b for a, b in zip(self.latencies, other.latencies, strict=True)]
-
 
 class CountedDeliveries(NamedTuple):
     """What is added to the history of an endpoint."""
 
     endpoint_id: UUID
-    counts: DeliveryCounts
+    counts: IntervalCounts
 
 
 class DeliveryHistory:
     """The counts that are not written yet."""
 
     def __init__(self) -> None:
-        self._counts: dict[UUID, DeliveryCounts] = {}
+        # In the order in which the endpoints were first counted.
+        self._counts: dict[UUID, IntervalCounts] = {}
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether everything is written."""
-        return not self._counts
+    def __len__(self) -> int:
+        """Number of endpoints with counts."""
+        return len(self._counts)
 
     def add_successes(self, endpoint_id: UUID, elapsed_s: Sequence[float]) -> None:
         """Count deliveries that were acknowledged.
@@ -87,21 +81,34 @@ class DeliveryHistory:
         """Count a request that failed."""
         self._counts_of(endpoint_id).failures += 1
 
-    def remove_all(self) -> list[CountedDeliveries]:
-        """Remove and return all counts, with their sum; in the order in which rows are locked."""
-        taken, self._counts = self._counts, {}
-        if taken:
-            taken[ALL_ENDPOINTS] = total = DeliveryCounts()
-            for endpoint_id, counts in taken.items():
-                if endpoint_id != ALL_ENDPOINTS:
-                    total.add(counts)
-        return [CountedDeliveries(each, taken[each]) for each in sorted(taken)]
+    def remove(self, endpoints_max: int) -> list[CountedDeliveries]:
+        """Remove and return the counts of the endpoints that have waited longest, and their sum.
 
-    def _counts_of(self, endpoint_id: UUID) -> DeliveryCounts:
+        In the order in which the rows are locked.
+        """
+        ids = list(islice(self._counts, endpoints_max))
+        removed = [CountedDeliveries(each, self._counts.pop(each)) for each in ids]
+        if removed:
+            removed.append(
+                CountedDeliveries(ALL_ENDPOINTS, _sum([each.counts for each in removed]))
+            )
+        # UUIDs compare more slowly than their values.
+        return sorted(removed, key=lambda each: each.endpoint_id.int)
+
+    def _counts_of(self, endpoint_id: UUID) -> IntervalCounts:
         counts = self._counts.get(endpoint_id)
         if counts is None:
-            counts = self._counts[endpoint_id] = DeliveryCounts()
+            counts = self._counts[endpoint_id] = IntervalCounts()
         return counts
+
+
+def _sum(all_counts: Sequence[IntervalCounts]) -> IntervalCounts:
+    total = IntervalCounts()
+    total.successes = sum(each.successes for each in all_counts)
+    total.failures = sum(each.failures for each in all_counts)
+    columns = zip(*(each.latencies for each in all_counts), strict=True)
+    total.latencies = list(map(sum, columns))
+    return total
 
 
 def latency_quantile_s(latencies: Sequence[int], share: float) -> float | None:

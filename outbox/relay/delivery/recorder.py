@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 CHECKPOINT_EVERY_S = 1.0
 HISTORY_EVERY_S = 10.0
 """Until then the counts of the delivery history are in memory alone."""
+HISTORY_ENDPOINTS_MAX = 1_000
+"""Endpoints whose counts are written with one checkpoint, because records wait meanwhile; the
+others follow with the next checkpoints."""
 GROUP_MAX = 5_000
 """Rows in one statement; more wait for the next."""
 GROUP_BYTES_MAX = 32 << 20
@@ -151,14 +154,20 @@ class Recorder:
         # None: no lane is dirty, and the history is written.
         checkpoint_at: float | None = None
         history_at = clock() + HISTORY_EVERY_S
+        # Endpoints whose history is due.
+        due = 0
         while True:
             # Checked before each group, because under load a group is always waiting.
             if checkpoint_at is not None and (now := clock()) >= checkpoint_at:
-                is_due = now >= history_at
-                await self.checkpoint(history=is_due)
-                if is_due:
-                    history_at = clock() + HISTORY_EVERY_S
-                checkpoint_at = None if self._history.is_empty else history_at
+                if not due and now >= history_at:
+                    due, history_at = len(self._history), now + HISTORY_EVERY_S
+                part = min(due, HISTORY_ENDPOINTS_MAX)
+                await self._write_checkpoint(part)
+                due -= part
+                next_at = clock() + CHECKPOINT_EVERY_S
+                checkpoint_at = None
+                if self._history:
+                    checkpoint_at = next_at if due else max(next_at, history_at)
             try:
                 async with asyncio.timeout_at(checkpoint_at):
                     await self._arrived.wait()
@@ -269,21 +278,23 @@ class Recorder:
         async with self._writing:
             await self._store.write_repaired(lane.id, epoch, repair)
 
-    async def checkpoint(self, *, history: bool = True) -> None:
-        """Write the progress of all dirty lanes, and their receipts.
-
-        Args:
-            history: the delivery history as well.
+    async def checkpoint(self) -> None:
+        """Write the progress of all dirty lanes, their receipts and the delivery history.
 
         Raises:
             Fenced: the lease expired.
         """
+        # Once without history, too.  What is counted meanwhile is not waited for.
+        for _ in range(0, len(self._history) + 1, HISTORY_ENDPOINTS_MAX):
+            await self._write_checkpoint(HISTORY_ENDPOINTS_MAX)
+
+    async def _write_checkpoint(self, history_endpoints_max: int) -> None:
         async with self._writing:
             moved, self._dirty_lanes = self._dirty_lanes, {}
             # A lane is not dirty after an append that stored a part of its messages, because the
             # record of its failure has the progress.
             receipts, self._receipts = self._receipts, {}
-            counted = self._history.remove_all() if history else []
+            counted = self._history.remove(history_endpoints_max)
             if not moved and not receipts and not counted:
                 return
             if self._lease_left_s() <= 0:

@@ -252,12 +252,14 @@ DELETE FROM idempotency_key WHERE key = ANY(ARRAY(
 )
 
 # Deletes the delivery history of removed endpoints.
+#   SKIP LOCKED: a relay may still be adding counts, and locks rows in another order; those are
+#     deleted the next time.
 DELETE_HISTORY = WriteStatement(
     "delete_history",
     f"""
 DELETE FROM delivery_history WHERE ctid = ANY(ARRAY(
     SELECT h.ctid FROM endpoint e JOIN delivery_history h ON h.endpoint_id = e.id
-     WHERE e.state = 'removed' LIMIT {STEP}))
+     WHERE e.state = 'removed' LIMIT {STEP} FOR UPDATE OF h SKIP LOCKED))
 """,  # noqa: S608
 )
 
