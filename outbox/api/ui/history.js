@@ -94,6 +94,21 @@ export function dayCharts(history, now) {
   return h("div", { class: "charts" }, deliveries(history, now), latencies(history, now));
 }
 
+// A line of the 99th percentile by the hour; `items` are hourly.
+export function latencySparkline(items, now) {
+  const { width, height } = SPARK;
+  const first = Math.floor(now / HOUR_MS) - 23;
+  const known = items.filter((each) => each.p99_ms !== null && Date.parse(each.at) >= first * HOUR_MS);
+  const worst = Math.max(0, ...known.map((each) => each.p99_ms));
+  const max = Math.max(1, worst);
+  const lines = runs(known, HOUR_MS).map((run) => {
+    const points = run.map((each) => [(Math.floor(Date.parse(each.at) / HOUR_MS) - first) * 4 + 1.5, (height - 2 - (each.p99_ms / max) * (height - 4)).toFixed(1)]);
+    return points.length === 1 ? svg("circle", { cx: points[0][0], cy: points[0][1], r: 1.5 }) : svg("polyline", { points: points.join(" ") });
+  });
+  return svg("svg", { class: "spark line c", viewBox: `0 0 ${width} ${height}`, width, height, role: "img",
+    "aria-label": `99th percentile by the hour: at most ${milliseconds(worst)}, most recently ${milliseconds(known.at(-1)?.p99_ms ?? null)}` }, lines);
+}
+
 // One bar for each hour; `items` are hourly.
 export function sparkline(items, now) {
   const { width, height } = SPARK;

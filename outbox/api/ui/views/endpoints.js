@@ -2,7 +2,7 @@
 
 import { get, session } from "../api.js";
 import { h, show } from "../dom.js";
-import { EVERY_MS as HISTORY_EVERY_MS, milliseconds, percent, sparkline } from "../history.js";
+import { EVERY_MS as HISTORY_EVERY_MS, latencySparkline, milliseconds, percent, sparkline } from "../history.js";
 import { pages } from "../listing.js";
 import { live } from "../live.js";
 import { condition, row, table } from "../components.js";
@@ -41,7 +41,8 @@ function pastDay(history) {
   if (!history.items.length) return ["–", "–"];
   return [
     h("span", { class: "past" }, sparkline(history.items, session.now()), percent(history.successes, history.failures)),
-    history.p50_ms === null ? "–" : `${milliseconds(history.p50_ms)}, ${milliseconds(history.p99_ms)}`,
+    history.p50_ms === null ? "–" : h("span", { class: "past" }, latencySparkline(history.items, session.now()),
+      `${milliseconds(history.p50_ms)}, ${milliseconds(history.p99_ms)}`),
   ];
 }
 
