@@ -49,9 +49,11 @@ class Checkpointed:
         self.lanes: list[int] = []
         written = RecordStore.checkpoint
 
-        async def write(store: RecordStore, rows: Sequence[tuple[int, int, Progress]]) -> set[int]:
+        async def write(
+            store: RecordStore, rows: Sequence[tuple[int, int, Progress]], *history: Any
+        ) -> set[int]:
             self.lanes += [lane_id for lane_id, _, _ in rows]
-            return await written(store, rows)
+            return await written(store, rows, *history)
 
         patch.setattr(RecordStore, "checkpoint", write)
 
