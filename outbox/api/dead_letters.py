@@ -71,7 +71,9 @@ class DeadLetterSelectionBody(DeadLetterFilterFields):
     ids: Annotated[tuple[DeadId, ...], at_most(IDS_MAX)] = ()
     all: bool = False
     dry_run: bool = False
-    """Count only."""
+    """Count only.  The response has the time of the count, `until`."""
+    counted: Annotated[int, Field(ge=0)] | None = None
+    """The number that a dry run counted; 409 if more are selected by now."""
 
 
 class ReplayBody(DeadLetterSelectionBody):
@@ -155,6 +157,7 @@ async def _replay(call: Call[NoQuery, ReplayBody]) -> ReplayReport:
         await _selection(call),
         actor=call.actor,
         rate_per_s=body.rate,
+        counted=body.counted,
         dry_run=body.dry_run,
     )
 
@@ -172,6 +175,7 @@ async def _discard(call: Call[NoQuery, DiscardBody]) -> DiscardReport:
         await _selection(call),
         actor=call.actor,
         comment=body.comment,
+        counted=body.counted,
         dry_run=body.dry_run,
     )
 

@@ -141,6 +141,30 @@ class DeadLetterSelection:
         """This selection with absolute times."""
         return replace(self, criteria=await self.criteria.resolve(connection))
 
+    @property
+    def until(self) -> datetime | None:
+        """The end of a selection with absolute times."""
+        until = self.criteria.until
+        assert not isinstance(until, timedelta)
+        return until
+
+    async def resolve_until_now(self, connection: Connection[Any]) -> DeadLetterSelection:
+        """This selection with absolute times, without what is dead-lettered later.
+
+        A selection by ids is complete already.
+        """
+        if self.ids:
+            return self
+        now = await read_now(connection)
+        since, until = (
+            absolute_time(each, now) for each in (self.criteria.since, self.criteria.until)
+        )
+        # Before a `since` in the future there is nothing to leave out.
+        if (since is None or since < now) and (until is None or until > now):
+            until = now
+        criteria = replace(self.criteria, since=since, until=until)
+        return replace(self, criteria=criteria, everything=self.everything and not criteria)
+
 
 async def find_endpoint_ids(
     connection: Connection[Any], name: str | None, owner: str | None = None

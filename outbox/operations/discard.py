@@ -6,12 +6,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outbox.operations.criteria import criteria_parameters, find_endpoint_ids
-from outbox.operations.replays import find_candidates, single, write_dead_letter_state
+from outbox.operations.replays import (
+    find_candidates,
+    require_counted,
+    single,
+    write_dead_letter_state,
+)
 from outbox.store.change import make_change
 from outbox.store.connection.connect import map_errors
 from outbox.store.replays.replay_feed import MATCHES_SELECTION
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from asyncpg import Connection
 
     from outbox.operations.criteria import DeadLetterSelection
@@ -38,6 +45,9 @@ class DiscardReport:
     dry_run: bool
     discarded: int
     """Number of dead letters."""
+    until: datetime | None = None
+    """When a dry run counted them, by the database's clock: with this `until`, nothing that is
+    dead-lettered later is selected.  None: they were selected by id, or this is no dry run."""
 
 
 async def discard_dead_letters(
@@ -47,24 +57,33 @@ async def discard_dead_letters(
     *,
     actor: str,
     comment: str | None = None,
+    counted: int | None = None,
     dry_run: bool = False,
 ) -> DiscardReport:
     """Discard dead letters; a selection by criteria is processed in batches.
 
     Args:
         comment: recorded in the journal.
+        counted: the number of a dry run; more dead letters are not discarded.
         dry_run: count only.
 
     Raises:
         NotFound: an id or endpoint does not exist.
-        Conflict: a dead letter selected by id has another state than `dead`.
+        Conflict: a dead letter selected by id has another state than `dead`, or there are more
+            than were counted.
     """
     with map_errors(schema, None if dry_run else "operator"):
-        selection = await selection.resolve(connection)
         if dry_run:
-            found = await find_candidates(connection, selection, to_replay=False)
-            return DiscardReport(dry_run, sum(each.dead_letters for each in found))
+            selection = await selection.resolve_until_now(connection)
+        else:
+            selection = await selection.resolve(connection)
         only = selection.criteria
+        if dry_run or counted is not None:
+            found = await find_candidates(connection, selection, to_replay=False)
+            discarded = sum(each.dead_letters for each in found)
+            if dry_run:
+                return DiscardReport(dry_run, discarded, selection.until)
+            require_counted(discarded, counted)
         endpoint_ids = await find_endpoint_ids(connection, only.endpoint, only.owner)
     comment_data = {} if comment is None else {"comment": comment}
     after = done = 0

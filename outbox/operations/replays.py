@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from outbox.core.model.text import count
 from outbox.errors import Conflict
 from outbox.operations.criteria import criteria_parameters, find_endpoint_ids
 from outbox.operations.dead_letters import dead_letter_not_found, list_replays
@@ -24,6 +25,7 @@ from outbox.store.replays.replay_feed import END_REASON, IS_ERASED, MATCHES_SELE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from datetime import datetime
     from uuid import UUID
 
     from asyncpg import Connection
@@ -122,6 +124,9 @@ class ReplayReport:
     """Number of skipped dead letters by reason."""
     job: int | None
     """The replay job, which shows the progress; None: nothing to replay."""
+    until: datetime | None = None
+    """When a dry run counted them, by the database's clock: with this `until`, nothing that is
+    dead-lettered later is selected.  None: they were selected by id, or this is no dry run."""
 
 
 async def start_replay(
@@ -131,6 +136,7 @@ async def start_replay(
     *,
     actor: str,
     rate_per_s: float | None = None,
+    counted: int | None = None,
     dry_run: bool = False,
 ) -> ReplayReport:
     """Replay dead letters: add new deliveries at the end of their lanes, behind live events.
@@ -140,21 +146,28 @@ async def start_replay(
 
     Args:
         rate_per_s: maximum rate in deliveries per second; None: no limit.
+        counted: the number of a dry run; more dead letters are not replayed.
         dry_run: count only.
 
     Raises:
         NotFound: an id or endpoint does not exist.
         Conflict: a dead letter selected by id is erased, not dead, or of a disabled or removed
-            endpoint.
+            endpoint; or there are more than were counted.
     """
     candidates: list[ReplayCandidates] = []
     if dry_run or not selection.ids:
         # Not planned again if routing changes: this may read many dead letters.
         with map_errors(schema, None if dry_run else "operator"):
-            selection = await selection.resolve(connection)
+            if dry_run:
+                selection = await selection.resolve_until_now(connection)
+            else:
+                selection = await selection.resolve(connection)
             candidates = await find_candidates(connection, selection, to_replay=True)
-        if dry_run or not any(each.replayable for each in candidates):
-            return _report(candidates, None, dry_run=dry_run)
+        if dry_run:
+            return replace(_report(candidates, None, dry_run=True), until=selection.until)
+        require_counted(sum(each.replayable for each in candidates), counted)
+        if not any(each.replayable for each in candidates):
+            return _report(candidates, None)
 
     async def plan(change: Change) -> list[ReplayCandidates]:
         ids, criteria = sorted(set(selection.ids)), selection.criteria
@@ -204,6 +217,21 @@ async def find_candidates(
         COUNT_SELECTED, selection.ids or None, endpoint_ids, *only.arguments
     )
     return [from_row(ReplayCandidates, row) for row in rows]
+
+
+def require_counted(selected: int, counted: int | None) -> None:
+    """Require that a selection has no more dead letters than its dry run counted.
+
+    A transaction that wrote some may have been committed after the dry run, with an earlier time.
+
+    Raises:
+        Conflict: it has more; nothing was changed.
+    """
+    if counted is not None and selected > counted:
+        raise Conflict(
+            f"{count(selected, 'dead letter')} match by now, but {counted} were counted; nothing "
+            "was changed; count them again"
+        )
 
 
 def write_dead_letter_state(change: Change, ids: Sequence[int], state: str) -> None:

@@ -101,6 +101,7 @@ async def test_dead_letters_are_replayed_by_id(database: Database, api: Api) -> 
         "skipped": {},
         "by_endpoint": {"shop": 2},
         "job": None,
+        "until": None,
     }
     assert await fetchval(database, "SELECT count(*) FROM replay_job") == 0
     done = await api.post("/v1/dead-letters/replay", {"ids": ids})
@@ -140,6 +141,23 @@ async def test_a_replay_by_filter_is_a_job_that_can_be_read_and_aborted(
     assert (await api.get("/v1/replays/77")).status == 404
     sql = "SELECT array_agg(actor) FROM journal WHERE kind IN ('dead_replayed', 'replay_aborted')"
     assert await fetchval(database, sql) == ["token all", "token all"]
+
+
+async def test_a_dry_run_limits_what_is_discarded(database: Database, api: Api) -> None:
+    await dead_lettered(database, 2)
+    path = "/v1/dead-letters/discard"
+    plan = (await api.post(path, {"all": True, "dry_run": True})).json
+    assert plan["discarded"] == 4
+    async with running(database, Network(lambda _: REFUSED)):
+        await publish(database, 7)
+        await all_ended(database)
+    # All of them by now, one more than a client has counted, and those that it has counted.
+    assert (await api.post(path, {"all": True, "dry_run": True})).json["discarded"] > 4
+    counted = {"until": plan["until"], "counted": 3}
+    assert (await api.post(path, counted)).status == 409
+    done = await api.post(path, {**counted, "counted": 4})
+    assert (done.json["discarded"], done.json["until"]) == (4, None)
+    assert len(await api.items("/v1/dead-letters")) > 0
 
 
 async def test_replaying_everything_requires_all(database: Database, api: Api) -> None:

@@ -284,6 +284,55 @@ async def test_a_selection_by_filter(database: Database, db: Connection[Any]) ->
         Criteria(since=at, until=at)
 
 
+@pytest.mark.parametrize(
+    ("decide", "number"),
+    [(replays.start_replay, "replaying"), (discard.discard_dead_letters, "discarded")],
+)
+@pytest.mark.parametrize("which", [ALL, DeadLetterSelection(criteria=Criteria(endpoint="one"))])
+async def test_nothing_is_changed_that_a_dry_run_has_not_counted(
+    database: Database, db: Connection[Any], decide: Any, number: str, which: DeadLetterSelection
+) -> None:
+    one = await add_endpoint(database, "one")
+    await add_dead_letter(db, one.id, 1, 2)
+    plan = await decide(db, "relay", which, actor="test", dry_run=True)
+    await add_dead_letter(db, one.id, 3)
+    counted = DeadLetterSelection(criteria=Criteria(until=plan.until))
+    again = await decide(db, "relay", counted, actor="test", dry_run=True)
+    assert (getattr(again, number), again.until) == (2, plan.until)
+    # One that was written before the dry run, and committed afterwards.
+    earlier = "UPDATE dead_letter SET at = $1::timestamptz - interval '1 ms' WHERE seq = 3"
+    await db.execute(earlier, plan.until)
+    before = await db.fetch(EVERYTHING)
+    with pytest.raises(UsageError, match="3 dead letters match by now, but 2 were counted"):
+        await decide(db, "relay", counted, actor="test", counted=2)
+    assert await db.fetch(EVERYTHING) == before
+    await db.execute("UPDATE dead_letter SET at = clock_timestamp() WHERE seq = 3")
+    done = await decide(db, "relay", counted, actor="test", counted=2)
+    assert (getattr(done, number), done.until) == (2, None)
+    await ranges.sequence_all(database)
+    assert await ids(db) == [3]
+
+
+async def test_a_dry_run_keeps_the_times_of_its_selection(
+    database: Database, db: Connection[Any]
+) -> None:
+    one = await add_endpoint(database, "one")
+    await add_dead_letter(db, one.id, 1)
+    past, future = datetime(2026, 1, 1, tzinfo=UTC), datetime(2999, 1, 1, tzinfo=UTC)
+    for which, expected in (
+        (DeadLetterSelection(criteria=Criteria(until=past)), (0, past)),
+        (DeadLetterSelection(criteria=Criteria(since=future)), (0, None)),
+        (DeadLetterSelection(ids=(1,)), (1, None)),
+    ):
+        plan = await replays.start_replay(db, "relay", which, actor="test", dry_run=True)
+        assert (plan.replaying, plan.until) == expected
+    later = DeadLetterSelection(criteria=Criteria(until=future))
+    plan = await replays.start_replay(db, "relay", later, actor="test", dry_run=True)
+    assert plan.replaying == 1
+    assert plan.until is not None
+    assert plan.until < future
+
+
 async def test_dead_letters_are_counted_by_state(database: Database, db: Connection[Any]) -> None:
     one, two = await add_endpoint(database, "one"), await add_endpoint(database, "two")
     await add_dead_letter(db, one.id, 1, 2, 3, 4)
