@@ -18,7 +18,7 @@ from outbox.api.route import (
     id_cursor,
     page_of_rows,
 )
-from outbox.core.model.api_token import SCOPES, TokenSettings
+from outbox.core.model.api_token import SCOPES, Scope, TokenSettings
 from outbox.operations import api_tokens
 from outbox.operations.api_tokens import NewToken, RevokedToken, TokenRow
 
@@ -26,6 +26,10 @@ from outbox.operations.api_tokens import NewToken, RevokedToken, TokenRow
 class TokensQuery(Paging):
     revoked: bool = False
     """Include revoked tokens."""
+    search: str | None = None
+    """Text in the name."""
+    tenant: str | None = None
+    scope: Scope | None = None
 
 
 class TokenBody(RequestModel):
@@ -46,6 +50,9 @@ async def _list(call: Call[TokensQuery, None]) -> Page[TokenRow]:
     rows = await call.run(
         api_tokens.list_tokens,
         revoked=query.revoked,
+        search=query.search,
+        tenant=query.tenant,
+        scope=query.scope,
         limit=query.limit,
         after=id_cursor(query.after, 0),
     )

@@ -1,10 +1,10 @@
-"""/v1/endpoints: create, read, change, remove, pause and test endpoints."""
+"""/v1/endpoints: create, read, change, remove and test endpoints."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import Field, create_model
 from yarl import URL
@@ -21,14 +21,17 @@ from outbox.api.route import (
     Headers,
     NoQuery,
     Page,
+    PageOf,
     Reply,
     RequestModel,
+    ResponseModel,
     TenantAccess,
     at_most,
     page_of_rows,
 )
 from outbox.core.model import endpoint_config
 from outbox.core.model.destination import broker_of
+from outbox.core.model.endpoint_condition import EndpointCondition
 from outbox.core.model.endpoint_settings import SETTINGS, Setting
 from outbox.core.model.setting_types import HeaderMap, TextList
 from outbox.destinations.brokers import DRIVERS
@@ -44,19 +47,15 @@ from outbox.errors import Conflict, UsageError
 from outbox.operations import (
     endpoint_changes,
     endpoint_removal,
-    endpoint_states,
     endpoints,
 )
 from outbox.operations.endpoint_changes import NewEndpoint, Updated
+from outbox.operations.endpoint_filter import EndpointFilter
 from outbox.operations.endpoint_removal import DrainStatus, Removal
-from outbox.operations.endpoint_states import StateChange
 from outbox.operations.endpoints import EndpointDetail, EndpointRow
 from outbox.operations.preview import RequestPreview, preview_request
 from outbox.operations.repair import RequestedRepair, request_adoption, request_refill
 from outbox.store.delivery.endpoints import find_endpoint
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
 
 TEST_TIMEOUT_S = TEST_S + 10.0
 
@@ -135,14 +134,44 @@ class AdoptionBody(ChangeBody):
     """Only show what would happen."""
 
 
-@route.get("/v1/endpoints", "List endpoints by name", scope="read", tenants=TenantAccess.NARROWED)
-async def _list(call: Call[Paging, None]) -> Page[EndpointRow]:
-    query = call.query
+class EndpointsQuery(Paging):
+    search: str | None = None
+    """Text in the name or the URL."""
+    condition: EndpointCondition | None = None
+    type: str | None = None
+    """Type of an event that the endpoint's types match."""
+    tenant: str | None = None
+
+    @property
+    def only(self) -> EndpointFilter:
+        return EndpointFilter(self.search, self.tenant, self.type, self.condition)
+
+
+class EndpointsExtra(ResponseModel):
+    total: int
+    """Endpoints that match, on all pages."""
+
+
+@route.get(
+    "/v1/endpoints",
+    "List endpoints by name",
+    scope="read",
+    tenants=TenantAccess.NARROWED,
+    responses={200: PageOf(EndpointRow, EndpointsExtra)},
+)
+async def _list(call: Call[EndpointsQuery, None]) -> Page[Any]:
+    query, tenant = call.query, call.tenant
     rows = await call.run(
-        endpoints.list_endpoints, tenant=call.tenant, limit=query.limit, after=query.after
+        endpoints.list_endpoints,
+        tenant=tenant,
+        only=query.only,
+        limit=query.limit,
+        after=query.after,
     )
+    total = await call.run(endpoints.count_endpoints, tenant=tenant, only=query.only)
     redactor = await redactor_for(call)
-    return page_of_rows(rows, lambda row: row.name, redactor.redact_endpoint)
+    page = page_of_rows(rows, lambda row: row.name, redactor.redact_endpoint)
+    return Page(page.items, page.next, {"total": total})
 
 
 @route.post(
@@ -248,58 +277,6 @@ async def _remove(call: Call[RemovalQuery, None]) -> Any:
         )
     except endpoint_removal.StillPending as still:
         raise Conflict(f"{still} (use drain or dead_letter)") from None
-
-
-async def _change_state(
-    call: Call[NoQuery, ChangeBody], operation: Callable[..., Awaitable[list[StateChange]]]
-) -> StateChange:
-    (change,) = await call.run(
-        operation,
-        [call.path["name"]],
-        actor=call.actor,
-        owner=call.tenant,
-        comment=call.body.comment,
-    )
-    return change
-
-
-@route.post(
-    f"{NAME}/pause",
-    "Pause deliveries",
-    scope="operate",
-    tenants=TenantAccess.ENDPOINT,
-    body_required=False,
-)
-async def _pause(call: Call[NoQuery, ChangeBody]) -> StateChange:
-    return await _change_state(call, endpoint_states.pause_endpoints)
-
-
-@route.post(
-    f"{NAME}/resume",
-    "Resume deliveries, retry immediately, and unblock lanes",
-    scope="operate",
-    tenants=TenantAccess.ENDPOINT,
-    body_required=False,
-)
-async def _resume(call: Call[NoQuery, ChangeBody]) -> StateChange:
-    return await _change_state(call, endpoint_states.resume_endpoints)
-
-
-@route.post(
-    f"{NAME}/enable",
-    "Re-enable a disabled endpoint for new events",
-    scope="operate",
-    tenants=TenantAccess.ENDPOINT,
-    body_required=False,
-)
-async def _enable(call: Call[NoQuery, ChangeBody]) -> StateChange:
-    return await call.run(
-        endpoint_states.enable_endpoint,
-        call.path["name"],
-        actor=call.actor,
-        owner=call.tenant,
-        comment=call.body.comment,
-    )
 
 
 @route.post(

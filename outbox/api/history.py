@@ -6,7 +6,7 @@ from pydantic import Field
 
 from outbox.api import route
 from outbox.api.endpoint_credentials import NAME
-from outbox.api.request_parsing import Paging
+from outbox.api.endpoints import EndpointsQuery
 from outbox.api.route import Call, Page, RequestModel, TenantAccess, page_of_rows
 from outbox.core.delivery.delivery_history import INTERVAL_S
 from outbox.operations import history
@@ -25,7 +25,7 @@ class HistoryQuery(RequestModel):
         return history.HOUR_S if self.hourly else INTERVAL_S
 
 
-class HistoriesQuery(Paging):
+class HistoriesQuery(EndpointsQuery):
     limit: int = Field(default=ENDPOINTS, ge=1, le=ENDPOINTS_MAX)
     """Maximum number of endpoints."""
 
@@ -51,7 +51,11 @@ async def _total(call: Call[HistoryQuery, None]) -> History:
 async def _list(call: Call[HistoriesQuery, None]) -> Page[EndpointHistory]:
     query = call.query
     rows = await call.run(
-        history.list_histories, tenant=call.tenant, limit=query.limit, after=query.after
+        history.list_histories,
+        tenant=call.tenant,
+        only=query.only,
+        limit=query.limit,
+        after=query.after,
     )
     return page_of_rows(rows, lambda row: row.name)
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from outbox.operations.journal import JournalRow
     from outbox.operations.replay_jobs import ReplayJob
     from outbox.operations.schedules import ListedSchedule
-    from outbox.operations.status import EndpointStatus, Overview
+    from outbox.operations.status import EndpointStatus, EndpointStatuses, Overview
 
 S = TypeVar("S", bound="ListedSchedule")
 D = TypeVar("D", bound="DeadLetterRow")
@@ -122,13 +122,17 @@ class Redactor:
     def redact_overview(self, overview: Overview) -> Overview:
         return replace(overview, endpoints=tuple(map(self._redact_status, overview.endpoints)))
 
+    def redact_statuses(self, found: EndpointStatuses) -> EndpointStatuses:
+        return replace(found, endpoints=tuple(map(self._redact_status, found.endpoints)))
+
     def _redact_status(self, row: EndpointStatus) -> EndpointStatus:
         head = row.failing
-        if head is None:
-            return row
-        return replace(
-            row, failing=replace(head, last_response=self.redact_response(head.last_response))
-        )
+        if head is not None:
+            head = replace(head, last_response=self.redact_response(head.last_response))
+        if self.own_actors is None:
+            return replace(row, failing=head)
+        relay = None if row.replica is None else NOT_SHOWN
+        return replace(row, failing=head, replica=relay, state_by=self.redact_actor(row.state_by))
 
     def redact_schedule(self, found: S) -> S:
         return replace(found, state_by=self.redact_actor(found.state_by))

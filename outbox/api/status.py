@@ -1,4 +1,6 @@
-"""/v1/me, /v1/status, /v1/replicas, /v1/doctor, /v1/verify, /v1/resequence: diagnostics."""
+"""Diagnostics: /v1/me, /v1/status, /v1/endpoint-statuses, /v1/replicas, /v1/doctor, /v1/verify,
+/v1/resequence.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from outbox.api.route import (
 from outbox.operations import status
 from outbox.operations.doctor import DoctorContext, DoctorReport, examine
 from outbox.operations.resequence import Resequenced, resequence
-from outbox.operations.status import Overview, ReplicaStatus
+from outbox.operations.status import EndpointStatuses, Overview, ReplicaStatus
 from outbox.operations.verify.audit import VerifyReport, run_audit
 
 if TYPE_CHECKING:
@@ -82,6 +84,19 @@ async def _me(call: Call[NoQuery, None]) -> Me:
 async def _status(call: Call[StatusQuery, None]) -> Overview:
     seen = await call.run(status.read_overview, limit=call.query.limit)
     return (await redactor_for(call)).redact_overview(seen)
+
+
+@route.get(
+    "/v1/endpoint-statuses",
+    "Show backlog, failures and dead letters of endpoints",
+    scope="read",
+    tenants=TenantAccess.NARROWED,
+)
+async def _endpoint_statuses(call: Call[StatusQuery, None]) -> EndpointStatuses:
+    found = await call.run(
+        status.read_endpoint_statuses, tenant=call.tenant, limit=call.query.limit
+    )
+    return (await redactor_for(call)).redact_statuses(found)
 
 
 @route.get("/v1/replicas", "List registered relays", scope="read")

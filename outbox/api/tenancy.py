@@ -90,7 +90,18 @@ async def require_endpoint(connection: Connection[Any], tenant: str | None, name
     Raises:
         NotFound: the tenant does not own it.
     """
-    if tenant is not None and not await tenancy.owns_endpoint(connection, tenant, name):
+    await require_endpoints(connection, tenant, [name])
+
+
+async def require_endpoints(
+    connection: Connection[Any], tenant: str | None, names: Iterable[str]
+) -> None:
+    """Check that the tenant owns endpoints.
+
+    Raises:
+        NotFound: the tenant does not own all of them.
+    """
+    if tenant is not None and not await tenancy.owns_endpoints(connection, tenant, set(names)):
         raise NotFound(NOT_OWNED)
 
 

@@ -121,17 +121,23 @@ def add(
     epilog="""\b
 Examples:
   outbox token list
+  outbox token list --tenant acme --scope operate
   outbox token list --revoked --json | jq '.[] | select(.last_used_at == null)'
 """,
 )
+@click.option("--search", metavar="TEXT", help="Only names that contain this text.")
+@click.option("--tenant", metavar="TENANT", help="Only tokens of this tenant.")
+@click.option("--scope", type=click.Choice(SCOPES), help="Only tokens with this scope.")
 @click.option("--revoked", is_flag=True, help="Include revoked tokens.")
 @limit_option
 @after_id_option
 @print_result(_show_list)
-def list_(settings: Settings, revoked: bool, limit: int, after: int) -> list[TokenRow]:
+def list_(
+    settings: Settings, revoked: bool, limit: int, after: int, **chosen: Any
+) -> list[TokenRow]:
     """List tokens, oldest first; their secrets are not stored."""
     rows = run_operation(
-        settings, api_tokens.list_tokens, revoked=revoked, limit=limit, after=after
+        settings, api_tokens.list_tokens, revoked=revoked, limit=limit, after=after, **chosen
     )
     return note_next_page(rows, lambda row: row.id)
 

@@ -38,7 +38,11 @@ _COLUMNS = """id, name, scopes, tenant, created_at, created_by, expires_at, revo
 # In the order of creation; a name can be reused.
 LIST_TOKENS = f"""
 SELECT {_COLUMNS}
-  FROM token WHERE id > $1 AND ($2 OR revoked_at IS NULL) ORDER BY id LIMIT $3
+  FROM token
+ WHERE id > $1 AND ($2 OR revoked_at IS NULL)
+   AND ($4::text IS NULL OR strpos(lower(name), lower($4)) > 0)
+   AND ($5::text IS NULL OR tenant = $5) AND ($6::text IS NULL OR $6 = ANY (scopes))
+ ORDER BY id LIMIT $3
 """  # noqa: S608 (constants only)
 
 # By the unique index of hashes.  `stale`: last_used_at is older than a minute.
@@ -185,6 +189,9 @@ async def list_tokens(
     schema: str,
     *,
     revoked: bool = False,
+    search: str | None = None,
+    tenant: str | None = None,
+    scope: Scope | None = None,
     limit: int = 100,
     after: int = 0,
 ) -> RowPage[TokenRow]:
@@ -192,9 +199,12 @@ async def list_tokens(
 
     Args:
         revoked: include revoked tokens.
+        search: only names that contain this text, in upper or lower case.
+        tenant: only tokens that are restricted to this tenant.
+        scope: only tokens with this scope.
     """
     with map_errors(schema):
-        rows = await connection.fetch(LIST_TOKENS, after, revoked, limit + 1)
+        rows = await connection.fetch(LIST_TOKENS, after, revoked, limit + 1, search, tenant, scope)
     return RowPage([_token(row) for row in rows], limit)
 
 

@@ -89,12 +89,9 @@ async def pause_endpoints(
 
     async def plan(change: Change) -> list[StateChange]:
         endpoints = await find_endpoints(change, names, owner)
-        paused = [each for each in endpoints if each.state != "paused"]
-        for each in paused:
-            require_state(each, ("active",), "paused")
-        _set_states(change, paused, "paused", comment)
-        changed = {each.id for each in paused}
-        return [StateChange(e.id, e.name, "paused", e.id in changed) for e in endpoints]
+        for each in endpoints:
+            require_pausable(each)
+        return await plan_pauses(change, endpoints, comment)
 
     return await make_change(connection, schema, actor, plan)
 
@@ -123,24 +120,8 @@ async def resume_endpoints(
     async def plan(change: Change) -> list[StateChange]:
         endpoints = await find_endpoints(change, names, owner)
         for each in endpoints:
-            require_state(each, ("active", "paused"), "resumed")
-        ids = [each.id for each in endpoints]
-        rows = await change.db.fetch(COUNT_BLOCKED_LANES, ids)
-        unblocked = {row["endpoint_id"]: row["lanes"] for row in rows}
-        change.write(REQUEST_RETRY, ids)
-        change.write(UNBLOCK_LANES, ids, [unblocked.get(each, 0) for each in ids])
-        resumed = [each.id for each in endpoints if each.state == "paused"]
-        if resumed:
-            change.write(SET_STATES, resumed, "active", change.actor, comment)
-        for each in endpoints:
-            data = {"name": each.name, "comment": comment}
-            if each.id in unblocked:
-                data["unblocked"] = unblocked[each.id]
-            change.journal("endpoint_resumed", each.id, data)
-        return [
-            StateChange(e.id, e.name, "active", e.id in resumed, unblocked.get(e.id, 0))
-            for e in endpoints
-        ]
+            require_resumable(each)
+        return await plan_resumptions(change, endpoints, comment)
 
     return await make_change(connection, schema, actor, plan)
 
@@ -168,21 +149,93 @@ async def enable_endpoint(
 
     async def plan(change: Change) -> StateChange:
         endpoint = await find_endpoint(change, name, owner)
-        if endpoint.subscribed:
-            if endpoint.state == "paused":
-                raise Conflict(f'endpoint "{name}" is paused; resume it: outbox endpoint resume')
-            raise Conflict(
-                f'endpoint "{name}" is {endpoint.state}; only a disabled endpoint can be enabled'
-            )
-        if endpoint.state in ("disabling", "removing"):
-            raise Conflict(f'endpoint "{name}" is {endpoint.state}; wait until that is complete')
-        state = "active" if endpoint.state == "disabled" else endpoint.state
-        replace_subscriptions(change, [endpoint.id])
-        change.write(REQUEST_RETRY, [endpoint.id])
-        _set_states(change, [endpoint], state, comment, "enabled", batch_as="from_batch")
-        return StateChange(endpoint.id, name, state, changed=True)
+        require_enableable(endpoint)
+        return (await plan_enablings(change, [endpoint], comment))[0]
 
     return await make_change(connection, schema, actor, plan)
+
+
+async def plan_pauses(
+    change: Change, endpoints: Sequence[FoundEndpoint], comment: str | None
+) -> list[StateChange]:
+    """Pause endpoints that may be paused."""
+    paused = [each for each in endpoints if each.state != "paused"]
+    _set_states(change, paused, "paused", comment)
+    changed = {each.id for each in paused}
+    return [StateChange(e.id, e.name, "paused", e.id in changed) for e in endpoints]
+
+
+async def plan_resumptions(
+    change: Change, endpoints: Sequence[FoundEndpoint], comment: str | None
+) -> list[StateChange]:
+    """Resume endpoints that may be resumed."""
+    ids = [each.id for each in endpoints]
+    rows = await change.db.fetch(COUNT_BLOCKED_LANES, ids)
+    unblocked = {row["endpoint_id"]: row["lanes"] for row in rows}
+    change.write(REQUEST_RETRY, ids)
+    change.write(UNBLOCK_LANES, ids, [unblocked.get(each, 0) for each in ids])
+    resumed = [each.id for each in endpoints if each.state == "paused"]
+    if resumed:
+        change.write(SET_STATES, resumed, "active", change.actor, comment)
+    for each in endpoints:
+        data = {"name": each.name, "comment": comment}
+        if each.id in unblocked:
+            data["unblocked"] = unblocked[each.id]
+        change.journal("endpoint_resumed", each.id, data)
+    return [
+        StateChange(e.id, e.name, "active", e.id in resumed, unblocked.get(e.id, 0))
+        for e in endpoints
+    ]
+
+
+async def plan_enablings(
+    change: Change, endpoints: Sequence[FoundEndpoint], comment: str | None
+) -> list[StateChange]:
+    """Enable endpoints that may be enabled."""
+    ids = [each.id for each in endpoints]
+    replace_subscriptions(change, ids)
+    change.write(REQUEST_RETRY, ids)
+    # One that is draining keeps its state.
+    states = {e.id: "active" if e.state == "disabled" else e.state for e in endpoints}
+    for state in sorted(set(states.values())):
+        some = [each for each in endpoints if states[each.id] == state]
+        _set_states(change, some, state, comment, "enabled", batch_as="from_batch")
+    return [StateChange(e.id, e.name, states[e.id], changed=True) for e in endpoints]
+
+
+def require_pausable(endpoint: FoundEndpoint) -> None:
+    """Require that an endpoint may be paused.
+
+    Raises:
+        Conflict: it is disabled or being removed.
+    """
+    require_state(endpoint, ("active", "paused"), "paused")
+
+
+def require_resumable(endpoint: FoundEndpoint) -> None:
+    """Require that an endpoint may be resumed.
+
+    Raises:
+        Conflict: it is disabled or being removed.
+    """
+    require_state(endpoint, ("active", "paused"), "resumed")
+
+
+def require_enableable(endpoint: FoundEndpoint) -> None:
+    """Require that an endpoint may be enabled.
+
+    Raises:
+        Conflict: it is neither disabled nor draining.
+    """
+    name = endpoint.name
+    if endpoint.subscribed:
+        if endpoint.state == "paused":
+            raise Conflict(f'endpoint "{name}" is paused; resume it: outbox endpoint resume')
+        raise Conflict(
+            f'endpoint "{name}" is {endpoint.state}; only a disabled endpoint can be enabled'
+        )
+    if endpoint.state in ("disabling", "removing"):
+        raise Conflict(f'endpoint "{name}" is {endpoint.state}; wait until that is complete')
 
 
 def _set_states(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.model import endpoint_config
 from outbox.core.model.endpoint_settings import SETTINGS, EndpointSettings
 from outbox.core.model.ids import lane_name
+from outbox.operations.endpoint_filter import EndpointFilter, matches_filter
 from outbox.operations.lanes import (
     BLOCKED,
     DEAD_LETTERS,
@@ -70,14 +71,23 @@ def _select_details(headers: str) -> str:
 _LIST_ENDPOINTS = _select_endpoints("e.name, e.url, e.types, e.tenant, e.all_tenants, e.lanes")
 _LIST_DETAILS = _select_details(_HEADERS)
 
+
 # COLLATE "C": the order of bytes is the same in every locale.
-_PAGE = """
+def _page(condition: str = "true") -> str:
+    return f"""
  WHERE e.state <> 'removed' AND ($1::text IS NULL OR e.name COLLATE "C" > $1)
-   AND ($3::text IS NULL OR e.tenant = $3)
+   AND ($3::text IS NULL OR e.tenant = $3) AND {condition}
  ORDER BY e.name COLLATE "C" LIMIT $2
 """
-LIST_PAGE = _LIST_ENDPOINTS + _PAGE
-NAMES_PAGE = f"SELECT e.id, e.name FROM endpoint e {_PAGE}"  # noqa: S608 (constants only)
+
+
+_PAGE, _FILTERED_PAGE = _page(), _page(matches_filter(4))
+LIST_PAGE = _LIST_ENDPOINTS + _FILTERED_PAGE
+COUNT_MATCHING = f"""
+SELECT count(*) FROM endpoint e
+ WHERE e.state <> 'removed' AND ($1::text IS NULL OR e.tenant = $1) AND {matches_filter(2)}
+"""  # noqa: S608 (constants only)
+NAMES_PAGE = f"SELECT e.id, e.name FROM endpoint e {_FILTERED_PAGE}"  # noqa: S608 (constants only)
 LIST_SETTINGS = f"SELECT e.id, {SETTING_COLUMNS} FROM endpoint e {_PAGE}"  # noqa: S608
 
 # The approximate size of a row in memory, of the columns that may be large.
@@ -90,12 +100,13 @@ _SETTINGS_BYTES = f"""{_ROW_BYTES}
     + coalesce(octet_length(e.retryable::text), 0)"""
 
 
-def _count_within(row_bytes: str) -> str:
-    rows = f"SELECT e.name, {row_bytes} AS bytes FROM endpoint e {_PAGE}"  # noqa: S608
+def _count_within(row_bytes: str, page: str) -> str:
+    rows = f"SELECT e.name, {row_bytes} AS bytes FROM endpoint e {page}"  # noqa: S608
     return count_rows_within(rows, 'p.name COLLATE "C"')
 
 
-COUNT_ROWS, COUNT_SETTINGS = map(_count_within, (_ROW_BYTES, _SETTINGS_BYTES))
+COUNT_ROWS = _count_within(_ROW_BYTES, _FILTERED_PAGE)
+COUNT_SETTINGS = _count_within(_SETTINGS_BYTES, _PAGE)
 
 _NAMED = " WHERE e.name = $1 AND e.state <> 'removed'"
 GET_ENDPOINT = _LIST_DETAILS + _NAMED
@@ -129,6 +140,8 @@ SELECT at, kind = 'endpoint_claimed' AS claimed, data ->> 'relay' AS relay,
  ORDER BY id DESC LIMIT $2
 """
 OWNERSHIP_HISTORY_MAX = 10
+
+ANY = EndpointFilter()
 
 NOT_SHOWN = "(not shown)"
 """Placeholder for a value that this role may not read."""
@@ -254,6 +267,7 @@ async def list_endpoints(
     schema: str,
     *,
     tenant: str | None = None,
+    only: EndpointFilter = ANY,
     limit: int = 100,
     after: str | None = None,
 ) -> RowPage[EndpointRow]:
@@ -264,10 +278,28 @@ async def list_endpoints(
     Args:
         tenant: only endpoints of this tenant alone.
     """
+    filter_ = only.arguments
     with map_errors(schema):
-        limit = await read_page_limit(connection, COUNT_ROWS, limit, after, limit, tenant)
-        rows = await connection.fetch(LIST_PAGE, after, limit + 1, tenant)
+        limit = await read_page_limit(connection, COUNT_ROWS, limit, after, limit, tenant, *filter_)
+        rows = await connection.fetch(LIST_PAGE, after, limit + 1, tenant, *filter_)
     return RowPage([_endpoint(row) for row in rows], limit)
+
+
+async def count_endpoints(
+    connection: Connection[Any],
+    schema: str,
+    *,
+    tenant: str | None = None,
+    only: EndpointFilter = ANY,
+) -> int:
+    """Count the endpoints that a listing has on all of its pages.
+
+    Args:
+        tenant: only endpoints of this tenant alone.
+    """
+    with map_errors(schema):
+        found: int = await connection.fetchval(COUNT_MATCHING, tenant, *only.arguments)
+    return found
 
 
 async def list_settings(

@@ -14,7 +14,7 @@ from outbox.core.delivery.delivery_history import (
     LATENCY_BOUNDS_S,
     latency_quantile_s,
 )
-from outbox.operations.endpoints import NAMES_PAGE
+from outbox.operations.endpoints import ANY, NAMES_PAGE
 from outbox.operations.rows import RowPage
 from outbox.store.connection.connect import map_errors
 from outbox.store.delivery.endpoints import endpoint_not_found
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from asyncpg import Connection, Record
+
+    from outbox.operations.endpoint_filter import EndpointFilter
 
 HOUR_S = 3600
 _LATENCIES = ", ".join(
@@ -122,6 +124,7 @@ async def list_histories(
     schema: str,
     *,
     tenant: str | None = None,
+    only: EndpointFilter = ANY,
     limit: int = 100,
     after: str | None = None,
 ) -> RowPage[EndpointHistory]:
@@ -131,7 +134,7 @@ async def list_histories(
         tenant: only endpoints of this tenant alone.
     """
     with map_errors(schema):
-        found = await connection.fetch(NAMES_PAGE, after, limit + 1, tenant)
+        found = await connection.fetch(NAMES_PAGE, after, limit + 1, tenant, *only.arguments)
         ids = [row["id"] for row in found]
         rows = await connection.fetch(HISTORY_OF_EACH, ids, HOUR_S)
     by_id: dict[UUID, list[Record]] = {}

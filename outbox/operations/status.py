@@ -11,6 +11,7 @@ from outbox.operations import lanes
 from outbox.operations.page_bytes import shorten_responses
 from outbox.operations.rows import from_row
 from outbox.store.connection.connect import map_errors
+from outbox.store.routing_change import READ_NOW
 from outbox.store.sequencing.stalls import Blocker, read_cursor_blocker
 
 if TYPE_CHECKING:
@@ -58,11 +59,11 @@ SELECT r.id, r.name, r.version, r.started_at, r.expires_at > clock_timestamp() A
   FROM replica r ORDER BY r.id
 """
 
-# Endpoints, those that fail first, then those with the most pending deliveries.  Retry state and
-# age are of the lane that has been failing or pending longest.  Details are read only for the
-# endpoints shown.
+# Endpoints of a tenant ($2; NULL: all), those that fail first, then those with the most pending
+# deliveries.  Retry state and age are of the lane that has been failing or pending longest.
+# Details are read only for the endpoints shown.
 ENDPOINTS = f"""
-{lanes.rank_endpoints(lanes.LANE_STATE, "NULL", "$1")},
+{lanes.rank_endpoints(lanes.LANE_STATE, "$2", "$1")},
 near AS MATERIALIZED (
     SELECT l.* FROM lanes l WHERE l.endpoint_id IN (SELECT endpoint_id FROM shown)),
 blocks AS MATERIALIZED (
@@ -218,6 +219,17 @@ class EndpointStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class EndpointStatuses:
+    """The status of endpoints, without that of the relays."""
+
+    at: datetime
+    """By the server's clock."""
+    endpoints_total: int
+    endpoints: tuple[EndpointStatus, ...]
+    """Those that fail first, then those with the most pending deliveries."""
+
+
+@dataclass(frozen=True, slots=True)
 class Rates:
     """Rates between two overviews, per second."""
 
@@ -270,7 +282,7 @@ async def read_overview(
             blocker = await read_cursor_blocker(connection) if waits else None
             gaps = await connection.fetchrow(GAPS)
             replicas = await connection.fetch(REPLICAS)
-            endpoints = await connection.fetch(ENDPOINTS, limit)
+            endpoints = await connection.fetch(ENDPOINTS, limit, None)
             dead = await connection.fetch(DEAD_LETTERS)
             sequenced: int = await connection.fetchval(COUNT_SEQUENCED)
             batch = cursor["batch"] if since is None else since.cursor.batch
@@ -295,6 +307,21 @@ async def read_overview(
     if since is None:
         return overview
     return replace(overview, rates=compute_rates(since, overview, events))
+
+
+async def read_endpoint_statuses(
+    connection: Connection[Any], schema: str, *, tenant: str | None = None, limit: int = 100
+) -> EndpointStatuses:
+    """Read the status of at most `limit` endpoints.
+
+    Args:
+        tenant: only endpoints of this tenant alone; None: all.
+    """
+    with map_errors(schema):
+        at: datetime = await connection.fetchval(READ_NOW)
+        rows = await connection.fetch(ENDPOINTS, limit, tenant)
+    total = rows[0]["endpoints_total"] if rows else 0
+    return EndpointStatuses(at, total, tuple(map(_endpoint, rows)))
 
 
 async def list_replicas(connection: Connection[Any], schema: str) -> list[ReplicaStatus]:

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
 # An endpoint for all tenants belongs to no tenant.
-OWNS_ENDPOINT = """
-SELECT EXISTS (SELECT FROM endpoint WHERE name = $2 AND tenant = $1 AND state <> 'removed')
+COUNT_ENDPOINTS = """
+SELECT count(*) FROM endpoint WHERE name = ANY ($2) AND tenant = $1 AND state <> 'removed'
 """
 
 OWNS_SCHEDULE = "SELECT EXISTS (SELECT FROM schedule WHERE name = $2 AND tenant = $1)"
@@ -46,9 +46,10 @@ SELECT {JOB_IS_OWN.format(job="$2::bigint", tenant="$1")}
 READ_ACTORS = "SELECT DISTINCT 'token ' || name AS actor FROM token WHERE tenant = $1"
 
 
-async def owns_endpoint(connection: Connection[Any], tenant: str, name: str) -> bool:
-    """Whether the endpoint of this name is for this tenant alone."""
-    return bool(await connection.fetchval(OWNS_ENDPOINT, tenant, name))
+async def owns_endpoints(connection: Connection[Any], tenant: str, names: Collection[str]) -> bool:
+    """Whether all of the endpoints of these names are for this tenant alone."""
+    owned: int = await connection.fetchval(COUNT_ENDPOINTS, tenant, list(names))
+    return owned == len(names)
 
 
 async def owns_schedule(connection: Connection[Any], tenant: str, name: str) -> bool:

@@ -174,6 +174,28 @@ async def test_endpoints_are_paused_and_resumed(database: Database, api: Api) ->
     assert await actors(database, "endpoint_resumed") == ["token all"]
 
 
+async def test_endpoints_are_filtered_and_changed_together(database: Database, api: Api) -> None:
+    for name in ("shop", "audit", "shop-2"):
+        await add_endpoint(database, name, types=["order.*"] if name == "audit" else ["**"])
+    page = (await api.get("/v1/endpoints", search="SHOP", limit=1)).json
+    assert ([each["name"] for each in page["items"]], page["total"]) == (["shop"], 2)
+    histories = await api.items("/v1/endpoint-histories", search="shop")
+    assert [each["name"] for each in histories] == ["shop", "shop-2"]
+    body = {"names": ["shop", "shop-2"], "comment": "they move"}
+    planned = (await api.post("/v1/endpoints/pause", {**body, "dry_run": True})).json
+    assert (planned["changed"], planned["unblocked"]) == (["shop", "shop-2"], 0)
+    assert (await api.get("/v1/endpoints", condition="paused")).json["total"] == 0
+    assert (await api.post("/v1/endpoints/pause", body)).json == {**planned, "dry_run": False}
+    assert await actors(database, "endpoint_paused") == ["token all"] * 2
+    paused = (await api.get("/v1/endpoints", condition="paused", type="order.paid")).json
+    assert [each["name"] for each in paused["items"]] == ["shop", "shop-2"]
+    assert {each["state_comment"] for each in paused["items"]} == {"they move"}
+    for wrong in ({"names": []}, {"names": ["n"] * 201}, {}, {"all": True}):
+        assert (await api.post("/v1/endpoints/pause", wrong)).status == 422, wrong
+    assert (await api.post("/v1/endpoints/pause", {"names": ["nothing"]})).status == 404
+    assert (await api.get("/v1/endpoints", condition="tired")).status == 422
+
+
 async def test_a_disabled_endpoint_is_enabled(database: Database, api: Api) -> None:
     await add_endpoint(database, "shop")
     async with running(database, Network(lambda _: AttemptResult.completed(410, 0.001))):

@@ -55,6 +55,8 @@ async def test_no_route_holds_locks_while_it_waits_for_its_client(database: Data
         await request("PATCH", endpoint, {"lanes": 4, "types": ["a.*"]}, **shop)
         await request("POST", endpoint + "/pause", {}, **shop)
         await request("POST", endpoint + "/resume", {}, **shop)
+        await request("POST", "/v1/endpoints/pause", {"names": ["shop", "moved"]})
+        await request("POST", "/v1/endpoints/resume", {"names": ["shop", "moved"]})
         await request("POST", endpoint + "/rotate-secret", **shop)
         async with database.at_hand() as db:
             await db.execute(FORGOT.replace("'shop'", "'moved'"))
@@ -72,7 +74,7 @@ async def test_no_route_holds_locks_while_it_waits_for_its_client(database: Data
         async with database.connection() as db:
             await db.execute(DISABLE.replace("shop2", "shop"))
         await request("POST", endpoint + "/enable", {}, **shop)
-        await request("POST", endpoint + "/enable", {}, name="moved")
+        await request("POST", "/v1/endpoints/enable", {"names": ["moved"]})
         await request("DELETE", endpoint, **shop)
         declaration = [{"name": "moved", "url": "https://example.com/", "lanes": 3}]
         await request("PUT", "/v1/declaration", {"endpoints": [*declaration, body]})

@@ -49,12 +49,15 @@ CERTIFICATE, STUCK = "made when it is needed", "read when it is needed"
 WALK: dict[str, tuple[str, Any]] = {
     "POST /v1/endpoints": ("/v1/endpoints", {"name": "new", "url": URL}),
     "PATCH /v1/endpoints/{name}": ("/v1/endpoints/new", {"lanes": 2}),
+    "POST /v1/endpoints/pause": ("/v1/endpoints/pause", {"names": ["new"]}),
+    "POST /v1/endpoints/resume": ("/v1/endpoints/resume", {"names": ["new"]}),
     "POST /v1/endpoints/{name}/pause": ("/v1/endpoints/new/pause", {}),
     "POST /v1/endpoints/{name}/resume": ("/v1/endpoints/new/resume", {}),
     "POST /v1/endpoints/{name}/refill": ("/v1/endpoints/shop/refill", {}),
     "POST /v1/endpoints/{name}/adopt": ("/v1/endpoints/shop/adopt", {}),
     "POST /v1/endpoints/{name}/skip": ("/v1/endpoints/shop/skip", STUCK),
     "POST /v1/endpoints/{name}/enable": ("/v1/endpoints/off/enable", {}),
+    "POST /v1/endpoints/enable": ("/v1/endpoints/enable", {"names": ["off2"]}),
     "POST /v1/endpoints/{name}/rotate-secret": ("/v1/endpoints/new/rotate-secret", {}),
     "PUT /v1/endpoints/{name}/certificate": ("/v1/endpoints/new/certificate", CERTIFICATE),
     "DELETE /v1/endpoints/{name}/certificate": ("/v1/endpoints/new/certificate", None),
@@ -90,7 +93,7 @@ WALK: dict[str, tuple[str, Any]] = {
 
 
 def script(sent: Sent) -> AttemptResult:
-    if sent.url.endswith("off"):
+    if sent.url.endswith(("off", "off2")):
         return AttemptResult.completed(410, 0.001)
     return REFUSED if sent.seq < 3 else OK
 
@@ -103,12 +106,13 @@ def test_every_changing_route_is_tested() -> None:
 async def test_a_change_is_journalled_with_the_token(database: Database, client: Api) -> None:
     await add_endpoint(database)
     await add_endpoint(database, "off")
+    await add_endpoint(database, "off2")
     await add_endpoint(database, "stream", url="redis://127.0.0.1:9/s")
     async with running(database, Network(script)):
         await publish(database, 1, 2, 3, key="k")
         await all_ended(database)
-        off = "SELECT state = 'disabled' FROM endpoint WHERE name = 'off'"
-        await until(lambda: fetchval(database, off), 20, "it to be disabled")
+        off = "SELECT bool_and(state = 'disabled') FROM endpoint WHERE name LIKE 'off%'"
+        await until(lambda: fetchval(database, off), 20, "them to be disabled")
     await fetchval(database, "SELECT publish('a.b', '{}', once => 'o')")
     await publish(database, "stuck")
     await sequence_all(database)

@@ -189,6 +189,14 @@ async def test_tokens_are_added_listed_and_revoked(database: Database, api: Api)
         ("ci", "live", "token all"),
     ]
     assert made.json["secret"] not in str(rows)
+    for query, expected in (
+        ({"search": "CI"}, ["ci"]),
+        ({"tenant": "acme"}, ["ci"]),
+        ({"scope": "operate"}, ["all"]),
+        ({"scope": "read"}, ["all", "ci"]),
+        ({"search": "l", "tenant": "acme"}, []),
+    ):
+        assert [r["name"] for r in await api.items("/v1/tokens", **query)] == expected, query
     assert (await api.request("DELETE", "/v1/tokens/ci")).json == {"revoked": "ci"}
     assert (await api.request("DELETE", "/v1/tokens/ci")).status == 404
     assert [r["name"] for r in await api.items("/v1/tokens")] == ["all"]

@@ -145,8 +145,17 @@ def requests(route: Route, ids: Mapping[str, Any]) -> list[Request] | None:
             return [(route.path, None, {})]
         case ("PUT", "/v1/declaration"):
             return [(route.path, {"endpoints": []}, {"prune": True, "dead_letter": True})]
-        case ("GET", "/v1/endpoints" | "/v1/live" | "/v1/history" | "/v1/endpoint-histories"):
+        case ("GET", "/v1/live" | "/v1/history" | "/v1/endpoint-statuses"):
             return [(route.path, None, {})]
+        case ("GET", "/v1/endpoints" | "/v1/endpoint-histories"):
+            return [(route.path, None, {}), (route.path, None, {"tenant": "globex"})]
+        case ("POST", "/v1/endpoints/pause" | "/v1/endpoints/resume" | "/v1/endpoints/enable"):
+            names = [[name], ["globex-all"], ["acme-shop", name], ["globex-shp"]]
+            return [
+                (route.path, {"names": n, "dry_run": dry}, {})
+                for n in names
+                for dry in (True, False)
+            ]
         case ("POST", "/v1/endpoints"):
             new = {"name": "acme.new", "url": URL}
             return [
@@ -303,6 +312,12 @@ async def test_a_tenant_reads_its_own_rows(world: World) -> None:
     assert [e["name"] for e in await acme.items("/v1/endpoints")] == ["acme-shop"]
     shown = (await acme.get("/v1/endpoints/acme-shop")).json
     assert (shown["endpoint"]["tenant"], shown["ownership_history"]) == ("acme", [])
+    statuses = (await acme.get("/v1/endpoint-statuses")).json
+    assert statuses["endpoints_total"] == 1
+    (status,) = statuses["endpoints"]
+    assert (status["name"], status["dead_letters"], status["replica"]) == ("acme-shop", 1, None)
+    planned = await acme.post("/v1/endpoints/pause", {"names": ["acme-shop"], "dry_run": True})
+    assert planned.json["changed"] == ["acme-shop"]
     events = await acme.items("/v1/events")
     assert {e["tenant"] for e in events} == {"acme"}
     assert len(events) == 2

@@ -22,6 +22,7 @@ from outbox.operations import (
     endpoint_states,
     endpoints,
 )
+from outbox.operations.endpoint_bulk import change_endpoints
 from outbox.store.cluster.replicas import ReplicaStore
 from outbox.store.connection.secrets import CLEAR
 from outbox.store.delivery.endpoints import read_endpoints
@@ -390,6 +391,39 @@ async def test_a_rejected_change_says_what_to_do(
             with pytest.raises(UsageError, match=says):
                 await CHANGES[word](db, "relay", name, actor="test")
             assert await db.fetchval("SELECT state FROM endpoint") == state
+
+
+async def test_a_bulk_change_leaves_what_its_state_does_not_permit(
+    database: Database, db: Connection[Any]
+) -> None:
+    names = ["a", "b", "off", "paused"]
+    for name in names:
+        await add_endpoint(database, name, lanes=1)
+    await db.execute("UPDATE endpoint SET state = 'disabled' WHERE name = 'off'")
+    await db.execute(
+        "UPDATE subscription SET to_batch = 1 "
+        "WHERE endpoint_id = (SELECT id FROM endpoint WHERE name = 'off')"
+    )
+    await endpoint_states.pause_endpoints(db, "relay", ["paused"], actor="test")
+    await db.execute("INSERT INTO lane_block (lane_id, seq) SELECT id, 3 FROM lane")
+    kinds = "SELECT array_agg(kind ORDER BY id) FROM journal WHERE actor = 'ann'"
+    for verb, changed, unchanged, rejected, unblocked, kind in (
+        ("pause", ["a", "b"], ["paused"], {"off": "disabled and cannot be paused"}, 0, "paused"),
+        ("resume", ["a", "b", "paused"], [], {"off": "disabled and cannot be"}, 3, "resumed"),
+        ("enable", ["off"], [], dict.fromkeys(["a", "b", "paused"], "is active"), 0, "enabled"),
+    ):
+        planned = await change_endpoints(db, "relay", verb, names, actor="ann", dry_run=True)  # type: ignore[arg-type]
+        assert await db.fetchval(kinds) is None
+        done = await change_endpoints(db, "relay", verb, names, actor="ann", comment="c")  # type: ignore[arg-type]
+        assert done == replace(planned, dry_run=False)
+        assert (done.changed, done.unchanged, done.unblocked) == (changed, unchanged, unblocked)
+        assert done.rejected.keys() == rejected.keys()
+        assert all(text in done.rejected[name] for name, text in rejected.items())
+        assert await db.fetchval(kinds) == [f"endpoint_{kind}"] * len(changed)
+        await db.execute("UPDATE journal SET actor = 'test'")
+    with pytest.raises(NotFound, match='there is no endpoint "nothing"'):
+        await change_endpoints(db, "relay", "pause", ["a", "nothing"], actor="ann")
+    assert await db.fetchval("SELECT count(*) FROM endpoint WHERE state = 'paused'") == 0
 
 
 # ------------------------------------------------------------------ secrets

@@ -10,11 +10,13 @@ import pytest
 
 from outbox.core.delivery.signature import parse_secret
 from outbox.core.model import endpoint_config
+from outbox.core.model.endpoint_condition import CONDITIONS
 from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.model.retry_policy import STANDARD
 from outbox.errors import NotFound, SchemaMissing, UsageError
 from outbox.operations import endpoint_changes, endpoint_removal, endpoint_states, endpoints
 from outbox.operations.apply import apply_file
+from outbox.operations.endpoint_filter import EndpointFilter
 from tests.support.relay import BUSY, Network, add_endpoint, all_ended, exceptions, publish, running
 from tests.support.waiting import until
 
@@ -38,6 +40,65 @@ async def db(database: Database) -> Connection[Any]:
 
 async def remove(db: Connection[Any], name: str = "shop", **options: Any) -> Removal:
     return await endpoint_removal.remove_endpoint(db, "relay", name, actor="test", **options)
+
+
+# Endpoints with all combinations of what a condition depends on.
+COMBINATIONS = """
+UPDATE endpoint SET state = (ARRAY['active', 'paused', 'disabled'])[1 + name::integer % 3];
+UPDATE endpoint_health h SET state = (ARRAY['healthy', 'failing', 'rejecting', 'recovering'])[
+       1 + name::integer / 3 % 4] FROM endpoint e WHERE e.id = h.endpoint_id;
+UPDATE lane_progress p SET attempts = name::integer / 12 % 2, retry_seq = acked_seq + 1
+  FROM endpoint e WHERE e.id = p.endpoint_id;
+UPDATE subscription s SET to_batch = 1 FROM endpoint e
+ WHERE e.id = s.endpoint_id AND name::integer / 24 % 2 = 1;
+INSERT INTO lane_block (lane_id, seq)
+SELECT l.id, 1 FROM lane l JOIN endpoint e ON e.id = l.endpoint_id WHERE name::integer / 48 = 1
+"""
+
+
+async def test_endpoints_are_filtered_by_the_condition_that_is_shown(
+    db: Connection[Any],
+) -> None:
+    declared = [{"name": str(n), "url": "https://e.example/", "lanes": 1} for n in range(96)]
+    parsed = endpoint_config.parse_file({"endpoints": declared})
+    await apply_file(db, "relay", parsed, actor="ann")
+    await db.execute(COMBINATIONS)
+    shown = {e.name: e.condition for e in await endpoints.list_endpoints(db, "relay")}
+    found = {}
+    for condition in CONDITIONS:
+        only = EndpointFilter(condition=condition)
+        names = [e.name for e in await endpoints.list_endpoints(db, "relay", only=only)]
+        assert await endpoints.count_endpoints(db, "relay", only=only) == len(names)
+        found |= dict.fromkeys(names, condition)
+    assert found == shown
+    assert len(set(shown.values())) == len(CONDITIONS) - 2, "disabling and removing have no example"
+
+
+async def test_endpoints_are_filtered_by_text_tenant_and_type(
+    database: Database, db: Connection[Any]
+) -> None:
+    await add_endpoint(database, "Billing", types=["order.*"], tenant="acme")
+    await add_endpoint(database, "audit", url="https://billing.example/", types=["**"])
+    await add_endpoint(database, "100%", types=["outbox.lane.*"], tenant="acme")
+    for only, expected in (
+        (EndpointFilter(search="bill"), ["Billing", "audit"]),
+        (EndpointFilter(search="%"), ["100%"]),
+        (EndpointFilter(search="_"), []),
+        (EndpointFilter(tenant="acme"), ["100%", "Billing"]),
+        (EndpointFilter(type="order.paid"), ["Billing", "audit"]),
+        (EndpointFilter(type="outbox.lane.stuck"), ["100%"]),
+        (EndpointFilter(search="bill", tenant="acme", type="order.paid"), ["Billing"]),
+    ):
+        rows = await endpoints.list_endpoints(db, "relay", only=only)
+        assert [row.name for row in rows] == expected, only
+        assert await endpoints.count_endpoints(db, "relay", only=only) == len(expected)
+    own = EndpointFilter(tenant="acme")
+    first = await endpoints.list_endpoints(db, "relay", only=own, limit=1)
+    assert [row.name for row in first] == ["100%"]
+    with pytest.raises(UsageError, match='"tired" is not a condition; choose one of: healthy, '):
+        EndpointFilter(condition="tired")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="search is empty"):
+        EndpointFilter(search="")
 
 
 async def test_an_added_endpoint_is_complete(database: Database, db: Connection[Any]) -> None:

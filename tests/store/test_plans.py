@@ -628,11 +628,13 @@ async def _status_gaps(log: LongLog) -> Case:
 
 
 async def _status_endpoints(log: LongLog) -> Case:
-    return Case(status.ENDPOINTS, (100,), 100_000, 2 * _STATES)
+    return Case(status.ENDPOINTS, (100, None), 100_000, 2 * _STATES)
 
 
 async def _endpoint_list(log: LongLog) -> Case:
-    return Case(endpoints.LIST_PAGE, (None, 100, None), 150_000, 2 * _STATES)
+    return Case(
+        endpoints.LIST_PAGE, (None, 100, None, *endpoints.ANY.arguments), 150_000, 2 * _STATES
+    )
 
 
 async def _endpoint_show(log: LongLog) -> Case:

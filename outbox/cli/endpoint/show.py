@@ -22,10 +22,11 @@ from outbox.core.delivery.circuit_breaker import PROBED_STATES, PROBING_TEXT
 from outbox.core.delivery.connection_reuse import DISTRUST_S, ConnectionReuse
 from outbox.core.delivery.retry_preview import COLUMNS, cells, markdown, schedule
 from outbox.core.model import retry_policy
-from outbox.core.model.endpoint_condition import HEALTHY, describe_condition
+from outbox.core.model.endpoint_condition import CONDITIONS, HEALTHY, describe_condition
 from outbox.core.model.endpoint_settings import SETTINGS
 from outbox.core.model.text import count
 from outbox.operations import endpoints
+from outbox.operations.endpoint_filter import EndpointFilter
 
 if TYPE_CHECKING:
     from asyncpg import Connection
@@ -101,15 +102,22 @@ def _show_export(document: dict[str, Any]) -> None:
     epilog="""\b
 Examples:
   outbox endpoint list
+  outbox endpoint list --condition failing
+  outbox endpoint list --type order.paid --tenant acme
   outbox endpoint list --limit 10 --after billing --json
 """,
 )
+@click.option("--search", metavar="TEXT", help="Only those with this text in the name or the URL.")
+@click.option("--condition", type=click.Choice(CONDITIONS), help="Only those in this condition.")
+@click.option("--type", metavar="TYPE", help="Only those that receive events of this type.")
+@click.option("--tenant", metavar="TENANT", help="Only those of this tenant.")
 @limit_option
 @click.option("--after", metavar="NAME", help="Only names after this one, in byte order (paging).")
 @print_result(_show_list)
-def list_(settings: Settings, limit: int, after: str | None) -> list[EndpointRow]:
+def list_(settings: Settings, limit: int, after: str | None, **chosen: Any) -> list[EndpointRow]:
     """List endpoints by name."""
-    rows = run_operation(settings, endpoints.list_endpoints, limit=limit, after=after)
+    only = EndpointFilter(**chosen)
+    rows = run_operation(settings, endpoints.list_endpoints, only=only, limit=limit, after=after)
     return note_next_page(rows, lambda row: row.name)
 
 

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
+EndpointCondition = Literal[
+    "healthy", "degraded", "recovering", "failing", "rejecting", "blocked", "draining", "paused",
+    "disabling", "disabled", "removing",
+]  # fmt: skip
+CONDITIONS: tuple[EndpointCondition, ...] = get_args(EndpointCondition)
+
 HEALTHY, BLOCKED, DEGRADED, DRAINING = "healthy", "blocked", "degraded", "draining"
 
 

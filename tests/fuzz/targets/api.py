@@ -82,9 +82,9 @@ class _Database:
             return _NOW
         if query == body_limits.READ_LIMIT:
             return PAYLOAD_BYTES_MAX
-        if query in (tenancy.OWNS_ENDPOINT, tenancy.OWNS_SCHEDULE, tenancy.OWNS_JOB):
+        if query in (tenancy.OWNS_SCHEDULE, tenancy.OWNS_JOB):
             return True
-        if query == tenancy.COUNT_DEAD_LETTERS:
+        if query in (tenancy.COUNT_ENDPOINTS, tenancy.COUNT_DEAD_LETTERS):
             return len(arguments[1])
         raise Reached
 

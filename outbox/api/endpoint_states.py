@@ -1,0 +1,127 @@
+"""/v1/endpoints/{name}/pause, resume and enable, and the same for many endpoints at once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from outbox.api import route, tenancy
+from outbox.api.endpoint_credentials import NAME
+from outbox.api.endpoints import ChangeBody
+from outbox.api.route import Call, Comment, NoQuery, RequestModel, TenantAccess, at_most
+from outbox.operations import endpoint_states
+from outbox.operations.endpoint_bulk import (
+    NAMES_MAX,
+    BulkChange,
+    EndpointVerb,
+    change_endpoints,
+)
+from outbox.operations.endpoint_states import StateChange
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+
+class EndpointNamesBody(RequestModel):
+    """Endpoints by name."""
+
+    names: Annotated[tuple[str, ...], at_most(NAMES_MAX, at_least=1)]
+    comment: Comment | None = None
+    """Recorded with the change and in the journal."""
+    dry_run: bool = False
+    """Only report what would happen."""
+
+
+async def _change_state(
+    call: Call[NoQuery, ChangeBody], operation: Callable[..., Awaitable[list[StateChange]]]
+) -> StateChange:
+    (change,) = await call.run(
+        operation,
+        [call.path["name"]],
+        actor=call.actor,
+        owner=call.tenant,
+        comment=call.body.comment,
+    )
+    return change
+
+
+@route.post(
+    f"{NAME}/pause",
+    "Pause deliveries",
+    scope="operate",
+    tenants=TenantAccess.ENDPOINT,
+    body_required=False,
+)
+async def _pause(call: Call[NoQuery, ChangeBody]) -> StateChange:
+    return await _change_state(call, endpoint_states.pause_endpoints)
+
+
+@route.post(
+    f"{NAME}/resume",
+    "Resume deliveries, retry immediately, and unblock lanes",
+    scope="operate",
+    tenants=TenantAccess.ENDPOINT,
+    body_required=False,
+)
+async def _resume(call: Call[NoQuery, ChangeBody]) -> StateChange:
+    return await _change_state(call, endpoint_states.resume_endpoints)
+
+
+@route.post(
+    f"{NAME}/enable",
+    "Re-enable a disabled endpoint for new events",
+    scope="operate",
+    tenants=TenantAccess.ENDPOINT,
+    body_required=False,
+)
+async def _enable(call: Call[NoQuery, ChangeBody]) -> StateChange:
+    return await call.run(
+        endpoint_states.enable_endpoint,
+        call.path["name"],
+        actor=call.actor,
+        owner=call.tenant,
+        comment=call.body.comment,
+    )
+
+
+async def _change_many(call: Call[NoQuery, EndpointNamesBody], verb: EndpointVerb) -> BulkChange:
+    body = call.body
+    await tenancy.require_endpoints(call.db, call.tenant, body.names)
+    return await call.run(
+        change_endpoints,
+        verb,
+        body.names,
+        actor=call.actor,
+        comment=body.comment,
+        owner=call.tenant,
+        dry_run=body.dry_run,
+    )
+
+
+@route.post(
+    "/v1/endpoints/pause",
+    "Pause deliveries of endpoints, as far as their states permit",
+    scope="operate",
+    tenants=TenantAccess.NARROWED,
+)
+async def _pause_many(call: Call[NoQuery, EndpointNamesBody]) -> BulkChange:
+    return await _change_many(call, "pause")
+
+
+@route.post(
+    "/v1/endpoints/resume",
+    "Resume deliveries of endpoints, retry immediately, and unblock lanes",
+    scope="operate",
+    tenants=TenantAccess.NARROWED,
+)
+async def _resume_many(call: Call[NoQuery, EndpointNamesBody]) -> BulkChange:
+    return await _change_many(call, "resume")
+
+
+@route.post(
+    "/v1/endpoints/enable",
+    "Re-enable disabled endpoints for new events",
+    scope="operate",
+    tenants=TenantAccess.NARROWED,
+)
+async def _enable_many(call: Call[NoQuery, EndpointNamesBody]) -> BulkChange:
+    return await _change_many(call, "enable")
