@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from tests.page.browser import Visitor
     from tests.support.postgres import Database
 
 pytestmark = [pytest.mark.one_major, pytest.mark.browser]
@@ -68,18 +67,6 @@ async def serving(database: Database, directory: Path) -> AsyncIterator[str]:
         process.wait(10)
 
 
-async def fits(visitor: Visitor) -> bool:
-    """Whether nothing is wider than the window."""
-    script = "document.documentElement.scrollWidth <= window.innerWidth"
-    return bool(await visitor.page.evaluate(script))
-
-
-async def save(visitor: Visitor, name: str) -> None:
-    """Save a picture into the directory OUTBOX_SCREENSHOTS, to look at it."""
-    if directory := os.environ.get("OUTBOX_SCREENSHOTS"):
-        await visitor.page.screenshot(path=f"{directory}/{name}.png")
-
-
 async def test_the_admin_is_readable(database: Database, tmp_path: Path) -> None:
     await add_endpoint(database, "billing", types=["order.*"])
     await add_endpoint(database, "audit")
@@ -99,35 +86,35 @@ async def test_the_admin_is_readable(database: Database, tmp_path: Path) -> None
         await page.get_by_label("Password").fill(PASSWORD)
         await page.get_by_role("button", name="Log in").click()
         await visitor.wait_for(page.get_by_role("link", name="Dead letters", exact=True).first)
-        await save(visitor, "index")
+        await visitor.save("index")
 
         await page.goto(f"{url}/admin/outbox_relay/event/")
         await visitor.wait_for("20 events")
-        await save(visitor, "events")
-        assert await fits(visitor)
+        await visitor.save("events")
+        assert await visitor.fits()
         await page.locator("#result_list tbody a").first.click()
         await visitor.wait_for("Königstraße 1")
-        await save(visitor, "event")
-        assert await fits(visitor)
+        await visitor.save("event")
+        assert await visitor.fits()
         link = page.get_by_role("link", name="Open in the relay's page")
         assert str(await link.get_attribute("href")).startswith(f"{PAGE}/#/events/")
 
         await page.goto(f"{url}/admin/outbox_relay/endpoint/")
         await visitor.wait_for("billing")
-        await save(visitor, "endpoints")
-        assert await fits(visitor)
+        await visitor.save("endpoints")
+        assert await visitor.fits()
         await page.get_by_role("link", name="billing").click()
         await visitor.wait_for("Retry policy")
-        await save(visitor, "endpoint")
-        assert await fits(visitor)
+        await visitor.save("endpoint")
+        assert await visitor.fits()
 
         await page.goto(f"{url}/admin/outbox_relay/deadletter/")
         await visitor.wait_for("4 dead letters")
-        await save(visitor, "dead-letters")
-        assert await fits(visitor)
+        await visitor.save("dead-letters")
+        assert await visitor.fits()
         await page.locator("#result_list tbody a").first.click()
         await visitor.wait_for("status 400, after 12 ms")
-        await save(visitor, "dead-letter")
-        assert await fits(visitor)
+        await visitor.save("dead-letter")
+        assert await visitor.fits()
         await page.emulate_media(color_scheme="dark")
-        await save(visitor, "dead-letter-dark")
+        await visitor.save("dead-letter-dark")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +59,16 @@ class Visitor:
         """Wait until something is visible."""
         found = self.page.get_by_text(what).first if isinstance(what, str) else what
         await expect(found).to_be_visible(timeout=WAIT_MS)
+
+    async def save(self, name: str) -> None:
+        """Save a picture into the directory OUTBOX_SCREENSHOTS, for the documents or to look at."""
+        if directory := os.environ.get("OUTBOX_SCREENSHOTS"):
+            await self.page.screenshot(path=f"{directory}/{name}.png")
+
+    async def fits(self) -> bool:
+        """Whether nothing is wider than the window."""
+        script = "document.documentElement.scrollWidth <= window.innerWidth"
+        return bool(await self.page.evaluate(script))
 
     async def wait_until_absent(self, what: str) -> None:
         """Wait until a text is absent."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import orjson
 
 from tests.page.browser import visiting
 from tests.support.api import ALL, make_token, serving
@@ -20,7 +22,9 @@ from tests.support.relay import (
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
+
+    from playwright.async_api import Page, Route
 
     from outbox.core.model.api_token import Scope
     from outbox.core.model.response import AttemptResult
@@ -38,8 +42,11 @@ class Shop:
         self.database = database
         self.visitor = visitor
         self.refuses = True
+        self.refuses_all = False
 
     def response(self, sent: Sent) -> AttemptResult:
+        if self.refuses_all:
+            return REFUSED
         if sent.url.endswith("/sick"):
             return BUSY
         return REFUSED if self.refuses and sent.url.endswith("/strict") else OK
@@ -55,6 +62,26 @@ class Shop:
         await until(there, 30, f"{number} dead letters that are {state}")
 
 
+async def respond(page: Page, path: str, body: Any, status: int = 200) -> None:
+    """Respond to requests of the page in place of the API."""
+
+    async def fulfil(route: Route) -> None:
+        await route.fulfill(status=status, body=orjson.dumps(body), content_type="application/json")
+
+    await page.route(f"**{path}*", fulfil)
+
+
+def report(findings: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The report of the doctor with these findings."""
+    severities = [each["severity"] for each in findings]
+    return {
+        "schema": "relay",
+        "problems": severities.count("problem"),
+        "warnings": severities.count("warning"),
+        "findings": list(findings),
+    }
+
+
 @asynccontextmanager
 async def shop(
     database: Database,
@@ -63,8 +90,13 @@ async def shop(
     scopes: tuple[Scope, ...] = ALL,
     phone: bool = False,
     dark: bool = False,
+    findings: Sequence[dict[str, Any]] | None = None,
 ) -> AsyncIterator[Shop]:
-    """Three endpoints, a few events, and a visitor."""
+    """Three endpoints, a few events, and a visitor.
+
+    Args:
+        findings: of the doctor, instead of those of the test's server.
+    """
     await add_endpoint(database, "well", lanes=4)
     await add_endpoint(database, "sick", lanes=2, retry=RETRY, types=["order.*"])
     await add_endpoint(database, "strict", types=["order.*"])
@@ -72,6 +104,8 @@ async def shop(
     secret = await make_token(database, "me", scopes, tenant=tenant)
     async with serving(database) as api, visiting(api.url, phone=phone, dark=dark) as visitor:
         here = Shop(database, visitor)
+        if findings is not None:
+            await respond(visitor.page, "/v1/doctor", report(findings))
         async with running(database, Network(here.response)):
             for n in range(3):
                 await publish(database, {"order": n}, type="order.paid", key=f"order-{n}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from playwright.async_api import expect
@@ -10,6 +10,7 @@ from playwright.async_api import expect
 from tests.page.browser import PHONE, visiting
 from tests.page.shop import shop
 from tests.support.api import make_token, serving
+from tests.support.relay import publish
 
 if TYPE_CHECKING:
     from tests.support.postgres import Database
@@ -24,7 +25,7 @@ pytestmark = [
 async def test_failing_lanes_come_before_dead_letters_each_with_its_action(
     database: Database,
 ) -> None:
-    async with shop(database, phone=True) as here:
+    async with shop(database, phone=True, findings=()) as here:
         visitor, page = here.visitor, here.visitor.page
         needs = page.get_by_role("region", name="Needs attention")
         items = needs.get_by_role("listitem")
@@ -48,3 +49,48 @@ async def test_without_a_relay_that_is_what_needs_attention(database: Database) 
     async with serving(database) as api, visiting(api.url) as visitor:
         await visitor.sign_in(secret)
         await visitor.wait_for("No relay is running: nothing is delivered.")
+
+
+def finding(check: str, severity: str, message: str, action: str | None = None) -> dict[str, Any]:
+    """A finding of GET /v1/doctor."""
+    return {
+        "subject": "preconditions",
+        "check": check,
+        "severity": severity,
+        "message": message,
+        "action": action,
+    }
+
+
+async def test_findings_of_the_doctor_are_listed_by_severity(database: Database) -> None:
+    findings = (
+        finding("server", "ok", "PostgreSQL 18"),
+        finding("failing lanes", "warning", "the status has it"),
+        finding("clock", "problem", "the clocks differ by 200 s", "synchronize the clocks"),
+        finding("old periods", "warning", "a partition is left", "DROP TABLE x"),
+    )
+    async with shop(database, findings=findings) as here:
+        visitor, page = here.visitor, here.visitor.page
+        items = page.get_by_role("region", name="Needs attention").get_by_role("listitem")
+        await expect(items).to_have_count(4)
+        await expect(items.nth(0)).to_contain_text("Clock: The clocks differ by 200 s.")
+        await expect(items.nth(0)).to_contain_text("Synchronize the clocks.")
+        await expect(items.nth(1)).to_contain_text("sick")
+        await expect(items.nth(2)).to_contain_text("Old periods: A partition is left.")
+        # The number of endpoints in a condition leads to them.
+        await page.get_by_role("link", name="3 healthy").click()
+        await expect(page.locator("tbody tr")).to_have_count(3)
+        assert page.url == f"{visitor.url}/#/endpoints?condition=healthy"
+
+
+async def test_a_tenant_sees_what_needs_attention_at_its_endpoints(database: Database) -> None:
+    async with shop(database, tenant="acme") as here:
+        visitor, page = here.visitor, here.visitor.page
+        await visitor.wait_for("Nothing needs attention.")
+        here.refuses_all = True
+        await publish(database, 1, tenant="acme")
+        items = page.get_by_role("region", name="Needs attention").get_by_role("listitem")
+        await expect(items).to_have_count(1, timeout=30_000)
+        await expect(items).to_contain_text("acme: 1 dead letter waits for a decision.")
+        await items.get_by_role("link", name="Replay or discard…").click()
+        await expect(page.locator("tbody tr")).to_have_count(1)

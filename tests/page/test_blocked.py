@@ -100,7 +100,7 @@ async def test_replay_and_discard_dialogs_name_the_lanes_that_they_unblock(
     async with blocked(database) as visitor:
         unblocks = "This unblocks 1 lane with 3 pending deliveries."
         await visitor.open("dead-letters")
-        await visitor.page.get_by_label("Select all 1 shown").check()
+        await visitor.page.get_by_label("Select all 1 on this page").check()
         for press in ("Replay 1", "Discard 1"):
             await visitor.press(press)
             await visitor.wait_for(visitor.dialog.get_by_text(unblocks))

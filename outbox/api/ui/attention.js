@@ -1,13 +1,15 @@
-// What needs a person, most urgent first, from the status of the relays and endpoints.
+// What needs a person, most urgent first: the status of relays and endpoints, and findings of the doctor.
 
-import { button, responseLine } from "./components.js";
+import { button, isOperator, responseLine } from "./components.js";
 import { h } from "./dom.js";
-import { count, duration, plural } from "./format.js";
+import { capital, count, duration, plural, sentence } from "./format.js";
 import { readAndResume } from "./endpoint_actions.js";
 import { link } from "./router.js";
 import { stuckAction } from "./stuck_lane.js";
 
 const SHOWN_MAX = 8;
+// Checks of the doctor whose findings the status has, with the actions on them.
+const IN_STATUS = ["relays", "sequencing", "endpoints", "health", "blocked lanes", "failing lanes", "dead letters"];
 // A running relay sequences an event within milliseconds.
 const WAITING_S_MAX = 10;
 
@@ -60,9 +62,17 @@ const itemsOf = (each, at) => [
     action: deadLetters({ endpoint: each.name }, "Replay or discard…") },
 ];
 
-// `status` is that of GET /v1/status.
-export function attention(status) {
-  const items = [...relayItems(status), ...status.endpoints.flatMap((each) => itemsOf(each, status.at))].filter(Boolean).sort((a, b) => a.rank - b.rank);
+const findingItem = (each, n) => ({ rank: each.severity === "problem" ? 2 : 6, key: `finding ${each.check} ${n}`,
+  text: [`${capital(each.check)}: ${sentence(each.message)}`, each.action && isOperator() ? h("small", null, ` ${sentence(each.action)}`) : null],
+  action: h("a", { class: "button", href: link("replicas") }, "Run checks") });
+
+// `status` is that of GET /v1/status, or for a tenant of GET /v1/endpoint-statuses; `findings` are of GET /v1/doctor.
+export function attention(status, findings) {
+  const items = [
+    ...(status.replicas ? relayItems(status) : []),
+    ...status.endpoints.flatMap((each) => itemsOf(each, status.at)),
+    ...findings.filter((each) => each.severity !== "ok" && !IN_STATUS.includes(each.check)).map(findingItem),
+  ].filter(Boolean).sort((a, b) => a.rank - b.rank);
   const more = items.length - SHOWN_MAX;
   return h("section", { class: "attention", "aria-label": "Needs attention" },
     h("h2", null, items.length ? "Needs attention" : "Nothing needs attention."),

@@ -44,7 +44,10 @@ export function patch(old, next) {
   for (const { name, value } of next.attributes) {
     if (old.getAttribute(name) !== value && !isUserState(name)) old.setAttribute(name, value);
   }
-  if (old.nodeName === "INPUT" && old.type === "checkbox") old.checked = next.checked;
+  if (old.nodeName === "INPUT" && old.type === "checkbox") {
+    old.checked = next.checked;
+    old.indeterminate = next.indeterminate;
+  }
   for (const name of HANDLERS) if (old[name] !== next[name]) old[name] = next[name];
   patchChildren(old, [...next.childNodes]);
 }

@@ -3,17 +3,21 @@
 import { axisMax, widthInPixels } from "./chart.js";
 import { h, svg } from "./dom.js";
 import { axisLabel, count, duration, time } from "./format.js";
+import { occasionally } from "./live.js";
 
 const DAY_MS = 86400000;
 const HOUR_MS = 3600000;
 // Intervals are five minutes long.
-export const EVERY_MS = 60000;
+const EVERY_MS = 60000;
 const HEIGHT = 130;
 const LEFT = 58;
 const RIGHT = 4;
 const BOTTOM = 20;
 const TOP = 8;
 const SPARK = { width: 96, height: 22 };
+
+// Reads histories, which take longer than the state: for `details` of a live view.
+export const readHistory = (read) => occasionally(EVERY_MS, read);
 
 const sum = (items, field) => items.reduce((total, each) => total + each[field], 0);
 
@@ -88,8 +92,9 @@ function runs(items, span) {
   return found;
 }
 
-// Both charts; `now` is in ms by the server's clock.
+// Both charts; `now` is in ms by the server's clock.  Before the history is read, their place is kept.
 export function dayCharts(history, now) {
+  if (!history) return h("div", { class: "charts", "aria-busy": "true" }, h("figure", { class: "chart day" }), h("figure", { class: "chart day" }));
   if (!history.items.length) return h("p", { class: "empty" }, "No requests in the last 24 hours.");
   return h("div", { class: "charts" }, deliveries(history, now), latencies(history, now));
 }

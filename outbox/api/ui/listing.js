@@ -2,6 +2,8 @@
 
 import { h, show } from "./dom.js";
 import { field, tryRequest } from "./dialogs.js";
+import { sentence } from "./format.js";
+import { permanent } from "./live.js";
 
 // `read(after)` returns one page {items, next} of the API; `draw` renders all items read so far.
 export function pages(read, draw) {
@@ -28,8 +30,16 @@ export function pages(read, draw) {
         tryRequest(() => readPages(items, next, 0)).finally(() => { event.target.disabled = false; });
       } }, "Load more")));
   }
-  // `load` reads as many items again as were shown before.
-  return { place, load: () => readPages([], null, items.length), repaint: paint };
+  // Reads as many items again as were shown before.  An invalid filter is explained in their place.
+  async function load() {
+    try {
+      await readPages([], null, items.length);
+    } catch (error) {
+      if (!permanent(error) || error.status === 403) throw error;
+      show(place, h("p", { class: "bad" }, sentence(error.message)));
+    }
+  }
+  return { place, load, repaint: paint };
 }
 
 const TIMES = { since: "e.g. 2h", until: "now" };

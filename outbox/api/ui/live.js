@@ -23,8 +23,9 @@ export function showRefusal(place, error, missing) {
 }
 
 // Call `refresh(signal, acted)` periodically, and at once after an action (`acted` is true then).
-// Returns a function that stops it.  `missing` is the text for a 404.
-export function live(place, refresh, { every = EVERY_MS, missing } = {}) {
+// Returns a function that stops it.  `missing` is the text for a 404.  `details(signal, acted)` reads
+// what takes longer, after `refresh` has painted: the data shown is as of the end of `refresh`.
+export function live(place, refresh, { every = EVERY_MS, missing, details } = {}) {
   const ended = new AbortController();
   let timer = 0;
   let busy = false;
@@ -38,11 +39,14 @@ export function live(place, refresh, { every = EVERY_MS, missing } = {}) {
     const afterAction = acted;
     acted = false;
     let wait = every;
+    const signal = () => AbortSignal.any([ended.signal, AbortSignal.timeout(TIMEOUT_MS)]);
     try {
-      await refresh(AbortSignal.any([ended.signal, AbortSignal.timeout(TIMEOUT_MS)]), afterAction);
+      await refresh(signal(), afterAction);
+      if (ended.signal.aborted) return;
+      connected();
+      await details?.(signal(), afterAction);
       if (ended.signal.aborted) return;
       failures = 0;
-      connected();
     } catch (error) {
       if (ended.signal.aborted) return;
       if (permanent(error)) {
@@ -69,6 +73,21 @@ export function live(place, refresh, { every = EVERY_MS, missing } = {}) {
   return () => {
     ended.abort();
     clearTimeout(timer);
+  };
+}
+
+// A read that is repeated after `every` ms at the earliest, after a failure, or after an action with `onAction`.
+export function occasionally(every, read, { onAction = false } = {}) {
+  let readAt = -Infinity;
+  return async (signal, acted) => {
+    if (performance.now() - readAt < every && !(acted && onAction)) return;
+    readAt = performance.now();
+    try {
+      await read(signal);
+    } catch (error) {
+      readAt = -Infinity;
+      throw error;
+    }
   };
 }
 

@@ -6,7 +6,7 @@ import * as access from "../endpoint_access.js";
 import * as endpointActions from "../endpoint_actions.js";
 import { removeEndpoint } from "../endpoint_removal.js";
 import { sendTest } from "../endpoint_test.js";
-import { EVERY_MS, dayCharts } from "../history.js";
+import { dayCharts, readHistory } from "../history.js";
 import { lanes } from "../lanes.js";
 import { live } from "../live.js";
 import { condition, responseLine, button, code, definitionList, row, table, when } from "../components.js";
@@ -88,15 +88,16 @@ function nextAttempt(each, lane) {
 export function view(place, [endpoint]) {
   const known = new Map();
   let history = null;
-  let historyAt = 0;
+  let detail = null;
   show(place, h("h1", null, endpoint), h("p", { class: "empty" }, "Loading…"));
-  return live(place, async (signal) => {
-    const detail = await get(`/v1/endpoints/${name(endpoint)}`, {}, signal);
+  const details = readHistory(async (signal) => {
+    history = await get(`/v1/endpoints/${name(endpoint)}/history`, {}, signal);
+    draw();
+  });
+  function draw() {
     const { endpoint: each, settings, health } = detail;
     const blocked = detail.lanes.filter(isBlocked);
     const isBroker = !/^https?:/i.test(each.url);
-    await findBlockers(endpoint, blocked, known, signal);
-    if (session.now() - historyAt >= EVERY_MS) [history, historyAt] = [await get(`/v1/endpoints/${name(endpoint)}/history`, {}, signal), session.now()];
     const bars = detail.lanes.map((lane) => ({
       pending: lane.last_seq - lane.acked_seq, failing: lane.attempts > 0, blocked: isBlocked(lane) }));
     const busy = detail.lanes.filter((lane) => lane.last_seq > lane.acked_seq || isBlocked(lane)).slice(0, LANES_SHOWN);
@@ -135,6 +136,11 @@ export function view(place, [endpoint]) {
         ], LANES, lane.name)), "No pending deliveries.")),
       session.tenant === null ? ownershipHistory(detail.ownership_history) : null,
       h("details", null, h("summary", null, "All settings"), code(settings)));
+  }
+  return live(place, async (signal) => {
+    detail = await get(`/v1/endpoints/${name(endpoint)}`, {}, signal);
+    await findBlockers(endpoint, detail.lanes.filter(isBlocked), known, signal);
+    draw();
     document.title = `${endpoint} – outbox`;
-  }, { missing: `Endpoint ${endpoint} not found.` });
+  }, { missing: `Endpoint ${endpoint} not found.`, details });
 }

@@ -2,15 +2,18 @@
 
 import { get, session } from "../api.js";
 import { h, show } from "../dom.js";
-import { EVERY_MS as HISTORY_EVERY_MS, latencySparkline, milliseconds, percent, sparkline } from "../history.js";
-import { pages } from "../listing.js";
+import { changeEndpoints } from "../endpoint_bulk.js";
+import { latencySparkline, milliseconds, percent, readHistory, sparkline } from "../history.js";
+import { filters, pages } from "../listing.js";
 import { live } from "../live.js";
-import { condition, row, table } from "../components.js";
+import { rowBox, selection, selectionBar } from "../selection.js";
+import { button, condition, row, table } from "../components.js";
 import { link } from "../router.js";
 import { count } from "../format.js";
 
 const HEADS = ["Endpoint", "State", "Last 24 hours", "#Median, p99", "#Pending", "#Dead letters", "#Lanes", "Types", "Tenant", "URL"];
 const SEVERITY = ["blocked", "failing", "rejecting", "disabling", "disabled", "removing", "paused", "recovering", "degraded"];
+const CONDITIONS = ["", "healthy", ...[...SEVERITY].reverse(), "draining"].map((each) => [each, each || "any"]);
 // The API orders by name; one large page lets the browser sort nearly all installations completely.
 const PAGE = 500;
 const HISTORY_PAGE = 100;
@@ -24,12 +27,12 @@ function rank(each) {
 
 const bySeverity = (a, b) => rank(a) - rank(b) || b.pending - a.pending || (a.name < b.name ? -1 : 1);
 
-// The histories of all endpoints up to a name.
-async function readHistories(last, signal) {
+// The histories of the endpoints that match a filter, up to a name.
+async function readHistories(filter, last, signal) {
   const found = new Map();
   let after = null;
   do {
-    const page = await get("/v1/endpoint-histories", { limit: HISTORY_PAGE, after }, signal);
+    const page = await get("/v1/endpoint-histories", { ...filter, limit: HISTORY_PAGE, after }, signal);
     for (const each of page.items) found.set(each.name, each);
     after = page.next;
   } while (after !== null && after < last);
@@ -46,13 +49,23 @@ function pastDay(history) {
   ];
 }
 
-export function view(place) {
+export function view(place, _, values) {
+  const filtered = Object.keys(values).length > 0;
+  const selected = selection("endpoints", values);
   let histories = new Map();
-  let historiesAt = 0;
-  let last = "";
-  const list = pages((after) => get("/v1/endpoints", { limit: PAGE, after }), (items) => {
-    last = items.at(-1)?.name ?? "";
-    return table(HEADS, [...items].sort(bySeverity).map((each) => row([
+  let shown = [];
+  let total = 0;
+  const bar = h("div", { class: "selection" });
+  const mayOperate = session.may("operate");
+  const heads = mayOperate ? ["", ...HEADS] : HEADS;
+  const list = pages((after) => get("/v1/endpoints", { ...values, limit: PAGE, after }), (items, page) => {
+    shown = items.map((each) => each.name);
+    total = page.total;
+    // All are shown, so those that are not have been removed.
+    if (page.next === null) selected.remove([...selected.single].filter((each) => !shown.includes(each)));
+    drawActions();
+    return table(heads, [...items].sort(bySeverity).map((each) => row([
+      ...(mayOperate ? [rowBox(selected, each.name, `Select ${each.name}`, shown, list.repaint)] : []),
       h("a", { href: link("endpoint", [each.name]) }, each.name),
       condition(each, each.lanes, each.state_comment),
       ...pastDay(histories.get(each.name)),
@@ -62,16 +75,29 @@ export function view(place) {
       each.types.join(", "),
       each.all_tenants ? "all" : each.tenant ?? "–",
       h("span", { class: "url" }, each.url),
-    ], HEADS, each.name)), "No endpoints yet.");
+    ], heads, each.name)), filtered ? "No endpoints match the filter." : "No endpoints yet.");
   });
-  show(place, h("h1", null, "Endpoints"),
-    h("div", { class: "actions" }, session.may("operate") && h("a", { class: "button main", href: link("new-endpoint") }, "New endpoint")), list.place);
-  return live(place, async (signal) => {
-    await list.load();
-    if (last && session.now() - historiesAt >= HISTORY_EVERY_MS) {
-      // After the list, because they take longer.
-      [histories, historiesAt] = [await readHistories(last, signal), session.now()];
+
+  function drawActions() {
+    if (!mayOperate) return;
+    async function act(verb) {
+      if (!await changeEndpoints(verb, [...selected.single], selected.matching ? values : null)) return;
+      selected.clear();
       list.repaint();
     }
-  }, { every: EVERY_MS });
+    show(bar, selectionBar(selected, { shown, total, subject: ["endpoint", "endpoints"], filtered, repaint: list.repaint,
+      buttons: () => [button("Pause…", () => act("pause")), button("Resume…", () => act("resume")), button("Enable…", () => act("enable"))] }));
+  }
+
+  const details = readHistory(async (signal) => {
+    if (!shown.length) return;
+    histories = await readHistories(values, shown.at(-1), signal);
+    list.repaint();
+  });
+  show(place, h("h1", null, "Endpoints"),
+    h("div", { class: "actions" }, mayOperate && h("a", { class: "button main", href: link("new-endpoint") }, "New endpoint")),
+    filters([["search", "Name or URL"], ["condition", "State", CONDITIONS], ["type", "Receives type"], ...(session.tenant === null ? [["tenant", "Tenant"]] : [])],
+      values, (next) => { location.hash = link("endpoints", [], next); }),
+    bar, list.place);
+  return live(place, list.load, { every: EVERY_MS, details });
 }

@@ -3,10 +3,10 @@
 import { get, session } from "../api.js";
 import { h, show } from "../dom.js";
 import { filters, pages } from "../listing.js";
-import { once, permanent } from "../live.js";
+import { once } from "../live.js";
 import { badge, button, row, table, when } from "../components.js";
 import { link } from "../router.js";
-import { count, sentence, time } from "../format.js";
+import { count, time } from "../format.js";
 import { field } from "../dialogs.js";
 import { publish } from "../event_actions.js";
 
@@ -59,8 +59,5 @@ export function view(place, _, values) {
     filters([["key", "Key"], ["type", "Type"], ["since", "Since"], ["until", "Until"], ...(session.tenant === null ? [["tenant", "Tenant"]] : [])],
       values, (next) => { location.hash = link("events", [], next); }),
     extent, list.place);
-  return once(place, () => list.load().catch((error) => {
-    if (!permanent(error)) throw error;
-    show(list.place, h("p", { class: "bad" }, sentence(error.message)));
-  }));
+  return once(place, list.load);
 }

@@ -3,9 +3,9 @@
 import { get, session } from "../api.js";
 import { h, show } from "../dom.js";
 import { code, row, table } from "../components.js";
-import { sentence, time } from "../format.js";
+import { time } from "../format.js";
 import { filters, pages } from "../listing.js";
-import { once, permanent } from "../live.js";
+import { once } from "../live.js";
 import { link } from "../router.js";
 
 const HEADS = ["When", "Change", "Endpoint", "By", "Details"];
@@ -31,8 +31,5 @@ export function view(place, _, values) {
   show(place, h("h1", null, "Journal"),
     h("p", { class: "hint" }, session.tenant === null ? "Every change, with the token, user or relay that made it." : "Changes of your endpoints."),
     filters([["endpoint", "Endpoint"], ["kind", "Change"], ["actor", "By"], ["since", "Since"], ["until", "Until"]], values, (next) => { location.hash = link("journal", [], next); }), list.place);
-  return once(place, () => list.load().catch((error) => {
-    if (!permanent(error)) throw error;
-    show(list.place, h("p", { class: "bad" }, sentence(error.message)));
-  }));
+  return once(place, list.load);
 }

@@ -4,16 +4,17 @@ import { get, session } from "../api.js";
 import { attention } from "../attention.js";
 import { GAP_MS, WINDOW_MS, chart } from "../chart.js";
 import { h, show } from "../dom.js";
-import { EVERY_MS, dayCharts } from "../history.js";
+import { dayCharts, readHistory } from "../history.js";
 import { lanes, maxPending } from "../lanes.js";
-import { live } from "../live.js";
+import { live, occasionally } from "../live.js";
 import { condition, badgeTone } from "../components.js";
 import { link } from "../router.js";
 import { count, duration, plural, rate } from "../format.js";
 
 const DEAD_MAX = 1000;
-// The status is exact, so it costs more than the rates.
+// The status is exact, so it costs more than the rates; the checks of the doctor cost most.
 const STATUS_EVERY_MS = 10000;
+const CHECKS_EVERY_MS = 600000;
 
 const tile = (label, value, { tone = "", href, hint } = {}) => h(href ? "a" : "div", { class: `tile ${tone}`, href, title: hint },
   h("span", { class: "label" }, label), h("strong", null, value));
@@ -24,7 +25,7 @@ const ORDER = { bad: 0, off: 1, fair: 2, good: 3 };
 function conditions(states) {
   const found = Object.entries(states).filter(([, n]) => n).sort(([a], [b]) => ORDER[badgeTone(a)] - ORDER[badgeTone(b)]);
   return found.length ? h("p", { class: "conditions" }, h("a", { href: link("endpoints") }, "Endpoints"),
-    found.map(([state, n]) => h("span", { class: `badge ${badgeTone(state)}` }, `${count(n)} ${state}`))) : null;
+    found.map(([state, n]) => h("a", { class: `badge ${badgeTone(state)}`, href: link("endpoints", [], { condition: state }) }, `${count(n)} ${state}`))) : null;
 }
 
 const row = (max) => (each) => h("li", { "data-key": each.name },
@@ -38,6 +39,9 @@ const row = (max) => (each) => h("li", { "data-key": each.name },
 const none = () => h("p", { class: "empty" }, "No endpoints yet. ",
   session.may("operate") && h("a", { href: link("new-endpoint") }, "Create an endpoint"));
 
+// A part that may be empty keeps its place, so that those behind it keep the focus.
+const part = (child) => h("div", null, child);
+
 // Lanes of other endpoints are collapsed, unless they are few and all.
 const QUIET_OPEN_MAX = 5;
 const isBusy = (each) => each.pending > 0 || badgeTone(each.condition) !== "good";
@@ -49,17 +53,36 @@ export function view(place) {
   let samples = [];
   const system = session.tenant === null;
   let needs = null;
-  let readAt = -Infinity;
+  let findings = [];
   let history = null;
-  let historyAt = 0;
+  let draw;
   show(place, h("h1", null, "Overview"), h("p", { class: "empty" }, "Loading…"));
 
-  return live(place, async (signal, acted) => {
+  const readStatus = occasionally(STATUS_EVERY_MS, async (signal) => {
+    needs = await get(system ? "/v1/status" : "/v1/endpoint-statuses", { limit: 30 }, signal);
+    draw();
+  }, { onAction: true });
+  const readHistoryOfAll = readHistory(async (signal) => {
+    history = await get("/v1/history", {}, signal);
+    draw();
+  });
+  // Without them, the overview shows what the status knows.
+  const readChecks = occasionally(CHECKS_EVERY_MS, async (signal) => {
+    findings = await get("/v1/doctor", {}, signal).then((report) => report.findings, () => findings);
+    draw();
+  });
+  async function details(signal, acted) {
+    await readStatus(signal, acted);
+    await readHistoryOfAll(signal);
+    // They take seconds, for which the rates do not wait.
+    if (system) readChecks(signal);
+  }
+
+  return live(place, async (signal) => {
     const since = samples.length ? samples.at(-1).at : undefined;
     const status = await get("/v1/live", { endpoints: 30, since }, signal);
     const { totals } = status;
     const now = Date.parse(totals.at);
-    if (now - historyAt >= EVERY_MS) [history, historyAt] = [await get("/v1/history", {}, signal), now];
     samples = samples.concat(status.samples).filter((each) => Date.parse(each.at) >= now - WINDOW_MS);
     const rates = samples.filter(isCurrentRate);
     const last = rates.at(-1);
@@ -69,9 +92,9 @@ export function view(place) {
     const dead = totals.dead_letters > DEAD_MAX ? `${count(DEAD_MAX)}+` : count(totals.dead_letters);
     const busy = status.endpoints.filter(isBusy);
     const quiet = status.endpoints.filter((each) => !isBusy(each));
-    const draw = () => show(place,
+    draw = () => show(place,
       h("h1", null, "Overview"),
-      needs && attention(needs),
+      part(needs && attention(needs, findings)),
       h("div", { class: "tiles" },
         tile("Deliveries completed", newest ? `${rate(newest.ended)}/s` : "–", { hint: newest ? "" : "A rate needs two samples" }),
         tile("Pending", count(totals.pending), { tone: totals.pending > 1000 ? "fair" : "" }),
@@ -79,17 +102,17 @@ export function view(place) {
         tile("Dead letters", dead, { tone: totals.dead_letters ? "bad" : "", href: link("dead-letters") }),
         tile("Lanes failing", count(totals.failing_lanes), { tone: totals.failing_lanes ? "fair" : "" }),
         tile("Lanes blocked", count(totals.blocked_lanes), { tone: totals.blocked_lanes ? "bad" : "" })),
-      conditions(totals.states),
-      dayCharts(history, now),
-      rates.length > 1 && h("div", { class: "charts" },
+      part(conditions(totals.states)),
+      part(dayCharts(history, now)),
+      part(rates.length > 1 && h("div", { class: "charts" },
         chart("Per second", rates, [
           ...(system ? [{ name: "events", kind: "a", value: (s) => s.events }] : [{ name: "deliveries created", kind: "a", value: (s) => s.deliveries }]),
           { name: "deliveries completed", kind: "b", value: (s) => s.ended, area: true },
         ], { now }),
-        chart("Pending", samples, [{ name: "deliveries", kind: "c", value: (s) => s.pending, area: true }], { now, format: count })),
+        chart("Pending", samples, [{ name: "deliveries", kind: "c", value: (s) => s.pending, area: true }], { now, format: count }))),
       h("section", null,
         h("h2", null, "Lanes ", h("small", null, all > status.endpoints.length
-          ? `of the ${status.endpoints.length} endpoints with the most pending deliveries, of ${count(all)}`
+          ? `of ${count(status.endpoints.length)} of ${count(all)} endpoints: those that fail, then those with the most pending deliveries`
           : plural(all, "endpoint"))),
         busy.length ? h("ul", { class: "lanelist" }, busy.map(row(maxPending(busy)))) : all ? null : none(),
         quiet.length ? h("details", { open: !busy.length && quiet.length <= QUIET_OPEN_MAX }, h("summary", null, `${plural(quiet.length, "healthy endpoint")} without pending deliveries`),
@@ -98,9 +121,5 @@ export function view(place) {
           h("span", { class: "key idle" }, "idle"), h("span", { class: "key pending" }, "pending"),
           h("span", { class: "key failing" }, "failing"), h("span", { class: "key blocked" }, "blocked")) : null));
     draw();
-    if (!system || (!acted && performance.now() - readAt < STATUS_EVERY_MS)) return;
-    needs = await get("/v1/status", { limit: 30 }, signal);
-    readAt = performance.now();
-    draw();
-  });
+  }, { details });
 }

@@ -1,15 +1,18 @@
 // API tokens: list, create, revoke.
 
-import { get, name, post, query, remove, session } from "../api.js";
+import { get, name, post, remove, session } from "../api.js";
 import { h, show } from "../dom.js";
 import { badge, button, row, table, when } from "../components.js";
 import { confirm, copyable, field, runAction } from "../dialogs.js";
 import { time } from "../format.js";
-import { pages } from "../listing.js";
+import { filters, pages } from "../listing.js";
 import { live } from "../live.js";
+import { link } from "../router.js";
 
 const HEADS = ["Token", "State", "Scopes", "Tenant", "Created", "Expires", "Last used", ""];
 const SCOPES = [["read", "reads everything, payloads included"], ["publish", "publishes events"], ["operate", "makes all other changes"]];
+const ANY_SCOPE = [["", "any"], ...SCOPES.map(([scope]) => [scope, scope])];
+const REVOKED = [["", "hidden"], ["true", "shown"]];
 const LIFETIMES = [["30d", "30 days"], ["1d", "1 day"], ["90d", "90 days"], ["365d", "1 year"], ["", "until it is revoked"]];
 
 async function addToken() {
@@ -37,16 +40,16 @@ async function revoke(token) {
 }
 
 export function view(place, _, values) {
-  const withRevoked = values.revoked === "true";
-  const list = pages((after) => get("/v1/tokens", { revoked: withRevoked, limit: 100, after }), (items) => table(HEADS, items.map((each) => row([
+  const list = pages((after) => get("/v1/tokens", { ...values, limit: 100, after }), (items) => table(HEADS, items.map((each) => row([
     each.name, badge(each.state), each.scopes.join(", "), each.tenant ?? "–",
     h("span", null, when(each.created_at), ` by ${each.created_by}`),
     each.expires_at ? time(each.expires_at) : "never", when(each.last_used_at),
     each.state === "live" ? button("Revoke", () => revoke(each)) : "",
-  ], HEADS, each.id)), "No tokens."));
+  ], HEADS, each.id)), Object.keys(values).length ? "No tokens match the filter." : "No tokens."));
   show(place, h("h1", null, "Tokens"),
-    h("div", { class: "actions" }, button("New token", addToken, { kind: "main" }),
-      h("a", { class: "button", href: `#/tokens${withRevoked ? "" : query({ revoked: true })}` }, withRevoked ? "Hide revoked tokens" : "Show revoked tokens")),
+    h("div", { class: "actions" }, button("New token", addToken, { kind: "main" })),
+    filters([["search", "Name"], ["scope", "Scope", ANY_SCOPE], ["tenant", "Tenant"], ["revoked", "Revoked", REVOKED]],
+      values, (next) => { location.hash = link("tokens", [], next); }),
     list.place);
-  return live(place, () => list.load(), { every: 10000 });
+  return live(place, list.load, { every: 10000 });
 }
