@@ -45,10 +45,13 @@ _FIELDS = [
 
 
 def _show_list(rows: list[TokenRow]) -> None:
+    chosen = click.get_current_context().params
     emit_table(
         ["id", "name", "state", "scopes", "tenant", "added", "by", "expires", "last used"],
         [[getattr(row, name) for name in _FIELDS] for row in rows],
-        "no tokens; add one with: outbox token add NAME --scope read",
+        "no tokens match"
+        if any(chosen[each] for each in ("search", "tenant", "scope"))
+        else "no tokens; add one with: outbox token add NAME --scope read",
     )
 
 

@@ -302,6 +302,7 @@ def test_endpoint_list_and_show(here: Command) -> None:
     assert here("endpoint", "list", "--json").json == []
     for name in ("b", "a", "c"):
         here("endpoint", "add", name, URL)
+    assert here("endpoint", "list", "--search", "nothing").out == "no endpoints match\n"
     table = here("endpoint", "list").out.splitlines()
     assert table[0].split() == [
         "NAME", "URL", "TYPES", "TENANT", "LANES", "STATE", "PENDING", "DEAD_LETTERS",
@@ -320,6 +321,14 @@ def test_endpoint_list_and_show(here: Command) -> None:
     assert shown["endpoint"]["name"] == "a"
     assert [lane["last_seq"] for lane in shown["lanes"]] == [0]
     assert "LANE" in here("endpoint", "show", "a").out
+
+
+def test_a_token_list_is_filtered(here: Command) -> None:
+    here("token", "add", "ci", "--scope", "read", "--tenant", "acme")
+    here("token", "add", "ops", "--scope", "operate")
+    found = here("token", "list", "--tenant", "acme", "--search", "C", "--json").json
+    assert [each["name"] for each in found] == ["ci"]
+    assert here("token", "list", "--scope", "publish").out == "no tokens match\n"
 
 
 INVALID_URLS = (
@@ -482,6 +491,7 @@ def test_dead_replay_and_discard(here: Command, database: Database) -> None:
         "by_endpoint": {"a": 1},
         "skipped": {},
         "job": 1,
+        "until": None,
     }
     assert re.search(
         r"^replayed       not yet, requested at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]",
@@ -569,17 +579,25 @@ def test_a_dry_run_changes_nothing(here: Command, database: Database) -> None:
     here("endpoint", "add", "a", URL)
     add_dead_letters(database, "a")
     before = execute(database, "SELECT array_agg(d::text ORDER BY id) FROM dead_letter d")
-    assert here("dead", "replay", "--all", "--dry-run", "--json").json == {
+    planned = here("dead", "replay", "--all", "--dry-run", "--json").json
+    assert planned == {
         "dry_run": True,
         "replaying": 2,
         "by_endpoint": {"a": 2},
         "skipped": {},
         "job": None,
+        "until": planned["until"],
     }
+    # The time of the count is an option of the same command.
+    here("endpoint", "add", "b", URL)
+    add_dead_letters(database, "b")
+    then = here("dead", "replay", "--until", planned["until"], "--dry-run")
+    assert then.out == "would replay 2 dead letters; nothing was changed\n"
+    before = execute(database, "SELECT array_agg(d::text ORDER BY id) FROM dead_letter d")
     assert here("dead", "replay", 1, "--dry-run").out == (
         "would replay 1 dead letter; nothing was changed\n"
     )
-    assert here("dead", "discard", "--reason", "refused", "--dry-run").out == (
+    assert here("dead", "discard", "--endpoint", "a", "--reason", "refused", "--dry-run").out == (
         "would discard 1 dead letter; nothing was changed\n"
     )
     planned = here("replay", "--endpoint", "a", "--since", "1h", "--dry-run", "--json").json

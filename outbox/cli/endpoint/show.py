@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import fields
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -38,13 +39,16 @@ PAGE = 500
 
 
 def _show_list(rows: list[EndpointRow]) -> None:
+    chosen = click.get_current_context().params
     emit_table(
         ["name", "url", "types", "tenant", "lanes", "state", "pending", "dead letters"],
         [
             (r.name, r.url, r.types, _tenant(r), r.lanes, _condition(r), r.pending, r.dead_letters)
             for r in rows
         ],
-        "no endpoints; add one with: outbox endpoint add NAME URL",
+        "no endpoints match"
+        if any(chosen[each.name] for each in fields(EndpointFilter))
+        else "no endpoints; add one with: outbox endpoint add NAME URL",
     )
 
 
