@@ -26,6 +26,7 @@ OUTSIDE = "repository/"
 
 _FENCED = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)([^)\s#]+)")
+_PICTURE = re.compile(r"!\[([^]]*)\]\(([^)\s#]+)\.png\)")
 _SECTION = re.compile(r"^## (.+)$", re.MULTILINE)
 _ENTRY = re.compile(r"^- \[([^]]+)\]\(([^)]+)\)", re.MULTILINE)
 
@@ -69,6 +70,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     uri = page.file.src_uri
     source = uri.removeprefix(OUTSIDE) if uri.startswith(OUTSIDE) else DOCS + uri
 
+    def in_both_schemes(match: re.Match[str]) -> str:
+        """A picture `x.png` beside `x-dark.png` follows the scheme that is chosen on the page."""
+        text, name = match.groups()
+        if not (ROOT / source_of(f"{name}-dark.png", source)).is_file():
+            return match[0]
+        return f"![{text}]({name}.png#only-light)\n![{text}]({name}-dark.png#only-dark)"
+
     def replaced(match: re.Match[str]) -> str:
         target = in_site(source_of(match[1], source))
         return posixpath.relpath(target, posixpath.dirname(uri) or ".")
@@ -76,7 +84,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     parts = _FENCED.split(markdown)
     fences = [*_FENCED.findall(markdown), ""]
     return "".join(
-        _LINK.sub(replaced, part) + fence for part, fence in zip(parts, fences, strict=True)
+        _LINK.sub(replaced, _PICTURE.sub(in_both_schemes, part)) + fence
+        for part, fence in zip(parts, fences, strict=True)
     )
 
 

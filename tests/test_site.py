@@ -107,6 +107,13 @@ def test_every_link_of_the_site_leads_somewhere(site: Path, pages: dict[Path, Li
 
 
 @pytest.mark.full
+def test_a_picture_of_the_page_follows_the_scheme(site: Path) -> None:
+    text = (site / "howto/use-the-page.html").read_text("utf-8")
+    shown = ["overview.png#only-light", "overview-dark.png#only-dark"]
+    assert re.findall(r'<img [^>]*src="([^"]*)"', text) == shown
+
+
+@pytest.mark.full
 def test_no_page_requests_anything_from_third_parties(site: Path, pages: dict[Path, Links]) -> None:
     foreign = []
     for links in pages.values():
