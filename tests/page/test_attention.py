@@ -68,15 +68,16 @@ async def test_findings_of_the_doctor_are_listed_by_severity(database: Database)
         finding("failing lanes", "warning", "the status has it"),
         finding("clock", "problem", "the clocks differ by 200 s", "synchronize the clocks"),
         finding("old periods", "warning", "a partition is left", "DROP TABLE x"),
+        finding("roles", "warning", "a relay connects as a superuser"),
     )
     async with shop(database, findings=findings) as here:
         visitor, page = here.visitor, here.visitor.page
         items = page.get_by_role("region", name="Needs attention").get_by_role("listitem")
         await expect(items).to_have_count(4)
-        await expect(items.nth(0)).to_contain_text("Clock: The clocks differ by 200 s.")
-        await expect(items.nth(0)).to_contain_text("Synchronize the clocks.")
+        await expect(items.nth(0)).to_contain_text("Clock: the clocks differ by 200 s.")
+        await expect(items.nth(0)).to_contain_text("To do: synchronize the clocks")
         await expect(items.nth(1)).to_contain_text("sick")
-        await expect(items.nth(2)).to_contain_text("Old periods: A partition is left.")
+        await expect(items.nth(3)).to_contain_text("2 checks have a warning: old periods, roles.")
         # The number of endpoints in a condition leads to them.
         await page.get_by_role("link", name="3 healthy").click()
         await expect(page.locator("tbody tr")).to_have_count(3)

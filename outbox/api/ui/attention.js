@@ -2,7 +2,7 @@
 
 import { button, isOperator, responseLine } from "./components.js";
 import { h } from "./dom.js";
-import { capital, count, duration, plural, sentence } from "./format.js";
+import { capital, count, duration, plural } from "./format.js";
 import { readAndResume } from "./endpoint_actions.js";
 import { link } from "./router.js";
 import { stuckAction } from "./stuck_lane.js";
@@ -62,16 +62,26 @@ const itemsOf = (each, at) => [
     action: deadLetters({ endpoint: each.name }, "Replay or discard…") },
 ];
 
-const findingItem = (each, n) => ({ rank: each.severity === "problem" ? 2 : 6, key: `finding ${each.check} ${n}`,
-  text: [`${capital(each.check)}: ${sentence(each.message)}`, each.action && isOperator() ? h("small", null, ` ${sentence(each.action)}`) : null],
-  action: h("a", { class: "button", href: link("replicas") }, "Run checks") });
+// Problems one by one; warnings, which may be there for long, in one item after all others.
+function findingItems(findings) {
+  const found = findings.filter((each) => !IN_STATUS.includes(each.check));
+  const bySeverity = (severity) => found.filter((each) => each.severity === severity);
+  const warnings = bySeverity("warning");
+  const action = () => h("a", { class: "button", href: link("replicas") }, "Run checks");
+  return [
+    ...bySeverity("problem").map((each, n) => ({ rank: 2, key: `problem ${each.check} ${n}`, action: action(),
+      text: [`${capital(each.check)}: ${each.message}.`, each.action && isOperator() ? h("small", null, ` To do: ${each.action}`) : null] })),
+    warnings.length && { rank: 8, key: "warnings", action: action(),
+      text: [`${plural(warnings.length, "check has a warning", "checks have a warning")}: ${[...new Set(warnings.map((each) => each.check))].join(", ")}.`] },
+  ];
+}
 
 // `status` is that of GET /v1/status, or for a tenant of GET /v1/endpoint-statuses; `findings` are of GET /v1/doctor.
 export function attention(status, findings) {
   const items = [
     ...(status.replicas ? relayItems(status) : []),
     ...status.endpoints.flatMap((each) => itemsOf(each, status.at)),
-    ...findings.filter((each) => each.severity !== "ok" && !IN_STATUS.includes(each.check)).map(findingItem),
+    ...findingItems(findings),
   ].filter(Boolean).sort((a, b) => a.rank - b.rank);
   const more = items.length - SHOWN_MAX;
   return h("section", { class: "attention", "aria-label": "Needs attention" },
