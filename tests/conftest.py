@@ -102,6 +102,7 @@ FULL = (
     "tests/page/test_endpoint_forms.py::test_the_form_has_every_setting_once",
     "tests/page/test_endpoint_forms.py::test_the_form_of_a_broker_has_no_settings_of_http",
     "tests/page/test_honesty.py",
+    "tests/page/test_history.py::test_the_history_is_read_after_the_first_paint_once_a_minute",
     "tests/page/test_pictures.py",
     "tests/page/test_selection.py",
     "tests/page/test_attention.py::test_findings_of_the_doctor_are_listed_by_severity",

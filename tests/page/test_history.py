@@ -64,3 +64,21 @@ async def test_the_last_24_hours_are_shown_at_once(database: Database) -> None:
         await visitor.open("overview")
         # With what was delivered meanwhile.
         await visitor.wait_for(page.get_by_role("img", name=re.compile(r"22,9\d\d delivered")))
+
+
+async def test_the_history_is_read_after_the_first_paint_once_a_minute(database: Database) -> None:
+    async with shop(database) as here:
+        page = here.visitor.page
+        requested: list[str] = []
+        page.on("request", lambda request: requested.append(request.url.split("/v1/")[-1]))
+        for place, state in (("overview", "live?"), ("endpoint/well", "endpoints/well")):
+            await here.visitor.open("events")
+            await here.visitor.wait_for(page.get_by_role("heading", name="Events"))
+            requested.clear()
+            await here.visitor.open(place)
+            for _ in range(3):
+                async with page.expect_response(f"**/v1/{state}*"):
+                    pass
+            histories = [n for n, url in enumerate(requested) if url.endswith("history")]
+            assert len(histories) == 1, requested
+            assert any(url.startswith(state) for url in requested[: histories[0]]), requested

@@ -35,7 +35,7 @@ export function view(place, _, values) {
   let total = 0;
   const summary = h("p", { class: "hint" });
   const jobsPlace = h("div");
-  const bar = h("div", { class: "selection" });
+  const bar = h("div", { class: "selection", role: "group", "aria-label": "Selection" });
   const isSelectable = (each) => each.state === "dead" && session.may("operate");
   const list = pages((after) => get("/v1/dead-letters", { ...values, limit: 50, after }), draw);
 

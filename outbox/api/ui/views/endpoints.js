@@ -55,7 +55,7 @@ export function view(place, _, values) {
   let histories = new Map();
   let shown = [];
   let total = 0;
-  const bar = h("div", { class: "selection" });
+  const bar = h("div", { class: "selection", role: "group", "aria-label": "Selection" });
   const mayOperate = session.may("operate");
   const heads = mayOperate ? ["", ...HEADS] : HEADS;
   const list = pages((after) => get("/v1/endpoints", { ...values, limit: PAGE, after }), (items, page) => {

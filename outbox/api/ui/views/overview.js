@@ -49,11 +49,16 @@ const isBusy = (each) => each.pending > 0 || badgeTone(each.condition) !== "good
 // A rate averaged over a long gap says nothing about one moment.
 const isCurrentRate = (sample) => sample.seconds * 1000 <= GAP_MS;
 
+// Kept when the view is left.  After a failure, the overview shows what the status knows.
+let findings = [];
+const readChecks = occasionally(CHECKS_EVERY_MS, async () => {
+  findings = await get("/v1/doctor").then((report) => report.findings, () => findings);
+});
+
 export function view(place) {
   let samples = [];
   const system = session.tenant === null;
   let needs = null;
-  let findings = [];
   let history = null;
   let draw;
   show(place, h("h1", null, "Overview"), h("p", { class: "empty" }, "Loading…"));
@@ -66,16 +71,13 @@ export function view(place) {
     history = await get("/v1/history", {}, signal);
     draw();
   });
-  // Without them, the overview shows what the status knows.
-  const readChecks = occasionally(CHECKS_EVERY_MS, async (signal) => {
-    findings = await get("/v1/doctor", {}, signal).then((report) => report.findings, () => findings);
-    draw();
-  });
   async function details(signal, acted) {
     await readStatus(signal, acted);
     await readHistoryOfAll(signal);
-    // They take seconds, for which the rates do not wait.
-    if (system) readChecks(signal);
+    if (!system) return;
+    const before = findings;
+    // The checks take seconds, for which the rates do not wait.
+    readChecks().then(() => { if (findings !== before) draw(); });
   }
 
   return live(place, async (signal) => {
@@ -94,7 +96,7 @@ export function view(place) {
     const quiet = status.endpoints.filter((each) => !isBusy(each));
     draw = () => show(place,
       h("h1", null, "Overview"),
-      part(needs && attention(needs, findings)),
+      part(needs && attention(needs, system ? findings : [])),
       h("div", { class: "tiles" },
         tile("Deliveries completed", newest ? `${rate(newest.ended)}/s` : "–", { hint: newest ? "" : "A rate needs two samples" }),
         tile("Pending", count(totals.pending), { tone: totals.pending > 1000 ? "fair" : "" }),
