@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from contextlib import asynccontextmanager
 from functools import lru_cache
@@ -23,12 +24,13 @@ def chromium() -> str | None:
 
 
 _shared: Browser | None = None
+_shared_loop: asyncio.AbstractEventLoop | None = None
 
 
 @asynccontextmanager
 async def browsing() -> AsyncIterator[Browser]:
     """The shared browser, or a new one; contexts isolate visits."""
-    if _shared is not None:
+    if _shared is not None and _shared_loop is asyncio.get_running_loop():
         yield _shared
         return
     async with _started() as browser:
@@ -39,9 +41,10 @@ async def browsing() -> AsyncIterator[Browser]:
 async def shared() -> AsyncIterator[None]:
     """Share one browser within the block, because a start takes seconds.
 
-    It is bound to the event loop that starts it, and so are its users.
+    It is bound to the event loop that starts it; in another loop, `browsing` starts a new one.
     """
-    global _shared
+    global _shared, _shared_loop
+    _shared_loop = asyncio.get_running_loop()
     async with _started() as _shared:
         try:
             yield
