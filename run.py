@@ -14,6 +14,7 @@
     python3 run.py fuzz [ARGS...]      coverage-guided fuzzing of all parsers
     python3 run.py audit               known vulnerabilities of the installed versions
     python3 run.py pin                 renew the pinned versions
+    python3 run.py release             build and check the packages of the tag at HEAD
 
 Requires Python 3.11 or later with pip. The first run creates .venv beside this
 file and installs the versions of .ci/constraints.txt; later runs start at once.
@@ -44,6 +45,7 @@ PYTHON = BIN / ("python.exe" if os.name == "nt" else "python")
 STAMP = VENV / "run-py-stamp"
 UNPINNED = "other versions than pinned"
 
+COMMANDS = ["demo", "test", "sim", "bench", "outbox", "docs", "fuzz", "audit", "pin", "release"]
 TIERS = ("--full", "--soak")
 SIM_SEEDS = {"": "40", "--full": "100", "--soak": "2000"}
 """Simulated hours of each tier."""
@@ -93,7 +95,7 @@ def main(arguments: list[str]) -> int:
     if command in ("-h", "--help", "help"):
         print(__doc__.strip())
         return OK
-    if command not in ("demo", "test", "sim", "bench", "outbox", "docs", "fuzz", "audit", "pin"):
+    if command not in COMMANDS:
         raise Stop(f"unknown command {command!r}; see: python3 run.py --help", USAGE)
     require_python(sys.version_info[:3])
     if command == "pin":
@@ -117,8 +119,8 @@ def main(arguments: list[str]) -> int:
         os.environ["NO_MKDOCS_2_WARNING"] = "1"
         serve = ("serve", "--dev-addr", "127.0.0.1:8000")
         return exec_program("mkdocs", *(serve if rest else ("build", "--strict", "--clean")))
-    if command == "audit":
-        return exec_program("python", str(ROOT / ".ci" / "audit.py"), *rest)
+    if command in ("audit", "release"):
+        return exec_program("python", str(ROOT / ".ci" / f"{command}.py"), *rest)
     return exec_program("outbox", *(["demo", *rest] if command == "demo" else rest))
 
 
@@ -150,7 +152,7 @@ def stamp() -> list[str]:
 
 
 def pins() -> Path:
-    """The file with the exact versions; a source distribution has none."""
+    """The file with the exact versions."""
     return ROOT / ".ci" / "constraints.txt"
 
 

@@ -251,6 +251,19 @@ def test_a_benchmark_runs_in_the_project_directory_with_its_options(
     assert Path.cwd() == run.ROOT
 
 
+@pytest.mark.parametrize("command", ["audit", "release"])
+def test_a_script_of_the_project_runs_in_the_environment_with_its_arguments(
+    run: ModuleType, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    become: list[tuple[str, ...]] = []
+    monkeypatch.setattr(run, "set_up", lambda: None)
+    monkeypatch.setattr(run, "exec_program", lambda *words: become.append(words) or 3)
+    assert run.main([command, "--version", "0.1.0"]) == 3
+    script = run.ROOT / ".ci" / f"{command}.py"
+    assert become == [("python", str(script), "--version", "0.1.0")]
+    assert (ROOT / ".ci" / f"{command}.py").is_file()
+
+
 def test_versions_are_pinned_with_the_pip_that_installs(
     run: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
