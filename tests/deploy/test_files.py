@@ -37,6 +37,11 @@ def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
     assert _run(str(hadolint), str(DEPLOY / "Dockerfile")) == ""
 
 
+def test_the_compose_file_has_the_form_of_the_compose_specification() -> None:
+    check = (sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec")
+    assert "ok -- validation done" in _run(*check, str(DEPLOY / "compose.yaml"))
+
+
 @needs_systemd
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     # The program of another machine is not installed here.
