@@ -78,6 +78,7 @@ FULL = (
     "tests/django/test_admin_in_browser.py",
     "tests/e2e/test_broker_kills.py::test_streams_match_the_lanes_after_many_kills",
     "tests/e2e/test_canary.py",
+    "tests/e2e/test_interfaces.py",
     "tests/e2e/test_last_release.py",
     "tests/e2e/test_kill.py::test_nothing_is_lost_or_reordered_when_a_relay_behind_a_proxy_is_killed",
     "tests/e2e/test_ledger.py",
