@@ -77,6 +77,7 @@ FULL = (
     "tests/destinations/test_transport.py::TestOnAsyncio",
     "tests/django/test_admin_in_browser.py",
     "tests/e2e/test_broker_kills.py::test_streams_match_the_lanes_after_many_kills",
+    "tests/e2e/test_adopt.py",
     "tests/e2e/test_canary.py",
     "tests/e2e/test_interfaces.py",
     "tests/e2e/test_last_release.py",

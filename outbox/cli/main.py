@@ -54,6 +54,7 @@ COMMANDS = (
     CommandEntry("migrate", "Create the schema, or upgrade it.", _SET_UP),
     CommandEntry("endpoint", "Add, change, pause, test and remove destinations.", _SET_UP),
     CommandEntry("apply", "Apply endpoints from a declaration file.", _SET_UP),
+    CommandEntry("adopt", "Move in from another outbox table, step by step.", _SET_UP),
     CommandEntry(
         "rekey", "Encrypt secrets in the database, or rotate the encryption key.", _SET_UP
     ),

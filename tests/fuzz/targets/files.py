@@ -8,7 +8,7 @@ from pathlib import Path
 
 import orjson
 
-from outbox.cli.apply import _document
+from outbox.cli.document import read_document
 from outbox.config import load
 from outbox.core.model import endpoint_config
 from outbox.core.model.endpoint_settings import SETTINGS, EndpointSettings
@@ -27,7 +27,7 @@ def declarations(raw: bytes) -> None:
     path = Path(_PLACE.name) / data.pick(("a.yaml", "a.json", "a.toml"))
     path.write_bytes(data.rest())
     try:
-        declared = endpoint_config.parse_file(_document(str(path)))
+        declared = endpoint_config.parse_file(read_document(str(path)))
     except UsageError as error:
         refused(error, "declaration")
         return
@@ -92,7 +92,7 @@ TARGETS = (
     Target(
         name="declarations",
         short_run_modules=(
-            "outbox.cli.apply", "outbox.core.model.endpoint_config",
+            "outbox.cli.document", "outbox.core.model.endpoint_config",
             "outbox.core.model.endpoint_settings", "outbox.core.model.retry_policy",
         ),
         one=declarations,

@@ -1,0 +1,1 @@
+"""Adoption of another outbox table: which of its columns an event is made of."""

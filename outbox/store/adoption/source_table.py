@@ -1,0 +1,186 @@
+"""The adopted table as the catalogs describe it, and whether a mapping fits it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from outbox.core.model.sql_names import quote_ident
+from outbox.core.model.text import closest, quoted
+from outbox.errors import CannotRun, NotFound, UsageError
+
+if TYPE_CHECKING:
+    from asyncpg import Connection
+
+    from outbox.core.adoption.mapping import SourceMapping
+
+READ_TABLE = """
+SELECT c.oid, format('%I.%I', n.nspname, c.relname) AS name, c.relkind::text AS kind,
+       n.nspname = current_schema() AS is_own,
+       pg_has_role(c.relowner, 'USAGE') AS is_owner,
+       has_schema_privilege(current_schema(), 'CREATE') AS may_create
+  FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+ WHERE c.oid = to_regclass($1)
+"""
+
+# Columns with their types; for a domain, that of its values.  is_unique: an index without a
+# condition on this column alone.
+READ_COLUMNS = """
+SELECT a.attname AS name, format_type(t.id, NULL) AS type, a.attnotnull AS not_null,
+       a.attgenerated <> '' AS generated,
+       EXISTS (SELECT FROM pg_index i
+                WHERE i.indrelid = a.attrelid AND i.indisunique AND i.indisvalid
+                  AND i.indpred IS NULL AND i.indnkeyatts = 1
+                  AND i.indkey[0] = a.attnum) AS is_unique
+  FROM pg_attribute a JOIN pg_type p ON p.oid = a.atttypid
+ CROSS JOIN LATERAL (SELECT CASE p.typtype WHEN 'd' THEN p.typbasetype ELSE p.oid END) AS t(id)
+ WHERE a.attrelid = $1 AND a.attnum > 0 AND NOT a.attisdropped
+ ORDER BY a.attnum
+"""
+
+READ_PUBLICATION = """
+SELECT p.puballtables AS all_tables, pg_has_role(p.pubowner, 'USAGE') AS is_owner,
+       EXISTS (SELECT FROM pg_publication_rel r
+                WHERE r.prpubid = p.oid AND r.prrelid = $2) AS has_table
+  FROM pg_publication p WHERE p.pubname = $1
+"""
+
+TEXT_TYPES = frozenset({"text", "character varying", "character"})
+PAYLOAD_TYPES = TEXT_TYPES | {"json", "jsonb", "bytea"}
+TIME_TYPES = frozenset(
+    {"timestamp with time zone", "timestamp without time zone", "date", "time without time zone"}
+)
+ORDERED_TYPES = TIME_TYPES | {"smallint", "integer", "bigint", "numeric"}
+"""Types whose highest value bounds the rows before it; that of a random UUID does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceColumn:
+    """A column of the adopted table."""
+
+    name: str
+    type: str
+    not_null: bool
+    generated: bool
+    is_unique: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTable:
+    """The adopted table."""
+
+    oid: int
+    name: str
+    """Schema and name, quoted for SQL."""
+    columns: dict[str, SourceColumn]
+
+    def type(self, column: str) -> str:
+        """The type of a column, without its modifier."""
+        return self.columns[column].type
+
+    def own_columns(self) -> str:
+        """The columns that an INSERT sets, as a list for SQL."""
+        return ", ".join(quote_ident(c.name) for c in self.columns.values() if not c.generated)
+
+
+async def read_source(connection: Connection[Any], name: str) -> SourceTable:
+    """Read a table's columns.
+
+    Args:
+        name: with its schema, as in SQL.
+
+    Raises:
+        NotFound: there is no such table.
+        UsageError: it is no table that can be adopted.
+        CannotRun: the role does not own it, or may not create functions.
+    """
+    row = await connection.fetchrow(READ_TABLE, name)
+    if row is None:
+        raise NotFound(f"there is no table {quoted(name)}; give its schema, too: SCHEMA.TABLE")
+    if row["kind"] not in ("r", "p"):
+        raise UsageError(f"{row['name']} is no table; triggers need the table itself")
+    if row["is_own"]:
+        raise UsageError(f"{row['name']} is a table of this outbox")
+    if not row["is_owner"]:
+        raise CannotRun(f"this role does not own {row['name']}, on which it creates triggers")
+    if not row["may_create"]:
+        raise CannotRun("this role may not create functions in the schema of the outbox")
+    found = await connection.fetch(READ_COLUMNS, row["oid"])
+    columns = {each["name"]: SourceColumn(**dict(each)) for each in found}
+    return SourceTable(row["oid"], row["name"], columns)
+
+
+async def check_mapping(
+    connection: Connection[Any], source: SourceTable, mapping: SourceMapping
+) -> None:
+    """Check that a mapping fits the table.
+
+    Raises:
+        UsageError: it does not; the message begins with the setting.
+        NotFound: there is no such publication.
+        CannotRun: the role does not own it.
+    """
+    for column, setting in mapping.columns().items():
+        if column not in source.columns:
+            near = closest(column, source.columns)
+            hint = f'did you mean "{near}"?' if near else f"it has: {', '.join(source.columns)}"
+            raise UsageError(f"{setting}: {source.name} has no column {quoted(column)}; {hint}")
+    identity = source.columns[mapping.id]
+    if not (identity.is_unique and identity.not_null):
+        raise UsageError(
+            f'id: the column "{mapping.id}" needs NOT NULL and a unique index of its own'
+        )
+    if not source.columns[mapping.ordering].not_null:
+        raise UsageError(f'order_by: the column "{mapping.ordering}" must be NOT NULL')
+    _check_payload(source, mapping)
+    _check_sent(source, mapping)
+    if mapping.publication is not None:
+        await _check_publication(connection, source, mapping.publication)
+
+
+def _check_payload(source: SourceTable, mapping: SourceMapping) -> None:
+    kind = source.type(mapping.payload)
+    if kind not in PAYLOAD_TYPES:
+        raise UsageError(
+            f'payload: the column "{mapping.payload}" has the type {kind}; '
+            "it must be jsonb, json, text or bytea"
+        )
+    if (kind == "bytea") != (mapping.content_type is not None):
+        problem = "requires" if kind == "bytea" else "is only for a payload of type bytea, not"
+        raise UsageError(
+            f"content_type: the payload of type bytea {problem} its media type"
+            if kind == "bytea"
+            else f"content_type: {problem} {kind}"
+        )
+
+
+def _check_sent(source: SourceTable, mapping: SourceMapping) -> None:
+    if mapping.sent_column is None or mapping.pending_value is not None:
+        return
+    column = source.columns[mapping.sent_column]
+    if column.type not in TIME_TYPES | {"boolean"}:
+        raise UsageError(
+            f'sent_column: the column "{column.name}" has the type {column.type}; set '
+            "pending_value and sent_value, its values before and after a row is sent"
+        )
+    if column.type != "boolean" and column.not_null:
+        raise UsageError(
+            f'sent_column: the column "{column.name}" is NOT NULL; '
+            "a row is pending while its time is NULL"
+        )
+
+
+async def _check_publication(connection: Connection[Any], source: SourceTable, name: str) -> None:
+    row = await connection.fetchrow(READ_PUBLICATION, name, source.oid)
+    if row is None:
+        raise NotFound(f"publication: there is no publication {quoted(name)}")
+    if row["all_tables"]:
+        raise UsageError(
+            f'publication: "{name}" is FOR ALL TABLES, so that the cut-over cannot take this '
+            "table out of it; give the connector a publication of its tables "
+            "(publication.autocreate.mode=filtered)"
+        )
+    if not row["has_table"]:
+        raise UsageError(f'publication: "{name}" does not publish {source.name}')
+    if not row["is_owner"]:
+        raise CannotRun(f'this role does not own the publication "{name}"')
