@@ -67,7 +67,9 @@ LONG = (
 """Where the tests are that take the longest, from the longest on."""
 
 FULL = (
+    "tests/api/test_request_bounds.py::test_no_body_pauses_the_relay_or_fills_its_memory",
     "tests/api/test_request_bounds.py::test_the_peak_of_memory_is_measured",
+    "tests/api/test_response_bounds.py::test_no_response_pauses_the_relay_or_fills_its_memory",
     "tests/api/test_schemathesis.py",
     "tests/deploy/test_image.py",
     "tests/deploy/test_wheel.py",
@@ -76,6 +78,7 @@ FULL = (
     "tests/destinations/test_transport.py::TestEgressOnAsyncio",
     "tests/destinations/test_transport.py::TestOnAsyncio",
     "tests/django/test_admin_in_browser.py",
+    "tests/django/test_guide.py::test_the_guide_leads_to_the_deliveries_that_it_shows",
     "tests/e2e/test_broker_kills.py::test_streams_match_the_lanes_after_many_kills",
     "tests/e2e/test_adopt.py",
     "tests/e2e/test_canary.py",
@@ -91,10 +94,14 @@ FULL = (
     "tests/e2e/test_upgrade.py",
     "tests/fuzz/test_fuzz.py",
     "tests/integration/test_filters.py::test_many_filters_near_the_limit_do_not_delay_others",
+    "tests/models/test_broker_protocol.py::test_a_broker_without_a_rule_is_caught",
+    "tests/models/test_broker_protocol.py::test_a_wrong_adoption_is_caught",
+    "tests/models/test_broker_protocol.py::test_a_wrong_comparison_is_caught",
     "tests/models/test_explorer.py",
     "tests/models/test_lease.py",
     "tests/models/test_wakeup.py",
     "tests/page/test_accessibility.py",
+    "tests/operations/test_adopt.py::test_an_interrupted_cut_over_goes_on",
     "tests/page/test_administration.py",
     "tests/page/test_blocked.py",
     "tests/page/test_endpoint_forms.py::test_a_request_is_previewed_and_copied",
