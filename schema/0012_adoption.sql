@@ -38,8 +38,11 @@ CREATE TABLE adopted_row (
     was_held     boolean     NOT NULL DEFAULT false,  -- was published from the ledger
     sent_too     boolean     NOT NULL DEFAULT false,  -- the old poller sent it after its publication
     recorded_at  timestamptz NOT NULL DEFAULT clock_timestamp(),
-    event        jsonb,                         -- while it is held: a converted_event
-    body         bytea,                         -- its payload, if that is not JSON
+    -- While it is held: its order in the table as text, its event, and the event's payload if
+    -- that is not JSON.  The adopted row itself may be gone: it looks as if it were sent.
+    source_order text,
+    event        jsonb,
+    body         bytea,
     source_row   jsonb,                         -- if the adopted row was deleted to hide it
     PRIMARY KEY (adoption, source_id)
 );
@@ -117,7 +120,7 @@ REVOKE ALL ON FUNCTION publish_converted FROM PUBLIC;
 -- row that is pending; in the phases "held" and "cut_over" the trigger hides the row from the old
 -- poller afterwards, unless it is rejected.
 CREATE FUNCTION adopt_row(
-    for_adoption integer, phase text, id text, e converted_event
+    for_adoption integer, phase text, id text, source_order text, e converted_event
 ) RETURNS text
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
@@ -146,13 +149,14 @@ BEGIN
     ELSE
         new_state := 'held';
     END IF;
-    INSERT INTO adopted_row AS a (adoption, source_id, state, fault, event_id, event, body)
-    VALUES (for_adoption, id, new_state, rejection, new_event,
+    INSERT INTO adopted_row AS a
+           (adoption, source_id, state, fault, event_id, source_order, event, body)
+    VALUES (for_adoption, id, new_state, rejection, new_event, adopt_row.source_order,
             CASE new_state WHEN 'held' THEN to_jsonb(e) - 'body' END,
             CASE new_state WHEN 'held' THEN e.body END)
     ON CONFLICT (adoption, source_id) DO UPDATE
        SET state = excluded.state, fault = excluded.fault, event_id = excluded.event_id,
-           event = excluded.event, body = excluded.body, recorded_at = excluded.recorded_at;
+           source_order = excluded.source_order, event = excluded.event, body = excluded.body, recorded_at = excluded.recorded_at;
     RETURN new_state;
 END $$;
 REVOKE ALL ON FUNCTION adopt_row FROM PUBLIC;
@@ -193,7 +197,7 @@ BEGIN
     UPDATE adopted_row a
        SET state = CASE WHEN p.event_id IS NULL THEN 'duplicate' ELSE 'published' END,
            was_held = true, event_id = p.event_id, recorded_at = clock_timestamp(),
-           event = NULL, body = NULL, source_row = NULL
+           source_order = NULL, event = NULL, body = NULL, source_row = NULL
       FROM unnest(ordered, events) AS p(id, event_id)
      WHERE a.adoption = for_adoption AND a.source_id = p.id;
     RETURN coalesce(cardinality(ordered), 0);

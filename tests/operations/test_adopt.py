@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -292,6 +293,33 @@ async def test_an_interrupted_cut_over_goes_on(
 
 
 @pytest.mark.usefixtures("endpoints")
+async def test_held_rows_are_published_though_a_job_deletes_sent_rows(
+    database: Database, db: Connection[Any], legacy: LegacyOutbox
+) -> None:
+    """Hidden rows look as if they were sent: retention of the old outbox may delete them."""
+    await legacy.create(5_000)
+    await start(db)
+
+    def interrupt(step: str, progress: Progress) -> None:
+        if progress.step == step:
+            raise Interruption
+
+    for step in ("holding", "publishing"):
+        with pytest.raises(Interruption):
+            await switch(db, on_progress=partial(interrupt, step))
+        await db.execute("DELETE FROM app.events WHERE sent_at IS NOT NULL AND id > 2500")
+        await legacy.write(db, "k1")
+    network = Network()
+    async with running(database, network):
+        await undo(db)
+        await all_ended(database)
+    left = "SELECT count(*) FROM app.events WHERE sent_at IS NULL"
+    shown = await fetchval(database, left)
+    assert len(delivered(network)) + shown == sum(legacy.written.values())
+    assert 500 <= shown <= 502
+
+
+@pytest.mark.usefixtures("endpoints")
 async def test_the_way_back_waits_for_the_relay(
     database: Database, db: Connection[Any], legacy: LegacyOutbox
 ) -> None:
@@ -367,7 +395,7 @@ async def test_the_proof_finds_damage(
 ) -> None:
     await legacy.create(24)
     await start(db)
-    await switch(db, accept_unmatched=True)
+    await switch(db, "marks-later", settle_s=0.0, accept_unmatched=True)
     await legacy.write(db, "k3")
     await legacy.write(db, "k3")
     assert await violations(db) == {}

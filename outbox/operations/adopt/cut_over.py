@@ -129,7 +129,9 @@ async def cut_over(
             if mapping.publication is not None:
                 await _switch_publication(connection, schema, adoption, actor)
             else:
-                run = _Run(connection, schema, adoption, actor, on_progress)
+                run = _Run(
+                    connection, schema, adoption, actor, on_progress, poller == "marks-later"
+                )
                 await run.hold()
                 if poller == "marks-later":
                     await run.settle(settle_s)
@@ -195,8 +197,10 @@ class _Run:
         adoption: Adoption,
         actor: str,
         on_progress: Callable[[Progress], None],
+        marks_later: bool,
     ) -> None:
         self._db = connection
+        self._marks_later = marks_later
         self._schema = schema
         self._adoption = adoption
         self._sql = adoption.sql
@@ -211,7 +215,7 @@ class _Run:
             await self._send(
                 [
                     require_phase(self._sql, "dual_run"),
-                    *self._sql.trigger_statements("held"),
+                    *self._sql.trigger_statements("held", marks_later=self._marks_later),
                     set_phase(adoption.id, "held", "held_at"),
                 ]
             )
@@ -243,8 +247,8 @@ class _Run:
         for _ in range(ROUNDS_MAX):
             ids = [row[0] for row in await self._db.fetch(self._sql.held_ids())]
             total = max(total, done + len(ids))
-            if len(ids) <= LAST_ROWS and await self._finish():
-                return
+            if len(ids) <= LAST_ROWS:
+                return await self._finish()
             for n in range(0, len(ids), BATCH_ROWS):
                 batch = ids[n : n + BATCH_ROWS]
                 await self._db.fetchval(self._sql.publish_held(), batch)
@@ -272,25 +276,21 @@ class _Run:
         rows: int = await self._db.fetchval(f"SELECT count(*) FROM ({self._sql.unhandled()}) l")
         return rows
 
-    async def _finish(self) -> bool:
-        """Publish the last held rows, and replace the trigger; False: another round is needed."""
+    async def _finish(self) -> None:
+        """Publish the last held rows, and replace the trigger.
+
+        No row is pending by now: the trigger hides each one that would be.
+        """
         sql, table = self._sql, self._sql.source.name
-        try:
-            await self._send(
-                [
-                    require_phase(sql, "held", "cut_over"),
-                    *sql.trigger_statements("cut_over"),
-                    f"SELECT abort_unless(NOT EXISTS ({sql.unhandled()}))",
-                    f"SELECT publish_held({sql.adoption}, ARRAY({sql.held_ids()}))",
-                    set_phase(sql.adoption, "cut_over", "cut_over_at"),
-                    add_to_journal("adoption_cut_over", self._actor, {"table": table}),
-                ]
-            )
-        except Conflict:
-            if await self._count_pending():
-                return False
-            raise
-        return True
+        await self._send(
+            [
+                require_phase(sql, "held", "cut_over"),
+                *sql.trigger_statements("cut_over", marks_later=self._marks_later),
+                f"SELECT publish_held({sql.adoption}, ARRAY({sql.held_ids()}))",
+                set_phase(sql.adoption, "cut_over", "cut_over_at"),
+                add_to_journal("adoption_cut_over", self._actor, {"table": table}),
+            ]
+        )
 
     async def _send(self, statements: list[str]) -> None:
         await send_message(self._db, self._schema, statements, "the cut-over is not complete")

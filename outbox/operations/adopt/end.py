@@ -130,7 +130,7 @@ async def undo_adoption(
             adoption,
             "adoption_undone",
             actor,
-            [sql.show()] if mapping.has_pending and adoption.phase != "dual_run" else [],
+            _show_statements(adoption),
         )
     shown = states.get("held", 0) + states.get("duplicate", 0)
     return Ended(
@@ -173,6 +173,15 @@ async def retire_adoption(
         else:
             await remove_ledger(connection, adoption)
     return Ended(adoption.table, 0, states.get("published", 0), 0)
+
+
+def _show_statements(adoption: Adoption) -> list[str]:
+    """Show the held rows to the old poller; the relay delivers those that were deleted."""
+    sql, mapping = adoption.sql, adoption.sql.mapping
+    if not mapping.has_pending or adoption.phase == "dual_run":
+        return []
+    deleted = [] if mapping.sent_deleted else [sql.publish_deleted()]
+    return [*deleted, sql.show()]
 
 
 async def _end(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outbox.core.model.sql_names import quote_ident, quote_literal, search_path
+from outbox.store.adoption.source_table import TIME_TYPES
 
 if TYPE_CHECKING:
     from outbox.core.adoption.mapping import SourceMapping
@@ -36,6 +37,10 @@ class SourceSql:
     def id(self, row: str) -> str:
         """The id of a row, as the ledger has it."""
         return f"{self.column(row, self.mapping.id)}::text"
+
+    def order(self, row: str) -> str:
+        """The order of a row as text, whatever the session's DateStyle is."""
+        return f"to_jsonb({self.column(row, self.mapping.ordering)}) #>> '{{}}'"
 
     def pending(self, row: str) -> str:
         """Whether a row is pending; for a table that does not show it, every row is."""
@@ -193,22 +198,21 @@ p AS MATERIALIZED (
        AND ($1::text IS NULL OR ({ordering}, {id_}) < {before})
      ORDER BY {ordering} DESC, {id_} DESC LIMIT $3 FOR UPDATE SKIP LOCKED),
 c AS MATERIALIZED (
-    SELECT source_id, e, fault, saved,
-           CASE WHEN fault IS NULL THEN 'held' ELSE 'rejected' END AS state
-      FROM (SELECT source_id, e, event_fault(e) AS fault, saved
-              FROM (SELECT {self.id("p")} AS source_id, {self.event("p")} AS e, {saved} AS saved
-                      FROM p OFFSET 0) each) f),
+    SELECT f.*, CASE WHEN fault IS NULL THEN 'held' ELSE 'rejected' END AS state
+      FROM (SELECT each.*, event_fault(e) AS fault
+              FROM (SELECT {self.id("p")} AS source_id, {self.order("p")} AS source_order,
+                           {self.event("p")} AS e, {saved} AS saved FROM p OFFSET 0) each) f),
 h AS (
     INSERT INTO adopted_row AS a
-           (adoption, source_id, state, fault, backlog, event, body, source_row)
-    SELECT {self.adoption}, source_id, state, fault, state = 'held',
+           (adoption, source_id, state, fault, backlog, source_order, event, body, source_row)
+    SELECT {self.adoption}, source_id, state, fault, state = 'held', source_order,
            CASE state WHEN 'held' THEN to_jsonb(e) - 'body' END,
            CASE state WHEN 'held' THEN (e).body END, CASE state WHEN 'held' THEN saved END
       FROM c
     ON CONFLICT (adoption, source_id) DO UPDATE
        SET state = excluded.state, fault = excluded.fault, backlog = excluded.backlog,
-           event = excluded.event, body = excluded.body, source_row = excluded.source_row,
-           event_id = NULL, recorded_at = excluded.recorded_at
+           source_order = excluded.source_order, event = excluded.event, body = excluded.body,
+           source_row = excluded.source_row, event_id = NULL, recorded_at = excluded.recorded_at
     RETURNING a.source_id, a.state),
 hidden AS ({hide})
 SELECT {first}::text AS first, {first_id}::text AS first_id, (SELECT count(*) FROM p) AS rows
@@ -255,20 +259,19 @@ UPDATE adopted_row a SET state = 'duplicate', was_held = true, event = NULL, bod
             f"AND a.source_id = {self.id('l')} AND a.state = 'rejected')"
         )
 
-    def held_ids(self) -> str:
-        """The ids of the held rows, in the order of the adopted table."""
-        ordering = self.mapping.ordering
-        if self.mapping.sent_deleted:
-            saved = f"({self._saved_row('a')}).{quote_ident(ordering)}"
-            return (
-                f"SELECT a.source_id FROM adopted_row a WHERE a.adoption = {self.adoption} "
-                f"AND a.state = 'held' ORDER BY {saved}, a.recorded_at, a.source_id"
-            )
+    def held_ids(self, condition: str = "true") -> str:
+        """The ids of the held rows `a`, in the order of the adopted table."""
+        kind = self._type(self.mapping.ordering)
         return (
-            f"SELECT a.source_id FROM adopted_row a JOIN {self.source.name} l "
-            f"ON {self._same_row('a', 'l')} WHERE a.adoption = {self.adoption} "
-            f"AND a.state = 'held' ORDER BY {self.column('l', ordering)}, a.source_id"
+            f"SELECT a.source_id FROM adopted_row a WHERE a.adoption = {self.adoption} "
+            f"AND a.state = 'held' AND {condition} ORDER BY a.source_order::{kind}, a.source_id"
         )
+
+    def publish_deleted(self) -> str:
+        """Publish the held rows that the adopted table does not have any more."""
+        same = self._same_row("a", "l")
+        missing = f"NOT EXISTS (SELECT FROM {self.source.name} l WHERE {same})"
+        return f"SELECT publish_held({self.adoption}, ARRAY({self.held_ids(missing)}))"
 
     def function_statements(self) -> list[str]:
         """Create the functions of the triggers."""
@@ -286,7 +289,10 @@ UPDATE adopted_row a SET state = 'duplicate', was_held = true, event = NULL, bod
                 f"UPDATE adopted_row SET source_row = to_jsonb(NEW) WHERE "
                 f"adoption = {self.adoption} AND source_id = {self.id('NEW')} AND state = 'held';"
             )
-        adopted = f"adopt_row({self.adoption}, TG_ARGV[0], {self.id('NEW')}, {self.event('NEW')})"
+        adopted = (
+            f"adopt_row({self.adoption}, TG_ARGV[0], {self.id('NEW')}, {self.order('NEW')}, "
+            f"{self.event('NEW')})"
+        )
         bodies = {
             self._function(): f"""
     IF {adopted} <> 'rejected' AND TG_ARGV[0] <> 'dual_run' THEN
@@ -304,28 +310,33 @@ UPDATE adopted_row a SET state = 'duplicate', was_held = true, event = NULL, bod
             for name, body in bodies.items()
         ] + [f"REVOKE ALL ON FUNCTION {name}() FROM PUBLIC" for name in bodies]
 
-    def trigger_statements(self, phase: str) -> list[str]:
+    def trigger_statements(self, phase: str, *, marks_later: bool = False) -> list[str]:
         """Create the triggers of a phase, or replace those of another one.
 
         The lock waits for the transactions that have written to the table; CREATE OR REPLACE
         TRIGGER takes it, too, but not before the first one is replaced.
+
+        Args:
+            marks_later: record the rows that the old poller marks as sent after they were hidden.
         """
         inserted, returned, sent = TRIGGERS
-        table = self.source.name
+        table, column = self.source.name, self.mapping.sent_column
         statements = [
             f"LOCK TABLE {table} IN SHARE ROW EXCLUSIVE MODE",
             self._trigger(inserted, "INSERT", self.pending("NEW"), self._function(), phase),
         ]
-        if self.mapping.sent_column is None or phase == "dual_run":
+        if column is None or phase == "dual_run":
             return statements
-        marked = f"UPDATE OF {quote_ident(self.mapping.sent_column)}"
+        marked = f"UPDATE OF {quote_ident(column)}"
         again = f"NOT ({self.pending('OLD')}) AND {self.pending('NEW')}"
-        twice = f"NOT ({self.pending('OLD')}) AND {self.sent('NEW')}"
-        return [
-            *statements,
-            self._trigger(returned, marked, again, self._function(), phase),
-            self._trigger(sent, marked, twice, self._function("_sent"), phase),
-        ]
+        statements.append(self._trigger(returned, marked, again, self._function(), phase))
+        if marks_later:
+            twice = f"NOT ({self.pending('OLD')}) AND {self.sent('NEW')}"
+            if self._type(column) in TIME_TYPES:
+                # Otherwise the application may have written the row with the time that it has.
+                twice += f" AND {self.column('OLD', column)} <> {self.column('NEW', column)}"
+            statements.append(self._trigger(sent, marked, twice, self._function("_sent"), phase))
+        return statements
 
     def drop_statements(self) -> list[str]:
         """Remove the triggers and their functions."""
