@@ -459,6 +459,14 @@ async def _person(session: Session) -> AsyncIterator[None]:
     assert await fetchval(database, "SELECT count(*) FROM outbox WHERE payload::text ~ 'Ada'") == 0
 
 
+@stage("howto/move-in-from-an-outbox-table.md")
+async def _move_in(session: Session) -> AsyncIterator[None]:
+    yield
+    published = "SELECT array_agg(type ORDER BY id) FROM outbox"
+    order = "order.created"
+    assert await fetchval(session.database, published) == [f"shadow.{order}", *[order] * 7]
+
+
 @stage("howto/manage-endpoints.md")
 async def _endpoints(session: Session) -> AsyncIterator[None]:
     await add_endpoint(session.database, "shop", retry={})

@@ -293,6 +293,28 @@ async def test_an_interrupted_cut_over_goes_on(
 
 
 @pytest.mark.usefixtures("endpoints")
+async def test_the_old_poller_sends_no_row_after_a_held_one(
+    database: Database, db: Connection[Any], legacy: LegacyOutbox
+) -> None:
+    """Even if the cut-over is interrupted while it holds the pending rows."""
+    await legacy.create(2_500)
+    await start(db)
+
+    def interrupt(_: Progress) -> None:
+        raise Interruption
+
+    with pytest.raises(Interruption):
+        await switch(db, "locks-rows", on_progress=interrupt)
+    async with legacy.poller("locks-rows"):
+        await sent_some(legacy)
+        await switch(db, "locks-rows")
+    network = Network()
+    async with running(database, network):
+        await all_ended(database)
+    legacy.check(delivered(network))
+
+
+@pytest.mark.usefixtures("endpoints")
 async def test_held_rows_are_published_though_a_job_deletes_sent_rows(
     database: Database, db: Connection[Any], legacy: LegacyOutbox
 ) -> None:
