@@ -18,6 +18,7 @@ from outbox.operations.tenancy import OWNS_RANGE
 from outbox.store.connection.connect import map_errors
 from outbox.store.delivery.lanes import PAYLOAD_SIZE
 from outbox.store.replays.replay_feed import MATCHES_SELECTION
+from outbox.store.retention.erasure import PLAN_BY_INDEX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -288,9 +289,11 @@ async def list_dead_letters(
     with map_errors(schema):
         only = await only.resolve(connection)
         ids = await find_endpoint_ids(connection, only.endpoint, only.owner)
-        rows = await connection.fetch(
-            LIST_DEAD, after, stored, ids, limit + 1, states, *only.arguments, only.owner
-        )
+        async with connection.transaction(readonly=True):
+            await connection.execute(PLAN_BY_INDEX)
+            rows = await connection.fetch(
+                LIST_DEAD, after, stored, ids, limit + 1, states, *only.arguments, only.owner
+            )
     return RowPage([from_row(DeadLetterRow, row) for row in rows], limit)
 
 

@@ -45,7 +45,7 @@ from outbox.store.delivery import endpoint_state, lanes, receiver_checkpoints, r
 from outbox.store.delivery import endpoints as destinations
 from outbox.store.replays import replay_feed
 from outbox.store.replays.replay_progress import ReplayBatch
-from outbox.store.retention.erasure import ERASE_RESPONSES, SET_PLANNER
+from outbox.store.retention.erasure import ERASE_RESPONSES, PLAN_BY_INDEX, SET_PLANNER
 from outbox.store.schedules import schedule_runs
 from outbox.store.sequencing import batches as sequencing
 from outbox.store.sequencing import event_reads, leadership, routing
@@ -502,7 +502,7 @@ async def _checkpoints(log: LongLog) -> Case:
     store = records.RecordStore(received, log.replica, timeline=1)
     progress = Progress(acked_seq=ACKED, floor_batch=batch_of(ACKED + 1))
     await store.checkpoint([(lane, 0, progress) for lane in log.lanes[:100]])
-    return Case(*received.asked[0], LANES, 20 * 100)
+    return Case(*received.asked[0], LANES + 1, 20 * 100)
 
 
 async def _checkpoints_that_were_written(log: LongLog) -> Case:
@@ -652,17 +652,24 @@ async def _events_of_a_page(log: LongLog) -> Case:
 
 
 async def _dead_list(log: LongLog) -> Case:
-    return Case(dead.LIST_DEAD, (0, ["dead"], None, 100, ["dead"], *ANY, None), 60_000, 2000)
+    return Case(
+        dead.LIST_DEAD,
+        (0, ["dead"], None, 100, ["dead"], *ANY, None),
+        60_000,
+        2000,
+        before=(PLAN_BY_INDEX,),
+    )
 
 
 async def _dead_list_of_one(log: LongLog) -> Case:
     arguments = (0, ["dead"], [log.endpoints[1]], 100, ["dead"], *ANY, None)
-    return Case(dead.LIST_DEAD, arguments, 60_000, 2000)
+    return Case(dead.LIST_DEAD, arguments, 60_000, 2000, before=(PLAN_BY_INDEX,))
 
 
 async def _dead_list_of_what_is_sent_again(log: LongLog) -> Case:
     states = ["replaying", "replayed", "dead_again"]
-    return Case(dead.LIST_DEAD, (0, ["replaying"], None, 100, states, *ANY, None), 40_000, 30_000)
+    arguments = (0, ["replaying"], None, 100, states, *ANY, None)
+    return Case(dead.LIST_DEAD, arguments, 40_000, 35_000, before=(PLAN_BY_INDEX,))
 
 
 async def _dead_show(log: LongLog) -> Case:
@@ -678,7 +685,8 @@ async def _live_poll(log: LongLog) -> Case:
 
 
 async def _live_states(log: LongLog) -> Case:
-    return Case(live_status.COUNT_STATES, (None,), 500, 40)
+    # Each lane once: whether it fails.
+    return Case(live_status.COUNT_STATES, (None,), LANES + 300, 100)
 
 
 async def _live_dead_letters(log: LongLog) -> Case:
