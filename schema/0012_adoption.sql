@@ -65,7 +65,7 @@ CREATE TYPE converted_event AS (
 -- An event type from another system's name: ":" and "/" separate segments, every other run of
 -- characters that a type cannot have becomes "_", and empty segments are left out.
 CREATE FUNCTION clean_event_type(name text) RETURNS text
-LANGUAGE sql IMMUTABLE PARALLEL SAFE AS $$
+LANGUAGE sql IMMUTABLE PARALLEL SAFE SET search_path FROM CURRENT AS $$
     SELECT array_to_string(array_remove(regexp_split_to_array(
         regexp_replace(trim(name), '[^A-Za-z0-9_.:/]+', '_', 'g'), '[.:/]+'), ''), '.')
 $$;
@@ -73,7 +73,7 @@ REVOKE ALL ON FUNCTION clean_event_type FROM PUBLIC;
 
 -- The JSON value of a text, or NULL if it is no JSON.
 CREATE FUNCTION json_or_null(source text) RETURNS jsonb
-LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE AS $$
+LANGUAGE plpgsql IMMUTABLE PARALLEL SAFE SET search_path FROM CURRENT AS $$
 BEGIN
     RETURN source::jsonb;
 EXCEPTION WHEN data_exception OR program_limit_exceeded THEN
@@ -214,3 +214,43 @@ LANGUAGE sql SET search_path FROM CURRENT AS $$
      WHERE a.adoption = for_adoption AND a.source_id = id AND a.state IN ('held', 'published')
 $$;
 REVOKE ALL ON FUNCTION record_sent FROM PUBLIC;
+
+-- As in 0011_history.sql, with the privileges that were added since.
+CREATE OR REPLACE FUNCTION required_privileges(purpose text)
+RETURNS TABLE (kind text, name text, privilege text, columns text[])
+LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
+BEGIN
+    RETURN QUERY EXECUTE format('
+        SELECT n.kind, n.name, n.privilege, coalesce(n.of_columns, (
+                   SELECT array_agg(a.attname::text ORDER BY a.attnum) FROM pg_attribute a
+                    WHERE n.all_but IS NOT NULL AND a.attrelid = to_regclass(n.name)
+                      AND a.attnum > 0 AND NOT a.attisdropped AND a.attname <> ALL (n.all_but)))
+          FROM %I() n', purpose || '_privileges');
+    RETURN QUERY
+        SELECT added.kind, added.name, added.privilege, added.columns
+          FROM (VALUES ('producer', 'table', 'outbox', 'INSERT', '{body,content_type}'::text[]),
+                       ('producer', 'function', 'publish_event', 'EXECUTE', NULL),
+                       ('producer', 'function', 'publish_events', 'EXECUTE', NULL),
+                       ('relay', 'table', 'outbox', 'INSERT', '{body,content_type}'),
+                       ('operator', 'table', 'outbox', 'UPDATE', '{body,content_type}'),
+                       ('operator', 'table', 'dead_letter', 'UPDATE', '{body,content_type}'),
+                       ('reader', 'table', 'lane_receipt', 'SELECT', NULL),
+                       ('operator', 'table', 'lane_receipt', 'SELECT', NULL),
+                       ('operator', 'table', 'lane', 'UPDATE', '{repair,repair_seq}'),
+                       ('relay', 'table', 'lane', 'UPDATE', '{repair,repair_seq}'),
+                       ('relay', 'table', 'lane_receipt', 'SELECT', NULL),
+                       ('relay', 'table', 'lane_receipt', 'INSERT', NULL),
+                       ('relay', 'table', 'lane_receipt', 'UPDATE', NULL),
+                       ('reader', 'table', 'delivery_history', 'SELECT', NULL),
+                       ('operator', 'table', 'delivery_history', 'SELECT', NULL),
+                       ('relay', 'table', 'delivery_history', 'SELECT', NULL),
+                       ('relay', 'table', 'delivery_history', 'INSERT', NULL),
+                       ('relay', 'table', 'delivery_history', 'UPDATE', NULL),
+                       ('relay', 'table', 'delivery_history', 'DELETE', NULL),
+                       ('reader', 'table', 'adoption', 'SELECT', NULL),
+                       ('reader', 'table', 'adopted_row', 'SELECT', NULL),
+                       ('operator', 'table', 'adoption', 'SELECT', NULL),
+                       ('operator', 'table', 'adopted_row', 'SELECT', NULL))
+               AS added(purpose, kind, name, privilege, columns)
+         WHERE added.purpose = required_privileges.purpose;
+END $$;

@@ -134,8 +134,7 @@ class Group(click.Group):
     epilog="""\b
 First steps:
   outbox demo                                      needs no set-up
-  export OUTBOX_DSN=postgresql://localhost/app
-  outbox migrate
+  export OUTBOX_DSN=postgresql://localhost/app && outbox migrate
   outbox endpoint add billing https://example.com/hooks --type "order.*"
   outbox relay &
   outbox publish order.paid --key order-7 --payload '{"order": 7}'

@@ -88,7 +88,7 @@ def test_every_problem_type_is_documented() -> None:
 
 
 def test_every_command_has_routes_or_is_listed_as_without() -> None:
-    without = {"alerts", "conform", "demo", "listen", "migrate", "prove", "rekey", "relay"}
+    without = {"adopt", "alerts", "conform", "demo", "listen", "migrate", "prove", "rekey", "relay"}
     routes = {
         "apply": "/v1/declaration",
         "dead": "/v1/dead-letters",

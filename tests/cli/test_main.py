@@ -111,7 +111,9 @@ def test_messages_name_commands_that_exist() -> None:
 
 
 def test_the_version_is_printed(outbox: Command) -> None:
-    version = (ROOT / "pyproject.toml").read_text().partition('\nversion = "')[2].partition('"')[0]
+    source = (ROOT / "outbox" / "version.py").read_text()
+    version = source.partition('__version__ = "')[2].partition('"')[0]
+    assert version
     assert outbox("--version").out == f"outbox {version}\n"
 
 
