@@ -43,11 +43,13 @@ class Shop:
         self.visitor = visitor
         self.refuses = True
         self.refuses_all = False
+        self.sick_key: str | None = None
+        """The only key for which `sick` fails; None: it fails for all."""
 
     def response(self, sent: Sent) -> AttemptResult:
         if self.refuses_all:
             return REFUSED
-        if sent.url.endswith("/sick"):
+        if sent.url.endswith("/sick") and self.sick_key in (None, sent.body["key"]):
             return BUSY
         return REFUSED if self.refuses and sent.url.endswith("/strict") else OK
 

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from playwright.async_api import expect
 
+from outbox.operations.endpoint_states import pause_endpoints
 from tests.page.browser import PHONE, visiting
 from tests.page.shop import shop
 from tests.support.api import make_token, serving
-from tests.support.relay import publish
+from tests.support.relay import fetchval, publish
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from tests.support.postgres import Database
@@ -95,3 +97,47 @@ async def test_a_tenant_sees_what_needs_attention_at_its_endpoints(database: Dat
         await expect(items).to_contain_text("acme: 1 dead letter waits for a decision.")
         await items.get_by_role("link", name="Replay or discard…").click()
         await expect(page.locator("tbody tr")).to_have_count(1)
+
+
+async def test_one_failing_lane_is_retried_at_once(database: Database) -> None:
+    """The other lane delivers, so the circuit breaker is closed."""
+    retried = "SELECT count(*) FROM journal WHERE kind = 'endpoint_resumed'"
+    async with shop(database, findings=()) as here:
+        visitor, page = here.visitor, here.visitor.page
+        here.sick_key = "order-1"
+        for n in range(8):  # For the other lane, too.
+            await publish(database, {"order": n}, type="order.paid", key=f"order-{n + 20}")
+        item = page.get_by_role("region", name="Needs attention").get_by_role("listitem").nth(0)
+        await expect(item).to_contain_text("sick: 1 lane is failing", timeout=30_000)
+        await visitor.press("Retry now", inside=item)
+        await until(lambda: fetchval(database, retried), what="the request")
+        await page.goto(f"{visitor.url}/#/endpoints/sick")
+        await visitor.press("Retry now")
+        await until(lambda: _is(database, retried, 2), what="another request")
+
+
+async def _is(database: Database, sql: str, value: int) -> bool:
+    return bool(await fetchval(database, sql) == value)
+
+
+async def test_a_paused_endpoint_with_a_backlog_is_resumed(database: Database) -> None:
+    async with shop(database, findings=()) as here:
+        visitor, page = here.visitor, here.visitor.page
+        async with database.at_hand() as connection:
+            await pause_endpoints(
+                connection, "relay", ["sick"], actor="me@vm", comment="ticket 4711"
+            )
+        items = page.get_by_role("region", name="Needs attention").get_by_role("listitem")
+        item = items.filter(has_text="sick")
+        await expect(item).to_contain_text("ago by me@vm (ticket 4711); 3 deliveries pending.")
+        await visitor.press("Resume…", inside=item)
+        await expect(item).to_contain_text("failing")
+
+
+async def test_new_dead_letters_are_listed_while_the_list_is_open(database: Database) -> None:
+    async with shop(database, findings=()) as here:
+        page = here.visitor.page
+        await page.goto(f"{here.visitor.url}/#/dead-letters?endpoint=strict")
+        await expect(page.locator("tbody tr")).to_have_count(3)
+        await publish(database, {"order": 9}, type="order.paid", key="order-9")
+        await expect(page.locator("tbody tr")).to_have_count(4, timeout=30_000)

@@ -3,7 +3,7 @@
 import { button, isOperator, responseLine } from "./components.js";
 import { h } from "./dom.js";
 import { capital, count, duration, plural } from "./format.js";
-import { readAndResume } from "./endpoint_actions.js";
+import { readAndResume, retryNow } from "./endpoint_actions.js";
 import { link } from "./router.js";
 import { stuckAction } from "./stuck_lane.js";
 
@@ -18,7 +18,7 @@ const endpointLink = (each) => h("a", { href: link("endpoint", [each.name]) }, e
 const deadLetters = (values, text) => h("a", { class: "button", href: link("dead-letters", [], values) }, text);
 
 function relayItems({ replicas, cursor, blocker }) {
-  const replicasLink = h("a", { class: "button", href: link("replicas") }, "Run checks");
+  const replicasLink = h("a", { class: "button", href: link("replicas", [], { checks: "run" }) }, "Run checks");
   const alive = replicas.filter((each) => each.alive);
   const lapsed = replicas.length - alive.length;
   return [
@@ -46,15 +46,25 @@ function failingItem(each) {
   const last = responseLine(failing.last_response);
   const rejecting = each.health?.state === "rejecting";
   return { rank: rejecting ? 3 : each.condition === "degraded" ? 5 : 4, key: `failing ${each.name}`, text: [endpointLink(each),
-    `: ${rejecting ? "the circuit breaker is rejecting deliveries" : plural(each.failing_lanes, "lane is failing", "lanes are failing")} after `,
+    `: ${rejecting ? "its receiver rejects deliveries," : plural(each.failing_lanes, "lane is failing", "lanes are failing")} after `,
     `${plural(failing.attempts, "attempt")}${last ? `, last response ${last}` : ""}; ${plural(each.pending, "delivery", "deliveries")} pending. `,
     failing.event && h("a", { href: link("trace", [failing.event]) }, "Trace the event")],
-  action: failing.skip_requested ? null : stuckAction(each.name, { name: failing.lane, sequence: failing.sequence, last_response: failing.last_response }) };
+  action: [button("Retry now", () => retryNow(each.name), { title: "Reset the circuit breaker and the retry times of the lanes" }),
+    failing.skip_requested ? null : stuckAction(each.name, { name: failing.lane, sequence: failing.sequence, last_response: failing.last_response })] };
+}
+
+// Somebody paused it; its backlog grows until somebody resumes it.
+function pausedItem(each, at) {
+  const since = duration((Date.parse(at) - Date.parse(each.state_at)) / 1000);
+  return { rank: 6, key: `paused ${each.name}`, text: [endpointLink(each),
+    `: paused ${since} ago${each.state_by ? ` by ${each.state_by}` : ""}${each.state_comment ? ` (${each.state_comment})` : ""}; ${plural(each.pending, "delivery", "deliveries")} pending.`],
+  action: button("Resume…", () => readAndResume(each.name)) };
 }
 
 const itemsOf = (each, at) => [
   each.blocked_lanes > 0 && blockedItem(each, at),
   each.state === "active" && each.failing && failingItem(each),
+  each.state === "paused" && each.pending > 0 && pausedItem(each, at),
   each.state === "disabled" && each.pending > 0 && { rank: 5, key: `disabled ${each.name}`,
     text: [endpointLink(each), `: disabled, with ${plural(each.pending, "delivery", "deliveries")} pending.`], action: null },
   each.dead_letters > 0 && { rank: 7, key: `dead ${each.name}`,
@@ -67,7 +77,7 @@ function findingItems(findings) {
   const found = findings.filter((each) => !IN_STATUS.includes(each.check));
   const bySeverity = (severity) => found.filter((each) => each.severity === severity);
   const warnings = bySeverity("warning");
-  const action = () => h("a", { class: "button", href: link("replicas") }, "Run checks");
+  const action = () => h("a", { class: "button", href: link("replicas", [], { checks: "run" }) }, "Run checks");
   return [
     ...bySeverity("problem").map((each, n) => ({ rank: 2, key: `problem ${each.check} ${n}`, action: action(),
       text: [`${capital(each.check)}: ${each.message}.`, each.action && isOperator() ? h("small", null, ` To do: ${each.action}`) : null] })),

@@ -38,9 +38,12 @@ export async function unblock(endpoint, blocked) {
   if (form) await runAction(() => post(path(endpoint, "resume"), { comment: form.comment || null }), `The lanes of ${endpoint} are unblocked.`);
 }
 
+// Retry the failing lanes now, although their next attempts are due later.
+export const retryNow = (endpoint) => runVerb(endpoint, "resume", `${endpoint} is retried now, one request at a time at first.`);
+
 // Dead-letter the delivery that a lane is stuck on.
 export async function skip(endpoint, { name: lane, sequence, behind = 0 }) {
-  const form = await confirm(`Skip sequence ${sequence}?`, [
+  const form = await confirm(`Skip sequence ${sequence} of ${endpoint}?`, [
     h("p", null, `Lane ${lane} continues${behind ? `: ${plural(behind, "delivery waits", "deliveries wait")} behind it` : ""}.`),
     h("p", { class: "hint" }, "It becomes a dead letter, which you can replay later. A request in flight completes first."), comment()],
   { yes: "Skip", kind: "danger" });

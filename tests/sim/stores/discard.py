@@ -23,9 +23,11 @@ async def discard_dead_letters(
     *,
     actor: str,
     comment: str | None = None,
+    counted: int | None = None,
     dry_run: bool = False,
 ) -> DiscardReport:
     assert not dry_run
+    assert counted is None
 
     async def plan_named(change: Change) -> int:
         await find_candidates(change.db, selection, to_replay=False)

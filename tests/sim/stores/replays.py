@@ -41,9 +41,11 @@ async def start_replay(
     *,
     actor: str,
     rate_per_s: float | None = None,
+    counted: int | None = None,
     dry_run: bool = False,
 ) -> ReplayReport:
     assert not dry_run
+    assert counted is None
     found: list[ReplayCandidates] = []
     if not selection.ids:
         if selection.criteria:

@@ -5,7 +5,7 @@ import { get, session } from "../api.js";
 import { h, show } from "../dom.js";
 import * as jobs from "../jobs.js";
 import { filters, pages } from "../listing.js";
-import { live, permanent } from "../live.js";
+import { live, occasionally, permanent } from "../live.js";
 import { rowBox, selection, selectionBar } from "../selection.js";
 import { badge, button, responseLine, row, table, when } from "../components.js";
 import { link } from "../router.js";
@@ -18,6 +18,9 @@ const REASONS = ["", "refused", "exhausted", "expired", "erased", "skipped", "ba
 export const sequenceRange = (each) => (each.sequence === each.to_sequence ? String(each.sequence) : `${each.sequence}–${each.to_sequence}`);
 
 const lastResponse = (each) => responseLine({ status: each.status ?? undefined, failure: each.failure ?? undefined, detail: each.excerpt ?? "" }) ?? "–";
+
+// A new dead letter is shown after this time at the latest.
+const COUNTS_EVERY_MS = 10_000;
 
 // The API's limit of ids in a request.
 const IDS_MAX = 1000;
@@ -33,8 +36,10 @@ export function view(place, _, values) {
   const selected = selection("dead-letters", values);
   let shown = [];
   let total = 0;
+  let counted = "";
   const summary = h("p", { class: "hint" });
   const jobsPlace = h("div");
+  const runningPlace = h("div");
   const bar = h("div", { class: "selection", role: "group", "aria-label": "Selection" });
   const isSelectable = (each) => each.state === "dead" && session.may("operate");
   const list = pages((after) => get("/v1/dead-letters", { ...values, limit: 50, after }), draw);
@@ -74,31 +79,43 @@ export function view(place, _, values) {
         : [button(`Replay ${count(n)}`, () => act(replay, n), { kind: "main" }), button(`Discard ${count(n)}`, () => act(discard, n))]) }));
   }
 
+  // Returns whether the counts have changed since they were drawn before.
   async function drawCounts() {
     // The listing explains an invalid filter.
     const counts = await get("/v1/dead-letters/counts", filter).catch((error) => { if (!permanent(error)) throw error; });
-    if (!counts) return;
+    if (!counts) return false;
     const states = Object.entries(counts.total).filter(([, n]) => n);
+    const text = JSON.stringify(states);
+    const changed = text !== counted;
+    counted = text;
     total = counts.total.dead;
     drawActions();
     show(summary, states.length ? states.map(([state, n], i) => [i ? " · " : "", `${count(n)} ${state.replaceAll("_", " ")}`]) : "none");
+    return changed;
   }
 
   show(place, h("h1", null, "Dead letters"), summary,
     filters([["endpoint", "Endpoint"], ["type", "Type"], ["reason", "Reason", REASONS], ["state", "State", STATES], ["since", "Since"], ["until", "Until"],
       ...(session.tenant === null ? [["tenant", "Tenant"]] : [])], values, (next) => { location.hash = link("dead-letters", [], next); }),
-    bar, list.place, jobsPlace);
+    runningPlace, bar, list.place, jobsPlace);
 
   let loaded = false;
   let lastProgress = "";
+  const readCounts = occasionally(COUNTS_EVERY_MS, async () => {
+    if (await drawCounts()) await list.load();
+  });
   return live(place, async (signal, acted) => {
     if (acted) loaded = false;
     if (!loaded) await Promise.all([list.load(), drawCounts()]);
+    else await readCounts(signal, acted);
     loaded = true;
     const running = await jobs.load(signal);
-    show(jobsPlace, jobs.draw(running));
+    // What runs is above the list, where its link leads.
+    const runs = running.all.some((job) => job.state === "running");
+    show(runningPlace, runs ? jobs.draw(running) : null);
+    show(jobsPlace, runs ? null : jobs.draw(running));
     const progress = running.all.map((job) => `${job.id} ${job.state} ${job.done}`).join();
-    if (lastProgress !== progress && lastProgress) await drawCounts();
+    if (lastProgress !== progress && lastProgress && await drawCounts()) await list.load();
     lastProgress = progress;
   });
 }

@@ -51,8 +51,8 @@ function actionBar(endpoint, detail, blocked, isBroker) {
     each.state === "paused" ? button("Resume", () => endpointActions.resume(endpoint, blocked), { kind: "main" })
       : each.state === "active" ? button("Pause", () => endpointActions.pause(endpoint)) : null,
     each.state === "active" && blocked.length ? button("Unblock lanes", () => endpointActions.unblock(endpoint, blocked), { kind: "main" })
-      : each.state === "active" && each.health !== "healthy"
-        ? button("Retry now", () => endpointActions.runVerb(endpoint, "resume", "Retrying now, one request at a time at first."), { title: "Reset the circuit breaker and retry immediately" }) : null,
+      : each.state === "active" && (each.health !== "healthy" || each.failing_lanes)
+        ? button("Retry now", () => endpointActions.retryNow(endpoint), { title: "Reset the circuit breaker and the retry times of the lanes" }) : null,
     each.state === "disabled" ? button("Enable", () => endpointActions.runVerb(endpoint, "enable", `${endpoint} is enabled. It receives new events.`), { kind: "main" }) : null,
     session.may("operate") && h("a", { class: "button", href: link("edit-endpoint", [endpoint]) }, "Edit"),
     button(isBroker ? "Test" : "Send test event", () => sendTest(endpoint)),
@@ -111,7 +111,7 @@ export function view(place, [endpoint]) {
         ["Tenant", each.all_tenants ? "all" : each.tenant ?? "none"],
         ["Pending", count(each.pending)],
         ["Dead letters", count(each.dead_letters)],
-        each.state === "active" ? [capital(`${health.state} since`), when(health.since)]
+        each.state === "active" ? (health.state !== "healthy" || !each.failing_lanes) && [capital(`${health.state} since`), when(health.since)]
           : [capital(`${each.state} since`), h("span", null, when(each.state_at), each.state_by && `, by ${each.state_by}`)],
         each.state_comment && ["Comment", each.state_comment],
         health.held_until && Date.parse(health.held_until) > session.now() && ["Hold-off (Retry-After)", `until ${time(health.held_until)}`],

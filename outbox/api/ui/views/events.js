@@ -35,7 +35,7 @@ function searchForm() {
       if (id) location.hash = link("trace", [id]);
     },
   }, field("Event", h("input", { name: "id", autocomplete: "off", spellcheck: "false",
-    placeholder: "event id, X-Delivery, key or once key", title: "Event id, X-Delivery, once key, key (its newest events) or outbox id" })),
+    placeholder: "key, event id, X-Delivery, once key or outbox id", title: "Event id, X-Delivery, once key, key (its newest events) or outbox id" })),
   h("button", { type: "submit", class: "main" }, "Trace"));
 }
 

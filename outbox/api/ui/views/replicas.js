@@ -28,12 +28,12 @@ function drawFindings({ findings }) {
   ];
 }
 
-export function view(place) {
+export function view(place, _, { checks } = {}) {
   const findings = h("div");
   const relays = h("div", null, h("p", { class: "empty" }, "Loading…"));
-  async function runChecks(event) {
-    const { target } = event;
-    target.disabled = true;
+  const run = button("Run checks", runChecks, { scope: "read" });
+  async function runChecks() {
+    run.disabled = true;
     show(findings, h("p", { class: "empty" }, "Running checks. This takes a few seconds."));
     try {
       show(findings, drawFindings(await get("/v1/doctor")));
@@ -41,10 +41,12 @@ export function view(place) {
       show(findings, null);
       notice(sentence(error.message), "bad");
     }
-    target.disabled = false;
+    run.disabled = false;
   }
   show(place, h("h1", null, "Replicas"), relays,
-    h("section", null, h("h2", null, "Diagnostics"), h("div", { class: "actions" }, button("Run checks", runChecks, { scope: "read" })), findings));
+    h("section", null, h("h2", null, "Diagnostics"), h("div", { class: "actions" }, run), findings));
+  // A link named "Run checks" leads here.
+  if (checks === "run") runChecks();
   return live(place, async (signal) => {
     const status = await get("/v1/status", { limit: 1 }, signal);
     const { cursor } = status;

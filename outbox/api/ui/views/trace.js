@@ -113,7 +113,8 @@ export function view(place, [id = ""], values) {
     show(found, traces(result.events),
       result.more ? h("p", { class: "hint" }, "There are older events: ", h("a", { href: link("events", [], { key: id }) }, "show all events with this key"), ".") : null);
     if (found.isConnected) return;
-    show(place, title(h("small", null, ` found by ${result.found_by}`)),
+    const { key } = result.events[0].event;
+    show(place, title(h("small", null, ` found by ${result.found_by}${key && key !== id ? `; its key is ${key}` : ""}`)),
       isPartial ? filters([["endpoint", "Endpoint"]], values, (next) => { location.hash = link("trace", [id], next); }) : null, found);
   }, { every: 5000, missing: values.endpoint ? `No event ${id}, or no endpoint ${values.endpoint}.` : `No event matches ${id}.` });
 }
