@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 SOON_S = 5.0
 """A wake-up that takes longer was lost."""
+BACKOFF_S, BACKOFF_MAX_S = 0.005, 0.2
 POLL_S = 60.0
 """Much longer than that, so that no event is found by the next poll."""
 
@@ -46,6 +48,7 @@ class Drowsy(Slow):
         self.reads = 0
         self.polls = 0
         self._falling = False
+        self._losses = 0
 
     def in_next_batch(self, point: str, action: Callable[[], Awaitable[object]]) -> None:
         """Run an action at a point of the next batch, although it does not fall asleep."""
@@ -57,6 +60,10 @@ class Drowsy(Slow):
             await action()
 
     async def take_leadership(self, replica_id: int) -> bool:
+        """Back off after a lost batch: no sleeper has a lease, on which standbys of the product
+        wait, so that two of equal speed would take the leadership from each other for ever."""
+        if self._losses:
+            await asyncio.sleep(random.random() * min(BACKOFF_MAX_S, BACKOFF_S * 2**self._losses))
         leads = await super().take_leadership(replica_id)
         self.refusals += not leads
         return leads
@@ -97,6 +104,7 @@ class Drowsy(Slow):
         if awake:
             self.flags["set"] += 1
         written = await super().write(*batch, awake=awake, **options)
+        self._losses = 0 if written else min(self._losses + 1, 10)
         self.refusals += not written
         return written
 
