@@ -49,7 +49,7 @@ class Shop:
     def response(self, sent: Sent) -> AttemptResult:
         if self.refuses_all:
             return REFUSED
-        if sent.url.endswith("/sick") and self.sick_key in (None, sent.body["key"]):
+        if sent.url.endswith("/sick") and self.sick_key in (None, sent.body.get("key")):
             return BUSY
         return REFUSED if self.refuses and sent.url.endswith("/strict") else OK
 

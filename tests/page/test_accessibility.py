@@ -80,7 +80,7 @@ async def test_no_view_breaks_a_serious_rule(database: Database, variant: str) -
 
 @pytest.mark.parametrize("place", ["overview", "endpoints", "dead-letters", "endpoint/sick"])
 async def test_everything_is_reached_by_the_tab_key(database: Database, place: str) -> None:
-    async with shop(database) as here:
+    async with shop(database, findings=()) as here:
         visitor, page = here.visitor, here.visitor.page
         await visitor.open(place)
         await visitor.wait_for(page.get_by_role("heading").first)

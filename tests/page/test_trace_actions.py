@@ -80,5 +80,5 @@ async def test_an_event_is_published_and_traced(database: Database) -> None:
         await visitor.dialog.get_by_label("Type").fill("order.paid")
         await visitor.press("Publish", inside=visitor.dialog)
         await visitor.wait_for("The event is published.")
-        await visitor.wait_for(page.get_by_text("order-77"))
+        await visitor.wait_for(page.get_by_role("link", name="order-77"))
         await visitor.wait_for(page.locator("summary", has_text="delivered").first)
