@@ -93,7 +93,8 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
             'the type has characters besides letters, digits, "_" and "."'
         WHEN starts_with(e.type || '.', 'outbox.') OR starts_with(e.type || '.', 'shadow.') THEN
             'types that begin with "outbox." or "shadow." are reserved'
-        WHEN octet_length(e.key) NOT BETWEEN 1 AND 512 THEN 'the key is empty or longer than 512 bytes'
+        WHEN octet_length(e.key) NOT BETWEEN 1 AND 512 THEN
+            'the key is empty or longer than 512 bytes'
         WHEN octet_length(e.tenant) NOT BETWEEN 1 AND 255 THEN
             'the tenant is empty or longer than 255 bytes'
         WHEN octet_length(e.once) NOT BETWEEN 1 AND 512 THEN
@@ -105,16 +106,6 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
     END
 $$;
 REVOKE ALL ON FUNCTION event_fault FROM PUBLIC;
-
--- Publishes an event of an adopted row and returns its event_id; NULL: its idempotency key is
--- claimed already.
-CREATE FUNCTION publish_converted(e converted_event) RETURNS uuid
-LANGUAGE sql SET search_path FROM CURRENT AS $$
-    SELECT publish_event(type => e.type, payload => e.payload, key => e.key, tenant => e.tenant,
-                         once => e.once, headers => e.headers, body => e.body,
-                         content_type => e.content_type)
-$$;
-REVOKE ALL ON FUNCTION publish_converted FROM PUBLIC;
 
 -- Records what becomes of one adopted row, and returns its state.  Called by the trigger, for a
 -- row that is pending; in the phases "held" and "cut_over" the trigger hides the row from the old
@@ -137,15 +128,15 @@ BEGIN
     END IF;
     IF rejection IS NOT NULL THEN
         new_state := 'rejected';
-    ELSIF phase = 'dual_run' THEN
-        new_state := 'rehearsed';
-        -- Without the idempotency key: it is claimed by the event that is delivered.
+    ELSIF phase IN ('dual_run', 'cut_over') THEN
+        -- The idempotency key is claimed by the event that is delivered, not by its rehearsal.
         new_event := publish_event(
-            type => 'shadow.' || e.type, payload => e.payload, key => e.key, tenant => e.tenant,
+            type => CASE phase WHEN 'dual_run' THEN 'shadow.' ELSE '' END || e.type,
+            payload => e.payload, key => e.key, tenant => e.tenant,
+            once => CASE phase WHEN 'cut_over' THEN e.once END,
             headers => e.headers, body => e.body, content_type => e.content_type);
-    ELSIF phase = 'cut_over' THEN
-        new_event := publish_converted(e);
-        new_state := CASE WHEN new_event IS NULL THEN 'duplicate' ELSE 'published' END;
+        new_state := CASE WHEN phase = 'dual_run' THEN 'rehearsed'
+                          WHEN new_event IS NULL THEN 'duplicate' ELSE 'published' END;
     ELSE
         new_state := 'held';
     END IF;
@@ -156,7 +147,8 @@ BEGIN
             CASE new_state WHEN 'held' THEN e.body END)
     ON CONFLICT (adoption, source_id) DO UPDATE
        SET state = excluded.state, fault = excluded.fault, event_id = excluded.event_id,
-           source_order = excluded.source_order, event = excluded.event, body = excluded.body, recorded_at = excluded.recorded_at;
+           source_order = excluded.source_order, event = excluded.event, body = excluded.body,
+           recorded_at = excluded.recorded_at;
     RETURN new_state;
 END $$;
 REVOKE ALL ON FUNCTION adopt_row FROM PUBLIC;
@@ -172,8 +164,8 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
 $$;
 REVOKE ALL ON FUNCTION held_event FROM PUBLIC;
 
--- Publishes held rows in the order of `ids`, and returns how many.
-CREATE FUNCTION publish_held(for_adoption integer, ids text[]) RETURNS integer
+-- Publishes held rows in the order of `ids`.
+CREATE FUNCTION publish_held(for_adoption integer, ids text[]) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
     ordered text[];
@@ -200,7 +192,6 @@ BEGIN
            source_order = NULL, event = NULL, body = NULL, source_row = NULL
       FROM unnest(ordered, events) AS p(id, event_id)
      WHERE a.adoption = for_adoption AND a.source_id = p.id;
-    RETURN coalesce(cardinality(ordered), 0);
 END $$;
 REVOKE ALL ON FUNCTION publish_held FROM PUBLIC;
 

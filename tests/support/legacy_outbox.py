@@ -1,5 +1,6 @@
 """Another outbox table, with applications that write to it and the poller that it had before.
 
+Their pauses are part of the workload: they are its rates, and no test waits for them.
 Each key belongs to one application, which counts its rows: the order and the completeness of
 what is delivered can be checked without the table.
 """

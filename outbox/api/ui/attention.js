@@ -53,7 +53,7 @@ function failingItem(each) {
     failing.skip_requested ? null : stuckAction(each.name, { name: failing.lane, sequence: failing.sequence, last_response: failing.last_response })] };
 }
 
-// Somebody paused it; its backlog grows until somebody resumes it.
+// Its backlog grows until it is resumed.
 function pausedItem(each, at) {
   const since = duration((Date.parse(at) - Date.parse(each.state_at)) / 1000);
   return { rank: 6, key: `paused ${each.name}`, text: [endpointLink(each),

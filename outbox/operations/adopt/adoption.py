@@ -18,6 +18,7 @@ from outbox.store.adoption.source_table import read_source
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.lock_retry import LockRetry
 from outbox.store.connection.message import is_aborted
+from outbox.store.routing_change import ADD_TO_JOURNAL
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -127,8 +128,7 @@ def set_phase(adoption: int, phase: Phase, time: str | None = None) -> str:
 
 def add_to_journal(kind: str, actor: str, data: Mapping[str, Any]) -> str:
     """A statement that adds a journal entry."""
-    values = ", ".join(map(quote_literal, (kind, actor, orjson.dumps(data).decode())))
-    return f"INSERT INTO journal (kind, actor, data) VALUES ({values})"
+    return ADD_TO_JOURNAL.inline([kind, actor, None, orjson.dumps(data).decode()])
 
 
 async def send_message(

@@ -251,7 +251,7 @@ class _Run:
                 return await self._finish()
             for n in range(0, len(ids), BATCH_ROWS):
                 batch = ids[n : n + BATCH_ROWS]
-                await self._db.fetchval(self._sql.publish_held(), batch)
+                await self._db.execute(self._sql.publish_held(), batch)
                 done += len(batch)
                 self._on_progress(Progress("publishing", done, total))
             await self._hold_locked(self._clock() + wait_s)
@@ -259,10 +259,8 @@ class _Run:
 
     async def _hold_locked(self, deadline: float) -> None:
         """Wait for rows that the old poller has locked; hold those that it does not send."""
+        await self._hold_pending()
         while left := await self._count_pending():
-            await self._hold_pending()
-            if not (left := await self._count_pending()):
-                return
             self._on_progress(Progress("waiting for the old poller", 0, left))
             if self._clock() >= deadline:
                 raise CannotRun(
@@ -270,10 +268,11 @@ class _Run:
                     "the other ones are held: run cut-over again, or undo"
                 )
             await asyncio.sleep(POLL_INTERVAL_S)
+            await self._hold_pending()
 
     async def _count_pending(self) -> int:
         """The pending rows that are not rejected."""
-        rows: int = await self._db.fetchval(f"SELECT count(*) FROM ({self._sql.unhandled()}) l")
+        rows: int = await self._db.fetchval(f"SELECT count(*) FROM ({self._sql.unhandled()}) u")
         return rows
 
     async def _finish(self) -> None:
@@ -286,7 +285,7 @@ class _Run:
             [
                 require_phase(sql, "held", "cut_over"),
                 *sql.trigger_statements("cut_over", marks_later=self._marks_later),
-                f"SELECT publish_held({sql.adoption}, ARRAY({sql.held_ids()}))",
+                sql.publish_all_held(),
                 set_phase(sql.adoption, "cut_over", "cut_over_at"),
                 add_to_journal("adoption_cut_over", self._actor, {"table": table}),
             ]

@@ -20,7 +20,7 @@ from outbox.operations.adopt.adoption import (
 from outbox.operations.adopt.end import remove_ledger
 from outbox.operations.adopt.plan import plan_adoption
 from outbox.store.adoption.source_sql import SourceSql
-from outbox.store.adoption.source_table import ORDERED_TYPES, check_mapping, read_source
+from outbox.store.adoption.source_table import ORDERED_TYPES, read_source
 from outbox.store.connection.connect import map_errors
 
 if TYPE_CHECKING:
@@ -86,11 +86,12 @@ async def start_adoption(
             found = None
         if found is not None and found.phase != "dual_run":
             raise Conflict(f"the adoption of {table} has begun: {DESCRIBED[found.phase]}")
-        source = await read_source(connection, table)
-        await check_mapping(connection, source, mapping)
+        # The plan has checked the mapping.
+        source = found.sql.source if found else await read_source(connection, table)
         id_ = found.id if found else await connection.fetchval(NEXT_ID)
         sql = SourceSql(id_, schema, source, mapping)
-        statements = _change_mapping(found, sql) if found else _insert(sql)
+        stored = quote_literal(orjson.dumps(mapping.as_json()).decode())
+        statements = _change_mapping(found, stored) if found else _insert(sql, stored)
         statements += [
             *sql.function_statements(),
             *sql.trigger_statements("dual_run"),
@@ -106,16 +107,14 @@ async def start_adoption(
     return Started(source.name, found is not None, plan)
 
 
-def _insert(sql: SourceSql) -> list[str]:
-    mapping = quote_literal(orjson.dumps(sql.mapping.as_json()).decode())
+def _insert(sql: SourceSql, mapping: str) -> list[str]:
     return [
         "INSERT INTO adoption (id, source, phase, mapping) OVERRIDING SYSTEM VALUE "
         f"VALUES ({sql.adoption}, {quote_literal(sql.source.name)}, 'dual_run', {mapping})"
     ]
 
 
-def _change_mapping(found: Adoption, sql: SourceSql) -> list[str]:
-    mapping = quote_literal(orjson.dumps(sql.mapping.as_json()).decode())
+def _change_mapping(found: Adoption, mapping: str) -> list[str]:
     return [
         require_phase(found.sql, "dual_run"),
         f"UPDATE adoption SET mapping = {mapping} WHERE id = {found.id}",

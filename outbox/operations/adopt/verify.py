@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from outbox.core.model.sql_names import quote_literal
 from outbox.operations.adopt.adoption import PLAN_BY_HASH, count_states, require_adoption
 from outbox.store.adoption.source_table import ORDERED_TYPES
 from outbox.store.connection.connect import map_errors
@@ -31,13 +32,8 @@ _KEPT = """
 # Each query returns the ids of violating rows.
 MISSING_IN_LEDGER = """
 SELECT {id} AS source_id FROM {table} l
- WHERE {ordering} > {boundary} AND {adoptable} AND NOT EXISTS (
+ WHERE {ordering} > {boundary} AND NOT EXISTS (
        SELECT FROM adopted_row a WHERE a.adoption = {adoption} AND a.source_id = {id})
-"""
-STILL_PENDING = """
-SELECT {id} AS source_id FROM {table} l WHERE {pending} AND NOT EXISTS (
-       SELECT FROM adopted_row a WHERE a.adoption = {adoption} AND a.source_id = {id}
-          AND a.state = 'rejected')
 """
 NOT_PUBLISHED = f"SELECT source_id FROM ({_KEPT}) k WHERE outbox_id IS NULL"
 DIFFERENT = f"""
@@ -133,16 +129,15 @@ def _checks(adoption: Adoption) -> Iterator[tuple[str, str, str, str]]:
         "table": sql.source.name,
         "id": sql.id("l"),
         "event": sql.event("l"),
-        "pending": sql.pending("l"),
         "ordering": ordering,
     }
     corrected = f"correct the rows, then run: outbox adopt cut-over {adoption.table}"
     if adoption.boundary is not None and kind in ORDERED_TYPES:
-        boundary = "'" + adoption.boundary.replace("'", "''") + f"'::{kind}"
+        boundary = f"{quote_literal(adoption.boundary)}::{kind}"
         yield (
             "recorded",
             "every row since the dual run began is in the ledger",
-            MISSING_IN_LEDGER.format(**parts, boundary=boundary, adoptable="true"),
+            MISSING_IN_LEDGER.format(**parts, boundary=boundary),
             "such rows were written without triggers (session_replication_role, COPY of a "
             "restore): insert them again",
         )
@@ -150,7 +145,7 @@ def _checks(adoption: Adoption) -> Iterator[tuple[str, str, str, str]]:
         yield (
             "hidden",
             "no pending row is left to the old poller, but for rejected ones",
-            STILL_PENDING.format(**parts),
+            sql.unhandled(),
             f"run: outbox adopt cut-over {adoption.table}",
         )
     yield (

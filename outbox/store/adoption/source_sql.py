@@ -252,11 +252,12 @@ UPDATE adopted_row a SET state = 'duplicate', was_held = true, event = NULL, bod
         )
 
     def unhandled(self) -> str:
-        """The pending rows that are not rejected."""
+        """The ids of the pending rows that are not rejected."""
         return (
-            f"SELECT FROM {self.source.name} l WHERE {self.pending('l')} AND NOT EXISTS ("
-            f"SELECT FROM adopted_row a WHERE a.adoption = {self.adoption} "
-            f"AND a.source_id = {self.id('l')} AND a.state = 'rejected')"
+            f"SELECT {self.id('l')} AS source_id FROM {self.source.name} l "
+            f"WHERE {self.pending('l')} AND NOT EXISTS (SELECT FROM adopted_row a "
+            f"WHERE a.adoption = {self.adoption} AND a.source_id = {self.id('l')} "
+            "AND a.state = 'rejected')"
         )
 
     def held_ids(self, condition: str = "true") -> str:
@@ -267,11 +268,14 @@ UPDATE adopted_row a SET state = 'duplicate', was_held = true, event = NULL, bod
             f"AND a.state = 'held' AND {condition} ORDER BY a.source_order::{kind}, a.source_id"
         )
 
+    def publish_all_held(self, condition: str = "true") -> str:
+        """Publish all held rows `a`, in the order of the adopted table."""
+        return f"SELECT publish_held({self.adoption}, ARRAY({self.held_ids(condition)}))"
+
     def publish_deleted(self) -> str:
         """Publish the held rows that the adopted table does not have any more."""
         same = self._same_row("a", "l")
-        missing = f"NOT EXISTS (SELECT FROM {self.source.name} l WHERE {same})"
-        return f"SELECT publish_held({self.adoption}, ARRAY({self.held_ids(missing)}))"
+        return self.publish_all_held(f"NOT EXISTS (SELECT FROM {self.source.name} l WHERE {same})")
 
     def function_statements(self) -> list[str]:
         """Create the functions of the triggers."""

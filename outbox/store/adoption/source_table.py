@@ -145,13 +145,10 @@ def _check_payload(source: SourceTable, mapping: SourceMapping) -> None:
             f'payload: the column "{mapping.payload}" has the type {kind}; '
             "it must be jsonb, json, text or bytea"
         )
-    if (kind == "bytea") != (mapping.content_type is not None):
-        problem = "requires" if kind == "bytea" else "is only for a payload of type bytea, not"
-        raise UsageError(
-            f"content_type: the payload of type bytea {problem} its media type"
-            if kind == "bytea"
-            else f"content_type: {problem} {kind}"
-        )
+    if kind == "bytea" and mapping.content_type is None:
+        raise UsageError("content_type: the payload of type bytea requires its media type")
+    if kind != "bytea" and mapping.content_type is not None:
+        raise UsageError(f"content_type: is only for a payload of type bytea, not {kind}")
 
 
 def _check_sent(source: SourceTable, mapping: SourceMapping) -> None:
