@@ -107,7 +107,8 @@ async def resume_endpoints(
 ) -> list[StateChange]:
     """Resume paused endpoints, and retry failing endpoints at once.
 
-    Blocked lanes continue after the dead letter that blocks them.
+    Blocked lanes continue after the dead letter that blocks them.  The journal has a retry
+    without a paused endpoint or a blocked lane as `endpoint_retried`.
 
     Args:
         owner: the tenant that the endpoints must belong to; None: any.
@@ -181,7 +182,8 @@ async def plan_resumptions(
         data = {"name": each.name, "comment": comment}
         if each.id in unblocked:
             data["unblocked"] = unblocked[each.id]
-        change.journal("endpoint_resumed", each.id, data)
+        is_resumed = each.state == "paused" or each.id in unblocked
+        change.journal("endpoint_resumed" if is_resumed else "endpoint_retried", each.id, data)
     return [
         StateChange(e.id, e.name, "active", e.id in resumed, unblocked.get(e.id, 0))
         for e in endpoints

@@ -252,7 +252,8 @@ async def test_a_tenant_sees_actors_as_operator_or_relay(server: Server) -> None
         assert (shown["state"], shown["state_by"]) == ("paused", "operator")
         (listed,) = await acme.items("/v1/endpoints")
         assert listed["state_by"] == "operator"
-        resumed = [r for r in await acme.items("/v1/journal") if r["kind"] == "endpoint_resumed"]
+        kinds = ("endpoint_resumed", "endpoint_retried")
+        resumed = [r for r in await acme.items("/v1/journal") if r["kind"] in kinds]
         assert [row["actor"] for row in resumed] == ["token acme-helper", "operator"]
         assert {row["session_role"] for row in resumed} == {None}
         (schedule,) = await acme.items("/v1/schedules")

@@ -141,7 +141,7 @@ async def test_the_journal_lists_the_newest_entry_first(database: Database, api:
     rows = await api.items("/v1/journal", limit=2)
     ids = [row["id"] for row in rows]
     assert ids == sorted(ids, reverse=True)
-    assert [row["kind"] for row in rows[:3]] == ["endpoint_resumed"] * 3
+    assert [row["kind"] for row in rows[:3]] == ["endpoint_retried"] * 3
     assert rows[0] == {
         **rows[0],
         "actor": "token all",
@@ -162,13 +162,13 @@ async def test_the_journal_is_filtered_by_kind_actor_and_time(database: Database
     async def kinds(**only: str) -> set[str]:
         return {row["kind"] for row in await api.items("/v1/journal", limit=2, **only)}
 
-    assert await kinds() > {"endpoint_resumed", "endpoint_added"}
+    assert await kinds() > {"endpoint_retried", "endpoint_added"}
     assert await kinds(kind="endpoint_added") == {"endpoint_added"}
     assert await kinds(kind="endpoint_added", endpoint="shop") == {"endpoint_added"}
-    assert await kinds(actor="token all", since="1h") == {"endpoint_resumed"}
+    assert await kinds(actor="token all", since="1h") == {"endpoint_retried"}
     assert await kinds(until="1h") == set()
     assert await kinds(until="1h", endpoint="shop") == set()
-    assert len(await api.items("/v1/journal", limit=2, kind="endpoint_resumed")) == 3
+    assert len(await api.items("/v1/journal", limit=2, kind="endpoint_retried")) == 3
     for wrong in ({"kind": ""}, {"since": "yesterday"}):
         assert (await api.get("/v1/journal", **wrong)).status == 422
 

@@ -308,8 +308,7 @@ async def test_resuming_an_active_endpoint_retries_at_once(
 ) -> None:
     await add_endpoint(database)
     await db.execute(
-        "UPDATE endpoint_health SET state = 'failing', held_until = now() + interval '1 hour', "
-        "since = now() - interval '1 day'"
+        "UPDATE endpoint_health SET state = 'failing', held_until = now() + interval '1 hour'"
     )
     version = await db.fetchval("SELECT version FROM cursor")
     (done,) = await endpoint_states.resume_endpoints(db, "relay", ["shop"], actor="ann")
@@ -318,7 +317,24 @@ async def test_resuming_an_active_endpoint_retries_at_once(
     assert (await endpoints.get_endpoint(db, "relay", "shop")).health.state == "failing"
     assert await db.fetchval("SELECT resumes FROM endpoint") == 1
     assert await db.fetchval("SELECT version FROM cursor") == version + 1
-    assert len(await journal(db, "endpoint_resumed")) == 1
+    assert len(await journal(db, "endpoint_retried")) == 1
+    assert not await journal(db, "endpoint_resumed")
+
+
+@pytest.mark.parametrize("state", ["failing", "rejecting", "recovering", "healthy"])
+async def test_an_outage_goes_on_while_a_requested_retry_fails(
+    database: Database, db: Connection[Any], state: str
+) -> None:
+    """The owner stores when the circuit breaker opened again, and since when it was reported."""
+    await add_endpoint(database)
+    await db.execute(
+        "UPDATE endpoint_health SET state = $1, since = now() - interval '1 minute', "
+        "reported_held_since = now() - interval '3 hours'",
+        state,
+    )
+    detail = await endpoints.get_endpoint(db, "relay", "shop")
+    age_s = (await db.fetchval("SELECT now()") - detail.health.since).total_seconds()
+    assert age_s == pytest.approx(10_800 if state in ("failing", "rejecting") else 60, abs=30)
 
 
 async def test_enabling_starts_with_new_events(database: Database, db: Connection[Any]) -> None:

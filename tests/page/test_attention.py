@@ -101,7 +101,7 @@ async def test_a_tenant_sees_what_needs_attention_at_its_endpoints(database: Dat
 
 async def test_one_failing_lane_is_retried_at_once(database: Database) -> None:
     """The other lane delivers, so the circuit breaker is closed."""
-    retried = "SELECT count(*) FROM journal WHERE kind = 'endpoint_resumed'"
+    retried = "SELECT count(*) FROM journal WHERE kind = 'endpoint_retried'"
     async with shop(database, findings=()) as here:
         visitor, page = here.visitor, here.visitor.page
         here.sick_key = "order-1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -9,7 +10,7 @@ from playwright.async_api import expect
 
 from outbox.operations import endpoint_states
 from tests.page.shop import shop
-from tests.support.relay import fetchval
+from tests.support.relay import fetchval, publish
 
 if TYPE_CHECKING:
     from tests.support.postgres import Database
@@ -82,3 +83,53 @@ async def test_an_event_is_published_and_traced(database: Database) -> None:
         await visitor.wait_for("The event is published.")
         await visitor.wait_for(page.get_by_role("link", name="order-77"))
         await visitor.wait_for(page.locator("summary", has_text="delivered").first)
+
+
+async def test_a_delivered_event_says_so(database: Database) -> None:
+    async with shop(database) as here:
+        visitor, page = here.visitor, here.visitor.page
+        here.refuses, here.sick_key = False, "none"
+        await publish(database, {"order": 9}, type="order.paid", key="order-9")
+        await visitor.open("trace/order-9")
+        await expect(page.locator(".success")).to_contain_text(
+            re.compile(r"^Delivered to 3 endpoints, the last .+ after publish\.$"), timeout=30_000
+        )
+        # Of an earlier event, one delivery is a dead letter.
+        await visitor.open("trace/order-1")
+        await visitor.wait_for("it is dead letter 2")
+        await expect(page.locator(".success")).to_have_count(0)
+        await visitor.press("Replay dead letter 2")
+        await visitor.press("Replay", inside=visitor.dialog)
+        await expect(page.locator(".success")).to_contain_text("with a replay", timeout=30_000)
+        await visitor.open("dead-letter/2")
+        text = re.compile(r"^Its replay was delivered with sequence \d+ of lane .+\.$")
+        await expect(page.locator(".success")).to_have_text(text)
+
+
+async def test_an_unknown_event_is_searched_for_again(database: Database) -> None:
+    async with shop(database) as here:
+        visitor, page = here.visitor, here.visitor.page
+        await visitor.open("trace/order-4711")
+        await visitor.wait_for("No event matches order-4711.")
+        await page.get_by_label("Event").fill("order-0")
+        await visitor.press("Trace")
+        await visitor.wait_for(page.get_by_role("heading", name="Trace order-0"))
+
+
+async def test_new_events_and_entries_are_listed_while_others_stay_open(
+    database: Database,
+) -> None:
+    async with shop(database) as here:
+        visitor, page = here.visitor, here.visitor.page
+        await visitor.open("events")
+        first = page.locator("tbody tr").first
+        await visitor.wait_for(first)
+        await publish(database, {"order": 99}, type="order.paid", key="order-99")
+        await expect(first).to_contain_text("order-99", timeout=30_000)
+        await visitor.open("journal")
+        older = page.locator("tbody tr", has_text="endpoint added").first
+        await older.locator("summary").click()
+        async with database.at_hand() as connection:
+            await endpoint_states.pause_endpoints(connection, "relay", ["well"], actor="test")
+        await expect(first).to_contain_text("endpoint paused", timeout=30_000)
+        await expect(older.locator("details")).to_have_attribute("open", "")

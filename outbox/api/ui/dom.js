@@ -52,13 +52,31 @@ export function patch(old, next) {
   patchChildren(old, [...next.childNodes]);
 }
 
+const keyOf = (node) => node.dataset?.key || null;
+
+// Children with a key are matched by it, so that a new row leaves the others as they are; others by position.
 export function patchChildren(parent, nodes) {
-  const current = [...parent.childNodes];
-  nodes.forEach((next, n) => {
-    if (n < current.length) patch(current[n], next);
-    else parent.append(next);
-  });
-  current.slice(nodes.length).forEach((each) => each.remove());
+  const wanted = new Set(nodes.map(keyOf));
+  const known = new Map([...parent.childNodes].filter(keyOf).map((child) => [keyOf(child), child]));
+  let current = parent.firstChild;
+  const advance = () => {
+    const passed = current;
+    current = current.nextSibling;
+    return passed;
+  };
+  for (const next of nodes) {
+    while (current && keyOf(current) && !wanted.has(keyOf(current))) advance().remove();
+    const key = keyOf(next);
+    const same = known.get(key);
+    known.delete(key);
+    if (same) {
+      if (same === current) advance();
+      else parent.insertBefore(same, current);
+      patch(same, next);
+    } else if (!key && current && !keyOf(current)) patch(advance(), next);
+    else parent.insertBefore(next, current);
+  }
+  while (current) advance().remove();
 }
 
 export function show(parent, ...children) {

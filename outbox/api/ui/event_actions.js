@@ -1,4 +1,4 @@
-// Publish an event.
+// Find or publish an event.
 
 import { post, session } from "./api.js";
 import { h } from "./dom.js";
@@ -26,4 +26,18 @@ export async function publish() {
   ], { yes: "Publish", send: (values) => post("/v1/events", {
     type: values.type.trim(), key: values.key.trim() || null, tenant: values.tenant?.trim() || null, payload: parsePayload(values.payload) }) });
   if (result) navigate(link("trace", [result.id]), () => notice("The event is published."));
+}
+
+// Open the trace of an event.
+export function searchForm() {
+  return h("form", {
+    class: "find", role: "search",
+    onsubmit: (event) => {
+      event.preventDefault();
+      const id = new FormData(event.target).get("id").trim();
+      if (id) location.hash = link("trace", [id]);
+    },
+  }, field("Event", h("input", { name: "id", autocomplete: "off", spellcheck: "false",
+    placeholder: "key, event id, X-Delivery, once key or outbox id", title: "Event id, X-Delivery, once key, key (its newest events) or outbox id" })),
+  h("button", { type: "submit", class: "main" }, "Trace"));
 }

@@ -45,6 +45,12 @@ function frame(title, legend, label, max, format, now, shapes) {
       grid, ticks, shapes(x, y)));
 }
 
+// What a pointer on an interval shows, over the chart's whole height.
+function details(x, begin, span, now, text) {
+  const [left, right] = [Math.max(x(begin), LEFT), x(Math.min(begin + span, now))];
+  return svg("rect", { class: "interval", x: left.toFixed(1), y: TOP, width: Math.max(right - left, 1).toFixed(1), height: HEIGHT - TOP - BOTTOM }, svg("title", null, text));
+}
+
 // Bars of successes with the failures on top of them.
 function deliveries(history, now) {
   const { items } = history;
@@ -60,9 +66,9 @@ function deliveries(history, now) {
       // A few failures among many successes are shown, too.
       const failed = each.failures ? Math.max(y(each.successes) - top, 2) : 0;
       return svg("g", { class: "bar" },
-        svg("title", null, `${time(each.at)}: ${count(each.successes)} delivered, ${count(each.failures)} failed requests`),
         each.successes > 0 && svg("rect", { class: "g", x: left.toFixed(1), y: (top + failed).toFixed(1), width, height: Math.max(y(0) - top - failed, 0.5).toFixed(1) }),
-        failed > 0 && svg("rect", { class: "r", x: left.toFixed(1), y: top.toFixed(1), width, height: failed.toFixed(1) }));
+        failed > 0 && svg("rect", { class: "r", x: left.toFixed(1), y: top.toFixed(1), width, height: failed.toFixed(1) }),
+        details(x, begin, span, now, `${time(each.at)}: ${count(each.successes)} delivered, ${count(each.failures)} failed requests`));
     }));
 }
 
@@ -76,9 +82,11 @@ function latencies(history, now) {
     return points.length === 1 ? svg("circle", { cx: points[0][0], cy: points[0][1], r: 2 }) : svg("polyline", { points: points.join(" ") });
   }));
   const values = newest ? [milliseconds(newest.p50_ms), milliseconds(newest.p99_ms)] : ["–", "–"];
-  return frame("Duration of successful requests", [["b", "median", values[0]], ["c", "99th percentile", values[1]]],
+  return frame("Duration of successful requests", [["b", "newest median", values[0]], ["c", "99th percentile", values[1]]],
     newest ? `most recently median ${values[0]}, 99th percentile ${values[1]}` : "no request yet",
-    max, (value) => (value ? milliseconds(value) : "0"), now, (x, y) => [line("b", "p50_ms")(x, y), line("c", "p99_ms")(x, y)]);
+    max, (value) => (value ? milliseconds(value) : "0"), now, (x, y) => [line("b", "p50_ms")(x, y), line("c", "p99_ms")(x, y),
+      known.map((each) => details(x, Date.parse(each.at), history.interval_s * 1000, now,
+        `${time(each.at)}: median ${milliseconds(each.p50_ms)}, 99th percentile ${milliseconds(each.p99_ms)}`))]);
 }
 
 // Neighbouring intervals; no line connects two runs.

@@ -1,9 +1,10 @@
 // Paginated listings and their filters.
 
 import { h, show } from "./dom.js";
+import { get } from "./api.js";
 import { field, tryRequest } from "./dialogs.js";
 import { sentence } from "./format.js";
-import { permanent } from "./live.js";
+import { live, permanent } from "./live.js";
 
 // `read(after)` returns one page {items, next} of the API; `draw` renders all items read so far.
 export function pages(read, draw) {
@@ -11,6 +12,7 @@ export function pages(read, draw) {
   let items = [];
   let next = null;
   let last = {};
+  let paged = false;
   async function readPages(before, after, countMin) {
     let all = before;
     do {
@@ -27,6 +29,7 @@ export function pages(read, draw) {
       next !== null && h("button", { type: "button", onclick: (event) => {
         // A second click would read the same page again.
         event.target.disabled = true;
+        paged = true;
         tryRequest(() => readPages(items, next, 0)).finally(() => { event.target.disabled = false; });
       } }, "Load more")));
   }
@@ -39,7 +42,20 @@ export function pages(read, draw) {
       show(place, h("p", { class: "bad" }, sentence(error.message)));
     }
   }
-  return { place, load, repaint: paint };
+  return { place, load, repaint: paint, isPaged: () => paged };
+}
+
+const REFRESH_MS = 5000;
+
+// Keep a listing current, until older pages are read: new rows would move what is being read.  A search
+// over many rows, `isSearch()`, is not repeated either.  Returns a function that stops it.
+export function follow(place, list, isSearch = () => false) {
+  let loaded = false;
+  return live(place, async (signal) => {
+    if (loaded && (list.isPaged() || isSearch())) await get("/v1/me", {}, signal);
+    else await list.load();
+    loaded = true;
+  }, { every: REFRESH_MS });
 }
 
 const TIMES = { since: "e.g. 2h", until: "now" };

@@ -16,16 +16,18 @@ const RETRYABLE = [408, 425, 429];
 export const permanent = (error) => error.status >= 400 && error.status < 500 && !RETRYABLE.includes(error.status);
 
 // Replace a view that this token may not read, or that does not exist.
-export function showRefusal(place, error, missing) {
+export function showRefusal(place, error, missing, otherwise) {
   const why = error.status === 403 ? "This token may not view this page."
     : error.status === 404 && missing ? missing : sentence(error.message);
-  show(place, h("h1", { class: "refused" }, why), h("p", null, h("a", { href: link("overview") }, "Go to the overview")));
+  show(place, h("h1", { class: "refused" }, why), error.status === 404 ? otherwise?.() : null,
+    h("p", null, h("a", { href: link("overview") }, "Go to the overview")));
 }
 
 // Call `refresh(signal, acted)` periodically, and at once after an action (`acted` is true then).
-// Returns a function that stops it.  `missing` is the text for a 404.  `details(signal, acted)` reads
+// Returns a function that stops it.  `missing` is the text for a 404, and
+// `otherwise()` has what else helps then.  `details(signal, acted)` reads
 // what takes longer, after `refresh` has painted: the data shown is as of the end of `refresh`.
-export function live(place, refresh, { every = EVERY_MS, missing, details } = {}) {
+export function live(place, refresh, { every = EVERY_MS, missing, otherwise, details } = {}) {
   const ended = new AbortController();
   let timer = 0;
   let busy = false;
@@ -51,7 +53,7 @@ export function live(place, refresh, { every = EVERY_MS, missing, details } = {}
       if (ended.signal.aborted) return;
       if (permanent(error)) {
         connected();
-        showRefusal(place, error, missing);
+        showRefusal(place, error, missing, otherwise);
         return;
       }
       if (!(error instanceof Problem)) reportError(error);

@@ -64,7 +64,9 @@ async def resume_endpoints(
         if resumed:
             change.write(set_states, resumed, "active", actor, comment)
         for each in found:
-            change.journal("endpoint_resumed", each.id, {"name": each.name})
+            is_resumed = each.state == "paused" or unblocked[each.id]
+            kind = "endpoint_resumed" if is_resumed else "endpoint_retried"
+            change.journal(kind, each.id, {"name": each.name})
         return [
             StateChange(e.id, e.name, "active", e.id in resumed, unblocked[e.id]) for e in found
         ]

@@ -21,6 +21,14 @@ const REASONS = {
 };
 const REPLAYS = ["Requested", "State", "New sequence", "Dead-lettered again"];
 
+// Where the replay was delivered, which ends the matter.
+function success(each) {
+  const last = each.replays.at(-1);
+  if (each.state !== "replayed" || !last) return null;
+  const where = last.sequence === null ? "" : ` with sequence ${last.sequence} of lane ${last.lane}`;
+  return h("p", { class: "success" }, `Its replay was delivered${where}.`);
+}
+
 const linkTo = (id) => h("a", { href: link("dead-letter", [String(id)]) }, `dead letter ${id}`);
 
 function replays(each) {
@@ -36,6 +44,7 @@ function draw(each, id) {
   const size = each.to_sequence - each.sequence + 1;
   return [
     h("h1", null, `Dead letter ${id} `, badge(each.state)),
+    success(each),
     h("p", { class: "response" }, responseLine(each.last_response) ?? "No request was sent."),
     h("p", null, `Dead-lettered because ${REASONS[each.reason] ?? each.reason}, after ${plural(each.attempts, "attempt")}, `, when(each.at),
       each.event ? "." : `; it covers ${plural(size, "delivery", "deliveries")} that were not sent.`,

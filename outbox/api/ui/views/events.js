@@ -2,13 +2,11 @@
 
 import { get, session } from "../api.js";
 import { h, show } from "../dom.js";
-import { filters, pages } from "../listing.js";
-import { once } from "../live.js";
+import { filters, follow, pages } from "../listing.js";
 import { badge, button, row, table, when } from "../components.js";
 import { link } from "../router.js";
 import { count, time } from "../format.js";
-import { field } from "../dialogs.js";
-import { publish } from "../event_actions.js";
+import { publish, searchForm } from "../event_actions.js";
 
 const HEADS = ["When", "Type", "Key", "Deliveries", "#Attempts", "Payload", "Tenant", "Event"];
 // States of deliveries, most severe first.
@@ -26,24 +24,14 @@ const payload = (each) => (each.erased_at ? "erased" : each.preview === null ? "
 
 const emptyText = (values) => (Object.keys(values).length ? "No events match the filter." : "No events yet.");
 
-function searchForm() {
-  return h("form", {
-    class: "find", role: "search",
-    onsubmit: (event) => {
-      event.preventDefault();
-      const id = new FormData(event.target).get("id").trim();
-      if (id) location.hash = link("trace", [id]);
-    },
-  }, field("Event", h("input", { name: "id", autocomplete: "off", spellcheck: "false",
-    placeholder: "key, event id, X-Delivery, once key or outbox id", title: "Event id, X-Delivery, once key, key (its newest events) or outbox id" })),
-  h("button", { type: "submit", class: "main" }, "Trace"));
-}
-
 export function view(place, _, values) {
   const extent = h("p", { class: "hint" });
   const filtered = Object.keys(values).length > 0;
+  // A search over many events, of which a page has found few.
+  let searched = false;
   const list = pages((after) => get("/v1/events", { ...values, limit: 50, deliveries: true, after }), (items, page) => {
-    show(extent, filtered && page.scanned && page.next
+    searched = filtered && Boolean(page.scanned);
+    show(extent, searched && page.next
       ? `Searched the newest ${count(page.scanned)} events, back to ${time(page.scanned_back_to)}. “Load more” continues the search.` : null);
     return table(HEADS, items.map((each) => row([
       when(each.published_at),
@@ -59,5 +47,5 @@ export function view(place, _, values) {
     filters([["key", "Key"], ["type", "Type"], ["since", "Since"], ["until", "Until"], ...(session.tenant === null ? [["tenant", "Tenant"]] : [])],
       values, (next) => { location.hash = link("events", [], next); }),
     extent, list.place);
-  return once(place, list.load);
+  return follow(place, list, () => searched);
 }

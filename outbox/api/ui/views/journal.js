@@ -4,8 +4,7 @@ import { get, session } from "../api.js";
 import { h, show } from "../dom.js";
 import { code, row, table } from "../components.js";
 import { time } from "../format.js";
-import { filters, pages } from "../listing.js";
-import { once } from "../live.js";
+import { filters, follow, pages } from "../listing.js";
 import { link } from "../router.js";
 
 const HEADS = ["When", "Change", "Endpoint", "By", "Details"];
@@ -31,5 +30,5 @@ export function view(place, _, values) {
   show(place, h("h1", null, "Journal"),
     h("p", { class: "hint" }, session.tenant === null ? "Every change, with the token, user or relay that made it." : "Changes of your endpoints."),
     filters([["endpoint", "Endpoint"], ["kind", "Change"], ["actor", "By"], ["since", "Since"], ["until", "Until"]], values, (next) => { location.hash = link("journal", [], next); }), list.place);
-  return once(place, list.load);
+  return follow(place, list);
 }

@@ -7,6 +7,7 @@ import { discardOne, replayOne } from "../dead_letter_actions.js";
 import * as endpointActions from "../endpoint_actions.js";
 import { filters } from "../listing.js";
 import { live } from "../live.js";
+import { searchForm } from "../event_actions.js";
 import { stuckAction } from "../stuck_lane.js";
 import { badge, button, code, definitionList, row, table, when } from "../components.js";
 import { link } from "../router.js";
@@ -72,11 +73,24 @@ function diagnosis(trace, explained) {
   }));
 }
 
+// What a reader of a delivered event looks for: that nothing is left to do.
+function success(trace) {
+  const { deliveries, event } = trace;
+  const complete = deliveries.length === trace.deliveries_total && deliveries.every((each) => ["delivered", "replayed"].includes(each.state));
+  const delivered = deliveries.filter((each) => each.state === "delivered");
+  if (!complete || !delivered.length) return null;
+  const endpoints = [...new Set(delivered.map((each) => each.endpoint))];
+  const ends = delivered.flatMap((each) => each.attempts.filter((one) => one.outcome === "delivered").map((one) => Date.parse(one.started_at) + one.elapsed_ms));
+  const after = ends.length ? `${endpoints.length > 1 ? ", the last" : ""} ${duration((Math.max(...ends) - Date.parse(event.published_at)) / 1000)} after publish` : "";
+  const replays = deliveries.length > delivered.length ? ", with a replay" : "";
+  return h("p", { class: "success" }, `Delivered to ${endpoints.length > 1 ? plural(endpoints.length, "endpoint") : endpoints[0]}${after}${replays}.`);
+}
+
 function body(trace, explained) {
   const { event } = trace;
   const left = trace.deliveries_total - trace.deliveries.length;
   return [
-    diagnosis(trace, explained),
+    diagnosis(trace, explained) ?? success(trace),
     trace.deliveries.length ? timeline(trace, session.now()) : null,
     definitionList([["Published", time(event.published_at)],
       trace.sequenced && ["Sequenced", `${duration((Date.parse(trace.sequenced.at) - Date.parse(event.published_at)) / 1000)} after publish${trace.sequenced.batch === null ? "" : `, in batch ${count(trace.sequenced.batch)}`}`],
@@ -116,5 +130,6 @@ export function view(place, [id = ""], values) {
     const { key } = result.events[0].event;
     show(place, title(h("small", null, ` found by ${result.found_by}${key && key !== id ? `; its key is ${key}` : ""}`)),
       isPartial ? filters([["endpoint", "Endpoint"]], values, (next) => { location.hash = link("trace", [id], next); }) : null, found);
-  }, { every: 5000, missing: values.endpoint ? `No event ${id}, or no endpoint ${values.endpoint}.` : `No event matches ${id}.` });
+  }, { every: 5000, missing: values.endpoint ? `No event ${id}, or no endpoint ${values.endpoint}.` : `No event matches ${id}.`,
+    otherwise: () => [h("p", null, "An event is found by its id, key, X-Delivery, once key or outbox id. After its retention period, nothing is left of it."), searchForm()] });
 }
