@@ -178,7 +178,7 @@ def _describe_replay(row: DeadLetterRow, again: ReplayRow) -> str:
 def command() -> None:
     """List, count, show, replay and discard dead letters, or skip a delivery.
 
-    A dead letter is a delivery that is no longer attempted: its receiver rejected
+    A dead letter is a delivery that is no longer attempted: its receiver refused
     it, its retries are exhausted, it expired, an operator skipped it, or its
     endpoint was disabled or removed. Disabling or removing an endpoint turns its
     pending deliveries into one dead letter per lane, which covers a range of

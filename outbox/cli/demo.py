@@ -95,7 +95,7 @@ def _show(report: ChaosReport) -> None:
         ("published", result.committed, f"and {report.rolled_back} rolled back"),
         ("expected", result.expected, "deliveries to 3 endpoints"),
         ("delivered", result.deliveries, "each processed once"),
-        ("dead-lettered", result.dead, "rejected by the receiver, kept for replay"),
+        ("dead-lettered", result.dead, "refused by the receiver, kept for replay"),
         (
             "duplicates",
             result.duplicates,

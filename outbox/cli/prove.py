@@ -298,7 +298,7 @@ def _show(report: ChaosReport) -> None:
             f"{report.events_per_s:,.0f} per second, and {report.rolled_back:,} rolled back",
         ),
         ("delivered", result.deliveries, f"in {report.requests:,} requests"),
-        ("dead letters", result.dead, "rejected permanently, kept with the reason"),
+        ("dead letters", result.dead, "refused permanently, kept with the reason"),
         ("take-overs", result.take_overs, "endpoints acquired after a relay's lease expired"),
         ("hand-overs", result.hand_overs, "endpoints released to another relay"),
         ("not injected", report.skipped, "faults that had nothing to hit, or no database"),

@@ -148,7 +148,7 @@ def describe_unsent(missed: UnsentGroup) -> str:
 
 
 _DEAD_LETTER_REASONS = {
-    "refused": "its receiver rejected it",
+    "refused": "its receiver refused it",
     "exhausted": "its retries were exhausted",
     "expired": "it had expired",
     "erased": "its event was erased",

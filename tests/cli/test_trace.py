@@ -88,7 +88,7 @@ def test_a_trace_as_text(outbox: Command, traced: Database) -> None:
     ]
     assert _lines(reason) == [
         "why it is not delivered",
-        "- audit: sequence 2 of lane LANE-1-0 was dead-lettered because its receiver rejected it; "
+        "- audit: sequence 2 of lane LANE-1-0 was dead-lettered because its receiver refused it; "
         "it is dead letter 2: outbox dead replay 2",
     ]
 

@@ -145,7 +145,7 @@ def test_an_event_beyond_the_log_retention_is_explained() -> None:
     [
         (
             {},
-            "was dead-lettered because its receiver rejected it; it is dead letter 9: "
+            "was dead-lettered because its receiver refused it; it is dead letter 9: "
             "outbox dead replay 9",
         ),
         (
@@ -154,7 +154,7 @@ def test_an_event_beyond_the_log_retention_is_explained() -> None:
         ),
         (
             {"state": "discarded"},
-            "was dead-lettered because its receiver rejected it; dead letter 9 was discarded",
+            "was dead-lettered because its receiver refused it; dead letter 9 was discarded",
         ),
         (
             {"state": "replaying", "reason": "exhausted"},

@@ -259,7 +259,7 @@ async def test_a_dead_letter_and_its_replay_are_shown(
         assert letter is not None
         assert event_trace.diagnosis == (
             f"shop: sequence 1 of lane {the(event_trace).lane} was dead-lettered because its "
-            f"receiver rejected it; it is dead letter {letter.id}: outbox dead replay {letter.id}",
+            f"receiver refused it; it is dead letter {letter.id}: outbox dead replay {letter.id}",
         )
         # Again, to be refused again; and then it is taken.
         await replays.start_replay(db, "relay", DeadLetterSelection(ids=(letter.id,)), actor="test")

@@ -128,7 +128,7 @@ async def test_dead_letters_are_filtered_replayed_and_discarded(database: Databa
         await page.get_by_role("link", name="2", exact=True).click()
         await visitor.wait_for(page.get_by_role("heading", name="Dead letter 2"))
         await visitor.wait_for("400: no")
-        await visitor.wait_for("Dead-lettered because the receiver rejected it, after 1 attempt")
+        await visitor.wait_for("Dead-lettered because the receiver refused it, after 1 attempt")
         await visitor.wait_for(visitor.main.locator("pre", has_text='"order": 1').first)
         await visitor.press("Replay")
         await visitor.wait_for(visitor.dialog.get_by_text("1 dead letter will be sent again."))

@@ -46,7 +46,7 @@ function failingItem(each) {
   const last = responseLine(failing.last_response);
   const rejecting = each.health?.state === "rejecting";
   return { rank: rejecting ? 3 : each.condition === "degraded" ? 5 : 4, key: `failing ${each.name}`, text: [endpointLink(each),
-    `: ${rejecting ? "its receiver rejects deliveries," : plural(each.failing_lanes, "lane is failing", "lanes are failing")} after `,
+    `: ${rejecting ? "its receiver refuses every delivery," : plural(each.failing_lanes, "lane is failing", "lanes are failing")} after `,
     `${plural(failing.attempts, "attempt")}${last ? `, last response ${last}` : ""}; ${plural(each.pending, "delivery", "deliveries")} pending. `,
     failing.event && h("a", { href: link("trace", [failing.event]) }, "Trace the event")],
   action: [button("Retry now", () => retryNow(each.name), { title: "Reset the circuit breaker and the retry times of the lanes" }),

@@ -35,7 +35,7 @@ HEAD_BYTES_MAX = 65536
 UNSURE_S = 1.0
 """A response sent less than this before a reset of its connection may be lost."""
 REJECTS = 3
-"""Events rejected permanently by one fault."""
+"""Events refused permanently by one fault."""
 ENDLESS_CHUNK = b"4000\r\n" + b"x" * 0x4000 + b"\r\n"
 ENDLESS_EVERY_S = 0.02
 
@@ -50,7 +50,7 @@ class EndpointStub:
     rejects: int = 0
     """Remaining events to reject permanently."""
     rejected: set[bytes] = field(default_factory=set)
-    """Events rejected permanently, except on a replay."""
+    """Events refused permanently, except on a replay."""
     secret: bytes = b""
     fault: str = ""
     """The fault that it responds with until `fault_until`."""

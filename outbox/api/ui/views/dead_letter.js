@@ -10,7 +10,7 @@ import { count, expiry, payloadSize, plural, time } from "../format.js";
 import { sequenceRange } from "./dead_letters.js";
 
 const REASONS = {
-  refused: "the receiver rejected it",
+  refused: "the receiver refused it",
   exhausted: "its retries were exhausted",
   expired: "it had expired",
   erased: "its event was erased",
