@@ -82,7 +82,7 @@ function latencies(history, now) {
     return points.length === 1 ? svg("circle", { cx: points[0][0], cy: points[0][1], r: 2 }) : svg("polyline", { points: points.join(" ") });
   }));
   const values = newest ? [milliseconds(newest.p50_ms), milliseconds(newest.p99_ms)] : ["–", "–"];
-  return frame("Duration of successful requests", [["b", "newest median", values[0]], ["c", "99th percentile", values[1]]],
+  return frame("Duration of successful requests", [["b", "median", values[0]], ["c", "99th percentile", values[1]]],
     newest ? `most recently median ${values[0]}, 99th percentile ${values[1]}` : "no request yet",
     max, (value) => (value ? milliseconds(value) : "0"), now, (x, y) => [line("b", "p50_ms")(x, y), line("c", "p99_ms")(x, y),
       known.map((each) => details(x, Date.parse(each.at), history.interval_s * 1000, now,
