@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from outbox.api.route import Route
 
-PATH = "/openapi.json"
-
 DESCRIPTION = """
 HTTP API for all operations of the command line. Create a token with `outbox token add`, and
 send it as `Authorization: Bearer obx_…`. A revoked token is rejected within two seconds.

@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     from outbox.destinations.http.egress import EgressPolicy
     from outbox.destinations.kafka.settings import Settings
 
-APPEND_MAX = 1000
-APPEND_BYTES_MAX = 1024 * 1024
 ABSENT_S = 30.0
 """How long a topic may be absent before a person must act: its metadata may be on its way."""
 CLOSE_S = 2.0
