@@ -7,6 +7,7 @@ the landing page there, becomes the site's.
 
 from __future__ import annotations
 
+import html
 import posixpath
 import re
 from pathlib import Path
@@ -24,10 +25,22 @@ DOCS = "outbox/docs/"
 INDEX = DOCS + "README.md"
 OUTSIDE = "repository/"
 
+SEARCH_BOOST = {
+    "README.md": 0.5,
+    "reference/sql.md": 0.3,
+    "reference/command-line.md": 0.5,
+    OUTSIDE + "CHANGELOG.md": 0.2,
+    OUTSIDE + "benchmarks/results/results.md": 0.2,
+}
+"""Weight in the search: these pages have every word, and guides have the response."""
+
 _FENCED = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)([^)\s#]+)")
 _PICTURE = re.compile(r"!\[([^]]*)\]\(([^)\s#]+)\.png\)")
 _SECTION = re.compile(r"^## (.+)$", re.MULTILINE)
+_HIGHLIGHTED = re.compile(r'<div class="highlight">(<pre>.*?</pre>)', re.DOTALL)
+_TAG = re.compile(r"<[^>]*>")
+_PROMPT = "$ "
 _ENTRY = re.compile(r"^- \[([^]]+)\]\(([^)]+)\)", re.MULTILINE)
 
 
@@ -68,6 +81,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Write links as MkDocs reads them: relative to the page in the site."""
     uri = page.file.src_uri
+    if uri in SEARCH_BOOST:
+        page.meta["search"] = {"boost": SEARCH_BOOST[uri]}
     source = uri.removeprefix(OUTSIDE) if uri.startswith(OUTSIDE) else DOCS + uri
 
     def in_both_schemes(match: re.Match[str]) -> str:
@@ -87,6 +102,23 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         _LINK.sub(replaced, _PICTURE.sub(in_both_schemes, part)) + fence
         for part, fence in zip(parts, fences, strict=True)
     )
+
+
+def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let the copy button copy the commands of a session, without prompts and output."""
+
+    def with_commands(match: re.Match[str]) -> str:
+        lines = html.unescape(_TAG.sub("", match[1])).splitlines()
+        copied = []
+        continues = False
+        for line in lines:
+            if continues or line.startswith(_PROMPT):
+                copied.append(line.removeprefix(_PROMPT))
+                continues = line.endswith("\\")
+        text = html.escape("\n".join(copied))
+        return match[0].replace(">", f' data-copy="{text}">', 1) if copied else match[0]
+
+    return _HIGHLIGHTED.sub(with_commands, content)
 
 
 def links(text: str, document: str) -> list[str]:

@@ -118,7 +118,7 @@ def test_the_benchmark_measures_every_section_and_writes_a_table_and_a_picture(
     # Most of them have several.
     assert Counter(section for section, _ in rows) == {
         "deliveries": 1, "peers": 6, "peers-latency": 2, "watched": 1, "commits": 3, "majors": 3,
-        "latency": 1, "memory": 1, "million": 4, "outage": 4, "replicas": 2, "failover": 1,
+        "latency": 1, "memory": 1, "million": 4, "outage": 5, "replicas": 2, "failover": 1,
         "commands": 1, "horizon": 1, "receiving": 1, "hostile": 4, "scale": 7, "fair": 2,
     }  # fmt: skip
     assert all(value > 0 for each in report["rows"] for value in each["ours"])

@@ -141,7 +141,7 @@ async def test_a_guide_leads_to_the_deliveries_that_it_shows(
 async def test_the_tutorial_leads_to_the_event_in_the_reader_s_own_receiver(
     empty_database: Database, tmp_path: Path
 ) -> None:
-    (expected,) = [block.text for block in blocks(read(TUTORIAL)) if block.language == "text"]
+    *_, expected = [block.text for block in blocks(read(TUTORIAL)) if block.language == "text"]
     async with newcomer(empty_database, tmp_path) as session:
 
         async def wait_for_delivery(line: str) -> None:

@@ -35,6 +35,18 @@ QUESTIONS = {
     "rds supabase": "howto/use-managed-postgresql.html",
     "X-Sequence": "reference/requests.html",
     "exhausted": "reference/errors.html",
+    "GDPR": "howto/erase-a-persons-data.html",
+    "throughput": "howto/size-an-installation.html",
+    "monitoring": "howto/monitor-and-alert.html",
+    "alerts": "howto/monitor-and-alert.html",
+    "roll back": "howto/upgrade.html",
+    "receiver down": "concepts/faq.html",
+    "change the url of an endpoint": "howto/manage-endpoints.html",
+    "verify signature": "reference/requests.html",
+    "dlq": "concepts/retries.html",
+    "uninstall": "concepts/faq.html",
+    "deliver twice": "concepts/faq.html",
+    "license": "concepts/faq.html",
 }
 """What a reader searches for, and the page with the response to it."""
 
@@ -111,6 +123,38 @@ def test_a_picture_of_the_page_follows_the_scheme(site: Path) -> None:
     text = (site / "howto/use-the-page.html").read_text("utf-8")
     shown = ["overview.png#only-light", "overview-dark.png#only-dark"]
     assert re.findall(r'<img [^>]*src="([^"]*)"', text) == shown
+
+
+@pytest.mark.full
+def test_the_navigation_has_the_pages_of_the_index_by_name(site: Path) -> None:
+    """A page of the name README.md is not taken for the page of its section."""
+    text = (site / "tutorial/first-event.html").read_text("utf-8")
+    navigation = text[text.index('class="md-nav md-nav--primary"') :]
+    links = re.findall(r'<a href="([^"]*)" class="md-nav__link', navigation)
+    assert "../repository/receivers/typescript/index.html" in links
+    assert re.search(r"Receivers in TypeScript\s", navigation)
+
+
+@pytest.mark.full
+async def test_copied_commands_have_neither_prompts_nor_output(site: Path) -> None:
+    if chromium() is None:
+        pytest.skip("chromium is not installed")
+    async with browsing() as browser:
+        page = await browser.new_page()
+        await page.goto((site / "tutorial/first-event.html").as_uri())
+        # As the theme does when the button is clicked.
+        copied = await page.eval_on_selector_all(
+            "pre code",
+            "all => all.map(each => {"
+            " const commands = each.closest('[data-copy]');"
+            " return commands ? commands.dataset.copy : each.innerText.trimEnd(); })",
+        )
+    assert "createdb shop\npython3 -m venv .venv\n.venv/bin/pip install outbox-relay" in copied
+    (migrate,) = (each for each in copied if each.startswith("outbox migrate"))
+    assert migrate.split("\n") == [
+        "outbox migrate",
+        'outbox endpoint add shop http://127.0.0.1:9000/hooks --type "order.*"',
+    ]
 
 
 @pytest.mark.full

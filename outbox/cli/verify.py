@@ -10,7 +10,7 @@ import click
 
 from outbox.cli.common import print_result, run_connected
 from outbox.cli.output import emit_table
-from outbox.core.model.text import count, safe
+from outbox.core.model.text import count, safe, singular
 from outbox.operations.verify.audit import run_audit
 from outbox.operations.verify.guarantees import CHECKS
 
@@ -33,7 +33,7 @@ def _show(audit: VerifyReport) -> None:
         if check.action is not None:
             click.echo(f"    → {check.action}")
     checked = ", ".join(
-        count(n, noun.removesuffix("s").replace("_", " ")) for noun, n in audit.counts.items()
+        count(n, singular(nouns).replace("_", " ")) for nouns, n in audit.counts.items()
     )
     violations = audit.violations
     summary = "no violations" if not violations else count(violations, "violation")

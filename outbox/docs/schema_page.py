@@ -124,8 +124,10 @@ def _columns(pattern: re.Pattern[str], text: str) -> dict[str, str]:
 def _sentences(comment: str) -> str:
     """The first paragraph of a comment, without rulers between sections."""
     lines = [line.removeprefix("--").strip() for line in comment.splitlines()]
-    kept = [line for line in lines if not line.startswith("---")]
+    kept = [line for line in lines if not line.startswith(("---", "Compatible with programs"))]
     paragraph = " ".join(kept).strip() if "" not in kept else " ".join(kept[: kept.index("")])
-    paragraph = re.sub(r"; see [^;]*\.sql\.?", ".", " ".join(paragraph.split()))
+    # References to the source, which a reader of the page does not have.
+    paragraph = re.sub(r" \(see outbox/[^)]*\)", "", " ".join(paragraph.split()))
+    paragraph = re.sub(r"; see [^;]*\.(?:sql|py)\.?", ".", paragraph)
     # Code, so that Markdown does not read underscores and angle brackets as its own.
     return re.sub(r"(?<![\w`])(\w+_\w+(?:\(\))?)(?![\w`])", r"`\1`", paragraph)

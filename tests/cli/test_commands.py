@@ -846,7 +846,10 @@ def test_doctor(here: Command, database: Database) -> None:
 def test_doctor_applies_the_egress_settings(here: Command) -> None:
     opened = {"OUTBOX_ALLOW_NETWORKS": "127.0.0.0/8"}
     here("endpoint", "add", "near", "http://127.0.0.1:9/", **opened)
-    assert 'these settings reject the URL of "near": 127.0.0.1 is loopback' in here("doctor").out
+    assert (
+        'the settings of this command reject the URL of "near": 127.0.0.1 is loopback'
+        in here("doctor").out
+    )
     assert '"near"' not in here("doctor", **opened).out
     here("endpoint", "add", "name", "https://a.example:9443/", "--allow-network", "10.0.0.0/8")
     assert 'reject the URL of "name"' not in here("doctor", **opened).out

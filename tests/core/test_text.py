@@ -9,7 +9,7 @@ import pytest
 from outbox.core.model.endpoint_config import parse_file
 from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.model.retry_policy import RetryPolicy
-from outbox.core.model.text import count, one_line, quoted, truncate
+from outbox.core.model.text import count, one_line, quoted, singular, truncate
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
@@ -76,3 +76,11 @@ def test_a_line_contains_no_terminal_control_sequences() -> None:
 )
 def test_a_count_agrees_with_its_noun(number: int, noun: str, text: str) -> None:
     assert count(number, noun) == text
+
+
+@pytest.mark.parametrize(
+    ("nouns", "noun"),
+    [("deliveries", "delivery"), ("lanes", "lane"), ("dead_letters", "dead_letter")],
+)
+def test_a_noun_is_found_from_its_plural(nouns: str, noun: str) -> None:
+    assert singular(nouns) == noun

@@ -378,7 +378,9 @@ async def test_a_url_rejected_by_the_settings_is_a_problem(
     found = await the_one(
         db, "networks", explain_url_rejection=lambda url, networks: "it is loopback"
     )
-    assert found.message == ('these settings reject the URL of "a", "b": it is loopback')
+    assert found.message == (
+        'the settings of this command reject the URL of "a", "b": it is loopback'
+    )
 
 
 # --------------------------------------------------------------- live health

@@ -13,7 +13,7 @@ const blocks = (deadLetter, lane) => lane.blocked_seq !== null && lane.name === 
   && deadLetter.sequence <= lane.blocked_seq && lane.blocked_seq <= deadLetter.to_sequence;
 
 // Find the lanes that are blocked by one of these dead letters.
-export async function findBlockedLanes(deadLetters) {
+async function findBlockedLanes(deadLetters) {
   const names = [...new Set(deadLetters.map((each) => each.endpoint))].slice(0, ENDPOINTS_READ_MAX);
   // A failed read must not prevent the action: the confirmation omits those lanes.
   const details = await Promise.all(names.map((each) => get(`/v1/endpoints/${name(each)}`).catch(() => ({ lanes: [] }))));

@@ -55,7 +55,7 @@ export function patch(old, next) {
 const keyOf = (node) => node.dataset?.key || null;
 
 // Children with a key are matched by it, so that a new row leaves the others as they are; others by position.
-export function patchChildren(parent, nodes) {
+function patchChildren(parent, nodes) {
   const wanted = new Set(nodes.map(keyOf));
   const known = new Map([...parent.childNodes].filter(keyOf).map((child) => [keyOf(child), child]));
   let current = parent.firstChild;

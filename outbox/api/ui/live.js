@@ -16,7 +16,7 @@ const RETRYABLE = [408, 425, 429];
 export const permanent = (error) => error.status >= 400 && error.status < 500 && !RETRYABLE.includes(error.status);
 
 // Replace a view that this token may not read, or that does not exist.
-export function showRefusal(place, error, missing, otherwise) {
+function showRefusal(place, error, missing, otherwise) {
   const why = error.status === 403 ? "This token may not view this page."
     : error.status === 404 && missing ? missing : sentence(error.message);
   show(place, h("h1", { class: "refused" }, why), error.status === 404 ? otherwise?.() : null,

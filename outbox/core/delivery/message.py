@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from outbox.core.delivery.signature import SigningKey
     from outbox.core.model.headers import EndpointHeaders
     from outbox.core.model.message_format import MessageFormat
+    from outbox.core.model.response import Headers
 
 USER_AGENT = "outbox-relay"
 """Without a version, so that receivers do not learn it."""
@@ -215,3 +216,19 @@ def encode_body(prepared: Prepared, delivery: Delivery) -> dict[str, str]:
     if prepared.metadata is None or delivery.content_type is None:
         return {"body": prepared.body.decode()}
     return {"body_base64": b64encode(prepared.body).decode()}
+
+
+def build(
+    delivery: Delivery,
+    *,
+    previous_seq: int,
+    attempt: int,
+    timestamp: int,
+    keys: Sequence[SigningKey],
+) -> tuple[Headers, bytes]:
+    """Headers and body of one attempt; `timestamp` is in epoch seconds.
+
+    For several attempts, call `prepare` once instead.
+    """
+    prepared = prepare(delivery, previous_seq)
+    return parse_lines(prepared.attempt(attempt, timestamp, keys)), prepared.body

@@ -70,6 +70,12 @@ def count(number: int, noun: str) -> str:
     return f"{number} {plural}"
 
 
+def singular(nouns: str) -> str:
+    """`delivery` from `deliveries`; the reverse of `count`."""
+    stem = nouns.removesuffix("ies")
+    return nouns.removesuffix("s") if stem == nouns else f"{stem}y"
+
+
 def truncate(text: str) -> str:
     """Truncate text for quoting in a message."""
     # Lone surrogates, from arguments that are not UTF-8, cannot be encoded for output.

@@ -120,7 +120,12 @@ SELECT name, url, allow_networks FROM endpoint WHERE state <> 'removed' ORDER BY
 """
 
 
-@check("networks", passed="these settings allow the URLs of all endpoints")
+NETWORKS_PASSED = (
+    "the settings of this command allow the URLs of all endpoints; those of a relay may differ"
+)
+
+
+@check("networks", passed=NETWORKS_PASSED)
 async def networks(context: DoctorContext) -> Results:
     """Egress rules allow every URL, and no network is opened too widely."""
     refused: dict[str, list[str]] = {}
@@ -133,7 +138,7 @@ async def networks(context: DoctorContext) -> Results:
             refused.setdefault(refusal, []).append(row["name"])
     for reason, names in islice(refused.items(), ROWS_MAX):
         yield warning(
-            f"these settings reject the URL of {join_names(names)}: {reason}",
+            f"the settings of this command reject the URL of {join_names(names)}: {reason}",
             "set OUTBOX_ALLOW_NETWORKS to the same value as for the relays, or change the URL",
         )
     narrow = "outbox endpoint update NAME --allow-network RANGE"
