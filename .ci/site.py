@@ -32,13 +32,15 @@ SEARCH_BOOST = {
     OUTSIDE + "CHANGELOG.md": 0.2,
     OUTSIDE + "benchmarks/results/results.md": 0.2,
 }
-"""Weight in the search: these pages have every word, and guides have the response."""
+"""Weight in the search: these pages have every word, and guides have the answer."""
 
 _FENCED = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)([^)\s#]+)")
 _PICTURE = re.compile(r"!\[([^]]*)\]\(([^)\s#]+)\.png\)")
 _SECTION = re.compile(r"^## (.+)$", re.MULTILINE)
-_HIGHLIGHTED = re.compile(r'<div class="highlight">(<pre>.*?</pre>)', re.DOTALL)
+_HIGHLIGHTED = re.compile(
+    r'<div class="(?:[^"]* )?highlight(?: [^"]*)?"[^>]*>\s*(<pre>.*?</pre>)', re.DOTALL
+)
 _TAG = re.compile(r"<[^>]*>")
 _PROMPT = "$ "
 _ENTRY = re.compile(r"^- \[([^]]+)\]\(([^)]+)\)", re.MULTILINE)

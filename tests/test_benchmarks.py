@@ -128,7 +128,7 @@ def test_the_benchmark_measures_every_section_and_writes_a_table_and_a_picture(
     picture = ElementTree.fromstring((tmp_path / "results.svg").read_text())  # noqa: S314 (we drew it)
     bars = picture.findall(".//{http://www.w3.org/2000/svg}rect")
     courses = ElementTree.fromstring((tmp_path / outage.PICTURE).read_text())  # noqa: S314
-    assert len(courses.findall(".//{http://www.w3.org/2000/svg}polyline")) == 4
+    assert len(courses.findall(".//{http://www.w3.org/2000/svg}polyline")) == 5
     absent = [each for each in report["rows"] if each["missing_reason"]]
     baseline = [ABSENT.name] * 3 + [each.name for each, _ in majors.COMPARISONS]
     assert [each["baseline"] for each in absent] == baseline

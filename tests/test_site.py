@@ -48,7 +48,7 @@ QUESTIONS = {
     "deliver twice": "concepts/faq.html",
     "license": "concepts/faq.html",
 }
-"""What a reader searches for, and the page with the response to it."""
+"""What a reader searches for, and the page with the answer."""
 
 RESULTS_SHOWN = 5
 """The page must be among that many results, which a screen shows without scrolling."""

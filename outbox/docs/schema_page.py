@@ -125,9 +125,11 @@ def _sentences(comment: str) -> str:
     """The first paragraph of a comment, without rulers between sections."""
     lines = [line.removeprefix("--").strip() for line in comment.splitlines()]
     kept = [line for line in lines if not line.startswith(("---", "Compatible with programs"))]
+    while kept and not kept[0]:
+        del kept[0]
     paragraph = " ".join(kept).strip() if "" not in kept else " ".join(kept[: kept.index("")])
     # References to the source, which a reader of the page does not have.
     paragraph = re.sub(r" \(see outbox/[^)]*\)", "", " ".join(paragraph.split()))
-    paragraph = re.sub(r"; see [^;]*\.(?:sql|py)\.?", ".", paragraph)
+    paragraph = re.sub(r"; see \S+\.(?:sql|py)\.?", ".", paragraph)
     # Code, so that Markdown does not read underscores and angle brackets as its own.
     return re.sub(r"(?<![\w`])(\w+_\w+(?:\(\))?)(?![\w`])", r"`\1`", paragraph)

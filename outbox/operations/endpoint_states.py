@@ -107,8 +107,8 @@ async def resume_endpoints(
 ) -> list[StateChange]:
     """Resume paused endpoints, and retry failing endpoints at once.
 
-    Blocked lanes continue after the dead letter that blocks them.  The journal has a retry
-    without a paused endpoint or a blocked lane as `endpoint_retried`.
+    Blocked lanes continue after the dead letter that blocks them.  If the endpoint is neither
+    paused nor has a blocked lane, the journal entry is `endpoint_retried`.
 
     Args:
         owner: the tenant that the endpoints must belong to; None: any.

@@ -13,7 +13,6 @@ from outbox.operations.lanes import (
     BLOCKED,
     DEAD_LETTERS,
     FAILING_LANES,
-    HEALTH_SINCE,
     LANE_STATE,
     PENDING,
     SUBSCRIBED,
@@ -66,8 +65,7 @@ def _select_details(headers: str) -> str:
     """Select all endpoints with everything, and with this expression as their headers."""
     return _select_endpoints(f"""
        {_PLAIN_SETTINGS}, {headers} AS headers,
-       e.identity_about, {HEALTH_SINCE} AS since, h.held_until, h.last_response,
-       h.unsolicited_at""")
+       e.identity_about, h.since, h.held_until, h.last_response, h.unsolicited_at""")
 
 
 _LIST_ENDPOINTS = _select_endpoints("e.name, e.url, e.types, e.tenant, e.all_tenants, e.lanes")

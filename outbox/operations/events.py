@@ -172,6 +172,9 @@ async def search_events(
                 await connection.execute(PLAN_BY_INDEX)
                 rows = await connection.fetch(FIND_BY_KEY, *arguments, key)
             else:
+                if not only:
+                    # All match: there is nothing to search for.
+                    scanned_max = min(scanned_max, limit + 1)
                 await connection.execute(PLAN_BY_ID)
                 rows = await connection.fetch(FIND, *arguments, scanned_max)
             found = [row for row in rows[:limit] if row["id"] is not None]

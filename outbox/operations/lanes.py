@@ -52,11 +52,6 @@ BLOCKED_BY = """
          WHERE d.lane_id = b.lane_id AND d.seq <= b.seq AND d.to_seq >= b.seq
          ORDER BY d.seq DESC LIMIT 1)"""
 """The dead letter of a block `b`, which may be a range that includes its sequence number."""
-HEALTH_SINCE = """
-       CASE WHEN h.state IN ('failing', 'rejecting') THEN least(h.since, h.reported_held_since)
-            ELSE h.since END"""
-"""Since when the health `h` of an endpoint has its state.  An outage goes on while a recovery, such
-as one that an operator requested, ends in another failure."""
 FAILING = "l.attempts > 0 AND l.retry_seq = l.acked_seq + 1"
 """Whether the first pending delivery of a lane `l` has failed at least once."""
 FAILING_LANES = f"""

@@ -41,7 +41,7 @@ sums AS (
            coalesce(sum(lanes_total), 0)::bigint AS lanes_of_all
       FROM totals),
 near AS (
-    SELECT e.id, e.name, e.state, h.state AS health, {lanes.HEALTH_SINCE} AS since, h.held_until,
+    SELECT e.id, e.name, e.state, h.state AS health, h.since, h.held_until,
            t.pending, t.lanes_total, t.failing_lanes, t.fails, {lanes.BLOCKED} AS blocked,
            {lanes.SUBSCRIBED} AS subscribed, n.*
       FROM shown t

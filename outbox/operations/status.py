@@ -75,7 +75,7 @@ SELECT t.*, e.id, e.name, e.url, e.state, e.state_at, e.state_by, e.state_commen
        (SELECT sum(pending) FROM totals)::bigint AS pending_total,
        (SELECT count(*) FROM totals) AS endpoints_total, r.name AS replica,
        {lanes.DEAD_LETTERS} AS dead_letters,
-       h.state AS health, {lanes.HEALTH_SINCE} AS health_since, h.held_until,
+       h.state AS health, h.since AS health_since, h.held_until,
        {lanes.SUBSCRIBED} AS subscribed, k.lanes IS NOT NULL AS blocked,
        coalesce(k.lanes, 0) AS blocked_lanes, k.generation AS block_generation,
        k.slot AS block_slot, k.seq AS block_seq, k.at AS block_at, k.dead_id,

@@ -28,7 +28,7 @@ from outbox.operations.event_trace import (
     TraceReport,
     UnsentGroup,
 )
-from outbox.operations.lanes import BLOCKED_BY, HEALTH_SINCE, LANE_STATE, retry_state
+from outbox.operations.lanes import BLOCKED_BY, LANE_STATE, retry_state
 from outbox.operations.page_bytes import shorten_responses
 from outbox.operations.rows import ID_MAX, from_row
 from outbox.store.connection.connect import map_errors
@@ -143,8 +143,7 @@ READ_LANE_STATES = f"""
 SELECT s.lane_id, s.acked_seq, s.retry_seq, s.attempts, s.spent, s.next_attempt_at,
        {shorten_responses("s.last_response", "s.lane_id")} AS last_response,
        e.state, e.state_at, e.state_by, e.state_comment,
-       coalesce(h.state, 'healthy') AS health,
-       coalesce({HEALTH_SINCE}, e.created_at) AS health_since,
+       coalesce(h.state, 'healthy') AS health, coalesce(h.since, e.created_at) AS health_since,
        h.held_until, b.at AS blocked_since, {BLOCKED_BY} AS blocked_by,
        (SELECT r.name FROM ownership o JOIN replica r ON r.id = o.replica_id
          WHERE o.endpoint_id = e.id AND r.expires_at > clock_timestamp()) AS relay,

@@ -447,6 +447,39 @@ def test_the_first_failure_after_a_resume_ends_the_recovery() -> None:
     assert health.state is FAILING
 
 
+@pytest.mark.parametrize("state", [FAILING, REJECTING])
+def test_an_outage_lasts_since_before_a_resume_that_fails(state: BreakerState) -> None:
+    health = in_state(state)
+    for resumed_at in (NOW + 100, NOW + 200):
+        health.resume(resumed_at)
+        assert health.record().since == resumed_at
+        responses(health, FAILED, now=resumed_at + 1)
+        assert (health.state, health.record().since) == (FAILING, NOW)
+
+
+def test_an_outage_after_a_proven_recovery_is_another_one() -> None:
+    health = in_state(FAILING)
+    health.resume(NOW + 100)
+    responses(health, OK, now=NOW + 101)
+    responses(health, *[FAILED] * FAILURES_MAX, now=NOW + 300)
+    assert (health.state, health.record().since) == (FAILING, NOW + 300)
+    # Nor is it remembered when a later resume meets only failures that opened nothing.
+    responses(health, OK, OK, now=NOW + 400)
+    assert health.state is not FAILING
+    responses(health, FAILED, now=NOW + 500)
+    health.resume(NOW + 500)
+    responses(health, FAILED, now=NOW + 501)
+    assert (health.state, health.record().since) == (FAILING, NOW + 501)
+
+
+def test_probes_are_frequent_again_after_a_resume_that_fails() -> None:
+    health = in_state(FAILING)
+    health.resume(NOW + 10_000)
+    responses(health, FAILED, now=NOW + 10_001)
+    health.admit(1, NOW + 10_001)
+    assert (health.wake_at() or 0) <= NOW + 10_002
+
+
 def test_a_failure_after_a_resume_of_a_healthy_endpoint_does_not_hold_it() -> None:
     health = CircuitBreaker()
     health.pause()

@@ -321,22 +321,6 @@ async def test_resuming_an_active_endpoint_retries_at_once(
     assert not await journal(db, "endpoint_resumed")
 
 
-@pytest.mark.parametrize("state", ["failing", "rejecting", "recovering", "healthy"])
-async def test_an_outage_goes_on_while_a_requested_retry_fails(
-    database: Database, db: Connection[Any], state: str
-) -> None:
-    """The owner stores when the circuit breaker opened again, and since when it was reported."""
-    await add_endpoint(database)
-    await db.execute(
-        "UPDATE endpoint_health SET state = $1, since = now() - interval '1 minute', "
-        "reported_held_since = now() - interval '3 hours'",
-        state,
-    )
-    detail = await endpoints.get_endpoint(db, "relay", "shop")
-    age_s = (await db.fetchval("SELECT now()") - detail.health.since).total_seconds()
-    assert age_s == pytest.approx(10_800 if state in ("failing", "rejecting") else 60, abs=30)
-
-
 async def test_enabling_starts_with_new_events(database: Database, db: Connection[Any]) -> None:
     await add_endpoint(database)
     await batch(db, 1)

@@ -114,22 +114,3 @@ async def test_an_unknown_event_is_searched_for_again(database: Database) -> Non
         await page.get_by_label("Event").fill("order-0")
         await visitor.press("Trace")
         await visitor.wait_for(page.get_by_role("heading", name="Trace order-0"))
-
-
-async def test_new_events_and_entries_are_listed_while_others_stay_open(
-    database: Database,
-) -> None:
-    async with shop(database) as here:
-        visitor, page = here.visitor, here.visitor.page
-        await visitor.open("events")
-        first = page.locator("tbody tr").first
-        await visitor.wait_for(first)
-        await publish(database, {"order": 99}, type="order.paid", key="order-99")
-        await expect(first).to_contain_text("order-99", timeout=30_000)
-        await visitor.open("journal")
-        older = page.locator("tbody tr", has_text="endpoint added").first
-        await older.locator("summary").click()
-        async with database.at_hand() as connection:
-            await endpoint_states.pause_endpoints(connection, "relay", ["well"], actor="test")
-        await expect(first).to_contain_text("endpoint paused", timeout=30_000)
-        await expect(older.locator("details")).to_have_attribute("open", "")

@@ -52,6 +52,7 @@ async def outbox(
     env: Mapping[str, str] | None = None,
     stdin: str = "",
     package: Path | None = None,
+    timeout_s: float = TIMEOUT_S,
 ) -> Ended:
     """Run one command to its end.
 
@@ -59,7 +60,7 @@ async def outbox(
         package: the directory of another copy of the package.
     """
     if package is None:
-        code, out, err = await forking.run(words, environment(env), stdin.encode(), TIMEOUT_S)
+        code, out, err = await forking.run(words, environment(env), stdin.encode(), timeout_s)
         return Ended(code, out.decode(), err.decode())
     process = await asyncio.create_subprocess_exec(
         *command_line(*words),
@@ -69,7 +70,7 @@ async def outbox(
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
-    async with asyncio.timeout(TIMEOUT_S):
+    async with asyncio.timeout(timeout_s):
         out, err = await process.communicate(stdin.encode())
     assert process.returncode is not None
     return Ended(process.returncode, out.decode(), err.decode())

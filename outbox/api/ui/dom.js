@@ -70,6 +70,10 @@ function patchChildren(parent, nodes) {
     const same = known.get(key);
     known.delete(key);
     if (same) {
+      let between = current;
+      while (between && !keyOf(between)) between = between.nextSibling;
+      // Without moving it, which would lose its focus, if only elements without a key precede it.
+      if (between === same) while (current !== same) advance().remove();
       if (same === current) advance();
       else parent.insertBefore(same, current);
       patch(same, next);

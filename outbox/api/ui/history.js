@@ -45,7 +45,7 @@ function frame(title, legend, label, max, format, now, shapes) {
       grid, ticks, shapes(x, y)));
 }
 
-// What a pointer on an interval shows, over the chart's whole height.
+// The tooltip of an interval, over the chart's whole height.
 function details(x, begin, span, now, text) {
   const [left, right] = [Math.max(x(begin), LEFT), x(Math.min(begin + span, now))];
   return svg("rect", { class: "interval", x: left.toFixed(1), y: TOP, width: Math.max(right - left, 1).toFixed(1), height: HEIGHT - TOP - BOTTOM }, svg("title", null, text));

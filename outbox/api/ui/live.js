@@ -19,13 +19,13 @@ export const permanent = (error) => error.status >= 400 && error.status < 500 &&
 function showRefusal(place, error, missing, otherwise) {
   const why = error.status === 403 ? "This token may not view this page."
     : error.status === 404 && missing ? missing : sentence(error.message);
-  show(place, h("h1", { class: "refused" }, why), error.status === 404 ? otherwise?.() : null,
+  show(place, h("h1", { class: "refused" }, why), error.status === 404 ? otherwise?.(error) : null,
     h("p", null, h("a", { href: link("overview") }, "Go to the overview")));
 }
 
 // Call `refresh(signal, acted)` periodically, and at once after an action (`acted` is true then).
 // Returns a function that stops it.  `missing` is the text for a 404, and
-// `otherwise()` has what else helps then.  `details(signal, acted)` reads
+// `otherwise(error)` returns elements below it.  `details(signal, acted)` reads
 // what takes longer, after `refresh` has painted: the data shown is as of the end of `refresh`.
 export function live(place, refresh, { every = EVERY_MS, missing, otherwise, details } = {}) {
   const ended = new AbortController();

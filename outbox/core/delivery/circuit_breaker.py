@@ -26,8 +26,9 @@ succeeds.
 
 **A recovery may be unproven.**  An operator resumes an endpoint during an outage, or a new owner
 finds it recovering, before the receiver has responded again.  If the first new request fails,
-probing goes on: the lanes' own retries may be hours away.  Requests from before the resume, and
-preempted ones, say nothing about that.
+probing goes on: the lanes' own retries may be hours away.  The outage then has lasted since before
+the resume, while the probe interval grows from the beginning again.  Requests from before the
+resume, and preempted ones, say nothing about that.
 
 **Retry-After applies to the endpoint**, not to the delivery that received it.  No lane sends
 until it has elapsed, even if earlier requests succeed in the meantime.  Recovery then starts
@@ -100,6 +101,8 @@ class CircuitBreaker:
         "_held_until",
         "_in_flight",
         "_last_response",
+        "_opened_at",
+        "_outage_since",
         "_paused",
         "_probe_at",
         "_refusals",
@@ -129,8 +132,12 @@ class CircuitBreaker:
         self._disabled = False
         self._failures = 0
         self._refusals = 0
-        # For failing and rejecting; 0: a new owner may probe at once.
+        # For failing and rejecting; 0: a new owner may probe at once.  The interval of probes grows
+        # with the time since the breaker opened.
         self._probe_at = 0.0
+        self._opened_at = record.since
+        # Since when the endpoint was failing or rejecting before an unproven recovery.
+        self._outage_since: float | None = None
         # For recovering.
         self._width = 1
         self._round_results = self._round_failures = 0
@@ -339,6 +346,10 @@ class CircuitBreaker:
     def resume(self, now: float) -> None:
         """Clear all failures and the hold-off, and start recovering with one request at a time."""
         self._paused = False
+        if self._state in PROBED_STATES:
+            self._outage_since = self._since
+        elif not self._unproven:
+            self._outage_since = None
         self._unproven = self._state is not _HEALTHY or self._failures > 0
         self._stale_requests = self._in_flight
         self._failures = self._refusals = 0
@@ -349,6 +360,9 @@ class CircuitBreaker:
     def clamp_times(self, now: float) -> None:
         """Limit stored times to what is possible at `now`, after the clock was set back."""
         self._since = min(self._since, now)
+        self._opened_at = min(self._opened_at, now)
+        if self._outage_since is not None:
+            self._outage_since = min(self._outage_since, now)
         if self.unhealthy_since is not None:
             self.unhealthy_since = min(self.unhealthy_since, now)
         self._held_until = min(self._held_until, now + RETRY_AFTER_S_MAX)
@@ -370,12 +384,16 @@ class CircuitBreaker:
     def _schedule_probe(self, now: float, u: float) -> None:
         """Schedule the next probe, unless requests from before the breaker opened are in flight."""
         if self._in_flight == 0:
-            self._probe_at = now + _probe_delay_s(now - self._since, u)
+            self._probe_at = now + _probe_delay_s(now - self._opened_at, u)
 
     def _trip(
         self, state: BreakerState, now: float, u: float, response: dict[str, Any] | None
     ) -> None:
         self._enter(state, now, response)
+        self._opened_at = now
+        if self._unproven and self._outage_since is not None:
+            # The outage goes on: no response has shown its end.
+            self._since = self._outage_since
         self._admitted.clear()
         self._probe_at = now + _probe_delay_s(0.0, u)
 

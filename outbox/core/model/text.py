@@ -71,7 +71,7 @@ def count(number: int, noun: str) -> str:
 
 
 def singular(nouns: str) -> str:
-    """`delivery` from `deliveries`; the reverse of `count`."""
+    """`delivery` from `deliveries`, and `lane` from `lanes`; not for nouns such as `batches`."""
     stem = nouns.removesuffix("ies")
     return nouns.removesuffix("s") if stem == nouns else f"{stem}y"
 

@@ -31,7 +31,6 @@ from outbox.operations.doctor.check import (
     problem,
     warning,
 )
-from outbox.operations.lanes import HEALTH_SINCE
 from outbox.operations.rotate_key import COUNT_SECRETS
 from outbox.store.delivery.altered_secrets import read_altered_secrets
 from outbox.store.delivery.endpoints import read_endpoints
@@ -247,14 +246,14 @@ def states(row: Any) -> CheckResult:
             return ok(message)
 
 
-HEALTH = f"""
-SELECT e.name, h.state, extract(epoch FROM clock_timestamp() - {HEALTH_SINCE})::float8 AS since_s,
+HEALTH = """
+SELECT e.name, h.state, extract(epoch FROM clock_timestamp() - h.since)::float8 AS since_s,
        extract(epoch FROM h.held_until - clock_timestamp())::float8 AS held_s,
        h.last_response::text AS last_response
   FROM endpoint_health h JOIN endpoint e ON e.id = h.endpoint_id
  WHERE e.state = 'active' AND (h.state <> 'healthy' OR h.held_until > clock_timestamp())
- ORDER BY since_s DESC
-"""  # noqa: S608 (constants only)
+ ORDER BY h.since
+"""
 
 
 @check_rows("health", HEALTH, "no endpoint is failing")

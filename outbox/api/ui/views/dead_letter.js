@@ -14,6 +14,7 @@ const REASONS = {
   exhausted: "its retries were exhausted",
   expired: "it had expired",
   erased: "its event was erased",
+  skipped: "an operator skipped it",
   backlog: "its endpoint exceeded a backlog limit",
   adopted: "an operator adopted a stream into which it does not fit",
   disabled: "its endpoint was disabled",
@@ -21,7 +22,7 @@ const REASONS = {
 };
 const REPLAYS = ["Requested", "State", "New sequence", "Dead-lettered again"];
 
-// Where the replay was delivered, which ends the matter.
+// The lane and sequence of the delivered replay.
 function success(each) {
   const last = each.replays.at(-1);
   if (each.state !== "replayed" || !last) return null;

@@ -42,7 +42,7 @@ export function view(place, _, values) {
   const runningPlace = h("div");
   const bar = h("div", { class: "selection", role: "group", "aria-label": "Selection" });
   const isSelectable = (each) => each.state === "dead" && session.may("operate");
-  const list = pages((after) => get("/v1/dead-letters", { ...values, limit: 50, after }), draw);
+  const list = pages((after, signal) => get("/v1/dead-letters", { ...values, limit: 50, after }, signal), draw);
 
   function draw(items) {
     shown = items;
@@ -101,12 +101,12 @@ export function view(place, _, values) {
 
   let loaded = false;
   let lastProgress = "";
-  const readCounts = occasionally(COUNTS_EVERY_MS, async () => {
-    if (await drawCounts()) await list.load();
+  const readCounts = occasionally(COUNTS_EVERY_MS, async (signal) => {
+    if (await drawCounts()) await list.load(signal);
   });
   return live(place, async (signal, acted) => {
     if (acted) loaded = false;
-    if (!loaded) await Promise.all([list.load(), drawCounts()]);
+    if (!loaded) await Promise.all([list.load(signal), drawCounts()]);
     else await readCounts(signal, acted);
     loaded = true;
     const running = await jobs.load(signal);
@@ -115,7 +115,7 @@ export function view(place, _, values) {
     show(runningPlace, runs ? jobs.draw(running) : null);
     show(jobsPlace, runs ? null : jobs.draw(running));
     const progress = running.all.map((job) => `${job.id} ${job.state} ${job.done}`).join();
-    if (lastProgress !== progress && lastProgress && await drawCounts()) await list.load();
+    if (lastProgress !== progress && lastProgress && await drawCounts()) await list.load(signal);
     lastProgress = progress;
   });
 }

@@ -58,7 +58,7 @@ export function view(place, _, values) {
   const bar = h("div", { class: "selection", role: "group", "aria-label": "Selection" });
   const mayOperate = session.may("operate");
   const heads = mayOperate ? ["", ...HEADS] : HEADS;
-  const list = pages((after) => get("/v1/endpoints", { ...values, limit: PAGE, after }), (items, page) => {
+  const list = pages((after, signal) => get("/v1/endpoints", { ...values, limit: PAGE, after }, signal), (items, page) => {
     shown = items.map((each) => each.name);
     total = page.total;
     // All are shown, so those that are not have been removed.

@@ -27,11 +27,8 @@ const emptyText = (values) => (Object.keys(values).length ? "No events match the
 export function view(place, _, values) {
   const extent = h("p", { class: "hint" });
   const filtered = Object.keys(values).length > 0;
-  // A search over many events, of which a page has found few.
-  let searched = false;
-  const list = pages((after) => get("/v1/events", { ...values, limit: 50, deliveries: true, after }), (items, page) => {
-    searched = filtered && Boolean(page.scanned);
-    show(extent, searched && page.next
+  const list = pages((after, signal) => get("/v1/events", { ...values, limit: 50, deliveries: true, after }, signal), (items, page) => {
+    show(extent, filtered && page.scanned && page.next
       ? `Searched the newest ${count(page.scanned)} events, back to ${time(page.scanned_back_to)}. “Load more” continues the search.` : null);
     return table(HEADS, items.map((each) => row([
       when(each.published_at),
@@ -47,5 +44,5 @@ export function view(place, _, values) {
     filters([["key", "Key"], ["type", "Type"], ["since", "Since"], ["until", "Until"], ...(session.tenant === null ? [["tenant", "Tenant"]] : [])],
       values, (next) => { location.hash = link("events", [], next); }),
     extent, list.place);
-  return follow(place, list, () => searched);
+  return follow(place, list, { costly: filtered && !values.key });
 }

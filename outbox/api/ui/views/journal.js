@@ -20,7 +20,7 @@ function details(data) {
 }
 
 export function view(place, _, values) {
-  const list = pages((after) => get("/v1/journal", { ...values, limit: 100, after }), (items) => table(HEADS, items.map((each) => row([
+  const list = pages((after, signal) => get("/v1/journal", { ...values, limit: 100, after }, signal), (items) => table(HEADS, items.map((each) => row([
     h("time", { datetime: each.at }, time(each.at)), 
     h("a", { href: link("journal", [], { ...values, kind: each.kind }), title: "Entries of this kind only" }, each.kind.replaceAll("_", " ")),
     each.endpoint ? h("a", { href: link("endpoint", [each.endpoint]) }, each.endpoint) : "–",

@@ -40,7 +40,7 @@ async function revoke(token) {
 }
 
 export function view(place, _, values) {
-  const list = pages((after) => get("/v1/tokens", { ...values, limit: 100, after }), (items) => table(HEADS, items.map((each) => row([
+  const list = pages((after, signal) => get("/v1/tokens", { ...values, limit: 100, after }, signal), (items) => table(HEADS, items.map((each) => row([
     each.name, badge(each.state), each.scopes.join(", "), each.tenant ?? "–",
     h("span", null, when(each.created_at), ` by ${each.created_by}`),
     each.expires_at ? time(each.expires_at) : "never", when(each.last_used_at),

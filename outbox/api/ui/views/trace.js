@@ -11,7 +11,7 @@ import { searchForm } from "../event_actions.js";
 import { stuckAction } from "../stuck_lane.js";
 import { badge, button, code, definitionList, row, table, when } from "../components.js";
 import { link } from "../router.js";
-import { count, duration, expiry, payloadSize, plural, time } from "../format.js";
+import { count, duration, expiry, payloadSize, plural, sentence, time } from "../format.js";
 
 const ATTEMPTS = ["#Attempt", "When", "Duration", "Outcome", "Response", "Relay"];
 
@@ -73,15 +73,19 @@ function diagnosis(trace, explained) {
   }));
 }
 
-// What a reader of a delivered event looks for: that nothing is left to do.
+// States of deliveries that need nothing more; that of a failed replay has a cause of its own.
+const SETTLED = ["delivered", "replayed", "dead_again"];
+
+// Whether all deliveries succeeded, and when the last one did.  Those of a backfill are not waited for.
 function success(trace) {
-  const { deliveries, event } = trace;
-  const complete = deliveries.length === trace.deliveries_total && deliveries.every((each) => ["delivered", "replayed"].includes(each.state));
+  const { event } = trace;
+  const deliveries = trace.deliveries.filter((each) => each.backfill === null);
+  const complete = trace.deliveries.length === trace.deliveries_total && trace.deliveries.every((each) => SETTLED.includes(each.state));
   const delivered = deliveries.filter((each) => each.state === "delivered");
   if (!complete || !delivered.length) return null;
   const endpoints = [...new Set(delivered.map((each) => each.endpoint))];
   const ends = delivered.flatMap((each) => each.attempts.filter((one) => one.outcome === "delivered").map((one) => Date.parse(one.started_at) + one.elapsed_ms));
-  const after = ends.length ? `${endpoints.length > 1 ? ", the last" : ""} ${duration((Math.max(...ends) - Date.parse(event.published_at)) / 1000)} after publish` : "";
+  const after = ends.length ? `${endpoints.length > 1 ? ", the last" : ""} ${duration(Math.max(0, Math.max(...ends) - Date.parse(event.published_at)) / 1000)} after publish` : "";
   const replays = deliveries.length > delivered.length ? ", with a replay" : "";
   return h("p", { class: "success" }, `Delivered to ${endpoints.length > 1 ? plural(endpoints.length, "endpoint") : endpoints[0]}${after}${replays}.`);
 }
@@ -131,5 +135,5 @@ export function view(place, [id = ""], values) {
     show(place, title(h("small", null, ` found by ${result.found_by}${key && key !== id ? `; its key is ${key}` : ""}`)),
       isPartial ? filters([["endpoint", "Endpoint"]], values, (next) => { location.hash = link("trace", [id], next); }) : null, found);
   }, { every: 5000, missing: values.endpoint ? `No event ${id}, or no endpoint ${values.endpoint}.` : `No event matches ${id}.`,
-    otherwise: () => [h("p", null, "An event is found by its id, key, X-Delivery, once key or outbox id. After its retention period, nothing is left of it."), searchForm()] });
+    otherwise: (error) => [h("p", null, sentence(error.message)), searchForm()] });
 }
