@@ -6,12 +6,13 @@ are built once into the ignored directory `build`, from a copy of the sources.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,15 +74,21 @@ class Language:
         if target.exists():
             return target
         target.parent.mkdir(parents=True, exist_ok=True)
+        # One process builds, and the others wait for the result.
+        with target.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.exists():
+                self._build(target)
+        return target
+
+    def _build(self, target: Path) -> None:
         with tempfile.TemporaryDirectory(dir=target.parent) as room:
             copy = Path(room) / "package"
             shutil.copytree(self.sources, copy, ignore=shutil.ignore_patterns(*NOT_COPIED))
             for directory, words in self.build:
                 _run(words, copy / directory)
-            # Renamed when complete; another process may have been faster, with the same result.
-            with suppress(OSError):
-                copy.rename(target)
-        return target
+            # Renamed when complete, so that an interrupted build leaves nothing that looks built.
+            copy.rename(target)
 
 
 NPM_CI = "npm ci --ignore-scripts --no-audit --no-fund --loglevel=error"
