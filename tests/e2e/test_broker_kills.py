@@ -182,7 +182,7 @@ class Run:
         async def is_under_load() -> bool:
             return int(await fetchval(self._database, ENDED)) > before + some
 
-        await until(is_under_load, 60, "deliveries")
+        await until(is_under_load, 180, "deliveries")
         if step != "broker":
             await self._relay.end(signal.SIGKILL)
         if step != "relay":
@@ -196,7 +196,7 @@ class Run:
         if step == "both":
             await self._relay.start()
         if step == "both" or self._is_noticed:
-            await until(lambda: fetchval(self._database, FAILING), 60, "a failure")
+            await until(lambda: fetchval(self._database, FAILING), 180, "a failure")
             await self._skip()
         self._is_noticed = not self._is_noticed
         await self._broker.start()

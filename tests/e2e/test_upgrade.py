@@ -45,7 +45,7 @@ def newer(room: Path, migration: str) -> Path:
         ROOT / "outbox", package / "outbox", ignore=shutil.ignore_patterns("__pycache__")
     )
     shutil.copytree(ROOT / "schema", package / "schema")
-    init = package / "outbox" / "__init__.py"
+    init = package / "outbox" / "version.py"
     text = init.read_text()
     assert outbox.__version__ in text
     init.write_text(text.replace(outbox.__version__, NEW_VERSION))

@@ -10,6 +10,7 @@ from outbox.core.model.sql_names import quote_ident
 from outbox.core.model.text import count
 from outbox.errors import CannotRun, Conflict, UsageError
 from outbox.operations.adopt.adoption import (
+    PLAN_BY_HASH,
     Adoption,
     add_to_journal,
     count_states,
@@ -108,11 +109,6 @@ async def cut_over(
     with map_errors(schema, "operator"):
         adoption = await require_adoption(connection, schema, table, "dual_run", "held", "cut_over")
         mapping = adoption.sql.mapping
-        if poller is None and mapping.publication is None:
-            raise UsageError(
-                "poller: say what keeps the old poller from sending held rows, too: stopped, "
-                "locks-rows or marks-later"
-            )
         if poller is None and mapping.publication is None:
             raise UsageError(
                 "poller: say what keeps the old poller from sending held rows, too: stopped, "
@@ -242,7 +238,8 @@ class _Run:
         """Publish the held rows in batches, and the last ones with the trigger's replacement."""
         await self._hold_locked(self._clock() + wait_s)
         if self._sql.mapping.once is not None and self._sql.mapping.sent_column is not None:
-            await self._db.execute(self._sql.skip_duplicates())
+            # The ledger grew since its statistics were made: a nested loop would be quadratic.
+            await self._send([PLAN_BY_HASH, self._sql.skip_duplicates()])
         total = done = 0
         for _ in range(ROUNDS_MAX):
             ids = [row[0] for row in await self._db.fetch(self._sql.held_ids())]
