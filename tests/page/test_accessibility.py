@@ -10,8 +10,11 @@ import pytest
 from playwright.async_api import expect
 
 from tests.page.shop import shop
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
+    from playwright.async_api import Request
+
     from tests.support.postgres import Database
 
 pytestmark = [
@@ -82,14 +85,19 @@ async def test_no_view_breaks_a_serious_rule(database: Database, variant: str) -
 async def test_everything_is_reached_by_the_tab_key(database: Database, place: str) -> None:
     async with shop(database, findings=()) as here:
         visitor, page = here.visitor, here.visitor.page
+        in_flight: set[Request] = set()
+        page.on("request", lambda request: in_flight.add(request))
+        page.on("requestfinished", lambda request: in_flight.discard(request))
+        page.on("requestfailed", lambda request: in_flight.discard(request))
         await visitor.open(place)
         await visitor.wait_for(page.get_by_role("heading").first)
         await expect(page.get_by_text("Loading…")).to_have_count(0, timeout=30_000)
         if place in ("endpoints", "dead-letters"):
             await page.locator(".selection").get_by_role("checkbox").check()
-        # A refresh would move what is numbered.
+        # A refresh would move what is numbered: let none begin, and wait for those in flight.
         await page.evaluate("() => { window.setTimeout = () => 0; }")
-        await page.wait_for_load_state("networkidle")
+        await until(lambda: not in_flight, what="the responses")
+        await page.evaluate("() => new Promise(requestAnimationFrame)")
         await page.evaluate("() => { document.activeElement.blur(); scrollTo(0, 0); }")
         expected = await page.evaluate(FOCUSABLE)
         reached, unseen = set(), []
