@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from playwright.async_api import expect
 
+from outbox.errors import CannotRun
 from tests.page.shop import shop
+from tests.support.npm import npm_package
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -23,8 +23,7 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
 ]
 
-AXE = os.environ.get("OUTBOX_TEST_AXE")
-"""The path of axe.min.js, of the npm package axe-core."""
+AXE = ("axe-core", "4.14.1")
 PLACES = (
     "overview", "endpoints", "endpoint/sick", "new-endpoint", "edit-endpoint/sick",
     "preview/well?event=order-0", "dead-letters", "dead-letter/1", "events", "trace/order-0",
@@ -51,17 +50,23 @@ FOCUSED = """() => {
 }"""
 
 
-@pytest.mark.skipif(AXE is None, reason="OUTBOX_TEST_AXE names no file")
+@pytest.fixture(scope="module")
+def axe() -> str:
+    """The text of axe-core."""
+    try:
+        return (npm_package(*AXE) / "axe.min.js").read_text("utf-8")
+    except CannotRun as error:
+        pytest.skip(str(error))
+
+
 @pytest.mark.parametrize("variant", ["light", "dark", "phone"])
-async def test_no_view_breaks_a_serious_rule(database: Database, variant: str) -> None:
-    assert AXE is not None
-    rules = Path(AXE).read_text("utf-8")  # noqa: ASYNC240 (once)
+async def test_no_view_breaks_a_serious_rule(database: Database, axe: str, variant: str) -> None:
     found: dict[str, list[str]] = {}
     async with shop(database, dark=variant == "dark", phone=variant == "phone") as here:
         visitor, page = here.visitor, here.visitor.page
 
         async def check(where: str) -> None:
-            await page.evaluate(rules)
+            await page.evaluate(axe)
             if problems := await page.evaluate(RUN_AXE, list(RULES)):
                 found[where] = problems
 

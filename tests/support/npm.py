@@ -1,4 +1,4 @@
-"""Packages of npm that tests compare with, fetched once into the ignored directory `build`."""
+"""Packages of npm that tests use, fetched once into the ignored directory `build`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,18 @@ _FETCH_S = 60
 _RESPONSE_TIMEOUT_S = 30
 
 
+def npm_package(package: str, version: str) -> Path:
+    """The directory of a package of npm.
+
+    Raises:
+        CannotRun: there is no npm, or no registry that provides the package.
+    """
+    target = ROOT / "build" / "npm" / f"{package}-{version}"
+    if not target.exists():
+        _install(_program("npm"), package, version, target)
+    return target / "node_modules" / package
+
+
 class NodeScript:
     """A script in this directory that uses a package of npm.
 
@@ -28,16 +40,14 @@ class NodeScript:
     def __init__(self, package: str, version: str, script: str) -> None:
         self._node = _program("node")
         self._script = Path(__file__).with_name(script)
-        self._installed = ROOT / "build" / "npm" / f"{package}-{version}"
-        if not self._installed.exists():
-            _install(_program("npm"), package, version, self._installed)
+        self._modules = npm_package(package, version).parent
 
     def run(self, given: Any) -> Any:
         """Run it once, with JSON on stdin, and return the JSON of its stdout."""
         done = subprocess.run(
             [self._node, str(self._script)],
             input=json.dumps(given).encode(),
-            env={**os.environ, "NODE_PATH": str(self._installed / "node_modules")},
+            env={**os.environ, "NODE_PATH": str(self._modules)},
             capture_output=True,
             timeout=_RESPONSE_TIMEOUT_S,
         )
