@@ -340,8 +340,10 @@ class World:
         self._accepted = max(self._accepted, delivered_seq)
 
     def _adopt_at_the_end(self) -> None:
-        if self.broker.is_foreign and self.seen["adopt"] and self.rng.random() < 0.5:
-            # As the reason of the hold says.
+        adopted = self.seen["adopt"]
+        is_seen = adopted > ADOPTIONS_MAX // 2 or (adopted and self.rng.random() < 0.5)
+        if self.broker.is_foreign and is_seen:
+            # As the reason of the hold says; at the latest after some adoptions.
             self.seen["delete"] += 1
             self.broker.delete()
             self.broker.is_foreign = False
