@@ -67,15 +67,16 @@ class Move:
         arguments = tuple(
             each for each in words if each != "--accept-collisions" or verb == "start"
         )
-        words = ("adopt", verb, "app.events", *arguments)
-        ended = await command(*words, env=self.env, timeout_s=ADOPT_S_MAX)
+        ended = await command(
+            "adopt", verb, "app.events", *arguments, env=self.env, timeout_s=ADOPT_S_MAX
+        )
         assert ended.code == code, ended.stdout + ended.stderr
+        print(f"adopt {verb}: {time.perf_counter() - began:.2f} s")
         if verb == "start":
             # As autovacuum does at some time: while the ledger is nearly empty.
             async with self.database.connection() as db:
                 await db.execute("ANALYZE app.events")
                 await db.execute("ANALYZE relay.adopted_row")
-        print(f"adopt {verb}: {time.perf_counter() - began:.2f} s")
         return ended
 
     async def more_rows(self) -> None:

@@ -308,7 +308,8 @@ async def test_resuming_an_active_endpoint_retries_at_once(
 ) -> None:
     await add_endpoint(database)
     await db.execute(
-        "UPDATE endpoint_health SET state = 'failing', held_until = now() + interval '1 hour'"
+        "UPDATE endpoint_health SET state = 'failing', held_until = now() + interval '1 hour', "
+        "since = now() - interval '1 day'"
     )
     version = await db.fetchval("SELECT version FROM cursor")
     (done,) = await endpoint_states.resume_endpoints(db, "relay", ["shop"], actor="ann")

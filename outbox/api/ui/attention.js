@@ -3,9 +3,9 @@
 import { button, isOperator, responseLine } from "./components.js";
 import { h } from "./dom.js";
 import { capital, count, duration, plural } from "./format.js";
-import { readAndResume, retryNow } from "./endpoint_actions.js";
+import { readAndResume } from "./endpoint_actions.js";
 import { link } from "./router.js";
-import { stuckAction } from "./stuck_lane.js";
+import { retryAction, stuckAction } from "./stuck_lane.js";
 
 const SHOWN_MAX = 8;
 // Checks of the doctor whose findings the status has, with the actions on them.
@@ -17,17 +17,19 @@ const endpointLink = (each) => h("a", { href: link("endpoint", [each.name]) }, e
 
 const deadLetters = (values, text) => h("a", { class: "button", href: link("dead-letters", [], values) }, text);
 
+// A new element for each item.
+const runChecks = () => h("a", { class: "button", href: link("replicas", [], { checks: "run" }) }, "Run checks");
+
 function relayItems({ replicas, cursor, blocker }) {
-  const replicasLink = h("a", { class: "button", href: link("replicas", [], { checks: "run" }) }, "Run checks");
   const alive = replicas.filter((each) => each.alive);
   const lapsed = replicas.length - alive.length;
   return [
-    !alive.length && { rank: 0, key: "relays", text: ["No relay is running: nothing is delivered."], action: replicasLink },
+    !alive.length && { rank: 0, key: "relays", text: ["No relay is running: nothing is delivered."], action: runChecks() },
     alive.length && cursor.waiting_s > WAITING_S_MAX && { rank: 1, key: "sequencing",
       text: [`Sequencing stands still: the oldest unsequenced event is ${duration(cursor.waiting_s)} old`,
-        blocker ? ", because a database session blocks it." : "."], action: replicasLink },
+        blocker ? ", because a database session blocks it." : "."], action: runChecks() },
     alive.length && lapsed > 0 && { rank: 6, key: "lapsed",
-      text: [`${plural(lapsed, "relay")} with an expired lease; ${count(alive.length)} running.`], action: replicasLink },
+      text: [`${plural(lapsed, "relay")} with an expired lease; ${count(alive.length)} running.`], action: runChecks() },
   ];
 }
 
@@ -49,7 +51,7 @@ function failingItem(each) {
     `: ${rejecting ? "its receiver refuses every delivery," : plural(each.failing_lanes, "lane is failing", "lanes are failing")} after `,
     `${plural(failing.attempts, "attempt")}${last ? `, last response ${last}` : ""}; ${plural(each.pending, "delivery", "deliveries")} pending. `,
     failing.event && h("a", { href: link("trace", [failing.event]) }, "Trace the event")],
-  action: [button("Retry now", () => retryNow(each.name), { title: "Reset the circuit breaker and the retry times of the lanes" }),
+  action: [retryAction(each.name),
     failing.skip_requested ? null : stuckAction(each.name, { name: failing.lane, sequence: failing.sequence, last_response: failing.last_response })] };
 }
 
@@ -77,11 +79,10 @@ function findingItems(findings) {
   const found = findings.filter((each) => !IN_STATUS.includes(each.check));
   const bySeverity = (severity) => found.filter((each) => each.severity === severity);
   const warnings = bySeverity("warning");
-  const action = () => h("a", { class: "button", href: link("replicas", [], { checks: "run" }) }, "Run checks");
   return [
-    ...bySeverity("problem").map((each, n) => ({ rank: 2, key: `problem ${each.check} ${n}`, action: action(),
+    ...bySeverity("problem").map((each, n) => ({ rank: 2, key: `problem ${each.check} ${n}`, action: runChecks(),
       text: [`${capital(each.check)}: ${each.message}.`, each.action && isOperator() ? h("small", null, ` To do: ${each.action}`) : null] })),
-    warnings.length && { rank: 8, key: "warnings", action: action(),
+    warnings.length && { rank: 8, key: "warnings", action: runChecks(),
       text: [`${plural(warnings.length, "check has a warning", "checks have a warning")}: ${[...new Set(warnings.map((each) => each.check))].join(", ")}.`] },
   ];
 }

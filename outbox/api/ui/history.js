@@ -45,22 +45,25 @@ function frame(title, legend, label, max, format, now, shapes) {
       grid, ticks, shapes(x, y)));
 }
 
+// Left and right edge of an interval in a chart.
+function edges(x, each, history, now) {
+  const begin = Date.parse(each.at);
+  return [Math.max(x(begin), LEFT), x(Math.min(begin + history.interval_s * 1000, now))];
+}
+
 // The tooltip of an interval, over the chart's whole height.
-function details(x, begin, span, now, text) {
-  const [left, right] = [Math.max(x(begin), LEFT), x(Math.min(begin + span, now))];
+function tooltip([left, right], text) {
   return svg("rect", { class: "interval", x: left.toFixed(1), y: TOP, width: Math.max(right - left, 1).toFixed(1), height: HEIGHT - TOP - BOTTOM }, svg("title", null, text));
 }
 
 // Bars of successes with the failures on top of them.
 function deliveries(history, now) {
   const { items } = history;
-  const span = history.interval_s * 1000;
   const [good, bad] = [sum(items, "successes"), sum(items, "failures")];
   const max = axisMax(Math.max(0, ...items.map((each) => each.successes + each.failures)));
   return frame("Last 24 hours", [["g", "delivered", count(good)], ["r", "failed requests", count(bad)]],
     `${count(good)} delivered, ${count(bad)} failed requests`, max, axisLabel, now, (x, y) => items.map((each) => {
-      const begin = Date.parse(each.at);
-      const [left, right] = [Math.max(x(begin), LEFT), x(Math.min(begin + span, now))];
+      const [left, right] = edges(x, each, history, now);
       const width = Math.max(right - left - 0.4, 0.8).toFixed(1);
       const top = y(each.successes + each.failures);
       // A few failures among many successes are shown, too.
@@ -68,7 +71,7 @@ function deliveries(history, now) {
       return svg("g", { class: "bar" },
         each.successes > 0 && svg("rect", { class: "g", x: left.toFixed(1), y: (top + failed).toFixed(1), width, height: Math.max(y(0) - top - failed, 0.5).toFixed(1) }),
         failed > 0 && svg("rect", { class: "r", x: left.toFixed(1), y: top.toFixed(1), width, height: failed.toFixed(1) }),
-        details(x, begin, span, now, `${time(each.at)}: ${count(each.successes)} delivered, ${count(each.failures)} failed requests`));
+        tooltip([left, right], `${time(each.at)}: ${count(each.successes)} delivered, ${count(each.failures)} failed requests`));
     }));
 }
 
@@ -85,7 +88,7 @@ function latencies(history, now) {
   return frame("Duration of successful requests", [["b", "median", values[0]], ["c", "99th percentile", values[1]]],
     newest ? `most recently median ${values[0]}, 99th percentile ${values[1]}` : "no request yet",
     max, (value) => (value ? milliseconds(value) : "0"), now, (x, y) => [line("b", "p50_ms")(x, y), line("c", "p99_ms")(x, y),
-      known.map((each) => details(x, Date.parse(each.at), history.interval_s * 1000, now,
+      known.map((each) => tooltip(edges(x, each, history, now),
         `${time(each.at)}: median ${milliseconds(each.p50_ms)}, 99th percentile ${milliseconds(each.p99_ms)}`))]);
 }
 

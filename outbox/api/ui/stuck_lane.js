@@ -1,4 +1,4 @@
-// Actions on the delivery that a lane is stuck on.
+// Actions on failing lanes, and on the delivery that one is stuck on.
 
 import { button } from "./components.js";
 import { h } from "./dom.js";
@@ -11,6 +11,9 @@ const OF_BROKERS = ["refused", "unavailable", "misconfigured", "moved", "unknown
 
 const refill = (endpoint) => button("Refill", () => endpointActions.refill(endpoint), { title: "Append again what the stream has lost" });
 const adopt = (endpoint) => button("Adopt", () => endpointActions.adopt(endpoint), { title: "Continue with the stream as it is" });
+
+export const retryAction = (endpoint) => button("Retry now", () => endpointActions.retryNow(endpoint),
+  { title: "Reset the circuit breaker and the retry times of the lanes" });
 
 // `lane` has a name, the sequence that it waits for, its last response, and `behind`: how many
 // deliveries wait behind that one, if that is known.

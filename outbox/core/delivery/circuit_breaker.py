@@ -184,7 +184,7 @@ class CircuitBreaker:
         """When to call `wake`, in epoch seconds; None: after the next response or operator call."""
         if not self._waiting or self._is_shut or self._in_flight or self._admitted:
             return None
-        if self._state in (BreakerState.FAILING, BreakerState.REJECTING):
+        if self._state in PROBED_STATES:
             return max(self._probe_at, self._held_until)
         return self._held_until
 
@@ -294,7 +294,7 @@ class CircuitBreaker:
         self._held_until = 0.0
         if self._state is _HEALTHY:
             return
-        if self._state in (BreakerState.FAILING, BreakerState.REJECTING):
+        if self._state in PROBED_STATES:
             self._recover(now)
         elif self._state is BreakerState.RECOVERING:
             self._record_recovery(now, failed=False)
@@ -328,7 +328,7 @@ class CircuitBreaker:
         self._failures += 1
         if retry_after_s:
             self._held_until = max(self._held_until, now + retry_after_s)
-        if self._state in (BreakerState.FAILING, BreakerState.REJECTING):
+        if self._state in PROBED_STATES:
             self._schedule_probe(now, u)
         elif (
             self._failures >= FAILURES_MAX or opens or retry_after_s or (self._unproven and is_new)

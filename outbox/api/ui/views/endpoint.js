@@ -10,7 +10,7 @@ import { dayCharts, readHistory } from "../history.js";
 import { lanes } from "../lanes.js";
 import { live } from "../live.js";
 import { condition, responseLine, button, code, definitionList, row, table, when } from "../components.js";
-import { stuckAction } from "../stuck_lane.js";
+import { retryAction, stuckAction } from "../stuck_lane.js";
 import { link } from "../router.js";
 import { capital, count, plural, time } from "../format.js";
 
@@ -52,7 +52,7 @@ function actionBar(endpoint, detail, blocked, isBroker) {
       : each.state === "active" ? button("Pause", () => endpointActions.pause(endpoint)) : null,
     each.state === "active" && blocked.length ? button("Unblock lanes", () => endpointActions.unblock(endpoint, blocked), { kind: "main" })
       : each.state === "active" && (each.health !== "healthy" || each.failing_lanes)
-        ? button("Retry now", () => endpointActions.retryNow(endpoint), { title: "Reset the circuit breaker and the retry times of the lanes" }) : null,
+        ? retryAction(endpoint) : null,
     each.state === "disabled" ? button("Enable", () => endpointActions.runVerb(endpoint, "enable", `${endpoint} is enabled. It receives new events.`), { kind: "main" }) : null,
     session.may("operate") && h("a", { class: "button", href: link("edit-endpoint", [endpoint]) }, "Edit"),
     button(isBroker ? "Test" : "Send test event", () => sendTest(endpoint)),

@@ -76,7 +76,7 @@ function diagnosis(trace, explained) {
 // States of deliveries that need nothing more; that of a failed replay has a cause of its own.
 const SETTLED = ["delivered", "replayed", "dead_again"];
 
-// Whether all deliveries succeeded, and when the last one did.  Those of a backfill are not waited for.
+// Whether all deliveries succeeded, and when the last one did, without those of a backfill.
 function success(trace) {
   const { event } = trace;
   const deliveries = trace.deliveries.filter((each) => each.backfill === null);
