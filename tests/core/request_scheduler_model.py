@@ -7,7 +7,6 @@ import itertools
 from typing import TYPE_CHECKING
 
 from outbox.core.admission.endpoint_queue import Slot
-from outbox.core.delivery.delivery_run import RUN_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,8 +47,8 @@ class Endpoint:
         self._open: set[Slot] = set()
         # The request number of each open slot, per endpoint.
         self._number: dict[Slot, int] = {}
-        # When the run of each open slot began, and its requests.
-        self._run: dict[Slot, tuple[float, int]] = {}
+        # When the run of each open slot began.
+        self._began_at: dict[Slot, float] = {}
         self.begun_at: list[float] = []
         self.waits_s: list[float] = []
         self.completed = 0
@@ -86,7 +85,7 @@ class Endpoint:
     def begin(self, slot: Slot) -> None:
         self.waits_s.append(self.simulation.now - self.requested_at.pop(slot))
         self._open.add(slot)
-        self._run[slot] = (self.simulation.now, 1)
+        self._began_at[slot] = self.simulation.now
         self._process(slot)
 
     def _process(self, slot: Slot) -> None:
@@ -118,16 +117,15 @@ class Endpoint:
 
     def _follow(self, slot: Slot) -> bool:
         """After a response send the lane's next event in a delivery run, if admission allows."""
-        now, (began_at, count) = self.simulation.now, self._run[slot]
+        now = self.simulation.now
         has_more = self.every_s is None or self.pending > 0
-        if not has_more or self.simulation.calm or count >= RUN_MAX:
+        if not has_more or self.simulation.calm:
             return False
-        if not self.simulation.scheduler.continue_run(slot, began_at, now):
+        if not self.simulation.scheduler.continue_run(slot, self._began_at[slot], now):
             return False
         self.completed += 1
         self.pending -= self.every_s is not None
         self.waits_s.append(0.0)
-        self._run[slot] = (began_at, count + 1)
         self._process(slot)
         return True
 

@@ -10,7 +10,7 @@ import pytest
 from outbox.core.delivery.circuit_breaker import CircuitBreaker
 from outbox.core.delivery.commands import ErasedEvent, Progress, Send
 from outbox.core.delivery.connection_reuse import DISTRUST_S, ConnectionReuse
-from outbox.core.delivery.delivery_run import RUN_MAX, DeliveryRun
+from outbox.core.delivery.delivery_run import RESULTS_MAX, RESULTS_S, DeliveryRun
 from outbox.core.model.response import AttemptResult, Failure
 from outbox.core.model.response_policy import AttemptOutcome
 from tests.core.lane_steps import NOW, OK, lane_with
@@ -157,13 +157,25 @@ def test_an_expired_or_erased_event_ends_it() -> None:
     assert Running(delivery(1), ErasedEvent(ENDPOINT, 2, 1, 102)).advance() is None
 
 
-def test_it_is_bounded() -> None:
-    running = Running(*(delivery(n) for n in range(1, 3 * RUN_MAX)))
-    sent = 1
-    while running.advance() is not None:
-        sent += 1
-    assert sent == RUN_MAX
-    assert len(running.run.results) == RUN_MAX - 1
+def test_its_results_are_due_by_their_number() -> None:
+    count = 2 * RESULTS_MAX + 3
+    running = Running(*(delivery(n) for n in range(1, count + 1)))
+    recorded = []
+    while running.advance(now=NOW) is not None:
+        if (due := running.run.pop_due(NOW)) is not None:
+            recorded.append(due.seqs)
+    recorded.append(running.run.results.seqs)
+    assert [len(seqs) for seqs in recorded] == [RESULTS_MAX, RESULTS_MAX, 2]
+    assert [seq for seqs in recorded for seq in seqs] == list(range(1, count))
+
+
+def test_its_results_are_due_by_the_age_of_the_first_one() -> None:
+    running = Running()
+    for n in (1, 2):
+        assert running.advance(now=NOW + 0.6 * n * RESULTS_S) is not None
+        due = running.run.pop_due(NOW + 0.6 * n * RESULTS_S)
+        assert (due and due.seqs) == ([1, 2] if n == 2 else None)
+    assert not running.run.results
 
 
 def test_a_retry_or_a_single_delivery_begins_none() -> None:

@@ -39,11 +39,22 @@ def waiting(scheduler: RequestScheduler, queue: EndpointQueue, now: float = 0.0)
 
 def test_a_run_lasts_while_no_request_waits() -> None:
     scheduler = RequestScheduler(16)
+    queue = fast_endpoint(scheduler, in_flight_max=1)
+    slot = started(scheduler, queue)
+    for n in range(1, 10):
+        assert scheduler.continue_run(slot, 0.0, 0.9 * RUN_S * n)
+    waiting(scheduler, queue)
+    assert not scheduler.continue_run(slot, 0.0, 0.9 * RUN_S * 9)
+    assert scheduler.open == 1
+
+
+def test_a_request_that_takes_long_ends_a_run() -> None:
+    """`end` classifies its endpoint."""
+    scheduler = RequestScheduler(16)
     slot = started(scheduler, fast_endpoint(scheduler))
     assert scheduler.continue_run(slot, 0.0, 0.9 * RUN_S)
-    assert not scheduler.continue_run(slot, 0.0, RUN_S)
-    assert scheduler.open == 1
-    assert scheduler.end(slot, RUN_S) == []
+    assert not scheduler.continue_run(slot, 0.0, 2 * RUN_S)
+    assert scheduler.end(slot, 2 * RUN_S) == []
 
 
 def test_a_run_ends_at_once_when_another_endpoint_waits_for_capacity() -> None:
@@ -55,6 +66,19 @@ def test_a_run_ends_at_once_when_another_endpoint_waits_for_capacity() -> None:
     assert scheduler.continue_run(slots[0], 0.0, 0.0)
     waiting(scheduler, other)
     assert not scheduler.continue_run(slots[0], 0.0, 0.0)
+
+
+@pytest.mark.parametrize("tenant", [None, "acme"])
+def test_a_run_ends_when_its_holder_exceeds_its_share(tenant: str | None) -> None:
+    """The share shrinks while the event loop lags, although no request waits."""
+    scheduler = AdaptiveRequestScheduler(64)
+    queues = [fast_endpoint(scheduler, tenant) for _ in range(2 if tenant else 1)]
+    slots = [started(scheduler, queues[n % len(queues)]) for n in range(8)]
+    scheduler.share_max = 7
+    assert not scheduler.waiting
+    assert not scheduler.continue_run(slots[0], 0.0, 0.0)
+    scheduler.end(slots[0], 0.0)
+    assert scheduler.continue_run(slots[1], 0.0, 0.0)
 
 
 def test_a_run_is_shorter_while_other_lanes_wait() -> None:
@@ -77,7 +101,8 @@ def test_lanes_that_wait_for_limits_of_other_endpoints_do_not_end_it() -> None:
     started(scheduler, rated)
     waiting(scheduler, rated)
     assert scheduler.waiting == 2
-    assert scheduler.continue_run(slot, 0.0, 0.0)
+    assert scheduler.continue_run(slot, 0.0, 0.9 * RUN_S)
+    assert not scheduler.continue_run(slot, 0.0, RUN_S)
 
 
 @pytest.mark.parametrize("tenant", [None, "acme"])
@@ -124,8 +149,9 @@ def test_each_request_of_a_run_has_an_age_of_its_own() -> None:
     scheduler = RequestScheduler(16)
     queue = fast_endpoint(scheduler)
     slot, old = started(scheduler, queue), started(scheduler, queue)
-    at = 0.9 * FAST_LATENCY_MAX_S
-    assert scheduler.continue_run(slot, at, at)
+    at, steps = 0.9 * FAST_LATENCY_MAX_S, 200
+    for n in range(1, steps + 1):
+        assert scheduler.continue_run(slot, 0.0, at * n / steps)
     scheduler.wake(1.5 * FAST_LATENCY_MAX_S)
     assert old.capacity_class is CapacityClass.OVERDUE
     assert slot.capacity_class is CapacityClass.FAST

@@ -201,7 +201,7 @@ async def test_sending_is_bounded_while_the_log_cannot_be_written(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outbox.relay.delivery.recorder.PENDING_MAX", 3)
-    monkeypatch.setattr("outbox.core.delivery.delivery_run.RUN_MAX", 2)
+    monkeypatch.setattr("outbox.core.delivery.delivery_run.RESULTS_MAX", 2)
     await add_endpoint(database, types=["a.b"])
     network = Network()
     async with running(database, network, lease_s=30.0, ack_group_ms=0.0):

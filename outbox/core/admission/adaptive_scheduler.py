@@ -8,9 +8,10 @@ the loop lags, the limit of a holder's fast requests (a tenant's, or those of an
 one) is halved; it is raised by a quarter when the loop is in time and requests wait.  The result
 is little more than what keeps the loop busy, and holders with fewer requests are not affected.
 
-Fewer open requests cost a fifth of the relay's throughput, since more requests wait for slots
-and each pass does less.  So the strict limit applies only if another holder had a request
-recently and benefits; the first request after an idle time waits for longer, once.
+Fewer open requests cost a fifth of the relay's throughput, since more requests wait for slots,
+which ends delivery runs, and each pass does less.  So the strict limit applies only if another
+holder had a request recently and benefits; the first request after an idle time waits for longer,
+once.
 
 The loop may also lag for other reasons, and then fewer requests do not help.  So the limit is
 lowered only while the duration of requests is caused by the loop and not by the receivers.
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 LAG_MAX_S = 0.001
 """Above this lag the loop is overloaded.  An idle endpoint's event waits for about six passes
 of the loop until it is sent."""
-LAG_ALONE_MAX_S = 0.005
+LAG_ALONE_MAX_S = 0.02
 """The same while all requests belong to one holder."""
 ALONE_AFTER_S = 10.0
 """A holder without requests for this time no longer counts."""

@@ -82,8 +82,8 @@ PREEMPTED_MAX = 2
 """Preemptions in a row after which a lane needs a slow slot."""
 
 RUN_S, ROTATION_S = 0.05, 0.1
-"""Duration of a delivery run, without its last request, and of one run of each lane that waits for
-the same slots; see `RequestScheduler.continue_run`."""
+"""While requests wait: duration of a delivery run, without its last request, and of one run of each
+lane that waits for the same slots; see `RequestScheduler.continue_run`."""
 
 
 # By name: Python 3.11 takes far longer to find the members of an enumeration.
@@ -279,6 +279,8 @@ class RequestScheduler:
 
         Lanes and endpoints of the same holder may wait meanwhile, but each of them starts within
         about `ROTATION_S`: a run is the shorter, the more of them wait for each open request.
+        While no request waits, a run goes on as long as its holder does not exceed `share_max`.  A
+        request that took `RUN_S` ends it, and `end` classifies its endpoint.
 
         Args:
             began_at: when the run began.
@@ -291,26 +293,30 @@ class RequestScheduler:
         if (
             slot.preempted
             or slot.capacity_class is not _FAST
+            or now - slot.started_at >= RUN_S
             or now + RESOLUTION_S < queue.slow_until
             or (queue.in_flight_max is not None and queue.open > queue.in_flight_max)
             or not _rate_has_room(queue.rate, len(queue.waiting), now)
         ):
             return False
         if tenant.bounded:
-            waiting, in_use = tenant.waiting, tenant.open
+            waiting, in_use, fast = tenant.waiting, tenant.open, tenant.fast
             most = self._tenant_in_flight_max
             if (most is not None and in_use > most) or not _rate_has_room(
                 tenant.rate, waiting, now
             ):
                 return False
         else:
-            waiting, in_use = len(queue.waiting), queue.open
-        if now - began_at >= min(RUN_S, ROTATION_S * in_use / (in_use + waiting)):
+            waiting, in_use, fast = len(queue.waiting), queue.open, queue.fast
+        if fast > self.share_max:
             return False
-        if self.waiting > waiting and self.share_max > min(
-            self.fast_max - self.fast, self.in_flight_max - self.open
-        ):
-            return False
+        if self.waiting:
+            if now - began_at >= min(RUN_S, ROTATION_S * in_use / (in_use + waiting)):
+                return False
+            if self.waiting > waiting and self.share_max > min(
+                self.fast_max - self.fast, self.in_flight_max - self.open
+            ):
+                return False
         slot.started_at = now
         self._by_age.move_to_end(slot)
         if queue.rate is not None:

@@ -11,9 +11,12 @@ or one result that the run did not take.  That result is handled like any other.
 A run is checked before each of its requests, so that the end of the lease, a stop, a pause,
 changed settings, an erased event or a dead-lettered backlog take effect after the request in
 flight.  The requests of a run share a connection, so unsolicited data on any connection of its
-endpoint ends it as well (see `connection_reuse`).  Its results are given to the recorder together
-when it ends.  After a crash the next owner repeats them, besides what the recorder had not written
-yet, with the same sequences and `X-Delivery`.
+endpoint ends it as well (see `connection_reuse`).
+
+A run has no end of its own: it goes on while admission control admits it and the recorder keeps up.
+Its results are given to the recorder together, some at a time.  After a crash the next owner
+repeats those that were not, besides what the recorder had not written yet, with the same sequences
+and `X-Delivery`.
 """
 
 from __future__ import annotations
@@ -33,12 +36,13 @@ if TYPE_CHECKING:
     from outbox.core.delivery.message import Delivery
     from outbox.core.model.response import AttemptResult
 
-RUN_MAX = 32
-"""Deliveries in one run, with the last one."""
+RESULTS_MAX, RESULTS_S = 32, 0.05
+"""Successes that are given to the recorder together, and the time that the first one waits for the
+others, in seconds."""
 
 
 class RunResults:
-    """The successes of a run or of a batch: rows of the attempt log, as columns.
+    """Successes of a run, or those of a batch: rows of the attempt log, as columns.
 
     All of them are first attempts with the outcome `delivered`.
     """
@@ -155,6 +159,15 @@ class DeliveryRun:
         self.started_at = started_at
         """When it started, in epoch seconds."""
         self.results = RunResults()
+        """The successes that were not given to the recorder yet."""
+
+    def pop_due(self, now: float) -> RunResults | None:
+        """Remove the results if they are to be given to the recorder now, in epoch seconds."""
+        results = self.results
+        if len(results) < RESULTS_MAX and now - results.started_at[0] < RESULTS_S:
+            return None
+        self.results = RunResults()
+        return results
 
     def advance(
         self,
@@ -182,7 +195,6 @@ class DeliveryRun:
             status is None
             or not is_success(status)
             or response.detail
-            or len(results) >= RUN_MAX - 1
             or not self._breaker.is_calm
             or not self._may_reuse(now)
         ):

@@ -1,7 +1,7 @@
 """One attempt of a lane: from the slot that it waits for to the receiver's response.
 
-A delivery run that follows the attempt stays within it; its successes are given to the recorder
-when it ends, and the attempt's result is the response that the run did not take.
+A delivery run that follows the attempt stays within it, and the attempt's result is the response
+that the run did not take.
 """
 
 from __future__ import annotations
@@ -169,9 +169,8 @@ class AttemptSender:
             self._telemetry.attempt_abandoned(span if run is None else run.span, self._now())
             raise
         finally:
-            if run is not None and run.results:
-                self._recorder.add_run(lane.state, lane.runtime.epoch, run.results)
-                self._telemetry.run_completed(lane, run.results)
+            if run is not None:
+                run.record_rest()
         if run is not None:
             # The request that the response is for.
             send, span, started_at = run.send, run.span, run.started_at
@@ -200,7 +199,7 @@ class AttemptSender:
             started_at,
         )
         return LaneRun(
-            lane, run, span, self._fetcher, self._telemetry,
+            lane, run, span, self._fetcher, self._recorder, self._telemetry,
             self._lease_left_s, self._loop.time, self._now,
         )  # fmt: skip
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from outbox.destinations.interface import Request
     from outbox.relay.delivery.fetcher import DeliveryFetcher
     from outbox.relay.delivery.owned_endpoints import LaneRuntime
+    from outbox.relay.delivery.recorder import Recorder
     from outbox.relay.delivery.telemetry import DeliveryTelemetry
     from outbox.telemetry.tracing import AttemptSpan
 
@@ -38,6 +39,7 @@ class LaneRun:
         "_lease_left_s",
         "_loop_time",
         "_now",
+        "_recorder",
         "_redactor",
         "_stored",
         "_telemetry",
@@ -51,6 +53,7 @@ class LaneRun:
         run: DeliveryRun,
         span: AttemptSpan | None,
         fetcher: DeliveryFetcher,
+        recorder: Recorder,
         telemetry: DeliveryTelemetry,
         lease_left_s: Callable[[], float],
         loop_time: Callable[[], float],
@@ -63,6 +66,7 @@ class LaneRun:
         self._endpoint = lane.runtime.endpoint
         self._redactor = lane.runtime.redactor
         self._fetcher = fetcher
+        self._recorder = recorder
         self._telemetry = telemetry
         self._lease_left_s = lease_left_s
         self._loop_time = loop_time
@@ -82,15 +86,14 @@ class LaneRun:
         """When it started, in epoch seconds."""
         return self.run.started_at
 
-    @property
-    def results(self) -> RunResults:
-        """The successes that the run took."""
-        return self.run.results
-
     def follow(self, response: AttemptResult) -> Request | None:
         """See `Following.follow`."""
         lane, run = self._lane, self.run
-        if lane.runtime.endpoint is not self._endpoint or self._lease_left_s() <= 0:
+        if (
+            lane.runtime.endpoint is not self._endpoint
+            or self._lease_left_s() <= 0
+            or self._recorder.full
+        ):
             return None
         if response.headers is not self._headers or response.body is not self._body:
             self._headers, self._body = response.headers, response.body
@@ -111,5 +114,17 @@ class LaneRun:
 
     def sent(self) -> None:
         """See `Following.sent`."""
+        now = self.run.started_at
         self._fetcher.refill(self._lane)
-        self._lane.prefetch_next(self.run.started_at)
+        self._lane.prefetch_next(now)
+        if (due := self.run.pop_due(now)) is not None:
+            self._record(due)
+
+    def record_rest(self) -> None:
+        """Record the successes that are left when the run has ended."""
+        if self.run.results:
+            self._record(self.run.results)
+
+    def _record(self, results: RunResults) -> None:
+        self._recorder.add_run(self._lane.state, self._lane.runtime.epoch, results)
+        self._telemetry.run_delivered(self._lane, results)

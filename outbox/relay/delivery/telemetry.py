@@ -116,7 +116,7 @@ class DeliveryTelemetry:
         self._tracing.end_attempt(span, row, response)
         self._trace_delivered(lane, delivery, row, span.origin)
 
-    def run_completed(self, lane: LaneRuntime, results: RunResults) -> None:
+    def run_delivered(self, lane: LaneRuntime, results: RunResults) -> None:
         """Report the successes that a run took, except for their traces."""
         self.meters.record_run(lane.runtime.meters, results)
         self.history.add_run(lane.runtime.endpoint.id, results)

@@ -19,7 +19,6 @@ def run_continues_after_pause(sim: Simulation) -> None:
     """Nothing ends a run, not even a pause."""
     swap(request_scheduler, "RUN_S", 1e9)
     swap(request_scheduler, "ROTATION_S", 1e9)
-    swap(delivery_run, "RUN_MAX", 1 << 30)
     follow = lane_run.LaneRun.follow
 
     def patched(self: Any, response: AttemptResult) -> Any:
