@@ -45,6 +45,7 @@ from tests.support.pgbouncer import program
 from tests.support.postgres import Database, Server
 from tests.support.promtool import promtool
 from tests.support.small_disk import may_mount
+from tests.support.tiers import LONG, is_full
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Generator, Iterator, MutableMapping
@@ -53,101 +54,6 @@ hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, deran
 hypothesis.settings.register_profile(
     "long", parent=hypothesis.settings.get_profile("ci"), max_examples=5000, stateful_step_count=200
 )
-
-LONG = (
-    "tests/test_benchmarks.py",
-    "tests/e2e/",
-    "tests/test_readme.py",
-    "tests/sim/",
-    "tests/models/",
-    "tests/test_no_secrets.py",
-    "tests/fuzz/",
-    "tests/receiver/test_interleavings.py",
-)
-"""Where the tests are that take the longest, from the longest on."""
-
-FULL = (
-    "tests/api/test_request_bounds.py::test_no_body_pauses_the_relay_or_fills_its_memory",
-    "tests/api/test_request_bounds.py::test_no_trace_pauses_the_relay_or_fills_its_memory",
-    "tests/api/test_request_bounds.py::test_refused_bodies_are_freed_without_the_garbage_collector",
-    "tests/api/test_request_bounds.py::test_the_peak_of_memory_is_measured",
-    "tests/api/test_response_bounds.py::test_no_response_pauses_the_relay_or_fills_its_memory",
-    "tests/api/test_schemathesis.py",
-    "tests/deploy/test_image.py",
-    "tests/deploy/test_wheel.py",
-    "tests/destinations/brokers/rabbitmq/",
-    "tests/destinations/brokers/test_kafka.py",
-    "tests/destinations/test_transport.py::TestEgressOnAsyncio",
-    "tests/destinations/test_transport.py::TestOnAsyncio",
-    "tests/django/test_admin_in_browser.py",
-    "tests/django/test_guide.py::test_the_guide_leads_to_the_deliveries_that_it_shows",
-    "tests/e2e/test_broker_kills.py::test_streams_match_the_lanes_after_many_kills",
-    "tests/e2e/test_adopt.py",
-    "tests/e2e/test_canary.py",
-    "tests/e2e/test_demo.py::test_nothing_is_left_behind",
-    "tests/e2e/test_interfaces.py",
-    "tests/e2e/test_last_release.py",
-    "tests/e2e/test_kill.py::test_nothing_is_lost_or_reordered_when_a_relay_behind_a_proxy_is_killed",
-    "tests/e2e/test_ledger.py",
-    "tests/e2e/test_prove.py::test_nothing_is_left_behind",
-    "tests/e2e/test_prove.py::test_nothing_is_lost_under_any_fault",
-    "tests/e2e/test_prove.py::test_only_the_own_schema_changes_in_a_shared_database",
-    "tests/e2e/test_replicas.py::test_a_membership_change_moves_the_fewest_endpoints",
-    "tests/e2e/test_telemetry.py",
-    "tests/e2e/test_upgrade.py",
-    "tests/fuzz/test_fuzz.py",
-    "tests/integration/test_filters.py::test_many_filters_near_the_limit_do_not_delay_others",
-    "tests/models/test_broker_protocol.py::test_a_broker_without_a_rule_is_caught",
-    "tests/models/test_broker_protocol.py::test_a_wrong_adoption_is_caught",
-    "tests/models/test_broker_protocol.py::test_a_wrong_comparison_is_caught",
-    "tests/models/test_explorer.py",
-    "tests/models/test_lease.py",
-    "tests/models/test_wakeup.py",
-    "tests/page/test_accessibility.py",
-    "tests/operations/test_adopt.py::test_an_interrupted_cut_over_goes_on",
-    "tests/page/test_administration.py",
-    "tests/page/test_blocked.py",
-    "tests/page/test_endpoint_forms.py::test_a_request_is_previewed_and_copied",
-    "tests/page/test_endpoint_forms.py::test_a_tenant_creates_an_endpoint_of_its_own",
-    "tests/page/test_endpoint_forms.py::test_the_streams_of_a_broker_are_refilled",
-    "tests/page/test_endpoint_forms.py::test_an_endpoint_with_pending_deliveries_is_removed",
-    "tests/page/test_endpoint_forms.py::test_only_changed_settings_are_sent_while_deliveries_are_pending",
-    "tests/page/test_endpoint_forms.py::test_the_form_has_every_setting_once",
-    "tests/page/test_endpoint_forms.py::test_the_form_of_a_broker_has_no_settings_of_http",
-    "tests/page/test_honesty.py",
-    "tests/page/test_history.py::test_the_history_is_read_after_the_first_paint_once_a_minute",
-    "tests/page/test_listings.py",
-    "tests/page/test_pictures.py",
-    "tests/page/test_selection.py",
-    "tests/page/test_attention.py::test_findings_of_the_doctor_are_listed_by_severity",
-    "tests/page/test_attention.py::test_a_tenant_sees_what_needs_attention_at_its_endpoints",
-    "tests/page/test_attention.py::test_a_paused_endpoint_with_a_backlog_is_resumed",
-    "tests/page/test_attention.py::test_new_dead_letters_are_listed_while_the_list_is_open",
-    "tests/page/test_attention.py::test_without_a_relay_that_is_what_needs_attention",
-    "tests/page/test_page.py::test_an_invalid_token_cannot_sign_in_and_a_revoked_one_is_signed_out",
-    "tests/page/test_page.py::test_dead_letters_are_filtered_replayed_and_discarded",
-    "tests/page/test_page.py::test_an_event_is_found_and_its_timeline_is_drawn",
-    "tests/page/test_page.py::test_schedules_are_paused_run_and_removed",
-    "tests/page/test_page.py::test_replicas_and_diagnostics",
-    "tests/page/test_page.py::test_a_read_token_sees_no_action_buttons",
-    "tests/page/test_page.py::test_shortcuts_navigate_and_a_refresh_keeps_the_focus",
-    "tests/page/test_page.py::test_every_view_fits_on_a_phone",
-    "tests/page/test_page.py::test_an_unreachable_relay_is_shown_and_retried",
-    "tests/page/test_page.py::test_the_overview_counts_paused_endpoints",
-    "tests/page/test_trace_actions.py::test_a_paused_endpoint_is_resumed_in_the_trace",
-    "tests/page/test_trace_actions.py::test_an_event_is_published_and_traced",
-    "tests/page/test_trace_actions.py::test_a_delivered_event_says_so",
-    "tests/page/test_trace_actions.py::test_dead_letters_are_replayed_and_discarded_in_the_trace",
-    "tests/sim/test_simulation.py::test_a_mutant_is_caught",
-    "tests/receivers/test_packages.py",
-    "tests/receivers/test_readme.py",
-    "tests/receivers/test_servers.py",
-    "tests/store/test_plans.py",
-    "tests/test_benchmarks.py::test_a_profile",
-    "tests/test_benchmarks.py::test_the_benchmark_measures_every_section",
-    "tests/test_guides.py::test_the_program_in_another_language_publishes",
-)
-"""Tests that take longest for what they cover: they run with --full and --soak only."""
 
 TRUSTED = Path(__file__).parent / "support" / "trusted.pem"
 """The trust store of all tests: one authority, without a key. No test has a public receiver."""
@@ -176,7 +82,7 @@ class Tier:
 
 
 TIERS = {
-    "default": Tier(False, "newest", 2, 0.2, 4.0, 4.0, 8, "30", 1, 1),
+    "default": Tier(False, "newest", 2, 0.2, 4.0, 4.0, 8, "8", 1, 1),
     "full": Tier(True, "installed", 3, 0.2, 6.0, 6.0, 20, "30", 2, 1),
     "soak": Tier(True, "all", 100, 10.0, 300.0, 120.0, 2000, "all", 20, 3),
 }
@@ -302,7 +208,7 @@ def _spread(items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    if item.nodeid.startswith(FULL):
+    if is_full(item.nodeid):
         item.add_marker(pytest.mark.full)
 
 
@@ -324,9 +230,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
 
 
+def pytest_collection() -> None:
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     # Thousands of tests stay to the end: nobody has to look again and again whether they do.
     gc.freeze()
+    gc.enable()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -101,9 +101,9 @@ SYSTEM_NAMES = {"nobody", "user nobody"}
 PARTS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
 
 
-@cache
+@lru_cache(1)
 def nodes(source: str) -> tuple[ast.AST, ...]:
-    """The syntax tree's nodes."""
+    """The syntax tree's nodes.  With many trees in memory, the garbage collector takes longest."""
     return tuple(ast.walk(ast.parse(source)))
 
 
@@ -123,16 +123,22 @@ def identifiers(source: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name
 
 
+@cache
+def denied_parts(name: str) -> tuple[str, ...]:
+    """What to say instead of the parts of an identifier that the lists deny."""
+    parts = [part.lower() for part in PARTS.findall(name)]
+    joined = f"_{'_'.join(parts)}_"
+    return (
+        *(DENIED_PARTS[word] for word in DENIED_PARTS.keys() & parts),
+        *(better for denied, better in DENIED_COMPOUNDS.items() if f"_{denied}_" in joined),
+    )
+
+
 def denied(source: str) -> Iterator[tuple[int, str]]:
-    """The identifiers that the list denies, with what to say instead."""
+    """The identifiers that the lists deny, with what to say instead."""
     for line, name in identifiers(source):
-        parts = [part.lower() for part in PARTS.findall(name)]
-        for word in DENIED_PARTS.keys() & parts:
-            yield line, f"{name}: {DENIED_PARTS[word]}"
-        joined = f"_{'_'.join(parts)}_"
-        for compound, better in DENIED_COMPOUNDS.items():
-            if f"_{compound}_" in joined:
-                yield line, f"{name}: {better}"
+        for better in denied_parts(name):
+            yield line, f"{name}: {better}"
     for node in nodes(source):
         is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         if is_function and node.name.lstrip("_") in DENIED_FUNCTIONS:
