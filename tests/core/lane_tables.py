@@ -41,6 +41,7 @@ def delivery(seq: int, batch: int = 1, expires_at: datetime | None = None) -> De
         expires_at=expires_at,
         payload=b"{}",
         headers=None,
+        waits_since=EPOCH_S,
     )
 
 

@@ -33,7 +33,9 @@ def test_a_lane_gets_its_deliveries_up_to_the_first_one_without_content() -> Non
     assert {lane: [d.seq for d in each] for lane, each in found.items()} == {1: [5], 2: [7, 8]}
     (first, *_) = found[2]
     assert (first.lane, first.batch, first.outbox_id) == ("two", 3, 11)
-    assert (first.event_id, first.payload, first.committed_after) == (UUID(int=11), b"x" * 8, AT)
+    assert (first.event_id, first.payload, first.waits_since) == (
+        UUID(int=11), b"x" * 8, AT.timestamp(),
+    )  # fmt: skip
     assert first.is_plain
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from outbox.core.delivery.message import Delivery
+from outbox.core.delivery.message import Delivery, earliest_commit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -52,6 +52,7 @@ def inline_deliveries(
         committed_after: lower bound of the commit time of the batch's events.
     """
     by_lane: dict[int, list[Delivery]] = {}
+    after = None if committed_after is None else committed_after.timestamp()
     complete, left_bytes = set(lanes if contents else ()), INLINE_BYTES_MAX
     for lane_id, seq, outbox_id in deliveries:
         if not complete:
@@ -71,7 +72,7 @@ def inline_deliveries(
             batch,
             outbox_id,
             *content,
-            committed_after=committed_after,
+            waits_since=earliest_commit(content.published_at.timestamp(), after),
         )
         by_lane.setdefault(lane_id, []).append(delivery)
     return by_lane

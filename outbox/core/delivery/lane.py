@@ -424,14 +424,12 @@ class Lane:
             and known.lane_ends == lane_ends
         ):
             return known
-        return Send(
-            after,
-            head.seq,
-            attempt=1,
-            maybe_sent_before=after.batch <= self._sent_through_batch
-            or after.seq <= self._batch_size.sent_through_seq,
-            lane_ends=lane_ends,
+        sent_before = (
+            after.batch <= self._sent_through_batch
+            or after.seq <= self._batch_size.sent_through_seq
         )
+        # By position: keywords take longer.
+        return Send(after, head.seq, 1, sent_before, lane_ends)
 
     def may_run(self, send: Send) -> bool:
         """Whether a delivery run may begin with this request, which is about to start."""

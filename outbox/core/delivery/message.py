@@ -68,8 +68,8 @@ class Delivery(NamedTuple):
     """For the replay of a dead letter: the lane and sequence that it replaces."""
     backfill_id: int | None = None
     """The backfill that sends the event again, with its own X-Delivery."""
-    committed_after: datetime | None = None
-    """A lower bound of the commit time; None: not known."""
+    waits_since: float | None = None
+    """`earliest_commit` of its event; None: a replay or a backfill."""
 
     @property
     def delivery_id(self) -> UUID:
@@ -86,19 +86,18 @@ class Delivery(NamedTuple):
         """Whether it is the event's first delivery: no replay or backfill."""
         return self.replay_of is None and self.backfill_id is None
 
-    @property
-    def waits_since(self) -> float | None:
-        """The earliest commit time in epoch seconds; None for replays and backfills.
 
-        An event may have been inserted long before its transaction committed.
-        """
-        if self.replay_of is not None or self.backfill_id is not None:
-            return None
-        at, committed_after = self.published_at, self.committed_after
-        # Comparing two datetimes is much faster than converting both to timestamps.
-        return (
-            at if committed_after is None or committed_after < at else committed_after
-        ).timestamp()
+def earliest_commit(published_at: float, committed_after: float | None) -> float:
+    """The earliest commit time of an event; all times in epoch seconds.
+
+    An event may have been inserted long before its transaction committed.
+
+    Args:
+        committed_after: a lower bound of the commit time; None: not known.
+    """
+    if committed_after is None or committed_after < published_at:
+        return published_at
+    return committed_after
 
 
 class EventContent(NamedTuple):

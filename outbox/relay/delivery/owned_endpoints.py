@@ -124,7 +124,7 @@ class LaneRuntime:
         """Build an attempt's request, signed for its start time."""
         runtime, delivery = self.runtime, send.delivery
         keep_alive = runtime.may_reuse(started_at)
-        keys = runtime.endpoint.secrets_at(started_at)
+        keys = runtime.signing_keys(started_at)
         known, prefetched, self.prefetched = self.prepared, self.prefetched, None
         if prefetched is not None and prefetched.matches(send):
             known = self.prepared = delivery.seq, send.lane_ends, prefetched.prepared
@@ -146,7 +146,7 @@ class LaneRuntime:
         if send is None or self.prefetched is not None:
             return
         runtime, prepared, at_s = self.runtime, self._prepare(send), int(now)
-        keys = runtime.endpoint.secrets_at(now)
+        keys = runtime.signing_keys(now)
         request = signed_request(
             runtime.recipient, prepared, send.attempt, at_s, keys,
             keep_alive=runtime.may_reuse(now),
@@ -185,6 +185,7 @@ class EndpointRuntime:
 
     __slots__ = (
         "_brokers",
+        "_keys",
         "breaker",
         "broker",
         "endpoint",
@@ -218,6 +219,7 @@ class EndpointRuntime:
         # None: the destination is an HTTP receiver.
         self.broker = self._make_broker()
         self.recipient = recipient_of(endpoint, on_unsolicited)
+        self._keys = _lasting_keys(endpoint)
         self.redactor = _redactor_of(endpoint)
         # Where its lanes wait for slots.
         self.queue = queue
@@ -268,6 +270,10 @@ class EndpointRuntime:
         address = broker_address(self.endpoint)
         return None if address is None or self._brokers is None else self._brokers(address)
 
+    def signing_keys(self, now: float) -> list[SigningKey]:
+        """The valid signing keys."""
+        return self.endpoint.secrets_at(now) if self._keys is None else self._keys
+
     def may_reuse(self, now: float) -> bool:
         """Whether a connection may carry more than one request now."""
         return self.reuse.is_allowed(now)
@@ -283,6 +289,7 @@ class EndpointRuntime:
         if broker_address(was) != broker_address(endpoint):
             replaced, self.broker = self.broker, self._make_broker()
         self.recipient = recipient_of(endpoint, self.recipient.on_unsolicited)
+        self._keys = _lasting_keys(endpoint)
         if was.headers != endpoint.headers:
             self.redactor = _redactor_of(endpoint)
         self.reuse = replace(self.reuse, keep_alive=endpoint.reuse.keep_alive)
@@ -315,6 +322,12 @@ class EndpointRuntime:
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
+
+
+def _lasting_keys(endpoint: Endpoint) -> list[SigningKey] | None:
+    """The signing keys, unless one of them ends: found once instead of twice for each request."""
+    lasting = [key for key, ends_at in endpoint.secrets if ends_at is None]
+    return lasting if len(lasting) == len(endpoint.secrets) else None
 
 
 def _redactor_of(endpoint: Endpoint) -> SecretRedactor | None:

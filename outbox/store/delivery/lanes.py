@@ -11,7 +11,7 @@ import orjson
 
 from outbox.core.brokers.repair import Repair, RepairKind
 from outbox.core.delivery.commands import ErasedEvent, Progress
-from outbox.core.delivery.message import Delivery
+from outbox.core.delivery.message import Delivery, earliest_commit
 from outbox.core.model.ids import lane_name, message_id
 from outbox.core.model.response import HOLD_FAILURES
 from outbox.store.connection.secrets import CLEAR
@@ -483,9 +483,11 @@ def build_delivery(lane: LaneIdentity, row: Any) -> Delivery:
     published_at, expires_at, payload, headers, content_type = found[8:13]
     backfill_id, committed_after = found[13:15]
     was_endpoint_id, was_generation, was_slot, was_seq = found[15:19]
-    replay_of = None
+    replay_of = waits_since = None
     if was_seq is not None:
         replay_of = (lane_name(was_endpoint_id, was_generation, was_slot), was_seq)
+    elif backfill_id is None:
+        waits_since = earliest_commit(published_at, committed_after)
     return Delivery._make(
         (
             lane.endpoint_id,
@@ -498,7 +500,7 @@ def build_delivery(lane: LaneIdentity, row: Any) -> Delivery:
             content_type,
             replay_of,
             backfill_id,
-            None if committed_after is None else utc_time(committed_after),
+            waits_since,
         )
     )
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.delivery.circuit_breaker import BreakerRecord, BreakerState
 from outbox.core.delivery.commands import ErasedEvent, Progress
 from outbox.core.delivery.connection_reuse import ConnectionReuse
-from outbox.core.delivery.message import Delivery, EventContent
+from outbox.core.delivery.message import Delivery, EventContent, earliest_commit
 from outbox.core.delivery.operational_events import ReportedState
 from outbox.core.delivery.signature import parse_signing_key
 from outbox.core.model import retryable_statuses
@@ -255,6 +255,10 @@ def build_delivery(
     db: Database, tx: Transaction, lane: LoadedLane, given: Given, committed_after: datetime | None
 ) -> Delivery:
     event = db.outbox[given.outbox_id]
+    replay_of, waits_since = _replay_of(db, tx, given), None
+    if replay_of is None and given.backfill_id is None:
+        after = None if committed_after is None else committed_after.timestamp()
+        waits_since = earliest_commit(event.created_at.timestamp(), after)
     return Delivery(
         lane.endpoint_id,
         lane.name,
@@ -269,9 +273,9 @@ def build_delivery(
         None if given.again else event.expires_at,
         event.payload.encode(),
         None,
-        replay_of=_replay_of(db, tx, given),
+        replay_of=replay_of,
         backfill_id=given.backfill_id,
-        committed_after=committed_after,
+        waits_since=waits_since,
     )
 
 
