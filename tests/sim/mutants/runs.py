@@ -48,6 +48,17 @@ def run_is_not_recorded(sim: Simulation) -> None:
 
 
 @mutant
+def run_forgets_due_results(sim: Simulation) -> None:
+    """A run that goes on does not give its successes to the recorder."""
+    pop_due = delivery_run.DeliveryRun.pop_due
+
+    def patched(self: Any, now: float) -> None:
+        pop_due(self, now)
+
+    swap(delivery_run.DeliveryRun, "pop_due", patched)
+
+
+@mutant
 def run_ignores_limits(sim: Simulation) -> None:
     """A run takes neither rates nor those that wait into account."""
     swap(adaptive_scheduler.AdaptiveRequestScheduler, "continue_run", lambda *_: True)
