@@ -121,7 +121,7 @@ class Transport(Protocol):
           fails.  At most `BODY_BYTES_MAX` of the body are read, never decompressed;
           `HEADER_BYTES_MAX` bounds the stored headers.
         * Redirects are responses; they are not followed.
-        * The call returns within `timeout_s`, however slowly the receiver sends.
+        * Each request ends within `timeout_s`, however slowly the receiver sends.
         * The egress policy checks every address immediately before the connect.
         * A connection is reused only for requests with the same `endpoint`, `networks` and `tls`,
           so that surplus data of one receiver never reaches another endpoint behind its host.

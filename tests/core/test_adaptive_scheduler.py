@@ -115,7 +115,7 @@ def test_slow_receivers_do_not_count_as_loop_lag() -> None:
     for responses in (0, 1, 2):
         loop.sample_lag(LATE, responses)
     assert loop.scheduler.share_max == SHARE_FIRST
-    # Negligible lag does not count either, however much work is done.
+    # Nor does lag that a single holder may cause, however much work is done.
     loop.sample_lag(LAG_ALONE_MAX_S, responses=300)
     assert loop.scheduler.share_max > SHARE_FIRST
 
@@ -143,6 +143,26 @@ def test_a_single_holder_has_a_larger_share_until_another_one_appears(tenant: st
     for _ in range(int(ALONE_AFTER_S / SINCE_S) + 8):
         loop.sample_lag(little_late_s, responses=20)
     assert loop.scheduler.share_max >= alone
+
+
+def test_a_holder_whose_runs_go_on_is_not_taken_for_absent() -> None:
+    """Then no request ends: each one of a run takes the slot of the one before."""
+    loop = Loop()
+    holders = [loop.join(8), loop.join(8)]
+    loop.response(4)
+    little_late_s = (LAG_MAX_S + LAG_ALONE_MAX_S) / 2
+    for _ in range(int(2 * ALONE_AFTER_S / SINCE_S)):
+        loop.now += SINCE_S / 2
+        for holder in holders:
+            assert loop.scheduler.continue_run(loop.open[holder][0], 0.0, loop.now)
+        loop.now += SINCE_S / 2
+        for holder in holders:
+            assert loop.scheduler.continue_run(loop.open[holder][0], 0.0, loop.now)
+        loop.scheduler.observe_lag(IN_TIME, SINCE_S)
+    share = loop.scheduler.share_max
+    loop.scheduler.observe_lag(little_late_s, SINCE_S)
+    loop.sample_lag(little_late_s, responses=2000)
+    assert loop.scheduler.share_max < share
 
 
 def test_the_share_never_exceeds_the_fast_slots() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from standardwebhooks import Webhook
 
 from outbox.core.delivery.envelope import rfc3339
-from outbox.core.delivery.message import Delivery, build, prepare
+from outbox.core.delivery.message import Delivery, build, earliest_commit, prepare
 from outbox.core.delivery.signature import format_secret, verify
 from outbox.core.model.headers import EndpointHeaders, parse_lines
 from outbox.core.model.headers import valid_headers as carried
@@ -297,3 +297,8 @@ def test_times_are_utc_with_microseconds(at: datetime, text: str) -> None:
 @given(st.datetimes(datetime(2, 1, 1), datetime(9998, 1, 1), timezones=st.just(UTC)))
 def test_times_round_trip(at: datetime) -> None:
     assert datetime.fromisoformat(rfc3339(at)) == at
+
+
+@pytest.mark.parametrize(("committed_after", "since"), [(None, 5.0), (4.0, 5.0), (6.0, 6.0)])
+def test_an_event_waits_since_its_commit(committed_after: float | None, since: float) -> None:
+    assert earliest_commit(5.0, committed_after) == since

@@ -101,8 +101,8 @@ def test_lanes_that_wait_for_limits_of_other_endpoints_do_not_end_it() -> None:
     started(scheduler, rated)
     waiting(scheduler, rated)
     assert scheduler.waiting == 2
-    assert scheduler.continue_run(slot, 0.0, 0.9 * RUN_S)
-    assert not scheduler.continue_run(slot, 0.0, RUN_S)
+    for n in range(1, 10):
+        assert scheduler.continue_run(slot, 0.0, 0.9 * RUN_S * n)
 
 
 @pytest.mark.parametrize("tenant", [None, "acme"])
@@ -117,7 +117,10 @@ def test_a_run_uses_up_the_rate(tenant: str | None) -> None:
     while scheduler.continue_run(slot, now, now):
         pass
     waiting(scheduler, queue, now)
-    assert not scheduler.continue_run(slot, now + 10, now + 10)
+    # The rate has room again by now, but it is for the one that waits.
+    later = now + 0.6 * RUN_S
+    assert not scheduler.continue_run(slot, later, later)
+    assert scheduler.wake(later)
 
 
 def test_a_lowered_limit_ends_it() -> None:
@@ -139,10 +142,13 @@ def test_only_fast_endpoints_have_runs() -> None:
     scheduler.end(slot, 0.01)
     slot = started(scheduler, queue, 0.01)
     other = started(scheduler, queue, 0.01)
-    assert scheduler.continue_run(slot, 0.01, 0.02)
+    now, step_s = 0.01, 0.4 * RUN_S
+    while now < 0.01 + 2 * FAST_LATENCY_MAX_S:
+        now += step_s
+        assert scheduler.continue_run(slot, 0.01, now)
     # Another lane's request took too long.
-    scheduler.end(other, 0.02 + 2 * FAST_LATENCY_MAX_S)
-    assert not scheduler.continue_run(slot, 2.0, 2.0)
+    scheduler.end(other, now)
+    assert not scheduler.continue_run(slot, 0.01, now + step_s)
 
 
 def test_each_request_of_a_run_has_an_age_of_its_own() -> None:

@@ -218,7 +218,7 @@ async def test_sending_is_bounded_while_the_log_cannot_be_written(
             await add_endpoint(database, "other", types=["other"])
             await publish(database, "other", type="other")
             await until(lambda: "other" in network.data(), 20, "another endpoint")
-            # A run begins while no more than three rows wait, before and during the write.
+            # A run goes on while no more than three rows wait, before and during the write.
             assert len(network.sent) <= 1 + (3 + 2) + (3 + 2) + 1
         await all_ended(database)
     assert [data for data in network.data() if data != "other"] == ["first", *range(20)]

@@ -32,7 +32,8 @@ LAG_MAX_S = 0.001
 """Above this lag the loop is overloaded.  An idle endpoint's event waits for about six passes
 of the loop until it is sent."""
 LAG_ALONE_MAX_S = 0.02
-"""The same while all requests belong to one holder."""
+"""The same while all requests belong to one holder.  It delays idle endpoints of the same tenant,
+and endpoints that have an event less often than every `ALONE_AFTER_S`."""
 ALONE_AFTER_S = 10.0
 """A holder without requests for this time no longer counts."""
 LAG_SHARE_MAX = 4
@@ -60,19 +61,23 @@ class AdaptiveRequestScheduler(RequestScheduler):
         self._alone_s = inf
 
     def end(self, slot: Slot, now: float, *, responded: bool = True) -> list[Slot]:
+        self._count_ended(slot)
+        return super().end(slot, now, responded=responded)
+
+    def continue_run(self, slot: Slot, began_at: float, now: float) -> bool:
+        continued = super().continue_run(slot, began_at, now)
+        if continued:
+            # The request before it has ended.
+            self._count_ended(slot)
+        return continued
+
+    def _count_ended(self, slot: Slot) -> None:
         self._ended += 1
         holder = capacity_holder(slot.queue)
         if holder is not self._last_holder:
             if self._last_holder is not None:
                 self._alone_s = 0.0
             self._last_holder = holder
-        return super().end(slot, now, responded=responded)
-
-    def continue_run(self, slot: Slot, began_at: float, now: float) -> bool:
-        continued = super().continue_run(slot, began_at, now)
-        # The request before it has ended.
-        self._ended += continued
-        return continued
 
     def observe_lag(self, lag_s: float, interval_s: float) -> None:
         """Adapt the share to a sample of event-loop lag.

@@ -82,8 +82,8 @@ PREEMPTED_MAX = 2
 """Preemptions in a row after which a lane needs a slow slot."""
 
 RUN_S, ROTATION_S = 0.05, 0.1
-"""While requests wait: duration of a delivery run, without its last request, and of one run of each
-lane that waits for the same slots; see `RequestScheduler.continue_run`."""
+"""Duration of a delivery run, and of one run of each lane that waits for the same slots: see
+`RequestScheduler.continue_run`."""
 
 
 # By name: Python 3.11 takes far longer to find the members of an enumeration.
@@ -278,9 +278,10 @@ class RequestScheduler:
         other holder waits for the capacity.
 
         Lanes and endpoints of the same holder may wait meanwhile, but each of them starts within
-        about `ROTATION_S`: a run is the shorter, the more of them wait for each open request.
-        While no request waits, a run goes on as long as its holder does not exceed `share_max`.  A
-        request that took `RUN_S` ends it, and `end` classifies its endpoint.
+        about `ROTATION_S`: a run is the shorter, the more of them wait for each open request, and
+        ends after `RUN_S` at the latest, without its last request.  While none of them waits, it
+        goes on as long as the holder does not exceed `share_max`.  A request that takes `RUN_S`
+        ends it in any case, so that `end` classifies its endpoint.
 
         Args:
             began_at: when the run began.
@@ -310,13 +311,12 @@ class RequestScheduler:
             waiting, in_use, fast = len(queue.waiting), queue.open, queue.fast
         if fast > self.share_max:
             return False
-        if self.waiting:
-            if now - began_at >= min(RUN_S, ROTATION_S * in_use / (in_use + waiting)):
-                return False
-            if self.waiting > waiting and self.share_max > min(
-                self.fast_max - self.fast, self.in_flight_max - self.open
-            ):
-                return False
+        if waiting and now - began_at >= min(RUN_S, ROTATION_S * in_use / (in_use + waiting)):
+            return False
+        if self.waiting > waiting and self.share_max > min(
+            self.fast_max - self.fast, self.in_flight_max - self.open
+        ):
+            return False
         slot.started_at = now
         self._by_age.move_to_end(slot)
         if queue.rate is not None:

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 RESULTS_MAX, RESULTS_S = 32, 0.05
 """Successes that are given to the recorder together, and the time that the first one waits for the
-others, in seconds."""
+others, in seconds.  Whether they are due is decided when a request of the run is sent; one without
+a response delays them, as it delays its lane."""
 
 
 class RunResults:
