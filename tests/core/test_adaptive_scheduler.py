@@ -145,7 +145,7 @@ def test_a_single_holder_has_a_larger_share_until_another_one_appears(tenant: st
     assert loop.scheduler.share_max >= alone
 
 
-def test_a_holder_whose_runs_go_on_is_not_taken_for_absent() -> None:
+def test_a_holder_with_runs_that_go_on_is_not_taken_for_absent() -> None:
     """Then no request ends: each one of a run takes the slot of the one before."""
     loop = Loop()
     holders = [loop.join(8), loop.join(8)]
