@@ -74,10 +74,14 @@ def check_run(
             )
     explainer = CopyExplainer(facts)
     for overlap in ledger.overlaps:
-        first = overlap.first
-        if explainer.explain_takeover(first.lane.endpoint, first.at, overlap.second.at) is None:
+        first, second, endpoint = overlap.first, overlap.second, overlap.first.lane.endpoint
+        if (
+            explainer.explain_takeover(endpoint, first.at, second.at) is None
+            and explainer.explain_late(endpoint, first.at) is None
+            and explainer.explain_late(endpoint, second.at) is None
+        ):
             violations["doubled"].add(
-                f"lane {first.lane.name}: sequence {overlap.second.seq} while {first.seq} was open"
+                f"lane {first.lane.name}: sequence {second.seq} while {first.seq} was open"
             )
     copies: Counter[str] = Counter()
     for copy in ledger.copies:

@@ -7,9 +7,11 @@ The causes are checked in this order:
 * its endpoint was taken over between the two requests, according to the journal,
   because its owner was killed, frozen or cut off before it recorded the
   acknowledgement: the cause is the fault of the owner;
+* its former owner was frozen until then: it sends what it had decided to send before it was,
+  although its successor has sent that meanwhile;
 * this process was stalled, and its response was late.
 
-A event-over without a fault is no cause: a relay that releases an endpoint records all
+A hand-over without a fault is no cause: a relay that releases an endpoint records all
 acknowledgements first.
 """
 
@@ -32,7 +34,11 @@ CONTEXT_S = 3.0
 LINGER_S = 10.0
 """A fault may have effects this long after its end: a frozen relay resumes, a lease expires."""
 HAND_OVER_FAULT = "stop"
-"""The fault that loses no lease: the relay events over its endpoints."""
+"""The fault that loses no lease: the relay hands over its endpoints."""
+FREEZE_FAULTS = ("freeze", "freeze-long")
+RESUMED_S = 1.0
+"""A resumed relay sends within this time what it had decided to send, before it knows that its
+lease has expired."""
 
 
 class CopyExplainer:
@@ -58,6 +64,9 @@ class CopyExplainer:
         change = self.explain_takeover(copy.lane.endpoint, before.at, copy.at)
         if change is not None:
             return change
+        late = self.explain_late(copy.lane.endpoint, copy.at)
+        if late is not None:
+            return late
         if any(s.begin - SLACK_S <= before.at <= s.end + SLACK_S for s in self._stalls):
             return "the chaos run stalled"
         if before.outcome is None and before.left_at is not None:
@@ -83,6 +92,24 @@ class CopyExplainer:
             relay = self._relay_of.get(event.replica)
             fault = None if relay is None else self._fault(relay, event.at)
             return "take-over: " + (fault or "lease expired")
+        return None
+
+    def explain_late(self, endpoint: int, at: float) -> str | None:
+        """Return the fault of a former owner that resumed just before a time; None: there is none.
+
+        It was taken over while it was frozen.
+        """
+        for event in self._ownership.between(endpoint, at - LINGER_S - CONTEXT_S, at):
+            relay = self._relay_of.get(event.replica)
+            if event.claimed or event.reason in CLEAN or relay is None:
+                continue
+            for incident in self._of_relay[relay]:
+                if (
+                    incident.kind in FREEZE_FAULTS
+                    and incident.begin <= event.at <= incident.end + SLACK_S
+                    and incident.end - SLACK_S <= at <= incident.end + RESUMED_S
+                ):
+                    return f"sent late: {incident.kind}"
         return None
 
     def _fault(self, relay: int, at: float) -> str | None:

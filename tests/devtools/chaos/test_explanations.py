@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outbox.devtools.chaos.facts import STALL
+from outbox.devtools.chaos.facts import STALL, Incident
 from outbox.devtools.chaos.ledger import ResponseOutcome
 from tests.devtools.chaos.small_run import SmallRun, wrong
 
@@ -107,3 +107,34 @@ def test_a_response_possibly_lost_in_transit_explains_a_copy(run: SmallRun) -> N
     run.later(5.0)
     run.send(1)
     assert run.check().copies == {"response: refuse": 1}
+
+
+@pytest.mark.parametrize(
+    ("resumed_s", "wanted"), [(0.1, {"sent late: freeze-long": 1}), (3.0, {"unexplained": 1})]
+)
+def test_a_relay_that_was_frozen_sends_what_it_had_decided_to_send(
+    run: SmallRun, resumed_s: float, wanted: dict[str, int]
+) -> None:
+    frozen_at = run.tick()
+    run.later(3.0)
+    run.take_over()
+    run.later(1.0)
+    run.send(1)
+    run.later(3.0)
+    run.facts["incidents"] = (Incident("freeze-long", frozen_at, run.tick(), frozenset({0})),)
+    run.later(resumed_s)
+    run.send(1)
+    assert run.check().copies == wanted
+
+
+def test_a_relay_that_was_not_taken_over_while_it_was_frozen_sends_nothing_late(
+    run: SmallRun,
+) -> None:
+    run.take_over()
+    run.later(3.0)
+    frozen_at = run.tick()
+    run.send(1)
+    run.later(2.0)
+    run.facts["incidents"] = (Incident("freeze", frozen_at, run.tick(), frozenset({0})),)
+    run.send(1)
+    assert wrong(run.check()) == {"unexplained": 1}
