@@ -28,7 +28,7 @@ pytestmark = pytest.mark.one_major
 
 ROWS = 50_000
 ADOPT_S_MAX = 180.0
-"""A cut-over of so many rows takes 17 s alone, and a few times as long beside other tests."""
+"""A cut-over of these rows takes 17 s alone, and a few times as long beside other tests."""
 MAPPING = (
     *("--type", "kind", "--key", "Order Id", "--payload", "body"),
     *("--sent-column", "sent_at", "--once", "message_id", "--accept-collisions"),

@@ -9,9 +9,9 @@ one) is halved; it is raised by a quarter when the loop is in time and requests 
 is little more than what keeps the loop busy, and holders with fewer requests are not affected.
 
 Fewer open requests cost a fifth of the relay's throughput, since more requests wait for slots,
-which ends delivery runs, and each pass does less.  So the strict limit applies only if another
-holder had a request recently and benefits; the first request after an idle time waits for longer,
-once.
+which ends delivery runs, and each pass does less.  The strict limit therefore applies only if
+another holder had a request recently and benefits; the first request after an idle time waits for
+longer, once.
 
 The loop may also lag for other reasons, and then fewer requests do not help.  So the limit is
 lowered only while the duration of requests is caused by the loop and not by the receivers.

@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING
 from outbox.devtools.chaos.facts import STALL
 from outbox.devtools.chaos.ledger import ResponseOutcome
 from outbox.devtools.chaos.ownership import CLEAN, OwnershipHistory
+from outbox.devtools.chaos.plan import FROZEN_LEASES
 
 if TYPE_CHECKING:
-    from outbox.devtools.chaos.facts import Incident, RunFacts
+    from outbox.devtools.chaos.facts import Incident, OwnershipEvent, RunFacts
     from outbox.devtools.chaos.ledger import DeliveryCopy
 
 SLACK_S = 0.5
@@ -35,7 +36,6 @@ LINGER_S = 10.0
 """A fault may have effects this long after its end: a frozen relay resumes, a lease expires."""
 HAND_OVER_FAULT = "stop"
 """The fault that loses no lease: the relay hands over its endpoints."""
-FREEZE_FAULTS = ("freeze", "freeze-long")
 RESUMED_S = 1.0
 """A resumed relay sends within this time what it had decided to send, before it knows that its
 lease has expired."""
@@ -86,9 +86,7 @@ class CopyExplainer:
 
     def explain_takeover(self, endpoint: int, begin: float, end: float) -> str | None:
         """Return why an endpoint was taken over between two times; None: it was not."""
-        for event in self._ownership.between(endpoint, begin - SLACK_S, end + SLACK_S):
-            if event.claimed or event.reason in CLEAN:
-                continue
+        for event in self._losses(endpoint, begin - SLACK_S, end + SLACK_S):
             relay = self._relay_of.get(event.replica)
             fault = None if relay is None else self._fault(relay, event.at)
             return "take-over: " + (fault or "lease expired")
@@ -99,18 +97,21 @@ class CopyExplainer:
 
         It was taken over while it was frozen.
         """
-        for event in self._ownership.between(endpoint, at - LINGER_S - CONTEXT_S, at):
+        for event in self._losses(endpoint, at - LINGER_S - CONTEXT_S, at):
             relay = self._relay_of.get(event.replica)
-            if event.claimed or event.reason in CLEAN or relay is None:
-                continue
-            for incident in self._of_relay[relay]:
+            for incident in () if relay is None else self._of_relay[relay]:
                 if (
-                    incident.kind in FREEZE_FAULTS
+                    incident.kind in FROZEN_LEASES
                     and incident.begin <= event.at <= incident.end + SLACK_S
                     and incident.end - SLACK_S <= at <= incident.end + RESUMED_S
                 ):
                     return f"sent late: {incident.kind}"
         return None
+
+    def _losses(self, endpoint: int, begin: float, end: float) -> list[OwnershipEvent]:
+        """Return when relays lost an endpoint without handing it over."""
+        events = self._ownership.between(endpoint, begin, end)
+        return [event for event in events if not event.claimed and event.reason not in CLEAN]
 
     def _fault(self, relay: int, at: float) -> str | None:
         """Return the last fault of a relay before a time."""

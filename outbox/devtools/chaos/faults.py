@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from outbox.devtools.chaos import operators, queries
 from outbox.devtools.chaos.facts import Incident
+from outbox.devtools.chaos.plan import FROZEN_LEASES
 from outbox.devtools.chaos.receivers import REJECTS
 from outbox.errors import CannotRun, DatabaseUnavailable, OutboxError
 from outbox.operations import endpoint_changes, endpoint_states, replays
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 ACTOR = "outbox-prove"
 LANES_MAX = 4
 ENDPOINTS_HIT_MAX = 10
-FROZEN_LEASES = {"freeze": (1.3, 2.5), "freeze-long": (3.2, 4.5)}
 APPLIED_MAX = 5
 LEADER_TIMEOUT_S = 1.0
 COMMAND_TIMEOUT_S, RESUME_TIMEOUT_S = 10.0, 60.0

@@ -65,6 +65,8 @@ class FaultKind:
     """Only allowed on a server of its own, because it affects all users."""
 
 
+FROZEN_LEASES = {"freeze": (1.3, 2.5), "freeze-long": (3.2, 4.5)}
+"""How long a relay is frozen: the shortest and the longest duration, in leases."""
 _RELAYS, _CONNECTIONS, _DATABASE = "the relays", "their connections to the database", "the database"
 _RECEIVERS, _OPERATOR = "the receivers", "an operator"
 _COMMANDS = "a command of an operator: pause, resume, lanes, dead replay or apply"

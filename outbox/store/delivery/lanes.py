@@ -507,5 +507,5 @@ def build_delivery(lane: LaneIdentity, row: Any) -> Delivery:
 
 @lru_cache(1024)
 def utc_time(epoch_s: float) -> datetime:
-    """Cached: events of one transaction share a timestamp, and so do those of a batch."""
+    """Cached, because events of one transaction share a timestamp."""
     return datetime.fromtimestamp(epoch_s, UTC)
