@@ -83,14 +83,16 @@ class LegacyOutbox:
         for n in range(rows):
             self.written[f"k{n % KEYS}"] += 1
 
-    async def write(self, db: Connection[Any], key: str, kind: str | None = None) -> None:
-        """Write one row in a transaction, which may be rolled back."""
+    async def write(
+        self, db: Connection[Any], key: str, kind: str | None = None, *, rolls_back: bool = False
+    ) -> None:
+        """Write one row in a transaction."""
         began = time.perf_counter()
         transaction = db.transaction()
         await transaction.start()
         payload = orjson.dumps({"key": key, "n": self.written[key]}).decode()
         await db.execute(INSERT, kind or self.rng.choice(self.kinds), key, payload)
-        if self.rng.random() < 0.1:
+        if rolls_back:
             await transaction.rollback()
             return
         await transaction.commit()
@@ -99,7 +101,7 @@ class LegacyOutbox:
 
     @asynccontextmanager
     async def applications(self) -> AsyncIterator[None]:
-        """Applications that write during the block."""
+        """Applications that write during the block, and roll back every tenth transaction."""
         ended = asyncio.Event()
         async with asyncio.TaskGroup() as group:
             for n in range(WRITERS):
@@ -113,7 +115,8 @@ class LegacyOutbox:
         keys = [f"k{n}" for n in range(KEYS) if n % WRITERS == writer]
         async with self.database.connection() as db:
             while not ended.is_set():
-                await self.write(db, self.rng.choice(keys))
+                key, rolls_back = self.rng.choice(keys), self.rng.random() < 0.1
+                await self.write(db, key, rolls_back=rolls_back)
                 await asyncio.sleep(0.002)
 
     @asynccontextmanager
