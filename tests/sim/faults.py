@@ -252,7 +252,9 @@ class Faults:
         )
 
     def _hang(self, connection: Connection, *, half_sent: bool) -> str:
+        # The relay loses its session when it uses the connection, maybe much later.
         self._trouble(connection.process)
+        connection.add_termination_listener(lambda hung: self._trouble(hung.process))
         # The relay may notice it only when it records something.
         self._sim.checker.harmed_until = math.inf
         connection.hang(half_sent=half_sent)

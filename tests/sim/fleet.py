@@ -230,7 +230,12 @@ class Fleet:
         return max(self.world.now, network.stalled_until, *stalls)
 
     def _is_healthy(self, relay: Process) -> bool:
-        return not relay.dead and self._unhealthy_until.get(relay.name, 0.0) < self.world.now
+        own = (c for c in self.database.connections if c.process is relay)
+        return (
+            not relay.dead
+            and self._unhealthy_until.get(relay.name, 0.0) < self.world.now
+            and not any(c.hangs for c in own if not c.is_closed())
+        )
 
     def stop(self, relay: Process, back_s: float) -> None:
         """SIGTERM; check that the relay ends in time, unless it was frozen meanwhile."""
