@@ -107,8 +107,16 @@ class Following(Protocol):
 class Transport(Protocol):
     """Sends requests; safe to use from many tasks of one event loop."""
 
-    async def send(self, request: Request, following: Following | None = None) -> AttemptResult:
+    async def send(
+        self,
+        request: Request,
+        following: Following | None = None,
+        before_write: Callable[[], object] | None = None,
+    ) -> AttemptResult:
         """Send `request` at most once and return the result.
+
+        `before_write` is called immediately before each request is written, so also after a
+        connect.  If it raises, that request is not sent, and `send` raises the same.
 
         With `following`, a transport may ask it after a complete response on a connection that
         can be reused, and sends the request that it returns instead of returning the result.  It

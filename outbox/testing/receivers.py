@@ -126,8 +126,15 @@ class InProcessTransport:
         self._handlers = {name: self._handler(each) for name, each in by_name.items()}
         self.sent: list[SentRequest] = []
 
-    async def send(self, request: Outgoing, following: Following | None = None) -> AttemptResult:
+    async def send(
+        self,
+        request: Outgoing,
+        following: Following | None = None,
+        before_write: Callable[[], object] | None = None,
+    ) -> AttemptResult:
         """Call the endpoint's receiver; see `outbox.destinations.interface.Transport`."""
+        if before_write is not None:
+            before_write()
         recipient = request.recipient
         endpoint = self._endpoints.get(cast("UUID", recipient.endpoint))
         handler = self._handlers.get(endpoint.name) if endpoint else None

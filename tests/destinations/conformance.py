@@ -604,6 +604,21 @@ class TransportConformance:
             statuses = await asyncio.gather(*(lane() for _ in range(8)))
         assert {each[-1] for each in statuses} == {None}
 
+    @pytest.mark.parametrize("reused", [False, True])
+    async def test_a_request_is_not_written_after_its_permission_has_ended(
+        self, transport: Transport, reused: bool
+    ) -> None:
+        def end() -> None:
+            raise PermissionError
+
+        async with serving(respond_with(OK)) as server:
+            if reused:
+                await transport.send(to(server))
+            with pytest.raises(PermissionError):
+                await transport.send(to(server), None, end)
+            assert (await transport.send(to(server, body=b"next"))).status == 200
+        assert [each.body for each in server.received][reused:] == [b"next"]
+
     async def test_cancelling_closes_the_connection(self, transport: Transport) -> None:
         async def script(connection: Connection) -> None:
             await connection.request()

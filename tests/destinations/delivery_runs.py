@@ -297,6 +297,23 @@ class DeliveryRuns:
             assert (await transport.send(to(server))).status == 200
         assert server.connections == 2
 
+    async def test_each_request_of_a_run_needs_permission(self, transport: Transport) -> None:
+        allowed = 0
+
+        def before_write() -> None:
+            nonlocal allowed
+            if allowed == 5:
+                raise PermissionError
+            allowed += 1
+
+        async with serving(respond_with(OK)) as server:
+            run = Run(server)
+            with pytest.raises(PermissionError):
+                await transport.send(run.request(0), run, before_write)
+            assert len(run.responses) == 5
+            assert (await transport.send(to(server, body=b"next"))).status == 200
+        assert run.bodies == [*numbers(5), b"next"]
+
     async def test_a_closed_transport_ends_the_run(self, make: Make) -> None:
         async with serving(respond_with(OK)) as server, closing(make()) as transport:
             run = Run(server)

@@ -65,8 +65,10 @@ class Wire:
 class Sending:
     """A connection with the first request of a run in flight."""
 
-    def __init__(self, follow_ups: FollowUps, run: Run | None = None) -> None:
-        self.run = run or Run(cast("RawServer", Server()))
+    def __init__(
+        self, follow_ups: FollowUps, before_write: Callable[[], object] | None = None
+    ) -> None:
+        self.run = Run(cast("RawServer", Server()))
         self.wire = Wire()
         request = self.run.request(0)
         destination = DestinationCache(EgressPolicy(["127.0.0.0/8"])).resolve(request.recipient)
@@ -74,14 +76,16 @@ class Sending:
         self.connection = Connection(destination.target, loop, {}, follow_ups)
         self.connection.connection_made(cast("asyncio.Transport", self.wire))
         self.result = self.connection.send_request(
-            destination, request, 0.0, loop.time() + 60, self.run
+            destination, request, 0.0, loop.time() + 60, self.run, before_write
         )
 
 
 @contextmanager
-def sending(count: int) -> Iterator[list[Sending]]:
+def sending(
+    count: int, before_write: Callable[[], object] | None = None
+) -> Iterator[list[Sending]]:
     follow_ups = FollowUps(asyncio.get_running_loop())
-    those = [Sending(follow_ups) for _ in range(count)]
+    those = [Sending(follow_ups, before_write) for _ in range(count)]
     try:
         yield those
     finally:
@@ -191,3 +195,26 @@ async def test_a_fault_of_one_connection_is_its_own(step: str) -> None:
             each.connection.data_received(OK)
         await asyncio.sleep(0)
         assert [len(each.wire.written) for each in (those[0], those[2])] == [3, 3]
+
+
+async def test_what_was_decided_before_the_process_was_frozen_is_not_sent() -> None:
+    """It is frozen after the first of three writes, and its lease ends meanwhile."""
+    writes = 0
+
+    def before_write() -> None:
+        nonlocal writes
+        if writes == 4:
+            raise PermissionError
+        writes += 1
+
+    with sending(3, before_write) as those:
+        for each in those:
+            each.connection.data_received(OK)
+        await asyncio.sleep(0)
+        assert [len(each.wire.written) for each in those] == [2, 1, 1]
+        assert [each.run.prepared for each in those] == [1, 0, 0]
+        assert not those[0].result.done()
+        for each in those[1:]:
+            with pytest.raises(PermissionError):
+                await asyncio.wait_for(each.result, 5)
+            assert each.wire.closed

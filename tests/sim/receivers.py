@@ -16,6 +16,7 @@ from tests.support.runs import send_run
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Callable
 
     from outbox.destinations.interface import Following, Request
     from tests.sim.books import Sent
@@ -90,11 +91,16 @@ class Transport:
         # acquisition of an endpoint has its own.
         self._unsolicited: Counter[object] = Counter()
 
-    async def send(self, request: Request, following: Following | None = None) -> AttemptResult:
+    async def send(
+        self,
+        request: Request,
+        following: Following | None = None,
+        before_write: Callable[[], object] | None = None,
+    ) -> AttemptResult:
         """Send a request, and those that follow it; returns the last result."""
         if following is not None:
             following = _CheckedRun(following, request, self._unsolicited, self._checker)
-        return await send_run(self._send, request, following)
+        return await send_run(self._send, request, following, before_write)
 
     async def _send(self, request: Request) -> AttemptResult:
         world, rng = self._world, self._rng

@@ -93,8 +93,13 @@ class Network:
         self.in_flight: dict[str, int] = defaultdict(int)
         self.in_flight_max: dict[str, int] = defaultdict(int)
 
-    async def send(self, request: Request, following: Following | None = None) -> AttemptResult:
-        return await send_run(self._send, request, following)
+    async def send(
+        self,
+        request: Request,
+        following: Following | None = None,
+        before_write: Callable[[], object] | None = None,
+    ) -> AttemptResult:
+        return await send_run(self._send, request, following, before_write)
 
     async def _send(self, request: Request) -> AttemptResult:
         sent = Sent.from_request(request)

@@ -15,10 +15,16 @@ async def send_run(
     send: Callable[[Request], Awaitable[AttemptResult]],
     request: Request,
     following: Following | None,
+    before_write: Callable[[], object] | None,
 ) -> AttemptResult:
     """Send a request and those that follow it, as the HTTP client does."""
     assert following is None or request.keep_alive, "a run without connection reuse"
+    follows = False
     while True:
+        if before_write is not None:
+            before_write()
+        if follows and following is not None:
+            following.sent()
         response = await send(request)
         if following is None or response.failure is not None:
             return response
@@ -26,5 +32,4 @@ async def send_run(
         if after is None:
             return response
         assert after.keep_alive, "a request of a run without connection reuse"
-        request = after
-        following.sent()
+        request, follows = after, True

@@ -15,7 +15,7 @@ from outbox.errors import UsageError
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine
 
     from outbox.destinations.http.dns import Resolver
     from outbox.destinations.http.egress import EgressPolicy
@@ -52,14 +52,17 @@ class HttpTransport:
         self._client = Http1Client(opener, keep_alive_s)
 
     def send(
-        self, request: Request, following: Following | None = None
+        self,
+        request: Request,
+        following: Following | None = None,
+        before_write: Callable[[], object] | None = None,
     ) -> Coroutine[Any, Any, AttemptResult]:
         # Returns the client's coroutine instead of awaiting it: one coroutine per request.
         try:
             destination = self._destinations.resolve(request.recipient)
         except UsageError as error:
             return _refused(str(error))
-        return self._client.send(destination, request, following)
+        return self._client.send(destination, request, following, before_write)
 
     async def aclose(self) -> None:
         await self._client.aclose()

@@ -101,8 +101,7 @@ class AttemptSender:
             started_at = self._now()
         responded = False
         try:
-            if self._lease_left_s() <= 0:
-                raise Fenced
+            self._require_lease()
             if not at_once:
                 left = revalidate(lane, send, state, started_at) if started else None
                 if left is None:
@@ -164,7 +163,8 @@ class AttemptSender:
             self._loop.call_soon(lane.prefetch_next, started_at)
         run = self._begin_run(lane, send, request, span, started_at)
         try:
-            response = await self._admission.send(lane.slot, self._transport.send(request, run))
+            sending = self._transport.send(request, run, self._require_lease)
+            response = await self._admission.send(lane.slot, sending)
         except BaseException:
             self._telemetry.attempt_abandoned(span if run is None else run.span, self._now())
             raise
@@ -178,6 +178,14 @@ class AttemptSender:
         if redactor is not None:
             response = redactor.redact(response)
         return Attempt(send, started_at, response, preempted, span)
+
+    def _require_lease(self) -> None:
+        """Raise Fenced without a lease.
+
+        Called again before each write: the process may have been frozen since the decision.
+        """
+        if self._lease_left_s() <= 0:
+            raise Fenced
 
     def _begin_run(
         self,
@@ -200,7 +208,7 @@ class AttemptSender:
         )
         return LaneRun(
             lane, run, span, self._fetcher, self._recorder, self._telemetry,
-            self._lease_left_s, self._loop.time, self._now,
+            self._loop.time, self._now,
         )  # fmt: skip
 
 

@@ -25,7 +25,6 @@ class LaneRun:
 
     Args:
         span: of the first request.
-        lease_left_s: remaining lease, in seconds; without it the run ends.
         loop_time: the clock of admission control.
         now: epoch seconds.
     """
@@ -36,7 +35,6 @@ class LaneRun:
         "_fetcher",
         "_headers",
         "_lane",
-        "_lease_left_s",
         "_loop_time",
         "_now",
         "_recorder",
@@ -55,7 +53,6 @@ class LaneRun:
         fetcher: DeliveryFetcher,
         recorder: Recorder,
         telemetry: DeliveryTelemetry,
-        lease_left_s: Callable[[], float],
         loop_time: Callable[[], float],
         now: Callable[[], float],
     ) -> None:
@@ -68,7 +65,6 @@ class LaneRun:
         self._fetcher = fetcher
         self._recorder = recorder
         self._telemetry = telemetry
-        self._lease_left_s = lease_left_s
         self._loop_time = loop_time
         self._now = now
         # The last response in its stored form; receivers repeat the same one.
@@ -89,11 +85,7 @@ class LaneRun:
     def follow(self, response: AttemptResult) -> Request | None:
         """See `Following.follow`."""
         lane, run = self._lane, self.run
-        if (
-            lane.runtime.endpoint is not self._endpoint
-            or self._lease_left_s() <= 0
-            or self._recorder.full
-        ):
+        if lane.runtime.endpoint is not self._endpoint or self._recorder.full:
             return None
         if response.headers is not self._headers or response.body is not self._body:
             self._headers, self._body = response.headers, response.body

@@ -42,7 +42,7 @@ def acknowledgement_before_response(sim: Simulation) -> None:
         def __init__(self, transport: Any) -> None:
             self._transport = transport
 
-        async def send(self, request: Any, following: object = None) -> AttemptResult:
+        async def send(self, request: Any, *_: object) -> AttemptResult:
             sending = asyncio.get_running_loop().create_task(self._transport.send(request))
             sending.add_done_callback(lambda task: task.cancelled() or task.exception())
             return AttemptResult.completed(200, 0.0)

@@ -22,6 +22,8 @@ from outbox.destinations.http.http1.pool import ConnectionPools
 from outbox.destinations.interface import NotConnected
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from outbox.destinations.http.connector import ConnectionOpener, Target
     from outbox.destinations.http.http1.response_parser import CachedResponse
     from outbox.destinations.http.targets import Destination
@@ -48,7 +50,11 @@ class Http1Client:
         self._closed = False
 
     async def send(
-        self, destination: Destination, request: Request, following: Following | None
+        self,
+        destination: Destination,
+        request: Request,
+        following: Following | None,
+        before_write: Callable[[], object] | None,
     ) -> AttemptResult:
         started_at, deadline = monotonic(), self._loop.time() + request.recipient.timeout_s
         connection: Connection | None = None
@@ -57,7 +63,9 @@ class Http1Client:
                 connection = self._pools.acquire(destination.target)
             if connection is None:
                 connection = await self._connect(destination.target, request, deadline)
-            pending = connection.send_request(destination, request, started_at, deadline, following)
+            pending = connection.send_request(
+                destination, request, started_at, deadline, following, before_write
+            )
         except NotConnected as error:
             return AttemptResult.failed(error.failure, error.detail, monotonic() - started_at)
         except Exception as error:

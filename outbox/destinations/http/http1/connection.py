@@ -51,6 +51,7 @@ class Connection(asyncio.Protocol):
     """
 
     __slots__ = (
+        "_before_write",
         "_data",
         "_destination",
         "_early",
@@ -100,6 +101,7 @@ class Connection(asyncio.Protocol):
         self._timeout_s = 0.0
         # Of the request in flight.
         self._destination: Destination | None = None
+        self._before_write: Callable[[], object] | None = None
         self._following: Following | None = None
         # A complete response in a delivery run, until `take_following`; then the next request.
         self._response: AttemptResult | None = None
@@ -123,12 +125,14 @@ class Connection(asyncio.Protocol):
         started_at: float,
         deadline: float,
         following: Following | None,
+        before_write: Callable[[], object] | None = None,
     ) -> asyncio.Future[AttemptResult]:
         """Send a request; returns a future of its result, or of the last one that followed it.
 
         Args:
             started_at: start of the attempt, by `time.monotonic`.
             deadline: when the client calls `expire`, by the loop's clock.
+            before_write: see `Transport.send`.
 
         Raises:
             NotConnected: the connection was closed meanwhile.
@@ -141,10 +145,13 @@ class Connection(asyncio.Protocol):
         self._started_at, self._timeout_s = started_at, request.recipient.timeout_s
         self._destination = destination
         self._following = following if request.keep_alive else None
+        self._before_write = before_write
         self.deadline = deadline
         self._on_unsolicited = request.recipient.on_unsolicited
         self._reader.begin()
         self._waiting = waiting = self._loop.create_future()
+        if not self._may_write():
+            return waiting
         # One write: two would be two packets.  The transport buffers the rest, and an early
         # response can be read meanwhile.
         transport.write(data)
@@ -265,6 +272,8 @@ class Connection(asyncio.Protocol):
     def write_following(self) -> None:
         """Send the request that was taken."""
         data, self._data = self._data, b""
+        if not self._may_write():
+            return
         assert self._transport is not None
         try:
             self._transport.write(data)
@@ -282,6 +291,20 @@ class Connection(asyncio.Protocol):
             self._settle(self._internal_failure(error))
 
     # ---------------------------------------------------------------- internals
+
+    def _may_write(self) -> bool:
+        """Call `before_write`; if it raises, the result of the request is that exception."""
+        if self._before_write is None:
+            return True
+        try:
+            self._before_write()
+        except Exception as error:
+            self.close()
+            waiting, self._waiting = self._waiting, None
+            if waiting is not None and not waiting.done():
+                waiting.set_exception(error)
+            return False
+        return True
 
     def _internal_failure(self, error: Exception) -> AttemptResult:
         self.close()
