@@ -11,7 +11,6 @@ import asyncio
 import sys
 import time
 from contextlib import aclosing, asynccontextmanager
-from datetime import UTC, datetime
 from ipaddress import ip_network
 from typing import TYPE_CHECKING
 from uuid import uuid4
@@ -47,7 +46,7 @@ def sample(payload_bytes: int) -> tuple[dict[str, str], bytes]:
         type="order.paid",
         tenant=None,
         key="order-12345",
-        published_at=datetime.now(UTC),
+        published_at=time.time(),
         expires_at=None,
         payload=b'{"n": 12345, "filler": "%b"}' % (b"x" * max(payload_bytes - frame, 0)),
         headers=None,

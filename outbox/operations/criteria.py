@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
-from outbox.core.delivery.envelope import rfc3339
+from outbox.core.delivery.envelope import datetime_rfc3339
 from outbox.core.model import pattern
 from outbox.core.model.dead_letter_reason import DeadLetterReason
 from outbox.errors import UsageError
@@ -108,7 +108,7 @@ class Criteria:
         """The conditions that are set."""
         values = {name: getattr(self, name) for name in ("endpoint", *_COLUMNS)}
         return {
-            name: rfc3339(value) if isinstance(value, datetime) else value
+            name: datetime_rfc3339(value) if isinstance(value, datetime) else value
             for name, value in values.items()
             if value
         }

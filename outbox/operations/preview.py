@@ -20,7 +20,7 @@ from outbox.operations.lane_history import READ_PREVIOUS
 from outbox.operations.trace import NO_BATCH, READ_DELIVERIES, READ_SEQUENCED
 from outbox.store.connection.connect import map_errors
 from outbox.store.delivery.endpoints import find_endpoint
-from outbox.store.delivery.lanes import PAYLOAD_BYTES, epoch_s, utc_time
+from outbox.store.delivery.lanes import PAYLOAD_BYTES, epoch_s
 from outbox.store.retention.erasure import PLAN_BY_INDEX
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ async def preview_request(
         type=event["type"],
         tenant=event["tenant"],
         key=event["key"],
-        published_at=utc_time(event["published_at"]),
+        published_at=event["published_at"],
         expires_at=None,
         payload=event["payload"],
         headers=event["headers"] and event["headers"].encode(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import orjson
@@ -139,7 +138,7 @@ class FakeSender:
             type=event_type,
             tenant=tenant,
             key=key,
-            published_at=datetime.fromtimestamp(self._clock(), tz=UTC),
+            published_at=self._clock(),
             expires_at=None,
             payload=orjson.dumps(data) if content_type is None else check_body(data),
             headers=None,
@@ -172,12 +171,7 @@ class FakeSender:
             if (last := max((n.delivery.seq for n in numbers if not n.dead_lettered), default=0))
         ]
         now = self._clock()
-        prepared = checkpoint.prepare(
-            str(self._new_id()),
-            datetime.fromtimestamp(now, tz=UTC),
-            marks,
-            self._headers,
-        )
+        prepared = checkpoint.prepare(str(self._new_id()), now, marks, self._headers)
         return _signed(prepared, 1, self._key, now)
 
     def resend(self, request: Request, attempt: int = 2) -> Request:

@@ -179,7 +179,7 @@ class Watch:
 
 
 def _expires_at(delivery: Delivery) -> float:
-    return inf if delivery.expires_at is None else delivery.expires_at.timestamp()
+    return inf if delivery.expires_at is None else delivery.expires_at
 
 
 def _ends(record: Record) -> bool:

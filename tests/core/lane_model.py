@@ -8,7 +8,6 @@ choose the order. Every error of the lane is a `Violation`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from outbox.core.delivery.batch import classify_batch
@@ -166,7 +165,7 @@ class World(Watch):
         self._batch += 1
         expires_at = None
         if expires_in_s is not None:
-            expires_at = datetime.fromtimestamp(self.now + expires_in_s, UTC)
+            expires_at = self.now + expires_in_s
         if self.disk.closed:
             return
         new = [delivery(self.disk.last_seq + 1 + n, self._batch, expires_at) for n in range(count)]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 from uuid import UUID
 
@@ -25,7 +24,7 @@ ENDPOINT = UUID(int=1)
 EPOCH_S = 1_700_000_000.0
 
 
-def delivery(seq: int, batch: int = 1, expires_at: datetime | None = None) -> Delivery:
+def delivery(seq: int, batch: int = 1, expires_at: float | None = None) -> Delivery:
     """Return the delivery of a sequence number."""
     return Delivery(
         endpoint_id=ENDPOINT,
@@ -37,7 +36,7 @@ def delivery(seq: int, batch: int = 1, expires_at: datetime | None = None) -> De
         type="order.paid",
         tenant=None,
         key=None,
-        published_at=datetime.fromtimestamp(EPOCH_S, UTC),
+        published_at=EPOCH_S,
         expires_at=expires_at,
         payload=b"{}",
         headers=None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from uuid import UUID
 
 import orjson
@@ -250,7 +249,7 @@ def test_a_retry_budget_begins_when_the_delivery_fails_alone() -> None:
 
 
 def test_a_batch_keeps_its_slot_when_a_delivery_expires_while_it_waits() -> None:
-    soon = datetime.fromtimestamp(NOW + 5, UTC)
+    soon = NOW + 5
     lane = lane_of(delivery(1), delivery(2, expires_at=soon), delivery(3))
     lane.mark_ended()
     send = lane.next(NOW)

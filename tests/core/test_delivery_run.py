@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import pytest
@@ -151,7 +150,7 @@ def test_admission_control_ends_it() -> None:
 
 
 def test_an_expired_or_erased_event_ends_it() -> None:
-    expires_at = datetime.fromtimestamp(NOW + 3, UTC)
+    expires_at = NOW + 3
     assert Running(delivery(1), delivery(2, expires_at=expires_at)).advance(now=NOW + 2)
     assert Running(delivery(1), delivery(2, expires_at=expires_at)).advance(now=NOW + 3) is None
     assert Running(delivery(1), ErasedEvent(ENDPOINT, 2, 1, 102)).advance() is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from uuid import UUID
 
 import orjson
@@ -26,7 +25,7 @@ DELIVERY = Delivery(
     type="a",
     tenant=None,
     key=None,
-    published_at=datetime(2026, 1, 1, tzinfo=UTC),
+    published_at=1_767_225_600.0,
     expires_at=None,
     payload=b"{}",
     headers=None,

@@ -7,7 +7,6 @@ random generator.
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import UTC, datetime
 
 import pytest
 from hypothesis import settings
@@ -242,7 +241,7 @@ def test_a_budget_ends_only_after_an_attempt() -> None:
 
 
 def test_an_expired_delivery_is_dead_lettered_unsent() -> None:
-    ends_at = datetime.fromtimestamp(NOW + 3, UTC)
+    ends_at = NOW + 3
     lane = lane_with(delivery(1, expires_at=ends_at), delivery(2))
     lane.confirm_recorded(attempt(lane, BUSY)[1])
     # An open circuit breaker must not delay the deliveries behind an expired one.
@@ -259,7 +258,7 @@ def test_an_expired_delivery_is_dead_lettered_unsent() -> None:
 
 
 def test_a_retry_waits_no_longer_than_the_event_expiry() -> None:
-    ends_at = datetime.fromtimestamp(NOW + 0.25, UTC)
+    ends_at = NOW + 0.25
     lane = lane_with(delivery(1, expires_at=ends_at))
     lane.confirm_recorded(attempt(lane, BUSY)[1])
     assert lane.next(NOW) == Wait(NOW + 0.25)

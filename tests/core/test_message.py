@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from standardwebhooks import Webhook
 
-from outbox.core.delivery.envelope import rfc3339
+from outbox.core.delivery.envelope import datetime_rfc3339, rfc3339
 from outbox.core.delivery.message import Delivery, build, earliest_commit, prepare
 from outbox.core.delivery.signature import format_secret, verify
 from outbox.core.model.headers import EndpointHeaders, parse_lines
@@ -34,7 +34,7 @@ DELIVERY = Delivery(
     type="order.paid",
     tenant="acme",
     key="order-7",
-    published_at=datetime(2026, 1, 31, 12, 0, 0, 1, tzinfo=UTC),
+    published_at=datetime(2026, 1, 31, 12, 0, 0, 1, tzinfo=UTC).timestamp(),
     expires_at=None,
     payload=b'{"total": 12.50}',
     headers=b'{"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}',
@@ -291,12 +291,17 @@ def test_the_request_is_well_formed_with_any_headers(headers: dict[str, str]) ->
     ],
 )
 def test_times_are_utc_with_microseconds(at: datetime, text: str) -> None:
-    assert rfc3339(at) == text
+    assert rfc3339(at.timestamp()) == datetime_rfc3339(at) == text
 
 
-@given(st.datetimes(datetime(2, 1, 1), datetime(9998, 1, 1), timezones=st.just(UTC)))
+@given(st.datetimes(datetime(1800, 1, 1), datetime(2200, 1, 1), timezones=st.just(UTC)))
+def test_epoch_seconds_are_exact_for_centuries(at: datetime) -> None:
+    assert datetime.fromisoformat(rfc3339(at.timestamp())) == at
+
+
+@given(st.datetimes(timezones=st.just(UTC)))
 def test_times_round_trip(at: datetime) -> None:
-    assert datetime.fromisoformat(rfc3339(at)) == at
+    assert datetime.fromisoformat(datetime_rfc3339(at)) == at
 
 
 @pytest.mark.parametrize(("committed_after", "since"), [(None, 5.0), (4.0, 5.0), (6.0, 6.0)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from pathlib import Path
 from uuid import UUID
 
@@ -30,7 +29,7 @@ EVENT = Delivery(
     type="a.b",
     tenant=None,
     key=None,
-    published_at=datetime.fromtimestamp(START, UTC),
+    published_at=START,
     expires_at=None,
     payload=b"{}",
     headers=None,

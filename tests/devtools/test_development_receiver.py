@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from datetime import UTC, datetime
+import time
 from typing import TYPE_CHECKING, get_args
 
 import pytest
@@ -167,7 +167,7 @@ async def test_a_copy_is_a_duplicate_after_its_id_was_forgotten(
 ) -> None:
     monkeypatch.setattr(memory, "SEEN_MAX", 2)
     receiver = DevelopmentReceiver([SECRET])
-    now = datetime.now(tz=UTC)
+    now = time.time()
     async with receiver.serve() as url:
         for n in (1, 2, 3, 1):
             await transport.send(request(url, delivery(n, published_at=now)))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from itertools import count
 from typing import TYPE_CHECKING
 from uuid import UUID
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 ENDPOINT = UUID(int=1)
 LANE = "lane"
-PUBLISHED_AT = datetime(2026, 1, 1, tzinfo=UTC)
+PUBLISHED_AT = 1_767_225_600.0
 
 
 @dataclass
@@ -79,7 +78,7 @@ class Database:
 
     # ---------------------------------------------------------------- writing
 
-    def assign(self, expires_at: datetime | None = None) -> Delivery:
+    def assign(self, expires_at: float | None = None) -> Delivery:
         """Assign the next sequence to a new event."""
         seq, outbox_id = self.last_seq + 1, next(self.ids)
         delivery = Delivery(

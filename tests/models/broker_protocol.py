@@ -31,7 +31,6 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -265,7 +264,7 @@ class World:
         for _ in range(self.rng.randrange(1, 5)):
             expires_at = None
             if self.rng.random() < 0.05:
-                expires_at = datetime.fromtimestamp(self.now, UTC) + timedelta(seconds=5)
+                expires_at = self.now + 5
             delivery = self.database.assign(expires_at)
             if self.rng.random() < 0.08:
                 self._refused.add(delivery.message_id)

@@ -17,6 +17,8 @@ from outbox.destinations.interface import Recipient, Request
 ENDPOINT = UUID("6f1c2a34-9d55-4f0e-8a55-2f6a1b0c9d3e")
 SECRET = bytes(range(32))
 OTHER = bytes(range(1, 33))
+DAY = datetime(2026, 1, 31, tzinfo=UTC)
+"""When the events are published."""
 
 
 def delivery(seq: int, **changes: Any) -> Delivery:
@@ -31,7 +33,7 @@ def delivery(seq: int, **changes: Any) -> Delivery:
         "type": "order.paid",
         "tenant": "acme",
         "key": "order-7",
-        "published_at": datetime(2026, 1, 31, tzinfo=UTC),
+        "published_at": DAY.timestamp(),
         "expires_at": None,
         "payload": b'{"n": %d}' % seq,
         "headers": None,

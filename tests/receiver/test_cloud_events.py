@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 from uuid import UUID
 
@@ -124,7 +123,7 @@ def deliveries() -> list[Delivery]:
             type="order.paid",
             tenant=None if n % 2 else "acme",
             key=key,
-            published_at=datetime(2026, 1, 31, 12, 0, 0, n % 10**6, tzinfo=UTC),
+            published_at=1_769_860_800.0 + n % 10**6 / 1e6,
             expires_at=None,
             payload=payload,
             content_type=BYTES if payload.startswith(b"\0") else None,

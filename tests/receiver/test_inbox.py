@@ -24,7 +24,7 @@ from tests.receiver.connections import (
     SQLAlchemySQLite,
     SQLite,
 )
-from tests.receiver.deliveries import delivery, signed
+from tests.receiver.deliveries import DAY, delivery, signed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.costly
 
-DAY = delivery(1).published_at
+
+def at(**changes: int) -> float:
+    """Another time of that year, in epoch seconds."""
+    return DAY.replace(**changes).timestamp()  # type: ignore[arg-type]
 
 
 def message(seq: int, previous: int | None = None, **changes: Any) -> Message:
@@ -257,14 +260,19 @@ async def test_an_older_event_never_overwrites_a_newer_state(opener: Opener) -> 
         message(9, replay_of=("a-1-0", 1)),
         message(10),
         message(1, lane="a-2-0"),  # A new generation of lanes.
-        message(11, replay_of=("a-1-0", 4), published_at=DAY.replace(day=30)),
-        message(2, lane="a-2-0", backfill_id=7, published_at=DAY.replace(day=1)),
+        message(11, replay_of=("a-1-0", 4), published_at=at(day=30)),
+        message(2, lane="a-2-0", backfill_id=7, published_at=at(day=1)),
         message(3, lane="a-2-0"),
-        message(4, lane="a-2-0", replay_of=("a-1-0", 5), published_at=DAY.replace(month=3, day=1)),
+        message(
+            4,
+            lane="a-2-0",
+            replay_of=("a-1-0", 5),
+            published_at=at(month=3, day=1),
+        ),
         # Its number is higher than all others except the replayed delivery.
         message(5, lane="a-2-0"),
-        message(6, lane="a-2-0", published_at=DAY.replace(month=5)),
-        message(7, lane="a-2-0", published_at=DAY.replace(month=2, day=1)),
+        message(6, lane="a-2-0", published_at=at(month=5)),
+        message(7, lane="a-2-0", published_at=at(month=2, day=1)),
     ):
         async with opener.transaction() as transaction:
             newest.append(await transaction.newest("account 7", what))
@@ -294,7 +302,7 @@ async def test_expired_deliveries_are_deleted_and_their_copies_stay_duplicates(
         taken = await transaction.receive(message(2, outbox_id=77))
         assert taken.outcome is DeliveryOutcome.DUPLICATE
         young = datetime.now(tz=UTC) - timedelta(days=6)
-        taken = await transaction.receive(message(2, outbox_id=78, published_at=young))
+        taken = await transaction.receive(message(2, outbox_id=78, published_at=young.timestamp()))
         assert taken.outcome is DeliveryOutcome.CONFLICT
         taken = await transaction.receive(message(3, outbox_id=79))
         assert taken.outcome is DeliveryOutcome.CONFLICT

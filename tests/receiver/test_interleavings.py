@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -190,7 +189,7 @@ class World(RuleBasedStateMachine):
             event_id=delivery(each["event"]).event_id,
             replay_of=None if stands_for is None else (LANE, stands_for),
             payload=b'{"n": %d}' % each["event"],
-            published_at=delivery(1).published_at.replace(microsecond=each["event"]),
+            published_at=delivery(1).published_at + each["event"] / 1e6,
         )
         headers, body = signed(which, previous=self._previous(seq))
         return Request("POST", headers, body)
@@ -235,9 +234,7 @@ class World(RuleBasedStateMachine):
 
     def _checkpoint(self) -> Request:
         last = self._previous(self._acknowledged() + 1)
-        prepared = prepare(
-            "checkpoint", datetime.now(tz=UTC), [LaneMark(LANE, 1, last)] if last else []
-        )
+        prepared = prepare("checkpoint", time.time(), [LaneMark(LANE, 1, last)] if last else [])
         return Request(
             "POST", parse_lines(prepared.attempt(1, int(time.time()), [SECRET])), prepared.body
         )

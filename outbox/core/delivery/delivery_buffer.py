@@ -156,4 +156,4 @@ def _delivery_bytes(each: Delivery | ErasedEvent) -> int:
 
 def is_expired(delivery: Delivery, now: float) -> bool:
     """Whether the event expired at or before `now`."""
-    return delivery.expires_at is not None and delivery.expires_at.timestamp() <= now
+    return delivery.expires_at is not None and delivery.expires_at <= now

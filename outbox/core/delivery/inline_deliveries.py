@@ -72,7 +72,7 @@ def inline_deliveries(
             batch,
             outbox_id,
             *content,
-            waits_since=earliest_commit(content.published_at.timestamp(), after),
+            waits_since=earliest_commit(content.published_at, after),
         )
         by_lane.setdefault(lane_id, []).append(delivery)
     return by_lane

@@ -335,7 +335,7 @@ class Lane:
             return self._dead_letter(first, "erased", None)
         if first.seq == self._skip_seq:
             return self._dead_letter(first, "skipped", None)
-        expires_at = inf if first.expires_at is None else first.expires_at.timestamp()
+        expires_at = inf if first.expires_at is None else first.expires_at
         if expires_at <= now:
             return self._dead_letter(first, "expired", None)
         if retry.exhausted:

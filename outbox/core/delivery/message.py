@@ -30,7 +30,6 @@ from outbox.core.model.message_format import ENVELOPE, JSON_TYPE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from datetime import datetime
     from uuid import UUID
 
     from outbox.core.delivery.signature import SigningKey
@@ -55,9 +54,9 @@ class Delivery(NamedTuple):
     type: str
     tenant: str | None
     key: str | None
-    published_at: datetime
-    """With a time zone."""
-    expires_at: datetime | None
+    published_at: float
+    """Epoch seconds, like all times of this module."""
+    expires_at: float | None
     payload: bytes
     """JSON text, or any bytes if there is a content type."""
     headers: bytes | None
@@ -88,7 +87,7 @@ class Delivery(NamedTuple):
 
 
 def earliest_commit(published_at: float, committed_after: float | None) -> float:
-    """The earliest commit time of an event; all times in epoch seconds.
+    """The earliest commit time of an event.
 
     An event may have been inserted long before its transaction committed.
 
@@ -107,8 +106,8 @@ class EventContent(NamedTuple):
     type: str
     tenant: str | None
     key: str | None
-    published_at: datetime
-    expires_at: datetime | None
+    published_at: float
+    expires_at: float | None
     payload: bytes
     headers: bytes | None
     content_type: str | None = None

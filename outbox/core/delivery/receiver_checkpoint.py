@@ -27,7 +27,6 @@ from outbox.core.model.headers import NO_HEADERS, format_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from datetime import datetime
 
     from outbox.core.model.headers import EndpointHeaders
     from outbox.core.model.int_ranges import Range
@@ -53,7 +52,7 @@ class LaneMark:
 
 def prepare(
     checkpoint_id: str,
-    at: datetime,
+    at: float,
     marks: Sequence[LaneMark],
     headers: EndpointHeaders = NO_HEADERS,
 ) -> Prepared:
@@ -61,6 +60,7 @@ def prepare(
 
     Args:
         checkpoint_id: a new UUID.
+        at: epoch seconds.
         headers: of the endpoint.
     """
     lanes = [_lane_json(each) for each in marks]

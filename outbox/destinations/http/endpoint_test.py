@@ -6,7 +6,6 @@ import math
 import secrets
 import time
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 from uuid import uuid4
 
@@ -115,7 +114,7 @@ def _request(endpoint: EndpointUnderTest, total_s_max: float) -> Request:
         type=TYPE,
         tenant=None,
         key=None,
-        published_at=datetime.fromtimestamp(now, UTC),
+        published_at=now,
         expires_at=None,
         payload=orjson.dumps({"test": True, "endpoint": endpoint.name}),
         headers=None,

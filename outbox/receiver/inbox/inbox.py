@@ -11,7 +11,7 @@ Concurrent copies are serialized by a lock on the row of their lane.
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+import time
 from functools import wraps
 from textwrap import dedent
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, get_args
@@ -355,7 +355,7 @@ class Inbox:
         if connection.dialect == "memory":
             # Its window is shorter than `keep_s`: any number that a lane has forgotten.
             return "9999"
-        return rfc3339(datetime.now(tz=UTC) - timedelta(seconds=self._keep_s))
+        return rfc3339(time.time() - self._keep_s)
 
     def _statements(self, connection: OpenConnection) -> Statements:
         found = self._sql.get(connection.dialect)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from math import inf
 from typing import TYPE_CHECKING
 from uuid import uuid4
@@ -208,8 +207,7 @@ class CheckpointSender:
     def _request(self, subscriber: _Subscriber) -> Request:
         endpoint, marks = subscriber.endpoint, subscriber.marks or ()
         now = self._now()
-        at = datetime.fromtimestamp(now, UTC)
-        prepared = prepare(str(uuid4()), at, marks, endpoint.headers)
+        prepared = prepare(str(uuid4()), now, marks, endpoint.headers)
         keys = endpoint.secrets_at(now)
         return signed_request(subscriber.recipient, prepared, 1, int(now), keys)
 

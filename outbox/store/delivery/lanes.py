@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
@@ -19,6 +17,7 @@ from outbox.store.delivery.endpoints import read_endpoints
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
+    from datetime import datetime
     from uuid import UUID
 
     from asyncpg import Connection
@@ -104,7 +103,7 @@ SELECT lane.id, a.seq, a.batch, a.started_at
 
 
 def epoch_s(column: str) -> str:
-    """A timestamp in epoch seconds, limited to the range of Python's datetime, for `utc_time`.
+    """A timestamp in epoch seconds, limited to the range of Python's datetime.
 
     PostgreSQL has others (infinity), and its least and greatest ignore NULL.  The seconds are exact
     to the microsecond for a few centuries: asyncpg takes as long to build one datetime as for the
@@ -493,8 +492,8 @@ def build_delivery(lane: LaneIdentity, row: Any) -> Delivery:
             lane.endpoint_id,
             lane.name,
             *found[1:8],
-            utc_time(published_at),
-            None if expires_at is None else utc_time(expires_at),
+            published_at,
+            expires_at,
             payload,
             None if headers is None else headers.encode(),
             content_type,
@@ -503,9 +502,3 @@ def build_delivery(lane: LaneIdentity, row: Any) -> Delivery:
             waits_since,
         )
     )
-
-
-@lru_cache(1024)
-def utc_time(epoch_s: float) -> datetime:
-    """Cached, because events of one transaction share a timestamp."""
-    return datetime.fromtimestamp(epoch_s, UTC)

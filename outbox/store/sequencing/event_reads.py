@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.delivery.message import EventContent
 from outbox.core.sequencing.router import RoutableEvent
 from outbox.errors import CursorBroken
-from outbox.store.delivery.lanes import PAYLOAD_BYTES, epoch_s, utc_time
+from outbox.store.delivery.lanes import PAYLOAD_BYTES, epoch_s
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -228,14 +228,14 @@ def parse_reading(rows: Sequence[Any], *, with_content: bool = False) -> Reading
 
 
 def _content(row: Any) -> EventContent:
-    expires_at, headers = row["expires_at"], row["headers"]
+    headers = row["headers"]
     return EventContent(
         row["event_id"],
         row["type"],
         row["tenant"],
         row["key"],
-        utc_time(row["published_at"]),
-        None if expires_at is None else utc_time(expires_at),
+        row["published_at"],
+        row["expires_at"],
         row["payload"],
         None if headers is None else headers.encode(),
         row["content_type"],

@@ -6,7 +6,6 @@ import base64
 import hmac
 import http.client
 import io
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, ClassVar
 from uuid import UUID
 
@@ -64,7 +63,7 @@ def _good() -> tuple[list[tuple[str, str]], bytes]:
     delivery = Delivery(
         endpoint_id=_ID, lane="0198c0de0000-1-0", seq=7, batch=1, outbox_id=9, event_id=_ID,
         type="order.paid", tenant=None, key="order-7", expires_at=None, headers=None,
-        published_at=datetime(2026, 1, 31, tzinfo=UTC), payload=b'{"order":7}',
+        published_at=1_769_817_600.0, payload=b'{"order":7}',
     )  # fmt: skip
     prepared = prepare(delivery, 6)
     return list(parse_lines(prepared.attempt(1, NOW, [SECRET]))), prepared.body

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ssl
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 from uuid import UUID
 
@@ -71,7 +70,7 @@ def requests(raw: bytes) -> None:
         return
     delivery = Delivery(
         endpoint_id=_ID, outbox_id=1, event_id=_ID, type="order.paid", tenant=None, key=key,
-        lane="shop.1", seq=7, batch=1, published_at=datetime(2026, 1, 31, tzinfo=UTC),
+        lane="shop.1", seq=7, batch=1, published_at=1_769_817_600.0,
         expires_at=None, payload=data.rest() or b"{}",
         headers=None if events is None else events.encode(),
     )  # fmt: skip

@@ -237,6 +237,10 @@ def _erased_event(lane: LoadedLane, given: Given) -> ErasedEvent:
     return ErasedEvent(lane.endpoint_id, given.seq, given.batch, given.outbox_id, given.backfill_id)
 
 
+def _seconds(at: datetime | None) -> float | None:
+    return None if at is None else at.timestamp()
+
+
 def content_of(event: Any) -> EventContent:
     """What a delivery takes from its event."""
     return EventContent(
@@ -244,8 +248,8 @@ def content_of(event: Any) -> EventContent:
         event.type,
         None,
         event.key,
-        event.created_at,
-        event.expires_at,
+        event.created_at.timestamp(),
+        _seconds(event.expires_at),
         event.payload.encode(),
         None,
     )
@@ -257,8 +261,7 @@ def build_delivery(
     event = db.outbox[given.outbox_id]
     replay_of, waits_since = _replay_of(db, tx, given), None
     if replay_of is None and given.backfill_id is None:
-        after = None if committed_after is None else committed_after.timestamp()
-        waits_since = earliest_commit(event.created_at.timestamp(), after)
+        waits_since = earliest_commit(event.created_at.timestamp(), _seconds(committed_after))
     return Delivery(
         lane.endpoint_id,
         lane.name,
@@ -269,8 +272,8 @@ def build_delivery(
         event.type,
         None,
         event.key,
-        event.created_at,
-        None if given.again else event.expires_at,
+        event.created_at.timestamp(),
+        None if given.again else _seconds(event.expires_at),
         event.payload.encode(),
         None,
         replay_of=replay_of,
