@@ -26,7 +26,7 @@ from tests.support.waiting import until
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Callable, Mapping
 
     from outbox.web.proxy import Proxy
     from tests.destinations.certificates import Certificates
@@ -64,6 +64,17 @@ def to(server: RawServer | str, body: bytes = b'{"n":1}', **changes: Any) -> Req
     settings = {name: changes.pop(name) for name in _RECIPIENT_FIELDS & changes.keys()}
     lines = changes.pop("lines", format_lines(headers))
     return Request(Recipient(**({"url": url} | settings)), lines, body, **changes)
+
+
+def permission(writes: int) -> Callable[[], None]:
+    """A `before_write` that permits so many writes."""
+    left = iter(range(writes))
+
+    def require() -> None:
+        if next(left, None) is None:
+            raise PermissionError
+
+    return require
 
 
 def short(server: RawServer | str, **changes: Any) -> Request:
@@ -608,14 +619,11 @@ class TransportConformance:
     async def test_a_request_is_not_written_after_its_permission_has_ended(
         self, transport: Transport, reused: bool
     ) -> None:
-        def end() -> None:
-            raise PermissionError
-
         async with serving(respond_with(OK)) as server:
             if reused:
                 await transport.send(to(server))
             with pytest.raises(PermissionError):
-                await transport.send(to(server), None, end)
+                await transport.send(to(server), None, permission(0))
             assert (await transport.send(to(server, body=b"next"))).status == 200
         assert [each.body for each in server.received][reused:] == [b"next"]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from outbox.core.model.response import Failure
-from tests.destinations.conformance import LONG_S, PATIENT_S, closing, to
+from tests.destinations.conformance import LONG_S, PATIENT_S, closing, permission, to
 from tests.destinations.servers import OK, Connection, RawServer, respond_with, serving
 from tests.support.waiting import until
 
@@ -298,18 +298,10 @@ class DeliveryRuns:
         assert server.connections == 2
 
     async def test_each_request_of_a_run_needs_permission(self, transport: Transport) -> None:
-        allowed = 0
-
-        def before_write() -> None:
-            nonlocal allowed
-            if allowed == 5:
-                raise PermissionError
-            allowed += 1
-
         async with serving(respond_with(OK)) as server:
             run = Run(server)
             with pytest.raises(PermissionError):
-                await transport.send(run.request(0), run, before_write)
+                await transport.send(run.request(0), run, permission(5))
             assert len(run.responses) == 5
             assert (await transport.send(to(server, body=b"next"))).status == 200
         assert run.bodies == [*numbers(5), b"next"]

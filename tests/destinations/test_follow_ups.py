@@ -17,6 +17,7 @@ from outbox.destinations.http.egress import EgressPolicy
 from outbox.destinations.http.http1.connection import Connection
 from outbox.destinations.http.http1.follow_ups import FollowUps
 from outbox.destinations.http.targets import DestinationCache
+from tests.destinations.conformance import permission
 from tests.destinations.delivery_runs import Run
 from tests.destinations.servers import OK
 
@@ -199,15 +200,7 @@ async def test_a_fault_of_one_connection_is_its_own(step: str) -> None:
 
 async def test_what_was_decided_before_the_process_was_frozen_is_not_sent() -> None:
     """It is frozen after the first of three writes, and its lease ends meanwhile."""
-    writes = 0
-
-    def before_write() -> None:
-        nonlocal writes
-        if writes == 4:
-            raise PermissionError
-        writes += 1
-
-    with sending(3, before_write) as those:
+    with sending(3, permission(4)) as those:
         for each in those:
             each.connection.data_received(OK)
         await asyncio.sleep(0)

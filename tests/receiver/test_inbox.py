@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.costly
 
 
-def at(**changes: int) -> float:
-    """Another time of that year, in epoch seconds."""
-    return DAY.replace(**changes).timestamp()  # type: ignore[arg-type]
+def at(month: int = DAY.month, day: int = DAY.day) -> float:
+    """Another day of that year, in epoch seconds."""
+    return DAY.replace(month=month, day=day).timestamp()
 
 
 def message(seq: int, previous: int | None = None, **changes: Any) -> Message:
@@ -263,12 +263,7 @@ async def test_an_older_event_never_overwrites_a_newer_state(opener: Opener) -> 
         message(11, replay_of=("a-1-0", 4), published_at=at(day=30)),
         message(2, lane="a-2-0", backfill_id=7, published_at=at(day=1)),
         message(3, lane="a-2-0"),
-        message(
-            4,
-            lane="a-2-0",
-            replay_of=("a-1-0", 5),
-            published_at=at(month=3, day=1),
-        ),
+        message(4, lane="a-2-0", replay_of=("a-1-0", 5), published_at=at(month=3, day=1)),
         # Its number is higher than all others except the replayed delivery.
         message(5, lane="a-2-0"),
         message(6, lane="a-2-0", published_at=at(month=5)),

@@ -198,7 +198,7 @@ class Fleet:
                 return  # The epochs are those of another history.
             if self._peace or not all(self._is_healthy(r) for r in others):
                 return
-            sessions = [c.backend for c in self.database.connections if c.process is relay]
+            sessions = [c.backend for c in self._connections_of(relay)]
             if any(each is not None and each.commits for each in sessions):
                 return  # It cannot be terminated.
             unowned: dict[UUID, int] = {}
@@ -223,18 +223,21 @@ class Fleet:
 
         One that is on its way counts when it arrives.  The other sessions can be ended.
         """
-        own = (c for c in self.database.connections if c.process is relay)
-        renewing = (c.backend for c in own if c.last_step == renew_lease.__name__)
+        renewing = (
+            c.backend for c in self._connections_of(relay) if c.last_step == renew_lease.__name__
+        )
         stalls = [b.stalled_until for b in renewing if b is not None and b.alive]
         network = self.database.network_of(relay.name)
         return max(self.world.now, network.stalled_until, *stalls)
 
+    def _connections_of(self, relay: Process) -> list[Connection]:
+        return [c for c in self.database.connections if c.process is relay]
+
     def _is_healthy(self, relay: Process) -> bool:
-        own = (c for c in self.database.connections if c.process is relay)
         return (
             not relay.dead
             and self._unhealthy_until.get(relay.name, 0.0) < self.world.now
-            and not any(c.hangs for c in own if not c.is_closed())
+            and not any(c.hangs for c in self._connections_of(relay) if not c.is_closed())
         )
 
     def stop(self, relay: Process, back_s: float) -> None:

@@ -6,8 +6,8 @@ be sent in the pass of the event loop that received the response.  A run is such
 requests.  It changes nothing about the lane's rules: one request is in flight at a time, and the
 next one starts only after the previous one was delivered.  Whatever is not a plain success, and
 every reason not to send the next delivery at once, ends the run with exactly one request in flight
-or one result that the run did not take.  That result is handled like any other.  Only a lease that
-ends between this decision and the write ends it with neither: then the session ends as well.
+or one result that the run did not take.  That result is handled like any other.  Only the end of
+the lease, which is checked at the write, ends it with neither: then the session ends as well.
 
 A run is checked before each of its requests, so that the end of the lease, a stop, a pause,
 changed settings, an erased event or a dead-lettered backlog take effect after the request in

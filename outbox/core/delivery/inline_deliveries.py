@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from outbox.core.delivery.message import Delivery, earliest_commit
+from outbox.core.delivery.message import Delivery, earliest_commit, epoch_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -52,7 +52,7 @@ def inline_deliveries(
         committed_after: lower bound of the commit time of the batch's events.
     """
     by_lane: dict[int, list[Delivery]] = {}
-    after = None if committed_after is None else committed_after.timestamp()
+    after = epoch_seconds(committed_after)
     complete, left_bytes = set(lanes if contents else ()), INLINE_BYTES_MAX
     for lane_id, seq, outbox_id in deliveries:
         if not complete:

@@ -30,6 +30,7 @@ from outbox.core.model.message_format import ENVELOPE, JSON_TYPE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from datetime import datetime
     from uuid import UUID
 
     from outbox.core.delivery.signature import SigningKey
@@ -84,6 +85,11 @@ class Delivery(NamedTuple):
     def is_plain(self) -> bool:
         """Whether it is the event's first delivery: no replay or backfill."""
         return self.replay_of is None and self.backfill_id is None
+
+
+def epoch_seconds(at: datetime | None) -> float | None:
+    """Epoch seconds of an optional time; exact to the microsecond for a few centuries."""
+    return None if at is None else at.timestamp()
 
 
 def earliest_commit(published_at: float, committed_after: float | None) -> float:

@@ -12,6 +12,7 @@ import orjson
 from outbox.core.brokers.port import APPEND_MAX
 from outbox.core.delivery.circuit_breaker import BreakerRecord, BreakerState
 from outbox.core.delivery.connection_reuse import ConnectionReuse
+from outbox.core.delivery.message import epoch_seconds
 from outbox.core.delivery.operational_events import ReportedState
 from outbox.core.delivery.signature import parse_signing_key
 from outbox.core.model import headers, retryable_statuses
@@ -35,7 +36,6 @@ from outbox.store.connection.secrets import (
 
 if TYPE_CHECKING:
     from collections.abc import Collection
-    from datetime import datetime
     from uuid import UUID
 
     from asyncpg import Connection
@@ -266,13 +266,13 @@ def _endpoint(row: Any, vault: Vault) -> Endpoint:
         health=BreakerRecord(
             BreakerState(row["health"]),
             row["since"].timestamp(),
-            _seconds(row["held_until"]),
+            epoch_seconds(row["held_until"]),
             row["last_response"] and orjson.loads(row["last_response"]),
         ),
         reported=ReportedState(
-            _seconds(row["reported_held_since"]), _seconds(row["reported_stalled_at"])
+            epoch_seconds(row["reported_held_since"]), epoch_seconds(row["reported_stalled_at"])
         ),
-        reuse=ConnectionReuse(row["keep_alive"], _seconds(row["unsolicited_at"])),
+        reuse=ConnectionReuse(row["keep_alive"], epoch_seconds(row["unsolicited_at"])),
         problem=problem,
         failure=failure,
     )
@@ -282,10 +282,6 @@ def _endpoint(row: Any, vault: Vault) -> Endpoint:
 def _policy(text: str) -> RetryPolicy:
     """Cached: most endpoints share a few policies."""
     return RetryPolicy.from_dict(orjson.loads(text))
-
-
-def _seconds(at: datetime | None) -> float | None:
-    return None if at is None else at.timestamp()
 
 
 async def endpoint_not_found(connection: Connection[Any], name: str) -> NotFound:

@@ -9,7 +9,7 @@ import orjson
 
 from outbox.core.brokers.repair import Repair, RepairKind
 from outbox.core.delivery.commands import ErasedEvent, Progress
-from outbox.core.delivery.message import Delivery, earliest_commit
+from outbox.core.delivery.message import Delivery, earliest_commit, epoch_seconds
 from outbox.core.model.ids import lane_name, message_id
 from outbox.core.model.response import HOLD_FAILURES
 from outbox.store.connection.secrets import CLEAR
@@ -17,7 +17,6 @@ from outbox.store.delivery.endpoints import read_endpoints
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
-    from datetime import datetime
     from uuid import UUID
 
     from asyncpg import Connection
@@ -327,7 +326,7 @@ class LaneStore:
                 r["blocked"],
                 r["skip_seq"],
                 r["last_seq"],
-                _seconds(r["pending_since"]),
+                epoch_seconds(r["pending_since"]),
                 Progress(
                     r["acked_seq"],
                     r["delivered_seq"],
@@ -335,10 +334,10 @@ class LaneStore:
                     r["retry_seq"],
                     r["attempts"],
                     r["spent"],
-                    _seconds(r["first_attempt_at"]),
-                    _seconds(r["next_attempt_at"]),
+                    epoch_seconds(r["first_attempt_at"]),
+                    epoch_seconds(r["next_attempt_at"]),
                     r["last_response"] and orjson.loads(r["last_response"]),
-                    _seconds(r["success_at"]),
+                    epoch_seconds(r["success_at"]),
                 ),
                 tuple(tails.get(r["id"], ())),
                 r["receipt"],
@@ -461,10 +460,6 @@ class LaneStore:
         return {r["id"]: Repair(RepairKind(r["repair"]), r["repair_seq"]) for r in rows}
 
 
-def _seconds(at: datetime | None) -> float | None:
-    return None if at is None else at.timestamp()
-
-
 def _delivery(lane: LoadedLane, row: Any) -> Delivery | ErasedEvent:
     if row["payload"] is None:
         return ErasedEvent(
@@ -479,8 +474,8 @@ def build_delivery(lane: LaneIdentity, row: Any) -> Delivery:
     By position: looking up each column by name took longer than everything else.
     """
     found = tuple(row.values())
-    published_at, expires_at, payload, headers, content_type = found[8:13]
-    backfill_id, committed_after = found[13:15]
+    published_at = found[8]
+    headers, content_type, backfill_id, committed_after = found[11:15]
     was_endpoint_id, was_generation, was_slot, was_seq = found[15:19]
     replay_of = waits_since = None
     if was_seq is not None:
@@ -491,10 +486,7 @@ def build_delivery(lane: LaneIdentity, row: Any) -> Delivery:
         (
             lane.endpoint_id,
             lane.name,
-            *found[1:8],
-            published_at,
-            expires_at,
-            payload,
+            *found[1:11],
             None if headers is None else headers.encode(),
             content_type,
             replay_of,

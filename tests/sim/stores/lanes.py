@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.delivery.circuit_breaker import BreakerRecord, BreakerState
 from outbox.core.delivery.commands import ErasedEvent, Progress
 from outbox.core.delivery.connection_reuse import ConnectionReuse
-from outbox.core.delivery.message import Delivery, EventContent, earliest_commit
+from outbox.core.delivery.message import Delivery, EventContent, earliest_commit, epoch_seconds
 from outbox.core.delivery.operational_events import ReportedState
 from outbox.core.delivery.signature import parse_signing_key
 from outbox.core.model import retryable_statuses
@@ -237,10 +237,6 @@ def _erased_event(lane: LoadedLane, given: Given) -> ErasedEvent:
     return ErasedEvent(lane.endpoint_id, given.seq, given.batch, given.outbox_id, given.backfill_id)
 
 
-def _seconds(at: datetime | None) -> float | None:
-    return None if at is None else at.timestamp()
-
-
 def content_of(event: Any) -> EventContent:
     """What a delivery takes from its event."""
     return EventContent(
@@ -249,7 +245,7 @@ def content_of(event: Any) -> EventContent:
         None,
         event.key,
         event.created_at.timestamp(),
-        _seconds(event.expires_at),
+        epoch_seconds(event.expires_at),
         event.payload.encode(),
         None,
     )
@@ -261,7 +257,7 @@ def build_delivery(
     event = db.outbox[given.outbox_id]
     replay_of, waits_since = _replay_of(db, tx, given), None
     if replay_of is None and given.backfill_id is None:
-        waits_since = earliest_commit(event.created_at.timestamp(), _seconds(committed_after))
+        waits_since = earliest_commit(event.created_at.timestamp(), epoch_seconds(committed_after))
     return Delivery(
         lane.endpoint_id,
         lane.name,
@@ -273,7 +269,7 @@ def build_delivery(
         None,
         event.key,
         event.created_at.timestamp(),
-        None if given.again else _seconds(event.expires_at),
+        None if given.again else epoch_seconds(event.expires_at),
         event.payload.encode(),
         None,
         replay_of=replay_of,
