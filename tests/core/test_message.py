@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 from datetime import UTC, datetime, timedelta, timezone
+from math import nextafter
 from typing import Any
 from uuid import UUID
 
@@ -292,6 +293,11 @@ def test_the_request_is_well_formed_with_any_headers(headers: dict[str, str]) ->
 )
 def test_times_are_utc_with_microseconds(at: datetime, text: str) -> None:
     assert rfc3339(at.timestamp()) == datetime_rfc3339(at) == text
+
+
+def test_a_time_is_rounded_to_the_next_second() -> None:
+    at = datetime(2026, 1, 31, 12, tzinfo=UTC).timestamp()
+    assert rfc3339(nextafter(at, 0)) == rfc3339(at) == "2026-01-31T12:00:00.000000Z"
 
 
 @given(st.datetimes(datetime(1800, 1, 1), datetime(2200, 1, 1), timezones=st.just(UTC)))

@@ -301,11 +301,12 @@ def _candidates(
     return by_version
 
 
-def _hmac(secret: bytes, *signed: bytes) -> str:
+def _hmac(secret: bytes, signed: bytes, body: bytes = b"") -> str:
+    """HMAC-SHA256 of a text and a body, in base64; apart, because bodies may be large."""
     keyed_inner, keyed_outer = _keyed_hashes(secret)
     inner, outer = keyed_inner.copy(), keyed_outer.copy()
-    for part in signed:
-        inner.update(part)
+    inner.update(signed)
+    inner.update(body)
     outer.update(inner.digest())
     return binascii.b2a_base64(outer.digest(), newline=False).decode("ascii")
 

@@ -162,6 +162,8 @@ class Router:
 
     def count_fitting_events(self, events: Sequence[RoutableEvent], deliveries_max: int) -> int:
         """Number of events that fit into one batch; at least one, to make progress."""
+        if len(events) * len(self._routes) <= deliveries_max:
+            return len(events)
         deliveries = 0
         for n, event in enumerate(events):
             deliveries += len(self.match(event.tenant, event.type))

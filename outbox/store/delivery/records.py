@@ -510,6 +510,10 @@ def _attempts(runs: Sequence[tuple[int, RunResults]], records: Sequence[Record])
     """The array of `attempt_row`."""
     rows: list[str] = []
     for lane_id, run in runs:
+        error = composite_text(run.error)
+        # Receivers repeat the same response: encoded once.
+        distinct = {id(each): each for each in run.responses}
+        encoded = {key: _json_field(each) for key, each in distinct.items()}
         columns = run.batches, run.seqs, run.statuses, run.started_at, run.elapsed_s, run.responses
         rows += [
             _attempt_row(
@@ -519,14 +523,21 @@ def _attempts(runs: Sequence[tuple[int, RunResults]], records: Sequence[Record])
                 1,
                 "delivered",
                 status,
-                run.error,
+                error,
                 started_at,
                 elapsed_s,
-                response,
+                encoded[id(response)],
             )
             for batch, seq, status, started_at, elapsed_s, response in zip(*columns, strict=True)
         ]
-    rows += [_attempt_row(r.lane_id, *r.attempt) for r in records if r.attempt is not None]
+    for record in records:
+        if (row := record.attempt) is not None:
+            error, response = composite_text(row.error), _json_field(row.response)
+            rows.append(
+                _attempt_row(
+                    record.lane_id, *row[:5], error, row.started_at, row.elapsed_s, response
+                )
+            )
     return composite_array(rows)
 
 
@@ -537,16 +548,15 @@ def _attempt_row(
     attempt: int,
     outcome: str,
     status: int | None,
-    error: str | None,
+    error: str,
     started_at: float,
     elapsed_s: float,
-    response: dict[str, Any] | None,
+    response: str,
 ) -> str:
-    """The fields in the order of the type `attempt_row`."""
+    """The fields in the order of the type `attempt_row`; error and response are encoded."""
     return (
         f"({lane_id},{batch},{seq},{attempt},{outcome},{composite_number(status)},"
-        f"{composite_text(error)},{round(started_at * 1e6)},{round(elapsed_s * 1e6)},"
-        f"{_json_field(response)})"
+        f"{error},{round(started_at * 1e6)},{round(elapsed_s * 1e6)},{response})"
     )
 
 
