@@ -12,8 +12,8 @@ from outbox.core.model.message_format import UNBATCHED, FormatName
 if TYPE_CHECKING:
     from benchmarks.stage import Stage
 
-SINGLE = Load("64 lanes", 64, 12_000)
-BATCHES = Load("64 lanes, batches of 50", 64, 24_000, batch_max=50)
+SINGLE = Load("64 lanes", 64, 40_000)
+BATCHES = Load("64 lanes, batches of 50", 64, 80_000, batch_max=50)
 BASELINE: FormatName = "envelope"
 
 

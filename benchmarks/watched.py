@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from benchmarks.stage import Stage
     from tests.support.postgres import Database
 
-LOAD = Load("64 lanes, watched", 64, 24_000)
+LOAD = Load("64 lanes, watched", 64, 120_000)
 SCRAPE_EVERY_S, PAGE_EVERY_S, PUSH_EVERY_S = 1.0, 2.0, 5.0
 TURNS = (True, False, False, True)
 """Whether the relay is monitored, by turn of a round."""
