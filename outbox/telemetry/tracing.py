@@ -195,7 +195,7 @@ def _about(endpoint: str, delivery: Delivery) -> dict[str, str | int]:
         "messaging.destination.name": endpoint,
         "messaging.message.id": str(delivery.event_id),
         "outbox.event.type": delivery.type,
-        "outbox.delivery.id": str(delivery.delivery_id),
+        "outbox.delivery.id": delivery.message_id,
         "outbox.lane": delivery.lane,
         "outbox.sequence": delivery.seq,
     }
