@@ -25,7 +25,7 @@ from outbox.core.delivery import cloud_event, signed_metadata
 from outbox.core.delivery.envelope import envelope
 from outbox.core.delivery.signature import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, sign_with
 from outbox.core.model.headers import NO_HEADERS, format_lines, merge, parse_lines
-from outbox.core.model.ids import delivery_id, message_id
+from outbox.core.model.ids import message_id
 from outbox.core.model.message_format import ENVELOPE, JSON_TYPE
 
 if TYPE_CHECKING:
@@ -72,13 +72,8 @@ class Delivery(NamedTuple):
     """`earliest_commit` of its event; None: a replay or a backfill."""
 
     @property
-    def delivery_id(self) -> UUID:
-        """The X-Delivery, stable over all attempts."""
-        return delivery_id(self.endpoint_id, self.outbox_id, self.event_id, self.backfill_id)
-
-    @property
     def message_id(self) -> str:
-        """The X-Delivery as text."""
+        """The X-Delivery, stable over all attempts."""
         return message_id(self.endpoint_id, self.outbox_id, self.event_id, self.backfill_id)
 
     @property
@@ -173,9 +168,7 @@ def prepare(
         message_format: of the endpoint.
     """
     prefix = headers.prefix
-    sent_id = message_id(
-        delivery.endpoint_id, delivery.outbox_id, delivery.event_id, delivery.backfill_id
-    )
+    sent_id = delivery.message_id
     name, source = message_format
     content_type, more, has_metadata = JSON_TYPE, "", False
     if name == "envelope":
