@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from benchmarks.figures import Rounds, Row, Target
-from benchmarks.stage import add_endpoint, child, search
+from benchmarks.stage import add_endpoint, add_endpoints, child, search
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
@@ -27,15 +27,17 @@ SELECT 'order.paid', 'order-' || n,
        jsonb_build_object('n', n, 'filler', repeat('x', $2))
   FROM generate_series(1, $1) AS n
 """
+BACKLOG_OF_MANY = BACKLOG.replace("'order.paid'", "'order.n' || n % $3")
 FRAME_BYTES = len('{"n": 12345, "filler": ""}')
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The load: what is sent, and over how many lanes of one endpoint."""
+    """The load: what is sent, and over how many lanes."""
 
     name: str
     lanes: int
+    """Of each endpoint."""
     requests: int
     payload_bytes: int = 200
     scheme: str = "http"
@@ -43,6 +45,10 @@ class Load:
     batch_max: int | None = None
     """Deliveries per request; the bare client sends the same number of bodies individually."""
     format_name: FormatName = "envelope"
+    endpoints: int = 1
+    """Each gets its share of the events."""
+    distinct: bool = False
+    """Whether each response differs from the others."""
     target: Target | None = None
 
 
@@ -53,6 +59,8 @@ LOADS = (
     Load("64 lanes", 64, 60_000, target=Target("at least", 1.4)),
     Load("64 lanes, TLS", 64, 40_000, scheme="https"),
     Load("64 lanes, payloads of 4 KiB", 64, 40_000, payload_bytes=4096),
+    Load("16 endpoints of 4 lanes", 4, 60_000, endpoints=16),
+    Load("64 lanes, distinct responses", 64, 60_000, distinct=True),
     Load("64 lanes, receiver takes 20 ms", 64, 12_000, delay_s=0.02),
     Load("64 lanes, batches of 50", 64, 80_000, batch_max=50),
     Load("1 lane, batches of 50", 1, 40_000, batch_max=50),
@@ -107,29 +115,33 @@ async def relay(
     """
     async with stage.server.database() as database:
         async with search(database) as connection:
-            await add_endpoint(
-                connection,
-                stage.urls[load.scheme],
-                lanes=load.lanes,
-                batch_max=load.batch_max,
-                format_name=load.format_name,
-            )
-            filler = max(load.payload_bytes - FRAME_BYTES, 0)
-            await connection.execute(BACKLOG, load.requests, filler)
+            url, filler = stage.urls[load.scheme], max(load.payload_bytes - FRAME_BYTES, 0)
+            if load.endpoints > 1:
+                await add_endpoints(connection, url, load.endpoints, lanes=load.lanes)
+                await connection.execute(BACKLOG_OF_MANY, load.requests, filler, load.endpoints)
+            else:
+                await add_endpoint(
+                    connection,
+                    url,
+                    lanes=load.lanes,
+                    batch_max=load.batch_max,
+                    format_name=load.format_name,
+                )
+                await connection.execute(BACKLOG, load.requests, filler)
         env = {} if prepare is None else await prepare(database)
-        stage.expect(load.requests, delay_s=load.delay_s)
+        stage.expect(load.requests, delay_s=load.delay_s, distinct=load.distinct)
         async with stage.relay(database, owns=True, **env):
             return float((await stage.receiver.response())["per_s"])
 
 
 async def client(stage: Stage, load: Load) -> float:
     """Return the bare client's requests per second."""
-    stage.expect(load.requests, delay_s=load.delay_s)
+    stage.expect(load.requests, delay_s=load.delay_s, distinct=load.distinct)
     async with child(
         "client",
         stage.urls[load.scheme],
         *("--requests", load.requests),
-        *("--concurrency", load.lanes),
+        *("--concurrency", load.lanes * load.endpoints),
         *("--payload-bytes", load.payload_bytes),
         env=stage.trusting(),
     ):

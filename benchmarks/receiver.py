@@ -3,7 +3,7 @@
 A separate process, controlled by JSON lines on stdin. It ends at the end of stdin. One line is
 printed for each command, after everything has arrived:
 
-    {"expect": 1000, "keep": false, "delay_s": 0, "every": 0}
+    {"expect": 1000, "keep": false, "delay_s": 0, "every": 0, "distinct": false}
     {"per_s": 8123.4}                                or, with keep,
     {"arrived": {"17": 123456789}}                   payload's n: monotonic ns
 
@@ -41,6 +41,8 @@ class Receiver:
     def __init__(self) -> None:
         self.response = TAKEN
         self.delay_s = 0.0
+        self.distinct = False
+        """Whether each response differs from the others, as with a date or a request id."""
         self._expected = self._every = 0
         self._times = array("q")
         self._bodies: list[bytes] | None = None
@@ -55,7 +57,7 @@ class Receiver:
         *lines, self._unread = (self._unread + read).split(b"\n")
         for line in lines:
             asked = orjson.loads(line)
-            self.delay_s = asked["delay_s"]
+            self.delay_s, self.distinct = asked["delay_s"], asked.get("distinct", False)
             self._expected, self._every = asked["expect"], asked["every"]
             self._times = array("q")
             self._bodies = [] if asked["keep"] else None
@@ -74,6 +76,12 @@ class Receiver:
                 say({"so_far": len(self._times), "at": self._times[-1]})
         elif len(self._times) >= self._expected and not is_complete:
             say(self._report())
+
+    def next_response(self) -> bytes:
+        """Return the response to a request."""
+        if not self.distinct:
+            return self.response
+        return self.response[:-2] + b"X-Request-Id: %032x\r\n\r\n" % len(self._times)
 
     def _report(self) -> dict[str, Any]:
         times = self._times
@@ -117,7 +125,7 @@ class Connection(asyncio.Protocol):
     def _respond(self) -> None:
         if self._transport.is_closing():  # The client was ended meanwhile.
             return
-        self._transport.write(self._receiver.response)
+        self._transport.write(self._receiver.next_response())
 
 
 def _number(head: bytes, name: bytes) -> int | None:

@@ -24,9 +24,9 @@ PACKAGES = ("aiohttp", "asyncpg", "orjson", "uvloop")
 TITLES = {
     "deliveries": (
         "Deliveries per second",
-        "One relay process draining a backlog over the lanes of one endpoint, compared with the "
-        "bare aiohttp client sending the same POSTs to the same receiver, with as many connections "
-        "as there are lanes.",
+        "One relay process draining a backlog, over the lanes of one endpoint if nothing else is "
+        "said, compared with the bare aiohttp client sending the same POSTs to the same receiver, "
+        "with as many connections as there are lanes.",
     ),
     "peers": (
         "Deliveries per second, compared with other systems",

@@ -139,10 +139,18 @@ class Stage:
     _relays: int = field(default=0)
 
     def expect(
-        self, requests: int, *, delay_s: float = 0.0, keep: bool = False, every: int = 0
+        self,
+        requests: int,
+        *,
+        delay_s: float = 0.0,
+        keep: bool = False,
+        every: int = 0,
+        distinct: bool = False,
     ) -> None:
-        """Set the number of requests that the receiver expects."""
-        self.receiver.send_command(expect=requests, delay_s=delay_s, keep=keep, every=every)
+        """Set the number of requests that the receiver expects, and how it responds."""
+        self.receiver.send_command(
+            expect=requests, delay_s=delay_s, keep=keep, every=every, distinct=distinct
+        )
 
     def trusting(self) -> dict[str, str]:
         """Return the environment in which the test certificate is trusted."""
@@ -279,10 +287,12 @@ async def add_endpoint(
     await endpoint_changes.add_endpoint(connection, SCHEMA, settings, actor="bench")
 
 
-async def add_endpoints(connection: Connection[Any], url: str, number: int) -> None:
+async def add_endpoints(
+    connection: Connection[Any], url: str, number: int, *, lanes: int = 1
+) -> None:
     """Add endpoints, each with an event type of its own, `order.n<its number>`."""
     for n in range(number):
-        await add_endpoint(connection, url, name=f"n{n}", types=(f"order.n{n}",))
+        await add_endpoint(connection, url, lanes=lanes, name=f"n{n}", types=(f"order.n{n}",))
 
 
 @asynccontextmanager
