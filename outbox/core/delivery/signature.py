@@ -302,7 +302,7 @@ def _candidates(
 
 
 def _hmac(secret: bytes, signed: bytes, body: bytes = b"") -> str:
-    """HMAC-SHA256 of a text and a body, in base64; apart, because bodies may be large."""
+    """The HMAC-SHA256 of both parts, in base64; bodies may be large and are not copied."""
     keyed_inner, keyed_outer = _keyed_hashes(secret)
     inner, outer = keyed_inner.copy(), keyed_outer.copy()
     inner.update(signed)

@@ -532,10 +532,18 @@ def _attempts(runs: Sequence[tuple[int, RunResults]], records: Sequence[Record])
         ]
     for record in records:
         if (row := record.attempt) is not None:
-            error, response = composite_text(row.error), _json_field(row.response)
             rows.append(
                 _attempt_row(
-                    record.lane_id, *row[:5], error, row.started_at, row.elapsed_s, response
+                    record.lane_id,
+                    row.batch,
+                    row.seq,
+                    row.attempt,
+                    row.outcome,
+                    row.status,
+                    composite_text(row.error),
+                    row.started_at,
+                    row.elapsed_s,
+                    _json_field(row.response),
                 )
             )
     return composite_array(rows)
