@@ -134,7 +134,7 @@ def main(
     """Benchmark the relay against its building blocks and other queues.
 
     Starts its own PostgreSQL, receivers, clients and relays on this machine,
-    and ends all of them. Takes about two hours; with --quick some minutes,
+    and ends all of them. Takes two to three hours; with --quick some minutes,
     with --full half an hour more. Each section is written when it ends, so
     that an interrupted run keeps the completed sections.
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from benchmarks.deliveries import BACKLOG, FRAME_BYTES, QUICK_SHARE
+from benchmarks.deliveries import BACKLOG, FRAME_BYTES
 from benchmarks.figures import Rounds, Row, Target
 from benchmarks.stage import add_endpoint, child, search, until_true
 from tests.support.brokers.nats import nats_server
@@ -44,6 +44,7 @@ class Load:
     target: Target | None = None
 
 
+QUICK_SHARE = 0.2
 LOADS = (
     Load("Valkey, 64 lanes", "valkey", 64, 60_000, 100, Target("at least", 0.4)),
     Load("Valkey, 1 lane", "valkey", 1, 40_000, 100, Target("at least", 0.4)),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from benchmarks.figures import Rounds, Row, Target
-from benchmarks.stage import add_endpoint, add_endpoints, child, search
+from benchmarks.stage import add_endpoints, child, search
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
@@ -27,6 +27,7 @@ SELECT 'order.paid', 'order-' || n,
        jsonb_build_object('n', n, 'filler', repeat('x', $2))
   FROM generate_series(1, $1) AS n
 """
+# The same for each of several endpoints, see `add_endpoints`.
 BACKLOG_OF_MANY = BACKLOG.replace("'order.paid'", "'order.n' || n % $3")
 FRAME_BYTES = len('{"n": 12345, "filler": ""}')
 
@@ -48,11 +49,12 @@ class Load:
     endpoints: int = 1
     """Each gets its share of the events."""
     distinct: bool = False
-    """Whether each response differs from the others."""
+    """Whether each response has an X-Request-Id of its own, which the relay stores."""
     target: Target | None = None
 
 
-# Some seconds each: a process, its lanes and its share of the capacity need one to start.
+# Some seconds each, because the first one is start-up: of the process, its lanes and its share of
+# the capacity.
 LOADS = (
     Load("1 lane", 1, 20_000),
     Load("8 lanes", 8, 40_000),
@@ -116,18 +118,15 @@ async def relay(
     async with stage.server.database() as database:
         async with search(database) as connection:
             url, filler = stage.urls[load.scheme], max(load.payload_bytes - FRAME_BYTES, 0)
-            if load.endpoints > 1:
-                await add_endpoints(connection, url, load.endpoints, lanes=load.lanes)
-                await connection.execute(BACKLOG_OF_MANY, load.requests, filler, load.endpoints)
-            else:
-                await add_endpoint(
-                    connection,
-                    url,
-                    lanes=load.lanes,
-                    batch_max=load.batch_max,
-                    format_name=load.format_name,
-                )
-                await connection.execute(BACKLOG, load.requests, filler)
+            await add_endpoints(
+                connection,
+                url,
+                load.endpoints,
+                lanes=load.lanes,
+                batch_max=load.batch_max,
+                format_name=load.format_name,
+            )
+            await connection.execute(BACKLOG_OF_MANY, load.requests, filler, load.endpoints)
         env = {} if prepare is None else await prepare(database)
         stage.expect(load.requests, delay_s=load.delay_s, distinct=load.distinct)
         async with stage.relay(database, owns=True, **env):

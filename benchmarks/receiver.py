@@ -42,7 +42,8 @@ class Receiver:
         self.response = TAKEN
         self.delay_s = 0.0
         self.distinct = False
-        """Whether each response differs from the others, as with a date or a request id."""
+        """Whether each response has an X-Request-Id of its own."""
+        self._responded = 0
         self._expected = self._every = 0
         self._times = array("q")
         self._bodies: list[bytes] | None = None
@@ -81,7 +82,8 @@ class Receiver:
         """Return the response to a request."""
         if not self.distinct:
             return self.response
-        return self.response[:-2] + b"X-Request-Id: %032x\r\n\r\n" % len(self._times)
+        self._responded += 1
+        return self.response[:-2] + b"X-Request-Id: %032x\r\n\r\n" % self._responded
 
     def _report(self) -> dict[str, Any]:
         times = self._times

@@ -288,11 +288,25 @@ async def add_endpoint(
 
 
 async def add_endpoints(
-    connection: Connection[Any], url: str, number: int, *, lanes: int = 1
+    connection: Connection[Any],
+    url: str,
+    number: int,
+    *,
+    lanes: int = 1,
+    batch_max: int | None = None,
+    format_name: FormatName = "envelope",
 ) -> None:
     """Add endpoints, each with an event type of its own, `order.n<its number>`."""
     for n in range(number):
-        await add_endpoint(connection, url, lanes=lanes, name=f"n{n}", types=(f"order.n{n}",))
+        await add_endpoint(
+            connection,
+            url,
+            lanes=lanes,
+            name=f"n{n}",
+            types=(f"order.n{n}",),
+            batch_max=batch_max,
+            format_name=format_name,
+        )
 
 
 @asynccontextmanager

@@ -72,6 +72,10 @@ SMALL = scale.plan(
     payloads=((4096, 20),),
     delays=((0.05, 20),),
 )
+DELIVERIES = (
+    Load("2 lanes, TLS", 2, 50, scheme="https"),
+    Load("2 endpoints", 1, 50, endpoints=2, distinct=True),
+)
 PLAIN_LOOP = contestants.CONTESTANTS[-1]
 ABSENT = next(each for each in contestants.CONTESTANTS if each.packages == ("pgqueuer",))
 
@@ -82,7 +86,7 @@ def test_the_benchmark_measures_every_section_and_writes_a_table_and_a_picture(
     async def everything(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
         assert quick
         return [
-            *await deliveries.run(stage, rounds, [Load("2 lanes, TLS", 2, 50, scheme="https")]),
+            *await deliveries.run(stage, rounds, DELIVERIES),
             *await throughput.run(stage, rounds, [PLAIN_LOOP, ABSENT], 0.002),
             *await peers_latency.run(stage, rounds, [PLAIN_LOOP, ABSENT], 0.05),
             *await watched.run(stage, rounds, Load("2 lanes", 2, 50)),

@@ -40,7 +40,7 @@ def datetime_rfc3339(at: datetime) -> str:
 
 @lru_cache(64)
 def _date_time(second: int) -> str:
-    """Without fraction and zone; cached, because many events are published in one second."""
+    """`2026-01-31T12:00:00` of an epoch second; cached, because many events share one."""
     return datetime.fromtimestamp(second, UTC).isoformat()[:-_OFFSET_CHARS]
 
 

@@ -301,12 +301,12 @@ def _candidates(
     return by_version
 
 
-def _hmac(secret: bytes, signed: bytes, body: bytes = b"") -> str:
-    """The HMAC-SHA256 of both parts, in base64; bodies may be large and are not copied."""
+def _hmac(secret: bytes, start: bytes, rest: bytes = b"") -> str:
+    """The HMAC-SHA256 of `start + rest` in base64, without joining them."""
     keyed_inner, keyed_outer = _keyed_hashes(secret)
     inner, outer = keyed_inner.copy(), keyed_outer.copy()
-    inner.update(signed)
-    inner.update(body)
+    inner.update(start)
+    inner.update(rest)
     outer.update(inner.digest())
     return binascii.b2a_base64(outer.digest(), newline=False).decode("ascii")
 

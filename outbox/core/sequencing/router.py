@@ -162,6 +162,7 @@ class Router:
 
     def count_fitting_events(self, events: Sequence[RoutableEvent], deliveries_max: int) -> int:
         """Number of events that fit into one batch; at least one, to make progress."""
+        # An event goes to a route at most once.
         if len(events) * len(self._routes) <= deliveries_max:
             return len(events)
         deliveries = 0

@@ -511,9 +511,9 @@ def _attempts(runs: Sequence[tuple[int, RunResults]], records: Sequence[Record])
     rows: list[str] = []
     for lane_id, run in runs:
         error = composite_text(run.error)
-        # Receivers repeat the same response: encoded once.
-        distinct = {id(each): each for each in run.responses}
-        encoded = {key: _json_field(each) for key, each in distinct.items()}
+        # A run shares the dictionary of a repeated response, which is encoded once.
+        responses = {id(each): each for each in run.responses}
+        encoded = {key: _json_field(each) for key, each in responses.items()}
         columns = run.batches, run.seqs, run.statuses, run.started_at, run.elapsed_s, run.responses
         rows += [
             _attempt_row(
