@@ -58,7 +58,7 @@ class Receiver:
         *lines, self._unread = (self._unread + read).split(b"\n")
         for line in lines:
             asked = orjson.loads(line)
-            self.delay_s, self.distinct = asked["delay_s"], asked.get("distinct", False)
+            self.delay_s, self.distinct = asked["delay_s"], asked["distinct"]
             self._expected, self._every = asked["expect"], asked["every"]
             self._times = array("q")
             self._bodies = [] if asked["keep"] else None

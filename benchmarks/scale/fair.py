@@ -133,7 +133,7 @@ async def _turn(stage: Stage, others: Others, seconds: float, flood: int) -> dic
         database = await stack.enter_async_context(stage.server.database())
         receiver = await stack.enter_async_context(child("receiver"))
         url = f"http://127.0.0.1:{(await receiver.response())['http']}/"
-        receiver.send_command(expect=0, every=0, delay_s=others.delay_s, keep=False)
+        receiver.send_command(expect=0, every=0, delay_s=others.delay_s, keep=False, distinct=False)
         connection = await stack.enter_async_context(search(database))
         await connection.execute(MAKE_ACCOUNTS)
         await _add(connection, "quiet", stage.urls["http"], "order.paid", LANES)

@@ -27,7 +27,7 @@ _MICROSECONDS = 1_000_000
 def rfc3339(at: float) -> str:
     """Epoch seconds in UTC with microseconds, `2026-01-31T12:00:00.000000Z` (RFC 3339, 5.6)."""
     second = floor(at)
-    microsecond = round((at - second) * 1e6)
+    microsecond = round((at - second) * _MICROSECONDS)
     if microsecond == _MICROSECONDS:
         second, microsecond = second + 1, 0
     return f"{_date_time(second)}.{microsecond:06}Z"
