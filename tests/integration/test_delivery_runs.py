@@ -77,7 +77,8 @@ async def test_a_backlog_is_delivered_in_runs(
     await add_endpoint(database, **settings)
     await publish_backlog(database, 500, **events)
     network = Network()
-    async with running(database, network, tenant_in_flight_max=100) as worker:
+    # A pause of the machine must not end the session: its successor would repeat deliveries.
+    async with running(database, network, tenant_in_flight_max=100, lease_s=60.0) as worker:
         await until(lambda: len(network.accepted) == 500, what="all deliveries")
     # Without runs it is 0.  The first deliveries show that the receiver is fast, and do so again
     # after a pause of the machine.
