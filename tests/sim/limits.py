@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 SLACK_S = 0.1
 """A late request may catch up with its rate for this long."""
+RESOLUTION_S = 1e-6
+"""A virtual clock's times are sums of floats: 100 ms later may be a rounding error less."""
 STRAY = 1
 """Requests that may be between their slot and the wire when the next one begins."""
 
@@ -48,8 +50,8 @@ class Limits:
         begun = self._begun[*key, epoch]
         begun.append(sent.began_at)
         for n, since in enumerate(reversed(begun), 1):
-            if n > (sent.began_at - since + SLACK_S) * per_s + 1 + STRAY:
-                within_s = sent.began_at - since
+            within_s = sent.began_at - since
+            if n > (within_s + SLACK_S + RESOLUTION_S) * per_s + 1 + STRAY:
                 raise Violation("limits", f"{n} in {within_s:.3f} s to {settings['name']}")
 
     def ends(self, sent: Sent) -> None:
