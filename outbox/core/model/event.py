@@ -48,7 +48,7 @@ _NAME = r"[-!#$%&'*+.^_`|~0-9A-Za-z]+"
 # RFC 9110, section 8.3.1.
 _CONTENT_TYPE = re.compile(rf"""{_NAME}/{_NAME}(?: *; *{_NAME}=(?:{_NAME}|"[] !#-[^-~]*"))*""")
 # A \u0000 whose backslash is not itself escaped.
-_NUL_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
+_NUL_ESCAPE = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
 
 
 def check_type(value: object) -> str:
@@ -201,8 +201,8 @@ def check_body(value: object) -> bytes:
     return bytes(value)
 
 
-def encode_payload(value: Any) -> str:
-    """Encode a payload as JSON text.
+def encode_payload(value: Any) -> bytes:
+    """Encode a payload as JSON text in UTF-8.
 
     Bytes are used as JSON text.  Other values are encoded by orjson: dicts with text keys,
     lists, text, 64-bit numbers, booleans, None, datetime, UUID, dataclasses and enums.
@@ -226,10 +226,9 @@ def encode_payload(value: Any) -> str:
         # orjson encodes NaN as null, which would change the value.
         if b"null" in raw and _has_nan(value):
             raise InvalidEvent("payload", "NaN and infinity are not JSON; use null or text")
-    text = raw.decode()
-    if "\\u0000" in text and _NUL_ESCAPE.search(text):
+    if b"\\u0000" in raw and _NUL_ESCAPE.search(raw):
         raise InvalidEvent("payload", "PostgreSQL cannot store a NUL character (\\u0000) in text")
-    return text
+    return raw
 
 
 def _text(field: str, value: object, bytes_max: int) -> str:

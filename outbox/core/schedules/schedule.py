@@ -108,7 +108,7 @@ class ScheduleSettings:
     @property
     def payload_json(self) -> str:
         """The payload as JSON text."""
-        return encode_payload(self.payload)
+        return encode_payload(self.payload).decode()
 
     @property
     def headers_json(self) -> str | None:

@@ -160,11 +160,11 @@ def texts(raw: bytes) -> None:
 
 def _payload(raw: bytes) -> None:
     try:
-        text = encode_payload(raw)
+        encoded = encode_payload(raw)
     except InvalidEvent as error:
         refused(error, "payload")
         return
-    _jsonb(orjson.loads(text))
+    _jsonb(orjson.loads(encoded))
 
 
 def _jsonb(value: object) -> None:
