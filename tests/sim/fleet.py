@@ -223,12 +223,11 @@ class Fleet:
 
         One that is on its way counts when it arrives.  The other sessions can be ended.
         """
-        renewing = (
-            c.backend for c in self._connections_of(relay) if c.last_step == renew_lease.__name__
-        )
-        stalls = [b.stalled_until for b in renewing if b is not None and b.alive]
+        renewing = [c for c in self._connections_of(relay) if c.last_step == renew_lease.__name__]
+        stalls = [c.backend.stalled_until for c in renewing if c.backend and c.backend.alive]
+        arrivals = [c.arrives_at for c in renewing if not c.hangs]
         network = self.database.network_of(relay.name)
-        return max(self.world.now, network.stalled_until, *stalls)
+        return max(self.world.now, network.stalled_until, *stalls, *arrivals)
 
     def _connections_of(self, relay: Process) -> list[Connection]:
         return [c for c in self.database.connections if c.process is relay]

@@ -55,6 +55,11 @@ class Connection(Client):
         """Seconds since the current statement was sent; 0 when there is none."""
         return 0.0 if self._started_at is None else self._world.now - self._started_at
 
+    @property
+    def arrives_at(self) -> float:
+        """When everything that was sent until now is at the server, unless the connection hangs."""
+        return self._to_server_at
+
     # ------------------------------------------------------------- the wire
 
     def _to_server(self, callback: Callable[..., None], *args: Any) -> None:
