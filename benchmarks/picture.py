@@ -48,7 +48,7 @@ STYLE = """
 
 AXES = {
     "deliveries": "share of what the bare aiohttp client does; more is better",
-    "peers": "times what the other does; more is better, and an arrow goes on",
+    "peers": "times what the other does; more is better; an arrow marks a bar that goes on",
     "peers-latency": "times what the other takes; less is better",
     "brokers": "times the client's bare loop; more is better",
     "formats": "share of what the envelope does; more is better",
@@ -62,11 +62,11 @@ AXES = {
     "failover": "leases from kill -9; less is better",
     "replays": "times the latency without a replay; less is better",
     "replicas": "times a single replica's CPU, or its renewals; less is better",
-    "commands": "times what the same command takes where there is hardly anything",
-    "pages": "times what the same view takes where there is hardly anything",
+    "commands": "times what the same command takes on an almost empty database; less is better",
+    "pages": "times what the same view takes on an almost empty database; less is better",
     "receiving": "of what the bare framework does; more is better",
     "horizon": "times the same without a pinned horizon; less is better",
-    "hostile": "times the same without the attack; less is better, of deliveries more",
+    "hostile": "times the same without the attack; less is better, but more for deliveries",
     "scale": "times the same where there is little, or MB more; less is better",
     "fair": "times the quiet endpoint's own; less is better",
     "memory": "MB more than a relay with nothing to do; less is better",

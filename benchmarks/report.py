@@ -193,7 +193,7 @@ def table(sections: Mapping[str, Measured], *, quick: bool) -> str:
         lines += ["A quick run, with small numbers: it shows that everything works, no more.", ""]
     lines += [
         "Made by `python3 run.py bench`, the contestants in turns; medians, lowest and highest in "
-        "brackets. The ratios mean something elsewhere; the absolute figures are the machine's.",
+        "brackets. Ratios are comparable between machines; absolute figures are of this machine.",
         "",
         *_made(sections),
         "",

@@ -1,4 +1,4 @@
-// What a contestant's process is asked, as asked.py has it.  Packages are found by NODE_PATH.
+// The request to a contestant's process, as in asked.py.  Packages are found by NODE_PATH.
 const { createInterface } = require("node:readline");
 const { Pool } = require("undici");
 
@@ -6,14 +6,14 @@ const asked = JSON.parse(process.argv[2]);
 const lines = createInterface({ input: process.stdin });
 lines.on("close", () => process.exit(0));
 
-// Tell how one more is put in, and wait for the word to begin.
+// Report the enqueue statement, and wait for the start command.
 function ready(statement, values) {
-    const told = new Promise((resolve) => lines.once("line", resolve));
+    const started = new Promise((resolve) => lines.once("line", resolve));
     process.stdout.write(JSON.stringify({ statement, values }) + "\n");
-    return told;
+    return started;
 }
 
-// What POSTs a job's data as JSON, over so many connections that are kept.
+// Return a function that POSTs a job's data as JSON over `connections` kept-alive connections.
 function posting(connections) {
     const url = new URL(asked.url);
     const pool = new Pool(url.origin, { connections });
@@ -23,11 +23,11 @@ function posting(connections) {
     return async (data) => {
         const response = await pool.request({ ...request, body: JSON.stringify(data) });
         await response.body.dump();
-        if (response.statusCode >= 300) throw new Error(`answered with ${response.statusCode}`);
+        if (response.statusCode >= 300) throw new Error(`responded with ${response.statusCode}`);
     };
 }
 
-// The numbers at which pieces of the backlog begin, and how long each is.
+// Yield the number of jobs in each piece of the backlog.
 function* pieces(size) {
     for (let put = 0; put < asked.jobs; put += size) yield Math.min(size, asked.jobs - put);
 }

@@ -1,9 +1,9 @@
-// graphile-worker: jobs taken by the helping into a local queue, and finished by the batch.
+// graphile-worker: jobs are fetched in groups into a local queue, and completed in batches.
 const { makeWorkerUtils, run, Logger } = require("graphile-worker");
 const { asked, pieces, posting, ready } = require("./asked.cjs");
 
 const NAME = "deliver";
-const AT_ONCE = 2000; // Jobs for each statement that puts the backlog in.
+const AT_ONCE = 2000; // Jobs per statement that writes the backlog.
 // What the client itself sends.
 const ENQUEUE = `SELECT graphile_worker.add_job('${NAME}', $1::text::json)`;
 

@@ -1,9 +1,9 @@
-// pg-boss: workers that each fetch a batch, handle it whole, and finish it in one statement.
+// pg-boss: workers that each fetch a batch, process it, and complete it in one statement.
 const { PgBoss } = require("pg-boss");
 const { asked, pieces, posting, ready } = require("./asked.cjs");
 
 const NAME = "deliver";
-const AT_ONCE = 2000; // Jobs for each statement that puts the backlog in.
+const AT_ONCE = 2000; // Jobs per statement that writes the backlog.
 
 // What the client sends for one job: it lets a caller's own transaction send it.
 async function enqueuing(boss, data) {

@@ -1,4 +1,4 @@
-"""Limits of request bodies: one of each route, or the larger one that its payload requires.
+"""Limits of request bodies: that of the route, or a larger one for large payloads.
 
 A body with payloads has at most `PAYLOAD_BODY_BYTES_MAX`, which suffices for the default limit of
 payloads.  Where `outbox migrate --payload-bytes-max` allows larger ones, the limit is theirs in

@@ -36,9 +36,9 @@ of events, dead letters, jobs and journal entries, and cursors, count over the w
 Endpoints and schedules created with a tenant token have names with the tenant's prefix
 (`acme.shop`), because names are unique in the system.
 
-Requests are limited per token, and failed logins per address, and so are requests in progress;
-above a limit the response is 429 with Retry-After. The size of a body is limited by its route,
-and the number of its values; above these limits the response is 413.
+Requests and requests in progress are limited per token, failed logins and requests in progress
+per address; above a limit the response is 429 with Retry-After. The size of a body and the number
+of its values are limited by its route; above these limits the response is 413.
 
 Listings are paginated: pass `next` of a page as `after` of the next request; it is null on the
 last page. Errors are problem details (RFC 9457) with a stable `type`.

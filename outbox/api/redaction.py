@@ -138,7 +138,7 @@ class Redactor:
         return replace(found, state_by=self.redact_actor(found.state_by))
 
     def redact_job(self, job: ReplayJob) -> ReplayJob:
-        """Redact a replay job: a backfill range counts events of all tenants: show percent."""
+        """Redact a replay job; a backfill's range counts events of all tenants, so show percent."""
         if self.own_actors is None:
             return job
         redacted = replace(job, requested_by=self.redact_actor(job.requested_by) or OPERATOR)

@@ -211,7 +211,7 @@ async def _drop_partitions(connection: Connection[Any]) -> int:
         async with store.maintenance_lease() as has_lease:
             if has_lease:
                 return await store.drop_owned()
-            # One that ended in the middle is taken for it until its lease expires.
+            # A session that ended during maintenance keeps its lease until the lease expires.
             warn("another session maintains the partitions; empty ones are left for the next run")
             return 0
     except asyncpg.LockNotAvailableError:

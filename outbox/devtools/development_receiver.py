@@ -99,7 +99,7 @@ class HandledRequest:
     observation: Observation | None = None
     """Result of the order check; None if it was not processed."""
     fault: ReceiverFault | None = None
-    """Unless it failed, only the response is lost."""
+    """Injected fault; unless the outcome is FAILED, only the response is lost."""
     reason: str = ""
     """Why it failed or was rejected, or what a checkpoint reveals."""
 

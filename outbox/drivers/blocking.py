@@ -33,7 +33,7 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
 
 async def resolve(value: T | Awaitable[T]) -> T:
     """Return a value, after awaiting it if it is awaitable."""
-    # Much faster than `inspect.isawaitable`, which also knows generators as coroutines.
+    # Much faster than `inspect.isawaitable`, which also recognizes generator-based coroutines.
     return cast("T", await value if hasattr(value, "__await__") else value)
 
 

@@ -42,7 +42,7 @@ SELECT id, name, state, cron, timezone, type, last_at, xmin::text AS revision FR
  WHERE name = $1
 """
 
-# Waits for a relay that publishes a run, unlike relays, of which another one publishes it.
+# Waits for a relay that publishes a run; a relay skips a schedule that another one has locked.
 REQUIRE_UNCHANGED = WriteStatement(
     "require_unchanged_schedules", LOCK_SCHEDULES.sql.replace(" SKIP LOCKED", "")
 )

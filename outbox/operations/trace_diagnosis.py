@@ -218,12 +218,12 @@ def _find_obstacles(
         )
     if lane.older_pending:
         yield _finding(
-            f"waits for {lane.older_pending} pending in lanes of an older generation, which are "
-            "delivered first"
+            f"waits for {count(lane.older_pending, 'pending delivery')} in lanes of an older "
+            "generation, which are delivered first"
         )
     elif lane.older_unended:
         lanes = count(lane.older_unended, "lane")
-        text = f"waits until {lanes} of an older generation got the end entry"
+        text = f"waits for the end entry of {lanes} of an older generation"
         yield _finding(text, "; see outbox status")
     if lane.held_until is not None and lane.held_until > now:
         left_s = (lane.held_until - now).total_seconds()
@@ -236,7 +236,10 @@ def _find_obstacles(
     if head.sequence < delivery.sequence:
         ahead = delivery.sequence - head.sequence
         first = f" (event {head.event_id})" if head.event_id else ""
-        text = f"waits behind {ahead} of its lane, the first is sequence {head.sequence}{first}"
+        text = (
+            f"waits behind {count(ahead, 'delivery')} of its lane; the first is sequence "
+            f"{head.sequence}{first}"
+        )
         if not head.attempts:
             yield _finding(text)
             return

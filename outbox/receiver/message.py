@@ -259,7 +259,7 @@ def _decoded(text: str, what: str) -> str:
 
 def _replay_from(text: str) -> dict[str, Any]:
     lane, _, sequence = text.rpartition("/")
-    return {"lane": lane, "sequence": _parse_number(sequence, "the number that is replayed")}
+    return {"lane": lane, "sequence": _parse_number(sequence, "the replayed sequence")}
 
 
 def _field(content: Mapping[str, Any], name: str, kind: type) -> Any:

@@ -72,7 +72,7 @@ class ReceiverMetrics:
         self._lanes_stopped = meter.create_up_down_counter(
             "outbox.receiver.lanes.stopped",
             "{lane}",
-            "Lanes of a stream that are not read on, such as at a gap or a failing handler.",
+            "Lanes of a stream whose reading has stopped, such as at a gap or a failing handler.",
         )
         self._has_begun = self._has_failed = False
 

@@ -187,8 +187,8 @@ class DeliveryProcessor:
     async def _call_handler(self, handler: Callable[..., Any], *arguments: Any) -> None:
         """Call a handler.
 
-        An OSError becomes HandlerFailed, because drivers raise OSError, too; and so does a
-        cancellation of what the handler waits for, which is none of its caller.
+        An OSError becomes HandlerFailed, because drivers raise OSError, too; so does a
+        cancellation of something that the handler waits for, if its caller was not cancelled.
         """
         try:
             await self._call(handler, *arguments)

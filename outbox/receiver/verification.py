@@ -118,7 +118,7 @@ class Verifier:
         if not self.header_prefixes:
             raise UsageError("header_prefix: at least one is required")
         self._names = _SIGNED.union(*map(relay_headers, self.header_prefixes))
-        # A checkpoint has a number of the attempt, too.
+        # A checkpoint has an attempt number, too.
         self._delivery_headers = {
             p: relay_headers(p) - {f"{p}{name}".lower() for name in ("attempt", "last-sequence")}
             for p in self.header_prefixes

@@ -42,7 +42,7 @@ class Workers:
     endpoint_state: Worker
     schedules: Worker
     maintenance: Worker
-    """The last one: DETACH waits for the longest transaction in the database."""
+    """Opened last, without a time limit: DETACH waits for the longest transaction."""
 
 
 @dataclass(frozen=True, slots=True)

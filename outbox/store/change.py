@@ -49,7 +49,7 @@ R = TypeVar("R")
 PLANS_MAX = 100
 """Maximum number of plans for one change, if others change the same things all the time."""
 CONFLICTS_MAX = 10
-"""Maximum number of plans that write something twice."""
+"""Maximum number of plans whose writes violate a unique constraint."""
 LOCK_TIMEOUT_S = 10.0
 """Maximum wait for each lock; all are held for milliseconds only."""
 RESPONSE_S = 60.0
@@ -126,7 +126,7 @@ class Change:
         batch_as: str | None = None,
         with_job: bool = False,
     ) -> None:
-        """Add a journal entry; a plan without any changes nothing.
+        """Add a journal entry.  A plan without a journal entry changes nothing.
 
         Args:
             batch_as: the field of the entry that gets the first batch to which the change applies.
@@ -216,7 +216,7 @@ async def make_change_and_read(
 ) -> R:
     """Like `make_change`; returns what `read_back` reads afterwards."""
     execution = _Execution(plan, read_back, actor, routing=routing, long=long)
-    # Now: a pool's connection knows nothing any more when it is lost.
+    # Read now: a pool's connection has no attributes any more when it is lost.
     reopen = connection.reopen
     with map_errors(schema, "operator"):
         try:

@@ -117,8 +117,8 @@ RUN_DELIVERIES = Metric(
     "outbox.run.deliveries",
     MetricKind.COUNTER,
     "{delivery}",
-    "Deliveries that the next one of their lane followed at once, in a delivery run. Its share of "
-    "outbox.deliveries is that of backlogs and of receivers that respond fast.",
+    "Deliveries that were followed at once by the next one of their lane, in a delivery run. "
+    "Their share of outbox.deliveries is high while a backlog drains and receivers respond fast.",
 )
 EVENTS = Metric(
     "outbox.events",
@@ -208,7 +208,7 @@ RELAY_LAG = Metric(
     "outbox.relay.lag",
     MetricKind.GAUGE,
     "s",
-    "Time since the sequencer had last read all committed events; reported by the leader. Up to "
+    "Time since the sequencer last read all committed events; reported by the leader. Up to "
     "OUTBOX_POLL_S while no events are published.",
 )
 STALLED = Metric(

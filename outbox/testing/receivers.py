@@ -181,7 +181,7 @@ class InProcessTransport:
             try:
                 return function()
             except StopIteration as error:
-                # As in a coroutine; a future does not accept StopIteration, and never ended.
+                # As in a coroutine: a future rejects StopIteration, and would never be done.
                 raise RuntimeError("the receiver raised StopIteration") from error
 
         return await self._run_blocking(call)

@@ -202,11 +202,14 @@ HEAD = STANDING.head
         ),
         (
             {"older_pending": 4},
-            ["waits for 4 pending in lanes of an older generation, which are delivered first"],
+            [
+                "waits for 4 pending deliveries in lanes of an older generation, which are "
+                "delivered first"
+            ],
         ),
         (
             {"older_unended": 2},
-            ["waits until 2 lanes of an older generation got the end entry; see outbox status"],
+            ["waits for the end entry of 2 lanes of an older generation; see outbox status"],
         ),
         (
             {"held_until": NOW + timedelta(seconds=90), "health": "failing"},
@@ -225,7 +228,10 @@ HEAD = STANDING.head
         ),
         (
             {"head": replace(HEAD, sequence=3, event_id=UUID(int=7))},
-            [f"waits behind 2 of its lane, the first is sequence 3 (event {UUID(int=7)})"],
+            [
+                "waits behind 2 deliveries of its lane; the first is sequence 3 "
+                f"(event {UUID(int=7)})"
+            ],
         ),
         (
             {
@@ -239,8 +245,8 @@ HEAD = STANDING.head
                 )
             },
             [
-                "waits behind 1 of its lane, the first is sequence 4, which failed after 3 "
-                "attempts, "
+                "waits behind 1 delivery of its lane; the first is sequence 4, which failed after "
+                "3 attempts, "
                 "the last: it responded with 503; the next is in 30s; to skip it: "
                 "outbox dead skip 'bill ing' --lane l-1-0 --sequence 4"
             ],
@@ -295,5 +301,5 @@ def test_all_causes_are_listed_the_endpoint_first() -> None:
     assert [sentence.split(":")[0].split(" of ")[0] for sentence in reported] == [
         "waits",
         "waits",
-        "waits behind 3",
+        "waits behind 3 deliveries",
     ]

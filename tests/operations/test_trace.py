@@ -337,8 +337,8 @@ async def test_an_earlier_failing_delivery_is_a_cause(
         assert "the next is in" in reason
         (reason,) = third.diagnosis
         assert reason.startswith(
-            f"shop: sequence 3 of lane {lane} waits behind 2 of its lane, the first is sequence 1 "
-            f"(event {first.event.event_id}), which failed after 1 attempt"
+            f"shop: sequence 3 of lane {lane} waits behind 2 deliveries of its lane; the "
+            f"first is sequence 1 (event {first.event.event_id}), which failed after 1 attempt"
         )
     # Without a running relay.
     assert any("no live relay" in reason for reason in (await trace_of(db, "k0")).diagnosis)
@@ -396,7 +396,8 @@ async def test_pending_lanes_of_an_older_generation_are_a_cause(
         await until(lambda: fetchval(database, "SELECT sum(last_seq) = 2 FROM lane_counter"))
         reported = (await trace_of(db, "k2")).diagnosis
     assert any(
-        "waits for 1 pending in lanes of an older generation" in reason for reason in reported
+        "waits for 1 pending delivery in lanes of an older generation" in reason
+        for reason in reported
     )
 
 

@@ -219,7 +219,7 @@ class Checker:
             raise Violation("loss", f"event {event_id} appears after it was declared dead")
 
     def _not_before(self, event_id: int, batch: Batch) -> None:
-        """Check the begin of an event's latency: a late begin would hide a delay."""
+        """Check the start of an event's latency: a late start would hide a delay."""
         after, at = batch.committed_after, self._committed_at[event_id]
         if after is None or self.database.skew_s != self._skew_s:
             return

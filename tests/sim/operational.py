@@ -182,7 +182,7 @@ class Operational:
                 self._resumes[endpoint_id] = resumes
         # The table stores only that a hold was reported.
         if held != begun:
-            raise Violation("operational", f"held: {dict(held)}, and so are {dict(begun)}")
+            raise Violation("operational", f"reported as held: {dict(held)}; held: {dict(begun)}")
         self._match(RECOVERED, recovered, over, tx)
 
     def _may_be_held(self, endpoint_id: UUID, row: Row) -> None:

@@ -126,7 +126,7 @@ class Replayed:
             seq = self._db.dead_letter.rows[replay["dead_id"]]["seq"]
             given = self._numbers.get(replay["id"], set())
             if given != set(range(seq, replay["next_seq"])):
-                raise Violation("replay", f"{replay}: sent were {sorted(given)}")
+                raise Violation("replay", f"{replay}: these were sent: {sorted(given)}")
         for part in self._db.replay_job_endpoint.rows.values():
             if self._db.replay_job.rows[part["job_id"]]["kind"] == "history":
                 self._audit_backfill(part)
@@ -136,7 +136,7 @@ class Replayed:
         job = db.replay_job.rows[part["job_id"]]
         given = self._events.get(part["job_id"], set())
         if part["taken"] != len(given):
-            raise Violation("replay", f"{part}: sent were {sorted(given)}")
+            raise Violation("replay", f"{part}: these were sent: {sorted(given)}")
         if part["end_reason"] is not None:
             return
         types = db.endpoint.rows[part["endpoint_id"]]["types"]

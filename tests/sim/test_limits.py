@@ -38,7 +38,7 @@ def sent(began_at: float) -> Sent:
 
 
 def admitted(per_s: float, first_at: float) -> list[float]:
-    """When requests begin that are always pending, with strays of before the first one."""
+    """When requests begin that always wait for admission; STRAY more begin with the first one."""
     rate, now = RateLimit(per_s), first_at
     times = [now] * STRAY
     for _ in range(REQUESTS):
@@ -50,7 +50,7 @@ def admitted(per_s: float, first_at: float) -> list[float]:
 
 
 rates = st.integers(1, 400).map(lambda quarters: quarters / 4)
-"""Such that fewer than REQUESTS may begin at once."""
+"""Requests per second, so few that less than REQUESTS may begin at once."""
 
 
 @example(5.0, 257.8235795227398)  # 100 ms later, less a rounding error.

@@ -199,7 +199,7 @@ def test_unknown_parameters_are_ignored_with_a_warning() -> None:
     )
     # Behind a badly quoted password, its rest would be taken for a name.
     found = understood(f"host=h password=a {SECRET}=b")
-    assert found.warnings == ("--dsn: ignored a parameter it does not know",)
+    assert found.warnings == ("--dsn: ignored an unknown parameter",)
 
 
 def test_a_zero_time_out_is_the_default() -> None:

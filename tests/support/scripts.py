@@ -426,7 +426,7 @@ SCRIPTS = (
     Script(a_commit_is_in_doubt),
     Script(a_leaders_commit_is_in_doubt),
     Script(another_replica_sequences_before_the_write, {
-        "a batch is written by who does not lead any more": (variants.UNFENCED, "duplicated"),
+        "a batch is written by a replica that no longer leads": (variants.UNFENCED, "duplicated"),
     }),
     Script(another_replica_sequences_in_between),
     Script(ids_skip_millions),

@@ -1,5 +1,5 @@
-// Signs and verifies with npm's standardwebhooks, which is found by NODE_PATH: a list of
-// what is asked on stdin, and of the responses on stdout.
+// Signs and verifies with npm's standardwebhooks, which is found by NODE_PATH: reads a list of
+// requests from stdin, and writes the list of results to stdout.
 const { readFileSync } = require("node:fs");
 const { Webhook } = require("standardwebhooks");
 

@@ -62,4 +62,4 @@ def until_sync(
 
 
 def _too_long(what: str, timeout_s: float, response: object) -> str:
-    return f"waited {timeout_s:g} s for {what}; the last response was {response!r}"
+    return f"waited {timeout_s:g} s for {what}; the last result was {response!r}"

@@ -40,7 +40,7 @@ const PLACES = [
   ["dead-letter", deadLetter],
 ];
 
-// The place in the menu of a place without one.
+// The menu entry of each view that has none of its own.
 const PARENTS = {
   endpoint: "endpoints", "new-endpoint": "endpoints", "edit-endpoint": "endpoints", preview: "endpoints",
   trace: "events", "dead-letter": "dead-letters",

@@ -26,7 +26,7 @@ _COLUMNS = (
     ("order_by", "Order in which rows are sent; default: that of --id."),
     ("tenant", "Tenant of the event."),
     ("payload", "jsonb, json, text or bytea; default: payload."),
-    ("once", "Idempotency key: of rows with one value the first is published."),
+    ("once", "Idempotency key: of the rows with one value, only the first is published."),
     (
         "sent_column",
         "Shows whether a row was sent: a time, NULL before, or a boolean; or of any type, with "
@@ -41,13 +41,13 @@ _PAIRS = {
     "type_names": (
         "--type-name",
         "OLD=NEW",
-        "Event type of a name that the rule does not clean as wanted.",
+        "Event type for one value of --type, instead of the converted one.",
     ),
     "headers": ("--header", "NAME=COLUMN", "A header of the event."),
 }
 _VALUES = (
-    ("pending_value", "VALUE", "Its value before a row is sent."),
-    ("sent_value", "VALUE", "Its value afterwards."),
+    ("pending_value", "VALUE", "Value of --sent-column before a row is sent."),
+    ("sent_value", "VALUE", "Value of --sent-column afterwards."),
     ("content_type", "TYPE", "Media type of a payload of type bytea."),
     ("publication", "NAME", "A connector reads this publication, as Debezium does."),
 )
@@ -90,12 +90,12 @@ def mapping_options(function: Callable[..., R]) -> Callable[..., R]:
             "--file",
             "path",
             metavar="FILE",
-            help="The mapping as YAML, JSON or TOML; see the example. Options apply over it.",
+            help="The mapping as YAML, JSON or TOML; see the example. Options override it.",
         ),
         click.option(
             "--layout",
             type=click.Choice(list(LAYOUTS)),
-            help="The columns of a known table. Options and file apply over them.",
+            help="The columns of a known table. Options and the file override them.",
         ),
     ):
         with_mapping = option(with_mapping)

@@ -37,7 +37,7 @@ class SourceMapping:
     type: tuple[str, ...] = ()
     """Columns of the event type, joined by "."."""
     type_names: Mapping[str, str] = field(default_factory=dict)
-    """Event types of names that are not cleaned by the rule."""
+    """Event types by name in the table; other names are converted by `clean_event_type`."""
     key: tuple[str, ...] = ()
     """Columns of the key, joined by ":"; none: the events have no order."""
     tenant: str | None = None

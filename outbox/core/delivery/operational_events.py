@@ -53,8 +53,8 @@ WARN_AFTER_S = 86400.0
 disabled at that age or earlier."""
 STUCK_EVERY = 5
 """Failed attempts of one delivery after which its lane is reported as stuck, and again after as
-many.  Those that count against the retry limit; reported at one while the circuit breaker is
-closed."""
+many more.  Attempts that count against the retry limit; reported only after one that leaves the
+circuit breaker closed."""
 LAGGING_S = 10.0
 """Seconds that events must wait, while a replica leads, to count as late."""
 LAGGING_EVERY_S = 600.0

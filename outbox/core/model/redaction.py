@@ -1,9 +1,9 @@
 """Redaction of a request's secrets that the receiver repeats in its response.
 
-Receivers echo headers in error pages, dumps and logs, often encoded.  Redacted are a secret
-itself and its encodings for URLs, JSON, HTML, in hex and in base64, also inside a longer base64
-text, and the user name and password of `Basic` credentials.  A receiver that discloses a secret
-in a form of its own cannot be prevented from it.
+Receivers echo headers in error pages, dumps and logs, often encoded.  What is removed is a secret
+itself; its encodings for URLs, JSON and HTML; its forms in hex and base64, also inside a longer
+base64 text; and the user name and password of `Basic` credentials.  A receiver that discloses a
+secret in a form of its own cannot be prevented from doing so.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 Headers: TypeAlias = tuple[tuple[str, str], ...]
 
 BODY_BYTES_MAX = 16 * 1024
-"""Bytes of a response's body that are read at most."""
+"""Maximum number of bytes that are read from a response's body."""
 DETAIL_CHARS_MAX = 300
 
 # Control characters could steer an operator's terminal, and jsonb cannot hold

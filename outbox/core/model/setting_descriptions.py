@@ -65,7 +65,7 @@ class SettingDescription:
     choices: tuple[str, ...]
     """All values of a choice; the presets of a retry policy."""
     maximum: int | None
-    """Of a count."""
+    """The largest value of a count; None for other kinds."""
     basic: bool
     """Whether most endpoints need it."""
     for_brokers: bool

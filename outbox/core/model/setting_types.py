@@ -193,7 +193,7 @@ class Time(SettingType):
 
     maximum_s: float
     minimum_s: float = 0.0
-    """0: any time that is longer."""
+    """The shortest allowed time; 0: any time above 0."""
     public_type = float | str
     metavar = "TIME"
 
@@ -205,7 +205,7 @@ class Time(SettingType):
                 f"not {quoted(value)}"
             )
         if value < self.minimum_s:
-            raise UsageError(f"{name}: at least {self.minimum_s:g} s")
+            raise UsageError(f"{name}: must be at least {self.minimum_s:g} s")
         return float(value)
 
     def parse(self, name: str, given: Any) -> Any:

@@ -94,7 +94,7 @@ def describe_response(stored: Mapping[str, Any] | None) -> str:
         return f"it responded with {status}"
     failure = stored.get("failure")
     if detail := stored.get("detail"):
-        # By this word the guide says what to do.
+        # The guide explains by this word what to do, so it precedes the detail.
         return f"{failure}: {detail}" if failure in HOLD_FAILURES else str(detail)
     return _FAILURE_TEXTS[Failure(failure)] if failure in set(Failure) else "no response"
 

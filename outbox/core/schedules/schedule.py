@@ -56,8 +56,8 @@ GRACE_S_MAX = 366 * 86400.0
 HEADERS_BYTES_MAX = 7680
 """An event's limit, minus the size of the schedule's own headers."""
 POLL_MIN_S, POLL_MAX_S, POLL_SHARE = 1.0, 30.0, 0.1
-"""Interval of polls whether the last run is delivered: a share of its duration so far,
-within bounds."""
+"""Interval of the polls that check whether the last run is delivered: a share of its duration
+so far, within bounds."""
 
 # It is sent as a header.
 _NAME = re.compile(f"[A-Za-z0-9._-]{{1,{NAME_CHARS_MAX}}}")

@@ -45,8 +45,8 @@ LIVE_MS, IDLE_MS = 3.0, 50.0
 MEAN_MIN_MS, MEAN_UNKNOWN_MS = 1.0, 10.0
 """Assumed duration of a delivery: the lower bound, and before any was measured."""
 PER_LANE_MAX, ENDPOINT_MAX, BATCH_MAX, LIVE_BATCH_MAX = 50, 100, 200, 4
-"""Deliveries per batch: of one lane, of one endpoint, in all, and in all while any endpoint
-receives live events, from which each delivery takes the relay's time."""
+"""Maximum deliveries per batch: of one lane, of one endpoint, in all, and in all while any endpoint
+receives live events, because each replayed delivery takes relay time from those."""
 LIVE_S = 5.0
 """An endpoint counts as live for this time after its last live event."""
 POLL_VALID_S = 1.0

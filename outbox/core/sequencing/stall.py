@@ -1,7 +1,7 @@
 """Detects that events cannot be sequenced, whichever replica leads.
 
-A leader cannot write while another session holds the cursor row, and a standby can neither take
-the leadership then.  A standby also sees that events wait while the leader writes no batch.
+A leader cannot write while another session holds the cursor row, and a standby cannot take the
+leadership then, either.  A standby also sees that events wait while the leader writes no batch.
 """
 
 from __future__ import annotations
@@ -41,5 +41,5 @@ class StallDetector:
         self._batch = batch
 
     def stalled_s(self, now: float) -> float:
-        """How long nothing could be sequenced; 0: it could."""
+        """For how long sequencing has been impossible; 0: it works, or nothing waits."""
         return 0.0 if self.since is None else now - self.since

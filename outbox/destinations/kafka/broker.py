@@ -52,7 +52,7 @@ ABSENT_S = 30.0
 """How long a topic may be absent before a person must act: its metadata may be on its way."""
 CLOSE_S = 2.0
 MARGIN_S = 0.5
-"""Of the time of an append, for the result to come back from its transaction."""
+"""Part of the time of an append that is kept for the result of its transaction."""
 _DEFINITE = (StopKind.REFUSED, StopKind.UNAVAILABLE, StopKind.MISCONFIGURED)
 CLOSED = Stop(StopKind.UNKNOWN, "the driver was closed")
 

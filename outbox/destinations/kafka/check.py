@@ -150,7 +150,7 @@ def check_configs(name: str, configs: dict[str, str], replicas: int) -> list[Bro
         findings.append(
             BrokerFinding(
                 False,
-                f"a replica of topic {name} that has not all messages may become the leader",
+                f"a replica of topic {name} that lacks messages may become the leader",
                 f"set {_UNCLEAN} to false",
             )
         )

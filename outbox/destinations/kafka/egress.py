@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from outbox.destinations.kafka.target import Server
 
 _PORT = 0
-"""Of no meaning: a broker may have any."""
+"""A placeholder: the port is not checked, because a broker may have any."""
 
 
 class ServerChecks:

@@ -21,7 +21,7 @@ class Client(Protocol):
 C = TypeVar("C", bound=Client)
 
 SILENT = logging.getLogger("outbox.destinations.kafka.librdkafka")
-"""Takes librdkafka's log, which goes to standard error otherwise; errors have other ways."""
+"""Takes librdkafka's log, which goes to standard error otherwise; callbacks report its errors."""
 SILENT.addHandler(logging.NullHandler())
 SILENT.propagate = False
 SILENT.setLevel(logging.CRITICAL)

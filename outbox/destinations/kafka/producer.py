@@ -106,7 +106,7 @@ class IdempotentProducer:
         self._topic = topic
         self._pending: set[Batch] = set()
         self._complete: list[Batch] = []
-        """Batches to report, of the thread."""
+        """Batches to report; used by the thread only."""
         self._known: dict[int, float] = {}
         self._discarded = threading.Event()
         self.troubles = Troubles()

@@ -51,7 +51,7 @@ class Topic(NamedTuple):
 
 
 class Receipt(NamedTuple):
-    """Where the last record is whose result is known."""
+    """Position of the last record whose result is known."""
 
     partition: int
     offset: int
@@ -142,7 +142,7 @@ class Reader:
         threading.Thread(target=self._run, name="outbox-kafka-reader", daemon=True).start()
 
     def discard(self) -> None:
-        """Response no request any more."""
+        """End the thread; no request gets a response any more."""
         self._closed.set()
         self._requests.put(None)
 

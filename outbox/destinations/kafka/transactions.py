@@ -46,7 +46,7 @@ GATHER_S = 0.02
 """How long a transaction waits for as many lanes as were in the one before."""
 APPENDS_MAX = 2000
 BYTES_MAX = 16 * 1024 * 1024
-"""Of the messages of a transaction, except the first append's."""
+"""Maximum size of a transaction's messages; its first append is accepted in any size."""
 FLUSH_S = 1.0
 ABORT_S = 2.0
 TRIES_MAX = 3

@@ -137,8 +137,8 @@ class NatsBroker:
             return Appended(after, Stop(StopKind.MOVED, f"lane {lane} is not open at {after}"))
         link = self._link
         if link is None or link.connection.is_lost:
-            # The lanes' stream sequences are those of the stream, not of the connection: what was
-            # in flight at its end has forgotten its lane.
+            # The lanes' stream sequences belong to the stream, not to the connection.  A lane with
+            # a message in flight when the connection ended is no longer in `_lanes`.
             try:
                 async with asyncio.timeout(self._address.timeout_s):
                     link = await self._connect()
@@ -398,7 +398,9 @@ class NatsBroker:
         if self._no_responders_at is None:
             self._no_responders_at = now
         if now - self._no_responders_at < NO_LEADER_S:
-            return Stop(StopKind.UNAVAILABLE, "no responders: the stream is absent, or elects")
+            return Stop(
+                StopKind.UNAVAILABLE, "no responders: the stream is absent, or has no leader"
+            )
         return Stop(
             StopKind.MISCONFIGURED,
             f"no responders for {NO_LEADER_S:g} s: no stream has the subject "

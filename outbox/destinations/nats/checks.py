@@ -129,7 +129,7 @@ def _check_retention(name: str, config: dict[str, Any]) -> list[BrokerFinding]:
         findings.append(
             BrokerFinding(
                 False,
-                f"stream {name} allows to delete messages (deny_delete is not set)",
+                f"stream {name} allows messages to be deleted (deny_delete is not set)",
                 _edit(name, "--deny-delete"),
             )
         )

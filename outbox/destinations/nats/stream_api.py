@@ -1,7 +1,7 @@
 """Requests to the JetStream API, and what its errors mean.
 
-Reads use STREAM.MSG.GET, which the stream's leader responses; direct gets may come from a replica
-that is behind.
+Reads use STREAM.MSG.GET, to which the stream's leader responds; direct gets may come from a
+replica that is behind.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ compare and set and no fence:
 
 What follows from that:
 
-* A lane is opened after every doubt, and only a stream that exists has a position: the server
-  responds with 0 for one that does not.
+* A lane is opened again after every uncertain result, and only a stream that exists has a position:
+  the server responds with 0 for one that does not.
 * At the first error, time-out or cancellation, nothing more is sent, and the connection is closed
   with all its lanes.  What was in flight on them is `UNKNOWN`.
 """

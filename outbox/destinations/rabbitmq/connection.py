@@ -9,7 +9,7 @@ seconds.  So the frames are rstream's, and the connection is this one:
 * Nothing is sent after `abort`: what the kernel has not taken is dropped.
 
 The connection ends at the first error of a publisher and at the first `MetadataUpdate`.  The
-server responds what was sent after either with errors, or stores it; only a connection that is
+server returns errors for what was sent after either, or stores it; only a connection that is
 closed proves that nothing more of an append is on its way than what is on the wire.
 """
 
@@ -52,7 +52,7 @@ class Lost(Exception):
 
 
 class Rejected(Exception):
-    """The server responded a request with an error."""
+    """The server responded to a request with an error."""
 
     def __init__(self, code: int, request: str) -> None:
         super().__init__(f"{request}: code {code}")

@@ -62,7 +62,7 @@ async def read_position(
             credit=1,
             properties=[],
         )
-        # The server sends a subscription's first chunk before it responds the next request.
+        # The server sends a subscription's first chunk before it responds to the next request.
         barrier = connection.request(schema.Metadata, streams=[stream])
         await asyncio.gather(declared, placed, queried, subscribed, barrier, return_exceptions=True)
         _require(declared, f"publishing to stream {stream} (right to write)")

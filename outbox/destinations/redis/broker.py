@@ -13,9 +13,9 @@ without a hole, also after kills of relays; late writes of former owners and of 
 refused.  A server that has lost or evicted what it had acknowledged is noticed at the next append.
 
 **Not promised.**  That a server that crashes keeps what it had acknowledged, unless `appendfsync`
-is `always`: with `everysec` its writes to the file may be two seconds late.  That a fail-over does.
-That former owners are refused if the hash is deleted alone; the order against other writers of the
-same stream.
+is `always`: with `everysec` its writes to the file may be two seconds late.  That a fail-over keeps
+it.  That former owners are refused if the hash is deleted alone; the order against other writers of
+the same stream.
 """
 
 from __future__ import annotations
@@ -120,7 +120,9 @@ class RedisBroker:
             case [b"UNOPENED" | b"AT" | b"FENCED" | b"OTHER" | b"FOREIGN" as code, *rest]:
                 about = " ".join(map(_text, [code, *rest]))
                 key = self._target.stream_key(lane)
-                return Appended(after, Stop(StopKind.MOVED, f"the stream {key} responded {about}"))
+                return Appended(
+                    after, Stop(StopKind.MOVED, f"the script on {key} returned {about}")
+                )
         return Appended(after, _strange(response))
 
     async def check(self, lanes: Sequence[str]) -> list[BrokerFinding]:

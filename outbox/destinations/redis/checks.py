@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 VERSION_MIN = 5
 """The first version with streams; its XINFO has the last id."""
 RIGHTS = "+eval +evalsha +script|load +hmget +hset +exists +xinfo|stream +xrevrange +xadd +sadd"
-"""What the script needs, and the set of the lanes.  `+info` shows more to the check, `+config|get`
-large messages."""
+"""What the script needs, and the set of the lanes.  With `+info` the check reports more, and with
+`+config|get` messages above the server's limit are refused before they are sent."""
 WHAT_TO_DO = (
     "check the URL (outbox endpoint update --url), the credentials (outbox endpoint credentials) "
     f"and the rights: {RIGHTS} +info"
 )
 
 # KEYS: a stream, its fence.  Returns the commands of the script for which a right is missing, and
-# what a key of another type responds.  `acl_check_cmd` is there from Redis 7 on.
+# which of the keys has another type.  `acl_check_cmd` exists from Redis 7 on.
 _EXAMINE = """
 local stream, fence = KEYS[1], KEYS[2]
 local wrong = {}

@@ -7,8 +7,8 @@ The causes are checked in this order:
 * its endpoint was taken over between the two requests, according to the journal,
   because its owner was killed, frozen or cut off before it recorded the
   acknowledgement: the cause is the fault of the owner;
-* its former owner was frozen until then: it sends what it had decided to send before it was,
-  although its successor has sent that meanwhile;
+* its former owner was frozen until then: after the freeze it sends what it had decided to send
+  before, although its successor has sent that meanwhile;
 * this process was stalled, and its response was late.
 
 A hand-over without a fault is no cause: a relay that releases an endpoint records all

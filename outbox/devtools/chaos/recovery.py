@@ -2,7 +2,7 @@
 
 Theory of operation.  A fault disturbs some endpoints for a bounded time:
 
-* a fault of relays, those that they own, for three leases from its begin; if it hits the leader,
+* a fault of relays, those that they own, for three leases from its start; if it hits the leader,
   all endpoints for two, because new events are not sequenced;
 * another fault of relays within that time extends it, because it may hit the successor;
 * a hand-over, which follows when a relay returns or stops, its endpoint until the other relay had
@@ -135,7 +135,7 @@ def measure_recovery(ledger: Ledger, facts: RunFacts) -> Recovery:
 
 
 def _disturbances(endpoint: int, facts: RunFacts, history: OwnershipHistory) -> list[_Disturbance]:
-    """Return what disturbed an endpoint, in order of begin."""
+    """Return what disturbed an endpoint, in the order in which it began."""
     found = [
         _Disturbance(
             at - DRAIN_S, at + facts.lease_s, Incident(HAND_OVER, at - DRAIN_S, at), owned=True

@@ -126,7 +126,7 @@ async def lag(context: DoctorContext) -> Results:
 
 @check("skipped events", passed="no committed event was skipped")
 async def skipped_events(context: DoctorContext) -> Results:
-    """No committed event was skipped as rolled back; of older batches, outbox verify knows."""
+    """No committed event was skipped as rolled back; outbox verify checks older batches."""
     row = await context.db.fetchrow(FIND_SKIPPED_EVENTS, BATCHES_PER_SEARCH, None)
     if row["events"]:
         ids = ", ".join(map(str, row["first_ids"]))

@@ -336,7 +336,7 @@ CHECKS: tuple[AuditCheck, ...] = (
     ),
     AuditCheck(
         "decided",
-        "a lane is blocked only by a dead letter that is not decided",
+        "a lane is blocked only by a dead letter that awaits a decision",
         "outbox endpoint resume NAME",
         DECIDED_BLOCKS,
     ),

@@ -147,7 +147,7 @@ class Inbox:
             message: from `verify(…).messages`.
             gaps: record it although numbers before it are missing; otherwise the outcome
                 is `early`.
-            from_start: the inbox is older than the message's lane; also if it is not older
+            from_start: the inbox is older than the message's lane, even if it is not older
                 than every lane.
 
         Returns:
@@ -353,7 +353,7 @@ class Inbox:
     def _expired_before(self, connection: OpenConnection) -> str:
         """Return the time before which a received delivery may have expired, RFC 3339."""
         if connection.dialect == "memory":
-            # Its window is shorter than `keep_s`: any number that a lane has forgotten.
+            # It forgets sooner than `keep_s`: any delivery may have expired.
             return "9999"
         return rfc3339(time.time() - self._keep_s)
 

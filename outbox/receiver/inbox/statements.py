@@ -41,7 +41,7 @@ class Statements:
     """Fast path in one statement: the next number of a lane without missing numbers, and
     a new X-Delivery.  Returns whether each of the two held."""
     advance_run: str | None
-    """The same for several numbers: whether the lane held, and the new values of X-Delivery."""
+    """The same for several numbers: whether they are the next, and the new values of X-Delivery."""
     confirm: str
     """Returns a row if this X-Delivery is recorded.  Fails in a failed transaction, which some
     drivers would commit without an error."""

@@ -64,7 +64,7 @@ def schedule(lanes: Mapping[str, LaneProgress]) -> Schedule:
         by_endpoint.setdefault(name.endpoint, []).append((name.generation, lane))
     for open_lanes in by_endpoint.values():
         awaited = [each for each in open_lanes if not lanes[each[1]].is_absent]
-        # Without any message, the oldest generation is the one that the first may come to.
+        # Without any message, the first one may arrive in a lane of the oldest generation.
         lowest, blocker = min(awaited or open_lanes)
         for generation, lane in open_lanes:
             if generation <= lowest:

@@ -46,11 +46,11 @@ WAIT_S = 5.0
 READ_BYTES = 1 << 20
 """Read-ahead of a lane, by the size of its last messages."""
 HOLD_OFF_S = 0.1
-"""Before the first repetition, on the way to the largest hold-off."""
+"""Mean hold-off before the first repetition; each further one doubles it, up to the largest."""
 
 
 class StopReason(StrEnum):
-    """Why a lane is not read on; see the top of this module."""
+    """Why reading of a lane has stopped; see the top of this module."""
 
     FAILED = "failed"
     BUSY = "busy"
@@ -62,7 +62,7 @@ class StopReason(StrEnum):
 
 
 class LaneStopped(Exception):
-    """A lane cannot be read on now.
+    """Reading of a lane cannot continue now.
 
     Args:
         sequence: of the message at which it stopped.
@@ -164,7 +164,7 @@ class LaneReader:
 
         Raises:
             StreamUnavailable: the broker cannot be read.
-            PlanOutdated: the inbox does not have what it had.
+            PlanOutdated: the inbox has lost deliveries that it had recorded.
         """
         failures, last = 0, (StopReason.FAILED, -1)
         while not self._has_ended:
@@ -185,7 +185,7 @@ class LaneReader:
         """Read what is there.
 
         Raises:
-            LaneStopped: the lane cannot be read on.
+            LaneStopped: reading of the lane cannot continue.
             StreamUnavailable: the broker cannot be read.
         """
         try:
@@ -201,7 +201,7 @@ class LaneReader:
         Raises:
             LaneStopped: the first of them that was not processed is the reason.
             StreamUnavailable: the broker cannot be read.
-            PlanOutdated: the inbox does not have what it had.
+            PlanOutdated: the inbox has lost deliveries that it had recorded.
         """
         if self._position is None:
             try:
@@ -211,7 +211,7 @@ class LaneReader:
                 raise stop_of(error, None) from error
             if position < self._recorded:
                 raise PlanOutdated(
-                    f"the inbox has lane {self._lane} up to sequence {position}, and had it up to "
+                    f"the inbox has lane {self._lane} up to sequence {position}, but had it up to "
                     f"{self._recorded}"
                 )
             self._position = self._recorded = position

@@ -186,7 +186,7 @@ class NatsSource:
         raise StreamUnavailable(one_line(f"{where}: {text}"))
 
     async def _connected(self) -> str:
-        """Connect, unless it is done; returns the name of the stream."""
+        """Connect unless already connected; returns the name of the stream."""
         async with self._connecting:
             if self._client is None:
                 await self._connect()
@@ -219,7 +219,7 @@ class NatsSource:
                 name="outbox reader",
                 # The reader starts again from its positions.
                 allow_reconnect=False,
-                # Of the first connect; 0 would be without end.
+                # Attempts of the first connect; 0 would mean no limit.
                 max_reconnect_attempts=1,
                 reconnect_time_wait=0,
                 connect_timeout=max(1, round(self._timeout_s)),
@@ -343,7 +343,7 @@ class NatsSource:
             elif status in (_NO_MESSAGES, _PULL_ENDED):
                 break
             elif status != _HEARTBEAT:
-                # No responders, or deleted: what was pulled before is there.
+                # No responders, or the consumer was deleted: return what was pulled before.
                 if not found:
                     raise _ConsumerGone
                 break

@@ -23,7 +23,7 @@ class GuardedTransport(TcpTransport):
         self._encrypted = False
 
     def __bool__(self) -> bool:
-        # The library replaces a transport that is false, and a TcpTransport is before `connect`.
+        # The library replaces a falsy transport; a TcpTransport is falsy before `connect`.
         return True
 
     async def connect_tls(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from outbox.receiver.streams.entries import Headers
 
 _CLIENTS = {"redis": ("redis", "RedisSource"), "nats": ("nats", "NatsSource")}
-"""Client library, whose extra of the package has the broker's name, and class of the source."""
+"""Client library and source class by broker; the package's extra has the broker's name."""
 _PEM = "-----BEGIN "
 
 
@@ -58,7 +58,7 @@ class StreamSource(Protocol):
 
         Args:
             after: the sequence that they follow.
-            count: the most entries.
+            count: maximum number of entries.
             wait_s: how long to wait for the first one; 0: not at all.
         """
         ...

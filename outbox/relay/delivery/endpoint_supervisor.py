@@ -140,7 +140,7 @@ class EndpointSupervisor:
             stalled = [
                 lane.state.stalled_since
                 for lane in owned.lanes.values()
-                # A lane that waits for a slot has stalled only if its receiver rejects it.
+                # A lane that waits for a slot has stalled only if its next delivery has failed.
                 if lane.state.stalled_since is not None
                 and (lane.state.failing or not lane.slot.waiting)
             ]

@@ -14,7 +14,7 @@ MANY = 8
 
 
 async def sample_loop_lag(scheduler: AdaptiveRequestScheduler) -> None:
-    """Tell these scheduler how late the loop is, until cancelled."""
+    """Report to the scheduler how late the loop is, until cancelled."""
     clock = asyncio.get_running_loop().time
     sampled_at = clock()
     while True:

@@ -231,7 +231,7 @@ class EndpointRuntime:
             self.breaker.resume(now)
         if endpoint.state == "paused":
             self.breaker.pause()
-        # What operational events have reported of it.
+        # What operational events have reported about it.
         self.reported = endpoint.reported.clamp_times(now)
         # Breaker record and reported state as stored.
         self.stored = (endpoint.health, endpoint.reported)

@@ -96,7 +96,7 @@ class DeliveryTelemetry:
                 self._trace_delivered(lane, delivery, row, origin)
 
     def open_failed(self, lane: LaneRuntime, response: AttemptResult, record: Record) -> None:
-        """Report that a broker's lane could not be opened, or ended."""
+        """Report that a broker's lane could not be opened, or could not be ended."""
         # The end entry is no delivery, and has no attempts.
         if record.attempt is not None:
             self.meters.record_attempt(lane.runtime.meters, record.attempt, response)

@@ -211,7 +211,8 @@ class Sequencer:
     async def _record_result(self, result: BatchResult) -> None:
         """Record whether this replica could sequence."""
         if self.cursor.leads and self._replaced_leader:
-            if not self.stall.locked:  # Otherwise the leader could not make any.
+            # With the cursor row locked, the leader could not have made any progress.
+            if not self.stall.locked:
                 log.warning("leader made no progress; took over", replica=self._replaced_leader)
             self._take_overs += 1
             self._took_over_at = asyncio.get_running_loop().time()

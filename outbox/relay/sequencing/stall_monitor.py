@@ -42,7 +42,7 @@ class StallMonitor:
 
     @property
     def stalled_s(self) -> float:
-        """How long nothing could be sequenced; 0: it could."""
+        """For how long sequencing has been impossible; 0: it works, or nothing waits."""
         return self._detector.stalled_s(_now())
 
     def record_success(self) -> bool:

@@ -180,7 +180,7 @@ class SourceSql:
         row after a held one.  Rejected rows stay pending.
 
         $1, $2: order and id of the row before which to begin, NULL: the last one; $3: how many.
-        Returns these of the first row, with the number of rows; no row: there are none left.
+        Returns order and id of the first row, and the number of rows; no row: none are left.
         """
         mapping = self.mapping
         ordering, id_ = (self.column("l", name) for name in (mapping.ordering, mapping.id))
@@ -219,7 +219,7 @@ SELECT {first}::text AS first, {first_id}::text AS first_id, (SELECT count(*) FR
   FROM p ORDER BY {first}, {first_id} LIMIT 1"""
 
     def skip_duplicates(self) -> str:
-        """Do not publish held rows whose idempotency key a row has that was sent before."""
+        """Skip held rows that share an idempotency key with a row that was sent before."""
         mapping = self.mapping
         assert mapping.once is not None
         return f"""
@@ -337,7 +337,7 @@ UPDATE adopted_row a SET state = 'duplicate', was_held = true, event = NULL, bod
         if marks_later:
             twice = f"NOT ({self.pending('OLD')}) AND {self.sent('NEW')}"
             if self._type(column) in TIME_TYPES:
-                # Otherwise the application may have written the row with the time that it has.
+                # If the time is unchanged, the application may have written another column.
                 twice += f" AND {self.column('OLD', column)} <> {self.column('NEW', column)}"
             statements.append(self._trigger(sent, marked, twice, self._function("_sent"), phase))
         return statements

@@ -85,8 +85,8 @@ UPDATE replica
 
 READ_CLOCK = "SELECT extract(epoch FROM clock_timestamp())::float8"
 
-# Locks that row.  FOR UPDATE waits for acknowledgements that are being written, and fences off all
-# later writes.
+# Locks the row of a replica that is to be expired.  FOR UPDATE waits for acknowledgements that are
+# being written, and fences off all later writes.
 LOCK_REPLICA = WriteStatement(
     "lock_replica",
     f"SELECT FROM replica WHERE {EXPIRABLE} FOR UPDATE",

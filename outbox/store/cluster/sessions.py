@@ -74,7 +74,7 @@ SELECT count(pg_terminate_backend(pid, $2)) FROM pg_stat_activity
 
 # Sessions of relays of this role for which the server has waited longer than a lease ($1, or the
 # replica's own) while they hold something: a transaction, or what is notified to a listener.
-# Slow clients get more time to read a result.  Those that were found at the last time ($2 and $3)
+# Slow clients get more time to read a result.  Those that were found the last time ($2 and $3)
 # and have not changed since are terminated: a backend may wait for its client for a moment after
 # a long statement.
 TERMINATE_STUCK_SESSIONS = f"""
@@ -114,7 +114,7 @@ class StuckSession:
 
 
 class StuckSessions:
-    """Finds sessions that hang, and terminates those that still do at the next time.
+    """Finds sessions that hang, and terminates those that still hang the next time.
 
     Args:
         connection: one of a relay.
@@ -145,6 +145,6 @@ async def terminate_former_listeners(connection: Connection[Any], name: str) -> 
 async def terminate_busy_sessions(
     connection: Connection[Any], labels: Sequence[str], *, wait_s: float
 ) -> None:
-    """Terminate the sessions of ended replicas that are not idle; wait for each at most so long."""
+    """Terminate the sessions of ended replicas that are not idle; wait up to `wait_s` for each."""
     with suppress(asyncpg.InsufficientPrivilegeError):
         await connection.execute(TERMINATE_BUSY_SESSIONS, labels, int(wait_s * 1000))

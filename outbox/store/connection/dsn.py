@@ -215,7 +215,7 @@ def _known(given: Mapping[str, str], source: str) -> tuple[dict[str, str], list[
             known[target] = value
         elif name not in _SILENT:
             # After a badly quoted password, the rest of it would be shown as a name.
-            shown = "a parameter it does not know" if password_seen else f'parameter "{name[:40]}"'
+            shown = "an unknown parameter" if password_seen else f'parameter "{name[:40]}"'
             warnings.append(f"{source}: ignored {shown}")
         password_seen |= target == "password"
     return known, warnings

@@ -40,7 +40,7 @@ SELECT pid FROM pg_stat_activity
 
 
 class Worker(StoreConnection):
-    """A connection that prepares writes, and measures how long its statement has no result."""
+    """A connection that prepares writes, and measures how long its statement has been running."""
 
     __slots__ = ("_prepared_writes", "_started_at", "statements_started")
 
@@ -94,7 +94,7 @@ class Worker(StoreConnection):
         try:
             yield
         except AttributeError as error:
-            # asyncpg has dropped its protocol object, and does not check for that meanwhile.
+            # asyncpg drops its protocol object on a lost connection, and uses it unchecked.
             if self.is_closed():
                 raise InterfaceError("connection was lost while a statement was running") from error
             raise

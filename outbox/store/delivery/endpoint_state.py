@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 #     written.
 #   reported: publishes the operational events; MATERIALIZED, so that each is published once.
 #   written: updates the rows.  outbox.endpoint.held is remembered only if it was published,
-#     because only then its end is reported.
+#     because only then is its end reported.
 WRITE_HEALTH = WriteStatement(
     "write_health",
     f"""{fence("$3")},

@@ -45,7 +45,7 @@ MATCHES_SELECTION = f"""
 # Whether the event of a dead letter `d` was erased.
 IS_ERASED = "(d.outbox_id IS NOT NULL AND d.payload IS NULL AND d.body IS NULL)"
 
-# Why nothing is replayed at an endpoint `e`; NULL: it is.
+# Why nothing may be replayed at an endpoint `e`; NULL: replays are allowed.
 END_REASON = """
     CASE WHEN e.state IN ('removing', 'removed') THEN 'removed'
          WHEN e.state IN ('disabling', 'disabled') THEN 'disabled' END
@@ -155,7 +155,7 @@ SELECT p.job_id, p.endpoint_id, p.next_id, d.id, d.is_erased, d.is_selected, d.b
  ORDER BY p.job_id, p.endpoint_id, d.id
 """  # noqa: S608 (constants only)
 
-# Advances parts behind the dead letters that are claimed; aborts the message unless each part is
+# Advances parts past the dead letters that are claimed; aborts the message unless each part is
 # where it was when they were read.
 PASS_DEAD_LETTERS = WriteStatement(
     "pass_dead_letters",

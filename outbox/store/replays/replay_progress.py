@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from outbox.store.connection.message import WriteCall
     from outbox.store.sequencing.filters import FilterFailure
 
-# Advances replays behind their chunks.
+# Advances replays past their chunks.
 ADVANCE_REPLAYS = WriteStatement(
     "advance_replays",
     """

@@ -136,7 +136,7 @@ SELECT FROM erased
 """,  # noqa: S608
 )
 
-# Recently erased events; an event whose row is gone by the copies of it that were erased.
+# Recently erased events.  An event whose row is gone is found by its erased dead letters.
 READ_ERASED = """
 SELECT id
   FROM (SELECT id FROM outbox WHERE erased_at > statement_timestamp() - make_interval(secs => $1)

@@ -17,7 +17,7 @@ safe then:
 - A table is dropped only if the decision to drop its period is recorded, which is irrevocable and
   made under the cursor row (`retention`).  Of two that detach or drop it one fails, or finishes
   what the other one began (FINALIZE waits for the same snapshots); the rest is repeated later.
-- To delete expired rows skips those that are locked; emptying, summarizing and analyzing change
+- Deleting expired rows skips those that are locked; emptying, summarizing and analyzing change
   nothing the second time.
 """
 

@@ -84,9 +84,9 @@ SETTLE_PERIOD = WriteStatement("settle_period", "SELECT settle_period($1)")
 # Everything that a batch must not cross holds the cursor row, and reads in later statements.
 HOLD_CURSOR = WriteStatement("hold_cursor", LOCK_CURSOR)
 
-# The leader must not write the batch after the one it knows.  Clearing its name ensures that, and
-# the newest batch would not: a statement that waits for the row lock sees the row's new version,
-# and everything else in its old snapshot.
+# The leader must not write the batch after the one it knows.  Clearing its name ensures that.  A
+# check of the newest batch would not: a statement that waits for the row lock sees the row's new
+# version, and everything else in its old snapshot.
 END_LEADERSHIP = WriteStatement("end_leadership", CLEAR_LEADER)
 
 # Whether a lane may have pending deliveries in batches up to $1, by its checkpoint.  New

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from outbox.store.connection.store_connection import StoreConnection
 
 BATCHES_PER_SEARCH = 5_000
-"""Batches with dead ids that one search examines: as many of the newest, and of older ones."""
+"""Batches with dead ids per search: this many of the newest, and as many older ones."""
 EVENTS_MAX, IDS_MAX = 10_000, 10
 """Events that are counted, and ids that are named."""
 REPORTED_MAX = 1_000
@@ -93,6 +93,6 @@ class SkippedEventStore:
             await self._db.write(
                 ADD_TO_JOURNAL, "events_skipped", self._actor, None, orjson.dumps(data).decode()
             )
-            # The newest batches are found with others each time, so results alternate.
+            # Each search combines the newest batches with other older ones, so results alternate.
             self._reported.append(found)
         return found

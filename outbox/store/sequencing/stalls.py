@@ -36,8 +36,8 @@ SESSION_JOINS = """
           AND t.virtualtransaction = l.virtualtransaction) x ON true
 """
 
-# The session that locks the whole cursor table, so that the relay's statements wait.  It does not
-# read the table, and so waits for nothing.
+# The session that locks the whole cursor table, so that the relay's statements wait.  This
+# query does not read the table, and so waits for nothing.
 READ_TABLE_BLOCKER = f"""{SESSION_COLUMNS}
   FROM pg_locks l {SESSION_JOINS}
  WHERE l.locktype = 'relation' AND l.granted AND l.relation = 'cursor'::regclass
@@ -104,7 +104,7 @@ CHAIN_MAX = 10
 class Blocker:
     """A session, or a prepared transaction, for which sequencing waits.
 
-    It holds the cursor row, the lock of a table, or what the session that does waits for.
+    It holds the cursor row or a table lock, or it blocks the session that holds one of these.
     """
 
     pid: int | None

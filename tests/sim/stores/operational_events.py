@@ -128,7 +128,7 @@ def publish_health(
         disabled_at: the end of a stall that is new, in epoch seconds.
 
     Returns:
-        The begin of the hold that was reported; None: no hold was reported.
+        The beginning of the hold that was reported; None: no hold was reported.
     """
     reported_since, held, endpoint_id = (
         old["reported_held_since"],

@@ -45,7 +45,7 @@ class RawClient:
         await self._client.subscribe(
             stream, _SUBSCRIPTION, schema.OffsetSpec(OffsetType.FIRST), initial_credit=60_000
         )
-        # The server sends all chunks before it responds the next request.
+        # The server sends all chunks before it responds to the next request.
         await self._client.stream_exists(stream)
         await self._client.unsubscribe(_SUBSCRIPTION)
         queue = self._client._frames[_SUBSCRIPTION]

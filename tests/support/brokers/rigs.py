@@ -86,7 +86,7 @@ class Rig(Protocol):
 
     async def stored(self, lane: str) -> list[Stored]: ...
     async def forget(self, lane: str) -> None:
-        """Delete a lane's stream, as a person or a restored copy of it does."""
+        """Delete a lane's stream, as an operator does; a restored backup may lack it, too."""
         ...
 
     async def trim(self, lane: str) -> None:

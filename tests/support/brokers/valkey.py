@@ -78,7 +78,7 @@ class Valkey:
             self._process = None
 
     def freeze(self) -> None:
-        """Let it response no more."""
+        """Let it respond no more."""
         assert self._process is not None
         freeze(self._process)
 
