@@ -120,7 +120,7 @@ EXIT_CODES_TEXT = """
 
 ## Exceptions
 
-Of the package `outbox.errors`, raised by `outbox.publish` and the other public functions.
+`outbox.publish` and the other public functions raise these classes of the module `outbox.errors`.
 
 | exception | is a | exit code | meaning |
 |---|---|---|---|

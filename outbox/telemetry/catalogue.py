@@ -180,7 +180,7 @@ ENDPOINT_TROUBLE = Metric(
     MetricKind.GAUGE,
     "s",
     "Time since an endpoint was last healthy, while it is failing, rejecting or recovering. Only "
-    "the longest ones, at most OUTBOX_METRICS_ENDPOINTS_MAX.",
+    "the endpoints with the longest times, at most OUTBOX_METRICS_ENDPOINTS_MAX.",
     ("endpoint", "state"),
 )
 IN_FLIGHT = Metric(

@@ -92,7 +92,7 @@ class RetryPolicy:
     """For `proportional` jitter: 0.15 is up to 15 % earlier or later."""
     attempts_max: int = 12
     age_max_s: float = 86400.0
-    """From the start of the first attempt to the start of the last one."""
+    """Seconds since the start of the first attempt; the first attempt after it is the last one."""
 
     def __post_init__(self) -> None:
         _bounded("base_s", self.base_s, 0.0, DELAY_S_MAX)
