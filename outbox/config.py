@@ -74,7 +74,8 @@ class Settings(BaseModel):
         default=None,
         description="Encryption key for secrets in the database (signing secrets, header values, "
         "client certificates); generate one with `outbox rekey --generate`. With several keys, "
-        "separated by spaces, all decrypt; the first encrypts once `outbox rekey` has run.",
+        "separated by spaces, all decrypt; the first encrypts, after `outbox rekey` if secrets are "
+        "already encrypted with another one.",
     )
     lease_s: float = Field(
         default=5.0,
@@ -156,8 +157,8 @@ class Settings(BaseModel):
     )
     proxy: SecretStr | None = Field(
         default=None,
-        description="Forward proxy (CONNECT) for https deliveries, except to literal addresses in "
-        "allowed networks: http://[user:password@]host:port, or https://.",
+        description="Forward proxy (CONNECT) for https deliveries, except to localhost and to "
+        "literal addresses in allowed networks: http://[user:password@]host:port, or https://.",
     )
     health: Address | None = Field(
         default=None,

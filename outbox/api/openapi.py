@@ -28,8 +28,9 @@ DESCRIPTION = """
 HTTP API for all operations of the command line. Create a token with `outbox token add`, and
 send it as `Authorization: Bearer obx_…`. A revoked token is rejected within two seconds.
 
-Scopes are independent: `read` reads everything, payloads included; `publish` publishes
-events; `operate` makes all other changes. A tenant token reads and changes the objects of its
+Scopes are independent: `read` reads everything, payloads included, except receivers' responses,
+which also need `operate` and a token without a tenant; `publish` publishes events; `operate`
+makes all other changes. A tenant token reads and changes the objects of its
 tenant only; other objects respond with 404, and routes for the whole system with 403. Actors
 outside the tenant are shown as `operator` or `relay`, and totals of the system are hidden. Ids
 of events, dead letters, jobs and journal entries, and cursors, count over the whole system.
@@ -89,8 +90,9 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
             "schemas": {**_used(paths, forms.shared), "Problem": PROBLEM},
             "responses": {
                 "TooManyRequests": {
-                    "description": "Too many failed logins from this address, or the token "
-                    "exceeds its request rate, or has too many requests in progress.",
+                    "description": "Too many failed logins from this address, the token exceeds "
+                    "its request rate, or the token or the address has too many requests in "
+                    "progress.",
                     "headers": {
                         "Retry-After": {
                             "description": "Seconds.",

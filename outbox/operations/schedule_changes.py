@@ -42,7 +42,8 @@ SELECT id, name, state, cron, timezone, type, last_at, xmin::text AS revision FR
  WHERE name = $1
 """
 
-# Waits for a relay that publishes a run; a relay skips a schedule that another one has locked.
+# Waits for a relay that publishes a run; a relay does not wait for another one, but gives up its
+# write.
 REQUIRE_UNCHANGED = WriteStatement(
     "require_unchanged_schedules", LOCK_SCHEDULES.sql.replace(" SKIP LOCKED", "")
 )

@@ -219,7 +219,7 @@ def _find_obstacles(
     if lane.older_pending:
         yield _finding(
             f"waits for {count(lane.older_pending, 'pending delivery')} in lanes of an older "
-            "generation, which are delivered first"
+            "generation, to be delivered first"
         )
     elif lane.older_unended:
         lanes = count(lane.older_unended, "lane")

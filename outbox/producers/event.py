@@ -91,7 +91,7 @@ def encode_events(events: Sequence[Event]) -> bytes:
                 )
             row = encode_metadata(event)
             if event.content_type is None:
-                # As bytes: text with a wide character takes four bytes for each.
+                # As bytes: a text with one wide character takes four bytes for each of its own.
                 row["payload"] = orjson.Fragment(rules.encode_payload(event.payload))
             else:
                 row["body"] = b64encode(rules.check_body(event.payload)).decode()

@@ -113,7 +113,7 @@ func (m members) setReplay(text string) error {
 	slash := strings.LastIndexByte(text, '/')
 	sequence, ok := parseDecimal(text[slash+1:])
 	if !ok {
-		return badMessage("the number that is replayed is not a number")
+		return badMessage("the replayed sequence is not a number")
 	}
 	lane := ""
 	if slash >= 0 {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -137,8 +138,11 @@ async def test_payloads_of_4_mib_neither_pause_the_relay_nor_fill_its_memory(
             # then serves them from its heap, which takes more: what every later request takes.
             await asyncio.to_thread(send, event)
             await asyncio.to_thread(costs.measure, name, partial(send, event))
+        keys = itertools.count()
         for number in range(2):
-            key = {"Idempotency-Key": f"key-{number}"}
-            with_key = partial(send, events["wide text"], key)
-            await asyncio.to_thread(costs.measure, f"wide text with a key {number}", with_key)
+            await asyncio.to_thread(
+                costs.measure,
+                f"wide text with a key {number}",
+                lambda: send(events["wide text"], {"Idempotency-Key": f"key-{next(keys)}"}),
+            )
     costs.check()

@@ -582,7 +582,7 @@ async def test_lanes_of_an_older_generation_are_reported(
     await db.execute("UPDATE endpoint SET state = 'paused'")
     found = await the_one(db, "old lanes")
     assert found.message == (
-        '"shop": 1 lane of an older generation with 40 pending deliveries, which are delivered '
+        '"shop": 1 lane of an older generation with 40 pending deliveries, to be delivered '
         "before the new lanes; it is paused"
     )
     await db.execute("INSERT INTO lane_block (lane_id, seq) SELECT id, 1 FROM lane")

@@ -203,7 +203,7 @@ HEAD = STANDING.head
         (
             {"older_pending": 4},
             [
-                "waits for 4 pending deliveries in lanes of an older generation, which are "
+                "waits for 4 pending deliveries in lanes of an older generation, to be "
                 "delivered first"
             ],
         ),

@@ -225,7 +225,7 @@ class Fleet:
         """
         renewing = [c for c in self._connections_of(relay) if c.last_step == renew_lease.__name__]
         stalls = [c.backend.stalled_until for c in renewing if c.backend and c.backend.alive]
-        arrivals = [c.arrives_at for c in renewing if not c.hangs]
+        arrivals = [c.statement_at for c in renewing if not c.hangs]
         network = self.database.network_of(relay.name)
         return max(self.world.now, network.stalled_until, *stalls, *arrivals)
 

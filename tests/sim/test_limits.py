@@ -50,7 +50,7 @@ def admitted(per_s: float, first_at: float) -> list[float]:
 
 
 rates = st.integers(1, 400).map(lambda quarters: quarters / 4)
-"""Requests per second, so few that less than REQUESTS may begin at once."""
+"""Requests per second, so few that fewer than REQUESTS may begin at once."""
 
 
 @example(5.0, 257.8235795227398)  # 100 ms later, less a rounding error.

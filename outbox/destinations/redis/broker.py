@@ -13,7 +13,7 @@ without a hole, also after kills of relays; late writes of former owners and of 
 refused.  A server that has lost or evicted what it had acknowledged is noticed at the next append.
 
 **Not promised.**  That a server that crashes keeps what it had acknowledged, unless `appendfsync`
-is `always`: with `everysec` its writes to the file may be two seconds late.  That a fail-over keeps
+is `always`: with `everysec` its writes to the file may be two seconds late.  That a failover keeps
 it.  That former owners are refused if the hash is deleted alone; the order against other writers of
 the same stream.
 """

@@ -26,7 +26,7 @@ GROUP_BYTES = 4 << 20
 """Bytes after which a group takes no further call."""
 _CLOSED = "the endpoint's broker was closed"
 _OTHER_SERVER = "READONLY"
-"""The server became a replica: after a fail-over, a new connection may reach the primary."""
+"""The server became a replica: after a failover, a new connection may reach the primary."""
 
 
 class Opener(Protocol):

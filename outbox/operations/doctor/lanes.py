@@ -119,7 +119,7 @@ def older_generations(row: Any) -> CheckResult:
     """An endpoint's new lanes wait for the pending deliveries of its old ones."""
     message = (
         f'"{row["name"]}": {count(row["lanes"], "lane")} of an older generation with '
-        f"{count(row['pending'], 'pending delivery')}, which are delivered before the new lanes"
+        f"{count(row['pending'], 'pending delivery')}, to be delivered before the new lanes"
     )
     if row["blocked"]:
         return problem(f"{message}; {row['blocked']} of them blocked", "see blocked lanes above")

@@ -82,7 +82,7 @@ export function requireReplayOf(member: JsonMember | undefined): { lane: string;
 /** `replay_of` as a JSON object, from `lane/number`. */
 export function replayFromText(text: string): RawJson {
   const slash = text.lastIndexOf("/");
-  const sequence = parseNumber(text.slice(slash + 1), "the number that is replayed");
+  const sequence = parseNumber(text.slice(slash + 1), "the replayed sequence");
   return new RawJson(`{"lane":${JSON.stringify(text.slice(0, Math.max(slash, 0)))},"sequence":${sequence}}`);
 }
 

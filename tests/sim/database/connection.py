@@ -49,16 +49,13 @@ class Connection(Client):
         """Number of statements that were sent."""
         self.last_step = ""
         """The name of the step that was last sent."""
+        self.statement_at = 0.0
+        """When the last statement is at the server, unless the connection hangs."""
 
     @property
     def waiting_s(self) -> float:
         """Seconds since the current statement was sent; 0 when there is none."""
         return 0.0 if self._started_at is None else self._world.now - self._started_at
-
-    @property
-    def arrives_at(self) -> float:
-        """When everything that was sent until now is at the server, unless the connection hangs."""
-        return self._to_server_at
 
     # ------------------------------------------------------------- the wire
 
@@ -196,6 +193,7 @@ class Connection(Client):
         assert self.backend is not None
         pending = self._pending = asyncio.get_running_loop().create_future()
         self._to_server(_if_alive, run, self.backend)
+        self.statement_at = self._to_server_at
         return await pending
 
     @overload

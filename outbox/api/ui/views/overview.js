@@ -42,7 +42,7 @@ const none = () => h("p", { class: "empty" }, "No endpoints yet. ",
 // A part that may be empty keeps its place, so that those behind it keep the focus.
 const part = (child) => h("div", null, child);
 
-// Healthy endpoints are collapsed, unless they are few and no others are shown.
+// Healthy endpoints without pending deliveries are collapsed, unless they are few and no others are shown.
 const QUIET_OPEN_MAX = 5;
 const isBusy = (each) => each.pending > 0 || badgeTone(each.condition) !== "good";
 
