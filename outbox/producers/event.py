@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 Parameters: TypeAlias = "dict[str, Any]"
 """SQL parameters by name."""
 
+_JSON = ("payload", "headers")
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -45,11 +47,9 @@ def encode_event(event: Event, payload: Any) -> Parameters:
     Raises:
         InvalidEvent: the event breaks a limit or a rule.
     """
-    encoded = encode_metadata(event)
-    if event.content_type is None:
-        encoded["payload"] = rules.encode_payload(payload).decode()
-    else:
-        encoded["body"] = rules.check_body(payload)
+    encoded = _encode(event, payload)
+    if "payload" in encoded:
+        encoded["payload"] = encoded["payload"].decode()
     return encoded
 
 
@@ -89,18 +89,29 @@ def encode_events(events: Sequence[Event]) -> bytes:
                 raise InvalidEvent(
                     "payload", "callables are accepted by publish, not by publish_many"
                 )
-            row = encode_metadata(event)
-            if event.content_type is None:
-                # As bytes: a text with one wide character takes four bytes for each of its own.
-                row["payload"] = orjson.Fragment(rules.encode_payload(event.payload))
-            else:
-                row["body"] = b64encode(rules.check_body(event.payload)).decode()
+            row = _encode(event, event.payload)
         except InvalidEvent as error:
             raise numbered(error, number) from None
-        if row["headers"] is not None:
-            row["headers"] = orjson.Fragment(row["headers"])
+        for name in _JSON:
+            if row.get(name) is not None:
+                row[name] = orjson.Fragment(row[name])
+        if "body" in row:
+            row["body"] = b64encode(row["body"]).decode()
         rows.append(row)
     return orjson.dumps(rows)
+
+
+def _encode(event: Event, payload: Any) -> Parameters:
+    """Validate and encode an event; its JSON payload as bytes.
+
+    A text with one wide character takes four bytes for each of its characters.
+    """
+    encoded = encode_metadata(event)
+    if event.content_type is None:
+        encoded["payload"] = rules.encode_payload(payload)
+    else:
+        encoded["body"] = rules.check_body(payload)
+    return encoded
 
 
 def numbered(error: InvalidEvent, number: int) -> InvalidEvent:
