@@ -198,8 +198,7 @@ class Fleet:
                 return  # The epochs are those of another history.
             if self._peace or not all(self._is_healthy(r) for r in others):
                 return
-            sessions = [c.backend for c in self._connections_of(relay)]
-            if any(each is not None and each.commits for each in sessions):
+            if any(c.backend and c.backend.commits for c in self._connections_named(relay.name)):
                 return  # It cannot be terminated.
             unowned: dict[UUID, int] = {}
             for endpoint_id, epoch in epochs.items():
@@ -223,11 +222,19 @@ class Fleet:
 
         One that is on its way counts when it arrives.  The other sessions can be ended.
         """
-        renewing = [c for c in self._connections_of(relay) if c.last_step == renew_lease.__name__]
+        named = self._connections_named(relay.name)
+        renewing = [c for c in named if c.last_step == renew_lease.__name__]
         stalls = [c.backend.stalled_until for c in renewing if c.backend and c.backend.alive]
         arrivals = [c.statement_at for c in renewing if not c.hangs]
         network = self.database.network_of(relay.name)
         return max(self.world.now, network.stalled_until, *stalls, *arrivals)
+
+    def _connections_named(self, name: str) -> list[Connection]:
+        """The connections of a relay, and of those of its name that were killed before it.
+
+        What they owned may still be theirs, because one of their sessions goes on.
+        """
+        return [c for c in self.database.connections if c.process.name == name]
 
     def _connections_of(self, relay: Process) -> list[Connection]:
         return [c for c in self.database.connections if c.process is relay]
