@@ -2,6 +2,7 @@
 """Install everything once, and run a task.
 
     python3 run.py demo [ARGS...]      deliver events from an embedded PostgreSQL, check the order
+    python3 run.py test unit           tests that need no server, process or browser: 30 seconds
     python3 run.py test                all checks: lint, types, import contracts, tests
     python3 run.py test --full         the same on every installed PostgreSQL, with slow tests
     python3 run.py test --soak         the same on PostgreSQL 14 to 18, with long random runs
@@ -29,6 +30,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import IO
@@ -41,39 +43,50 @@ VENV = ROOT / ".venv"
 BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
 PYTHON = BIN / ("python.exe" if os.name == "nt" else "python")
 # Line 1 identifies the Python and the path of the environment, line 2 is a hash of the
-# requirements; line 3 exists if the pinned versions were not available.
+# requirements; the other lines say what else is true of the environment.
 STAMP = VENV / "run-py-stamp"
 UNPINNED = "other versions than pinned"
+UNIT_ONLY = "for the tier unit only"
 
 COMMANDS = ["demo", "test", "sim", "bench", "outbox", "docs", "fuzz", "audit", "pin", "release"]
-TIERS = ("--full", "--soak")
+UNIT = "unit"
+TIERS = ("", UNIT, "--full", "--soak")
+"""The default tier has no name."""
 SIM_SEEDS = {"": "40", "--full": "100", "--soak": "2000"}
 """Simulated hours of each tier."""
+REPOSITORY = "tests/repository"
+"""Checks of the tree itself: they parse each file once, in one process."""
+
+Check = tuple[str, ...]
 
 
-def checks(tier: str) -> tuple[tuple[str, ...], ...]:
-    """The commands of a tier; the default tier has no name."""
+def checks(tier: str) -> tuple[list[Check], list[Check], list[Check]]:
+    """The commands of a tier: those before the tests, the tests, and those beside the tests."""
+    lint: list[Check] = [("ruff check", "."), ("ruff format", "--check", "--quiet", ".")]
+    if tier == UNIT:
+        return lint, [("pytest", "--unit", "-n", "2", "--quiet")], []
+    options = [tier] if tier else []
     return (
-        ("ruff check", "."),
-        ("ruff format", "--check", "--quiet", "."),
-        ("mypy",),
-        ("lint-imports",),
-        ("python .ci/audit.py",),
-        # Four processes also on two cores, because tests wait for I/O. Small chunks keep all of
-        # them busy until the end. The simulation's hours run on their own.
-        (
-            "pytest",
-            "-n",
-            "4",
-            "--maxschedchunk",
-            "1",
-            "--sim-seeds",
-            "2",
-            *([tier] if tier else []),
-        ),
-        # Last, so that a failing seed, which was drawn, stands beside the summary.
-        ("python -m tests.sim", "--seeds", SIM_SEEDS[tier]),
-    )
+        lint,
+        [
+            # In a new checkout this also compiles the tests, once for all processes.
+            ("pytest --check-cases", "--quiet"),
+            # Four processes also on two cores, because tests wait for I/O. Small chunks keep all
+            # of them busy until the end. The simulation's hours run on their own.
+            (
+                "pytest", "-n", "4", "--maxschedchunk", "1", "--sim-seeds", "2",
+                "--ignore", REPOSITORY, *options,
+            ),
+        ],
+        [
+            ("mypy",),
+            ("lint-imports",),
+            (f"pytest {REPOSITORY}", "--quiet", *options),
+            ("python .ci/audit.py",),
+            # Last, so that a failing seed, which was drawn, stands beside the summary.
+            ("python -m tests.sim", "--seeds", SIM_SEEDS[tier]),
+        ],
+    )  # fmt: skip
 
 
 OK, FAILED, USAGE, CANNOT_RUN, INTERRUPTED = 0, 1, 2, 3, 130
@@ -100,12 +113,14 @@ def main(arguments: list[str]) -> int:
     require_python(sys.version_info[:3])
     if command == "pin":
         return call([sys.executable, str(ROOT / ".ci" / "pin.py"), *find_pip()])
-    set_up()
+    tier = "".join(rest[:1])
+    is_tier = command == "test" and len(rest) <= 1 and tier in TIERS
+    set_up(for_unit=is_tier and tier == UNIT)
+    if is_tier:
+        os.chdir(ROOT)
+        return run_checks(tier)
     if command == "test":
         os.chdir(ROOT)
-        tier = rest[0] if rest else ""
-        if len(rest) <= 1 and tier in ("", *TIERS):
-            return run_checks(tier)
         return exec_program("pytest", *rest)
     if command in ("sim", "bench", "fuzz"):
         os.chdir(ROOT)
@@ -130,18 +145,22 @@ def require_python(version: tuple[int, ...]) -> None:
         raise Stop(f"Python {need} or later is required; this is {have}")
 
 
-def set_up() -> None:
-    """Create the environment and install the dependencies, unless that is done."""
+def set_up(*, for_unit: bool = False) -> None:
+    """Create the environment and install the dependencies, unless that is done.
+
+    Args:
+        for_unit: the tier `unit` needs the fewest packages.
+    """
     wanted = stamp()
     found = STAMP.read_text().splitlines() if STAMP.exists() else []
     works = python_works()
-    if works and found[:2] == wanted:
+    if works and found[:2] == wanted and (for_unit or UNIT_ONLY not in found):
         return
     # An environment without a stamp was made by hand and is kept. One with a stamp that was
     # not finished, or is for another Python or another path, is replaced.
     if not works or (found and found[0] != wanted[0]):
         make_environment(again=VENV.exists())
-    install(wanted)
+    install([*wanted, UNIT_ONLY] if for_unit else wanted)
 
 
 def stamp() -> list[str]:
@@ -187,7 +206,7 @@ def install(wanted: list[str]) -> None:
 
     pip = [*find_pip(), "--python", str(PYTHON), "--disable-pip-version-check"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    extras = ",".join(project.get("optional-dependencies", {}))
+    extras = UNIT if UNIT_ONLY in wanted else ",".join(project.get("optional-dependencies", {}))
     command = [*pip, "install", "--quiet", "--editable", f"{ROOT}[{extras}]"]
     say("installing the packages of pyproject.toml (about a minute the first time)")
     STAMP.write_text("unfinished\n")
@@ -245,19 +264,45 @@ def find_pip() -> list[str]:
 
 def run_checks(tier: str) -> int:
     """Run all checks of a tier, also after a failure, and print a summary."""
-    summary: list[str] = []
-    failed = False
-    for check in checks(tier):
-        name, *arguments = check
+    before, tests, beside = checks(tier)
+    results = [run_check(check) for check in before]
+    results_beside: list[tuple[str, int]] = []
+    with tempfile.TemporaryFile() as output:
+
+        def run_beside() -> None:
+            results_beside.extend(run_check(check, output) for check in beside)
+
+        thread = threading.Thread(target=run_beside)
+        thread.start()
+        results += [run_check(check) for check in tests]
+        thread.join()
+        output.seek(0)
+        shutil.copyfileobj(output, sys.stdout.buffer)
+    results += results_beside
+    print("\n".join(["", *(line for line, _ in results)]), flush=True)
+    return FAILED if any(code for _, code in results) else OK
+
+
+def run_check(check: Check, output: IO[bytes] | None = None) -> tuple[str, int]:
+    """Run a check; return its line of the summary and its exit code.
+
+    Args:
+        check: a program of the environment, and its arguments.
+        output: where its output goes, if other checks run at the same time.
+    """
+    name, *arguments = check
+    program, *words = name.split()
+    command = [str(BIN / program), *words, *arguments]
+    started = time.monotonic()
+    if output is None:
         say(" ".join(check))
-        started = time.monotonic()
-        program, *words = name.split()
-        code = call([str(BIN / program), *words, *arguments])
-        failed = failed or code != 0
-        verdict = "ok" if code == 0 else f"FAILED (exit code {code})"
-        summary.append(f"  {name:<20}{time.monotonic() - started:7.1f} s  {verdict}")
-    print("\n".join(["", *summary]), flush=True)
-    return FAILED if failed else OK
+        code = call(command)
+    else:
+        output.write(f"run.py: {' '.join(check)}\n".encode())
+        output.flush()
+        code = subprocess.call(command, stdout=output, stderr=output)
+    outcome = "ok" if code == 0 else f"FAILED (exit code {code})"
+    return f"  {name:<24}{time.monotonic() - started:7.1f} s  {outcome}", code
 
 
 def call(

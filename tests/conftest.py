@@ -1,12 +1,7 @@
 """Fixtures and options for all tests.
 
-Three tiers:
-
-(default)    every behaviour once, on the newest PostgreSQL: minutes
---full       every PostgreSQL that is installed, and the tests marked `full`
---soak       like --full, on every supported PostgreSQL, with long random runs: hours
-
-Options that override a tier:
+`tests/support/tiers.py` has the tiers, and the markers that leave a test out of one.  Options that
+override a tier:
 
 --pg 14,17           PostgreSQL majors, or all; missing ones are fetched
 --seed N             repeats the random choices of an earlier run
@@ -26,8 +21,8 @@ import gc
 import os
 import random
 import sys
-from dataclasses import asdict, dataclass
-from itertools import chain
+from contextlib import ExitStack
+from functools import cache
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,22 +33,30 @@ from structlog.testing import capture_logs
 
 from outbox.devtools.embedded import installed_binaries
 from outbox.errors import CannotRun
+from tests.support import tiers
 from tests.support.chromium import chromium
 from tests.support.containers import can_build
 from tests.support.majors import VERSIONS, provide
 from tests.support.pgbouncer import program
-from tests.support.postgres import Database, Server
 from tests.support.promtool import promtool
 from tests.support.small_disk import may_mount
-from tests.support.tiers import LONG, is_full
+from tests.support.tiers import TIERS, tier_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Generator, Iterator, MutableMapping
+
+    from tests.support.postgres import Database, Server, SharedServer
+
+pytest_plugins = ["tests.support.cases", "tests.support.unit_isolation"]
 
 hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=False)
 hypothesis.settings.register_profile(
     "long", parent=hypothesis.settings.get_profile("ci"), max_examples=5000, stateful_step_count=200
 )
+for name, tier in TIERS.items():
+    hypothesis.settings.register_profile(
+        name, parent=hypothesis.settings.get_profile("ci"), max_examples=tier.examples_max
+    )
 
 TRUSTED = Path(__file__).parent / "support" / "trusted.pem"
 """The trust store of all tests: one authority, without a key. No test has a public receiver."""
@@ -62,91 +65,31 @@ _seed_key = pytest.StashKey[int]()
 _majors_key = pytest.StashKey[list[int]]()
 
 
-@dataclass(frozen=True)
-class Tier:
-    """What a run of the suite covers, unless an option says otherwise."""
-
-    full: bool
-    """Whether tests marked `full` run."""
-    pg: str
-    """PostgreSQL majors: the newest one, those that are installed, or all."""
-    kills: int
-    prove_minutes: float
-    ledger_seconds: float
-    cursor_seconds: float
-    sim_seeds: int
-    silences: str
-    """Messages after which a relay falls silent: a number of them, or all."""
-    api_examples: int
-    model_size: int
-
-
-TIERS = {
-    "default": Tier(False, "newest", 2, 0.2, 4.0, 4.0, 8, "8", 1, 1),
-    "full": Tier(True, "installed", 3, 0.2, 6.0, 6.0, 20, "30", 2, 1),
-    "soak": Tier(True, "all", 100, 10.0, 300.0, 120.0, 2000, "all", 20, 3),
-}
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("outbox")
+    group.addoption("--unit", action="store_true", help="run the tests that need no system")
     group.addoption("--full", action="store_true", help="run the full tier")
     group.addoption("--soak", action="store_true", help="run the full tier with long random runs")
     group.addoption(
         "--pg", metavar="14,17", help="PostgreSQL majors, or all; missing ones are fetched"
     )
     group.addoption("--seed", type=int, metavar="N", help="seed of the random tests")
-    for option, kind, text in (
-        ("kills", int, "kill -9 of the relay, end to end"),
-        ("prove-minutes", float, "length of outbox prove, end to end"),
-        ("ledger-seconds", float, "kills of relay and receiver over a ledger"),
-        ("cursor-seconds", float, "length of the adversarial producers"),
-        ("sim-seeds", int, "simulated hours"),
-        ("silences", str, "messages after which a relay falls silent, or all"),
-        ("api-examples", int, "generated requests of each kind of the API"),
-        ("model-size", int, "how much of the protocols' models is explored, 1 to 3"),
-    ):
+    for option, kind, text in tiers.OPTIONS:
         values = ", ".join(
             f"{getattr(tier, option.replace('-', '_'))} ({name})" for name, tier in TIERS.items()
         )
         group.addoption(f"--{option}", type=kind, metavar="N", help=f"{text}; default: {values}")
 
 
-EXAMPLES_MAX = {"default": 25, "full": 100, "soak": 1000}
-"""Examples of a property test, by tier. The number of random walks is a multiple of it."""
-for name, examples_max in EXAMPLES_MAX.items():
-    hypothesis.settings.register_profile(
-        name, parent=hypothesis.settings.get_profile("ci"), max_examples=examples_max
-    )
-
-
-def _tier_name(config: pytest.Config) -> str:
-    if config.getoption("--soak"):
-        return "soak"
-    return "full" if config.getoption("--full") else "default"
-
-
-def tier_of(config: pytest.Config) -> Tier:
-    """The tier of this run."""
-    return TIERS[_tier_name(config)]
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "one_major: runs on the newest PostgreSQL only")
-    config.addinivalue_line("markers", "pgbouncer: left out where PgBouncer is not installed")
-    config.addinivalue_line("markers", "browser: left out where there is no chromium")
-    config.addinivalue_line(
-        "markers", "promtool: left out where Prometheus's promtool is not there"
-    )
-    config.addinivalue_line("markers", "mounts: left out where no file system can be mounted")
-    config.addinivalue_line("markers", "image: left out where buildah cannot build the image")
-    config.addinivalue_line("markers", "costly: like one_major, unless --pg names the majors")
-    config.addinivalue_line("markers", "full: runs with --full and --soak only")
+    for name, text in tiers.MARKERS.items():
+        config.addinivalue_line("markers", f"{name}: {text}")
     # Hypothesis's plugin loads --hypothesis-profile after this, so that it overrides the tier.
-    hypothesis.settings.load_profile(_tier_name(config))
-    for name, value in asdict(tier_of(config)).items():
-        if name not in ("full", "pg") and getattr(config.option, name) is None:
-            setattr(config.option, name, value)
+    hypothesis.settings.load_profile(tiers.tier_name(config))
+    for option, _, _ in tiers.OPTIONS:
+        name = option.replace("-", "_")
+        if getattr(config.option, name) is None:
+            setattr(config.option, name, getattr(tier_of(config), name))
     asked: int | None = config.getoption("--seed")
     if asked is None:
         # One seed for a run, also when it is shared out among processes.
@@ -174,6 +117,9 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
+    seed = config.stash[_seed_key]
+    if tier_of(config).is_unit:
+        return f"tier: unit; seed: {seed}"
     try:
         versions = ", ".join(each.version for each in installed_binaries().values())
     except CannotRun as error:
@@ -183,51 +129,49 @@ def pytest_report_header(config: pytest.Config) -> str:
     checker = promtool() or "not there, its tests are left out (apt-get install prometheus)"
     disk = "mounted" if may_mount() else "none can be mounted here, its tests are left out"
     image = "built" if can_build() else "cannot be built here, its tests are left out"
-    seed = config.stash[_seed_key]
     return (
         f"PostgreSQL: {versions}; PgBouncer: {proxy}; browser: {browser}; promtool: {checker}; "
         f"full disk: {disk}; image (--full): {image}; seed: {seed}"
     )
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    is_module = collection_path.suffix == ".py" and tier_of(config).is_unit
+    return True if is_module and not tiers.has_unit_tests(collection_path) else None
+
+
 def _spread(items: list[pytest.Item]) -> list[pytest.Item]:
-    """The same, with the long ones spread over the first three quarters.
+    """The same, with the slow ones spread over the first three quarters.
 
     At the end no process is left alone with one of them, and at no time are all at work on
     such ones, which start the most processes and have time-outs.
     """
-    by_length: list[list[pytest.Item]] = [[] for _ in range(len(LONG) + 1)]
-    for item in items:
-        places = (n for n, place in enumerate(LONG) if item.nodeid.startswith(place))
-        by_length[next(places, len(LONG))].append(item)
-    *some, others = by_length
-    long = list(chain.from_iterable(some))
-    placed = [(n / len(long) * 0.75, item) for n, item in enumerate(long)]
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    others = [item for item in items if not item.get_closest_marker("slow")]
+    placed = [(n / len(slow) * 0.75, item) for n, item in enumerate(slow)]
     placed += [(n / len(others), item) for n, item in enumerate(others)]
     return [item for _, item in sorted(placed, key=itemgetter(0))]
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    if is_full(item.nodeid):
-        item.add_marker(pytest.mark.full)
-
-
 @pytest.hookimpl(trylast=True)  # After pytest has sorted them by their servers.
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    there = {
-        "pgbouncer": program() is not None,
-        "browser": chromium() is not None,
-        "promtool": promtool() is not None,
-        "mounts": may_mount(),
-        "image": can_build(),
-    }
-    items[:] = _spread(items)
-    there["full"] = tier_of(config).full
-    missing = [marker for marker, is_there in there.items() if not is_there]
-    left_out = [item for item in items if any(map(item.get_closest_marker, missing))]
-    items[:] = [item for item in items if item not in left_out]
+    tier = tier_of(config)
+    if tier.is_unit:
+        left_out = {item for item in items if not tiers.is_unit(item)}
+    else:
+        there = {
+            "pgbouncer": program() is not None,
+            "browser": chromium() is not None,
+            "promtool": promtool() is not None,
+            "mounts": may_mount(),
+            "image": can_build(),
+            "full": tier.is_full,
+        }
+        missing = [marker for marker, is_there in there.items() if not is_there]
+        left_out = {item for item in items if any(map(item.get_closest_marker, missing))}
+    items[:] = [item for item in _spread(items) if item not in left_out]
     if left_out:
-        config.hook.pytest_deselected(items=left_out)
+        config.hook.pytest_deselected(items=list(left_out))
 
 
 def pytest_collection() -> None:
@@ -254,6 +198,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def _majors(config: pytest.Config) -> list[int]:
     """The majors to test on, newest first."""
+    if tier_of(config).is_unit:
+        return [0]  # Its tests are left out.
     # Kept, because looking for them starts programs, and hundreds of tests ask.
     if _majors_key not in config.stash:
         try:
@@ -338,20 +284,12 @@ def model_size(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(scope="session")
-def servers() -> Iterator[Callable[[int], Server]]:
+def servers() -> Iterator[Callable[[int], SharedServer]]:
     """The session's server of a major version, started when first asked for."""
-    started: dict[int, Server] = {}
+    from tests.support.postgres import SharedServer
 
-    def start_server(major: int) -> Server:
-        if major not in started:
-            server = Server(major)
-            server.embedded.start()
-            started[major] = server
-        return started[major]
-
-    yield start_server
-    for server in started.values():
-        server.embedded.stop()
+    with ExitStack() as running:
+        yield cache(lambda major: running.enter_context(SharedServer(major).running()))
 
 
 @pytest.fixture(scope="session")
@@ -362,7 +300,7 @@ def pg_major(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
-def server(pg_major: int, servers: Callable[[int], Server]) -> Server:
+def server(pg_major: int, servers: Callable[[int], SharedServer]) -> SharedServer:
     """A server shared by all tests of the session: do not stop or restart it."""
     server = servers(pg_major)
     server.embedded.start()
@@ -386,6 +324,8 @@ async def empty_database(server: Server) -> AsyncIterator[Database]:
 @pytest.fixture
 def private_server(pg_major: int) -> Iterator[Server]:
     """A server of the test's own, for tests that stop, kill or restart it."""
+    from tests.support.postgres import Server
+
     server = Server(pg_major)
     with server.embedded:
         yield server

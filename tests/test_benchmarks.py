@@ -80,6 +80,7 @@ PLAIN_LOOP = contestants.CONTESTANTS[-1]
 ABSENT = next(each for each in contestants.CONTESTANTS if each.packages == ("pgqueuer",))
 
 
+@pytest.mark.full
 def test_the_benchmark_measures_every_section_and_writes_a_table_and_a_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,6 +273,7 @@ def test_an_unknown_section_is_a_usage_error() -> None:
     )
 
 
+@pytest.mark.full
 def test_a_profile_of_a_busy_relay_is_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

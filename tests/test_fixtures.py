@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import asyncpg
 import pytest
 
-from tests.support.tiers import FULL, LONG
 from tests.support.virtual_time import run_virtual
 from tests.support.waiting import until, until_sync
-
-ROOT = Path(__file__).parents[1]
 
 if TYPE_CHECKING:
     import random
@@ -126,13 +121,3 @@ def test_virtual_time_detects_a_deadlock() -> None:
 
     with pytest.raises(RuntimeError, match="deadlock"):
         run_virtual(main())
-
-
-@pytest.mark.parametrize("where", [*LONG, *FULL])
-def test_the_tiers_name_tests_that_exist(where: str) -> None:
-    """A name that matches no test would put a slow test into the default tier."""
-    path, *names = where.split("::")
-    assert (ROOT / path).exists()
-    for name in names:
-        function, _, _ = name.partition("[")
-        assert re.search(rf"(class|def) {function}", (ROOT / path).read_text("utf-8"))

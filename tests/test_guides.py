@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
     from tests.support.postgres import Database
 
+pytestmark = pytest.mark.system
+
 TUTORIAL = GUIDES["first event"]
 FETCHES = {
     "node": [["npm", "init", "--yes"], ["npm", "install", "--silent", "pg"]],
@@ -168,6 +170,7 @@ async def test_the_guide_to_sql_leads_to_the_deliveries_that_it_shows(
         assert printed[-1].endswith("sequence 5 order.paid key order-3"), "the prepared transaction"
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 @pytest.mark.parametrize("language", FETCHES)
 async def test_the_program_in_another_language_publishes(

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import pytest
 
@@ -207,23 +207,56 @@ def test_a_python_without_pip_is_reported(run: ModuleType, monkeypatch: pytest.M
 
 
 def test_all_checks_run_and_are_summarised(
-    run: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: ModuleType, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    monkeypatch.setattr(run, "call", lambda command: 1 if command[0].endswith("/mypy") else 0)
+    failing = ["ruff", "mypy"]
+
+    def call(command: list[str], stdout: IO[bytes] | None = None, **_: object) -> int:
+        if stdout is not None:
+            stdout.write(f"says {command}\n".encode())
+        return int(Path(command[0]).name in failing)
+
+    monkeypatch.setattr(run, "call", call)
+    monkeypatch.setattr(run.subprocess, "call", call)
     assert run.run_checks("") == 1
-    lines = capsys.readouterr().out.split("\n")
-    assert [line.split()[0] for line in lines if line] == [
-        "ruff", "ruff", "mypy", "lint-imports", "python", "pytest", "python",
+    output, _, summary = capfdbinary.readouterr().out.decode().partition("\n\n")
+    # What runs beside the tests is printed after them.
+    assert "/mypy']" in output
+    lines = summary.splitlines()
+    assert [line.split()[0] for line in lines] == [
+        "ruff", "ruff", "pytest", "pytest", "mypy", "lint-imports", "pytest", "python", "python",
     ]  # fmt: skip
-    assert [line for line in lines if "FAILED" in line and "mypy" in line]
-    monkeypatch.setattr(run, "call", lambda _: 0)
+    assert [line.split()[0] for line in lines if "FAILED" in line] == ["ruff", "ruff", "mypy"]
+    failing.clear()
     assert run.run_checks("") == 0
 
 
 @pytest.mark.parametrize("tier", ["--full", "--soak"])
 def test_a_tier_is_passed_to_pytest(run: ModuleType, tier: str) -> None:
-    pytest_command = next(check for check in run.checks(tier) if check[0] == "pytest")
-    assert pytest_command[-1] == tier
+    _, tests, beside = run.checks(tier)
+    assert [check[-1] for check in (*tests, *beside) if check[0].startswith("pytest")] == [
+        "--quiet", tier, tier,
+    ]  # fmt: skip
+
+
+def test_the_tier_unit_needs_the_fewest_packages(
+    run: ModuleType, steps: Callable[[], list[str]]
+) -> None:
+    run.set_up(for_unit=True)
+    assert run.STAMP.read_text().splitlines() == [*run.stamp(), run.UNIT_ONLY]
+    # Everything else needs the rest, and the tier `unit` works with it.
+    assert steps() == ["install"]
+    run.set_up(for_unit=True)
+    assert run.STAMP.read_text().splitlines() == run.stamp()
+
+
+def test_the_tier_unit_installs_one_extra(run: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[list[str]] = []
+    run.VENV.mkdir()
+    monkeypatch.setattr(run, "find_pip", lambda: ["pip"])
+    monkeypatch.setattr(run, "call", lambda command, **_: called.append(command) or 0)
+    run.install([*run.stamp(), run.UNIT_ONLY])
+    assert called[0][-1] == f"{run.ROOT}[unit]"
 
 
 def test_ctrl_c_lets_the_program_end_by_itself(run: ModuleType) -> None:
@@ -244,7 +277,7 @@ def test_a_benchmark_runs_in_the_project_directory_with_its_options(
 ) -> None:
     become: list[tuple[str, ...]] = []
     monkeypatch.chdir("/")
-    monkeypatch.setattr(run, "set_up", lambda: None)
+    monkeypatch.setattr(run, "set_up", lambda **_: None)
     monkeypatch.setattr(run, "exec_program", lambda *words: become.append(words) or 1)
     assert run.main(["bench", "--quick", "--only", "latency"]) == 1
     assert become == [("python", "-m", "benchmarks", "--quick", "--only", "latency")]
@@ -256,7 +289,7 @@ def test_a_script_of_the_project_runs_in_the_environment_with_its_arguments(
     run: ModuleType, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     become: list[tuple[str, ...]] = []
-    monkeypatch.setattr(run, "set_up", lambda: None)
+    monkeypatch.setattr(run, "set_up", lambda **_: None)
     monkeypatch.setattr(run, "exec_program", lambda *words: become.append(words) or 3)
     assert run.main([command, "--version", "0.1.0"]) == 3
     script = run.ROOT / ".ci" / f"{command}.py"

@@ -131,6 +131,7 @@ async def test_a_revoked_token_is_rejected_when_the_cache_expires(database: Data
         assert "was revoked" in response.detail
 
 
+@pytest.mark.full
 async def test_the_last_use_of_a_token_is_written_once_a_minute(
     database: Database, client: Api
 ) -> None:

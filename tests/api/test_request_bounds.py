@@ -163,6 +163,7 @@ def _operations() -> Iterator[tuple[str, str, str, list[str] | None]]:
 # --------------------------------------------------------------------- the walk
 
 
+@pytest.mark.full
 @only_on_linux
 def test_the_peak_of_memory_is_measured() -> None:
     for _ in range(3):
@@ -172,6 +173,7 @@ def test_the_peak_of_memory_is_measured() -> None:
         assert memory_bytes("VmHWM") - before > MEMORY_BYTES_MAX
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 @only_on_linux
 async def test_no_body_pauses_the_relay_or_fills_its_memory(
@@ -209,6 +211,7 @@ def _walk(url: str, token: str, costs: Costs) -> set[int]:
     return statuses
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 @only_on_linux
 async def test_no_trace_pauses_the_relay_or_fills_its_memory(
@@ -239,6 +242,7 @@ async def test_no_trace_pauses_the_relay_or_fills_its_memory(
     assert outbox_ids == sorted(set(outbox_ids), reverse=True)
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 @only_on_linux
 async def test_refused_bodies_are_freed_without_the_garbage_collector(

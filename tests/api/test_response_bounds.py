@@ -101,6 +101,7 @@ async def test_a_comment_is_limited(database: Database, api: Api) -> None:
     assert (await api.post(path, {"comment": "c" * COMMENT_CHARS_MAX})).status == 200
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 @only_on_linux
 @pytest.mark.parametrize("large", [True, False], ids=["large values", "many values"])

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tests.support.api import Api
     from tests.support.postgres import Database
 
-pytestmark = pytest.mark.one_major
+pytestmark = [pytest.mark.one_major, pytest.mark.full]
 
 SEED = 20_260_131
 TIMEOUT_S = 60.0

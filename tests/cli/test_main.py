@@ -59,6 +59,7 @@ def test_help_imports_no_command() -> None:
     assert done.stderr.splitlines()[-1] == "[]"
 
 
+@pytest.mark.full
 def test_every_command_can_be_the_first_that_is_imported() -> None:
     """In most tests the modules of other commands are imported already."""
     code = (

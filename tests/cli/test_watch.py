@@ -155,6 +155,7 @@ async def frozen(database: Database) -> AsyncIterator[None]:
         os.kill(row["pid"], signal.SIGCONT)
 
 
+@pytest.mark.full
 async def test_an_unresponsive_server_is_reported(private_database: Database) -> None:
     async with with_patience_of(private_database, 0.5) as process:
         await seen(process, "rates")

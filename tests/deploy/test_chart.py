@@ -84,7 +84,9 @@ def test_the_alert_rules_are_those_of_the_package() -> None:
     assert (CHART / "files/alerts.yml").read_bytes() == ALERTS.read_bytes()
 
 
-@pytest.mark.parametrize("version", KUBERNETES)
+@pytest.mark.parametrize(
+    "version", [pytest.param(KUBERNETES[0], marks=pytest.mark.full), *KUBERNETES[1:]]
+)
 @pytest.mark.parametrize(
     "values",
     [

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from tests.support.postgres import Database
 
-pytestmark = pytest.mark.image
+pytestmark = [pytest.mark.image, pytest.mark.full]
 
 
 @pytest.fixture(scope="module")

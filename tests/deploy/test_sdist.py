@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 NAME = f"outbox_relay-{__version__}"
 ON_THE_TREE = (
     "tests/deploy",
-    "tests/test_pins.py",
+    "tests/repository/test_pins.py",
     "tests/test_run_py.py",
-    "tests/test_no_secrets.py",
+    "tests/repository/test_no_secrets.py",
 )
 """Tests that read files outside of the package."""
 

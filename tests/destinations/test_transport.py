@@ -71,6 +71,7 @@ class TestOnUvloop(_Making, TransportConformance, DeliveryRuns, UnsolicitedData,
     """The production event loop."""
 
 
+@pytest.mark.full
 class TestOnAsyncio(_Making, TransportConformance, DeliveryRuns, UnsolicitedData, HostileReceivers):
     """The guarantees do not depend on the event loop."""
 
@@ -79,6 +80,7 @@ class TestEgressOnUvloop(_Making, Guarding):
     """Which addresses are connected to, directly and through a proxy."""
 
 
+@pytest.mark.full
 class TestEgressOnAsyncio(_Making, Guarding):
     """The same without uvloop."""
 

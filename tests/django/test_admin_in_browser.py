@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from tests.support.postgres import Database
 
-pytestmark = [pytest.mark.one_major, pytest.mark.browser]
+pytestmark = [pytest.mark.one_major, pytest.mark.browser, pytest.mark.full]
 
 PAGE = "https://outbox.example.com"
 PASSWORD = secrets.token_urlsafe()

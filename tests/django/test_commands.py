@@ -24,7 +24,7 @@ pytestmark = pytest.mark.one_major
 OTHER = {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}
 
 
-@pytest.mark.parametrize("driver", ["psycopg", "psycopg2"])
+@pytest.mark.parametrize("driver", ["psycopg", pytest.param("psycopg2", marks=pytest.mark.full)])
 def test_a_project_migrates_checks_and_reads_its_status(
     driver: str, empty_database: Database, tmp_path: Path
 ) -> None:
@@ -56,6 +56,7 @@ def test_a_project_migrates_checks_and_reads_its_status(
     assert shown == f"{module} {{'a': [1]}} k"
 
 
+@pytest.mark.full
 def test_its_help_and_errors_are_those_of_the_command(database: Database, tmp_path: Path) -> None:
     settings = {"default": database_settings(database.dsn), "other": OTHER}
     site = Site(tmp_path, settings)

@@ -181,6 +181,7 @@ def reader(empty_database: Database, tmp_path: Path) -> Iterator[Reader]:
                 owner.execute(f"DROP ROLE {reader.role}")
 
 
+@pytest.mark.full
 def test_the_guide_leads_to_the_deliveries_that_it_shows(reader: Reader) -> None:
     text = read(GUIDE)
     shown = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.test_layers import HEAVY, loaded_by
+from tests.support.imports import HEAVY, loaded_by
 
 START = """
 import django

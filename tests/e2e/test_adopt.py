@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from tests.support.postgres import Database
 
-pytestmark = pytest.mark.one_major
+pytestmark = [pytest.mark.one_major, pytest.mark.full]
 
 ROWS = 50_000
 ADOPT_S_MAX = 180.0

@@ -319,12 +319,14 @@ def _print_seed(seed: int) -> None:
     print(f"the schedule's seed: {seed}")
 
 
+@pytest.mark.full
 async def test_streams_match_the_lanes_after_a_few_kills(
     database: Database, rng: random.Random, tmp_path: Path
 ) -> None:
     await kill_under_load(database, killed_valkey, rng, tmp_path, FEW)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("start", "kills"), BROKERS)
 async def test_streams_match_the_lanes_after_many_kills(
     start: Start,

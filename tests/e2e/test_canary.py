@@ -32,7 +32,7 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from tests.support.postgres import Database
 
-pytestmark = [pytest.mark.one_major, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [pytest.mark.one_major, pytest.mark.asyncio(loop_scope="session"), pytest.mark.full]
 
 PATHS = re.compile(r"\{(\w+)\}")
 

@@ -13,6 +13,7 @@ from tests.support.processes import family, running
 from tests.support.waiting import until
 
 
+@pytest.mark.full
 async def test_the_demo_passes_and_prints_json() -> None:
     ended = await outbox("demo", "--events", "150", "--json")
     assert ended.code == 0, ended.stderr
@@ -25,11 +26,12 @@ async def test_the_demo_passes_and_prints_json() -> None:
     assert len(ended.stdout.splitlines()) == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "number",
     [
         signal.SIGINT,
-        pytest.param(signal.SIGTERM, marks=pytest.mark.full),
+        signal.SIGTERM,
         signal.SIGKILL,
     ],
 )

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from tests.support.postgres import Database
 
-pytestmark = pytest.mark.one_major
+pytestmark = [pytest.mark.one_major, pytest.mark.full]
 
 FUNCTIONS = """
 SELECT proname AS name, coalesce(proargnames[1:pronargs], '{}') AS arguments,

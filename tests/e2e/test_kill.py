@@ -56,6 +56,7 @@ async def test_nothing_is_lost_or_reordered_when_the_relay_is_killed(
     await _kill(database, env, rng, tmp_path, pytestconfig.getoption("--kills"))
 
 
+@pytest.mark.full
 @pytest.mark.pgbouncer
 async def test_nothing_is_lost_or_reordered_when_a_relay_behind_a_proxy_is_killed(
     database: Database, rng: random.Random, tmp_path: Path, pytestconfig: pytest.Config

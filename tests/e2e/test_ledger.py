@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from tests.support.postgres import Database, Server
 
-pytestmark = pytest.mark.one_major
+pytestmark = [pytest.mark.one_major, pytest.mark.full]
 
 ACCOUNTS = 50
 PER_S, AT_ONCE = 500, 5

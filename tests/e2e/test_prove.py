@@ -47,6 +47,7 @@ async def schemas(database: Database) -> list[str]:
     return [row["nspname"] for row in rows]
 
 
+@pytest.mark.full
 async def test_nothing_is_lost_under_any_fault(seed: int, pytestconfig: pytest.Config) -> None:
     minutes: float = pytestconfig.getoption("--prove-minutes")
     size = () if minutes > SHORT_MINUTES else ("--rate", "200", "--endpoints", "40")
@@ -65,6 +66,7 @@ async def test_nothing_is_lost_under_any_fault(seed: int, pytestconfig: pytest.C
     print(ended.stdout)
 
 
+@pytest.mark.full
 async def test_only_the_own_schema_changes_in_a_shared_database(
     database: Database, seed: int
 ) -> None:
@@ -88,6 +90,7 @@ async def test_only_the_own_schema_changes_in_a_shared_database(
     assert await schemas(database) == []
 
 
+@pytest.mark.full
 @pytest.mark.skipif(
     sys.platform != "linux", reason="only Linux signals a parent's death to its children"
 )

@@ -128,6 +128,7 @@ async def test_deliveries_of_a_killed_relay_are_sent_by_another(relays: Relays) 
     assert await exceptions(relays.database) == {}
 
 
+@pytest.mark.full
 async def test_a_new_replica_gets_its_share_and_a_clean_stop_releases_it_at_once(
     relays: Relays,
 ) -> None:
@@ -201,6 +202,7 @@ async def test_a_fenced_relay_writes_nothing_and_closes_its_requests(
     assert await exceptions(relays.database) == {}
 
 
+@pytest.mark.full
 async def test_a_frozen_leader_delays_events_by_a_tick_and_resumes_as_a_standby(
     relays: Relays,
 ) -> None:
@@ -247,6 +249,7 @@ async def _query_returns(relays: Relays, sql: str, value: object) -> bool:
 # ------------------------------------------------------ endpoint assignment
 
 
+@pytest.mark.full
 async def test_a_new_endpoint_goes_to_the_relay_with_the_fewest(relays: Relays) -> None:
     await add_endpoints(relays, 3)
     await relays.start("first", LONG_LEASE_S)
@@ -261,6 +264,7 @@ async def test_a_new_endpoint_goes_to_the_relay_with_the_fewest(relays: Relays) 
     assert [owner for e, owner in after.items() if e not in before] == [fewest]
 
 
+@pytest.mark.full
 async def test_a_membership_change_moves_the_fewest_endpoints(relays: Relays) -> None:
     await add_endpoints(relays, 100)
     members = [await relays.start("first"), await relays.start("second")]

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tests.support.collector import Collector, Span
     from tests.support.postgres import Database
 
-pytestmark = pytest.mark.one_major
+pytestmark = [pytest.mark.one_major, pytest.mark.full]
 
 
 def tracer_of(service: str, collector: Collector) -> TracerProvider:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from tests.support.postgres import Database
 
-pytestmark = pytest.mark.one_major
+pytestmark = [pytest.mark.one_major, pytest.mark.full]
 
 ROOT = Path(__file__).resolve().parents[2]
 NEW_VERSION = "0.2.0"

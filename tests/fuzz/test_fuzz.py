@@ -15,6 +15,8 @@ from tests.fuzz.hunting import hunt
 from tests.fuzz.mistakes import MISTAKES
 from tests.fuzz.targets import NAMES
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[2]
 SEED = 20_260_131
 

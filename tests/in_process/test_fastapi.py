@@ -114,6 +114,7 @@ async def test_a_request_publishes_and_the_application_delivers(
     assert "Warning" not in log
 
 
+@pytest.mark.full
 async def test_a_receiver_that_does_not_respond_does_not_delay_the_end(
     database: Database, receiver: Receiver, tmp_path: Path
 ) -> None:
@@ -130,6 +131,7 @@ async def test_a_receiver_that_does_not_respond_does_not_delay_the_end(
     assert await fetchval(database, REPLICAS) == 0
 
 
+@pytest.mark.full
 async def test_two_workers_share_the_work_and_one_of_them_warns(
     database: Database, receiver: Receiver, tmp_path: Path
 ) -> None:

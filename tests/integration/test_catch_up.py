@@ -141,7 +141,7 @@ async def test_a_restored_backup_catches_up_without_loss_or_duplicates(
 
 @pytest.mark.parametrize(
     ("prefix", "format_name"),
-    [("X-", "envelope"), ("Acme-", "raw")],
+    [("X-", "envelope"), pytest.param("Acme-", "raw", marks=pytest.mark.full)],
 )
 async def test_lost_deliveries_are_fetched_before_the_next_delivery(
     database: Database, prefix: str, format_name: FormatName
@@ -183,6 +183,7 @@ async def test_lost_deliveries_are_fetched_before_the_next_delivery(
         assert received == list(range(1, 13))
 
 
+@pytest.mark.full
 async def test_the_payload_of_a_thin_message_is_fetched_while_it_is_processed(
     database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,6 +88,7 @@ SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
 """
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("_reconnects_soon")
 async def test_a_terminated_backend_under_load(database: Database, logs: Logs) -> None:
     async with under_load(database, pause_s=0.03) as load:
@@ -191,7 +192,14 @@ SAYS = {
 }
 
 
-@pytest.mark.parametrize("kind", SAYS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("refused", marks=pytest.mark.full),
+        pytest.param("nameless", marks=pytest.mark.full),
+        "swallowed",
+    ],
+)
 async def test_an_unreachable_database(
     database: Database, monkeypatch: pytest.MonkeyPatch, logs: Logs, kind: str
 ) -> None:
@@ -250,6 +258,7 @@ async def _role(database: Database, name: str) -> str:
     return database.server.embedded.dsn(database.name, user=name)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("_reconnects_soon")
 async def test_too_few_connections_are_waited_for(database: Database, logs: Logs) -> None:
     dsn = await _role(database, "limited")
@@ -301,6 +310,7 @@ RIGHTS: Mapping[str, tuple[str, str]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("_reconnects_soon")
 async def test_a_temporarily_missing_privilege(database: Database, logs: Logs) -> None:
     async with database.connection() as admin:

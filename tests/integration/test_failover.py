@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from tests.support.failover import Pair
     from tests.support.relay import Sent
 
+pytestmark = pytest.mark.system
+
 LOST_MIN = 40
 """A sequence is logged 32 values ahead: with fewer lost events no id would be reassigned."""
 

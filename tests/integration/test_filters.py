@@ -183,6 +183,7 @@ async def test_a_slow_database_disables_no_filter(
     assert got(network, "good") == [15, 16]
 
 
+@pytest.mark.full
 async def test_many_filters_near_the_limit_do_not_delay_others(
     database: Database,
 ) -> None:

@@ -78,6 +78,7 @@ async def _crashed(database: Database) -> bool:
         return not database.server.embedded.running
 
 
+@pytest.mark.full
 async def test_the_relay_waits_while_there_is_no_space_for_the_wal(
     database: Database, disk: SmallDisk, logs: Logs
 ) -> None:

@@ -78,7 +78,15 @@ def dead_lettered(logs: list[Any]) -> bool:
     return any("hangs" in each.get("reason", "") for each in logs)
 
 
-@pytest.mark.parametrize("kinds", [OPENED[:3], OPENED[3:6], OPENED[6:]], ids=" ".join)
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        OPENED[:3],
+        pytest.param(OPENED[3:6], marks=pytest.mark.full),
+        pytest.param(OPENED[6:], marks=pytest.mark.full),
+    ],
+    ids=" ".join,
+)
 async def test_a_hanging_connection_is_closed_within_two_leases(
     server: Server, kinds: tuple[str, ...]
 ) -> None:
@@ -144,6 +152,7 @@ async def test_a_write_without_a_confirmation_is_not_repeated(server: Server) ->
     await run_concurrently(server, ("sequencing", "recording"), mute)
 
 
+@pytest.mark.full
 async def test_a_connection_that_hangs_at_session_start_does_not_block_the_session(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,6 +187,7 @@ async def test_a_connection_that_hangs_at_session_start_does_not_block_the_sessi
     await run_concurrently(server, ("ownership", "sequencing", "schedules"), hang)
 
 
+@pytest.mark.full
 async def test_a_session_that_hangs_during_a_takeover_delays_nothing(server: Server) -> None:
     """The server executes the message, and the response does not arrive."""
 

@@ -70,6 +70,7 @@ UPDATE attempt SET response = '{"body": "personal data"}'
 """
 
 
+@pytest.mark.full
 async def test_start_deliveries_dead_letters_and_stop(database: Database) -> None:
     await add_endpoint(database, lanes=2)
     await add_endpoint(database, "broken", retry={**QUICK_RETRY, "attempts_max": 2})
@@ -116,6 +117,7 @@ async def test_expiry_schedules_delayed_events_and_disabling(
     assert not seen.hold_points, seen.report()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("pooled", [False, True], ids=["prepared", "inline"])
 async def test_replays_a_backfill_and_a_stopped_filter(database: Database, pooled: bool) -> None:
     """Also with the statements that are sent through a connection pooler."""

@@ -451,6 +451,7 @@ async def test_a_day_without_success_is_reported_once_and_three_disable_the_endp
 # ------------------------------------------------------------------------------- lag
 
 
+@pytest.mark.full
 async def test_a_lasting_backlog_is_reported_once_across_leaders(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:

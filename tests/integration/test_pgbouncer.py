@@ -48,6 +48,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.full
 async def test_nothing_is_lost_under_proxy_faults(
     database: Database, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:

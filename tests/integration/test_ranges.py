@@ -97,6 +97,7 @@ def stood_for(sent: Sent) -> tuple[str, int] | None:
     return replay_of and (replay_of["lane"], replay_of["sequence"])
 
 
+@pytest.mark.full
 @pytest.mark.costly
 async def test_each_sequence_number_of_a_range_is_replayed_once_while_relays_are_killed(
     database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch

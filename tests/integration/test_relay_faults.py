@@ -637,7 +637,9 @@ REFUSALS = {
 REFUSED_CALLS = {"cursor": "1, 2, 4", "endpoint_health": "1, 2, 4"}
 
 
-@pytest.mark.parametrize("first", range(3))
+@pytest.mark.parametrize(
+    "first", [0, pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full)]
+)
 async def test_a_statement_that_fails_intermittently_is_retried(
     server: Server, monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:

@@ -102,7 +102,13 @@ async def dump_of_a_life(database: Database) -> tuple[str, list[Network]]:
     return dumped, [before, after, changed]
 
 
-@pytest.mark.parametrize("same_cluster", [False, True], ids=["another cluster", "same cluster"])
+@pytest.mark.parametrize(
+    "same_cluster",
+    [
+        pytest.param(False, marks=pytest.mark.full, id="another cluster"),
+        pytest.param(True, id="same cluster"),
+    ],
+)
 async def test_a_restored_dump_begins_new_lanes(
     same_cluster: bool, database: Database, server: Server, private_server: Server
 ) -> None:
@@ -136,6 +142,7 @@ async def test_a_restored_dump_begins_new_lanes(
     assert await fetchval(database, CHANGES) is None
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 async def test_lanes_that_are_changed_before_a_relay_runs_have_new_names(
     database: Database, private_server: Server
@@ -149,6 +156,7 @@ async def test_lanes_that_are_changed_before_a_relay_runs_have_new_names(
         expect_unique_numbers(*known)
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 async def test_a_dump_from_before_the_first_relay_begins_new_lanes(
     database: Database, private_server: Server

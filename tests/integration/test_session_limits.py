@@ -198,6 +198,7 @@ async def notify_slowly(connection: Connection[Any], queues: float) -> None:
         await connection.execute("SELECT pg_sleep(0.03)")
 
 
+@pytest.mark.full
 async def test_a_frozen_listener_does_not_make_producers_fail(pg_major: int) -> None:
     if pg_major < QUEUE_LIMITED_SINCE:
         pytest.skip("the size of the queue cannot be limited")

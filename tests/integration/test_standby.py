@@ -99,6 +99,7 @@ async def test_only_registered_former_replicas_are_left_to_expire(database: Data
         assert await store.terminate_former_sessions(former) == labels
 
 
+@pytest.mark.full
 async def test_commits_that_no_standby_confirms_do_not_use_up_the_connections(
     private_database: Database, logs: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +119,7 @@ async def test_commits_that_no_standby_confirms_do_not_use_up_the_connections(
     assert await exceptions(private_database) == {}
 
 
+@pytest.mark.full
 async def test_the_doctor_names_a_standby_that_does_not_confirm(
     private_database: Database,
 ) -> None:

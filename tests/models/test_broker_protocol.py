@@ -158,6 +158,7 @@ def catches(what: str, **mutant: Any) -> None:
     print(*caught.value.__notes__, caught.value)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("broker", "what"),
     [
@@ -216,6 +217,7 @@ def foreign_last(standing: Standing, books: LaneBooks, expected: str | None) -> 
     return take_over.decide(standing, books, expected)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("decide", "what"),
     [
@@ -255,6 +257,7 @@ def adopt_nothing(decision: RepairDecision, standing: Standing, *, ended: bool) 
     return decision
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mutant", "what"),
     [

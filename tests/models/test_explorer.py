@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     from tests.models.explorer import Step
 
+pytestmark = pytest.mark.full
+
 
 class Graph:
     """States are letters; a step is `a>b`, or `a~b` if it is not certain.

@@ -11,6 +11,8 @@ from tests.models.explorer import assert_caught, assert_good, explore
 from tests.models.lease import Lease
 from tests.models.lease_world import Rules
 
+pytestmark = pytest.mark.full
+
 BOTH = "both consider their leases valid"
 LATE = "a replaced owner writes after the new one has read"
 STALE = "continues from"

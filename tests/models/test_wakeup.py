@@ -11,6 +11,8 @@ from tests.models.explorer import Exploration, assert_caught, assert_good, explo
 from tests.models.wakeup import WakeUp
 from tests.models.wakeup_world import Rules
 
+pytestmark = pytest.mark.full
+
 LOST = "a committed event is not sequenced"
 TWICE = "an event is sequenced twice"
 

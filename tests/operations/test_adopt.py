@@ -113,7 +113,9 @@ async def sent_some(legacy: LegacyOutbox) -> None:
     await until(lambda: len(legacy.sent) > before + 60, what="the old poller to go on")
 
 
-@pytest.mark.parametrize("poller", ["locks-rows", "marks-later"])
+@pytest.mark.parametrize(
+    "poller", ["locks-rows", pytest.param("marks-later", marks=pytest.mark.full)]
+)
 @pytest.mark.usefixtures("endpoints")
 async def test_the_old_poller_may_go_on(
     database: Database, db: Connection[Any], legacy: LegacyOutbox, poller: Any
@@ -264,6 +266,7 @@ async def test_bad_types_are_cleaned_or_rejected_and_nothing_is_lost(
     assert await violations(db) == {}
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("endpoints")
 async def test_an_interrupted_cut_over_goes_on(
     database: Database, db: Connection[Any], legacy: LegacyOutbox
@@ -314,6 +317,7 @@ async def test_the_old_poller_sends_no_row_after_a_held_one(
     legacy.check(delivered(network))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("endpoints")
 async def test_held_rows_are_published_though_a_job_deletes_sent_rows(
     database: Database, db: Connection[Any], legacy: LegacyOutbox

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from tests.support.postgres import Database
 
+pytestmark = pytest.mark.system
+
 AT_ONCE = DoctorLimits(transaction_s=0, horizon_transactions=0)
 
 

@@ -46,6 +46,7 @@ async def test_failing_lanes_come_before_dead_letters_each_with_its_action(
         assert page.url.endswith("#/dead-letters?endpoint=strict")
 
 
+@pytest.mark.full
 async def test_without_a_relay_that_is_what_needs_attention(database: Database) -> None:
     secret = await make_token(database, "me")
     async with serving(database) as api, visiting(api.url) as visitor:
@@ -64,6 +65,7 @@ def finding(check: str, severity: str, message: str, action: str | None = None) 
     }
 
 
+@pytest.mark.full
 async def test_findings_of_the_doctor_are_listed_by_severity(database: Database) -> None:
     findings = (
         finding("server", "ok", "PostgreSQL 18"),
@@ -86,6 +88,7 @@ async def test_findings_of_the_doctor_are_listed_by_severity(database: Database)
         assert page.url == f"{visitor.url}/#/endpoints?condition=healthy"
 
 
+@pytest.mark.full
 async def test_a_tenant_sees_what_needs_attention_at_its_endpoints(database: Database) -> None:
     async with shop(database, tenant="acme") as here:
         visitor, page = here.visitor, here.visitor.page
@@ -99,6 +102,7 @@ async def test_a_tenant_sees_what_needs_attention_at_its_endpoints(database: Dat
         await expect(page.locator("tbody tr")).to_have_count(1)
 
 
+@pytest.mark.full
 async def test_one_failing_lane_is_retried_at_once(database: Database) -> None:
     """The other lane delivers, so the circuit breaker is closed."""
     retried = "SELECT count(*) FROM journal WHERE kind = 'endpoint_retried'"
@@ -120,6 +124,7 @@ async def _is(database: Database, sql: str, value: int) -> bool:
     return bool(await fetchval(database, sql) == value)
 
 
+@pytest.mark.full
 async def test_a_paused_endpoint_with_a_backlog_is_resumed(database: Database) -> None:
     async with shop(database, findings=()) as here:
         visitor, page = here.visitor, here.visitor.page
@@ -134,6 +139,7 @@ async def test_a_paused_endpoint_with_a_backlog_is_resumed(database: Database) -
         await expect(item).to_contain_text("failing")
 
 
+@pytest.mark.full
 async def test_new_dead_letters_are_listed_while_the_list_is_open(database: Database) -> None:
     async with shop(database, findings=()) as here:
         page = here.visitor.page

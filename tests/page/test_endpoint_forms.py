@@ -63,6 +63,7 @@ async def test_an_endpoint_is_created_by_the_form_and_receives_events(database: 
         await visitor.wait_for(page.locator("summary", has_text="delivered").filter(has_text="new"))
 
 
+@pytest.mark.full
 async def test_the_form_has_every_setting_once(database: Database) -> None:
     async with shop(database) as here:
         page = here.visitor.page
@@ -72,6 +73,7 @@ async def test_the_form_has_every_setting_once(database: Database) -> None:
         assert sorted(found) == sorted(f"help-{name}" for name in SETTINGS)
 
 
+@pytest.mark.full
 async def test_only_changed_settings_are_sent_while_deliveries_are_pending(
     database: Database,
 ) -> None:
@@ -104,6 +106,7 @@ async def test_only_changed_settings_are_sent_while_deliveries_are_pending(
         await visitor.wait_for(visitor.main.locator("pre", has_text='"specversion"'))
 
 
+@pytest.mark.full
 async def test_the_form_of_a_broker_has_no_settings_of_http(database: Database) -> None:
     async with shop(database) as here:
         visitor, page = here.visitor, here.visitor.page
@@ -138,6 +141,7 @@ async def test_the_form_of_a_broker_has_no_settings_of_http(database: Database) 
         assert await fetchval(database, header) is None
 
 
+@pytest.mark.full
 async def test_a_request_is_previewed_and_copied(database: Database) -> None:
     async with shop(database) as here:
         visitor, page = here.visitor, here.visitor.page
@@ -158,6 +162,7 @@ async def test_a_request_is_previewed_and_copied(database: Database) -> None:
         await visitor.wait_for(page.get_by_role("alert").get_by_text("No event found"))
 
 
+@pytest.mark.full
 async def test_an_endpoint_with_pending_deliveries_is_removed(database: Database) -> None:
     async with shop(database) as here:
         visitor, page = here.visitor, here.visitor.page
@@ -172,6 +177,7 @@ async def test_an_endpoint_with_pending_deliveries_is_removed(database: Database
         await until(lambda: fetchval(database, gone))
 
 
+@pytest.mark.full
 async def test_a_tenant_creates_an_endpoint_of_its_own(database: Database) -> None:
     async with shop(database, tenant="acme") as here:
         visitor, page = here.visitor, here.visitor.page
@@ -199,6 +205,7 @@ UPDATE lane_progress SET attempts = 1, retry_seq = acked_seq + 1,
 """
 
 
+@pytest.mark.full
 async def test_the_streams_of_a_broker_are_refilled_and_adopted(database: Database) -> None:
     await add_endpoint(database, "stream", url="redis://127.0.0.1:9/orders")
     await publish(database, 1)

@@ -34,6 +34,7 @@ SELECT id, n % 288, to_timestamp(n * 300), 100, (age BETWEEN 100 AND 111)::int *
 DELIVERED, FAILED = 229 * 100, 12 * 40
 
 
+@pytest.mark.full
 async def test_the_last_24_hours_are_shown_at_once(database: Database) -> None:
     past = await add_endpoint(database, "past", types=["past.*"])
     async with database.at_hand() as connection:
@@ -66,6 +67,7 @@ async def test_the_last_24_hours_are_shown_at_once(database: Database) -> None:
         await visitor.wait_for(page.get_by_role("img", name=re.compile(r"22,9\d\d delivered")))
 
 
+@pytest.mark.full
 async def test_the_history_is_read_after_the_first_paint_once_a_minute(database: Database) -> None:
     async with shop(database) as here:
         page = here.visitor.page

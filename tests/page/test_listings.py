@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.one_major,
     pytest.mark.browser,
     pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.full,
 ]
 
 

@@ -26,6 +26,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.full
 async def test_an_invalid_token_cannot_sign_in_and_a_revoked_one_is_signed_out(
     database: Database,
 ) -> None:
@@ -102,6 +103,7 @@ async def test_an_endpoint_is_paused_resumed_tested_and_its_secret_rotated(
         await visitor.wait_for("old secret until")
 
 
+@pytest.mark.full
 async def test_dead_letters_are_filtered_replayed_and_discarded(database: Database) -> None:
     async with shop(database) as here:
         visitor, page = here.visitor, here.visitor.page
@@ -149,6 +151,7 @@ async def test_dead_letters_are_filtered_replayed_and_discarded(database: Databa
         assert await fetchval(database, actors) == 2
 
 
+@pytest.mark.full
 async def test_an_event_is_found_and_its_timeline_is_drawn(database: Database) -> None:
     async with shop(database) as here:
         visitor, page = here.visitor, here.visitor.page
@@ -178,6 +181,7 @@ NO_POLLING = """() => {
 }"""
 
 
+@pytest.mark.full
 async def test_schedules_are_paused_run_and_removed(database: Database) -> None:
     async with database.connection(server_settings={"search_path": "relay"}) as connection:
         settings = ScheduleSettings(name="nightly", cron="0 3 * * *", type="report.nightly")
@@ -202,6 +206,7 @@ async def test_schedules_are_paused_run_and_removed(database: Database) -> None:
         assert await fetchval(database, "SELECT count(*) FROM schedule") == 0
 
 
+@pytest.mark.full
 async def test_replicas_and_diagnostics(database: Database) -> None:
     async with shop(database) as here:
         visitor, page = here.visitor, here.visitor.page
@@ -242,6 +247,7 @@ async def test_a_tenant_sees_only_its_own_objects(database: Database) -> None:
         await visitor.wait_for("No dead letters.")
 
 
+@pytest.mark.full
 async def test_a_read_token_sees_no_action_buttons(database: Database) -> None:
     secret = await make_token(database, "reader", ("read",))
     await add_endpoint(database, "well")
@@ -259,6 +265,7 @@ CLOSE_AND_PRESS = """(keys) => {
 }"""
 
 
+@pytest.mark.full
 async def test_shortcuts_navigate_and_a_refresh_keeps_the_focus(database: Database) -> None:
     async with shop(database) as here:
         page = here.visitor.page
@@ -282,6 +289,7 @@ async def test_shortcuts_navigate_and_a_refresh_keeps_the_focus(database: Databa
         assert focused == await link.text_content(), "a refresh moves the focus"
 
 
+@pytest.mark.full
 async def test_every_view_fits_on_a_phone(database: Database) -> None:
     async with shop(database, phone=True, dark=True) as here:
         visitor, page = here.visitor, here.visitor.page
@@ -316,6 +324,7 @@ async def test_event_data_is_never_rendered_as_html(database: Database) -> None:
             assert await visitor.page.locator("img[src=x]").count() == 0
 
 
+@pytest.mark.full
 async def test_an_unreachable_relay_is_shown_and_retried(database: Database) -> None:
     secret = await make_token(database)
     await add_endpoint(database, "well")
@@ -342,6 +351,7 @@ async def test_an_unreachable_relay_is_shown_and_retried(database: Database) -> 
             await expect(visitor.main).not_to_have_class("stale")
 
 
+@pytest.mark.full
 async def test_the_overview_counts_paused_endpoints(database: Database) -> None:
     async with shop(database) as here:
         async with database.connection(server_settings={"search_path": "relay"}) as connection:

@@ -26,6 +26,7 @@ pytestmark = [
     pytest.mark.one_major,
     pytest.mark.browser,
     pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.full,
 ]
 
 # A day with little traffic at night, and an hour in which receivers failed.

@@ -38,6 +38,7 @@ async def test_the_delivery_that_a_lane_is_stuck_on_is_skipped(database: Databas
         await expect(stuck.get_by_role("button", name="Skip")).to_have_count(0)
 
 
+@pytest.mark.full
 async def test_dead_letters_are_replayed_and_discarded_in_the_trace(database: Database) -> None:
     async with shop(database) as here:
         visitor, page = here.visitor, here.visitor.page
@@ -57,6 +58,7 @@ async def test_dead_letters_are_replayed_and_discarded_in_the_trace(database: Da
         await here.dead("discarded", 1)
 
 
+@pytest.mark.full
 async def test_a_paused_endpoint_is_resumed_in_the_trace(database: Database) -> None:
     async with shop(database) as here:
         visitor, page = here.visitor, here.visitor.page
@@ -68,6 +70,7 @@ async def test_a_paused_endpoint_is_resumed_in_the_trace(database: Database) -> 
         await expect(page.get_by_role("button", name="Resume sick")).to_have_count(0)
 
 
+@pytest.mark.full
 async def test_an_event_is_published_and_traced(database: Database) -> None:
     async with shop(database) as here:
         visitor, page = here.visitor, here.visitor.page
@@ -85,6 +88,7 @@ async def test_an_event_is_published_and_traced(database: Database) -> None:
         await visitor.wait_for(page.locator("summary", has_text="delivered").first)
 
 
+@pytest.mark.full
 async def test_a_delivered_event_says_so(database: Database) -> None:
     async with shop(database) as here:
         visitor, page = here.visitor, here.visitor.page

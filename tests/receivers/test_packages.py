@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tests.receivers.programs import Language
     from tests.support.postgres import Server
 
-pytestmark = pytest.mark.one_major
+pytestmark = [pytest.mark.one_major, pytest.mark.full]
 
 TIMEOUT_S = 240
 

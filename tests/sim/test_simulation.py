@@ -57,6 +57,7 @@ def test_a_seed_is_deterministic(rng: random.Random) -> None:
     assert "Result(" in first.stdout, first.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", QUICK)
 def test_a_mutant_is_caught(name: str, rng: random.Random) -> None:
     first = rng.randrange(10**6) * 1000

@@ -83,6 +83,8 @@ if TYPE_CHECKING:
     from outbox.store.connection.message import WriteCall, WriteStatement
     from tests.support.postgres import Database
 
+pytestmark = pytest.mark.full
+
 ANY = (None,) * 5
 """A filter that everything passes."""
 NEWEST = range(USED - 1, USED + EMPTY)

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
     from tests.support.postgres import Database
 
+pytestmark = pytest.mark.system
+
 PATH = {"server_settings": {"search_path": "relay"}}
 
 ROLL_BACK = "SELECT nextval('outbox_id_seq')"

@@ -6,8 +6,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import shutil
+import time
 import weakref
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,10 @@ import psycopg
 from outbox.devtools.embedded import EmbeddedPostgres
 from outbox.store.connection.migrate import migrate
 from outbox.store.connection.store_connection import StoreConnection
+from tests.support import clones
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Iterator, Mapping
 
     from outbox.devtools.embedded import Setting
 
@@ -37,7 +39,7 @@ TEST_SETTINGS: Mapping[str, Setting] = {
 _MEMORY = Path("/dev/shm")  # noqa: S108 (only looked at for its room)
 _MEMORY_BYTES_MIN = 2 << 30  # Containers often have 64 MiB of it: too little.
 
-_PREPARED = "SELECT quote_literal(gid) AS gid FROM pg_prepared_xacts WHERE database = %s"
+_END_SESSIONS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s"
 _numbers = itertools.count(1)
 
 
@@ -192,20 +194,24 @@ class Server:
             template = self.template if migrated else "template0"
         if template == self.template and not self._has_template:
             await self._make_template()
-        name = f"{self.prefix}{next(_numbers)}"
-        # Copying files is the faster way; before version 15 it was the only one.
-        strategy = "STRATEGY FILE_COPY" if self.major >= 15 else ""
-        await self.execute(f"CREATE DATABASE {name} TEMPLATE {template} {strategy}")
+        name = self._next_name()
+        await self.execute(self._clone_statement(template).format(name))
         return name
 
     async def _drop(self, name: str) -> None:
         self.up()  # A fault test may have left it stopped.
-        prepared = self._maintenance().execute(_PREPARED, [name]).fetchall()
-        if prepared:  # Prepared transactions would prevent the drop.
-            async with self._connection(name) as connection:
-                for (gid,) in prepared:
-                    await connection.execute(f"ROLLBACK PREPARED {gid}")
-        await self.execute(f"DROP DATABASE {name} WITH (FORCE)")
+        clones.drop(self._maintenance(), self._connect_blocking, name)
+
+    def _next_name(self) -> str:
+        return f"{self.prefix}{next(_numbers)}"
+
+    def _clone_statement(self, template: str) -> str:
+        # Copying files is the faster way; before version 15 it was the only one.
+        strategy = "STRATEGY FILE_COPY" if self.major >= 15 else ""
+        return f"CREATE DATABASE {{}} TEMPLATE {template} {strategy}"
+
+    def _connect_blocking(self, name: str) -> psycopg.Connection[Any]:
+        return psycopg.connect(self.dsn(name), autocommit=True)
 
     def _maintenance(self) -> psycopg.Connection[Any]:
         """The connection to `home`, reopened if it was lost.
@@ -219,7 +225,7 @@ class Server:
                 self._home.close()
             else:
                 return self._home
-        self._home = psycopg.connect(self.dsn(self.home), autocommit=True)
+        self._home = self._connect_blocking(self.home)
         weakref.finalize(self, self._home.close)
         return self._home
 
@@ -245,6 +251,57 @@ class Server:
         # A template cannot be cloned while anybody is connected to it.
         await self.execute(f"ALTER DATABASE {self.template} ALLOW_CONNECTIONS false")
         self._has_template = True
+
+
+class SharedServer(Server):
+    """The server that the tests of a session share, one after the other.
+
+    Migrated databases are cloned ahead of their tests and dropped behind them.
+    """
+
+    _clones: clones.Clones | None = None
+
+    @contextmanager
+    def running(self) -> Iterator[SharedServer]:
+        """Start the server, and stop it at the end."""
+        with self.embedded:
+            try:
+                yield self
+            finally:
+                if self._clones is not None:
+                    self._clones.end()
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Make and drop no databases while the block runs.
+
+        For tests that measure or stop what the whole server does.
+        """
+        assert self._clones is not None, "it has no database yet"
+        with self._clones.paused():
+            yield
+
+    async def _create(self, migrated: bool, template: str | None) -> str:
+        if not migrated or template is not None:
+            return await super()._create(migrated, template)
+        if self._clones is None:
+            await self._make_template()
+            self._clones = clones.Clones(
+                self._connect_blocking,
+                self.home,
+                self._clone_statement(self.template),
+                self._next_name,
+            )
+        return self._clones.take()
+
+    async def _drop(self, name: str) -> None:
+        if self._clones is None:
+            await super()._drop(name)
+            return
+        # Sessions end before the next test, which may count those of the server.
+        while self._maintenance().execute(_END_SESSIONS, [name]).fetchall():
+            time.sleep(0.001)  # noqa: ASYNC251 (nothing else runs between two tests)
+        self._clones.give_back(name)
 
 
 def memory() -> Path | None:

@@ -1,154 +1,113 @@
-"""Which tests take long: the order of a run, and what the default tier leaves out."""
+"""Tiers: how much a run of the suite covers, and which markers leave a test out of one.
+
+unit         tests that need nothing but the program: seconds
+(default)    every behaviour once, on the newest PostgreSQL: minutes
+--full       every PostgreSQL that is installed, and the tests marked `full`
+--soak       like --full, on every supported PostgreSQL, with long random runs: hours
+
+A test belongs to `unit` unless it uses a database, or a marker says what else it needs.
+"""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-LONG = (
-    "tests/test_benchmarks.py",
-    "tests/e2e/",
-    "tests/test_readme.py",
-    "tests/sim/",
-    "tests/models/",
-    "tests/test_no_secrets.py",
-    "tests/fuzz/",
-    "tests/receiver/test_interleavings.py",
-)
-"""Where the tests are that take the longest, from the longest on."""
+if TYPE_CHECKING:
+    from pathlib import Path
 
-FULL = (
-    "tests/api/test_access.py::test_the_last_use_of_a_token_is_written_once_a_minute",
-    "tests/api/test_request_bounds.py::test_no_body_pauses_the_relay_or_fills_its_memory",
-    "tests/api/test_request_bounds.py::test_no_trace_pauses_the_relay_or_fills_its_memory",
-    "tests/api/test_request_bounds.py::test_refused_bodies_are_freed_without_the_garbage_collector",
-    "tests/api/test_request_bounds.py::test_the_peak_of_memory_is_measured",
-    "tests/api/test_response_bounds.py::test_no_response_pauses_the_relay_or_fills_its_memory",
-    "tests/api/test_schemathesis.py",
-    "tests/cli/test_main.py::test_every_command_can_be_the_first_that_is_imported",
-    "tests/cli/test_watch.py::test_an_unresponsive_server_is_reported",
-    "tests/deploy/test_chart.py::test_kubernetes_accepts_the_objects[all-1.27]",
-    "tests/deploy/test_image.py",
-    "tests/deploy/test_wheel.py",
-    "tests/destinations/brokers/rabbitmq/",
-    "tests/destinations/brokers/test_kafka.py",
-    "tests/destinations/test_transport.py::TestEgressOnAsyncio",
-    "tests/destinations/test_transport.py::TestOnAsyncio",
-    "tests/django/test_admin_in_browser.py",
-    "tests/django/test_commands.py::test_a_project_migrates_checks_and_reads_its_status[*-psycopg2]",
-    "tests/django/test_commands.py::test_its_help_and_errors_are_those_of_the_command",
-    "tests/django/test_guide.py::test_the_guide_leads_to_the_deliveries_that_it_shows",
-    "tests/e2e/test_adopt.py",
-    "tests/e2e/test_broker_kills.py::test_streams_match_the_lanes_after_a_few_kills",
-    "tests/e2e/test_broker_kills.py::test_streams_match_the_lanes_after_many_kills",
-    "tests/e2e/test_canary.py",
-    "tests/e2e/test_demo.py::test_nothing_is_left_behind",
-    "tests/e2e/test_demo.py::test_the_demo_passes_and_prints_json",
-    "tests/e2e/test_interfaces.py",
-    "tests/e2e/test_kill.py::test_nothing_is_lost_or_reordered_when_a_relay_behind_a_proxy_is_killed",
-    "tests/e2e/test_last_release.py",
-    "tests/e2e/test_ledger.py",
-    "tests/e2e/test_prove.py::test_nothing_is_left_behind",
-    "tests/e2e/test_prove.py::test_nothing_is_lost_under_any_fault",
-    "tests/e2e/test_prove.py::test_only_the_own_schema_changes_in_a_shared_database",
-    "tests/e2e/test_receivers.py::test_a_receiver_of_the_guide_conforms[*-aiohttp_sqlite.py]",
-    "tests/e2e/test_receivers.py::test_a_receiver_of_the_guide_conforms[*-django_postgres.py]",
-    "tests/e2e/test_receivers.py::test_a_receiver_of_the_guide_conforms[*-flask_sqlalchemy.py]",
-    "tests/e2e/test_replicas.py::test_a_frozen_leader_delays_events_by_a_tick_and_resumes_as_a_standby",
-    "tests/e2e/test_replicas.py::test_a_membership_change_moves_the_fewest_endpoints",
-    "tests/e2e/test_replicas.py::test_a_new_endpoint_goes_to_the_relay_with_the_fewest",
-    "tests/e2e/test_replicas.py::test_a_new_replica_gets_its_share_and_a_clean_stop_releases_it_at_once",
-    "tests/e2e/test_telemetry.py",
-    "tests/e2e/test_upgrade.py",
-    "tests/fuzz/test_fuzz.py",
-    "tests/in_process/test_fastapi.py::test_a_receiver_that_does_not_respond_does_not_delay_the_end",
-    "tests/in_process/test_fastapi.py::test_two_workers_share_the_work_and_one_of_them_warns",
-    "tests/integration/test_catch_up.py::test_lost_deliveries_are_fetched_before_the_next_delivery[*-Acme--raw]",
-    "tests/integration/test_catch_up.py::test_the_payload_of_a_thin_message_is_fetched_while_it_is_processed",
-    "tests/integration/test_database_faults.py::test_a_temporarily_missing_privilege",
-    "tests/integration/test_database_faults.py::test_a_terminated_backend_under_load",
-    "tests/integration/test_database_faults.py::test_an_unreachable_database[*-nameless]",
-    "tests/integration/test_database_faults.py::test_an_unreachable_database[*-refused]",
-    "tests/integration/test_database_faults.py::test_too_few_connections_are_waited_for",
-    "tests/integration/test_filters.py::test_many_filters_near_the_limit_do_not_delay_others",
-    "tests/integration/test_full_disk.py::test_the_relay_waits_while_there_is_no_space_for_the_wal",
-    "tests/integration/test_hanging_connections.py::test_a_connection_that_hangs_at_session_start_does_not_block_the_session",
-    "tests/integration/test_hanging_connections.py::test_a_hanging_connection_is_closed_within_two_leases[*-reading",
-    "tests/integration/test_hanging_connections.py::test_a_hanging_connection_is_closed_within_two_leases[*-schedules",
-    "tests/integration/test_hanging_connections.py::test_a_session_that_hangs_during_a_takeover_delays_nothing",
-    "tests/integration/test_hold_points.py::test_replays_a_backfill_and_a_stopped_filter",
-    "tests/integration/test_hold_points.py::test_start_deliveries_dead_letters_and_stop",
-    "tests/integration/test_operational_events.py::test_a_lasting_backlog_is_reported_once_across_leaders",
-    "tests/integration/test_pgbouncer.py::test_nothing_is_lost_under_proxy_faults",
-    "tests/integration/test_ranges.py::test_each_sequence_number_of_a_range_is_replayed_once_while_relays_are_killed",
-    "tests/integration/test_relay_faults.py::test_a_statement_that_fails_intermittently_is_retried[*-1]",
-    "tests/integration/test_relay_faults.py::test_a_statement_that_fails_intermittently_is_retried[*-2]",
-    "tests/integration/test_restore.py::test_a_dump_from_before_the_first_relay_begins_new_lanes",
-    "tests/integration/test_restore.py::test_a_restored_dump_begins_new_lanes[*-another",
-    "tests/integration/test_restore.py::test_lanes_that_are_changed_before_a_relay_runs_have_new_names",
-    "tests/integration/test_session_limits.py::test_a_frozen_listener_does_not_make_producers_fail",
-    "tests/integration/test_standby.py::test_commits_that_no_standby_confirms_do_not_use_up_the_connections",
-    "tests/integration/test_standby.py::test_the_doctor_names_a_standby_that_does_not_confirm",
-    "tests/models/test_broker_protocol.py::test_a_broker_without_a_rule_is_caught",
-    "tests/models/test_broker_protocol.py::test_a_wrong_adoption_is_caught",
-    "tests/models/test_broker_protocol.py::test_a_wrong_comparison_is_caught",
-    "tests/models/test_explorer.py",
-    "tests/models/test_lease.py",
-    "tests/models/test_wakeup.py",
-    "tests/operations/test_adopt.py::test_an_interrupted_cut_over_goes_on",
-    "tests/operations/test_adopt.py::test_held_rows_are_published_though_a_job_deletes_sent_rows",
-    "tests/operations/test_adopt.py::test_the_old_poller_may_go_on[*-marks-later]",
-    "tests/page/test_accessibility.py",
-    "tests/page/test_administration.py",
-    "tests/page/test_attention.py::test_a_paused_endpoint_with_a_backlog_is_resumed",
-    "tests/page/test_attention.py::test_a_tenant_sees_what_needs_attention_at_its_endpoints",
-    "tests/page/test_attention.py::test_findings_of_the_doctor_are_listed_by_severity",
-    "tests/page/test_attention.py::test_new_dead_letters_are_listed_while_the_list_is_open",
-    "tests/page/test_attention.py::test_one_failing_lane_is_retried_at_once",
-    "tests/page/test_attention.py::test_without_a_relay_that_is_what_needs_attention",
-    "tests/page/test_blocked.py",
-    "tests/page/test_endpoint_forms.py::test_a_request_is_previewed_and_copied",
-    "tests/page/test_endpoint_forms.py::test_a_tenant_creates_an_endpoint_of_its_own",
-    "tests/page/test_endpoint_forms.py::test_an_endpoint_with_pending_deliveries_is_removed",
-    "tests/page/test_endpoint_forms.py::test_only_changed_settings_are_sent_while_deliveries_are_pending",
-    "tests/page/test_endpoint_forms.py::test_the_form_has_every_setting_once",
-    "tests/page/test_endpoint_forms.py::test_the_form_of_a_broker_has_no_settings_of_http",
-    "tests/page/test_endpoint_forms.py::test_the_streams_of_a_broker_are_refilled",
-    "tests/page/test_history.py::test_the_history_is_read_after_the_first_paint_once_a_minute",
-    "tests/page/test_history.py::test_the_last_24_hours_are_shown_at_once",
-    "tests/page/test_honesty.py",
-    "tests/page/test_listings.py",
-    "tests/page/test_page.py::test_a_read_token_sees_no_action_buttons",
-    "tests/page/test_page.py::test_an_event_is_found_and_its_timeline_is_drawn",
-    "tests/page/test_page.py::test_an_invalid_token_cannot_sign_in_and_a_revoked_one_is_signed_out",
-    "tests/page/test_page.py::test_an_unreachable_relay_is_shown_and_retried",
-    "tests/page/test_page.py::test_dead_letters_are_filtered_replayed_and_discarded",
-    "tests/page/test_page.py::test_every_view_fits_on_a_phone",
-    "tests/page/test_page.py::test_replicas_and_diagnostics",
-    "tests/page/test_page.py::test_schedules_are_paused_run_and_removed",
-    "tests/page/test_page.py::test_shortcuts_navigate_and_a_refresh_keeps_the_focus",
-    "tests/page/test_page.py::test_the_overview_counts_paused_endpoints",
-    "tests/page/test_pictures.py",
-    "tests/page/test_selection.py",
-    "tests/page/test_trace_actions.py::test_a_delivered_event_says_so",
-    "tests/page/test_trace_actions.py::test_a_paused_endpoint_is_resumed_in_the_trace",
-    "tests/page/test_trace_actions.py::test_an_event_is_published_and_traced",
-    "tests/page/test_trace_actions.py::test_dead_letters_are_replayed_and_discarded_in_the_trace",
-    "tests/receiver/test_cloud_events.py::test_another_library_reads_single_events[npm-cloudevents-binary]",
-    "tests/receivers/test_packages.py",
-    "tests/receivers/test_readme.py",
-    "tests/receivers/test_servers.py",
-    "tests/sim/test_simulation.py::test_a_mutant_is_caught",
-    "tests/store/test_plans.py",
-    "tests/test_benchmarks.py::test_a_profile",
-    "tests/test_benchmarks.py::test_the_benchmark_measures_every_section",
-    "tests/test_guides.py::test_the_program_in_another_language_publishes",
-)
-"""Tests that take longest for what they cover: they run with --full and --soak only.
+    import pytest
 
-A `*` stands for the PostgreSQL major, which comes before a test's own parameters.
+MARKERS = {
+    "system": "starts a process or opens a socket: not in the tier `unit`",
+    "slow": "takes more than half a second: not in the tier `unit`",
+    "full": "runs with --full and --soak only",
+    "one_major": "runs on the newest PostgreSQL only",
+    "costly": "like one_major, unless --pg names the majors",
+    "pgbouncer": "left out where PgBouncer is not installed",
+    "browser": "left out where there is no chromium",
+    "promtool": "left out where Prometheus's promtool is not there",
+    "mounts": "left out where no file system can be mounted",
+    "image": "left out where buildah cannot build the image",
+}
+"""Each of them leaves a test out of the tier `unit`: all but the first two need a system as well.
 """
 
+SLOW_S = 0.5
+"""The longest that a test of the tier `unit` takes on an idle machine."""
 
-def is_full(nodeid: str) -> bool:
-    """Whether a test belongs to the full tier, although it is not marked so."""
-    return re.sub(r"\[pg\d+-", "[*-", nodeid).startswith(FULL)
+_MODULE_MARKS = re.compile(r"^pytestmark\b[^\n]*(?:\n[ \])][^\n]*)*", re.MULTILINE)
+_MARK = re.compile(r"\bmark\.(\w+)")
+
+
+@dataclass(frozen=True)
+class Tier:
+    """What a run of the suite covers, unless an option says otherwise."""
+
+    pg: str
+    """PostgreSQL majors: none, the newest one, those that are installed, or all."""
+    kills: int
+    prove_minutes: float
+    ledger_seconds: float
+    cursor_seconds: float
+    sim_seeds: int
+    silences: str
+    """Messages after which a relay falls silent: a number of them, or all."""
+    api_examples: int
+    model_size: int
+    examples_max: int
+    """Examples of a property test.  The number of random walks is a multiple of it."""
+    is_full: bool = False
+    """Whether tests marked `full` run."""
+    is_unit: bool = False
+    """Whether only tests that need no system run."""
+
+
+TIERS = {
+    "unit": Tier("none", 2, 0.2, 4.0, 4.0, 8, "8", 1, 1, 25, is_unit=True),
+    "default": Tier("newest", 2, 0.2, 4.0, 4.0, 8, "8", 1, 1, 25),
+    "full": Tier("installed", 3, 0.2, 6.0, 6.0, 20, "30", 2, 1, 100, is_full=True),
+    "soak": Tier("all", 100, 10.0, 300.0, 120.0, 2000, "all", 20, 3, 1000, is_full=True),
+}
+
+OPTIONS = (
+    ("kills", int, "kill -9 of the relay, end to end"),
+    ("prove-minutes", float, "length of outbox prove, end to end"),
+    ("ledger-seconds", float, "kills of relay and receiver over a ledger"),
+    ("cursor-seconds", float, "length of the adversarial producers"),
+    ("sim-seeds", int, "simulated hours"),
+    ("silences", str, "messages after which a relay falls silent, or all"),
+    ("api-examples", int, "generated requests of each kind of the API"),
+    ("model-size", int, "how much of the protocols' models is explored, 1 to 3"),
+)
+"""Options that override a tier: name, type and what they do."""
+
+
+def tier_name(config: pytest.Config) -> str:
+    """Return the name of a run's tier."""
+    names = [name for name in TIERS if name != "default" and config.getoption(f"--{name}")]
+    return names[-1] if names else "default"
+
+
+def tier_of(config: pytest.Config) -> Tier:
+    """Return a run's tier."""
+    return TIERS[tier_name(config)]
+
+
+def is_unit(item: pytest.Item) -> bool:
+    """Whether a test needs nothing but the program."""
+    uses_database = "pg_major" in getattr(item, "fixturenames", ())
+    return not uses_database and not any(map(item.get_closest_marker, MARKERS))
+
+
+def has_unit_tests(module: Path) -> bool:
+    """Whether a module may have tests of the tier `unit`, by the markers of the whole module.
+
+    Such a module is not imported in that tier: what it imports need not be installed.
+    """
+    return not any(
+        name in MARKERS
+        for marks in _MODULE_MARKS.findall(module.read_text("utf-8"))
+        for name in _MARK.findall(marks)
+    )

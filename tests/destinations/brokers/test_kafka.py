@@ -39,6 +39,8 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.full
+
 LANE = "billing-1-0"
 TOPIC = "events"
 

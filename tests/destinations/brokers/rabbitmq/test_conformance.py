@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from tests.destinations.brokers.rabbitmq.conftest import Stage
     from tests.support.brokers.rigs import ProxiedLink
 
+pytestmark = pytest.mark.full
+
 
 class RabbitRig:
     """Streams of a server that takes frames up to 1 MiB."""

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from outbox.destinations.rabbitmq.broker import RabbitMqBroker
     from tests.destinations.brokers.rabbitmq.conftest import Stage
 
+pytestmark = pytest.mark.full
+
 CONFIRM_BYTES = 37
 """One frame that confirms three messages."""
 

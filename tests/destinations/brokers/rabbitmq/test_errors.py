@@ -22,6 +22,8 @@ from tests.destinations.brokers.rabbitmq.conftest import (
 from tests.support.brokers.wire import wire_to
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.full
+
 
 async def _stop(stage: Stage, **options: object) -> Stop:
     broker = stage.broker(**options)  # type: ignore[arg-type]

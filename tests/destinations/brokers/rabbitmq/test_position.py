@@ -29,6 +29,8 @@ from tests.destinations.brokers.rabbitmq.conftest import (
 from tests.support.brokers.wire import wire_to
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.full
+
 
 def _books(delivered: int, acked: int | None = None, last: int = 100) -> LaneBooks:
     return LaneBooks(LANE, delivered, delivered if acked is None else acked, last)

@@ -8,7 +8,6 @@ and a pushed secret must be revoked anyway.
 from __future__ import annotations
 
 import base64
-import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,13 +15,12 @@ import pytest
 from detect_secrets import SecretsCollection
 from detect_secrets.settings import transient_settings
 
+from tests.repository.sources import ROOT, tracked
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-ROOT = Path(__file__).parents[1]
-OWN = Path(__file__).parent / "support" / "own_secrets.py"
-SHARES = 2
-"""The files are divided into shares, so that several processes can scan them."""
+OWN = ROOT / "tests" / "support" / "own_secrets.py"
 
 PLUGINS: list[dict[str, object]] = [
     {"name": "FormDetector", "path": OWN.as_uri()},
@@ -96,18 +94,6 @@ NONE: dict[str, tuple[str, ...]] = {
 KNOWN = {value for values in NONE.values() for value in values}
 
 
-def tracked() -> list[str]:
-    """Return the files that git tracks."""
-    try:
-        listed = subprocess.run(
-            ["git", "ls-files", "-z"],  # noqa: S607 (any git will do)
-            cwd=ROOT, capture_output=True, check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.CalledProcessError):
-        return []
-    return [name for name in listed.stdout.decode().split("\0") if name and (ROOT / name).is_file()]
-
-
 def found(paths: Iterable[Path], filters: Sequence[dict[str, str]] = FILTERS) -> dict[str, str]:
     """Return the secrets found in these files, with their locations."""
     secrets = SecretsCollection()
@@ -120,31 +106,28 @@ def found(paths: Iterable[Path], filters: Sequence[dict[str, str]] = FILTERS) ->
     }
 
 
-@pytest.mark.parametrize("share", range(SHARES))
-def test_no_tracked_file_contains_a_secret(share: int) -> None:
-    names = tracked()
-    if not names:
+@pytest.fixture(scope="session")
+def files() -> tuple[Path, ...]:
+    paths = tracked()
+    if not paths:
         pytest.skip("this is no checkout of git, so nothing tells which files are ours")
-    there = found(ROOT / name for name in names[share::SHARES])
+    return paths
+
+
+def test_no_tracked_file_contains_a_secret(files: tuple[Path, ...]) -> None:
+    there = found(files)
     assert {value: place for value, place in there.items() if value not in KNOWN} == {}, (
         "if it is none, add it to NONE, with the reason; if it is one, revoke it first"
     )
 
 
 @pytest.mark.full
-def test_no_finding_is_in_a_line_that_is_omitted_for_speed() -> None:
-    names = tracked()
-    if not names:
-        pytest.skip("this is no checkout of git, so nothing tells which files are ours")
-    paths = [ROOT / name for name in names]
-    assert found(paths) == found(paths, [each for each in FILTERS if each is not LINES_FILTER])
+def test_no_finding_is_in_a_line_that_is_omitted_for_speed(files: tuple[Path, ...]) -> None:
+    assert found(files) == found(files, [each for each in FILTERS if each is not LINES_FILTER])
 
 
-def test_known_false_positives_still_exist() -> None:
-    names = [name for name in tracked() if Path(name).name != Path(__file__).name]
-    if not names:
-        pytest.skip("this is no checkout of git, so nothing tells which files are ours")
-    texts = [(ROOT / name).read_text("utf-8", "replace") for name in names]
+def test_known_false_positives_still_exist(files: tuple[Path, ...]) -> None:
+    texts = [path.read_text("utf-8", "replace") for path in files if path != Path(__file__)]
     stale = [each for each in KNOWN if not any(each in text for text in texts)]
     assert stale == [], "strike them off NONE"
 

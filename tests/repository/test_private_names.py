@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from tests.repository.sources import PROGRAM, ROOT, nodes, nodes_of
 
-ROOT = Path(__file__).parents[1]
-PROGRAM = sorted((ROOT / "outbox").rglob("*.py"))
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
 OWN = {"outbox", *sys.stdlib_module_names}
 KNOWN = {
     # Neither client lets its caller open the connection, where the egress policy is asked.
@@ -44,9 +44,9 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("__") and name != "_"
 
 
-def names_defined(tree: ast.AST) -> Iterator[str]:
+def names_defined(tree: Iterable[ast.AST]) -> Iterator[str]:
     """Private names of functions, classes, variables and attributes which the code defines."""
-    for node in ast.walk(tree):
+    for node in tree:
         match node:
             case (
                 ast.FunctionDef(name=name)
@@ -80,16 +80,16 @@ def defined_by(library: str, names: set[str]) -> set[str]:
         name
         for source in sources_of(library)
         if any(each in source for each in those)
-        for name in names_defined(ast.parse(source))
+        for name in names_defined(nodes_of(source))
         if name in names
     }
 
 
-def library_names(tree: ast.AST) -> tuple[dict[str, str], list[str]]:
+def library_names(tree: Sequence[ast.AST]) -> tuple[dict[str, str], list[str]]:
     """Return which library each imported name is of, and imports of private names."""
     libraries: dict[str, str] = {}
     private = []
-    for node in ast.walk(tree):
+    for node in tree:
         match node:
             case ast.Import(names=names):
                 paths = [(each.name, each.asname or each.name.split(".")[0]) for each in names]
@@ -105,7 +105,7 @@ def library_names(tree: ast.AST) -> tuple[dict[str, str], list[str]]:
     return libraries, private
 
 
-def private_uses(tree: ast.Module, own: set[str]) -> list[str]:
+def private_uses(tree: Sequence[ast.AST], own: set[str]) -> list[str]:
     """Return the private names of libraries that a module uses.
 
     Args:
@@ -113,7 +113,7 @@ def private_uses(tree: ast.Module, own: set[str]) -> list[str]:
         own: the private names that the program defines.
     """
     libraries, found = library_names(tree)
-    for node in ast.walk(tree):
+    for node in tree:
         match node:
             case ast.Attribute(value=value, attr=name) if is_private(name):
                 of = value.id if isinstance(value, ast.Name) else ""
@@ -125,7 +125,7 @@ def private_uses(tree: ast.Module, own: set[str]) -> list[str]:
                 for base in bases:
                     of = ast.unparse(base).split(".")[0].split("[")[0]
                     library = libraries.get(of)
-                    private = set(names_defined(node))
+                    private = set(names_defined(ast.walk(node)))
                     if library is not None and private:
                         common = defined_by(library, private)
                         found += [f"{name}.{each} overrides {library}'s" for each in common]
@@ -133,12 +133,11 @@ def private_uses(tree: ast.Module, own: set[str]) -> list[str]:
 
 
 def test_no_private_names_of_libraries_are_used() -> None:
-    # Each module is parsed twice: with all trees in memory, the garbage collector takes longer.
-    own = {name for path in PROGRAM for name in names_defined(ast.parse(path.read_bytes()))}
+    own = {name for path in PROGRAM for name in names_defined(nodes(path))}
     uses = {
         str(path.relative_to(ROOT)): found
         for path in PROGRAM
-        if (found := private_uses(ast.parse(path.read_bytes()), own))
+        if (found := private_uses(nodes(path), own))
     }
     assert {path: sorted(found) for path, found in uses.items()} == {
         path: sorted(found) for path, found in KNOWN.items()
@@ -159,4 +158,4 @@ def test_no_private_names_of_libraries_are_used() -> None:
     ],
 )
 def test_a_private_name_of_a_library_is_found(source: str) -> None:
-    assert private_uses(ast.parse(source), {"_handle_request", "_messages"})
+    assert private_uses(nodes_of(source), {"_handle_request", "_messages"})

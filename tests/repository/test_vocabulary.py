@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
-from functools import cache, lru_cache
-from pathlib import Path
+from functools import cache
 from typing import TYPE_CHECKING
 
 import pytest
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from tests.repository.sources import PROGRAM, ROOT, TESTS, nodes, nodes_of
 
-ROOT = Path(__file__).parents[1]
-SOURCES = sorted((ROOT / "outbox").rglob("*.py"))
-TESTS = sorted(path for folder in ("benchmarks", "tests") for path in (ROOT / folder).rglob("*.py"))
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 DENIED_PARTS = {
     "answer": "response",
@@ -101,15 +98,9 @@ SYSTEM_NAMES = {"nobody", "user nobody"}
 PARTS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
 
 
-@lru_cache(1)
-def nodes(source: str) -> tuple[ast.AST, ...]:
-    """The syntax tree's nodes.  With many trees in memory, the garbage collector takes longest."""
-    return tuple(ast.walk(ast.parse(source)))
-
-
-def identifiers(source: str) -> Iterator[tuple[int, str]]:
-    """Every name that the source defines, with its line."""
-    for node in nodes(source):
+def identifiers(tree: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
+    """Every name that the code defines, with its line."""
+    for node in tree:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 yield node.lineno, node.name
@@ -134,21 +125,21 @@ def denied_parts(name: str) -> tuple[str, ...]:
     )
 
 
-def denied(source: str) -> Iterator[tuple[int, str]]:
+def denied(tree: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
     """The identifiers that the lists deny, with what to say instead."""
-    for line, name in identifiers(source):
+    for line, name in identifiers(tree):
         for better in denied_parts(name):
             yield line, f"{name}: {better}"
-    for node in nodes(source):
+    for node in tree:
         is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         if is_function and node.name.lstrip("_") in DENIED_FUNCTIONS:
             yield node.lineno, f"{node.name}: a verb with its object"
 
 
-def messages(source: str) -> Iterator[tuple[int, str]]:
+def messages(tree: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
     """String literals with their lines. Of docstrings, those of commands: `--help` prints them."""
-    bare = {id(node.value) for node in nodes(source) if isinstance(node, ast.Expr)}
-    for node in nodes(source):
+    bare = {id(node.value) for node in tree if isinstance(node, ast.Expr)}
+    for node in tree:
         if isinstance(node, ast.FunctionDef) and node.decorator_list:
             yield node.lineno, ast.get_docstring(node) or ""
         elif (
@@ -160,8 +151,8 @@ def messages(source: str) -> Iterator[tuple[int, str]]:
 def test_identifiers_use_the_fields_terms() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line} {what}"
-        for path in (*SOURCES, *TESTS)
-        for line, what in denied(path.read_text())
+        for path in (*PROGRAM, *TESTS)
+        for line, what in denied(nodes(path))
     ]
     assert not found, "\n".join(found)
 
@@ -169,8 +160,8 @@ def test_identifiers_use_the_fields_terms() -> None:
 def test_messages_use_the_fields_terms() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line} {word[0]!r} in {text.strip()[:80]!r}"
-        for path in SOURCES
-        for line, text in messages(path.read_text())
+        for path in PROGRAM
+        for line, text in messages(nodes(path))
         if (word := DENIED_WORDS.search(text)) and text not in SYSTEM_NAMES
     ]
     assert not found, "\n".join(found)
@@ -188,14 +179,17 @@ def test_messages_use_the_fields_terms() -> None:
     ],
 )
 def test_a_denied_identifier_is_found(source: str) -> None:
-    assert list(denied(source))
+    assert list(denied(nodes_of(source)))
 
 
 @pytest.mark.parametrize("source", ["lookup = 1", "def overtaken(): ...", "goal = ofset = 0"])
 def test_a_word_that_contains_a_denied_one_is_allowed(source: str) -> None:
-    assert not list(denied(source))
+    assert not list(denied(nodes_of(source)))
 
 
 def test_a_denied_message_is_found() -> None:
     source = '@command\ndef stop():\n    """Wait until nobody waits."""\n    echo("given up")'
-    assert [bool(DENIED_WORDS.search(text)) for _, text in messages(source)] == [True, True]
+    assert [bool(DENIED_WORDS.search(text)) for _, text in messages(nodes_of(source))] == [
+        True,
+        True,
+    ]

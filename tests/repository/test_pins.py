@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 if TYPE_CHECKING:
     from types import ModuleType
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FILE = ROOT / ".ci" / "constraints.txt"
 RENEW = "renew it with: python3 run.py pin"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -1,0 +1,37 @@
+"""The tree's Python files, each read and parsed once for all checks."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = sorted((ROOT / "outbox").rglob("*.py"))
+TESTS = sorted(path for folder in ("benchmarks", "tests") for path in (ROOT / folder).rglob("*.py"))
+
+
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Return all nodes of a file's syntax tree, the module first."""
+    return nodes_of(path.read_text("utf-8"))
+
+
+def nodes_of(source: str | bytes) -> tuple[ast.AST, ...]:
+    """Return all nodes of a source's syntax tree, the module first."""
+    return tuple(ast.walk(ast.parse(source)))
+
+
+@cache
+def tracked() -> tuple[Path, ...]:
+    """Return the files that git tracks; none outside of a checkout."""
+    try:
+        listed = subprocess.run(
+            ["git", "ls-files", "-z"],  # noqa: S607 (any git will do)
+            cwd=ROOT, capture_output=True, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.CalledProcessError):
+        return ()
+    paths = (ROOT / name for name in listed.stdout.decode().split("\0") if name)
+    return tuple(path for path in paths if path.is_file())
