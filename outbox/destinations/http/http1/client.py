@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 from outbox.core.model.response import AttemptResult, Failure
 from outbox.destinations.http.attempt_results import TRANSPORT_CLOSED, timeout_detail
-from outbox.destinations.http.http1.connection import Connection
-from outbox.destinations.http.http1.follow_ups import FollowUps
+from outbox.destinations.http.http1.connection import Connection, FollowUps
 from outbox.destinations.http.http1.pool import ConnectionPools
 from outbox.destinations.interface import NotConnected
 
