@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.brokers.message import messages_of
 from outbox.core.delivery import signed_metadata
 from outbox.core.delivery.batch import prepare_request
-from outbox.core.delivery.message import Delivery, encode_body
+from outbox.core.delivery.message import encode_body
 from outbox.core.delivery.signature import SIGNATURE_HEADER
+from outbox.core.model.delivery import Delivery
 from outbox.core.model.destination import broker_of
 from outbox.core.model.headers import parse_lines
 from outbox.core.model.ids import lane_name

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from outbox.core.admission.request_scheduler import RequestScheduler
     from outbox.core.brokers.repair import Repair
     from outbox.core.delivery.lane import Lane
-    from outbox.core.delivery.message import Delivery
+    from outbox.core.model.delivery import Delivery
     from outbox.destinations.broker import Broker, BrokerFactory
     from outbox.destinations.interface import Transport
     from outbox.relay.delivery.attempt import Attempt

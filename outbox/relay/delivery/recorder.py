@@ -12,9 +12,8 @@ import asyncio
 from math import inf
 from typing import TYPE_CHECKING
 
-from outbox.core.delivery.commands import DeadLetter, Record
-from outbox.core.delivery.delivery_run import RunResults
-from outbox.core.delivery.message import Delivery
+from outbox.core.delivery.commands import DeadLetter, Record, RunResults
+from outbox.core.model.delivery import Delivery
 from outbox.store.delivery.records import Fenced
 
 if TYPE_CHECKING:

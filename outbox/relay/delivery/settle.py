@@ -24,8 +24,7 @@ from outbox.core.model.stored_response import stored_response
 if TYPE_CHECKING:
     from random import Random
 
-    from outbox.core.delivery.commands import Record
-    from outbox.core.delivery.delivery_run import RunResults
+    from outbox.core.delivery.commands import Record, RunResults
     from outbox.relay.delivery.attempt import Attempt
     from outbox.relay.delivery.owned_endpoints import EndpointRuntime, LaneRuntime
     from outbox.relay.delivery.telemetry import DeliveryTelemetry

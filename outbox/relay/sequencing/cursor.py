@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from outbox.config import Settings
-    from outbox.core.delivery.message import Delivery
+    from outbox.core.model.delivery import Delivery
     from outbox.core.sequencing.router import TenantFilter
     from outbox.store.delivery.lanes import LoadedLane
     from outbox.store.sequencing.batches import SequencingStore

@@ -9,7 +9,7 @@ import orjson
 
 from outbox.core.brokers.repair import Repair, RepairKind
 from outbox.core.delivery.commands import ErasedEvent, Progress
-from outbox.core.delivery.message import Delivery, earliest_commit, epoch_seconds
+from outbox.core.model.delivery import Delivery, earliest_commit, epoch_seconds
 from outbox.core.model.ids import lane_name, message_id
 from outbox.core.model.response import HOLD_FAILURES
 from outbox.store.connection.secrets import CLEAR

@@ -33,9 +33,8 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from outbox.core.brokers.repair import Repair
-    from outbox.core.delivery.commands import DeadLetter, Progress, Record
+    from outbox.core.delivery.commands import DeadLetter, Progress, Record, RunResults
     from outbox.core.delivery.delivery_history import CountedDeliveries
-    from outbox.core.delivery.delivery_run import RunResults
     from outbox.store.connection.store_connection import StoreConnection
 
 RANGE_GROWTH_MAX_S = 3600

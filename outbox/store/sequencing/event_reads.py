@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.delivery.message import EventContent
+from outbox.core.model.delivery import EventContent
 from outbox.core.sequencing.router import RoutableEvent
 from outbox.errors import CursorBroken
 from outbox.store.delivery.lanes import PAYLOAD_BYTES, epoch_s

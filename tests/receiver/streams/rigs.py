@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from outbox.core.brokers.port import Message
-    from outbox.core.delivery.message import Delivery
+    from outbox.core.model.delivery import Delivery
 
 
 class Settings:
