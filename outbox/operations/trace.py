@@ -32,7 +32,8 @@ from outbox.operations.lanes import BLOCKED_BY, LANE_STATE, retry_state
 from outbox.operations.page_bytes import shorten_responses
 from outbox.operations.rows import ID_MAX, from_row
 from outbox.store.connection.connect import map_errors
-from outbox.store.delivery.lanes import PAYLOAD_SIZE, lacks_end
+from outbox.store.delivery.lanes import lacks_end
+from outbox.store.expressions import PAYLOAD_SIZE
 from outbox.store.retention.erasure import PLAN_BY_INDEX
 from outbox.store.routing_change import READ_NOW
 from outbox.store.type_match import FILTER_MET, TENANT_MATCHES, TYPE_MATCHES

@@ -43,6 +43,7 @@ from outbox.store.cluster import replicas
 from outbox.store.cluster.timeline import READ_TIMELINE
 from outbox.store.delivery import endpoint_state, lanes, receiver_checkpoints, records
 from outbox.store.delivery import endpoints as destinations
+from outbox.store.delivery.records import Fenced
 from outbox.store.replays import replay_feed
 from outbox.store.replays.replay_progress import ReplayBatch
 from outbox.store.retention.erasure import ERASE_RESPONSES, PLAN_BY_INDEX, SET_PLANNER
@@ -430,7 +431,7 @@ def _attempt(outcome: Any = "delivered") -> AttemptRow:
 async def _written(log: LongLog, group: Sequence[Record]) -> tuple[str, tuple[Any, ...]]:
     received = Received()
     store = records.RecordStore(received, log.replica, timeline=1)
-    with suppress(records.Fenced):
+    with suppress(Fenced):
         await store.write(group, [0] * len(group))
     return received.asked[0]
 

@@ -14,7 +14,7 @@ from outbox.core.delivery.circuit_breaker import BreakerState
 from outbox.core.delivery.commands import End, Open, Send
 from outbox.core.delivery.delivery_run import DeliveryRun
 from outbox.relay.delivery.lane_run import LaneRun
-from outbox.store.delivery.records import Fenced
+from outbox.store.errors import Fenced
 
 if TYPE_CHECKING:
     from collections.abc import Callable

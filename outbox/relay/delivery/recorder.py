@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from outbox.core.delivery.commands import DeadLetter, Record, RunResults
 from outbox.core.model.delivery import Delivery
-from outbox.store.delivery.records import Fenced
+from outbox.store.errors import Fenced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.delivery.commands import DeadRange, Progress
 from outbox.core.model.delivery import Delivery
 from outbox.store.delivery import records as real
-from outbox.store.delivery.records import RANGE_GROWTH_MAX_S, Fenced
+from outbox.store.delivery.records import RANGE_GROWTH_MAX_S
+from outbox.store.errors import Fenced
 from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait
 from tests.sim.database.tables import Tried
 from tests.sim.stores.operational_events import contains_ordinary_event, publish_dead_letter_created
