@@ -21,7 +21,7 @@ from outbox.api import openapi, page, problem, tenancy
 from outbox.api.auth import UNKNOWN_ADDRESS, Authenticator, require_scope
 from outbox.api.body_limits import BodyLimits
 from outbox.api.host_check import host_middleware
-from outbox.api.live import LiveStatusCache
+from outbox.api.live_cache import LiveStatusCache
 from outbox.api.middleware import log_unexpected, problem_middleware
 from outbox.api.problem import Problem, ProblemKind
 from outbox.api.rate_limit import RateLimiter

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.api.live import LiveStatusCache
+    from outbox.api.live_cache import LiveStatusCache
     from outbox.config import Settings
     from outbox.core.model.api_token import Scope
     from outbox.destinations.http.endpoint_tester import EndpointTester

@@ -34,9 +34,8 @@ if TYPE_CHECKING:
     from outbox.core.model.delivery import Delivery
     from outbox.destinations.broker import Broker, BrokerFactory
     from outbox.destinations.interface import Transport
-    from outbox.relay.delivery.attempt import Attempt
+    from outbox.relay.delivery.attempts import Attempt, BreakerEffect
     from outbox.relay.delivery.recorder import Recorder
-    from outbox.relay.delivery.settle import BreakerEffect
     from outbox.store.delivery.endpoints import Endpoint
     from outbox.store.delivery.lanes import LaneStore, LoadedLane
 
