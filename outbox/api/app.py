@@ -30,8 +30,8 @@ from outbox.api.request_parsing import read_query, require_storable_text
 from outbox.api.request_slots import RequestSlots
 from outbox.api.route import Call, DeferredReply, NoQuery, Page, Reply
 from outbox.api.routes import ROUTES
-from outbox.destinations.http.endpoint_tester import EndpointTester
-from outbox.destinations.http.endpoint_validation import policy_of
+from outbox.destinations.endpoint_tester import EndpointTester
+from outbox.destinations.endpoint_validation import policy_of
 from outbox.store.connection.connect import in_one_line
 
 if TYPE_CHECKING:

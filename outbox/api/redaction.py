@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Set
 
     from outbox.api.route import Call
-    from outbox.destinations.http.endpoint_test import EndpointTestResult
+    from outbox.destinations.endpoint_test import EndpointTestResult
     from outbox.operations.dead_letters import DeadLetter, DeadLetterRow
     from outbox.operations.endpoints import EndpointDetail, EndpointRow
     from outbox.operations.event_trace import EventTrace, TracedAttempt, TracedDelivery

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from outbox.destinations.interface import Recipient, Request, Tls
+from outbox.destinations.interface import Recipient, Request
+from outbox.network.tls import Tls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -12,8 +13,8 @@ if TYPE_CHECKING:
 
     from outbox.core.delivery.message import Prepared
     from outbox.core.delivery.signature import SigningKey
-    from outbox.destinations.http.egress import Network
     from outbox.destinations.http.targets import Destination
+    from outbox.network.egress import Network
 
 CLOSE = "Connection: close\r\n"
 

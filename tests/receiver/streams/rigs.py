@@ -14,7 +14,7 @@ from outbox.core.model.ids import lane_name
 from outbox.core.model.message_format import FormatName, MessageFormat
 from outbox.destinations.broker import BrokerAddress
 from outbox.destinations.brokers import Brokers
-from outbox.destinations.http.egress import EgressPolicy
+from outbox.network.egress import EgressPolicy
 from tests.receiver.deliveries import ENDPOINT, delivery
 from tests.support.brokers.nats import SUBJECT, NatsServer, nats_server
 from tests.support.brokers.valkey import Valkey, valkey

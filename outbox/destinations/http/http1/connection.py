@@ -19,23 +19,22 @@ from outbox.destinations.http.attempt_results import (
     CANCELLED,
     CONNECTION_CLOSED,
     NO_RESPONSE,
-    TRANSPORT_CLOSED,
     completed_result,
     timeout_detail,
 )
 from outbox.destinations.http.http1.response_parser import ResponseReader
 from outbox.destinations.http.limits import HEAD_BYTES_MAX
 from outbox.destinations.http.request import encode_request
-from outbox.destinations.http.tls import ssl_error_reason
-from outbox.destinations.interface import NotConnected
+from outbox.network.errors import TRANSPORT_CLOSED, NotConnected
+from outbox.network.tls import ssl_error_reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from outbox.destinations.http.connector import Target
     from outbox.destinations.http.http1.response_parser import CachedResponse
     from outbox.destinations.http.targets import Destination
     from outbox.destinations.interface import Following, Request
+    from outbox.network.connector import Target
 
 
 class Connection(asyncio.Protocol):
