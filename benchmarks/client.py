@@ -18,12 +18,13 @@ from uuid import uuid4
 import aiohttp
 
 from benchmarks.receiver import new_event_loop, say
-from outbox.core.delivery.message import Delivery, build
+from outbox.core.delivery.message import build
+from outbox.core.model.delivery import Delivery
 from outbox.core.model.headers import format_lines
 from outbox.core.model.ids import lane_name
-from outbox.destinations.http.egress import EgressPolicy
 from outbox.destinations.http.transport import HttpTransport
 from outbox.destinations.interface import Recipient, Request
+from outbox.network.egress import EgressPolicy
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

@@ -19,9 +19,9 @@ from benchmarks.client import sample
 from benchmarks.receiver import new_event_loop, say
 from outbox.core.model.headers import format_lines
 from outbox.core.model.retry_policy import RetryPolicy
-from outbox.destinations.http.egress import EgressPolicy
 from outbox.destinations.http.transport import HttpTransport
 from outbox.destinations.interface import Recipient, Request
+from outbox.network.egress import EgressPolicy
 
 TICK_S = 0.002
 PAYLOAD_BYTES = 200

@@ -21,7 +21,7 @@ from outbox.api import openapi, page, problem, tenancy
 from outbox.api.auth import UNKNOWN_ADDRESS, Authenticator, require_scope
 from outbox.api.body_limits import BodyLimits
 from outbox.api.host_check import host_middleware
-from outbox.api.live import LiveStatusCache
+from outbox.api.live_cache import LiveStatusCache
 from outbox.api.middleware import log_unexpected, problem_middleware
 from outbox.api.problem import Problem, ProblemKind
 from outbox.api.rate_limit import RateLimiter
@@ -30,8 +30,8 @@ from outbox.api.request_parsing import read_query, require_storable_text
 from outbox.api.request_slots import RequestSlots
 from outbox.api.route import Call, DeferredReply, NoQuery, Page, Reply
 from outbox.api.routes import ROUTES
-from outbox.destinations.http.endpoint_tester import EndpointTester
-from outbox.destinations.http.endpoint_validation import policy_of
+from outbox.destinations.endpoint_tester import EndpointTester
+from outbox.destinations.endpoint_validation import policy_of
 from outbox.store.connection.connect import in_one_line
 
 if TYPE_CHECKING:

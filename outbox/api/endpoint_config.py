@@ -14,7 +14,7 @@ from outbox.api.route import (
     page_of_rows,
 )
 from outbox.core.model import endpoint_config
-from outbox.destinations.http.endpoint_validation import check_declared, policy_of, run_in_thread
+from outbox.destinations.endpoint_validation import check_declared, policy_of, run_in_thread
 from outbox.errors import UsageError
 from outbox.operations import endpoints
 from outbox.operations.apply import ApplyReport, apply_file
@@ -22,7 +22,7 @@ from outbox.store.connection.secrets import Vault
 
 if TYPE_CHECKING:
     from outbox.core.model.endpoint_config import DeclaredEndpoint
-    from outbox.destinations.http.egress import EgressPolicy
+    from outbox.network.egress import EgressPolicy
 
 
 BODY_BYTES_MAX = 2 * 1024 * 1024

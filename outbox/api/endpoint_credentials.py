@@ -11,8 +11,8 @@ from outbox.api import route
 from outbox.api.request_parsing import Seconds
 from outbox.api.route import Call, NoQuery, RequestModel, TenantAccess
 from outbox.destinations.broker_address import credentials_header
-from outbox.destinations.http.endpoint_validation import run_in_thread
-from outbox.destinations.http.tls import check_identity
+from outbox.destinations.endpoint_validation import run_in_thread
+from outbox.network.tls import check_identity
 from outbox.operations import endpoint_secrets
 from outbox.operations.endpoint_certificate import CertificateChange, set_identity
 from outbox.operations.endpoint_credentials import CredentialsChange, set_credentials

@@ -35,9 +35,9 @@ from outbox.core.model.endpoint_condition import EndpointCondition
 from outbox.core.model.endpoint_settings import SETTINGS, Setting
 from outbox.core.model.setting_types import HeaderMap, TextList
 from outbox.destinations.brokers import DRIVERS
-from outbox.destinations.http.endpoint_test import EndpointTestResult
-from outbox.destinations.http.endpoint_tester import TEST_RETRY_S, TEST_S, TooManyTests
-from outbox.destinations.http.endpoint_validation import (
+from outbox.destinations.endpoint_test import EndpointTestResult
+from outbox.destinations.endpoint_tester import TEST_RETRY_S, TEST_S, TooManyTests
+from outbox.destinations.endpoint_validation import (
     check_reachable,
     policy_of,
     run_in_thread,

@@ -33,7 +33,7 @@ from outbox.api.route import (
     id_cursor,
 )
 from outbox.core.model.event import deliver_at
-from outbox.destinations.http.endpoint_validation import run_in_thread
+from outbox.destinations.endpoint_validation import run_in_thread
 from outbox.drivers.connections import open_connection
 from outbox.errors import InvalidEvent, UsageError
 from outbox.operations import events, trace

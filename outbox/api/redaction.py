@@ -29,12 +29,13 @@ from outbox.core.model.stored_response import (
 )
 from outbox.operations import tenancy
 from outbox.operations.endpoints import NOT_SHOWN
+from outbox.operations.trace_diagnosis import add_diagnosis
 
 if TYPE_CHECKING:
     from collections.abc import Set
 
     from outbox.api.route import Call
-    from outbox.destinations.http.endpoint_test import EndpointTestResult
+    from outbox.destinations.endpoint_test import EndpointTestResult
     from outbox.operations.dead_letters import DeadLetter, DeadLetterRow
     from outbox.operations.endpoints import EndpointDetail, EndpointRow
     from outbox.operations.event_trace import EventTrace, TracedAttempt, TracedDelivery
@@ -158,16 +159,19 @@ class Redactor:
         )
 
     def redact_trace(self, trace: EventTrace) -> EventTrace:
+        """Redact a trace, and diagnose what is left: its sentences repeat the trace."""
         if self.own_actors is None:
-            return replace(trace, deliveries=tuple(map(self._redact_responses, trace.deliveries)))
+            deliveries = tuple(map(self._redact_responses, trace.deliveries))
+            return add_diagnosis(replace(trace, deliveries=deliveries))
         sequenced, sequencing = trace.sequenced, trace.sequencing
-        return replace(
+        redacted = replace(
             trace,
             sequenced=sequenced and replace(sequenced, batch=None),
             sequencing=sequencing
             and replace(sequencing, high=None, in_gap=None, relays=None, leader=None),
             deliveries=tuple(map(self._redact_delivery, trace.deliveries)),
         )
+        return add_diagnosis(redacted)
 
     def _redact_delivery(self, delivery: TracedDelivery) -> TracedDelivery:
         lane_state = delivery.lane_state

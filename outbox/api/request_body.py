@@ -23,7 +23,7 @@ from outbox.api.rate_limit import TOKENS_MAX, too_many_requests
 from outbox.api.request_parsing import validate
 from outbox.api.route import SMALL_BYTES_MAX
 from outbox.core.admission.token_bucket import Allowance, TokenBuckets
-from outbox.destinations.http.endpoint_validation import run_in_thread
+from outbox.destinations.endpoint_validation import run_in_thread
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Hashable

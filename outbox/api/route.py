@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.api.live import LiveStatusCache
+    from outbox.api.live_cache import LiveStatusCache
     from outbox.config import Settings
     from outbox.core.model.api_token import Scope
-    from outbox.destinations.http.endpoint_tester import EndpointTester
+    from outbox.destinations.endpoint_tester import EndpointTester
     from outbox.operations.rows import RowPage
 
 LIMIT, LIMIT_MAX = 100, 1000

@@ -16,7 +16,7 @@ from outbox.cli.document import read_document
 from outbox.cli.output import print_changed, style
 from outbox.core.model import endpoint_config
 from outbox.core.model.text import count, safe
-from outbox.destinations.http.endpoint_validation import check_declared, policy_of
+from outbox.destinations.endpoint_validation import check_declared, policy_of
 from outbox.errors import UsageError
 from outbox.operations.apply import apply_file
 from outbox.store.connection.secrets import Vault

@@ -52,7 +52,7 @@ def command(
     if watch:
         from outbox.cli.watch import watch as watch_status
 
-        run_async(watch_status(settings, limit, interval_s or INTERVAL_S, as_json=as_json))
+        run_async(watch_status(settings, limit, interval_s or INTERVAL_S, emit, as_json=as_json))
         return
 
     overview = run_operation(settings, status.read_overview, limit=limit)

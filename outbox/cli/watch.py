@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import asyncpg
 import click
 
-from outbox.cli import status as status_command
 from outbox.cli.common import APPLICATION_NAME, warn
 from outbox.cli.live_view import on_screen, unavailable_text
 from outbox.cli.output import cell, emit_json, fold
@@ -25,7 +24,7 @@ from outbox.store.connection import dsn
 from outbox.store.connection.operator import connect_current
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from asyncpg import Connection
 
@@ -38,8 +37,18 @@ RESPONSE_TIMEOUT_S = 10.0
 _GONE = (OutboxError, asyncpg.PostgresError, asyncpg.InterfaceError, OSError)
 
 
-async def watch(settings: Settings, limit: int, interval_s: float, *, as_json: bool) -> None:
+async def watch(
+    settings: Settings,
+    limit: int,
+    interval_s: float,
+    emit: Callable[[Overview], None],
+    *,
+    as_json: bool,
+) -> None:
     """Poll until q, Ctrl-C or SIGTERM.
+
+    Args:
+        emit: prints an overview as text.
 
     Raises:
         OutboxError: the first poll failed, for example for a wrong DSN; later failures
@@ -47,7 +56,7 @@ async def watch(settings: Settings, limit: int, interval_s: float, *, as_json: b
     """
     stop = asyncio.Event()
     source = Source(settings, limit)
-    with _ended_by_signals(stop), _display(settings, interval_s, as_json, stop) as display:
+    with _ended_by_signals(stop), _display(settings, interval_s, emit, as_json, stop) as display:
         polling = asyncio.create_task(_poll(source, display, interval_s, stop))
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({polling, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -155,8 +164,9 @@ def _reason(error: BaseException) -> str:
 class Lines:
     """Prints one block of text, or one line of JSON, per poll."""
 
-    def __init__(self, schema: str, *, as_json: bool) -> None:
+    def __init__(self, schema: str, emit: Callable[[Overview], None], *, as_json: bool) -> None:
         self._schema = schema
+        self._emit = emit
         self._as_json = as_json
         self._first = True
 
@@ -165,7 +175,7 @@ class Lines:
             emit_json(overview)
             return
         self._begin(overview.at)
-        status_command.emit(overview)
+        self._emit(overview)
 
     def show_unavailable(self, reason: str, since: datetime) -> None:
         now = datetime.now(UTC)
@@ -197,13 +207,17 @@ def _ended_by_signals(stop: asyncio.Event) -> Iterator[None]:
 
 @contextmanager
 def _display(
-    settings: Settings, interval_s: float, as_json: bool, stop: asyncio.Event
+    settings: Settings,
+    interval_s: float,
+    emit: Callable[[Overview], None],
+    as_json: bool,
+    stop: asyncio.Event,
 ) -> Iterator[Display]:
     from rich.console import Console
 
     console = Console()
     if as_json or not console.is_terminal or console.is_dumb_terminal:
-        yield Lines(settings.schema_name, as_json=as_json)
+        yield Lines(settings.schema_name, emit, as_json=as_json)
         return
     with on_screen(console, interval_s, stop) as screen:
         yield screen

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from outbox.core.brokers.port import Appended, Capabilities, Message, Owner, Standing, Stop
-    from outbox.destinations.http.egress import Network
-    from outbox.destinations.interface import Tls
+    from outbox.network.egress import Network
+    from outbox.network.tls import Tls
 
     BrokerFactory: TypeAlias = Callable[["BrokerAddress"], "Broker"]
     """Makes the broker of an endpoint."""

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Protocol
 from outbox.core.brokers.message import CREDENTIALS_HEADER
 from outbox.core.model.destination import broker_of
 from outbox.destinations.broker import BrokerAddress
-from outbox.destinations.interface import Tls
 from outbox.errors import UsageError
+from outbox.network.tls import Tls
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from outbox.core.model.headers import EndpointHeaders
-    from outbox.destinations.http.egress import Network
+    from outbox.network.egress import Network
 
 CREDS_HEADER = "-----BEGIN NATS USER JWT-----"
 CREDENTIALS_FORMS = (

@@ -12,14 +12,14 @@ from outbox.core.model.response import Failure, one_line
 from outbox.core.model.stored_response import STORED_VERSION
 from outbox.destinations.broker_address import broker_address
 from outbox.destinations.brokers import Brokers
-from outbox.destinations.http.endpoint_test import EndpointTestFinding, EndpointTestResult
+from outbox.destinations.endpoint_test import EndpointTestFinding, EndpointTestResult
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
     from outbox.destinations.broker import BrokerFinding
     from outbox.destinations.broker_address import BrokerSettings
-    from outbox.destinations.http.egress import EgressPolicy
-    from outbox.destinations.http.endpoint_test import EndpointUnderTest
+    from outbox.destinations.endpoint_test import EndpointUnderTest
+    from outbox.network.egress import EgressPolicy
 
 
 async def examine_broker(endpoint: BrokerSettings, policy: EgressPolicy) -> list[BrokerFinding]:

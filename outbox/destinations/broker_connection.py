@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, TypeVar
 
 from outbox.core.brokers.port import Stop, StopKind
 from outbox.core.model.response import Failure
-from outbox.destinations.http.connector import ConnectionOpener, Target
-from outbox.destinations.http.tls_contexts import ContextCache
+from outbox.network.connector import ConnectionOpener, Target
+from outbox.network.tls_contexts import ContextCache
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
     from outbox.destinations.broker import BrokerAddress
-    from outbox.destinations.http.dns import Resolver
-    from outbox.destinations.http.egress import EgressPolicy
-    from outbox.destinations.interface import NotConnected
+    from outbox.network.dns import Resolver
+    from outbox.network.egress import EgressPolicy
+    from outbox.network.errors import NotConnected
 
 P = TypeVar("P", bound="asyncio.Protocol")
 

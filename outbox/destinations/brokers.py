@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from outbox.core.brokers.port import Appended, Capabilities, Stop, StopKind
 from outbox.core.model.destination import broker_of
 from outbox.destinations.broker import BrokerFinding
-from outbox.destinations.http.dns import CachingResolver
 from outbox.errors import OutboxError, UsageError
+from outbox.network.dns import CachingResolver
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from outbox.core.brokers.port import Message, Owner, Standing
     from outbox.core.model.destination import BrokerName
     from outbox.destinations.broker import Broker, BrokerAddress
-    from outbox.destinations.http.dns import Resolver
-    from outbox.destinations.http.egress import EgressPolicy, Network
+    from outbox.network.dns import Resolver
+    from outbox.network.egress import EgressPolicy, Network
 
 
 class Target(Protocol):

@@ -6,7 +6,7 @@ or signatures.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from outbox.core.model.headers import parse_lines
@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from uuid import UUID
 
-    from outbox.core.model.response import AttemptResult, Failure, Headers
-    from outbox.destinations.http.egress import Network
+    from outbox.core.model.response import AttemptResult, Headers
+    from outbox.network.egress import Network
+    from outbox.network.tls import Tls
 
 
 KEEP_ALIVE_S = 15.0
@@ -24,19 +25,6 @@ KEEP_ALIVE_S = 15.0
 POOLS_MAX = 1024
 """Maximum number of targets with pooled connections; the least recently used are closed.  Each
 endpoint has a target of its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tls:
-    """TLS settings of an endpoint, validated by `outbox.destinations.http.tls`.
-
-    There is deliberately no option to disable verification.
-    """
-
-    ca: str | None = None
-    """CA certificates (PEM), instead of the system trust store."""
-    identity: str | None = field(default=None, repr=False)
-    """Client certificate, chain and private key (PEM) for mutual TLS."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,15 +65,6 @@ class Request(NamedTuple):
     @property
     def headers(self) -> Headers:
         return parse_lines(self.lines)
-
-
-class NotConnected(Exception):
-    """No connection could be established; nothing was sent."""
-
-    def __init__(self, failure: Failure, detail: str) -> None:
-        super().__init__(detail)
-        self.failure = failure
-        self.detail = detail
 
 
 class Following(Protocol):

@@ -45,8 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
     from outbox.core.delivery.receiver_checkpoint import LaneMark
-    from outbox.receiver.inbox.process import StoredLane
-    from outbox.receiver.lane_order import Observation
+    from outbox.receiver.lane_order import Observation, StoredLane
     from outbox.receiver.proxy import ProxiedResponse
 
 BODY_BYTES_MAX = 65 * 1024 * 1024

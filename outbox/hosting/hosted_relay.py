@@ -17,8 +17,8 @@ import structlog
 from outbox.api.server import running as admin
 from outbox.core.model.cloud_metadata_ranges import network_warnings
 from outbox.destinations.brokers import Brokers
-from outbox.destinations.http.egress import SETTING, EgressPolicy
 from outbox.destinations.http.transport import HttpTransport
+from outbox.network.egress import SETTING, EgressPolicy
 from outbox.relay.cluster.connections import Connections
 from outbox.relay.delivery.telemetry import DeliveryTelemetry
 from outbox.relay.relay import Relay

@@ -16,7 +16,7 @@ from outbox.operations.criteria import Criteria, criteria_parameters, find_endpo
 from outbox.operations.rows import RowPage, from_row
 from outbox.operations.tenancy import OWNS_RANGE
 from outbox.store.connection.connect import map_errors
-from outbox.store.delivery.lanes import PAYLOAD_SIZE
+from outbox.store.expressions import PAYLOAD_SIZE
 from outbox.store.replays.replay_feed import MATCHES_SELECTION
 from outbox.store.retention.erasure import PLAN_BY_INDEX
 

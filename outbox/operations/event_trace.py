@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from outbox.operations.trace_diagnosis import TraceCause, diagnose
-
 if TYPE_CHECKING:
     from datetime import datetime
     from uuid import UUID
@@ -181,6 +179,32 @@ class SequencingProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class TraceAction:
+    """An action that resolves a cause."""
+
+    kind: Literal["skip", "refill", "adopt", "replay", "discard", "resume", "enable"]
+    """An operation on a delivery, a dead letter or an endpoint."""
+    endpoint: str
+    lane: str | None = None
+    """Of the delivery to skip, like `sequence`."""
+    sequence: int | None = None
+    dead_letter: int | None = None
+    """The one to replay or to discard."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceCause:
+    """One cause why an event is not delivered."""
+
+    text: str
+    endpoint: str | None = None
+    """Of the delivery, like `lane` and `sequence`; null: the cause concerns the whole event."""
+    lane: str | None = None
+    sequence: int | None = None
+    actions: tuple[TraceAction, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class EventTrace:
     """The history of one event."""
 
@@ -196,15 +220,10 @@ class EventTrace:
     deliveries_total: int
     """All deliveries, including those beyond the limit."""
     missed: tuple[UnsentGroup, ...]
-    diagnosis: tuple[str, ...] = field(init=False, default=())
+    diagnosis: tuple[str, ...] = ()
     """Causes why the event is not delivered, one sentence each, with its command."""
-    causes: tuple[TraceCause, ...] = field(init=False, default=())
+    causes: tuple[TraceCause, ...] = ()
     """The same as data, with actions instead of commands."""
-
-    def __post_init__(self) -> None:
-        found = list(diagnose(self))
-        object.__setattr__(self, "diagnosis", tuple(each.sentence for each in found))
-        object.__setattr__(self, "causes", tuple(each.cause for each in found))
 
 
 @dataclass(frozen=True, slots=True)

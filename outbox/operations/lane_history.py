@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.core.delivery.message import Delivery
+    from outbox.core.model.delivery import Delivery
 
 PAGE_MAX = 1000
 SEQUENCE_MAX = 2**62

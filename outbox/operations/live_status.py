@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outbox.operations import lanes
+from outbox.operations.event_counts import COUNT_EVENTS
 from outbox.operations.rows import from_row
-from outbox.operations.status import COUNT_EVENTS
 from outbox.store.connection.connect import map_errors
 
 if TYPE_CHECKING:

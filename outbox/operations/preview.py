@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.brokers.message import messages_of
 from outbox.core.delivery import signed_metadata
 from outbox.core.delivery.batch import prepare_request
-from outbox.core.delivery.message import Delivery, encode_body
+from outbox.core.delivery.message import encode_body
 from outbox.core.delivery.signature import SIGNATURE_HEADER
+from outbox.core.model.delivery import Delivery
 from outbox.core.model.destination import broker_of
 from outbox.core.model.headers import parse_lines
 from outbox.core.model.ids import lane_name
@@ -20,7 +21,7 @@ from outbox.operations.lane_history import READ_PREVIOUS
 from outbox.operations.trace import NO_BATCH, READ_DELIVERIES, READ_SEQUENCED
 from outbox.store.connection.connect import map_errors
 from outbox.store.delivery.endpoints import find_endpoint
-from outbox.store.delivery.lanes import PAYLOAD_BYTES, epoch_s
+from outbox.store.expressions import PAYLOAD_BYTES, epoch_s
 from outbox.store.retention.erasure import PLAN_BY_INDEX
 
 if TYPE_CHECKING:

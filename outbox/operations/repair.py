@@ -17,7 +17,7 @@ from outbox.operations.endpoint_writes import begin_generations
 from outbox.operations.lanes import FAILING
 from outbox.store.change import make_change
 from outbox.store.connection.message import WriteStatement
-from outbox.store.delivery.lanes import is_held
+from outbox.store.expressions import is_held
 
 if TYPE_CHECKING:
     from typing import Any

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.model.ids import lane_name
 from outbox.core.sequencing.partition_window import unsequenced_ids
 from outbox.operations import lanes
+from outbox.operations.event_counts import COUNT_EVENTS, COUNT_SEQUENCED, Rates, compute_rates
 from outbox.operations.page_bytes import shorten_responses
 from outbox.operations.rows import from_row
 from outbox.store.connection.connect import map_errors
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from asyncpg import Connection
-
-    from outbox.operations.live_status import LiveTotals
 
 BLOCKED_AFTER_S = 2.0
 """Events wait at least this long if a session blocks their sequencing; a batch takes less."""
@@ -107,10 +106,6 @@ SELECT t.*, e.id, e.name, e.url, e.state, e.state_at, e.state_by, e.state_commen
 """  # noqa: S608 (constants only)
 
 DEAD_LETTERS = "SELECT state, count(*) AS dead_letters FROM dead_letter GROUP BY state"
-
-# Two monotonic counters, without a scan of the log partitions.
-COUNT_SEQUENCED = "SELECT coalesce(sum(last_seq), 0)::bigint FROM lane_counter"
-COUNT_EVENTS = "SELECT coalesce(sum(events), 0)::bigint FROM batch WHERE batch > $1 AND batch <= $2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,18 +225,6 @@ class EndpointStatuses:
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
-    """Rates between two overviews, per second."""
-
-    events: float
-    """Events sequenced."""
-    deliveries: float
-    """Deliveries sequenced in their lanes."""
-    ended: float
-    """Deliveries acknowledged or dead-lettered."""
-
-
-@dataclass(frozen=True, slots=True)
 class Overview:
     """The data of `outbox status`, from one snapshot."""
 
@@ -328,23 +311,6 @@ async def list_replicas(connection: Connection[Any], schema: str) -> list[Replic
     """List the registered relays."""
     with map_errors(schema):
         return [from_row(ReplicaStatus, row) for row in await connection.fetch(REPLICAS)]
-
-
-def compute_rates(
-    before: Overview | LiveTotals, now: Overview | LiveTotals, events: int
-) -> Rates | None:
-    """Compute rates between two totals; None when no time has passed.
-
-    Args:
-        events: number of events sequenced between the two.
-    """
-    seconds = (now.at - before.at).total_seconds()
-    if seconds <= 0:
-        return None
-    sequenced = now.sequenced - before.sequenced
-    # Sequenced deliveries that are no longer pending have ended.
-    ended = sequenced - (now.pending - before.pending)
-    return Rates(*(max(n, 0) / seconds for n in (events, sequenced, ended)))
 
 
 def _endpoint(row: Any) -> EndpointStatus:

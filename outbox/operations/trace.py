@@ -31,8 +31,10 @@ from outbox.operations.event_trace import (
 from outbox.operations.lanes import BLOCKED_BY, LANE_STATE, retry_state
 from outbox.operations.page_bytes import shorten_responses
 from outbox.operations.rows import ID_MAX, from_row
+from outbox.operations.trace_diagnosis import add_diagnosis
 from outbox.store.connection.connect import map_errors
-from outbox.store.delivery.lanes import PAYLOAD_SIZE, lacks_end
+from outbox.store.delivery.lanes import lacks_end
+from outbox.store.expressions import PAYLOAD_SIZE
 from outbox.store.retention.erasure import PLAN_BY_INDEX
 from outbox.store.routing_change import READ_NOW
 from outbox.store.type_match import FILTER_MET, TENANT_MATCHES, TYPE_MATCHES
@@ -292,7 +294,7 @@ async def read_trace(
                 progress = await connection.fetchrow(READ_SEQUENCING, outbox_id)
                 if progress["in_gap"] or outbox_id > progress["high"]:
                     sequencing = from_row(SequencingProgress, progress)
-                    return EventTrace(at, event, None, sequencing, False, (), 0, ())
+                    return add_diagnosis(EventTrace(at, event, None, sequencing, False, (), 0, ()))
             sequenced = None if row is None else from_row(SequencedBatch, row)
             batch = NO_BATCH if sequenced is None else sequenced.batch
             rows = await connection.fetch(READ_DELIVERIES, outbox_id, batch, endpoint_ids)
@@ -303,7 +305,7 @@ async def read_trace(
                 missed = await connection.fetch(
                     READ_UNSENT, outbox_id, batch, list(recipients), EXAMPLES_MAX, endpoint_ids
                 )
-    return EventTrace(
+    trace = EventTrace(
         at=at,
         event=event,
         sequenced=sequenced,
@@ -313,6 +315,7 @@ async def read_trace(
         deliveries_total=len(rows),
         missed=tuple(from_row(UnsentGroup, row, examples=tuple(row["examples"])) for row in missed),
     )
+    return add_diagnosis(trace)
 
 
 async def _read_deliveries(

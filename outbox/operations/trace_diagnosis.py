@@ -7,8 +7,8 @@ makes buttons.
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from outbox.core.delivery.circuit_breaker import PROBED_STATES, PROBING_TEXT
 from outbox.core.delivery.operational_events import STUCK_EVERY
@@ -16,6 +16,7 @@ from outbox.core.model.duration import rounded
 from outbox.core.model.response import Failure
 from outbox.core.model.stored_response import describe_attempts, describe_response
 from outbox.core.model.text import count
+from outbox.operations.event_trace import TraceAction, TraceCause
 from outbox.operations.skip import is_held, stuck_advice
 
 if TYPE_CHECKING:
@@ -30,32 +31,6 @@ if TYPE_CHECKING:
         TracedDelivery,
         UnsentGroup,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class TraceAction:
-    """An action that resolves a cause."""
-
-    kind: Literal["skip", "refill", "adopt", "replay", "discard", "resume", "enable"]
-    """An operation on a delivery, a dead letter or an endpoint."""
-    endpoint: str
-    lane: str | None = None
-    """Of the delivery to skip, like `sequence`."""
-    sequence: int | None = None
-    dead_letter: int | None = None
-    """The one to replay or to discard."""
-
-
-@dataclass(frozen=True, slots=True)
-class TraceCause:
-    """One cause why an event is not delivered."""
-
-    text: str
-    endpoint: str | None = None
-    """Of the delivery, like `lane` and `sequence`; null: the cause concerns the whole event."""
-    lane: str | None = None
-    sequence: int | None = None
-    actions: tuple[TraceAction, ...] = ()
 
 
 class Finding(NamedTuple):
@@ -75,6 +50,16 @@ class Finding(NamedTuple):
 
 def _finding(text: str, advice: str = "", *actions: TraceAction) -> Finding:
     return Finding(TraceCause(text, actions=actions), advice)
+
+
+def add_diagnosis(trace: EventTrace) -> EventTrace:
+    """Return the trace with its diagnosis, which replaces an earlier one."""
+    found = list(diagnose(trace))
+    return replace(
+        trace,
+        diagnosis=tuple(each.sentence for each in found),
+        causes=tuple(each.cause for each in found),
+    )
 
 
 def diagnose(trace: EventTrace) -> Iterator[Finding]:

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping
 
     from outbox.receiver.fetch import LanePage, LaneProgress
-    from outbox.receiver.inbox.process import StoredLane
-    from outbox.receiver.lane_order import LaneState
+    from outbox.receiver.lane_order import LaneState, StoredLane
     from outbox.receiver.requests import Request
 
 

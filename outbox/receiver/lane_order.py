@@ -48,12 +48,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import orjson
 
 from outbox.core.model.int_ranges import Range, RangeSet
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 
 RANGES_MAX = 1000
@@ -111,6 +113,25 @@ class LaneState:
     missing: tuple[Range, ...] = ()
     holes: tuple[Range, ...] = ()
     unknown: tuple[Range, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLane:
+    """A row of the inbox's lane table."""
+
+    name: str
+    state: LaneState
+    forgotten: int
+    """Deliveries up to this number may have expired."""
+
+    @classmethod
+    def from_row(cls, row: Sequence[Any]) -> StoredLane:
+        """Parse a row of the statements `lock_lanes` and `lanes`."""
+        name, high, ended, missing, holes, unknown, forgotten = row
+        ranges = [
+            tuple((lo, hi) for lo, hi in orjson.loads(text)) for text in (missing, holes, unknown)
+        ]
+        return cls(name, LaneState(high, bool(ended), *ranges), forgotten)
 
 
 class LaneOrder:

@@ -51,7 +51,8 @@ if TYPE_CHECKING:
     from outbox.core.delivery.receiver_checkpoint import LaneMark
     from outbox.receiver.fetch import DeliverySource, LanePage, LaneProgress, PageItem
     from outbox.receiver.inbox.inbox import Inbox
-    from outbox.receiver.inbox.process import DeliveryResult, StoredLane
+    from outbox.receiver.inbox.process import DeliveryResult
+    from outbox.receiver.lane_order import StoredLane
     from outbox.receiver.message import Message
     from outbox.receiver.processing import Handler
     from outbox.receiver.reporting import ReceiverTotals

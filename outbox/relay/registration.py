@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from outbox.relay.cluster.watchdog import response_deadline
 from outbox.store.cluster.sessions import WORKERS, session_label
-from outbox.store.delivery.records import Fenced
+from outbox.store.errors import Fenced
 
 if TYPE_CHECKING:
     import random

@@ -23,7 +23,7 @@ from outbox.store.connection.connect import (
     is_temporary,
     not_granted,
 )
-from outbox.store.delivery.records import Fenced
+from outbox.store.errors import Fenced
 from outbox.version import __version__
 
 if TYPE_CHECKING:

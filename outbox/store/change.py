@@ -25,8 +25,8 @@ from outbox.errors import CannotRun, DatabaseUnavailable, OutboxError
 from outbox.store.channels import NOTIFY_ALL
 from outbox.store.connection.connect import LOST_ERRORS, map_errors
 from outbox.store.connection.message import WriteStatement, is_aborted
+from outbox.store.errors import truncated
 from outbox.store.routing_change import BEGIN_CHANGE_OF, NEXT_BATCH
-from outbox.store.sequencing.event_reads import truncated
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

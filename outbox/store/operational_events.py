@@ -20,7 +20,7 @@ from outbox.core.delivery.operational_events import (
     RELAY_LAGGING,
 )
 from outbox.store.connection.message import WriteStatement
-from outbox.store.delivery.lanes import is_held
+from outbox.store.expressions import is_held
 
 # An uncorrelated subquery: evaluated once per statement, not per row.
 HAS_OPERATIONAL_SUBSCRIBER = """(

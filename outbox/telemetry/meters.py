@@ -18,8 +18,7 @@ from outbox.telemetry.snapshot import Buckets, Snapshot
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from outbox.core.delivery.commands import AttemptRow, DeadLetter
-    from outbox.core.delivery.delivery_run import RunResults
+    from outbox.core.delivery.commands import AttemptRow, DeadLetter, RunResults
     from outbox.core.model.response import AttemptResult
     from outbox.telemetry.catalogue import Metric
     from outbox.telemetry.snapshot import Series

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from opentelemetry.context import Context
 
-    from outbox.core.delivery.message import Delivery
+    from outbox.core.model.delivery import Delivery
 
 SAMPLER, ARGUMENT = "OTEL_TRACES_SAMPLER", "OTEL_TRACES_SAMPLER_ARG"
 DEFAULT = "parentbased_always_on"

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
     from outbox.core.delivery.commands import AttemptRow
-    from outbox.core.delivery.message import Delivery
+    from outbox.core.model.delivery import Delivery
     from outbox.core.model.response import AttemptResult, Headers
     from outbox.telemetry.sampling import Sampling, TraceOrigin
 

@@ -11,7 +11,7 @@ import orjson
 from outbox.core.delivery import receiver_checkpoint as checkpoint
 from outbox.core.delivery.batch import prepare_batch
 from outbox.core.delivery.ed25519 import PRIVATE_PREFIX, parse_private_key
-from outbox.core.delivery.message import Delivery, prepare
+from outbox.core.delivery.message import prepare
 from outbox.core.delivery.receiver_checkpoint import LaneMark
 from outbox.core.delivery.signature import (
     ID_HEADER,
@@ -21,6 +21,7 @@ from outbox.core.delivery.signature import (
     sign_ed25519,
 )
 from outbox.core.delivery.signature import sign as sign_hmac
+from outbox.core.model.delivery import Delivery
 from outbox.core.model.event import check_body, check_content_type
 from outbox.core.model.headers import DEFAULT_PREFIX, EndpointHeaders, parse_lines
 from outbox.core.model.ids import lane_name

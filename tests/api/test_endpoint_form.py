@@ -10,8 +10,8 @@ from outbox.core.model.endpoint_settings import SETTINGS, EndpointSettings
 from outbox.core.model.setting_descriptions import describe_settings
 from outbox.destinations.brokers import check_broker_url
 from outbox.destinations.descriptions import describe_destinations
-from outbox.destinations.http.egress import EgressPolicy
 from outbox.errors import UsageError
+from outbox.network.egress import EgressPolicy
 from tests.support.api import make_token
 from tests.support.relay import add_endpoint, fetchval
 

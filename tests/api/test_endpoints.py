@@ -12,11 +12,11 @@ import trustme
 from outbox.api import endpoint_credentials
 from outbox.core.delivery.signature import parse_secret
 from outbox.core.model.response import AttemptResult
-from outbox.destinations.http import endpoint_tester, endpoint_validation
-from outbox.destinations.http.egress import EgressPolicy
-from outbox.destinations.http.endpoint_tester import CONCURRENT_MAX, TENANT_MAX
+from outbox.destinations import endpoint_tester, endpoint_validation
+from outbox.destinations.endpoint_tester import CONCURRENT_MAX, TENANT_MAX
 from outbox.destinations.http.transport import HttpTransport
 from outbox.devtools.development_receiver import DevelopmentReceiver
+from outbox.network.egress import EgressPolicy
 from tests.destinations import hostile
 from tests.destinations.servers import OK, Connection
 from tests.destinations.servers import serving as receiver

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.api.live import ENDPOINTS, ENDPOINTS_MAX, FRESH_S, LiveStatusCache
+from outbox.api.live_cache import ENDPOINTS, ENDPOINTS_MAX, FRESH_S, LiveStatusCache
 from outbox.operations import live_status
 from tests.support.api import make_token
 from tests.support.relay import (

@@ -12,7 +12,7 @@ from tests.core.invariants import expect
 if TYPE_CHECKING:
     from outbox.core.delivery.commands import Command
     from outbox.core.delivery.lane import Lane
-    from outbox.core.delivery.message import Delivery
+    from outbox.core.model.delivery import Delivery
     from tests.core.lane_tables import Disk
 
 POLICY = RetryPolicy(base_s=1.0, factor=2.0, cap_s=4.0, attempts_max=4, age_max_s=30.0)

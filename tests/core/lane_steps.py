@@ -12,7 +12,7 @@ from tests.core.lane_invariants import POLICY
 from tests.core.lane_tables import EPOCH_S
 
 if TYPE_CHECKING:
-    from outbox.core.delivery.message import Delivery
+    from outbox.core.model.delivery import Delivery
 
 NOW = EPOCH_S
 OK = AttemptResult.completed(200, 0.1)

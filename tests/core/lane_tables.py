@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from uuid import UUID
 
 from outbox.core.delivery.commands import DeadRange, ErasedEvent, Progress
-from outbox.core.delivery.message import Delivery
+from outbox.core.model.delivery import Delivery
 from outbox.receiver.lane_order import LaneOrder, SequenceState
 from tests.core.invariants import expect
 

@@ -18,7 +18,7 @@ from tests.core.lane_tables import ENDPOINT, delivery
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from outbox.core.delivery.message import Delivery
+    from outbox.core.model.delivery import Delivery
 
 ELAPSED_S = OK.elapsed_s
 

@@ -17,10 +17,12 @@ from outbox.core.sequencing.filter_budget import (
     REFILL_SHARE,
     TIMEOUT_S,
     FilterBudget,
+    FilterFailure,
+    FilterStopReason,
 )
 from outbox.core.sequencing.router import RoutableEvent, Route, Router
 from outbox.relay.sequencing.filter_evaluator import FilterEvaluator
-from outbox.store.sequencing.filters import FilterFailure, FilterStopReason, FilterStore
+from outbox.store.sequencing.filters import FilterStore
 from tests.support.virtual_time import run_virtual
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from uuid import UUID
 
 from outbox.core.delivery.inline_deliveries import INLINE_BYTES_MAX, inline_deliveries
-from outbox.core.delivery.message import EventContent
+from outbox.core.model.delivery import EventContent
 
 AT = 1_772_323_200.0
 

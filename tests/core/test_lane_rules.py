@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from outbox.core.delivery.commands import Command
-    from outbox.core.delivery.message import Delivery
+    from outbox.core.model.delivery import Delivery
 
 
 class SendsNextDuringRetryWait(Lane):

@@ -10,8 +10,8 @@ import pytest
 import outbox
 from outbox.core.delivery.commands import Fetch, Progress, Record, Send, Wait
 from outbox.core.delivery.lane import Lane
-from outbox.core.delivery.message import Delivery
 from outbox.core.delivery.retry_preview import markdown, schedule
+from outbox.core.model.delivery import Delivery
 from outbox.core.model.response import AttemptResult
 from outbox.core.model.response_policy import AttemptOutcome
 from outbox.core.model.retry_policy import PRESETS, RetryPolicy, parse

@@ -18,9 +18,9 @@ import pytest
 from outbox.core.model.headers import format_lines
 from outbox.core.model.response import BODY_BYTES_MAX, DETAIL_CHARS_MAX, AttemptResult, Failure
 from outbox.core.model.stored_response import stored_response
-from outbox.destinations.http.egress import EgressPolicy
 from outbox.destinations.http.limits import HEADER_BYTES_MAX
 from outbox.destinations.interface import Recipient, Request, Transport
+from outbox.network.egress import EgressPolicy
 from tests.destinations.servers import OK, Connection, RawServer, respond_with, serving
 from tests.support.waiting import until
 

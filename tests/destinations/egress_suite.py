@@ -10,8 +10,8 @@ import pytest
 
 from outbox.core.model.headers import format_lines
 from outbox.core.model.response import Failure
-from outbox.destinations.http.egress import EgressPolicy
-from outbox.destinations.interface import Tls
+from outbox.network.egress import EgressPolicy
+from outbox.network.tls import Tls
 from tests.destinations.authority import Authority
 from tests.destinations.conformance import LOOPBACK, SHORT_S, Make, closing, to
 from tests.destinations.hostile import ADDRESSES, URLS

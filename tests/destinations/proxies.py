@@ -7,7 +7,7 @@ import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from outbox.destinations.http.egress import EgressPolicy
+from outbox.network.egress import EgressPolicy
 from outbox.web.proxy import parse_proxy
 
 if TYPE_CHECKING:

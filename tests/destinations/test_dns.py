@@ -13,11 +13,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from outbox.core.model.response import Failure
-from outbox.destinations.http import dns as resolving
-from outbox.destinations.http import dns_cares
-from outbox.destinations.http.dns import ADDRESSES_MAX, LOOKUPS_MAX, CachingResolver, Unresolved
-from outbox.destinations.http.egress import EgressPolicy
 from outbox.destinations.http.transport import HttpTransport
+from outbox.network import dns as resolving
+from outbox.network import dns_cares
+from outbox.network.dns import ADDRESSES_MAX, LOOKUPS_MAX, CachingResolver, Unresolved
+from outbox.network.egress import EgressPolicy
 from tests.destinations.conformance import LOOPBACK, closing, to
 from tests.destinations.nameserver import naming
 from tests.destinations.servers import OK, respond_with, serving

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outbox.destinations.http.egress import SETTING, EgressPolicy, parse_networks
 from outbox.errors import UsageError
+from outbox.network.egress import SETTING, EgressPolicy, parse_networks
 from tests.destinations.hostile import ADDRESSES, URLS
 
 CLOSED = EgressPolicy()

@@ -10,10 +10,10 @@ import pytest
 
 from outbox.core.model.response import AttemptResult, Failure
 from outbox.core.model.stored_response import stored_response
-from outbox.destinations.http import endpoint_test
-from outbox.destinations.http.egress import EgressPolicy
-from outbox.destinations.http.endpoint_test import EndpointTestResult
-from outbox.destinations.http.endpoint_tester import EndpointTester
+from outbox.destinations import endpoint_test
+from outbox.destinations.endpoint_test import EndpointTestResult
+from outbox.destinations.endpoint_tester import EndpointTester
+from outbox.network.egress import EgressPolicy
 from tests.support.virtual_time import run_virtual
 
 if TYPE_CHECKING:

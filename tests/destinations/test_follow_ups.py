@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from outbox.core.model.response import Failure
-from outbox.destinations.http.egress import EgressPolicy
-from outbox.destinations.http.http1.connection import Connection
-from outbox.destinations.http.http1.follow_ups import FollowUps
+from outbox.destinations.http.http1.connection import Connection, FollowUps
 from outbox.destinations.http.targets import DestinationCache
+from outbox.network.egress import EgressPolicy
 from tests.destinations.conformance import permission
 from tests.destinations.delivery_runs import Run
 from tests.destinations.servers import OK

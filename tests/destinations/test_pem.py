@@ -22,11 +22,10 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from outbox.core.model.response import Failure
-from outbox.destinations.http import pem
-from outbox.destinations.http.tls import check_ca, check_identity, endpoint_context
 from outbox.destinations.http.transport import HttpTransport
-from outbox.destinations.interface import Tls
 from outbox.errors import UsageError
+from outbox.network import pem
+from outbox.network.tls import Tls, check_ca, check_identity, endpoint_context
 from tests.destinations.authority import Authority
 from tests.destinations.conformance import LOOPBACK, closing, to
 from tests.destinations.servers import OK, respond_with, serving

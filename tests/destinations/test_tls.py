@@ -24,12 +24,12 @@ from cryptography.hazmat.primitives.serialization import (
 import outbox
 from outbox.config import Settings
 from outbox.core.model.response import Failure
-from outbox.destinations.http import tls_contexts
-from outbox.destinations.http.tls import check_ca, check_identity, endpoint_context, system_context
-from outbox.destinations.http.tls_contexts import ContextCache
 from outbox.destinations.http.transport import HttpTransport
-from outbox.destinations.interface import Recipient, Request, Tls
+from outbox.destinations.interface import Recipient, Request
 from outbox.errors import UsageError
+from outbox.network import tls_contexts
+from outbox.network.tls import Tls, check_ca, check_identity, endpoint_context, system_context
+from outbox.network.tls_contexts import ContextCache
 from tests.destinations.authority import Authority
 from tests.destinations.conformance import LOOPBACK, closing, to
 from tests.destinations.servers import OK, Connection, respond_with, serving

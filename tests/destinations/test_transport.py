@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from outbox.destinations.http.dns import Unresolved
 from outbox.destinations.http.http1 import pool
 from outbox.destinations.http.http1.response_parser import PIECE_BYTES, ResponseReader
 from outbox.destinations.http.limits import BODY_RAW_BYTES_MAX, HEADER_COUNT_MAX, INTERIM_MAX
 from outbox.destinations.http.transport import HttpTransport
+from outbox.network.dns import Unresolved
 from tests.destinations.conformance import LOOPBACK, Make, TransportConformance, closing, to
 from tests.destinations.delivery_runs import DeliveryRuns
 from tests.destinations.egress_suite import Guarding, authority, connected
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import Mapping
 
-    from outbox.destinations.http.egress import EgressPolicy
+    from outbox.network.egress import EgressPolicy
     from outbox.web.proxy import Proxy
 
 

@@ -11,7 +11,6 @@ from outbox.core.delivery.signature import parse_secret
 from outbox.core.model.headers import format_lines
 from outbox.core.model.message_format import FormatName
 from outbox.core.model.response import AttemptResult, Failure
-from outbox.destinations.http.egress import EgressPolicy
 from outbox.destinations.http.transport import HttpTransport
 from outbox.destinations.interface import Recipient, Request
 from outbox.devtools.development_receiver import (
@@ -22,6 +21,7 @@ from outbox.devtools.development_receiver import (
     ReceiverFault,
 )
 from outbox.errors import CannotRun, UsageError
+from outbox.network.egress import EgressPolicy
 from outbox.receiver.inbox import memory
 from outbox.receiver.lane_order import OrderKind
 from outbox.testing import FakeSender, send

@@ -109,7 +109,7 @@ def long_number() -> None:
 
 def any_address() -> None:
     """Addresses in URLs are not checked."""
-    from outbox.destinations.http.egress import EgressPolicy
+    from outbox.network.egress import EgressPolicy
 
     cast("Any", EgressPolicy)._check_target = lambda *_, **__: None
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from outbox.destinations.brokers import Brokers
-from outbox.destinations.http.egress import EgressPolicy
+from outbox.network.egress import EgressPolicy
 from outbox.operations.repair import request_adoption
 from tests.support.brokers.nats import STREAM, SUBJECT, nats_server, server_binary
 from tests.support.brokers.valkey import valkey

@@ -10,8 +10,8 @@ import pytest
 from outbox.core.brokers.message import end_id
 from outbox.core.brokers.port import Appended, Capabilities, Fenced, Position, Stop, StopKind
 from outbox.destinations.brokers import Brokers
-from outbox.destinations.http.egress import EgressPolicy
 from outbox.errors import Conflict, UsageError
+from outbox.network.egress import EgressPolicy
 from outbox.operations import endpoint_changes, endpoint_states
 from outbox.operations.criteria import Criteria, DeadLetterSelection
 from outbox.operations.repair import request_adoption, request_refill

@@ -11,7 +11,7 @@ from outbox.core.cluster.lease import Lease
 from outbox.relay.cluster.lease_clock import steady
 from outbox.relay.cluster.lease_renewal import keep_lease
 from outbox.store.cluster.replicas import ReplicaStore
-from outbox.store.delivery.records import Fenced
+from outbox.store.errors import Fenced
 from tests.support.relay import (
     BUSY,
     OK,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import outbox
-from outbox.destinations.http.egress import EgressPolicy
 from outbox.destinations.http.transport import HttpTransport
+from outbox.network.egress import EgressPolicy
 from tests.destinations.servers import OK, Connection, serving
 from tests.support.relay import add_endpoint, all_ended, publish, running
 

@@ -10,7 +10,8 @@ import pytest
 
 from outbox.core.delivery.commands import AttemptRow, DeadRange, Progress, Record
 from outbox.store.cluster.replicas import ReplicaStore
-from outbox.store.delivery.records import Fenced, RecordStore
+from outbox.store.delivery.records import RecordStore
+from outbox.store.errors import Fenced
 from tests.support.operators import LOCK_EPOCH
 from tests.support.relay import Network, add_endpoint, fetchval, register, running
 from tests.support.waiting import until

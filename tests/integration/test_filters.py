@@ -9,13 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from outbox.core.sequencing.filter_budget import FilterFailure, FilterStopReason
 from outbox.operations import endpoint_changes
-from outbox.store.sequencing.filters import (
-    READ_MATCHES,
-    FilterFailure,
-    FilterStopReason,
-    FilterStore,
-)
+from outbox.store.sequencing.filters import READ_MATCHES, FilterStore
 from tests.support.relay import (
     Network,
     add_endpoint,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from outbox.relay.sequencing.cursor import BatchResult
-from outbox.store.sequencing.event_reads import AWAKE
+from outbox.store.cluster.leadership import AWAKE
 from tests.support import ranges
 from tests.support.cursor_checks import NO_VIOLATIONS, check_cursor
 from tests.support.postgres import Server
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.core.delivery.message import Delivery
+    from outbox.core.model.delivery import Delivery
     from outbox.relay.sequencing.cursor import SequencedBatch
     from outbox.relay.sequencing.sequencer import Sequencer
     from tests.support.postgres import Database

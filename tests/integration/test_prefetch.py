@@ -13,7 +13,7 @@ from outbox.core.admission.request_scheduler import RequestScheduler
 from outbox.core.delivery.circuit_breaker import BreakerRecord
 from outbox.core.delivery.commands import ErasedEvent, Fetch, Progress, Record, Send
 from outbox.core.delivery.connection_reuse import ConnectionReuse
-from outbox.core.delivery.message import Delivery, prepare
+from outbox.core.delivery.message import prepare
 from outbox.core.delivery.operational_events import ReportedState
 from outbox.core.delivery.signature import parse_secret
 from outbox.core.model.headers import NO_HEADERS, EndpointHeaders
@@ -29,6 +29,7 @@ from outbox.telemetry.meters import Meters
 from tests.core.lane_tables import ENDPOINT, EPOCH_S, delivery
 
 if TYPE_CHECKING:
+    from outbox.core.model.delivery import Delivery
     from outbox.core.model.redaction import SecretRedactor
     from outbox.destinations.interface import Request
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import orjson
 import pytest
 
-from outbox.destinations.http.egress import EgressPolicy
 from outbox.destinations.http.transport import HttpTransport
+from outbox.network.egress import EgressPolicy
 from tests.destinations.servers import OK, Connection, RawServer, serving
 from tests.support.relay import add_endpoint, all_ended, exceptions, fetchval, publish, running
 from tests.support.tcp import free_port

@@ -22,7 +22,8 @@ from outbox.relay.delivery.dispatcher import Dispatcher
 from outbox.relay.delivery.recorder import Recorder
 from outbox.store.cluster.replicas import ReplicaStore
 from outbox.store.delivery.lanes import LaneStore
-from outbox.store.delivery.records import Fenced, RecordStore
+from outbox.store.delivery.records import RecordStore
+from outbox.store.errors import Fenced
 from tests.support.concurrent_cases import run_concurrently
 from tests.support.operators import routing_transaction
 from tests.support.relay import (

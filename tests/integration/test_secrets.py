@@ -16,9 +16,9 @@ from outbox.api.problem import KEY_MISSING
 from outbox.core.delivery.signature import parse_key, verify
 from outbox.core.model.encryption_keys import format_key
 from outbox.core.model.endpoint_settings import EndpointSettings
-from outbox.destinations.http.egress import EgressPolicy
-from outbox.destinations.http.tls import check_identity
 from outbox.destinations.http.transport import HttpTransport
+from outbox.network.egress import EgressPolicy
+from outbox.network.tls import check_identity
 from outbox.operations import endpoint_changes, endpoint_secrets, rotate_key
 from outbox.operations.doctor import Severity
 from outbox.operations.endpoint_certificate import set_identity

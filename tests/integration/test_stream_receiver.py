@@ -11,7 +11,7 @@ import asyncpg
 import pytest
 
 from outbox.destinations.brokers import Brokers
-from outbox.destinations.http.egress import EgressPolicy
+from outbox.network.egress import EgressPolicy
 from outbox.receiver import StreamReceiver
 from tests.integration.test_lane_changes import set_lanes
 from tests.support.brokers.nats import nats_server

@@ -14,7 +14,8 @@ from outbox.relay.sequencing.cursor import BatchResult, Cursor
 from outbox.store.cluster import timeline
 from outbox.store.cluster.replicas import ReplicaStore
 from outbox.store.delivery.endpoint_state import EndpointStateStore
-from outbox.store.delivery.records import Fenced, RecordStore
+from outbox.store.delivery.records import RecordStore
+from outbox.store.errors import Fenced
 from outbox.store.sequencing.batches import SequencingStore
 from tests.support.operators import LOCK_EPOCH
 from tests.support.relay import (

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import orjson
 import pytest
 
-from outbox.destinations.http.egress import EgressPolicy
 from outbox.destinations.http.transport import HttpTransport
+from outbox.network.egress import EgressPolicy
 from outbox.operations.doctor import Severity
 from tests.destinations.servers import OK, serving
 from tests.integration.test_delivery_runs import publish_backlog, run_deliveries

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from outbox.destinations.brokers import Brokers
-from outbox.destinations.http.egress import EgressPolicy
+from outbox.network.egress import EgressPolicy
 from tests.integration.test_lane_changes import set_lanes
 from tests.support.brokers.valkey import valkey
 from tests.support.relay import (

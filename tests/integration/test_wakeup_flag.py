@@ -10,7 +10,7 @@ import pytest
 
 from outbox.relay.relay import SURVIVABLE
 from outbox.relay.sequencing import sequencer as sequencer_module
-from outbox.store.sequencing.event_reads import AWAKE
+from outbox.store.cluster.leadership import AWAKE
 from tests.support.sequencers import REAL, add_endpoints, session, settings
 from tests.support.sleeper import sleeper
 from tests.support.waiting import until

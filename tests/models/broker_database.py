@@ -13,10 +13,10 @@ from uuid import UUID
 
 from outbox.core.brokers.message import end_id
 from outbox.core.delivery.commands import DeadRange, Progress
-from outbox.core.delivery.message import Delivery
+from outbox.core.model.delivery import Delivery
 from outbox.core.model.response import HOLD_FAILURES, Failure
 from outbox.store.delivery.lanes import FoundDelivery, LostDeliveries
-from outbox.store.delivery.records import Fenced
+from outbox.store.errors import Fenced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

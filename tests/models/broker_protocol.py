@@ -40,7 +40,7 @@ from outbox.core.brokers.repair import Repair, RepairKind
 from outbox.core.delivery.lane import Lane
 from outbox.core.model.response import Failure
 from outbox.relay.delivery.broker_attempts import BrokerAttempts
-from outbox.store.delivery.records import Fenced
+from outbox.store.errors import Fenced
 from tests.core.invariants import Violation, expect
 from tests.models.broker_database import LANE, Database
 from tests.models.broker_owner import Call, LaneOwner, Sleep

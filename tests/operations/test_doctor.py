@@ -15,8 +15,8 @@ import pytest
 from outbox.config import Settings
 from outbox.core.model.encryption_keys import format_key, parse_keys
 from outbox.core.model.endpoint_settings import EndpointSettings
-from outbox.destinations.http.egress import EgressPolicy
 from outbox.errors import CannotRun, DatabaseUnavailable, SchemaTooNew
+from outbox.network.egress import EgressPolicy
 from outbox.operations import doctor, endpoint_changes, rotate_key
 from outbox.operations.doctor import DoctorFinding, DoctorLimits, Severity
 from outbox.relay.cluster.connections import Connections

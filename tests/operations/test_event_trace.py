@@ -21,6 +21,7 @@ from outbox.operations.event_trace import (
     TracedEvent,
     UnsentGroup,
 )
+from outbox.operations.trace_diagnosis import add_diagnosis
 
 NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
 EVENT = TracedEvent(
@@ -88,7 +89,7 @@ def trace(*deliveries: TracedDelivery, **more: Any) -> EventTrace:
         "deliveries_total": len(deliveries),
         "missed": (),
     }
-    return EventTrace(**values | more)
+    return add_diagnosis(EventTrace(**values | more))
 
 
 def pending(**changes: Any) -> list[str]:

@@ -12,8 +12,9 @@ from cloudevents.core.bindings.http import HTTPMessage, from_http_event
 from cloudevents.core.formats.json import JSONFormat
 
 from outbox.core.delivery.batch import prepare_batch
-from outbox.core.delivery.message import Delivery, prepare
+from outbox.core.delivery.message import prepare
 from outbox.core.delivery.signed_metadata import decode_text
+from outbox.core.model.delivery import Delivery
 from outbox.core.model.headers import parse_lines
 from outbox.core.model.message_format import MessageFormat
 from outbox.errors import CannotRun

@@ -26,7 +26,7 @@ from tests.receivers.programs import LineProgram
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from outbox.core.delivery.message import Delivery
+    from outbox.core.model.delivery import Delivery
     from outbox.receiver.lane_order import Observation
     from tests.receivers.programs import Language
 

@@ -26,6 +26,7 @@ from outbox.core.model.response import AttemptResult
 from outbox.core.model.response_policy import AttemptOutcome
 from outbox.core.model.retry_policy import RetryPolicy
 from outbox.core.schedules.schedule import ScheduleSettings
+from outbox.core.sequencing.filter_budget import FilterFailure, FilterStopReason
 from outbox.core.sequencing.gaps import CursorChange
 from outbox.core.sequencing.partition_window import Retention
 from outbox.core.sequencing.router import Deliveries
@@ -36,9 +37,9 @@ from outbox.relay.sequencing.cursor import Cursor, SequencedBatch
 from outbox.store.cluster.sessions import session_label
 from outbox.store.cluster.timeline import History
 from outbox.store.delivery.endpoint_state import EndpointState
-from outbox.store.delivery.records import Fenced
+from outbox.store.errors import Fenced
 from outbox.store.replays.replay_progress import ReplayBatch
-from outbox.store.sequencing.filters import MATCH_ALL, FilterFailure, FilterStopReason
+from outbox.store.sequencing.filters import MATCH_ALL
 from tests.sim import stores as simulated
 
 if TYPE_CHECKING:

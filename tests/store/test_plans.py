@@ -32,6 +32,7 @@ from outbox.operations import (
 from outbox.operations import (
     delivery_counts,
     endpoints,
+    event_counts,
     lane_history,
     live_status,
     status,
@@ -39,16 +40,17 @@ from outbox.operations import (
 from outbox.operations.erase import ERASE_EVENTS
 from outbox.relay.cluster.connections import SESSION_SETTINGS
 from outbox.store import database_stats, operational_events
-from outbox.store.cluster import replicas
+from outbox.store.cluster import leadership, replicas
 from outbox.store.cluster.timeline import READ_TIMELINE
 from outbox.store.delivery import endpoint_state, lanes, receiver_checkpoints, records
 from outbox.store.delivery import endpoints as destinations
+from outbox.store.errors import Fenced
 from outbox.store.replays import replay_feed
 from outbox.store.replays.replay_progress import ReplayBatch
 from outbox.store.retention.erasure import ERASE_RESPONSES, PLAN_BY_INDEX, SET_PLANNER
 from outbox.store.schedules import schedule_runs
 from outbox.store.sequencing import batches as sequencing
-from outbox.store.sequencing import event_reads, leadership, routing
+from outbox.store.sequencing import event_reads, routing
 from tests.support.long_log import (
     ACKED,
     BATCHES,
@@ -432,7 +434,7 @@ def _attempt(outcome: Any = "delivered") -> AttemptRow:
 async def _written(log: LongLog, group: Sequence[Record]) -> tuple[str, tuple[Any, ...]]:
     received = Received()
     store = records.RecordStore(received, log.replica, timeline=1)
-    with suppress(records.Fenced):
+    with suppress(Fenced):
         await store.write(group, [0] * len(group))
     return received.asked[0]
 
@@ -696,7 +698,7 @@ async def _live_dead_letters(log: LongLog) -> Case:
 
 
 async def _live_events(log: LongLog) -> Case:
-    return Case(status.COUNT_EVENTS, (BATCHES - 20, BATCHES), 20, 20, {"batch": NEWEST})
+    return Case(event_counts.COUNT_EVENTS, (BATCHES - 20, BATCHES), 20, 20, {"batch": NEWEST})
 
 
 # What a receiver fetches: some forty index lookups, and then the page.

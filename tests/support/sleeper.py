@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from outbox.core.sequencing.router import RoutableEvent
     from outbox.relay.sequencing.cursor import SequencedBatch
     from outbox.relay.sequencing.sequencer import Sequencer
+    from outbox.store.cluster.leadership import LeaderStatus
     from outbox.store.sequencing.batches import SequencingStore
     from outbox.store.sequencing.event_reads import Reading
-    from outbox.store.sequencing.leadership import LeaderStatus
     from tests.support.postgres import Database
 
 SOON_S = 5.0

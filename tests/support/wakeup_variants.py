@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from outbox.relay.sequencing.sequencer import Sequencer
-from outbox.store.sequencing.event_reads import AWAKE
+from outbox.store.cluster.leadership import AWAKE
 from tests.support.sequencers import Slow, Variant, session
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from tests.core.test_message import DELIVERY
 if TYPE_CHECKING:
     import random
 
-    from outbox.core.delivery.message import Delivery
+    from outbox.core.model.delivery import Delivery
 
 PLAIN = DELIVERY._replace(headers=None)
 PRODUCER = "0af7651916cd43dd8448eb211c80319c"

@@ -24,7 +24,7 @@ def _show(done: CertificateChange) -> None:
     if done.certificate is None:
         click.echo(f'removed the client certificate of endpoint "{done.name}"')
         return
-    from outbox.destinations.http.tls import CertificateInfo
+    from outbox.network.tls import CertificateInfo
 
     about = CertificateInfo(**done.certificate)
     click.echo(safe(f'set the client certificate of endpoint "{done.name}": {about}'))
@@ -57,7 +57,7 @@ def certificate(
     pem, about, vault = None, None, Vault.from_settings(settings)
     if file is not None:
         # Imported here, because no other endpoint command needs it.
-        from outbox.destinations.http.tls import check_identity
+        from outbox.network.tls import check_identity
 
         pem = read_text(file, "FILE")
         try:

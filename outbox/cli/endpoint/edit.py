@@ -21,12 +21,12 @@ from outbox.core.delivery.ed25519 import PUBLIC_PREFIX
 from outbox.core.model.destination import broker_of
 from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.model.text import count
-from outbox.destinations.http.egress import plain_http_warning
-from outbox.destinations.http.endpoint_validation import (
+from outbox.destinations.endpoint_validation import (
     check_settings,
     is_open_without_setting,
     policy_of,
 )
+from outbox.network.egress import plain_http_warning
 from outbox.operations import endpoint_changes
 from outbox.store.connection.secrets import Vault
 

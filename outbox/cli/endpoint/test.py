@@ -10,13 +10,13 @@ from outbox.cli.common import print_result, run_async, run_operation
 from outbox.cli.endpoint.group import command
 from outbox.cli.output import emit_pairs
 from outbox.core.model.destination import broker_of
-from outbox.destinations.http.endpoint_validation import policy_of
+from outbox.destinations.endpoint_validation import policy_of
 from outbox.store.connection.secrets import Vault
 from outbox.store.delivery import endpoints
 
 if TYPE_CHECKING:
     from outbox.config import Settings
-    from outbox.destinations.http.endpoint_test import EndpointTestResult
+    from outbox.destinations.endpoint_test import EndpointTestResult
 
 
 def _show(result: EndpointTestResult) -> None:
@@ -71,7 +71,7 @@ def test(settings: Settings, name: str) -> EndpointTestResult:
 async def _send(settings: Settings, endpoint: endpoints.Endpoint) -> EndpointTestResult:
     # Imported here, because no other endpoint command needs an HTTP client or a broker's.
     from outbox.destinations.broker_check import run_broker_test
-    from outbox.destinations.http.endpoint_test import send_test_delivery
+    from outbox.destinations.endpoint_test import send_test_delivery
     from outbox.destinations.http.transport import HttpTransport
 
     if broker_of(endpoint.url) is not None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from outbox.core.delivery.batch import RequestSettings
-    from outbox.core.delivery.message import Delivery
+    from outbox.core.model.delivery import Delivery
     from outbox.core.model.message_format import FormatName
     from outbox.core.model.response import Headers
 

@@ -52,7 +52,7 @@ from outbox.core.model.response_policy import AttemptOutcome, classify
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from outbox.core.delivery.message import Delivery
+    from outbox.core.model.delivery import Delivery
     from outbox.core.model.headers import EndpointHeaders
     from outbox.core.model.message_format import MessageFormat
     from outbox.core.model.response import AttemptResult

@@ -35,7 +35,7 @@ from outbox.core.delivery.signed_metadata import ATTRIBUTE_PREFIX, encode_text
 from outbox.core.model.message_format import JSON_TYPE
 
 if TYPE_CHECKING:
-    from outbox.core.delivery.message import Delivery
+    from outbox.core.model.delivery import Delivery
     from outbox.core.model.response import Headers
 
     Attributes: TypeAlias = dict[str, str | bool]

@@ -6,11 +6,15 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
+from outbox.core.model.stored_response import stored_success
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from uuid import UUID
 
-    from outbox.core.delivery.message import Delivery
     from outbox.core.model.dead_letter_reason import LaneDeadLetterReason
+    from outbox.core.model.delivery import Delivery
+    from outbox.core.model.response import AttemptResult
 
 
 class Gate(Enum):
@@ -81,6 +85,84 @@ class AttemptRow(NamedTuple):
     elapsed_s: float
     response: dict[str, Any] | None = None
     """The stored response, see `outbox.core.model.stored_response`."""
+
+
+class RunResults:
+    """Successes of a run, or those of a batch: rows of the attempt log, as columns.
+
+    All of them are first attempts with the outcome `delivered`.
+    """
+
+    __slots__ = (
+        "batches",
+        "elapsed_s",
+        "error",
+        "latencies_s",
+        "responses",
+        "seqs",
+        "started_at",
+        "statuses",
+    )
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+        self.seqs: list[int] = []
+        self.statuses: list[int | None] = []
+        self.started_at: list[float] = []
+        """Epoch seconds."""
+        self.elapsed_s: list[float] = []
+        self.responses: list[dict[str, Any] | None] = []
+        """Stored responses, see `outbox.core.model.stored_response.stored_success`."""
+        self.latencies_s: list[float | None] = []
+        """Since the event's commit; None for replays and backfills."""
+        self.error: str | None = None
+        """What was wrong with the body of the response to a batch."""
+
+    @classmethod
+    def of_batch(
+        cls, deliveries: Sequence[Delivery], response: AttemptResult, started_at: float
+    ) -> RunResults:
+        """The deliveries of a batch that its response accepts.
+
+        Args:
+            started_at: when the request began, in epoch seconds.
+        """
+        results, count = cls(), len(deliveries)
+        ended_at = started_at + response.elapsed_s
+        results.batches = [each.batch for each in deliveries]
+        results.seqs = [each.seq for each in deliveries]
+        results.statuses = [response.status] * count
+        results.started_at = [started_at] * count
+        results.elapsed_s = [response.elapsed_s] * count
+        results.responses = [stored_success(response)] * count
+        results.latencies_s = [
+            None if since is None else ended_at - since
+            for since in [each.waits_since for each in deliveries]
+        ]
+        results.error = response.detail or None
+        return results
+
+    def __len__(self) -> int:
+        return len(self.seqs)
+
+    def row(self, index: int) -> AttemptRow:
+        """One success as a row of the attempt log."""
+        return AttemptRow(
+            self.batches[index],
+            self.seqs[index],
+            1,
+            "delivered",
+            self.statuses[index],
+            self.error,
+            self.started_at[index],
+            self.elapsed_s[index],
+            self.responses[index],
+        )
+
+    @property
+    def ended_at(self) -> float:
+        """When the last success arrived, in epoch seconds."""
+        return self.started_at[-1] + self.elapsed_s[-1]
 
 
 @dataclass(frozen=True, slots=True)

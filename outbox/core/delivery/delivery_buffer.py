@@ -16,7 +16,7 @@ from outbox.core.delivery.commands import ErasedEvent, Fetch
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from outbox.core.delivery.message import Delivery
+    from outbox.core.model.delivery import Delivery
 
 REFILL_LEVEL = 8
 """A lane fetches more when its buffer holds at most this many deliveries."""

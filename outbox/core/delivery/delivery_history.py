@@ -17,7 +17,7 @@ from uuid import UUID
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from outbox.core.delivery.delivery_run import RunResults
+    from outbox.core.delivery.commands import RunResults
 
 INTERVAL_S = 300
 INTERVALS = 288

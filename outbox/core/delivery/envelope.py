@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import orjson
 
 if TYPE_CHECKING:
-    from outbox.core.delivery.message import Delivery
+    from outbox.core.model.delivery import Delivery
 
 _OFFSET_CHARS = len("+00:00")
 _MICROSECONDS = 1_000_000

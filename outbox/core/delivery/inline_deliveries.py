@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from outbox.core.delivery.message import Delivery, earliest_commit, epoch_seconds
+from outbox.core.model.delivery import Delivery, earliest_commit, epoch_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from datetime import datetime
     from uuid import UUID
 
-    from outbox.core.delivery.message import EventContent
+    from outbox.core.model.delivery import EventContent
 
 INLINE_DELIVERIES_MAX = 64
 """Deliveries of a batch."""

@@ -51,13 +51,13 @@ from outbox.core.delivery.commands import (
     Open,
     Progress,
     Record,
+    RunResults,
     Send,
     Wait,
 )
 from outbox.core.delivery.delivery_buffer import DeliveryBuffer, is_expired
-from outbox.core.delivery.delivery_run import RunResults
-from outbox.core.delivery.message import Delivery
 from outbox.core.delivery.retry_state import RetryState
+from outbox.core.model.delivery import Delivery
 from outbox.core.model.response_policy import AttemptOutcome
 from outbox.core.model.stored_response import stored_response, stored_success, strip_batch_response
 

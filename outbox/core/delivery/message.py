@@ -25,98 +25,19 @@ from outbox.core.delivery import cloud_event, signed_metadata
 from outbox.core.delivery.envelope import envelope
 from outbox.core.delivery.signature import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, sign_with
 from outbox.core.model.headers import NO_HEADERS, format_lines, merge, parse_lines
-from outbox.core.model.ids import message_id
 from outbox.core.model.message_format import ENVELOPE, JSON_TYPE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from datetime import datetime
-    from uuid import UUID
 
     from outbox.core.delivery.signature import SigningKey
+    from outbox.core.model.delivery import Delivery
     from outbox.core.model.headers import EndpointHeaders
     from outbox.core.model.message_format import MessageFormat
     from outbox.core.model.response import Headers
 
 USER_AGENT = "outbox-relay"
 """Without a version, so that receivers do not learn it."""
-
-
-class Delivery(NamedTuple):
-    """One event in one lane of an endpoint: the content, without retry state."""
-
-    endpoint_id: UUID
-    lane: str
-    """The public name, see `outbox.core.model.ids.lane_name`."""
-    seq: int
-    batch: int
-    outbox_id: int
-    event_id: UUID
-    type: str
-    tenant: str | None
-    key: str | None
-    published_at: float
-    """Epoch seconds, like all times of this module."""
-    expires_at: float | None
-    payload: bytes
-    """JSON text, or any bytes if there is a content type."""
-    headers: bytes | None
-    """JSON text of an object of strings."""
-    content_type: str | None = None
-    """Of a payload that is not JSON; None: it is JSON."""
-    replay_of: tuple[str, int] | None = None
-    """For the replay of a dead letter: the lane and sequence that it replaces."""
-    backfill_id: int | None = None
-    """The backfill that sends the event again, with its own X-Delivery."""
-    waits_since: float | None = None
-    """`earliest_commit` of its event; None: a replay or a backfill."""
-
-    @property
-    def message_id(self) -> str:
-        """The X-Delivery, stable over all attempts."""
-        return message_id(self.endpoint_id, self.outbox_id, self.event_id, self.backfill_id)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is the event's first delivery: no replay or backfill."""
-        return self.replay_of is None and self.backfill_id is None
-
-
-def epoch_seconds(at: datetime | None) -> float | None:
-    """Epoch seconds of an optional time; exact to the microsecond for a few centuries."""
-    return None if at is None else at.timestamp()
-
-
-def earliest_commit(published_at: float, committed_after: float | None) -> float:
-    """The earliest commit time of an event.
-
-    An event may have been inserted long before its transaction committed.
-
-    Args:
-        committed_after: a lower bound of the commit time; None: not known.
-    """
-    if committed_after is None or committed_after < published_at:
-        return published_at
-    return committed_after
-
-
-class EventContent(NamedTuple):
-    """What the first delivery of an event takes from it; the fields are those of `Delivery`."""
-
-    event_id: UUID
-    type: str
-    tenant: str | None
-    key: str | None
-    published_at: float
-    expires_at: float | None
-    payload: bytes
-    headers: bytes | None
-    content_type: str | None = None
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of payload and headers."""
-        return len(self.payload) + len(self.headers or b"")
 
 
 class Prepared(NamedTuple):

@@ -29,7 +29,7 @@ from outbox.core.delivery.envelope import rfc3339
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from outbox.core.delivery.message import Delivery
+    from outbox.core.model.delivery import Delivery
     from outbox.core.model.response import Headers
 
 SIGNATURE_HEADER = "webhook-metadata-signature"

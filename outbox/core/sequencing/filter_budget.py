@@ -25,6 +25,8 @@ or fails, its filters are evaluated alone in the same batch.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -44,6 +46,22 @@ AGAIN_AFTER_S = 86400.0
 
 _RESOLUTION_S = 1e-6
 """Smaller charges are dropped."""
+
+
+class FilterStopReason(StrEnum):
+    """Reason for stopping a filter."""
+
+    SLOW = "slow"
+    FAILS = "fails"
+
+
+@dataclass(frozen=True, slots=True)
+class FilterFailure:
+    """Why filters were not evaluated; a filter that is stopped for it matches every event."""
+
+    reason: FilterStopReason
+    detail: str
+    """One line."""
 
 
 def allowance_s(evaluations: int, reference_s: float) -> float:

@@ -1,1 +1,1 @@
-"""HTTP destinations: name resolution, egress rules, TLS, connections, one attempt."""
+"""HTTP destinations: one attempt, and the connections that carry it."""

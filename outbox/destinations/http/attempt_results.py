@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from outbox.core.model.response import Headers
 
 CANCELLED = "the request was cancelled"
-TRANSPORT_CLOSED = "the transport is closed"
 CONNECTION_CLOSED = "the connection was closed"
 NO_RESPONSE = f"{CONNECTION_CLOSED} before a response"
 

@@ -1,10 +1,11 @@
-"""Build the request of one attempt: target, signed headers and body."""
+"""The request of one attempt: target, signed headers and body, and their wire format."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from outbox.destinations.interface import Recipient, Request, Tls
+from outbox.destinations.interface import Recipient, Request
+from outbox.network.tls import Tls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -12,7 +13,10 @@ if TYPE_CHECKING:
 
     from outbox.core.delivery.message import Prepared
     from outbox.core.delivery.signature import SigningKey
-    from outbox.destinations.http.egress import Network
+    from outbox.destinations.http.targets import Destination
+    from outbox.network.egress import Network
+
+CLOSE = "Connection: close\r\n"
 
 
 class RecipientSettings(Protocol):
@@ -68,3 +72,12 @@ def signed_request(
             share no connection with deliveries.
     """
     return Request(recipient, prepared.attempt(number, timestamp, keys), prepared.body, keep_alive)
+
+
+def encode_request(destination: Destination, request: Request) -> bytes:
+    """Encode a request in HTTP/1.1 wire format (RFC 9112)."""
+    head = (
+        f"{destination.head}{request.lines}Accept-Encoding: identity\r\n"
+        f"{'' if request.keep_alive else CLOSE}Content-Length: {len(request.body)}\r\n\r\n"
+    )
+    return head.encode() + request.body

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from yarl import URL
 
-from outbox.destinations.http.connector import Target
+from outbox.network.connector import Target
 
 if TYPE_CHECKING:
-    from outbox.destinations.http.egress import EgressPolicy
     from outbox.destinations.interface import Recipient
+    from outbox.network.egress import EgressPolicy
 
 DESTINATIONS_MAX = 1024
 """Maximum number of cached destinations."""

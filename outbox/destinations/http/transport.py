@@ -5,21 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.response import AttemptResult, Failure
-from outbox.destinations.http.connector import ConnectionOpener
-from outbox.destinations.http.dns import CachingResolver
 from outbox.destinations.http.http1.client import Http1Client
 from outbox.destinations.http.targets import DestinationCache
-from outbox.destinations.http.tls_contexts import SYSTEM_MAX, ContextCache
 from outbox.destinations.interface import KEEP_ALIVE_S
 from outbox.errors import UsageError
+from outbox.network.connector import ConnectionOpener
+from outbox.network.dns import CachingResolver
+from outbox.network.tls_contexts import SYSTEM_MAX, ContextCache
 
 if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable, Coroutine
 
-    from outbox.destinations.http.dns import Resolver
-    from outbox.destinations.http.egress import EgressPolicy
     from outbox.destinations.interface import Following, Request
+    from outbox.network.dns import Resolver
+    from outbox.network.egress import EgressPolicy
     from outbox.web.proxy import Proxy
 
 

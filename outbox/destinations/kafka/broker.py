@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 
     from outbox.core.brokers.port import Message, Owner, Standing
     from outbox.destinations.broker import BrokerAddress
-    from outbox.destinations.http.dns import Resolver
-    from outbox.destinations.http.egress import EgressPolicy
     from outbox.destinations.kafka.settings import Settings
+    from outbox.network.dns import Resolver
+    from outbox.network.egress import EgressPolicy
 
 ABSENT_S = 30.0
 """How long a topic may be absent before a person must act: its metadata may be on its way."""

@@ -26,10 +26,10 @@ from outbox.errors import UsageError
 
 if TYPE_CHECKING:
     from outbox.destinations.broker import BrokerAddress
-    from outbox.destinations.http.dns import Resolver
-    from outbox.destinations.http.egress import EgressPolicy
     from outbox.destinations.kafka.settings import Settings
     from outbox.destinations.kafka.target import KafkaTarget
+    from outbox.network.dns import Resolver
+    from outbox.network.egress import EgressPolicy
 
 _WHAT_TO_DO = "check the URL, the credentials (outbox endpoint credentials) and the networks"
 

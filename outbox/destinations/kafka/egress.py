@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 
 from outbox.core.brokers.port import Stop, StopKind
 from outbox.core.model.response import one_line
-from outbox.destinations.http.dns import Unresolved
-from outbox.destinations.http.egress import OPTION, SETTING, literal
+from outbox.network.dns import Unresolved
+from outbox.network.egress import OPTION, SETTING, literal
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from outbox.destinations.http.dns import Resolver
-    from outbox.destinations.http.egress import EgressPolicy, Network
     from outbox.destinations.kafka.target import Server
+    from outbox.network.dns import Resolver
+    from outbox.network.egress import EgressPolicy, Network
 
 _PORT = 0
 """A placeholder: the port is not checked, because a broker may have any."""

@@ -10,8 +10,8 @@ import functools
 import ssl
 from typing import TYPE_CHECKING, Any
 
-from outbox.destinations.http import pem
 from outbox.errors import UsageError
+from outbox.network import pem
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,8 +15,8 @@ from typing import NamedTuple
 from urllib.parse import parse_qsl
 
 from outbox.core.model.text import quoted
-from outbox.destinations.http.egress import URL_CHARS_MAX, literal
 from outbox.errors import UsageError
+from outbox.network.egress import URL_CHARS_MAX, literal
 
 PORT, TLS_PORT = 9092, 9093
 SERVERS_MAX = 16

@@ -28,7 +28,6 @@ from outbox.core.brokers.port import (
     StopKind,
 )
 from outbox.destinations.broker import BrokerFinding, stopped_finding
-from outbox.destinations.http.tls import endpoint_context, system_context
 from outbox.destinations.nats.checks import check_stream, refusal_of_stream
 from outbox.destinations.nats.connection import Connection, Stopped, open_socket
 from outbox.destinations.nats.stream_api import (
@@ -43,6 +42,7 @@ from outbox.destinations.nats.stream_api import (
     stream_info,
 )
 from outbox.errors import UsageError
+from outbox.network.tls import endpoint_context, system_context
 
 if TYPE_CHECKING:
     import ssl
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 
     from outbox.core.brokers.port import Message, Owner, Standing
     from outbox.destinations.broker import BrokerAddress
-    from outbox.destinations.http.dns import Resolver
-    from outbox.destinations.http.egress import EgressPolicy
+    from outbox.network.dns import Resolver
+    from outbox.network.egress import EgressPolicy
 
 BATCH_MIN = 50
 """An atomic batch costs the server milliseconds whatever its size: fewer messages are sent one by

@@ -25,9 +25,9 @@ from nats.aio.transport import TcpTransport
 
 from outbox.core.brokers.port import Stop, StopKind
 from outbox.core.model.response import one_line
-from outbox.destinations.http.dns import Unresolved
-from outbox.destinations.http.egress import OPTION, literal
-from outbox.destinations.http.tls import ssl_error_reason
+from outbox.network.dns import Unresolved
+from outbox.network.egress import OPTION, literal
+from outbox.network.tls import ssl_error_reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from nats.aio.msg import Msg
 
     from outbox.core.brokers.nats_target import NatsCredentials, NatsTarget
-    from outbox.destinations.http.dns import Resolver
-    from outbox.destinations.http.egress import EgressPolicy, Network
+    from outbox.network.dns import Resolver
+    from outbox.network.egress import EgressPolicy, Network
 
 ADDRESSES_TRIED_MAX = 4
 ATTEMPT_DELAY_S = 0.25

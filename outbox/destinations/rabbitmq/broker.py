@@ -36,7 +36,6 @@ from outbox.core.brokers.port import (
 )
 from outbox.core.model.response import one_line
 from outbox.destinations.broker import BrokerFinding, stopped_finding
-from outbox.destinations.http.tls_contexts import ContextCache
 from outbox.destinations.rabbitmq.checks import check_streams
 from outbox.destinations.rabbitmq.connection import Lost, Rejected
 from outbox.destinations.rabbitmq.dial import Dialer
@@ -56,16 +55,17 @@ from outbox.destinations.rabbitmq.stops import (
     rejected,
 )
 from outbox.destinations.rabbitmq.target import NAME_BYTES_MAX, parse_url
+from outbox.network.tls_contexts import ContextCache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from outbox.core.brokers.port import Message, Owner, Standing
     from outbox.destinations.broker import BrokerAddress
-    from outbox.destinations.http.dns import Resolver
-    from outbox.destinations.http.egress import EgressPolicy
     from outbox.destinations.rabbitmq.connection import StreamConnection
     from outbox.destinations.rabbitmq.target import StreamTarget
+    from outbox.network.dns import Resolver
+    from outbox.network.egress import EgressPolicy
 
 _WHAT_TO_DO = (
     "check the URL, the credentials (outbox endpoint credentials) and that the server has the "

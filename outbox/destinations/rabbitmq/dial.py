@@ -10,18 +10,18 @@ from rstream import schema
 from rstream.encoding import encode_frame
 
 from outbox.core.brokers.port import StopKind
-from outbox.destinations.http.connector import ConnectionOpener, Target
-from outbox.destinations.interface import NotConnected
 from outbox.destinations.rabbitmq.connection import Lost, Rejected, StreamConnection
 from outbox.destinations.rabbitmq.stops import Stopped, code_name, not_connected, rejected
+from outbox.network.connector import ConnectionOpener, Target
+from outbox.network.errors import NotConnected
 from outbox.version import __version__
 
 if TYPE_CHECKING:
     from outbox.destinations.broker import BrokerAddress
-    from outbox.destinations.http.dns import Resolver
-    from outbox.destinations.http.egress import EgressPolicy
-    from outbox.destinations.http.tls_contexts import ContextCache
     from outbox.destinations.rabbitmq.target import StreamTarget
+    from outbox.network.dns import Resolver
+    from outbox.network.egress import EgressPolicy
+    from outbox.network.tls_contexts import ContextCache
 
 HEARTBEAT_S = 20
 """Longest interval of heartbeats; the server's limit is 60 s by default."""

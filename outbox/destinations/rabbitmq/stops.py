@@ -9,7 +9,7 @@ from outbox.core.brokers.port import Stop, StopKind
 from outbox.core.model.response import Failure, one_line
 
 if TYPE_CHECKING:
-    from outbox.destinations.interface import NotConnected
+    from outbox.network.errors import NotConnected
 
 NO_STREAM = 2
 EXISTS = 5

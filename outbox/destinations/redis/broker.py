@@ -39,18 +39,18 @@ from outbox.core.brokers.redis_target import parse_url
 from outbox.core.model.response import one_line
 from outbox.destinations.broker import stopped_finding
 from outbox.destinations.broker_connection import BrokerOpener, stop_of
-from outbox.destinations.interface import NotConnected
 from outbox.destinations.redis.checks import WHAT_TO_DO, findings_of
 from outbox.destinations.redis.connection import GroupedConnection, NotSent, ResponseLost, code_of
 from outbox.destinations.redis.script import DIGEST, FORCE, OPEN, SCRIPT, packed, packed_call
+from outbox.network.errors import NotConnected
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from outbox.core.brokers.port import Message, Owner, Standing
     from outbox.destinations.broker import BrokerAddress, BrokerFinding
-    from outbox.destinations.http.dns import Resolver
-    from outbox.destinations.http.egress import EgressPolicy
+    from outbox.network.dns import Resolver
+    from outbox.network.egress import EgressPolicy
 
 _LATER = frozenset(
     {

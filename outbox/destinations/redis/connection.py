@@ -20,7 +20,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
 from outbox.core.model.response import Failure
-from outbox.destinations.interface import NotConnected
+from outbox.network.errors import NotConnected
 
 GROUP_BYTES = 4 << 20
 """Bytes after which a group takes no further call."""

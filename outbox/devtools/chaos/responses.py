@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from outbox.devtools.chaos.ledger import ResponseOutcome
 
 if TYPE_CHECKING:
     import random
-
-    from outbox.devtools.chaos.receivers import ReceiverConnection
 
 BREAKS_OFF = (b"HTTP/1.1 200 O", b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\nonly this")
 """Truncated responses; the second one has a complete status line, so it counts as 200."""
@@ -20,7 +18,28 @@ ENDLESS = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 DRIP_S_MIN, DRIP_S_MAX = 0.5, 5.0
 
 
-ResponseScript = Callable[["ReceiverConnection", "random.Random"], None]
+class Responder(Protocol):
+    """A receiver's end of a connection, with one request to respond to."""
+
+    def expect(self, outcome: ResponseOutcome, label: str) -> None:
+        """Record a response that is chosen but not sent yet."""
+
+    def finish(
+        self, outcome: ResponseOutcome, label: str, data: bytes, *, close: bool = False
+    ) -> None:
+        """Send a response."""
+
+    def drip(self, label: str, data: bytes, every_s: float) -> None:
+        """Send a response byte by byte; the relay may time out before its end."""
+
+    def stream_endlessly(self) -> None:
+        """Send chunks until the connection is closed."""
+
+    def reset(self, label: str) -> None:
+        """Send RST instead of a response, or right after one."""
+
+
+ResponseScript = Callable[[Responder, "random.Random"], None]
 """Sends one kind of response, or starts to."""
 
 
@@ -43,36 +62,36 @@ def _respond(
     return lambda connection, rng: connection.finish(outcome, label, data, close=close)
 
 
-def _hang(connection: ReceiverConnection, rng: random.Random) -> None:
+def _hang(connection: Responder, rng: random.Random) -> None:
     connection.expect(ResponseOutcome.BAD, "hang")
 
 
-def _drip(connection: ReceiverConnection, rng: random.Random) -> None:
+def _drip(connection: Responder, rng: random.Random) -> None:
     connection.expect(ResponseOutcome.BAD, "drip")
     connection.drip("drip", GOOD, rng.uniform(DRIP_S_MIN, DRIP_S_MAX) / len(GOOD))
 
 
-def _reset(connection: ReceiverConnection, rng: random.Random) -> None:
+def _reset(connection: Responder, rng: random.Random) -> None:
     connection.reset("reset")
 
 
-def _lose(connection: ReceiverConnection, rng: random.Random) -> None:
+def _lose(connection: Responder, rng: random.Random) -> None:
     connection.finish(ResponseOutcome.GOOD, "lost", b"")
     connection.reset("lost")
 
 
-def _half(connection: ReceiverConnection, rng: random.Random) -> None:
+def _half(connection: Responder, rng: random.Random) -> None:
     which = rng.randrange(len(BREAKS_OFF))
     outcome = ResponseOutcome.GOOD if which else ResponseOutcome.BAD
     connection.finish(outcome, "half-response", BREAKS_OFF[which], close=True)
 
 
-def _endless(connection: ReceiverConnection, rng: random.Random) -> None:
+def _endless(connection: Responder, rng: random.Random) -> None:
     connection.finish(ResponseOutcome.GOOD, "endless", ENDLESS)
     connection.stream_endlessly()
 
 
-def _retry_after(connection: ReceiverConnection, rng: random.Random) -> None:
+def _retry_after(connection: Responder, rng: random.Random) -> None:
     status = rng.choice((429, 503))
     connection.finish(ResponseOutcome.BAD, "retry-after", status_line(status, "Retry-After: 1"))
 

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import outbox
 from outbox.devtools.chaos import queries
@@ -23,9 +23,10 @@ from outbox.operations.verify.audit import run_checks
 from outbox.store.connection.connect import CONNECTION_ERRORS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from outbox.devtools.chaos.checker import CheckResult
     from outbox.devtools.chaos.environment import Environment
-    from outbox.devtools.chaos.live_view import RunView
     from outbox.devtools.chaos.plan import ChaosPlan
     from outbox.store.connection.dsn import Dsn
 
@@ -59,10 +60,21 @@ class ChaosReport:
     """Directory with the relays' logs, if there are violations; else empty."""
 
 
+class ProgressView(Protocol):
+    """Shows the progress of a run; used as a context manager."""
+
+    log: Callable[[str], None]
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+    async def show(self, run: ChaosRun) -> None: ...
+    def show_fault(self, run: ChaosRun, what: str) -> None: ...
+
+
 async def run_chaos(
     plan: ChaosPlan,
     address: Dsn | None,
-    view: RunView,
+    view: ProgressView,
     *,
     secret: bytes | None = None,
     keep: bool = False,
@@ -87,7 +99,7 @@ async def run_chaos(
 class ChaosRun:
     """One run in its environment."""
 
-    def __init__(self, environment: Environment, view: RunView) -> None:
+    def __init__(self, environment: Environment, view: ProgressView) -> None:
         self.environment = environment
         self._view = view
         self.injector = FaultInjector(environment, lambda what: view.show_fault(self, what))

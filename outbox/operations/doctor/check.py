@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from outbox.core.model.schema_name import migrate_command
 from outbox.core.model.sql_names import quote_ident
 from outbox.core.sequencing.partition_window import Retention
-from outbox.destinations.http.endpoint_validation import explain_url_rejection, policy_of
+from outbox.destinations.endpoint_validation import explain_url_rejection, policy_of
 from outbox.store.cluster.sessions import CONNECTIONS_MAX
 from outbox.store.connection.secrets import CLEAR, Vault
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.config import Settings
-    from outbox.destinations.http.egress import EgressPolicy
+    from outbox.network.egress import EgressPolicy
 
     Network = IPv4Network | IPv6Network
 

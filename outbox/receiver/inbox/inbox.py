@@ -27,7 +27,6 @@ from outbox.receiver.inbox.process import (
     TOLERANCE,
     CheckpointComparison,
     DeliveryResult,
-    StoredLane,
     compare,
     end_lane,
     mark_unavailable,
@@ -37,6 +36,7 @@ from outbox.receiver.inbox.process import (
     skip,
 )
 from outbox.receiver.inbox.statements import Dialect, Statements, statements
+from outbox.receiver.lane_order import StoredLane
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence

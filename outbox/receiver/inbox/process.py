@@ -20,14 +20,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import orjson
 
 from outbox.drivers.statement import Call
 from outbox.receiver.catch_up import lanes_behind
 from outbox.receiver.fetch import LaneProgress
-from outbox.receiver.lane_order import LaneOrder, LaneState, Observation, OrderKind, SequenceState
+from outbox.receiver.lane_order import (
+    LaneOrder,
+    Observation,
+    OrderKind,
+    SequenceState,
+    StoredLane,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -286,25 +292,6 @@ def mark_unavailable(
     if unavailable:
         yield _save_lane(sql, lane, order)
     return unavailable
-
-
-@dataclass(frozen=True, slots=True)
-class StoredLane:
-    """A row of the inbox's lane table."""
-
-    name: str
-    state: LaneState
-    forgotten: int
-    """Deliveries up to this number may have expired."""
-
-    @classmethod
-    def from_row(cls, row: Sequence[Any]) -> StoredLane:
-        """Parse a row of the statements `lock_lanes` and `lanes`."""
-        name, high, ended, missing, holes, unknown, forgotten = row
-        ranges = [
-            tuple((lo, hi) for lo, hi in orjson.loads(text)) for text in (missing, holes, unknown)
-        ]
-        return cls(name, LaneState(high, bool(ended), *ranges), forgotten)
 
 
 def _overdue(order: LaneOrder, before: int, tolerance: int) -> tuple[Range, ...]:

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from opentelemetry.metrics import MeterProvider
 
     from outbox.receiver.inbox.inbox import Inbox
-    from outbox.receiver.inbox.process import DeliveryResult, StoredLane
+    from outbox.receiver.inbox.process import DeliveryResult
+    from outbox.receiver.lane_order import StoredLane
     from outbox.receiver.message import Message
     from outbox.receiver.processing import Handler
     from outbox.receiver.reporting import ReceiverTotals

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from outbox.store.delivery.records import Fenced
+from outbox.store.errors import Fenced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine

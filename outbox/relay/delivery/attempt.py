@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from outbox.core.delivery.circuit_breaker import BreakerState
 from outbox.core.delivery.commands import End, Open, Send
 from outbox.core.delivery.delivery_run import DeliveryRun
+from outbox.relay.delivery.attempts import Attempt
 from outbox.relay.delivery.lane_run import LaneRun
-from outbox.store.delivery.records import Fenced
+from outbox.store.errors import Fenced
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from outbox.core.brokers.port import Appended
     from outbox.core.model.response import AttemptResult
     from outbox.destinations.broker import Broker
     from outbox.destinations.interface import Request, Transport
@@ -33,22 +33,6 @@ if TYPE_CHECKING:
 
 # By name: Python 3.11 takes far longer to find the members of an enumeration.
 _HEALTHY = BreakerState.HEALTHY
-
-
-class Attempt(NamedTuple):
-    """A completed attempt."""
-
-    send: Send | Open | End
-    """What was sent; after a delivery run, its last request.  An Open has failed."""
-    started_at: float
-    """Epoch seconds."""
-    response: AttemptResult
-    """Without the secrets that the endpoint's own headers carry."""
-    preempted: bool
-    """The request was cancelled to free its slot; the response is not the receiver's."""
-    span: AttemptSpan | None
-    appended: Appended | None = None
-    """What a broker stored; None: an HTTP request, or an Open."""
 
 
 class AttemptSender:

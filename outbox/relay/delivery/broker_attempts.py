@@ -21,7 +21,7 @@ from outbox.core.brokers.take_over import (
 )
 from outbox.core.delivery.batch import BATCH_BYTES_MAX
 from outbox.core.model.response import AttemptResult
-from outbox.store.delivery.records import Fenced
+from outbox.store.errors import Fenced
 
 if TYPE_CHECKING:
     import asyncio

@@ -31,12 +31,11 @@ if TYPE_CHECKING:
     from outbox.core.admission.request_scheduler import RequestScheduler
     from outbox.core.brokers.repair import Repair
     from outbox.core.delivery.lane import Lane
-    from outbox.core.delivery.message import Delivery
+    from outbox.core.model.delivery import Delivery
     from outbox.destinations.broker import Broker, BrokerFactory
     from outbox.destinations.interface import Transport
-    from outbox.relay.delivery.attempt import Attempt
+    from outbox.relay.delivery.attempts import Attempt, BreakerEffect
     from outbox.relay.delivery.recorder import Recorder
-    from outbox.relay.delivery.settle import BreakerEffect
     from outbox.store.delivery.endpoints import Endpoint
     from outbox.store.delivery.lanes import LaneStore, LoadedLane
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from outbox.core.delivery.commands import Fetch
-    from outbox.core.delivery.message import Delivery
+    from outbox.core.model.delivery import Delivery
     from outbox.relay.delivery.owned_endpoints import LaneRuntime
     from outbox.store.delivery.lanes import LaneStore
 

@@ -9,8 +9,8 @@ from outbox.core.model.stored_response import stored_success
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from outbox.core.delivery.commands import Send
-    from outbox.core.delivery.delivery_run import DeliveryRun, RunResults
+    from outbox.core.delivery.commands import RunResults, Send
+    from outbox.core.delivery.delivery_run import DeliveryRun
     from outbox.core.model.response import AttemptResult
     from outbox.destinations.interface import Request
     from outbox.relay.delivery.fetcher import DeliveryFetcher

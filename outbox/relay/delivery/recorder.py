@@ -12,10 +12,9 @@ import asyncio
 from math import inf
 from typing import TYPE_CHECKING
 
-from outbox.core.delivery.commands import DeadLetter, Record
-from outbox.core.delivery.delivery_run import RunResults
-from outbox.core.delivery.message import Delivery
-from outbox.store.delivery.records import Fenced
+from outbox.core.delivery.commands import DeadLetter, Record, RunResults
+from outbox.core.model.delivery import Delivery
+from outbox.store.errors import Fenced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

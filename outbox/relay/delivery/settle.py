@@ -5,7 +5,7 @@ Nothing here waits: the dispatcher acts on the settlement, and the recorder writ
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from outbox.core.brokers.results import append_outcome
 from outbox.core.delivery.batch import classify_batch
@@ -20,43 +20,17 @@ from outbox.core.model.response_policy import (
     retry_after_s,
 )
 from outbox.core.model.stored_response import stored_response
+from outbox.relay.delivery.attempts import BreakerEffect, Settlement
 
 if TYPE_CHECKING:
     from random import Random
 
-    from outbox.core.delivery.commands import Record
-    from outbox.core.delivery.delivery_run import RunResults
-    from outbox.relay.delivery.attempt import Attempt
+    from outbox.relay.delivery.attempts import Attempt
     from outbox.relay.delivery.owned_endpoints import EndpointRuntime, LaneRuntime
     from outbox.relay.delivery.telemetry import DeliveryTelemetry
 
 # By name: Python 3.11 takes far longer to find the members of an enumeration.
 _DELIVERED, _RETRY, _HEALTHY = AttemptOutcome.DELIVERED, AttemptOutcome.RETRY, BreakerState.HEALTHY
-
-
-class BreakerEffect(NamedTuple):
-    """What a result changed about an endpoint's circuit breaker."""
-
-    state_changed: bool = False
-    """All lanes of the endpoint decide again."""
-    probes_changed: bool = False
-    """The time of the next probe may have changed."""
-    must_be_stored: bool = False
-    """The endpoint's next owner must know of it."""
-
-
-class Settlement(NamedTuple):
-    """The consequences of an attempt."""
-
-    outcome: AttemptOutcome
-    """Of the delivery, or of a batch's last one."""
-    accepted: RunResults | None
-    """Deliveries of a batch that were accepted, to be written first."""
-    record: Record | None
-    """Of the delivery, or of the first one of a batch that was not accepted."""
-    breaker: BreakerEffect
-
-
 _NO_EFFECT = BreakerEffect()
 
 

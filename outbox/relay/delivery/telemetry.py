@@ -9,20 +9,20 @@ import structlog
 from outbox.core.delivery.circuit_breaker import BreakerState
 from outbox.core.delivery.commands import DeadRange, Send
 from outbox.core.delivery.delivery_history import DeliveryHistory
-from outbox.core.delivery.message import Delivery
+from outbox.core.model.delivery import Delivery
 from outbox.core.model.headers import format_lines
 from outbox.telemetry.meters import Meters
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from outbox.core.delivery.commands import AttemptRow, Record
-    from outbox.core.delivery.delivery_run import DeliveryRun, RunResults
+    from outbox.core.delivery.commands import AttemptRow, Record, RunResults
+    from outbox.core.delivery.delivery_run import DeliveryRun
     from outbox.core.delivery.lane import Lane
     from outbox.core.model.response import AttemptResult
     from outbox.core.model.response_policy import AttemptOutcome
     from outbox.destinations.interface import Request
-    from outbox.relay.delivery.attempt import Attempt
+    from outbox.relay.delivery.attempts import Attempt
     from outbox.relay.delivery.owned_endpoints import EndpointRuntime, LaneRuntime
     from outbox.store.delivery.endpoints import Endpoint
     from outbox.telemetry.sampling import TraceOrigin

@@ -25,20 +25,20 @@ from outbox.core.sequencing.gaps import CursorChange, CursorState, GapTracker, L
 from outbox.core.sequencing.router import Deliveries, Router, assign_sequences
 from outbox.relay.sequencing.filter_evaluator import FilterEvaluator
 from outbox.relay.sequencing.replay_feeder import ReplayFeeder
+from outbox.store.cluster.leadership import AWAKE
 from outbox.store.replays.replay_progress import ReplayBatch
-from outbox.store.sequencing.event_reads import AWAKE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
     from datetime import datetime
 
     from outbox.config import Settings
-    from outbox.core.delivery.message import Delivery
+    from outbox.core.model.delivery import Delivery
+    from outbox.core.sequencing.filter_budget import FilterFailure
     from outbox.core.sequencing.router import TenantFilter
     from outbox.store.delivery.lanes import LoadedLane
     from outbox.store.sequencing.batches import SequencingStore
     from outbox.store.sequencing.event_reads import Reading
-    from outbox.store.sequencing.filters import FilterFailure
 
 log = structlog.get_logger("outbox.sequencer")
 

@@ -12,8 +12,14 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import structlog
 
-from outbox.core.sequencing.filter_budget import SLOW_S, FilterBudget, allowance_s
-from outbox.store.sequencing.filters import MATCH_ALL, FilterFailure, FilterStopReason
+from outbox.core.sequencing.filter_budget import (
+    SLOW_S,
+    FilterBudget,
+    FilterFailure,
+    FilterStopReason,
+    allowance_s,
+)
+from outbox.store.sequencing.filters import MATCH_ALL
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

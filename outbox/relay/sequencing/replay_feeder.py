@@ -15,10 +15,10 @@ from outbox.store.replays.replay_progress import PartProgress, ReplayBatch
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+    from outbox.core.sequencing.filter_budget import FilterFailure
     from outbox.core.sequencing.replay_throttle import Share
     from outbox.core.sequencing.router import Refused, RoutableEvent, Router, TenantFilter
     from outbox.store.replays.replay_feed import ReplayFeedStore
-    from outbox.store.sequencing.filters import FilterFailure
     from outbox.store.sequencing.routing import RoutingStore
 
     Failed = Mapping[TenantFilter, FilterFailure]

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
     from outbox.config import Settings
     from outbox.relay.sequencing.cursor import SequencedBatch
+    from outbox.store.cluster.leadership import LeaderStatus
     from outbox.store.delivery.lanes import LoadedLane
     from outbox.store.sequencing.batches import SequencingStore
-    from outbox.store.sequencing.leadership import LeaderStatus
 
 log = structlog.get_logger("outbox.sequencer")
 

@@ -11,7 +11,7 @@ from outbox.core.delivery.operational_events import LAGGING_S
 from outbox.core.sequencing.stall import StallDetector
 
 if TYPE_CHECKING:
-    from outbox.store.sequencing.leadership import LeaderStatus
+    from outbox.store.cluster.leadership import LeaderStatus
     from outbox.store.sequencing.stalls import Blocker, StallStore
 
 log = structlog.get_logger("outbox.sequencer")

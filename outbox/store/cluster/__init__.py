@@ -1,1 +1,1 @@
-"""SQL of the replicas: leases, ownership, sessions and the server's timeline."""
+"""SQL of the replicas: leases, leadership, ownership, sessions and the server's timeline."""

@@ -24,7 +24,7 @@ from outbox.store.cluster.sessions import (
     terminate_busy_sessions,
 )
 from outbox.store.connection.message import WriteStatement
-from outbox.store.sequencing.event_reads import truncated
+from outbox.store.errors import truncated
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

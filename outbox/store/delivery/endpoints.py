@@ -12,10 +12,10 @@ import orjson
 from outbox.core.brokers.port import APPEND_MAX
 from outbox.core.delivery.circuit_breaker import BreakerRecord, BreakerState
 from outbox.core.delivery.connection_reuse import ConnectionReuse
-from outbox.core.delivery.message import epoch_seconds
 from outbox.core.delivery.operational_events import ReportedState
 from outbox.core.delivery.signature import parse_signing_key
 from outbox.core.model import headers, retryable_statuses
+from outbox.core.model.delivery import epoch_seconds
 from outbox.core.model.destination import broker_of
 from outbox.core.model.endpoint_settings import TIMEOUT_S_MAX
 from outbox.core.model.ids import lane_name

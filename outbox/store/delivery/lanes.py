@@ -9,11 +9,11 @@ import orjson
 
 from outbox.core.brokers.repair import Repair, RepairKind
 from outbox.core.delivery.commands import ErasedEvent, Progress
-from outbox.core.delivery.message import Delivery, earliest_commit, epoch_seconds
+from outbox.core.model.delivery import Delivery, earliest_commit, epoch_seconds
 from outbox.core.model.ids import lane_name, message_id
-from outbox.core.model.response import HOLD_FAILURES
 from outbox.store.connection.secrets import CLEAR
 from outbox.store.delivery.endpoints import read_endpoints
+from outbox.store.expressions import PAYLOAD_BYTES, epoch_s
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -40,16 +40,6 @@ def lacks_end(lane: str) -> str:
         lane: the alias of its `lane_progress`; `e` is that of its endpoint.
     """
     return f"({lane}.end_seq IS NULL AND {BROKER})"
-
-
-def is_held(response: str) -> str:
-    """Whether a stored response is of a broker's lane that is held until a person acts.
-
-    Args:
-        response: the column.
-    """
-    failures = ", ".join(f"'{failure.value}'" for failure in sorted(HOLD_FAILURES))
-    return f"{response} ->> 'failure' IN ({failures})"
 
 
 # Checkpoint and counter of every current lane, and of every ended lane that has pending
@@ -100,22 +90,6 @@ SELECT lane.id, a.seq, a.batch, a.started_at
           AND outcome = 'delivered' OFFSET 0) a
 """
 
-
-def epoch_s(column: str) -> str:
-    """A timestamp in epoch seconds, limited to the range of Python's datetime.
-
-    PostgreSQL has others (infinity), and its least and greatest ignore NULL.  The seconds are exact
-    to the microsecond for a few centuries: asyncpg takes as long to build one datetime as for the
-    rest of a row.
-    """
-    return f"""CASE WHEN {column} IS NOT NULL
-            THEN date_part('epoch', greatest(least({column}, '9999-12-30'), '0001-01-02')) END"""
-
-
-PAYLOAD_BYTES = "coalesce(body, convert_to(payload::text, 'UTF8'))"
-"""The bytes of a payload, JSON or not; NULL: the event was erased."""
-PAYLOAD_SIZE = "coalesce(octet_length(body), octet_length(payload::text))"
-"""Their number."""
 
 # The columns of an event.
 EVENT_COLUMNS = f"""event_id, type, tenant, key,

@@ -17,6 +17,7 @@ from outbox.core.delivery.commands import DeadRange
 from outbox.core.delivery.delivery_history import INTERVAL_S, INTERVALS
 from outbox.store.cluster.replicas import fence
 from outbox.store.connection.message import WriteStatement
+from outbox.store.errors import Fenced
 from outbox.store.operational_events import (
     DEAD_LETTER_COLUMNS,
     DEAD_LETTER_CREATED_EVENT,
@@ -33,9 +34,8 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from outbox.core.brokers.repair import Repair
-    from outbox.core.delivery.commands import DeadLetter, Progress, Record
+    from outbox.core.delivery.commands import DeadLetter, Progress, Record, RunResults
     from outbox.core.delivery.delivery_history import CountedDeliveries
-    from outbox.core.delivery.delivery_run import RunResults
     from outbox.store.connection.store_connection import StoreConnection
 
 RANGE_GROWTH_MAX_S = 3600
@@ -349,10 +349,6 @@ reported(type, endpoint_id, details) AS (
 SELECT FROM fence WHERE (SELECT count(*) FROM ({PUBLISH_REPORTED_EVENTS}) published) >= 0
 """,  # noqa: S608 (constants only)
 )
-
-
-class Fenced(Exception):
-    """The write was rejected by the fence: this replica is no longer the owner."""
 
 
 class RecordStore:

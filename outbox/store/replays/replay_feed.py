@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING
 from outbox.core.sequencing.replay_throttle import EndpointProgress, JobPart
 from outbox.core.sequencing.router import RoutableEvent
 from outbox.store.channels import NOTIFY_ALL
+from outbox.store.cluster.leadership import REQUIRE_LEADER
 from outbox.store.connection.message import WriteStatement
+from outbox.store.expressions import key_hash
 from outbox.store.routing_change import BEGIN_CHANGE
-from outbox.store.sequencing.event_reads import key_hash
-from outbox.store.sequencing.leadership import REQUIRE_LEADER
 from outbox.store.type_match import matches_criteria
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from outbox.store.replays.replay_feed import CANCEL_REPLAYS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from outbox.core.sequencing.filter_budget import FilterFailure
     from outbox.core.sequencing.replay_throttle import JobPart, Share
     from outbox.core.sequencing.router import Replay, ReplayChunk, TenantFilter
     from outbox.store.connection.message import WriteCall
-    from outbox.store.sequencing.filters import FilterFailure
 
 # Advances replays past their chunks.
 ADVANCE_REPLAYS = WriteStatement(

@@ -32,10 +32,10 @@ from outbox.core.sequencing.partition_window import (
     window_length_s,
 )
 from outbox.store.channels import NOTIFY_ALL
+from outbox.store.cluster.leadership import CLEAR_LEADER
 from outbox.store.connection.message import WriteCall, WriteStatement
 from outbox.store.retention.erasure import erase_leftovers
 from outbox.store.routing_change import LOCK_CURSOR
-from outbox.store.sequencing.leadership import CLEAR_LEADER
 
 if TYPE_CHECKING:
     from outbox.core.sequencing.gaps import LockHolders

@@ -17,30 +17,29 @@ from outbox.core.sequencing.gaps import CursorChange, CursorState, LockHolders, 
 from outbox.errors import CursorBroken, SchemaMissing
 from outbox.store.channels import OWNERS_SUFFIX
 from outbox.store.cluster import timeline
-from outbox.store.cluster.timeline import History
-from outbox.store.connection.message import WriteStatement
-from outbox.store.delivery.lanes import READ_COUNTERS
-from outbox.store.delivery.records import Fenced
-from outbox.store.replays.replay_feed import ReplayFeedStore
-from outbox.store.replays.replay_progress import write_progress
-from outbox.store.row_params import number_rows
-from outbox.store.sequencing.event_reads import (
+from outbox.store.cluster.leadership import (
     AWAKE,
-    READ_CONTENT_AND_STATE,
-    READ_EVENTS_AND_STATE,
-    READ_LOCK_HOLDERS,
-    READ_RUNNING,
-    parse_reading,
-    truncated,
-)
-from outbox.store.sequencing.filters import FilterStore, stop_filters
-from outbox.store.sequencing.leadership import (
     FALL_ASLEEP,
     READ_LEADER_STATUS,
     RELEASE_LEADERSHIP,
     TAKE_LEADERSHIP,
     LeaderStatus,
 )
+from outbox.store.cluster.timeline import History
+from outbox.store.connection.message import WriteStatement
+from outbox.store.delivery.lanes import READ_COUNTERS
+from outbox.store.errors import Fenced, truncated
+from outbox.store.replays.replay_feed import ReplayFeedStore
+from outbox.store.replays.replay_progress import write_progress
+from outbox.store.row_params import number_rows
+from outbox.store.sequencing.event_reads import (
+    READ_CONTENT_AND_STATE,
+    READ_EVENTS_AND_STATE,
+    READ_LOCK_HOLDERS,
+    READ_RUNNING,
+    parse_reading,
+)
+from outbox.store.sequencing.filters import FilterStore, stop_filters
 from outbox.store.sequencing.routing import RoutingStore
 from outbox.store.sequencing.stalls import StallStore
 
@@ -48,12 +47,12 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
     from datetime import datetime
 
+    from outbox.core.sequencing.filter_budget import FilterFailure
     from outbox.core.sequencing.router import Deliveries, TenantFilter
     from outbox.store.connection.message import WriteCall
     from outbox.store.connection.store_connection import StoreConnection
     from outbox.store.replays.replay_progress import ReplayBatch
     from outbox.store.sequencing.event_reads import Reading
-    from outbox.store.sequencing.filters import FilterFailure
 
 # The sequence of outbox.id, and whether it assigns ids one by one in ascending order, on
 # which the cursor's argument depends.

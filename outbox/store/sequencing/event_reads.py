@@ -11,19 +11,18 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.delivery.message import EventContent
+from outbox.core.model.delivery import EventContent
 from outbox.core.sequencing.router import RoutableEvent
 from outbox.errors import CursorBroken
-from outbox.store.delivery.lanes import PAYLOAD_BYTES, epoch_s
+from outbox.store.cluster.leadership import AWAKE
+from outbox.store.errors import truncated
+from outbox.store.expressions import PAYLOAD_BYTES, epoch_s, key_hash
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from datetime import datetime
 
     from outbox.core.sequencing.gaps import LockHolders
-
-AWAKE = 1
-"""Value of the wake-up flag while the relay polls without notifications."""
 
 # The transactions that may still insert an id that was already allocated.  The lock on the
 # sequence is taken before the allocation and held by the top-level transaction until its end.
@@ -53,15 +52,6 @@ SELECT DISTINCT l.virtualtransaction
    AND (l.transactionid::text::bigint = ANY (snapshot.xip)
         OR (l.transactionid::text::bigint - snapshot.xmax) & 4294967295 < 2147483648)
 """
-
-
-def key_hash(key: str, event_id: str) -> str:
-    """An expression for the hash that selects an event's lane: of its key, or its id.
-
-    It is not negative, as `abs` of a hash can be.
-    """
-    return f"""CASE WHEN {key} IS NULL THEN {event_id}
-            ELSE hashtextextended({key}, 0) & 9223372036854775807 END"""
 
 
 # Events in the gaps and above the highest id, in id order.  Ranges as rows: an OR over a
@@ -191,11 +181,6 @@ class Reading:
                 f"{self.last_id}: it was written with an explicit id (COPY?); remove the row "
                 "or set the sequence to a higher value with setval"
             )
-
-
-def truncated(table: str) -> CursorBroken:
-    """The error for a table without the row that its migration wrote."""
-    return CursorBroken(f"the table {table} was emptied; restore it from a backup")
 
 
 def parse_reading(rows: Sequence[Any], *, with_content: bool = False) -> Reading:

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import math
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
 
 from outbox.core.delivery.operational_events import FILTER_STOPPED
-from outbox.core.sequencing.filter_budget import AGAIN_AFTER_S
+from outbox.core.sequencing.filter_budget import AGAIN_AFTER_S, FilterFailure, FilterStopReason
 from outbox.store.connection.message import WriteStatement
 from outbox.store.operational_events import HAS_OPERATIONAL_SUBSCRIBER
 
@@ -80,22 +78,6 @@ SELECT publish_operational_events(
   FROM stopped HAVING count(*) > 0 AND {HAS_OPERATIONAL_SUBSCRIBER}
 """,  # noqa: S608 (constants only)
 )
-
-
-class FilterStopReason(StrEnum):
-    """Reason for stopping a filter."""
-
-    SLOW = "slow"
-    FAILS = "fails"
-
-
-@dataclass(frozen=True, slots=True)
-class FilterFailure:
-    """Why filters were not evaluated; a filter that is stopped for it matches every event."""
-
-    reason: FilterStopReason
-    detail: str
-    """One line."""
 
 
 class FilterStore:

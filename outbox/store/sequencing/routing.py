@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.sequencing.router import Replay, ReplayChunk, Route, count_fitting
-from outbox.store.sequencing.event_reads import key_hash
+from outbox.store.expressions import key_hash
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

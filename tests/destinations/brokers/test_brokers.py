@@ -11,8 +11,8 @@ from outbox.core.brokers.port import Owner, Stop, StopKind
 from outbox.core.model.destination import BROKER_SCHEMES
 from outbox.destinations.broker import BrokerAddress
 from outbox.destinations.brokers import DRIVERS, Brokers, check_broker_url
-from outbox.destinations.http.egress import EgressPolicy
 from outbox.errors import UsageError
+from outbox.network.egress import EgressPolicy
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

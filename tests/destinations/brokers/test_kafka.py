@@ -13,13 +13,13 @@ from confluent_kafka import KafkaError, KafkaException, Producer
 
 from outbox.core.brokers.port import Appended, Owner, Position, Stop, StopKind
 from outbox.destinations.broker import BrokerAddress
-from outbox.destinations.http.dns import CachingResolver
-from outbox.destinations.http.egress import EgressPolicy
 from outbox.destinations.kafka import broker as driver
 from outbox.destinations.kafka import producer as producers
 from outbox.destinations.kafka import settings
 from outbox.destinations.kafka.broker import KafkaBroker
 from outbox.destinations.kafka.settings import producer_settings
+from outbox.network.dns import CachingResolver
+from outbox.network.egress import EgressPolicy
 from tests.support.brokers import kafka
 from tests.support.brokers.kafka import (
     INIT_PRODUCER_ID,

@@ -8,14 +8,14 @@ import pytest
 
 pytest.importorskip("confluent_kafka")
 
-from outbox.destinations.http.dns import CachingResolver
-from outbox.destinations.http.egress import EgressPolicy
 from outbox.destinations.kafka.check import (
     check_configs,
     check_partitions,
     check_topic,
 )
 from outbox.destinations.kafka.reader import Topic
+from outbox.network.dns import CachingResolver
+from outbox.network.egress import EgressPolicy
 from tests.support.brokers.kafka import REAL, MockCluster, address_of, real_topic
 
 if TYPE_CHECKING:

@@ -24,10 +24,10 @@ from outbox.core.brokers.port import (
     StopKind,
 )
 from outbox.destinations.broker import BrokerAddress
-from outbox.destinations.http.dns import CachingResolver
-from outbox.destinations.http.egress import EgressPolicy
 from outbox.destinations.nats import broker as driver
 from outbox.destinations.nats.broker import NatsBroker
+from outbox.network.dns import CachingResolver
+from outbox.network.egress import EgressPolicy
 from tests.destinations.authority import Authority
 from tests.support.brokers.nats import SETTINGS, STREAM, SUBJECT, nats_server, server_binary
 from tests.support.tcp import listening
@@ -419,7 +419,7 @@ async def test_an_absent_stream_and_a_refused_address_are_misconfigured(tmp_path
 
 
 async def test_tls_is_required_by_the_url_and_verified(tmp_path: Path) -> None:
-    from outbox.destinations.interface import Tls
+    from outbox.network.tls import Tls
 
     authority = Authority()
     key, chain = tmp_path / "key.pem", tmp_path / "chain.pem"

@@ -21,10 +21,10 @@ from outbox.core.brokers.port import (
 )
 from outbox.core.brokers.redis_target import parse_url
 from outbox.destinations.broker import BrokerAddress
-from outbox.destinations.http.dns import CachingResolver
-from outbox.destinations.http.egress import EgressPolicy
 from outbox.destinations.redis.broker import RedisBroker
 from outbox.errors import UsageError
+from outbox.network.dns import CachingResolver
+from outbox.network.egress import EgressPolicy
 from tests.support.brokers.cutting import cutting
 from tests.support.brokers.valkey import valkey
 from tests.support.waiting import until

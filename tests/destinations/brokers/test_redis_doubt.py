@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from outbox.core.brokers.port import Appended, Fenced, Position, Stop, StopKind
-from outbox.destinations.interface import Tls
 from outbox.destinations.redis.connection import _OwnStreams
+from outbox.network.tls import Tls
 from tests.destinations.authority import Authority
 from tests.destinations.brokers.test_redis import (
     LANE,

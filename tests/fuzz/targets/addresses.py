@@ -7,8 +7,8 @@ from ipaddress import ip_address
 
 from yarl import URL
 
-from outbox.destinations.http.egress import EgressPolicy
 from outbox.errors import UsageError
+from outbox.network.egress import EgressPolicy
 from outbox.store.connection import dsn
 from tests.fuzz.data import Data, fields
 from tests.fuzz.target import Target, hold, refused

@@ -9,13 +9,14 @@ from uuid import UUID
 import h11
 import orjson
 
-from outbox.core.delivery.message import Delivery, prepare
+from outbox.core.delivery.message import prepare
+from outbox.core.model.delivery import Delivery
 from outbox.core.model.event import encode_headers
 from outbox.core.model.headers import parse_lines, valid_headers
-from outbox.destinations.http.egress import EgressPolicy
 from outbox.destinations.http.transport import HttpTransport
 from outbox.destinations.interface import Recipient, Request
 from outbox.errors import UsageError
+from outbox.network.egress import EgressPolicy
 from tests.fuzz.data import Data, fields, is_text
 from tests.fuzz.target import Broken, Target, hold
 from tests.fuzz.wire import MemoryLoop, Wire

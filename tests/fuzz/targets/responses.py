@@ -16,10 +16,10 @@ from outbox.core.model.response_policy import (
     retry_after_s,
 )
 from outbox.core.model.stored_response import describe_response, stored_response, stored_success
-from outbox.destinations.http.egress import EgressPolicy
 from outbox.destinations.http.limits import HEADER_BYTES_MAX
 from outbox.destinations.http.transport import HttpTransport
 from outbox.destinations.interface import Recipient, Request
+from outbox.network.egress import EgressPolicy
 from tests.fuzz.data import Data, fields
 from tests.fuzz.target import Target, hold, one_line, storable
 from tests.fuzz.wire import MemoryLoop, Wire, segments

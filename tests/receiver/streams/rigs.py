@@ -14,7 +14,7 @@ from outbox.core.model.ids import lane_name
 from outbox.core.model.message_format import FormatName, MessageFormat
 from outbox.destinations.broker import BrokerAddress
 from outbox.destinations.brokers import Brokers
-from outbox.destinations.http.egress import EgressPolicy
+from outbox.network.egress import EgressPolicy
 from tests.receiver.deliveries import ENDPOINT, delivery
 from tests.support.brokers.nats import SUBJECT, NatsServer, nats_server
 from tests.support.brokers.valkey import Valkey, valkey
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from outbox.core.brokers.port import Message
-    from outbox.core.delivery.message import Delivery
+    from outbox.core.model.delivery import Delivery
 
 
 class Settings:

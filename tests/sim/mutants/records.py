@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.response import AttemptResult
 from outbox.relay.delivery import dispatcher
-from outbox.store.delivery.records import Fenced
+from outbox.store.errors import Fenced
 from tests.sim.database.engine import UPDATE, Wait
 from tests.sim.mutants.catalogue import mutant, swap
 from tests.sim.stores import records, replicas

@@ -10,10 +10,10 @@ import asyncpg
 
 from outbox.core.sequencing.gaps import CursorState
 from outbox.core.sequencing.router import RoutableEvent
+from outbox.store.cluster.leadership import LeaderStatus
 from outbox.store.sequencing import batches as real
 from outbox.store.sequencing.batches import CursorRow
 from outbox.store.sequencing.event_reads import CONTENT_EVENTS_MAX, Reading
-from outbox.store.sequencing.leadership import LeaderStatus
 from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait
 from tests.sim.database.tables import AWAKE, Batch, Given
 from tests.sim.stores import timeline
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
     from datetime import datetime
 
+    from outbox.core.sequencing.filter_budget import FilterFailure
     from outbox.core.sequencing.gaps import CursorChange, LockHolders, Range
     from outbox.core.sequencing.router import Deliveries, TenantFilter
     from outbox.store.replays.replay_progress import ReplayBatch
-    from outbox.store.sequencing.filters import FilterFailure
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Steps, Transaction
     from tests.sim.database.tables import Database

@@ -11,8 +11,8 @@ from outbox.store.sequencing.filters import MATCH_ALL
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
+    from outbox.core.sequencing.filter_budget import FilterFailure
     from outbox.core.sequencing.router import TenantFilter
-    from outbox.store.sequencing.filters import FilterFailure
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Transaction
     from tests.sim.database.tables import Database

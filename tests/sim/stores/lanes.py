@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.delivery.circuit_breaker import BreakerRecord, BreakerState
 from outbox.core.delivery.commands import ErasedEvent, Progress
 from outbox.core.delivery.connection_reuse import ConnectionReuse
-from outbox.core.delivery.message import Delivery, EventContent, earliest_commit, epoch_seconds
 from outbox.core.delivery.operational_events import ReportedState
 from outbox.core.delivery.signature import parse_signing_key
 from outbox.core.model import retryable_statuses
+from outbox.core.model.delivery import Delivery, EventContent, earliest_commit, epoch_seconds
 from outbox.core.model.headers import EndpointHeaders
 from outbox.core.model.ids import lane_name
 from outbox.core.model.message_format import MessageFormat

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.delivery.commands import DeadRange, Progress
-from outbox.core.delivery.message import Delivery
+from outbox.core.model.delivery import Delivery
 from outbox.store.delivery import records as real
-from outbox.store.delivery.records import RANGE_GROWTH_MAX_S, Fenced
+from outbox.store.delivery.records import RANGE_GROWTH_MAX_S
+from outbox.store.errors import Fenced
 from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait
 from tests.sim.database.tables import Tried
 from tests.sim.stores.operational_events import contains_ordinary_event, publish_dead_letter_created
@@ -18,9 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from uuid import UUID
 
-    from outbox.core.delivery.commands import Record
+    from outbox.core.delivery.commands import Record, RunResults
     from outbox.core.delivery.delivery_history import CountedDeliveries
-    from outbox.core.delivery.delivery_run import RunResults
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Row, Steps, Transaction
     from tests.sim.database.tables import Database

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from outbox.core.brokers.port import Appended, Capabilities, Message, Stop, StopKind
 from outbox.destinations.broker import BrokerAddress
-from outbox.destinations.http.dns import CachingResolver
-from outbox.destinations.http.egress import EgressPolicy
+from outbox.network.dns import CachingResolver
+from outbox.network.egress import EgressPolicy
 from tests.support.brokers.cutting import CuttingProxy, cutting
 from tests.support.brokers.model import ModelBroker
 from tests.support.waiting import until

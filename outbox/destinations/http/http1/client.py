@@ -15,19 +15,18 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from outbox.core.model.response import AttemptResult, Failure
-from outbox.destinations.http.attempt_results import TRANSPORT_CLOSED, timeout_detail
-from outbox.destinations.http.http1.connection import Connection
-from outbox.destinations.http.http1.follow_ups import FollowUps
+from outbox.destinations.http.attempt_results import timeout_detail
+from outbox.destinations.http.http1.connection import Connection, FollowUps
 from outbox.destinations.http.http1.pool import ConnectionPools
-from outbox.destinations.interface import NotConnected
+from outbox.network.errors import TRANSPORT_CLOSED, NotConnected
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from outbox.destinations.http.connector import ConnectionOpener, Target
     from outbox.destinations.http.http1.response_parser import CachedResponse
     from outbox.destinations.http.targets import Destination
     from outbox.destinations.interface import Following, Request
+    from outbox.network.connector import ConnectionOpener, Target
 
 
 class Http1Client:

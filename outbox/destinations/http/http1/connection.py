@@ -19,24 +19,22 @@ from outbox.destinations.http.attempt_results import (
     CANCELLED,
     CONNECTION_CLOSED,
     NO_RESPONSE,
-    TRANSPORT_CLOSED,
     completed_result,
     timeout_detail,
 )
 from outbox.destinations.http.http1.response_parser import ResponseReader
 from outbox.destinations.http.limits import HEAD_BYTES_MAX
-from outbox.destinations.http.request_encoding import encode_request
-from outbox.destinations.http.tls import ssl_error_reason
-from outbox.destinations.interface import NotConnected
+from outbox.destinations.http.request import encode_request
+from outbox.network.errors import TRANSPORT_CLOSED, NotConnected
+from outbox.network.tls import ssl_error_reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from outbox.destinations.http.connector import Target
-    from outbox.destinations.http.http1.follow_ups import FollowUps
     from outbox.destinations.http.http1.response_parser import CachedResponse
     from outbox.destinations.http.targets import Destination
     from outbox.destinations.interface import Following, Request
+    from outbox.network.connector import Target
 
 
 class Connection(asyncio.Protocol):
@@ -349,3 +347,31 @@ class Connection(asyncio.Protocol):
         assert reader.status is not None
         elapsed_s = monotonic() - self._started_at
         return completed_result(reader.status, elapsed_s, reader.headers(), reader.body, cut_by)
+
+
+class FollowUps:
+    """Sends the requests of delivery runs that follow the responses of one pass of the event loop.
+
+    In steps for all of these connections: first all decide, then all write, then all prepare.  Each
+    step runs the same code again and again.  One connection at a time took almost twice the CPU
+    time, because reading, deciding, writing and preparing evict each other's code from the
+    processor's caches.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._connections: list[Connection] = []
+
+    def add(self, connection: Connection) -> None:
+        """Serve a connection after the responses that are being read now."""
+        if not self._connections:
+            self._loop.call_soon(self._serve)
+        self._connections.append(connection)
+
+    def _serve(self) -> None:
+        connections, self._connections = self._connections, []
+        sending = [each for each in connections if each.take_following()]
+        for each in sending:
+            each.write_following()
+        for each in sending:
+            each.prepare_next()

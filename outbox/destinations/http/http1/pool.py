@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from outbox.destinations.interface import POOLS_MAX
 
 if TYPE_CHECKING:
-    from outbox.destinations.http.connector import Target
     from outbox.destinations.http.http1.connection import Connection
+    from outbox.network.connector import Target
 
 
 class ConnectionPools:

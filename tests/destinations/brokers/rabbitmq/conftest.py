@@ -8,9 +8,9 @@ import trustme
 
 from outbox.core.brokers.port import Message, Owner, Position, Stop, StopKind
 from outbox.destinations.broker import BrokerAddress
-from outbox.destinations.http.dns import CachingResolver
-from outbox.destinations.http.egress import EgressPolicy
 from outbox.destinations.rabbitmq.broker import RabbitMqBroker
+from outbox.network.dns import CachingResolver
+from outbox.network.egress import EgressPolicy
 from tests.destinations.authority import Authority
 from tests.support.brokers.rabbitmq import PASSWORD, USER, RabbitMq, TlsFiles
 from tests.support.brokers.rabbitmq_raw import RawClient, raw_client

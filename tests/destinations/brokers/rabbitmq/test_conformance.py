@@ -9,8 +9,8 @@ import pytest
 from rstream.amqp import amqp_decoder
 
 from outbox.destinations.broker import BrokerAddress
-from outbox.destinations.http.dns import CachingResolver
 from outbox.destinations.rabbitmq.broker import RabbitMqBroker
+from outbox.network.dns import CachingResolver
 from tests.destinations.brokers.suite import BrokerConformance
 from tests.support.brokers.rabbitmq import PASSWORD, USER
 from tests.support.brokers.rigs import LOOPBACK, PATIENT_S, Stored, proxied

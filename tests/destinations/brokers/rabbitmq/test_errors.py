@@ -9,8 +9,8 @@ from ipaddress import ip_network
 import pytest
 
 from outbox.core.brokers.port import Appended, Position, Stop, StopKind
-from outbox.destinations.http.egress import EgressPolicy
-from outbox.destinations.interface import Tls
+from outbox.network.egress import EgressPolicy
+from outbox.network.tls import Tls
 from tests.destinations.authority import Authority
 from tests.destinations.brokers.rabbitmq.conftest import (
     LANE,

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outbox.store.connection.message import WriteStatement
-from outbox.store.sequencing.event_reads import AWAKE
+
+AWAKE = 1
+"""Value of the wake-up flag while the relay polls without notifications."""
 
 # Takes the leadership, on the server at which this replica registered.  One row, unless the
 # cursor row is locked.

@@ -16,13 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
-from outbox.destinations.http.attempt_results import TRANSPORT_CLOSED
-from outbox.destinations.http.tls import endpoint_context, system_context
+from outbox.network.errors import TRANSPORT_CLOSED
+from outbox.network.tls import endpoint_context, system_context
 
 if TYPE_CHECKING:
     import ssl
 
-    from outbox.destinations.interface import Tls
+    from outbox.network.tls import Tls
 
 THREADS = 2
 SYSTEM_MAX = 128

@@ -23,7 +23,7 @@ import structlog
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from outbox.destinations.http.dns_cares import CaresChannel
+    from outbox.network.dns_cares import CaresChannel
 
 log = structlog.get_logger("outbox.destinations")
 
@@ -157,7 +157,7 @@ def _start_backend(
 ) -> CaresChannel | _Threads:
     try:
         # Imported here: the C library may be missing.
-        from outbox.destinations.http.dns_cares import CaresChannel
+        from outbox.network.dns_cares import CaresChannel
 
         return CaresChannel(loop, options)
     except Exception as error:

@@ -17,19 +17,30 @@ import os
 import secrets
 import ssl
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outbox.core.model.response import one_line
-from outbox.destinations.http import pem
 from outbox.errors import UsageError
+from outbox.network import pem
 
 if TYPE_CHECKING:
     from cryptography.x509 import Certificate
 
-    from outbox.destinations.interface import Tls
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """TLS settings of an endpoint, validated by `check_ca` and `check_identity`.
+
+    There is deliberately no option to disable verification.
+    """
+
+    ca: str | None = None
+    """CA certificates (PEM), instead of the system trust store."""
+    identity: str | None = field(default=None, repr=False)
+    """Client certificate, chain and private key (PEM) for mutual TLS."""
 
 
 @dataclass(frozen=True, slots=True)

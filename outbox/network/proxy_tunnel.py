@@ -12,7 +12,7 @@ import re
 from typing import TYPE_CHECKING, cast
 
 from outbox.core.model.response import Failure
-from outbox.destinations.interface import NotConnected
+from outbox.network.errors import NotConnected
 
 if TYPE_CHECKING:
     from outbox.web.proxy import Proxy

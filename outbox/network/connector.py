@@ -16,21 +16,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from aiohappyeyeballs import start_connection
 
 from outbox.core.model.response import Failure
-from outbox.destinations.http.dns import Unresolved
-from outbox.destinations.http.egress import literal
-from outbox.destinations.http.proxy_tunnel import Tunnel
-from outbox.destinations.http.tls import ssl_error_reason, system_context
-from outbox.destinations.interface import NotConnected
 from outbox.errors import UsageError
+from outbox.network.dns import Unresolved
+from outbox.network.egress import literal
+from outbox.network.errors import NotConnected
+from outbox.network.proxy_tunnel import Tunnel
+from outbox.network.tls import ssl_error_reason, system_context
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from uuid import UUID
 
-    from outbox.destinations.http.dns import Resolver
-    from outbox.destinations.http.egress import EgressPolicy, Network
-    from outbox.destinations.http.tls_contexts import ContextCache
-    from outbox.destinations.interface import Tls
+    from outbox.network.dns import Resolver
+    from outbox.network.egress import EgressPolicy, Network
+    from outbox.network.tls import Tls
+    from outbox.network.tls_contexts import ContextCache
     from outbox.web.proxy import Proxy
 
 P = TypeVar("P", bound=asyncio.Protocol)

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 
 from outbox.core.model.destination import broker_of
 from outbox.core.model.stored_response import generalize_elapsed_s
+from outbox.destinations import endpoint_test
 from outbox.destinations.broker_check import run_broker_test
-from outbox.destinations.http import endpoint_test
-from outbox.destinations.http.tls import system_context
 from outbox.destinations.http.transport import HttpTransport
+from outbox.network.tls import system_context
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from outbox.destinations.http.egress import EgressPolicy
-    from outbox.destinations.http.endpoint_test import EndpointUnderTest
+    from outbox.destinations.endpoint_test import EndpointUnderTest
     from outbox.destinations.interface import Transport
+    from outbox.network.egress import EgressPolicy
     from outbox.web.proxy import Proxy
 
 TEST_S = 30.0

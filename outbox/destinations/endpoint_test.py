@@ -12,9 +12,9 @@ from uuid import uuid4
 import orjson
 
 from outbox.core.delivery.batch import RequestSettings, accepted_through, prepare_request
-from outbox.core.delivery.message import Delivery
 from outbox.core.model import duration
 from outbox.core.model import retry_policy as retry
+from outbox.core.model.delivery import Delivery
 from outbox.core.model.redaction import redact
 from outbox.core.model.response_policy import (
     AttemptOutcome,

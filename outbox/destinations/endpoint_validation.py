@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from outbox.core.model.destination import broker_of
 from outbox.destinations.broker_address import find_credentials
 from outbox.destinations.brokers import check_broker_url
-from outbox.destinations.http.egress import EgressPolicy, parse_networks
-from outbox.destinations.http.tls import check_ca
 from outbox.errors import UsageError
+from outbox.network.egress import EgressPolicy, parse_networks
+from outbox.network.tls import check_ca
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from outbox.config import Settings
     from outbox.core.model.endpoint_config import DeclaredEndpoint
     from outbox.core.model.endpoint_settings import EndpointSettings
-    from outbox.destinations.http.egress import Network
+    from outbox.network.egress import Network
 
 T = TypeVar("T")
 

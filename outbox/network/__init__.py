@@ -1,0 +1,1 @@
+"""Outbound connections: name resolution, egress rules, TLS, proxy."""

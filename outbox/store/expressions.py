@@ -1,0 +1,40 @@
+"""SQL expressions over the columns of events and lanes, which several statements share."""
+
+from __future__ import annotations
+
+from outbox.core.model.response import HOLD_FAILURES
+
+PAYLOAD_BYTES = "coalesce(body, convert_to(payload::text, 'UTF8'))"
+"""The bytes of a payload, JSON or not; NULL: the event was erased."""
+PAYLOAD_SIZE = "coalesce(octet_length(body), octet_length(payload::text))"
+"""Their number."""
+
+
+def epoch_s(column: str) -> str:
+    """A timestamp in epoch seconds, limited to the range of Python's datetime.
+
+    PostgreSQL has others (infinity), and its least and greatest ignore NULL.  The seconds are exact
+    to the microsecond for a few centuries: asyncpg takes as long to build one datetime as for the
+    rest of a row.
+    """
+    return f"""CASE WHEN {column} IS NOT NULL
+            THEN date_part('epoch', greatest(least({column}, '9999-12-30'), '0001-01-02')) END"""
+
+
+def key_hash(key: str, event_id: str) -> str:
+    """An expression for the hash that selects an event's lane: of its key, or its id.
+
+    It is not negative, as `abs` of a hash can be.
+    """
+    return f"""CASE WHEN {key} IS NULL THEN {event_id}
+            ELSE hashtextextended({key}, 0) & 9223372036854775807 END"""
+
+
+def is_held(response: str) -> str:
+    """Whether a stored response is of a broker's lane that is held until a person acts.
+
+    Args:
+        response: the column.
+    """
+    failures = ", ".join(f"'{failure.value}'" for failure in sorted(HOLD_FAILURES))
+    return f"{response} ->> 'failure' IN ({failures})"
