@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from outbox.errors import CannotRun
-from outbox.store.connection.pooled import PooledWorker
+from outbox.store.connection.pgbouncer import PooledWorker
 from tests.support.load import loaded
 from tests.support.pgbouncer import PgBouncer, find_the_schema, pgbouncer
 from tests.support.process import outbox as command

@@ -14,7 +14,7 @@ from outbox.store.connection.connect import (
     milliseconds,
     transaction_settings,
 )
-from outbox.store.connection.pooled import PooledWorker, check_settings
+from outbox.store.connection.pgbouncer import PooledWorker, check_settings
 from outbox.store.connection.type_cache import load_types
 from outbox.store.connection.worker import Worker, read_busy_backends
 from outbox.store.sequencing.stalls import read_blocker_of

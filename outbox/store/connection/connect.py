@@ -14,7 +14,7 @@ import asyncpg
 from outbox.core.model.schema_name import schema_missing
 from outbox.core.model.sql_names import quote_literal, search_path
 from outbox.errors import CannotRun, DatabaseUnavailable, OutboxError, UsageError
-from outbox.store.connection.pooled import PooledWorker
+from outbox.store.connection.pgbouncer import PooledWorker
 from outbox.store.connection.store_connection import StoreConnection
 
 if TYPE_CHECKING:
