@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from outbox.store.database_stats import DatabaseStats
     from outbox.store.delivery.endpoint_state import EndpointStateStore
 
-log = structlog.get_logger("outbox.care")
+log = structlog.get_logger("outbox.endpoint_supervisor")
 
 CHECK_EVERY_S = 30.0
 SURVEY_EVERY_S = 10.0
