@@ -13,7 +13,7 @@ import pytest
 from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.sequencing import partition_window
 from outbox.operations import endpoint_changes
-from outbox.store.sequencing.event_reads import key_hash
+from outbox.store.sequencing.routing import key_hash
 from tests.sim.agreement import (
     LATER_GENERATION,
     POLICY,

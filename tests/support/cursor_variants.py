@@ -11,7 +11,7 @@ from outbox.core.sequencing.gaps import CursorChange, GapTracker, LockHolders
 from outbox.core.sequencing.router import RoutableEvent
 from outbox.relay.sequencing.cursor import Cursor
 from outbox.store.sequencing.batches import SequencingStore
-from outbox.store.sequencing.event_reads import key_hash
+from outbox.store.sequencing.routing import key_hash
 from tests.support.sequencers import Slow, Variant
 
 if TYPE_CHECKING:

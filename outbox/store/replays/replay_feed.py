@@ -24,8 +24,8 @@ from outbox.core.sequencing.router import RoutableEvent
 from outbox.store.channels import NOTIFY_ALL
 from outbox.store.connection.message import WriteStatement
 from outbox.store.routing_change import BEGIN_CHANGE
-from outbox.store.sequencing.event_reads import key_hash
 from outbox.store.sequencing.leadership import REQUIRE_LEADER
+from outbox.store.sequencing.routing import key_hash
 from outbox.store.type_match import matches_criteria
 
 if TYPE_CHECKING:

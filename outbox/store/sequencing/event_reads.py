@@ -15,6 +15,7 @@ from outbox.core.delivery.message import EventContent
 from outbox.core.sequencing.router import RoutableEvent
 from outbox.errors import CursorBroken
 from outbox.store.delivery.lanes import PAYLOAD_BYTES, epoch_s
+from outbox.store.sequencing.routing import key_hash
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -53,15 +54,6 @@ SELECT DISTINCT l.virtualtransaction
    AND (l.transactionid::text::bigint = ANY (snapshot.xip)
         OR (l.transactionid::text::bigint - snapshot.xmax) & 4294967295 < 2147483648)
 """
-
-
-def key_hash(key: str, event_id: str) -> str:
-    """An expression for the hash that selects an event's lane: of its key, or its id.
-
-    It is not negative, as `abs` of a hash can be.
-    """
-    return f"""CASE WHEN {key} IS NULL THEN {event_id}
-            ELSE hashtextextended({key}, 0) & 9223372036854775807 END"""
 
 
 # Events in the gaps and above the highest id, in id order.  Ranges as rows: an OR over a

@@ -1,4 +1,4 @@
-"""SQL of the sequencer for routing: subscriptions, and requested replays.
+"""SQL of the sequencer for routing: the hash of a key, subscriptions, and requested replays.
 
 Read without a lock: every routing change raises the version, on which a batch depends.
 """
@@ -9,7 +9,6 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.sequencing.router import Replay, ReplayChunk, Route, count_fitting
-from outbox.store.sequencing.event_reads import key_hash
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,6 +16,21 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.core.sequencing.replay_throttle import Share
+
+
+def key_hash(key: str, event_id: str) -> str:
+    """An SQL expression for the hash of an event's key, or the event's id if it has no key.
+
+    `Router.placements` takes it modulo the number of lanes.  It is not negative, as `abs` of a
+    hash can be.
+
+    Args:
+        key: an expression for the key.
+        event_id: an expression for the id.
+    """
+    return f"""CASE WHEN {key} IS NULL THEN {event_id}
+            ELSE hashtextextended({key}, 0) & 9223372036854775807 END"""
+
 
 # Current subscriptions with their lanes.  Deliveries of a paused endpoint are sequenced, but
 # not sent.  A filter that was stopped less than $1 seconds ago matches everything.
