@@ -172,7 +172,7 @@ class Sequencer:
                 log.error("sequencing stopped", reason=str(broken), retry_s=BROKEN_RETRY_S)
                 await self._pause(BROKEN_RETRY_S)
                 continue
-            if result is BatchResult.LOST_LEADERSHIP:
+            if result is BatchResult.STALE:
                 # Another replica may have changed the flag, so this one is not asleep any more.
                 self._asleep_until = 0.0
                 continue
@@ -219,7 +219,7 @@ class Sequencer:
         self._replaced_leader = 0
         if result is BatchResult.LOCKED:
             await self.stall.record_locked()
-        elif result is not BatchResult.LOST_LEADERSHIP and self.stall.record_success():
+        elif result is not BatchResult.STALE and self.stall.record_success():
             # Another replica may have reported the stall.
             self._lag.reset()
 
