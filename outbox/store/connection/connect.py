@@ -339,6 +339,8 @@ async def _check_role(connection: Connection[Any], schema: str) -> None:
 
 def _keep_alive(connection: Connection[Any], options: Mapping[str, int]) -> None:
     """Set TCP keepalives, so that a dead peer is detected."""
+    # asyncpg has no public API for the socket.  If it renames the attribute, the client waits for a
+    # dead server without keepalives.
     transport = getattr(connection, "_transport", None)
     sock = transport.get_extra_info("socket") if transport is not None else None
     if sock is None or sock.family == getattr(socket, "AF_UNIX", None):
