@@ -36,9 +36,8 @@ others follow with the next checkpoints."""
 GROUP_MAX = 5_000
 """Rows in one statement; more wait for the next."""
 GROUP_BYTES_MAX = 32 << 20
-"""Dead letters' payloads in one statement, except the last one's."""
-
-
+"""Bytes of the payloads of the dead letters in one statement, except the last one's.  The statement
+copies them within the server: this bounds its duration and its WAL, while other records wait."""
 PENDING_MAX = 4 * GROUP_MAX
 """With more waiting rows, lanes wait too (backpressure): unwritten records take memory,
 and their deliveries are sent again after a crash."""
