@@ -113,7 +113,7 @@ def build_session(
         lease_left_s,
         scheduler,
         on_idle=wake_ownership.set,
-        on_breaker_change=wake_supervisor.set,
+        wake_supervisor=wake_supervisor.set,
         now=now,
         rng=rng,
         telemetry=telemetry,

@@ -226,9 +226,10 @@ class Lane:
         """How often the lane was opened by this owner."""
         return self._openings
 
-    @property
-    def receipt(self) -> str | None:
-        """The receipt of the last append whose acknowledgements are durable."""
+    def release_receipt(self) -> str | None:
+        """Return the receipt of the last append whose acknowledgements are durable, and discard
+        the earlier ones.
+        """
         while self._receipts and self._receipts[0][0] <= self._committed.acked_seq:
             _, self._receipt = self._receipts.pop(0)
         return self._receipt

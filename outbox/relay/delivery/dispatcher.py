@@ -50,8 +50,8 @@ class Dispatcher:
         scheduler: admission control.
         brokers: makes the brokers of endpoints; None: there are only HTTP receivers.
         on_idle: called when a stopped lane has no request in flight any more.
-        on_breaker_change: called when an endpoint's circuit breaker changed state, or an
-            endpoint may have a checkpoint due.
+        wake_supervisor: called when an endpoint's state changed, or an endpoint may have a
+            checkpoint due.
         now: epoch seconds.
         rng: for the jitter of retries and probes.
     """
@@ -64,7 +64,7 @@ class Dispatcher:
         lease_left_s: Callable[[], float],
         scheduler: RequestScheduler,
         on_idle: Callable[[], None] = lambda: None,
-        on_breaker_change: Callable[[], None] = lambda: None,
+        wake_supervisor: Callable[[], None] = lambda: None,
         now: Callable[[], float] = time.time,
         rng: random.Random | None = None,
         telemetry: DeliveryTelemetry | None = None,
@@ -85,7 +85,7 @@ class Dispatcher:
             lease_left_s, now,
         )  # fmt: skip
         self._on_idle = on_idle
-        self._on_breaker_change = on_breaker_change
+        self._wake_supervisor = wake_supervisor
         self._now = now
         self._rng = rng or random.Random()  # noqa: S311 (jitter needs no secrecy)
         self._owned: dict[UUID, EndpointRuntime] = {}
@@ -447,9 +447,9 @@ class Dispatcher:
     def _wake_for_checkpoints(self, endpoints: Iterable[Endpoint]) -> None:
         """Wake the supervisor if one of the endpoints receives checkpoints."""
         if any(endpoint.checkpoint_every_s is not None for endpoint in endpoints):
-            self._on_breaker_change()
+            self._wake_supervisor()
 
     def _mark_changed(self, runtime: EndpointRuntime) -> None:
         """Mark the endpoint's state as changed; the supervisor stores it."""
         self._changed.add(runtime.endpoint.id)
-        self._on_breaker_change()
+        self._wake_supervisor()

@@ -213,7 +213,7 @@ class Recorder:
                 entry.lane.confirm_recorded(entry.record)
             if not (isinstance(entry.record, Record) and entry.record.urgent):
                 self._dirty_lanes[entry.lane.id] = (entry.epoch, entry.lane.checkpoint())
-            if (receipt := entry.lane.receipt) is not None:
+            if (receipt := entry.lane.release_receipt()) is not None:
                 self._receipts[entry.lane.id] = (entry.epoch, receipt)
         for entry in group:
             if entry.done is not None and not entry.done.done():
