@@ -1,8 +1,9 @@
-"""The modules and functions that docstrings name exist."""
+"""Docstrings have a subject, and what they name exists."""
 
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +18,12 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "outbox").rglob("*.py"))
+HEADLESS = re.compile(
+    r"(of|none|true|false|null|by|for|from|with|without|as|to|instead|besides|the same)\b",
+    re.IGNORECASE,
+)
+"""The beginning of a sentence that lacks its noun: "Of the last append", "None: there is none"."""
+ARGUMENTS = re.compile(r"^ *Args:\n(.*?)(?:\n\n|\Z)", re.DOTALL | re.MULTILINE)
 DOTTED = re.compile(r"`(\w+(?:\.\w+)+)`")
 
 
@@ -53,6 +60,40 @@ def names_in(source: str) -> Iterator[str]:
             package, module, *_ = name.split(".")
             if package == "outbox" and is_module([package, module]):
                 yield name
+
+
+def sentences(source: str) -> Iterator[str]:
+    """The beginnings of docstrings, and of what they say about arguments."""
+    for text in docstrings(source):
+        yield text
+        for block in ARGUMENTS.findall(inspect.cleandoc(text)):
+            for entry in re.split(r"\n(?! {5})", block):
+                yield entry.partition(": ")[2]
+
+
+def test_docstrings_have_a_subject() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {sentence[:60]!r}"
+        for path in SOURCES
+        if "receiver_checkpoint" not in path.name
+        for sentence in sentences(path.read_text())
+        if HEADLESS.match(sentence)
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        '"""Of the last append whose result is known."""',
+        'delivery = None\n"""None: there is none."""',
+        'def send(request):\n    """Send it.\n\n    Args:\n        request: of the lane.\n    """',
+        'def send(a, b):\n    """Send.\n\n    Args:\n        a: the lane,\n            if any.\n'
+        '        b: None: no batch.\n\n    Raises:\n        Fenced: by another one.\n    """',
+    ],
+)
+def test_a_docstring_without_a_subject_is_found(source: str) -> None:
+    assert any(HEADLESS.match(sentence) for sentence in sentences(source))
 
 
 def test_what_docstrings_name_exists() -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from outbox.api.route import Route
 
 EVENT_BYTES_MAX = 64 * 1024
-"""For the fields of an event besides its payload."""
+"""Bytes that the fields of an event besides its payload may have."""
 KEEP_S = 10.0
 READ_LIMIT = "SELECT payload_bytes_max()"
 

@@ -37,7 +37,8 @@ from outbox.operations.rows import ID_MAX
 from outbox.operations.skip import SkippedDelivery, skip_delivery
 
 SKIP_WAIT_S = 1.0
-"""Shorter than a command waits: the request has one of the API's few connections."""
+"""Maximum wait for the owner of the lane.  It is shorter than that of a command, because the
+request has one of the API's few connections."""
 
 DeadId = Annotated[int, Field(ge=1, le=ID_MAX)]
 

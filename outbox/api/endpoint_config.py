@@ -39,7 +39,7 @@ class ApplyQuery(RequestModel):
     prune: bool = False
     """Remove endpoints that are not declared."""
     dead_letter: bool = False
-    """With prune: also remove endpoints with pending deliveries, and dead-letter those."""
+    """Whether `prune` also removes endpoints with pending deliveries, and dead-letters those."""
 
 
 class DeclarationBody(RequestModel):

@@ -28,7 +28,7 @@ class EndpointNamesBody(RequestModel):
     comment: Comment | None = None
     """Recorded with the change and in the journal."""
     dry_run: bool = False
-    """Only report what would happen."""
+    """Whether the response only reports what would happen."""
 
 
 async def _change_state(

@@ -121,7 +121,7 @@ class Published(ResponseModel):
     """Id of the event; with a used idempotency key, the id of the earlier event.  Null: the key
     was claimed without an event."""
     already: bool
-    """True: the idempotency key was already used, and nothing was published."""
+    """Whether the idempotency key was already used, and nothing was published."""
 
 
 class ManyPublished(ResponseModel):
@@ -314,7 +314,7 @@ class TraceQuery(RequestModel):
     before: int = Field(default=ID_MAX, ge=1, le=ID_MAX)
     """Events of a key before this outbox id."""
     payload: bool = False
-    """Include payloads."""
+    """Whether payloads are included."""
 
 
 @route.get(

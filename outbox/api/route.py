@@ -241,7 +241,7 @@ class Route:
     summary: str
     handler: Handler
     scope: Scope | None
-    """None: any token."""
+    """The scope that a token needs; None: any token is accepted."""
     responses: Mapping[int, Any]
     """Response model by success status; `PageOf` for a page."""
     status: int = 200
@@ -258,7 +258,7 @@ class Route:
     long: bool = False
     """Uses a connection of the pool for long requests (minutes)."""
     needs_connection: bool = True
-    """False: `Call.db` is not available."""
+    """Whether the handler uses `Call.db`."""
 
     @property
     def tag(self) -> str:
@@ -287,9 +287,9 @@ class RouteOptions(TypedDict, total=False):
     tenants: TenantAccess
     status: int
     responses: Mapping[int, Any]
-    """Instead of the handler's result."""
+    """The documented responses; they replace the handler's result."""
     body: type[RequestModel]
-    """Instead of the type in `Call`, of which it is a subclass."""
+    """The model of the body.  It is a subclass of the type in `Call`, which it replaces."""
     body_required: bool
     body_bytes_max: int
     body_values_max: int

@@ -38,7 +38,8 @@ class ScheduleBody(RequestModel):
     """A schedule and its event."""
 
     name: str
-    """With a tenant token it must begin with the tenant's prefix: acme.nightly."""
+    """The schedule's name.  With a tenant token it must begin with the tenant's prefix:
+    acme.nightly."""
     cron: str
     """Cron expression with five fields, or a nickname such as @daily."""
     type: str
@@ -50,7 +51,7 @@ class ScheduleBody(RequestModel):
     misfire: Misfire = "once"
     """Policy for missed runs: skip, once or all."""
     grace: Annotated[Seconds, Field(ge=0)] = GRACE_S
-    """With `skip`: how late a run may be published."""
+    """How late a run may be published with `skip`."""
     overlap: Overlap = "allow"
     """`wait`: the next run waits until the previous one was delivered or dead-lettered."""
     replace: bool = False
@@ -59,7 +60,7 @@ class ScheduleBody(RequestModel):
 
 class SchedulesExtra(ResponseModel):
     future_events: FutureEvents | None
-    """Of all tenants; null for tenant tokens."""
+    """The delayed events of all tenants; null for tenant tokens."""
 
 
 @route.get(

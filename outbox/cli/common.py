@@ -118,7 +118,7 @@ async def database(
     Args:
         current: check first that the schema has this program's version.  False for
             commands that only publish: a producer's role cannot read the migration history.
-        long: its transactions may take any time.
+        long: whether its transactions may take any time.
 
     Raises:
         OutboxError: any error of `connect` and `require_current`.
@@ -150,7 +150,7 @@ def run_connected(
     """Run work on a database connection of its own, and return its result.
 
     Args:
-        current, long: as in `database`.
+        current, long: see `database`.
 
     Raises:
         OutboxError: as in `database`; and any error of the work.

@@ -88,7 +88,7 @@ def run_replay(
     Args:
         start: returns its report, and the id of the job; None: there is none.
         show: prints the report; with `as_json` it is printed unless the command waits.
-        wait: None: if stdout is a terminal.
+        wait: whether to wait until it has ended; None: if stdout is a terminal.
     """
 
     async def start_and_follow(connection: Connection[Any]) -> tuple[T, ReplayJob | None]:

@@ -184,7 +184,7 @@ async def run_demo(
 
     Args:
         events: number of events to commit.
-        seed: of the random choices.
+        seed: the seed of the random choices.
         major: major version of PostgreSQL; None: the newest.
         live: show a live view on the terminal.
         log: called with a line of progress, without a live view.

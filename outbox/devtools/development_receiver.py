@@ -95,7 +95,7 @@ class HandledRequest:
     status: int | None
     """Status of the response; None: no response."""
     message: Message | None = None
-    """None if it was rejected."""
+    """The message; None if it was rejected."""
     observation: Observation | None = None
     """Result of the order check; None if it was not processed."""
     fault: ReceiverFault | None = None

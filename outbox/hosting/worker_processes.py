@@ -79,7 +79,7 @@ def worker_pids(names: Iterable[str]) -> list[int]:
     """Return the process ids of an application's workers that run a relay, in the order of `names`.
 
     Args:
-        names: of running replicas.
+        names: the names of running replicas.
 
     Returns:
         This process, and its siblings; none if its parent does not supervise workers.

@@ -65,12 +65,12 @@ class Criteria:
     """Type patterns, combined with OR."""
     tenant: str | None = None
     reason: str | None = None
-    """Of dead letters."""
+    """The reason of dead letters."""
     since: When | None = None
     until: When | None = None
     """Published or dead-lettered at or after `since`, and before `until`."""
     owner: str | None = None
-    """Only endpoints of this tenant alone: the tenant of the caller's token."""
+    """The tenant of the caller's token: only endpoints of this tenant alone are selected."""
 
     def __post_init__(self) -> None:
         for name in ("endpoint", "tenant"):
@@ -100,7 +100,7 @@ class Criteria:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """For `criteria_parameters`."""
+        """The arguments of `criteria_parameters`."""
         return self.types or None, self.tenant, self.reason, self.since, self.until
 
     @property

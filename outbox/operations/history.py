@@ -99,7 +99,7 @@ async def read_history(
     """Read the history of one endpoint, or of all together.
 
     Args:
-        endpoint: its name; None: all.
+        endpoint: the endpoint's name; None: all.
         tenant: only endpoints of this tenant alone; without `endpoint`.
         interval_s: a multiple of `INTERVAL_S`.
 

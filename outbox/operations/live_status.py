@@ -128,7 +128,7 @@ class LiveTotals:
 
     at: datetime
     batch: int | None
-    """None: not shown to a tenant's token."""
+    """The last batch; None: it is not shown to a tenant's token."""
     events: int
     """Events sequenced since an earlier batch; always 0 for a tenant, where it is not known."""
     sequenced: int

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from outbox.store.change import Change
 
 BATCHES_PER_MESSAGE = 1_000
-"""For each batch the message reads the skipped events again, under its locks."""
+"""Batches in one message, which reads the skipped events of each again, under its locks."""
 
 _SKIPPED = SKIPPED_EVENTS.format(examined="batch")
 _SKIPPED_OF_BATCHES = SKIPPED_EVENTS.format(

@@ -86,7 +86,7 @@ def stuck_advice(
     """How to go on with a delivery that fails again and again; None: it is not at fault.
 
     Args:
-        last_response: in its stored form.
+        last_response: the last response in its stored form.
     """
     failure = (last_response or {}).get("failure")
     name = shlex.quote(endpoint)
@@ -116,7 +116,7 @@ class SkippedDelivery:
     lane: str
     sequence: int
     event: UUID | None
-    """None: it was erased, or it is a copy of a dead letter."""
+    """The event; None: it was erased, or it is a copy of a dead letter."""
     attempts: int
     """Requests that were made for it, probes included."""
     dead_letter: int | None
@@ -144,7 +144,7 @@ async def skip_delivery(
     A request in flight completes first; if it succeeds, the delivery is delivered.
 
     Args:
-        lane: its name, as in X-Lane.
+        lane: the lane's name, as in X-Lane.
         comment: recorded in the journal.
         owner: the tenant that the endpoint must belong to; None: any.
         wait_s: how long to wait; a busy owner skips the delivery later.

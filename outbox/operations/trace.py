@@ -212,7 +212,7 @@ async def trace_events(
 
     Args:
         endpoint: only deliveries to the endpoints that ever had this name; None: to all.
-        limit, below, tenant, once_key: as in `outbox.operations.events.find_events`.
+        limit, below, tenant, once_key: see `outbox.operations.events.find_events`.
         payload: include the payloads.
         bytes_max: approximate size of the report, which ends with the event that exceeds it.
 

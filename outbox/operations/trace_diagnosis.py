@@ -40,7 +40,7 @@ class TraceAction:
     """An operation on a delivery, a dead letter or an endpoint."""
     endpoint: str
     lane: str | None = None
-    """Of the delivery to skip, like `sequence`."""
+    """The lane of the delivery to skip, like `sequence`."""
     sequence: int | None = None
     dead_letter: int | None = None
     """The one to replay or to discard."""
@@ -52,7 +52,8 @@ class TraceCause:
 
     text: str
     endpoint: str | None = None
-    """Of the delivery, like `lane` and `sequence`; null: the cause concerns the whole event."""
+    """The delivery's endpoint, like `lane` and `sequence`; null: the cause concerns the whole
+    event."""
     lane: str | None = None
     sequence: int | None = None
     actions: tuple[TraceAction, ...] = ()

@@ -186,7 +186,7 @@ class ReceiverRules:
         """Verify a request.
 
         Args:
-            fetched: as of `Verifier.verify`.
+            fetched: see `Verifier.verify`.
 
         Returns:
             The verified request, or the 4xx response that rejects it.

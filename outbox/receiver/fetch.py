@@ -125,7 +125,7 @@ class FetchClient:
         """Fetch a page of the deliveries and dead letters of a lane.
 
         Args:
-            lane: its name.
+            lane: the lane's name.
             after: the page begins after this sequence number.
 
         Raises:

@@ -30,7 +30,7 @@ class ReceiverMetrics:
     """A receiver's instruments; their errors are logged, never raised.
 
     Args:
-        provider: None selects the global provider, even if it is set later.
+        provider: the meter provider; None selects the global one, even if it is set later.
     """
 
     def __init__(self, provider: MeterProvider | None = None) -> None:
@@ -84,7 +84,7 @@ class ReceiverMetrics:
         """Count a request and its duration.
 
         Args:
-            elapsed_s: None: it was rejected before processing began, so no duration.
+            elapsed_s: the duration of processing; None: it was rejected before processing began.
         """
         self._record(self._requests.add, 1, _OUTCOMES[outcome])
         if elapsed_s is not None:

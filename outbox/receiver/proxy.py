@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from outbox.receiver.message import Message
 
 TIMEOUT_S = 14.0
-"""Below the relay's time-out of 15 s, so that the relay gets a response."""
+"""Time-out of the upstream receiver.  It is below the relay's time-out of 15 s, so that the relay
+gets a response."""
 UNREACHABLE = 502
 TIMED_OUT = 504
 _NO_RESPONSE = {
@@ -62,7 +63,7 @@ async def open_proxy(
     """Open an HTTP client; yields a function that forwards a request.
 
     Args:
-        url: of the upstream receiver.
+        url: the upstream receiver's URL.
         secret: signs forwarded deliveries again, because every endpoint of a chaos run
             has its own secret; None keeps the original signature.
     """

@@ -81,7 +81,7 @@ def build_session(
 
     Args:
         clock: seconds of the steady clock; wall-clock time comes from the database.
-        rng: for the jitter of retries and probes.
+        rng: the source of the jitter of retries and probes.
     """
     me, here, workers = registered.replica_id, registered.timeline, registered.workers
     stores, actor = connections.stores, f"replica {registered.replica_id}"

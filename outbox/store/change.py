@@ -91,8 +91,8 @@ class Change:
     """The statements of one plan.
 
     Args:
-        connection: for reading; nothing may be written or locked on it.
-        actor: for the journal.
+        connection: a connection for reading; nothing may be written or locked on it.
+        actor: the actor in the journal.
         request: the request id.
         routing: see `make_change`; a plan may decide it.
     """
@@ -183,7 +183,7 @@ async def make_change(
     """Plan a change and write it; returns the result of the plan that was written.
 
     Args:
-        actor: for the journal.
+        actor: the actor in the journal.
         routing: the change concerns endpoints, subscriptions, lanes or replays: it applies from
             the next batch on, and is planned again if another one of these is made meanwhile.
         long: the plan may take longer than RESPONSE_S.

@@ -46,7 +46,7 @@ class Metric:
     description: str
     attributes: tuple[str, ...] = ()
     bounds: tuple[float, ...] = ()
-    """For a histogram: the upper bounds of its buckets."""
+    """Upper bounds of the buckets of a histogram."""
 
     @property
     def prometheus(self) -> str:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 TIMEOUT_S = 10.0
 POLL_S = 0.02
 DRAIN_S = 1.0
-"""For requests in flight when the time is up."""
+"""Time that requests in flight have when the time of the pass is up."""
 _SILENT = "the database does not respond"
 
 # Relays that may own the endpoints: their lease has not expired.
@@ -92,7 +92,7 @@ class PendingLane:
     endpoint: str
     lane: str
     sequence: int
-    """Of the first pending delivery."""
+    """The sequence number of the first pending delivery."""
     pending: int
     """Number of pending deliveries."""
     attempts: int
@@ -138,7 +138,8 @@ def deliver_now(
     called in this thread.
 
     Args:
-        dsn: of the database, as for `outbox relay`; None: OUTBOX_DSN, and the other settings.
+        dsn: the database's address, as for `outbox relay`; None: OUTBOX_DSN, and the other
+            settings.
         receivers: one for all endpoints, or by endpoint name: an `AsyncReceiver`, a `Receiver`, an
             ASGI or WSGI application, or a function that takes a `Request` and returns a status.
             Endpoints without one respond with 204.

@@ -18,7 +18,7 @@ async def send(url: str, request: Request, *, timeout_s: float = TIMEOUT_S) -> i
     """Send a request and return the response status.
 
     Args:
-        url: of the receiver.
+        url: the receiver's URL.
         request: method, headers and body.
         timeout_s: total time-out, in seconds.
 

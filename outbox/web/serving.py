@@ -133,9 +133,9 @@ class Awaited(Enum):
     FIRST_REQUEST = "first request"
     NEXT_REQUEST = "next request"
     BODY = "body"
-    """Before or after the response."""
+    """The rest of the body, before or after the response."""
     READING = "reading"
-    """That the client reads the response."""
+    """The client reads the response."""
 
 
 class _Server:

@@ -37,7 +37,7 @@ class NatsTarget(NamedTuple):
     subject: str
     """First tokens of the lanes' subjects."""
     stream: str | None
-    """None: the stream that has the subject."""
+    """The stream's name; None: the stream that has the subject."""
 
     @property
     def servers(self) -> tuple[tuple[str, int], ...]:

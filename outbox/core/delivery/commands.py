@@ -126,7 +126,7 @@ class Open(NamedTuple):
     delivery: Delivery | ErasedEvent | LaneEnd
     """The next delivery, which waits for it."""
     attempt: int
-    """Of the next delivery, if this fails."""
+    """The number of the next delivery's attempt, if this fails."""
 
 
 class End(NamedTuple):

@@ -98,8 +98,8 @@ class Lane:
         batch_max: deliveries per request; None: requests are not batches.
         skip_seq: the sequence that an operator skipped last; 0: none.
         has_position: the destination is a broker, where the lane must be opened.
-        receipt: of the last durable append to a broker.
-        end_written: its broker's stream has the lane's end entry.
+        receipt: the receipt of the last durable append to a broker.
+        end_written: whether its broker's stream has the lane's end entry.
     """
 
     __slots__ = (
@@ -508,7 +508,7 @@ class Lane:
         Args:
             started_at: when the request began, in epoch seconds.
             u: uniform in [0, 1), for the jitter.
-            blocks: if this dead-letters the delivery, the lane waits for an operator.
+            blocks: whether the lane waits for an operator if this dead-letters the delivery.
             preempted: the request was cancelled by admission control before it got a response.
             endpoint_healthy: the circuit breaker is closed, so the delivery fails and not the
                 endpoint.
@@ -572,8 +572,8 @@ class Lane:
 
         Args:
             accepted_seq: the last sequence that was delivered.
-            outcome: of the batch; if it is not a success, the first delivery that was not
-                accepted is sent again alone, and that result decides about it.
+            outcome: the outcome of the batch; if it is not a success, the first delivery that was
+                not accepted is sent again alone, and that result decides about it.
             started_at: when the request began, in epoch seconds.
             u: uniform in [0, 1), for the jitter.
 
@@ -647,7 +647,7 @@ class Lane:
         acknowledgement is durable.
 
         Args:
-            batch: of the delivery `seq`.
+            batch: the batch of the delivery `seq`.
         """
         self._success_at = now
         self._position = seq
@@ -716,7 +716,7 @@ class Lane:
         """Apply a changed retry policy: a delivery with as many attempts has exhausted it.
 
         Args:
-            blocks: if this dead-letters the delivery, the lane waits for an operator.
+            blocks: whether the lane waits for an operator if this dead-letters the delivery.
         """
         self._retry.apply_policy(policy, blocks=blocks)
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from outbox.core.model.response import Headers
 
 USER_AGENT = "outbox-relay"
-"""Without a version, so that receivers do not learn it."""
+"""The value of User-Agent.  It has no version, so that receivers do not learn it."""
 
 
 class Delivery(NamedTuple):
@@ -63,9 +63,9 @@ class Delivery(NamedTuple):
     headers: bytes | None
     """JSON text of an object of strings."""
     content_type: str | None = None
-    """Of a payload that is not JSON; None: it is JSON."""
+    """The content type of a payload that is not JSON; None: it is JSON."""
     replay_of: tuple[str, int] | None = None
-    """For the replay of a dead letter: the lane and sequence that it replaces."""
+    """The lane and sequence that the replay of a dead letter replaces."""
     backfill_id: int | None = None
     """The backfill that sends the event again, with its own X-Delivery."""
     waits_since: float | None = None
@@ -164,8 +164,8 @@ def prepare(
     Args:
         previous_seq: the last delivered sequence of the lane, 0: none.
         lane_ends: no delivery follows in its lane.
-        headers: of the endpoint.
-        message_format: of the endpoint.
+        headers: the endpoint's headers.
+        message_format: the endpoint's message format.
     """
     prefix = headers.prefix
     sent_id = delivery.message_id

@@ -71,7 +71,7 @@ class AttemptResult(NamedTuple):
     """One bounded line of text; may be empty."""
     headers: Headers
     body: bytes
-    """At most `BODY_BYTES_MAX`, as received, never decompressed."""
+    """The first `BODY_BYTES_MAX` of the body as received, never decompressed."""
     elapsed_s: float
 
     @classmethod

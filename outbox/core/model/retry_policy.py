@@ -89,7 +89,7 @@ class RetryPolicy:
     """Maximum delay, before jitter."""
     jitter: Jitter = "full"
     jitter_ratio: float = 0.15
-    """For `proportional` jitter: 0.15 is up to 15 % earlier or later."""
+    """The share of the delay for `proportional` jitter: 0.15 is up to 15 % earlier or later."""
     attempts_max: int = 12
     age_max_s: float = 86400.0
     """Seconds since the start of the first attempt; the first attempt after it is the last one."""
@@ -138,7 +138,7 @@ class RetryPolicy:
 
         Args:
             attempts: the number of attempts, including this one.
-            elapsed_s: from the start of the first attempt to the start of this one, so the
+            elapsed_s: the time from the start of the first attempt to the start of this one, so the
                 budget of time ends only with an attempt that was made after it.
         """
         return bool(_retrying(self).stop(_after(self, attempts, elapsed_s)))

@@ -51,7 +51,7 @@ BY_HAND = "by-hand"
 
 NAME_CHARS_MAX = 100
 GRACE_S = 60.0
-"""Longer than a failover or a restart of the database."""
+"""The default of `grace_s`: longer than a failover or a restart of the database."""
 GRACE_S_MAX = 366 * 86400.0
 HEADERS_BYTES_MAX = 7680
 """An event's limit, minus the size of the schedule's own headers."""
@@ -84,7 +84,7 @@ class ScheduleSettings:
     headers: Mapping[str, str] | None = None
     misfire: Misfire = "once"
     grace_s: float = GRACE_S
-    """With `skip`: how late a tick may be published, in seconds."""
+    """How late a tick may be published with `skip`, in seconds."""
     overlap: Overlap = "allow"
 
     def __post_init__(self) -> None:

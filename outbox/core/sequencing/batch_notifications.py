@@ -38,7 +38,7 @@ class BatchNotification:
     first: int
     last: int
     last_seqs: Mapping[int, int] = field(default_factory=dict)
-    """By lane, its last assigned sequence number."""
+    """The last assigned sequence number of each lane."""
 
     def payload(self) -> str:
         """The NOTIFY payload; `READ_BATCHES` if it would be too long."""

@@ -59,8 +59,8 @@ acknowledgement is durable after some 20 ms, and a receiver that is down stays d
 POLLED_ENDPOINTS_MAX = 32
 """Endpoints per poll."""
 POLL_EVERY_S, LIVE_POLL_EVERY_S = 0.01, 0.05
-"""Between two polls, which combine what is due.  With live events polls are rarer, because
-a batch with a chunk delays their sequencing."""
+"""Interval of the polls, which combine what is due.  With live events polls are rarer, because a
+batch with a chunk delays their sequencing."""
 BURST_S = 0.25
 """The burst of a job with a rate, as seconds of unused rate."""
 
@@ -73,7 +73,7 @@ class JobPart:
     endpoint_id: UUID
     kind: ReplayKind
     rate_per_s: float | None
-    """Of the whole job."""
+    """The rate of the whole job."""
     lanes: int
     end_reason: EndReason | None = None
     """If set, nothing more of it may be replayed."""
@@ -113,7 +113,7 @@ class _Endpoint:
     polled_at: float = 0.0
     live_until: float = 0.0
     mean_ms: float | None = None
-    """None: not known yet."""
+    """The mean duration of a delivery; None: it is not known yet."""
     wait_s: float = POLL_FIRST_S
 
 

@@ -48,7 +48,7 @@ class ContextCache:
             True: OrderedDict(),
             False: OrderedDict(),
         }
-        """By whether they use the system trust store; least recently used first."""
+        """Contexts by whether they use the system trust store, the least recently used first."""
         self._size_max = {True: system_max, False: OWN_MAX}
         self._pending: dict[Tls, asyncio.Future[ssl.SSLContext]] = {}
         self._threads = ThreadPoolExecutor(THREADS, "outbox-tls")

@@ -72,7 +72,7 @@ class KafkaBroker:
         self._producer: IdempotentProducer | None = None
         self._transactions: TransactionalProducer | None = None
         self._owner: tuple[Owner, str] | None = None
-        """Of the transactional producer, with its endpoint."""
+        """The owner of the transactional producer, with its endpoint."""
         self._standing: dict[str, int] = {}
         """The last sequence of each lane that was opened since the transactions' initialization."""
         self._absent_since: float | None = None

@@ -50,7 +50,7 @@ class Batch:
     def __init__(self, loop: asyncio.AbstractEventLoop, size: int) -> None:
         self.results: list[KafkaError | None] = [_IN_PROGRESS] * size
         self.offset: int | None = None
-        """Of the last of the messages, if it is stored."""
+        """The offset of the last of the messages, if it is stored."""
         self.done: asyncio.Future[None] = loop.create_future()
         # Both are compared after each change, and changed by one thread each.
         self._sent: int | None = None

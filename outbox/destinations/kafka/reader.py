@@ -77,7 +77,7 @@ class _Progress:
     def __init__(self, offset: int) -> None:
         self.next_offset = offset
         self.offset: int | None = None
-        """Of the record with the highest sequence."""
+        """The offset of the record with the highest sequence."""
         self.sequence = 0
         self.delivery: str | None = None
 
@@ -150,7 +150,7 @@ class Reader:
         """Ask for the cluster's servers and the topic's partitions.
 
         Args:
-            deadline: of `time.monotonic`; the caller bounds the call, too.
+            deadline: the latest time by `time.monotonic`; the caller bounds the call, too.
         """
         request = _MetadataRequest(deadline, self._loop.create_future())
         self._requests.put(request)

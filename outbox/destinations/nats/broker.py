@@ -66,7 +66,7 @@ NO_LEADER_S = 30.0
 """A stream without a leader has no responders, like one that does not exist; it has one again
 within this time."""
 _PROTOCOL_BYTES = 512
-"""More than the headers that this module adds."""
+"""Bytes that are reserved for the headers that this module adds, which have fewer."""
 _SEQUENCE = "Nats-Expected-Last-Subject-Sequence"
 _WHAT_TO_DO = "check the URL, the credentials (outbox endpoint credentials) and the user's rights"
 
@@ -109,7 +109,7 @@ class NatsBroker:
         self._lanes: dict[str, _Lane] = {}
         self._batches = asyncio.Semaphore(BATCHES_MAX)
         self._no_responders_at: float | None = None
-        """Since when no message had a responder."""
+        """The time since which no message has had a responder."""
         self._closed = False
 
     @property

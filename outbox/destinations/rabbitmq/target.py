@@ -14,7 +14,7 @@ TLS_SCHEME = "rabbitmq-stream+tls"
 PLAIN_PORT = 5552
 TLS_PORT = 5551
 NAME_BYTES_MAX = 255
-"""Of a stream; the server refuses longer names."""
+"""Limit of a stream's name; the server refuses longer ones."""
 LANE_BYTES_MAX = 120
 """Left for `.` and the lane's name."""
 

@@ -128,7 +128,7 @@ async def open_environment(
     """Set up the environment, and remove it at the end in any case.
 
     Args:
-        plan: of the run.
+        plan: the plan of the run.
         address: the database; None: an embedded one.
         secret: signs deliveries that are forwarded to the plan's receiver.
         keep: do not drop the schema.

@@ -62,7 +62,7 @@ class FaultKind:
     description: str
     group: str
     own_server: bool = False
-    """Only allowed on a server of its own, because it affects all users."""
+    """Whether the fault is allowed only on a server of its own, because it affects all users."""
 
 
 FROZEN_LEASES = {"freeze": (1.3, 2.5), "freeze-long": (3.2, 4.5)}

@@ -57,7 +57,7 @@ class Recovery:
     of a disturbed endpoint arrived.  Counted from the fault, or from its end for outages and for
     faults of receivers and operators."""
     others_s: dict[str, tuple[float, float]]
-    """The same of the other endpoints, for faults of relays that hit the leader."""
+    """Recovery times of the other endpoints, for faults of relays that hit the leader."""
     longest_pause_s: float
     """Longest time without an arrival in a lane with pending deliveries."""
     undisturbed_s: float

@@ -70,7 +70,7 @@ async def run_chaos(
     """Execute a chaos run.
 
     Args:
-        plan: of the run.
+        plan: the plan of the run.
         address: the database; None: an embedded one.
         view: shows the progress.
         secret: signs deliveries that are forwarded to the plan's receiver.

@@ -62,7 +62,7 @@ async def grade(
     """Send all cases to a receiver, one after the other.
 
     Args:
-        url: of the receiver.
+        url: the receiver's URL.
         cases: what to send.
         processed_url: GET returns a JSON array of the ids of processed events, in order.
         timeout_s: time-out of one request, in seconds.

@@ -94,7 +94,7 @@ async def cut_over(
     Args:
         poller: why the old poller does not send a held row; None for a table whose rows a
             connector sends.
-        settle_s: for `marks-later`, at least the time between its read and its mark.
+        settle_s: an upper bound of the time between its read and its mark, for `marks-later`.
         wait_s: maximum wait for rows that the old poller has locked.
         accept_rejected: leave rows of which no event can be made to the old outbox.
         accept_unmatched: publish events that no endpoint gets.

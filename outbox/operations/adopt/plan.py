@@ -110,10 +110,10 @@ class AdoptionPlan:
 
     table: str
     phase: str | None
-    """Of an adoption that has begun; None: none has."""
+    """The phase of an adoption that has begun; None: none has."""
     rows: int
     pending: int | None
-    """None: the table does not show which rows are pending."""
+    """The number of pending rows; None: the table does not show which rows are pending."""
     neither: int
     """Rows that are neither pending nor sent by the mapping; they are left alone."""
     events: int

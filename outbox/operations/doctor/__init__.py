@@ -57,10 +57,11 @@ __all__ = [
 ]
 
 TIMEOUT_S = 60.0
-"""For all checks together."""
+"""Time-out of all checks together."""
 
 FIRST = (server.version, schema.version, sessions.locks, schema.initial_rows)
-"""After a problem in one of these, the other checks are skipped: they would repeat it."""
+"""The first checks.  After a problem in one of these, the others are skipped: they would repeat
+it."""
 
 PRECONDITIONS = (
     server.durability,

@@ -103,7 +103,7 @@ class DoctorLimits:
     transaction_s: float = 3600.0
     """An older transaction keeps VACUUM from removing dead rows."""
     horizon_transactions: int = 1_000_000
-    """The same in transaction ids, for slots and standbys, which have no start time."""
+    """Age of a horizon in transaction ids, for slots and standbys, which have no start time."""
     queue_share: float = 0.25
     queue_problem_share: float = 0.75
     """Share of the server's notification queue in use."""
@@ -113,7 +113,8 @@ class DoctorLimits:
     freeze_overdue: float = 2.0
     """Multiple of the age at which autovacuum forces a freeze."""
     freeze_problem: int = 1_600_000_000
-    """Of two thousand million transactions, after which the server rejects writes."""
+    """Age in transactions that is a problem: the server rejects writes after two thousand
+    million."""
     empty_partitions_max: int = 100
     """Empty partitions of dropped periods, about two years of them."""
     probe_s: float = 5.0

@@ -36,12 +36,14 @@ class Statements:
     create: tuple[str, ...]
     """Creates the missing tables, unless others do at the same time."""
     create_together: str | None
-    """The same in one statement, also while others do.  None: one transaction writes at a time."""
+    """Creates them in one statement, also while others do.  None: one transaction writes at a
+    time."""
     advance: str | None
     """Fast path in one statement: the next number of a lane without missing numbers, and
     a new X-Delivery.  Returns whether each of the two held."""
     advance_run: str | None
-    """The same for several numbers: whether they are the next, and the new values of X-Delivery."""
+    """Advances a lane by several numbers: whether they are the next, and the new values of
+    X-Delivery."""
     confirm: str
     """Returns a row if this X-Delivery is recorded.  Fails in a failed transaction, which some
     drivers would commit without an error."""

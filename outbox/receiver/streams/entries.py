@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     )
 
 LANES_MAX = 100_000
-"""More lanes in an end entry are not plausible, and each gets a row."""
+"""Limit of the lanes in an end entry: more are not plausible, and each gets a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,9 @@ def read_message(
     `Inbox.receive_async`.
 
     Args:
-        headers: of the message, names in any case; values may be bytes, as of Kafka.  Of Redis,
-            the fields of the entry; `body` among them is ignored.
-        body: of the message.
+        headers: the message's headers, names in any case; values may be bytes, as of Kafka.  Of
+            Redis, the fields of the entry; `body` among them is ignored.
+        body: the message's body.
         header_prefix: prefix of the endpoint's header names.
 
     Returns:

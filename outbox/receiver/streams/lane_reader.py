@@ -65,7 +65,7 @@ class LaneStopped(Exception):
     """Reading of a lane cannot continue now.
 
     Args:
-        sequence: of the message at which it stopped.
+        sequence: the sequence of the message at which it stopped.
         hold_off_s: the shortest time until it is read again.
     """
 
@@ -152,7 +152,7 @@ class LaneReader:
         self._count_max, self._count = count_max, 1
         self._hold_off_s_max = hold_off_s_max
         self._position: int | None = None
-        """None: it is read from the inbox."""
+        """The lane's position; None: it is read from the inbox."""
         self._recorded = 0
         """The highest position that the inbox has had."""
         self._stopped_at: int | None = None

@@ -86,21 +86,21 @@ class StreamReceiver:
     is a standby and not a share of the work.
 
     Args:
-        url: of the endpoint: `redis://host/stream`, `nats://host/subject`, or with TLS `rediss://`
-            and `nats+tls://`.
+        url: the endpoint's URL: `redis://host/stream`, `nats://host/subject`, or with TLS
+            `rediss://` and `nats+tls://`.
         database: the database of the effects, as of `AsyncReceiver`.
         inbox: table prefix and retention; see `Inbox`.
         credentials: `user:password`, a token, or the content of a `.creds` file.
         ca: PEM file of the server's certificate authority, or its content.
         gaps: policy when messages before a message are missing: `Gaps.HOLD` stops the lane,
             `Gaps.REPORT` processes the message, and reports them.
-        on_refuse: at an event that a handler refuses: `skip` records it, with an error in the log
-            and a row in the inbox's `request` table; `stop` stops the lane.
+        on_refuse: what happens at an event that a handler refuses: `skip` records it, with an error
+            in the log and a row in the inbox's `request` table; `stop` stops the lane.
         header_prefix: prefix of the endpoint's header names, if it is not `X-`.
         batch_max: messages of a lane in one transaction.
         concurrency: transactions at once; no more than the database pool has connections.
         hold_off_s_max: longest time until a stopped lane, or a broker, is read again, in seconds.
-        timeout_s: of one call to the broker, in seconds.
+        timeout_s: time-out of one call to the broker, in seconds.
         on_delivery: called after the commit with each `Message` and its `DeliveryResult`.
         meter_provider: OpenTelemetry MeterProvider; None selects the global one.
 
@@ -256,9 +256,9 @@ class StreamReceiver:
         Their events are not processed.  It takes effect in all readers of the inbox.
 
         Args:
-            lane: its name.
+            lane: the lane's name.
             sequence: the last number to skip.
-            lane_ends: its end entry is lost, too: the lane has ended.
+            lane_ends: whether its end entry is lost, too: the lane has ended.
         """
         await self._processor.create_tables()
         async with self._processor.transaction() as connection:
@@ -313,7 +313,7 @@ class StreamReceiver:
     async def _find_readers_or_none(
         self, source: StreamSource, found: set[str]
     ) -> dict[str, LaneReader]:
-        """As `_find_readers`; none if the database fails, which ends no lane."""
+        """See `_find_readers`; none if the database fails, which ends no lane."""
         try:
             return await self._find_readers(source, found)
         except (StreamUnavailable, PlanOutdated):

@@ -43,7 +43,7 @@ class Attempt(NamedTuple):
     started_at: float
     """Epoch seconds."""
     response: AttemptResult
-    """Without the secrets that the endpoint's own headers carry."""
+    """The response, without the secrets that the endpoint's own headers carry."""
     preempted: bool
     """The request was cancelled to free its slot; the response is not the receiver's."""
     span: AttemptSpan | None
@@ -218,7 +218,7 @@ def revalidate(
     """What to send after a wait for a slot; None: nothing, as the decision changed.
 
     Args:
-        state: of the circuit breaker before the wait.
+        state: the state of the circuit breaker before the wait.
     """
     runtime = lane.runtime
     if runtime.stopped or runtime.breaker.state is not state or runtime.breaker.blocks_all(now):

@@ -53,7 +53,7 @@ class Dispatcher:
         wake_supervisor: called when an endpoint's state changed, or an endpoint may have a
             checkpoint due.
         now: epoch seconds.
-        rng: for the jitter of retries and probes.
+        rng: the source of the jitter of retries and probes.
     """
 
     def __init__(
@@ -167,8 +167,8 @@ class Dispatcher:
 
         Args:
             lifted: lanes that were unblocked.
-            skipped: by lane, the sequence number of the delivery that was skipped last.
-            repairs: by lane, what was requested for its stream.
+            skipped: the sequence number of the delivery that was skipped last, by lane.
+            repairs: what was requested for its stream, by lane.
         """
         for endpoint in endpoints:
             runtime = self._owned[endpoint.id]
@@ -274,8 +274,8 @@ class Dispatcher:
         empty one is activated when its rows are read.
 
         Args:
-            last_seqs: by lane, its last assigned sequence number.
-            inline_deliveries: by lane, deliveries that need not be read.
+            last_seqs: the last assigned sequence number of each lane.
+            inline_deliveries: deliveries that need not be read, by lane.
         """
         now = self._now()
         for lane_id, last_seq in last_seqs.items():

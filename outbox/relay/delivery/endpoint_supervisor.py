@@ -36,12 +36,12 @@ SURVEY_EVERY_S = 10.0
 LANES_AT_ONCE = 500
 """Lanes per slice before yielding to the event loop, so that deliveries do not wait."""
 QUEUE_WARNING_SHARE = 0.25
-"""Of the server's notification queue; when it is full, commits fail, producers' included."""
+"""Share of the server's notification queue; when it is full, commits fail, producers' included."""
 DEAD_LETTER_MAX = 50_000
 """Deliveries dead-lettered per check and endpoint; the next check continues."""
 
 STUCK = (BreakerState.FAILING, BreakerState.REJECTING, BreakerState.PAUSED)
-"""In these states all lanes of an endpoint make little or no progress."""
+"""States in which all lanes of an endpoint make little or no progress."""
 
 
 class EndpointSupervisor:

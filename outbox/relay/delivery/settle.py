@@ -49,11 +49,11 @@ class Settlement(NamedTuple):
     """The consequences of an attempt."""
 
     outcome: AttemptOutcome
-    """Of the delivery, or of a batch's last one."""
+    """The outcome of the delivery, or of a batch's last one."""
     accepted: RunResults | None
     """Deliveries of a batch that were accepted, to be written first."""
     record: Record | None
-    """Of the delivery, or of the first one of a batch that was not accepted."""
+    """The record of the delivery, or of the first one of a batch that was not accepted."""
     breaker: BreakerEffect
 
 
@@ -67,7 +67,7 @@ def settle(
 
     Args:
         now: when it completed, in epoch seconds.
-        rng: for the jitter of retries and probes.
+        rng: the source of the jitter of retries and probes.
     """
     endpoint, send, response = lane.runtime.endpoint, attempt.send, attempt.response
     if isinstance(send, Open | End):

@@ -62,7 +62,7 @@ class SequencedBatch:
     events: int
     deliveries: Deliveries
     inline_deliveries: Mapping[int, Sequence[Delivery]]
-    """By lane, deliveries with payloads, which need not be read."""
+    """Deliveries with payloads, which need not be read, by lane."""
     notified: bool
     """Whether the write notified the other replicas."""
 

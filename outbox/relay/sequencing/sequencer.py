@@ -48,7 +48,7 @@ commit delays the producers' commits: fewer, larger batches leave them more capa
 POLL_MIN_S = 0.001
 """Polling interval when awake otherwise."""
 EMPTY_READS_MAX, EMPTY_READ_EVERY_S = 5, 0.002
-"""After so many reads in a row without an event, the next one waits until the interval is over: any
+"""Reads in a row without an event, after which the next one waits until the interval is over: any
 role may send notifications.  Between events there are two or three."""
 NOTIFY_WAITERS_MAX, CONTENTION_S = 2, 1.0
 """If this many producers wait for another one's NOTIFY, producers do not notify for this

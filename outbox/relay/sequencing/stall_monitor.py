@@ -42,7 +42,7 @@ class StallMonitor:
 
     @property
     def stalled_s(self) -> float:
-        """For how long sequencing has been impossible; 0: it works, or nothing waits."""
+        """How long sequencing has been impossible; 0: it works, or nothing waits."""
         return self._detector.stalled_s(_now())
 
     def record_success(self) -> bool:

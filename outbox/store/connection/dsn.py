@@ -113,7 +113,7 @@ class Dsn:
     keepalives: Mapping[str, int] = field(default_factory=dict)
     """libpq's names and units (seconds; tcp_user_timeout: milliseconds)."""
     statement_cache: bool = True
-    """False behind a transaction-pooling proxy."""
+    """Whether statements are prepared; False behind a transaction-pooling proxy."""
     extra: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
@@ -156,7 +156,7 @@ def parse(text: str, *, source: str, env: Mapping[str, str]) -> Dsn:
 
     Args:
         text: URL or key=value; empty: everything comes from `env`.
-        source: its source, for messages.
+        source: the DSN's source, for messages.
         env: environment with libpq's variables.
 
     Raises:

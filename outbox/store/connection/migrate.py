@@ -117,7 +117,7 @@ async def migrate(
         roles: pairs of purpose and existing role to grant it to.
         revoked: roles whose privileges in the schema are revoked first.
         payload_bytes_max: maximum payload size in bytes, as text; None: unchanged.
-        open_observer: as in `LockRetry`.
+        open_observer: see `LockRetry`.
 
     Returns:
         The migrations applied by this call.

@@ -382,7 +382,7 @@ class RecordStore:
         """Write a group of results atomically; when fenced, none is written.
 
         Args:
-            epochs: of the records.
+            epochs: the epochs of the records.
             runs: pairs of lane id and results of a delivery run; written before the records.
         """
         attempts = _attempts(runs, records)
@@ -413,7 +413,7 @@ class RecordStore:
         """Acknowledge a lane's pending deliveries that its stream has, up to `through_seq`.
 
         Args:
-            batch: of the delivery `through_seq`.
+            batch: the batch of the delivery `through_seq`.
             at: epoch seconds.
         """
         moved = await self._db.write(
@@ -426,7 +426,7 @@ class RecordStore:
         """Record that a broker's stream has the end entry of a lane.
 
         Args:
-            seq: of the end entry.
+            seq: the sequence of the end entry.
         """
         if not await self._db.write(
             WRITE_END, self._replica_id, lane_id, epoch, seq, self._timeline
