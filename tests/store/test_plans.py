@@ -507,7 +507,7 @@ async def _checkpoints(log: LongLog) -> Case:
 
 async def _checkpoints_that_were_written(log: LongLog) -> Case:
     ids = log.lanes[:100]
-    return Case(records.READ_CHECKPOINTS, (ids, [0] * 100, [ACKED] * 100), LANES, 20 * 100)
+    return Case(records.READ_LANE_CHECKPOINTS, (ids, [0] * 100, [ACKED] * 100), LANES, 20 * 100)
 
 
 async def _endpoints_of_an_owner(log: LongLog) -> Case:

@@ -192,12 +192,12 @@ SELECT FROM moved WHERE (SELECT count(*) FROM ({PUBLISH_REPORTED_EVENTS}) publis
 """,  # noqa: S608 (constants only)
 )
 
-# Writes checkpoints; they only move forward, and only in the owner's epoch (fencing).
+# Advances checkpoints of lanes: they only move forward, and only in the owner's epoch (fencing).
 #   counted: adds to the delivery history, in the interval that the database's clock is in.  A row
 #     of the day before is replaced; if the clock was set back, nothing is added.  In the order of
 #     the endpoints, because replicas write the row of the sum, and an endpoint may have moved.
-WRITE_CHECKPOINTS = WriteStatement(
-    "write_checkpoints",
+WRITE_LANE_CHECKPOINTS = WriteStatement(
+    "write_lane_checkpoints",
     f"""{fence("$3")},
 counted AS (
     INSERT INTO delivery_history AS h (endpoint_id, slot, began_at, successes, failures, latencies)
@@ -294,8 +294,8 @@ UPDATE lane l SET repair = NULL, repair_seq = NULL
 """,  # noqa: S608 (constants only)
 )
 
-# Which checkpoints were written, when not all were.
-READ_CHECKPOINTS = """
+# Which checkpoints of lanes were written, when not all were.
+READ_LANE_CHECKPOINTS = """
 SELECT lane_id FROM lane_progress
   JOIN unnest($1::bigint[], $2::bigint[], $3::bigint[]) AS v(lane_id, epoch, acked_seq)
        USING (lane_id, epoch, acked_seq)
@@ -356,7 +356,7 @@ class Fenced(Exception):
 
 
 class RecordStore:
-    """Writes attempts, checkpoints and dead letters, on one connection.
+    """Writes attempts, checkpoints of lanes and dead letters, on one connection.
 
     Args:
         timeline: the server's timeline when the replica registered; None: not known.
@@ -461,7 +461,7 @@ class RecordStore:
         rows: Sequence[tuple[int, int, Progress]],
         history: Sequence[CountedDeliveries] = (),
     ) -> set[int]:
-        """Write checkpoints (lane, epoch, progress); returns the lanes that were accepted.
+        """Write checkpoints of lanes (lane, epoch, progress); returns the lanes that were accepted.
 
         Args:
             history: added to the delivery history, also of lanes that are not accepted.
@@ -479,13 +479,13 @@ class RecordStore:
             for each in history
         ]
         written = await self._db.write(
-            WRITE_CHECKPOINTS, self._replica_id, progress, self._timeline, counted
+            WRITE_LANE_CHECKPOINTS, self._replica_id, progress, self._timeline, counted
         )
         lane_ids = [lane_id for lane_id, _, _ in rows]
         if written == len(rows):
             return set(lane_ids)
         epochs, acked = [epoch for _, epoch, _ in rows], [p.acked_seq for _, _, p in rows]
-        found = await self._db.fetch(READ_CHECKPOINTS, lane_ids, epochs, acked)
+        found = await self._db.fetch(READ_LANE_CHECKPOINTS, lane_ids, epochs, acked)
         return {r["lane_id"] for r in found}
 
     async def finish_endpoint(self, endpoint_id: UUID, lanes: Sequence[tuple[int, int]]) -> None:
