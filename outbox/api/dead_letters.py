@@ -23,7 +23,7 @@ from outbox.api.route import (
     page_of_rows,
 )
 from outbox.operations import dead_letters, discard, replays
-from outbox.operations.criteria import IDS_MAX, Criteria, DeadLetterSelection
+from outbox.operations.criteria import SELECTED_IDS_MAX, Criteria, DeadLetterSelection
 from outbox.operations.dead_letters import (
     DeadLetter,
     DeadLetterCounts,
@@ -69,7 +69,7 @@ class DeadLettersQuery(DeadLetterFilterFields, Paging):
 class DeadLetterSelectionBody(DeadLetterFilterFields):
     """Selection of dead letters: by id, by filter, or all."""
 
-    ids: Annotated[tuple[DeadId, ...], at_most(IDS_MAX)] = ()
+    ids: Annotated[tuple[DeadId, ...], at_most(SELECTED_IDS_MAX)] = ()
     all: bool = False
     dry_run: bool = False
     """Count only.  The response has the time of the count, `until`."""

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-EVENTS_MAX = 1000
+REQUEST_EVENTS_MAX = 1000
 """Maximum number of events in one request (one transaction)."""
 TRACED_EVENTS_MAX = 100
 COUNTED_EVENTS_MAX = 100
@@ -101,7 +101,7 @@ class NewEvents(NewEvent):
     list_field = "events"
 
     type: str = ""
-    events: Annotated[tuple[NewEvent, ...], at_most(EVENTS_MAX, at_least=1)] | None = None
+    events: Annotated[tuple[NewEvent, ...], at_most(REQUEST_EVENTS_MAX, at_least=1)] | None = None
     """Several events, published in this order."""
 
     @model_validator(mode="after")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from outbox.api.problem import Problem, ProblemKind
-from outbox.api.rate_limit import TOKENS_MAX, too_many_requests
+from outbox.api.rate_limit import LIMITED_TOKENS_MAX, too_many_requests
 from outbox.api.request_parsing import validate
 from outbox.api.route import SMALL_BYTES_MAX
 from outbox.core.admission.token_bucket import Allowance, TokenBuckets
@@ -53,7 +53,7 @@ class BodyReader:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._large = asyncio.Semaphore(LARGE_MAX)
-        self._parsing = TokenBuckets(PARSING, keys_max=TOKENS_MAX)
+        self._parsing = TokenBuckets(PARSING, keys_max=LIMITED_TOKENS_MAX)
 
     @asynccontextmanager
     async def read(

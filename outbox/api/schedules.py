@@ -22,7 +22,7 @@ from outbox.api.route import (
     TenantAccess,
     page_of_rows,
 )
-from outbox.core.schedules.schedule import GRACE_S, Misfire, Overlap, ScheduleSettings
+from outbox.core.schedules.schedule import MISFIRE_GRACE_S, Misfire, Overlap, ScheduleSettings
 from outbox.operations import schedule_changes, schedules
 from outbox.operations.schedule_changes import RemovedSchedule, ScheduleRun
 from outbox.operations.schedules import FutureEvents, ListedSchedule, Schedule
@@ -50,7 +50,7 @@ class ScheduleBody(RequestModel):
     headers: Headers[str] | None = None
     misfire: Misfire = "once"
     """Policy for missed runs: skip, once or all."""
-    grace: Annotated[Seconds, Field(ge=0)] = GRACE_S
+    grace: Annotated[Seconds, Field(ge=0)] = MISFIRE_GRACE_S
     """How late a run may be published with `skip`."""
     overlap: Overlap = "allow"
     """`wait`: the next run waits until the previous one was delivered or dead-lettered."""

@@ -37,7 +37,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 APPLICATION_NAME = "outbox-cli"
-LIMIT_MAX = 10_000
+LISTED_ROWS_MAX = 10_000
 CLOSE_TIMEOUT_S = 2.0
 EXIT_FAILED = 1
 
@@ -51,7 +51,7 @@ after_id_option = click.option(
 names_argument = click.argument("names", nargs=-1, required=True, metavar="NAME...")
 limit_option = click.option(
     "--limit",
-    type=click.IntRange(1, LIMIT_MAX),
+    type=click.IntRange(1, LISTED_ROWS_MAX),
     default=100,
     show_default=True,
     help="Maximum number of rows.",

@@ -127,7 +127,7 @@ class Transport(Protocol):
         * Network and receiver errors do not raise: they are an `AttemptResult` with
           a `Failure`.
         * Once the response head is complete, its status decides, even if the body
-          fails.  At most `BODY_BYTES_MAX` of the body are read, never decompressed;
+          fails.  At most `RESPONSE_BODY_BYTES_MAX` of the body are read, never decompressed;
           `HEADER_BYTES_MAX` bounds the stored headers.
         * Redirects are responses; they are not followed.
         * Each request ends within `timeout_s`, however slowly the receiver sends.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
 REASONS: tuple[str, ...] = get_args(DeadLetterReason)
-IDS_MAX = 1000
+SELECTED_IDS_MAX = 1000
 
 When: TypeAlias = datetime | timedelta
 """An absolute time, or an age relative to the database's clock."""
@@ -134,8 +134,8 @@ class DeadLetterSelection:
             )
         if bool(self.ids) + bool(self.criteria) + self.everything > 1:
             raise UsageError("combine neither ids nor all with criteria")
-        if len(self.ids) > IDS_MAX:
-            raise UsageError(f"at most {IDS_MAX} ids; use criteria for more")
+        if len(self.ids) > SELECTED_IDS_MAX:
+            raise UsageError(f"at most {SELECTED_IDS_MAX} ids; use criteria for more")
 
     async def resolve(self, connection: Connection[Any]) -> DeadLetterSelection:
         """This selection with absolute times."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from outbox.store.change import Change
 
-WAIT_S, POLL_S = 3.0, 0.05
+OWNER_WAIT_S, OWNER_POLL_S = 3.0, 0.05
 """How long to wait for the owner, which reacts at once if it is not busy, and how often to look."""
 
 # The lane $1, and the dead letter that has the sequence number $2.
@@ -137,7 +137,7 @@ async def skip_delivery(
     actor: str,
     comment: str | None = None,
     owner: str | None = None,
-    wait_s: float = WAIT_S,
+    wait_s: float = OWNER_WAIT_S,
 ) -> SkippedDelivery:
     """Turn the delivery that a lane waits for into a dead letter, and wait until that is done.
 
@@ -181,7 +181,7 @@ async def skip_delivery(
                 _raise_moved(row, endpoint, lane, sequence)
             if asyncio.get_running_loop().time() >= until:
                 break
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(OWNER_POLL_S)
     return skipped
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from outbox.receiver.message import Message
     from outbox.receiver.requests import Request, Response
 
-POLL_S = 0.25
+HELD_POLL_S = 0.25
 """Poll interval of a held request: another process may have received the missing one."""
 
 
@@ -138,4 +138,4 @@ class AsyncReceiver(ReceiverBase):
                         if loop.time() >= ends_at:
                             raise Busy(NOT_FETCHABLE_YET) from None
                     with self._rules.not_in_flight():
-                        await wait_until(min(ends_at, loop.time() + POLL_S))
+                        await wait_until(min(ends_at, loop.time() + HELD_POLL_S))

@@ -50,7 +50,7 @@ PLANS_MAX = 100
 """Maximum number of plans for one change, if others change the same things all the time."""
 CONFLICTS_MAX = 10
 """Maximum number of plans whose writes violate a unique constraint."""
-LOCK_TIMEOUT_S = 10.0
+CHANGE_LOCK_TIMEOUT_S = 10.0
 """Maximum wait for each lock; all are held for milliseconds only."""
 RESPONSE_S = 60.0
 """Maximum time for one plan and its message; then the connection counts as lost."""
@@ -291,13 +291,13 @@ class _Execution(Generic[T, R]):
     async def _send(self, connection: Any, calls: Sequence[WriteCall], result: T) -> bool:
         """Send the message; returns False if the plan is outdated."""
         try:
-            await connection.write_together(*calls, lock_timeout_s=LOCK_TIMEOUT_S)
+            await connection.write_together(*calls, lock_timeout_s=CHANGE_LOCK_TIMEOUT_S)
         except LOST_ERRORS:
             self.sent.append(result)
             raise
         except asyncpg.LockNotAvailableError:
             raise CannotRun(
-                f"another session holds a lock for over {LOCK_TIMEOUT_S:g} s; nothing was "
+                f"another session holds a lock for over {CHANGE_LOCK_TIMEOUT_S:g} s; nothing was "
                 "changed; see: outbox doctor"
             ) from None
         except asyncpg.DeadlockDetectedError:

@@ -15,7 +15,12 @@ from structlog.testing import capture_logs
 from outbox.core.model.response import Failure
 from outbox.destinations.http import dns as resolving
 from outbox.destinations.http import dns_cares
-from outbox.destinations.http.dns import ADDRESSES_MAX, LOOKUPS_MAX, CachingResolver, Unresolved
+from outbox.destinations.http.dns import (
+    LOOKUPS_MAX,
+    RESOLVED_ADDRESSES_MAX,
+    CachingResolver,
+    Unresolved,
+)
 from outbox.destinations.http.egress import EgressPolicy
 from outbox.destinations.http.transport import HttpTransport
 from tests.destinations.conformance import LOOPBACK, closing, to
@@ -124,7 +129,7 @@ async def test_names_without_addresses_are_reported(host: str, says: str) -> Non
 
 async def test_a_thousand_addresses_are_not_all_checked() -> None:
     async with naming({"bomb.example": MANY}) as server, resolver(**server.options) as names:
-        assert len(await names.resolve("bomb.example")) == ADDRESSES_MAX
+        assert len(await names.resolve("bomb.example")) == RESOLVED_ADDRESSES_MAX
 
 
 @pytest.mark.parametrize(

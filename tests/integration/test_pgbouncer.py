@@ -51,7 +51,7 @@ FAULTS = {
 async def test_nothing_is_lost_under_proxy_faults(
     database: Database, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outbox.relay.delivery.endpoint_supervisor.CHECK_EVERY_S", 0.1)
+    monkeypatch.setattr("outbox.relay.delivery.endpoint_supervisor.ENDPOINTS_CHECK_EVERY_S", 0.1)
     monkeypatch.setattr("outbox.relay.maintenance.EVERY_S", 0.1)
     await find_the_schema(database)
     load, sickly = await loaded(database)

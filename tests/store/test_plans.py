@@ -647,7 +647,7 @@ async def _endpoint_lanes(log: LongLog) -> Case:
 
 async def _events_of_a_page(log: LongLog) -> Case:
     ids = [HIGH - n for n in range(50)]
-    arguments = (ids, delivery_counts.LANES_MAX, None)
+    arguments = (ids, delivery_counts.SEARCHED_LANES_MAX, None)
     return Case(delivery_counts.COUNT_DELIVERIES, arguments, 60_000, 60_000)
 
 

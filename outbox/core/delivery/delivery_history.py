@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from outbox.core.delivery.delivery_run import RunResults
 
-INTERVAL_S = 300
+HISTORY_INTERVAL_S = 300
 INTERVALS = 288
 """24 hours."""
 LATENCY_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)

@@ -17,7 +17,7 @@ import string
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote, quote_plus
 
-from outbox.core.model.response import BODY_BYTES_MAX, one_line
+from outbox.core.model.response import RESPONSE_BODY_BYTES_MAX, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -71,7 +71,7 @@ class SecretRedactor:
         if (body, headers, detail) == (response.body, response.headers, response.detail):
             return response
         return response._replace(
-            body=body[:BODY_BYTES_MAX], headers=headers, detail=one_line(detail)
+            body=body[:RESPONSE_BODY_BYTES_MAX], headers=headers, detail=one_line(detail)
         )
 
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 Jitter = Literal["full", "proportional", "none"]
 
 DELAY_S_MAX = 30 * 86400.0
-ATTEMPTS_MAX = 10_000
+RETRY_ATTEMPTS_MAX = 10_000
 
 KEYS = {
     "base": "base_s",
@@ -107,7 +107,7 @@ class RetryPolicy:
             )
         if type(self.attempts_max) is not int:
             raise UsageError(f"retry.attempts: must be an integer, not {quoted(self.attempts_max)}")
-        _bounded("attempts_max", self.attempts_max, 1, ATTEMPTS_MAX)
+        _bounded("attempts_max", self.attempts_max, 1, RETRY_ATTEMPTS_MAX)
 
     def delay_s(self, attempts: int, u: float) -> float:
         """The delay in seconds after `attempts` attempts.

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 RECORDS_MAX = 1000
 """Records that are taken from the client library at once."""
-POLL_S = 0.5
+READER_POLL_S = 0.5
 _R = TypeVar("_R")
 
 
@@ -173,7 +173,7 @@ class Reader:
     def _run(self) -> None:
         while True:
             try:
-                request = self._requests.get(timeout=POLL_S)
+                request = self._requests.get(timeout=READER_POLL_S)
             except queue.Empty:
                 # Serves the callbacks of the client.
                 self._consumer.poll(0)

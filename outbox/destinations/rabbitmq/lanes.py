@@ -24,7 +24,7 @@ FRAME_OVERHEAD_BYTES = 32
 and sizes."""
 ENTRY_OVERHEAD_BYTES = 12
 """Bytes of a further message besides the message: publishing id and size."""
-VERSION = 1
+PUBLISH_VERSION = 1
 """Version of the Publish frame."""
 
 _PUBLISH = struct.Struct(">IHHBI")
@@ -125,5 +125,5 @@ def _frame(slot: int, ids: Sequence[int], encoded: Sequence[bytes]) -> bytes:
     for each, data in zip(ids, encoded, strict=True):
         parts += (_ENTRY.pack(each, len(data)), data)
     size = sum(map(len, parts)) + _PUBLISH.size - 4
-    parts[0] = _PUBLISH.pack(size, Key.Publish.value, VERSION, slot, len(ids))
+    parts[0] = _PUBLISH.pack(size, Key.Publish.value, PUBLISH_VERSION, slot, len(ids))
     return b"".join(parts)

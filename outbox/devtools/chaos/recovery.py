@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from outbox.devtools.chaos.facts import STALL, Incident
 from outbox.devtools.chaos.ownership import OwnershipHistory
-from outbox.devtools.chaos.plan import DRAIN_S
+from outbox.devtools.chaos.plan import RELAY_DRAIN_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -138,7 +138,10 @@ def _disturbances(endpoint: int, facts: RunFacts, history: OwnershipHistory) -> 
     """Return what disturbed an endpoint, in the order in which it began."""
     found = [
         _Disturbance(
-            at - DRAIN_S, at + facts.lease_s, Incident(HAND_OVER, at - DRAIN_S, at), owned=True
+            at - RELAY_DRAIN_S,
+            at + facts.lease_s,
+            Incident(HAND_OVER, at - RELAY_DRAIN_S, at),
+            owned=True,
         )
         for at in history.hand_overs(endpoint)
     ]

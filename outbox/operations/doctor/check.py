@@ -14,7 +14,7 @@ from outbox.core.model.schema_name import migrate_command
 from outbox.core.model.sql_names import quote_ident
 from outbox.core.sequencing.partition_window import Retention
 from outbox.destinations.http.endpoint_validation import explain_url_rejection, policy_of
-from outbox.store.cluster.sessions import CONNECTIONS_MAX
+from outbox.store.cluster.sessions import RELAY_CONNECTIONS_MAX
 from outbox.store.connection.secrets import CLEAR, Vault
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     Network = IPv4Network | IPv6Network
 
-STATEMENT_TIMEOUT_S = 5.0
+CHECK_STATEMENT_TIMEOUT_S = 5.0
 """Time limit of a check's statement."""
 
 ROWS_MAX = 10
@@ -83,7 +83,7 @@ class DoctorLimits:
     """Receivers reject a signature whose timestamp is off by five minutes."""
     standby_s: float = 5.0
     """Time for a synchronous standby to confirm a commit."""
-    connections_free_min: int = CONNECTIONS_MAX
+    connections_free_min: int = RELAY_CONNECTIONS_MAX
     """Connections that one more relay opens."""
     lag_warning_s: float = 10.0
     lag_problem_s: float = 60.0
@@ -181,7 +181,7 @@ class DoctorContext:
     async def limit_statements(self) -> None:
         """Set the time limit of the statements of this transaction."""
         # SET LOCAL: behind a pooling proxy, a session setting would leak to other clients.
-        limit_ms = int(STATEMENT_TIMEOUT_S * 1000)
+        limit_ms = int(CHECK_STATEMENT_TIMEOUT_S * 1000)
         await self.db.execute(f"SET LOCAL statement_timeout = {limit_ms}")
 
     async def fetch_first(self, query: str, *arguments: Any) -> list[Any]:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-KEEP_S = 7 * 86400.0
+INBOX_KEEP_S = 7 * 86400.0
 EXPIRE_ROWS = 1000
 """Rows deleted in one transaction."""
 
@@ -116,7 +116,7 @@ class Inbox:
         self,
         *,
         prefix: str = "outbox",
-        keep_s: float = KEEP_S,
+        keep_s: float = INBOX_KEEP_S,
         from_start: bool = False,
         tolerance: int = TOLERANCE,
     ) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         | Iterable[tuple[str | bytes, str | bytes]]
     )
 
-LANES_MAX = 100_000
+END_ENTRY_LANES_MAX = 100_000
 """Limit of the lanes in an end entry: more are not plausible, and each gets a row."""
 
 
@@ -133,6 +133,8 @@ def _lane_end(body: bytes) -> LaneEnd:
     numbers = (end.sequence, end.previous_sequence, end.lanes)
     if not isinstance(end.lane, str) or not all(type(each) is int for each in numbers):
         raise BadMessage("the body of an end entry is not valid")
-    if not (0 <= end.previous_sequence < end.sequence < 2**63 and 1 <= end.lanes <= LANES_MAX):
+    if not (
+        0 <= end.previous_sequence < end.sequence < 2**63 and 1 <= end.lanes <= END_ENTRY_LANES_MAX
+    ):
         raise BadMessage("the numbers of an end entry are out of range")
     return end

@@ -47,15 +47,15 @@ if TYPE_CHECKING:
     from outbox.receiver.streams.processor import OnRefuse
     from outbox.receiver.streams.source import StreamSource
 
-POLL_S = 1.0
+LANES_POLL_S = 1.0
 """Interval at which new lanes are found."""
 INBOX_POLL_S = 10.0
 """Interval at which the inbox is compared with the lanes that are read: another reader or an
 operator may have ended lanes, or it was restored from a backup."""
-BATCH_MAX = 100
+TRANSACTION_MESSAGES_MAX = 100
 CONCURRENCY = 8
 HOLD_OFF_S_MAX = 30.0
-TIMEOUT_S = 10.0
+BROKER_TIMEOUT_S = 10.0
 WAIT_WARNING_S = 60.0
 """Time until it is logged that a lane waits for the end of another."""
 CANCEL_S = 1.0
@@ -119,10 +119,10 @@ class StreamReceiver:
         gaps: Gaps | str = Gaps.HOLD,
         on_refuse: OnRefuse = "skip",
         header_prefix: str = DEFAULT_PREFIX,
-        batch_max: int = BATCH_MAX,
+        batch_max: int = TRANSACTION_MESSAGES_MAX,
         concurrency: int = CONCURRENCY,
         hold_off_s_max: float = HOLD_OFF_S_MAX,
-        timeout_s: float = TIMEOUT_S,
+        timeout_s: float = BROKER_TIMEOUT_S,
         on_delivery: Callable[[Message, DeliveryResult], None] | None = None,
         meter_provider: MeterProvider | None = None,
     ) -> None:
@@ -296,7 +296,7 @@ class StreamReceiver:
                     for lane in readers.keys() - running:
                         tasks[lane] = asyncio.create_task(readers[lane].run())
                         running.add(lane)
-                poll = asyncio.create_task(asyncio.sleep(POLL_S))
+                poll = asyncio.create_task(asyncio.sleep(LANES_POLL_S))
                 try:
                     # The end of a lane may end the waiting of others.
                     finished, _ = await asyncio.wait(

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("outbox.endpoint_supervisor")
 
-CHECK_EVERY_S = 30.0
+ENDPOINTS_CHECK_EVERY_S = 30.0
 SURVEY_EVERY_S = 10.0
 LANES_AT_ONCE = 500
 """Lanes per slice before yielding to the event loop, so that deliveries do not wait."""
@@ -81,7 +81,7 @@ class EndpointSupervisor:
             if clock() >= check_at:
                 await self._write_health(self._dispatcher.owned())
                 await self._check_endpoints()
-                check_at = clock() + CHECK_EVERY_S
+                check_at = clock() + ENDPOINTS_CHECK_EVERY_S
             if clock() >= survey_at:
                 self.survey = await self._survey() if self._leads() else None
                 survey_at = clock() + SURVEY_EVERY_S

@@ -62,7 +62,7 @@ LOCK_RETRY_S = 0.05
 """Retry delay if the cursor row is locked.  The replica does not sleep, because the flag may
 say "awake", and the events it was woken for may still be unread."""
 BROKEN_RETRY_S = 5.0
-CHECK_EVERY_S = 30.0
+SEQUENCE_CHECK_EVERY_S = 30.0
 """Interval of the check of the sequence's options, which an ALTER SEQUENCE may have changed."""
 STAND_BY_MIN_S = 0.05
 """Minimum polling interval on standby, regardless of wake events."""
@@ -149,7 +149,7 @@ class Sequencer:
             try:
                 if clock() >= check_at:
                     await self._store.check()
-                    check_at = clock() + CHECK_EVERY_S
+                    check_at = clock() + SEQUENCE_CHECK_EVERY_S
                 if not self.cursor.leads and not await self._may_take_leadership():
                     self._on_lead(False)
                     self._mark_polled()

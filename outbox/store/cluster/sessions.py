@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 WORKERS = 8
 """Worker connections of a relay, each for one purpose."""
-CONNECTIONS_MAX = WORKERS + 2
+RELAY_CONNECTIONS_MAX = WORKERS + 2
 """Plus one to LISTEN, and now and then one to check that the server processes the others'
 statements."""
 

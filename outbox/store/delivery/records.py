@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from outbox.core.delivery.commands import DeadRange
-from outbox.core.delivery.delivery_history import INTERVAL_S, INTERVALS
+from outbox.core.delivery.delivery_history import HISTORY_INTERVAL_S, INTERVALS
 from outbox.store.cluster.replicas import fence
 from outbox.store.connection.message import WriteStatement
 from outbox.store.operational_events import (
@@ -201,10 +201,11 @@ WRITE_LANE_CHECKPOINTS = WriteStatement(
     f"""{fence("$3")},
 counted AS (
     INSERT INTO delivery_history AS h (endpoint_id, slot, began_at, successes, failures, latencies)
-    SELECT v.endpoint_id, i.n % {INTERVALS}, to_timestamp(i.n * {INTERVAL_S}),
+    SELECT v.endpoint_id, i.n % {INTERVALS}, to_timestamp(i.n * {HISTORY_INTERVAL_S}),
            v.successes, v.failures, v.latencies
       FROM fence,
-           (SELECT floor(extract(epoch FROM clock_timestamp()) / {INTERVAL_S})::bigint AS n) i,
+           (SELECT floor(extract(epoch FROM clock_timestamp())
+                         / {HISTORY_INTERVAL_S})::bigint AS n) i,
            unnest($4::json[]) AS document CROSS JOIN json_to_record(document)
            AS v(endpoint_id uuid, successes bigint, failures bigint, latencies bigint[])
      ORDER BY v.endpoint_id
