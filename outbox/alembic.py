@@ -110,7 +110,7 @@ def check(connection: ConnectionLike, schema: str = SCHEMA) -> None:
     For the start of an application: `await connection.run_sync(outbox.alembic.check)` on asyncio.
 
     Args:
-        connection: as for `outbox.sync.publish`.
+        connection: a connection, as `outbox.sync.publish` takes it.
 
     Raises:
         SchemaMissing: a migration is pending.

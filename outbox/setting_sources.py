@@ -47,7 +47,7 @@ def read_environment(
     """Read the settings in environment variables; empty ones are not set.
 
     Args:
-        variables: by field, its variable.
+        variables: the variable of each field.
         secrets: fields that can also be read from a file, by OUTBOX_…_FILE.
 
     Returns:
@@ -85,9 +85,9 @@ def read_file(
     """Read the settings file.
 
     Args:
-        named: its path; None: `outbox.toml` in the working directory, if it exists.  A file that
-            was not named must not be under another user's control.
-        keys: by key of the file, the field.
+        named: the file's path; None: `outbox.toml` in the working directory, if it exists.  A file
+            that was not named must not be under another user's control.
+        keys: the field of each key of the file.
 
     Returns:
         By field, the place of the setting, and the value.

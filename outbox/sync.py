@@ -60,8 +60,9 @@ def publish(
     """Publish one event in the connection's transaction.
 
     Args:
-        connection: of psycopg 3, psycopg2, SQLAlchemy or Django; or a session of SQLAlchemy or
-            SQLModel, which is flushed first.  In autocommit mode a transaction must be open.
+        connection: a connection of psycopg 3, psycopg2, SQLAlchemy or Django, or a session of
+            SQLAlchemy or SQLModel, which is flushed first.  In autocommit mode a transaction must
+            be open.
         type: and the others are those of `outbox.publish`; a callable payload is not a coroutine
             function.
 

@@ -25,7 +25,7 @@ from outbox.operations.api_tokens import NewToken, RevokedToken, TokenRow
 
 class TokensQuery(Paging):
     revoked: bool = False
-    """Include revoked tokens."""
+    """Whether revoked tokens are included."""
     search: str | None = None
     """Text in the name."""
     tenant: str | None = None

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from outbox.operations.api_tokens import TokenRow
 
 CACHED_S = 2.0
-CACHED_MAX = 1000
+CACHED_TOKENS_MAX = 1000
 UNKNOWN_ADDRESS = "unknown"
 """Rate-limit key of clients without a known address."""
 REALM = 'Bearer realm="outbox"'
@@ -100,7 +100,7 @@ class Authenticator:
             self._limits.record_good_token(key)
             caller = Caller(row.id, row.name, row.scopes, row.tenant, row.expires_at)
             self._cached[key] = caller, self._clock() + CACHED_S
-            while len(self._cached) > CACHED_MAX:
+            while len(self._cached) > CACHED_TOKENS_MAX:
                 self._cached.popitem(last=False)
         return caller
 

@@ -3,7 +3,7 @@
 A body with payloads has at most `PAYLOAD_BODY_BYTES_MAX`, which suffices for the default limit of
 payloads.  Where `outbox migrate --payload-bytes-max` allows larger ones, the limit is theirs in
 Base64 plus `EVENT_BYTES_MAX` for the rest of the event.  It is read from the database, for a body
-that requires it only, and is kept for `KEEP_S`.
+that requires it only, and is kept for `PAYLOAD_LIMIT_KEEP_S`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from outbox.api.route import Route
 
 EVENT_BYTES_MAX = 64 * 1024
-"""For the fields of an event besides its payload."""
-KEEP_S = 10.0
+"""Bytes that the fields of an event besides its payload may have."""
+PAYLOAD_LIMIT_KEEP_S = 10.0
 READ_LIMIT = "SELECT payload_bytes_max()"
 
 
@@ -52,7 +52,7 @@ class BodyLimits:
         length = request.content_length
         if length is not None and length <= PAYLOAD_BODY_BYTES_MAX:
             return route.body_bytes_max
-        if self._clock() - self._read_at >= KEEP_S:
+        if self._clock() - self._read_at >= PAYLOAD_LIMIT_KEEP_S:
             self._bytes_max = await self._read()
             self._read_at = self._clock()
         return self._bytes_max

@@ -31,18 +31,18 @@ LOGINS_MAX = 1
 """Separate connection for token lookups: authentication works while the others are busy."""
 IDLE_S = 30.0
 """Idle connections are closed after this time."""
-STATEMENT_TIMEOUT_S = 30.0
-LOCK_TIMEOUT_S = 10.0
+API_STATEMENT_TIMEOUT_S = 30.0
+API_LOCK_TIMEOUT_S = 10.0
 """Row lock wait; the cursor row is locked for milliseconds only."""
-WAIT_S = 10.0
+CONNECTION_WAIT_S = 10.0
 """Maximum wait for a free or new connection."""
 RELEASE_S = 5.0
-CLOSE_S = 1.0
+POOL_CLOSE_S = 1.0
 """Maximum wait for a pool to close at shutdown."""
 
 SESSION_SETTINGS = {
-    "statement_timeout": str(int(STATEMENT_TIMEOUT_S * 1000)),
-    "lock_timeout": str(int(LOCK_TIMEOUT_S * 1000)),
+    "statement_timeout": str(int(API_STATEMENT_TIMEOUT_S * 1000)),
+    "lock_timeout": str(int(API_LOCK_TIMEOUT_S * 1000)),
     "default_transaction_isolation": "read committed",
     "default_transaction_read_only": "off",
     # Most filter parameters are NULL: a custom plan uses the given ones, a generic plan cannot.
@@ -97,7 +97,7 @@ class Database:
     @asynccontextmanager
     async def _long_slot(self) -> AsyncIterator[None]:
         try:
-            async with asyncio.timeout(WAIT_S):
+            async with asyncio.timeout(CONNECTION_WAIT_S):
                 await self._long.acquire()
         except TimeoutError:
             raise unavailable(
@@ -123,7 +123,7 @@ class Database:
             yield pool
         finally:
             try:
-                async with asyncio.timeout(CLOSE_S):
+                async with asyncio.timeout(POOL_CLOSE_S):
                     await pool.close()
             except TimeoutError:
                 pool.terminate()
@@ -131,12 +131,12 @@ class Database:
     @asynccontextmanager
     async def _acquired(self, pool: Any, size_max: int) -> AsyncIterator[Connection[Any]]:
         try:
-            async with asyncio.timeout(WAIT_S):
+            async with asyncio.timeout(CONNECTION_WAIT_S):
                 connection = await pool.acquire()
         except TimeoutError:
             raise unavailable(
-                f"no database connection within {WAIT_S:.0f} s: the database does not respond, or "
-                f"{size_max} requests are already running; try again"
+                f"no database connection within {CONNECTION_WAIT_S:.0f} s: the database does not "
+                f"respond, or {size_max} requests are already running; try again"
             ) from None
         try:
             yield cast("Connection[Any]", connection)

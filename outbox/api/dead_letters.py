@@ -23,7 +23,7 @@ from outbox.api.route import (
     page_of_rows,
 )
 from outbox.operations import dead_letters, discard, replays
-from outbox.operations.criteria import IDS_MAX, Criteria, DeadLetterSelection
+from outbox.operations.criteria import SELECTED_IDS_MAX, Criteria, DeadLetterSelection
 from outbox.operations.dead_letters import (
     DeadLetter,
     DeadLetterCounts,
@@ -37,7 +37,8 @@ from outbox.operations.rows import ID_MAX
 from outbox.operations.skip import SkippedDelivery, skip_delivery
 
 SKIP_WAIT_S = 1.0
-"""Shorter than a command waits: the request has one of the API's few connections."""
+"""Maximum wait for the owner of the lane.  It is shorter than that of a command, because the
+request has one of the API's few connections."""
 
 DeadId = Annotated[int, Field(ge=1, le=ID_MAX)]
 
@@ -68,7 +69,7 @@ class DeadLettersQuery(DeadLetterFilterFields, Paging):
 class DeadLetterSelectionBody(DeadLetterFilterFields):
     """Selection of dead letters: by id, by filter, or all."""
 
-    ids: Annotated[tuple[DeadId, ...], at_most(IDS_MAX)] = ()
+    ids: Annotated[tuple[DeadId, ...], at_most(SELECTED_IDS_MAX)] = ()
     all: bool = False
     dry_run: bool = False
     """Count only.  The response has the time of the count, `until`."""

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from outbox.network.egress import EgressPolicy
 
 
-BODY_BYTES_MAX = 2 * 1024 * 1024
+CONFIG_BODY_BYTES_MAX = 2 * 1024 * 1024
 """A declaration has the settings of all endpoints, and only system tokens may send one."""
-BODY_VALUES_MAX = 100_000
+CONFIG_BODY_VALUES_MAX = 100_000
 """50 of each endpoint."""
-ENDPOINTS_MAX = 2000
+CONFIG_ENDPOINTS_MAX = 2000
 """Their changes are one message to the database, encoded in one piece."""
 
 
@@ -39,14 +39,14 @@ class ApplyQuery(RequestModel):
     prune: bool = False
     """Remove endpoints that are not declared."""
     dead_letter: bool = False
-    """With prune: also remove endpoints with pending deliveries, and dead-letter those."""
+    """Whether `prune` also removes endpoints with pending deliveries, and dead-letters those."""
 
 
 class DeclarationBody(RequestModel):
     """Endpoints in the format of `outbox apply`; omitted settings have their defaults."""
 
     defaults: dict[str, Any] | None = None
-    endpoints: Annotated[tuple[dict[str, Any], ...], at_most(ENDPOINTS_MAX)]
+    endpoints: Annotated[tuple[dict[str, Any], ...], at_most(CONFIG_ENDPOINTS_MAX)]
 
 
 @route.get(
@@ -71,8 +71,8 @@ def _parse(body: DeclarationBody, policy: EgressPolicy) -> list[DeclaredEndpoint
     "/v1/declaration",
     "Apply a declaration in one transaction",
     scope="operate",
-    body_bytes_max=BODY_BYTES_MAX,
-    body_values_max=BODY_VALUES_MAX,
+    body_bytes_max=CONFIG_BODY_BYTES_MAX,
+    body_values_max=CONFIG_BODY_VALUES_MAX,
 )
 async def _apply(call: Call[ApplyQuery, DeclarationBody]) -> ApplyReport:
     query = call.query

@@ -10,7 +10,7 @@ from outbox.api.endpoints import ChangeBody
 from outbox.api.route import Call, Comment, NoQuery, RequestModel, TenantAccess, at_most
 from outbox.operations import endpoint_states
 from outbox.operations.endpoint_bulk import (
-    NAMES_MAX,
+    CHANGED_ENDPOINTS_MAX,
     BulkChange,
     EndpointVerb,
     change_endpoints,
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 class EndpointNamesBody(RequestModel):
     """Endpoints by name."""
 
-    names: Annotated[tuple[str, ...], at_most(NAMES_MAX, at_least=1)]
+    names: Annotated[tuple[str, ...], at_most(CHANGED_ENDPOINTS_MAX, at_least=1)]
     comment: Comment | None = None
     """Recorded with the change and in the journal."""
     dry_run: bool = False
-    """Only report what would happen."""
+    """Whether the response only reports what would happen."""
 
 
 async def _change_state(

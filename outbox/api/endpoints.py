@@ -131,7 +131,7 @@ class AdoptionBody(ChangeBody):
     """Options of an adoption."""
 
     dry_run: bool = False
-    """Only show what would happen."""
+    """Whether the response only shows what would happen."""
 
 
 class EndpointsQuery(Paging):

@@ -14,7 +14,7 @@ from outbox.errors import UsageError
 from outbox.operations import erase
 from outbox.operations.erase import ErasureReport, ErasureTarget
 
-TIMEOUT_S = 600.0
+ERASE_TIMEOUT_S = 600.0
 """Erasure runs in committed steps; after a timeout, repeat the request to continue."""
 
 
@@ -34,7 +34,7 @@ class EraseBody(RequestModel):
     tenants=TenantAccess.NARROWED,
     # A larger one would occupy the memory of large bodies for as long as the erasure lasts.
     body_bytes_max=SMALL_BYTES_MAX,
-    timeout_s=TIMEOUT_S,
+    timeout_s=ERASE_TIMEOUT_S,
     long=True,
 )
 async def _erase(call: Call[NoQuery, EraseBody]) -> ErasureReport:

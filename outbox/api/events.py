@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-EVENTS_MAX = 1000
+REQUEST_EVENTS_MAX = 1000
 """Maximum number of events in one request (one transaction)."""
 TRACED_EVENTS_MAX = 100
 COUNTED_EVENTS_MAX = 100
@@ -101,7 +101,7 @@ class NewEvents(NewEvent):
     list_field = "events"
 
     type: str = ""
-    events: Annotated[tuple[NewEvent, ...], at_most(EVENTS_MAX, at_least=1)] | None = None
+    events: Annotated[tuple[NewEvent, ...], at_most(REQUEST_EVENTS_MAX, at_least=1)] | None = None
     """Several events, published in this order."""
 
     @model_validator(mode="after")
@@ -121,7 +121,7 @@ class Published(ResponseModel):
     """Id of the event; with a used idempotency key, the id of the earlier event.  Null: the key
     was claimed without an event."""
     already: bool
-    """True: the idempotency key was already used, and nothing was published."""
+    """Whether the idempotency key was already used, and nothing was published."""
 
 
 class ManyPublished(ResponseModel):
@@ -314,7 +314,7 @@ class TraceQuery(RequestModel):
     before: int = Field(default=ID_MAX, ge=1, le=ID_MAX)
     """Events of a key before this outbox id."""
     payload: bool = False
-    """Include payloads."""
+    """Whether payloads are included."""
 
 
 @route.get(

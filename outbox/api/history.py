@@ -8,11 +8,11 @@ from outbox.api import route
 from outbox.api.endpoint_credentials import NAME
 from outbox.api.endpoints import EndpointsQuery
 from outbox.api.route import Call, Page, RequestModel, TenantAccess, page_of_rows
-from outbox.core.delivery.delivery_history import INTERVAL_S
+from outbox.core.delivery.delivery_history import HISTORY_INTERVAL_S
 from outbox.operations import history
 from outbox.operations.history import EndpointHistory, History
 
-ENDPOINTS, ENDPOINTS_MAX = 50, 100
+HISTORIES_PAGE, HISTORIES_PAGE_MAX = 50, 100
 
 
 class HistoryQuery(RequestModel):
@@ -22,11 +22,11 @@ class HistoryQuery(RequestModel):
     @property
     def interval_s(self) -> int:
         """Length of the intervals."""
-        return history.HOUR_S if self.hourly else INTERVAL_S
+        return history.HOUR_S if self.hourly else HISTORY_INTERVAL_S
 
 
 class HistoriesQuery(EndpointsQuery):
-    limit: int = Field(default=ENDPOINTS, ge=1, le=ENDPOINTS_MAX)
+    limit: int = Field(default=HISTORIES_PAGE, ge=1, le=HISTORIES_PAGE_MAX)
     """Maximum number of endpoints."""
 
 

@@ -8,13 +8,13 @@ from typing import Any
 from pydantic import AwareDatetime, Field
 
 from outbox.api import route
-from outbox.api.live_cache import ENDPOINTS, ENDPOINTS_MAX, Sample
+from outbox.api.live_cache import LIVE_ENDPOINTS, LIVE_ENDPOINTS_MAX, Sample
 from outbox.api.route import Call, RequestModel, ResponseModel, TenantAccess
 from outbox.operations.live_status import EndpointView, LiveTotals
 
 
 class LiveQuery(RequestModel):
-    endpoints: int = Field(default=ENDPOINTS, ge=0, le=ENDPOINTS_MAX)
+    endpoints: int = Field(default=LIVE_ENDPOINTS, ge=0, le=LIVE_ENDPOINTS_MAX)
     """Maximum number of endpoints: those that fail first, then those with the most pending
     deliveries."""
     since: AwareDatetime | None = None

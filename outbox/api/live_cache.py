@@ -31,7 +31,7 @@ FORGET_S = 600.0
 """An older snapshot is not used as the base of a rate."""
 WATCHED_MAX = 50
 """Maximum number of tenants with cached samples."""
-ENDPOINTS, ENDPOINTS_MAX = 30, 200
+LIVE_ENDPOINTS, LIVE_ENDPOINTS_MAX = 30, 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class _TenantCache:
         self.limit = 0
         """Number of endpoints in the snapshot."""
         self.large_request_at = float("-inf")
-        """Time of the last request for more than `ENDPOINTS` endpoints."""
+        """Time of the last request for more than `LIVE_ENDPOINTS` endpoints."""
         self.refreshed_at = float("-inf")
         self.refreshing = asyncio.Lock()
 
@@ -106,10 +106,12 @@ class LiveStatusCache:
             before = cache.snapshot if age_s < FORGET_S else None
             if age_s < FRESH_S and (snapshot := cache.limited(limit)) is not None:
                 return snapshot, cache.samples
-            if limit > ENDPOINTS:
+            if limit > LIVE_ENDPOINTS:
                 cache.large_request_at = now
             # A request for more endpoints refreshes at once; later requests share that snapshot.
-            cache.limit = ENDPOINTS_MAX if now - cache.large_request_at < FORGET_S else ENDPOINTS
+            cache.limit = (
+                LIVE_ENDPOINTS_MAX if now - cache.large_request_at < FORGET_S else LIVE_ENDPOINTS
+            )
             snapshot = await live_status.read_live_status(
                 connection,
                 schema,

@@ -1,7 +1,7 @@
 """Failed logins in the journal, aggregated so that guessing cannot fill the disk.
 
 Failures are counted and written as at most one journal entry per interval, the first one
-immediately.  An entry names up to `ADDRESSES_MAX` addresses and counts the rest.
+immediately.  An entry names up to `REPORTED_ADDRESSES_MAX` addresses and counts the rest.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("outbox.api")
 
-INTERVAL_S = 60.0
-ADDRESSES_MAX = 20
+REPORT_INTERVAL_S = 60.0
+REPORTED_ADDRESSES_MAX = 20
 OTHERS = "others"
 LAST_WRITE_S = 1.0
 """Timeout of the last write at shutdown."""
@@ -31,7 +31,7 @@ LAST_WRITE_S = 1.0
 class FailedLogins:
     """Counts failed logins; `run` writes them to the journal."""
 
-    def __init__(self, database: Database, *, interval_s: float = INTERVAL_S) -> None:
+    def __init__(self, database: Database, *, interval_s: float = REPORT_INTERVAL_S) -> None:
         self._database = database
         self._interval_s = interval_s
         self._addresses: Counter[str] = Counter()
@@ -40,7 +40,7 @@ class FailedLogins:
 
     def record_failure(self, address: str, reason: str) -> None:
         """Count one failed login."""
-        known = address in self._addresses or len(self._addresses) < ADDRESSES_MAX
+        known = address in self._addresses or len(self._addresses) < REPORTED_ADDRESSES_MAX
         self._addresses[address if known else OTHERS] += 1
         self._reasons[reason.partition(";")[0]] += 1
         self._has_failures.set()

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 FAILURES = Allowance(per_s=10 / 60, burst=10)
 """Failed logins of one address."""
-ADDRESSES_MAX = 10_000
-BURST_S = 2
+LIMITED_ADDRESSES_MAX = 10_000
+TOKEN_BURST_S = 2
 """Burst of a token, in seconds of its rate."""
-TOKENS_MAX = 10_000
+LIMITED_TOKENS_MAX = 10_000
 GOOD_S = 3600.0
 GOOD_MAX = 1000
 """Maximum number of recently valid tokens that are remembered."""
@@ -38,9 +38,9 @@ class RateLimiter:
 
     def __init__(self, rate_max: float, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._failures = TokenBuckets(FAILURES, keys_max=ADDRESSES_MAX)
-        allowance = Allowance(rate_max, max(1, math.ceil(rate_max * BURST_S)))
-        self._requests = TokenBuckets(allowance, keys_max=TOKENS_MAX)
+        self._failures = TokenBuckets(FAILURES, keys_max=LIMITED_ADDRESSES_MAX)
+        allowance = Allowance(rate_max, max(1, math.ceil(rate_max * TOKEN_BURST_S)))
+        self._requests = TokenBuckets(allowance, keys_max=LIMITED_TOKENS_MAX)
         self._good: OrderedDict[bytes, float] = OrderedDict()
 
     def require_login_quota(self, address: str, digest: bytes | None) -> None:

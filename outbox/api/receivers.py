@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("outbox.receivers")
 
-TIMEOUT_S = 30.0
+FETCH_REQUEST_TIMEOUT_S = 30.0
 LIMIT = 100
 _CHALLENGE = {"WWW-Authenticate": 'Bearer realm="outbox"'}
 
@@ -123,7 +123,7 @@ class _Receivers:
 
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
-                async with asyncio.timeout(TIMEOUT_S):
+                async with asyncio.timeout(FETCH_REQUEST_TIMEOUT_S):
                     fetcher = await self._authenticate(request)
                     self._limits.require_request_quota(fetcher.endpoint_id)
                     with self._slots.hold(fetcher.endpoint_id, request.remote or UNKNOWN_ADDRESS):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from outbox.api.problem import Problem, ProblemKind
-from outbox.api.rate_limit import TOKENS_MAX, too_many_requests
+from outbox.api.rate_limit import LIMITED_TOKENS_MAX, too_many_requests
 from outbox.api.request_parsing import validate
 from outbox.api.route import SMALL_BYTES_MAX
 from outbox.core.admission.token_bucket import Allowance, TokenBuckets
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from outbox.api.route import RequestModel, Route
 
 BODY_TIMEOUT_S = 25.0
-"""Shorter than the time-out of a request, so that the client, not the relay, is named as late."""
+"""Time-out of a body.  It is shorter than that of a request, so that the client, not the relay, is
+named as late."""
 LARGE_MAX = 4
 PARSING = Allowance(per_s=0.02, burst=0.1)
 """CPU seconds that the large bodies of one token may take.  A typical body of 20 KiB takes 0.1 ms,
@@ -52,7 +53,7 @@ class BodyReader:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._large = asyncio.Semaphore(LARGE_MAX)
-        self._parsing = TokenBuckets(PARSING, keys_max=TOKENS_MAX)
+        self._parsing = TokenBuckets(PARSING, keys_max=LIMITED_TOKENS_MAX)
 
     @asynccontextmanager
     async def read(
@@ -66,7 +67,7 @@ class BodyReader:
         """Read and validate a body; yields it, and whether it is large.
 
         Args:
-            bytes_max: from `BodyLimits`.
+            bytes_max: the limit from `BodyLimits`.
             token_id: whose request it is.
 
         Raises:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 from outbox.api.rate_limit import too_many_requests
 from outbox.core.admission.token_bucket import address_key
-from outbox.web.serving import CONNECTIONS_MAX
+from outbox.web.serving import CLIENT_CONNECTIONS_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
 
 MIB = 1024 * 1024
-RETRY_S = 1.0
+SLOT_RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class Share:
     body_bytes: int
 
 
-TOKEN = Share(CONNECTIONS_MAX // 8, 2 * MIB)
-ADDRESS = Share(CONNECTIONS_MAX // 2, 16 * MIB)
+TOKEN = Share(CLIENT_CONNECTIONS_MAX // 8, 2 * MIB)
+ADDRESS = Share(CLIENT_CONNECTIONS_MAX // 2, 16 * MIB)
 """Larger than the share of a token: behind a proxy all clients have one address."""
 
 
@@ -74,4 +74,4 @@ class RequestSlots:
 
 
 def _too_many(reason: str) -> Exception:
-    return too_many_requests(f"{reason}; wait for their responses", RETRY_S)
+    return too_many_requests(f"{reason}; wait for their responses", SLOT_RETRY_S)

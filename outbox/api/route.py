@@ -50,17 +50,17 @@ if TYPE_CHECKING:
     from outbox.operations.rows import RowPage
 
 LIMIT, LIMIT_MAX = 100, 1000
-TIMEOUT_S = 30.0
+REQUEST_TIMEOUT_S = 30.0
 """Default timeout of a request."""
 SMALL_BYTES_MAX = 8 * 1024
 """A larger body is parsed in a thread, and only a few are held at a time."""
-BODY_BYTES_MAX = 128 * 1024
+REQUEST_BODY_BYTES_MAX = 128 * 1024
 """Default limit of a request body: settings of an endpoint with CA certificates (64 KiB)."""
 PAYLOAD_BODY_BYTES_MAX = 1024 * 1024
 """Limit of a request body with payloads: a payload of 256 KiB (the default limit) takes up to
 768 KiB if its text is escaped as \\uXXXX."""
 
-BODY_VALUES_MAX = 40_000
+REQUEST_BODY_VALUES_MAX = 40_000
 """Default limit of the values in a body: parsing an object with that many entries holds the GIL
 for 4 ms."""
 
@@ -241,7 +241,7 @@ class Route:
     summary: str
     handler: Handler
     scope: Scope | None
-    """None: any token."""
+    """The scope that a token needs; None: any token is accepted."""
     responses: Mapping[int, Any]
     """Response model by success status; `PageOf` for a page."""
     status: int = 200
@@ -250,15 +250,15 @@ class Route:
     query: type[RequestModel] | None = None
     body: type[RequestModel] | None = None
     body_required: bool = True
-    body_bytes_max: int = BODY_BYTES_MAX
-    body_values_max: int = BODY_VALUES_MAX
+    body_bytes_max: int = REQUEST_BODY_BYTES_MAX
+    body_values_max: int = REQUEST_BODY_VALUES_MAX
     headers: Mapping[str, str] = field(default_factory=dict)
     """Request headers with their descriptions."""
-    timeout_s: float = TIMEOUT_S
+    timeout_s: float = REQUEST_TIMEOUT_S
     long: bool = False
     """Uses a connection of the pool for long requests (minutes)."""
     needs_connection: bool = True
-    """False: `Call.db` is not available."""
+    """Whether the handler uses `Call.db`."""
 
     @property
     def tag(self) -> str:
@@ -287,9 +287,9 @@ class RouteOptions(TypedDict, total=False):
     tenants: TenantAccess
     status: int
     responses: Mapping[int, Any]
-    """Instead of the handler's result."""
+    """The documented responses; they replace the handler's result."""
     body: type[RequestModel]
-    """Instead of the type in `Call`, of which it is a subclass."""
+    """The model of the body.  It is a subclass of the type in `Call`, which it replaces."""
     body_required: bool
     body_bytes_max: int
     body_values_max: int

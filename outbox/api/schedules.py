@@ -22,7 +22,7 @@ from outbox.api.route import (
     TenantAccess,
     page_of_rows,
 )
-from outbox.core.schedules.schedule import GRACE_S, Misfire, Overlap, ScheduleSettings
+from outbox.core.schedules.schedule import MISFIRE_GRACE_S, Misfire, Overlap, ScheduleSettings
 from outbox.operations import schedule_changes, schedules
 from outbox.operations.schedule_changes import RemovedSchedule, ScheduleRun
 from outbox.operations.schedules import FutureEvents, ListedSchedule, Schedule
@@ -38,7 +38,8 @@ class ScheduleBody(RequestModel):
     """A schedule and its event."""
 
     name: str
-    """With a tenant token it must begin with the tenant's prefix: acme.nightly."""
+    """The schedule's name.  With a tenant token it must begin with the tenant's prefix:
+    acme.nightly."""
     cron: str
     """Cron expression with five fields, or a nickname such as @daily."""
     type: str
@@ -49,8 +50,8 @@ class ScheduleBody(RequestModel):
     headers: Headers[str] | None = None
     misfire: Misfire = "once"
     """Policy for missed runs: skip, once or all."""
-    grace: Annotated[Seconds, Field(ge=0)] = GRACE_S
-    """With `skip`: how late a run may be published."""
+    grace: Annotated[Seconds, Field(ge=0)] = MISFIRE_GRACE_S
+    """How late a run may be published with `skip`."""
     overlap: Overlap = "allow"
     """`wait`: the next run waits until the previous one was delivered or dead-lettered."""
     replace: bool = False
@@ -59,7 +60,7 @@ class ScheduleBody(RequestModel):
 
 class SchedulesExtra(ResponseModel):
     future_events: FutureEvents | None
-    """Of all tenants; null for tenant tokens."""
+    """The delayed events of all tenants; null for tenant tokens."""
 
 
 @route.get(

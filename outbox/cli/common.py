@@ -37,7 +37,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 APPLICATION_NAME = "outbox-cli"
-LIMIT_MAX = 10_000
+LISTED_ROWS_MAX = 10_000
 CLOSE_TIMEOUT_S = 2.0
 EXIT_FAILED = 1
 
@@ -51,7 +51,7 @@ after_id_option = click.option(
 names_argument = click.argument("names", nargs=-1, required=True, metavar="NAME...")
 limit_option = click.option(
     "--limit",
-    type=click.IntRange(1, LIMIT_MAX),
+    type=click.IntRange(1, LISTED_ROWS_MAX),
     default=100,
     show_default=True,
     help="Maximum number of rows.",
@@ -118,7 +118,7 @@ async def database(
     Args:
         current: check first that the schema has this program's version.  False for
             commands that only publish: a producer's role cannot read the migration history.
-        long: its transactions may take any time.
+        long: whether its transactions may take any time.
 
     Raises:
         OutboxError: any error of `connect` and `require_current`.
@@ -150,7 +150,7 @@ def run_connected(
     """Run work on a database connection of its own, and return its result.
 
     Args:
-        current, long: as in `database`.
+        current, long: see `database`.
 
     Raises:
         OutboxError: as in `database`; and any error of the work.

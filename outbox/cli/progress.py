@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-POLL_INTERVAL_S = 0.5
+PROGRESS_POLL_S = 0.5
 
 wait_option = click.option(
     "--wait/--detach",
@@ -88,7 +88,7 @@ def run_replay(
     Args:
         start: returns its report, and the id of the job; None: there is none.
         show: prints the report; with `as_json` it is printed unless the command waits.
-        wait: None: if stdout is a terminal.
+        wait: whether to wait until it has ended; None: if stdout is a terminal.
     """
 
     async def start_and_follow(connection: Connection[Any]) -> tuple[T, ReplayJob | None]:
@@ -127,7 +127,7 @@ async def _follow(
                 show(job)
                 if job.state != "running":
                     return job
-                await asyncio.sleep(POLL_INTERVAL_S)
+                await asyncio.sleep(PROGRESS_POLL_S)
     except asyncio.CancelledError:
         warn(f"replay job {job_id} continues; to abort it: outbox replay abort {job_id}")
         raise

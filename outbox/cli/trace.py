@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from outbox.config import Settings
     from outbox.operations.event_trace import EventTrace, TracedAttempt, TracedDelivery, TraceReport
 
-EVENTS_MAX = 100
+TRACED_EVENTS_MAX = 100
 HEADERS_SHOWN = ("x-request-id", "request-id", "x-correlation-id", "retry-after", "server")
 
 
@@ -48,7 +48,7 @@ key (the newest events are shown), or an outbox id as printed by verify and doct
 )
 @click.option(
     "--limit",
-    type=click.IntRange(1, EVENTS_MAX),
+    type=click.IntRange(1, TRACED_EVENTS_MAX),
     default=5,
     show_default=True,
     help="With a key: maximum number of events, newest first.",

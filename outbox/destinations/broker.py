@@ -26,13 +26,13 @@ class BrokerAddress:
     credentials: str | None = field(default=None, repr=False)
     """`user:password`, `:password` or a token; never part of the URL."""
     connect_timeout_s: float = 5.0
-    """For DNS, connect, TLS handshake and authentication together."""
+    """Time-out of DNS, connect, TLS handshake and authentication together."""
     timeout_s: float = 15.0
-    """For one call, connecting included."""
+    """Time-out of one call, connecting included."""
     networks: tuple[Network, ...] = ()
     """Networks open for this endpoint, in addition to the relay's."""
     tls: Tls | None = None
-    """None: system trust store, no client certificate."""
+    """The endpoint's TLS settings; None: system trust store, no client certificate."""
     problem: str | None = None
     """Why it cannot be used as it is configured."""
 
@@ -78,7 +78,7 @@ class Broker(Protocol):
 
         Args:
             after: where the lane should stand: the last sequence that was delivered; 0: none.
-            receipt: of the last append whose result is known; None: there is none.
+            receipt: the receipt of the last append whose result is known; None: there is none.
             force: replace the fence of a later owner, or of another database, whose appends are
                 refused from then on.  Only on an operator's request.
         """
@@ -91,7 +91,7 @@ class Broker(Protocol):
         fenced.  The lane has been opened.
 
         Args:
-            messages: at least one, in sequence order; there are holes where deliveries were
+            messages: one or more, in sequence order; there are holes where deliveries were
                 dead-lettered.
         """
         ...

@@ -106,7 +106,7 @@ def credentials_header(text: str, name: str = "FILE") -> str:
 
     Args:
         text: `user:password`, a token, or the content of a `.creds` file.
-        name: of the field or argument, for the error message.
+        name: the name of the field or argument, for the error message.
 
     Raises:
         UsageError: the text is empty, or has several lines and is no such file.

@@ -42,7 +42,7 @@ class Driver(NamedTuple):
     client: str
     """Module of the client library; the extra of the package has the broker's name."""
     class_name: str
-    """In the module `broker` of the broker's package."""
+    """Name of the class in the module `broker` of the broker's package."""
     target: str
     """Module that parses the URL; in the core if a consumer's reader parses the same."""
     checks_every_address: bool = True

@@ -16,7 +16,7 @@ class DestinationDescription:
     """`http`, or a broker."""
     title: str
     schemes: tuple[str, ...]
-    """Of its URLs."""
+    """The schemes of its URLs."""
     example: str
     help: str
     """What its URL names."""

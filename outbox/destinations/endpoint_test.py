@@ -55,7 +55,7 @@ class EndpointTestResult:
     method: str
     url: str
     response: dict[str, Any]
-    """In the stored form."""
+    """The response in the stored form."""
     outcome: str
     """How the relay would classify it: delivered, retried, dead_letter or disabled."""
     meaning: str | None

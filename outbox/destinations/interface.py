@@ -38,13 +38,13 @@ class Recipient:
     url: str
     method: str = "POST"
     connect_timeout_s: float = 5.0
-    """For DNS, connect and TLS handshake together."""
+    """Time-out of DNS, connect and TLS handshake together."""
     timeout_s: float = 15.0
-    """For the whole attempt, from DNS to the last byte read."""
+    """Time-out of the whole attempt, from DNS to the last byte read."""
     networks: tuple[Network, ...] = ()
     """Networks open for this endpoint, in addition to the relay's."""
     tls: Tls | None = None
-    """None: system trust store, no client certificate."""
+    """The endpoint's TLS settings; None: system trust store, no client certificate."""
     endpoint: UUID | None = None
     """Its connections are used for no other endpoint."""
     on_unsolicited: Callable[[], object] | None = None
@@ -60,7 +60,8 @@ class Request(NamedTuple):
     """Header lines in wire format, without the framing headers (Host, Content-Length)."""
     body: bytes
     keep_alive: bool = True
-    """False: the request gets a connection of its own, which is closed after the response."""
+    """Whether the connection may carry other requests.  Otherwise the request gets one of its own,
+    which is closed after the response."""
 
     @property
     def headers(self) -> Headers:
@@ -105,7 +106,7 @@ class Transport(Protocol):
         * Network and receiver errors do not raise: they are an `AttemptResult` with
           a `Failure`.
         * Once the response head is complete, its status decides, even if the body
-          fails.  At most `BODY_BYTES_MAX` of the body are read, never decompressed;
+          fails.  At most `RESPONSE_BODY_BYTES_MAX` of the body are read, never decompressed;
           `HEADER_BYTES_MAX` bounds the stored headers.
         * Redirects are responses; they are not followed.
         * Each request ends within `timeout_s`, however slowly the receiver sends.

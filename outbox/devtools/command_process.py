@@ -25,7 +25,7 @@ class CommandProcess:
     It ends with this process, however this process ends.
 
     Args:
-        arguments: of the command line, such as ("endpoint", "pause", "billing").
+        arguments: the arguments of the command line, such as ("endpoint", "pause", "billing").
         database: DSN, passed in the environment and not on the command line.
         log_path: file to append its output to.
         settings: `OUTBOX_*` variables; no other ones of this process are inherited.

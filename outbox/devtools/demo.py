@@ -38,10 +38,10 @@ PUBLISHING_S = 12.0
 """Upper bound of the publishing time, in seconds; the rate rises with the events."""
 KILL_AT = 0.4
 """Share of the publishing time after which the relay is killed."""
-SETTLE_S_MIN, SETTLE_PER_EVENT_S = 60.0, 0.02
+DEMO_SETTLE_S_MIN, SETTLE_PER_EVENT_S = 60.0, 0.02
 RECOVERED_AFTER = 20
 """Deliveries after a kill that show that the new relay works."""
-BAR_CELLS = 16
+BACKLOG_BAR_CELLS = 16
 BAR_FULL = 60
 """Number of pending deliveries that fill the bar."""
 
@@ -72,7 +72,7 @@ class DemoPlan(ChaosPlan):
 
     @property
     def settle_s(self) -> float:
-        return SETTLE_S_MIN + SETTLE_PER_EVENT_S * self.events_max
+        return DEMO_SETTLE_S_MIN + SETTLE_PER_EVENT_S * self.events_max
 
     def types_of(self, key: int) -> Sequence[int]:
         return range(len(TYPES))
@@ -129,7 +129,7 @@ class DemoView(RunView):
         table = Table(box=None, pad_edge=False, header_style="dim", expand=True)
         table.add_column("endpoint", min_width=8, no_wrap=True)
         table.add_column("lane", min_width=4, no_wrap=True)
-        table.add_column("waiting", min_width=BAR_CELLS + 6, no_wrap=True)
+        table.add_column("waiting", min_width=BACKLOG_BAR_CELLS + 6, no_wrap=True)
         table.add_column("delivered", min_width=9, justify="right", no_wrap=True)
         # It gets the rest of the line, and is truncated on a narrow terminal.
         table.add_column("next retry", ratio=1, no_wrap=True, overflow="ellipsis")
@@ -162,7 +162,7 @@ class DemoView(RunView):
 def _bar(waiting: int) -> RenderableType:
     from rich.text import Text
 
-    cells = min(-(-waiting * BAR_CELLS // BAR_FULL), BAR_CELLS)
+    cells = min(-(-waiting * BACKLOG_BAR_CELLS // BAR_FULL), BACKLOG_BAR_CELLS)
     color = "green" if waiting < BAR_FULL / 3 else "yellow" if waiting < BAR_FULL else "red"
     return Text.assemble(("█" * cells, color), f" {waiting}" if waiting else "")
 
@@ -184,7 +184,7 @@ async def run_demo(
 
     Args:
         events: number of events to commit.
-        seed: of the random choices.
+        seed: the seed of the random choices.
         major: major version of PostgreSQL; None: the newest.
         live: show a live view on the terminal.
         log: called with a line of progress, without a live view.

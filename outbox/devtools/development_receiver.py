@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from outbox.receiver.lane_order import Observation, StoredLane
     from outbox.receiver.proxy import ProxiedResponse
 
-BODY_BYTES_MAX = 65 * 1024 * 1024
+DEVELOPMENT_BODY_BYTES_MAX = 65 * 1024 * 1024
 """The largest payload that can be configured, plus the envelope."""
 
 
@@ -94,7 +94,7 @@ class HandledRequest:
     status: int | None
     """Status of the response; None: no response."""
     message: Message | None = None
-    """None if it was rejected."""
+    """The message; None if it was rejected."""
     observation: Observation | None = None
     """Result of the order check; None if it was not processed."""
     fault: ReceiverFault | None = None
@@ -234,7 +234,7 @@ class DevelopmentReceiver:
         Raises:
             CannotRun: the address is in use or not available.
         """
-        application = web.Application(client_max_size=BODY_BYTES_MAX)
+        application = web.Application(client_max_size=DEVELOPMENT_BODY_BYTES_MAX)
         application.router.add_route("*", "/{path:.*}", self._handle)
         async with serving(application, Address(host, port)) as address:
             yield address.url

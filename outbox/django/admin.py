@@ -36,7 +36,7 @@ NEWEST = 20_000
 FOUND_MAX = 1_000
 """Maximum number of rows that a search finds."""
 DIGITS_MAX = 18
-"""Longer numbers are not all in the range of bigint."""
+"""Digits of the longest number that is searched: longer ones are not all in the range of bigint."""
 DATABASE = "database"
 """Query parameter: alias of the database."""
 
@@ -285,7 +285,7 @@ class EventAdmin(_CopyOfEvent):
     readonly_fields = fields
 
     def search(self, text: str) -> list[dict[str, Any]]:
-        """By key, event id or outbox id."""
+        """Conditions for the key, event id or outbox id."""
         return [{"key": text}, *_ids(text, "event_id", "id")]
 
     def page_item(self, row: Any) -> str:
@@ -321,7 +321,7 @@ class DeadLetterAdmin(_CopyOfEvent):
     readonly_fields = fields
 
     def search(self, text: str) -> list[dict[str, Any]]:
-        """By event id, outbox id or id."""
+        """Conditions for the event id, outbox id or id."""
         return _ids(text, "event_id", "outbox_id", "id")
 
     @admin.display(description="sequence")

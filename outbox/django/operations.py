@@ -75,13 +75,13 @@ class ApplyFile(Operation):
             )
 
     def describe(self) -> str:
-        """For `manage.py migrate --plan`."""
+        """The line of `manage.py migrate --plan`."""
         from outbox.store.connection.migration_files import migrations
 
         return f"Apply {migrations()[self.version - 1]}.sql of the outbox"
 
     def _sql(self) -> str:
-        """For `manage.py sqlmigrate`."""
+        """The statements, also for `manage.py sqlmigrate`."""
         from outbox.store.connection.lock_retry import lock_message
         from outbox.store.connection.migrate import apply_statements
         from outbox.store.connection.migration_files import migrations

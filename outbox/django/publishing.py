@@ -151,6 +151,7 @@ def _open_connection(using: str, *, autocommit: bool) -> Any:
 def _has_transaction(connection: Any) -> bool:
     blocks = getattr(connection, "atomic_blocks", ())
     if connection.in_atomic_block and blocks:
-        # Django marks the blocks of its test cases, to check `atomic(durable=True)`.
+        # Django marks the blocks of its test cases, to check `atomic(durable=True)`, and has no
+        # public name for the mark.  Without it, the block counts as a transaction.
         return not all(getattr(block, "_from_testcase", False) for block in blocks)
     return bool(connection.in_atomic_block or not connection.get_autocommit())

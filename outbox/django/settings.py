@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from uuid import UUID
 
 APP_LABEL = "outbox_relay"
-"""Not `outbox`: an application of the project may have that name."""
+"""The application's label.  It is not `outbox`: an application of the project may have that
+name."""
 
 
 def read_schema() -> str:

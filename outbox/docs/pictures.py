@@ -70,7 +70,7 @@ class Picture:
 
 
 def way() -> Picture:
-    """From the transaction to the receiver."""
+    """The way from the transaction to the receiver."""
     picture = Picture("The way of an event", 760, 255)
     picture.box(15, 85, 130, ["application", "BEGIN … COMMIT"])
     picture.box(185, 85, 110, ["outbox", "one row: event"])

@@ -27,7 +27,7 @@ class ServerError(NamedTuple):
     """What the server reported."""
 
     sqlstate: str | None
-    """None if the error is not the server's."""
+    """The SQLSTATE; None if the error is not the server's."""
     constraint: str | None
     message: str
 

@@ -20,7 +20,7 @@ import structlog
 from outbox.errors import OutboxError
 from outbox.relay.relay import default_name
 from outbox.store.cluster.replicas import read_names
-from outbox.store.cluster.sessions import CONNECTIONS_MAX
+from outbox.store.cluster.sessions import RELAY_CONNECTIONS_MAX
 from outbox.store.connection import dsn
 from outbox.store.connection.connect import CONNECTION_ERRORS
 from outbox.store.connection.operator import connect_operator
@@ -39,8 +39,8 @@ END_S = 1.0
 """How long a process runs after it has drained."""
 WARNING = (
     "several workers of this application run a relay each; they share the endpoints, but each "
-    f"holds up to {CONNECTIONS_MAX} database connections: run one worker, or run `outbox relay` "
-    "and take the relay out of the application"
+    f"holds up to {RELAY_CONNECTIONS_MAX} database connections: run one worker, or run "
+    "`outbox relay` and take the relay out of the application"
 )
 
 
@@ -79,7 +79,7 @@ def worker_pids(names: Iterable[str]) -> list[int]:
     """Return the process ids of an application's workers that run a relay, in the order of `names`.
 
     Args:
-        names: of running replicas.
+        names: the names of running replicas.
 
     Returns:
         This process, and its siblings; none if its parent does not supervise workers.

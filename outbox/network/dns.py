@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 log = structlog.get_logger("outbox.destinations")
 
 CACHE_S = 10.0
-NAMES_MAX = 4096
+CACHED_NAMES_MAX = 4096
 """Maximum number of cached names."""
 LOOKUPS_MAX = 4096
 """Maximum number of concurrent lookups; names without an earlier success get three quarters."""
-ADDRESSES_MAX = 64
+RESOLVED_ADDRESSES_MAX = 64
 """Maximum number of addresses used from one response."""
-THREADS = 32
+RESOLVER_THREADS = 32
 """Threads of the fallback when c-ares cannot start."""
 
 
@@ -113,7 +113,7 @@ class CachingResolver:
     ) -> None:
         del self._pending[host]
         try:
-            addresses = found.result()[:ADDRESSES_MAX]
+            addresses = found.result()[:RESOLVED_ADDRESSES_MAX]
             if not addresses:
                 raise Unresolved("it has no address")
         except (asyncio.CancelledError, Exception) as error:
@@ -123,7 +123,7 @@ class CachingResolver:
             return
         self._cache[host] = (result.get_loop().time() + self._cache_s, addresses)
         self._cache.move_to_end(host)
-        if len(self._cache) > NAMES_MAX:
+        if len(self._cache) > CACHED_NAMES_MAX:
             self._cache.popitem(last=False)
         result.set_result(addresses)
 
@@ -135,7 +135,7 @@ class _Threads:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="names")
+        self._threads = ThreadPoolExecutor(RESOLVER_THREADS, thread_name_prefix="names")
 
     def query(self, host: str) -> asyncio.Future[list[str]]:
         return self._loop.run_in_executor(self._threads, _addresses, host)
@@ -164,7 +164,7 @@ def _start_backend(
         log.warning(
             "c-ares is unavailable: using getaddrinfo in threads, where slow lookups delay others",
             error=str(error),
-            threads=THREADS,
+            threads=RESOLVER_THREADS,
         )
         return _Threads(loop)
 

@@ -31,7 +31,7 @@ CERTIFICATES_MAX = 32
 """Parsing one takes OpenSSL most of a millisecond with the GIL held."""
 RSA_BITS_MIN, RSA_BITS_MAX = 2048, 4096
 CA_RSA_BITS_MAX = 8192
-"""For CA keys, which only verify signatures."""
+"""The limit for CA keys, which only verify signatures."""
 EXPONENT_BITS_MAX = 64
 CURVES = ("secp256r1", "secp384r1", "secp521r1")
 KINDS = "an RSA key of 2,048 to 4,096 bits, P-256, P-384, P-521 or Ed25519"

@@ -17,7 +17,7 @@ from outbox.network.errors import NotConnected
 if TYPE_CHECKING:
     from outbox.web.proxy import Proxy
 
-RESPONSE_BYTES_MAX = 16 * 1024
+PROXY_RESPONSE_BYTES_MAX = 16 * 1024
 _END = b"\r\n\r\n"
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})(?: [^\r\n]*)?\r\n")
 # smokescreen reports the rule that denied the request in this header.
@@ -57,7 +57,7 @@ class Tunnel(asyncio.Protocol):
         self._response += data
         if self._done.done():
             return
-        if self._response.find(_END) >= 0 or len(self._response) > RESPONSE_BYTES_MAX:
+        if self._response.find(_END) >= 0 or len(self._response) > PROXY_RESPONSE_BYTES_MAX:
             self._done.set_result(bytes(self._response))
 
     def connection_lost(self, exc: Exception | None) -> None:

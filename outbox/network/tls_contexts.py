@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from outbox.network.tls import Tls
 
-THREADS = 2
+TLS_CONTEXT_THREADS = 2
 SYSTEM_MAX = 128
 """Maximum number of cached contexts with the system trust store.  Each has a copy of it, most of
 a megabyte, because the ssl module cannot share one."""
@@ -48,10 +48,10 @@ class ContextCache:
             True: OrderedDict(),
             False: OrderedDict(),
         }
-        """By whether they use the system trust store; least recently used first."""
+        """Contexts by whether they use the system trust store, the least recently used first."""
         self._size_max = {True: system_max, False: OWN_MAX}
         self._pending: dict[Tls, asyncio.Future[ssl.SSLContext]] = {}
-        self._threads = ThreadPoolExecutor(THREADS, "outbox-tls")
+        self._threads = ThreadPoolExecutor(TLS_CONTEXT_THREADS, "outbox-tls")
 
     async def get(self, tls: Tls | None) -> ssl.SSLContext:
         """Return the context for an endpoint.

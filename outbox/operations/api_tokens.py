@@ -112,7 +112,7 @@ class TokenRow:
     revoked_at: datetime | None
     revoked_by: str | None
     last_used_at: datetime | None
-    """To the minute."""
+    """The time of the last use, to the minute."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,7 +113,8 @@ async def request_backfill(
     """Start a backfill, in order and behind live events.
 
     Args:
-        criteria: with the endpoint and `since`; its types restrict the subscription further.
+        criteria: the criteria, with the endpoint and `since`; its types restrict the subscription
+            further.
         rate_per_s: maximum rate in deliveries per second; None: no limit.
 
     Returns:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
 REASONS: tuple[str, ...] = get_args(DeadLetterReason)
-IDS_MAX = 1000
+SELECTED_IDS_MAX = 1000
 
 When: TypeAlias = datetime | timedelta
 """An absolute time, or an age relative to the database's clock."""
@@ -65,12 +65,12 @@ class Criteria:
     """Type patterns, combined with OR."""
     tenant: str | None = None
     reason: str | None = None
-    """Of dead letters."""
+    """The reason of dead letters."""
     since: When | None = None
     until: When | None = None
     """Published or dead-lettered at or after `since`, and before `until`."""
     owner: str | None = None
-    """Only endpoints of this tenant alone: the tenant of the caller's token."""
+    """The tenant of the caller's token: only endpoints of this tenant alone are selected."""
 
     def __post_init__(self) -> None:
         for name in ("endpoint", "tenant"):
@@ -100,7 +100,7 @@ class Criteria:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """For `criteria_parameters`."""
+        """The arguments of `criteria_parameters`."""
         return self.types or None, self.tenant, self.reason, self.since, self.until
 
     @property
@@ -134,8 +134,8 @@ class DeadLetterSelection:
             )
         if bool(self.ids) + bool(self.criteria) + self.everything > 1:
             raise UsageError("combine neither ids nor all with criteria")
-        if len(self.ids) > IDS_MAX:
-            raise UsageError(f"at most {IDS_MAX} ids; use criteria for more")
+        if len(self.ids) > SELECTED_IDS_MAX:
+            raise UsageError(f"at most {SELECTED_IDS_MAX} ids; use criteria for more")
 
     async def resolve(self, connection: Connection[Any]) -> DeadLetterSelection:
         """This selection with absolute times."""

@@ -220,7 +220,7 @@ class DeadLetterRow:
     sequence: int
     to_sequence: int
     event: UUID | None
-    """None for a range."""
+    """The event; None for a range."""
     type: str | None
     key: str | None
     reason: str
@@ -246,7 +246,8 @@ class ReplayRow:
     taken: int
     """Number of deliveries replayed so far."""
     lane: str | None
-    """None, like `sequence`, for a range: its deliveries may go to several lanes."""
+    """The lane.  It is None, like `sequence`, for a range: its deliveries may go to several
+    lanes."""
     sequence: int | None
     state: DeadLetterState
     again: int | None
@@ -258,11 +259,11 @@ class DeadLetter(DeadLetterRow):
 
     tenant: str | None
     payload: Any
-    """None also for a payload that is not JSON."""
+    """The payload; None also if it is not JSON."""
     payload_bytes: int | None
-    """None: the payload was erased, or it is a range."""
+    """The payload's size; None: the payload was erased, or it is a range."""
     content_type: str | None
-    """Of a payload that is not JSON."""
+    """The content type of a payload that is not JSON."""
     headers: dict[str, str] | None
     published_at: datetime | None
     expires_at: datetime | None

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-LANES_MAX = 1000
+SEARCHED_LANES_MAX = 1000
 """Lanes of a batch that are searched for the deliveries of an event."""
 
 # Like the trace of an event, with index lookups only: its batch by `high`, or the batch that found
@@ -94,12 +94,13 @@ async def count_deliveries(
 ) -> dict[int, DeliveryCounts]:
     """Count the deliveries of events by outbox id, in the caller's transaction.
 
-    Events that are not sequenced, or whose batch is for more than `LANES_MAX` lanes, are left out.
+    Events that are not sequenced, or whose batch is for more than `SEARCHED_LANES_MAX` lanes, are
+    left out.
 
     Args:
         owner: deliveries to endpoints of this tenant only; None: to all.
     """
     endpoint_ids = await find_endpoint_ids(connection, None, owner)
     await connection.execute(PLAN_BY_INDEX)
-    rows = await connection.fetch(COUNT_DELIVERIES, outbox_ids, LANES_MAX, endpoint_ids)
+    rows = await connection.fetch(COUNT_DELIVERIES, outbox_ids, SEARCHED_LANES_MAX, endpoint_ids)
     return {row["id"]: from_row(DeliveryCounts, row) for row in rows}

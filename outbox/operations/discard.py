@@ -46,8 +46,9 @@ class DiscardReport:
     discarded: int
     """Number of dead letters."""
     until: datetime | None = None
-    """When a dry run counted them, by the database's clock: with this `until`, nothing that is
-    dead-lettered later is selected.  None: they were selected by id, or this is no dry run."""
+    """The time at which a dry run counted them, by the database's clock: with this `until`, nothing
+    that is dead-lettered later is selected.  None: they were selected by id, or this is no dry
+    run."""
 
 
 async def discard_dead_letters(

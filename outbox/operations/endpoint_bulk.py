@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from outbox.operations.endpoint_states import StateChange
     from outbox.store.change import Change
 
-NAMES_MAX = 200
+CHANGED_ENDPOINTS_MAX = 200
 """Endpoints in one change: the cursor row is locked while its message is executed."""
 
 EndpointVerb = Literal["pause", "resume", "enable"]

@@ -53,7 +53,7 @@ async def set_identity(
 
     Args:
         pem: the validated certificate, chain and private key; None: remove the certificate.
-        about: its public description (subject, expiry, fingerprint).
+        about: the certificate's public description (subject, expiry, fingerprint).
         owner: the tenant that the endpoint must belong to; None: any.
 
     Raises:

@@ -24,7 +24,7 @@ class CredentialsChange:
 
     endpoint: str
     set: bool
-    """False: they were removed."""
+    """Whether they were stored; False: they were removed."""
 
 
 async def set_credentials(
@@ -40,7 +40,7 @@ async def set_credentials(
     """Set or remove the credentials for an endpoint's broker.
 
     Args:
-        value: of the header Authorization; None: remove it.
+        value: the value of the header Authorization; None: remove it.
         owner: the tenant that the endpoint must belong to; None: any.
 
     Raises:

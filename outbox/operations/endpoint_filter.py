@@ -68,5 +68,5 @@ class EndpointFilter:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """For `matches_filter`."""
+        """The arguments of `matches_filter`."""
         return self.search, self.tenant, self.type, self.condition

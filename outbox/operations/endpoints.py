@@ -164,7 +164,7 @@ class EndpointRow:
     health: str
     """State of the circuit breaker."""
     subscribed: bool
-    """False: it receives no new events, because it is disabled or being removed."""
+    """Whether it receives new events; False: it is disabled or being removed."""
     tenant: str | None
     all_tenants: bool
     lanes: int
@@ -188,11 +188,12 @@ class LaneRow:
     last_seq: int
     acked_seq: int
     attempts: int
-    """Of the first pending delivery; 0 unless it is failing."""
+    """The attempts of the first pending delivery; 0 unless it is failing."""
     probes: int
     """Attempts that only probed the receiver; they do not count against the retry limit."""
     next_attempt_at: datetime | None
-    """By the retry policy; while the circuit breaker is open, its probes decide instead."""
+    """The time of the next attempt by the retry policy; while the circuit breaker is open, its
+    probes decide instead."""
     last_response: dict[str, Any] | None
     blocked_seq: int | None
     """Sequence number of the dead letter that blocks the lane."""
@@ -236,7 +237,7 @@ class OwnershipRecord:
 
     at: datetime
     claimed: bool
-    """True: the relay acquired the endpoint; False: it was released."""
+    """Whether the relay acquired the endpoint; False: it was released."""
     relay: str
     replica_id: int
     """Replica id of the relay that acquired or held the endpoint."""
@@ -252,7 +253,7 @@ class EndpointDetail:
 
     endpoint: EndpointRow
     settings: dict[str, Any]
-    """By public name, as in a file; header values are null."""
+    """The settings by public name, as in a file; header values are null."""
     health: EndpointHealth
     secrets: tuple[SecretRow, ...]
     certificate: dict[str, Any] | None

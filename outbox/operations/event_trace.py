@@ -36,12 +36,12 @@ class TracedEvent:
     expires_at: datetime | None
     headers: dict[str, str] | None
     payload_bytes: int | None
-    """None: the payload was erased."""
+    """The payload's size; None: the payload was erased."""
     content_type: str | None
-    """Of a payload that is not JSON; None: it is JSON, or was erased."""
+    """The content type of a payload that is not JSON; None: it is JSON, or was erased."""
     erased_at: datetime | None
     payload: Any = None
-    """Only when requested, and only JSON."""
+    """The payload, only when requested, and only JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class SequencedBatch:
     """The batch that sequenced the event."""
 
     batch: int | None
-    """None, here and in `TracedAttempt.replica_id`: not shown to a tenant's token."""
+    """The batch.  It is None, like `TracedAttempt.replica_id`, for a tenant's token."""
     at: datetime
     late: bool
     """The event committed after events with higher ids had been sequenced."""
@@ -90,12 +90,13 @@ class LaneHead:
 
     sequence: int
     event_id: UUID | None
-    """None: the event was dropped by retention."""
+    """The event's id; None: the event was dropped by retention."""
     attempts: int
     probes: int
     """Attempts that only probed the receiver; they do not count against the retry limit."""
     next_attempt_at: datetime | None
-    """By the retry policy; while the circuit breaker is open, its probes decide instead."""
+    """The time of the next attempt by the retry policy; while the circuit breaker is open, its
+    probes decide instead."""
     last_response: dict[str, Any] | None
 
 
@@ -143,7 +144,7 @@ class TracedDelivery:
     """The newest ones; a trace has at most 1,000, of all deliveries."""
     dead_letter: TracedDeadLetter | None
     lane_state: PendingLaneState | None
-    """Only for a pending delivery."""
+    """The lane's state, only for a pending delivery."""
     # With a default, or pydantic leaves it out of the schema.
     state: DeliveryState = field(init=False, default="pending")
 
@@ -186,7 +187,7 @@ class TraceAction:
     """An operation on a delivery, a dead letter or an endpoint."""
     endpoint: str
     lane: str | None = None
-    """Of the delivery to skip, like `sequence`."""
+    """The lane of the delivery to skip, like `sequence`."""
     sequence: int | None = None
     dead_letter: int | None = None
     """The one to replay or to discard."""
@@ -198,7 +199,8 @@ class TraceCause:
 
     text: str
     endpoint: str | None = None
-    """Of the delivery, like `lane` and `sequence`; null: the cause concerns the whole event."""
+    """The delivery's endpoint, like `lane` and `sequence`; null: the cause concerns the whole
+    event."""
     lane: str | None = None
     sequence: int | None = None
     actions: tuple[TraceAction, ...] = ()
@@ -213,7 +215,7 @@ class EventTrace:
     event: TracedEvent
     sequenced: SequencedBatch | None
     sequencing: SequencingProgress | None
-    """Only for an event that is not sequenced yet."""
+    """The state of sequencing, only for an event that is not sequenced yet."""
     log_dropped: bool
     """The log partition with the event's deliveries was dropped by retention."""
     deliveries: tuple[TracedDelivery, ...]
@@ -223,7 +225,7 @@ class EventTrace:
     diagnosis: tuple[str, ...] = ()
     """Causes why the event is not delivered, one sentence each, with its command."""
     causes: tuple[TraceCause, ...] = ()
-    """The same as data, with actions instead of commands."""
+    """The diagnosis as data, with actions instead of commands."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,8 @@ class EventRow:
     preview: str | None
     """The beginning of a JSON payload; null for one that is large, erased, or not JSON."""
     deliveries: DeliveryCounts | None = None
-    """Null: not requested; not sequenced yet; or its batch is for very many lanes."""
+    """Numbers of its deliveries; null: they were not requested, it is not sequenced yet, or its
+    batch is for very many lanes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +207,7 @@ async def find_events(
 
     Args:
         limit: maximum number of events of a key, newest first.
-        below: for a key, only events with a lower outbox id.
+        below: only events of a key with a lower outbox id.
         tenant: only events of this tenant; None: all.
         once_key: the text as an idempotency key of the tenant, tried last.
 

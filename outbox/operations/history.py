@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.delivery.delivery_history import (
     ALL_ENDPOINTS,
-    INTERVAL_S,
+    HISTORY_INTERVAL_S,
     LATENCY_BOUNDS_S,
     latency_quantile_s,
 )
@@ -94,14 +94,14 @@ async def read_history(
     *,
     endpoint: str | None = None,
     tenant: str | None = None,
-    interval_s: int = INTERVAL_S,
+    interval_s: int = HISTORY_INTERVAL_S,
 ) -> History:
     """Read the history of one endpoint, or of all together.
 
     Args:
-        endpoint: its name; None: all.
+        endpoint: the endpoint's name; None: all.
         tenant: only endpoints of this tenant alone; without `endpoint`.
-        interval_s: a multiple of `INTERVAL_S`.
+        interval_s: a multiple of `HISTORY_INTERVAL_S`.
 
     Raises:
         NotFound: no such endpoint.

@@ -88,10 +88,10 @@ class IdempotencyKeyRow:
     key: str
     state: IdempotencyKeyState
     event_id: UUID | None
-    """None: the key was claimed, but its event was never published."""
+    """The event's id; None: the key was claimed, but its event was never published."""
     claimed_at: datetime
     expires_at: datetime
-    """From this time on the key can be claimed again."""
+    """The time from which on the key can be claimed again."""
     resets: int
     """Number of resets before expiry."""
 
@@ -101,7 +101,7 @@ class IdempotencyKey(IdempotencyKeyRow):
     """An idempotency key with the type of its event."""
 
     type: str | None
-    """None: there is no event, or retention dropped it."""
+    """The event's type; None: there is no event, or retention dropped it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class ResetKey:
 
     key: str
     reset: bool
-    """False: it was free already."""
+    """Whether the key was reset; False: it was free already."""
 
 
 async def list_keys(

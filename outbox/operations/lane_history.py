@@ -100,7 +100,7 @@ class LaneHistory:
     last: int
     """The last assigned sequence number."""
     ended: bool
-    """True: the lane is of an older generation, and receives no more deliveries."""
+    """Whether the lane is of an older generation, and receives no more deliveries."""
 
     @property
     def name(self) -> str:
@@ -117,7 +117,7 @@ class FetchedDelivery:
     dead_lettered: str | None
     """Reason of the dead letter; None: it was delivered, or is pending."""
     delivery: Delivery | None
-    """None: the event was erased."""
+    """The delivery; None: the event was erased."""
 
 
 async def list_lanes(

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection, Record
 
-DEAD_LETTERS_MAX = 1000
+LIVE_DEAD_LETTERS_MAX = 1000
 """Counting stops here, because each dead letter is one row to read."""
-LANES_MAX = 64
+LIVE_LANES_MAX = 64
 """Lanes shown per endpoint."""
 
 # One scan of the lanes of a tenant's endpoints, or of all ($1 is NULL): totals, and the first $2
@@ -53,7 +53,7 @@ near AS (
                   EXISTS (SELECT FROM lane_block b WHERE b.lane_id = l.lane_id) AS lane_blocked,
                   CASE WHEN l.last_seq > l.acked_seq THEN {lanes.OLDEST_S} END AS lane_oldest_s
              FROM ({lanes.LANE_CHECKPOINT}) l WHERE l.endpoint_id = t.endpoint_id
-            ORDER BY l.generation DESC, l.slot LIMIT {LANES_MAX}) n)
+            ORDER BY l.generation DESC, l.slot LIMIT {LIVE_LANES_MAX}) n)
 SELECT * FROM sums LEFT JOIN near ON true
  ORDER BY fails DESC, pending DESC, name COLLATE "C", generation DESC, slot
 """  # noqa: S608 (constants only)
@@ -84,7 +84,7 @@ SELECT count(*) FROM (
     SELECT FROM dead_letter d
      WHERE d.state = 'dead'
        AND ($1::text IS NULL OR d.endpoint_id IN (SELECT id FROM endpoint WHERE tenant = $1))
-     LIMIT {DEAD_LETTERS_MAX} + 1) found
+     LIMIT {LIVE_DEAD_LETTERS_MAX} + 1) found
 """  # noqa: S608 (a constant only)
 
 
@@ -119,7 +119,7 @@ class EndpointView:
     failing_lanes: int
     """Lanes whose first pending delivery has failed at least once."""
     lanes: tuple[LaneView, ...]
-    """The newest lanes, at most `LANES_MAX`."""
+    """The newest lanes, at most `LIVE_LANES_MAX`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class LiveTotals:
 
     at: datetime
     batch: int | None
-    """None: not shown to a tenant's token."""
+    """The last batch; None: it is not shown to a tenant's token."""
     events: int
     """Events sequenced since an earlier batch; always 0 for a tenant, where it is not known."""
     sequenced: int
@@ -138,7 +138,7 @@ class LiveTotals:
     failing_lanes: int
     blocked_lanes: int
     dead_letters: int
-    """Dead letters; `DEAD_LETTERS_MAX` + 1 means more than `DEAD_LETTERS_MAX`."""
+    """Dead letters; `LIVE_DEAD_LETTERS_MAX` + 1 means more than `LIVE_DEAD_LETTERS_MAX`."""
     states: dict[str, int]
     """Endpoints by their condition."""
 

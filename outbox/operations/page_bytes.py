@@ -50,7 +50,8 @@ async def read_page_limit(
     """Read how many rows the next page may have: at least 1, at most `limit`.
 
     Args:
-        statement: from `count_rows_within`; selects at most `limit` rows by its arguments.
+        statement: the result of `count_rows_within`; it selects at most `limit` rows by its
+            arguments.
     """
     count: int = await connection.fetchval(statement, *arguments)
     return min(max(count, 1), limit)

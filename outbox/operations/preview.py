@@ -62,12 +62,13 @@ class RequestPreview:
     method: str
     url: str
     headers: tuple[tuple[str, str], ...]
-    """In their order.  Signatures and the values of the endpoint's own headers are masked."""
+    """The headers in their order.  Signatures and the values of the endpoint's own headers are
+    masked."""
     is_sequenced: bool
     """Whether the lane and the numbers are those of a delivery.  Otherwise they are examples: the
     event is not sequenced yet, or the endpoint does not subscribe to it."""
     body: str | None = None
-    """None: it is a payload that is not JSON, in `body_base64`."""
+    """The body; None: it is a payload that is not JSON, in `body_base64`."""
     body_base64: str | None = None
 
 
@@ -100,7 +101,7 @@ async def preview_request(
         text: an event id, X-Delivery, once key, key or outbox id; of several events the newest.
         now: epoch seconds, of the signature.
         tenant: the tenant that the event must belong to; None: any.
-        once_key: as in `outbox.operations.events.find_events`.
+        once_key: see `outbox.operations.events.find_events`.
 
     Raises:
         NotFound: there is no such endpoint, or no event.

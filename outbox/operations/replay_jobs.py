@@ -172,7 +172,7 @@ def add_job(
     It is written before the cursor row is locked, because it may have very many parts.
 
     Args:
-        gaps: of a backfill: ranges of ids that it excludes.
+        gaps: the ranges of ids that a backfill excludes.
     """
     row = {"kind": kind, "rate_per_s": rate_per_s, "requested_by": change.actor}
     change.write_early(ADD_JOB, document(row | criteria.journal_data), list(gaps))

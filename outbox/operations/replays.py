@@ -125,8 +125,9 @@ class ReplayReport:
     job: int | None
     """The replay job, which shows the progress; None: nothing to replay."""
     until: datetime | None = None
-    """When a dry run counted them, by the database's clock: with this `until`, nothing that is
-    dead-lettered later is selected.  None: they were selected by id, or this is no dry run."""
+    """The time at which a dry run counted them, by the database's clock: with this `until`, nothing
+    that is dead-lettered later is selected.  None: they were selected by id, or this is no dry
+    run."""
 
 
 async def start_replay(
@@ -203,7 +204,7 @@ async def find_candidates(
     """Count the dead letters that a selection includes, by endpoint.
 
     Args:
-        to_replay: those selected by id must not only be `dead`, but replayable.
+        to_replay: whether those selected by id must not only be `dead`, but replayable.
 
     Raises:
         NotFound: an id or endpoint does not exist.

@@ -19,7 +19,7 @@ from outbox.store.cluster.timeline import LOCK_EPOCHS
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.message import WriteStatement
 from outbox.store.retention.periods import END_LEADERSHIP
-from outbox.store.sequencing.skipped_events import IDS_MAX, SKIPPED_EVENTS
+from outbox.store.sequencing.skipped_events import SKIPPED_EVENTS, SKIPPED_IDS_MAX
 
 if TYPE_CHECKING:
     from asyncpg import Connection
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from outbox.store.change import Change
 
 BATCHES_PER_MESSAGE = 1_000
-"""For each batch the message reads the skipped events again, under its locks."""
+"""Batches in one message, which reads the skipped events of each again, under its locks."""
 
 _SKIPPED = SKIPPED_EVENTS.format(examined="batch")
 _SKIPPED_OF_BATCHES = SKIPPED_EVENTS.format(
@@ -49,7 +49,7 @@ SELECT batch, range_agg(int8range(id, id, '[]'))::text AS ids,
        coalesce(range_agg(int8range(id, id, '[]')) FILTER (WHERE is_missing), '{{}}')::text
            AS missing,
        count(*) FILTER (WHERE is_missing) AS missing_count,
-       (array_agg(id ORDER BY id) FILTER (WHERE is_missing))[:{IDS_MAX}] AS first_ids
+       (array_agg(id ORDER BY id) FILTER (WHERE is_missing))[:{SKIPPED_IDS_MAX}] AS first_ids
   FROM (SELECT batch, id, id NOT IN (SELECT id FROM sequenced) AS is_missing FROM skipped) found
  GROUP BY batch ORDER BY batch
 """  # noqa: S608 (constants only)
@@ -91,7 +91,7 @@ class Resequenced:
     batches: int
     """Number of batches that skipped events."""
     first_ids: tuple[int, ...]
-    """The lowest of their ids, at most `IDS_MAX`."""
+    """The lowest of their ids, at most `SKIPPED_IDS_MAX`."""
 
 
 async def resequence(
@@ -144,4 +144,4 @@ async def _plan(batches: list[int], dry_run: bool, change: Change) -> list[Any]:
 def _result(rows: list[Any], *, dry_run: bool) -> Resequenced:
     ids = sorted(n for row in rows for n in row["first_ids"] or ())
     events = sum(row["missing_count"] for row in rows)
-    return Resequenced(dry_run, events, len(rows), tuple(ids[:IDS_MAX]))
+    return Resequenced(dry_run, events, len(rows), tuple(ids[:SKIPPED_IDS_MAX]))

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from outbox.store.connection.secrets import Vault
     from outbox.store.connection.store_connection import StoreConnection
 
-PAGE = 200
+ROTATED_PAGE = 200
 PASSES_MAX = 5
 """Other sessions may write secrets with an older key concurrently; the next pass encrypts these."""
 
@@ -144,7 +144,9 @@ async def rotate_key(
         for _ in range(PASSES_MAX):
             done = replace(done, done=0, locked=())
             after = None
-            while ids := [r["id"] for r in await connection.fetch(PAGE_OF_IDS, after, PAGE)]:
+            while ids := [
+                r["id"] for r in await connection.fetch(PAGE_OF_IDS, after, ROTATED_PAGE)
+            ]:
                 for endpoint_id in ids:
                     done = await _endpoint(connection, endpoint_id, vault, done)
                     on_progress(done)

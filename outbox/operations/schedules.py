@@ -61,7 +61,7 @@ SELECT (SELECT count(*) FROM (SELECT FROM future_event LIMIT $1 + 1) counted) AS
        clock_timestamp() AS now
 """
 
-COUNT_MAX = 10_000
+FUTURE_COUNT_MAX = 10_000
 NEXT_SHOWN = 3
 
 
@@ -122,7 +122,7 @@ class FutureEvents:
     """Count of future events, published with deliver_at."""
 
     events: int
-    """Number of events; `COUNT_MAX` + 1 means more than `COUNT_MAX`."""
+    """Number of events; `FUTURE_COUNT_MAX` + 1 means more than `FUTURE_COUNT_MAX`."""
     first_at: datetime | None
     now: datetime
 
@@ -166,7 +166,7 @@ async def get_schedule(connection: Connection[Any], schema: str, name: str) -> S
 async def count_future_events(connection: Connection[Any], schema: str) -> FutureEvents:
     """Count the future events, with the time of the first."""
     with map_errors(schema):
-        return FutureEvents(**dict(await connection.fetchrow(READ_FUTURE, COUNT_MAX)))
+        return FutureEvents(**dict(await connection.fetchrow(READ_FUTURE, FUTURE_COUNT_MAX)))
 
 
 # ------------------------------------------------------------------ details

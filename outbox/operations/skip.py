@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from outbox.store.change import Change
 
-WAIT_S, POLL_S = 3.0, 0.05
+OWNER_WAIT_S, OWNER_POLL_S = 3.0, 0.05
 """How long to wait for the owner, which reacts at once if it is not busy, and how often to look."""
 
 # The lane $1, and the dead letter that has the sequence number $2.
@@ -86,7 +86,7 @@ def stuck_advice(
     """How to go on with a delivery that fails again and again; None: it is not at fault.
 
     Args:
-        last_response: in its stored form.
+        last_response: the last response in its stored form.
     """
     failure = (last_response or {}).get("failure")
     name = shlex.quote(endpoint)
@@ -116,7 +116,7 @@ class SkippedDelivery:
     lane: str
     sequence: int
     event: UUID | None
-    """None: it was erased, or it is a copy of a dead letter."""
+    """The event; None: it was erased, or it is a copy of a dead letter."""
     attempts: int
     """Requests that were made for it, probes included."""
     dead_letter: int | None
@@ -137,14 +137,14 @@ async def skip_delivery(
     actor: str,
     comment: str | None = None,
     owner: str | None = None,
-    wait_s: float = WAIT_S,
+    wait_s: float = OWNER_WAIT_S,
 ) -> SkippedDelivery:
     """Turn the delivery that a lane waits for into a dead letter, and wait until that is done.
 
     A request in flight completes first; if it succeeds, the delivery is delivered.
 
     Args:
-        lane: its name, as in X-Lane.
+        lane: the lane's name, as in X-Lane.
         comment: recorded in the journal.
         owner: the tenant that the endpoint must belong to; None: any.
         wait_s: how long to wait; a busy owner skips the delivery later.
@@ -181,7 +181,7 @@ async def skip_delivery(
                 _raise_moved(row, endpoint, lane, sequence)
             if asyncio.get_running_loop().time() >= until:
                 break
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(OWNER_POLL_S)
     return skipped
 
 

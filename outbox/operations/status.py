@@ -148,13 +148,14 @@ class FailingDelivery:
     lane: str
     sequence: int
     event: UUID | None
-    """None: it was erased, or it is a copy of a dead letter."""
+    """The event; None: it was erased, or it is a copy of a dead letter."""
     attempts: int
     """Requests that were made for it, probes included."""
     probes: int
     """Attempts that only probed the receiver; they do not count against the retry limit."""
     next_attempt_at: datetime | None
-    """By the retry policy; while the circuit breaker is open, its probes decide instead."""
+    """The time of the next attempt by the retry policy; while the circuit breaker is open, its
+    probes decide instead."""
     last_response: dict[str, Any] | None
     skip_requested: bool
     """An operator has skipped it, and no relay has applied that yet."""
@@ -218,7 +219,7 @@ class EndpointStatuses:
     """The status of endpoints, without that of the relays."""
 
     at: datetime
-    """By the server's clock."""
+    """The time by the server's clock."""
     endpoints_total: int
     endpoints: tuple[EndpointStatus, ...]
     """Those that fail first, then those with the most pending deliveries."""
@@ -230,7 +231,7 @@ class Overview:
 
     schema: str
     at: datetime
-    """By the server's clock."""
+    """The time by the server's clock."""
     cursor: CursorStatus
     blocker: Blocker | None
     """The session for which sequencing waits, while events wait; None: there is none."""
@@ -244,7 +245,7 @@ class Overview:
     endpoints_total: int
     endpoints: tuple[EndpointStatus, ...]
     dead_letters: dict[str, int]
-    """By state."""
+    """The number of dead letters by state."""
 
 
 async def read_overview(

@@ -186,8 +186,8 @@ SELECT reason, count(*) AS endpoints, (array_agg(name ORDER BY name COLLATE "C")
  GROUP BY reason ORDER BY reason
 """  # noqa: S608
 
-EXAMPLES_MAX = 3
-ATTEMPTS_MAX = 1000
+UNSENT_EXAMPLES_MAX = 3
+TRACED_ATTEMPTS_MAX = 1000
 """Attempts in the trace of an event, of all its deliveries."""
 DELIVERY_BYTES, ATTEMPT_BYTES = 600, 300
 """Approximate size of their JSON, without responses."""
@@ -214,7 +214,7 @@ async def trace_events(
 
     Args:
         endpoint: only deliveries to the endpoints that ever had this name; None: to all.
-        limit, below, tenant, once_key: as in `outbox.operations.events.find_events`.
+        limit, below, tenant, once_key: see `outbox.operations.events.find_events`.
         payload: include the payloads.
         bytes_max: approximate size of the report, which ends with the event that exceeds it.
 
@@ -303,7 +303,12 @@ async def read_trace(
             if sequenced is not None:
                 recipients = {row["endpoint_id"] for row in rows}
                 missed = await connection.fetch(
-                    READ_UNSENT, outbox_id, batch, list(recipients), EXAMPLES_MAX, endpoint_ids
+                    READ_UNSENT,
+                    outbox_id,
+                    batch,
+                    list(recipients),
+                    UNSENT_EXAMPLES_MAX,
+                    endpoint_ids,
                 )
     trace = EventTrace(
         at=at,
@@ -326,7 +331,9 @@ async def _read_deliveries(
     sequences = [row["sequence"] for row in rows]
     places = list(zip(lanes, sequences, strict=True))
     attempts: dict[Place, list[TracedAttempt]] = {place: [] for place in places}
-    for row in await connection.fetch(READ_ATTEMPTS, lanes, batches, sequences, ATTEMPTS_MAX):
+    for row in await connection.fetch(
+        READ_ATTEMPTS, lanes, batches, sequences, TRACED_ATTEMPTS_MAX
+    ):
         attempt = from_row(TracedAttempt, row, parse=("response",))
         attempts[row["lane_id"], row["seq"]].append(attempt)
     dead_letters = {

@@ -56,9 +56,9 @@ def publish(
     """Publish one event in the connection's transaction; await the result.
 
     Args:
-        connection: of asyncpg, psycopg 3 or SQLAlchemy; or a session of SQLAlchemy or SQLModel,
-            which is flushed first.  A transaction is open, or the driver begins one with its next
-            statement, as psycopg and SQLAlchemy do.  Search path and codecs do not matter.
+        connection: a connection of asyncpg, psycopg 3 or SQLAlchemy, or a session of SQLAlchemy or
+            SQLModel, which is flushed first.  A transaction is open, or the driver begins one with
+            its next statement, as psycopg and SQLAlchemy do.  Search path and codecs do not matter.
         type: dot-separated segments of letters, digits and `_`, at most 255
             bytes; `outbox.` is reserved.
         payload: a JSON-serializable value, or bytes of JSON text; with `content_type`, any
@@ -77,8 +77,8 @@ def publish(
             context is added as `traceparent`.
         once_for: retention of the idempotency key, as timedelta or seconds;
             default: 30 days.
-        content_type: of a payload that is not JSON, such as `image/png`; 255 bytes.  An
-            endpoint with a filter does not get the event.
+        content_type: the content type of a payload that is not JSON, such as `image/png`; 255
+            bytes.  An endpoint with a filter does not get the event.
         autocommit: publish although no transaction is open; the event is committed at once.
         schema: the schema of the outbox tables.
 

@@ -107,7 +107,7 @@ async def publish_encoded(
     """Publish encoded events.
 
     Args:
-        encoded: by `encode_events`.
+        encoded: the result of `encode_events`.
         digests: what is stored with each idempotency key, to recognise the same request.
     """
     statement = in_schema(statements.PUBLISH_MANY, schema)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from outbox.receiver.message import Message
     from outbox.receiver.requests import Request, Response
 
-POLL_S = 0.25
+HELD_POLL_S = 0.25
 """Poll interval of a held request: another process may have received the missing one."""
 
 
@@ -38,7 +38,7 @@ class AsyncReceiver(ReceiverBase):
         fetch: where missing deliveries are fetched; required by `Gaps.CATCH_UP` and
             `catch_up`.
         gaps: policy for a delivery when deliveries before it are missing.
-        hold_s: with `Gaps.HOLD`, how long its request is held, in seconds.
+        hold_s: how long a request is held with `Gaps.HOLD`, in seconds.
         held_max: requests held at once; more get 503.
         log_requests: insert each signed request into the inbox's `request` table.
         tolerance_s: maximum age of a signature, in seconds.
@@ -84,7 +84,7 @@ class AsyncReceiver(ReceiverBase):
         nothing for a receiver whose inbox is empty.
 
         Args:
-            lane: its name; None selects all lanes that are behind.
+            lane: the lane's name; None selects all lanes that are behind.
 
         Returns:
             One result per lane that was behind.
@@ -138,4 +138,4 @@ class AsyncReceiver(ReceiverBase):
                         if loop.time() >= ends_at:
                             raise Busy(NOT_FETCHABLE_YET) from None
                     with self._rules.not_in_flight():
-                        await wait_until(min(ends_at, loop.time() + POLL_S))
+                        await wait_until(min(ends_at, loop.time() + HELD_POLL_S))

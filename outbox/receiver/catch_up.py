@@ -56,8 +56,8 @@ async def catch_up(
     """Fetch the missing deliveries of a lane and those after its highest number, in order.
 
     Args:
-        lane: its name.
-        state: its state in the inbox.
+        lane: the lane's name.
+        state: the lane's state in the inbox.
         fetch_page: fetches the page after a sequence number.
         process: processes a delivery as if received.
     """

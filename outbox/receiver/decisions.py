@@ -24,7 +24,7 @@ from outbox.receiver.inbox.process import DeliveryOutcome
 from outbox.receiver.message import BadMessage
 from outbox.receiver.reporting import ReceiverReports, log
 from outbox.receiver.requests import (
-    BODY_BYTES_MAX,
+    DELIVERY_BODY_BYTES_MAX,
     RequestOutcome,
     Response,
     not_post,
@@ -46,11 +46,11 @@ if TYPE_CHECKING:
     from outbox.receiver.message import Message
     from outbox.receiver.requests import Request
 
-IN_FLIGHT_MAX = 100
+RECEIVER_IN_FLIGHT_MAX = 100
 HELD_MAX = 1000
 HOLD_S = 5.0
 UNAVAILABLE_S = 5
-BUSY_S = 1
+BUSY_RETRY_S = 1
 
 
 class Refuse(OutboxError):
@@ -125,8 +125,8 @@ class ReceiverRules:
         tolerance_s: float = TOLERANCE_S,
         header_prefix: str | Sequence[str] = DEFAULT_PREFIX,
         formats: Collection[FormatName] | None = None,
-        body_bytes_max: int = BODY_BYTES_MAX,
-        in_flight_max: int = IN_FLIGHT_MAX,
+        body_bytes_max: int = DELIVERY_BODY_BYTES_MAX,
+        in_flight_max: int = RECEIVER_IN_FLIGHT_MAX,
         on_delivery: Callable[[Message, DeliveryResult], None] | None = None,
         meter_provider: MeterProvider | None = None,
     ) -> None:
@@ -186,7 +186,7 @@ class ReceiverRules:
         """Verify a request.
 
         Args:
-            fetched: as of `Verifier.verify`.
+            fetched: see `Verifier.verify`.
 
         Returns:
             The verified request, or the 4xx response that rejects it.
@@ -269,7 +269,7 @@ class ReceiverRules:
                 return put_off("the receiver's database is not available", UNAVAILABLE_S)
             case DatabaseCondition.BUSY:
                 log.warning("the database is busy: %s is postponed", message_id, exc_info=error)
-                return put_off("the receiver's database is busy", BUSY_S)
+                return put_off("the receiver's database is busy", BUSY_RETRY_S)
         log.error("delivery %s was not processed", message_id, exc_info=error)
         return Response(RequestOutcome.FAILED, 500, "the receiver failed")
 

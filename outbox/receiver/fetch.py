@@ -25,9 +25,9 @@ from outbox.receiver.requests import Request, one_line
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping
 
-TIMEOUT_S = 30.0
+FETCH_TIMEOUT_S = 30.0
 PAGE = 100
-RESPONSE_BYTES_MAX = 256 * 1024 * 1024
+FETCHED_BYTES_MAX = 256 * 1024 * 1024
 TOO_MANY_REQUESTS = 429
 WAIT_S_MAX = 60.0
 """Total time spent on Retry-After hold-offs (429) of one request, in seconds."""
@@ -93,7 +93,7 @@ class FetchClient:
         UsageError: the URL or the token is invalid; the message never shows the token.
     """
 
-    def __init__(self, url: str, token: str, *, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, url: str, token: str, *, timeout_s: float = FETCH_TIMEOUT_S) -> None:
         if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
             raise UsageError(f"fetch: {url!r} is not an http or https URL")
         token = token.strip() if isinstance(token, str) else ""
@@ -125,7 +125,7 @@ class FetchClient:
         """Fetch a page of the deliveries and dead letters of a lane.
 
         Args:
-            lane: its name.
+            lane: the lane's name.
             after: the page begins after this sequence number.
 
         Raises:
@@ -158,7 +158,7 @@ class FetchClient:
         while True:
             try:
                 with _OPENER.open(request, timeout=self._timeout_s) as response:
-                    return orjson.loads(response.read(RESPONSE_BYTES_MAX))
+                    return orjson.loads(response.read(FETCHED_BYTES_MAX))
             except urllib.error.HTTPError as error:
                 with error:
                     wait_s = _retry_after_s(error)

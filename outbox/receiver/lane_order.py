@@ -73,7 +73,8 @@ class OrderKind(StrEnum):
     """Numbers before it are missing."""
     DUPLICATE = "duplicate"
     OLD = "old"
-    """Not seen before, but overtaken by a higher number; `was` is its state until now."""
+    """The number was not seen before, but overtaken by a higher one; `was` is its state until
+    now."""
     CONFLICT = "conflict"
     """The number lies beyond the end of its lane, or an inbox found that it was seen with
     another `X-Delivery`: two senders, or a forgery."""
@@ -97,9 +98,9 @@ class Observation:
     holes: tuple[Range, ...] = ()
     """Numbers that this delivery declares as dead-lettered."""
     was: SequenceState | None = None
-    """For an old number: its state until now."""
+    """The state of an old number until now."""
     closed: SequenceState | None = None
-    """For a replay: the state, until now, of the number that it replaces."""
+    """The state, until now, of the number that a replay replaces."""
     lost: Range | None = None
     """Numbers received beyond this end of the lane, which the sender lost."""
 

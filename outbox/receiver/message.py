@@ -52,13 +52,13 @@ class Message:
     lane_ends: bool
     """This is the last delivery of its lane."""
     attempt: int | None
-    """From the header X-Attempt, which is not signed: for information only."""
+    """The header X-Attempt, which is not signed: for information only."""
     data: Any
     """The payload: parsed JSON, or bytes if there is a content type.  None also for a thin
     message."""
     format: FormatName = "envelope"
     content_type: str | None = None
-    """Of a payload that is not JSON; None: it is JSON."""
+    """The content type of a payload that is not JSON; None: it is JSON."""
 
 
 def is_delivery(body: bytes) -> bool:

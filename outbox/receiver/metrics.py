@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("outbox.receiver")
 
 # The default bucket boundaries of the API are for milliseconds.
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+PROCESSING_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _OUTCOMES = {each: {"outcome": each.value} for each in RequestOutcome}
 
 
@@ -30,7 +30,7 @@ class ReceiverMetrics:
     """A receiver's instruments; their errors are logged, never raised.
 
     Args:
-        provider: None selects the global provider, even if it is set later.
+        provider: the meter provider; None selects the global one, even if it is set later.
     """
 
     def __init__(self, provider: MeterProvider | None = None) -> None:
@@ -49,7 +49,7 @@ class ReceiverMetrics:
             "outbox.receiver.request.duration",
             "s",
             "Time from a request to its response, including the time it was held.",
-            explicit_bucket_boundaries_advisory=SECONDS,
+            explicit_bucket_boundaries_advisory=PROCESSING_BOUNDS_S,
         )
         self._gaps = meter.create_counter(
             "outbox.receiver.gaps",
@@ -84,7 +84,7 @@ class ReceiverMetrics:
         """Count a request and its duration.
 
         Args:
-            elapsed_s: None: it was rejected before processing began, so no duration.
+            elapsed_s: the duration of processing; None: it was rejected before processing began.
         """
         self._record(self._requests.add, 1, _OUTCOMES[outcome])
         if elapsed_s is not None:

@@ -144,7 +144,7 @@ class DeliveryProcessor:
         """Record and process deliveries in one transaction.
 
         Args:
-            gaps: also when deliveries before them are missing.
+            gaps: whether they are processed also when deliveries before them are missing.
             from_start: the inbox is older than their lanes, see `Inbox`.
 
         Raises:

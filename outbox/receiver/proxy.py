@@ -17,13 +17,15 @@ if TYPE_CHECKING:
 
     from outbox.receiver.message import Message
 
-TIMEOUT_S = 14.0
-"""Below the relay's time-out of 15 s, so that the relay gets a response."""
+UPSTREAM_TIMEOUT_S = 14.0
+"""Time-out of the upstream receiver.  It is below the relay's time-out of 15 s, so that the relay
+gets a response."""
 UNREACHABLE = 502
 TIMED_OUT = 504
 _NO_RESPONSE = {
     UNREACHABLE: "the upstream receiver cannot be reached, or responded 502",
-    TIMED_OUT: f"the upstream receiver did not respond within {TIMEOUT_S:g} s, or responded 504",
+    TIMED_OUT: f"the upstream receiver did not respond within {UPSTREAM_TIMEOUT_S:g} s, "
+    "or responded 504",
 }
 HOP_HEADERS = {"host", "connection", "content-length", "transfer-encoding", "accept-encoding"}
 """Hop-by-hop headers (RFC 9110, 7.6.1) and those that the client sets itself."""
@@ -62,11 +64,11 @@ async def open_proxy(
     """Open an HTTP client; yields a function that forwards a request.
 
     Args:
-        url: of the upstream receiver.
+        url: the upstream receiver's URL.
         secret: signs forwarded deliveries again, because every endpoint of a chaos run
             has its own secret; None keeps the original signature.
     """
-    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+    timeout = aiohttp.ClientTimeout(total=UPSTREAM_TIMEOUT_S)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(
         timeout=timeout, connector=connector, auto_decompress=False

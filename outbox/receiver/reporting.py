@@ -48,7 +48,7 @@ class ReceiverReports:
 
     Args:
         on_delivery: called with each committed delivery and its result.
-        meter_provider: None selects the global one.
+        meter_provider: the meter provider; None selects the global one.
     """
 
     def __init__(

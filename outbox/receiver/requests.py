@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from outbox.receiver.verification import Headers
 
-BODY_BYTES_MAX = 1024 * 1024
+DELIVERY_BODY_BYTES_MAX = 1024 * 1024
 """Four times the largest payload that can be published by default."""
 
 

@@ -128,7 +128,7 @@ class Verifier:
         """Verify one request.
 
         Args:
-            headers: of the request; names in any case.
+            headers: the request's headers; names in any case.
             body: the raw body.
             fetched: it was fetched, so a thin message has its payload.
 
@@ -172,7 +172,7 @@ def parse_signed(
     """Parse the deliveries of a request, and verify the signature of metadata in headers.
 
     Args:
-        headers: of the request, by lower-case name.
+        headers: the request's headers, by lower-case name.
         prefix: begins the names of the headers that describe a delivery.
         signed: the verified signature of the body; None: nothing is verified.
 
@@ -209,12 +209,12 @@ def verify(
     """Verify the signature of a request and parse its deliveries.
 
     Args:
-        headers: of the request; names in any case.
+        headers: the request's headers; names in any case.
         body: the raw body, not parsed and serialized again.
         secrets: one or more of `whsec_…` and `whpk_…`; both the old and the new one
             while a secret is being rotated.
         tolerance_s: maximum difference between signature time and `now`, in seconds.
-        header_prefix, formats: as of `Verifier`.
+        header_prefix, formats: see `Verifier`.
         now: epoch seconds; None: the system clock.
 
     Raises:

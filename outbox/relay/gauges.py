@@ -93,8 +93,8 @@ def leader_gauges(lag_s: float | None, survey: DatabaseStats | None) -> dict[Met
     """Gauges of the leader; other replicas report only that they do not lead.
 
     Args:
-        lag_s: None: another replica leads.
-        survey: None: not sampled yet.
+        lag_s: the lag of sequencing; None: another replica leads.
+        survey: the last survey; None: there is none yet.
     """
     if lag_s is None:
         return {catalogue.LEADS: {(): 0}}

@@ -33,10 +33,10 @@ class Workers:
     """A session's connections, each with one user."""
 
     control: Worker
-    """For ownership and batches."""
+    """The connection for ownership and batches."""
     cursor: Worker
     renewal: Worker
-    """For the lease alone."""
+    """The connection for the lease alone."""
     reader: Worker
     records: Worker
     endpoint_state: Worker
@@ -115,7 +115,7 @@ class Registration:
         former: labels of this process's earlier replicas, which may still be registered; their
             endpoints are released at once.  The new replica's label is added.
         clock: seconds of the steady clock, for the lease.
-        rng: for the label.
+        rng: the source of the label.
     """
 
     def __init__(

@@ -53,7 +53,7 @@ class Relay:
         transport: shared by all sessions; the caller closes it.
         name: the replica's name; default: host and process id.
         clock: monotonic seconds that include the time in which the machine is suspended.
-        rng: for the jitter of retries and probes.
+        rng: the source of the jitter of retries and probes.
         telemetry: receives logs, metrics and traces of deliveries.
         brokers: makes the brokers of endpoints; None: there are only HTTP receivers.
         wait_for_database: wait for one that is not available at the first attempt to register,

@@ -44,7 +44,7 @@ class Session:
     Args:
         former: labels of this process's earlier replicas, see `Registration`.
         clock: steady seconds for the lease; wall-clock time comes from the database.
-        rng: for the label, and the jitter of retries and probes.
+        rng: the source of the label, and of the jitter of retries and probes.
         telemetry: receives logs, metrics and traces of deliveries.
         on_registered: called after the registration.
     """

@@ -81,7 +81,7 @@ def build_session(
 
     Args:
         clock: seconds of the steady clock; wall-clock time comes from the database.
-        rng: for the jitter of retries and probes.
+        rng: the source of the jitter of retries and probes.
     """
     me, here, workers = registered.replica_id, registered.timeline, registered.workers
     stores, actor = connections.stores, f"replica {registered.replica_id}"
@@ -113,7 +113,7 @@ def build_session(
         lease_left_s,
         scheduler,
         on_idle=wake_ownership.set,
-        on_breaker_change=wake_supervisor.set,
+        wake_supervisor=wake_supervisor.set,
         now=now,
         rng=rng,
         telemetry=telemetry,

@@ -50,7 +50,7 @@ PLANS_MAX = 100
 """Maximum number of plans for one change, if others change the same things all the time."""
 CONFLICTS_MAX = 10
 """Maximum number of plans whose writes violate a unique constraint."""
-LOCK_TIMEOUT_S = 10.0
+CHANGE_LOCK_TIMEOUT_S = 10.0
 """Maximum wait for each lock; all are held for milliseconds only."""
 RESPONSE_S = 60.0
 """Maximum time for one plan and its message; then the connection counts as lost."""
@@ -91,8 +91,8 @@ class Change:
     """The statements of one plan.
 
     Args:
-        connection: for reading; nothing may be written or locked on it.
-        actor: for the journal.
+        connection: a connection for reading; nothing may be written or locked on it.
+        actor: the actor in the journal.
         request: the request id.
         routing: see `make_change`; a plan may decide it.
     """
@@ -183,7 +183,7 @@ async def make_change(
     """Plan a change and write it; returns the result of the plan that was written.
 
     Args:
-        actor: for the journal.
+        actor: the actor in the journal.
         routing: the change concerns endpoints, subscriptions, lanes or replays: it applies from
             the next batch on, and is planned again if another one of these is made meanwhile.
         long: the plan may take longer than RESPONSE_S.
@@ -291,13 +291,13 @@ class _Execution(Generic[T, R]):
     async def _send(self, connection: Any, calls: Sequence[WriteCall], result: T) -> bool:
         """Send the message; returns False if the plan is outdated."""
         try:
-            await connection.write_together(*calls, lock_timeout_s=LOCK_TIMEOUT_S)
+            await connection.write_together(*calls, lock_timeout_s=CHANGE_LOCK_TIMEOUT_S)
         except LOST_ERRORS:
             self.sent.append(result)
             raise
         except asyncpg.LockNotAvailableError:
             raise CannotRun(
-                f"another session holds a lock for over {LOCK_TIMEOUT_S:g} s; nothing was "
+                f"another session holds a lock for over {CHANGE_LOCK_TIMEOUT_S:g} s; nothing was "
                 "changed; see: outbox doctor"
             ) from None
         except asyncpg.DeadlockDetectedError:

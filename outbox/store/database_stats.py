@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from asyncpg import Connection
 
-DEAD_LETTERS_MAX = 100_000
+COUNTED_DEAD_LETTERS_MAX = 100_000
 """Upper bound of the count of dead letters, which reads them one by one."""
 
 # Statistics for metrics.  Ids are assigned in order, so the lowest open gap is the oldest: it
@@ -20,7 +20,7 @@ WITH newest AS MATERIALIZED (SELECT young FROM batch ORDER BY batch DESC LIMIT 1
 oldest AS MATERIALIZED (
     SELECT least((SELECT lo FROM gap ORDER BY lo LIMIT 1), lower(young)) AS id FROM newest)
 SELECT (SELECT count(*)
-          FROM (SELECT FROM dead_letter WHERE state = 'dead' LIMIT {DEAD_LETTERS_MAX}) d)
+          FROM (SELECT FROM dead_letter WHERE state = 'dead' LIMIT {COUNTED_DEAD_LETTERS_MAX}) d)
            AS dead_letters,
        (SELECT extract(epoch FROM clock_timestamp() - b.at)::float8
           FROM oldest, LATERAL (

@@ -22,9 +22,14 @@ def epoch_s(column: str) -> str:
 
 
 def key_hash(key: str, event_id: str) -> str:
-    """An expression for the hash that selects an event's lane: of its key, or its id.
+    """The hash of an event's key, or the event's id if it has no key.
 
-    It is not negative, as `abs` of a hash can be.
+    `Router.placements` takes it modulo the number of lanes.  It is not negative, as `abs` of a
+    hash can be.
+
+    Args:
+        key: an expression for the key.
+        event_id: an expression for the id.
     """
     return f"""CASE WHEN {key} IS NULL THEN {event_id}
             ELSE hashtextextended({key}, 0) & 9223372036854775807 END"""

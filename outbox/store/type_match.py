@@ -26,15 +26,15 @@ FILTER_MET = (
     "(s.filter IS NULL OR CASE WHEN o.payload IS NOT NULL "
     "THEN matches_filter(o.payload, s.filter) WHEN o.body IS NOT NULL THEN false END)"
 )
-"""False also for a payload that is not JSON.  NULL: unknown, because the filter cannot be evaluated
-(which the relay treats as a match), or because the payload was erased."""
+"""Whether the payload matches; false also for one that is not JSON.  NULL: unknown, because the
+filter cannot be evaluated (which the relay treats as a match), or the payload was erased."""
 
 
 def matches_criteria(row: str, at: str, criteria: str = "s") -> str:
     """Whether criteria include the row of an event or a dead letter.
 
     Args:
-        at: its column with the time to which `since` and `until` apply.
+        at: the column with the time to which `since` and `until` apply.
     """
     types = TYPE_MATCHES.replace("s.types", f"{criteria}.types").replace("o.type", f"{row}.type")
     return f"""

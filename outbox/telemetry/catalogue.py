@@ -22,7 +22,22 @@ DELIVERY_OUTCOMES: tuple[str, ...] = ("delivered", *get_args(DeadLetterReason))
 ATTEMPT_OUTCOMES = ("delivered", "retry", "refused")
 """Results of an attempt."""
 
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+DURATION_BOUNDS_S = (
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    300.0,
+)
 RETRY_SECONDS = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 10800.0, 21600.0, 86400.0)
 ATTEMPTS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0)
 
@@ -46,7 +61,7 @@ class Metric:
     description: str
     attributes: tuple[str, ...] = ()
     bounds: tuple[float, ...] = ()
-    """For a histogram: the upper bounds of its buckets."""
+    """Upper bounds of the buckets of a histogram."""
 
     @property
     def prometheus(self) -> str:
@@ -79,7 +94,7 @@ ATTEMPT_DURATION = Metric(
     "s",
     "Duration of a request, from the DNS lookup to the response.",
     ("endpoint",),
-    SECONDS,
+    DURATION_BOUNDS_S,
 )
 DELIVERY_LATENCY = Metric(
     "outbox.delivery.latency",
@@ -88,7 +103,7 @@ DELIVERY_LATENCY = Metric(
     "Time from the commit of an event to its acknowledgement by the receiver. Excludes replays "
     "and backfills.",
     ("endpoint",),
-    SECONDS,
+    DURATION_BOUNDS_S,
 )
 DELIVERY_ATTEMPTS = Metric(
     "outbox.delivery.attempts",

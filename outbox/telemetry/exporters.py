@@ -69,7 +69,7 @@ class TelemetryExport:
     resource: Resource
     provider: TracerProvider | None
     tracing: Tracing | None
-    """None: tracing is off."""
+    """The tracing; None: it is off."""
     metrics: MetricExporter | None
     interval_s: float
     timeout_s: float
@@ -157,7 +157,7 @@ def configure_export(
 
     Args:
         instance: the name of this replica.
-        version: of this program.
+        version: the version of this program.
         env: replaces the process's environment; the SDK still reads the latter.
 
     Raises:

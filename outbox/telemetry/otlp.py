@@ -24,7 +24,7 @@ class OtlpConverter:
 
     Args:
         resource: the resource of all metrics.
-        version: of this program.
+        version: the version of this program.
         delta: delta temporality, the change since the last snapshot; False: cumulative.  Gauges
             are the same in both.
     """

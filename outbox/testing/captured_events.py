@@ -104,7 +104,7 @@ class CapturedEvent:
     """What `publish` returned."""
     created_at: datetime | None = field(default=None, compare=False)
     content_type: str | None = None
-    """Of a payload that is not JSON."""
+    """The content type of a payload that is not JSON."""
 
     def __repr__(self) -> str:
         """The constructor's call, without what is absent or not compared."""

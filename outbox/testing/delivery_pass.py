@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 
     Receivers: TypeAlias = ReceiverLike | Mapping[str, ReceiverLike] | None
 
-TIMEOUT_S = 10.0
-POLL_S = 0.02
-DRAIN_S = 1.0
-"""For requests in flight when the time is up."""
+PASS_TIMEOUT_S = 10.0
+PASS_POLL_S = 0.02
+PASS_DRAIN_S = 1.0
+"""Time that requests in flight have when the time of the pass is up."""
 _SILENT = "the database does not respond"
 
 # Relays that may own the endpoints: their lease has not expired.
@@ -92,7 +92,7 @@ class PendingLane:
     endpoint: str
     lane: str
     sequence: int
-    """Of the first pending delivery."""
+    """The sequence number of the first pending delivery."""
     pending: int
     """Number of pending deliveries."""
     attempts: int
@@ -128,7 +128,7 @@ def deliver_now(
     dsn: str | None = None,
     receivers: Receivers = None,
     *,
-    timeout_s: float = TIMEOUT_S,
+    timeout_s: float = PASS_TIMEOUT_S,
     raise_errors: bool = True,
     schema: str | None = None,
 ) -> DeliveryReport:
@@ -138,7 +138,8 @@ def deliver_now(
     called in this thread.
 
     Args:
-        dsn: of the database, as for `outbox relay`; None: OUTBOX_DSN, and the other settings.
+        dsn: the database's address, as for `outbox relay`; None: OUTBOX_DSN, and the other
+            settings.
         receivers: one for all endpoints, or by endpoint name: an `AsyncReceiver`, a `Receiver`, an
             ASGI or WSGI application, or a function that takes a `Request` and returns a status.
             Endpoints without one respond with 204.
@@ -194,7 +195,7 @@ async def deliver_now_async(
     dsn: str | None = None,
     receivers: Receivers = None,
     *,
-    timeout_s: float = TIMEOUT_S,
+    timeout_s: float = PASS_TIMEOUT_S,
     raise_errors: bool = True,
     schema: str | None = None,
 ) -> DeliveryReport:
@@ -216,7 +217,7 @@ async def _deliver(
     *,
     raise_errors: bool,
 ) -> DeliveryReport:
-    settings = load({"dsn": dsn, "schema_name": schema, "drain_s": DRAIN_S})
+    settings = load({"dsn": dsn, "schema_name": schema, "drain_s": PASS_DRAIN_S})
     address = addresses.from_settings(settings)
     connection = await connect(
         address,
@@ -280,7 +281,7 @@ async def _run_pass(connection: Connection[Any], relay: Relay, timeout_s: float)
     try:
         async with asyncio.timeout(timeout_s):
             while not working.done() and not await _is_done(connection, before):
-                await asyncio.wait([working], timeout=POLL_S)
+                await asyncio.wait([working], timeout=PASS_POLL_S)
     except TimeoutError:
         raise TimeoutError(await _unfinished(connection, relay, before, timeout_s)) from None
     finally:
@@ -303,7 +304,7 @@ async def _unfinished(
 ) -> str:
     """Describe what is left when the time is up."""
     try:
-        async with asyncio.timeout(DRAIN_S):
+        async with asyncio.timeout(PASS_DRAIN_S):
             rows = await connection.fetch(READ_PENDING)
     except TimeoutError:
         return f"deliver_now: not done after {limit_s:g} s: {_SILENT}"

@@ -17,7 +17,7 @@ class FaultyNetwork:
     """Drops, duplicates and reorders requests, deterministically for a seed.
 
     Args:
-        seed: of the random choices.
+        seed: the seed of the random choices.
         drop_rate: share of requests that never arrive, 0 to 1.
         duplicate_rate: share of requests that arrive twice, the second time at any later
             position, 0 to 1.

@@ -11,14 +11,14 @@ from outbox.receiver.verification import pairs_of
 if TYPE_CHECKING:
     from outbox.receiver.requests import Request
 
-TIMEOUT_S = 15.0
+POST_TIMEOUT_S = 15.0
 
 
-async def send(url: str, request: Request, *, timeout_s: float = TIMEOUT_S) -> int:
+async def send(url: str, request: Request, *, timeout_s: float = POST_TIMEOUT_S) -> int:
     """Send a request and return the response status.
 
     Args:
-        url: of the receiver.
+        url: the receiver's URL.
         request: method, headers and body.
         timeout_s: total time-out, in seconds.
 

@@ -57,9 +57,10 @@ class SentRequest:
     endpoint: str
     url: str
     request: Request
-    """As the receiver got it, with headers as pairs."""
+    """The request as the receiver got it, with headers as pairs."""
     status: int | None
-    """None: no response, because the receiver took longer than the endpoint's time-out."""
+    """The response's status; None: no response, because the receiver took longer than the
+    endpoint's time-out."""
     response_headers: Headers = ()
     response_body: bytes = b""
     error: BaseException | None = None
@@ -98,7 +99,7 @@ class InProcessTransport:
     """A relay's transport that calls receivers instead of opening connections.
 
     Args:
-        endpoints: by id.
+        endpoints: the endpoints by id.
         receivers: one for all endpoints, or by endpoint name; endpoints without one respond with
             204, and their requests are recorded like all others.
         run_blocking: runs receivers that are not coroutines.

@@ -126,7 +126,7 @@ class FakeSender:
             tenant: tenant of the event.
             lane: name of the lane; None: the first one.
             lane_ends: mark the delivery as the last one of its lane.
-            content_type: of a payload that is not JSON.
+            content_type: the content type of a payload that is not JSON.
         """
         self._events += 1
         delivery = Delivery(

@@ -1,8 +1,8 @@
 """HTTP server with limits against slow and idle clients.
 
 A client must send a request's head within `REQUEST_HEAD_TIMEOUT_S` of the last response,
-and read a response within `RESPONSE_TIMEOUT_S`; the handler limits the body.  At most
-`CONNECTIONS_MAX` connections are open.  One more closes another one for whose client the
+and read a response within `RESPONSE_READ_TIMEOUT_S`; the handler limits the body.  At most
+`CLIENT_CONNECTIONS_MAX` connections are open.  One more closes another one for whose client the
 server waits.  Connections are grouped by the client's address and by what the server waits
 for (`Awaited`), and the longest waiting connection of the largest group is closed.  So a
 client that holds many connections, in whatever state, takes them from itself, and a new
@@ -49,16 +49,16 @@ SHUTDOWN_S = 0.5
 """How long shutdown waits for open requests; aiohttp waits twice."""
 REQUEST_HEAD_TIMEOUT_S = 75.0
 """Longer than the keep-alive time-out of most proxies."""
-RESPONSE_TIMEOUT_S = 60.0
-LINGER_S = 1.0
+RESPONSE_READ_TIMEOUT_S = 60.0
+CLOSE_LINGER_S = 1.0
 """How long the rest of a body is read after its response: closing a connection with unread data
 resets it, and the client might not see the response."""
-CONNECTIONS_MAX = 512
-READ_BYTES = 16 * 1024
+CLIENT_CONNECTIONS_MAX = 512
+UNREAD_BODY_BYTES_MAX = 16 * 1024
 """Bytes of a body after which a connection waits for its handler to take them."""
 PARSING_S = 0.001
 """A full buffer or a malformed request costs a third of it, a few bytes a hundredth."""
-RECEIVE_BYTES = 32 * 1024
+CLIENT_RECEIVE_BYTES = 32 * 1024
 """Bytes that the kernel holds for a connection, about.  All connections with data are read in one
 iteration of the loop, so this bounds its duration.  The kernel doubles it: with less than a segment
 of the loopback interface (64 KiB), a sender there waits 0.2 s again and again."""
@@ -133,13 +133,13 @@ class Awaited(Enum):
     FIRST_REQUEST = "first request"
     NEXT_REQUEST = "next request"
     BODY = "body"
-    """Before or after the response."""
+    """The rest of the body, before or after the response."""
     READING = "reading"
-    """That the client reads the response."""
+    """The client reads the response."""
 
 
 class _Server:
-    """An HTTP server with at most `CONNECTIONS_MAX` connections."""
+    """An HTTP server with at most `CLIENT_CONNECTIONS_MAX` connections."""
 
     def __init__(self, application: web.Server) -> None:
         self.connections: dict[web.RequestHandler, _Connection] = {}
@@ -155,7 +155,7 @@ class _Server:
             access_log=None,
             auto_decompress=False,
             lingering_time=0,  # See `_Connection.end_request`.
-            read_bufsize=READ_BYTES,
+            read_bufsize=UNREAD_BODY_BYTES_MAX,
         )
 
     async def accept(self, listener: socket.socket) -> None:
@@ -249,14 +249,14 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
         transport.get_extra_info("socket").setsockopt(
-            socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES
+            socket.SOL_SOCKET, socket.SO_RCVBUF, CLIENT_RECEIVE_BYTES
         )
         peer = transport.get_extra_info("peername")
         self.address = address_key(peer[0]) if peer else ""
         self.server.connections[self.http] = self
         self.http.connection_made(transport)
         self.server.wait(self, Awaited.FIRST_REQUEST, REQUEST_HEAD_TIMEOUT_S)
-        if len(self.server.connections) > CONNECTIONS_MAX:
+        if len(self.server.connections) > CLIENT_CONNECTIONS_MAX:
             largest = max(self.server.waiting.values(), key=len)
             next(iter(largest)).abort()
 
@@ -300,7 +300,7 @@ class _Connection(asyncio.Protocol):
         if not content.is_eof():
             self.server.wait(self, Awaited.BODY)
             with suppress(Exception):  # It is late, broken, or the client is gone.
-                async with asyncio.timeout(LINGER_S):
+                async with asyncio.timeout(CLOSE_LINGER_S):
                     while not content.is_eof():
                         await self.server.turns.wait()
                         await content.readany()
@@ -336,7 +336,7 @@ class _Writer(StreamWriter):
             headers.setdefault(name, value)
         if self.last:
             headers["Connection"] = "close"
-        self.connection.server.wait(self.connection, Awaited.READING, RESPONSE_TIMEOUT_S)
+        self.connection.server.wait(self.connection, Awaited.READING, RESPONSE_READ_TIMEOUT_S)
         await super().write_headers(status_line, headers)
 
     async def write_eof(self, chunk: bytes = b"") -> None:

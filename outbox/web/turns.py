@@ -49,7 +49,7 @@ class TimeShare:
     """Runs pieces of work until their time in one iteration of a loop is over; the others wait.
 
     Args:
-        share_s: their time in an iteration, in seconds; the last piece may exceed it.
+        share_s: the time that they have in an iteration, in seconds; the last piece may exceed it.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, share_s: float) -> None:

@@ -184,7 +184,7 @@ async def test_failed_logins_name_a_few_addresses_and_count_the_others(database:
         others = await until(lambda: fetchval(database, sql), 20, "the row")
         writing.cancel()
         await asyncio.wait([writing])
-    assert int(others) == 100 - login_failures.ADDRESSES_MAX
+    assert int(others) == 100 - login_failures.REPORTED_ADDRESSES_MAX
 
 
 async def test_a_lock_held_by_another_transaction_is_a_503(
@@ -472,7 +472,7 @@ async def test_slow_requests_leave_connections_for_others(
         newcomer = api.with_token(await make_token(database, "new"))
         assert (await newcomer.get("/v1/status")).status == 200
         with monkeypatch.context() as hurry:
-            hurry.setattr("outbox.api.database.WAIT_S", 0.01)
+            hurry.setattr("outbox.api.database.CONNECTION_WAIT_S", 0.01)
             refused = await newcomer.post("/v1/erase", {"tenant": "acme", "dry_run": True})
         assert (refused.status, at_work) == (503, LONG_MAX)
         assert refused.detail == "2 long requests are already running; try again later"

@@ -13,7 +13,7 @@ from outbox.api import body_limits
 from outbox.api.body_limits import EVENT_BYTES_MAX
 from outbox.api.problem import Problem
 from outbox.api.request_slots import ADDRESS, TOKEN, RequestSlots
-from outbox.api.route import BODY_VALUES_MAX, PAYLOAD_BODY_BYTES_MAX
+from outbox.api.route import PAYLOAD_BODY_BYTES_MAX, REQUEST_BODY_VALUES_MAX
 from outbox.store.connection.migrate import migrate
 from tests.support.api import make_token, serving
 from tests.support.costs import connected_client, only_on_linux
@@ -86,7 +86,7 @@ async def test_the_limit_is_read_again(
     database: Database, api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert (await api.post("/v1/events", data=body(2 * MIB))).status == 413
-    monkeypatch.setattr(body_limits, "KEEP_S", 0.0)
+    monkeypatch.setattr(body_limits, "PAYLOAD_LIMIT_KEEP_S", 0.0)
     await set_limit(database, 2 * MIB)
     assert (await api.post("/v1/events", data=body(2 * MIB))).status == 201
 
@@ -111,7 +111,7 @@ async def test_payloads_of_4_mib_neither_pause_the_relay_nor_fill_its_memory(
     await set_limit(database, size)
     token = await make_token(database)
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-    count = BODY_VALUES_MAX - 100
+    count = REQUEST_BODY_VALUES_MAX - 100
     text = b'"' + b"a" * (size // count - 4) + b'"'
     payloads = {
         "text": b'"' + b"a" * (size - 20) + b'"',

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.api.live_cache import ENDPOINTS, ENDPOINTS_MAX, FRESH_S, LiveStatusCache
+from outbox.api.live_cache import FRESH_S, LIVE_ENDPOINTS, LIVE_ENDPOINTS_MAX, LiveStatusCache
 from outbox.operations import live_status
 from tests.support.api import make_token
 from tests.support.relay import (
@@ -120,18 +120,18 @@ async def test_concurrent_requests_share_a_query(
         return [each.name for each in seen.endpoints]
 
     async with database.connection(server_settings={"search_path": "relay"}) as connection:
-        for limit in range(ENDPOINTS + 1):
+        for limit in range(LIVE_ENDPOINTS + 1):
             assert await names(connection, limit) == ["a", "b", "c"][:limit]
-        assert asked == [ENDPOINTS]
+        assert asked == [LIVE_ENDPOINTS]
         at = (await book.snapshot(connection, "relay", None, 2))[0].totals.at
-        for limit in range(ENDPOINTS + 1, ENDPOINTS_MAX + 1):
+        for limit in range(LIVE_ENDPOINTS + 1, LIVE_ENDPOINTS_MAX + 1):
             assert await names(connection, limit) == ["a", "b", "c"], "who asks for more gets it"
-        assert asked == [ENDPOINTS, ENDPOINTS_MAX], "once"
+        assert asked == [LIVE_ENDPOINTS, LIVE_ENDPOINTS_MAX], "once"
         seen, samples = await book.snapshot(connection, "relay", None, 3)
         assert (seen.totals.at, list(samples)) == (at, []), "it says nothing of rates"
         now += FRESH_S
         await names(connection, 3)
-        assert asked == [ENDPOINTS, ENDPOINTS_MAX, ENDPOINTS_MAX]
+        assert asked == [LIVE_ENDPOINTS, LIVE_ENDPOINTS_MAX, LIVE_ENDPOINTS_MAX]
         polling = book._caches[None].refreshing
         async with polling:  # While a query runs, others get the latest snapshot.
             assert (await book.snapshot(connection, "relay", None, 3))[0].totals.at > at
@@ -143,7 +143,7 @@ async def test_concurrent_requests_share_a_query(
         polling.release()
         _, samples = await late
         assert list(samples) == [], "what was an hour ago says nothing of now"
-        assert asked[3:] == [ENDPOINTS], "nor does who asked for more then"
+        assert asked[3:] == [LIVE_ENDPOINTS], "nor does who asked for more then"
 
 
 async def test_a_tenant_sees_only_its_own_endpoints(database: Database, api: Api) -> None:

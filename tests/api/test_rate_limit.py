@@ -187,8 +187,8 @@ async def test_a_receiver_over_its_limit_waits_and_continues(
 
 
 def test_the_number_of_limited_addresses_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rate_limit, "ADDRESSES_MAX", 50)
-    monkeypatch.setattr(rate_limit, "TOKENS_MAX", 50)
+    monkeypatch.setattr(rate_limit, "LIMITED_ADDRESSES_MAX", 50)
+    monkeypatch.setattr(rate_limit, "LIMITED_TOKENS_MAX", 50)
     monkeypatch.setattr(rate_limit, "GOOD_MAX", 50)
     here = RateLimiter(1, Clock())
     for n in range(500):

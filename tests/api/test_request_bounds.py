@@ -19,12 +19,12 @@ import orjson
 import pytest
 
 from outbox.api import request_body
-from outbox.api.endpoint_config import ENDPOINTS_MAX
+from outbox.api.endpoint_config import CONFIG_ENDPOINTS_MAX
 from outbox.api.events import TRACED_EVENTS_MAX
 from outbox.api.openapi import document
 from outbox.api.problem import Problem
 from outbox.api.request_parsing import validate
-from outbox.api.route import BODY_BYTES_MAX, BODY_VALUES_MAX, SMALL_BYTES_MAX
+from outbox.api.route import REQUEST_BODY_BYTES_MAX, REQUEST_BODY_VALUES_MAX, SMALL_BYTES_MAX
 from outbox.api.routes import ROUTES
 from tests.support.api import make_token, serving
 from tests.support.costs import (
@@ -119,10 +119,10 @@ def _of_events(size: int) -> Iterator[tuple[str, bytes]]:
 def _of_declaration(size: int) -> Iterator[tuple[str, bytes]]:
     declared = b'{"name":"n%d","url":"https://e.example/%d","types":["a.*"],"lanes":%d}'
     for lanes in (1, 2):
-        several = b",".join(declared % (n, n, lanes) for n in range(ENDPOINTS_MAX))
+        several = b",".join(declared % (n, n, lanes) for n in range(CONFIG_ENDPOINTS_MAX))
         yield f"endpoints with {lanes} lanes", b'{"endpoints":[' + several + b"]}"
     large = b'{"name":"n%d","url":"https://e.example/","headers":{"A":"' + b"'" * 950 + b'"}}'
-    several = b",".join(large % n for n in range(ENDPOINTS_MAX))
+    several = b",".join(large % n for n in range(CONFIG_ENDPOINTS_MAX))
     yield "large endpoints", b'{"endpoints":[' + several + b"]}"
     yield "an endpoint's unknown settings", b'{"endpoints":[{' + _entries(size - 100) + b"}]}"
     long = b'{"endpoints":[{"name":"a","url":"https://e.example/","%s":1}]}'
@@ -191,7 +191,7 @@ def _walk(url: str, token: str, costs: Costs) -> set[int]:
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
     statuses: set[int] = set()
     for method, path, operation, fields in _operations():
-        size = LIMITS[operation] if fields is not None else BODY_BYTES_MAX
+        size = LIMITS[operation] if fields is not None else REQUEST_BODY_BYTES_MAX
         bodies = [("ignored", b"[" * size)] if fields is None else _bodies(fields, size)
         more = MORE[operation](size) if operation in MORE else ()
         for what, body in chain(bodies, more):
@@ -252,7 +252,7 @@ async def test_refused_bodies_are_freed_without_the_garbage_collector(
     monkeypatch.setattr(request_body, "PARSING", UNLIMITED)
     token = await make_token(database)
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-    payload = b"{" + _entries((BODY_VALUES_MAX - 10) * 12) + b"}"
+    payload = b"{" + _entries((REQUEST_BODY_VALUES_MAX - 10) * 12) + b"}"
     async with serving(database) as api:
 
         def send(start: bytes) -> None:
@@ -286,7 +286,7 @@ def test_every_list_in_a_request_is_limited_and_checked_up_to_the_first_error() 
             for name, field in definition.get("properties", {}).items():
                 for form in (field, *field.get("anyOf", ())):
                     if form.get("type") == "array":
-                        assert form["maxItems"] <= ENDPOINTS_MAX, (model, name)
+                        assert form["maxItems"] <= CONFIG_ENDPOINTS_MAX, (model, name)
                         checked += 1
                     if isinstance(form.get("additionalProperties"), dict):
                         assert form["maxProperties"] <= 64, (model, name)

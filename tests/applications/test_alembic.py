@@ -266,7 +266,7 @@ async def test_a_lock_that_is_not_released_is_reported(
 async def test_a_schema_that_another_session_creates_meanwhile_is_used(
     empty_database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(migrate_in_transaction, "LOCK_TIMEOUT_S", 10.0)
+    monkeypatch.setattr(migrate_in_transaction, "MESSAGE_LOCK_TIMEOUT_S", 10.0)
     config = environment(empty_database, tmp_path, f"outbox.alembic.upgrade(op, to={NEWEST})")
     waiting = "SELECT EXISTS (SELECT FROM pg_locks WHERE NOT granted)"
     async with empty_database.connection() as other, asyncio.TaskGroup() as tasks:

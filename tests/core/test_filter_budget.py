@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox.core.sequencing.filter_budget import (
-    BURST_S,
+    FILTER_BURST_S,
+    FILTER_TIMEOUT_S,
     NOTICEABLE_S,
     REFILL_SHARE,
-    TIMEOUT_S,
     FilterBudget,
     FilterFailure,
     FilterStopReason,
@@ -122,7 +122,7 @@ CHEAP = [(f"tenant {n}", "@.cheap == 1") for n in range(20)]
 COSTLY = ("costly", "@.costly == 1")
 
 
-@pytest.mark.parametrize("cost_s", [1e9, TIMEOUT_S * 2, TIMEOUT_S * 0.9, 0.06, 0.04])
+@pytest.mark.parametrize("cost_s", [1e9, FILTER_TIMEOUT_S * 2, FILTER_TIMEOUT_S * 0.9, 0.06, 0.04])
 def test_one_costly_filter_is_stopped_and_no_other(cost_s: float) -> None:
     async def main() -> None:
         server = Server()
@@ -131,8 +131,8 @@ def test_one_costly_filter_is_stopped_and_no_other(cost_s: float) -> None:
         server.cost_s[COSTLY[1]] = cost_s
         longest_s = max([await leader.batch() for _ in range(200)])
         assert leader.stopped.keys() == {COSTLY}
-        assert longest_s < 4 * TIMEOUT_S
-        assert leader.busy_s < 2 * (BURST_S + TIMEOUT_S) + 200 * len(CHEAP) * 20e-6
+        assert longest_s < 4 * FILTER_TIMEOUT_S
+        assert leader.busy_s < 2 * (FILTER_BURST_S + FILTER_TIMEOUT_S) + 200 * len(CHEAP) * 20e-6
         assert await leader.batch() < 0.01
 
     run_virtual(main())
@@ -149,7 +149,7 @@ def test_a_filter_within_the_refill_is_not_stopped() -> None:
     run_virtual(main())
 
 
-@pytest.mark.parametrize("cost_s", [TIMEOUT_S * 0.95, NOTICEABLE_S * 0.95, 0.009])
+@pytest.mark.parametrize("cost_s", [FILTER_TIMEOUT_S * 0.95, NOTICEABLE_S * 0.95, 0.009])
 @pytest.mark.parametrize("tenants", [1, 100])
 def test_a_hundred_filters_below_the_limit_use_no_more_than_the_account(
     cost_s: float, tenants: int
@@ -163,17 +163,17 @@ def test_a_hundred_filters_below_the_limit_use_no_more_than_the_account(
         for _ in range(20):
             longest_s = max(longest_s, await leader.batch())
         # The first batch: the account, and twice the lower bound for each other filter.
-        assert longest_s < BURST_S + 2 * NOTICEABLE_S * 100 + 1
+        assert longest_s < FILTER_BURST_S + 2 * NOTICEABLE_S * 100 + 1
         before_s = leader.busy_s
         await leader.batches(100, gap_s=0.5)
         # Filters that were charged too little to be noticed continue.
-        assert leader.busy_s - before_s < REFILL_SHARE * 100 + BURST_S + 100 * NOTICEABLE_S
+        assert leader.busy_s - before_s < REFILL_SHARE * 100 + FILTER_BURST_S + 100 * NOTICEABLE_S
         assert leader.stopped.keys() <= set(hundred)
 
     run_virtual(main())
 
 
-@pytest.mark.parametrize("cost_s", [10.0, TIMEOUT_S * 0.9, NOTICEABLE_S * 0.8])
+@pytest.mark.parametrize("cost_s", [10.0, FILTER_TIMEOUT_S * 0.9, NOTICEABLE_S * 0.8])
 @pytest.mark.parametrize("at_once", [1, 3])
 def test_changing_a_filter_refills_nothing_and_stops_no_other_tenants_filter(
     cost_s: float, at_once: int
@@ -191,7 +191,9 @@ def test_changing_a_filter_refills_nothing_and_stops_no_other_tenants_filter(
             await asyncio.sleep(1.0)
         assert {tenant for tenant, _ in leader.stopped} <= {"changing"}
         # The account, and the lower bound for both evaluations of each filter.
-        bound_s = BURST_S + REFILL_SHARE * now() + 300 * at_once * min(cost_s, 2 * NOTICEABLE_S)
+        bound_s = (
+            FILTER_BURST_S + REFILL_SHARE * now() + 300 * at_once * min(cost_s, 2 * NOTICEABLE_S)
+        )
         assert leader.busy_s < bound_s
 
     run_virtual(main())
@@ -202,11 +204,11 @@ def test_a_filter_that_is_costly_in_every_other_batch_is_stopped() -> None:
         server = Server()
         leader = Leader(server, [*CHEAP, COSTLY])
         for n in range(100):
-            server.cost_s[COSTLY[1]] = n % 2 * TIMEOUT_S * 0.5
+            server.cost_s[COSTLY[1]] = n % 2 * FILTER_TIMEOUT_S * 0.5
             await leader.batch()
         assert leader.stopped.keys() == {COSTLY}
         # Its shared statements are not charged.
-        assert leader.busy_s < 4 * BURST_S
+        assert leader.busy_s < 4 * FILTER_BURST_S
 
     run_virtual(main())
 
@@ -235,7 +237,10 @@ def test_two_stalls_that_the_reference_condition_falls_between_stop_no_filter(ga
     async def main() -> None:
         server = Server()
         server.cost_s[COSTLY[1]] = 0.002
-        server.stalls = [(0.0, TIMEOUT_S + 0.0005), (TIMEOUT_S + 0.0005 + gap_s, 10.0)]
+        server.stalls = [
+            (0.0, FILTER_TIMEOUT_S + 0.0005),
+            (FILTER_TIMEOUT_S + 0.0005 + gap_s, 10.0),
+        ]
         leader = Leader(server, [COSTLY])
         await leader.batch()
         assert not leader.stopped
@@ -377,4 +382,4 @@ def test_charged_time_is_bounded_by_the_account(charges: Charges) -> None:
         total_s += took_s
         budget.charge(("t", f"{n}"), took_s)
         stopped |= {text for _, text in budget.settle()}
-    assert total_s <= BURST_S + REFILL_SHARE * at + len(charges) * NOTICEABLE_S + 1e-3
+    assert total_s <= FILTER_BURST_S + REFILL_SHARE * at + len(charges) * NOTICEABLE_S + 1e-3

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from outbox.core.model import redaction
 from outbox.core.model.headers import WIRE_BYTES_MAX, WIRE_COUNT_MAX
 from outbox.core.model.redaction import REDACTED, SecretRedactor, redact
-from outbox.core.model.response import BODY_BYTES_MAX, AttemptResult
+from outbox.core.model.response import RESPONSE_BODY_BYTES_MAX, AttemptResult
 from outbox.core.model.stored_response import stored_response
 
 if TYPE_CHECKING:
@@ -104,14 +104,16 @@ def test_a_secret_that_is_cut_off_is_redacted(encode: object) -> None:
     assert callable(encode)
     text = encode("hunter2-hunter3")
     for length in range(6, len(text)):
-        body = ("x" * BODY_BYTES_MAX + text[:length])[-BODY_BYTES_MAX:].encode()
+        body = ("x" * RESPONSE_BODY_BYTES_MAX + text[:length])[-RESPONSE_BODY_BYTES_MAX:].encode()
         kept = redact(AttemptResult.completed(400, 0.001, body=body), ["hunter2-hunter3"])
         assert text[:6].encode() not in kept.body, length
 
 
 def test_truncation_does_not_move_a_secret_into_the_stored_part() -> None:
     secret = "".join(chr(97 + i % 26) for i in range(3000))
-    response = AttemptResult.completed(400, 0.001, body=(secret.encode() * 6)[:BODY_BYTES_MAX])
+    response = AttemptResult.completed(
+        400, 0.001, body=(secret.encode() * 6)[:RESPONSE_BODY_BYTES_MAX]
+    )
     assert redact(response, [secret]).body == b"(not kept)" * 6
     assert secret[:50] not in str(stored_response(redact(response, [secret])))
 
@@ -158,7 +160,7 @@ def one_pass_s(body: bytes) -> float:
 def test_a_long_response_is_searched_in_about_one_pass(text: str) -> None:
     """Every attempt with header values of its endpoint costs this, in the loop of the relay."""
     secrets = (f"Bearer {'4711-secret-' * 4}", "4711-secret-" * 4)
-    body = (text.encode("latin-1") * BODY_BYTES_MAX)[:BODY_BYTES_MAX]
+    body = (text.encode("latin-1") * RESPONSE_BODY_BYTES_MAX)[:RESPONSE_BODY_BYTES_MAX]
     response = AttemptResult.completed(500, 0.001, body=body)
     redactor = SecretRedactor(secrets)
     assert fastest_s(lambda: redactor.redact(response)) < 4 * one_pass_s(body)
@@ -167,7 +169,9 @@ def test_a_long_response_is_searched_in_about_one_pass(text: str) -> None:
 def test_as_many_header_values_as_an_endpoint_may_have_are_searched_in_few_passes() -> None:
     """A tenant sets the headers of its endpoints."""
     size = WIRE_BYTES_MAX // WIRE_COUNT_MAX - 10
-    body = (b'{"message": "accepted for processing"} ' * BODY_BYTES_MAX)[:BODY_BYTES_MAX]
+    body = (b'{"message": "accepted for processing"} ' * RESPONSE_BODY_BYTES_MAX)[
+        :RESPONSE_BODY_BYTES_MAX
+    ]
     response = AttemptResult.completed(500, 0.001, body=body)
     secrets = [f"{n}-" + "+<" * (size // 2 - 3) for n in range(WIRE_COUNT_MAX)]
     assert fastest_s(lambda: redact(response, secrets), 5) < 100 * one_pass_s(body)

@@ -129,12 +129,12 @@ def test_the_next_chunk_waits_for_the_previous_one() -> None:
         assert throttle.shares(now) == []
     # The poll interval grows, but polling never stops.
     assert waits == pytest.approx(sorted(waits))
-    assert waits[-1] == pytest.approx(replay_throttle.POLL_MAX_S)
+    assert waits[-1] == pytest.approx(replay_throttle.CHUNK_POLL_MAX_S)
 
 
 def test_an_unresponsive_endpoint_delays_others_only_briefly() -> None:
     throttle = ReplayThrottle()
-    down, up = range(replay_throttle.IN_FLIGHT_MAX), replay_throttle.IN_FLIGHT_MAX
+    down, up = range(replay_throttle.CHUNKS_IN_FLIGHT_MAX), replay_throttle.CHUNKS_IN_FLIGHT_MAX
     throttle.load([part(endpoint=n) for n in (*down, up)], 0.0)
     ready(throttle, 0.0)
     shares = throttle.shares(0.0)
@@ -247,5 +247,5 @@ def test_all_deliveries_are_replayed_and_no_rate_is_exceeded(
     limited = [(at, n) for at, job, n in world.chunks if job == 1]
     for i, (since, _) in enumerate(limited):
         for j in range(i, len(limited)):
-            most = (limited[j][0] - since + replay_throttle.BURST_S) * rate_per_s + 1
+            most = (limited[j][0] - since + replay_throttle.REPLAY_BURST_S) * rate_per_s + 1
             assert sum(n for _, n in limited[i : j + 1]) <= most + 1e-6

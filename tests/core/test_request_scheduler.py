@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outbox.core.admission.endpoint_queue import CapacityClass, Slot, WaitReason
-from outbox.core.admission.rate_limit import RESOLUTION_S, SLACK_S, RateLimit
+from outbox.core.admission.rate_limit import RATE_SLACK_S, RESOLUTION_S, RateLimit
 from outbox.core.admission.request_scheduler import (
     FAST_LATENCY_MAX_S,
     PREEMPT_GRACE_S,
@@ -71,7 +71,7 @@ def assert_no_idle_capacity(simulation: Simulation) -> None:
 def assert_rate_kept(begun_at: list[float], per_s: float) -> None:
     for i, since in enumerate(begun_at):
         for n, at in enumerate(begun_at[i:], 1):
-            assert n <= (at - since + SLACK_S) * per_s + 1 + 1e-3
+            assert n <= (at - since + RATE_SLACK_S) * per_s + 1 + 1e-3
 
 
 def random_simulation(rng: Random, places: int) -> Simulation:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox.core.model.response import (
-    BODY_BYTES_MAX,
     DETAIL_CHARS_MAX,
+    RESPONSE_BODY_BYTES_MAX,
     AttemptResult,
     Failure,
     one_line,
@@ -255,7 +255,7 @@ def test_a_summary_is_always_bounded_json(
     # A remaining backslash is not an original one.
     assert "\\u0000" not in text.replace("\\\\", "")
     assert len(text.encode()) < 20_000
-    assert len(response.body) <= BODY_BYTES_MAX
+    assert len(response.body) <= RESPONSE_BODY_BYTES_MAX
 
 
 @given(st.text(st.characters(exclude_categories=())))

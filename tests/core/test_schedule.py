@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from outbox.core.schedules.cron import Cron
 from outbox.core.schedules.schedule import (
-    HEADERS_BYTES_MAX,
-    POLL_MAX_S,
-    POLL_MIN_S,
+    OVERLAP_POLL_MAX_S,
+    OVERLAP_POLL_MIN_S,
+    SCHEDULE_HEADERS_BYTES_MAX,
     DueTicks,
     ScheduleSettings,
     due_ticks,
@@ -112,9 +112,9 @@ def test_each_tick_is_decided_once_at_any_polling_times(
 
 
 def test_polls_of_a_run_become_rarer() -> None:
-    assert overlap_poll_s(0) == overlap_poll_s(1) == POLL_MIN_S
+    assert overlap_poll_s(0) == overlap_poll_s(1) == OVERLAP_POLL_MIN_S
     assert overlap_poll_s(100) == 10
-    assert overlap_poll_s(86400) == POLL_MAX_S
+    assert overlap_poll_s(86400) == OVERLAP_POLL_MAX_S
 
 
 SETTINGS = {"name": "nightly", "cron": "@daily", "type": "a.b"}
@@ -135,7 +135,7 @@ SETTINGS = {"name": "nightly", "cron": "@daily", "type": "a.b"}
         ({"payload": b"{"}, "payload: not JSON"),
         ({"headers": {"x-schedule-TIME": "1"}}, "is reserved for the schedule itself"),
         ({"headers": {"X-Sequence": "1"}}, "is set by the relay"),
-        ({"headers": {"X": "x" * HEADERS_BYTES_MAX}}, "bytes as JSON, the limit is 7680"),
+        ({"headers": {"X": "x" * SCHEDULE_HEADERS_BYTES_MAX}}, "bytes as JSON, the limit is 7680"),
         ({"misfire": "never"}, "misfire: must be one of skip, once, all"),
         ({"overlap": "never"}, "overlap: must be one of allow, wait"),
         ({"grace_s": -1}, "grace: -1 s is not between"),

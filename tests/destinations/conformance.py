@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pytest
 
 from outbox.core.model.headers import format_lines
-from outbox.core.model.response import BODY_BYTES_MAX, DETAIL_CHARS_MAX, AttemptResult, Failure
+from outbox.core.model.response import (
+    DETAIL_CHARS_MAX,
+    RESPONSE_BODY_BYTES_MAX,
+    AttemptResult,
+    Failure,
+)
 from outbox.core.model.stored_response import stored_response
 from outbox.destinations.http.limits import HEADER_BYTES_MAX
 from outbox.destinations.interface import Recipient, Request, Transport
@@ -274,16 +279,16 @@ class TransportConformance:
         async with serving(script) as server:
             response = await transport.send(to(server))
             assert (response.status, response.failure) == (200, None)
-            assert response.body == b"x" * BODY_BYTES_MAX
+            assert response.body == b"x" * RESPONSE_BODY_BYTES_MAX
             assert response.detail == "", "it was not read until the time was out"
             await until(lambda: server.closed_by_peer == 1, what="the connection to be closed")
 
     async def test_a_compression_bomb_is_not_decompressed(self, transport: Transport) -> None:
-        bomb = gzip.compress(b"\0" * 10_000_000)[:BODY_BYTES_MAX]
+        bomb = gzip.compress(b"\0" * 10_000_000)[:RESPONSE_BODY_BYTES_MAX]
         head = f"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: {len(bomb)}\r\n\r\n"
         async with serving(respond_with(head.encode() + bomb)) as server:
             response = await transport.send(to(server))
-        assert (response.status, response.body) == (200, bomb[:BODY_BYTES_MAX])
+        assert (response.status, response.body) == (200, bomb[:RESPONSE_BODY_BYTES_MAX])
 
     @pytest.mark.parametrize("end", ["close", "reset"])
     @pytest.mark.parametrize("status", [200, 503])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from outbox.core.model.response import BODY_BYTES_MAX, DETAIL_CHARS_MAX, Failure
+from outbox.core.model.response import DETAIL_CHARS_MAX, RESPONSE_BODY_BYTES_MAX, Failure
 from outbox.destinations.http.limits import HEADER_BYTES_MAX
 from tests.destinations.conformance import LOOPBACK, Make, closing, drain_in_flight, to
 from tests.destinations.servers import OK, Connection, serving
@@ -52,7 +52,7 @@ class HostileReceivers:
             assert response.status is None
             assert response.failure in expected
         assert response.elapsed_s < total_s + LATE_S
-        assert len(response.body) <= BODY_BYTES_MAX
+        assert len(response.body) <= RESPONSE_BODY_BYTES_MAX
         assert sum(len(n) + len(v) for n, v in response.headers) <= HEADER_BYTES_MAX
         assert len(response.detail) <= DETAIL_CHARS_MAX
         assert response.detail.isprintable()
@@ -74,7 +74,7 @@ class HostileReceivers:
     ) -> None:
         async with serving(SCRIPTS[kind]) as server:
             response = await transport.send(to(server))
-        assert response.body == BOMB[:BODY_BYTES_MAX]
+        assert response.body == BOMB[:RESPONSE_BODY_BYTES_MAX]
 
     @pytest.mark.parametrize(
         "kind",

@@ -16,7 +16,12 @@ from outbox.core.model.response import Failure
 from outbox.destinations.http.transport import HttpTransport
 from outbox.network import dns as resolving
 from outbox.network import dns_cares
-from outbox.network.dns import ADDRESSES_MAX, LOOKUPS_MAX, CachingResolver, Unresolved
+from outbox.network.dns import (
+    LOOKUPS_MAX,
+    RESOLVED_ADDRESSES_MAX,
+    CachingResolver,
+    Unresolved,
+)
 from outbox.network.egress import EgressPolicy
 from tests.destinations.conformance import LOOPBACK, closing, to
 from tests.destinations.nameserver import naming
@@ -124,7 +129,7 @@ async def test_names_without_addresses_are_reported(host: str, says: str) -> Non
 
 async def test_a_thousand_addresses_are_not_all_checked() -> None:
     async with naming({"bomb.example": MANY}) as server, resolver(**server.options) as names:
-        assert len(await names.resolve("bomb.example")) == ADDRESSES_MAX
+        assert len(await names.resolve("bomb.example")) == RESOLVED_ADDRESSES_MAX
 
 
 @pytest.mark.parametrize(

@@ -301,7 +301,7 @@ async def test_callers_that_wait_for_a_context_fail_when_the_cache_closes(
 
     monkeypatch.setattr(tls_contexts, "endpoint_context", slowly)
     kept = ContextCache()
-    many = [Tls(ca=authority.pem + "\n" * n) for n in range(tls_contexts.THREADS + 1)]
+    many = [Tls(ca=authority.pem + "\n" * n) for n in range(tls_contexts.TLS_CONTEXT_THREADS + 1)]
     waiting = [asyncio.ensure_future(kept.get(own)) for own in many]
     await asyncio.sleep(0)
     kept.close()

@@ -177,8 +177,8 @@ async def test_a_sequence_that_is_altered_later_stops_sequencing_until_its_repai
     logs: list[dict[str, str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert sequencer_module.CHECK_EVERY_S <= 30, "it is noticed within a minute"
-    monkeypatch.setattr(sequencer_module, "CHECK_EVERY_S", 0.02)
+    assert sequencer_module.SEQUENCE_CHECK_EVERY_S <= 30, "it is noticed within a minute"
+    monkeypatch.setattr(sequencer_module, "SEQUENCE_CHECK_EVERY_S", 0.02)
     producer = await database.connect()
     async with sleeper(database) as relay:
         await relay.sequenced(await producer.fetchval(INSERT))

@@ -45,7 +45,7 @@ PATIENT = {"base_s": 60.0, "cap_s": 60.0, "jitter": "none", "attempts_max": 3}
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outbox.core.delivery.circuit_breaker.PROBE_MIN_S", 0.02)
     monkeypatch.setattr("outbox.core.delivery.circuit_breaker.PROBE_MAX_S", 0.1)
-    monkeypatch.setattr("outbox.relay.delivery.endpoint_supervisor.CHECK_EVERY_S", 0.1)
+    monkeypatch.setattr("outbox.relay.delivery.endpoint_supervisor.ENDPOINTS_CHECK_EVERY_S", 0.1)
 
 
 async def set_endpoint(database: Database, **columns: Any) -> None:
@@ -125,7 +125,7 @@ async def test_retry_after_holds_off_every_lane_of_the_endpoint(database: Databa
 async def test_the_next_owner_inherits_a_repeated_hold_off(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outbox.relay.delivery.endpoint_supervisor.CHECK_EVERY_S", 3600)
+    monkeypatch.setattr("outbox.relay.delivery.endpoint_supervisor.ENDPOINTS_CHECK_EVERY_S", 3600)
     await add_endpoint(database, retry=PATIENT)
     rests = iter([1, 3600, 3600])
     network = Network(

@@ -11,8 +11,7 @@ import orjson
 import pytest
 
 import outbox
-from outbox.core.schedules.schedule import HEADERS_BYTES_MAX as SCHEDULE_HEADERS_BYTES_MAX
-from outbox.core.schedules.schedule import ScheduleSettings
+from outbox.core.schedules.schedule import SCHEDULE_HEADERS_BYTES_MAX, ScheduleSettings
 from outbox.errors import OutboxError, UsageError
 from outbox.operations import schedule_changes
 from outbox.producers.event import Event

@@ -94,7 +94,7 @@ async def test_start_deliveries_dead_letters_and_stop(database: Database) -> Non
 async def test_expiry_schedules_delayed_events_and_disabling(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outbox.relay.delivery.endpoint_supervisor.CHECK_EVERY_S", 0.1)
+    monkeypatch.setattr("outbox.relay.delivery.endpoint_supervisor.ENDPOINTS_CHECK_EVERY_S", 0.1)
     await add_endpoint(database)
     await add_endpoint(database, "gone")
     async with database.connection(**SESSION) as db:

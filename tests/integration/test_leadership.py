@@ -196,7 +196,7 @@ async def test_a_replaced_leader_writes_nothing_and_becomes_a_standby(database: 
     await producer.execute(INSERT)
     assert await other.sequence_batch() is BatchResult.WRITTEN
     await producer.execute(INSERT)
-    assert await one.sequence_batch() is BatchResult.LOST_LEADERSHIP
+    assert await one.sequence_batch() is BatchResult.STALE
     assert not one.cursor.leads
     assert await other.sequence_batch() is BatchResult.WRITTEN
     assert await check_cursor(producer) == NO_VIOLATIONS
@@ -207,7 +207,7 @@ async def test_a_subscription_change_is_detected_without_an_event(database: Data
     one = await ranges.sequencer(database)
     assert await one.sequence_batch() is BatchResult.EMPTY
     await producer.execute("UPDATE relay.cursor SET version = version + 1")
-    assert await one.sequence_batch() is BatchResult.LOST_LEADERSHIP
+    assert await one.sequence_batch() is BatchResult.STALE
     assert await one.sequence_batch() is BatchResult.EMPTY
     assert await one.sequence_batch() is BatchResult.EMPTY
 

@@ -56,7 +56,7 @@ CAUGHT_UP = "SELECT NOT lagging FROM lag_report"
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outbox.core.delivery.circuit_breaker.PROBE_MIN_S", 0.02)
     monkeypatch.setattr("outbox.core.delivery.circuit_breaker.PROBE_MAX_S", 0.1)
-    monkeypatch.setattr("outbox.relay.delivery.endpoint_supervisor.CHECK_EVERY_S", 0.1)
+    monkeypatch.setattr("outbox.relay.delivery.endpoint_supervisor.ENDPOINTS_CHECK_EVERY_S", 0.1)
 
 
 async def operational_events(database: Database, kind: str | None = None) -> list[dict[str, Any]]:

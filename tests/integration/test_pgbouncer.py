@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from outbox.errors import CannotRun
-from outbox.store.connection.pooled import PooledWorker
+from outbox.store.connection.pgbouncer import PooledWorker
 from tests.support.load import loaded
 from tests.support.pgbouncer import PgBouncer, find_the_schema, pgbouncer
 from tests.support.process import outbox as command
@@ -52,7 +52,7 @@ FAULTS = {
 async def test_nothing_is_lost_under_proxy_faults(
     database: Database, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outbox.relay.delivery.endpoint_supervisor.CHECK_EVERY_S", 0.1)
+    monkeypatch.setattr("outbox.relay.delivery.endpoint_supervisor.ENDPOINTS_CHECK_EVERY_S", 0.1)
     monkeypatch.setattr("outbox.relay.maintenance.EVERY_S", 0.1)
     await find_the_schema(database)
     load, sickly = await loaded(database)

@@ -159,7 +159,7 @@ async def test_endpoints_are_acquired_in_limited_batches(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loop loads all lanes of a portion at once and cannot renew its lease meanwhile."""
-    monkeypatch.setattr(ownership, "LANES_AT_ONCE", 12)
+    monkeypatch.setattr(ownership, "CLAIMED_LANES_MAX", 12)
     for n in range(20):
         await add_endpoint(database, name=f"e{n}", lanes=3, types=[f"n{n}.made"])
     portions: list[int] = []
@@ -183,7 +183,7 @@ async def test_endpoints_are_acquired_in_limited_batches(
 async def test_settings_are_reloaded_in_limited_batches(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ownership, "ENDPOINTS_AT_ONCE", 4)
+    monkeypatch.setattr(ownership, "CLAIMED_ENDPOINTS_MAX", 4)
     for n in range(10):
         await add_endpoint(database, name=f"e{n}", types=[f"n{n}.made"])
     reads: list[int] = []

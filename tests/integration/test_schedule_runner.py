@@ -136,8 +136,8 @@ async def test_a_run_waits_for_the_previous_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Until the run is delivered or dead-lettered in each lane."""
-    monkeypatch.setattr("outbox.core.schedules.schedule.POLL_MIN_S", 0.05)
-    monkeypatch.setattr("outbox.core.schedules.schedule.POLL_MAX_S", 0.05)
+    monkeypatch.setattr("outbox.core.schedules.schedule.OVERLAP_POLL_MIN_S", 0.05)
+    monkeypatch.setattr("outbox.core.schedules.schedule.OVERLAP_POLL_MAX_S", 0.05)
     await add_endpoint(database, "quick")
     await add_endpoint(database, "slow")
     await add_schedule(db, overlap="wait")
@@ -174,7 +174,7 @@ async def test_a_run_waits_for_the_previous_run(
 async def test_a_run_without_deliveries_does_not_block_the_next_run(
     database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outbox.core.schedules.schedule.POLL_MAX_S", 0.05)
+    monkeypatch.setattr("outbox.core.schedules.schedule.OVERLAP_POLL_MAX_S", 0.05)
     await add_schedule(db, overlap="wait")
     due = await let_be_due(db, 2)
 

@@ -190,7 +190,7 @@ async def test_nothing_is_sequenced_to_old_lanes_if_a_change_is_made_before_the_
             await endpoint_states.pause_endpoints(operator, "relay", ["shop"], actor="test")
 
     _before(leader.store, "begin_timeline", change)
-    assert await leader.turn() is BatchResult.LOST_LEADERSHIP
+    assert await leader.turn() is BatchResult.STALE
     assert await batches(database) == 0
     assert await leader.turn() is BatchResult.WRITTEN
     (generation,) = await fetchval(database, SEQUENCED_IN, 0)
@@ -375,7 +375,7 @@ async def test_a_leader_without_its_last_batch_writes_nothing_and_reloads(
             "UPDATE lane_counter SET last_seq = 1"
         )
     await publish(database, 3)
-    assert await leader.turn() is BatchResult.LOST_LEADERSHIP
+    assert await leader.turn() is BatchResult.STALE
     assert await batches(database) == 1
     assert await leader.turn() is BatchResult.WRITTEN
     # Events 2 and 3 have the sequence numbers 2 and 3.

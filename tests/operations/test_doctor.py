@@ -718,13 +718,13 @@ async def test_missing_privileges_of_the_role_are_reported(
 async def test_a_check_that_takes_too_long_is_skipped(
     database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor.check, "STATEMENT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(doctor.check, "CHECK_STATEMENT_TIMEOUT_S", 1.0)
     other = await database.connect(**PATH)
     await other.execute("BEGIN; LOCK TABLE lane_block")
     found = await findings(db)
     slow = {f.check for f in found if "skipped: a query took over" in f.message}
     assert slow == {"blocked lanes", "old lanes", "size"}
-    monkeypatch.setattr(doctor, "TIMEOUT_S", 0.0)
+    monkeypatch.setattr(doctor, "CHECKS_TIMEOUT_S", 0.0)
     with pytest.raises(DatabaseUnavailable, match="did not respond within"):
         await findings(db)
 

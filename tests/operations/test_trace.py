@@ -126,7 +126,7 @@ async def test_a_trace_has_the_newest_attempts_of_each_delivery_and_a_limited_si
         SELECT lane_id, batch, seq, n, replica_id, 'retry', started_at, 1.0,
                jsonb_build_object('status', 500, 'body', repeat('b', 600000))
           FROM attempt, generate_series(2, 9) n""")
-    monkeypatch.setattr(trace, "ATTEMPTS_MAX", 4)
+    monkeypatch.setattr(trace, "TRACED_ATTEMPTS_MAX", 4)
     deliveries = (await trace.read_trace(db, "relay", 1)).deliveries
     assert [[each.attempt for each in d.attempts] for d in deliveries] == [[8, 9], [8, 9]]
     responses = [each.response or {} for d in deliveries for each in d.attempts]

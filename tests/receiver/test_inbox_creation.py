@@ -82,7 +82,7 @@ async def test_sessions_that_create_at_once_have_the_same_tables(
 async def test_the_wait_for_another_session_is_bounded(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = statements._CREATE_TOGETHER.replace(f"'{statements.LOCK_TIMEOUT_S}s'", "'0.1s'")
+    text = statements._CREATE_TOGETHER.replace(f"'{statements.CREATE_LOCK_TIMEOUT_S}s'", "'0.1s'")
     assert text != statements._CREATE_TOGETHER
     monkeypatch.setattr(
         statements, "_POSTGRESQL", replace(statements._POSTGRESQL, create_together=text)

@@ -71,7 +71,7 @@ def test_a_failed_transaction_leaves_no_changes_and_no_locks() -> None:
 
 
 def test_the_least_recently_used_lane_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "LANES_MAX", 2)
+    monkeypatch.setattr(memory, "REMEMBERED_LANES_MAX", 2)
     database = MemoryDatabase()
     for number, lane in ((1, "a"), (2, "b"), (3, "a"), (4, "c")):
         assert handle(database, message(number, lane=lane)) is DeliveryOutcome.FRESH

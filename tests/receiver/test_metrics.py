@@ -29,7 +29,7 @@ from outbox.receiver import (
     Refuse,
     Request,
 )
-from outbox.receiver.metrics import SECONDS, ReceiverMetrics
+from outbox.receiver.metrics import PROCESSING_BOUNDS_S, ReceiverMetrics
 from outbox.receiver.requests import RequestOutcome
 from outbox.testing import FakeSender
 from tests.receiver.deliveries import OTHER, SECRET, delivery, signed
@@ -166,8 +166,8 @@ def test_durations_are_seconds(metrics: Metrics, monkeypatch: pytest.MonkeyPatch
     receiver.handle(request(1))
     (point,) = metrics.all()["outbox.receiver.request.duration"].data.data_points
     assert point.sum == pytest.approx(0.2)
-    assert point.explicit_bounds == SECONDS
-    assert point.bucket_counts[SECONDS.index(0.25)] == 1
+    assert point.explicit_bounds == PROCESSING_BOUNDS_S
+    assert point.bucket_counts[PROCESSING_BOUNDS_S.index(0.25)] == 1
 
 
 async def test_in_flight_counts_requests_being_processed(metrics: Metrics) -> None:
@@ -290,4 +290,4 @@ def test_the_guide_lists_every_metric(metrics: Metrics) -> None:
     guide = (ROOT / "docs" / "reference" / "receiver-library.md").read_text(encoding="utf-8")
     rows = re.findall(r"\n\| `(outbox\.receiver\.[a-z._]+)` \| [a-z -]+ \| `(.+?)` \|", guide)
     assert sorted(rows) == sorted((each.name, each.unit) for each in metrics.all().values())
-    assert f"up to {', '.join(f'{each:g}' for each in SECONDS)} s" in guide
+    assert f"up to {', '.join(f'{each:g}' for each in PROCESSING_BOUNDS_S)} s" in guide

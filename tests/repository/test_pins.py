@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import importlib.util
 import json
@@ -15,10 +16,12 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.repository.sources import PROGRAM, ROOT, nodes, nodes_of
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
     from types import ModuleType
 
-ROOT = Path(__file__).parents[2]
 FILE = ROOT / ".ci" / "constraints.txt"
 RENEW = "renew it with: python3 run.py pin"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -42,13 +45,17 @@ def pinned() -> dict[str, str]:
     return {canonicalize_name(each.name): str(each.specifier).removeprefix("==") for each in here}
 
 
+def requirements() -> list[Requirement]:
+    """Return the project's dependencies with all extras."""
+    extras = PROJECT["optional-dependencies"].values()
+    texts = [*PROJECT["dependencies"], *(each for extra in extras for each in extra)]
+    return [Requirement(each) for each in texts]
+
+
 def needed() -> set[str]:
-    """Return the project's dependencies with all extras, recursively."""
-    asked = [*PROJECT["dependencies"]]
-    for extra in PROJECT["optional-dependencies"].values():
-        asked += extra
+    """Return the names of the project's dependencies with all extras, recursively."""
     names: set[str] = set()
-    pending = [Requirement(each) for each in asked]
+    pending = requirements()
     while pending:
         requirement = pending.pop()
         if requirement.marker is not None and not _holds(requirement):
@@ -71,6 +78,36 @@ def _holds(requirement: Requirement, extras: set[str] = frozenset()) -> bool:  #
     return marker is None or any(marker.evaluate({"extra": each}) for each in ("", *extras))
 
 
+def imported(tree: Sequence[ast.AST]) -> Iterator[str]:
+    """The top-level packages that a module imports."""
+    for node in tree:
+        match node:
+            case ast.Import(names=names):
+                yield from (each.name.partition(".")[0] for each in names)
+            case ast.ImportFrom(module=str(module), level=0):
+                yield module.partition(".")[0]
+
+
+def test_every_imported_package_is_a_named_dependency() -> None:
+    distributions = importlib.metadata.packages_distributions()
+    # The type checker brings `_typeshed`.
+    known = {"outbox", "_typeshed", *sys.stdlib_module_names}
+    named = {canonicalize_name(each.name) for each in requirements()}
+    missing = {
+        f"{package} in {path.relative_to(ROOT)}"
+        for path in PROGRAM
+        for package in imported(nodes(path))
+        if package not in known
+        and named.isdisjoint(map(canonicalize_name, distributions.get(package, (package,))))
+    }
+    assert not missing, "a dependency of a dependency may disappear: name it in pyproject.toml"
+
+
+def test_every_form_of_import_is_found() -> None:
+    source = "import a.b as c, d\nif x:\n    from e.f import g\nfrom . import h\nfrom .i import j"
+    assert list(imported(nodes_of(source))) == ["a", "d", "e"]
+
+
 def test_every_pin_is_one_exact_version_without_a_path() -> None:
     text = FILE.read_text()
     for line in text.splitlines():
@@ -84,10 +121,7 @@ def test_every_pin_is_one_exact_version_without_a_path() -> None:
 
 def test_the_requirements_accept_the_pinned_versions() -> None:
     versions = pinned()
-    asked = [*PROJECT["dependencies"]]
-    for extra in PROJECT["optional-dependencies"].values():
-        asked += extra
-    for requirement in map(Requirement, asked):
+    for requirement in requirements():
         if _holds(requirement):
             version = versions.get(canonicalize_name(requirement.name))
             assert version is not None, f"{requirement.name} is not pinned; {RENEW}"

@@ -95,6 +95,9 @@ DENIED_WORDS = re.compile(
 SYSTEM_NAMES = {"nobody", "user nobody"}
 """The Unix account, and how a message names it."""
 
+NUMBER = re.compile(r"(?=.*\d)[-+*/%<>&|()\w., ]*")
+"""An expression of numbers, and perhaps of names."""
+
 PARTS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
 
 
@@ -146,6 +149,46 @@ def messages(tree: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
             isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in bare
         ):
             yield node.lineno, node.value
+
+
+def numbers(tree: Sequence[ast.AST]) -> Iterator[tuple[str, str]]:
+    """The public constants of a module that are numbers, with their values."""
+    module = tree[0]
+    assert isinstance(module, ast.Module)
+    for node in module.body:
+        match node:
+            case (
+                ast.Assign(targets=[target], value=value)
+                | ast.AnnAssign(target=target, value=ast.expr() as value)
+            ):
+                names, values = [target], [value]
+                if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+                    names, values = target.elts, value.elts
+                for name, each in zip(names, values, strict=True):
+                    if isinstance(name, ast.Name) and re.match(r"[A-Z][A-Z\d_]+$", name.id):
+                        text = ast.unparse(each)
+                        if NUMBER.fullmatch(text):
+                            yield name.id, text
+
+
+def test_constants_with_different_values_have_different_names() -> None:
+    values: dict[str, dict[str, list[str]]] = {}
+    for path in PROGRAM:
+        for name, value in numbers(nodes(path)):
+            where = values.setdefault(name, {}).setdefault(value, [])
+            where.append(str(path.relative_to(ROOT)))
+    found = [f"{name}: {places}" for name, places in values.items() if len(places) > 1]
+    assert not found, "qualify the names, so that a search finds one limit\n" + "\n".join(found)
+
+
+def test_the_numbers_of_a_module_are_found() -> None:
+    source = (
+        "ROWS, WAIT_S = 8, 1.5\nIDS: int = 2**63 - 1\nSIZE = 4 * MIB\nSIZES = (1, 5)\n"
+        "_OWN = 1\nTEXT = '1'\nTYPES = get_args(Type)\nReader = 1\ndef read(): LATER = 1"
+    )
+    assert dict(numbers(nodes_of(source))) == {
+        "ROWS": "8", "WAIT_S": "1.5", "IDS": "2 ** 63 - 1", "SIZE": "4 * MIB", "SIZES": "(1, 5)",
+    }  # fmt: skip
 
 
 def test_identifiers_use_the_fields_terms() -> None:

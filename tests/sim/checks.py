@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import orjson
 
-from outbox.store.connection.lock_retry import LOCK_TIMEOUT_S
+from outbox.store.connection.lock_retry import MESSAGE_LOCK_TIMEOUT_S
 from tests.sim import moments
 from tests.sim.books import Attempt, LaneBook, Sent, Violation
 from tests.sim.database.engine import SHARE
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound="Callable[..., None]")
 
-PRODUCER_WAIT_MAX_S = LOCK_TIMEOUT_S + 1.0
+PRODUCER_WAIT_MAX_S = MESSAGE_LOCK_TIMEOUT_S + 1.0
 """Limit of a producer's wait: for a migration that waits, and for its work once it has the lock."""
 MICROSECOND_S = 1e-6
 """Resolution of a timestamp of PostgreSQL."""

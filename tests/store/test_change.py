@@ -178,7 +178,7 @@ async def test_a_change_that_always_conflicts_ends_with_an_error(
 async def test_a_lock_that_is_not_granted_is_an_error(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(changes, "LOCK_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(changes, "CHANGE_LOCK_TIMEOUT_S", 0.1)
     holder, db = [await database.connect(**SESSION) for _ in range(2)]
     async with holder.transaction():
         await holder.execute("SELECT FROM cursor FOR UPDATE")

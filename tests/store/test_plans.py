@@ -511,7 +511,7 @@ async def _checkpoints(log: LongLog) -> Case:
 
 async def _checkpoints_that_were_written(log: LongLog) -> Case:
     ids = log.lanes[:100]
-    return Case(records.READ_CHECKPOINTS, (ids, [0] * 100, [ACKED] * 100), LANES, 20 * 100)
+    return Case(records.READ_LANE_CHECKPOINTS, (ids, [0] * 100, [ACKED] * 100), LANES, 20 * 100)
 
 
 async def _endpoints_of_an_owner(log: LongLog) -> Case:
@@ -651,7 +651,7 @@ async def _endpoint_lanes(log: LongLog) -> Case:
 
 async def _events_of_a_page(log: LongLog) -> Case:
     ids = [HIGH - n for n in range(50)]
-    arguments = (ids, delivery_counts.LANES_MAX, None)
+    arguments = (ids, delivery_counts.SEARCHED_LANES_MAX, None)
     return Case(delivery_counts.COUNT_DELIVERIES, arguments, 60_000, 60_000)
 
 

@@ -235,7 +235,7 @@ async def test_only_due_events_are_moved(db: Connection[Any], store: ScheduleRun
 async def test_concurrent_relays_move_future_events_once_and_in_order(
     database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(schedule_runs, "EVENTS_MAX", 7)
+    monkeypatch.setattr(schedule_runs, "DELAYED_EVENTS_MAX", 7)
     await _future(db, *range(100), ago_s=200)
     stores = [ScheduleRunStore(await database.connect(**PATH), n) for n in range(3)]
     moved = 0

@@ -184,7 +184,7 @@ async def test_a_relay_that_cannot_be_fenced_prevents_the_change(
     database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would go on with the open gaps that it has read."""
-    monkeypatch.setattr(change, "LOCK_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(change, "CHANGE_LOCK_TIMEOUT_S", 0.1)
     await db.execute(SKIPPED)
     await db.execute(REGISTER)
     holder = await database.connect(**PATH)

@@ -10,7 +10,7 @@ import orjson
 from outbox.api.route import COMMENT_CHARS_MAX, LIMIT_MAX
 from outbox.api.tenancy import stored_key
 from outbox.core.model import endpoint_config
-from outbox.core.model.endpoint_settings import LANES_MAX
+from outbox.core.model.endpoint_settings import ENDPOINT_LANES_MAX
 from outbox.core.model.event import KEY_BYTES_MAX, ONCE_BYTES_MAX, TENANT_BYTES_MAX
 from outbox.core.model.pattern import TYPE_BYTES_MAX
 from outbox.core.model.setting_types import NAME_BYTES_MAX
@@ -145,7 +145,7 @@ async def fill(database: Database, *, large: bool) -> None:
         {"name": ENDPOINT.format(n), "url": "https://e.example/", "tenant": TENANT}
         for n in range(ROWS)
     ]
-    declared[0]["lanes"] = LANES_MAX
+    declared[0]["lanes"] = ENDPOINT_LANES_MAX
     async with database.connection(server_settings={"search_path": "relay"}) as connection:
         parsed = endpoint_config.parse_file({"endpoints": declared})
         await apply_file(connection, "relay", parsed, actor="ann")

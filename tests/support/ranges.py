@@ -82,7 +82,7 @@ async def sequencer(database: Database) -> Sequencer:
 async def turn(worker: Sequencer) -> BatchResult:
     """Run a batch of one of several sequencers; one that does not lead takes over first."""
     done = await worker.sequence_batch()
-    return await worker.sequence_batch() if done is BatchResult.LOST_LEADERSHIP else done
+    return await worker.sequence_batch() if done is BatchResult.STALE else done
 
 
 class Unpaced(ReplayThrottle):

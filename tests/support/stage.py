@@ -147,7 +147,7 @@ class Stage:
         for statement, action in before.items():
             self._store.before(statement, action)
         turn = await self._sequencer.cursor.sequence_batch(asleep_s=asleep_s)
-        if turn is BatchResult.LOST_LEADERSHIP:
+        if turn is BatchResult.STALE:
             turn = await self._sequencer.cursor.sequence_batch(asleep_s=asleep_s)
         return turn
 

@@ -230,7 +230,7 @@ async def test_a_dripping_second_request_times_out(monkeypatch: pytest.MonkeyPat
 async def test_a_client_that_does_not_read_is_disconnected(
     monkeypatch: pytest.MonkeyPatch, servers: list[serving._Server]
 ) -> None:
-    monkeypatch.setattr(serving, "RESPONSE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(serving, "RESPONSE_READ_TIMEOUT_S", 0.3)
     reader = asyncio.StreamReader(limit=1)
     async with listening() as at:
         loop = asyncio.get_running_loop()
@@ -253,7 +253,7 @@ async def test_a_response_that_is_never_read_does_not_keep_its_connection_open(
 
     It ends for a new connection, and after a time also without one.
     """
-    monkeypatch.setattr(serving, "CONNECTIONS_MAX", 1)
+    monkeypatch.setattr(serving, "CLIENT_CONNECTIONS_MAX", 1)
     if not newcomer:
         # Longer than a busy machine takes between two of its requests.
         monkeypatch.setattr(serving, "REQUEST_HEAD_TIMEOUT_S", 2.0)
@@ -295,7 +295,7 @@ async def test_a_response_that_is_never_read_does_not_keep_its_connection_open(
 async def test_many_connections_of_one_client_do_not_block_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(serving, "CONNECTIONS_MAX", 5)
+    monkeypatch.setattr(serving, "CLIENT_CONNECTIONS_MAX", 5)
     async with listening() as at, connected(at) as user:
         user.send("GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n")
         assert (await user.response()).startswith("HTTP/1.1 200 ")
@@ -337,7 +337,7 @@ async def test_six_hundred_half_requests_do_not_keep_other_clients_out(
     sent: tuple[str, ...], servers: list[serving._Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The rest of the bodies is awaited until the end of the test.
-    monkeypatch.setattr(serving, "LINGER_S", 3600.0)
+    monkeypatch.setattr(serving, "CLOSE_LINGER_S", 3600.0)
     async with listening() as at:
         hostile = []
         try:
@@ -346,7 +346,9 @@ async def test_six_hundred_half_requests_do_not_keep_other_clients_out(
                 hostile.append(writer)
                 writer.write(sent[n % len(sent)].encode())
             await until(
-                lambda: len(servers[0].connections) <= serving.CONNECTIONS_MAX, 20, "the bound"
+                lambda: len(servers[0].connections) <= serving.CLIENT_CONNECTIONS_MAX,
+                20,
+                "the bound",
             )
             async with asyncio.TaskGroup() as group:
                 for _ in range(10):
@@ -368,8 +370,8 @@ async def require_health(at: Address) -> None:
 async def test_a_client_that_holds_many_connections_takes_them_from_itself(
     monkeypatch: pytest.MonkeyPatch, servers: list[serving._Server]
 ) -> None:
-    monkeypatch.setattr(serving, "CONNECTIONS_MAX", 6)
-    monkeypatch.setattr(serving, "LINGER_S", 3600.0)
+    monkeypatch.setattr(serving, "CLIENT_CONNECTIONS_MAX", 6)
+    monkeypatch.setattr(serving, "CLOSE_LINGER_S", 3600.0)
     async with listening() as at, AsyncExitStack() as stack:
         # Idle for longer than anything, from another address.
         reader, writer = await asyncio.open_connection(
@@ -430,7 +432,7 @@ async def test_the_newest_connection_is_closed_when_all_are_busy(
     def busy_connections() -> int:
         return sum(each.awaited is None for each in servers[0].connections.values())
 
-    monkeypatch.setattr(serving, "CONNECTIONS_MAX", 2)
+    monkeypatch.setattr(serving, "CLIENT_CONNECTIONS_MAX", 2)
     async with listening() as at, connected(at) as one, connected(at) as two:
         for each in (one, two):
             each.send("GET /slow HTTP/1.1\r\nHost: a\r\n\r\n")

@@ -40,7 +40,7 @@ _PREFIX = "set_"
 """Parameters of settings have this prefix and the name of the field."""
 _HEADERS_FILE = "set_headers_file"
 _NONE = "none"
-"""With --retryable: no status is retried."""
+"""The value of --retryable with which no status is retried."""
 
 
 def overlap_option(what: str) -> Callable[[Callable[..., T]], Callable[..., T]]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from outbox.config import Settings
     from outbox.operations.endpoint_removal import DrainStatus, Removal
 
-POLL_INTERVAL_S = 0.5
+REMOVAL_POLL_S = 0.5
 
 
 def _show(removal: Removal) -> None:
@@ -102,7 +102,7 @@ async def _wait_until_delivered(connection: Connection[Any], schema: str, name: 
         if line != previous:
             click.echo(line, err=True)
         previous = line
-        await asyncio.sleep(POLL_INTERVAL_S)
+        await asyncio.sleep(REMOVAL_POLL_S)
         waiting = await endpoint_removal.read_drain_status(connection, schema, waiting.id)
     if waiting.subscribed:
         raise UsageError(f'endpoint "{name}" was re-enabled by another command; it is not removed')

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from outbox.config import Settings
     from outbox.operations.endpoints import EndpointDetail, EndpointRow, LaneRow
 
-PAGE = 500
+DECLARED_PAGE = 500
 
 
 def _show_list(rows: list[EndpointRow]) -> None:
@@ -158,7 +158,7 @@ def export(settings: Settings) -> dict[str, Any]:
         while rows := await endpoints.list_settings(
             connection,
             settings.schema_name,
-            limit=PAGE,
+            limit=DECLARED_PAGE,
             after=declared[-1]["name"] if declared else None,
         ):
             declared += map(endpoints.declaration, rows)

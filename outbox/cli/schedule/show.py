@@ -138,8 +138,10 @@ def _waiting(future: FutureEvents) -> str:
     """A sentence on the number of delayed events and the first of them."""
     if future.first_at is None:
         return "no delayed events"
-    many = future.events > schedules.COUNT_MAX
-    events = f"more than {schedules.COUNT_MAX} events" if many else count(future.events, "event")
+    many = future.events > schedules.FUTURE_COUNT_MAX
+    events = (
+        f"more than {schedules.FUTURE_COUNT_MAX} events" if many else count(future.events, "event")
+    )
     in_s = (future.first_at - future.now).total_seconds()
     when = "is due" if in_s <= 0 else f"is due in {age(in_s)}"
     return f"{events} delayed; the first {when}"

@@ -32,8 +32,8 @@ LAG_MAX_S = 0.001
 """Above this lag the loop is overloaded.  An idle endpoint's event waits for about six passes
 of the loop until it is sent."""
 LAG_ALONE_MAX_S = 0.02
-"""The same while all requests belong to one holder.  It delays idle endpoints of the same tenant,
-and endpoints that have an event less often than every `ALONE_AFTER_S`."""
+"""The limit while all requests belong to one holder.  That lag delays idle endpoints of the same
+tenant, and endpoints that have an event less often than every `ALONE_AFTER_S`."""
 ALONE_AFTER_S = 10.0
 """A holder without requests for this time no longer counts."""
 LAG_SHARE_MAX = 4

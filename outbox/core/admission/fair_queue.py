@@ -38,8 +38,8 @@ class FairQueue(Generic[T]):
         """Add an item, or change its usage; an item with unchanged usage keeps its place.
 
         Args:
-            served_at: its last service.  An item that was served before the next one goes in
-                front of it; otherwise the order is that of arrival.
+            served_at: the time of its last service.  An item that was served before the next one
+                goes in front of it; otherwise the order is that of arrival.
         """
         had = self.usage.get(item)
         if had is not None:

@@ -1,13 +1,13 @@
 """Rate limit: how many requests may start per second.
 
 A token bucket stored as one time (the generic cell rate algorithm): in any `t` seconds at most
-`rate · (t + SLACK_S) + 1` requests start.  So a limit of 100 per second admits 11 at once, and
+`rate · (t + RATE_SLACK_S) + 1` requests start.  So a limit of 100 per second admits 11 at once, and
 one of 0.5 admits a single request every two seconds.
 """
 
 from __future__ import annotations
 
-SLACK_S = 0.1
+RATE_SLACK_S = 0.1
 """The burst, as seconds of unused rate."""
 RESOLUTION_S = 1e-6
 """Tolerance for timers that fire early; waiting again for less than a clock's resolution would
@@ -27,11 +27,11 @@ class RateLimit:
     @property
     def ready_at(self) -> float:
         """When the next request may start."""
-        return self._full_at - SLACK_S
+        return self._full_at - RATE_SLACK_S
 
     def ready(self, now: float) -> bool:
         """Whether a request may start now."""
-        return now + RESOLUTION_S >= self._full_at - SLACK_S
+        return now + RESOLUTION_S >= self._full_at - RATE_SLACK_S
 
     def consume(self, now: float) -> None:
         """Take a token for a request that starts."""

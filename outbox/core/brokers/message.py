@@ -46,7 +46,7 @@ def messages_of(
     """The messages of one append.
 
     Args:
-        previous_seq: of the first delivery: the last delivered sequence of the lane, 0: none.
+        previous_seq: the last delivered sequence of the lane before the first delivery; 0: none.
     """
     messages = []
     formatted = endpoint.message_format.name
@@ -82,7 +82,7 @@ def end_message(lane: str, sequence: int, previous_seq: int, lanes: int) -> Mess
     """The end entry of a lane: its last message, after which a newer generation of lanes begins.
 
     Args:
-        sequence: its own, one more than the last assigned one.
+        sequence: the sequence of the end entry, one more than the last assigned one.
         previous_seq: the last delivered sequence of the lane, 0: none.  Those between are dead
             letters.
         lanes: the number of lanes in its generation, each of which ends.

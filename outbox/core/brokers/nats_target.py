@@ -16,10 +16,10 @@ from urllib.parse import parse_qsl, urlsplit
 from outbox.core.model.text import quoted
 from outbox.errors import UsageError
 
-PORT = 4222
+NATS_PORT = 4222
 SCHEMES = ("nats", "nats+tls")
 URL_CHARS_MAX = 2048
-TOKENS_MAX = 16
+SUBJECT_TOKENS_MAX = 16
 CREDS_HEADER = "-----BEGIN NATS USER JWT-----"
 _FORM = "use a form such as nats+tls://nats.example.com/SUBJECT?stream=NAME"
 _SUBJECT = re.compile(r"[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*")
@@ -37,7 +37,7 @@ class NatsTarget(NamedTuple):
     subject: str
     """First tokens of the lanes' subjects."""
     stream: str | None
-    """None: the stream that has the subject."""
+    """The stream's name; None: the stream that has the subject."""
 
     @property
     def servers(self) -> tuple[tuple[str, int], ...]:
@@ -85,7 +85,7 @@ def parse_url(url: str) -> NatsTarget:
         raise UsageError("url: port 0 is not valid")
     return NatsTarget(
         parts.hostname,
-        port or PORT,
+        port or NATS_PORT,
         parts.scheme == "nats+tls",
         _parse_subject(parts.path.removeprefix("/")),
         _parse_stream(parts.query),
@@ -118,8 +118,8 @@ def _parse_subject(subject: str) -> str:
             f"url: {quoted(subject)} is not a subject here: tokens have letters, digits, _ and -, "
             "and are separated by dots, without wildcards"
         )
-    if subject.count(".") >= TOKENS_MAX:
-        raise UsageError(f"url: the subject has more than {TOKENS_MAX} tokens")
+    if subject.count(".") >= SUBJECT_TOKENS_MAX:
+        raise UsageError(f"url: the subject has more than {SUBJECT_TOKENS_MAX} tokens")
     if subject.startswith("_INBOX"):
         raise UsageError("url: subjects in _INBOX are for replies; choose another subject")
     return subject

@@ -33,7 +33,7 @@ class Capabilities(NamedTuple):
     compare: bool
     """It stores an append only if the lane stands where the append says."""
     prefix: bool
-    """Of an append of several messages it stores a prefix."""
+    """Whether the broker may store a prefix of an append of several messages."""
     fence: bool
     """It refuses the appends of former owners."""
     position: bool
@@ -44,12 +44,13 @@ class Owner(NamedTuple):
     """Who appends to the lanes of an endpoint."""
 
     identity: str
-    """Of the database; a copy of it elsewhere has another one."""
+    """The database's identity; a copy of the database elsewhere has another one."""
     epoch: int
-    """Increases each time the endpoint gets an owner."""
+    """A number that increases each time the endpoint gets an owner."""
     opening: int = 0
-    """Increases each time the owner opens the lane.  Its own requests without a response may be on
-    their way as well: what it sent before it opened the lane again is refused, too."""
+    """A number that increases each time the owner opens the lane.  Its own requests without a
+    response may be on their way as well: what it sent before it opened the lane again is refused,
+    too."""
 
 
 class Message(NamedTuple):
@@ -123,7 +124,7 @@ class Fenced(NamedTuple):
     """A later owner has the lane."""
 
     epoch: int
-    """Of the later owner."""
+    """The later owner's epoch."""
 
 
 Standing: TypeAlias = Position | Foreign | Fenced | Stop

@@ -9,7 +9,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from outbox.core.model.text import quoted
 from outbox.errors import UsageError
 
-PORT = 6379
+REDIS_PORT = 6379
 STREAM_CHARS_MAX = 200
 _SECURE = ("rediss", "valkeys")
 _STREAM = re.compile(r"[^\s{}\x00-\x1f\x7f]+")
@@ -78,4 +78,4 @@ def parse_url(url: str) -> RedisTarget:
         database = int(value)
     if parts.fragment:
         raise UsageError("url: must not have a fragment (#…)")
-    return RedisTarget(host, port or PORT, parts.scheme.lower() in _SECURE, database, stream)
+    return RedisTarget(host, port or REDIS_PORT, parts.scheme.lower() in _SECURE, database, stream)

@@ -62,8 +62,8 @@ def adopt(decision: RepairDecision, standing: Standing, *, ended: bool) -> Repai
     """Decide what adopting does with a lane.
 
     Args:
-        decision: without the request.
-        standing: of the lane that was opened by force.
+        decision: the decision without the request.
+        standing: the position of the lane that was opened by force.
         ended: the lane belongs to an older generation.
     """
     if not isinstance(decision, Hold):

@@ -158,8 +158,8 @@ def prepare_batch(
     Args:
         previous_seq: the last delivered sequence of the lane before the batch, 0: none.
         lane_ends: no delivery follows the last one in its lane.
-        headers: of the endpoint.
-        message_format: of the endpoint.
+        headers: the endpoint's headers.
+        message_format: the endpoint's message format.
 
     Raises:
         ValueError: the format has no batches.
@@ -216,7 +216,7 @@ def prepare_request(
         deliveries: consecutive ones of a lane; several of them only in an array.
         previous_seq: the last delivered sequence of the lane before them, 0: none.
         lane_ends: no delivery follows the last one in its lane.
-        in_array: as a batch, also of one delivery.
+        in_array: whether the body is a batch, also of one delivery.
     """
     headers, message_format = endpoint.headers, endpoint.message_format
     if in_array:

@@ -114,7 +114,8 @@ class RunResults:
         self.responses: list[dict[str, Any] | None] = []
         """Stored responses, see `outbox.core.model.stored_response.stored_success`."""
         self.latencies_s: list[float | None] = []
-        """Since the event's commit; None for replays and backfills."""
+        """The time from each event's commit to its acknowledgement; None for replays and
+        backfills."""
         self.error: str | None = None
         """What was wrong with the body of the response to a batch."""
 
@@ -208,7 +209,7 @@ class Open(NamedTuple):
     delivery: Delivery | ErasedEvent | LaneEnd
     """The next delivery, which waits for it."""
     attempt: int
-    """Of the next delivery, if this fails."""
+    """The number of the next delivery's attempt, if this fails."""
 
 
 class End(NamedTuple):

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
     from outbox.core.delivery.commands import RunResults
 
-INTERVAL_S = 300
+HISTORY_INTERVAL_S = 300
 INTERVALS = 288
 """24 hours."""
 LATENCY_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Upper bounds of the buckets; one more bucket has the rest.  The table depends on their number."""
 ALL_ENDPOINTS = UUID(int=0)
-"""In place of an endpoint's id: the sum over all endpoints."""
+"""The id under which the sum over all endpoints is stored."""
 
 
 class IntervalCounts:
@@ -39,7 +39,7 @@ class IntervalCounts:
         self.failures = 0
         """Requests that failed."""
         self.latencies = [0] * (len(LATENCY_BOUNDS_S) + 1)
-        """Of the successes, by bucket."""
+        """The number of successes in each bucket of `LATENCY_BOUNDS_S`."""
 
 
 class CountedDeliveries(NamedTuple):

@@ -103,11 +103,12 @@ class DeliveryRun:
         """Take the result of the request in flight and return the next one, to be sent now.
 
         Args:
-            response: of the request in flight; the connection can be used for another one.
+            response: the response to the request in flight; the connection can be used for another
+                one.
             stored: the response in its stored form.
             known: the next request, if it was prepared.
             now: epoch seconds.
-            admission_now: by the clock of admission control.
+            admission_now: the time by the clock of admission control.
 
         Returns:
             None: the run ends.  The result was not taken and nothing has changed.

@@ -47,7 +47,7 @@ def inline_deliveries(
     Args:
         deliveries: lane, sequence and event of all deliveries of the batch; none of these lanes
             has a replay in it.
-        contents: by the id of the event.
+        contents: the content of events by id.
         lanes: the lanes that need them, by id.
         committed_after: lower bound of the commit time of the batch's events.
     """

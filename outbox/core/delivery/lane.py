@@ -98,8 +98,8 @@ class Lane:
         batch_max: deliveries per request; None: requests are not batches.
         skip_seq: the sequence that an operator skipped last; 0: none.
         has_position: the destination is a broker, where the lane must be opened.
-        receipt: of the last durable append to a broker.
-        end_written: its broker's stream has the lane's end entry.
+        receipt: the receipt of the last durable append to a broker.
+        end_written: whether its broker's stream has the lane's end entry.
     """
 
     __slots__ = (
@@ -226,9 +226,10 @@ class Lane:
         """How often the lane was opened by this owner."""
         return self._openings
 
-    @property
-    def receipt(self) -> str | None:
-        """The receipt of the last append whose acknowledgements are durable."""
+    def release_receipt(self) -> str | None:
+        """Return the receipt of the last append whose acknowledgements are durable, and discard
+        the earlier ones.
+        """
         while self._receipts and self._receipts[0][0] <= self._committed.acked_seq:
             _, self._receipt = self._receipts.pop(0)
         return self._receipt
@@ -507,7 +508,7 @@ class Lane:
         Args:
             started_at: when the request began, in epoch seconds.
             u: uniform in [0, 1), for the jitter.
-            blocks: if this dead-letters the delivery, the lane waits for an operator.
+            blocks: whether the lane waits for an operator if this dead-letters the delivery.
             preempted: the request was cancelled by admission control before it got a response.
             endpoint_healthy: the circuit breaker is closed, so the delivery fails and not the
                 endpoint.
@@ -571,8 +572,8 @@ class Lane:
 
         Args:
             accepted_seq: the last sequence that was delivered.
-            outcome: of the batch; if it is not a success, the first delivery that was not
-                accepted is sent again alone, and that result decides about it.
+            outcome: the outcome of the batch; if it is not a success, the first delivery that was
+                not accepted is sent again alone, and that result decides about it.
             started_at: when the request began, in epoch seconds.
             u: uniform in [0, 1), for the jitter.
 
@@ -646,7 +647,7 @@ class Lane:
         acknowledgement is durable.
 
         Args:
-            batch: of the delivery `seq`.
+            batch: the batch of the delivery `seq`.
         """
         self._success_at = now
         self._position = seq
@@ -715,7 +716,7 @@ class Lane:
         """Apply a changed retry policy: a delivery with as many attempts has exhausted it.
 
         Args:
-            blocks: if this dead-letters the delivery, the lane waits for an operator.
+            blocks: whether the lane waits for an operator if this dead-letters the delivery.
         """
         self._retry.apply_policy(policy, blocks=blocks)
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from outbox.core.model.response import Headers
 
 USER_AGENT = "outbox-relay"
-"""Without a version, so that receivers do not learn it."""
+"""The value of User-Agent.  It has no version, so that receivers do not learn it."""
 
 
 class Prepared(NamedTuple):
@@ -85,8 +85,8 @@ def prepare(
     Args:
         previous_seq: the last delivered sequence of the lane, 0: none.
         lane_ends: no delivery follows in its lane.
-        headers: of the endpoint.
-        message_format: of the endpoint.
+        headers: the endpoint's headers.
+        message_format: the endpoint's message format.
     """
     prefix = headers.prefix
     sent_id = delivery.message_id

@@ -83,7 +83,7 @@ class ReportedState:
         """The state after a failed attempt.
 
         Args:
-            state: of the circuit breaker, after the attempt.
+            state: the state of the circuit breaker after the attempt.
             ordinary: whether the event is an ordinary one.
         """
         if (
@@ -106,7 +106,7 @@ class ReportedState:
         A stall lasts until every lane that was stalled at the report had a success.
 
         Args:
-            stalled_since: for each such lane, since when it has had no success.
+            stalled_since: the time since which each such lane has had no success.
         """
         reported_at = self.stalled_at
         if reported_at is not None and all(since > reported_at for since in stalled_since):

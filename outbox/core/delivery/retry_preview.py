@@ -37,7 +37,7 @@ class RetryPreviewRow:
     delay: Spread
     """The delay before the attempt."""
     elapsed: Spread
-    """From the first attempt to this one."""
+    """The time from the first attempt to this one."""
 
 
 def schedule(policy: RetryPolicy) -> list[RetryPreviewRow]:

@@ -200,8 +200,8 @@ def verify(
     Signatures of versions without a key are ignored, as the specification requires.
 
     Args:
-        headers: of the request; names in any case.
-        keys: at least one; two during a rotation.
+        headers: the request's headers; names in any case.
+        keys: the receiver's keys, at least one; two during a rotation.
         now: epoch seconds.
         tolerance_s: maximum difference between `now` and the signed time stamp, in seconds.
 
@@ -230,8 +230,8 @@ def verify_signatures(header: str, signatures: str, signed: bytes, keys: Sequenc
     """Verify that one of `keys` signed a text besides the body.
 
     Args:
-        header: its name, for errors.
-        signatures: its value, in the form of `webhook-signature`.
+        header: the header's name, for errors.
+        signatures: the header's value, in the form of `webhook-signature`.
         signed: the text, which has the id and the time stamp of a verified request.
 
     Raises:

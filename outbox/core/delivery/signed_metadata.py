@@ -99,7 +99,7 @@ def signed_text(headers: Mapping[str, str], prefix: str) -> bytes:
     """The lines that are signed.
 
     Args:
-        headers: of the request, with lower-case names.
+        headers: the request's headers, with lower-case names.
         prefix: begins the names of the headers that describe a delivery, in lower case.
     """
     named = [(CONTENT_TYPE, headers.get(CONTENT_TYPE))]

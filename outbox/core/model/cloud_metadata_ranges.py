@@ -48,6 +48,6 @@ def exposed_metadata_warnings(networks: Iterable[str | IPv4Network | IPv6Network
 def network_warnings(
     setting: str, networks: Iterable[str | IPv4Network | IPv6Network]
 ) -> list[str]:
-    """The same for the networks of a setting, with what to do."""
+    """The warnings about the networks of a setting, with what to do."""
     reasons = exposed_metadata_warnings(networks)
     return [f"{setting}: {reason}; open narrower ranges" for reason in reasons]

@@ -32,9 +32,9 @@ class Delivery(NamedTuple):
     headers: bytes | None
     """JSON text of an object of strings."""
     content_type: str | None = None
-    """Of a payload that is not JSON; None: it is JSON."""
+    """The content type of a payload that is not JSON; None: it is JSON."""
     replay_of: tuple[str, int] | None = None
-    """For the replay of a dead letter: the lane and sequence that it replaces."""
+    """The lane and sequence that the replay of a dead letter replaces."""
     backfill_id: int | None = None
     """The backfill that sends the event again, with its own X-Delivery."""
     waits_since: float | None = None

@@ -27,11 +27,11 @@ Method = Literal["POST", "PUT", "PATCH"]
 OnDeadLetter = Literal["continue", "block"]
 Section = Literal["Subscription", "Requests", "Failures"]
 
-LANES_MAX = 1024
+ENDPOINT_LANES_MAX = 1024
 IN_FLIGHT_MAX = 1024
 TIMEOUT_S_MAX = 3600.0
 AGE_S_MAX = 3650 * 86400.0
-COUNT_MAX = 2**63 - 1
+BACKLOG_DELIVERIES_MAX = 2**63 - 1
 BATCH_MAX = 1000
 """Deliveries per request."""
 CHECKPOINT_EVERY_MIN_S = 1.0
@@ -168,10 +168,10 @@ class EndpointSettings:
     lanes: int = field(
         default=1,
         metadata=_metadata(
-            setting_types.Count(LANES_MAX),
+            setting_types.Count(ENDPOINT_LANES_MAX),
             _SUBSCRIPTION,
-            f"Number of lanes, 1 to {LANES_MAX}.  A lane sends one request at a time; events with "
-            "the same key share a lane.",
+            f"Number of lanes, 1 to {ENDPOINT_LANES_MAX}.  A lane sends one request at a time; "
+            "events with the same key share a lane.",
         ),
     )
 
@@ -320,7 +320,7 @@ class EndpointSettings:
     backlog_max: int | None = field(
         default=None,
         metadata=_metadata(
-            setting_types.Count(COUNT_MAX),
+            setting_types.Count(BACKLOG_DELIVERIES_MAX),
             _FAILURES,
             "Maximum pending deliveries; older ones are dead-lettered.",
             none="no limit",

@@ -10,8 +10,9 @@ transaction.
     once        1 to 512 bytes; once_for: more than 0, at most a century
     headers     names and values that are valid in HTTP; 8192 bytes as JSON, and (checked
                 only here) at most 64
-    payload     JSON that is valid as jsonb, or bytes with a content type; the size limit is a
-                setting in the database
+    payload     JSON that is valid as jsonb, or bytes with a content type; 256 KiB at first: the
+                SQL function `payload_bytes_max()` returns the limit, which
+                `outbox migrate --payload-bytes-max` sets
     content_type   a media type, not that of JSON or of a CloudEvent; 255 bytes
     deliver_at  a time with a time zone
 """

@@ -114,7 +114,7 @@ _OF_ENDPOINTS_PREFIX = "x-forwarded-"
 WIRE_BYTES_MAX, WIRE_COUNT_MAX = 12 * 1024, 64
 """Limits of the endpoint's and event's headers together, including colons and line ends."""
 _RESERVED_PREFIXES = ("webhook-", "ce-")
-"""Of signatures, and of the attributes of CloudEvents."""
+"""Prefixes of signatures, and of the attributes of CloudEvents."""
 
 
 def header_problem(name: str, value: object) -> str | None:
@@ -167,9 +167,9 @@ def merge(endpoint: EndpointHeaders, event: bytes | None, used_bytes: int = 0) -
     Headers of the event beyond the size limit are omitted, and those that the relay sets.
 
     Args:
-        endpoint: as `valid_headers` returned them.
+        endpoint: the endpoint's headers, as `valid_headers` returned them.
         event: JSON text of an object of strings.
-        used_bytes: of the limit, what headers of the relay with texts of users take.
+        used_bytes: the part of the limit that headers of the relay with texts of users take.
     """
     own, prefix = endpoint
     if event is None:

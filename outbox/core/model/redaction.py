@@ -17,7 +17,7 @@ import string
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote, quote_plus
 
-from outbox.core.model.response import BODY_BYTES_MAX, one_line
+from outbox.core.model.response import RESPONSE_BODY_BYTES_MAX, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from outbox.core.model.response import AttemptResult
 
 SECRET_CHARS_MIN = 6
-"""Shorter header values are not redacted: they are no secrets and occur by chance."""
+"""Length from which header values are redacted: shorter ones are no secrets and occur by chance."""
 ENCODED_CHARS_MIN = 8
-"""Shorter parts of a base64 text occur by chance."""
+"""Length from which parts of a base64 text are redacted: shorter ones occur by chance."""
 REDACTED = "(not kept)"
 _SCHEME = re.compile("^(?:bearer|basic|token|apikey) +", re.IGNORECASE)
 _LOWER = str.maketrans(string.ascii_uppercase, string.ascii_lowercase)
@@ -39,7 +39,7 @@ class _Forms(NamedTuple):
     texts: tuple[str, ...]
     """The longest first."""
     tails: tuple[str, ...]
-    """Of these, the ones of which a part at the end of a text is redacted, too."""
+    """The forms of which a part at the end of a text is redacted, too."""
 
 
 class SecretRedactor:
@@ -71,7 +71,7 @@ class SecretRedactor:
         if (body, headers, detail) == (response.body, response.headers, response.detail):
             return response
         return response._replace(
-            body=body[:BODY_BYTES_MAX], headers=headers, detail=one_line(detail)
+            body=body[:RESPONSE_BODY_BYTES_MAX], headers=headers, detail=one_line(detail)
         )
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 Headers: TypeAlias = tuple[tuple[str, str], ...]
 
-BODY_BYTES_MAX = 16 * 1024
+RESPONSE_BODY_BYTES_MAX = 16 * 1024
 """Maximum number of bytes that are read from a response's body."""
 DETAIL_CHARS_MAX = 300
 
@@ -71,7 +71,7 @@ class AttemptResult(NamedTuple):
     """One bounded line of text; may be empty."""
     headers: Headers
     body: bytes
-    """At most `BODY_BYTES_MAX`, as received, never decompressed."""
+    """The first `RESPONSE_BODY_BYTES_MAX` of the body as received, never decompressed."""
     elapsed_s: float
 
     @classmethod
@@ -85,7 +85,9 @@ class AttemptResult(NamedTuple):
         detail: str = "",
     ) -> AttemptResult:
         """The result of an attempt with a status line; `detail` may describe a body error."""
-        return cls(status, None, one_line(detail), headers, body[:BODY_BYTES_MAX], elapsed_s)
+        return cls(
+            status, None, one_line(detail), headers, body[:RESPONSE_BODY_BYTES_MAX], elapsed_s
+        )
 
     @classmethod
     def failed(cls, failure: Failure, detail: str, elapsed_s: float) -> AttemptResult:

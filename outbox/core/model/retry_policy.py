@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 Jitter = Literal["full", "proportional", "none"]
 
 DELAY_S_MAX = 30 * 86400.0
-ATTEMPTS_MAX = 10_000
+RETRY_ATTEMPTS_MAX = 10_000
 
 KEYS = {
     "base": "base_s",
@@ -89,7 +89,7 @@ class RetryPolicy:
     """Maximum delay, before jitter."""
     jitter: Jitter = "full"
     jitter_ratio: float = 0.15
-    """For `proportional` jitter: 0.15 is up to 15 % earlier or later."""
+    """The share of the delay for `proportional` jitter: 0.15 is up to 15 % earlier or later."""
     attempts_max: int = 12
     age_max_s: float = 86400.0
     """Seconds since the start of the first attempt; the first attempt after it is the last one."""
@@ -107,7 +107,7 @@ class RetryPolicy:
             )
         if type(self.attempts_max) is not int:
             raise UsageError(f"retry.attempts: must be an integer, not {quoted(self.attempts_max)}")
-        _bounded("attempts_max", self.attempts_max, 1, ATTEMPTS_MAX)
+        _bounded("attempts_max", self.attempts_max, 1, RETRY_ATTEMPTS_MAX)
 
     def delay_s(self, attempts: int, u: float) -> float:
         """The delay in seconds after `attempts` attempts.
@@ -138,7 +138,7 @@ class RetryPolicy:
 
         Args:
             attempts: the number of attempts, including this one.
-            elapsed_s: from the start of the first attempt to the start of this one, so the
+            elapsed_s: the time from the start of the first attempt to the start of this one, so the
                 budget of time ends only with an attempt that was made after it.
         """
         return bool(_retrying(self).stop(_after(self, attempts, elapsed_s)))

@@ -59,7 +59,7 @@ class SettingDescription:
     help: str
     required: bool
     default: Any
-    """In the form of the API; null also for a required setting."""
+    """The default in the form of the API; null also for a required setting."""
     none: str | None
     """What null means; null: the setting always has a value."""
     choices: tuple[str, ...]

@@ -18,7 +18,8 @@ STORED_VERSION = 1
 """Version of the stored form of responses; raised when the meaning of a field changes."""
 STORED_BODY_CHARS_MAX = 2048
 STORED_SUCCESS_BODY_CHARS_MAX = 256
-"""Less is stored of a success, because there are many more of them."""
+"""Characters that are stored of a success.  They are fewer, because there are many more
+successes."""
 STORED_HEADER_CHARS_MAX = 256
 
 # These identify a request in the receiver's logs.

@@ -50,12 +50,12 @@ run that an operator started."""
 BY_HAND = "by-hand"
 
 NAME_CHARS_MAX = 100
-GRACE_S = 60.0
-"""Longer than a failover or a restart of the database."""
+MISFIRE_GRACE_S = 60.0
+"""The default of `grace_s`: longer than a failover or a restart of the database."""
 GRACE_S_MAX = 366 * 86400.0
-HEADERS_BYTES_MAX = 7680
+SCHEDULE_HEADERS_BYTES_MAX = 7680
 """An event's limit, minus the size of the schedule's own headers."""
-POLL_MIN_S, POLL_MAX_S, POLL_SHARE = 1.0, 30.0, 0.1
+OVERLAP_POLL_MIN_S, OVERLAP_POLL_MAX_S, POLL_SHARE = 1.0, 30.0, 0.1
 """Interval of the polls that check whether the last run is delivered: a share of its duration
 so far, within bounds."""
 
@@ -83,8 +83,8 @@ class ScheduleSettings:
     tenant: str | None = None
     headers: Mapping[str, str] | None = None
     misfire: Misfire = "once"
-    grace_s: float = GRACE_S
-    """With `skip`: how late a tick may be published, in seconds."""
+    grace_s: float = MISFIRE_GRACE_S
+    """How late a tick may be published with `skip`, in seconds."""
     overlap: Overlap = "allow"
 
     def __post_init__(self) -> None:
@@ -118,9 +118,9 @@ class ScheduleSettings:
             if name.lower() in ours:
                 raise UsageError(f'headers: "{truncate(name)}" is reserved for the schedule itself')
         text = encode_headers(self.headers)
-        if text is not None and len(text) > HEADERS_BYTES_MAX:
+        if text is not None and len(text) > SCHEDULE_HEADERS_BYTES_MAX:
             raise UsageError(
-                f"headers: {len(text)} bytes as JSON, the limit is {HEADERS_BYTES_MAX}"
+                f"headers: {len(text)} bytes as JSON, the limit is {SCHEDULE_HEADERS_BYTES_MAX}"
             )
         return text
 
@@ -173,4 +173,4 @@ def overlap_poll_s(going_s: float) -> float:
     Args:
         going_s: seconds since it was published.
     """
-    return min(max(going_s * POLL_SHARE, POLL_MIN_S), POLL_MAX_S)
+    return min(max(going_s * POLL_SHARE, OVERLAP_POLL_MIN_S), OVERLAP_POLL_MAX_S)

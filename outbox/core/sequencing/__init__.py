@@ -1,1 +1,1 @@
-"""From committed events to numbered deliveries: gaps, routing, the filter budget, replays."""
+"""Committed events become numbered deliveries: gaps, routing, the filter budget, replays."""

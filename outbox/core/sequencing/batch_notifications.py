@@ -26,7 +26,7 @@ NOTIFY_WITHIN_S = 0.025
 """Batches that no later batch has announced by then get a notification of their own."""
 TEXT_CHARS_MAX = 7000
 """PostgreSQL limits a payload to less than 8,000 bytes."""
-LANES_MAX = TEXT_CHARS_MAX // 4
+NOTIFIED_LANES_MAX = TEXT_CHARS_MAX // 4
 READ_BATCHES = ""
 """The payload that says only that there are batches to read."""
 
@@ -38,11 +38,11 @@ class BatchNotification:
     first: int
     last: int
     last_seqs: Mapping[int, int] = field(default_factory=dict)
-    """By lane, its last assigned sequence number."""
+    """The last assigned sequence number of each lane."""
 
     def payload(self) -> str:
         """The NOTIFY payload; `READ_BATCHES` if it would be too long."""
-        if len(self.last_seqs) > LANES_MAX:
+        if len(self.last_seqs) > NOTIFIED_LANES_MAX:
             return READ_BATCHES
         lanes = "".join(f" {lane}:{seq}" for lane, seq in self.last_seqs.items())
         text = f"{self.first}-{self.last}{lanes}"

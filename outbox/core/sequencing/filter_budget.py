@@ -1,18 +1,18 @@
 """The time budget of payload filters: one account for all, and one rule.
 
-**The rule.**  All filters of a leader share an account of time, a token bucket: `BURST_S`, refilled
-by `REFILL_SHARE` of the elapsed time.  When a batch overdraws it, the costliest filters, by the
-time charged to them recently, are stopped until their charges cover the debt; but none that was
-charged less than `NOTICEABLE_S`.  A stopped filter matches every event.
+**The rule.**  All filters of a leader share an account of time, a token bucket: `FILTER_BURST_S`,
+refilled by `REFILL_SHARE` of the elapsed time.  When a batch overdraws it, the costliest filters,
+by the time charged to them recently, are stopped until their charges cover the debt; but none that
+was charged less than `NOTICEABLE_S`.  A stopped filter matches every event.
 
 A filter's charges shrink in proportion as the account is refilled, so they always add up to what
 is missing in the account.  The charges of former filters are kept for their tenant: changing a
 filter refills nothing, and what it cost is not covered by stopping another tenant's filter.
 
-**One statement time-out**: `TIMEOUT_S` plus an allowance per evaluation.  It is bounded by half of
-what the account has left, but not below `NOTICEABLE_S`.  A filter that exceeds it alone, and again
-on a second evaluation, is stopped: a single stall of the disk affects only one of them.  The time
-beyond the allowance is charged.
+**One statement time-out**: `FILTER_TIMEOUT_S` plus an allowance per evaluation.  It is bounded by
+half of what the account has left, but not below `NOTICEABLE_S`.  A filter that exceeds it alone,
+and again on a second evaluation, is stopped: a single stall of the disk affects only one of them.
+The time beyond the allowance is charged.
 
 **A slow database stops no filter.**  After each slow or cancelled statement a reference condition
 that always matches is evaluated on the same events.  Reading the payloads and a stall cost both the
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
     from outbox.core.sequencing.router import TenantFilter
 
-BURST_S, REFILL_SHARE = 2.0, 0.25
+FILTER_BURST_S, REFILL_SHARE = 2.0, 0.25
 NOTICEABLE_S = 0.05
-TIMEOUT_S = 0.25
+FILTER_TIMEOUT_S = 0.25
 SLOW_S = 0.01
 """A statement is slow if it takes this much longer than its allowance."""
 EVALUATION_S, REFERENCE_FACTOR = 0.000_02, 2.0
@@ -89,7 +89,7 @@ class FilterBudget:
 
     def limit_s(self) -> float:
         """Time-out of a statement beyond its allowance, in seconds."""
-        return min(max((BURST_S - self._used_s) / 2, NOTICEABLE_S), TIMEOUT_S)
+        return min(max((FILTER_BURST_S - self._used_s) / 2, NOTICEABLE_S), FILTER_TIMEOUT_S)
 
     def cost_s(self, tenant_filter: TenantFilter) -> float:
         """Recent charges of a filter and of its tenant's former filters, in seconds."""
@@ -110,7 +110,7 @@ class FilterBudget:
 
     def settle(self) -> list[TenantFilter]:
         """Apply the rule at the end of a batch; returns the filters to stop."""
-        debt_s = self._used_s - BURST_S
+        debt_s = self._used_s - FILTER_BURST_S
         stopped: list[TenantFilter] = []
         for (tenant, text), charged_s in sorted(self._charged_s.items(), key=lambda item: -item[1]):
             if debt_s <= 0 or charged_s < NOTICEABLE_S:
@@ -119,7 +119,7 @@ class FilterBudget:
             if text is not None:
                 stopped.append((tenant, text))
         # The other filters do not pay for the stopped ones; a debt that is not covered stays.
-        self._reduce(min(self._used_s, BURST_S + max(debt_s, 0.0)))
+        self._reduce(min(self._used_s, FILTER_BURST_S + max(debt_s, 0.0)))
         return stopped
 
     def _reduce(self, used_s: float) -> None:

@@ -44,24 +44,24 @@ LIVE_MS, IDLE_MS = 3.0, 50.0
 """Delivery time of a chunk per lane, with and without live events at the endpoint."""
 MEAN_MIN_MS, MEAN_UNKNOWN_MS = 1.0, 10.0
 """Assumed duration of a delivery: the lower bound, and before any was measured."""
-PER_LANE_MAX, ENDPOINT_MAX, BATCH_MAX, LIVE_BATCH_MAX = 50, 100, 200, 4
+PER_LANE_MAX, ENDPOINT_MAX, REPLAY_BATCH_MAX, LIVE_BATCH_MAX = 50, 100, 200, 4
 """Maximum deliveries per batch: of one lane, of one endpoint, in all, and in all while any endpoint
 receives live events, because each replayed delivery takes relay time from those."""
 LIVE_S = 5.0
 """An endpoint counts as live for this time after its last live event."""
 POLL_VALID_S = 1.0
 """An older poll does not prove the absence of live events."""
-IN_FLIGHT_MAX, IN_FLIGHT_S = 8, 1.0
+CHUNKS_IN_FLIGHT_MAX, IN_FLIGHT_S = 8, 1.0
 """Endpoints with a chunk in flight; one counts for at most this time."""
-POLL_FIRST_S, POLL_GROWTH, POLL_MAX_S = 0.02, 1.5, 1.0
+POLL_FIRST_S, POLL_GROWTH, CHUNK_POLL_MAX_S = 0.02, 1.5, 1.0
 """Delay of a chunk's first poll, and growth and limit of the following ones: an
 acknowledgement is durable after some 20 ms, and a receiver that is down stays down."""
 POLLED_ENDPOINTS_MAX = 32
 """Endpoints per poll."""
 POLL_EVERY_S, LIVE_POLL_EVERY_S = 0.01, 0.05
-"""Between two polls, which combine what is due.  With live events polls are rarer, because
-a batch with a chunk delays their sequencing."""
-BURST_S = 0.25
+"""Interval of the polls, which combine what is due.  With live events polls are rarer, because a
+batch with a chunk delays their sequencing."""
+REPLAY_BURST_S = 0.25
 """The burst of a job with a rate, as seconds of unused rate."""
 
 
@@ -73,7 +73,7 @@ class JobPart:
     endpoint_id: UUID
     kind: ReplayKind
     rate_per_s: float | None
-    """Of the whole job."""
+    """The rate of the whole job."""
     lanes: int
     end_reason: EndReason | None = None
     """If set, nothing more of it may be replayed."""
@@ -113,7 +113,7 @@ class _Endpoint:
     polled_at: float = 0.0
     live_until: float = 0.0
     mean_ms: float | None = None
-    """None: not known yet."""
+    """The mean duration of a delivery; None: it is not known yet."""
     wait_s: float = POLL_FIRST_S
 
 
@@ -126,7 +126,7 @@ class _Bucket:
     filled_at: float
 
     def fill(self, now: float) -> None:
-        burst = max(1.0, self.rate_per_s * BURST_S)
+        burst = max(1.0, self.rate_per_s * REPLAY_BURST_S)
         earned = max(now - self.filled_at, 0.0) * self.rate_per_s
         self.tokens, self.filled_at = min(self.tokens + earned, burst), now
 
@@ -189,7 +189,7 @@ class ReplayThrottle:
     @property
     def ready(self) -> bool:
         """Whether a batch may take something."""
-        return bool(self._waiting) and len(self._in_flight) < IN_FLIGHT_MAX
+        return bool(self._waiting) and len(self._in_flight) < CHUNKS_IN_FLIGHT_MAX
 
     def record_live_events(self, now: float) -> None:
         """Live events were sequenced."""
@@ -221,14 +221,14 @@ class ReplayThrottle:
             self._wait(endpoint_id, endpoint)
         else:
             self._schedule_poll(endpoint_id, endpoint, now + endpoint.wait_s)
-            endpoint.wait_s = min(endpoint.wait_s * POLL_GROWTH, POLL_MAX_S)
+            endpoint.wait_s = min(endpoint.wait_s * POLL_GROWTH, CHUNK_POLL_MAX_S)
 
     def shares(self, now: float) -> list[Share]:
         """The shares of the next batch; call `record_taken` or `end_part` for each."""
         shares: list[Share] = []
-        room = BATCH_MAX if now >= self._live_until else LIVE_BATCH_MAX
+        room = REPLAY_BATCH_MAX if now >= self._live_until else LIVE_BATCH_MAX
         for _ in range(len(self._waiting)):
-            if len(self._in_flight) + len(shares) >= IN_FLIGHT_MAX or room <= 0:
+            if len(self._in_flight) + len(shares) >= CHUNKS_IN_FLIGHT_MAX or room <= 0:
                 break
             ticket, endpoint_id = self._waiting.popleft()
             endpoint = self._current(ticket, endpoint_id)
@@ -256,7 +256,7 @@ class ReplayThrottle:
             endpoint.numbers += numbers
         self._in_flight[endpoint_id] = now
         mean_ms = endpoint.mean_ms or MEAN_UNKNOWN_MS
-        lasts_s = min(share.per_lane * mean_ms / 1000, POLL_MAX_S)
+        lasts_s = min(share.per_lane * mean_ms / 1000, CHUNK_POLL_MAX_S)
         self._schedule_poll(endpoint_id, endpoint, now + max(lasts_s, POLL_FIRST_S))
 
     def end_part(self, share: Share) -> None:
@@ -297,7 +297,7 @@ class ReplayThrottle:
         else:
             worth_ms = max(worth_ms, self._notice_ms)
         per_lane = max(1, min(int(worth_ms / mean_ms), PER_LANE_MAX))
-        again_at = now + POLL_MAX_S
+        again_at = now + CHUNK_POLL_MAX_S
         for _ in range(len(endpoint.parts)):
             part = endpoint.parts[0]
             if part.end_reason is not None:

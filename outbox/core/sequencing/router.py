@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     Refused = Mapping["TenantFilter", AbstractSet[int]]
-    """By filter, the events that do not match it."""
+    """The events that do not match, by filter."""
 
 TenantFilter: TypeAlias = tuple[str | None, str]
 """A filter of a tenant's endpoints, or of those without a tenant: equal filters of different
@@ -37,7 +37,7 @@ class RoutableEvent(NamedTuple):
     """The fields of a committed event that sequencing needs.
 
     `key_hash` selects the lane: a non-negative hash of the key, or the id; the database computes it
-    (`outbox.store.sequencing.event_reads`).
+    (`outbox.store.expressions.key_hash`).
     """
 
     id: int
@@ -209,7 +209,7 @@ def assign_sequences(
     """Assign every delivery the next sequence number of its lane; replays come last.
 
     Args:
-        placements: from `Router.placements`.
+        placements: the result of `Router.placements`.
         counters: the last sequence number of every lane that occurs.
     """
     out = Deliveries()

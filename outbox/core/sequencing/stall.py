@@ -14,7 +14,8 @@ class StallDetector:
 
     def __init__(self) -> None:
         self.since: float | None = None
-        """None: the last attempt succeeded, or nothing waits."""
+        """The time since which sequencing has failed; None: the last attempt succeeded, or nothing
+        waits."""
         # The newest batch at the last poll of a leader.
         self._batch: int | None = None
 
@@ -41,5 +42,5 @@ class StallDetector:
         self._batch = batch
 
     def stalled_s(self, now: float) -> float:
-        """For how long sequencing has been impossible; 0: it works, or nothing waits."""
+        """How long sequencing has been impossible; 0: it works, or nothing waits."""
         return 0.0 if self.since is None else now - self.since

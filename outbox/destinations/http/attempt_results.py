@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from outbox.core.model.response import BODY_BYTES_MAX, AttemptResult
+from outbox.core.model.response import RESPONSE_BODY_BYTES_MAX, AttemptResult
 from outbox.destinations.http.limits import HEADER_BYTES_MAX
 
 if TYPE_CHECKING:
@@ -27,9 +27,10 @@ def completed_result(
     """Build the result of a response whose head is complete.
 
     Args:
-        cut_by: why the body is incomplete; None: it is complete, or `BODY_BYTES_MAX` were read.
+        cut_by: why the body is incomplete; None: it is complete, or `RESPONSE_BODY_BYTES_MAX` were
+            read.
     """
-    if cut_by is None and len(body) <= BODY_BYTES_MAX:
+    if cut_by is None and len(body) <= RESPONSE_BODY_BYTES_MAX:
         return AttemptResult(status, None, "", headers, bytes(body), elapsed_s)
     detail = "" if cut_by is None else f"incomplete body: {cut_by}"
     return AttemptResult.completed(

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from outbox.core.model.response import BODY_BYTES_MAX
+from outbox.core.model.response import RESPONSE_BODY_BYTES_MAX
 
 HEADER_BYTES_MAX = 16 * 1024
 """Stored bytes of response headers, names and values together."""
-HEAD_BYTES_MAX = 64 * 1024
+RESPONSE_HEAD_BYTES_MAX = 64 * 1024
 """Bytes of the response head and all interim heads together."""
 HEADER_COUNT_MAX = 128
 INTERIM_MAX = 32
 """Maximum number of interim (1xx) responses."""
-BODY_RAW_BYTES_MAX = 2 * BODY_BYTES_MAX
+BODY_RAW_BYTES_MAX = 2 * RESPONSE_BODY_BYTES_MAX
 """Bytes of a body with its framing: chunks, chunk extensions, trailers."""
 
 TOO_MANY_INTERIMS = f"more than {INTERIM_MAX} interim responses"
-TOO_LARGE_HEAD = f"response head larger than {HEAD_BYTES_MAX} bytes"
+TOO_LARGE_HEAD = f"response head larger than {RESPONSE_HEAD_BYTES_MAX} bytes"
 TOO_LARGE_WRAPPING = f"body framing larger than {BODY_RAW_BYTES_MAX} bytes"
 
 

@@ -68,8 +68,8 @@ def signed_request(
     """Build the request of attempt `number` (from 1), signed at `timestamp` (epoch seconds).
 
     Args:
-        keep_alive: False also for requests beside deliveries: whatever their responses are, they
-            share no connection with deliveries.
+        keep_alive: whether the connection may carry other requests.  Requests beside deliveries
+            share none with them, whatever their responses are.
     """
     return Request(recipient, prepared.attempt(number, timestamp, keys), prepared.body, keep_alive)
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 ABSENT_S = 30.0
 """How long a topic may be absent before a person must act: its metadata may be on its way."""
-CLOSE_S = 2.0
+READER_CLOSE_S = 2.0
 MARGIN_S = 0.5
 """Part of the time of an append that is kept for the result of its transaction."""
 _DEFINITE = (StopKind.REFUSED, StopKind.UNAVAILABLE, StopKind.MISCONFIGURED)
@@ -72,7 +72,7 @@ class KafkaBroker:
         self._producer: IdempotentProducer | None = None
         self._transactions: TransactionalProducer | None = None
         self._owner: tuple[Owner, str] | None = None
-        """Of the transactional producer, with its endpoint."""
+        """The owner of the transactional producer, with its endpoint."""
         self._standing: dict[str, int] = {}
         """The last sequence of each lane that was opened since the transactions' initialization."""
         self._absent_since: float | None = None
@@ -128,7 +128,7 @@ class KafkaBroker:
         self._discard_producers()
         if (reader := self._reader) is not None:
             reader.discard()
-            await asyncio.wait([reader.ended], timeout=CLOSE_S)
+            await asyncio.wait([reader.ended], timeout=READER_CLOSE_S)
 
     async def _open(
         self, lane: str, owner: Owner, receipt: str | None, deadline: float, *, force: bool

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from outbox.core.brokers.port import Message
     from outbox.destinations.kafka.settings import Settings
 
-POLL_S = 0.2
+PRODUCER_POLL_S = 0.2
 """Bounds how long the thread remains after its producer was discarded."""
-RESULTS_S = 1.0
+FATAL_RESULTS_S = 1.0
 """Bounds the wait for the results of messages after a fatal error."""
 KNOWN_S = 3600.0
 """Brokers forget a producer that wrote nothing for `producer.id.expiration.ms` (a day)."""
@@ -50,7 +50,7 @@ class Batch:
     def __init__(self, loop: asyncio.AbstractEventLoop, size: int) -> None:
         self.results: list[KafkaError | None] = [_IN_PROGRESS] * size
         self.offset: int | None = None
-        """Of the last of the messages, if it is stored."""
+        """The offset of the last of the messages, if it is stored."""
         self.done: asyncio.Future[None] = loop.create_future()
         # Both are compared after each change, and changed by one thread each.
         self._sent: int | None = None
@@ -193,7 +193,7 @@ class IdempotentProducer:
         assert producer is not None
         while not self._discarded.is_set() and self.fatal is None:
             try:
-                producer.poll(POLL_S)
+                producer.poll(PRODUCER_POLL_S)
             except CLIENT_ERRORS as error:
                 self.fatal = error_of(error)
                 self._collect_results(producer)
@@ -212,7 +212,7 @@ class IdempotentProducer:
     def _collect_results(self, producer: Producer) -> None:
         """After a fatal error, take the results that say which message caused it."""
         producer.purge()
-        until = time.monotonic() + RESULTS_S
+        until = time.monotonic() + FATAL_RESULTS_S
         while len(producer) and time.monotonic() < until:
             with contextlib.suppress(*CLIENT_ERRORS):
                 producer.poll(0.05)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 RECORDS_MAX = 1000
 """Records that are taken from the client library at once."""
-POLL_S = 0.5
+READER_POLL_S = 0.5
 _R = TypeVar("_R")
 
 
@@ -77,7 +77,7 @@ class _Progress:
     def __init__(self, offset: int) -> None:
         self.next_offset = offset
         self.offset: int | None = None
-        """Of the record with the highest sequence."""
+        """The offset of the record with the highest sequence."""
         self.sequence = 0
         self.delivery: str | None = None
 
@@ -150,7 +150,7 @@ class Reader:
         """Ask for the cluster's servers and the topic's partitions.
 
         Args:
-            deadline: of `time.monotonic`; the caller bounds the call, too.
+            deadline: the latest time by `time.monotonic`; the caller bounds the call, too.
         """
         request = _MetadataRequest(deadline, self._loop.create_future())
         self._requests.put(request)
@@ -173,7 +173,7 @@ class Reader:
     def _run(self) -> None:
         while True:
             try:
-                request = self._requests.get(timeout=POLL_S)
+                request = self._requests.get(timeout=READER_POLL_S)
             except queue.Empty:
                 # Serves the callbacks of the client.
                 self._consumer.poll(0)

@@ -18,7 +18,7 @@ from outbox.core.model.text import quoted
 from outbox.errors import UsageError
 from outbox.network.egress import URL_CHARS_MAX, literal
 
-PORT, TLS_PORT = 9092, 9093
+KAFKA_PORT, KAFKA_TLS_PORT = 9092, 9093
 SERVERS_MAX = 16
 TOPIC_CHARS_MAX = 249
 FORM = "kafka://host[:port]/TOPIC or kafka+tls://host[:port]/TOPIC"
@@ -77,7 +77,7 @@ def parse_url(url: str) -> KafkaTarget:
     secure = scheme == "kafka+tls"
     exact, mechanism = _parse_options(query, secure=secure)
     return KafkaTarget(
-        _parse_servers(authority, TLS_PORT if secure else PORT),
+        _parse_servers(authority, KAFKA_TLS_PORT if secure else KAFKA_PORT),
         _check_topic(topic),
         secure,
         exact,

@@ -70,7 +70,7 @@ class PendingAppend:
         self.through = after
         """The last sequence that is committed."""
         self.offset: int | None = None
-        """Of the last message, when it is stored."""
+        """The offset of the last message, when it is stored."""
         self.attempt = 0
         self.error: KafkaError | None = None
         """The first error of its messages in this transaction."""

@@ -56,9 +56,9 @@ if TYPE_CHECKING:
 BATCH_MIN = 50
 """An atomic batch costs the server milliseconds whatever its size: fewer messages are sent one by
 one."""
-BATCH_MAX = 1000
+ATOMIC_BATCH_MAX = 1000
 """The server's limit."""
-BATCH_BYTES_MAX = 4 * 1024 * 1024
+ATOMIC_BATCH_BYTES_MAX = 4 * 1024 * 1024
 BATCHES_MAX = 16
 """Batches in flight; the server allows 50 for a stream."""
 FENCE_TRIES_MAX = 5
@@ -66,7 +66,7 @@ NO_LEADER_S = 30.0
 """A stream without a leader has no responders, like one that does not exist; it has one again
 within this time."""
 _PROTOCOL_BYTES = 512
-"""More than the headers that this module adds."""
+"""Bytes that are reserved for the headers that this module adds, which have fewer."""
 _SEQUENCE = "Nats-Expected-Last-Subject-Sequence"
 _WHAT_TO_DO = "check the URL, the credentials (outbox endpoint credentials) and the user's rights"
 
@@ -109,7 +109,7 @@ class NatsBroker:
         self._lanes: dict[str, _Lane] = {}
         self._batches = asyncio.Semaphore(BATCHES_MAX)
         self._no_responders_at: float | None = None
-        """Since when no message had a responder."""
+        """The time since which no message has had a responder."""
         self._closed = False
 
     @property
@@ -219,10 +219,10 @@ class NatsBroker:
     def _fitting(self, link: _Link, messages: Sequence[Message]) -> Sequence[Message]:
         """The messages before the first one for which the server would close the connection."""
         bytes_max = link.connection.payload_bytes_max - _PROTOCOL_BYTES
-        for index, message in enumerate(messages[:BATCH_MAX]):
+        for index, message in enumerate(messages[:ATOMIC_BATCH_MAX]):
             if message.size_bytes + 4 * len(message.headers) > bytes_max:
                 return messages[:index]
-        return messages[:BATCH_MAX] if len(messages) > BATCH_MAX else messages
+        return messages[:ATOMIC_BATCH_MAX] if len(messages) > ATOMIC_BATCH_MAX else messages
 
     async def _append_singly(
         self, link: _Link, lane: str, state: _Lane, messages: Sequence[Message]

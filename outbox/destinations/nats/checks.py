@@ -10,7 +10,7 @@ from outbox.destinations.broker import BrokerFinding
 if TYPE_CHECKING:
     from outbox.destinations.nats.stream_api import StreamInfo
 
-VERSION_MIN = (2, 12)
+NATS_VERSION_MIN = (2, 12)
 REPLICAS_MIN = 3
 MAX_AGE_MIN_S = 3 * 24 * 3600
 """The longest outage after which deliveries are still sent."""
@@ -28,7 +28,7 @@ def check_stream(info: StreamInfo, version: str, subject: str | None) -> list[Br
     Args:
         subject: first tokens of the lanes' subjects; None: subjects are not checked.
     """
-    if _parse_version(version) < VERSION_MIN:
+    if _parse_version(version) < NATS_VERSION_MIN:
         # Older servers ignore the headers that they do not know: nothing would be compared.
         return [
             BrokerFinding(

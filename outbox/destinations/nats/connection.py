@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 ADDRESSES_TRIED_MAX = 4
 ATTEMPT_DELAY_S = 0.25
 """Connection attempt delay of Happy Eyeballs (RFC 8305, 5)."""
-PING_S = 20
+RELAY_PING_S = 20
 """Interval of PINGs; a connection without a PONG for two of them is lost."""
 _PERMISSION = re.compile(
     r'permissions violation for (publish|subscription) to "([^"]*)"', re.IGNORECASE
@@ -167,7 +167,7 @@ class Connection:
                 max_reconnect_attempts=0,
                 connect_timeout=max(1, round(timeout_s)),
                 pending_size=0,
-                ping_interval=PING_S,
+                ping_interval=RELAY_PING_S,
                 error_cb=self._on_error,
                 closed_cb=self._on_closed,
                 **options,
@@ -375,13 +375,13 @@ class _SocketTransport(TcpTransport):
 
 
 _closing: set[asyncio.Task[None]] = set()
-CLOSE_S = 2.0
+CLIENT_CLOSE_S = 2.0
 """Bounds the end of the library's tasks; the socket is closed before."""
 
 
 async def _close(client: Client) -> None:
     try:
-        async with asyncio.timeout(CLOSE_S):
+        async with asyncio.timeout(CLIENT_CLOSE_S):
             await client.close()
     except Exception:  # noqa: S110 - the socket is closed, nothing else is of interest.
         pass

@@ -54,7 +54,7 @@ from outbox.destinations.rabbitmq.stops import (
     code_name,
     rejected,
 )
-from outbox.destinations.rabbitmq.target import NAME_BYTES_MAX, parse_url
+from outbox.destinations.rabbitmq.target import STREAM_NAME_BYTES_MAX, parse_url
 from outbox.network.tls_contexts import ContextCache
 
 if TYPE_CHECKING:
@@ -184,11 +184,11 @@ class RabbitMqBroker:
     ) -> Standing:
         stream = self._target.stream_of(lane)
         reference = f"{owner.identity}/{lane}"
-        if max(len(stream.encode()), len(reference.encode())) > NAME_BYTES_MAX:
+        if max(len(stream.encode()), len(reference.encode())) > STREAM_NAME_BYTES_MAX:
             return Stop(
                 StopKind.MISCONFIGURED,
                 f"the name of stream {stream}, or of its publisher, is longer than "
-                f"{NAME_BYTES_MAX} bytes",
+                f"{STREAM_NAME_BYTES_MAX} bytes",
             )
         await self._release(attempt, lane)
         attempt.connection = None

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from outbox.network.egress import EgressPolicy
     from outbox.network.tls_contexts import ContextCache
 
-HEARTBEAT_S = 20
+BROKER_HEARTBEAT_S = 20
 """Longest interval of heartbeats; the server's limit is 60 s by default."""
 UNLIMITED_BYTES = 2**31 - 1
 """Longest frame for a server without a limit."""
@@ -122,7 +122,7 @@ class Dialer:
         connection.secure = self._target.secure
         connection.frame_bytes_max = limits.frame_max or UNLIMITED_BYTES
         # 0 is the server's way to switch heartbeats off.
-        heartbeat_s = min(limits.heartbeat, HEARTBEAT_S)
+        heartbeat_s = min(limits.heartbeat, BROKER_HEARTBEAT_S)
         connection.send(
             encode_frame(schema.Tune(frame_max=limits.frame_max, heartbeat=heartbeat_s))
         )

@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 FRAME_BYTES = 1024 * 1024
 """Size of a frame with several messages, at most; the server's limit by default."""
 FRAME_OVERHEAD_BYTES = 32
-"""Of a frame with one message: header, publisher, count, publishing id and sizes."""
+"""Bytes of a frame with one message besides the message: header, publisher, count, publishing id
+and sizes."""
 ENTRY_OVERHEAD_BYTES = 12
-"""Of a further message: publishing id and size."""
-VERSION = 1
-"""Of the Publish frame."""
+"""Bytes of a further message besides the message: publishing id and size."""
+PUBLISH_VERSION = 1
+"""Version of the Publish frame."""
 
 _PUBLISH = struct.Struct(">IHHBI")
 """Size, key, version, publisher, count."""
@@ -124,5 +125,5 @@ def _frame(slot: int, ids: Sequence[int], encoded: Sequence[bytes]) -> bytes:
     for each, data in zip(ids, encoded, strict=True):
         parts += (_ENTRY.pack(each, len(data)), data)
     size = sum(map(len, parts)) + _PUBLISH.size - 4
-    parts[0] = _PUBLISH.pack(size, Key.Publish.value, VERSION, slot, len(ids))
+    parts[0] = _PUBLISH.pack(size, Key.Publish.value, PUBLISH_VERSION, slot, len(ids))
     return b"".join(parts)

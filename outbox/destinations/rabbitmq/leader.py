@@ -33,7 +33,7 @@ class Placement(NamedTuple):
 
     leader: Node
     replicas: int
-    """Besides the leader."""
+    """The replicas besides the leader."""
 
 
 class Nodes:

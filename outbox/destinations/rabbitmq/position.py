@@ -37,7 +37,7 @@ async def read_position(
     """Declare the publisher, and read where the lane stands.
 
     Args:
-        force: also if the last message is of another publisher.
+        force: whether the last message may be of another publisher.
 
     Raises:
         Stopped: the server refused something, or the last message is not readable yet.

@@ -11,10 +11,10 @@ from outbox.errors import UsageError
 
 PLAIN_SCHEME = "rabbitmq-stream"
 TLS_SCHEME = "rabbitmq-stream+tls"
-PLAIN_PORT = 5552
-TLS_PORT = 5551
-NAME_BYTES_MAX = 255
-"""Of a stream; the server refuses longer names."""
+RABBITMQ_PORT = 5552
+RABBITMQ_TLS_PORT = 5551
+STREAM_NAME_BYTES_MAX = 255
+"""Limit of a stream's name; the server refuses longer ones."""
 LANE_BYTES_MAX = 120
 """Left for `.` and the lane's name."""
 
@@ -79,7 +79,7 @@ def parse_url(url: str) -> StreamTarget:
     return StreamTarget(
         secure,
         host,
-        port or (TLS_PORT if secure else PLAIN_PORT),
+        port or (RABBITMQ_TLS_PORT if secure else RABBITMQ_PORT),
         _stream(parts.path),
         _vhost(parameters.get("vhost", "/")),
         _flag("create", parameters.get("create", "0")),
@@ -90,10 +90,9 @@ def _stream(path: str) -> str:
     name = _decoded(path.removeprefix("/"), "the name of the stream")
     if not name or "/" in path.removeprefix("/"):
         raise UsageError(f"url: must have one name of a stream as its path, such as {_EXAMPLE}")
-    if len(name.encode()) > NAME_BYTES_MAX - LANE_BYTES_MAX:
-        raise UsageError(
-            f"url: the name of the stream is longer than {NAME_BYTES_MAX - LANE_BYTES_MAX} bytes"
-        )
+    bytes_max = STREAM_NAME_BYTES_MAX - LANE_BYTES_MAX
+    if len(name.encode()) > bytes_max:
+        raise UsageError(f"url: the name of the stream is longer than {bytes_max} bytes")
     return name
 
 

@@ -219,7 +219,7 @@ def _stop(error: NotSent | ResponseLost | RedisError) -> Stop:
 
 
 def _strange(response: object) -> Stop:
-    """For a response that the script does not give."""
+    """The failure for a response that the script does not give."""
     return Stop(StopKind.MISCONFIGURED, one_line(f"not a response of the script: {response!r}"))
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from outbox.core.brokers.redis_target import RedisTarget
     from outbox.destinations.redis.connection import GroupedConnection
 
-VERSION_MIN = 5
+REDIS_VERSION_MIN = 5
 """The first version with streams; its XINFO has the last id."""
 RIGHTS = "+eval +evalsha +script|load +hmget +hset +exists +xinfo|stream +xrevrange +xadd +sadd"
 """What the script needs, and the set of the lanes.  With `+info` the check reports more, and with
@@ -106,9 +106,9 @@ async def findings_of(
 def _findings_of_settings(about: dict[str, str]) -> Iterator[BrokerFinding]:
     version = about.get("redis_version", "")
     major = version.partition(".")[0]
-    if major.isdecimal() and int(major) < VERSION_MIN:
+    if major.isdecimal() and int(major) < REDIS_VERSION_MIN:
         yield BrokerFinding(
-            True, f"the server has version {version}", f"use version {VERSION_MIN} or later"
+            True, f"the server has version {version}", f"use version {REDIS_VERSION_MIN} or later"
         )
     if about.get("role") == "slave":
         yield BrokerFinding(True, "the server is a replica", "give the URL of the primary")

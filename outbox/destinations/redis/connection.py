@@ -87,7 +87,7 @@ class _Call:
         self.packed = packed
         self.response: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.connection: _OwnStreams | None = None
-        """On which it was sent; None: it waits."""
+        """The connection on which it was sent; None: it waits."""
 
 
 class GroupedConnection:
@@ -95,8 +95,8 @@ class GroupedConnection:
 
     Args:
         settings: username, password and db.
-        timeout_s: for one call, connecting included.
-        connect_timeout_s: for one connection, authentication included.
+        timeout_s: time-out of one call, connecting included.
+        connect_timeout_s: time-out of one connection, authentication included.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class GroupedConnection:
         """Execute a command, which is in the protocol's form.
 
         Args:
-            deadline: of the event loop's clock; None: `timeout_s` from now.
+            deadline: the latest time by the event loop's clock; None: `timeout_s` from now.
 
         Raises:
             RedisError: the server's error.

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from outbox.core.brokers.redis_target import RedisTarget
 
 OPEN, FORCE = "", "force"
-"""Instead of the sequence of an append: open the lane, or open it whatever its fence says."""
+"""Values in place of the sequence of an append: open the lane, or open it whatever its fence
+says."""
 BODY = "body"
 """The field of an entry besides its headers."""
 _VALUE = b"$%d\r\n%s\r\n"
@@ -88,7 +89,7 @@ return {'STORED'}
 
 
 DIGEST = hashlib.sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()
-"""By which the server knows the script."""
+"""The digest by which the server knows the script."""
 
 
 def packed_call(

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 ACTOR = "outbox-prove"
 GROUPS_MAX = 8
-CONNECT_TIMEOUT_S = 1.0
-RESPONSE_TIMEOUT_S = 3.0
+RECEIVER_CONNECT_TIMEOUT_S = 1.0
+RECEIVER_TIMEOUT_S = 3.0
 FORWARD_TIMEOUT_S = 15.0
 # Practically unlimited attempts: a temporary fault must not create dead letters.
 RETRY = RetryPolicy(base_s=0.03, factor=2.0, cap_s=2.0, attempts_max=10_000)
@@ -104,14 +104,14 @@ class Environment:
         await make_change(connection, self.plan.schema, ACTOR, plan)
 
     def _settings(self, number: int, planned: PlannedEndpoint) -> EndpointSettings:
-        timeout_s = RESPONSE_TIMEOUT_S if self.plan.receiver is None else FORWARD_TIMEOUT_S
+        timeout_s = RECEIVER_TIMEOUT_S if self.plan.receiver is None else FORWARD_TIMEOUT_S
         return EndpointSettings(
             name=planned.name,
             url=self.receivers.add(number, planned),
             types=(planned.pattern,),
             lanes=planned.lanes,
             retry=RETRY,
-            connect_timeout_s=CONNECT_TIMEOUT_S,
+            connect_timeout_s=RECEIVER_CONNECT_TIMEOUT_S,
             timeout_s=timeout_s,
         )
 
@@ -128,7 +128,7 @@ async def open_environment(
     """Set up the environment, and remove it at the end in any case.
 
     Args:
-        plan: of the run.
+        plan: the plan of the run.
         address: the database; None: an embedded one.
         secret: signs deliveries that are forwarded to the plan's receiver.
         keep: do not drop the schema.

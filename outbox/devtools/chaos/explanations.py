@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from outbox.devtools.chaos.facts import Incident, OwnershipEvent, RunFacts
     from outbox.devtools.chaos.ledger import DeliveryCopy
 
-SLACK_S = 0.5
+CLOCK_SLACK_S = 0.5
 """Tolerance between the clocks of the database and of the run."""
 CONTEXT_S = 3.0
-LINGER_S = 10.0
+FAULT_LINGER_S = 10.0
 """A fault may have effects this long after its end: a frozen relay resumes, a lease expires."""
 HAND_OVER_FAULT = "stop"
 """The fault that loses no lease: the relay hands over its endpoints."""
@@ -67,7 +67,7 @@ class CopyExplainer:
         late = self.explain_late(copy.lane.endpoint, copy.at)
         if late is not None:
             return late
-        if any(s.begin - SLACK_S <= before.at <= s.end + SLACK_S for s in self._stalls):
+        if any(s.begin - CLOCK_SLACK_S <= before.at <= s.end + CLOCK_SLACK_S for s in self._stalls):
             return "the chaos run stalled"
         if before.outcome is None and before.left_at is not None:
             return "the relay timed out"
@@ -86,7 +86,7 @@ class CopyExplainer:
 
     def explain_takeover(self, endpoint: int, begin: float, end: float) -> str | None:
         """Return why an endpoint was taken over between two times; None: it was not."""
-        for event in self._losses(endpoint, begin - SLACK_S, end + SLACK_S):
+        for event in self._losses(endpoint, begin - CLOCK_SLACK_S, end + CLOCK_SLACK_S):
             relay = self._relay_of.get(event.replica)
             fault = None if relay is None else self._fault(relay, event.at)
             return "take-over: " + (fault or "lease expired")
@@ -97,13 +97,13 @@ class CopyExplainer:
 
         It was taken over while it was frozen.
         """
-        for event in self._losses(endpoint, at - LINGER_S - CONTEXT_S, at):
+        for event in self._losses(endpoint, at - FAULT_LINGER_S - CONTEXT_S, at):
             relay = self._relay_of.get(event.replica)
             for incident in () if relay is None else self._of_relay[relay]:
                 if (
                     incident.kind in FROZEN_LEASES
-                    and incident.begin <= event.at <= incident.end + SLACK_S
-                    and incident.end - SLACK_S <= at <= incident.end + RESUMED_S
+                    and incident.begin <= event.at <= incident.end + CLOCK_SLACK_S
+                    and incident.end - CLOCK_SLACK_S <= at <= incident.end + RESUMED_S
                 ):
                     return f"sent late: {incident.kind}"
         return None
@@ -118,6 +118,6 @@ class CopyExplainer:
         for incident in reversed(self._of_relay[relay]):
             if incident.kind == HAND_OVER_FAULT:
                 continue
-            if incident.begin <= at + SLACK_S and at <= incident.end + LINGER_S:
+            if incident.begin <= at + CLOCK_SLACK_S and at <= incident.end + FAULT_LINGER_S:
                 return incident.kind
         return None

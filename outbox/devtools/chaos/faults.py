@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from outbox.devtools.chaos.relays import Relay
 
 ACTOR = "outbox-prove"
-LANES_MAX = 4
+FAULT_LANES_MAX = 4
 ENDPOINTS_HIT_MAX = 10
 APPLIED_MAX = 5
 LEADER_TIMEOUT_S = 1.0
@@ -297,7 +297,7 @@ class FaultInjector:
 
     async def _lanes(self, run: FaultRun) -> None:
         name = self._choose_endpoint(run)
-        lanes = run.rng.randint(1, LANES_MAX)
+        lanes = run.rng.randint(1, FAULT_LANES_MAX)
         self._report(run, f"{name} to {lanes}")
         async with self._environment.control.use_within(COMMAND_TIMEOUT_S) as connection:
             await endpoint_changes.update_endpoint(
@@ -309,7 +309,7 @@ class FaultInjector:
             )
 
     async def _interrupt_command(self, run: FaultRun) -> None:
-        name, lanes = self._choose_endpoint(run), run.rng.randint(1, LANES_MAX)
+        name, lanes = self._choose_endpoint(run), run.rng.randint(1, FAULT_LANES_MAX)
         match run.rng.choice(("pause", "resume", "lanes", "replay", "apply")):
             case "pause":
                 what, command = f"pause {name}", operators.pause(name)

@@ -58,7 +58,7 @@ class ReceivedRequest:
     seq: int
     at: float
     outcome: ResponseOutcome | None = None
-    """None: not known yet."""
+    """The outcome; None: it is not known yet."""
     label: str = ""
     """The kind of its response, given or planned."""
     open: bool = True
@@ -268,8 +268,7 @@ class Ledger:
         """Record the response to a request.
 
         Args:
-            ends: False if the response is delayed or never sent, so that the request
-                stays open.
+            ends: whether the request ends; False if the response is delayed or never sent.
         """
         request.outcome, request.label = outcome, label
         if ends:

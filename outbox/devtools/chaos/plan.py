@@ -23,9 +23,9 @@ PRODUCERS, LONG_TRANSACTION_PRODUCERS = 10, 2
 CONTROL_CONNECTIONS = 4
 HUNG_COMMANDS_MAX = 8
 """Frozen and silent commands of operators at a time; a further one ends the oldest."""
-EVENTS_MAX = 2_000_000
+PLANNED_EVENTS_MAX = 2_000_000
 """The ledger is kept in memory, about 400 bytes per event."""
-DRAIN_S = 3
+RELAY_DRAIN_S = 3
 """Time in which a relay finishes its requests before it hands endpoints over."""
 LANES = 2
 """Initial number of lanes of each endpoint."""
@@ -62,7 +62,7 @@ class FaultKind:
     description: str
     group: str
     own_server: bool = False
-    """Only allowed on a server of its own, because it affects all users."""
+    """Whether the fault is allowed only on a server of its own, because it affects all users."""
 
 
 FROZEN_LEASES = {"freeze": (1.3, 2.5), "freeze-long": (3.2, 4.5)}
@@ -155,7 +155,7 @@ class ChaosPlan:
     receiver: str | None = None
     """URL to forward deliveries to; None: the run responds itself."""
     seed: int = 0
-    events_max: int = EVENTS_MAX
+    events_max: int = PLANNED_EVENTS_MAX
     """The load ends after this many committed events at the latest."""
     hold_s_max: float = HOLD_S_MAX
     killed_leases_max: float = 1.5
@@ -166,9 +166,9 @@ class ChaosPlan:
     """The checks whose violations count."""
 
     def __post_init__(self) -> None:
-        if self.events > EVENTS_MAX:
+        if self.events > PLANNED_EVENTS_MAX:
             raise UsageError(
-                f"{self.events:,} events are more than the maximum of {EVENTS_MAX:,}: "
+                f"{self.events:,} events are more than the maximum of {PLANNED_EVENTS_MAX:,}: "
                 "lower --minutes or --rate"
             )
 

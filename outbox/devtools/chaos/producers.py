@@ -102,7 +102,7 @@ class Producers:
     """All producers of the application.
 
     Args:
-        plan: of the run.
+        plan: the plan of the run.
         ledger: records committed events.
         rng: source of the random choices.
         connect: opens a connection for a producer.

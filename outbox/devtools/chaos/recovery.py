@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from outbox.devtools.chaos.facts import STALL, Incident
 from outbox.devtools.chaos.ownership import OwnershipHistory
-from outbox.devtools.chaos.plan import DRAIN_S
+from outbox.devtools.chaos.plan import RELAY_DRAIN_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,7 +57,7 @@ class Recovery:
     of a disturbed endpoint arrived.  Counted from the fault, or from its end for outages and for
     faults of receivers and operators."""
     others_s: dict[str, tuple[float, float]]
-    """The same of the other endpoints, for faults of relays that hit the leader."""
+    """Recovery times of the other endpoints, for faults of relays that hit the leader."""
     longest_pause_s: float
     """Longest time without an arrival in a lane with pending deliveries."""
     undisturbed_s: float
@@ -138,7 +138,10 @@ def _disturbances(endpoint: int, facts: RunFacts, history: OwnershipHistory) -> 
     """Return what disturbed an endpoint, in the order in which it began."""
     found = [
         _Disturbance(
-            at - DRAIN_S, at + facts.lease_s, Incident(HAND_OVER, at - DRAIN_S, at), owned=True
+            at - RELAY_DRAIN_S,
+            at + facts.lease_s,
+            Incident(HAND_OVER, at - RELAY_DRAIN_S, at),
+            owned=True,
         )
         for at in history.hand_overs(endpoint)
     ]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from outbox.devtools.chaos.plan import DRAIN_S
+from outbox.devtools.chaos.plan import RELAY_DRAIN_S
 from outbox.devtools.chaos.port_gate import HOST
 from outbox.devtools.chaos.proxy import Proxy
 from outbox.devtools.chaos.proxy_dsn import proxied_dsn
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from outbox.devtools.chaos.plan import ChaosPlan
     from outbox.store.connection.dsn import Dsn
 
-POLL_S = 0.25
+EXIT_POLL_S = 0.25
 RESTART_S = 0.5
 REGISTERED = "replica registered"
 
@@ -43,7 +43,7 @@ class Relay:
                 "OUTBOX_LOG_FORMAT": "json",
                 "OUTBOX_SCHEMA": plan.schema,
                 "OUTBOX_LEASE_S": str(plan.lease_s),
-                "OUTBOX_DRAIN_S": str(DRAIN_S),
+                "OUTBOX_DRAIN_S": str(RELAY_DRAIN_S),
             },
         )
         # Held by a fault that stops the process, until it is started again.
@@ -94,7 +94,7 @@ class Relay:
     async def supervise(self, died: list[str]) -> None:
         """Restart the process whenever it exits, until supervision ends."""
         while not self.supervision_ended:
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(EXIT_POLL_S)
             async with self.process_lock:
                 code = self.process.exit_code
                 if code is None or self.supervision_ended:

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from outbox.store.connection.dsn import Dsn
 
 START_TIMEOUT_S = 60.0
-POLL_S = 0.25
+OWNERSHIP_POLL_S = 0.25
 PRODUCERS_GRACE_S = 30.0
 DATABASE_WITHIN_S = 60.0
 STALL_S = 0.5
 """Event-loop lag that counts as a stall: responses are late by as much."""
-HEARTBEAT_S = 0.1
+LAG_SAMPLE_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ async def run_chaos(
     """Execute a chaos run.
 
     Args:
-        plan: of the run.
+        plan: the plan of the run.
         address: the database; None: an embedded one.
         view: shows the progress.
         secret: signs deliveries that are forwarded to the plan's receiver.
@@ -158,7 +158,7 @@ class ChaosRun:
             async with asyncio.timeout(START_TIMEOUT_S):
                 async with self.environment.control.use() as connection:
                     while not await queries.all_owned(connection):  # noqa: ASYNC110
-                        await asyncio.sleep(POLL_S)
+                        await asyncio.sleep(OWNERSHIP_POLL_S)
         except TimeoutError:
             line = self.environment.relays.relays[0].process.last_log_line()
             raise CannotRun(f"the relays did not start; the last log line: {line}") from None
@@ -187,7 +187,7 @@ class ChaosRun:
         try:
             while not working.done():
                 await self._view.show(self)
-                await asyncio.wait([working], timeout=POLL_S)
+                await asyncio.wait([working], timeout=OWNERSHIP_POLL_S)
             working.result()
         except ExceptionGroup as group:
             raise _first(group) from group
@@ -210,7 +210,7 @@ class ChaosRun:
                 return ""
             if time.monotonic() > deadline:
                 return pending
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(OWNERSHIP_POLL_S)
 
     async def _pending(self, connection: Any) -> str:
         if not await queries.all_sequenced(connection):
@@ -264,9 +264,9 @@ class ChaosRun:
         """Sample event-loop lag: during a stall the responses of this process are late."""
         before = time.monotonic()
         while True:
-            await asyncio.sleep(HEARTBEAT_S)
+            await asyncio.sleep(LAG_SAMPLE_S)
             now = time.monotonic()
-            if now - before > HEARTBEAT_S + STALL_S:
+            if now - before > LAG_SAMPLE_S + STALL_S:
                 self._stalls.append(Incident(STALL, before, now))
             before = now
 

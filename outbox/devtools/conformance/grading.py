@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from outbox.devtools.conformance.suite import CaseStep, ConformanceCase
     from outbox.receiver.requests import Request
 
-TIMEOUT_S = 15.0
+GRADED_TIMEOUT_S = 15.0
 """The relay's default time-out, in seconds."""
-TRIES, RETRY_S = 10, 0.5
+TRIES, GRADED_RETRY_S = 10, 0.5
 PROCESSED_BYTES_MAX = 64 * 1024 * 1024
 
 RETRIED = (408, 425, 429)
@@ -56,13 +56,13 @@ async def grade(
     cases: Sequence[ConformanceCase],
     *,
     processed_url: str | None = None,
-    timeout_s: float = TIMEOUT_S,
+    timeout_s: float = GRADED_TIMEOUT_S,
     on_grade: Callable[[CaseGrade], None] = lambda _: None,
 ) -> list[CaseGrade]:
     """Send all cases to a receiver, one after the other.
 
     Args:
-        url: of the receiver.
+        url: the receiver's URL.
         cases: what to send.
         processed_url: GET returns a JSON array of the ids of processed events, in order.
         timeout_s: time-out of one request, in seconds.
@@ -149,7 +149,7 @@ class _Receiver:
             last = await self._send(request)
             if isinstance(last, int) and 200 <= last < 300:
                 return None
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(GRADED_RETRY_S)
         return f"expected 2xx after some tries, got {last}"
 
     async def _send(self, request: Request) -> int | str:

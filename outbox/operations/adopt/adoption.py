@@ -34,8 +34,8 @@ SELECT id, phase, mapping::text AS mapping, boundary, began_at, held_at, cut_ove
 """
 
 PLAN_BY_HASH = "SET LOCAL enable_nestloop = off"
-"""For queries about whole tables: without statistics, which a new ledger does not have, the planner
-may choose to search one table for each row of another."""
+"""A setting for queries about whole tables.  Without statistics, which a new ledger does not have,
+the planner may choose to search one table for each row of another."""
 
 COUNT_STATES = "SELECT state, count(*) FROM adopted_row WHERE adoption = $1 GROUP BY state"
 
@@ -95,7 +95,7 @@ async def require_adoption(
     """Read the adoption of a table.
 
     Args:
-        phases: those in which the command can run; none: all.
+        phases: the phases in which the command can run; none: all.
 
     Raises:
         NotFound: there is none.

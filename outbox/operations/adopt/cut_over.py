@@ -39,7 +39,7 @@ BATCH_ROWS = 2_000
 LAST_ROWS = 500
 """Held rows that the message publishes for which the application waits."""
 ROUNDS_MAX = 100
-POLL_INTERVAL_S = 0.2
+CUT_OVER_POLL_S = 0.2
 
 # Rows that were published, or not, from the ledger; the trigger publishes others meanwhile.
 COUNT_MOVED = """
@@ -94,7 +94,7 @@ async def cut_over(
     Args:
         poller: why the old poller does not send a held row; None for a table whose rows a
             connector sends.
-        settle_s: for `marks-later`, at least the time between its read and its mark.
+        settle_s: an upper bound of the time between its read and its mark, for `marks-later`.
         wait_s: maximum wait for rows that the old poller has locked.
         accept_rejected: leave rows of which no event can be made to the old outbox.
         accept_unmatched: publish events that no endpoint gets.
@@ -232,7 +232,7 @@ class _Run:
         began = self._clock()
         while (passed := self._clock() - began) < settle_s:
             self._on_progress(Progress("settling", passed, settle_s))
-            await asyncio.sleep(min(POLL_INTERVAL_S, settle_s - passed))
+            await asyncio.sleep(min(CUT_OVER_POLL_S, settle_s - passed))
 
     async def publish(self, wait_s: float) -> None:
         """Publish the held rows in batches, and the last ones with the trigger's replacement."""
@@ -264,7 +264,7 @@ class _Run:
                     f"{count(left, 'pending row')} {'is' if left == 1 else 'are'} still locked; "
                     "the other ones are held: run cut-over again, or undo"
                 )
-            await asyncio.sleep(POLL_INTERVAL_S)
+            await asyncio.sleep(CUT_OVER_POLL_S)
             await self._hold_pending()
 
     async def _count_pending(self) -> int:

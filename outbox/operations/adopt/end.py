@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from outbox.operations.adopt.adoption import Adoption
 
 LEDGER_BATCH = 20_000
-POLL_INTERVAL_S = 0.5
+END_POLL_S = 0.5
 
 # Deliveries of published rows that a relay has still to make, and events without deliveries yet.
 #   positions: an event above the cursor, or in an open gap.
@@ -245,4 +245,4 @@ async def _wait_for_deliveries(
                 f"{count(left, 'delivery')} of adopted events {'is' if left == 1 else 'are'} left "
                 "after the wait; new rows are held: see outbox status, then run undo again"
             )
-        await asyncio.sleep(POLL_INTERVAL_S)
+        await asyncio.sleep(END_POLL_S)

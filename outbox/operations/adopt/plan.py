@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from outbox.core.adoption.mapping import SourceMapping
 
-TYPES_MAX = 50
-EXAMPLES_MAX = 3
+PLANNED_TYPES_MAX = 50
+FAULT_EXAMPLES_MAX = 3
 
 COUNT_ROWS = """
 SELECT count(*) AS rows, count(*) FILTER (WHERE {pending}) AS pending,
@@ -110,10 +110,10 @@ class AdoptionPlan:
 
     table: str
     phase: str | None
-    """Of an adoption that has begun; None: none has."""
+    """The phase of an adoption that has begun; None: none has."""
     rows: int
     pending: int | None
-    """None: the table does not show which rows are pending."""
+    """The number of pending rows; None: the table does not show which rows are pending."""
     neither: int
     """Rows that are neither pending nor sent by the mapping; they are left alone."""
     events: int
@@ -169,8 +169,8 @@ async def _read(connection: Connection[Any], sql: SourceSql, phase: str | None) 
         "name": sql.source_type("l"),
         "type": sql.event_type("l"),
         "ordering": sql.column("l", sql.mapping.ordering),
-        "limit": TYPES_MAX,
-        "examples": EXAMPLES_MAX,
+        "limit": PLANNED_TYPES_MAX,
+        "examples": FAULT_EXAMPLES_MAX,
     }
     counts = await connection.fetchrow(COUNT_ROWS.format(**parts))
     types = await connection.fetch(READ_TYPES.format(**parts))

@@ -28,7 +28,7 @@ from outbox.operations.doctor import (
     tables,
 )
 from outbox.operations.doctor.check import (
-    STATEMENT_TIMEOUT_S,
+    CHECK_STATEMENT_TIMEOUT_S,
     Check,
     CheckResult,
     DoctorContext,
@@ -56,11 +56,12 @@ __all__ = [
     "examine",
 ]
 
-TIMEOUT_S = 60.0
-"""For all checks together."""
+CHECKS_TIMEOUT_S = 60.0
+"""Time-out of all checks together."""
 
 FIRST = (server.version, schema.version, sessions.locks, schema.initial_rows)
-"""After a problem in one of these, the other checks are skipped: they would repeat it."""
+"""The first checks.  After a problem in one of these, the others are skipped: they would repeat
+it."""
 
 PRECONDITIONS = (
     server.durability,
@@ -114,17 +115,18 @@ async def examine(context: DoctorContext) -> DoctorReport:
     """Run all checks.
 
     Raises:
-        DatabaseUnavailable: the connection was lost, or the checks took longer than `TIMEOUT_S`.
+        DatabaseUnavailable: the connection was lost, or the checks took longer than
+            `CHECKS_TIMEOUT_S`.
         CannotRun: the schema is not an outbox schema, or cannot be read.
         SchemaTooNew: a later version of this package migrated it.
     """
     try:
         with map_errors(context.schema):
-            async with asyncio.timeout(TIMEOUT_S):
+            async with asyncio.timeout(CHECKS_TIMEOUT_S):
                 findings = [finding async for finding in _run_checks(context)]
     except TimeoutError:
         raise DatabaseUnavailable(
-            f"the database did not respond within {TIMEOUT_S:.0f} s; run it again"
+            f"the database did not respond within {CHECKS_TIMEOUT_S:.0f} s; run it again"
         ) from None
     severities = Counter(finding.severity for finding in findings)
     return DoctorReport(
@@ -164,7 +166,7 @@ async def _run_check(check: Check, context: DoctorContext) -> list[CheckResult]:
             return results or [ok(check.passed)]
     except asyncpg.QueryCanceledError:
         skipped = warning(
-            f"skipped: a query took over {STATEMENT_TIMEOUT_S:.0f} s",
+            f"skipped: a query took over {CHECK_STATEMENT_TIMEOUT_S:.0f} s",
             "run it again when the server is less busy",
         )
     except asyncpg.InsufficientPrivilegeError as error:

@@ -14,7 +14,7 @@ from outbox.core.model.schema_name import migrate_command
 from outbox.core.model.sql_names import quote_ident
 from outbox.core.sequencing.partition_window import Retention
 from outbox.destinations.endpoint_validation import explain_url_rejection, policy_of
-from outbox.store.cluster.sessions import CONNECTIONS_MAX
+from outbox.store.cluster.sessions import RELAY_CONNECTIONS_MAX
 from outbox.store.connection.secrets import CLEAR, Vault
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     Network = IPv4Network | IPv6Network
 
-STATEMENT_TIMEOUT_S = 5.0
+CHECK_STATEMENT_TIMEOUT_S = 5.0
 """Time limit of a check's statement."""
 
 ROWS_MAX = 10
@@ -83,7 +83,7 @@ class DoctorLimits:
     """Receivers reject a signature whose timestamp is off by five minutes."""
     standby_s: float = 5.0
     """Time for a synchronous standby to confirm a commit."""
-    connections_free_min: int = CONNECTIONS_MAX
+    connections_free_min: int = RELAY_CONNECTIONS_MAX
     """Connections that one more relay opens."""
     lag_warning_s: float = 10.0
     lag_problem_s: float = 60.0
@@ -103,7 +103,7 @@ class DoctorLimits:
     transaction_s: float = 3600.0
     """An older transaction keeps VACUUM from removing dead rows."""
     horizon_transactions: int = 1_000_000
-    """The same in transaction ids, for slots and standbys, which have no start time."""
+    """Age of a horizon in transaction ids, for slots and standbys, which have no start time."""
     queue_share: float = 0.25
     queue_problem_share: float = 0.75
     """Share of the server's notification queue in use."""
@@ -113,7 +113,8 @@ class DoctorLimits:
     freeze_overdue: float = 2.0
     """Multiple of the age at which autovacuum forces a freeze."""
     freeze_problem: int = 1_600_000_000
-    """Of two thousand million transactions, after which the server rejects writes."""
+    """Age in transactions that is a problem: the server rejects writes after two thousand
+    million."""
     empty_partitions_max: int = 100
     """Empty partitions of dropped periods, about two years of them."""
     probe_s: float = 5.0
@@ -180,7 +181,7 @@ class DoctorContext:
     async def limit_statements(self) -> None:
         """Set the time limit of the statements of this transaction."""
         # SET LOCAL: behind a pooling proxy, a session setting would leak to other clients.
-        limit_ms = int(STATEMENT_TIMEOUT_S * 1000)
+        limit_ms = int(CHECK_STATEMENT_TIMEOUT_S * 1000)
         await self.db.execute(f"SET LOCAL statement_timeout = {limit_ms}")
 
     async def fetch_first(self, query: str, *arguments: Any) -> list[Any]:

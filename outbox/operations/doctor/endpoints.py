@@ -77,7 +77,7 @@ async def secrets(context: DoctorContext) -> Results:
 
 
 READ_IDS = "SELECT id FROM endpoint WHERE state <> 'removed' ORDER BY id"
-ENDPOINTS_AT_ONCE = 500
+CHECKED_AT_ONCE = 500
 
 
 @check("altered secrets", passed="no secret was altered")
@@ -103,8 +103,8 @@ async def _find_altered_secrets(context: DoctorContext) -> dict[str, str]:
     """Decrypt all secrets, and return why that fails, by endpoint."""
     found: dict[str, str] = {}
     ids = [row["id"] for row in await context.db.fetch(READ_IDS)]
-    for first in range(0, len(ids), ENDPOINTS_AT_ONCE):
-        some = ids[first : first + ENDPOINTS_AT_ONCE]
+    for first in range(0, len(ids), CHECKED_AT_ONCE):
+        some = ids[first : first + CHECKED_AT_ONCE]
         try:
             endpoints = await read_endpoints(context.db, some, context.vault)
         except asyncpg.InsufficientPrivilegeError:

@@ -26,7 +26,7 @@ from outbox.operations.doctor.check import (
 
 STEPS = ("insert", "commit", "notification", "sequenced")
 
-POLL_MIN_S, POLL_MAX_S = 0.002, 0.1
+PROBE_POLL_MIN_S, PROBE_POLL_MAX_S = 0.002, 0.1
 """Poll interval for the cursor."""
 
 ABOUT = """
@@ -178,10 +178,10 @@ async def _wait_until_sequenced(
 ) -> bool:
     """Whether a relay sequences the event within the time limit."""
     clock = asyncio.get_running_loop().time
-    wait_s = POLL_MIN_S
+    wait_s = PROBE_POLL_MIN_S
     while not await context.db.fetchval(SEQUENCED, outbox_id):
         if clock() > ends_at:
             return False
         await asyncio.sleep(wait_s)
-        wait_s = min(wait_s * 1.5, POLL_MAX_S)
+        wait_s = min(wait_s * 1.5, PROBE_POLL_MAX_S)
     return True

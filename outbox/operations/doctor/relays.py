@@ -21,8 +21,8 @@ from outbox.operations.status import REPLICAS
 from outbox.store.cluster.sessions import LISTENER_SUFFIX
 from outbox.store.sequencing.skipped_events import (
     BATCHES_PER_SEARCH,
-    EVENTS_MAX,
     FIND_SKIPPED_EVENTS,
+    SKIPPED_EVENTS_MAX,
 )
 from outbox.store.sequencing.stalls import read_cursor_blocker
 
@@ -88,7 +88,7 @@ def _missing_listener(row: Any) -> CheckResult:
     )
 
 
-COUNT_MAX = 10_000
+UNSEQUENCED_COUNT_MAX = 10_000
 
 UNSEQUENCED = """
 SELECT (SELECT count(*) FROM (SELECT FROM outbox o WHERE o.id > b.high LIMIT $1) w) AS events,
@@ -103,12 +103,12 @@ SELECT (SELECT count(*) FROM (SELECT FROM outbox o WHERE o.id > b.high LIMIT $1)
 @check("sequencing")
 async def lag(context: DoctorContext) -> Results:
     """Committed events are sequenced without delay."""
-    row = await context.db.fetchrow(UNSEQUENCED, COUNT_MAX + 1)
+    row = await context.db.fetchrow(UNSEQUENCED, UNSEQUENCED_COUNT_MAX + 1)
     if not row["events"]:
         yield ok(f"all events up to id {row['high']} are sequenced")
         return
-    events = count(min(row["events"], COUNT_MAX), "event")
-    if row["events"] > COUNT_MAX:
+    events = count(min(row["events"], UNSEQUENCED_COUNT_MAX), "event")
+    if row["events"] > UNSEQUENCED_COUNT_MAX:
         events = f"over {events}"
     verb = "waits" if row["events"] == 1 else "wait"
     message = f"{events} {verb} to be sequenced, the oldest for {rounded(row['oldest_s'])}"
@@ -130,7 +130,7 @@ async def skipped_events(context: DoctorContext) -> Results:
     row = await context.db.fetchrow(FIND_SKIPPED_EVENTS, BATCHES_PER_SEARCH, None)
     if row["events"]:
         ids = ", ".join(map(str, row["first_ids"]))
-        at_least = "at least " if row["events"] == EVENTS_MAX else ""
+        at_least = "at least " if row["events"] == SKIPPED_EVENTS_MAX else ""
         yield problem(
             f"{at_least}{count(row['events'], 'committed event')} skipped, from id {ids}: "
             "the sequence of outbox.id was altered, or they were inserted with explicit ids",

@@ -17,7 +17,7 @@ from outbox.operations.doctor.check import (
 )
 from outbox.store.retention.periods import PINNED_BY_RANGES, PINNED_BY_REPLAYS, READ_PERIODS
 
-GRACE_S = 3600.0
+DROP_GRACE_S = 3600.0
 """A relay drops a period within minutes of its due time, unless it is pinned."""
 
 CONTENTS: dict[WindowKind, str] = {"events": "events", "log": "deliveries and attempts"}
@@ -51,7 +51,7 @@ async def periods(context: DoctorContext) -> Results:
         kept = f"the oldest {what} are from {age} ago, in {count(len(of_kind), 'period')}"
         if keep_s is None:
             yield ok(f"{kept}, without a limit")
-        elif (overdue_s := (oldest.ended_s or 0.0) - keep_s) < GRACE_S:
+        elif (overdue_s := (oldest.ended_s or 0.0) - keep_s) < DROP_GRACE_S:
             yield ok(kept)
         else:
             reason, action = await _find_blocker(context, oldest)

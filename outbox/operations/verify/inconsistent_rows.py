@@ -6,7 +6,7 @@ For the checks of `outbox verify`: each statement returns the violations as text
 from __future__ import annotations
 
 UNUSED_CLAIM_S = 86400
-"""After this time a claimed idempotency key without an event is considered abandoned."""
+"""Time after which a claimed idempotency key without an event is considered abandoned."""
 
 # Listings and the sequencer join these tables, so a lane or endpoint with a missing row is
 # skipped silently; and a lane whose checkpoint is beyond its counter sends nothing.

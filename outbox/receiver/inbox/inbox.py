@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-KEEP_S = 7 * 86400.0
+INBOX_KEEP_S = 7 * 86400.0
 EXPIRE_ROWS = 1000
 """Rows deleted in one transaction."""
 
@@ -116,7 +116,7 @@ class Inbox:
         self,
         *,
         prefix: str = "outbox",
-        keep_s: float = KEEP_S,
+        keep_s: float = INBOX_KEEP_S,
         from_start: bool = False,
         tolerance: int = TOLERANCE,
     ) -> None:
@@ -143,8 +143,8 @@ class Inbox:
         """Record a delivery in the current transaction.
 
         Args:
-            connection: with an open transaction.
-            message: from `verify(…).messages`.
+            connection: a connection with an open transaction.
+            message: one of `verify(…).messages`.
             gaps: record it although numbers before it are missing; otherwise the outcome
                 is `early`.
             from_start: the inbox is older than the message's lane, even if it is not older
@@ -189,7 +189,7 @@ class Inbox:
         event never overwrites a newer state.
 
         Args:
-            connection: with an open transaction.
+            connection: a connection with an open transaction.
             key: identifies the state, such as `f"{tenant}/customer/{id}"`.
             message: the delivery.
         """
@@ -210,8 +210,8 @@ class Inbox:
         some drivers then report a COMMIT as successful that PostgreSQL rolled back.
 
         Args:
-            connection: with an open transaction.
-            delivery_id: of a delivery that the transaction has recorded.
+            connection: a connection with an open transaction.
+            delivery_id: the X-Delivery that the transaction has recorded.
 
         Raises:
             UsageError: the delivery is not recorded any more.
@@ -255,10 +255,10 @@ class Inbox:
         """Record the end entry of a lane in a stream, in the current transaction.
 
         Args:
-            connection: with an open transaction.
-            lane, sequence, previous_sequence: of the end entry.
+            connection: a connection with an open transaction.
+            lane, sequence, previous_sequence: the values of the end entry.
             siblings: names of the lanes of its generation.
-            gaps, from_start: as of `receive`.
+            gaps, from_start: see `receive`.
         """
         return end_lane(
             self._write_statements(connection),
@@ -277,7 +277,7 @@ class Inbox:
         """Do not expect the numbers of a lane up to this one any more.
 
         Args:
-            connection: with an open transaction.
+            connection: a connection with an open transaction.
             lane_ends: no further number is expected either.
         """
         return skip(self._write_statements(connection), lane, sequence, lane_ends=lane_ends)

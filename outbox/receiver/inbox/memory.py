@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 WINDOW_S = 300.0
 SEEN_MAX = 1_000_000
-LANES_MAX = 10_000
+REMEMBERED_LANES_MAX = 10_000
 LATEST_MAX = 1_000_000
-WAIT_S = 30.0
+LOCK_WAIT_S = 30.0
 
 Released: TypeAlias = "Future[None]"
 SeenColumns: TypeAlias = "tuple[float, str | None, int | None]"
@@ -98,7 +98,7 @@ class MemoryTransaction:
         """Run a statement; waits for conflicting locks.
 
         Raises:
-            TimeoutError: no lock within WAIT_S, for example in a deadlock of handlers
+            TimeoutError: no lock within LOCK_WAIT_S, for example in a deadlock of handlers
                 that call `is_newest` for several keys in different orders.
         """
         while isinstance(result := self._try(call), Future):
@@ -133,7 +133,7 @@ class MemoryTransaction:
         self._forget()
 
     async def _wait(self, released: Released) -> None:
-        released.result(WAIT_S)
+        released.result(LOCK_WAIT_S)
 
     def _try(self, call: Call) -> Rows | Released:
         kind, names = _LOCKED.get(call.sql, ("", ()))
@@ -230,7 +230,7 @@ class MemoryTransaction:
             _, (_, lane, sequence) = db.seen.popitem(last=False)
             if lane in db.lanes and lane is not None and sequence is not None:
                 db.forgotten[lane] = max(sequence, db.forgotten.get(lane, 0))
-        while len(db.lanes) > LANES_MAX:
+        while len(db.lanes) > REMEMBERED_LANES_MAX:
             db.forgotten.pop(db.lanes.popitem(last=False)[0], None)
         while len(db.latest) > LATEST_MAX:
             db.latest.popitem(last=False)
@@ -240,6 +240,6 @@ class AsyncMemoryTransaction(MemoryTransaction):
     """`MemoryTransaction` that waits for locks without blocking the event loop."""
 
     async def _wait(self, released: Released) -> None:
-        async with asyncio.timeout(WAIT_S):
+        async with asyncio.timeout(LOCK_WAIT_S):
             # Shielded: cancelling one waiter must not cancel the shared future.
             await asyncio.shield(asyncio.wrap_future(released))

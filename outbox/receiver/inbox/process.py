@@ -65,7 +65,7 @@ class DeliveryResult:
     observation: Observation | None = None
     """Its order check; None if it has no lane, or was early."""
     missing: tuple[Range, ...] = ()
-    """For an early delivery: the numbers missing before it."""
+    """The numbers missing before an early delivery."""
     overdue: tuple[Range, ...] = ()
     """Missing numbers that became overdue with this delivery."""
 
@@ -251,7 +251,7 @@ def end_lane(
 
     Args:
         siblings: names of the lanes of its generation.
-        gaps, from_start: as of `receive`.
+        gaps, from_start: see `receive`.
     """
     known = {name for name, *_ in (yield Call(sql.lanes, {}))}
     for name in sorted({lane, *siblings} - known):

@@ -19,9 +19,9 @@ from outbox.errors import UsageError
 
 Dialect = Literal["postgresql", "sqlite", "memory"]
 
-LOCK_TIMEOUT_S = 10
+CREATE_LOCK_TIMEOUT_S = 10
 """Wait for another session that creates the tables."""
-ATTEMPTS_MAX = 3
+CREATE_ATTEMPTS_MAX = 3
 
 _TOKEN = re.compile(r"\{([a-z_]+)\}")
 _PREFIX = re.compile(r"(?:[a-z_][a-z0-9_]{0,40}\.)?[a-z_][a-z0-9_]{0,40}", re.ASCII)
@@ -36,12 +36,14 @@ class Statements:
     create: tuple[str, ...]
     """Creates the missing tables, unless others do at the same time."""
     create_together: str | None
-    """The same in one statement, also while others do.  None: one transaction writes at a time."""
+    """Creates them in one statement, also while others do.  None: one transaction writes at a
+    time."""
     advance: str | None
     """Fast path in one statement: the next number of a lane without missing numbers, and
     a new X-Delivery.  Returns whether each of the two held."""
     advance_run: str | None
-    """The same for several numbers: whether they are the next, and the new values of X-Delivery."""
+    """Advances a lane by several numbers: whether they are the next, and the new values of
+    X-Delivery."""
     confirm: str
     """Returns a row if this X-Delivery is recorded.  Fails in a failed transaction, which some
     drivers would commit without an error."""
@@ -246,13 +248,13 @@ DO $outbox$
 DECLARE
     lock_timeout_before text DEFAULT current_setting('lock_timeout');
 BEGIN
-    PERFORM set_config('lock_timeout', '{LOCK_TIMEOUT_S}s', true);
-    FOR attempt IN 1..{ATTEMPTS_MAX} LOOP
+    PERFORM set_config('lock_timeout', '{CREATE_LOCK_TIMEOUT_S}s', true);
+    FOR attempt IN 1..{CREATE_ATTEMPTS_MAX} LOOP
         BEGIN
             {"; ".join(_CREATE)};
             EXIT;
         EXCEPTION WHEN duplicate_table OR unique_violation THEN
-            IF attempt = {ATTEMPTS_MAX} THEN RAISE; END IF;
+            IF attempt = {CREATE_ATTEMPTS_MAX} THEN RAISE; END IF;
         END;
     END LOOP;
     PERFORM set_config('lock_timeout', lock_timeout_before, true);

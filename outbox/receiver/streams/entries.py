@@ -26,8 +26,8 @@ if TYPE_CHECKING:
         | Iterable[tuple[str | bytes, str | bytes]]
     )
 
-LANES_MAX = 100_000
-"""More lanes in an end entry are not plausible, and each gets a row."""
+END_ENTRY_LANES_MAX = 100_000
+"""Limit of the lanes in an end entry: more are not plausible, and each gets a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,9 @@ def read_message(
     `Inbox.receive_async`.
 
     Args:
-        headers: of the message, names in any case; values may be bytes, as of Kafka.  Of Redis,
-            the fields of the entry; `body` among them is ignored.
-        body: of the message.
+        headers: the message's headers, names in any case; values may be bytes, as of Kafka.  Of
+            Redis, the fields of the entry; `body` among them is ignored.
+        body: the message's body.
         header_prefix: prefix of the endpoint's header names.
 
     Returns:
@@ -133,6 +133,8 @@ def _lane_end(body: bytes) -> LaneEnd:
     numbers = (end.sequence, end.previous_sequence, end.lanes)
     if not isinstance(end.lane, str) or not all(type(each) is int for each in numbers):
         raise BadMessage("the body of an end entry is not valid")
-    if not (0 <= end.previous_sequence < end.sequence < 2**63 and 1 <= end.lanes <= LANES_MAX):
+    if not (
+        0 <= end.previous_sequence < end.sequence < 2**63 and 1 <= end.lanes <= END_ENTRY_LANES_MAX
+    ):
         raise BadMessage("the numbers of an end entry are out of range")
     return end

@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from outbox.receiver.inbox.process import DeliveryResult
     from outbox.receiver.streams.source import StoredEntry, StreamSource
 
-WAIT_S = 5.0
+MESSAGE_WAIT_S = 5.0
 """How long one call waits for the next message."""
-READ_BYTES = 1 << 20
+READ_AHEAD_BYTES = 1 << 20
 """Read-ahead of a lane, by the size of its last messages."""
 HOLD_OFF_S = 0.1
 """Mean hold-off before the first repetition; each further one doubles it, up to the largest."""
@@ -65,7 +65,7 @@ class LaneStopped(Exception):
     """Reading of a lane cannot continue now.
 
     Args:
-        sequence: of the message at which it stopped.
+        sequence: the sequence of the message at which it stopped.
         hold_off_s: the shortest time until it is read again.
     """
 
@@ -152,7 +152,7 @@ class LaneReader:
         self._count_max, self._count = count_max, 1
         self._hold_off_s_max = hold_off_s_max
         self._position: int | None = None
-        """None: it is read from the inbox."""
+        """The lane's position; None: it is read from the inbox."""
         self._recorded = 0
         """The highest position that the inbox has had."""
         self._stopped_at: int | None = None
@@ -170,7 +170,7 @@ class LaneReader:
         while not self._has_ended:
             raise_if_cancelled()
             try:
-                await self.step(WAIT_S)
+                await self.step(MESSAGE_WAIT_S)
                 failures = 0
             except LaneStopped as stop:
                 position = stop.sequence or -1
@@ -232,7 +232,7 @@ class LaneReader:
             self._position, self._stopped_at = None, stop.sequence or 0
             raise
         size = max(len(entry.body) for entry in entries)
-        self._count = max(1, min(self._count_max, READ_BYTES // (size + 1)))
+        self._count = max(1, min(self._count_max, READ_AHEAD_BYTES // (size + 1)))
         return True
 
     async def _process_entries(self, entries: Sequence[StoredEntry]) -> None:

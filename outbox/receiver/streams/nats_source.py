@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from outbox.receiver.streams.source import SourceOptions
 
 INACTIVE_S = 120
-"""After this time the server deletes a consumer that is not used."""
-PING_S = 10
+"""Time after which the server deletes a consumer that is not used."""
+READER_PING_S = 10
 """Interval of PINGs; a connection without a PONG for two of them is lost."""
 _NANOSECONDS = 1_000_000_000
 _NO_MESSAGE = 10037
@@ -71,7 +71,7 @@ class _LaneConsumer:
         self.after = after
         self.inbox = inbox
         self.messages: asyncio.Queue[Msg | None] = asyncio.Queue()
-        """Of the pull in flight; None: the connection was lost."""
+        """The messages of the pull in flight; None: the connection was lost."""
         self.subscription: Subscription | None = None
 
     async def put(self, message: Msg) -> None:
@@ -223,7 +223,7 @@ class NatsSource:
                 max_reconnect_attempts=1,
                 reconnect_time_wait=0,
                 connect_timeout=max(1, round(self._timeout_s)),
-                ping_interval=PING_S,
+                ping_interval=READER_PING_S,
                 error_cb=self._on_error,
                 closed_cb=self._on_closed,
                 **options,

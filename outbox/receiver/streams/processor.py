@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     OnRefuse: TypeAlias = Literal["skip", "stop"]
 
 REFUSED_STATUS = 422
-"""Of a refused event in the inbox's `request` table, as over HTTP."""
+"""Status of a refused event in the inbox's `request` table, as over HTTP."""
 _OUTCOMES = {
     DeliveryOutcome.FRESH: RequestOutcome.PROCESSED,
     DeliveryOutcome.DUPLICATE: RequestOutcome.DUPLICATE,
@@ -67,7 +67,7 @@ class LaneStatus:
     position: int | None = None
     """The last number that was processed; None: not known yet."""
     reason: StopReason | None = None
-    """Of a lane that is stopped."""
+    """The reason for which the lane is stopped."""
     detail: str | None = None
     """Why it is stopped, or which lane it waits for; one line."""
 

@@ -48,15 +48,15 @@ if TYPE_CHECKING:
     from outbox.receiver.streams.processor import OnRefuse
     from outbox.receiver.streams.source import StreamSource
 
-POLL_S = 1.0
+LANES_POLL_S = 1.0
 """Interval at which new lanes are found."""
 INBOX_POLL_S = 10.0
 """Interval at which the inbox is compared with the lanes that are read: another reader or an
 operator may have ended lanes, or it was restored from a backup."""
-BATCH_MAX = 100
+TRANSACTION_MESSAGES_MAX = 100
 CONCURRENCY = 8
 HOLD_OFF_S_MAX = 30.0
-TIMEOUT_S = 10.0
+BROKER_TIMEOUT_S = 10.0
 WAIT_WARNING_S = 60.0
 """Time until it is logged that a lane waits for the end of another."""
 CANCEL_S = 1.0
@@ -87,21 +87,21 @@ class StreamReceiver:
     is a standby and not a share of the work.
 
     Args:
-        url: of the endpoint: `redis://host/stream`, `nats://host/subject`, or with TLS `rediss://`
-            and `nats+tls://`.
+        url: the endpoint's URL: `redis://host/stream`, `nats://host/subject`, or with TLS
+            `rediss://` and `nats+tls://`.
         database: the database of the effects, as of `AsyncReceiver`.
         inbox: table prefix and retention; see `Inbox`.
         credentials: `user:password`, a token, or the content of a `.creds` file.
         ca: PEM file of the server's certificate authority, or its content.
         gaps: policy when messages before a message are missing: `Gaps.HOLD` stops the lane,
             `Gaps.REPORT` processes the message, and reports them.
-        on_refuse: at an event that a handler refuses: `skip` records it, with an error in the log
-            and a row in the inbox's `request` table; `stop` stops the lane.
+        on_refuse: what happens at an event that a handler refuses: `skip` records it, with an error
+            in the log and a row in the inbox's `request` table; `stop` stops the lane.
         header_prefix: prefix of the endpoint's header names, if it is not `X-`.
         batch_max: messages of a lane in one transaction.
         concurrency: transactions at once; no more than the database pool has connections.
         hold_off_s_max: longest time until a stopped lane, or a broker, is read again, in seconds.
-        timeout_s: of one call to the broker, in seconds.
+        timeout_s: time-out of one call to the broker, in seconds.
         on_delivery: called after the commit with each `Message` and its `DeliveryResult`.
         meter_provider: OpenTelemetry MeterProvider; None selects the global one.
 
@@ -120,10 +120,10 @@ class StreamReceiver:
         gaps: Gaps | str = Gaps.HOLD,
         on_refuse: OnRefuse = "skip",
         header_prefix: str = DEFAULT_PREFIX,
-        batch_max: int = BATCH_MAX,
+        batch_max: int = TRANSACTION_MESSAGES_MAX,
         concurrency: int = CONCURRENCY,
         hold_off_s_max: float = HOLD_OFF_S_MAX,
-        timeout_s: float = TIMEOUT_S,
+        timeout_s: float = BROKER_TIMEOUT_S,
         on_delivery: Callable[[Message, DeliveryResult], None] | None = None,
         meter_provider: MeterProvider | None = None,
     ) -> None:
@@ -257,9 +257,9 @@ class StreamReceiver:
         Their events are not processed.  It takes effect in all readers of the inbox.
 
         Args:
-            lane: its name.
+            lane: the lane's name.
             sequence: the last number to skip.
-            lane_ends: its end entry is lost, too: the lane has ended.
+            lane_ends: whether its end entry is lost, too: the lane has ended.
         """
         await self._processor.create_tables()
         async with self._processor.transaction() as connection:
@@ -297,7 +297,7 @@ class StreamReceiver:
                     for lane in readers.keys() - running:
                         tasks[lane] = asyncio.create_task(readers[lane].run())
                         running.add(lane)
-                poll = asyncio.create_task(asyncio.sleep(POLL_S))
+                poll = asyncio.create_task(asyncio.sleep(LANES_POLL_S))
                 try:
                     # The end of a lane may end the waiting of others.
                     finished, _ = await asyncio.wait(
@@ -314,7 +314,7 @@ class StreamReceiver:
     async def _find_readers_or_none(
         self, source: StreamSource, found: set[str]
     ) -> dict[str, LaneReader]:
-        """As `_find_readers`; none if the database fails, which ends no lane."""
+        """See `_find_readers`; none if the database fails, which ends no lane."""
         try:
             return await self._find_readers(source, found)
         except (StreamUnavailable, PlanOutdated):

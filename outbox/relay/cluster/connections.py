@@ -14,7 +14,7 @@ from outbox.store.connection.connect import (
     milliseconds,
     transaction_settings,
 )
-from outbox.store.connection.pooled import PooledWorker, check_settings
+from outbox.store.connection.pgbouncer import PooledWorker, check_settings
 from outbox.store.connection.type_cache import load_types
 from outbox.store.connection.worker import Worker, read_busy_backends
 from outbox.store.sequencing.stalls import read_blocker_of
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from outbox.store.sequencing.stalls import Blocker
 
 IDLE_IN_TRANSACTION_SHARE = 0.8
-"""Of the lease: a frozen replica must not sit on a row lock for longer."""
+"""Share of the lease.  A frozen replica must not sit on a row lock for longer."""
 
 SESSION_SETTINGS = {
     # A crash that loses a committed success, dead letter or batch would break the order.
@@ -72,8 +72,8 @@ class Connections:
         """Open a connection for statements.
 
         Args:
-            name: its `application_name`.
-            long: its transactions may take any time, but not wait for a lock that long.
+            name: the connection's `application_name`.
+            long: whether its transactions may take any time, but not wait for a lock that long.
         """
         settings = self._settings
         idle_s = settings.lease_s * IDLE_IN_TRANSACTION_SHARE

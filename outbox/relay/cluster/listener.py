@@ -34,14 +34,14 @@ log = structlog.get_logger("outbox.listener")
 HEARTBEAT_MIN_S, HEARTBEAT_MAX_S = 5.0, 15.0
 HEARTBEAT_TIMEOUT_S = 5.0
 HEARTBEAT_SHARE = 1 / 3
-"""Of the lease: the server ends a listener that is silent for a lease."""
+"""Share of the lease.  The server ends a listener that is silent for a lease."""
 RECONNECT_MIN_S, RECONNECT_MAX_S = 0.1, 5.0
 
 CHANGES_EVERY_S = 0.1
 """Notifications of changed endpoints are coalesced to one per interval."""
 FLOOD_PER_S = 2_000
-"""More notifications in a second are a flood.  Producers notify only while the relay sleeps,
-and a sequencing replica sends at most 50 a second."""
+"""Notifications in a second above which they are a flood.  Producers notify only while the relay
+sleeps, and a sequencing replica sends at most 50 a second."""
 FLOOD_MIN_S, FLOOD_MAX_S = 1.0, 30.0
 """How long the relay polls after a flood; doubled while the floods continue."""
 FLOOD_POLL_S = 0.002

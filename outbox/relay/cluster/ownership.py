@@ -33,7 +33,7 @@ log = structlog.get_logger("outbox.ownership")
 RELEASE_LOCK_TIMEOUT_S = 1.0
 SEARCHES_PER_LEASE = 3
 """How often a replica searches for sessions that hang; each must be found twice."""
-ENDPOINTS_AT_ONCE, LANES_AT_ONCE = 500, 4_000
+CLAIMED_ENDPOINTS_MAX, CLAIMED_LANES_MAX = 500, 4_000
 """Claimed in one step, as far as the number of lanes can be estimated."""
 
 
@@ -204,7 +204,7 @@ class Ownership:
 
     async def _claim(self, claimable: list[UUID]) -> None:
         """Claim endpoints in chunks, because loading one blocks the renewal of the lease."""
-        portion = ClaimBatchSize(ENDPOINTS_AT_ONCE, LANES_AT_ONCE)
+        portion = ClaimBatchSize(CLAIMED_ENDPOINTS_MAX, CLAIMED_LANES_MAX)
         requested = endpoints = lanes = 0
         while requested < len(claimable) and not self._stopping:
             some = claimable[requested : requested + portion.endpoints]
@@ -271,8 +271,8 @@ class Ownership:
             return
         self._version = version
         owned = self._dispatcher.owned()
-        for first in range(0, len(owned), ENDPOINTS_AT_ONCE):
-            await self._apply_changes_to(owned[first : first + ENDPOINTS_AT_ONCE])
+        for first in range(0, len(owned), CLAIMED_ENDPOINTS_MAX):
+            await self._apply_changes_to(owned[first : first + CLAIMED_ENDPOINTS_MAX])
 
     async def _apply_changes_to(self, owned: list[EndpointRuntime]) -> None:
         """Apply the current settings of some endpoints; the loop runs between chunks."""

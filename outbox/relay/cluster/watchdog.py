@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("outbox.relay")
 
-CHECKS_PER_LEASE = 5
+WATCHDOG_CHECKS_PER_LEASE = 5
 PATIENCE_SHARE = 0.4
 """Share of the lease; statements that complete sooner are never checked."""
 RECHECK_MAX_S = 60.0
@@ -85,7 +85,7 @@ class Watchdog:
         self._find_busy_backends = find_busy_backends
         self._lease_s = lease_s
         self._patience_s = lease_s * PATIENCE_SHARE
-        self._check_every_s = lease_s / CHECKS_PER_LEASE
+        self._check_every_s = lease_s / WATCHDOG_CHECKS_PER_LEASE
         # By connection, the statement whose backend was idle in the last check.
         self._idle_statements: dict[str, int] = {}
         # By connection, a statement whose backend was busy, and its age at the next check.

@@ -202,7 +202,7 @@ def revalidate(
     """What to send after a wait for a slot; None: nothing, as the decision changed.
 
     Args:
-        state: of the circuit breaker before the wait.
+        state: the state of the circuit breaker before the wait.
     """
     runtime = lane.runtime
     if runtime.stopped or runtime.breaker.state is not state or runtime.breaker.blocks_all(now):

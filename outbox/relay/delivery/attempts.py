@@ -20,7 +20,7 @@ class Attempt(NamedTuple):
     started_at: float
     """Epoch seconds."""
     response: AttemptResult
-    """Without the secrets that the endpoint's own headers carry."""
+    """The response, without the secrets that the endpoint's own headers carry."""
     preempted: bool
     """The request was cancelled to free its slot; the response is not the receiver's."""
     span: AttemptSpan | None
@@ -43,9 +43,9 @@ class Settlement(NamedTuple):
     """The consequences of an attempt."""
 
     outcome: AttemptOutcome
-    """Of the delivery, or of a batch's last one."""
+    """The outcome of the delivery, or of a batch's last one."""
     accepted: RunResults | None
     """Deliveries of a batch that were accepted, to be written first."""
     record: Record | None
-    """Of the delivery, or of the first one of a batch that was not accepted."""
+    """The record of the delivery, or of the first one of a batch that was not accepted."""
     breaker: BreakerEffect

@@ -122,9 +122,9 @@ class BrokerAttempts:
         self, lane: LaneRuntime, broker: Broker, owner: Owner, *, force: bool = False
     ) -> _Opened | AttemptResult:
         """Open the lane and compare its position with the database."""
-        state, name = lane.state, lane.loaded.name
+        state, name, receipt = lane.state, lane.loaded.name, lane.state.release_receipt()
         standing = await self._admission.send(
-            lane.slot, broker.open(name, owner, state.delivered_seq, state.receipt, force=force)
+            lane.slot, broker.open(name, owner, state.delivered_seq, receipt, force=force)
         )
         if isinstance(standing, AttemptResult):
             return standing

@@ -49,10 +49,10 @@ class Dispatcher:
         scheduler: admission control.
         brokers: makes the brokers of endpoints; None: there are only HTTP receivers.
         on_idle: called when a stopped lane has no request in flight any more.
-        on_breaker_change: called when an endpoint's circuit breaker changed state, or an
-            endpoint may have a checkpoint due.
+        wake_supervisor: called when an endpoint's state changed, or an endpoint may have a
+            checkpoint due.
         now: epoch seconds.
-        rng: for the jitter of retries and probes.
+        rng: the source of the jitter of retries and probes.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Dispatcher:
         lease_left_s: Callable[[], float],
         scheduler: RequestScheduler,
         on_idle: Callable[[], None] = lambda: None,
-        on_breaker_change: Callable[[], None] = lambda: None,
+        wake_supervisor: Callable[[], None] = lambda: None,
         now: Callable[[], float] = time.time,
         rng: random.Random | None = None,
         telemetry: DeliveryTelemetry | None = None,
@@ -84,7 +84,7 @@ class Dispatcher:
             lease_left_s, now,
         )  # fmt: skip
         self._on_idle = on_idle
-        self._on_breaker_change = on_breaker_change
+        self._wake_supervisor = wake_supervisor
         self._now = now
         self._rng = rng or random.Random()  # noqa: S311 (jitter needs no secrecy)
         self._owned: dict[UUID, EndpointRuntime] = {}
@@ -166,8 +166,8 @@ class Dispatcher:
 
         Args:
             lifted: lanes that were unblocked.
-            skipped: by lane, the sequence number of the delivery that was skipped last.
-            repairs: by lane, what was requested for its stream.
+            skipped: the sequence number of the delivery that was skipped last, by lane.
+            repairs: what was requested for its stream, by lane.
         """
         for endpoint in endpoints:
             runtime = self._owned[endpoint.id]
@@ -273,8 +273,8 @@ class Dispatcher:
         empty one is activated when its rows are read.
 
         Args:
-            last_seqs: by lane, its last assigned sequence number.
-            inline_deliveries: by lane, deliveries that need not be read.
+            last_seqs: the last assigned sequence number of each lane.
+            inline_deliveries: deliveries that need not be read, by lane.
         """
         now = self._now()
         for lane_id, last_seq in last_seqs.items():
@@ -446,9 +446,9 @@ class Dispatcher:
     def _wake_for_checkpoints(self, endpoints: Iterable[Endpoint]) -> None:
         """Wake the supervisor if one of the endpoints receives checkpoints."""
         if any(endpoint.checkpoint_every_s is not None for endpoint in endpoints):
-            self._on_breaker_change()
+            self._wake_supervisor()
 
     def _mark_changed(self, runtime: EndpointRuntime) -> None:
         """Mark the endpoint's state as changed; the supervisor stores it."""
         self._changed.add(runtime.endpoint.id)
-        self._on_breaker_change()
+        self._wake_supervisor()

@@ -29,19 +29,19 @@ if TYPE_CHECKING:
     from outbox.store.database_stats import DatabaseStats
     from outbox.store.delivery.endpoint_state import EndpointStateStore
 
-log = structlog.get_logger("outbox.care")
+log = structlog.get_logger("outbox.endpoint_supervisor")
 
-CHECK_EVERY_S = 30.0
+ENDPOINTS_CHECK_EVERY_S = 30.0
 SURVEY_EVERY_S = 10.0
 LANES_AT_ONCE = 500
 """Lanes per slice before yielding to the event loop, so that deliveries do not wait."""
 QUEUE_WARNING_SHARE = 0.25
-"""Of the server's notification queue; when it is full, commits fail, producers' included."""
+"""Share of the server's notification queue; when it is full, commits fail, producers' included."""
 DEAD_LETTER_MAX = 50_000
 """Deliveries dead-lettered per check and endpoint; the next check continues."""
 
 STUCK = (BreakerState.FAILING, BreakerState.REJECTING, BreakerState.PAUSED)
-"""In these states all lanes of an endpoint make little or no progress."""
+"""States in which all lanes of an endpoint make little or no progress."""
 
 
 class EndpointSupervisor:
@@ -81,7 +81,7 @@ class EndpointSupervisor:
             if clock() >= check_at:
                 await self._write_health(self._dispatcher.owned())
                 await self._check_endpoints()
-                check_at = clock() + CHECK_EVERY_S
+                check_at = clock() + ENDPOINTS_CHECK_EVERY_S
             if clock() >= survey_at:
                 self.survey = await self._survey() if self._leads() else None
                 survey_at = clock() + SURVEY_EVERY_S

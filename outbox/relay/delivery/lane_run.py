@@ -24,7 +24,7 @@ class LaneRun:
     """A `Following` of one lane: the transport sends what it returns.
 
     Args:
-        span: of the first request.
+        span: the span of the first request.
         loop_time: the clock of admission control.
         now: epoch seconds.
     """
@@ -58,7 +58,7 @@ class LaneRun:
     ) -> None:
         self.run = run
         self.span = span
-        """Of the request in flight."""
+        """The span of the request in flight."""
         self._lane = lane
         self._endpoint = lane.runtime.endpoint
         self._redactor = lane.runtime.redactor

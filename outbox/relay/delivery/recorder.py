@@ -28,18 +28,17 @@ if TYPE_CHECKING:
 
 CHECKPOINT_EVERY_S = 1.0
 HISTORY_EVERY_S = 10.0
-"""Until then the counts of the delivery history are in memory alone."""
+"""Interval at which the delivery history is written; its latest counts are in memory alone."""
 HISTORY_ENDPOINTS_MAX = 1_000
 """Endpoints whose counts are written with one checkpoint, because records wait meanwhile; the
 others follow with the next checkpoints."""
 GROUP_MAX = 5_000
 """Rows in one statement; more wait for the next."""
 GROUP_BYTES_MAX = 32 << 20
-"""Dead letters' payloads in one statement, except the last one's."""
-
-
+"""Bytes of the payloads of the dead letters in one statement, except the last one's.  The statement
+copies them within the server: this bounds its duration and its WAL, while other records wait."""
 PENDING_MAX = 4 * GROUP_MAX
-"""With more waiting rows, lanes wait too (backpressure): unwritten records take memory,
+"""Number of waiting rows above which lanes wait, too (backpressure): unwritten records take memory,
 and their deliveries are sent again after a crash."""
 
 
@@ -213,7 +212,7 @@ class Recorder:
                 entry.lane.confirm_recorded(entry.record)
             if not (isinstance(entry.record, Record) and entry.record.urgent):
                 self._dirty_lanes[entry.lane.id] = (entry.epoch, entry.lane.checkpoint())
-            if (receipt := entry.lane.receipt) is not None:
+            if (receipt := entry.lane.release_receipt()) is not None:
                 self._receipts[entry.lane.id] = (entry.epoch, receipt)
         for entry in group:
             if entry.done is not None and not entry.done.done():
@@ -254,7 +253,7 @@ class Recorder:
         """Acknowledge the pending deliveries of a lane that its stream has.
 
         Args:
-            batch: of the delivery `through_seq`.
+            batch: the batch of the delivery `through_seq`.
             at: epoch seconds.
 
         Raises:

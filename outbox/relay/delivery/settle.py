@@ -41,7 +41,7 @@ def settle(
 
     Args:
         now: when it completed, in epoch seconds.
-        rng: for the jitter of retries and probes.
+        rng: the source of the jitter of retries and probes.
     """
     endpoint, send, response = lane.runtime.endpoint, attempt.send, attempt.response
     if isinstance(send, Open | End):

@@ -37,7 +37,7 @@ class DeliveryTelemetry:
     """Telemetry hooks of the dispatcher.
 
     Args:
-        tracing: None: no traces.
+        tracing: the tracing; None: there are no traces.
     """
 
     def __init__(self, meters: Meters | None = None, tracing: Tracing | None = None) -> None:
@@ -133,8 +133,8 @@ class DeliveryTelemetry:
         """Report the result of a batch attempt.
 
         Args:
-            accepted: of the first deliveries.
-            failed: of the one after them, if there is one; the others stay pending.
+            accepted: the results of the first deliveries.
+            failed: the record of the delivery after them, if there is one; the others stay pending.
         """
         tracing = self._tracing
         endpoint_id = lane.runtime.endpoint.id

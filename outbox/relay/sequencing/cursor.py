@@ -50,7 +50,7 @@ class BatchResult(Enum):
     EMPTY = auto()
     LOCKED = auto()
     """Another transaction holds the cursor row."""
-    LOST_LEADERSHIP = auto()
+    STALE = auto()
     """Nothing was written: another replica leads now, or the routing version changed."""
 
 
@@ -62,7 +62,7 @@ class SequencedBatch:
     events: int
     deliveries: Deliveries
     inline_deliveries: Mapping[int, Sequence[Delivery]]
-    """By lane, deliveries with payloads, which need not be read."""
+    """Deliveries with payloads, which need not be read, by lane."""
     notified: bool
     """Whether the write notified the other replicas."""
 
@@ -200,7 +200,7 @@ class Cursor:
             watch = asleep_s is not None
             if not self.leads:
                 if watch:
-                    return BatchResult.LOST_LEADERSHIP
+                    return BatchResult.STALE
                 if not await self._take_leadership():
                     return BatchResult.LOCKED
             elif asleep_s is not None:
@@ -209,7 +209,7 @@ class Cursor:
             elif self._router is not None:
                 await self._replays.poll()
             if self._router is None and not await self._load_state():
-                return BatchResult.LOST_LEADERSHIP
+                return BatchResult.STALE
             return await self._sequence(watch=watch)
         except BaseException:
             # Whether it was committed is unknown: start from the tables again.
@@ -271,7 +271,7 @@ class Cursor:
     def _lose_routes(self) -> BatchResult:
         """Load the state before the next batch: nothing was written."""
         self._router = None
-        return BatchResult.LOST_LEADERSHIP
+        return BatchResult.STALE
 
     async def _refused(self) -> BatchResult:
         """Why a message of the leader did nothing."""

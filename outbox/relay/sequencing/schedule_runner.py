@@ -17,7 +17,7 @@ from outbox.store.connection.connect import in_one_line
 if TYPE_CHECKING:
     from outbox.store.schedules.schedule_runs import ScheduleRunStore
 
-log = structlog.get_logger("outbox.ticker")
+log = structlog.get_logger("outbox.schedule_runner")
 
 REFUSED_RETRY_S = 10.0
 """Retry delay after an error of the database: a missing privilege, a user's trigger."""

@@ -48,7 +48,7 @@ commit delays the producers' commits: fewer, larger batches leave them more capa
 POLL_MIN_S = 0.001
 """Polling interval when awake otherwise."""
 EMPTY_READS_MAX, EMPTY_READ_EVERY_S = 5, 0.002
-"""After so many reads in a row without an event, the next one waits until the interval is over: any
+"""Reads in a row without an event, after which the next one waits until the interval is over: any
 role may send notifications.  Between events there are two or three."""
 NOTIFY_WAITERS_MAX, CONTENTION_S = 2, 1.0
 """If this many producers wait for another one's NOTIFY, producers do not notify for this
@@ -62,7 +62,7 @@ LOCK_RETRY_S = 0.05
 """Retry delay if the cursor row is locked.  The replica does not sleep, because the flag may
 say "awake", and the events it was woken for may still be unread."""
 BROKEN_RETRY_S = 5.0
-CHECK_EVERY_S = 30.0
+SEQUENCE_CHECK_EVERY_S = 30.0
 """Interval of the check of the sequence's options, which an ALTER SEQUENCE may have changed."""
 STAND_BY_MIN_S = 0.05
 """Minimum polling interval on standby, regardless of wake events."""
@@ -149,7 +149,7 @@ class Sequencer:
             try:
                 if clock() >= check_at:
                     await self._store.check()
-                    check_at = clock() + CHECK_EVERY_S
+                    check_at = clock() + SEQUENCE_CHECK_EVERY_S
                 if not self.cursor.leads and not await self._may_take_leadership():
                     self._on_lead(False)
                     self._mark_polled()
@@ -172,7 +172,7 @@ class Sequencer:
                 log.error("sequencing stopped", reason=str(broken), retry_s=BROKEN_RETRY_S)
                 await self._pause(BROKEN_RETRY_S)
                 continue
-            if result is BatchResult.LOST_LEADERSHIP:
+            if result is BatchResult.STALE:
                 # Another replica may have changed the flag, so this one is not asleep any more.
                 self._asleep_until = 0.0
                 continue
@@ -219,7 +219,7 @@ class Sequencer:
         self._replaced_leader = 0
         if result is BatchResult.LOCKED:
             await self.stall.record_locked()
-        elif result is not BatchResult.LOST_LEADERSHIP and self.stall.record_success():
+        elif result is not BatchResult.STALE and self.stall.record_success():
             # Another replica may have reported the stall.
             self._lag.reset()
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("outbox.sequencer")
 
-CHECKS_PER_LEASE = 3
+STALL_CHECKS_PER_LEASE = 3
 WARN_EVERY_S = 60.0
 """A stall is logged again after this time, and whenever another session is to blame."""
 
@@ -42,7 +42,7 @@ class StallMonitor:
 
     @property
     def stalled_s(self) -> float:
-        """For how long sequencing has been impossible; 0: it works, or nothing waits."""
+        """How long sequencing has been impossible; 0: it works, or nothing waits."""
         return self._detector.stalled_s(_now())
 
     def record_success(self) -> bool:
@@ -75,7 +75,7 @@ class StallMonitor:
         stalled_s = self._detector.stalled_s(now)
         if stalled_s < self._lease_s or now < self._check_at:
             return
-        self._check_at = now + self._lease_s / CHECKS_PER_LEASE
+        self._check_at = now + self._lease_s / STALL_CHECKS_PER_LEASE
         blocker = self.blocker = await self._store.read_blocker()
         pid = None if blocker is None else blocker.pid
         if now >= self._warn_at or pid not in (None, self._warned_of):

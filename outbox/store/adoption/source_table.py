@@ -87,7 +87,7 @@ async def read_source(connection: Connection[Any], name: str) -> SourceTable:
     """Read a table's columns.
 
     Args:
-        name: with its schema, as in SQL.
+        name: the table's name with its schema, as in SQL.
 
     Raises:
         NotFound: there is no such table.

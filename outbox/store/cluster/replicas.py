@@ -234,7 +234,7 @@ class ClusterSnapshot:
     version: int
     """Routing version; it increases with every routing change."""
     erasures: int
-    """Increases when payloads are erased."""
+    """A number that increases when payloads are erased."""
     peers: list[Peer]
     """Every registered replica, including this one."""
     unowned: bool

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 WORKERS = 8
 """Worker connections of a relay, each for one purpose."""
-CONNECTIONS_MAX = WORKERS + 2
+RELAY_CONNECTIONS_MAX = WORKERS + 2
 """Plus one to LISTEN, and now and then one to check that the server processes the others'
 statements."""
 
@@ -61,7 +61,7 @@ COUNT_SESSIONS = f"SELECT count(*) {_SESSIONS_OF_EXPIRABLE}"
 SESSION_END_MAX_S = 1.0
 """Limit of the wait for a terminated session to end."""
 BUSY_SESSION_END_MAX_S = 0.1
-"""The same for a session of this process: a replica that starts must not wait for long."""
+"""The limit for a session of this process: a replica that starts must not wait for long."""
 
 # Terminates sessions of replicas of this process that have ended, whether or not they have a row,
 # and waits for each, at most $2 milliseconds.  A session that is not idle belongs to a connection

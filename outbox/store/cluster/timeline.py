@@ -122,7 +122,7 @@ class History:
         return all(ours in (None, theirs) or theirs is None for ours, theirs in pairs)
 
     def updated_from(self, server: History) -> History:
-        """The same with all that the server reports."""
+        """This history with all that the server reports."""
         return History(
             self.timeline if server.timeline is None else server.timeline,
             self.identity if server.identity is None else server.identity,

@@ -14,7 +14,7 @@ import asyncpg
 from outbox.core.model.schema_name import schema_missing
 from outbox.core.model.sql_names import quote_literal, search_path
 from outbox.errors import CannotRun, DatabaseUnavailable, OutboxError, UsageError
-from outbox.store.connection.pooled import PooledWorker
+from outbox.store.connection.pgbouncer import PooledWorker
 from outbox.store.connection.store_connection import StoreConnection
 
 if TYPE_CHECKING:
@@ -339,6 +339,8 @@ async def _check_role(connection: Connection[Any], schema: str) -> None:
 
 def _keep_alive(connection: Connection[Any], options: Mapping[str, int]) -> None:
     """Set TCP keepalives, so that a dead peer is detected."""
+    # asyncpg has no public API for the socket.  If it renames the attribute, the client waits for a
+    # dead server without keepalives.
     transport = getattr(connection, "_transport", None)
     sock = transport.get_extra_info("socket") if transport is not None else None
     if sock is None or sock.family == getattr(socket, "AF_UNIX", None):

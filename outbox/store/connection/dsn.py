@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from outbox.config import Settings
 
-CONNECT_TIMEOUT_S = 5.0
-PORT = 5432
+DATABASE_CONNECT_TIMEOUT_S = 5.0
+POSTGRESQL_PORT = 5432
 
 # libpq's variables, PostgreSQL documentation 34.15.
 ENVIRONMENT = {
@@ -107,13 +107,13 @@ class Dsn:
     passfile: str | None = None
     sslmode: str | None = None
     tls: Mapping[str, str] = field(default_factory=dict, repr=False)
-    connect_timeout_s: float = CONNECT_TIMEOUT_S
+    connect_timeout_s: float = DATABASE_CONNECT_TIMEOUT_S
     target_session_attrs: str = "any"
     server_settings: Mapping[str, str] = field(default_factory=dict)
     keepalives: Mapping[str, int] = field(default_factory=dict)
     """libpq's names and units (seconds; tcp_user_timeout: milliseconds)."""
     statement_cache: bool = True
-    """False behind a transaction-pooling proxy."""
+    """Whether statements are prepared; False behind a transaction-pooling proxy."""
     extra: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
@@ -156,7 +156,7 @@ def parse(text: str, *, source: str, env: Mapping[str, str]) -> Dsn:
 
     Args:
         text: URL or key=value; empty: everything comes from `env`.
-        source: its source, for messages.
+        source: the DSN's source, for messages.
         env: environment with libpq's variables.
 
     Raises:
@@ -245,7 +245,7 @@ def _build(given: dict[str, str], source: str, warnings: list[str]) -> Dsn:
         sslmode=sslmode,
         tls={name: given[name] for name in sorted(_TLS) if name in given},
         # In libpq 0 or less waits for ever, which no command should.
-        connect_timeout_s=float(timeout) if timeout and timeout > 0 else CONNECT_TIMEOUT_S,
+        connect_timeout_s=float(timeout) if timeout and timeout > 0 else DATABASE_CONNECT_TIMEOUT_S,
         target_session_attrs=target,
         server_settings=settings,
         keepalives={
@@ -283,7 +283,9 @@ def _addresses(
         raise invalid_address(source, f"{len(ports)} ports for {len(hosts)} hosts")
     if not all(re.fullmatch(r"[0-9]{1,5}", p) and 0 < int(p) < 65536 for p in ports if p):
         raise invalid_address(source, "a port is not a number between 1 and 65535")
-    return tuple((host, int(port or PORT)) for host, port in zip(hosts, ports, strict=True))
+    return tuple(
+        (host, int(port or POSTGRESQL_PORT)) for host, port in zip(hosts, ports, strict=True)
+    )
 
 
 def _local_host() -> str:

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-LOCK_TIMEOUT_S = 0.1
+MESSAGE_LOCK_TIMEOUT_S = 0.1
 """Maximum wait for each lock of a message."""
 RETRY_FOR_S = 10.0
 """Time after which a message is not sent again."""
 PAUSE_S = 0.2
 """Time between two attempts, for those that have waited behind the last one."""
-OBSERVE_EVERY_S = LOCK_TIMEOUT_S / 4
+OBSERVE_EVERY_S = MESSAGE_LOCK_TIMEOUT_S / 4
 
 # Who holds what a session waits for, the oldest transaction first.  Every role sees the process,
 # its user and its application; the rest requires pg_read_all_stats.  Process 0 is a prepared
@@ -84,13 +84,13 @@ class LockHolder:
 
 
 def lock_message(statements: list[str]) -> str:
-    """Statements as one message, which waits for a lock for `LOCK_TIMEOUT_S` at most."""
+    """Statements as one message, which waits for a lock for `MESSAGE_LOCK_TIMEOUT_S` at most."""
     return ";\n".join(
         [
             # Whatever the session's default: each statement must see what was committed
             # before its locks were granted.
             "SET LOCAL transaction_isolation = 'read committed'",
-            f"SET LOCAL lock_timeout = {int(LOCK_TIMEOUT_S * 1000)}",
+            f"SET LOCAL lock_timeout = {int(MESSAGE_LOCK_TIMEOUT_S * 1000)}",
             *statements,
         ]
     )
@@ -100,8 +100,8 @@ def retry_until_granted(attempt: Callable[[], None], failure: str) -> None:
     """Repeat an attempt of a blocking driver until its locks are granted.
 
     Args:
-        attempt: sends statements that wait for a lock for `LOCK_TIMEOUT_S` at most; an attempt
-            that fails changes nothing.
+        attempt: sends statements that wait for a lock for `MESSAGE_LOCK_TIMEOUT_S` at most; an
+            attempt that fails changes nothing.
         failure: what was not done if the locks are not granted, for the error.
 
     Raises:

@@ -15,7 +15,7 @@ import asyncpg
 from outbox.core.model.sql_names import quote_ident, quote_literal, schema_name, search_path
 from outbox.errors import CannotRun, UsageError
 from outbox.store.connection.connect import map_errors
-from outbox.store.connection.lock_retry import LOCK_TIMEOUT_S, LockRetry
+from outbox.store.connection.lock_retry import MESSAGE_LOCK_TIMEOUT_S, LockRetry
 from outbox.store.connection.message import ABORTED, is_aborted
 from outbox.store.connection.migration_files import Migration, migrations
 from outbox.store.connection.schema_status import not_ours, status
@@ -117,7 +117,7 @@ async def migrate(
         roles: pairs of purpose and existing role to grant it to.
         revoked: roles whose privileges in the schema are revoked first.
         payload_bytes_max: maximum payload size in bytes, as text; None: unchanged.
-        open_observer: as in `LockRetry`.
+        open_observer: see `LockRetry`.
 
     Returns:
         The migrations applied by this call.
@@ -237,7 +237,7 @@ def sql(
         "-- Apply with: psql --set ON_ERROR_STOP=1 --file THIS_FILE",
         "BEGIN ISOLATION LEVEL READ COMMITTED;",
         "-- Producers wait behind each lock that this waits for.  After a time-out, run it again.",
-        f"SET LOCAL lock_timeout = {int(LOCK_TIMEOUT_S * 1000)};",
+        f"SET LOCAL lock_timeout = {int(MESSAGE_LOCK_TIMEOUT_S * 1000)};",
         f"CREATE SCHEMA IF NOT EXISTS {quote_ident(schema)};",
         f"SET LOCAL search_path = {search_path(schema)};",
         f"{CREATE_HISTORY};",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from outbox.core.model.sql_names import quote_ident, quote_literal, schema_name, search_path
 from outbox.errors import UsageError
-from outbox.store.connection.lock_retry import LOCK_TIMEOUT_S
+from outbox.store.connection.lock_retry import MESSAGE_LOCK_TIMEOUT_S
 from outbox.store.connection.migrate import CREATE_HISTORY, LOCK, statements_of
 from outbox.store.connection.migration_files import migrations
 
@@ -69,7 +69,7 @@ def statements_for(schema: str, to: int) -> list[str]:
     return [
         SAVE_SETTINGS,
         # Producers wait behind each lock that this waits for.
-        f"SET LOCAL lock_timeout = {int(LOCK_TIMEOUT_S * 1000)}",
+        f"SET LOCAL lock_timeout = {int(MESSAGE_LOCK_TIMEOUT_S * 1000)}",
         # A name may contain the delimiter of a dollar-quoted text.
         f"DO {create}",
         f"SET LOCAL search_path = {search_path(schema)}",

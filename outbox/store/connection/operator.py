@@ -56,7 +56,7 @@ async def connect_operator(
 
     Args:
         server_settings: further session settings; they override those of the DSN.
-        long: its transactions may take any time.
+        long: whether its transactions may take any time.
 
     Raises:
         OutboxError: see `connect`.

@@ -59,7 +59,7 @@ async def status(
     """Read which migrations are applied and which are pending; changes nothing.
 
     Args:
-        purpose: as in `map_errors`.
+        purpose: see `map_errors`.
 
     Raises:
         SchemaTooNew: a newer, incompatible version of this package migrated the schema.
@@ -120,7 +120,7 @@ async def require_current(
     """Check that the schema is compatible with this program.
 
     Args:
-        purpose: as in `map_errors`.
+        purpose: see `map_errors`.
 
     Raises:
         SchemaMissing: it does not exist, or is older than this program.

@@ -176,7 +176,7 @@ class EndpointState:
     health: BreakerRecord
     reported: ReportedState
     stalled_since: float | None = None
-    """When a stall is reported: the time since which a lane has had no success (epoch)."""
+    """The time since which a lane has had no success (epoch), if a stall is reported."""
 
 
 class EndpointStateStore:
@@ -242,7 +242,7 @@ class EndpointStateStore:
         """Disable an endpoint from the next batch on; its owner dead-letters the backlog.
 
         Args:
-            reason: for the journal and the operational event.
+            reason: the reason in the journal and the operational event.
             details: further fields of the journal entry.
 
         Returns:

@@ -106,10 +106,10 @@ class Endpoint:
     backlog_age_s: float | None
     disable_after_s: float
     checkpoint_every_s: float | None
-    """None: off."""
+    """Interval of the checkpoints; None: off."""
     generation: int
     resumes: int
-    """Increases when an operator resumes the endpoint."""
+    """A number that increases when an operator resumes the endpoint."""
     applied_resumes: int
     """`resumes`, as last applied by an owner."""
     health: BreakerRecord

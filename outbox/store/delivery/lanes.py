@@ -225,7 +225,7 @@ class LoadedLane:
     progress: Progress
     tail: tuple[tuple[int, int, float], ...]
     receipt: str | None = None
-    """Of the last durable append to a broker."""
+    """The receipt of the last durable append to a broker."""
     end_written: bool = False
     """The broker's stream has its end entry."""
     lanes: int | None = None
@@ -246,7 +246,7 @@ class LostDeliveries(NamedTuple):
     through_seq: int
     """The last sequence that was read."""
     deliveries: list[Delivery]
-    """Without dead letters and erased events."""
+    """The deliveries, without dead letters and erased events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,7 +377,7 @@ class LaneStore:
 
         Args:
             after_seq: the sequence before the first one.
-            rows_max, bytes_max: as for `deliveries`.
+            rows_max, bytes_max: see `deliveries`.
         """
         found = await self.delivery_at(lane, after_seq + 1)
         if found is None:
@@ -424,12 +424,12 @@ class LaneStore:
         return {r["lane_id"] for r in rows}
 
     async def skipped(self, endpoint_ids: Collection[UUID]) -> dict[int, int]:
-        """By lane, the sequence number that an operator skipped last; most lanes have none."""
+        """The sequence number that an operator skipped last, by lane; most lanes have none."""
         rows = await self._db.fetch(READ_SKIPPED, list(endpoint_ids))
         return {r["id"]: r["skip_seq"] for r in rows}
 
     async def repairs(self, endpoint_ids: Collection[UUID]) -> dict[int, Repair]:
-        """By lane, what an operator has requested; most lanes have none."""
+        """What an operator has requested, by lane; most lanes have none."""
         rows = await self._db.fetch(READ_REPAIRS, list(endpoint_ids))
         return {r["id"]: Repair(RepairKind(r["repair"]), r["repair_seq"]) for r in rows}
 

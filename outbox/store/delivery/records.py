@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from outbox.core.delivery.commands import DeadRange
-from outbox.core.delivery.delivery_history import INTERVAL_S, INTERVALS
+from outbox.core.delivery.delivery_history import HISTORY_INTERVAL_S, INTERVALS
 from outbox.store.cluster.replicas import fence
 from outbox.store.connection.message import WriteStatement
 from outbox.store.errors import Fenced
@@ -192,19 +192,20 @@ SELECT FROM moved WHERE (SELECT count(*) FROM ({PUBLISH_REPORTED_EVENTS}) publis
 """,  # noqa: S608 (constants only)
 )
 
-# Writes checkpoints; they only move forward, and only in the owner's epoch (fencing).
+# Advances checkpoints of lanes: they only move forward, and only in the owner's epoch (fencing).
 #   counted: adds to the delivery history, in the interval that the database's clock is in.  A row
 #     of the day before is replaced; if the clock was set back, nothing is added.  In the order of
 #     the endpoints, because replicas write the row of the sum, and an endpoint may have moved.
-WRITE_CHECKPOINTS = WriteStatement(
-    "write_checkpoints",
+WRITE_LANE_CHECKPOINTS = WriteStatement(
+    "write_lane_checkpoints",
     f"""{fence("$3")},
 counted AS (
     INSERT INTO delivery_history AS h (endpoint_id, slot, began_at, successes, failures, latencies)
-    SELECT v.endpoint_id, i.n % {INTERVALS}, to_timestamp(i.n * {INTERVAL_S}),
+    SELECT v.endpoint_id, i.n % {INTERVALS}, to_timestamp(i.n * {HISTORY_INTERVAL_S}),
            v.successes, v.failures, v.latencies
       FROM fence,
-           (SELECT floor(extract(epoch FROM clock_timestamp()) / {INTERVAL_S})::bigint AS n) i,
+           (SELECT floor(extract(epoch FROM clock_timestamp())
+                         / {HISTORY_INTERVAL_S})::bigint AS n) i,
            unnest($4::json[]) AS document CROSS JOIN json_to_record(document)
            AS v(endpoint_id uuid, successes bigint, failures bigint, latencies bigint[])
      ORDER BY v.endpoint_id
@@ -294,8 +295,8 @@ UPDATE lane l SET repair = NULL, repair_seq = NULL
 """,  # noqa: S608 (constants only)
 )
 
-# Which checkpoints were written, when not all were.
-READ_CHECKPOINTS = """
+# Which checkpoints of lanes were written, when not all were.
+READ_LANE_CHECKPOINTS = """
 SELECT lane_id FROM lane_progress
   JOIN unnest($1::bigint[], $2::bigint[], $3::bigint[]) AS v(lane_id, epoch, acked_seq)
        USING (lane_id, epoch, acked_seq)
@@ -352,7 +353,7 @@ SELECT FROM fence WHERE (SELECT count(*) FROM ({PUBLISH_REPORTED_EVENTS}) publis
 
 
 class RecordStore:
-    """Writes attempts, checkpoints and dead letters, on one connection.
+    """Writes attempts, checkpoints of lanes and dead letters, on one connection.
 
     Args:
         timeline: the server's timeline when the replica registered; None: not known.
@@ -378,7 +379,7 @@ class RecordStore:
         """Write a group of results atomically; when fenced, none is written.
 
         Args:
-            epochs: of the records.
+            epochs: the epochs of the records.
             runs: pairs of lane id and results of a delivery run; written before the records.
         """
         attempts = _attempts(runs, records)
@@ -409,7 +410,7 @@ class RecordStore:
         """Acknowledge a lane's pending deliveries that its stream has, up to `through_seq`.
 
         Args:
-            batch: of the delivery `through_seq`.
+            batch: the batch of the delivery `through_seq`.
             at: epoch seconds.
         """
         moved = await self._db.write(
@@ -422,7 +423,7 @@ class RecordStore:
         """Record that a broker's stream has the end entry of a lane.
 
         Args:
-            seq: of the end entry.
+            seq: the sequence of the end entry.
         """
         if not await self._db.write(
             WRITE_END, self._replica_id, lane_id, epoch, seq, self._timeline
@@ -457,7 +458,7 @@ class RecordStore:
         rows: Sequence[tuple[int, int, Progress]],
         history: Sequence[CountedDeliveries] = (),
     ) -> set[int]:
-        """Write checkpoints (lane, epoch, progress); returns the lanes that were accepted.
+        """Write checkpoints of lanes (lane, epoch, progress); returns the lanes that were accepted.
 
         Args:
             history: added to the delivery history, also of lanes that are not accepted.
@@ -475,13 +476,13 @@ class RecordStore:
             for each in history
         ]
         written = await self._db.write(
-            WRITE_CHECKPOINTS, self._replica_id, progress, self._timeline, counted
+            WRITE_LANE_CHECKPOINTS, self._replica_id, progress, self._timeline, counted
         )
         lane_ids = [lane_id for lane_id, _, _ in rows]
         if written == len(rows):
             return set(lane_ids)
         epochs, acked = [epoch for _, epoch, _ in rows], [p.acked_seq for _, _, p in rows]
-        found = await self._db.fetch(READ_CHECKPOINTS, lane_ids, epochs, acked)
+        found = await self._db.fetch(READ_LANE_CHECKPOINTS, lane_ids, epochs, acked)
         return {r["lane_id"] for r in found}
 
     async def finish_endpoint(self, endpoint_id: UUID, lanes: Sequence[tuple[int, int]]) -> None:

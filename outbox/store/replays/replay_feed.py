@@ -217,9 +217,9 @@ class DeadLetterChunk:
     """The next dead letters of a part."""
 
     old_id: int
-    """Where they begin."""
+    """The id where they begin."""
     next_id: int
-    """Where the rest begins."""
+    """The id where the rest begins."""
     chosen: list[int] = field(default_factory=list)
     erased: int = 0
     blocks: bool = False

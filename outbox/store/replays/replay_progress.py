@@ -82,7 +82,7 @@ class PartProgress:
 
     share: Share
     next_id: int | None = None
-    """None: unchanged."""
+    """The next id; None: it is unchanged."""
     taken: int = 0
     from_id: int | None = None
     """The lowest event id that a backfill may still read."""

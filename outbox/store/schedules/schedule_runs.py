@@ -41,7 +41,7 @@ SCHEDULES_MAX = 100
 """Maximum number of schedules per transaction."""
 RUNS_MAX = 100
 """Maximum number of runs published per schedule and transaction."""
-EVENTS_MAX = 200
+DELAYED_EVENTS_MAX = 200
 """Maximum number of delayed events per statement."""
 BROKEN_RETRY = timedelta(minutes=10)
 """Delay before a schedule that this program cannot parse is tried again."""
@@ -245,8 +245,10 @@ class ScheduleRunStore:
         return ScheduleRunResult(len(rows), broken)
 
     async def move_future_events(self) -> int:
-        """Move due delayed events, up to `EVENTS_MAX`; returns their number."""
-        return await self._db.write_unless_aborted((LOCK_FUTURE,), (MOVE_FUTURE, EVENTS_MAX))
+        """Move due delayed events, up to `DELAYED_EVENTS_MAX`; returns their number."""
+        return await self._db.write_unless_aborted(
+            (LOCK_FUTURE,), (MOVE_FUTURE, DELAYED_EVENTS_MAX)
+        )
 
     async def _write(self, decided: Sequence[ScheduleDecision]) -> bool:
         """Write the decisions; returns False if a schedule was changed meanwhile."""

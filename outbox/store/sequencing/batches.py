@@ -248,9 +248,9 @@ class SequencingStore:
         """Read committed events in the gaps and above `high`, by id, at most `limit`.
 
         Args:
-            high: None: read the gaps only.
+            high: the highest sequenced id; None: read the gaps only.
             more_gaps: there are further gaps, which are not read.
-            with_content: also read the content of the first small events.
+            with_content: whether to read the content of the first small events, too.
         """
         rows = await self._db.fetch(
             READ_CONTENT_AND_STATE if with_content else READ_EVENTS_AND_STATE,

@@ -153,13 +153,13 @@ class Reading:
     leader: int | None
     version: int
     erasures: int = 0
-    """Increases when payloads are erased."""
+    """A number that increases when payloads are erased."""
     server_timeline: int | None = None
-    """None: the server does not report it."""
+    """The server's timeline; None: the server does not report it."""
     began_at: datetime | None = None
     """The database's time before the read: what it did not see was committed later."""
     contents: Mapping[int, EventContent] = field(default_factory=dict)
-    """By id, the content of events that was read along."""
+    """The content of events that was read along, by id."""
 
     def check(self, high: int) -> None:
         """Check the result against the sequence.

@@ -1,4 +1,4 @@
-"""SQL of the sequencer for routing: subscriptions, and requested replays.
+"""SQL of the sequencer for routing: the hash of a key, subscriptions, and requested replays.
 
 Read without a lock: every routing change raises the version, on which a batch depends.
 """
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.core.sequencing.replay_throttle import Share
+
 
 # Current subscriptions with their lanes.  Deliveries of a paused endpoint are sequenced, but
 # not sent.  A filter that was stopped less than $1 seconds ago matches everything.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 BATCHES_PER_SEARCH = 5_000
 """Batches with dead ids per search: this many of the newest, and as many older ones."""
-EVENTS_MAX, IDS_MAX = 10_000, 10
+SKIPPED_EVENTS_MAX, SKIPPED_IDS_MAX = 10_000, 10
 """Events that are counted, and ids that are named."""
 REPORTED_MAX = 1_000
 """Results that are remembered as reported, the newest: one may be found again in each cycle of
@@ -46,10 +46,10 @@ older AS MATERIALIZED (
      ORDER BY batch DESC LIMIT $1),
 skipped AS MATERIALIZED (
     {SKIPPED_EVENTS.format(examined="(SELECT * FROM newest UNION SELECT * FROM older)")}
-     LIMIT {EVENTS_MAX})
+     LIMIT {SKIPPED_EVENTS_MAX})
 SELECT (SELECT CASE count(*) WHEN $1 THEN min(batch) END FROM older) AS reached,
        (SELECT count(*) FROM skipped) AS events,
-       array(SELECT id FROM skipped ORDER BY id LIMIT {IDS_MAX}) AS first_ids
+       array(SELECT id FROM skipped ORDER BY id LIMIT {SKIPPED_IDS_MAX}) AS first_ids
 """  # noqa: S608 (constants only)
 
 
@@ -58,9 +58,9 @@ class SkippedEvents:
     """The result of a search that found some."""
 
     events: int
-    """Their number, at most `EVENTS_MAX`."""
+    """Their number, at most `SKIPPED_EVENTS_MAX`."""
     first_ids: tuple[int, ...]
-    """The lowest of their ids, at most `IDS_MAX`."""
+    """The lowest of their ids, at most `SKIPPED_IDS_MAX`."""
 
 
 class SkippedEventStore:

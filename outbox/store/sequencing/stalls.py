@@ -108,13 +108,13 @@ class Blocker:
     """
 
     pid: int | None
-    """None: it is a prepared transaction."""
+    """The session's process id; None: it is a prepared transaction."""
     prepared_transaction: str | None
     """Its name; None: it is a session."""
     role: str | None
     application: str | None
     state: str | None
-    """As in pg_stat_activity; None: not visible to this role."""
+    """The session's state as in pg_stat_activity; None: it is not visible to this role."""
     since_s: float | None
     """Age of its transaction; None: not visible to this role."""
     end_command: str = field(init=False, default="")
@@ -132,7 +132,7 @@ class Blocker:
         """What it is, for a message.
 
         Args:
-            names: with the names of roles and applications.
+            names: whether it has the names of roles and applications.
         """
         since = "" if self.since_s is None else f" for {self.since_s:.0f} s"
         if self.pid is None:

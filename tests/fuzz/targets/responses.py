@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from outbox.core.model.response import BODY_BYTES_MAX, DETAIL_CHARS_MAX, AttemptResult, Failure
+from outbox.core.model.response import (
+    DETAIL_CHARS_MAX,
+    RESPONSE_BODY_BYTES_MAX,
+    AttemptResult,
+    Failure,
+)
 from outbox.core.model.response_policy import (
     RETRY_AFTER_S_MAX,
     AttemptOutcome,
@@ -98,7 +103,7 @@ def _content(response: AttemptResult) -> tuple[object, ...]:
 def _check(response: AttemptResult) -> None:
     hold(response.failure is not Failure.INTERNAL, f"a fault of the transport: {response.detail}")
     hold(response.status is None or 0 <= response.status <= 999, f"status {response.status}")
-    hold(len(response.body) <= BODY_BYTES_MAX, f"{len(response.body)} bytes of body")
+    hold(len(response.body) <= RESPONSE_BODY_BYTES_MAX, f"{len(response.body)} bytes of body")
     size = sum(len(name) + len(value) for name, value in response.headers)
     hold(size <= HEADER_BYTES_MAX, f"{size} bytes of headers")
     if response.detail or response.failure is not None:

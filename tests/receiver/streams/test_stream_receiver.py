@@ -483,8 +483,8 @@ async def test_a_running_reader_notices_that_its_database_was_restored(
     streams: Streams, pool: asyncpg.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if no event arrives, and of lanes that have ended meanwhile."""
-    monkeypatch.setattr(lane_reader, "WAIT_S", 0.1)
-    monkeypatch.setattr(receiver, "POLL_S", 0.1)
+    monkeypatch.setattr(lane_reader, "MESSAGE_WAIT_S", 0.1)
+    monkeypatch.setattr(receiver, "LANES_POLL_S", 0.1)
     monkeypatch.setattr(receiver, "INBOX_POLL_S", 0.1)
     tables = ("effect", "outbox_inbox", "outbox_lane", "outbox_latest")
     old, new = lane(), lane(generation=2)

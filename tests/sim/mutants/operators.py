@@ -52,4 +52,4 @@ def an_operator_holds_the_cursor(sim: Simulation) -> None:
 @mutant
 def migration_waits_without_limit(sim: Simulation) -> None:
     """A migration waits for its lock as long as it takes, and all producers wait behind it."""
-    swap(lock_retry, "LOCK_TIMEOUT_S", 0.0)
+    swap(lock_retry, "MESSAGE_LOCK_TIMEOUT_S", 0.0)

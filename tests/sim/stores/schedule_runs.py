@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.store.schedules import schedule_runs
 from outbox.store.schedules.schedule_runs import (
-    EVENTS_MAX,
+    DELAYED_EVENTS_MAX,
     SCHEDULES_MAX,
     ScheduleRunResult,
     decide_run,
@@ -176,7 +176,7 @@ def move_due_events(db: Database, tx: Transaction) -> Steps[int]:
     due = [row for row in tx.rows(db.future_event) if row["deliver_at"] <= now]
     due.sort(key=lambda row: (row["deliver_at"], row["id"]))
     moved = 0
-    for row in due[:EVENTS_MAX]:
+    for row in due[:DELAYED_EVENTS_MAX]:
         yield Wait(db.future_event, row["id"], EXCLUSIVE)
         if tx.get(db.future_event, row["id"]) is None:
             continue

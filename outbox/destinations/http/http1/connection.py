@@ -23,7 +23,7 @@ from outbox.destinations.http.attempt_results import (
     timeout_detail,
 )
 from outbox.destinations.http.http1.response_parser import ResponseReader
-from outbox.destinations.http.limits import HEAD_BYTES_MAX
+from outbox.destinations.http.limits import RESPONSE_HEAD_BYTES_MAX
 from outbox.destinations.http.request import encode_request
 from outbox.network.errors import TRANSPORT_CLOSED, NotConnected
 from outbox.network.tls import ssl_error_reason
@@ -309,7 +309,7 @@ class Connection(asyncio.Protocol):
         return AttemptResult.failed(Failure.INTERNAL, f"{type(error).__name__}: {error}", 0.0)
 
     def _on_unsolicited_data(self, data: bytes) -> None:
-        if self._early is not None and len(self._early) < HEAD_BYTES_MAX:
+        if self._early is not None and len(self._early) < RESPONSE_HEAD_BYTES_MAX:
             # Overloaded servers send a response immediately after the connect.
             self._early += data
             return

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
-from outbox.core.model.response import BODY_BYTES_MAX
+from outbox.core.model.response import RESPONSE_BODY_BYTES_MAX
 from outbox.destinations.http.attempt_results import kept_headers
 from outbox.destinations.http.limits import (
     BODY_RAW_BYTES_MAX,
-    HEAD_BYTES_MAX,
     HEADER_COUNT_MAX,
     INTERIM_MAX,
+    RESPONSE_HEAD_BYTES_MAX,
     TOO_LARGE_HEAD,
     TOO_LARGE_WRAPPING,
     TOO_MANY_INTERIMS,
@@ -34,7 +34,7 @@ _SWITCHING = 101
 _LINE_ENDS = b"\r\n"
 PIECE_BYTES = 4096
 """Bytes after which the limits are checked: the parser itself does not stop at them."""
-CACHED_MAX, CACHED_BYTES_MAX = 256, 1024
+CACHED_RESPONSES_MAX, CACHED_BYTES_MAX = 256, 1024
 """Limits of the response cache: entries, and bytes of a response."""
 
 CachedResponse: TypeAlias = tuple[int, "Headers", bytes]
@@ -87,14 +87,14 @@ class ResponseReader:
         self._raw: list[tuple[bytes, bytes]] = []
         self._headers: Headers | None = None
         self._count = 0
-        self._left = HEAD_BYTES_MAX
+        self._left = RESPONSE_HEAD_BYTES_MAX
         self._interims = 0
         self._start = b""
         self._head = self._whole = False
         self.status: int | None = None
         """Status; None: the head is incomplete."""
         self.body: bytes | bytearray = b""
-        """Body bytes received, up to `BODY_BYTES_MAX`."""
+        """Body bytes received, up to `RESPONSE_BODY_BYTES_MAX`."""
         self.broken: str | None = None
         """Protocol error of head or body; None: no error."""
         self.reusable = False
@@ -116,7 +116,7 @@ class ResponseReader:
             return True
         over = self._feed(data)
         if self.reusable and self.status is not None:
-            if len(self._cached) >= CACHED_MAX:
+            if len(self._cached) >= CACHED_RESPONSES_MAX:
                 self._cached.clear()
             self._cached[data] = self.status, self.headers(), bytes(self.body)
         return over
@@ -201,10 +201,10 @@ class ResponseReader:
 
     def on_body(self, data: bytes) -> None:
         # Interim responses may have a body as well.
-        if self._head and not self._whole and len(self.body) < BODY_BYTES_MAX:
+        if self._head and not self._whole and len(self.body) < RESPONSE_BODY_BYTES_MAX:
             if not self.body:
                 self.body = bytearray()
-            self.body += data[: BODY_BYTES_MAX - len(self.body)]
+            self.body += data[: RESPONSE_BODY_BYTES_MAX - len(self.body)]
 
     def on_message_complete(self) -> None:
         if not self._head or self._whole:
@@ -217,8 +217,8 @@ class ResponseReader:
 
     @property
     def over(self) -> bool:
-        """Whether the response is complete, broken, or has `BODY_BYTES_MAX` of body."""
-        return self._whole or self.broken is not None or len(self.body) >= BODY_BYTES_MAX
+        """Whether the response is complete, broken, or has `RESPONSE_BODY_BYTES_MAX` of body."""
+        return self._whole or self.broken is not None or len(self.body) >= RESPONSE_BODY_BYTES_MAX
 
     def _parse(self, data: bytes) -> None:
         assert self._parser is not None

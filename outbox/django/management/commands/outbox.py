@@ -34,7 +34,7 @@ class Command(BaseCommand):
     requires_system_checks: Sequence[str] = ()
 
     def add_arguments(self, parser: Any) -> None:
-        """For `call_command`: `call_command("outbox", "status", database="events")`."""
+        """Declare the options, also for `call_command("outbox", "status", database="events")`."""
         parser.add_argument("--database", default=None, help="Alias of the database.")
         parser.add_argument("arguments", nargs=argparse.REMAINDER)
 
