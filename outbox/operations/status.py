@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.ids import lane_name
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from asyncpg import Connection
-
-    from outbox.operations.live_status import LiveTotals
 
 BLOCKED_AFTER_S = 2.0
 """Events wait at least this long if a session blocks their sequencing; a batch takes less."""
@@ -108,9 +106,8 @@ SELECT t.*, e.id, e.name, e.url, e.state, e.state_at, e.state_by, e.state_commen
 
 DEAD_LETTERS = "SELECT state, count(*) AS dead_letters FROM dead_letter GROUP BY state"
 
-# Two monotonic counters, without a scan of the log partitions.
+# A monotonic counter, without a scan of the log partitions.
 COUNT_SEQUENCED = "SELECT coalesce(sum(last_seq), 0)::bigint FROM lane_counter"
-COUNT_EVENTS = "SELECT coalesce(sum(events), 0)::bigint FROM batch WHERE batch > $1 AND batch <= $2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,18 +227,6 @@ class EndpointStatuses:
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
-    """Rates between two overviews, per second."""
-
-    events: float
-    """Events sequenced."""
-    deliveries: float
-    """Deliveries sequenced in their lanes."""
-    ended: float
-    """Deliveries acknowledged or dead-lettered."""
-
-
-@dataclass(frozen=True, slots=True)
 class Overview:
     """The data of `outbox status`, from one snapshot."""
 
@@ -256,21 +241,14 @@ class Overview:
     pending: int
     sequenced: int
     """Deliveries sequenced in all, since installation."""
-    rates: Rates | None
-    """Rates since an earlier overview; None without one."""
     endpoints_total: int
     endpoints: tuple[EndpointStatus, ...]
     dead_letters: dict[str, int]
     """By state."""
 
 
-async def read_overview(
-    connection: Connection[Any], schema: str, *, limit: int = 100, since: Overview | None = None
-) -> Overview:
+async def read_overview(connection: Connection[Any], schema: str, *, limit: int = 100) -> Overview:
     """Read the overview in one snapshot, with at most `limit` endpoints.
-
-    Args:
-        since: an earlier overview, to compute rates against.
 
     Raises:
         SchemaMissing, DatabaseUnavailable, CannotRun: as in `map_errors`.
@@ -285,15 +263,12 @@ async def read_overview(
             endpoints = await connection.fetch(ENDPOINTS, limit, None)
             dead = await connection.fetch(DEAD_LETTERS)
             sequenced: int = await connection.fetchval(COUNT_SEQUENCED)
-            batch = cursor["batch"] if since is None else since.cursor.batch
-            events: int = await connection.fetchval(COUNT_EVENTS, batch, cursor["batch"])
     seen_at = cursor.pop("seen_at")
     is_waiting = cursor["waiting_s"] is not None
     lag = unsequenced_ids(cursor["high"], cursor["last_id"]) if is_waiting else 0
-    overview = Overview(
+    return Overview(
         schema=schema,
         at=seen_at,
-        rates=None,
         sequenced=sequenced,
         pending=endpoints[0]["pending_total"] if endpoints else 0,
         cursor=CursorStatus(**cursor, lag=lag),
@@ -304,9 +279,6 @@ async def read_overview(
         endpoints_total=endpoints[0]["endpoints_total"] if endpoints else 0,
         dead_letters={row["state"]: row["dead_letters"] for row in dead},
     )
-    if since is None:
-        return overview
-    return replace(overview, rates=compute_rates(since, overview, events))
 
 
 async def read_endpoint_statuses(
@@ -328,23 +300,6 @@ async def list_replicas(connection: Connection[Any], schema: str) -> list[Replic
     """List the registered relays."""
     with map_errors(schema):
         return [from_row(ReplicaStatus, row) for row in await connection.fetch(REPLICAS)]
-
-
-def compute_rates(
-    before: Overview | LiveTotals, now: Overview | LiveTotals, events: int
-) -> Rates | None:
-    """Compute rates between two totals; None when no time has passed.
-
-    Args:
-        events: number of events sequenced between the two.
-    """
-    seconds = (now.at - before.at).total_seconds()
-    if seconds <= 0:
-        return None
-    sequenced = now.sequenced - before.sequenced
-    # Sequenced deliveries that are no longer pending have ended.
-    ended = sequenced - (now.pending - before.pending)
-    return Rates(*(max(n, 0) / seconds for n in (events, sequenced, ended)))
 
 
 def _endpoint(row: Any) -> EndpointStatus:

@@ -25,7 +25,6 @@ FULL = (
     "tests/api/test_response_bounds.py::test_no_response_pauses_the_relay_or_fills_its_memory",
     "tests/api/test_schemathesis.py",
     "tests/cli/test_main.py::test_every_command_can_be_the_first_that_is_imported",
-    "tests/cli/test_watch.py::test_an_unresponsive_server_is_reported",
     "tests/deploy/test_chart.py::test_kubernetes_accepts_the_objects[all-1.27]",
     "tests/deploy/test_image.py",
     "tests/deploy/test_wheel.py",

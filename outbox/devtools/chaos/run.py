@@ -25,8 +25,8 @@ from outbox.store.connection.connect import CONNECTION_ERRORS
 if TYPE_CHECKING:
     from outbox.devtools.chaos.checker import CheckResult
     from outbox.devtools.chaos.environment import Environment
-    from outbox.devtools.chaos.live_view import RunView
     from outbox.devtools.chaos.plan import ChaosPlan
+    from outbox.devtools.chaos.progress import RunProgress
     from outbox.store.connection.dsn import Dsn
 
 START_TIMEOUT_S = 60.0
@@ -62,7 +62,7 @@ class ChaosReport:
 async def run_chaos(
     plan: ChaosPlan,
     address: Dsn | None,
-    view: RunView,
+    progress: RunProgress,
     *,
     secret: bytes | None = None,
     keep: bool = False,
@@ -72,25 +72,24 @@ async def run_chaos(
     Args:
         plan: of the run.
         address: the database; None: an embedded one.
-        view: shows the progress.
+        progress: shows the progress.
         secret: signs deliveries that are forwarded to the plan's receiver.
         keep: do not drop the schema.
 
     Raises:
         CannotRun: no database, or it was lost permanently.
     """
-    async with open_environment(plan, address, secret, keep=keep, log=view.log) as environment:
-        with view:
-            return await ChaosRun(environment, view).execute()
+    async with open_environment(plan, address, secret, keep=keep, log=progress.log) as environment:
+        return await ChaosRun(environment, progress).execute()
 
 
 class ChaosRun:
     """One run in its environment."""
 
-    def __init__(self, environment: Environment, view: RunView) -> None:
+    def __init__(self, environment: Environment, progress: RunProgress) -> None:
         self.environment = environment
-        self._view = view
-        self.injector = FaultInjector(environment, lambda what: view.show_fault(self, what))
+        self._progress = progress
+        self._injector = FaultInjector(environment, lambda what: progress.show_fault(self, what))
         self._stalls: list[Incident] = []
         self.phase = "starting"
         self.began_at = time.monotonic()
@@ -113,18 +112,18 @@ class ChaosRun:
             unsettled = await self._settle()
             settle_s = time.monotonic() - began_at - faults_s
             self.phase = "checking"
-            await self._view.show(self)
+            self._progress.show(self)
             await self.environment.relays.stop()
         finally:
             lag_watch.cancel()
         facts = await self._collect_facts(unsettled)
         result = check_run(ledger, facts, plan.checks)
-        counted = Counter(incident.kind for incident in self.injector.incidents)
+        counted = Counter(incident.kind for incident in self._injector.incidents)
         return ChaosReport(
             plan=plan,
             result=result,
             faults={kind: counted[kind] for kind in plan.kinds if counted[kind]},
-            skipped=len(self.injector.skipped),
+            skipped=len(self._injector.skipped),
             rolled_back=ledger.rolled_back,
             requests=ledger.requests,
             events_per_s=round(len(ledger.committed) / plan.seconds, 1),
@@ -156,7 +155,7 @@ class ChaosRun:
         plan = self.environment.plan
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._produce(began_at + plan.load_s))
-            tasks.create_task(self.injector.run(plan.schedule(), began_at))
+            tasks.create_task(self._injector.run(plan.schedule(), began_at))
 
     async def _produce(self, until: float) -> None:
         try:
@@ -174,7 +173,7 @@ class ChaosRun:
         working = asyncio.ensure_future(work)
         try:
             while not working.done():
-                await self._view.show(self)
+                self._progress.show(self)
                 await asyncio.wait([working], timeout=POLL_S)
             working.result()
         except ExceptionGroup as group:
@@ -188,7 +187,7 @@ class ChaosRun:
         deadline = time.monotonic() + self.environment.plan.settle_s
         pending = "the database could not be queried"
         while True:
-            await self._view.show(self)
+            self._progress.show(self)
             try:
                 async with self.environment.control.use() as connection:
                     pending = await self._pending(connection)
@@ -236,7 +235,7 @@ class ChaosRun:
         return RunFacts(
             lease_s=environment.plan.lease_s,
             began_at=self.began_at,
-            incidents=(*self.injector.incidents, *self._stalls),
+            incidents=(*self._injector.incidents, *self._stalls),
             lanes=tuple(lanes),
             dead=tuple(dead),
             ownership_events=tuple(ownership),
