@@ -2,7 +2,6 @@
 
 kafka://host[:port][,host…]/TOPIC      not encrypted: for addresses in open networks only
 kafka+tls://host[:port][,host…]/TOPIC  TLS; verifies the names of all servers
-    ?exact=1                           one transaction for the lanes that wait (experimental)
     ?sasl=plain|scram-sha-256|scram-sha-512
                                        how the credentials are sent; the default is plain with
                                        TLS, and scram-sha-512 without
@@ -47,7 +46,6 @@ class KafkaTarget(NamedTuple):
     """Bootstrap servers; the cluster names all others."""
     topic: str
     secure: bool
-    exact: bool
     mechanism: str
     """SASL mechanism, if the endpoint has credentials."""
 
@@ -75,13 +73,11 @@ def parse_url(url: str) -> KafkaTarget:
             "url: must not contain a user or password; set them with outbox endpoint credentials"
         )
     secure = scheme == "kafka+tls"
-    exact, mechanism = _parse_options(query, secure=secure)
     return KafkaTarget(
         _parse_servers(authority, TLS_PORT if secure else PORT),
         _check_topic(topic),
         secure,
-        exact,
-        mechanism,
+        _parse_mechanism(query, secure=secure),
     )
 
 
@@ -95,11 +91,6 @@ def partition_of(lane: str) -> int:
     if not slot.isascii() or not slot.isdigit() or len(slot) > 9:
         raise UsageError(f"lane: {quoted(lane)} does not end with the number of a slot")
     return int(slot)
-
-
-def endpoint_of(lane: str) -> str:
-    """Return the name of a lane without its generation and slot."""
-    return lane.rsplit("-", 2)[0]
 
 
 def _parse_servers(authority: str, port: int) -> tuple[Server, ...]:
@@ -145,19 +136,16 @@ def _check_topic(topic: str) -> str:
     return topic
 
 
-def _parse_options(query: str, *, secure: bool) -> tuple[bool, str]:
+def _parse_mechanism(query: str, *, secure: bool) -> str:
     options: dict[str, str] = {}
     for name, value in parse_qsl(query, keep_blank_values=True, max_num_fields=16):
-        if name not in ("exact", "sasl"):
-            raise UsageError(f"url: unknown option {quoted(name)}; there are exact and sasl")
+        if name != "sasl":
+            raise UsageError(f"url: unknown option {quoted(name)}; there is sasl")
         if name in options:
             raise UsageError(f"url: option {name} is given twice")
         options[name] = value
-    exact = options.get("exact", "0")
-    if exact not in ("0", "1"):
-        raise UsageError("url: option exact must be 0 or 1")
     default = "PLAIN" if secure else "SCRAM-SHA-512"
     mechanism = options.get("sasl", default).upper()
     if mechanism not in MECHANISMS:
         raise UsageError("url: option sasl must be plain, scram-sha-256 or scram-sha-512")
-    return exact == "1", mechanism
+    return mechanism

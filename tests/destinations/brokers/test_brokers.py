@@ -90,6 +90,7 @@ async def test_unusable_settings_are_reported_when_the_lane_is_opened(brokers: B
     for address in (
         BrokerAddress("redis://127.0.0.1/a{b"),
         BrokerAddress("redis://127.0.0.1/s", problem="headers: no"),
+        BrokerAddress("kafka://127.0.0.1/t?exact=1"),
     ):
         opened = await brokers.connect(address).open("lane", OWNER, 0, None)
         assert isinstance(opened, Stop)
