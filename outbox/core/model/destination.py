@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 from urllib.parse import parse_qsl, urlsplit
+
+from outbox.errors import UsageError
+
+URL_CHARS_MAX = 2048
+_SENDABLE = re.compile(r"[\x21-\x7e]+")
 
 BrokerName = Literal["redis", "nats", "rabbitmq", "kafka"]
 
@@ -22,6 +28,21 @@ BROKER_SCHEMES: dict[str, BrokerName] = {
 
 STREAM_OPTIONS = frozenset({"db", "stream", "vhost"})
 """Options of a broker's URL that name its streams; the others say how to use them."""
+
+
+def check_url_text(url: str) -> None:
+    """Check the length and the characters of a URL.
+
+    Raises:
+        UsageError: it is not valid.
+    """
+    if len(url) > URL_CHARS_MAX:
+        raise UsageError(f"url: longer than {URL_CHARS_MAX} characters")
+    if not _SENDABLE.fullmatch(url) or "\\" in url:
+        raise UsageError(
+            "url: must contain visible ASCII only, without backslashes; encode host names as "
+            "xn--… and other characters as %XX"
+        )
 
 
 def broker_of(url: str) -> BrokerName | None:

@@ -22,9 +22,9 @@ from outbox.destinations.http.egress import OPTION, SETTING, literal
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from outbox.core.brokers.broker_url import Server
     from outbox.destinations.http.dns import Resolver
     from outbox.destinations.http.egress import EgressPolicy, Network
-    from outbox.destinations.kafka.target import Server
 
 _PORT = 0
 """A placeholder: the port is not checked, because a broker may have any."""

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
+from outbox.core.brokers.broker_url import Server
 from outbox.core.brokers.port import Position, Stop, StopKind
 from outbox.destinations.kafka.failures import ABSENT, Troubles, error_of, stop_before_sending
 from outbox.destinations.kafka.loops import SILENT, call_in_loop
 from outbox.destinations.kafka.settings import consumer_settings
-from outbox.destinations.kafka.target import Server
 
 if TYPE_CHECKING:
     import asyncio

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from outbox.core.brokers.broker_url import Server
 from outbox.destinations.kafka.target import (
     KafkaTarget,
-    Server,
     parse_url,
     partition_of,
 )
@@ -43,30 +43,22 @@ def test_a_url_names_servers_topic_and_mechanism(url: str, target: KafkaTarget) 
     ("url", "words"),
     [
         ("kafka://user:secret@host/t", "outbox endpoint credentials"),
-        ("kafka://user@host/t", "outbox endpoint credentials"),
         ("kafka:///t", "has no host"),
         ("kafka://host", "names no topic"),
-        ("kafka://host/", "names no topic"),
         ("kafka://host/a/b", "is not a topic"),
         ("kafka://host/__consumer_offsets", "is not a topic"),
         ("kafka://host/..", "is not a topic"),
         (f"kafka://host/{'t' * 250}", "is not a topic"),
-        ("kafka://host:0/t", "is not a port"),
-        ("kafka://host:65536/t", "is not a port"),
-        ("kafka://host:/t", "is not a server"),
+        ("kafka://host:65536/t", "port 65536 is not valid"),
         ("kafka://a,,b/t", "is not a server"),
-        ("kafka://127.1/t", "is not a server"),
-        ("kafka://0x7f.1/t", "is not a server"),
-        ("kafka://::1/t", "is not a server"),
-        ("kafka://[host]/t", "is not a server"),
         ("kafka://host/t#x", "fragment"),
         ("kafka://host/t?acks=0", "unknown option"),
         ("kafka://host/t?exact=1", "unknown option"),
         ("kafka://host/t?sasl=plain&sasl=plain", "given twice"),
         ("kafka://host/t?sasl=gssapi", "must be plain"),
-        ("kafka://" + ",".join(f"h{n}" for n in range(17)) + "/t", "more than 16"),
-        ("http://host/t", "must have the form"),
-        ("kafka:host/t", "must have the form"),
+        ("kafka://" + ",".join(f"h{n}" for n in range(17)) + "/t", "names 17 servers; at most 16"),
+        ("http://host/t", "must start with kafka://"),
+        ("kafka:host/t", "must start with kafka://"),
         ("kafka://h\N{LATIN SMALL LETTER O WITH DIAERESIS}st/t", "visible ASCII"),
         ("kafka://host/" + "t" * 3000, "longer than"),
     ],
