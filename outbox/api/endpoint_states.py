@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 from outbox.api import route, tenancy
 from outbox.api.endpoint_credentials import NAME
 from outbox.api.endpoints import ChangeBody
-from outbox.api.route import Call, Comment, NoQuery, RequestModel, TenantAccess, at_most
+from outbox.api.route import (
+    Call,
+    Comment,
+    NoQuery,
+    RequestModel,
+    Route,
+    TenantAccess,
+    at_most,
+)
 from outbox.operations import endpoint_states
 from outbox.operations.endpoint_bulk import (
     CHANGED_ENDPOINTS_MAX,
@@ -31,39 +39,35 @@ class EndpointNamesBody(RequestModel):
     """Whether the response only reports what would happen."""
 
 
-async def _change_state(
-    call: Call[NoQuery, ChangeBody], operation: Callable[..., Awaitable[list[StateChange]]]
-) -> StateChange:
-    (change,) = await call.run(
-        operation,
-        [call.path["name"]],
-        actor=call.actor,
-        owner=call.tenant,
-        comment=call.body.comment,
+def _state_route(
+    verb: str, summary: str, operation: Callable[..., Awaitable[list[StateChange]]]
+) -> Route:
+    @route.post(
+        f"{NAME}/{verb}",
+        summary,
+        scope="operate",
+        tenants=TenantAccess.ENDPOINT,
+        body_required=False,
     )
+    async def change(call: Call[NoQuery, ChangeBody]) -> StateChange:
+        (changed,) = await call.run(
+            operation,
+            [call.path["name"]],
+            actor=call.actor,
+            owner=call.tenant,
+            comment=call.body.comment,
+        )
+        return changed
+
     return change
 
 
-@route.post(
-    f"{NAME}/pause",
-    "Pause deliveries",
-    scope="operate",
-    tenants=TenantAccess.ENDPOINT,
-    body_required=False,
-)
-async def _pause(call: Call[NoQuery, ChangeBody]) -> StateChange:
-    return await _change_state(call, endpoint_states.pause_endpoints)
-
-
-@route.post(
-    f"{NAME}/resume",
+_PAUSE = _state_route("pause", "Pause deliveries", endpoint_states.pause_endpoints)
+_RESUME = _state_route(
+    "resume",
     "Resume deliveries, retry immediately, and unblock lanes",
-    scope="operate",
-    tenants=TenantAccess.ENDPOINT,
-    body_required=False,
+    endpoint_states.resume_endpoints,
 )
-async def _resume(call: Call[NoQuery, ChangeBody]) -> StateChange:
-    return await _change_state(call, endpoint_states.resume_endpoints)
 
 
 @route.post(
@@ -83,45 +87,26 @@ async def _enable(call: Call[NoQuery, ChangeBody]) -> StateChange:
     )
 
 
-async def _change_many(call: Call[NoQuery, EndpointNamesBody], verb: EndpointVerb) -> BulkChange:
-    body = call.body
-    await tenancy.require_endpoints(call.db, call.tenant, body.names)
-    return await call.run(
-        change_endpoints,
-        verb,
-        body.names,
-        actor=call.actor,
-        comment=body.comment,
-        owner=call.tenant,
-        dry_run=body.dry_run,
-    )
+def _bulk_route(verb: EndpointVerb, summary: str) -> Route:
+    @route.post(f"/v1/endpoints/{verb}", summary, scope="operate", tenants=TenantAccess.NARROWED)
+    async def change_many(call: Call[NoQuery, EndpointNamesBody]) -> BulkChange:
+        body = call.body
+        await tenancy.require_endpoints(call.db, call.tenant, body.names)
+        return await call.run(
+            change_endpoints,
+            verb,
+            body.names,
+            actor=call.actor,
+            comment=body.comment,
+            owner=call.tenant,
+            dry_run=body.dry_run,
+        )
+
+    return change_many
 
 
-@route.post(
-    "/v1/endpoints/pause",
-    "Pause deliveries of endpoints, as far as their states permit",
-    scope="operate",
-    tenants=TenantAccess.NARROWED,
+_PAUSE_MANY = _bulk_route("pause", "Pause deliveries of endpoints, as far as their states permit")
+_RESUME_MANY = _bulk_route(
+    "resume", "Resume deliveries of endpoints, retry immediately, and unblock lanes"
 )
-async def _pause_many(call: Call[NoQuery, EndpointNamesBody]) -> BulkChange:
-    return await _change_many(call, "pause")
-
-
-@route.post(
-    "/v1/endpoints/resume",
-    "Resume deliveries of endpoints, retry immediately, and unblock lanes",
-    scope="operate",
-    tenants=TenantAccess.NARROWED,
-)
-async def _resume_many(call: Call[NoQuery, EndpointNamesBody]) -> BulkChange:
-    return await _change_many(call, "resume")
-
-
-@route.post(
-    "/v1/endpoints/enable",
-    "Re-enable disabled endpoints for new events",
-    scope="operate",
-    tenants=TenantAccess.NARROWED,
-)
-async def _enable_many(call: Call[NoQuery, EndpointNamesBody]) -> BulkChange:
-    return await _change_many(call, "enable")
+_ENABLE_MANY = _bulk_route("enable", "Re-enable disabled endpoints for new events")

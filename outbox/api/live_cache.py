@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from outbox.operations import live_status
-from outbox.operations.event_counts import compute_rates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -134,8 +133,18 @@ class LiveStatusCache:
 
 
 def _sample(before: LiveTotals, now: LiveTotals) -> Sample | None:
-    moved = compute_rates(before, now, now.events)
-    if moved is None:
-        return None
+    """Compute the rates between two totals; None when no time has passed."""
     seconds = (now.at - before.at).total_seconds()
-    return Sample(now.at, seconds, moved.events, moved.deliveries, moved.ended, now.pending)
+    if seconds <= 0:
+        return None
+    sequenced = now.sequenced - before.sequenced
+    # Sequenced deliveries that are no longer pending have ended.
+    ended = sequenced - (now.pending - before.pending)
+    return Sample(
+        now.at,
+        seconds,
+        max(now.events, 0) / seconds,
+        max(sequenced, 0) / seconds,
+        max(ended, 0) / seconds,
+        now.pending,
+    )

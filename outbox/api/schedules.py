@@ -19,6 +19,7 @@ from outbox.api.route import (
     PageOf,
     RequestModel,
     ResponseModel,
+    Route,
     TenantAccess,
     page_of_rows,
 )
@@ -119,34 +120,28 @@ async def _show(call: Call[NoQuery, None]) -> Schedule:
     return await _redacted(call, await call.run(schedules.get_schedule, call.path["name"]))
 
 
-async def _change_state(
-    call: Call[NoQuery, ChangeBody], operation: Callable[..., Awaitable[list[Schedule]]]
-) -> Schedule:
-    names, comment = [call.path["name"]], call.body.comment
-    (changed,) = await call.run(operation, names, actor=call.actor, comment=comment)
-    return await _redacted(call, changed)
+def _state_route(
+    verb: str, summary: str, operation: Callable[..., Awaitable[list[Schedule]]]
+) -> Route:
+    @route.post(
+        f"{NAME}/{verb}",
+        summary,
+        scope="operate",
+        tenants=TenantAccess.SCHEDULE,
+        body_required=False,
+    )
+    async def change(call: Call[NoQuery, ChangeBody]) -> Schedule:
+        names, comment = [call.path["name"]], call.body.comment
+        (changed,) = await call.run(operation, names, actor=call.actor, comment=comment)
+        return await _redacted(call, changed)
+
+    return change
 
 
-@route.post(
-    f"{NAME}/pause",
-    "Pause a schedule",
-    scope="operate",
-    tenants=TenantAccess.SCHEDULE,
-    body_required=False,
+_PAUSE = _state_route("pause", "Pause a schedule", schedule_changes.pause_schedules)
+_RESUME = _state_route(
+    "resume", "Resume a schedule with its next run", schedule_changes.resume_schedules
 )
-async def _pause(call: Call[NoQuery, ChangeBody]) -> Schedule:
-    return await _change_state(call, schedule_changes.pause_schedules)
-
-
-@route.post(
-    f"{NAME}/resume",
-    "Resume a schedule with its next run",
-    scope="operate",
-    tenants=TenantAccess.SCHEDULE,
-    body_required=False,
-)
-async def _resume(call: Call[NoQuery, ChangeBody]) -> Schedule:
-    return await _change_state(call, schedule_changes.resume_schedules)
 
 
 @route.post(

@@ -81,6 +81,18 @@ def settings_options(command: Callable[..., T]) -> Callable[..., T]:
     return with_settings
 
 
+def before_id_option(flag: str, metavar: str, help_: str) -> Callable[[Any], Any]:
+    """An option for paging: only rows with lower ids."""
+    return click.option(
+        flag,
+        metavar=metavar,
+        type=click.IntRange(1, ID_MAX),
+        default=ID_MAX,
+        show_default=False,
+        help=help_,
+    )
+
+
 def print_result(
     show: Callable[[T], None], *, failed: Callable[[T], object] = lambda _: False
 ) -> Callable[[Callable[..., T]], Callable[..., None]]:

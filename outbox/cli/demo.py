@@ -50,14 +50,12 @@ def command(events: int, seed: int | None, major: int | None, as_json: bool) -> 
     """
     from outbox.devtools.demo import run_demo
 
-    live = sys.stdout.isatty() and not as_json
-
     def log(line: str) -> None:
         click.echo(line, err=True)
 
     log("starting PostgreSQL, three receivers and a relay …")
     chosen = random.SystemRandom().randrange(1_000_000) if seed is None else seed
-    report = run_async(run_until_signal(run_demo(events, chosen, major, live=live, log=log)))
+    report = run_async(run_until_signal(run_demo(events, chosen, major, log)))
     if as_json:
         _emit(report)
     else:

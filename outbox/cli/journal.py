@@ -6,13 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outbox.cli.common import limit_option, note_next_page, print_result, run_operation
+from outbox.cli.common import (
+    before_id_option,
+    limit_option,
+    note_next_page,
+    print_result,
+    run_operation,
+)
 from outbox.cli.filter_options import time_options
 from outbox.cli.output import emit_table
 from outbox.operations import journal
 from outbox.operations.criteria import find_endpoint_ids
 from outbox.operations.journal import JournalFilter
-from outbox.operations.rows import ID_MAX
 
 if TYPE_CHECKING:
     from asyncpg import Connection
@@ -66,14 +71,7 @@ Examples:
 @click.option("--actor", metavar="NAME", help="Only entries of this user, token or relay.")
 @time_options("written")
 @limit_option
-@click.option(
-    "--after",
-    metavar="ID",
-    type=click.IntRange(1, ID_MAX),
-    default=ID_MAX,
-    show_default=False,
-    help="Only entries older than this one (paging).",
-)
+@before_id_option("--after", "ID", "Only entries older than this one (paging).")
 @print_result(_show)
 def command(
     settings: Settings,

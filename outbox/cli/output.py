@@ -54,7 +54,7 @@ def emit_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], empty: str
         from rich.console import Console
 
         console = Console()
-        table, left_out = rich_table(columns, rows, console.width)
+        table, left_out = _rich_table(columns, rows, console.width)
         console.print(table)
         if left_out:
             click.echo(style(f"not shown at this width: {', '.join(left_out)}", dim=True))
@@ -138,7 +138,7 @@ def clock_time(at: datetime) -> str:
     return at.isoformat(sep=" ", timespec="minutes")
 
 
-def rich_table(
+def _rich_table(
     columns: Sequence[str], rows: Sequence[Sequence[Any]], width: int
 ) -> tuple[Table, list[str]]:
     """A table for a terminal of this width, and the names of the columns that do not fit.

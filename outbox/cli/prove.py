@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -144,9 +143,8 @@ def command(
     cause, and every endpoint must have recovered in time.
     """
     from outbox.core.delivery.signature import parse_secret
-    from outbox.devtools.chaos.live_view import RunView
     from outbox.devtools.chaos.proxy_dsn import require_proxyable
-    from outbox.devtools.chaos.run import run_chaos
+    from outbox.devtools.chaos.run import RunProgress, run_chaos
     from outbox.store.connection import dsn as addresses
 
     if embedded and dsn is not None:
@@ -186,9 +184,8 @@ def command(
 
     log(_announcement(plan, str(address) if address else "an embedded PostgreSQL"))
     secret = parse_secret(settings.secret.get_secret_value()) if settings.secret else None
-    live = sys.stdout.isatty() and not as_json
-    view = RunView(live=live, log=log)
-    report = run_async(run_until_signal(run_chaos(plan, address, view, secret=secret, keep=keep)))
+    run = run_chaos(plan, address, RunProgress(log), secret=secret, keep=keep)
+    report = run_async(run_until_signal(run))
     if as_json:
         _emit(report)
     else:

@@ -9,6 +9,7 @@ import click
 from outbox.cli import progress
 from outbox.cli.common import (
     actor,
+    before_id_option,
     json_option,
     limit_option,
     note_next_page,
@@ -193,14 +194,7 @@ Examples:
     help="Only jobs in this state.",
 )
 @limit_option
-@click.option(
-    "--after",
-    metavar="JOB",
-    type=click.IntRange(1, ID_MAX),
-    default=ID_MAX,
-    show_default=False,
-    help="Only jobs listed after this one (paging).",
-)
+@before_id_option("--after", "JOB", "Only jobs listed after this one (paging).")
 @print_result(_show_list)
 def list_(settings: Settings, state: str, limit: int, after: int) -> list[ReplayJob]:
     """List replay jobs (of dead letters and past events), newest first."""

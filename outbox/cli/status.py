@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from outbox.cli import summary as view
-from outbox.cli.common import json_option, limit_option, run_async, run_operation, settings_options
+from outbox.cli.common import json_option, limit_option, run_operation, settings_options
 from outbox.cli.output import emit_json, emit_pairs, emit_table, fold
 from outbox.core.model.text import count
 from outbox.operations import status
@@ -18,43 +18,24 @@ if TYPE_CHECKING:
     from outbox.operations.status import Overview
 
 NOTES_MAX = 20
-INTERVAL_S = 2.0
 
 
 @click.command(
     epilog="""\b
 Examples:
   outbox status
-  outbox status --watch --interval 1
+  watch outbox status
   outbox status --json | jq '.endpoints[] | select(.pending > 0)'
 """
-)
-@click.option("--watch", is_flag=True, help="Refresh until q or Ctrl-C.")
-@click.option(
-    "--interval",
-    "interval_s",
-    type=click.FloatRange(0.05, 3600),
-    metavar="SECONDS",
-    help=f"With --watch: refresh interval; default: {INTERVAL_S:g}.",
 )
 @limit_option
 @json_option
 @settings_options
-def command(
-    settings: Settings, limit: int, as_json: bool, watch: bool, interval_s: float | None
-) -> None:
+def command(settings: Settings, limit: int, as_json: bool) -> None:
     """Show relays, pending deliveries and failing endpoints.
 
     Endpoints that fail come first, then those with the most pending deliveries.
     """
-    if interval_s is not None and not watch:
-        raise click.UsageError("--interval requires --watch")
-    if watch:
-        from outbox.cli.watch import watch as watch_status
-
-        run_async(watch_status(settings, limit, interval_s or INTERVAL_S, emit, as_json=as_json))
-        return
-
     overview = run_operation(settings, status.read_overview, limit=limit)
     if as_json:
         emit_json(overview)

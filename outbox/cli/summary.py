@@ -28,7 +28,6 @@ def pairs(overview: Overview) -> list[tuple[str, Any]]:
     """The installation-wide values."""
     alive = sum(replica.alive for replica in overview.replicas)
     open_gaps = count(overview.open_gaps, "open gap")
-    rates = overview.rates
     return [
         ("schema", overview.schema),
         ("relays", f"{alive} alive" if alive else "none alive; start one: outbox relay"),
@@ -37,12 +36,6 @@ def pairs(overview: Overview) -> list[tuple[str, Any]]:
         ("gaps", open_gaps if overview.open_gaps else "none"),
         ("dead letters", _dead_letters(overview)),
         ("endpoints", overview.endpoints_total),
-        (
-            "per second",
-            rates
-            and f"{_rate(rates.events)} events sequenced, {_rate(rates.deliveries)} deliveries "
-            f"created, {_rate(rates.ended)} completed",
-        ),
     ]
 
 
@@ -52,10 +45,6 @@ def _dead_letters(overview: Overview) -> str:
     if not replaying:
         return text
     return f"{text}; {replaying} being replayed: outbox dead list --state replaying"
-
-
-def _rate(per_s: float) -> str:
-    return f"{per_s:,.0f}" if per_s >= 10 else f"{per_s:.1f}"
 
 
 def _sequenced(overview: Overview) -> str:

@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outbox.cli.common import print_result, run_operation, warn
+from outbox.cli.common import before_id_option, print_result, run_operation, warn
 from outbox.cli.output import cell, describe_payload, emit_pairs, fold, style
 from outbox.core.model.text import count, safe
 from outbox.operations import trace
-from outbox.operations.rows import ID_MAX
 from outbox.operations.trace_diagnosis import describe_unsent
 
 if TYPE_CHECKING:
@@ -53,14 +52,7 @@ key (the newest events are shown), or an outbox id as printed by verify and doct
     show_default=True,
     help="With a key: maximum number of events, newest first.",
 )
-@click.option(
-    "--before",
-    metavar="OUTBOX_ID",
-    type=click.IntRange(1, ID_MAX),
-    default=ID_MAX,
-    show_default=False,
-    help="With a key: only events before this one (paging).",
-)
+@before_id_option("--before", "OUTBOX_ID", "With a key: only events before this one (paging).")
 @click.option("--payload", is_flag=True, help="Also show payloads, if they are JSON.")
 @print_result(_show_report)
 def command(

@@ -75,7 +75,7 @@ def check_broker_url(url: str, policy: EgressPolicy, networks: tuple[Network, ..
     parse: Callable[[str], Target] = import_module(DRIVERS[name].target).parse_url
     target = parse(url)
     for host, port in target.servers:
-        policy.check_broker(url, host, port, networks, tls=target.secure)
+        policy.check_broker(host, port, networks, tls=target.secure)
 
 
 class Brokers:

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from yarl import URL
 
-from outbox.core.model.destination import BROKER_SCHEMES
+from outbox.core.model.destination import BROKER_SCHEMES, check_url_text
 from outbox.core.model.text import quoted
 from outbox.errors import UsageError
 
@@ -51,7 +51,6 @@ Network: TypeAlias = IPv4Network | IPv6Network
 SETTING = "OUTBOX_ALLOW_NETWORKS"
 OPTION = "--allow-network"
 _BY = f"with {OPTION} (for this endpoint alone) or {SETTING} (for all)"
-URL_CHARS_MAX = 2048
 PORTS = frozenset({443, 8443})
 """Allowed ports for public addresses; other ports may belong to other services."""
 _OR_PORTS = " or ".join(map(str, sorted(PORTS)))
@@ -109,7 +108,6 @@ _LOOPBACK_NAMES = frozenset(
 _LOOPBACK_DOMAINS = (".localhost", ".localdomain", ".localdomain6")
 
 _END_OF_AUTHORITY = re.compile(r"[/?#]")
-_SENDABLE = re.compile(r"[\x21-\x7e]+")
 # getaddrinfo parses "127.1", "0x7f.1" and "2130706433" as addresses.
 _NUMERIC = re.compile(r"(.*\.)?([0-9]+|0x[0-9a-f]*)\.?", re.IGNORECASE)
 # Valid DNS names (RFC 1035, 2.3.4), and underscores, which some names contain; resolvers
@@ -235,18 +233,19 @@ class EgressPolicy:
         return any(unmapped in network for network in (*self.allow_networks, *networks))
 
     def check_broker(
-        self, text: str, host: str, port: int, networks: tuple[Network, ...], *, tls: bool
+        self, host: str, port: int, networks: tuple[Network, ...], *, tls: bool
     ) -> None:
-        """Validate the URL of a broker, as far as its scheme does not matter.
+        """Validate a server of a broker's URL.
 
         Raises:
-            UsageError: the URL is refused; one line with the next step.
+            UsageError: it is refused; one line with the next step.
         """
-        _check_text(text)
         self._check_target(host, port, networks, tls=tls, any_port=True)
 
     def _check(self, text: str, networks: tuple[Network, ...]) -> None:
-        _check_text(text)
+        check_url_text(text)
+        if "@" in _END_OF_AUTHORITY.split(text.partition("//")[2], maxsplit=1)[0]:
+            raise UsageError("url: must not contain a user or password")
         try:
             url = URL(text)
             port = url.explicit_port
@@ -305,23 +304,6 @@ class EgressPolicy:
         )
         if reason is not None:
             raise UsageError(f"url: {reason}")
-
-
-def _check_text(text: str) -> None:
-    """Validate what all URLs have in common.
-
-    Raises:
-        UsageError: the URL is refused.
-    """
-    if len(text) > URL_CHARS_MAX:
-        raise UsageError(f"url: longer than {URL_CHARS_MAX} characters")
-    if not _SENDABLE.fullmatch(text) or "\\" in text:
-        raise UsageError(
-            "url: must contain visible ASCII only, without backslashes; encode host names as "
-            "xn--… and other characters as %XX"
-        )
-    if "@" in _END_OF_AUTHORITY.split(text.partition("//")[2], maxsplit=1)[0]:
-        raise UsageError("url: must not contain a user or password")
 
 
 def plain_http_warning(url: str) -> str | None:

@@ -4,9 +4,8 @@ Tenants supply them, and all relays parse them.  OpenSSL's cost depends on the k
 the primality of an 8,676-bit RSA key takes half a minute with the GIL held.  Therefore type
 and size are checked first, and computations run on common key types and sizes only.
 
-Primality is not checked, since that takes most of a second for 4,096 bits.  The numbers of an
-RSA key must be consistent with each other and with the certificate; a key with composite
-"primes" has signatures that no peer accepts, and harms only its owner.
+Whether the numbers of an RSA key fit together is not checked, since that harms only the owner of
+the key.  Their sizes are, because signing with a prime of 40,000 bits would stop the relay.
 """
 
 from __future__ import annotations
@@ -20,35 +19,27 @@ from outbox.errors import UsageError
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-    from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey, RSAPrivateNumbers
+    from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey
     from cryptography.x509 import Certificate
 
     PrivateKey = RSAPrivateKey | EllipticCurvePrivateKey | Ed25519PrivateKey
 
 CA_CHARS_MAX = 64 * 1024
 IDENTITY_CHARS_MAX = 16 * 1024
-CERTIFICATES_MAX = 32
-"""Parsing one takes OpenSSL most of a millisecond with the GIL held."""
+BLOCKS_MAX = 34
+"""Parsing a certificate takes OpenSSL most of a millisecond with the GIL held."""
 RSA_BITS_MIN, RSA_BITS_MAX = 2048, 4096
 CA_RSA_BITS_MAX = 8192
 """The limit for CA keys, which only verify signatures."""
 EXPONENT_BITS_MAX = 64
 CURVES = ("secp256r1", "secp384r1", "secp521r1")
 KINDS = "an RSA key of 2,048 to 4,096 bits, P-256, P-384, P-521 or Ed25519"
-UNREADABLE = f"identity: the private key is malformed, or is not {KINDS}"
 
 _RSA, _EC, _ED25519 = "1.2.840.113549.1.1.1", "1.2.840.10045.2.1", "1.3.101.112"
-BEGIN = "-----BEGIN "
-LABELS = ("PRIVATE KEY", "RSA PRIVATE KEY", "EC PRIVATE KEY")
-_LENGTH = rb"(?:[\x00-\x7f]|\x81.|\x82..)"
-_OIDS = b"|".join(
-    re.escape(bytes.fromhex(each))
-    for each in ("06092a864886f70d010101", "06072a8648ce3d0201", "06032b6570")
-)
-_PKCS8 = re.compile(
-    rb"\x30" + _LENGTH + rb"\x02\x01[\x00\x01]\x30" + _LENGTH + b"(?:" + _OIDS + b")", re.DOTALL
-)
-"""DER prefix of a PKCS #8 key of the three types (RFC 5958, 2)."""
+_KEY = re.compile(r"-----BEGIN ([A-Z ]*PRIVATE KEY)-----(.*?)-----END \1-----", re.DOTALL)
+_LABELS = ("PRIVATE KEY", "RSA PRIVATE KEY", "EC PRIVATE KEY")
+_OIDS = tuple(map(bytes.fromhex, ("06092a864886f70d010101", "06072a8648ce3d0201", "06032b6570")))
+"""DER of the three types, which follows the lengths and the version of PKCS #8 (RFC 5958, 2)."""
 
 
 def parse_authorities(text: str) -> list[Certificate]:
@@ -86,10 +77,8 @@ def _check_size(text: str, chars_max: int, what: str) -> None:
 def _certificates(text: str, what: str) -> list[Certificate]:
     from cryptography.x509 import load_pem_x509_certificates
 
-    too_many = f"{what}: contains more than {CERTIFICATES_MAX} certificates"
-    # Two more blocks: the key, and the EC PARAMETERS that openssl writes before one.
-    if text.count(BEGIN) > CERTIFICATES_MAX + 2:
-        raise UsageError(too_many)
+    if text.count("-----BEGIN ") > BLOCKS_MAX:
+        raise UsageError(f"{what}: contains more than {BLOCKS_MAX} certificates and keys")
     try:
         certificates = load_pem_x509_certificates(text.encode())
         for each in certificates:
@@ -99,8 +88,6 @@ def _certificates(text: str, what: str) -> list[Certificate]:
         raise UsageError(
             f"{what}: contains no valid certificate; it must be PEM: -----BEGIN CERTIFICATE-----…"
         ) from None
-    if len(certificates) > CERTIFICATES_MAX:
-        raise UsageError(too_many)
     for each in certificates:
         _check_key_type(each, what)
     return certificates
@@ -134,82 +121,48 @@ def _check_key_type(certificate: Certificate, what: str) -> None:
 
 
 def _key(text: str) -> PrivateKey:
-    """Parse the private key and check its consistency."""
+    """Parse the only private key."""
     from cryptography.exceptions import InternalError, UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-    label, body = _key_block(text)
-    if label.startswith("ENCRYPTED") or "Proc-Type:" in body:
+    blocks = _KEY.findall(text)
+    if len(blocks) != 1:
         raise UsageError(
-            "identity: the private key is encrypted; decrypt it first, with openssl pkey"
-        )
-    try:
-        der = base64.b64decode("".join(body.split()), validate=True)
-    except ValueError:
-        raise UsageError(UNREADABLE) from None
-    if label not in LABELS or (label == "PRIVATE KEY" and not _PKCS8.match(der)):
-        raise UsageError(UNREADABLE)
-    # Re-encode, so that OpenSSL parses exactly the checked bytes.
-    written = f"-----BEGIN {label}-----\n{base64.b64encode(der).decode()}\n-----END {label}-----\n"
-    try:
-        key = load_pem_private_key(written.encode(), None, unsafe_skip_rsa_key_validation=True)
-    except (ValueError, TypeError, UnsupportedAlgorithm, InternalError):
-        # The library's message may quote the key: do not include it.
-        raise UsageError(UNREADABLE) from None
-    if isinstance(key, RSAPrivateKey):
-        if not RSA_BITS_MIN <= key.key_size <= RSA_BITS_MAX:
-            raise UsageError(
-                f"identity: the private key has {key.key_size} bits; it must be {KINDS}"
-            )
-        if not _is_consistent(key.private_numbers()):
-            raise UsageError("identity: the private key is inconsistent")
-        return key
-    if isinstance(key, EllipticCurvePrivateKey) and key.curve.name in CURVES:
-        return key
-    if isinstance(key, Ed25519PrivateKey):
-        return key
-    raise UsageError(UNREADABLE)
-
-
-def _key_block(text: str) -> tuple[str, str]:
-    """Return the label and the body of the only private key block."""
-    blocks = (each.partition("-----") for each in text.split(BEGIN)[1:])
-    keys = [(label, rest) for label, _, rest in blocks if label.endswith("PRIVATE KEY")]
-    if len(keys) != 1:
-        raise UsageError(
-            f"identity: contains {len(keys) or 'no'} private keys; supply the certificate, its "
+            f"identity: contains {len(blocks) or 'no'} private keys; supply the certificate, its "
             "chain if it has one, and exactly one private key"
         )
-    ((label, rest),) = keys
-    body, end, _ = rest.partition(f"-----END {label}-----")
-    if not end:
-        raise UsageError(UNREADABLE)
-    return label, body
+    ((label, body),) = blocks
+    try:
+        der = base64.b64decode("".join(body.split()), validate=True)
+        if label in _LABELS and (label != _LABELS[0] or any(oid in der[7:22] for oid in _OIDS)):
+            # Re-encoded, so that exactly the checked bytes are parsed.
+            block = (
+                f"-----BEGIN {label}-----\n{base64.b64encode(der).decode()}\n-----END {label}-----"
+            )
+            key = load_pem_private_key(block.encode(), None, unsafe_skip_rsa_key_validation=True)
+            if isinstance(key, Ed25519PrivateKey):
+                return key
+            if isinstance(key, EllipticCurvePrivateKey) and key.curve.name in CURVES:
+                return key
+            if isinstance(key, RSAPrivateKey) and _has_common_sizes(key):
+                return key
+    except (ValueError, TypeError, UnsupportedAlgorithm, InternalError):
+        pass  # The library's message may quote the key.
+    raise UsageError(
+        f"identity: the private key is malformed or encrypted, or is not {KINDS}; to decrypt one: "
+        "openssl pkey"
+    )
 
 
-def _is_consistent(numbers: RSAPrivateNumbers) -> bool:
-    """Whether the numbers of an RSA key are consistent.
-
-    Sizes are checked first, which bounds the size of the products.
-    """
-    n, e, d = numbers.public_numbers.n, numbers.public_numbers.e, numbers.d
-    p, q = numbers.p, numbers.q
-    half = n.bit_length() // 2 + 1
+def _has_common_sizes(key: RSAPrivateKey) -> bool:
+    numbers, bits = key.private_numbers(), key.key_size
+    primes = (numbers.p, numbers.q)
+    exponents = (numbers.d, numbers.dmp1, numbers.dmq1, numbers.iqmp)
     return (
-        1 < e < 1 << EXPONENT_BITS_MAX
-        and 1 < d < n
-        and 1 < p < 1 << half
-        and 1 < q < 1 << half
-        and p != q
-        and p * q == n
-        and n & e & 1 == 1
-        and e * d % (p - 1) == 1
-        and e * d % (q - 1) == 1
-        and numbers.dmp1 == d % (p - 1)
-        and numbers.dmq1 == d % (q - 1)
-        and 0 < numbers.iqmp < p
-        and q * numbers.iqmp % p == 1
+        RSA_BITS_MIN <= bits <= RSA_BITS_MAX
+        and max(each.bit_length() for each in primes) <= bits // 2 + 1
+        and max(each.bit_length() for each in exponents) <= bits
     )

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outbox.operations import lanes
-from outbox.operations.event_counts import COUNT_EVENTS
 from outbox.operations.rows import from_row
 from outbox.store.connection.connect import map_errors
 
@@ -86,6 +85,9 @@ SELECT count(*) FROM (
        AND ($1::text IS NULL OR d.endpoint_id IN (SELECT id FROM endpoint WHERE tenant = $1))
      LIMIT {LIVE_DEAD_LETTERS_MAX} + 1) found
 """  # noqa: S608 (a constant only)
+
+# Events of the batches after $1, up to $2.
+COUNT_EVENTS = "SELECT coalesce(sum(events), 0)::bigint FROM batch WHERE batch > $1 AND batch <= $2"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.ids import lane_name
 from outbox.core.sequencing.partition_window import unsequenced_ids
 from outbox.operations import lanes
-from outbox.operations.event_counts import COUNT_EVENTS, COUNT_SEQUENCED, Rates, compute_rates
 from outbox.operations.page_bytes import shorten_responses
 from outbox.operations.rows import from_row
 from outbox.store.connection.connect import map_errors
@@ -106,6 +105,9 @@ SELECT t.*, e.id, e.name, e.url, e.state, e.state_at, e.state_by, e.state_commen
 """  # noqa: S608 (constants only)
 
 DEAD_LETTERS = "SELECT state, count(*) AS dead_letters FROM dead_letter GROUP BY state"
+
+# A monotonic counter, without a scan of the log partitions.
+COUNT_SEQUENCED = "SELECT coalesce(sum(last_seq), 0)::bigint FROM lane_counter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,21 +242,14 @@ class Overview:
     pending: int
     sequenced: int
     """Deliveries sequenced in all, since installation."""
-    rates: Rates | None
-    """Rates since an earlier overview; None without one."""
     endpoints_total: int
     endpoints: tuple[EndpointStatus, ...]
     dead_letters: dict[str, int]
     """The number of dead letters by state."""
 
 
-async def read_overview(
-    connection: Connection[Any], schema: str, *, limit: int = 100, since: Overview | None = None
-) -> Overview:
+async def read_overview(connection: Connection[Any], schema: str, *, limit: int = 100) -> Overview:
     """Read the overview in one snapshot, with at most `limit` endpoints.
-
-    Args:
-        since: an earlier overview, to compute rates against.
 
     Raises:
         SchemaMissing, DatabaseUnavailable, CannotRun: as in `map_errors`.
@@ -269,15 +264,12 @@ async def read_overview(
             endpoints = await connection.fetch(ENDPOINTS, limit, None)
             dead = await connection.fetch(DEAD_LETTERS)
             sequenced: int = await connection.fetchval(COUNT_SEQUENCED)
-            batch = cursor["batch"] if since is None else since.cursor.batch
-            events: int = await connection.fetchval(COUNT_EVENTS, batch, cursor["batch"])
     seen_at = cursor.pop("seen_at")
     is_waiting = cursor["waiting_s"] is not None
     lag = unsequenced_ids(cursor["high"], cursor["last_id"]) if is_waiting else 0
-    overview = Overview(
+    return Overview(
         schema=schema,
         at=seen_at,
-        rates=None,
         sequenced=sequenced,
         pending=endpoints[0]["pending_total"] if endpoints else 0,
         cursor=CursorStatus(**cursor, lag=lag),
@@ -288,9 +280,6 @@ async def read_overview(
         endpoints_total=endpoints[0]["endpoints_total"] if endpoints else 0,
         dead_letters={row["state"]: row["dead_letters"] for row in dead},
     )
-    if since is None:
-        return overview
-    return replace(overview, rates=compute_rates(since, overview, events))
 
 
 async def read_endpoint_statuses(

@@ -667,7 +667,7 @@ def test_status(here: Command, database: Database) -> None:
     seen = here("status", "--json").json
     assert list(seen) == [
         "schema", "at", "cursor", "blocker", "open_gaps", "replicas", "pending", "sequenced",
-        "rates", "endpoints_total", "endpoints", "dead_letters",
+        "endpoints_total", "endpoints", "dead_letters",
     ]  # fmt: skip
     assert (seen["cursor"]["high"], seen["cursor"]["last_id"], seen["cursor"]["lag"]) == (0, 1, 1)
     assert [e["name"] for e in seen["endpoints"]] == ["a"]
@@ -807,16 +807,6 @@ def test_status_names_problems_and_the_commands_that_resolve_them(
     assert by_name["sick"]["health"]["state"] == "failing"
     assert (by_name["sick"]["old_lanes"], by_name["sick"]["old_pending"]) == (1, 9)
     assert by_name["a shop"]["state_by"] == "ann@host"
-
-
-def test_interval_requires_watch(here: Command) -> None:
-    alone = here("status", "--interval", 1)
-    assert (alone.code, alone.error) == (
-        2, "--interval requires --watch; see: outbox status --help",
-    )  # fmt: skip
-    assert here("status", "--watch", "--interval", 0).code == 2
-    gone = here("status", "--watch", OUTBOX_DSN="postgresql://u@127.0.0.1:1/d")
-    assert (gone.code, "no server listens" in gone.error) == (3, True)
 
 
 # ------------------------------------------------------------------- doctor

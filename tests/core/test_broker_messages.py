@@ -145,3 +145,10 @@ def test_the_scheme_names_the_broker_and_the_rest_its_streams() -> None:
     assert stream_of("redis://a:1/s") == stream_of("valkeys://b/s")
     assert stream_of("redis://a/s") != stream_of("redis://a/t")
     assert stream_of("redis://a/s") != stream_of("nats://a/s")
+    assert stream_of("redis://a/s?db=1") != stream_of("redis://a/s")
+    assert stream_of("nats://a/s?stream=A") != stream_of("nats://a/s?stream=B")
+    assert stream_of("rabbitmq-stream://a/s?vhost=v") != stream_of("rabbitmq-stream://a/s")
+    assert stream_of("rabbitmq-stream://a/s?vhost=v&create=1") == stream_of(
+        "rabbitmq-stream://a/s?vhost=v"
+    )
+    assert stream_of("kafka://a/t?sasl=plain") == stream_of("kafka://b/t")

@@ -99,7 +99,7 @@ def _openssl_fingerprint(text: str) -> str:
         ),
         (
             lambda chain, key: chain + pem(load_pem_private_key(key.encode(), None), b"hunter2"),  # type: ignore[arg-type]
-            "the private key is encrypted; decrypt it first",
+            "the private key is malformed or encrypted, .*openssl pkey",
         ),
         (
             lambda chain, key: (

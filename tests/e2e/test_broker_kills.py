@@ -5,11 +5,7 @@ guarantees.  The default tier has a short run; the full tier kills each relay 20
 broker 5 times.
 
 Of Kafka, the mock cluster of librdkafka is not killed, because it has its records in memory: it
-closes its connections and refuses others.  Transactions are shown only on a server of
-`OUTBOX_TEST_KAFKA_COMMAND`, because the mock cluster neither fences nor aborts.  That server must
-know its open transactions after kill -9, as Apache Kafka does: one that forgets them writes no
-abort marker, and its readers see their records.  kfake of franz-go forgets them, so it shows the
-kills of relays only.
+closes its connections and refuses others.  A server of `OUTBOX_TEST_KAFKA_COMMAND` is killed.
 
 The kernel writes what a killed process has written: nothing is shown about a loss of power, and
 with one server nothing about a fail-over.
@@ -303,14 +299,7 @@ BROKERS = [
     pytest.param(killed_nats, MANY, id="nats", marks=needs_nats),
     pytest.param(killed_rabbitmq, MANY, id="rabbitmq"),
     pytest.param(cut_kafka, MANY, id="kafka-connections"),
-    pytest.param(killed_kafka(committed=False), MANY, id="kafka", marks=needs_kafka),
-    pytest.param(killed_kafka(committed=True), MANY, id="kafka-exact", marks=needs_kafka),
-    pytest.param(
-        killed_kafka(committed=True),
-        MANY._replace(broker=0),
-        id="kafka-exact-relays",
-        marks=needs_kafka,
-    ),
+    pytest.param(killed_kafka, MANY, id="kafka", marks=needs_kafka),
 ]
 
 

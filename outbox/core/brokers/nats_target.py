@@ -11,20 +11,17 @@ from __future__ import annotations
 
 import re
 from typing import NamedTuple
-from urllib.parse import parse_qsl, urlsplit
 
+from outbox.core.brokers.broker_url import parse_broker_url
 from outbox.core.model.text import quoted
 from outbox.errors import UsageError
 
-NATS_PORT = 4222
-SCHEMES = ("nats", "nats+tls")
-URL_CHARS_MAX = 2048
+_PORTS = {"nats+tls": 4222, "nats": 4222}
 SUBJECT_TOKENS_MAX = 16
 CREDS_HEADER = "-----BEGIN NATS USER JWT-----"
-_FORM = "use a form such as nats+tls://nats.example.com/SUBJECT?stream=NAME"
+_FORM = "nats+tls://nats.example.com/SUBJECT?stream=NAME"
 _SUBJECT = re.compile(r"[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*")
 _STREAM = re.compile(r"[A-Za-z0-9_-]{1,255}")
-_VISIBLE = re.compile(r"[\x21-\x7e]+")
 
 
 class NatsTarget(NamedTuple):
@@ -61,35 +58,14 @@ def parse_url(url: str) -> NatsTarget:
     Raises:
         UsageError: it is not valid; one line with the next step.
     """
-    if len(url) > URL_CHARS_MAX:
-        raise UsageError(f"url: longer than {URL_CHARS_MAX} characters")
-    if not _VISIBLE.fullmatch(url):
-        raise UsageError("url: must contain visible ASCII only")
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError as error:
-        raise UsageError(f"url: malformed: {error}; {_FORM}") from None
-    if parts.scheme not in SCHEMES:
-        raise UsageError("url: must start with nats+tls://, or with nats:// in an open network")
-    if "@" in parts.netloc:
+    parts = parse_broker_url(url, ports=_PORTS, path="subject", options=("stream",), form=_FORM)
+    ((host, port),) = parts.servers
+    stream = parts.options.get("stream")
+    if stream is not None and not _STREAM.fullmatch(stream):
         raise UsageError(
-            "url: must not contain a user, password or token; set them with "
-            "`outbox endpoint credentials`, or credentials= of a reader"
+            f"url: {quoted(stream)} is not the name of a stream: letters, digits, _ and -"
         )
-    if "#" in url:
-        raise UsageError("url: must not have a fragment (#…)")
-    if not parts.hostname:
-        raise UsageError(f"url: has no host; {_FORM}")
-    if port == 0:
-        raise UsageError("url: port 0 is not valid")
-    return NatsTarget(
-        parts.hostname,
-        port or NATS_PORT,
-        parts.scheme == "nats+tls",
-        _parse_subject(parts.path.removeprefix("/")),
-        _parse_stream(parts.query),
-    )
+    return NatsTarget(host, port, parts.scheme == "nats+tls", _check_subject(parts.path), stream)
 
 
 def parse_credentials(text: str | None) -> NatsCredentials:
@@ -110,9 +86,7 @@ def parse_credentials(text: str | None) -> NatsCredentials:
     return NatsCredentials(user=user, password=password)
 
 
-def _parse_subject(subject: str) -> str:
-    if not subject:
-        raise UsageError(f"url: has no subject; {_FORM}")
+def _check_subject(subject: str) -> str:
     if not _SUBJECT.fullmatch(subject):
         raise UsageError(
             f"url: {quoted(subject)} is not a subject here: tokens have letters, digits, _ and -, "
@@ -123,16 +97,3 @@ def _parse_subject(subject: str) -> str:
     if subject.startswith("_INBOX"):
         raise UsageError("url: subjects in _INBOX are for replies; choose another subject")
     return subject
-
-
-def _parse_stream(query: str) -> str | None:
-    if not query:
-        return None
-    options = parse_qsl(query, keep_blank_values=True)
-    if len(options) != 1 or options[0][0] != "stream":
-        raise UsageError("url: the only option is stream, once: ?stream=NAME")
-    if not _STREAM.fullmatch(options[0][1]):
-        raise UsageError(
-            f"url: {quoted(options[0][1])} is not the name of a stream: letters, digits, _ and -"
-        )
-    return options[0][1]

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 from typing import NamedTuple
-from urllib.parse import parse_qsl, unquote, urlsplit
 
+from outbox.core.brokers.broker_url import decode_name, parse_broker_url
 from outbox.core.model.text import quoted
 from outbox.errors import UsageError
 
-REDIS_PORT = 6379
+_PORTS = dict.fromkeys(("redis", "rediss", "valkey", "valkeys"), 6379)
 STREAM_CHARS_MAX = 200
 _SECURE = ("rediss", "valkeys")
 _STREAM = re.compile(r"[^\s{}\x00-\x1f\x7f]+")
 _DATABASE = re.compile(r"[0-9]{1,5}")
-_FORM = "use a form such as redis://host:6379/orders, or rediss:// for TLS"
+_FORM = "redis://host:6379/orders, or rediss:// for TLS"
 
 
 class RedisTarget(NamedTuple):
@@ -51,31 +51,15 @@ def parse_url(url: str) -> RedisTarget:
     Raises:
         UsageError: one line that begins with "url: ".
     """
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
-    except ValueError as error:
-        raise UsageError(f"url: malformed: {error}") from None
-    if "@" in parts.netloc:
-        raise UsageError(
-            "url: must not contain a user or password; set them with outbox endpoint credentials, "
-            "or credentials= of a reader"
-        )
-    if not host:
-        raise UsageError(f"url: has no host; {_FORM}")
-    if port == 0:
-        raise UsageError("url: port 0 is not valid")
-    stream = unquote(parts.path.removeprefix("/"))
+    parts = parse_broker_url(url, ports=_PORTS, path="stream", options=("db",), form=_FORM)
+    ((host, port),) = parts.servers
+    stream = decode_name(parts.path, "stream")
     if not _STREAM.fullmatch(stream) or len(stream) > STREAM_CHARS_MAX:
         raise UsageError(
             f"url: {quoted(stream)} is no name for streams: 1 to {STREAM_CHARS_MAX} characters "
-            f"without spaces and braces; {_FORM}"
+            "without spaces and braces"
         )
-    database = 0
-    for name, value in parse_qsl(parts.query, keep_blank_values=True):
-        if name != "db" or not _DATABASE.fullmatch(value):
-            raise UsageError(f"url: {quoted(f'{name}={value}')} is not known; there is db=NUMBER")
-        database = int(value)
-    if parts.fragment:
-        raise UsageError("url: must not have a fragment (#…)")
-    return RedisTarget(host, port or REDIS_PORT, parts.scheme.lower() in _SECURE, database, stream)
+    database = parts.options.get("db", "0")
+    if not _DATABASE.fullmatch(database):
+        raise UsageError(f"url: {quoted(database)} is not a database; write db=NUMBER")
+    return RedisTarget(host, port, parts.scheme in _SECURE, int(database), stream)

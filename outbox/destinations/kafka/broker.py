@@ -1,13 +1,10 @@
 """The lanes of an endpoint in a topic of Kafka, each in the partition of its slot.
 
-By default an idempotent producer appends: in order and without holes, and after the end of a
-process or a take-over there may be copies, with the same lane, sequence and X-Delivery.  Kafka does
-not compare an append with the lane's position, and refuses no former owner.
+An idempotent producer appends: in order and without holes, and after the end of a process or a
+take-over there may be copies, with the same lane, sequence and X-Delivery.  Kafka does not compare
+an append with the lane's position, and refuses no former owner.
 
-With `?exact=1` transactions append, see `transactions`; readers must use
-`isolation.level=read_committed`, which is not the default of Java's client.
-
-One client library has both; its calls are made in threads, and their results come back to the loop.
+Calls of the client library are made in threads, and their results come back to the loop.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from confluent_kafka import KafkaError, KafkaException
 
-from outbox.core.brokers.port import Appended, Capabilities, Fenced, Position, Stop, StopKind
+from outbox.core.brokers.port import Appended, Capabilities, Stop, StopKind
 from outbox.destinations.broker import BrokerFinding
 from outbox.destinations.kafka.check import check_topic
 from outbox.destinations.kafka.egress import ServerChecks
@@ -35,8 +32,7 @@ from outbox.destinations.kafka.loops import build_client
 from outbox.destinations.kafka.producer import IdempotentProducer
 from outbox.destinations.kafka.reader import Reader, Receipt, Topic
 from outbox.destinations.kafka.settings import client_settings
-from outbox.destinations.kafka.target import endpoint_of, parse_url, partition_of
-from outbox.destinations.kafka.transactions import PendingAppend, TransactionalProducer
+from outbox.destinations.kafka.target import parse_url, partition_of
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
@@ -51,14 +47,13 @@ if TYPE_CHECKING:
 ABSENT_S = 30.0
 """How long a topic may be absent before a person must act: its metadata may be on its way."""
 READER_CLOSE_S = 2.0
-MARGIN_S = 0.5
-"""Part of the time of an append that is kept for the result of its transaction."""
-_DEFINITE = (StopKind.REFUSED, StopKind.UNAVAILABLE, StopKind.MISCONFIGURED)
 CLOSED = Stop(StopKind.UNKNOWN, "the driver was closed")
 
 
 class KafkaBroker:
     """The lanes of one endpoint."""
+
+    capabilities = Capabilities(compare=False, prefix=True, fence=False, position=True)
 
     def __init__(self, address: BrokerAddress, policy: EgressPolicy, resolver: Resolver) -> None:
         self._address = address
@@ -70,27 +65,16 @@ class KafkaBroker:
         self._reader: Reader | None = None
         self._topic: Topic | None = None
         self._producer: IdempotentProducer | None = None
-        self._transactions: TransactionalProducer | None = None
-        self._owner: tuple[Owner, str] | None = None
-        """The owner of the transactional producer, with its endpoint."""
-        self._standing: dict[str, int] = {}
-        """The last sequence of each lane that was opened since the transactions' initialization."""
         self._absent_since: float | None = None
         self._is_closed = False
-
-    @property
-    def capabilities(self) -> Capabilities:
-        exact = self._target.exact
-        return Capabilities(compare=exact, prefix=True, fence=exact, position=True)
 
     async def open(
         self, lane: str, owner: Owner, after: int, receipt: str | None, *, force: bool = False
     ) -> Standing:
-        """See `Broker`.  Each initialization of transactions takes their fence from any owner."""
         deadline = time.monotonic() + self._address.timeout_s
         try:
             async with asyncio.timeout(self._address.timeout_s):
-                return await self._open(lane, _owner_of_all(owner), receipt, deadline, force=force)
+                return await self._open(lane, receipt, deadline)
         except TimeoutError:
             reader = self._reader
             suffix = "" if reader is None else reader.troubles.suffix()
@@ -104,10 +88,6 @@ class KafkaBroker:
         deadline = time.monotonic() + self._address.timeout_s
         if self._is_closed:
             return Appended(after, CLOSED)
-        if self._target.exact:
-            return await self._append_in_transaction(
-                lane, _owner_of_all(owner), after, messages, deadline
-            )
         try:
             async with asyncio.timeout(self._address.timeout_s):
                 producer = await self._connect(partition_of(lane))
@@ -125,14 +105,13 @@ class KafkaBroker:
 
     async def aclose(self) -> None:
         self._is_closed = True
-        self._discard_producers()
+        if self._producer is not None:
+            self._discard(self._producer)
         if (reader := self._reader) is not None:
             reader.discard()
             await asyncio.wait([reader.ended], timeout=READER_CLOSE_S)
 
-    async def _open(
-        self, lane: str, owner: Owner, receipt: str | None, deadline: float, *, force: bool
-    ) -> Standing:
+    async def _open(self, lane: str, receipt: str | None, deadline: float) -> Standing:
         if self._is_closed:
             return CLOSED
         try:
@@ -143,16 +122,9 @@ class KafkaBroker:
             self._topic = None
         if (stop := await self._connect_reader(partition, deadline)) is not None:
             return stop
-        if self._target.exact:
-            standing = await self._own(owner, endpoint_of(lane), deadline, force=force)
-            if standing is not None:
-                return standing
-        transactions = self._transactions
         assert self._reader is not None
         position = await self._reader.position(lane, partition, receipt, deadline)
-        if isinstance(position, Position) and transactions is self._transactions:
-            self._standing[lane] = position.sequence
-        elif isinstance(position, Stop) and position.kind is StopKind.UNAVAILABLE:
+        if isinstance(position, Stop) and position.kind is StopKind.UNAVAILABLE:
             # The partition may not exist any more.
             self._topic = None
         return position
@@ -178,7 +150,6 @@ class KafkaBroker:
                             asyncio.get_running_loop(),
                             self._settings,
                             self._target.topic,
-                            committed=self._target.exact,
                         )
                     )
                 except KafkaException as exception:
@@ -314,101 +285,7 @@ class KafkaBroker:
         troubles = self._producer.troubles.suffix() if self._producer is not None else ""
         return Stop(kind, f"no response within {self._address.timeout_s:g} s{troubles}")
 
-    async def _own(
-        self, owner: Owner, endpoint: str, deadline: float, *, force: bool
-    ) -> Standing | None:
-        """Initialize the transactions of an owner, which fences former ones."""
-        async with self._connecting:
-            transactions = self._transactions
-            if self._owner is not None and transactions is not None:
-                current, current_endpoint = self._owner
-                if endpoint != current_endpoint:
-                    return Stop(
-                        StopKind.MISCONFIGURED,
-                        f"the driver has the lanes of {current_endpoint}, not of {endpoint}",
-                    )
-                is_former = owner.identity == current.identity and owner.epoch < current.epoch
-                if is_former and not force:
-                    return Fenced(current.epoch)
-                if owner == current and transactions.is_usable:
-                    return None
-            self._discard_producers()
-            assert self._settings is not None
-            transactions = await build_client(
-                partial(
-                    TransactionalProducer,
-                    asyncio.get_running_loop(),
-                    self._settings,
-                    self._target.topic,
-                    f"outbox/{owner.identity}/{endpoint}",
-                )
-            )
-            transactions.start(deadline)
-            try:
-                stop = await asyncio.shield(transactions.initialized)
-            except asyncio.CancelledError:
-                transactions.discard()
-                raise
-            if stop is not None:
-                transactions.discard()
-                return stop
-            self._transactions, self._owner = transactions, (owner, endpoint)
-            return None
-
-    async def _append_in_transaction(
-        self,
-        lane: str,
-        owner: Owner,
-        after: int,
-        messages: Sequence[Message],
-        deadline: float,
-    ) -> Appended:
-        transactions = self._transactions
-        if (
-            transactions is None
-            or not transactions.is_usable
-            or self._owner != (owner, endpoint_of(lane))
-            or self._standing.get(lane) != after
-        ):
-            at = self._standing.get(lane)
-            detail = "it is not open" if at is None else f"it stands at sequence {at}"
-            return Appended(after, Stop(StopKind.MOVED, f"lane {lane}: {detail}"))
-        # Until the result is known, the lane must be opened again.
-        del self._standing[lane]
-        append = PendingAppend(
-            asyncio.get_running_loop(), partition_of(lane), after, messages, deadline - MARGIN_S
-        )
-        transactions.submit(append)
-        try:
-            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-                result = await append.done
-        except TimeoutError:
-            self._discard_producers()
-            return Appended(after, self._no_response(StopKind.UNKNOWN))
-        except asyncio.CancelledError:
-            self._discard_producers()
-            raise
-        is_known = result.stop is None or result.stop.kind in _DEFINITE
-        if is_known and transactions is self._transactions:
-            self._standing[lane] = result.through
-        return result
-
     def _discard(self, producer: IdempotentProducer) -> None:
         producer.discard()
         if self._producer is producer:
             self._producer = None
-
-    def _discard_producers(self) -> None:
-        if self._producer is not None:
-            self._discard(self._producer)
-        if self._transactions is not None:
-            self._transactions.discard()
-            self._transactions = None
-        self._standing.clear()
-
-
-def _owner_of_all(owner: Owner) -> Owner:
-    """The owner of all lanes: a producer is discarded after a lost response, so what it sent is
-    fenced without the openings of single lanes.
-    """
-    return owner._replace(opening=0)

@@ -57,7 +57,7 @@ async def check_topic(
         return [stopped_finding(stop, _WHAT_TO_DO)]
     loop = asyncio.get_running_loop()
     try:
-        reader = Reader(loop, settings, target.topic, committed=False)
+        reader = Reader(loop, settings, target.topic)
     except CLIENT_ERRORS as error:
         raise UsageError(f"url: {describe(error_of(error))}") from None
     try:

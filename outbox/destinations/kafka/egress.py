@@ -22,7 +22,7 @@ from outbox.network.egress import OPTION, SETTING, literal
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from outbox.destinations.kafka.target import Server
+    from outbox.core.brokers.broker_url import Server
     from outbox.network.dns import Resolver
     from outbox.network.egress import EgressPolicy, Network
 

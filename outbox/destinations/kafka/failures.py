@@ -23,7 +23,6 @@ MISCONFIGURED = frozenset(
     {
         KafkaError.TOPIC_AUTHORIZATION_FAILED,
         KafkaError.CLUSTER_AUTHORIZATION_FAILED,
-        KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
         KafkaError.GROUP_AUTHORIZATION_FAILED,
         KafkaError.SASL_AUTHENTICATION_FAILED,
         KafkaError.UNSUPPORTED_SASL_MECHANISM,
@@ -33,7 +32,6 @@ MISCONFIGURED = frozenset(
         KafkaError.UNSUPPORTED_VERSION,
         KafkaError.UNSUPPORTED_FOR_MESSAGE_FORMAT,
         KafkaError.INVALID_REQUIRED_ACKS,
-        KafkaError.INVALID_TRANSACTION_TIMEOUT,
         KafkaError._AUTHENTICATION,
         KafkaError._SSL,
         KafkaError._UNSUPPORTED_FEATURE,
@@ -50,17 +48,6 @@ ABSENT = frozenset(
     }
 )
 """The topic or partition does not exist, or a server does not know it yet."""
-
-FENCED = frozenset(
-    {
-        KafkaError.PRODUCER_FENCED,
-        KafkaError.INVALID_PRODUCER_EPOCH,
-        KafkaError.INVALID_PRODUCER_ID_MAPPING,
-        KafkaError.TRANSACTION_COORDINATOR_FENCED,
-        KafkaError._FENCED,
-    }
-)
-"""Another producer has the transactional id."""
 
 
 def describe(error: KafkaError) -> str:
@@ -87,8 +74,6 @@ def stop_before_sending(error: KafkaError) -> Stop:
     """Classify an error after which nothing of the append was sent."""
     if error.code() in MISCONFIGURED:
         return Stop(StopKind.MISCONFIGURED, describe(error))
-    if error.code() in FENCED:
-        return Stop(StopKind.MOVED, describe(error))
     return Stop(StopKind.UNAVAILABLE, describe(error))
 
 

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
+from outbox.core.brokers.broker_url import Server
 from outbox.core.brokers.port import Position, Stop, StopKind
 from outbox.destinations.kafka.failures import ABSENT, Troubles, error_of, stop_before_sending
 from outbox.destinations.kafka.loops import SILENT, call_in_loop
 from outbox.destinations.kafka.settings import consumer_settings
-from outbox.destinations.kafka.target import Server
 
 if TYPE_CHECKING:
     import asyncio
@@ -115,18 +115,11 @@ class _MetadataRequest(NamedTuple):
 
 
 class Reader:
-    """A consumer for the lanes of one endpoint.
+    """A consumer for the lanes of one endpoint."""
 
-    Args:
-        committed: it sees records of committed transactions only.
-    """
-
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, shared: Settings, topic: str, *, committed: bool
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, shared: Settings, topic: str) -> None:
         self._loop = loop
         self._topic = topic
-        self._committed = committed
         self._found: dict[str, Receipt] = {}
         """The last record of each lane that was opened."""
         self._unfinished: dict[str, _Progress] = {}
@@ -135,10 +128,8 @@ class Reader:
         self.troubles = Troubles()
         self.ended: asyncio.Future[None] = loop.create_future()
         """Done when the thread has ended."""
-        settings = consumer_settings(shared, self.troubles.report, committed=committed)
+        settings = consumer_settings(shared, self.troubles.report)
         self._consumer = Consumer(settings, logger=SILENT)
-        self._ends: Consumer | None = None
-        self._end_settings = settings | {"isolation.level": "read_uncommitted"}
         threading.Thread(target=self._run, name="outbox-kafka-reader", daemon=True).start()
 
     def discard(self) -> None:
@@ -185,8 +176,6 @@ class Reader:
                 continue
             self._resolve(request.done, self._read_position(request))
         self._consumer.close()
-        if self._ends is not None:
-            self._ends.close()
         call_in_loop(self._loop, _set_result, self.ended, None)
 
     def _resolve(self, done: asyncio.Future[_R], result: _R) -> None:
@@ -216,7 +205,9 @@ class Reader:
         place = TopicPartition(self._topic, request.partition)
         started = time.monotonic()
         try:
-            low, high = self._watermarks(place, request.deadline)
+            low, high = self._consumer.get_watermark_offsets(
+                place, timeout=max(0.01, request.deadline - started)
+            )
             return self._scan(request, low, high)
         except KafkaException as exception:
             error = error_of(exception)
@@ -225,18 +216,6 @@ class Reader:
             return stop_before_sending(error)
         finally:
             self._consumer.unassign()
-
-    def _watermarks(self, place: TopicPartition, deadline: float) -> tuple[int, int]:
-        """Return the first offset of a partition, and the one after its last."""
-        if self._committed:
-            # The end for readers of committed records is before any open transaction, also of
-            # another producer, and hides what was committed after it began.
-            if self._ends is None:
-                self._ends = Consumer(self._end_settings, logger=SILENT)
-            consumer = self._ends
-        else:
-            consumer = self._consumer
-        return consumer.get_watermark_offsets(place, timeout=_remaining(deadline))
 
     def _scan(self, request: _Request, low: int, high: int) -> Position | Stop:
         """Read the records of a partition up to the end that it had at the start."""
@@ -284,8 +263,7 @@ class Reader:
         remain = high - progress.next_offset
         return Stop(
             StopKind.UNAVAILABLE,
-            f"partition {partition} was not read to its end in time: {remain} offsets remain"
-            + (", or are hidden by an open transaction" if self._committed else ""),
+            f"partition {partition} was not read to its end in time: {remain} offsets remain",
         )
 
     def _assign(self, partition: int, offset: int) -> None:
@@ -303,7 +281,3 @@ def _set_result(done: asyncio.Future[_R], result: _R) -> None:
 
 def _decode(value: bytes | None) -> str | None:
     return None if value is None else value.decode("utf-8", "replace")
-
-
-def _remaining(deadline: float) -> float:
-    return max(0.01, deadline - time.monotonic())

@@ -82,24 +82,8 @@ def producer_settings(shared: Settings, on_error: Callable[[KafkaError], None]) 
     }
 
 
-def transaction_settings(
-    shared: Settings, on_error: Callable[[KafkaError], None], transactional_id: str
-) -> Settings:
-    """Return the settings of a transactional producer."""
-    settings = producer_settings(shared, on_error)
-    # Implied by the transaction, and refused together with it.
-    del settings["enable.gapless.guarantee"]
-    return settings | {"transactional.id": transactional_id}
-
-
-def consumer_settings(
-    shared: Settings, on_error: Callable[[KafkaError], None], *, committed: bool
-) -> Settings:
-    """Return the settings of the consumer that reads positions and metadata.
-
-    Args:
-        committed: it sees records of committed transactions only.
-    """
+def consumer_settings(shared: Settings, on_error: Callable[[KafkaError], None]) -> Settings:
+    """Return the settings of the consumer that reads positions and metadata."""
     return shared | {
         "group.id": GROUP,
         "allow.auto.create.topics": False,
@@ -107,7 +91,7 @@ def consumer_settings(
         "enable.auto.commit": False,
         "enable.auto.offset.store": False,
         "enable.partition.eof": True,
-        "isolation.level": "read_committed" if committed else "read_uncommitted",
+        "isolation.level": "read_uncommitted",
         "fetch.wait.max.ms": 10,
         "fetch.error.backoff.ms": 50,
         "queued.max.messages.kbytes": 8192,

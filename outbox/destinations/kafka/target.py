@@ -2,7 +2,6 @@
 
 kafka://host[:port][,host…]/TOPIC      not encrypted: for addresses in open networks only
 kafka+tls://host[:port][,host…]/TOPIC  TLS; verifies the names of all servers
-    ?exact=1                           one transaction for the lanes that wait (experimental)
     ?sasl=plain|scram-sha-256|scram-sha-512
                                        how the credentials are sent; the default is plain with
                                        TLS, and scram-sha-512 without
@@ -11,33 +10,22 @@ kafka+tls://host[:port][,host…]/TOPIC  TLS; verifies the names of all servers
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
-from urllib.parse import parse_qsl
+from typing import TYPE_CHECKING, NamedTuple
 
+from outbox.core.brokers.broker_url import parse_broker_url
 from outbox.core.model.text import quoted
 from outbox.errors import UsageError
-from outbox.network.egress import URL_CHARS_MAX, literal
 
-KAFKA_PORT, KAFKA_TLS_PORT = 9092, 9093
+if TYPE_CHECKING:
+    from outbox.core.brokers.broker_url import Server
+
+_PORTS = {"kafka": 9092, "kafka+tls": 9093}
 SERVERS_MAX = 16
 TOPIC_CHARS_MAX = 249
-FORM = "kafka://host[:port]/TOPIC or kafka+tls://host[:port]/TOPIC"
+_FORM = "kafka://host[:port]/TOPIC or kafka+tls://host[:port]/TOPIC"
 MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
 
 _TOPIC = re.compile(r"[A-Za-z0-9._-]+")
-_SENDABLE = re.compile(r"[\x21-\x7e]+")
-_HOST = re.compile(r"(?=.{1,254}\Z)(?:[a-z0-9_-]{1,63}\.)*[a-z0-9_-]{1,63}\.?", re.IGNORECASE)
-_NUMERIC = re.compile(r"(.*\.)?([0-9]+|0x[0-9a-f]*)\.?", re.IGNORECASE)
-
-
-class Server(NamedTuple):
-    """A server of a cluster, as the URL or the cluster's metadata names it."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 class KafkaTarget(NamedTuple):
@@ -47,7 +35,6 @@ class KafkaTarget(NamedTuple):
     """Bootstrap servers; the cluster names all others."""
     topic: str
     secure: bool
-    exact: bool
     mechanism: str
     """SASL mechanism, if the endpoint has credentials."""
 
@@ -58,31 +45,14 @@ def parse_url(url: str) -> KafkaTarget:
     Raises:
         UsageError: it is not one; one line with the next step.
     """
-    if len(url) > URL_CHARS_MAX:
-        raise UsageError(f"url: longer than {URL_CHARS_MAX} characters")
-    if not _SENDABLE.fullmatch(url) or "\\" in url:
-        raise UsageError("url: must contain visible ASCII only, without backslashes")
-    scheme, separator, rest = url.partition("://")
-    scheme = scheme.lower()
-    if not separator or scheme not in ("kafka", "kafka+tls"):
-        raise UsageError(f"url: must have the form {FORM}")
-    if "#" in rest:
-        raise UsageError("url: must not have a fragment (#…), which is never sent")
-    place, _, query = rest.partition("?")
-    authority, _, topic = place.partition("/")
-    if "@" in authority:
-        raise UsageError(
-            "url: must not contain a user or password; set them with outbox endpoint credentials"
-        )
-    secure = scheme == "kafka+tls"
-    exact, mechanism = _parse_options(query, secure=secure)
-    return KafkaTarget(
-        _parse_servers(authority, KAFKA_TLS_PORT if secure else KAFKA_PORT),
-        _check_topic(topic),
-        secure,
-        exact,
-        mechanism,
+    parts = parse_broker_url(
+        url, ports=_PORTS, path="topic", options=("sasl",), form=_FORM, servers_max=SERVERS_MAX
     )
+    secure = parts.scheme == "kafka+tls"
+    mechanism = parts.options.get("sasl", "PLAIN" if secure else "SCRAM-SHA-512").upper()
+    if mechanism not in MECHANISMS:
+        raise UsageError("url: option sasl must be plain, scram-sha-256 or scram-sha-512")
+    return KafkaTarget(parts.servers, _check_topic(parts.path), secure, mechanism)
 
 
 def partition_of(lane: str) -> int:
@@ -97,41 +67,7 @@ def partition_of(lane: str) -> int:
     return int(slot)
 
 
-def endpoint_of(lane: str) -> str:
-    """Return the name of a lane without its generation and slot."""
-    return lane.rsplit("-", 2)[0]
-
-
-def _parse_servers(authority: str, port: int) -> tuple[Server, ...]:
-    if not authority:
-        raise UsageError(f"url: has no host; use the form {FORM}")
-    servers = tuple(_parse_server(text, port) for text in authority.split(","))
-    if len(servers) > SERVERS_MAX:
-        raise UsageError(
-            f"url: names more than {SERVERS_MAX} servers; a few are enough, the cluster names all"
-        )
-    return servers
-
-
-def _parse_server(text: str, port: int) -> Server:
-    if text.startswith("["):
-        host, _, digits = text[1:].partition("]")
-        is_malformed = ":" not in host or literal(host) is None or digits[:1] not in ("", ":")
-        digits = digits[1:]
-    else:
-        host, colon, digits = text.partition(":")
-        is_malformed = (bool(colon) and not digits) or not _HOST.fullmatch(host)
-        is_malformed = is_malformed or (literal(host) is None and bool(_NUMERIC.fullmatch(host)))
-    if is_malformed:
-        raise UsageError(f"url: {quoted(text)} is not a server; write host or host:port")
-    if digits and (not digits.isdigit() or len(digits) > 5 or not 0 < int(digits) < 65_536):
-        raise UsageError(f"url: {quoted(digits)} is not a port")
-    return Server(host.lower(), int(digits) if digits else port)
-
-
 def _check_topic(topic: str) -> str:
-    if not topic:
-        raise UsageError(f"url: names no topic; use the form {FORM}")
     if (
         not _TOPIC.fullmatch(topic)
         or len(topic) > TOPIC_CHARS_MAX
@@ -143,21 +79,3 @@ def _check_topic(topic: str) -> str:
             "dots, underscores and hyphens; names that start with __ are Kafka's own"
         )
     return topic
-
-
-def _parse_options(query: str, *, secure: bool) -> tuple[bool, str]:
-    options: dict[str, str] = {}
-    for name, value in parse_qsl(query, keep_blank_values=True, max_num_fields=16):
-        if name not in ("exact", "sasl"):
-            raise UsageError(f"url: unknown option {quoted(name)}; there are exact and sasl")
-        if name in options:
-            raise UsageError(f"url: option {name} is given twice")
-        options[name] = value
-    exact = options.get("exact", "0")
-    if exact not in ("0", "1"):
-        raise UsageError("url: option exact must be 0 or 1")
-    default = "PLAIN" if secure else "SCRAM-SHA-512"
-    mechanism = options.get("sasl", default).upper()
-    if mechanism not in MECHANISMS:
-        raise UsageError("url: option sasl must be plain, scram-sha-256 or scram-sha-512")
-    return exact == "1", mechanism

@@ -59,7 +59,6 @@ class FaultInjector:
         self.skipped: list[str] = []
         """Faults that were not injected: the database was unavailable for a command, a command
         ended before it was interrupted, or a relay had no session."""
-        self.active: dict[int, str] = {}
         self._restarting = asyncio.Lock()
         self._faults: dict[str, Callable[[FaultRun], Awaitable[None]]] = {
             "kill": self._kill,
@@ -87,15 +86,14 @@ class FaultInjector:
     async def run(self, planned: Iterable[PlannedFault], began_at: float) -> None:
         """Inject the faults at their times; returns after the last one ended."""
         async with asyncio.TaskGroup() as tasks:
-            for number, fault in enumerate(planned):
+            for fault in planned:
                 await asyncio.sleep(max(began_at + fault.at_s - time.monotonic(), 0.0))
-                tasks.create_task(self._inject(number, fault))
+                tasks.create_task(self._inject(fault))
 
-    async def _inject(self, number: int, fault: PlannedFault) -> None:
+    async def _inject(self, fault: PlannedFault) -> None:
         rng = random.Random(fault.seed)  # noqa: S311 (a repeatable run is the point)
         leader = await self._leader()
         run = FaultRun(fault.kind, rng, time.monotonic(), leader=leader)
-        self.active[number] = fault.kind
         try:
             await self._faults.get(fault.kind, self._respond_with_fault)(run)
         except (*CONNECTION_ERRORS, OutboxError) as error:
@@ -105,8 +103,6 @@ class FaultInjector:
             self.skipped.append(f"{fault.kind}: {error}")
             self._log(f"{fault.kind}, not injected: {error}")
             return
-        finally:
-            del self.active[number]
         self.incidents.append(
             Incident(
                 run.kind,

@@ -158,8 +158,6 @@ class Ledger:
         self.rolled_back = 0
         self.lanes: dict[str, LaneRecord] = {}
         self.requests = 0
-        self.arrived = 0
-        """Distinct deliveries that arrived."""
         self.good = 0
         """Distinct deliveries that got 2xx."""
         self.copies: list[DeliveryCopy] = []
@@ -230,7 +228,6 @@ class Ledger:
     def _record_first_arrival(self, lane: LaneRecord, arrival: Arrival, digest: int) -> None:
         """Record the first request for a number."""
         seq = arrival.seq
-        self.arrived += 1
         lane.first_at[seq - 1] = arrival.at
         lane.previous[seq - 1] = arrival.previous_seq
         lane.digests[seq - 1] = digest

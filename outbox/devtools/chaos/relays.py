@@ -69,15 +69,6 @@ class Relay:
         if not self._freezes:
             self.process.thaw()
 
-    @property
-    def state(self) -> str:
-        """down, frozen, half-open or up."""
-        if self.process.pid is None or self.process.exit_code is not None:
-            return "down"
-        if self._freezes:
-            return "frozen"
-        return "half-open" if self.proxy.muted else "up"
-
     def was_registered(self) -> bool:
         """Whether the current process has registered as a replica."""
         with self.process.log_path.open("rb") as log:

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import outbox
 from outbox.devtools.chaos import queries
@@ -37,6 +37,7 @@ DATABASE_WITHIN_S = 60.0
 STALL_S = 0.5
 """Event-loop lag that counts as a stall: responses are late by as much."""
 LAG_SAMPLE_S = 0.1
+PROGRESS_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +61,36 @@ class ChaosReport:
     """Directory with the relays' logs, if there are violations; else empty."""
 
 
-class ProgressView(Protocol):
-    """Shows the progress of a run; used as a context manager."""
+class RunProgress:
+    """Logs a line for each fault, and the counts every `PROGRESS_EVERY_S`.
 
-    log: Callable[[str], None]
+    Args:
+        log: called with each line.
+    """
 
-    def __enter__(self) -> None: ...
-    def __exit__(self, *_: object) -> None: ...
-    async def show(self, run: ChaosRun) -> None: ...
-    def show_fault(self, run: ChaosRun, what: str) -> None: ...
+    def __init__(self, log: Callable[[str], None]) -> None:
+        self.log = log
+        self._logged_at = 0.0
+
+    def show(self, run: ChaosRun) -> None:
+        """Log the counts, if a line is due."""
+        if time.monotonic() - self._logged_at >= PROGRESS_EVERY_S or run.phase == "checking":
+            self._logged_at = time.monotonic()
+            ledger = run.environment.ledger
+            self.log(
+                f"{run.elapsed_s:6.1f} s  {run.phase}: {len(ledger.committed):,} committed, "
+                f"{ledger.good:,} delivered, {len(ledger.copies):,} copies"
+            )
+
+    def show_fault(self, run: ChaosRun, what: str) -> None:
+        """Log a fault that is injected now."""
+        self.log(f"{run.elapsed_s:6.1f} s  {what}")
 
 
 async def run_chaos(
     plan: ChaosPlan,
     address: Dsn | None,
-    view: ProgressView,
+    progress: RunProgress,
     *,
     secret: bytes | None = None,
     keep: bool = False,
@@ -84,25 +100,24 @@ async def run_chaos(
     Args:
         plan: the plan of the run.
         address: the database; None: an embedded one.
-        view: shows the progress.
+        progress: shows the progress.
         secret: signs deliveries that are forwarded to the plan's receiver.
         keep: do not drop the schema.
 
     Raises:
         CannotRun: no database, or it was lost permanently.
     """
-    async with open_environment(plan, address, secret, keep=keep, log=view.log) as environment:
-        with view:
-            return await ChaosRun(environment, view).execute()
+    async with open_environment(plan, address, secret, keep=keep, log=progress.log) as environment:
+        return await ChaosRun(environment, progress).execute()
 
 
 class ChaosRun:
     """One run in its environment."""
 
-    def __init__(self, environment: Environment, view: ProgressView) -> None:
+    def __init__(self, environment: Environment, progress: RunProgress) -> None:
         self.environment = environment
-        self._view = view
-        self.injector = FaultInjector(environment, lambda what: view.show_fault(self, what))
+        self._progress = progress
+        self._injector = FaultInjector(environment, lambda what: progress.show_fault(self, what))
         self._stalls: list[Incident] = []
         self.phase = "starting"
         self.began_at = time.monotonic()
@@ -125,18 +140,18 @@ class ChaosRun:
             unsettled = await self._settle()
             settle_s = time.monotonic() - began_at - faults_s
             self.phase = "checking"
-            await self._view.show(self)
+            self._progress.show(self)
             await self.environment.relays.stop()
         finally:
             lag_watch.cancel()
         facts = await self._collect_facts(unsettled)
         result = check_run(ledger, facts, plan.checks)
-        counted = Counter(incident.kind for incident in self.injector.incidents)
+        counted = Counter(incident.kind for incident in self._injector.incidents)
         return ChaosReport(
             plan=plan,
             result=result,
             faults={kind: counted[kind] for kind in plan.kinds if counted[kind]},
-            skipped=len(self.injector.skipped),
+            skipped=len(self._injector.skipped),
             rolled_back=ledger.rolled_back,
             requests=ledger.requests,
             events_per_s=round(len(ledger.committed) / plan.seconds, 1),
@@ -168,7 +183,7 @@ class ChaosRun:
         plan = self.environment.plan
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._produce(began_at + plan.load_s))
-            tasks.create_task(self.injector.run(plan.schedule(), began_at))
+            tasks.create_task(self._injector.run(plan.schedule(), began_at))
 
     async def _produce(self, until: float) -> None:
         try:
@@ -186,7 +201,7 @@ class ChaosRun:
         working = asyncio.ensure_future(work)
         try:
             while not working.done():
-                await self._view.show(self)
+                self._progress.show(self)
                 await asyncio.wait([working], timeout=OWNERSHIP_POLL_S)
             working.result()
         except ExceptionGroup as group:
@@ -200,7 +215,7 @@ class ChaosRun:
         deadline = time.monotonic() + self.environment.plan.settle_s
         pending = "the database could not be queried"
         while True:
-            await self._view.show(self)
+            self._progress.show(self)
             try:
                 async with self.environment.control.use() as connection:
                     pending = await self._pending(connection)
@@ -248,7 +263,7 @@ class ChaosRun:
         return RunFacts(
             lease_s=environment.plan.lease_s,
             began_at=self.began_at,
-            incidents=(*self.injector.incidents, *self._stalls),
+            incidents=(*self._injector.incidents, *self._stalls),
             lanes=tuple(lanes),
             dead=tuple(dead),
             ownership_events=tuple(ownership),

@@ -11,7 +11,7 @@ pytest.importorskip("confluent_kafka")
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
-from outbox.core.brokers.port import Appended, Owner, Position, Stop, StopKind
+from outbox.core.brokers.port import Appended, Position, Stop, StopKind
 from outbox.destinations.broker import BrokerAddress
 from outbox.destinations.kafka import broker as driver
 from outbox.destinations.kafka import producer as producers
@@ -22,7 +22,6 @@ from outbox.network.dns import CachingResolver
 from outbox.network.egress import EgressPolicy
 from tests.support.brokers import kafka
 from tests.support.brokers.kafka import (
-    INIT_PRODUCER_ID,
     OWNER,
     PRODUCE,
     MockCluster,
@@ -79,15 +78,11 @@ def stop_kind(result: object) -> StopKind | None:
     return stop.kind if isinstance(stop, Stop) else None
 
 
-MODES = pytest.mark.parametrize("options", ["", "?exact=1"], ids=["default", "exact"])
-
-
-@MODES
 async def test_messages_are_appended_in_order_to_the_partition_of_the_slot(
-    server: str, topic: str, options: str
+    server: str, topic: str
 ) -> None:
     lane = "billing-1-2"
-    async with broker_at(server, topic, options) as broker:
+    async with broker_at(server, topic) as broker:
         assert await broker.open(lane, OWNER, 0, None) == Position(0, None)
         first = await broker.append(lane, OWNER, 0, messages(lane, range(1, 4)))
         second = await broker.append(lane, OWNER, 3, messages(lane, [4, 6]))
@@ -103,11 +98,10 @@ async def test_messages_are_appended_in_order_to_the_partition_of_the_slot(
     }
 
 
-@MODES
 async def test_another_driver_reads_the_position_with_and_without_a_receipt(
-    server: str, topic: str, options: str
+    server: str, topic: str
 ) -> None:
-    async with broker_at(server, topic, options) as broker:
+    async with broker_at(server, topic) as broker:
         await broker.open(LANE, OWNER, 0, None)
         appended = await broker.append(LANE, OWNER, 0, messages(LANE, range(1, 8)))
     write_foreign(server, topic, 0, 5)
@@ -121,7 +115,7 @@ async def test_another_driver_reads_the_position_with_and_without_a_receipt(
         "0:900:1",
         "rubbish",
     ):
-        async with broker_at(server, topic, options) as broker:
+        async with broker_at(server, topic) as broker:
             position = await broker.open(LANE, OWNER, 7, receipt)
             assert position == Position(7, "delivery-7"), receipt
 
@@ -203,15 +197,12 @@ async def _opened(broker: KafkaBroker, after: int) -> Position | None:
     return standing if isinstance(standing, Position) else None
 
 
-@MODES
-async def test_nothing_is_stored_after_a_call_that_timed_out(
-    cluster: MockCluster, options: str
-) -> None:
+async def test_nothing_is_stored_after_a_call_that_timed_out(cluster: MockCluster) -> None:
     """The server goes away while the append is in flight, and comes back after its time-out."""
-    async with broker_at(cluster.server, TOPIC, options, timeout_s=1.5) as broker:
+    async with broker_at(cluster.server, TOPIC, timeout_s=1.5) as broker:
         await broker.open(LANE, OWNER, 0, None)
         assert (await broker.append(LANE, OWNER, 0, [message(LANE, 1)])).stop is None
-        client = broker._producer or broker._transactions
+        client = broker._producer
         assert client is not None
         cluster.stop_server()
         appended = await broker.append(LANE, OWNER, 1, messages(LANE, range(2, 20)))
@@ -226,12 +217,11 @@ async def test_nothing_is_stored_after_a_call_that_timed_out(
     assert sequences(cluster.server, TOPIC, 0) == [1, 2]
 
 
-@MODES
-async def test_a_cancelled_append_is_not_sent_later(cluster: MockCluster, options: str) -> None:
-    async with broker_at(cluster.server, TOPIC, options) as broker:
+async def test_a_cancelled_append_is_not_sent_later(cluster: MockCluster) -> None:
+    async with broker_at(cluster.server, TOPIC) as broker:
         await broker.open(LANE, OWNER, 0, None)
         assert (await broker.append(LANE, OWNER, 0, [message(LANE, 1)])).stop is None
-        client = broker._producer or broker._transactions
+        client = broker._producer
         assert client is not None
         cluster.stop_server()
         task = asyncio.create_task(broker.append(LANE, OWNER, 1, [message(LANE, 2)]))
@@ -243,7 +233,7 @@ async def test_a_cancelled_append_is_not_sent_later(cluster: MockCluster, option
         position = await until(lambda: _opened(broker, 1), 15)
         assert position.sequence == 1
         assert (await broker.append(LANE, OWNER, 1, [message(LANE, 2)])).stop is None
-    assert sequences(cluster.server, TOPIC, 0, committed=True) == [1, 2]
+    assert sequences(cluster.server, TOPIC, 0) == [1, 2]
 
 
 @pytest.mark.parametrize("refusals", [1, 2, 100])
@@ -298,7 +288,6 @@ def _single_record_settings(*args: object) -> dict[str, object]:
     return producer_settings(*args) | changes  # type: ignore[arg-type]
 
 
-@MODES
 @pytest.mark.parametrize(
     ("code", "kind"),
     [
@@ -309,22 +298,18 @@ def _single_record_settings(*args: object) -> dict[str, object]:
     ],
 )
 async def test_what_the_broker_refuses_is_named_and_stores_nothing(
-    cluster: MockCluster, options: str, code: int, kind: StopKind
+    cluster: MockCluster, code: int, kind: StopKind
 ) -> None:
-    async with broker_at(cluster.server, TOPIC, options) as broker:
+    async with broker_at(cluster.server, TOPIC) as broker:
         await broker.open(LANE, OWNER, 0, None)
         assert (await broker.append(LANE, OWNER, 0, [message(LANE, 1)])).stop is None
         cluster.fail(PRODUCE, code)
         appended = await broker.append(LANE, OWNER, 1, [message(LANE, 2)])
         cluster.heal(PRODUCE)
-        if options and kind is StopKind.REFUSED:
-            # Sent again alone, it was accepted: the mock refuses a request, not a message.
-            assert appended.stop is None
-            return
         assert (appended.through, stop_kind(appended)) == (1, kind)
         assert appended.stop is not None
         assert KafkaError(code).name() in appended.stop.detail
-    assert sequences(cluster.server, TOPIC, 0, committed=True) == [1]
+    assert sequences(cluster.server, TOPIC, 0) == [1]
 
 
 async def test_in_a_refused_batch_each_message_is_tried_alone(
@@ -348,19 +333,18 @@ async def test_in_a_refused_batch_each_message_is_tried_alone(
     assert sequences(cluster.server, TOPIC, 0) == [1, 2, 4, 5, 6]
 
 
-@MODES
 async def test_a_message_beyond_the_clients_limit_is_refused_alone(
-    server: str, topic: str, options: str, monkeypatch: pytest.MonkeyPatch
+    server: str, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     large = message(LANE, 3, bytes(17 * 1024 * 1024))
-    async with broker_at(server, topic, options) as broker:
+    async with broker_at(server, topic) as broker:
         await broker.open(LANE, OWNER, 0, None)
         batch = [message(LANE, 1), message(LANE, 2), large, message(LANE, 4)]
         appended = await broker.append(LANE, OWNER, 0, batch)
         assert (appended.through, stop_kind(appended)) == (2, StopKind.REFUSED)
         appended = await broker.append(LANE, OWNER, 2, [message(LANE, 4)])
         assert (appended.through, appended.stop) == (4, None)
-    assert sequences(server, topic, 0, committed=True) == [1, 2, 4]
+    assert sequences(server, topic, 0) == [1, 2, 4]
 
 
 async def test_an_absent_topic_is_not_created_and_holds_after_a_while(
@@ -376,10 +360,9 @@ async def test_an_absent_topic_is_not_created_and_holds_after_a_while(
         assert await broker.open(LANE, OWNER, 0, None) == Position(0, None)
 
 
-@MODES
-async def test_a_lane_without_a_partition_is_held(server: str, topic: str, options: str) -> None:
+async def test_a_lane_without_a_partition_is_held(server: str, topic: str) -> None:
     lane = "billing-1-4"
-    async with broker_at(server, topic, options) as broker:
+    async with broker_at(server, topic) as broker:
         standing = await broker.open(lane, OWNER, 0, None)
     assert isinstance(standing, Stop)
     assert standing.kind is StopKind.MISCONFIGURED
@@ -483,78 +466,17 @@ async def test_lanes_append_at_the_same_time(server: str, topic: str) -> None:
         assert sequences(server, topic, partition) == list(range(1, 201))
 
 
-class TestTransactions:
-    """What `exact` adds; the mock cluster does not fence."""
-
-    async def test_an_append_elsewhere_than_the_lane_stands_is_refused(
-        self, server: str, topic: str
-    ) -> None:
-        async with broker_at(server, topic, "?exact=1") as broker:
-            append = await broker.append(LANE, OWNER, 0, [message(LANE, 1)])
-            assert stop_kind(append) is StopKind.MOVED
-            await broker.open(LANE, OWNER, 0, None)
-            append = await broker.append(LANE, OWNER, 5, [message(LANE, 6)])
-            assert (append.through, stop_kind(append)) == (5, StopKind.MOVED)
-            append = await broker.append(LANE, OWNER, 0, [message(LANE, 1)])
-            assert append.stop is None
-        assert sequences(server, topic, 0, committed=True) == [1]
-
-    async def test_a_lost_commit_is_unknown_and_stores_all_or_nothing(
-        self, cluster: MockCluster
-    ) -> None:
-        lanes = [f"billing-1-{slot}" for slot in range(3)]
-        async with broker_at(cluster.server, TOPIC, "?exact=1", timeout_s=2.0) as broker:
-            for lane in lanes:
-                await broker.open(lane, OWNER, 0, None)
-            cluster.fail(kafka.END_TXN, *[KafkaError.COORDINATOR_NOT_AVAILABLE] * 100)
-            results = await asyncio.gather(
-                *(broker.append(lane, OWNER, 0, messages(lane, range(1, 4))) for lane in lanes)
+async def test_a_message_that_is_refused_does_not_stop_other_lanes(server: str, topic: str) -> None:
+    lanes = [f"billing-1-{slot}" for slot in range(4)]
+    bodies = {lanes[1]: bytes(17 * 1024 * 1024)}
+    async with broker_at(server, topic) as broker:
+        for lane in lanes:
+            await broker.open(lane, OWNER, 0, None)
+        results = await asyncio.gather(
+            *(
+                broker.append(lane, OWNER, 0, [message(lane, 1, bodies.get(lane, b"{}"))])
+                for lane in lanes
             )
-            cluster.heal(kafka.END_TXN)
-            assert {stop_kind(result) for result in results} == {StopKind.UNKNOWN}
-            append = await broker.append(LANE, OWNER, 0, [message(LANE, 1)])
-            assert stop_kind(append) is StopKind.MOVED
-
-    async def test_one_refused_message_does_not_stop_other_lanes(
-        self, server: str, topic: str
-    ) -> None:
-        lanes = [f"billing-1-{slot}" for slot in range(4)]
-        bodies = {lanes[1]: bytes(17 * 1024 * 1024)}
-        async with broker_at(server, topic, "?exact=1") as broker:
-            for lane in lanes:
-                await broker.open(lane, OWNER, 0, None)
-            results = await asyncio.gather(
-                *(
-                    broker.append(lane, OWNER, 0, [message(lane, 1, bodies.get(lane, b"{}"))])
-                    for lane in lanes
-                )
-            )
-        kinds = [stop_kind(result) for result in results]
-        assert kinds == [None, StopKind.REFUSED, None, None]
-        assert [sequences(server, topic, slot, committed=True) for slot in range(4)] == [
-            [1],
-            [],
-            [1],
-            [1],
-        ]
-
-    async def test_a_former_owner_of_this_driver_is_fenced_by_the_later_one(
-        self, server: str, topic: str
-    ) -> None:
-        later = Owner(OWNER.identity, 2)
-        async with broker_at(server, topic, "?exact=1") as broker:
-            await broker.open(LANE, later, 0, None)
-            standing = await broker.open(LANE, OWNER, 0, None)
-            assert standing == driver.Fenced(2)
-            append = await broker.append(LANE, OWNER, 0, [message(LANE, 1)])
-            assert stop_kind(append) is StopKind.MOVED
-
-    async def test_without_a_producer_id_the_endpoint_is_unavailable(
-        self, cluster: MockCluster
-    ) -> None:
-        cluster.fail(INIT_PRODUCER_ID, *[KafkaError.COORDINATOR_LOAD_IN_PROGRESS] * 100)
-        async with broker_at(cluster.server, TOPIC, "?exact=1", timeout_s=1.5) as broker:
-            standing = await broker.open(LANE, OWNER, 0, None)
-            assert stop_kind(standing) is StopKind.UNAVAILABLE
-            cluster.heal(INIT_PRODUCER_ID)
-            assert await broker.open(LANE, OWNER, 0, None) == Position(0, None)
+        )
+    assert [stop_kind(result) for result in results] == [None, StopKind.REFUSED, None, None]
+    assert [sequences(server, topic, slot) for slot in range(4)] == [[1], [], [1], [1]]

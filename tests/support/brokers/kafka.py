@@ -1,9 +1,9 @@
 """Clusters of Kafka for tests.
 
 The mock cluster of librdkafka speaks Kafka's protocol on loopback, in threads of this process.  It
-can be told to fail requests.  It neither compares the sequence numbers of idempotent producers nor
-fences and aborts transactions.  For that `OUTBOX_TEST_KAFKA` names a real cluster by one of its
-servers: host:port, where topics may be created and removed.
+can be told to fail requests.  It does not compare the sequence numbers of idempotent producers.
+For that `OUTBOX_TEST_KAFKA` names a real cluster by one of its servers: host:port, where topics may
+be created and removed.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 REAL = os.environ.get("OUTBOX_TEST_KAFKA")
 """A server of a real cluster, if there is one for tests."""
-PRODUCE, FETCH, METADATA, INIT_PRODUCER_ID, END_TXN = 0, 1, 3, 22, 26
-"""Numbers of requests, of Kafka's protocol."""
+PRODUCE = 0
+"""Number of a request, of Kafka's protocol."""
 
 
 class Record(NamedTuple):
@@ -225,12 +225,10 @@ def address_of(server: str, topic: str, **changes: object) -> BrokerAddress:
 
 
 @asynccontextmanager
-async def broker_at(
-    server: str, topic: str, options: str = "", **changes: object
-) -> AsyncIterator[KafkaBroker]:
+async def broker_at(server: str, topic: str, **changes: object) -> AsyncIterator[KafkaBroker]:
     """A driver for a topic; loopback is open."""
     resolver = CachingResolver()
-    address = address_of(server, topic + options, **changes)
+    address = address_of(server, topic, **changes)
     broker = KafkaBroker(address, EgressPolicy(["127.0.0.0/8"]), resolver)
     _: Broker = broker
     try:
@@ -255,9 +253,7 @@ def messages(lane: str, sequences: Sequence[int], body: bytes = b"{}") -> list[M
 OWNER = Owner("database-1", 1)
 
 
-def read_records(
-    server: str, topic: str, partition: int, *, committed: bool = False
-) -> list[Record]:
+def read_records(server: str, topic: str, partition: int) -> list[Record]:
     """All records of a partition."""
     consumer = Consumer(
         {
@@ -265,7 +261,7 @@ def read_records(
             "group.id": "test",
             "enable.partition.eof": True,
             "enable.auto.commit": False,
-            "isolation.level": "read_committed" if committed else "read_uncommitted",
+            "isolation.level": "read_uncommitted",
             "fetch.wait.max.ms": 10,
         },
         logger=SILENT,
@@ -292,9 +288,9 @@ def _poll_records(consumer: Consumer) -> Iterator[Record]:
     raise AssertionError("the partition was not read to its end")
 
 
-def sequences(server: str, topic: str, partition: int, *, committed: bool = False) -> list[int]:
+def sequences(server: str, topic: str, partition: int) -> list[int]:
     """The sequences of a partition's records, in the order of their offsets."""
-    records = read_records(server, topic, partition, committed=committed)
+    records = read_records(server, topic, partition)
     return [record.sequence for record in records if record.sequence is not None]
 
 

@@ -23,7 +23,6 @@ from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Mapping
-    from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
     from tests.support.brokers.guarantees import Check
@@ -159,13 +158,10 @@ class KilledRabbitMq:
 
 
 class KilledKafka:
-    """A topic of one server.
-
-    Args:
-        committed: readers see committed transactions only.
-    """
+    """A topic of one server."""
 
     credentials = None
+    check = staticmethod(check_copies_recognisable)
 
     def __init__(
         self,
@@ -173,15 +169,11 @@ class KilledKafka:
         kill: Callable[[], None],
         start: Callable[[], None],
         refused_bytes: int | None,
-        *,
-        committed: bool,
     ) -> None:
         self._server = server
-        self._committed = committed
         self._start = start
-        self.url = f"kafka://{server}/{TOPIC}" + ("?exact=1" if committed else "")
+        self.url = f"kafka://{server}/{TOPIC}"
         self.refused_bytes = refused_bytes
-        self.check: Check = check_exact if committed else check_copies_recognisable
         self.kill = kill
 
     async def start(self) -> None:
@@ -203,9 +195,7 @@ class KilledKafka:
 
         found: Streams = {}
         for lane in lanes:
-            records = await asyncio.to_thread(
-                read_records, self._server, TOPIC, partition_of(lane), committed=self._committed
-            )
+            records = await asyncio.to_thread(read_records, self._server, TOPIC, partition_of(lane))
             found[lane] = [message_of(each.headers) for each in records]
         return found
 
@@ -255,52 +245,42 @@ async def cut_kafka(directory: Path, lanes: int) -> AsyncIterator[KilledBroker]:
     cluster = MockCluster()
     cluster.create_topic(TOPIC, lanes)
     try:
-        yield KilledKafka(
-            cluster.server, cluster.stop_server, cluster.start_server, None, committed=False
-        )
+        yield KilledKafka(cluster.server, cluster.stop_server, cluster.start_server, None)
     finally:
         cluster.close()
 
 
-def killed_kafka(
-    *, committed: bool
-) -> Callable[[Path, int], AbstractAsyncContextManager[KilledBroker]]:
+@asynccontextmanager
+async def killed_kafka(directory: Path, lanes: int) -> AsyncIterator[KilledBroker]:
     """A server of `OUTBOX_TEST_KAFKA_COMMAND`."""
+    from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
 
-    @asynccontextmanager
-    async def server(directory: Path, lanes: int) -> AsyncIterator[KilledBroker]:
-        from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
+    from outbox.destinations.kafka.loops import SILENT
 
-        from outbox.destinations.kafka.loops import SILENT
+    await asyncio.to_thread(directory.mkdir)
+    port = free_port()
+    assert KAFKA_COMMAND is not None
+    words = shlex.split(KAFKA_COMMAND.format(port=port, directory=directory))
+    process: subprocess.Popen[bytes] | None = None
 
-        await asyncio.to_thread(directory.mkdir)
-        port = free_port()
-        assert KAFKA_COMMAND is not None
-        words = shlex.split(KAFKA_COMMAND.format(port=port, directory=directory))
-        process: subprocess.Popen[bytes] | None = None
-
-        def start() -> None:
-            nonlocal process
-            with (directory / "log").open("ab") as log:
-                process = spawn_thread.run(
-                    lambda: subprocess.Popen(command(words, None), stdout=log, stderr=log)
-                )
-
-        def kill() -> None:
-            if process is not None:
-                process.kill()
-                process.wait()
-
-        start()
-        try:
-            client = AdminClient({"bootstrap.servers": f"127.0.0.1:{port}"}, logger=SILENT)
-            limit = {"max.message.bytes": str(MESSAGE_BYTES_MAX)}
-            created = client.create_topics([NewTopic(TOPIC, lanes, 1, config=limit)])
-            await asyncio.to_thread(created[TOPIC].result, 20)
-            yield KilledKafka(
-                f"127.0.0.1:{port}", kill, start, MESSAGE_BYTES_MAX, committed=committed
+    def start() -> None:
+        nonlocal process
+        with (directory / "log").open("ab") as log:
+            process = spawn_thread.run(
+                lambda: subprocess.Popen(command(words, None), stdout=log, stderr=log)
             )
-        finally:
-            kill()
 
-    return server
+    def kill() -> None:
+        if process is not None:
+            process.kill()
+            process.wait()
+
+    start()
+    try:
+        client = AdminClient({"bootstrap.servers": f"127.0.0.1:{port}"}, logger=SILENT)
+        limit = {"max.message.bytes": str(MESSAGE_BYTES_MAX)}
+        created = client.create_topics([NewTopic(TOPIC, lanes, 1, config=limit)])
+        await asyncio.to_thread(created[TOPIC].result, 20)
+        yield KilledKafka(f"127.0.0.1:{port}", kill, start, MESSAGE_BYTES_MAX)
+    finally:
+        kill()
