@@ -236,7 +236,7 @@ async def broker_at(
     try:
         yield broker
     finally:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             await broker.aclose()
             await resolver.aclose()
 
