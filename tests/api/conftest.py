@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.api.two_tenants import World
 from tests.support.api import make_token, serving
 from tests.support.costs import measuring
 
@@ -35,3 +36,12 @@ def costs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Costs]:
     """The costs of the requests of a test."""
     with measuring(monkeypatch) as measured:
         yield measured
+
+
+@pytest.fixture
+async def world(database: Database, api: Api) -> World:
+    """Two tenants, and a client of one of them."""
+    secret = await make_token(database, "acme", ("read", "publish", "operate"), tenant="acme")
+    made = World(database, api, api.with_token(secret))
+    await made.make()
+    return made

@@ -16,13 +16,12 @@ from outbox.api.database import Database as Connections
 from outbox.api.login_failures import FailedLogins
 from outbox.api.problem import DATABASE_UNAVAILABLE, SCHEMA_MISSING
 from outbox.api.route import PAYLOAD_BODY_BYTES_MAX
-from outbox.api.routes import ROUTES
 from outbox.errors import CannotRun
 from outbox.operations import api_tokens, erase, status
 from outbox.store.connection import dsn
 from outbox.web.address import Address
 from outbox.web.serving import serving as listening
-from tests.support.api import ALL, Api, make_token, serving
+from tests.support.api import Api, make_token, serving
 from tests.support.pgbouncer import find_the_schema, pgbouncer
 from tests.support.relay import fetchval, settings_for
 from tests.support.waiting import until
@@ -57,31 +56,6 @@ async def test_a_request_without_a_valid_token_is_rejected(
             assert response.status == 401
             assert says in response.detail
             assert response.headers["WWW-Authenticate"].startswith('Bearer realm="outbox"')
-
-
-async def test_every_route_but_the_document_needs_a_token(client: Api) -> None:
-    for route in ROUTES:
-        response = await client.request(route.method, route.path.replace("{", "").replace("}", ""))
-        assert response.status == 401, route
-    assert (await client.get("/openapi.json")).status == 200
-
-
-async def test_a_scope_does_not_include_another_one(
-    database: Database, client: Api, subtests: pytest.Subtests
-) -> None:
-    for scope in ALL:
-        with subtests.test(scope=scope):
-            api = client.with_token(await make_token(database, scope, (scope,)))
-            for route in ROUTES:
-                response = await api.request(
-                    route.method, route.path.replace("{", "").replace("}", "")
-                )
-                if route.scope in (None, scope):
-                    assert response.status != 403 or "scope" not in response.detail, route
-                else:
-                    assert response.status == 403, route
-                    assert response.json["type"] == "urn:outbox:problem:scope-missing"
-                    assert f'scope="{route.scope}"' in response.headers["WWW-Authenticate"]
 
 
 async def test_me_shows_the_scopes_of_the_token(database: Database, client: Api) -> None:

@@ -92,7 +92,7 @@ async def test_rates_are_computed_between_two_samples(database: Database) -> Non
             )
             return found.totals.pending == 0 and found.totals.sequenced == 20
 
-        await until(counted, 10, "the progress to be written down")
+        await until(counted, 20, "the progress to be written down")
         (sample,) = (await book.snapshot(connection, "relay", None, 30))[1]
     assert sample.pending == 0
     assert sample.events == sample.deliveries == sample.ended > 0
@@ -158,7 +158,7 @@ async def test_a_tenant_sees_only_its_own_endpoints(database: Database, api: Api
         async def seen() -> bool:
             return bool((await tenants.get("/v1/live")).json["totals"]["pending"])
 
-        await until(seen, 10, "it to be pending")
+        await until(seen, 20, "it to be pending")
         reported = (await tenants.get("/v1/live")).json
     assert [each["name"] for each in reported["endpoints"]] == ["acme"]
     assert reported["totals"]["pending"] == 1

@@ -133,9 +133,9 @@ class World:
             await everything.post("/v1/events", {"type": "x.y", "once": "same-once"})
             later = {"type": "x.y", "key": "same-key", "deliver_at": "2999-01-01T00:00:00Z"}
             await everything.post("/v1/events", later)
-        for n in range(20):
-            await publish(self.database, n or "bad", key="same-key", tenant="globex")
-            await publish(self.database, n, type="x.y", key="same-key")
+        payloads = "bad", *range(1, 20)
+        await publish(self.database, *payloads, key="same-key", tenant="globex")
+        await publish(self.database, *range(20), type="x.y", key="same-key")
 
     @staticmethod
     def schedule(name: str) -> dict[str, Any]:

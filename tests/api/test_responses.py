@@ -127,7 +127,7 @@ READERS = (
 )
 
 
-async def test_no_route_shows_receiver_responses_to_tenants(
+async def test_only_operators_see_receiver_responses(
     database: Database, client: Api, subtests: pytest.Subtests
 ) -> None:
     await live_through(database)
@@ -136,54 +136,52 @@ async def test_no_route_shows_receiver_responses_to_tenants(
             api = client.with_token(
                 await make_token(database, f"reader-{n}", scopes, tenant=tenant)
             )
-            for path, output in (await asked(api, tenant)).items():
-                assert CANARY.encode() not in output, path
-                assert tenant is None or b"egress_refused" not in output, path
-            own = tenant or "our"
-            shown = (await api.get(f"/v1/endpoints/{own}-garbled")).json
-            assert shown["health"]["last_response"]["failure"] == "protocol"
-            assert shown["lanes"][0]["last_response"].keys() <= SHOWN
-            # Which names lead inside is not for customers to find out.
-            shown = (await api.get(f"/v1/endpoints/{own}-inside")).json
-            failure = "egress_refused" if tenant is None else "connect"
-            assert shown["health"]["last_response"]["failure"] == failure
-            assert shown["lanes"][0]["last_response"]["failure"] == failure
-            shown = (await api.get(f"/v1/endpoints/{own}-busy")).json
-            assert shown["health"]["last_response"]["status"] == 503
-            events = (await api.get("/v1/trace/k")).json["events"]
-            attempts = {
-                delivery["endpoint"]: delivery["attempts"][0]
-                for event in events
-                for delivery in event["deliveries"]
-                if delivery["attempts"]
-            }
-            garbled = attempts[f"{own}-garbled"]
-            assert (garbled["status"], garbled["error"], garbled["response"]) == (
-                None,
-                "protocol",
-                None,
-            )
-            assert attempts[f"{own}-inside"]["error"] == failure
-            assert attempts[f"{own}-busy"]["status"] == 503
-            assert any(
-                "it responded with 503" in reason
-                for event in events
-                for reason in event["diagnosis"]
-            )
+            await reads_no_response(api, tenant)
+    with subtests.test("an operator"):
+        api = client.with_token(await make_token(database, "op", ("read", "operate")))
+        output = await asked(api, None)
+        received = {path for path, text in output.items() if CANARY.encode() in text}
+        assert {"/v1/endpoints/our-busy", "/v1/endpoints/our-garbled", "/v1/trace/k"} <= received
+        assert "/v1/status" in received
+        assert any(path.startswith("/v1/dead-letters/") for path in received)
+    with subtests.test("operational events"):
+        await contain_no_response(database)
 
 
-async def test_an_operator_sees_receiver_responses(database: Database, client: Api) -> None:
-    await live_through(database)
-    api = client.with_token(await make_token(database, "op", ("read", "operate")))
-    output = await asked(api, None)
-    received = {path for path, text in output.items() if CANARY.encode() in text}
-    assert {"/v1/endpoints/our-busy", "/v1/endpoints/our-garbled", "/v1/trace/k"} <= received
-    assert "/v1/status" in received
-    assert any(path.startswith("/v1/dead-letters/") for path in received)
+async def reads_no_response(api: Api, tenant: str | None) -> None:
+    """Check that no response of the API shows that of a receiver."""
+    for path, output in (await asked(api, tenant)).items():
+        assert CANARY.encode() not in output, path
+        assert tenant is None or b"egress_refused" not in output, path
+    own = tenant or "our"
+    shown = (await api.get(f"/v1/endpoints/{own}-garbled")).json
+    assert shown["health"]["last_response"]["failure"] == "protocol"
+    assert shown["lanes"][0]["last_response"].keys() <= SHOWN
+    # Which names lead inside is not for customers to find out.
+    shown = (await api.get(f"/v1/endpoints/{own}-inside")).json
+    failure = "egress_refused" if tenant is None else "connect"
+    assert shown["health"]["last_response"]["failure"] == failure
+    assert shown["lanes"][0]["last_response"]["failure"] == failure
+    shown = (await api.get(f"/v1/endpoints/{own}-busy")).json
+    assert shown["health"]["last_response"]["status"] == 503
+    events = (await api.get("/v1/trace/k")).json["events"]
+    attempts = {
+        delivery["endpoint"]: delivery["attempts"][0]
+        for event in events
+        for delivery in event["deliveries"]
+        if delivery["attempts"]
+    }
+    garbled = attempts[f"{own}-garbled"]
+    assert (garbled["status"], garbled["error"], garbled["response"]) == (None, "protocol", None)
+    assert attempts[f"{own}-inside"]["error"] == failure
+    assert attempts[f"{own}-busy"]["status"] == 503
+    assert any(
+        "it responded with 503" in reason for event in events for reason in event["diagnosis"]
+    )
 
 
-async def test_operational_events_contain_no_receiver_response(database: Database) -> None:
-    await live_through(database)
+async def contain_no_response(database: Database) -> None:
+    """Check the operational events."""
     reported = "SELECT count(*) FROM outbox WHERE type LIKE 'outbox.%'"
     assert await fetchval(database, reported) >= 3
     leaks = "SELECT count(*) FROM outbox WHERE payload::text LIKE '%' || $1 || '%'"

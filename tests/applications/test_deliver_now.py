@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +17,7 @@ import outbox
 from outbox.errors import Conflict, SchemaMissing, UsageError
 from outbox.receiver import AsyncReceiver, MemoryDatabase, Receiver, verify
 from outbox.receiver.adapters import asgi, wsgi
-from outbox.testing import deliver_now, deliver_now_async
+from outbox.testing import deliver_now, deliver_now_async, delivery_pass
 from tests.support.relay import Network, add_endpoint, exceptions, fetchval, publish, running
 
 if TYPE_CHECKING:
@@ -276,15 +277,29 @@ async def test_wrong_receivers_are_refused(database: Database) -> None:
         await deliver_now_async(database.dsn, lambda _: "ok")
 
 
-async def test_a_pass_ends_although_a_receiver_does_not(database: Database) -> None:
+async def test_a_pass_ends_although_a_receiver_does_not(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await add_endpoint(database, "shop")
     await publish(database, 1)
+    limits: list[asyncio.Timeout] = []
+
+    def timeout(_: float) -> asyncio.Timeout:
+        limits.append(asyncio.timeout(60))
+        return limits[-1]
 
     async def hangs(request: Received) -> None:
+        # The time is up when the receiver has the request, however long that took.
+        limits[-1].reschedule(0)
         await asyncio.Event().wait()
 
-    with pytest.raises(TimeoutError, match=r"not done after 0\.5 s: deliveries are pending .shop"):
-        await deliver_now_async(database.dsn, hangs, timeout_s=0.5)
+    monkeypatch.setattr(delivery_pass, "DRAIN_S", 0.1)
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            delivery_pass, "asyncio", SimpleNamespace(**vars(asyncio) | {"timeout": timeout})
+        )
+        with pytest.raises(TimeoutError, match=r"not done after 7 s: deliveries are pending .shop"):
+            await deliver_now_async(database.dsn, hangs, timeout_s=7.0)
     assert await fetchval(database, "SELECT count(*) FROM replica") == 0
     # What was in flight is sent again.
     assert data(await deliver_now_async(database.dsn)) == [1]

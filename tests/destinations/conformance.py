@@ -476,7 +476,7 @@ class TransportConformance:
             await until(lambda: server.closed_by_peer == 1)
         assert (response.status, response.failure) == (None, Failure.TIMEOUT)
         assert f"{SHORT_S:g} s" in response.detail
-        assert SHORT_S - EARLY_S <= response.elapsed_s < 20 * SHORT_S
+        assert SHORT_S - EARLY_S <= response.elapsed_s < LONG_S
 
     async def test_a_receiver_that_drips_its_head_times_out(self, transport: Transport) -> None:
         async def script(connection: Connection) -> None:
@@ -502,7 +502,7 @@ class TransportConformance:
             response = await transport.send(short(server))
         assert (response.status, response.failure) == (200, None)
         assert "incomplete body" in response.detail
-        assert SHORT_S - EARLY_S <= response.elapsed_s < 20 * SHORT_S
+        assert SHORT_S - EARLY_S <= response.elapsed_s < LONG_S
 
     async def test_a_receiver_that_does_not_read_times_out(self, transport: Transport) -> None:
         async def script(connection: Connection) -> None:
@@ -672,13 +672,10 @@ class TransportConformance:
             await connection.send(b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nabc")
             await connection.closed_by_peer()
 
-        async def limited(server: RawServer) -> None:
-            async with asyncio.timeout(0.3):
-                await transport.send(to(server))
-
         async with serving(script) as server:
             with pytest.raises(TimeoutError):
-                await limited(server)
+                async with asyncio.timeout(0.3):
+                    await transport.send(to(server))
 
     async def test_closing_ends_requests_in_flight(self, transport: Transport) -> None:
         async def script(connection: Connection) -> None:

@@ -114,7 +114,7 @@ async def test_no_request_follows_a_response_after(event: str) -> None:
     with sending(1) as (each,):
         each.connection.data_received(OK)
         EVENTS[event](each)
-        response = await asyncio.wait_for(each.result, 5)
+        response = await asyncio.wait_for(each.result, 20)
         assert (response.status, response.body, response.detail) == (200, b"ok", "")
         assert (each.run.responses, len(each.wire.written)) == ([], 1)
         assert each.run.reports == ("unsolicited" in event and "unread" not in event)
@@ -144,7 +144,7 @@ async def test_a_response_after_the_next_request_is_the_next_result() -> None:
             await asyncio.sleep(0)
             assert (len(each.wire.written), each.run.prepared) == (number + 1, number)
         each.connection.data_received(OK.replace(b"200", b"503"))
-        assert (await asyncio.wait_for(each.result, 5)).status == 503
+        assert (await asyncio.wait_for(each.result, 20)).status == 503
         assert [body.rpartition(b"\r\n\r\n")[2] for body in each.wire.written] == [
             b"%d" % n for n in range(4)
         ]
@@ -184,7 +184,7 @@ async def test_a_fault_of_one_connection_is_its_own(step: str) -> None:
         setattr(those[1].wire if step == "write" else those[1].run, step, fail)
         for each in those:
             each.connection.data_received(OK)
-        response = await asyncio.wait_for(those[1].result, 5)
+        response = await asyncio.wait_for(those[1].result, 20)
         assert (response.status, response.failure) == (None, Failure.INTERNAL)
         assert "a fault" in response.detail
         assert those[1].wire.closed
@@ -208,5 +208,5 @@ async def test_what_was_decided_before_the_process_was_frozen_is_not_sent() -> N
         assert not those[0].result.done()
         for each in those[1:]:
             with pytest.raises(PermissionError):
-                await asyncio.wait_for(each.result, 5)
+                await asyncio.wait_for(each.result, 20)
             assert each.wire.closed

@@ -40,7 +40,7 @@ class Receiver:
         self._peers: list[socket.socket] = []
 
     async def accept(self) -> socket.socket:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             peer, _ = await asyncio.get_running_loop().sock_accept(self._listener)
         peer.setblocking(False)
         self._peers.append(peer)
@@ -49,7 +49,7 @@ class Receiver:
     async def request(self, peer: socket.socket) -> bytes:
         """Read one request, whose body is `{"n":1}`."""
         data = b""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while not data.endswith(b'{"n":1}'):
                 received = await asyncio.get_running_loop().sock_recv(peer, 65536)
                 assert received, "the sender has closed the connection"
@@ -281,5 +281,5 @@ class UnsolicitedData:
             assert b"\r\nConnection: close\r\n" in await receiver.request(peer)
             peer.send(OK)
             assert (await sending).status == 200
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 assert await asyncio.get_running_loop().sock_recv(peer, 1) == b""

@@ -24,36 +24,46 @@ pytestmark = pytest.mark.one_major
 OTHER = {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}
 
 
+# In one process, because starting Django takes most of the time of a command.
+COMMANDS = """
+from django.core.management import call_command
+from django.db import connections, transaction
+from outbox.django import publish
+from outbox.django.models import Event
+for words in (
+    "check --database default",
+    "migrate --no-color",
+    "check --database default",
+    "makemigrations --check --dry-run",
+    "outbox migrate --check --json",
+):
+    call_command(*words.split())
+    print("=" * 20, flush=True)
+with transaction.atomic(): publish("order.paid", {"a": [1]}, key="k")
+event = Event.objects.get()
+print(type(connections["default"].connection).__module__, event.payload, event.key)
+"""
+
+
 @pytest.mark.parametrize("driver", ["psycopg", pytest.param("psycopg2", marks=pytest.mark.full)])
 def test_a_project_migrates_checks_and_reads_its_status(
     driver: str, empty_database: Database, tmp_path: Path
 ) -> None:
     settings = {"default": database_settings(empty_database.dsn)}
     site = Site(tmp_path, settings, driver=driver, OUTBOX_SCHEMA="shop outbox")
-    assert "outbox_relay.W001" in site.manage("check", "--database", "default")
-    assert "OK" in site.manage("migrate", "--no-color")
-    assert "no issues" in site.manage("check", "--database", "default")
-    assert "No changes detected" in site.manage("makemigrations", "--check", "--dry-run")
-    # The variables of a relay beside it do not matter.
-    status = json.loads(
-        site.manage(
-            "outbox", "status", "--json", OUTBOX_DSN="postgresql:///none", OUTBOX_SCHEMA="x"
-        )
-    )
-    assert status["schema"] == "shop outbox"
-    checked = json.loads(site.manage("outbox", "migrate", "--check", "--json"))
-    assert (checked["version"], checked["pending"]) == (len(NAMES), [])
-    program = (
-        "from django.db import connections, transaction\n"
-        "from outbox.django import publish\n"
-        "from outbox.django.models import Event\n"
-        "with transaction.atomic(): publish('order.paid', {'a': [1]}, key='k')\n"
-        "event = Event.objects.get()\n"
-        "print(type(connections['default'].connection).__module__, event.payload, event.key)\n"
-    )
-    shown = site.manage("shell", "--no-imports", "--command", program).splitlines()[-1]
+    printed = site.manage("shell", "--no-imports", "--command", COMMANDS)
+    before, migrated, after, unchanged, checked, shown = printed.split("=" * 20 + "\n")
+    assert "outbox_relay.W001" in before
+    assert "OK" in migrated
+    assert "no issues" in after
+    assert "No changes detected" in unchanged
+    version = json.loads(checked)
+    assert (version["version"], version["pending"]) == (len(NAMES), [])
     module = {"psycopg": "psycopg", "psycopg2": "psycopg2.extensions"}[driver]
-    assert shown == f"{module} {{'a': [1]}} k"
+    assert shown == f"{module} {{'a': [1]}} k\n"
+    # The variables of a relay beside it do not matter.
+    env = {"OUTBOX_DSN": "postgresql:///none", "OUTBOX_SCHEMA": "x"}
+    assert json.loads(site.manage("outbox", "status", "--json", **env))["schema"] == "shop outbox"
 
 
 @pytest.mark.full

@@ -125,7 +125,7 @@ async def test_a_receiver_that_does_not_respond_does_not_delay_the_end(
         await until(application.is_ready, 30, "the application")
         await application.request("POST", "/orders/7")
         await receiver.receives(7)
-        async with asyncio.timeout(DRAIN_S + 8):
+        async with asyncio.timeout(DRAIN_S + 20):
             await application.end()
     assert "Application shutdown complete" in application.log()
     assert await fetchval(database, REPLICAS) == 0

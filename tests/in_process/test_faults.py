@@ -71,7 +71,7 @@ async def test_a_crashed_relay_can_be_left_before_its_restart(
         raise ZeroDivisionError
 
     monkeypatch.setattr(Sequencer, "run", crash)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         async with relay_of(database) as relay:
             await until(lambda: any(each["event"] == "the relay crashed" for each in logs))
             assert not relay.ready

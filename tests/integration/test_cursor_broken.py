@@ -183,7 +183,7 @@ async def test_a_sequence_that_is_altered_later_stops_sequencing_until_its_repai
     async with sleeper(database) as relay:
         await relay.sequenced(await producer.fetchval(INSERT))
         await producer.execute(f"ALTER SEQUENCE relay.outbox_id_seq {unfit}")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             while not logs:
                 relay.wake_event.set()
                 await asyncio.sleep(0.01)

@@ -100,7 +100,7 @@ async def test_a_terminated_backend_under_load(database: Database, logs: Logs) -
             else:
                 assert await fetchval(database, END_NAMED, "^outbox-relay")
             await until(
-                lambda n=losses: len(reasons(logs)) >= n, 10, f"the loss of {kind} to be noticed"
+                lambda n=losses: len(reasons(logs)) >= n, 20, f"the loss of {kind} to be noticed"
             )
             assert len(reasons(logs)) == losses, kind
     assert len(reasons(logs)) == len(KINDS) + 1
@@ -142,7 +142,7 @@ async def test_deliveries_without_a_listener_are_delayed_by_a_tick_at_most(
         await publish(database, 0)
         await until(lambda: network.accepted)
         assert await fetchval(database, END_NAMED, ":listen$")
-        await until(lambda: any("listening" in each["event"] for each in logs), 10)
+        await until(lambda: any("listening" in each["event"] for each in logs), 20)
         for n in range(1, 4):
             await publish(database, n)
             # Far less than the hour until it listens again.
@@ -289,7 +289,7 @@ async def test_a_missing_connection_to_listen_is_tolerated(database: Database, l
         await publish(database, 1)
         await until(lambda: network.accepted)
         interrupted = "listening was interrupted"
-        await until(lambda: any("no connection left" in r for r in reasons(logs, interrupted)), 10)
+        await until(lambda: any("no connection left" in r for r in reasons(logs, interrupted)), 20)
         await fetchval(database, "ALTER ROLE limited CONNECTION LIMIT -1")
         await until(lambda: fetchval(database, LISTENING), 20, "it to listen")
     assert reasons(logs) == []

@@ -137,7 +137,7 @@ async def test_the_next_owner_inherits_a_repeated_hold_off(
             lambda: fetchval(
                 database, "SELECT held_until > now() + interval '1 minute' FROM endpoint_health"
             ),
-            5,
+            20,
             "the second response to be kept",
         )
     assert len(network.sent) == 2
@@ -271,7 +271,7 @@ async def test_a_growing_gap_starts_a_new_dead_letter_after_a_while(database: Da
         async def are_as_wanted() -> bool:
             return await holes() == wanted
 
-        await until(are_as_wanted, 10, f"{wanted} dead-lettered")
+        await until(are_as_wanted, 20, f"{wanted} dead-lettered")
 
     async with running(database, Network(lambda _: BUSY)):
         await dead_lettered(5, [3])

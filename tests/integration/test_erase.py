@@ -94,8 +94,8 @@ async def test_erasure_removes_event_data_and_keeps_delivery_history(
             await publish(database, f"{SECRET}-{n}", **columns)
             await publish(database, f"public-{n}", **others)
         await until(lambda: len(network.accepted) == 6, 20, "the good one")
-        await until(lambda: fetchval(database, "SELECT count(*) = 6 FROM dead_letter"), 10)
-        await until(lambda: fetchval(database, "SELECT count(*) >= 13 FROM attempt"), 10)
+        await until(lambda: fetchval(database, "SELECT count(*) = 6 FROM dead_letter"), 20)
+        await until(lambda: fetchval(database, "SELECT count(*) >= 13 FROM attempt"), 20)
         # One more delivery to one of them, which another response echoes.
         job = await backfill.request_backfill(
             db, "relay", Criteria("good", since=LONG_AGO), actor="test"
@@ -174,7 +174,7 @@ async def test_an_event_erased_before_sequencing_is_not_sent(
     network = Network()
     async with running(database, network):
         await publish(database, {"n": 3}, tenant="acme")
-        await until(lambda: len(network.accepted) == 4, 10)
+        await until(lambda: len(network.accepted) == 4, 20)
         await all_ended(database)
     assert sorted(d["n"] for d in network.data()) == [2, 2, 3, 3]
     assert await db.fetchval("SELECT array_agg(reason) FROM dead_letter") == ["erased"]

@@ -103,6 +103,6 @@ async def read(lanes: Sequence[WaitingLane], store: FullLanes) -> None:
     for lane in lanes:
         reader.request(lane, Fetch(0, 0))  # type: ignore[arg-type]
     task = asyncio.create_task(reader.run())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         await done.wait()
     task.cancel()

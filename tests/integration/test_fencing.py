@@ -306,7 +306,7 @@ async def test_an_operator_lock_on_a_range_blocks_no_write(database: Database) -
     async def cut(seq: int, to_seq: int) -> None:
         dead = DeadRange(1, seq, to_seq, "backlog", 0, None)
         record = Record(lane, to_seq, None, Progress(to_seq, 0, 1), dead)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             await owner.records.write([record], [epoch])
 
     await cut(1, 2)

@@ -265,7 +265,7 @@ async def test_a_cancelled_relay_ends_although_its_session_fails(
     await publish(database, 1)
     await until(lambda: network.data() == [1], 20, "the relay to work")
     task.cancel()
-    done, _ = await asyncio.wait([task], timeout=10)
+    done, _ = await asyncio.wait([task], timeout=20)
     worker.stop()
     assert done
     assert task.cancelled()

@@ -211,7 +211,7 @@ async def test_a_relay_waits_for_a_connection_of_an_exhausted_pool(database: Dat
             ]
             for each in greedy:
                 transaction = each.transaction()
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(20):
                     await transaction.start()
             await publish(database, 2)
             lost = "the session was lost"

@@ -268,6 +268,6 @@ async def test_failed_requests_release_their_slots(
             )
             for n in range(4 * IN_FLIGHT_MAX):
                 await publish(database, n, type="good", key=f"key-{n}")
-            await asyncio.wait_for(full.wait(), 14)
+            await asyncio.wait_for(full.wait(), 20)
             await all_ended(database, 30)
     assert await exceptions(database) == {}

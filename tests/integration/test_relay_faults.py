@@ -475,7 +475,7 @@ async def test_waiting_for_the_recorder_covers_earlier_records(database: Databas
     store, task = await _never_idle(database)
     await until(lambda: store.seq > 5)
     before = store.seq
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         await store.recorder.flush()
     assert await fetchval(database, "SELECT max(seq) FROM attempt") >= before
     assert not task.done()
@@ -496,7 +496,7 @@ async def test_a_cancelled_wait_for_the_recorder_does_not_affect_a_lane(database
     waiter.cancel()
     await asyncio.wait([waiter])
     task = asyncio.create_task(recorder.run())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         await writing
     task.cancel()
 
@@ -615,7 +615,7 @@ async def test_a_cancelled_statement_ends_while_the_server_is_unreachable(
             waiting = "SELECT count(*) FROM pg_stat_activity WHERE query LIKE '%CONCURRENTLY%' "
             await until(lambda: fetchval(database, waiting + "AND wait_event_type = 'Lock'"))
             frozen.set()
-            await until(lambda: fetchval(database, "SELECT max(id) >= 2 FROM replica"), 15)
+            await until(lambda: fetchval(database, "SELECT max(id) >= 2 FROM replica"), 20)
         await producer.execute("ROLLBACK")
 
 

@@ -215,7 +215,7 @@ async def test_an_event_that_commits_late_keeps_its_period(
         if not lost:
             await until(lambda: "late" in network.data(), 20, "the late event")
             await checkpointed(database)
-            await until(keeper.has_dropped, 10, "the period to go")
+            await until(keeper.has_dropped, 20, "the period to go")
             assert await exceptions(database) == {}
 
 
@@ -617,14 +617,14 @@ async def test_a_dump_of_hours_delays_only_the_drop_of_partitions(
     dump = await database.connect(**SESSION)
     await dump.execute("BEGIN ISOLATION LEVEL REPEATABLE READ; SELECT FROM outbox, attempt, batch")
     for _ in range(ROUNDS):
-        await asyncio.wait_for(maintain(), 5)
+        await asyncio.wait_for(maintain(), 20)
         await publish(database, 1)
         await ranges.sequence_all(database)
     dropped = "SELECT count(*) FROM period WHERE dropped_at IS NOT NULL"
     assert await fetchval(database, dropped) > 0
     assert not await maintain()
     await dump.execute("COMMIT")
-    await until(maintain, 10, "the partitions to be dropped")
+    await until(maintain, 20, "the partitions to be dropped")
     keeper.db.terminate()
     assert await exceptions(database) == {}
 

@@ -200,14 +200,14 @@ async def test_open_transactions_are_measured_as_gap_and_horizon(
             gap, horizon = series[catalogue.GAP_AGE], series[catalogue.HORIZON_AGE]
             return bool(gap and 0 < gap[()] <= horizon[()])
 
-        await until(seen, 10, "gap and horizon to show")
+        await until(seen, 20, "gap and horizon to show")
         await transaction.commit()
         await all_ended(database)
 
         async def gone() -> bool:
             return (await measured(worker))[catalogue.GAP_AGE] == {(): 0.0}
 
-        await until(gone, 10, "the gap to be gone")
+        await until(gone, 20, "the gap to be gone")
 
 
 async def test_deliveries_dead_lettered_with_an_endpoint_are_counted(database: Database) -> None:
@@ -220,7 +220,7 @@ async def test_deliveries_dead_lettered_with_an_endpoint_are_counted(database: D
         async def pending() -> bool:
             return (await measured(worker))[catalogue.BACKLOG].get(("shop",)) == 3
 
-        await until(pending, 10, "three to be pending")
+        await until(pending, 20, "three to be pending")
         network.script = lambda _: AttemptResult.completed(410, 0.001)
 
         async def ended() -> bool:

@@ -515,7 +515,7 @@ async def test_a_writer_that_is_open_delays_the_boundary_and_nothing_else(
         started = group.create_task(start(db))
         async with database.connection() as third:
             for _ in range(20):
-                await asyncio.wait_for(legacy.write(third, "k1"), 2)
+                await asyncio.wait_for(legacy.write(third, "k1"), 20)
         assert not started.done()
         await transaction.commit()
     assert await violations(db) == {}

@@ -176,14 +176,18 @@ async def test_a_consistent_database_has_no_violations(database: Database) -> No
 @pytest.mark.one_major
 async def test_violations_are_found(database: Database, subtests: pytest.Subtests) -> None:
     await _a_life(database)
-    await database.close()
-    for what, (damage, expected) in DAMAGE.items():
-        with subtests.test(what):
-            async with database.server.database(template=database.name) as damaged:
-                async with damaged.at_hand() as connection:
+    async with database.at_hand() as connection:
+        for what, (damage, expected) in DAMAGE.items():
+            # The audit reads the damage of its own transaction, of which nothing is left.
+            transaction = connection.transaction(isolation="repeatable_read")
+            with subtests.test(what):
+                await transaction.start()
+                try:
                     await connection.execute(damage)
-                found = await exceptions(damaged)
-            assert expected <= found.keys(), found
+                    found = {f.name async for f in run_checks(connection) if f.violations}
+                finally:
+                    await transaction.rollback()
+                assert expected <= found, found
 
 
 # Event 3 was found late, 8 is not sequenced yet, and 100 was forgotten.

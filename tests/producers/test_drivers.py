@@ -249,9 +249,9 @@ async def test_what_is_committed_is_published(
             assert await numbers(database) == published
             async with database.at_hand() as connection:
                 assert await connection.fetch(CHANGED_BODIES, EVERY_BYTE) == []
-                await connection.execute(
-                    "TRUNCATE relay.outbox, relay.idempotency_key, relay.future_event"
-                )
+                # With few rows it is much faster than TRUNCATE, which creates files.
+                for table in ("outbox", "idempotency_key", "future_event"):
+                    await connection.execute(f"DELETE FROM relay.{table}")
 
 
 @pytest.mark.parametrize("kind", APPLICATIONS, ids=lambda kind: kind.__name__)

@@ -52,7 +52,7 @@ async def test_a_key_of_a_rolled_back_savepoint_goes_to_the_session_that_waits(
         assert await outbox.publish(first, "a", 1, once="k", autocommit=True) is not None
         waiting = await blocked(database, outbox.publish(second, "a", 2, once="k", autocommit=True))
         await savepoint.rollback()
-        assert await asyncio.wait_for(waiting, 5) is not None
+        assert await asyncio.wait_for(waiting, 20) is not None
         assert await outbox.publish(first, "a", 3, once="k", autocommit=True) is None
     assert await payloads(database) == [2]
 
@@ -92,7 +92,7 @@ async def test_a_key_of_a_prepared_transaction_is_decided_by_its_end(
     waiting = await blocked(database, outbox.publish(second, "a", 2, once="k", autocommit=True))
     async with running(database, network):
         await first.execute(f"{end} PREPARED {gid}")
-        event_id = await asyncio.wait_for(waiting, 5)
+        event_id = await asyncio.wait_for(waiting, 20)
         await all_ended(database)
     assert (event_id is None, network.data()) == (
         (True, [0, 1]) if end == "COMMIT" else (False, [0, 2])

@@ -47,7 +47,7 @@ async def test_a_role_that_may_only_connect_cannot_delay_it(database: Database) 
             await other.execute(LOCK_KEY)
             with pytest.raises(asyncpg.InsufficientPrivilegeError):
                 await other.execute("CREATE TABLE public.outbox_inbox ()")
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(20):
                 await create(connection)
             locks = await connection.fetchval(
                 "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND pid = $1",

@@ -314,7 +314,7 @@ async def test_a_relay_that_registers_after_an_incompatible_migration_sends_noth
         return any("upgrade outbox-relay here" in str(line.get("reason")) for line in logs)
 
     async with running(database, network):
-        await until(refused, 10, "the refusal")
+        await until(refused, 20, "the refusal")
     assert network.sent == []
     assert await fetchval(database, "SELECT count(*) FROM ownership WHERE epoch > 0") == 0
 

@@ -260,7 +260,7 @@ async def test_moving_future_events_waits_for_no_other_relay(
     await transaction.start()
     await moving.write(schedule_runs.LOCK_FUTURE)
     assert await moving.write(schedule_runs.MOVE_FUTURE, 2) == 2
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         assert await store.move_future_events() == 0
     await transaction.rollback()
     assert await store.move_future_events() == 3

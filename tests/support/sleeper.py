@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from outbox.store.sequencing.event_reads import Reading
     from tests.support.postgres import Database
 
-SOON_S = 5.0
+SOON_S = 20.0
 """A wake-up that takes longer was lost."""
 BACKOFF_S, BACKOFF_MAX_S = 0.005, 0.2
 POLL_S = 60.0

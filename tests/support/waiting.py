@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _POLL_S = 0.01
+_ITERATIONS = 1000
+"""Iterations of the event loop in which a task ends after its last timer, at the latest."""
 
 
 @overload
@@ -59,6 +61,21 @@ def until_sync(
             raise AssertionError(_too_long(what, timeout_s, response))
         time.sleep(_POLL_S)
     return response
+
+
+async def ends_by(task: asyncio.Task[Any], at_s: float) -> bool:
+    """Whether a task ends by a time of the event loop's clock, however slow the machine is.
+
+    A loop that was suspended runs its overdue timers in the order of their times. So a task whose
+    time-out ends before `at_s` needs only some more iterations.
+    """
+    loop = asyncio.get_running_loop()
+    await asyncio.wait([task], timeout=max(0.0, at_s - loop.time()))
+    for _ in range(_ITERATIONS):
+        if task.done():
+            break
+        await asyncio.sleep(0)
+    return task.done()
 
 
 def _too_long(what: str, timeout_s: float, response: object) -> str:

@@ -81,7 +81,7 @@ async def test_a_cancelled_task_is_given_no_turn() -> None:
     await asyncio.wait(tasks)
     assert given == [0, COUNT - 1]
     # The next iteration has a turn again.
-    await asyncio.wait_for(turns.wait(), 10)
+    await asyncio.wait_for(turns.wait(), 20)
 
 
 async def test_what_many_clients_do_at_once_is_done_in_separate_iterations(

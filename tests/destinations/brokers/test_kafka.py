@@ -178,7 +178,7 @@ async def test_a_lost_response_is_unknown_and_the_lane_is_found_where_it_is(
                 proxy.response_bytes_left = None
                 outcomes.add(stop_kind(appended))
                 reopened = await until(
-                    lambda broker=broker, after=after: _opened(broker, after), 10
+                    lambda broker=broker, after=after: _opened(broker, after), 20
                 )
                 delivered = reopened.sequence
                 assert delivered >= appended.through
@@ -210,9 +210,9 @@ async def test_nothing_is_stored_after_a_call_that_timed_out(cluster: MockCluste
         assert stop_kind(appended) in (StopKind.UNKNOWN, StopKind.UNAVAILABLE)
         assert stop_kind(await broker.open(LANE, OWNER, 1, None)) is StopKind.UNAVAILABLE
         cluster.start_server()
-        position = await until(lambda: _opened(broker, 1), 15)
+        position = await until(lambda: _opened(broker, 1), 20)
         assert position.sequence == 1
-        await until(lambda: client.has_ended, 5)
+        await until(lambda: client.has_ended, 20)
         assert (await broker.append(LANE, OWNER, 1, [message(LANE, 2)])).stop is None
     assert sequences(cluster.server, TOPIC, 0) == [1, 2]
 
@@ -228,9 +228,9 @@ async def test_a_cancelled_append_is_not_sent_later(cluster: MockCluster) -> Non
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.3):
                 await task
-        await until(lambda: client.has_ended, 10)
+        await until(lambda: client.has_ended, 20)
         cluster.start_server()
-        position = await until(lambda: _opened(broker, 1), 15)
+        position = await until(lambda: _opened(broker, 1), 20)
         assert position.sequence == 1
         assert (await broker.append(LANE, OWNER, 1, [message(LANE, 2)])).stop is None
     assert sequences(cluster.server, TOPIC, 0) == [1, 2]
@@ -402,32 +402,39 @@ async def test_a_server_of_the_metadata_is_checked_before_anything_is_sent(
 async def test_a_silent_server_is_unavailable_within_the_time_out(server: str, topic: str) -> None:
     proxy = Proxy(server)
     proxy.hold()
-    loop = asyncio.get_running_loop()
     try:
         async with broker_at(f"127.0.0.1:{proxy.port}", topic, timeout_s=1.0) as broker:
-            started = loop.time()
-            assert stop_kind(await broker.open(LANE, OWNER, 0, None)) is StopKind.UNAVAILABLE
-            assert loop.time() - started < 2
+            stop = await broker.open(LANE, OWNER, 0, None)
     finally:
         proxy.close()
+    assert isinstance(stop, Stop)
+    assert stop.kind is StopKind.UNAVAILABLE
+    assert "no response within 1 s" in stop.detail
 
 
 async def test_the_loop_is_never_blocked_and_closing_ends_calls(cluster: MockCluster) -> None:
-    cluster.delay(400)
-    async with broker_at(cluster.server, TOPIC, timeout_s=8.0) as broker:
-        task = asyncio.create_task(broker.open(LANE, OWNER, 0, None))
-        gaps = []
-        loop = asyncio.get_running_loop()
-        while not task.done():
-            started = loop.time()
-            await asyncio.sleep(0)
-            gaps.append(loop.time() - started)
-        assert isinstance(await task, Position)
-        assert max(gaps) < 0.3
-        append = asyncio.create_task(broker.append(LANE, OWNER, 0, [message(LANE, 1)]))
-        await until(lambda: broker._producer)
-        await broker.aclose()
-        assert stop_kind(await append) is StopKind.UNKNOWN
+    """Responses pass only while the loop runs: a call that waits in its thread gets none."""
+    proxy = Proxy(cluster.server)
+    cluster.advertise("127.0.0.1", proxy.port)
+    proxy.hold()
+
+    def let_pass() -> None:
+        proxy.release()
+        proxy.hold()
+
+    try:
+        async with broker_at(f"127.0.0.1:{proxy.port}", TOPIC, timeout_s=20.0) as broker:
+            opening = asyncio.create_task(broker.open(LANE, OWNER, 0, None))
+            while not opening.done():
+                let_pass()
+                await asyncio.wait([opening], timeout=0.001)
+            assert isinstance(await opening, Position)
+            append = asyncio.create_task(broker.append(LANE, OWNER, 0, [message(LANE, 1)]))
+            await until(lambda: let_pass() or broker._producer)
+            await broker.aclose()
+            assert stop_kind(await append) is StopKind.UNKNOWN
+    finally:
+        proxy.close()
 
 
 async def test_the_first_message_of_a_producer_to_a_partition_is_sent_alone(

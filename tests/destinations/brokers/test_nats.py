@@ -30,6 +30,7 @@ from outbox.network.dns import CachingResolver
 from outbox.network.egress import EgressPolicy
 from tests.destinations.authority import Authority
 from tests.support.brokers.nats import SETTINGS, STREAM, SUBJECT, nats_server, server_binary
+from tests.support.brokers.rigs import open_lane
 from tests.support.tcp import listening
 from tests.support.waiting import until
 
@@ -185,7 +186,7 @@ async def test_bytes_of_a_former_owner_are_refused_when_they_arrive_late(
 
     cutter = Cutter(server.port)
     async with listening(cutter.handler) as port, broker(server, port=port, timeout_s=1.0) as old:
-        await old.open(LANE, OWNER, 0, None)
+        await open_lane(old, LANE, OWNER)
         assert (await old.append(LANE, OWNER, 0, [message(1)])).through == 1
         cutter.holds = True
         if not has_filter:
@@ -241,7 +242,7 @@ async def test_an_response_cut_after_any_byte_is_unknown_and_open_shows_what_is_
 
 async def test_a_silent_server_ends_a_call_and_stores_nothing_later(server: NatsServer) -> None:
     async with broker(server, timeout_s=0.5, connect_timeout_s=0.5) as relay:
-        await relay.open(LANE, OWNER, 0, None)
+        await open_lane(relay, LANE, OWNER)
         server.freeze()
         result = await relay.append(LANE, OWNER, 0, [message(1)])
         assert kind(result) is StopKind.UNKNOWN

@@ -26,6 +26,7 @@ from outbox.errors import UsageError
 from outbox.network.dns import CachingResolver
 from outbox.network.egress import EgressPolicy
 from tests.support.brokers.cutting import cutting
+from tests.support.brokers.rigs import open_lane
 from tests.support.brokers.valkey import valkey
 from tests.support.waiting import until
 
@@ -217,7 +218,7 @@ async def test_what_an_owner_sent_before_it_opened_the_lane_again_is_refused(
         cutting(server.port) as (proxy, port),
         connected(f"redis://127.0.0.1:{port}/events", timeout_s=0.3) as first,
     ):
-        await first.open(LANE, OWNER, 0, None)
+        await open_lane(first, LANE, OWNER)
         proxy.requests_pass.clear()
         stop = (await first.append(LANE, OWNER, 0, messages(1))).stop
         assert stop is not None
@@ -299,7 +300,7 @@ async def test_a_copied_database_does_not_write_here(broker: RedisBroker) -> Non
 async def test_a_server_that_hangs_leaves_nothing_behind(server: Valkey) -> None:
     """The call ends in time, and only what was on its way is stored."""
     async with connected(server.url(), timeout_s=0.3) as broker:
-        await broker.open(LANE, OWNER, 0, None)
+        await open_lane(broker, LANE, OWNER)
         server.freeze()
         try:
             first, second = await asyncio.gather(
@@ -314,7 +315,7 @@ async def test_a_server_that_hangs_leaves_nothing_behind(server: Valkey) -> None
         finally:
             server.thaw()
         await until(lambda: server.sequences(LANE), what="the bytes that were on their way")
-        assert await broker.open(LANE, OWNER, 0, None) == Position(1, "delivery-1")
+        assert await open_lane(broker, LANE, OWNER) == Position(1, "delivery-1")
     assert await server.sequences(LANE) == [1]
 
 

@@ -108,7 +108,7 @@ async def test_a_kill_leaves_no_processes(quick: EmbeddedPostgres) -> None:
     assert len(processes) > 3
     await asyncio.to_thread(quick.kill)
     # They have released everything; the kernel may still be removing them.
-    until_sync(lambda: not running(processes), timeout_s=5, what="the kernel")
+    until_sync(lambda: not running(processes), timeout_s=20, what="the kernel")
     with pytest.raises(CONNECTION_ERRORS):
         await busy
     connection.terminate()

@@ -234,7 +234,7 @@ async def broker_at(server: str, topic: str, **changes: object) -> AsyncIterator
     try:
         yield broker
     finally:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             await broker.aclose()
             await resolver.aclose()
 

@@ -6,7 +6,7 @@ import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from outbox.core.brokers.port import Appended, Capabilities, Message, Stop, StopKind
+from outbox.core.brokers.port import Appended, Capabilities, Message, Position, Stop, StopKind
 from outbox.destinations.broker import BrokerAddress
 from outbox.network.dns import CachingResolver
 from outbox.network.egress import EgressPolicy
@@ -31,6 +31,18 @@ def message(lane: str, sequence: int, size: int = 10) -> Message:
     delivery = f"d{sequence}"
     headers = (("X-Delivery", delivery), ("X-Lane", lane), ("X-Sequence", str(sequence)))
     return Message(sequence, delivery, headers, b"x" * size)
+
+
+async def open_lane(broker: Broker, lane: str, owner: Owner, after: int = 0) -> Position:
+    """Open a lane. On a slow machine, a short time-out may end before the first response."""
+
+    async def attempt() -> Position | None:
+        standing = await broker.open(lane, owner, after, None)
+        return standing if isinstance(standing, Position) else None
+
+    position = await until(attempt, what="the lane to be opened")
+    assert position is not None
+    return position
 
 
 class Link(Protocol):
