@@ -9,7 +9,7 @@ from uuid import UUID
 from outbox.core.delivery.commands import AttemptRow, DeadLetter, Progress, Record
 from outbox.core.delivery.delivery_history import DeliveryHistory
 from outbox.core.delivery.lane import Lane
-from outbox.core.delivery.message import Delivery
+from outbox.core.model.delivery import Delivery
 from outbox.relay.delivery import recorder as recording
 from outbox.relay.delivery.recorder import Recorder
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from outbox.core.delivery.delivery_run import RunResults
+    from outbox.core.delivery.commands import RunResults
     from outbox.store.delivery.records import RecordStore
 
 ENDPOINT = UUID(int=1)
@@ -56,7 +56,7 @@ async def groups_of(records: list[Record]) -> list[list[int]]:
     store = Groups()
     recorder = Recorder(cast("RecordStore", store), 0.0, lambda: 60.0, DeliveryHistory())
     lanes = [Lane(record.lane_id, Progress(), (), 1, 0) for record in records]
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         writes = [
             asyncio.create_task(recorder.write(lane, 1, record))
             for lane, record in zip(lanes, records, strict=True)

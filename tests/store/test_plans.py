@@ -32,7 +32,6 @@ from outbox.operations import (
 from outbox.operations import (
     delivery_counts,
     endpoints,
-    event_counts,
     lane_history,
     live_status,
     status,
@@ -698,7 +697,7 @@ async def _live_dead_letters(log: LongLog) -> Case:
 
 
 async def _live_events(log: LongLog) -> Case:
-    return Case(event_counts.COUNT_EVENTS, (BATCHES - 20, BATCHES), 20, 20, {"batch": NEWEST})
+    return Case(live_status.COUNT_EVENTS, (BATCHES - 20, BATCHES), 20, 20, {"batch": NEWEST})
 
 
 # What a receiver fetches: some forty index lookups, and then the page.

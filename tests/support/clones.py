@@ -73,7 +73,7 @@ class Clones:
         self._thread = Thread(target=self._run, name="clones", daemon=True)
         self._thread.start()
 
-    def take(self) -> str:
+    def claim(self) -> str:
         """Return the name of a new database; wait until one is ready."""
         with self._changed:
             is_ready = self._changed.wait_for(lambda: self._ready or self._failure, WAIT_S)

@@ -292,7 +292,7 @@ class SharedServer(Server):
                 self._clone_statement(self.template),
                 self._next_name,
             )
-        return self._clones.take()
+        return self._clones.claim()
 
     async def _drop(self, name: str) -> None:
         if self._clones is None:

@@ -6,11 +6,11 @@ from importlib import import_module
 from typing import Any
 
 import pytest
-from outbox.destinations.http.egress import EgressPolicy
 
 from outbox.core.model.destination import BROKER_SCHEMES
 from outbox.destinations.brokers import DRIVERS, check_broker_url
 from outbox.errors import UsageError
+from outbox.network.egress import EgressPolicy
 
 OPEN = EgressPolicy(["0.0.0.0/0", "::/0"])
 OPTION = {"redis": "db=1", "nats": "stream=S", "rabbitmq": "vhost=v", "kafka": "sasl=plain"}

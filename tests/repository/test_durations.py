@@ -18,19 +18,19 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.checkout import ROOT
+from tests.repository.sources import ROOT, TESTS, nodes
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 BAR_S_MIN = 5.0
 WAIT_S_MIN = 20.0
-FILES = sorted(
+FILES = [
     each
-    for each in (ROOT / "tests").rglob("*.py")
+    for each in TESTS
     # The simulation's clock is virtual, and fuzzing has a loop of its own.
     if not {"sim", "fuzz"} & set(each.relative_to(ROOT).parts)
-)
+]
 CLOCKS = {"monotonic", "perf_counter", "time"}
 DURATIONS = {"elapsed_s"}
 """Attributes with measured durations."""
@@ -41,9 +41,10 @@ ENDS = {"Exception", "TimeoutError", "CONNECTION_ERRORS"}
 OPERATORS = {ast.Mult: operator.mul, ast.Add: operator.add, ast.Div: operator.truediv}
 
 
-@lru_cache(None)
 def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+    module = nodes(path)[0]
+    assert isinstance(module, ast.Module)
+    return module
 
 
 @lru_cache(None)
