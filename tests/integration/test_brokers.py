@@ -633,3 +633,30 @@ async def test_unusable_credentials_hold_the_endpoint_and_no_other(
     detail = "SELECT max(last_response ->> 'detail') FROM lane_progress"
     assert "the credentials of a broker are" in await fetchval(database, detail)
     await brokers.aclose()
+
+
+async def test_a_url_that_is_no_longer_valid_holds_the_endpoint_until_it_is_changed(
+    database: Database, streams: Streams
+) -> None:
+    await add_endpoint(database, url="kafka://127.0.0.1/t", lanes=1, retry=QUICK_RETRY)
+    await add_endpoint(database, "other")
+    async with database.at_hand() as db:
+        await db.execute("UPDATE endpoint SET url = url || '?exact=1' WHERE name = 'shop'")
+    network = Network()
+    brokers = Brokers(EgressPolicy())
+    async with running(database, network, brokers=brokers.connect):
+        await publish(database, 1)
+        await until(lambda: last_failure(database), what="the failure")
+        await until(lambda: network.data() == [1], what="the delivery to the other endpoint")
+    detail = "SELECT max(last_response ->> 'detail') FROM lane_progress"
+    assert "unknown option 'exact'" in await fetchval(database, detail)
+    await brokers.aclose()
+    async with database.at_hand() as db:
+        await endpoint_changes.update_endpoint(
+            db, "relay", "shop",
+            lambda old: type(old)(**{**_fields(old), "url": "kafka://127.0.0.1/t"}),
+            actor="test",
+        )  # fmt: skip
+    async with running(database, network, brokers=streams.connect):
+        await all_ended(database)
+    assert streams.sequences() == [1]
