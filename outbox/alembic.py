@@ -21,6 +21,7 @@ from outbox.drivers.errors import CREATED_MEANWHILE, server_error
 from outbox.errors import CannotRun, NoTransaction, UsageError
 from outbox.producers.publishing import driver_for
 from outbox.store.connection.lock_retry import retry_until_granted
+from outbox.store.connection.migrate import RELAYS_RUN
 from outbox.store.connection.migrate_in_transaction import statements_for
 from outbox.store.connection.migration_files import migrations
 from outbox.store.connection.schema_status import not_ours, read_status, require_applied
@@ -75,8 +76,9 @@ def upgrade(op: RevisionOperations, to: int, schema: str = SCHEMA) -> None:
         UsageError: the version is unknown, the name is invalid, or the database is not PostgreSQL.
         NoTransaction: the revision runs in autocommit; nothing was changed.
         SchemaTooNew: a later, incompatible version of this package migrated the schema.
-        CannotRun: another session holds a lock, the schema belongs to another application, or the
-            isolation level is not READ COMMITTED; nothing was changed.
+        CannotRun: another session holds a lock, a relay that must stop first runs, the schema
+            belongs to another application, or the isolation level is not READ COMMITTED; nothing
+            was changed.
         sqlalchemy.exc.DBAPIError: any other error of the driver.
     """
     statements = statements_for(schema, to)
@@ -197,7 +199,10 @@ def _upgrade(connection: Connection, statements: list[str], to: int, schema: str
     try:
         retry_until_granted(attempt, "the outbox schema was not migrated")
     except Exception as error:
-        if server_error(error).sqlstate in _ANOTHER_TABLE:
+        found = server_error(error)
+        if found.sqlstate == RELAYS_RUN:
+            raise CannotRun(found.message) from error
+        if found.sqlstate in _ANOTHER_TABLE:
             raise not_ours(schema) from error
         raise
 

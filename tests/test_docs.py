@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 import os
 import re
 import shutil
@@ -222,16 +221,21 @@ async def _catch_up(session: Session) -> AsyncIterator[None]:
     await add_endpoint(session.database, "shop")
     sender = FakeSender()
     session.rewrites[r"\b8081\b"] = str(free_port())
+    warnings: list[object] = []
     async with asyncpg.create_pool(session.database.dsn, min_size=1, max_size=2) as pool:
         session.names = {
             **RECEIVER_NAMES,
+            "asyncio": asyncio,
             "secret": sender.secret,
             "pool": pool,
-            "log": logging.getLogger("receiver"),
+            "log": SimpleNamespace(warning=lambda _, error: warnings.append(error)),
             "token": "obx_" + "A" * 43,
         }
         yield
-        assert await fetchval(session.database, "SELECT checkpoint_every_s FROM endpoint") == 60
+        assert len(warnings) == 1, "the token is not valid"
+        keeping = asyncio.create_task(session.names["keep_caught_up"]())
+        await until(lambda: len(warnings) == 2, 20, "the next catch-up")
+        keeping.cancel()
 
 
 @stage("reference/message-formats.md")

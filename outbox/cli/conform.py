@@ -50,7 +50,6 @@ forged, duplicate, missing and replayed ones. Exit code 1 means that a case fail
     help="URL that returns a JSON array of the ids of all processed events; used to check that "
     "each was processed exactly once.",
 )
-@click.option("--checkpoints", is_flag=True, help="Also test checkpoints.")
 @click.option("--batches", is_flag=True, help="Also test batches.")
 @click.option("--binary", is_flag=True, help="Also test payloads that are not JSON.")
 @click.option(
@@ -75,7 +74,6 @@ def command(
     url: str | None,
     secret: str | None,
     processed: str | None,
-    checkpoints: bool,
     batches: bool,
     binary: bool,
     header_prefix: str,
@@ -93,7 +91,6 @@ def command(
 
     HeaderPrefix().validate("--header-prefix", header_prefix)
     case_options = {
-        "checkpoints": checkpoints,
         "batches": batches,
         "binary": binary,
         "header_prefix": header_prefix,

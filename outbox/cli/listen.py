@@ -40,7 +40,6 @@ _COLOURS = {
     HandledOutcome.CONFLICT: "red",
     HandledOutcome.FAILED: "magenta",
     HandledOutcome.REJECTED: "red",
-    HandledOutcome.CHECKPOINT: "blue",
 }
 
 

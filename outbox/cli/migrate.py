@@ -101,6 +101,7 @@ def command(
     The command is idempotent: applied migrations are skipped, and concurrent runs wait
     for each other. Producers wait for it a tenth of a second at most: behind another
     session's lock it tries again for ten seconds, then it names that session and stops.
+    If a migration requires that relays stop first, it changes nothing while one runs.
     """
     if check and as_sql:
         raise UsageError("--check and --sql exclude each other")

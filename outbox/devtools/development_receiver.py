@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from outbox.core.delivery import receiver_checkpoint
 from outbox.core.delivery.batch import ACCEPTED_THROUGH
 from outbox.core.delivery.signature import SignatureError, verify
 from outbox.core.model.headers import DEFAULT_PREFIX
@@ -35,7 +34,6 @@ from outbox.errors import UsageError
 from outbox.receiver.inbox.inbox import Inbox
 from outbox.receiver.inbox.memory import MemoryDatabase
 from outbox.receiver.lane_order import OrderKind, SequenceState
-from outbox.receiver.message import Message, has_signed_metadata
 from outbox.receiver.proxy import describe_status
 from outbox.receiver.verification import parse_signed
 from outbox.web.address import Address
@@ -44,8 +42,8 @@ from outbox.web.serving import serving
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
-    from outbox.core.delivery.receiver_checkpoint import LaneMark
     from outbox.receiver.lane_order import Observation, StoredLane
+    from outbox.receiver.message import Message
     from outbox.receiver.proxy import ProxiedResponse
 
 DEVELOPMENT_BODY_BYTES_MAX = 65 * 1024 * 1024
@@ -80,8 +78,6 @@ class HandledOutcome(StrEnum):
     """Its sequence number was used by another delivery, or lies beyond the end of its lane."""
     FAILED = "failed"
     """Injected fault before the effect, or not accepted upstream."""
-    CHECKPOINT = "checkpoint"
-    """A checkpoint; `reason` lists the numbers that it reveals to be missing."""
     REJECTED = "rejected"
     """Not signed, not a delivery, or changed in transit."""
 
@@ -100,7 +96,7 @@ class HandledRequest:
     fault: ReceiverFault | None = None
     """Injected fault; unless the outcome is FAILED, only the response is lost."""
     reason: str = ""
-    """Why it failed or was rejected, or what a checkpoint reveals."""
+    """Why it failed or was rejected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +127,6 @@ class DevelopmentTotals:
     duplicates: int
     failed: int
     rejected: int
-    checkpoints: int
     lost: int
     """Processed deliveries whose response was lost by an injected fault."""
     order: OrderTotals
@@ -222,7 +217,6 @@ class DevelopmentReceiver:
             duplicates=self._outcomes[HandledOutcome.DUPLICATE],
             failed=self._outcomes[HandledOutcome.FAILED],
             rejected=self._outcomes[HandledOutcome.REJECTED],
-            checkpoints=self._outcomes[HandledOutcome.CHECKPOINT],
             lost=self._lost,
             order=order,
         )
@@ -250,16 +244,11 @@ class DevelopmentReceiver:
             if self.secrets:
                 signed = verify(request.headers, body, self.secrets, time.time())
             headers = {name.lower(): value for name, value in request.headers.items()}
-            marks = None if has_signed_metadata(headers) else receiver_checkpoint.parse(body)
-            messages: tuple[Message, ...] = ()
-            if marks is None:
-                messages = parse_signed(headers, body, self._prefix, signed, self.secrets)
+            messages = parse_signed(headers, body, self._prefix, signed, self.secrets)
         except SignatureError as error:
             return self._reject(401, str(error))
         except ValueError as error:
             return self._reject(400, str(error))
-        if not messages:
-            return await self._compare(marks or (), request, body)
         fault, late = self._draw_fault()
         if self._latency_s:
             await asyncio.sleep(self._latency_s)
@@ -291,27 +280,6 @@ class DevelopmentReceiver:
                 status=stop.status or 500, headers=accepted, text=f"{stop.reason}\n"
             )
         return _build_response(request, fault, accepted)
-
-    async def _compare(
-        self, marks: Sequence[LaneMark], request: web.Request, body: bytes
-    ) -> web.Response:
-        """Compare a checkpoint with the deliveries received."""
-        if self._forward is not None:
-            passed = await self._forward(request.headers, body)
-            if not passed.is_success:
-                reason = describe_status(passed.status)
-                self._count(HandledRequest(HandledOutcome.FAILED, passed.status, reason=reason))
-                return web.Response(status=passed.status, text=f"{reason}\n")
-        with self._database.transaction() as transaction:
-            compared = self._inbox.compare(transaction, marks)
-        missing = [
-            f"{lo}-{hi} of {lane}"
-            for lane, numbers in compared.missing.items()
-            for lo, hi in numbers
-        ]
-        reason = f"missing: {', '.join(missing)}" if missing else "nothing is missing"
-        self._count(HandledRequest(HandledOutcome.CHECKPOINT, 200, reason=reason))
-        return web.Response(text="ok\n")
 
     def _draw_fault(self) -> tuple[ReceiverFault | None, bool]:
         """Choose the fault of a request, if any, and whether it fails after the effect."""

@@ -88,7 +88,7 @@ class ApplyFile(Operation):
 
         migration = migrations()[self.version - 1]
         creates = self.version == 1
-        statements = apply_statements(read_schema(), migration, creates_schema=creates)
+        statements = apply_statements(read_schema(), [migration], creates_schema=creates)
         return f"BEGIN;\n{lock_message(statements)};\nCOMMIT;"
 
 

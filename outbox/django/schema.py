@@ -19,6 +19,7 @@ from outbox.store.connection.lock_retry import lock_message, retry_until_granted
 from outbox.store.connection.message import ABORTED
 from outbox.store.connection.migrate import (
     READ_CURRENT_ROLE,
+    RELAYS_RUN,
     apply_statements,
     may_not_create_schema,
 )
@@ -105,7 +106,8 @@ def migrate(connection: Any, schema: str, version: int) -> list[Migration]:
     Raises:
         UsageError: the database is not PostgreSQL.
         SchemaTooNew: as in `read_status`.
-        CannotRun: a lock was not granted; a transaction is open; or as in `read_status`.
+        CannotRun: a lock was not granted; a transaction is open; a relay that must stop first
+            runs; or as in `read_status`.
     """
     require_postgresql(connection)
     done: list[Migration] = []
@@ -119,7 +121,7 @@ def migrate(connection: Any, schema: str, version: int) -> list[Migration]:
                 f"{pending[0]} was not applied: a transaction is open, and producers would wait "
                 "for its end; run the migration outside of a transaction"
             )
-        if _apply(connection, schema, pending[0]):
+        if _apply(connection, schema, pending):
             done.append(pending[0])
 
 
@@ -136,11 +138,16 @@ def require_postgresql(connection: Any) -> None:
         )
 
 
-def _apply(connection: Any, schema: str, migration: Migration) -> bool:
-    """Apply a migration; returns False if another migrator has changed the schema meanwhile."""
+def _apply(connection: Any, schema: str, pending: list[Migration]) -> bool:
+    """Apply the first of some migrations.
+
+    Returns:
+        False if another migrator has changed the schema meanwhile.
+    """
+    migration = pending[0]
     creates_schema = read_access(connection, schema) is None
     # Without parameters it is one message, which PostgreSQL executes as one transaction.
-    message = lock_message(apply_statements(schema, migration, creates_schema=creates_schema))
+    message = lock_message(apply_statements(schema, pending, creates_schema=creates_schema))
 
     def attempt() -> None:
         with connection.cursor() as cursor:
@@ -149,7 +156,10 @@ def _apply(connection: Any, schema: str, migration: Migration) -> bool:
     try:
         retry_until_granted(attempt, f"{migration} was not applied")
     except DatabaseError as error:
-        sqlstate = server_error(error).sqlstate
+        found = server_error(error)
+        sqlstate = found.sqlstate
+        if sqlstate == RELAYS_RUN:
+            raise CannotRun(found.message) from error
         if sqlstate == ABORTED or (sqlstate in CREATED_MEANWHILE and migration.version == 1):
             return False
         if sqlstate in _EXISTS:

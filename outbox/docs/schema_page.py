@@ -124,7 +124,11 @@ def _columns(pattern: re.Pattern[str], text: str) -> dict[str, str]:
 def _sentences(comment: str) -> str:
     """The first paragraph of a comment, without rulers between sections."""
     lines = [line.removeprefix("--").strip() for line in comment.splitlines()]
-    kept = [line for line in lines if not line.startswith(("---", "Compatible with programs"))]
+    kept = [
+        line
+        for line in lines
+        if not line.startswith(("---", "Compatible with programs", "Relays stop"))
+    ]
     while kept and not kept[0]:
         del kept[0]
     paragraph = " ".join(kept).strip() if "" not in kept else " ".join(kept[: kept.index("")])

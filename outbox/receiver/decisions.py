@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from opentelemetry.metrics import MeterProvider
 
     from outbox.core.model.message_format import FormatName
-    from outbox.receiver.inbox.process import CheckpointComparison, DeliveryResult
+    from outbox.receiver.inbox.process import DeliveryResult
     from outbox.receiver.message import Message
     from outbox.receiver.requests import Request
 
@@ -201,8 +201,7 @@ class ReceiverRules:
             return rejected(401, str(error))
         except BadMessage as error:
             return rejected(400, str(error))
-        is_known = verified.messages or verified.checkpoint is not None
-        if not is_known and self.foreign is None:
+        if not verified.messages and self.foreign is None:
             prefix = self.verifier.header_prefixes[0]
             return rejected(400, f"the headers {prefix}Lane and {prefix}Sequence are missing")
         return verified
@@ -242,16 +241,6 @@ class ReceiverRules:
         self.reports.delivery_fetched(taken)
         conflicts = taken.outcome is DeliveryOutcome.CONFLICT
         return FetchedOutcome.REFUSED if conflicts else FetchedOutcome.PROCESSED
-
-    def checkpoint_compared(self, compared: CheckpointComparison, *, fetches: bool) -> Response:
-        """Count and log the numbers that a checkpoint reveals to be missing.
-
-        Args:
-            fetches: the receiver is about to fetch them, so they are only a warning.
-        """
-        self.reports.checkpoint_compared(compared, fetches=fetches)
-        text = "deliveries are missing" if compared.missing else "no delivery is missing"
-        return Response(RequestOutcome.COMPARED, 200, text)
 
     def failed(self, error: Exception, message_id: str) -> Response:
         """Map the error of a rolled-back request to its response.

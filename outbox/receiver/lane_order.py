@@ -22,7 +22,8 @@ The transitions are:
     received                                     any but seen      seen
     skipped, at or below the sender's previous   (new)             missing
     skipped, above the sender's previous         (new)             hole
-    acknowledged according to a checkpoint       (new)             missing
+    completed according to the sender            (new)             missing
+    dead-lettered according to the sender        missing, unknown  hole
     skipped by an older delivery that comes late missing, unknown  hole
     replayed (`replay_of`)                       any but seen      seen
     no longer retained by the sender             missing           unknown
@@ -135,6 +136,18 @@ class StoredLane:
         return cls(name, LaneState(high, bool(ended), *ranges), forgotten)
 
 
+@dataclass(frozen=True, slots=True)
+class LaneGaps:
+    """Numbers of a lane that a catch-up does not process, also at the end of the lane."""
+
+    through: int
+    """The catch-up has completed the numbers up to this one."""
+    dead_lettered: tuple[Range, ...]
+    """Numbers that the sender had dead-lettered."""
+    unavailable: tuple[Range, ...]
+    """Numbers that the sender no longer retains, or that a handler refused."""
+
+
 class LaneOrder:
     """The order check of one lane.
 
@@ -230,30 +243,21 @@ class LaneOrder:
                 return state
         return None
 
-    def apply_checkpoint(
-        self, sequence: int, dead_lettered: Iterable[Range] = ()
-    ) -> tuple[Range, ...]:
-        """Apply a checkpoint: the sender delivered everything up to this number.
+    def apply_progress(self, sequence: int, dead_lettered: Iterable[Range] = ()) -> None:
+        """Apply the sender's progress: it completed every number up to this one.
 
         Args:
-            sequence: the last acknowledged number.
-            dead_lettered: ranges below it that were dead-lettered instead.
-
-        Returns:
-            The ranges that this reveals to be missing.
+            sequence: the last completed number.
+            dead_lettered: ranges that were dead-lettered instead of delivered.
         """
         if self.ended and sequence > self.high:
-            return ()
-        shown = RangeSet()
+            return
         if sequence > self.high:
-            for numbers in (shown, self._states[SequenceState.MISSING]):
-                numbers.add(self.high + 1, sequence)
+            self._states[SequenceState.MISSING].add(self.high + 1, sequence)
             self.high = sequence
         for lo, hi in dead_lettered:
-            shown.remove(lo, hi)
             self._mark_holes(lo, min(hi, self.high))
         self._forget()
-        return tuple(shown)
 
     def mark_unavailable(self, lo: int, hi: int) -> tuple[Range, ...]:
         """Change missing numbers that cannot be fetched any more to unknown.

@@ -22,7 +22,6 @@ wait for missing deliveries.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -48,11 +47,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
 
-    from outbox.core.delivery.receiver_checkpoint import LaneMark
+    from outbox.core.model.int_ranges import Range
     from outbox.receiver.fetch import DeliverySource, LanePage, LaneProgress, PageItem
     from outbox.receiver.inbox.inbox import Inbox
     from outbox.receiver.inbox.process import DeliveryResult
-    from outbox.receiver.lane_order import StoredLane
+    from outbox.receiver.lane_order import LaneGaps, StoredLane
     from outbox.receiver.message import Message
     from outbox.receiver.processing import Handler
     from outbox.receiver.reporting import ReceiverTotals
@@ -93,8 +92,6 @@ class ReceiverBase(DeliveryProcessor):
         self._fetch = fetch
         self._gaps = gaps
         self._log_requests = log_requests
-        # Lanes being caught up because of a checkpoint; it can outlast the sender's time-out.
-        self._fetching: set[str] = set()
 
     @property
     def totals(self) -> ReceiverTotals:
@@ -151,8 +148,6 @@ class ReceiverBase(DeliveryProcessor):
         try:
             if not self._is_ready:
                 await self._create_tables()
-            if verified.checkpoint is not None:
-                return await self._compare(verified.checkpoint)
             if verified.messages:
                 response = await self._receive_messages(verified.messages)
             else:
@@ -211,24 +206,6 @@ class ReceiverBase(DeliveryProcessor):
 
     # ---------------------------------------------------------------------- catching up
 
-    async def _compare(self, marks: Sequence[LaneMark]) -> Response:
-        """Compare a checkpoint with the inbox; with `Gaps.CATCH_UP` fetch what is missing."""
-        async with self._transaction() as connection:
-            compared = await self.inbox.compare_async(connection, marks)
-        fetches = self._gaps is Gaps.CATCH_UP
-        response = self._rules.checkpoint_compared(compared, fetches=fetches)
-        for lane in compared.missing if fetches else ():
-            if lane not in self._fetching:
-                self._fetching.add(lane)
-                try:
-                    await self._catch_up(lane)
-                except CannotFetch as error:
-                    # The next checkpoint reveals the same missing numbers.
-                    log.error("lane %s: missing deliveries cannot be fetched now: %s", lane, error)
-                finally:
-                    self._fetching.discard(lane)
-        return response
-
     async def _catch_up(self, lane: str | None) -> list[CatchUpResult]:
         fetch = self._fetch
         if fetch is None:
@@ -236,7 +213,11 @@ class ReceiverBase(DeliveryProcessor):
         await self._create_tables()
         async with self._transaction() as connection:
             known = await self.inbox.lanes_async(connection)
-        lanes = [lane] if lane is not None else lanes_behind(known, await self._lanes(fetch))
+        if lane is not None:
+            lanes = [lane]
+        else:
+            progress, from_start = await self._lanes(fetch), self.inbox.from_start
+            lanes = lanes_behind(known, progress, from_start=from_start)
         return [await self._catch_up_lane(fetch, each, known) for each in lanes]
 
     async def _catch_up_lane(
@@ -244,13 +225,14 @@ class ReceiverBase(DeliveryProcessor):
     ) -> CatchUpResult:
         state = known[lane].state if lane in known else LaneState()
         fetch_page = partial(self._page, fetch, lane)
-        done = await catch_up(lane, state, fetch_page, self._process_fetched)
-        if done.unavailable:
-            async with self._transaction() as connection:
-                mark = self.inbox.mark_unavailable_async(connection, lane, done.unavailable)
-                done = replace(done, unavailable=await mark)
+        record = partial(self._record_gaps, lane)
+        done = await catch_up(lane, state, fetch_page, self._process_fetched, record)
         log_catch_up(done)
         return done
+
+    async def _record_gaps(self, lane: str, gaps: LaneGaps) -> tuple[Range, ...]:
+        async with self._transaction() as connection:
+            return await self.inbox.record_gaps_async(connection, lane, gaps)
 
     async def _process_fetched(self, request: Request) -> FetchedOutcome:
         """Process a fetched delivery; missing ones before it were already requested."""

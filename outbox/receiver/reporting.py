@@ -8,7 +8,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.delivery.receiver_checkpoint import TYPE as CHECKPOINT
 from outbox.receiver.inbox.process import DeliveryOutcome
 from outbox.receiver.lane_order import OrderKind
 from outbox.receiver.metrics import ReceiverMetrics
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from opentelemetry.metrics import MeterProvider
 
     from outbox.receiver.catch_up import CatchUpResult
-    from outbox.receiver.inbox.process import CheckpointComparison, DeliveryResult
+    from outbox.receiver.inbox.process import DeliveryResult
     from outbox.receiver.message import Message
     from outbox.receiver.requests import RequestOutcome, Response
     from outbox.receiver.verification import Verified
@@ -87,20 +86,6 @@ class ReceiverReports:
             self.totals.fetched += taken.fresh
         self.metrics.deliveries_fetched(int(taken.fresh))
 
-    def checkpoint_compared(self, compared: CheckpointComparison, *, fetches: bool) -> None:
-        """Count and log the numbers that a checkpoint reveals to be missing.
-
-        Args:
-            fetches: the receiver is about to fetch them, so they are only a warning.
-        """
-        for lane, numbers in compared.missing.items():
-            new = compared.newly_missing.get(lane)
-            if new is not None:
-                self._count(gap=True)
-            what = "acknowledged, not received" if new is not None else "still not received"
-            level = logging.WARNING if fetches or new is None else logging.ERROR
-            log.log(level, "lane %s: %s: %s", lane, what, _ranges(new or numbers))
-
     def _count(self, *, gap: bool, old: bool = False, overdue: int = 0) -> None:
         with self._mutex:
             self.totals.gaps += gap
@@ -111,14 +96,15 @@ class ReceiverReports:
 
 def log_catch_up(done: CatchUpResult) -> None:
     """Log the result of a catch-up, unless nothing was fetched."""
-    if done.fetched or done.unavailable or done.failed is not None:
-        unavailable = f"; dead-lettered, refused or no longer retained: {_ranges(done.unavailable)}"
+    if done.fetched or done.dead_lettered or done.unavailable or done.failed is not None:
+        unavailable = f"; refused or no longer retained: {_ranges(done.unavailable)}"
         failed = f"; sequence {done.failed} could not be processed"
         log.log(
             logging.INFO if done.failed is None else logging.WARNING,
-            "lane %s: caught up with %d deliveries%s%s",
+            "lane %s: caught up with %d deliveries%s%s%s",
             done.lane,
             done.fetched,
+            f"; dead-lettered: {done.dead_lettered}" if done.dead_lettered else "",
             unavailable if done.unavailable else "",
             failed if done.failed is not None else "",
         )
@@ -141,8 +127,6 @@ def request_log_row(verified: Verified, response: Response) -> dict[str, Any]:
 
 
 def _type(verified: Verified) -> str | None:
-    if verified.checkpoint is not None:
-        return CHECKPOINT
     types = {message.type for message in verified.messages}
     return types.pop() if len(types) == 1 else None
 

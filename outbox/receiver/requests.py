@@ -46,8 +46,6 @@ class RequestOutcome(StrEnum):
     """A handler raised `Refuse`: the event can never be processed."""
     FAILED = "failed"
     """A handler raised another error, or the receiver has an error."""
-    COMPARED = "compared"
-    """A checkpoint, compared with the inbox."""
     PUT_OFF = "put_off"
     """503 with Retry-After: overloaded, database unavailable or busy, or deliveries missing."""
 

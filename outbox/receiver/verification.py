@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
 from uuid import UUID
 
-from outbox.core.delivery import receiver_checkpoint as checkpoint
 from outbox.core.delivery import signed_metadata
 from outbox.core.delivery.signature import (
     ID_HEADER,
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from typing import TypeAlias
 
-    from outbox.core.delivery.receiver_checkpoint import LaneMark
     from outbox.core.delivery.signature import Key, VerifiedSignature
 
     Headers: TypeAlias = Mapping[str, str] | Iterable[tuple[str, str]]
@@ -56,7 +54,7 @@ _SIGNED = {
     *(signed_metadata.ATTRIBUTE_PREFIX + name for name in signed_metadata.ATTRIBUTES),
 }
 _DELIVERY_ID_VERSION = 8
-"""An X-Delivery is a UUID of this version; checkpoints and other senders have other ids."""
+"""An X-Delivery is a UUID of this version; other senders have other ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +67,7 @@ class Verified:
     timestamp: int
     """Time of the signature, in epoch seconds."""
     messages: tuple[Message, ...] = ()
-    """The delivery of a relay, or those of a batch; empty for a checkpoint and for
-    requests of other senders."""
-    checkpoint: tuple[LaneMark, ...] | None = None
-    """The progress of the lanes, if the request is a checkpoint; see
-    `outbox.core.delivery.receiver_checkpoint`."""
+    """The delivery of a relay, or those of a batch; empty for requests of other senders."""
 
 
 class Verifier:
@@ -118,7 +112,7 @@ class Verifier:
         if not self.header_prefixes:
             raise UsageError("header_prefix: at least one is required")
         self._names = _SIGNED.union(*map(relay_headers, self.header_prefixes))
-        # A checkpoint has an attempt number, too.
+        # Other senders may number their attempts, too.
         self._delivery_headers = {
             p: relay_headers(p) - {f"{p}{name}".lower() for name in ("attempt", "last-sequence")}
             for p in self.header_prefixes
@@ -148,11 +142,7 @@ class Verifier:
             return Verified(signed.message_id, signed.timestamp, messages)
         if _is_delivery_id(signed.message_id):
             raise BadMessage("the headers of the delivery are missing")
-        try:
-            marks = checkpoint.parse(body)
-        except ValueError as error:
-            raise BadMessage(str(error)) from None
-        return Verified(signed.message_id, signed.timestamp, (), marks)
+        return Verified(signed.message_id, signed.timestamp)
 
     def _check_format(self, name: FormatName, *, fetched: bool) -> None:
         if fetched and name == "thin":

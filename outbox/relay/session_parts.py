@@ -1,7 +1,7 @@
 """The parts of a session, built in the order in which they depend on each other.
 
 clock, lease ─ recorder ─ dispatcher ─ batch feed ─ ownership ─ sequencer ─ listener
-                                 └──── supervisor, checkpoints
+                                 └──── supervisor
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from outbox.relay.delivery.batch_feed import BatchFeed
 from outbox.relay.delivery.dispatcher import Dispatcher
 from outbox.relay.delivery.endpoint_supervisor import EndpointSupervisor
 from outbox.relay.delivery.loop_lag import sample_loop_lag
-from outbox.relay.delivery.receiver_checkpoints import CheckpointSender
 from outbox.relay.delivery.recorder import Recorder
 from outbox.relay.maintenance import maintain
 from outbox.relay.sequencing.schedule_runner import ScheduleRunner
@@ -191,14 +190,12 @@ def build_session(
         connections.find_busy_backends,
         settings.lease_s,
     )
-    checkpoints = CheckpointSender(stores.checkpoints(workers.endpoint_state), transport, now)
     supervisor = EndpointSupervisor(
         stores.endpoint_state(workers.endpoint_state, settings.schema_name, me, here),
         dispatcher,
         wake_supervisor,
         now,
         lambda: sequencer.cursor.leads,
-        checkpoints,
     )
 
     def adjust_clock(database_now: float, requested_at: float, responded_at: float) -> None:
@@ -213,7 +210,6 @@ def build_session(
         keep_lease(stores.replicas(workers.renewal, here), me, lease, clock, adjust_clock),
         recorder.run(),
         supervisor.run(),
-        checkpoints.run(),
         schedule_runner.run(),
         maintain(
             stores.partitions(workers.maintenance),

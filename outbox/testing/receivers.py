@@ -28,7 +28,7 @@ from outbox.core.model.response import AttemptResult, Failure
 from outbox.destinations.http.attempt_results import timeout_detail
 from outbox.errors import UsageError
 from outbox.receiver.asynchronous import AsyncReceiver
-from outbox.receiver.message import has_signed_metadata, is_delivery, parse
+from outbox.receiver.message import has_signed_metadata, parse
 from outbox.receiver.requests import Request
 from outbox.receiver.synchronous import Receiver
 
@@ -79,12 +79,10 @@ class SentRequest:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The delivery in the request, or those of a batch; empty for a receiver checkpoint."""
-        headers, body = self.headers, self.request.body
+        """The delivery in the request, or those of a batch."""
+        headers = self.headers
         in_headers = has_signed_metadata(headers)
-        if not in_headers and not is_delivery(body):
-            return ()
-        return parse(headers, body, self.header_prefix, in_headers=in_headers)
+        return parse(headers, self.request.body, self.header_prefix, in_headers=in_headers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from outbox.core.delivery import receiver_checkpoint as checkpoint
 from outbox.core.delivery.batch import prepare_batch
 from outbox.core.delivery.ed25519 import PRIVATE_PREFIX, parse_private_key
 from outbox.core.delivery.message import prepare
-from outbox.core.delivery.receiver_checkpoint import LaneMark
 from outbox.core.delivery.signature import (
     ID_HEADER,
     SIGNATURE_HEADER,
@@ -163,17 +161,6 @@ class FakeSender:
     def backfill(self, request: Request, backfill_id: int = 1) -> Request:
         """Send an event again as part of a backfill, to be processed again."""
         return self._append(self._find(request).delivery._replace(backfill_id=backfill_id))
-
-    def checkpoint(self) -> Request:
-        """Create a checkpoint with the last sequence number of each lane."""
-        marks = [
-            LaneMark(lane, int(lane.rsplit("-", 2)[1]), last)
-            for lane, numbers in self._lanes.items()
-            if (last := max((n.delivery.seq for n in numbers if not n.dead_lettered), default=0))
-        ]
-        now = self._clock()
-        prepared = checkpoint.prepare(str(self._new_id()), now, marks, self._headers)
-        return _signed(prepared, 1, self._key, now)
 
     def resend(self, request: Request, attempt: int = 2) -> Request:
         """Send a delivery or batch again as another attempt, with a new signature."""

@@ -35,10 +35,14 @@ const (
 )
 
 // catchUpLane fetches the missing deliveries of a lane and those after its highest number, in order.
+// It also returns what it did not process.
 func catchUpLane(lane string, state LaneState, fetchPage func(after int64) (LanePage, error),
-	process func(Request) (fetchedOutcome, error)) (CatchUpResult, error) {
-	result := CatchUpResult{Lane: lane}
-	missing, unavailable := rangeSet(state.Missing), &rangeSet{}
+	process func(Request) (fetchedOutcome, error)) (CatchUpResult, laneGaps, error) {
+	result, through := CatchUpResult{Lane: lane}, int64(0)
+	missing, dead, unavailable := rangeSet(state.Missing), &rangeSet{}, &rangeSet{}
+	gaps := func() laneGaps {
+		return laneGaps{through: through, deadLettered: *dead, unavailable: *unavailable}
+	}
 	after := state.High
 	if len(missing) > 0 {
 		after = missing[0].First - 1
@@ -46,48 +50,43 @@ func catchUpLane(lane string, state LaneState, fetchPage func(after int64) (Lane
 	for {
 		page, err := fetchPage(after)
 		if err != nil {
-			return result, err
+			return result, gaps(), err
 		}
 		result.Acknowledged = page.Acknowledged
 		if after < math.MaxInt64 {
 			unavailable.add(after+1, page.KeptFrom-1)
 		}
+		through = max(through, page.KeptFrom-1)
 		for _, item := range page.Items {
 			isMissing := missing.contains(item.Sequence)
 			if item.Sequence <= state.High && !isMissing {
 				continue
 			}
-			if item.Request == nil {
+			switch {
+			case item.Request == nil:
 				unavailable.add(item.Sequence, item.Sequence)
-				continue
-			}
-			if item.DeadLettered {
+			case item.DeadLettered:
 				result.DeadLettered++
-				// A later delivery declares it as a hole.  If that delivery was already received, the
-				// number would stay missing forever.
-				if isMissing {
-					unavailable.add(item.Sequence, item.Sequence)
-				}
-				continue
-			}
-			outcome, err := process(*item.Request)
-			if err != nil {
-				return result, err
-			}
-			switch outcome {
-			case fetchedRetryable:
-				result.Failed = item.Sequence
-				result.Unavailable = *unavailable
-				return result, nil
-			case fetchedRefused:
-				unavailable.add(item.Sequence, item.Sequence)
+				dead.add(item.Sequence, item.Sequence)
 			default:
-				result.Fetched++
+				outcome, err := process(*item.Request)
+				if err != nil {
+					return result, gaps(), err
+				}
+				switch outcome {
+				case fetchedRetryable:
+					result.Failed = item.Sequence
+					return result, gaps(), nil
+				case fetchedRefused:
+					unavailable.add(item.Sequence, item.Sequence)
+				default:
+					result.Fetched++
+				}
 			}
+			through = item.Sequence
 		}
 		if page.Next == nil {
-			result.Unavailable = *unavailable
-			return result, nil
+			return result, gaps(), nil
 		}
 		after = *page.Next
 	}
@@ -97,17 +96,17 @@ func catchUpLane(lane string, state LaneState, fetchPage func(after int64) (Lane
 // generations first.
 //
 // A lane without any delivery here is fetched from its beginning if this receiver already existed
-// when the lane began: it has another lane of the same generation from sequence number 1 on, or a
-// lane of an older generation.  Otherwise the deliveries of that lane were made to an earlier
-// receiver.
-func lanesBehind(known map[string]storedLane, progress []LaneProgress) []string {
-	fromStart := map[int64]bool{}
+// when the lane began: its inbox is older than every lane (fromStart), or has another lane of the
+// same generation from sequence number 1 on, or a lane of an older generation.  Otherwise the
+// deliveries of that lane were made to an earlier receiver.
+func lanesBehind(known map[string]storedLane, progress []LaneProgress, fromStart bool) []string {
+	complete := map[int64]bool{}
 	oldest := int64(math.MaxInt64)
 	for _, each := range progress {
 		if lane, found := known[each.Lane]; found {
 			oldest = min(oldest, each.Generation)
 			if len(lane.state.Unknown) == 0 {
-				fromStart[each.Generation] = true
+				complete[each.Generation] = true
 			}
 		}
 	}
@@ -118,7 +117,8 @@ func lanesBehind(known map[string]storedLane, progress []LaneProgress) []string 
 		if found {
 			isBehind = len(lane.state.Missing) > 0 || lane.state.High < each.Acknowledged
 		} else {
-			isBehind = each.Acknowledged > 0 && (fromStart[each.Generation] || each.Generation > oldest)
+			isOlder := fromStart || complete[each.Generation] || each.Generation > oldest
+			isBehind = each.Acknowledged > 0 && isOlder
 		}
 		if isBehind {
 			behind = append(behind, each.Lane)
@@ -159,7 +159,7 @@ func (r *Receiver) catchUp(ctx context.Context, lane string) ([]CatchUpResult, e
 		if err != nil {
 			return nil, err
 		}
-		lanes = lanesBehind(known, progress)
+		lanes = lanesBehind(known, progress, r.inbox.fromStart)
 	}
 	var results []CatchUpResult
 	for _, each := range lanes {
@@ -174,16 +174,15 @@ func (r *Receiver) catchUp(ctx context.Context, lane string) ([]CatchUpResult, e
 
 func (r *Receiver) catchUpOne(ctx context.Context, lane string, state LaneState) (CatchUpResult, error) {
 	sort.Slice(state.Missing, func(i, j int) bool { return lessRange(state.Missing[i], state.Missing[j]) })
-	result, err := catchUpLane(lane, state,
+	result, gaps, err := catchUpLane(lane, state,
 		func(after int64) (LanePage, error) { return r.options.Fetch.Page(ctx, lane, after) },
 		func(request Request) (fetchedOutcome, error) { return r.processFetched(ctx, request) })
 	if err != nil {
 		return result, err
 	}
-	if len(result.Unavailable) > 0 {
-		numbers := result.Unavailable
+	if len(gaps.deadLettered)+len(gaps.unavailable) > 0 {
 		err = r.inTransaction(ctx, func(ctx context.Context, t transaction) (err error) {
-			result.Unavailable, err = r.inbox.markUnavailable(ctx, t, lane, numbers)
+			result.Unavailable, err = r.inbox.recordGaps(ctx, t, lane, gaps)
 			return err
 		})
 		if err != nil {

@@ -98,7 +98,7 @@ func TestCatchUp(t *testing.T) {
 	}
 	got := results[0]
 	if got.Fetched != 3 || got.DeadLettered != 1 || got.Acknowledged != 9 ||
-		!equalRanges(got.Unavailable, []Range{{2, 3}, {5, 6}}) {
+		!equalRanges(got.Unavailable, []Range{{2, 3}, {6, 6}}) {
 		t.Errorf("%+v", got)
 	}
 	if got := fmt.Sprint(processed); got != "[1 7 4 8 9]" {
@@ -106,6 +106,56 @@ func TestCatchUp(t *testing.T) {
 	}
 	if results, err := r.CatchUp(context.Background()); err != nil || len(results) != 0 {
 		t.Error("again:", results, err)
+	}
+}
+
+func TestTheEndOfALaneIsRecordedOnce(t *testing.T) {
+	source := &relay{acknowledged: 6, keptFrom: 1, deadLettered: map[int64]bool{4: true, 5: true}}
+	r, written := newTestReceiver(t, Options{Fetch: fetchFrom(t, source, "token")})
+	var processed []int64
+	r.Handle("**", func(_ context.Context, _ *sql.Tx, m Message) error {
+		if m.Sequence == 6 {
+			return Refuse("never")
+		}
+		processed = append(processed, m.Sequence)
+		return nil
+	})
+	process(t, r, event(1).request(), 200)
+	results, err := r.CatchUp(context.Background())
+	if err != nil || len(results) != 1 {
+		t.Fatal(results, err)
+	}
+	if got := results[0]; got.Fetched != 2 || got.DeadLettered != 2 || !equalRanges(got.Unavailable, []Range{{6, 6}}) {
+		t.Errorf("%+v", got)
+	}
+	if got := fmt.Sprint(processed); got != "[1 2 3]" {
+		t.Error(got)
+	}
+	if !strings.Contains(written.String(), "caught up with 2 deliveries; dead-lettered: 2; refused or no longer retained: 6") {
+		t.Error(written)
+	}
+	if results, err := r.CatchUp(context.Background()); err != nil || len(results) != 0 {
+		t.Error("again:", results, err)
+	}
+}
+
+func TestALaneThatWasLostAsAWholeIsFetchedFromItsStart(t *testing.T) {
+	for _, fromStart := range []bool{false, true} {
+		store, err := Memory(MemoryOptions{FromStart: fromStart})
+		if err != nil {
+			t.Fatal(err)
+		}
+		source := &relay{acknowledged: 2, keptFrom: 1}
+		options := Options{Fetch: fetchFrom(t, source, "token"), Clock: testClock}
+		r, err := New([]string{testKey}, store, options)
+		if err != nil {
+			t.Fatal(err)
+		}
+		r.Handle("**", func(context.Context, *sql.Tx, Message) error { return nil })
+		results, err := r.CatchUp(context.Background())
+		if err != nil || (len(results) == 1) != fromStart {
+			t.Error(fromStart, results, err)
+		}
 	}
 }
 

@@ -45,14 +45,6 @@ type DeliveryResult struct {
 // Fresh reports that the delivery is new and has to be processed.
 func (r DeliveryResult) Fresh() bool { return r.Outcome == DeliveryFresh }
 
-// CheckpointComparison is the result of comparing a checkpoint with the inbox, by lane.
-type CheckpointComparison struct {
-	// NewlyMissing has the missing numbers that the inbox did not know of.
-	NewlyMissing map[string][]Range
-	// Missing has all numbers acknowledged according to the sender, and not received.
-	Missing map[string][]Range
-}
-
 // inbox records deliveries in transactions.
 //
 // A delivery is new if neither its sequence number, nor its X-Delivery, nor the number that it
@@ -160,84 +152,37 @@ func (in inbox) overdue(order *LaneOrder, highBefore int64) []Range {
 	return overdue
 }
 
-// compare compares the lanes of the inbox with a checkpoint, and records what is missing.
-func (in inbox) compare(ctx context.Context, t transaction, marks []LaneMark) (CheckpointComparison, error) {
-	result := CheckpointComparison{NewlyMissing: map[string][]Range{}, Missing: map[string][]Range{}}
-	known, err := t.lanes(ctx)
-	if err != nil {
-		return result, err
-	}
-	progress := make([]LaneProgress, len(marks))
-	for i, mark := range marks {
-		progress[i] = LaneProgress{Lane: mark.Lane, Acknowledged: mark.Sequence, Generation: mark.Generation}
-	}
-	behind := map[string]bool{}
-	for _, lane := range lanesBehind(known, progress) {
-		behind[lane] = true
-	}
-	// By name, the lock order of lanes.
-	sorted := append([]LaneMark{}, marks...)
-	sort.SliceStable(sorted, func(i, j int) bool { return sorted[i].Lane < sorted[j].Lane })
-	for _, mark := range sorted {
-		if _, isKnown := known[mark.Lane]; !behind[mark.Lane] && (isKnown || !in.fromStart) {
-			continue
-		}
-		if err := in.compareLane(ctx, t, mark, result); err != nil {
-			return result, err
-		}
-	}
-	return result, nil
+// laneGaps has numbers of a lane that a catch-up does not process, also at the end of the lane.
+type laneGaps struct {
+	// through: the catch-up has completed the numbers up to this one.
+	through int64
+	// deadLettered has the numbers that the sender had dead-lettered.
+	deadLettered []Range
+	// unavailable has the numbers that the sender no longer retains, or that a handler refused.
+	unavailable []Range
 }
 
-func (in inbox) compareLane(ctx context.Context, t transaction, mark LaneMark, result CheckpointComparison) error {
-	if err := t.addLane(ctx, mark.Lane); err != nil {
-		return err
-	}
-	lanes, err := t.lockLanes(ctx, mark.Lane, mark.Lane)
-	if err != nil {
-		return err
-	}
-	before := lanes[mark.Lane].state
-	order := NewLaneOrder(before, false)
-	if missing := order.ApplyCheckpoint(mark.Sequence, mark.DeadLettered); len(missing) > 0 {
-		result.NewlyMissing[mark.Lane] = missing
-	}
-	if after := order.State(); !after.equal(before) {
-		if err := t.keepLane(ctx, mark.Lane, after); err != nil {
-			return err
-		}
-	}
-	for _, each := range order.ranges(StateMissing) {
-		if each.First <= mark.Sequence {
-			result.Missing[mark.Lane] = append(result.Missing[mark.Lane], each)
-		}
-	}
-	return nil
-}
-
-// markUnavailable changes missing numbers that cannot be fetched any more to unknown, and returns
-// them.
-func (in inbox) markUnavailable(ctx context.Context, t transaction, lane string, numbers []Range) ([]Range, error) {
-	if err := t.touchLane(ctx, lane); err != nil {
+// recordGaps records what a catch-up of a lane did not process.  It returns the unavailable numbers
+// that were missing until now, also at the end of the lane.
+func (in inbox) recordGaps(ctx context.Context, t transaction, lane string, gaps laneGaps) ([]Range, error) {
+	if err := t.addLane(ctx, lane); err != nil {
 		return nil, err
 	}
 	lanes, err := t.lockLanes(ctx, lane, lane)
 	if err != nil {
 		return nil, err
 	}
-	stored, found := lanes[lane]
-	if !found {
-		return nil, nil
+	before := lanes[lane].state
+	order := NewLaneOrder(before, false)
+	order.ApplyProgress(gaps.through, gaps.deadLettered)
+	var lost []Range
+	for _, each := range gaps.unavailable {
+		lost = append(lost, order.MarkUnavailable(each)...)
 	}
-	order := NewLaneOrder(stored.state, false)
-	var unavailable []Range
-	for _, each := range numbers {
-		unavailable = append(unavailable, order.MarkUnavailable(each)...)
+	if after := order.State(); !after.equal(before) {
+		err = t.keepLane(ctx, lane, after)
 	}
-	if len(unavailable) == 0 {
-		return nil, nil
-	}
-	return unavailable, t.keepLane(ctx, lane, order.State())
+	return lost, err
 }
 
 // isNewest reports whether this is the newest event of a key, and records it if so.

@@ -28,7 +28,8 @@ import (
 //	received                                     any but seen      seen
 //	skipped, at or below the sender's previous   (new)             missing
 //	skipped, above the sender's previous         (new)             hole
-//	acknowledged according to a checkpoint       (new)             missing
+//	completed according to the sender            (new)             missing
+//	dead-lettered according to the sender        missing, unknown  hole
 //	skipped by an older delivery that comes late missing, unknown  hole
 //	replayed (replay_of)                         any but seen      seen
 //	no longer retained by the sender             missing           unknown
@@ -215,24 +216,20 @@ func (o *LaneOrder) Close(sequence int64) SequenceState {
 	return ""
 }
 
-// ApplyCheckpoint applies a checkpoint: the sender delivered everything up to the sequence number,
-// except the ranges that were dead-lettered.  It returns the ranges that this reveals to be missing.
-func (o *LaneOrder) ApplyCheckpoint(sequence int64, deadLettered []Range) []Range {
+// ApplyProgress applies the progress of the sender: it completed every number up to this one, and
+// dead-lettered the ranges instead of delivering them.
+func (o *LaneOrder) ApplyProgress(sequence int64, deadLettered []Range) {
 	if o.ended && sequence > o.high {
-		return nil
+		return
 	}
-	revealed := &rangeSet{}
 	if sequence > o.high {
-		revealed.add(o.high+1, sequence)
 		o.states[StateMissing].add(o.high+1, sequence)
 		o.high = sequence
 	}
 	for _, each := range deadLettered {
-		revealed.remove(each.First, each.Last)
 		o.markHoles(each.First, min(each.Last, o.high))
 	}
 	o.forget()
-	return *revealed
 }
 
 // MarkUnavailable changes missing numbers that cannot be fetched any more to unknown, and returns

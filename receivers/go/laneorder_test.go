@@ -36,8 +36,9 @@ func TestLaneOrder(t *testing.T) {
 	if closed := order.Close(5); closed != StateHole {
 		t.Errorf("the replay closes %q", closed)
 	}
-	if missing := order.ApplyCheckpoint(13, []Range{{12, 12}}); !equalRanges(missing, []Range{{11, 11}, {13, 13}}) {
-		t.Errorf("the checkpoint reveals %v", missing)
+	order.ApplyProgress(13, []Range{{12, 12}})
+	if missing := order.State().Missing; !equalRanges(missing, []Range{{11, 11}, {13, 13}}) {
+		t.Errorf("the progress reveals %v", missing)
 	}
 	if unavailable := order.MarkUnavailable(Range{1, 12}); !equalRanges(unavailable, []Range{{11, 11}}) {
 		t.Errorf("unavailable: %v", unavailable)
@@ -80,17 +81,15 @@ func TestLaneEnds(t *testing.T) {
 	if seen := observe(t, order, 6, 5); seen.Kind != OrderConflict {
 		t.Errorf("beyond the end: %+v", seen)
 	}
-	if missing := order.ApplyCheckpoint(9, nil); missing != nil || !order.State().equal(before) {
-		t.Errorf("a checkpoint beyond the end: %v", missing)
+	if order.ApplyProgress(9, nil); !order.State().equal(before) {
+		t.Errorf("progress beyond the end: %+v", order.State())
 	}
 }
 
 func TestLargestSequence(t *testing.T) {
 	order := NewLaneOrder(LaneState{}, true)
 	observe(t, order, 2, 1)
-	if missing := order.ApplyCheckpoint(math.MaxInt64, nil); !equalRanges(missing, []Range{{3, math.MaxInt64}}) {
-		t.Errorf("%v", missing)
-	}
+	order.ApplyProgress(math.MaxInt64, nil)
 	if state := order.State(); !equalRanges(state.Missing, []Range{{1, 1}, {3, math.MaxInt64}}) {
 		t.Errorf("%+v", state)
 	}

@@ -212,8 +212,7 @@ func (t *memoryTransaction) advance(context.Context, string, string, int64) (boo
 }
 
 // addLane does nothing, because lockLanes creates a lane.
-func (t *memoryTransaction) addLane(context.Context, string) error   { return nil }
-func (t *memoryTransaction) touchLane(context.Context, string) error { return nil }
+func (t *memoryTransaction) addLane(context.Context, string) error { return nil }
 
 func (t *memoryTransaction) lockLanes(ctx context.Context, lane, replayed string) (map[string]storedLane, error) {
 	if err := t.lock(ctx, "lane", lane, replayed); err != nil {

@@ -48,9 +48,6 @@ func (r *Receiver) respond(ctx context.Context, verified *Verified) Response {
 	if err := r.Start(ctx); err != nil {
 		return r.failed(err, verified.MessageID)
 	}
-	if verified.IsCheckpoint {
-		return r.compareCheckpoint(ctx, verified)
-	}
 	response := r.receiveMessages(ctx, verified.Messages)
 	if response.Status < http.StatusInternalServerError && r.isTimeToExpire(len(verified.Messages)) {
 		r.expire(ctx)
@@ -252,53 +249,6 @@ func (r *Receiver) failed(err error, messageID string) Response {
 	}
 	r.logf("delivery %s was not processed: %v", messageID, err)
 	return newResponse(OutcomeFailed, http.StatusInternalServerError, "the receiver failed")
-}
-
-// compareCheckpoint compares a checkpoint with the inbox; with GapsCatchUp it fetches what is
-// missing.
-func (r *Receiver) compareCheckpoint(ctx context.Context, verified *Verified) Response {
-	var compared CheckpointComparison
-	err := r.inTransaction(ctx, func(ctx context.Context, t transaction) (err error) {
-		compared, err = r.inbox.compare(ctx, t, verified.Checkpoint)
-		return err
-	})
-	if err != nil {
-		return r.failed(err, verified.MessageID)
-	}
-	fetches := r.options.Gaps == GapsCatchUp
-	r.reportCheckpoint(compared)
-	if len(compared.Missing) == 0 {
-		return newResponse(OutcomeCompared, http.StatusOK, "no delivery is missing")
-	}
-	for lane := range compared.Missing {
-		if fetches && r.beginFetching(lane) {
-			_, err := r.catchUp(ctx, lane)
-			r.endFetching(lane)
-			if err != nil {
-				// The next checkpoint reveals the same missing numbers.
-				r.logf("lane %s: missing deliveries cannot be fetched now: %v", lane, err)
-			}
-		}
-	}
-	return newResponse(OutcomeCompared, http.StatusOK, "deliveries are missing")
-}
-
-// beginFetching returns false if the lane is being caught up already: that can outlast the sender's
-// time-out.
-func (r *Receiver) beginFetching(lane string) bool {
-	r.mutex.Lock()
-	defer r.mutex.Unlock()
-	if r.fetching[lane] {
-		return false
-	}
-	r.fetching[lane] = true
-	return true
-}
-
-func (r *Receiver) endFetching(lane string) {
-	r.mutex.Lock()
-	defer r.mutex.Unlock()
-	delete(r.fetching, lane)
 }
 
 // isTimeToExpire counts received deliveries: true for the first ones and then every expireEvery.

@@ -99,12 +99,6 @@ func (s *PostgresStore) Confirm(ctx context.Context, tx *sql.Tx, deliveryID stri
 	return confirm(ctx, s.join(tx), deliveryID)
 }
 
-// Compare compares a checkpoint with the inbox in a transaction of the caller, and records what is
-// missing.
-func (s *PostgresStore) Compare(ctx context.Context, tx *sql.Tx, marks []LaneMark) (CheckpointComparison, error) {
-	return newInbox(s).compare(ctx, s.join(tx), marks)
-}
-
 // IsNewest is [IsNewest] in a transaction of the caller.
 func (s *PostgresStore) IsNewest(ctx context.Context, tx *sql.Tx, key string, m Message) (bool, error) {
 	return newInbox(s).isNewest(ctx, s.join(tx), key, m)
@@ -181,10 +175,6 @@ func (t *postgresTransaction) returnsRow(ctx context.Context, statement string, 
 
 func (t *postgresTransaction) addLane(ctx context.Context, lane string) error {
 	return t.exec(ctx, t.sql.addLane, lane)
-}
-
-func (t *postgresTransaction) touchLane(ctx context.Context, lane string) error {
-	return t.exec(ctx, t.sql.touchLane, lane)
 }
 
 func (t *postgresTransaction) lockLanes(ctx context.Context, lane, replayed string) (map[string]storedLane, error) {

@@ -86,8 +86,6 @@ type Receiver struct {
 	inFlight  int
 	received  int
 	totals    Totals
-	// fetching has the lanes being caught up because of a checkpoint.
-	fetching map[string]bool
 }
 
 type registeredHandler struct {
@@ -132,7 +130,7 @@ func New(secrets []string, store Store, options Options) (*Receiver, error) {
 	}
 	return &Receiver{
 		options: options, verifier: verifier, store: store, inbox: newInbox(store),
-		creation: make(chan struct{}, 1), unhandled: map[string]bool{}, fetching: map[string]bool{},
+		creation: make(chan struct{}, 1), unhandled: map[string]bool{},
 		totals: Totals{Requests: map[Outcome]int64{}},
 	}, nil
 }
@@ -283,7 +281,7 @@ func (r *Receiver) read(request Request, fetched bool) (*Verified, *Response) {
 	if err != nil {
 		return nil, rejected(http.StatusUnauthorized, err.Error())
 	}
-	if len(verified.Messages) == 0 && !verified.IsCheckpoint {
+	if len(verified.Messages) == 0 {
 		prefix := r.verifier.prefixes[0]
 		return nil, rejected(http.StatusBadRequest,
 			fmt.Sprintf("the headers %sLane and %sSequence are missing", prefix, prefix))

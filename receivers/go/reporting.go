@@ -11,8 +11,7 @@ type Totals struct {
 	Requests map[Outcome]int64
 	// Fetched counts deliveries fetched from the relay and processed.
 	Fetched int64
-	// Gaps counts deliveries before which sequence numbers were missing, and lanes in which a
-	// checkpoint revealed missing numbers.
+	// Gaps counts deliveries before which sequence numbers were missing.
 	Gaps int64
 	// Old counts deliveries overtaken by a higher sequence number.
 	Old int64
@@ -97,27 +96,17 @@ func (r *Receiver) reportDelivery(m Message, result DeliveryResult) {
 	r.options.OnDelivery(m, result)
 }
 
-// reportCheckpoint counts and logs the numbers that a checkpoint reveals to be missing.
-func (r *Receiver) reportCheckpoint(compared CheckpointComparison) {
-	for lane, missing := range compared.Missing {
-		newly, isNew := compared.NewlyMissing[lane]
-		if !isNew {
-			r.logf("lane %s: still not received: %s", lane, formatRanges(missing))
-			continue
-		}
-		r.count(func(totals *Totals) { totals.Gaps++ })
-		r.logf("lane %s: acknowledged, not received: %s", lane, formatRanges(newly))
-	}
-}
-
 // logCatchUp logs the result of a catch-up, unless nothing was fetched.
 func (r *Receiver) logCatchUp(done CatchUpResult) {
-	if done.Fetched == 0 && len(done.Unavailable) == 0 && done.Failed == 0 {
+	if done.Fetched == 0 && done.DeadLettered == 0 && len(done.Unavailable) == 0 && done.Failed == 0 {
 		return
 	}
 	text := fmt.Sprintf("lane %s: caught up with %d deliveries", done.Lane, done.Fetched)
+	if done.DeadLettered > 0 {
+		text += fmt.Sprintf("; dead-lettered: %d", done.DeadLettered)
+	}
 	if len(done.Unavailable) > 0 {
-		text += "; dead-lettered, refused or no longer retained: " + formatRanges(done.Unavailable)
+		text += "; refused or no longer retained: " + formatRanges(done.Unavailable)
 	}
 	if done.Failed != 0 {
 		text += fmt.Sprintf("; sequence %d could not be processed", done.Failed)
@@ -130,19 +119,14 @@ func (r *Receiver) logCatchUp(done CatchUpResult) {
 func (r *Receiver) logRequest(ctx context.Context, verified *Verified, response Response) {
 	row := loggedRequest{deliveryID: verified.MessageID, outcome: response.Outcome,
 		status: response.Status, reason: response.Text}
-	if verified.IsCheckpoint {
-		checkpoint := checkpointType
-		row.eventType = &checkpoint
-	} else {
-		first := verified.Messages[0]
-		row.lane, row.sequence, row.eventType = &first.Lane, &first.Sequence, &first.Type
-		if first.Attempt > 0 {
-			row.attempt = &first.Attempt
-		}
-		for _, each := range verified.Messages {
-			if each.Type != first.Type {
-				row.eventType = nil
-			}
+	first := verified.Messages[0]
+	row.lane, row.sequence, row.eventType = &first.Lane, &first.Sequence, &first.Type
+	if first.Attempt > 0 {
+		row.attempt = &first.Attempt
+	}
+	for _, each := range verified.Messages {
+		if each.Type != first.Type {
+			row.eventType = nil
 		}
 	}
 	err := r.inTransaction(ctx, func(ctx context.Context, t transaction) error {

@@ -42,8 +42,6 @@ const (
 	OutcomeRefused Outcome = "refused"
 	// OutcomeFailed: 500, a handler returned another error or panicked, or the receiver has an error.
 	OutcomeFailed Outcome = "failed"
-	// OutcomeCompared: 200, a checkpoint that was compared with the inbox.
-	OutcomeCompared Outcome = "compared"
 	// OutcomePutOff: 503 with Retry-After: overloaded, database unavailable or busy, or deliveries
 	// missing.
 	OutcomePutOff Outcome = "put_off"

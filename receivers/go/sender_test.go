@@ -106,16 +106,6 @@ func batch(events ...content) Request {
 	})
 }
 
-func checkpoint(sequence int64) Request {
-	body := encode(content{"id": "x", "type": checkpointType, "lanes": []content{
-		{"lane": testLane, "generation": 1, "sequence": sequence},
-	}})
-	header := http.Header{}
-	header.Set(idHeader, "checkpoint-1")
-	sign(header, body, testTime)
-	return Request{Method: http.MethodPost, Header: header, Body: body}
-}
-
 // newTestReceiver returns a receiver with a store in memory, and its log.
 func newTestReceiver(t *testing.T, options Options) (*Receiver, *bytes.Buffer) {
 	t.Helper()

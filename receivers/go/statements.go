@@ -23,8 +23,8 @@ type statements struct {
 	// schema is the same for migrations: plain statements.
 	schema string
 
-	advance, confirm, addLane, touchLane, lockLanes, claim, unclaim, keepLane, lanes string
-	lockOld, forget, expire, expireRequests, latest, logRequest                      string
+	advance, confirm, addLane, lockLanes, claim, unclaim, keepLane, lanes string
+	lockOld, forget, expire, expireRequests, latest, logRequest           string
 }
 
 // DefaultPrefix begins the names of the tables of an inbox.
@@ -45,7 +45,7 @@ func newStatements(prefix string) (*statements, error) {
 	return &statements{
 		isThere: named(isThereSQL), create: named(createTogetherSQL), schema: named(createSQL),
 		advance: named(advanceSQL), confirm: named(confirmSQL), addLane: named(addLaneSQL),
-		touchLane: named(touchLaneSQL), lockLanes: named(lockLanesSQL), claim: named(claimSQL),
+		lockLanes: named(lockLanesSQL), claim: named(claimSQL),
 		unclaim: named(unclaimSQL), keepLane: named(keepLaneSQL), lanes: named(lanesSQL),
 		lockOld: named(lockOldSQL), forget: named(forgetSQL), expire: named(expireSQL),
 		expireRequests: named(expireRequestsSQL), latest: named(latestSQL), logRequest: named(logRequestSQL),
@@ -132,8 +132,6 @@ SELECT EXISTS (SELECT FROM moved), EXISTS (SELECT FROM claimed)`
 const confirmSQL = `SELECT 1 FROM {p}_inbox WHERE delivery_id = $1`
 
 const addLaneSQL = `INSERT INTO {p}_lane (lane) VALUES ($1) ON CONFLICT (lane) DO NOTHING`
-
-const touchLaneSQL = `UPDATE {p}_lane SET lane = lane WHERE lane = $1`
 
 const laneRowsSQL = `
 SELECT lane, high, ended, CAST(missing AS text), CAST(holes AS text), CAST(unknown AS text), forgotten

@@ -67,8 +67,6 @@ type transaction interface {
 	// X-Delivery.  It returns whether each of the two held.
 	advance(ctx context.Context, deliveryID, lane string, sequence int64) (moved, claimed bool, err error)
 	addLane(ctx context.Context, lane string) error
-	// touchLane locks a lane, if there is one.
-	touchLane(ctx context.Context, lane string) error
 	// lockLanes locks lanes in the order of their names.
 	lockLanes(ctx context.Context, lane, replayed string) (map[string]storedLane, error)
 	// claim returns whether this X-Delivery is new; it waits for a concurrent claim.

@@ -20,7 +20,7 @@ func isUUID(text string) bool {
 }
 
 // isDeliveryID reports whether a webhook-id is an X-Delivery: a UUID of version 8 (RFC 9562).
-// Checkpoints and other senders have other ids.
+// Other senders have other ids.
 func isDeliveryID(text string) bool {
 	digits, ok := uuidDigits(text)
 	return ok && digits[12] == '8' && strings.ContainsRune("89abAB", rune(digits[16]))

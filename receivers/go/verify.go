@@ -17,13 +17,9 @@ type Verified struct {
 	MessageID string
 	// Timestamp is the time of the signature.
 	Timestamp time.Time
-	// Messages has the delivery of a relay, or those of a batch; it is empty for a checkpoint and
-	// for requests of other senders of Standard Webhooks.
+	// Messages has the delivery of a relay, or those of a batch; it is empty for requests of other
+	// senders of Standard Webhooks.
 	Messages []Message
-	// IsCheckpoint reports that the request is a checkpoint.
-	IsCheckpoint bool
-	// Checkpoint has the progress of the lanes in a checkpoint.
-	Checkpoint []LaneMark
 }
 
 // VerifierOptions are the options of [NewVerifier]; the zero value has the defaults.
@@ -170,10 +166,6 @@ func (v *Verifier) verify(header http.Header, body []byte, fetched bool) (*Verif
 	if isDeliveryID(signed.id) {
 		return nil, badMessage("the headers of the delivery are missing")
 	}
-	verified.Checkpoint, verified.IsCheckpoint, err = parseCheckpoint(body)
-	if err != nil {
-		return nil, err
-	}
 	return verified, nil
 }
 
@@ -181,7 +173,7 @@ func (v *Verifier) verify(header http.Header, body []byte, fetched bool) (*Verif
 func (v *Verifier) describedBy(headers map[string]string) (string, bool) {
 	for _, prefix := range v.prefixes {
 		for _, name := range relayNames {
-			// A checkpoint has a number of the attempt, too.
+			// Other senders may number their attempts, too.
 			if name == "attempt" || name == "last-sequence" {
 				continue
 			}

@@ -18,23 +18,33 @@ from outbox.cli.main import COMMANDS
 if TYPE_CHECKING:
     from tests.support.api import Api
 
-DOCUMENT = document(ROUTES)
-OPERATIONS: dict[tuple[str, str], Any] = {
-    (method.upper(), path): operation
-    for path, methods in DOCUMENT["paths"].items()
-    for method, operation in methods.items()
-}
+
+@pytest.fixture(scope="module")
+def described() -> dict[str, Any]:
+    """The document: not made at import, which takes as long as that of all other tests' modules."""
+    return document(ROUTES)
 
 
-def test_every_route_is_documented_once() -> None:
-    assert sorted(OPERATIONS) == sorted((route.method, route.path) for route in ROUTES)
-    names = [operation["operationId"] for operation in OPERATIONS.values()]
+@pytest.fixture(scope="module")
+def operations(described: dict[str, Any]) -> dict[tuple[str, str], Any]:
+    return {
+        (method.upper(), path): operation
+        for path, methods in described["paths"].items()
+        for method, operation in methods.items()
+    }
+
+
+def test_every_route_is_documented_once(operations: dict[tuple[str, str], Any]) -> None:
+    assert sorted(operations) == sorted((route.method, route.path) for route in ROUTES)
+    names = [operation["operationId"] for operation in operations.values()]
     assert len(names) == len(set(names))
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.operation_id)
-def test_a_route_documents_its_scope_request_and_response(route: Any) -> None:
-    reported = OPERATIONS[route.method, route.path]
+def test_a_route_documents_its_scope_request_and_response(
+    operations: dict[tuple[str, str], Any], route: Any
+) -> None:
+    reported = operations[route.method, route.path]
     assert reported["x-scope"] == route.scope
     scope = "every token" if route.scope is None else f"`{route.scope}`"
     assert scope in reported["description"]
@@ -65,29 +75,31 @@ def test_get_requires_read_and_changes_require_more() -> None:
             assert route.scope == "operate"
 
 
-def test_every_schema_reference_resolves_and_every_schema_is_used() -> None:
-    shared = DOCUMENT["components"]["schemas"]
-    text = json.dumps(DOCUMENT)
+def test_every_schema_reference_resolves_and_every_schema_is_used(
+    described: dict[str, Any],
+) -> None:
+    shared = described["components"]["schemas"]
+    text = json.dumps(described)
     referred = set(re.findall(r'"#/components/schemas/([^"]+)"', text))
     assert referred == set(shared)
     assert "outbox__" not in text
 
 
-def test_every_schema_is_valid() -> None:
-    for name, schema in DOCUMENT["components"]["schemas"].items():
+def test_every_schema_is_valid(described: dict[str, Any]) -> None:
+    for name, schema in described["components"]["schemas"].items():
         jsonschema_rs.meta.validate(
             {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
         )
         assert schema.get("description") or schema.get("enum"), name
 
 
-def test_every_problem_type_is_documented() -> None:
-    reported = DOCUMENT["components"]["schemas"]["Problem"]["properties"]["type"]["enum"]
+def test_every_problem_type_is_documented(described: dict[str, Any]) -> None:
+    reported = described["components"]["schemas"]["Problem"]["properties"]["type"]["enum"]
     assert reported == [kind.type for kind in problem.ProblemKind]
     assert len({kind.type for kind in problem.ProblemKind}) == len(problem.ProblemKind)
 
 
-def test_every_command_has_routes_or_is_listed_as_without() -> None:
+def test_every_command_has_routes_or_is_listed_as_without(described: dict[str, Any]) -> None:
     without = {"adopt", "alerts", "conform", "demo", "listen", "migrate", "prove", "rekey", "relay"}
     routes = {
         "apply": "/v1/declaration",
@@ -101,11 +113,11 @@ def test_every_command_has_routes_or_is_listed_as_without() -> None:
     }
     for command in COMMANDS:
         path = routes.get(command.name, f"/v1/{command.name}")
-        assert (path in DOCUMENT["paths"]) == (command.name not in without), command.name
+        assert (path in described["paths"]) == (command.name not in without), command.name
 
 
 @pytest.mark.one_major
-async def test_the_document_needs_no_token(client: Api) -> None:
+async def test_the_document_needs_no_token(client: Api, described: dict[str, Any]) -> None:
     response = await client.get("/openapi.json")
-    assert response.json == json.loads(json.dumps(DOCUMENT))
+    assert response.json == json.loads(json.dumps(described))
     assert response.json["openapi"] == "3.1.0"

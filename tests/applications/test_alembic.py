@@ -8,6 +8,7 @@ import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import asyncpg
 import psycopg
 import pytest
 import sqlalchemy as sa
@@ -25,7 +26,7 @@ from outbox.store.connection.migrate import migrate
 from outbox.store.connection.migration_files import migrations
 from outbox.store.connection.schema_status import status
 from tests.store.test_migrate import CATALOG
-from tests.support.relay import fetchval
+from tests.support.relay import ADD_REPLICA, END_LEASES, fetchval
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -215,6 +216,57 @@ async def test_a_failed_revision_changes_nothing(empty_database: Database, tmp_p
     with pytest.raises(RuntimeError):
         await upgrade(config)
     assert await version(empty_database) == 0
+
+
+# --------------------------------------------------------------- relays that run
+
+
+@pytest.fixture
+async def lease(empty_database: Database, tmp_path: Path) -> AsyncIterator[Any]:
+    """The schema at version 4, before 0009 and 0010, and a relay that runs on it."""
+    (tmp_path / "earlier").mkdir()
+    earlier = environment(
+        empty_database, tmp_path / "earlier", "outbox.alembic.upgrade(op, to=4)", "pass"
+    )
+    await upgrade(earlier)
+    async with empty_database.connection() as connection:
+        await connection.execute("DELETE FROM public.alembic_version")
+        await connection.execute(ADD_REPLICA)
+        yield connection
+
+
+REFUSAL = r"0009_binary_payloads was not applied: relays must stop first, and 1 is running: shop-1 "
+
+
+@pytest.mark.parametrize(("driver", "is_async"), DRIVERS)
+async def test_a_revision_is_refused_while_a_relay_that_must_stop_first_runs(
+    empty_database: Database, lease: Any, tmp_path: Path, driver: str, is_async: bool
+) -> None:
+    before = await catalog(empty_database)
+    config = environment(empty_database, tmp_path, *BOTH, driver=driver, is_async=is_async)
+    with pytest.raises(CannotRun, match=f"^{REFUSAL}.*s\\)$"):
+        await upgrade(config)
+    assert await catalog(empty_database) == before
+    assert await version(empty_database) == 4
+    await lease.execute(END_LEASES)
+    await upgrade(config)
+    assert await version(empty_database) == NEWEST
+
+
+async def test_the_printed_sql_is_refused_while_a_relay_that_must_stop_first_runs(
+    empty_database: Database, lease: Any, tmp_path: Path
+) -> None:
+    config = environment(empty_database, tmp_path, f"outbox.alembic.upgrade(op, to={NEWEST})")
+    script = await upgrade(config, sql=True)
+    async with empty_database.connection() as connection:
+        await connection.execute("DROP TABLE public.alembic_version")
+        with pytest.raises(asyncpg.PostgresError, match=REFUSAL):
+            await connection.execute(script)
+        await connection.execute("ROLLBACK")
+        assert await version(empty_database) == 4
+        await connection.execute(END_LEASES)
+        await connection.execute(script)
+    assert await version(empty_database) == NEWEST
 
 
 # -------------------------------------------------------------------------- locks

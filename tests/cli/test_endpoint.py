@@ -102,7 +102,7 @@ def test_every_setting_has_a_flag(here: Command) -> None:
         "--no-keep-alive",
         "--retryable", "429", "--retryable", "5xx", "--on-dead-letter", "block",
         "--backlog-max", 1000, "--backlog-age", "2d", "--disable-after", "12h",
-        "--checkpoint-every", "60s", "--json",
+        "--json",
     )  # fmt: skip
     assert list(made.json) == ["id", "name", "url", "secret", "lanes", "types", "waiting"]
     shown = here("endpoint", "show", "a", "--json")
@@ -133,34 +133,33 @@ def test_every_setting_has_a_flag(here: Command) -> None:
         "backlog_max": 1000,
         "backlog_age": "2d",
         "disable_after": "12h",
-        "checkpoint_every": "1m",
         "lanes": 2,
     }
     text = here("endpoint", "show", "a").out
     assert "hunter2" not in text
     for line in (
-        "filter            @.total > 100",
-        "headers           Authorization X-Env (values not shown)",
-        "backlog_max       1000",
-        "backlog_age       2d",
-        "batch_max         50",
-        "keep_alive        no",
-        "ca                the system's",
+        "filter           @.total > 100",
+        "headers          Authorization X-Env (values not shown)",
+        "backlog_max      1000",
+        "backlog_age      2d",
+        "batch_max        50",
+        "keep_alive       no",
+        "ca               the system's",
     ):
         assert line in text.splitlines()
 
 
 def test_show_prints_how_long_keep_alive_is_suspended(here: Command, database: Database) -> None:
     here("endpoint", "add", "a", URL)
-    assert "keep_alive        yes" in here("endpoint", "show", "a").out.splitlines()
+    assert "keep_alive       yes" in here("endpoint", "show", "a").out.splitlines()
     execute(database, "UPDATE endpoint_health SET unsolicited_at = '2026-01-01T10:00Z'")
     assert "not reused" not in here("endpoint", "show", "a").out
     execute(database, "UPDATE endpoint_health SET unsolicited_at = clock_timestamp()")
-    assert "connections       not reused until 2" in here("endpoint", "show", "a").out
+    assert "connections      not reused until 2" in here("endpoint", "show", "a").out
     assert here("endpoint", "show", "a", "--json").json["health"]["unsolicited_at"] is not None
     here("endpoint", "update", "a", "--no-keep-alive")
     shown = here("endpoint", "show", "a").out
-    assert "keep_alive        no" in shown.splitlines()
+    assert "keep_alive       no" in shown.splitlines()
     assert "not reused" not in shown
     here("endpoint", "update", "a", "--keep-alive")
     assert "not reused until" in here("endpoint", "show", "a").out
@@ -168,7 +167,7 @@ def test_show_prints_how_long_keep_alive_is_suspended(here: Command, database: D
 
 def test_show_prints_the_ownership_history(here: Command, database: Database) -> None:
     here("endpoint", "add", "a", URL)
-    assert "relay             none" in here("endpoint", "show", "a").out.splitlines()
+    assert "relay            none" in here("endpoint", "show", "a").out.splitlines()
 
     async def move() -> None:
         async with database.connection(server_settings={"search_path": "relay"}) as connection:
@@ -182,7 +181,7 @@ def test_show_prints_the_ownership_history(here: Command, database: Database) ->
 
     asyncio.run(move())
     text = here("endpoint", "show", "a").out
-    assert "relay             other:2 (replica 2) since " in text
+    assert "relay            other:2 (replica 2) since " in text
     history = here("endpoint", "show", "a", "--json").json["ownership_history"]
     assert [(h["claimed"], h["relay"], h["epoch"], h["actor"], h["reason"]) for h in history] == [
         (True, "other:2", 3, "replica 2", None),
@@ -244,7 +243,7 @@ def test_update_merges_headers_and_replaces_lists(here: Command, database: Datab
     here("endpoint", "update", "a", "--retryable", "none", "--reset", "backlog-max",
          "--backlog-age", "1d")  # fmt: skip
     assert settings()["retryable"] == []
-    assert "retryable         none" in here("endpoint", "show", "a").out.splitlines()
+    assert "retryable        none" in here("endpoint", "show", "a").out.splitlines()
     assert (settings()["backlog_max"], settings()["backlog_age"]) == (None, "24h")
 
 
@@ -655,13 +654,12 @@ def test_an_unusable_certificate_is_reported_with_its_file(here: Command, tmp_pa
 
 def test_the_number_of_trusted_authorities_is_shown(here: Command, tmp_path: Path) -> None:
     here("endpoint", "add", "a", URL)
-    assert "ca                the system's" in here("endpoint", "show", "a").out
+    assert "ca               the system's" in here("endpoint", "show", "a").out
     authorities = tmp_path / "ca.pem"
     authorities.write_text(Authority("one").pem + Authority("two").pem)
     assert here("endpoint", "update", "a", "--ca", str(authorities)).code == 0
     assert (
-        "ca                2 certificates, SHA-256 of the text "
-        in here("endpoint", "show", "a").out
+        "ca               2 certificates, SHA-256 of the text " in here("endpoint", "show", "a").out
     )
 
 

@@ -41,7 +41,7 @@ def test_secrets_are_encrypted_and_change_their_key(here: Command, database: Dat
     assert made["secret"] not in execute(database, EVERYTHING)
     assert "hunter2" not in execute(database, "SELECT headers::text FROM endpoint")
     shown = here("endpoint", "show", "a")
-    assert f"secrets           1 live, encrypted with the key {first}" in shown.out.splitlines()
+    assert f"secrets          1 live, encrypted with the key {first}" in shown.out.splitlines()
 
     locked = here("rekey", "--check", OUTBOX_KEY=new)
     assert (locked.code, locked.out.splitlines()) == (

@@ -46,7 +46,6 @@ def test_a_file_uses_the_flag_names_for_all_settings() -> None:
         backlog_max=10,
         backlog_age="2d",
         disable_after="12h",
-        checkpoint_every="1m",
         lanes=4,
     ) == settings(
         types=("order.*",),
@@ -68,7 +67,6 @@ def test_a_file_uses_the_flag_names_for_all_settings() -> None:
         backlog_max=10,
         backlog_age_s=172800.0,
         disable_after_s=43200.0,
-        checkpoint_every_s=60.0,
         lanes=4,
     )
 

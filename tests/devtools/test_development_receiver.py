@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, get_args
 
 import pytest
 
-from outbox.core.delivery.signature import parse_secret
 from outbox.core.model.headers import format_lines
 from outbox.core.model.message_format import FormatName
 from outbox.core.model.response import AttemptResult, Failure
@@ -24,7 +23,6 @@ from outbox.errors import CannotRun, UsageError
 from outbox.network.egress import EgressPolicy
 from outbox.receiver.inbox import memory
 from outbox.receiver.lane_order import OrderKind
-from outbox.testing import FakeSender, send
 from tests.receiver.deliveries import OTHER, SECRET, delivery, request
 
 if TYPE_CHECKING:
@@ -80,9 +78,8 @@ async def test_each_format_is_verified_as_a_whole(
     transport: HttpTransport, name: FormatName
 ) -> None:
     receiver = DevelopmentReceiver([SECRET])
-    shaped_like_a_checkpoint = delivery(2, payload=b'{"type": "outbox.checkpoint", "lanes": []}')
     async with receiver.serve() as url:
-        for which in (delivery(1), shaped_like_a_checkpoint):
+        for which in (delivery(1), delivery(2)):
             true = request(url, which, format_name=name)
             forged = true._replace(lines=true.lines.replace("X-Event: order", "X-Event: cart"))
             added = f"{true.lines}webhook-metadata-signature: v1,AAAA\r\n"
@@ -216,23 +213,6 @@ async def test_each_kind_of_order_is_counted(transport: HttpTransport) -> None:
     )
     assert (totals.requests, totals.accepted, totals.duplicates) == (10, 8, 1)
     assert not totals.good
-
-
-async def test_a_checkpoint_reveals_what_is_missing(transport: HttpTransport) -> None:
-    seen: list[HandledRequest] = []
-    sender = FakeSender()
-    receiver = DevelopmentReceiver([parse_secret(sender.secret)], on_request=seen.append)
-    async with receiver.serve() as url:
-        first, second = sender.event("a.b", 1), sender.event("a.b", 2)
-        for sent in (first, sender.checkpoint(), second, sender.checkpoint()):
-            assert await send(url, sent) == 200
-    assert [(handled.outcome, handled.reason) for handled in seen] == [
-        (HandledOutcome.ACCEPTED, ""),
-        (HandledOutcome.CHECKPOINT, f"missing: 2-2 of {sender.lane()}"),
-        (HandledOutcome.ACCEPTED, ""),
-        (HandledOutcome.CHECKPOINT, "nothing is missing"),
-    ]
-    assert (receiver.totals().checkpoints, receiver.totals().order.out_of_order) == (2, 1)
 
 
 async def test_missing_sequences_are_reported(transport: HttpTransport) -> None:

@@ -7,6 +7,7 @@ import io
 import threading
 from typing import TYPE_CHECKING, Any
 
+import asyncpg
 import pytest
 from django.core.management import CommandError, call_command
 from django.db import connections, transaction
@@ -18,6 +19,7 @@ from outbox.django.settings import APP_LABEL
 from outbox.store.connection import migrate, schema_status
 from outbox.store.connection.migration_files import migrations
 from tests.django.projects import database_settings, project
+from tests.support.relay import ADD_REPLICA, END_LEASES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -201,6 +203,50 @@ async def test_it_does_not_wait_long_for_the_lock_of_a_producer(
         await in_project({"default": empty_database}, lambda: (run_migrate(), recorded())[1])
         == NAMES
     )
+
+
+async def test_it_is_refused_while_a_relay_that_must_stop_first_runs(
+    empty_database: Database,
+) -> None:
+    def run() -> list[str]:
+        run_migrate(APP_LABEL)
+        return recorded()
+
+    await in_project({"default": empty_database}, lambda: run_migrate(APP_LABEL, "0008"))
+    async with empty_database.connection() as connection:
+        await connection.execute(ADD_REPLICA)
+        before = await catalog(empty_database)
+        with pytest.raises(
+            CommandError,
+            match=r"^0009_binary_payloads was not applied: relays must stop first, and 1 is "
+            r"running: shop-1 \(.*\); stop them, then run this again \(.*\)$",
+        ):
+            await in_project({"default": empty_database}, run)
+        assert await catalog(empty_database) == before
+        assert len(await history(empty_database)) == 8
+        await connection.execute(END_LEASES)
+    assert await in_project({"default": empty_database}, run) == NAMES
+
+
+async def test_the_sql_of_a_migration_is_refused_while_a_relay_runs(
+    empty_database: Database,
+) -> None:
+    def script_of(name: str) -> str:
+        output = io.StringIO()
+        call_command("sqlmigrate", APP_LABEL, name, stdout=output, no_color=True)
+        return output.getvalue()
+
+    def run() -> str:
+        run_migrate(APP_LABEL, "0008")
+        return script_of("0009")
+
+    script = await in_project({"default": empty_database}, run)
+    async with empty_database.connection() as connection:
+        await connection.execute(ADD_REPLICA)
+        with pytest.raises(asyncpg.PostgresError, match="relays must stop first"):
+            await connection.execute(script)
+        await connection.execute("ROLLBACK")
+    assert len(await history(empty_database)) == 8
 
 
 async def test_concurrent_migrators_apply_each_file_once(empty_database: Database) -> None:

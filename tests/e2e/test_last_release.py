@@ -1,10 +1,16 @@
-"""A rolling deploy from the last release: its relay serves the newest schema until it is replaced.
+"""An upgrade from the last release, as its migrations allow: rolling, or while no relay runs.
 
-Before the first tag, the last commit whose newest migration is the one before takes its place.
+Before the first tag, the last commit whose newest migration is the one before takes the place of
+the release.  The upgrades from this version to one with one more migration cover both ways,
+whatever the last release is.
 """
 
 from __future__ import annotations
 
+import itertools
+import re
+import signal
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +19,7 @@ from outbox.core.delivery.signature import parse_secret
 from outbox.devtools.development_receiver import DevelopmentReceiver, HandledOutcome, HandledRequest
 from outbox.store.connection.migration_files import migrations
 from tests.support.checkout import commit_before, export, last_release, require_checkout
+from tests.support.newer_version import LAST, ROLLING, STOP_FIRST, newer_version
 from tests.support.process import RelayProcess, relay_process
 from tests.support.process import outbox as command
 from tests.support.relay import all_ended, exceptions
@@ -27,17 +34,35 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.one_major, pytest.mark.full]
 
 
-@pytest.fixture(scope="module")
-def last(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory with the program and the schema of the last release."""
+@dataclass(frozen=True)
+class Upgrade:
+    """Two versions: directories with a program and its schema, or None for this version."""
+
+    old: Path | None
+    new: Path | None
+    version: int
+    """The newest migration of the new version."""
+    relays_stop: bool
+    """Whether relays of the old version must stop first."""
+
+
+@pytest.fixture(params=["from the last release", "rolling", "relays stop first"])
+def upgrade(request: pytest.FixtureRequest, tmp_path: Path) -> Upgrade:
+    """An upgrade."""
+    if request.param != "from the last release":
+        relays_stop = request.param == "relays stop first"
+        text = STOP_FIRST if relays_stop else ROLLING
+        return Upgrade(None, newer_version(tmp_path, text), LAST + 1, relays_stop)
     require_checkout()
-    newest = migrations()[-1]
-    commit = last_release() or commit_before(f"schema/{newest}.sql")
+    commit = last_release() or commit_before(f"schema/{migrations()[-1]}.sql")
     if commit is None:
         pytest.skip("the last release is not in the history: this is a shallow clone")
-    directory = tmp_path_factory.mktemp("last-release")
+    directory = tmp_path / "last-release"
     export(commit, directory, "outbox", "schema")
-    return directory
+    known = len([*directory.glob("schema/[0-9]*.sql")])
+    return Upgrade(
+        directory, None, LAST, any(each.relays_stop_first for each in migrations()[known:])
+    )
 
 
 def _is_registered(relay: RelayProcess) -> bool:
@@ -48,57 +73,92 @@ def _errors(relay: RelayProcess) -> list[object]:
     return [line for line in relay.log() if line.get("level", "error") in ("error", "critical")]
 
 
-async def test_a_relay_of_the_last_release_serves_the_newest_schema(
-    empty_database: Database, last: Path, rng: random.Random, tmp_path: Path
+async def test_nothing_is_lost_or_reordered_in_an_upgrade(
+    empty_database: Database, upgrade: Upgrade, rng: random.Random, tmp_path: Path
 ) -> None:
-    database, newest = empty_database, migrations()[-1].version
+    database = empty_database
     env = {"OUTBOX_DSN": database.dsn, "OUTBOX_ALLOW_NETWORKS": "127.0.0.0/8"}
     got: list[HandledRequest] = []
     receiver = DevelopmentReceiver(on_request=got.append, from_start=True, rng=rng)
+    numbers = itertools.count()
+    count = 0
 
     def accepted() -> list[object]:
         return [h.message.data["n"] for h in got if h.outcome is HandledOutcome.ACCEPTED]
 
-    async def publish(n: int, package: Path | None) -> None:
-        words = ("publish", "order.paid", "--key", "order-7", "--payload", f'{{"n": {n}}}')
+    async def publish(package: Path | None) -> None:
+        nonlocal count
+        payload = f'{{"n": {next(numbers)}}}'
+        words = ("publish", "order.paid", "--key", "order-7", "--payload", payload)
         published = await command(*words, env=env, package=package)
         assert published.code == 0, published.stderr
+        count += 1
 
-    async def delivered(count: int) -> None:
+    async def delivered() -> None:
         await until(lambda: accepted() == [*range(count)], 30, f"{count} deliveries in order")
 
+    async def migrate() -> None:
+        migrated = await command("migrate", env=env, package=upgrade.new)
+        assert f"at version {upgrade.version}" in migrated.stdout, migrated.stderr
+
+    async def roll(old: RelayProcess, new: RelayProcess) -> None:
+        await migrate()
+        # Producers of both versions, and one that begins on the newest schema.
+        await publish(upgrade.old)
+        await publish(upgrade.new)
+        await delivered()
+        assert await old.end() == 0
+        # It also starts on the newest schema.
+        await old.start()
+        await publish(upgrade.new)
+        await delivered()
+        await new.start()
+        await until(lambda: _is_registered(new), 30, "the newest relay")
+        await publish(upgrade.old)
+        await delivered()
+        assert await old.end() == 0
+
+    async def stop_first(old: RelayProcess, new: RelayProcess) -> None:
+        refused = await command("migrate", env=env, package=upgrade.new)
+        assert refused.code == 3
+        assert re.fullmatch(
+            r"outbox: \d{4}_\w+ was not applied: relays must stop first, and 1 is running: .*\n",
+            refused.stderr,
+        )
+        # Nothing was changed.
+        await publish(upgrade.old)
+        await delivered()
+        assert await old.end() == 0
+        await publish(upgrade.old)
+        await migrate()
+        await publish(upgrade.new)
+        started = await command("relay", env=env, package=upgrade.old)
+        assert started.code == 3
+        assert "upgrade outbox-relay here" in started.stderr
+        await new.start()
+
+    new = RelayProcess(env, tmp_path / "new.log", upgrade.new)
     async with receiver.serve() as url:
-        migrated = await command("migrate", env=env, package=last)
+        migrated = await command("migrate", env=env, package=upgrade.old)
         assert migrated.code == 0, migrated.stderr
         words = ("endpoint", "add", "shop", url, "--json")
-        added = await command(*words, env=env, package=last)
+        added = await command(*words, env=env, package=upgrade.old)
         receiver.secrets = (parse_secret(added.json["secret"]),)
-        async with relay_process(env, tmp_path / "last.log", last) as old:
-            await publish(0, last)
-            await delivered(1)
-            migrated = await command("migrate", env=env)
-            assert f"at version {newest}" in migrated.stdout, migrated.stderr
-            # Producers of both versions, and one that begins on the newest schema.
-            await publish(1, last)
-            await publish(2, None)
-            await delivered(3)
-            assert await old.end() == 0
-            # It also starts on the newest schema.
-            await old.start()
-            await publish(3, None)
-            await delivered(4)
-            async with relay_process(env, tmp_path / "new.log") as new:
-                await until(lambda: _is_registered(new), 30, "the newest relay")
-                await publish(4, last)
-                await delivered(5)
-                assert await old.end() == 0
-                await publish(5, None)
-                await delivered(6)
+        async with relay_process(env, tmp_path / "old.log", upgrade.old) as old:
+            await publish(upgrade.old)
+            await delivered()
+            try:
+                await (stop_first if upgrade.relays_stop else roll)(old, new)
+                await publish(upgrade.new)
+                await delivered()
                 await all_ended(database, 30)
                 assert await new.end() == 0
+            finally:
+                if new.process is not None:
+                    await new.end(signal.SIGKILL)
         assert _errors(old) == []
         assert _errors(new) == []
     assert receiver.totals().good
     assert await exceptions(database) == {}
-    audit = await command("verify", env=env)
+    audit = await command("verify", env=env, package=upgrade.new)
     assert audit.code == 0, audit.stdout

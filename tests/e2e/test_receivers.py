@@ -73,7 +73,7 @@ async def test_a_receiver_of_the_guide_conforms(
         processed_url = f"{receiver.url}/processed"
         ended = await outbox(
             *("conform", f"{receiver.url}/hooks", "--secret", SECRET),
-            *("--processed", processed_url, "--checkpoints"),
+            *("--processed", processed_url),
         )
     finally:
         await receiver.kill()

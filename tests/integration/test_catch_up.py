@@ -348,6 +348,31 @@ async def test_a_rejected_delivery_is_skipped(database: Database, tmp_path: Path
         assert await asyncio.to_thread(ledger.receiver.catch_up) == []
 
 
+async def test_what_is_lost_at_the_end_of_a_lane_is_found_and_recorded(
+    database: Database, tmp_path: Path
+) -> None:
+    made = await add_endpoint(database)
+    async with fetchable(database) as fetch:
+        ledger = Ledger(tmp_path / "shop.sqlite", made.secret, fetch=fetch)
+
+        @ledger.receiver.on("a.b")
+        def refuse(message: Any, _: Any) -> None:
+            if message.data in (4, 5):
+                raise Refuse("never")
+
+        wire = Wire(ledger.receiver)
+        wire.lost = {2, 3, 5}
+        async with running(database, wire):
+            await publish(database, *range(1, 6), key="k")
+            await all_ended(database)
+        assert ledger.moved() == [1]
+        (caught_up,) = await asyncio.to_thread(ledger.receiver.catch_up)
+        assert (caught_up.acknowledged, caught_up.fetched, caught_up.failed) == (5, 2, None)
+        assert (caught_up.dead_lettered, caught_up.unavailable) == (1, ((5, 5),))
+        assert ledger.moved() == [1, 2, 3]
+        assert await asyncio.to_thread(ledger.receiver.catch_up) == []
+
+
 async def test_a_processing_error_blocks_only_its_lane(database: Database, tmp_path: Path) -> None:
     made = await add_endpoint(database)
     async with fetchable(database) as fetch:

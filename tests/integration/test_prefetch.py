@@ -52,7 +52,7 @@ def endpoint() -> Endpoint:
         in_flight_max=None, rate_per_s=None, batch_max=None, networks=(),
         ca=None, identity=None, retry=POLICY, retryable=RETRYABLE, blocks=False,
         backlog_max=None, backlog_age_s=None, disable_after_s=1e6,
-        checkpoint_every_s=None, generation=1, resumes=0, applied_resumes=0, health=BreakerRecord(),
+        generation=1, resumes=0, applied_resumes=0, health=BreakerRecord(),
         reported=ReportedState(), reuse=ConnectionReuse(),
     )  # fmt: skip
 

@@ -111,7 +111,6 @@ async def test_every_setting_can_be_changed_and_the_id_stays(
         "backlog_max": 5,
         "backlog_age_s": 60.0,
         "disable_after_s": 3600.0,
-        "checkpoint_every_s": 60.0,
         "lanes": 2,
     }
     done = await update(db, **values)

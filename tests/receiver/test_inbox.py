@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.core.delivery.receiver_checkpoint import LaneMark
+from outbox.receiver.catch_up import lanes_behind
+from outbox.receiver.fetch import LaneProgress
 from outbox.receiver.inbox.inbox import Inbox
-from outbox.receiver.inbox.process import CheckpointComparison, DeliveryOutcome
-from outbox.receiver.lane_order import OrderKind, SequenceState
+from outbox.receiver.inbox.process import DeliveryOutcome
+from outbox.receiver.lane_order import LaneGaps, LaneState, OrderKind, SequenceState, StoredLane
 from outbox.receiver.message import Message, parse
 from tests.receiver.connections import (
     OPENERS,
@@ -157,35 +158,51 @@ async def test_a_replay_in_another_lane_is_recorded_once(opener: Opener) -> None
     assert (lane.state.high, lane.state.missing) == (9, ((5, 8),))
 
 
-async def test_a_checkpoint_reveals_deliveries_missing_at_the_end(opener: Opener) -> None:
-    others = message(5, lane="a-2-0", outbox_id=77), message(1, lane="a-3-0", outbox_id=78)
-    for what in (message(1), message(3), *others):
+async def test_a_catch_up_records_what_it_did_not_process(opener: Opener) -> None:
+    for what in (message(1), message(4)):  # 2 and 3 are missing.
         async with opener.transaction() as transaction:
             await transaction.receive(what)
-    marks = (
-        LaneMark("a-1-0", 1, 6, ((2, 2), (5, 5))),
-        LaneMark(
-            "a-1-1", 1, 2
-        ),  # The receiver never received this one, although it existed at the time.
-        LaneMark("a-2-0", 2, 5),
-        LaneMark("a-2-1", 2, 9),  # Nor this lane, of which it knows older deliveries.
-        LaneMark("a-3-0", 3, 0),  # An old checkpoint.
-        LaneMark("a-0-0", 0, 4),  # From before the delivery existed.
-    )
-    # 2 was lost and its event erased: it is a hole.
-    missing = {"a-1-0": ((4, 4), (6, 6)), "a-1-1": ((1, 2),), "a-2-1": ((1, 9),)}
-    for shown in (missing, {}):
+    gaps = LaneGaps(9, dead_lettered=((2, 2), (5, 6)), unavailable=((3, 3), (7, 9)))
+    for lost in (((3, 3), (7, 9)), ()):
         async with opener.transaction() as transaction:
-            assert await transaction.call("compare", marks) == CheckpointComparison(shown, missing)
-    for number in (6, 7):
+            assert await transaction.call("record_gaps", "a-1-0", gaps) == lost
+    async with opener.transaction() as transaction:
+        # A lane of which it received nothing.
+        none_sent = LaneGaps(2, dead_lettered=((1, 2),), unavailable=())
+        assert await transaction.call("record_gaps", "a-1-1", none_sent) == ()
+    for what in (message(5), message(10)):  # The first one is a copy that comes late.
         async with opener.transaction() as transaction:
-            taken = await transaction.receive(message(number))
+            taken = await transaction.receive(what)
             assert (taken.fresh, taken.missing) == (True, ())
     async with opener.transaction() as transaction:
         lanes = await transaction.call("lanes")
-    assert lanes["a-1-0"].state.missing == ((4, 4),)
-    assert lanes["a-1-0"].state.holes == ((2, 2), (5, 5))
-    assert lanes["a-1-1"].state.missing == ((1, 2),)
+    assert lanes["a-1-0"].state == LaneState(10, holes=((2, 2), (6, 6)), unknown=((3, 3), (7, 9)))
+    assert lanes["a-1-1"].state == LaneState(2, holes=((1, 2),))
+
+
+def test_the_lanes_that_a_receiver_is_behind_in() -> None:
+    def lane(name: str, high: int, **state: Any) -> dict[str, StoredLane]:
+        return {name: StoredLane(name, LaneState(high, **state), 0)}
+
+    known = (
+        lane("a-1-0", 3)
+        | lane("a-1-1", 6, missing=((2, 2),))
+        | lane("a-2-0", 5, unknown=((1, 4),))
+        | lane("a-2-2", 9)
+    )
+    progress = [
+        LaneProgress("a-0-0", 4, 0),  # From before this receiver existed.
+        LaneProgress("a-1-0", 6, 1),  # 4 to 6 are missing at its end.
+        LaneProgress("a-1-1", 6, 1),
+        LaneProgress("a-1-2", 2, 1),  # It received nothing, but existed at the time.
+        LaneProgress("a-2-0", 5, 2),
+        LaneProgress("a-2-1", 9, 2),  # Nor this lane, after lanes of an older generation.
+        LaneProgress("a-2-2", 9, 2),
+        LaneProgress("a-3-0", 0, 3),
+    ]
+    behind = ["a-1-0", "a-1-1", "a-1-2", "a-2-1"]
+    assert lanes_behind(known, progress) == behind
+    assert lanes_behind(known, progress, from_start=True) == ["a-0-0", *behind]
 
 
 async def test_a_rolled_back_delivery_is_new_again(

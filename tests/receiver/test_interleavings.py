@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,9 +24,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from outbox.core.delivery.receiver_checkpoint import LaneMark, prepare
 from outbox.core.delivery.signature import format_secret
-from outbox.core.model.headers import parse_lines
 from outbox.receiver import Gaps, Inbox, MemoryDatabase, Receiver, Request, pipeline
 from outbox.receiver.catch_up import catch_up
 from outbox.receiver.fetch import LanePage, LaneProgress, PageItem
@@ -222,23 +219,6 @@ class World(RuleBasedStateMachine):
         finally:
             self.disk.steps_left = None
 
-    @rule(dies_after=st.none() | st.integers(0, 40))
-    def checkpoint(self, dies_after: int | None) -> None:
-        self.disk.steps_left = dies_after
-        try:
-            assert self.receiver.handle(self._checkpoint()).status == 200
-        except Crash:
-            self._restart()
-        finally:
-            self.disk.steps_left = None
-
-    def _checkpoint(self) -> Request:
-        last = self._previous(self._acknowledged() + 1)
-        prepared = prepare("checkpoint", time.time(), [LaneMark(LANE, 1, last)] if last else [])
-        return Request(
-            "POST", parse_lines(prepared.attempt(1, int(time.time()), [SECRET])), prepared.body
-        )
-
     @rule(target=backups)
     def back_up(self) -> Any:
         return self.disk.backup()
@@ -299,7 +279,7 @@ class World(RuleBasedStateMachine):
             response = self.receiver.handle(self._request(head))
             assert response.status == 200, response
             self.events[head - 1]["state"] = "delivered"
-        self._end()
+        self.receiver.catch_up()
         wanted = {each["event"] for each in self.events if each["state"] == "delivered"}
         # A dead-lettered delivery may have been processed, with its response lost.
         assert wanted <= set(self.disk.processed) <= set(range(1, self.published + 1))
@@ -310,23 +290,17 @@ class World(RuleBasedStateMachine):
         kept = self.receiver.inbox.lanes
         with self.disk.transaction() as transaction:
             lanes = kept(transaction)
-        if LANE in lanes:
+        if self.events:
+            # Also what is missing or dead-lettered at the end of the lane is recorded.
             assert not lanes[LANE].state.missing
-
-    def _end(self) -> None:
-        self.receiver.catch_up(LANE)
+            assert lanes[LANE].state.high >= self._acknowledged()
+            assert self.receiver.catch_up() == []
 
 
 class InOrder(World):
-    """The same for a receiver that waits for missing deliveries before later ones.
-
-    It learns from a checkpoint what is missing at the end of a lane.
-    """
+    """The same for a receiver that waits for missing deliveries before later ones."""
 
     gaps = Gaps.CATCH_UP
-
-    def _end(self) -> None:
-        assert self.receiver.handle(self._checkpoint()).status == 200
 
 
 @pytest.mark.parametrize("world", [World, InOrder])

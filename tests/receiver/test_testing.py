@@ -8,9 +8,11 @@ from outbox.errors import UsageError
 from outbox.receiver import (
     AsyncReceiver,
     Gaps,
+    Inbox,
     MemoryDatabase,
     Message,
     Receiver,
+    Refuse,
     Request,
     verify,
 )
@@ -84,41 +86,49 @@ def test_every_event_is_processed_once_over_a_faulty_network(seed: int) -> None:
 
 
 @pytest.mark.parametrize("gaps", [Gaps.REPORT, Gaps.CATCH_UP])
-def test_a_checkpoint_reveals_a_missing_end(gaps: Gaps, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_catch_up_finds_a_loss_at_the_end_of_a_lane(
+    gaps: Gaps, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "outbox.receiver")
     sender = FakeSender()
     receiver = Receiver(sender.secret, MemoryDatabase(), fetch=sender, gaps=gaps)
     came: list[int] = []
 
     @receiver.on("a.b")
     def handle(message: Message, _: object) -> None:
+        if message.data == 5:
+            raise Refuse("never")
         came.append(message.data)
 
     assert receiver.handle(sender.event("a.b", 1)).status == 200
-    assert receiver.handle(sender.checkpoint()).text == "no delivery is missing"
-    assert receiver.totals.gaps == 0
+    assert receiver.catch_up() == []
+    # Acknowledged elsewhere: no later delivery shows the gap.
     sender.event("a.b", 2)
-    sender.dead_letter(sender.event("a.b", 3))
-    response = receiver.handle(sender.checkpoint())
-    assert (response.status, response.text) == (200, "deliveries are missing")
-    assert receiver.totals.gaps == 1
-    assert f"lane {sender.lane()}: acknowledged, not received: 2" in caplog.text
-    levels = {record.levelname for record in caplog.records if "not received" in record.message}
-    assert levels == ({"ERROR"} if gaps is Gaps.REPORT else {"WARNING"})
-    assert came == ([1] if gaps is Gaps.REPORT else [1, 2])
-    # An unreachable relay is not a reason to refuse; it is asked again later.
-    sender.event("a.b", 4)
-    lanes = sender._lanes
-    request = sender.checkpoint()
-    sender._lanes = {}
-    assert receiver.handle(request).status == 200
-    sender._lanes = lanes
-    assert receiver.handle(request).text == "deliveries are missing"
-    assert receiver.totals.gaps == 2
-    if gaps is Gaps.REPORT:
-        receiver.catch_up()
-    assert sorted(came) == [1, 2, 4]
-    assert receiver.handle(request).text == "no delivery is missing"
-    assert verify(request.headers, request.body, sender.secret).checkpoint is not None
+    for n in (3, 4):
+        sender.dead_letter(sender.event("a.b", n))
+    sender.event("a.b", 5)
+    (result,) = receiver.catch_up()
+    assert (result.fetched, result.dead_lettered, result.unavailable) == (1, 2, ((5, 5),))
+    assert came == [1, 2]
+    assert receiver.totals.fetched == 1
+    assert (
+        f"lane {sender.lane()}: caught up with 1 deliveries; dead-lettered: 2; "
+        "refused or no longer retained: 5"
+    ) in caplog.text
+    # It is recorded: another one has nothing to do, and the next delivery shows no gap.
+    assert receiver.catch_up() == []
+    assert receiver.handle(sender.event("a.b", 6)).status == 200
+    assert (came, receiver.totals.gaps) == ([1, 2, 6], 0)
+
+
+def test_a_lane_that_was_lost_as_a_whole_is_fetched_if_the_inbox_is_older() -> None:
+    for from_start in (False, True):
+        sender = FakeSender()
+        inbox = Inbox(from_start=from_start)
+        receiver = Receiver(sender.secret, MemoryDatabase(), inbox=inbox, fetch=sender)
+        receiver.on("a.b")(lambda *_: None)
+        sender.event("a.b", 1)
+        assert [each.fetched for each in receiver.catch_up()] == [1] * from_start
 
 
 def test_a_replay_of_a_processed_delivery_is_not_processed_again() -> None:
@@ -145,14 +155,15 @@ def test_a_replay_of_a_processed_delivery_is_not_processed_again() -> None:
     assert came == [1, 2]
 
 
-def test_a_checkpoint_that_cannot_be_read_is_refused() -> None:
+def test_a_signed_request_that_is_no_delivery_is_refused() -> None:
     sender = FakeSender()
     receiver = Receiver(sender.secret, MemoryDatabase())
-    body = b'{"type": "outbox.checkpoint", "lanes": [7]}'
+    # Of a relay before 0.1.0.
+    body = b'{"type": "outbox.checkpoint", "lanes": []}'
     response = receiver.handle(Request("POST", sign(sender.secret, "msg_1", body), body))
     assert (response.status, response.text) == (
         400,
-        "a lane of the checkpoint has no valid name, generation and sequences",
+        "the headers X-Lane and X-Sequence are missing",
     )
 
 

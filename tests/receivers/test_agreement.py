@@ -48,15 +48,15 @@ def ranges(draw: st.DrawFn) -> list[int]:
 
 @st.composite
 def operations(draw: st.DrawFn) -> list[Any]:
-    kind = draw(st.sampled_from(["observe", "observe", "observe", "close", "checkpoint", "unav"]))
+    kind = draw(st.sampled_from(["observe", "observe", "observe", "close", "progress", "unav"]))
     number = draw(numbers)
     if kind == "observe":
         previous = draw(st.integers(max(0, number - 4), number - 1) | st.just(0))
         return ["observe", number, previous, draw(st.integers(0, 9)) == 0]
     if kind == "close":
         return ["close", number]
-    if kind == "checkpoint":
-        return ["checkpoint", number, draw(st.lists(ranges(), max_size=2))]
+    if kind == "progress":
+        return ["progress", number, draw(st.lists(ranges(), max_size=2))]
     return ["unavailable", *draw(ranges())]
 
 
@@ -67,8 +67,8 @@ def applied(operation: list[Any], order: LaneOrder) -> Any:
             return as_json(order.observe(sequence, previous, lane_ends=lane_ends))
         case ["close", sequence]:
             return order.close(sequence)
-        case ["checkpoint", sequence, dead_lettered]:
-            return order.apply_checkpoint(sequence, [(lo, hi) for lo, hi in dead_lettered])
+        case ["progress", sequence, dead_lettered]:
+            return order.apply_progress(sequence, [(lo, hi) for lo, hi in dead_lettered])
         case ["unavailable", lo, hi]:
             return order.mark_unavailable(lo, hi)
     raise AssertionError(operation)
@@ -169,17 +169,7 @@ def by_python(
         }
         for each in verified.messages
     ]
-    marks = verified.checkpoint
-    checkpoint = marks and [
-        {
-            "lane": mark.lane,
-            "generation": mark.generation,
-            "sequence": mark.sequence,
-            "dead_lettered": mark.dead_lettered,
-        }
-        for mark in marks
-    ]
-    return dict(plain({"messages": messages, "checkpoint": checkpoint}))
+    return dict(plain({"messages": messages}))
 
 
 def by_program(
@@ -339,16 +329,3 @@ def test_an_asymmetric_signature_is_verified(verifier: LineProgram, name: Format
         assert by_program(verifier, alone, prepared.body, secrets) == {"error": "signature"}
     changed = prepared.body + b" "
     assert by_program(verifier, alone, changed, [key.public_text]) == {"error": "signature"}
-
-
-def test_a_checkpoint_is_read_alike(verifier: LineProgram) -> None:
-    sender = FakeSender(SECRET, clock=lambda: float(NOW))
-    for n in range(5):
-        request = sender.event("a.b", n)
-        if n in (1, 2):
-            sender.dead_letter(request)
-    checkpoint = sender.checkpoint()
-    headers = list(dict(checkpoint.headers).items())
-    expected = by_python(headers, checkpoint.body, [SECRET])
-    assert expected["checkpoint"]
-    assert by_program(verifier, headers, checkpoint.body, [SECRET]) == expected

@@ -56,7 +56,6 @@ async def failures(server: ServerProgram, **options: Any) -> dict[str, str]:
         uuid.uuid4(),
         time.time,
         other_secret=OTHER,
-        checkpoints=True,
         binary=True,
         **options,
     )

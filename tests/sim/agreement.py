@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     import random
     from uuid import UUID
 
-    from outbox.core.delivery.receiver_checkpoint import LaneMark
 
 SCHEMA = "relay"
 LEASE_S = 100.0
@@ -481,12 +480,7 @@ class Script:
 
     async def _read_database_stats(self) -> Any:
         stats = await self._state_store(self._ids[0]).read_database_stats()
-        store = self._stores.receiver_checkpoints.CheckpointStore(self._db)
-        marks = await store.marks(self._side.endpoint_ids)
-        return (
-            (stats.dead_letters, stats.alive, stats.lapsed),
-            [sorted(map(_dateless_mark, marks[i])) for i in self._side.endpoint_ids],
-        )
+        return stats.dead_letters, stats.alive, stats.lapsed
 
     async def _maintain(self) -> Any:
         """Begin, settle and drop periods that last 0 s and are kept for 0 s."""
@@ -647,10 +641,6 @@ def dateless_name(lane: str) -> str:
     """The name of a lane with its generation like that."""
     endpoint, generation, slot = lane.split("-")
     return f"{endpoint}-{dateless(int(generation))}-{slot}"
-
-
-def _dateless_mark(mark: LaneMark) -> tuple[Any, ...]:
-    return dateless_name(mark.lane), dateless(mark.generation), mark.sequence, mark.dead_lettered
 
 
 def _without_times(progress: Any) -> Any:

@@ -21,7 +21,15 @@ from outbox.store.connection.dsn import parse
 from outbox.store.connection.migrate import migrate, sql
 from outbox.store.connection.migration_files import Migration, migrations, read_works_from
 from outbox.store.connection.schema_status import require_current, status
-from tests.support.relay import Network, add_endpoint, fetchval, publish, register, running
+from tests.support.relay import (
+    Network,
+    add_endpoint,
+    fetchval,
+    publish,
+    register,
+    running,
+    shared_out,
+)
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -212,25 +220,53 @@ async def test_a_newer_schema_is_rejected(database: Database) -> None:
             await refused
 
 
-def _with_another(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    """Add a migration file, as a later version would."""
-    works_from = read_works_from(text, LAST + 1)
-    known = (*migrations(), Migration(LAST + 1, "later", text, "x", works_from))
+ROLLING = f"-- Compatible with programs of version {LAST}.\n"
+STOP_FIRST = "-- Relays stop first.\n"
+LATER = f"{LAST + 1:04}_later"
+
+
+def _with_more(monkeypatch: pytest.MonkeyPatch, *texts: str) -> None:
+    """Add migration files, as a later version would."""
+    more = [
+        Migration(version, "later", text, "x", read_works_from(text, version))
+        for version, text in enumerate(texts, LAST + 1)
+    ]
+    known = (*migrations(), *more)
     for each in (module, schema_status):
         monkeypatch.setattr(each, "migrations", lambda: known)
+
+
+def _script_of(text: str) -> str:
+    """The SQL of a later version; this program does not know it."""
+    with pytest.MonkeyPatch.context() as later:
+        _with_more(later, text)
+        return sql("relay", after=LAST)
+
+
+def test_the_first_line_of_a_file_says_whether_relays_stop_first() -> None:
+    # Files without such a line are older than the rule; they cannot be edited.
+    for migration in migrations()[12:]:
+        line = migration.sql.partition("\n")[0]
+        last = migration.version - 1
+        assert line in (STOP_FIRST.strip(), f"-- Compatible with programs of version {last}.")
+    assert [m.version for m in migrations()[:12] if m.relays_stop_first] == [1, 2, 3, 9, 10]
 
 
 @pytest.mark.one_major
 @pytest.mark.parametrize("by_hand", [False, True])
 async def test_a_newer_compatible_schema_is_accepted(database: Database, by_hand: bool) -> None:
     connection = await opened(database)
-    text = f"-- Compatible with programs of version {LAST}.\nCREATE TABLE later (id int);"
-    with pytest.MonkeyPatch.context() as later:
-        _with_another(later, text)
-        if by_hand:
-            await connection.execute(sql("relay", after=LAST))
-        else:
-            assert [m.version for m in await migrate(connection, "relay")] == [LAST + 1]
+    text = f"{ROLLING}CREATE TABLE later (id int);"
+    await add_endpoint(database)
+    async with running(database, Network()):
+        await until(lambda: shared_out(database, 1), 20, "the relay")
+        with pytest.MonkeyPatch.context() as later:
+            _with_more(later, text)
+            if by_hand:
+                await connection.execute(sql("relay", after=LAST))
+            else:
+                assert [m.version for m in await migrate(connection, "relay")] == [LAST + 1]
+        assert await fetchval(database, RUN)
     await require_current(connection, "relay")
     assert (await status(connection, "relay")).version == LAST + 1
     assert await migrate(connection, "relay") == []
@@ -249,24 +285,115 @@ async def test_one_incompatible_migration_is_sufficient(database: Database) -> N
     await require_current(connection, "relay")
 
 
+RUN = "SELECT count(*) FROM replica WHERE expires_at > clock_timestamp()"
+REFUSAL = (
+    rf"{LATER} was not applied: relays must stop first, and 1 is running: shop-1 \(version \S+\); "
+    r"stop them, then run this again \(one that was killed counts as running until its lease "
+    r"ends, in at most [1-9]\d* s\)"
+)
+
+
 @pytest.mark.one_major
-@pytest.mark.parametrize("line", ["", f"-- Compatible with programs of version {LAST}.\n"])
-async def test_an_incompatible_migration_ends_leases_of_older_relays(
-    database: Database, monkeypatch: pytest.MonkeyPatch, line: str
+@pytest.mark.parametrize("by_hand", [False, True])
+async def test_a_migration_is_refused_while_a_relay_that_must_stop_first_runs(
+    database: Database, monkeypatch: pytest.MonkeyPatch, by_hand: bool
+) -> None:
+    connection = await opened(database)
+    script = _script_of(f"{STOP_FIRST}CREATE TABLE later (id int);")
+    await add_endpoint(database)
+    before = await catalog(connection, "relay")
+
+    async def apply() -> None:
+        if by_hand:
+            await asyncio.to_thread(psql, database, script)
+        else:
+            await migrate(connection, "relay")
+
+    async with running(database, Network(), name="shop-1"):
+        await until(lambda: shared_out(database, 1), 20, "the relay")
+        # A relay that starts now would refuse the older schema.
+        _with_more(monkeypatch, f"{STOP_FIRST}CREATE TABLE later (id int);")
+        with pytest.raises(AssertionError if by_hand else CannotRun) as caught:
+            await apply()
+        assert await catalog(connection, "relay") == before
+        assert await fetchval(database, RUN) == 1, "the relay has lost its lease"
+    assert re.search(REFUSAL if by_hand else f"^{REFUSAL}$", str(caught.value))
+    await apply()
+    assert (await status(connection, "relay")).version == LAST + 1
+
+
+@pytest.mark.one_major
+async def test_a_killed_relay_counts_as_running_until_its_lease_ends(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connection = await opened(database)
+    replicas = ReplicaStore(connection)
+    ids = [await register(replicas, lease_s, name=f"r{lease_s}") for lease_s in range(60, 67)]
+    # One whose lease has ended is not counted.
+    await connection.execute(
+        "UPDATE replica SET expires_at = clock_timestamp() WHERE id = $1", ids[0]
+    )
+    _with_more(monkeypatch, f"{STOP_FIRST}SELECT 1;")
+    first = ", ".join(f"r{n} (version 0)" for n in range(61, 66))
+    with pytest.raises(
+        CannotRun, match=re.escape(f"and 6 are running: {first} and others; stop them")
+    ) as caught:
+        await migrate(connection, "relay")
+    assert int(re.findall(r"in at most (\d+) s", str(caught.value))[0]) in (65, 66)
+    await connection.execute("UPDATE replica SET expires_at = clock_timestamp()")
+    assert len(await migrate(connection, "relay")) == 1
+
+
+@pytest.mark.one_major
+@pytest.mark.parametrize("order", [(ROLLING, STOP_FIRST), (STOP_FIRST, ROLLING)])
+async def test_a_refused_migration_leaves_the_schema_at_its_version(
+    database: Database, monkeypatch: pytest.MonkeyPatch, order: tuple[str, str]
 ) -> None:
     connection = await opened(database)
     replicas = ReplicaStore(connection)
     me = await register(replicas)
-    _with_another(monkeypatch, line + "SELECT 1;")
-    await migrate(connection, "relay")
-    assert bool(await replicas.renew(me)) == bool(line)
+    _with_more(monkeypatch, *[f"{line}SELECT 1;" for line in order])
+    refused = LAST + 1 + order.index(STOP_FIRST)
+    with pytest.raises(CannotRun, match=f"{refused:04}_later was not applied: relays must stop"):
+        await migrate(connection, "relay")
+    assert (await status(connection, "relay")).version == LAST
+    await replicas.release_all(me, "test")
+    assert [m.version for m in await migrate(connection, "relay")] == [LAST + 1, LAST + 2]
 
 
-def _incompatible_script() -> str:
-    """The SQL of a later, incompatible version; this program does not know it."""
-    with pytest.MonkeyPatch.context() as later:
-        _with_another(later, "SELECT 1;")
-        return sql("relay", after=LAST)
+@pytest.mark.one_major
+async def test_a_frozen_relay_does_not_write_after_a_migration_before_which_relays_stop(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    added = await add_endpoint(database)
+    connection = await opened(database)
+    replicas = ReplicaStore(connection)
+    me = await register(replicas)
+    await connection.execute("UPDATE replica SET expires_at = clock_timestamp()")
+    _with_more(monkeypatch, f"{STOP_FIRST}SELECT 1;")
+    assert len(await migrate(connection, "relay")) == 1
+    assert not await replicas.renew(me)
+    assert await replicas.claim(me, [added.id], "test") == {}
+    # Also if the server's clock is set back.
+    assert await connection.fetchval("SELECT expires_at = '-infinity' FROM replica")
+
+
+@pytest.mark.one_major
+async def test_a_migration_waits_for_a_write_that_began_before_the_end_of_the_lease(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock_retry, "RETRY_FOR_S", 0.0)
+    connection, writer = await opened(database), await opened(database)
+    me = await register(ReplicaStore(connection))
+    _with_more(monkeypatch, f"{STOP_FIRST}SELECT 1;")
+    async with writer.transaction():
+        # The fence of its writes.
+        await writer.execute("SELECT FROM replica WHERE id = $1 FOR KEY SHARE", me)
+        await connection.execute("UPDATE replica SET expires_at = clock_timestamp()")
+        with pytest.raises(CannotRun, match=f"{LATER} was not applied: .* still holds a lock"):
+            await migrate(connection, "relay")
+        assert (await status(connection, "relay")).version == LAST
+    assert len(await migrate(connection, "relay")) == 1
 
 
 REGISTRATION_WAITS = """
@@ -275,11 +402,11 @@ SELECT count(*) > 0 FROM pg_locks WHERE relation = 'relay.replica'::regclass AND
 
 
 @pytest.mark.one_major
-async def test_a_relay_registers_before_an_incompatible_migration_or_after_its_commit(
+async def test_a_relay_registers_before_a_migration_before_which_relays_stop_or_after_its_commit(
     database: Database,
 ) -> None:
     migrating, connection = await opened(database), await opened(database)
-    script, commit, _ = _incompatible_script().rpartition("COMMIT;")
+    script, commit, _ = _script_of(f"{STOP_FIRST}SELECT 1;").rpartition("COMMIT;")
     await migrating.execute(script)
     async with asyncio.TaskGroup() as tasks:
         registering = tasks.create_task(register(ReplicaStore(connection)))
@@ -292,16 +419,16 @@ async def test_a_relay_registers_before_an_incompatible_migration_or_after_its_c
 
 
 @pytest.mark.one_major
-async def test_a_relay_that_registers_after_an_incompatible_migration_sends_nothing(
+async def test_a_relay_that_registers_after_such_a_migration_sends_nothing(
     database: Database, monkeypatch: pytest.MonkeyPatch, logs: list[MutableMapping[str, Any]]
 ) -> None:
     await add_endpoint(database)
     await publish(database, 1)
     registered: Any = ReplicaStore.register
-    script = _incompatible_script()
+    script = _script_of(f"{STOP_FIRST}SELECT 1;")
 
     async def register_late(*args: Any) -> int:
-        # The version was checked before; the migration found no lease to end.
+        # The version was checked before; the migration found no relay.
         if await fetchval(database, "SELECT max(version) FROM relay.migration") == LAST:
             async with database.connection() as other:
                 await other.execute(script)
@@ -415,7 +542,7 @@ async def test_a_waiting_migration_does_not_block_producers(
     database: Database, monkeypatch: pytest.MonkeyPatch, payload_bytes_max: int | None
 ) -> None:
     if payload_bytes_max is None:
-        _with_another(monkeypatch, "ALTER TABLE outbox ADD COLUMN later int;")
+        _with_more(monkeypatch, "ALTER TABLE outbox ADD COLUMN later int;")
     connection, holder, producer = [await opened(database) for _ in range(3)]
     await holder.execute(f"BEGIN; {PUBLISH}")
     # A generous bound: it waits for a tenth of a second at most, or else until the COMMIT.
@@ -437,7 +564,7 @@ async def test_a_migration_without_its_lock_names_the_holder(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lock_retry, "RETRY_FOR_S", 3.0)
-    _with_another(monkeypatch, "CREATE TABLE later (); ALTER TABLE outbox ADD COLUMN later int;")
+    _with_more(monkeypatch, "CREATE TABLE later (); ALTER TABLE outbox ADD COLUMN later int;")
     connection, holder = await opened(database), await opened(database)
     await holder.execute(f"SET application_name = 'billing'; BEGIN; {PUBLISH}")
     pid = holder.get_server_pid()
@@ -470,7 +597,7 @@ WAITERS = "SELECT count(*) FROM pg_locks WHERE NOT granted"
 async def test_a_migration_that_deadlocks_is_applied_again(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _with_another(monkeypatch, WAIT_FOR_TURN)
+    _with_more(monkeypatch, WAIT_FOR_TURN)
     connection, other, starter = [await opened(database) for _ in range(3)]
     # The last to wait finds the deadlock, and before it does a lock_timeout of 0.1 s.
     await connection.execute("SET deadlock_timeout = '5ms'")

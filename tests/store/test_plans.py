@@ -22,7 +22,6 @@ from outbox.core.delivery.commands import (
     Progress,
     Record,
 )
-from outbox.core.delivery.receiver_checkpoint import DEAD_RANGES_MAX
 from outbox.core.sequencing.filter_budget import AGAIN_AFTER_S
 from outbox.core.sequencing.gaps import CursorChange
 from outbox.core.sequencing.router import Deliveries
@@ -41,7 +40,7 @@ from outbox.relay.cluster.connections import SESSION_SETTINGS
 from outbox.store import database_stats, operational_events
 from outbox.store.cluster import leadership, replicas
 from outbox.store.cluster.timeline import READ_TIMELINE
-from outbox.store.delivery import endpoint_state, lanes, receiver_checkpoints, records
+from outbox.store.delivery import endpoint_state, lanes, records
 from outbox.store.delivery import endpoints as destinations
 from outbox.store.errors import Fenced
 from outbox.store.replays import replay_feed
@@ -236,15 +235,6 @@ async def _replay_of_a_range(log: LongLog) -> Case:
     rows, pages = 10 * 3 + 10, 10 * 3 * FOUR + 40
     arguments = ([1000], [endpoint_id], [10])
     return Case(routing.READ_REPLAYS, arguments, rows, pages, before=(requested,))
-
-
-async def _how_far_lanes_are(log: LongLog) -> Case:
-    """For a receiver checkpoint of one endpoint: the last success after each lane's checkpoint,
-    and its newest dead letters."""
-    rows, pages = (3 + DEAD_RANGES_MAX) * SLOTS, (2 + len(NEWEST) + DEAD_RANGES_MAX) * FOUR * SLOTS
-    return Case(
-        receiver_checkpoints.READ_MARKS, ([log.endpoints[1]],), rows, pages, {"attempt": NEWEST}
-    )
 
 
 async def _letters(log: LongLog) -> Case:
@@ -561,7 +551,6 @@ RELAY = {
         _replays,
         _no_replays,
         _replay_of_a_range,
-        _how_far_lanes_are,
         _letters,
         _claim_of_letters,
         _reads,

@@ -41,6 +41,12 @@ SELECT count(*) = $1 AND max(owned) - min(owned) <= 1
           FROM replica r LEFT JOIN ownership o ON o.replica_id = r.id
          GROUP BY r.id) _
 """
+# Registers "shop-1" in any version of the schema, as if it ran; and ends all leases.
+ADD_REPLICA = """
+INSERT INTO relay.replica (label, name, version, lease_s, expires_at)
+VALUES ('outbox-relay:1', 'shop-1', '0', 60, clock_timestamp() + interval '60 s')
+"""
+END_LEASES = "UPDATE relay.replica SET expires_at = clock_timestamp()"
 QUICK_RETRY = {"base_s": 0.02, "factor": 2.0, "cap_s": 0.1, "attempts_max": 4}
 
 OK = AttemptResult.completed(204, 0.001)

@@ -34,14 +34,12 @@ AGE_S_MAX = 3650 * 86400.0
 BACKLOG_DELIVERIES_MAX = 2**63 - 1
 BATCH_MAX = 1000
 """Deliveries per request."""
-CHECKPOINT_EVERY_MIN_S = 1.0
 
 HTTP_ONLY = (
     "method",
     "header_prefix",
     "batch_max",
     "keep_alive",
-    "checkpoint_every",
     "retryable",
 )
 """Settings that a broker's endpoint cannot have."""
@@ -277,16 +275,6 @@ class EndpointSettings:
             _REQUESTS,
             "CA certificates (PEM) to trust instead of the system's.",
             none="the system's",
-        ),
-    )
-    checkpoint_every_s: float | None = field(
-        default=None,
-        metadata=_metadata(
-            setting_types.Time(AGE_S_MAX, CHECKPOINT_EVERY_MIN_S),
-            _REQUESTS,
-            "Interval for sending each lane's last sequence number, so that the receiver detects "
-            "missing events at the end of a lane.",
-            none="never",
         ),
     )
 

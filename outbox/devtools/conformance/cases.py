@@ -32,7 +32,6 @@ from outbox.devtools.conformance.batch_cases import add_batches
 from outbox.devtools.conformance.suite import Suite
 from outbox.devtools.conformance.valid_cases import (
     add_binary_payloads,
-    add_checkpoints,
     add_copies,
     add_deliveries,
     add_order,
@@ -53,7 +52,6 @@ def cases(
     clock: Callable[[], float],
     *,
     other_secret: str,
-    checkpoints: bool = False,
     batches: bool = False,
     binary: bool = False,
     header_prefix: str = DEFAULT_PREFIX,
@@ -66,7 +64,6 @@ def cases(
         endpoint_id: seed of unique lane names and event ids.
         clock: returns epoch seconds.
         other_secret: a secret that the receiver does not have.
-        checkpoints: include the cases for checkpoints.
         batches: include the cases for batches.
         binary: include the case for payloads that are not JSON.
         header_prefix: begins the names of the headers that describe a delivery.
@@ -94,8 +91,6 @@ def cases(
         add_metadata(suite)
     if binary:
         add_binary_payloads(suite)
-    if checkpoints:
-        add_checkpoints(suite)
     if batches:
         add_batches(suite)
     return tuple(suite.cases)

@@ -1,16 +1,14 @@
-"""Deliveries that a receiver has to accept: in order, as copies, with holes, and checkpoints."""
+"""Deliveries that a receiver has to accept: in order, as copies, and with holes."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from outbox.devtools.conformance.altered_requests import edited, resigned, signed
+from outbox.devtools.conformance.altered_requests import edited
 from outbox.devtools.conformance.suite import LARGE_BYTES, ExpectedResponse
 
 if TYPE_CHECKING:
     from outbox.devtools.conformance.suite import Suite
-
-NO_LANES = b'{"id": "x", "type": "outbox.checkpoint", "lanes": 7}'
 
 
 def add_deliveries(suite: Suite) -> None:
@@ -121,28 +119,4 @@ def add_order(suite: Suite) -> None:
     case.taken(case.event(1))
     last = case.taken(case.event(2, lane_ends=True))
     case.taken(case.sender.resend(last), again=True)
-    case.end()
-
-
-def add_checkpoints(suite: Suite) -> None:
-    case = suite.case("a checkpoint", "it refuses checkpoints")
-    case.taken(case.event(1))
-    case.step(case.sender.checkpoint(), ExpectedResponse.TAKEN)
-    case.step(case.sender.checkpoint(), ExpectedResponse.TAKEN)
-    case.taken(case.event(2))
-    case.end()
-
-    case = suite.case("a checkpoint before its deliveries", "late deliveries are dropped forever")
-    case.taken(case.event(1))
-    late = case.event(2)
-    case.step(case.sender.checkpoint(), ExpectedResponse.TAKEN)
-    case.taken(late)
-    case.taken(case.event(3))
-    case.end()
-
-    case = suite.case("a forged checkpoint", "anyone can report all deliveries as missing")
-    case.taken(case.event(1))
-    case.step(signed(case.sender.checkpoint(), suite.other_secret), ExpectedResponse.REFUSED)
-    case.step(resigned(suite, case.sender.checkpoint(), NO_LANES), ExpectedResponse.REFUSED)
-    case.taken(case.event(2))
     case.end()

@@ -49,16 +49,6 @@ function parse(body) {
   }
 }
 
-// Compares a checkpoint (--checkpoint-every) with the lanes: only it reveals deliveries missing
-// at the end of a lane.
-function compare(checkpoint) {
-  if (!Array.isArray(checkpoint.lanes)) throw new Refused(400, "not a checkpoint");
-  for (const { lane, sequence } of checkpoint.lanes) {
-    const high = lanes.get(lane) ?? sequence; // An unknown lane may predate this receiver.
-    if (sequence > high) console.warn(`lane ${lane}: ${high + 1} to ${sequence} are missing`);
-  }
-}
-
 // Only the body is signed: a header that differs from it was changed in transit.
 function read(headers, delivery) {
   const { id, type, lane, sequence, previous_sequence: previous } = delivery ?? {};
@@ -115,9 +105,7 @@ createServer((request, response) => {
     try {
       const body = Buffer.concat(chunks);
       verify(request.headers, body);
-      const content = parse(body);
-      if (content?.type === "outbox.checkpoint" && content.lane === undefined) compare(content);
-      else receive(request.headers["x-delivery"], read(request.headers, content));
+      receive(request.headers["x-delivery"], read(request.headers, parse(body)));
       respond(200, "ok\n");
     } catch (error) {
       respond(error.status ?? 500, `${error.status ? error.message : "failed"}\n`);

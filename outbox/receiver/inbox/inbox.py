@@ -25,14 +25,12 @@ from outbox.drivers.statement import Call
 from outbox.errors import UsageError
 from outbox.receiver.inbox.process import (
     TOLERANCE,
-    CheckpointComparison,
     DeliveryResult,
-    compare,
     end_lane,
-    mark_unavailable,
     receive,
     receive_foreign,
     receive_run,
+    record_gaps,
     skip,
 )
 from outbox.receiver.inbox.statements import Dialect, Statements, statements
@@ -41,9 +39,9 @@ from outbox.receiver.lane_order import StoredLane
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
-    from outbox.core.delivery.receiver_checkpoint import LaneMark
     from outbox.core.model.int_ranges import Range
     from outbox.drivers.statement import Plan
+    from outbox.receiver.lane_order import LaneGaps
     from outbox.receiver.message import Message
 
 P = ParamSpec("P")
@@ -126,7 +124,7 @@ class Inbox:
             raise UsageError(f"tolerance: must be 0 or more, not {tolerance}")
         self._sql = {dialect: statements(dialect, prefix) for dialect in get_args(Dialect)}
         self._keep_s = keep_s
-        self._from_start = from_start
+        self.from_start = from_start
         self._tolerance = tolerance
 
     # ------------------------------------------------------------------- deliveries
@@ -160,7 +158,7 @@ class Inbox:
             self._write_statements(connection),
             message,
             gaps=gaps,
-            from_start=from_start or self._from_start,
+            from_start=from_start or self.from_start,
             tolerance=self._tolerance,
             expired_before=self._expired_before(connection),
         )
@@ -267,7 +265,7 @@ class Inbox:
             previous_sequence,
             siblings,
             gaps=gaps,
-            from_start=from_start or self._from_start,
+            from_start=from_start or self.from_start,
         )
 
     @_blocking
@@ -283,23 +281,19 @@ class Inbox:
         return skip(self._write_statements(connection), lane, sequence, lane_ends=lane_ends)
 
     @_blocking
-    def compare(self, connection: Any, marks: Sequence[LaneMark]) -> Plan[CheckpointComparison]:
-        """Compare a checkpoint with the inbox, and record what is missing."""
-        return compare(self._write_statements(connection), marks, from_start=self._from_start)
+    def record_gaps(self, connection: Any, lane: str, gaps: LaneGaps) -> Plan[tuple[Range, ...]]:
+        """Record what a catch-up of a lane did not process.
 
-    @_blocking
-    def mark_unavailable(
-        self, connection: Any, lane: str, numbers: Sequence[Range]
-    ) -> Plan[tuple[Range, ...]]:
-        """Change missing numbers that cannot be fetched any more to unknown; returns them."""
-        return mark_unavailable(self._write_statements(connection), lane, numbers)
+        Returns:
+            The unavailable numbers that were missing until now, also at the end of the lane.
+        """
+        return record_gaps(self._write_statements(connection), lane, gaps)
 
     lanes_async = _asynchronous(lanes)
     lane_async = _asynchronous(lane)
     end_lane_async = _asynchronous(end_lane)
     skip_async = _asynchronous(skip)
-    compare_async = _asynchronous(compare)
-    mark_unavailable_async = _asynchronous(mark_unavailable)
+    record_gaps_async = _asynchronous(record_gaps)
 
     # ------------------------------------------------------------------------ tables
 

@@ -25,9 +25,8 @@ from typing import TYPE_CHECKING
 import orjson
 
 from outbox.drivers.statement import Call
-from outbox.receiver.catch_up import lanes_behind
-from outbox.receiver.fetch import LaneProgress
 from outbox.receiver.lane_order import (
+    LaneGaps,
     LaneOrder,
     Observation,
     OrderKind,
@@ -38,7 +37,6 @@ from outbox.receiver.lane_order import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from outbox.core.delivery.receiver_checkpoint import LaneMark
     from outbox.core.model.int_ranges import Range
     from outbox.drivers.statement import Plan
     from outbox.receiver.inbox.statements import Statements
@@ -73,16 +71,6 @@ class DeliveryResult:
     def fresh(self) -> bool:
         """The delivery is new and has to be processed."""
         return self.outcome is DeliveryOutcome.FRESH
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointComparison:
-    """Result of comparing a checkpoint with the inbox, by lane with missing numbers."""
-
-    newly_missing: dict[str, tuple[Range, ...]]
-    """Missing numbers that the inbox did not know of."""
-    missing: dict[str, tuple[Range, ...]]
-    """All numbers acknowledged according to the sender, and not received."""
 
 
 _IN_ORDER = Observation(OrderKind.IN_ORDER)
@@ -204,36 +192,6 @@ def receive_foreign(sql: Statements, message_id: str) -> Plan[DeliveryResult]:
     return DeliveryResult(DeliveryOutcome.FRESH if claimed else DeliveryOutcome.DUPLICATE)
 
 
-def compare(
-    sql: Statements, marks: Sequence[LaneMark], *, from_start: bool = False
-) -> Plan[CheckpointComparison]:
-    """Compare the lanes of the inbox with a checkpoint, and record what is missing."""
-    rows = yield Call(sql.lanes, {})
-    known = {lane.name: lane for lane in map(StoredLane.from_row, rows)}
-    progress = [LaneProgress(mark.lane, mark.sequence, mark.generation) for mark in marks]
-    behind = set(lanes_behind(known, progress))
-    newly_missing: dict[str, tuple[Range, ...]] = {}
-    all_missing: dict[str, tuple[Range, ...]] = {}
-    # By name, the lock order of lanes.
-    for mark in sorted(marks, key=lambda mark: mark.lane):
-        if mark.lane not in behind and not (from_start and mark.lane not in known):
-            continue
-        yield Call(sql.add_lane, {"lane": mark.lane})
-        rows = yield Call(sql.lock_lanes, {"lane": mark.lane, "replayed": mark.lane})
-        before = StoredLane.from_row(rows[0]).state
-        order = LaneOrder.from_state(before)
-        if missing := order.apply_checkpoint(mark.sequence, mark.dead_lettered):
-            newly_missing[mark.lane] = missing
-        if order.to_state() != before:
-            yield _save_lane(sql, mark.lane, order)
-        missing = tuple(
-            (lo, hi) for lo, hi in order.ranges(SequenceState.MISSING) if lo <= mark.sequence
-        )
-        if missing:
-            all_missing[mark.lane] = missing
-    return CheckpointComparison(newly_missing, all_missing)
-
-
 def end_lane(
     sql: Statements,
     lane: str,
@@ -279,19 +237,21 @@ def skip(sql: Statements, lane: str, sequence: int, *, lane_ends: bool) -> Plan[
     yield _save_lane(sql, lane, order)
 
 
-def mark_unavailable(
-    sql: Statements, lane: str, numbers: Sequence[Range]
-) -> Plan[tuple[Range, ...]]:
-    """Change missing numbers that cannot be fetched any more to unknown; returns them."""
-    yield Call(sql.touch_lane, {"lane": lane})
+def record_gaps(sql: Statements, lane: str, gaps: LaneGaps) -> Plan[tuple[Range, ...]]:
+    """Record what a catch-up of a lane did not process.
+
+    Returns:
+        The unavailable numbers that were missing until now, also at the end of the lane.
+    """
+    yield Call(sql.add_lane, {"lane": lane})
     rows = yield Call(sql.lock_lanes, {"lane": lane, "replayed": lane})
-    if not rows:
-        return ()
-    order = LaneOrder.from_state(StoredLane.from_row(rows[0]).state)
-    unavailable = tuple(each for lo, hi in numbers for each in order.mark_unavailable(lo, hi))
-    if unavailable:
+    before = StoredLane.from_row(rows[0]).state
+    order = LaneOrder.from_state(before)
+    order.apply_progress(gaps.through, gaps.dead_lettered)
+    lost = tuple(each for lo, hi in gaps.unavailable for each in order.mark_unavailable(lo, hi))
+    if order.to_state() != before:
         yield _save_lane(sql, lane, order)
-    return unavailable
+    return lost
 
 
 def _overdue(order: LaneOrder, before: int, tolerance: int) -> tuple[Range, ...]:

@@ -48,7 +48,6 @@ class Statements:
     """Returns a row if this X-Delivery is recorded.  Fails in a failed transaction, which some
     drivers would commit without an error."""
     add_lane: str
-    touch_lane: str
     """Locks a lane by an UPDATE without effect, also on SQLite, which has no FOR UPDATE."""
     lock_lanes: str
     """Locks lanes in the order of their names, the global lock order."""
@@ -134,7 +133,6 @@ _COMMON = {
     "confirm": "SELECT 1 FROM {p}_inbox WHERE delivery_id = :delivery_id",
     "lanes": f"{_LANE_ROWS} ORDER BY lane",
     "lane": f"{_LANE_ROWS} WHERE lane = :lane",
-    "touch_lane": "UPDATE {p}_lane SET lane = lane WHERE lane = :lane",
     "claim": """
         INSERT INTO {p}_inbox (delivery_id, lane, sequence)
         VALUES (:delivery_id, :lane, :sequence)

@@ -16,7 +16,6 @@ from outbox.store.connection.schema_status import require_current
 from outbox.store.delivery.altered_secrets import journal_altered_secrets
 from outbox.store.delivery.endpoint_state import EndpointStateStore
 from outbox.store.delivery.lanes import LaneStore
-from outbox.store.delivery.receiver_checkpoints import CheckpointStore
 from outbox.store.delivery.records import RecordStore
 from outbox.store.privileges import require_relay_privileges
 from outbox.store.retention.partitions import PartitionStore
@@ -43,7 +42,6 @@ class Stores:
     lanes: type[LaneStore] = LaneStore
     sequencing: type[SequencingStore] = SequencingStore
     endpoint_state: type[EndpointStateStore] = EndpointStateStore
-    checkpoints: type[CheckpointStore] = CheckpointStore
     schedule_runs: type[ScheduleRunStore] = ScheduleRunStore
     partitions: type[PartitionStore] = PartitionStore
     retention: type[RetentionStore] = RetentionStore

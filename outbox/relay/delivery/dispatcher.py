@@ -136,7 +136,6 @@ class Dispatcher:
                 partial(self._record_unsolicited, endpoint_id), self._brokers,
             )  # fmt: skip
         self._add_lanes(loaded, sent_through_batch)
-        self._wake_for_checkpoints(endpoints.values())
 
     def replace_lanes(self, loaded: Iterable[LoadedLane]) -> None:
         """Replace the lanes of endpoints whose number of lanes was changed."""
@@ -191,7 +190,6 @@ class Dispatcher:
                 self._mark_changed(runtime)
             self._activate_all(runtime)
             self._schedule_probes(runtime)
-        self._wake_for_checkpoints(endpoints)
 
     def clock_jumped(self) -> None:
         """Recompute all timers after the clock was set."""
@@ -442,11 +440,6 @@ class Dispatcher:
             runtime.reuse = reuse
             self._telemetry.unsolicited_data(runtime)
             self._mark_changed(runtime)
-
-    def _wake_for_checkpoints(self, endpoints: Iterable[Endpoint]) -> None:
-        """Wake the supervisor if one of the endpoints receives checkpoints."""
-        if any(endpoint.checkpoint_every_s is not None for endpoint in endpoints):
-            self._wake_supervisor()
 
     def _mark_changed(self, runtime: EndpointRuntime) -> None:
         """Mark the endpoint's state as changed; the supervisor stores it."""

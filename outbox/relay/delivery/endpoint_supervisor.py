@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from outbox.relay.delivery.dispatcher import Dispatcher
     from outbox.relay.delivery.owned_endpoints import EndpointRuntime
-    from outbox.relay.delivery.receiver_checkpoints import CheckpointSender
     from outbox.relay.wake_event import WakeEvent
     from outbox.store.database_stats import DatabaseStats
     from outbox.store.delivery.endpoint_state import EndpointStateStore
@@ -51,7 +50,6 @@ class EndpointSupervisor:
         wake_event: set when the state of an endpoint changed.
         now: epoch seconds.
         leads: whether this replica leads, and also samples the database statistics.
-        checkpoints: sends receivers' checkpoints; it reads on the same connection.
     """
 
     def __init__(
@@ -61,14 +59,12 @@ class EndpointSupervisor:
         wake_event: WakeEvent,
         now: Callable[[], float],
         leads: Callable[[], bool],
-        checkpoints: CheckpointSender,
     ) -> None:
         self._store = store
         self._dispatcher = dispatcher
         self._wake_event = wake_event
         self._now = now
         self._leads = leads
-        self._checkpoints = checkpoints
         self.survey: DatabaseStats | None = None
         """The last database statistics; None: another replica leads."""
 
@@ -85,9 +81,7 @@ class EndpointSupervisor:
             if clock() >= survey_at:
                 self.survey = await self._survey() if self._leads() else None
                 survey_at = clock() + SURVEY_EVERY_S
-            await self._checkpoints.send_due(self._dispatcher.owned())
-            next_at = min(check_at, survey_at, self._checkpoints.next_due_at)
-            await self._wake_event.wait(max(next_at - clock(), 0.0))
+            await self._wake_event.wait(max(min(check_at, survey_at) - clock(), 0.0))
 
     async def _survey(self) -> DatabaseStats:
         stats = await self._store.read_database_stats()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 
 from outbox.core.model.sql_names import quote_ident, quote_literal, schema_name, search_path
+from outbox.drivers.errors import server_error
 from outbox.errors import CannotRun, UsageError
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.lock_retry import MESSAGE_LOCK_TIMEOUT_S, LockRetry
@@ -50,22 +51,44 @@ WRITE_HISTORY = (
     "INSERT INTO migration (version, name, checksum, works_from) VALUES ({}, {}, {}, {})"
 )
 
-# Keeps relays from registering until the transaction ends, and them alone: FOR KEY SHARE, the
-# fence of deliveries, does not conflict.  A relay that registers checks the schema's version before
-# and after: without this lock it could do both while END_LEASES, which does not see its row, is
-# still uncommitted.
-BLOCK_REGISTRATIONS = """DO $$ BEGIN
-    IF to_regclass('replica') IS NOT NULL THEN
-        LOCK TABLE replica IN SHARE ROW EXCLUSIVE MODE;
-    END IF;
-END $$"""
+RELAYS_RUN = "OB002"
+"""The error code of a migration that was refused because relays run."""
 
-# Expires all leases: relays have to register again, and check the schema's version then.
-END_LEASES = """DO $$ BEGIN
-    IF to_regclass('replica') IS NOT NULL THEN
-        UPDATE replica SET expires_at = clock_timestamp();
+# Refuses a migration while a relay runs: one whose lease has not expired, by the server's clock.
+#   LOCK TABLE: until the transaction ends, no relay registers and no lease is renewed.  It
+#     conflicts neither with readers nor with FOR KEY SHARE, the fence of deliveries.  A relay that
+#     registers checks the schema's version before and after: without this lock it could do both
+#     while the migration, which does not see its row, is uncommitted.
+#   FOR UPDATE: waits for statements that passed the fence before their lease expired.
+#   -infinity: no lease begins to run again if the server's clock is set back.  A relay that was
+#     frozen has to register again, and checks the schema's version then.
+REQUIRE_STOPPED_RELAYS = f"""DO $$ DECLARE
+    running bigint;
+    names   text;
+    left_s  numeric;
+BEGIN
+    IF to_regclass('replica') IS NULL THEN
+        RETURN;
     END IF;
-END $$"""
+    LOCK TABLE replica IN SHARE ROW EXCLUSIVE MODE;
+    SELECT count(*), ceil(extract(epoch FROM max(expires_at) - clock_timestamp())),
+           string_agg(format('%s (version %s)', name, version), ', ' ORDER BY n)
+             FILTER (WHERE n <= 5)
+      INTO running, left_s, names
+      FROM (SELECT name, version, expires_at, row_number() OVER (ORDER BY id) AS n
+              FROM replica WHERE expires_at > clock_timestamp()) r;
+    IF running > 0 THEN
+        RAISE EXCEPTION USING ERRCODE = '{RELAYS_RUN}', MESSAGE = format(
+            '{{migration}} was not applied: relays must stop first, and %s running: %s; stop them, '
+            'then run this again (one that was killed counts as running until its lease ends, in '
+            'at most %s s)',
+            running || CASE running WHEN 1 THEN ' is' ELSE ' are' END,
+            names || CASE WHEN running > 5 THEN ' and others' ELSE '' END,
+            greatest(left_s, 1));
+    END IF;
+    PERFORM FROM replica FOR UPDATE;
+    UPDATE replica SET expires_at = '-infinity';
+END $$"""  # noqa: S608 (constants only)
 
 # A message or script that was applied already, or that is for another version, stops before it
 # changes anything.
@@ -124,7 +147,8 @@ async def migrate(
 
     Raises:
         UsageError: an invalid name, limit or role.
-        CannotRun: as in `status` and `LockRetry.execute`.
+        CannotRun: a relay runs, and a pending migration requires that relays stop first; or as in
+            `status` and `LockRetry.execute`.
         SchemaTooNew, DatabaseUnavailable: as in `status`.
     """
     schema_name(schema)
@@ -133,18 +157,23 @@ async def migrate(
     locks = LockRetry(connection, open_observer)
     with map_errors(schema):
         while pending := (await status(connection, schema)).pending:
-            if await _apply(connection, locks, schema, pending[0]):
+            if await _apply(connection, locks, schema, pending):
                 done.append(pending[0])
         await _apply_settings(connection, locks, schema, roles, revoked, payload_bytes_max)
     return done
 
 
 async def _apply(
-    connection: Connection[Any], locks: LockRetry, schema: str, migration: Migration
+    connection: Connection[Any], locks: LockRetry, schema: str, pending: Sequence[Migration]
 ) -> bool:
-    """Apply a migration; returns False if another migrator has changed the schema meanwhile."""
+    """Apply the first of some migrations.
+
+    Returns:
+        False if another migrator has changed the schema meanwhile.
+    """
+    migration = pending[0]
     creates_schema = not await connection.fetchval(FIND_SCHEMA, schema)
-    statements = apply_statements(schema, migration, creates_schema=creates_schema)
+    statements = apply_statements(schema, pending, creates_schema=creates_schema)
     try:
         await locks.execute(statements, f"{migration} was not applied")
     except (asyncpg.DuplicateTableError, asyncpg.DuplicateFunctionError) as error:
@@ -161,17 +190,29 @@ async def _apply(
     except asyncpg.PostgresError as error:
         if is_aborted(error):
             return False
+        if error.sqlstate == RELAYS_RUN:
+            raise CannotRun(server_error(error).message) from None
         raise
     return True
 
 
-def apply_statements(schema: str, migration: Migration, *, creates_schema: bool) -> list[str]:
-    """A migration as one message, which is applied to the version before it only."""
+def apply_statements(
+    schema: str, pending: Sequence[Migration], *, creates_schema: bool
+) -> list[str]:
+    """The first of some migrations as one message, which is applied to the version before it only.
+
+    If relays must stop before any of them, the first one already requires it: a refusal is not to
+    leave the schema between two versions.
+    """
+    migration = pending[0]
     statements = [f"CREATE SCHEMA {quote_ident(schema)}"] if creates_schema else []
     statements.append(f"SET LOCAL search_path = {search_path(schema)}")
     if migration.version == 1:
         statements.append(CREATE_HISTORY)
     statements += [LOCK, CHECK_VERSION.format(after=migration.version - 1)]
+    if not migration.relays_stop_first:
+        later = next((each for each in pending if each.relays_stop_first), None)
+        statements += [] if later is None else [_require_stopped_relays(later)]
     return [*statements, *statements_of(migration)]
 
 
@@ -219,7 +260,7 @@ def sql(
     """Everything that `migrate` would do, as one script to apply with psql.
 
     One transaction: it is applied as a whole or not at all, and it fails if the schema is not
-    at version `after`.
+    at version `after`, or if relays that must stop first run.
 
     Raises:
         UsageError: an invalid name, limit or version.
@@ -264,7 +305,11 @@ def statements_of(migration: Migration) -> list[str]:
 
 def _beforehand(migration: Migration) -> list[str]:
     """Statements that precede a migration, in its transaction."""
-    return [BLOCK_REGISTRATIONS] if _is_incompatible(migration) else []
+    return [_require_stopped_relays(migration)] if migration.relays_stop_first else []
+
+
+def _require_stopped_relays(migration: Migration) -> str:
+    return REQUIRE_STOPPED_RELAYS.format(migration=migration)
 
 
 def _afterwards(migration: Migration) -> list[str]:
@@ -275,13 +320,7 @@ def _afterwards(migration: Migration) -> list[str]:
         quote_literal(migration.checksum),
         migration.works_from,
     )
-    rows = [row, SYNC_GRANTS]
-    return [*rows, END_LEASES] if _is_incompatible(migration) else rows
-
-
-def _is_incompatible(migration: Migration) -> bool:
-    """Whether no older program works with it."""
-    return migration.works_from == migration.version
+    return [row, SYNC_GRANTS]
 
 
 def _grant(purpose: str, role: str) -> str:

@@ -1,9 +1,11 @@
 """Migration files: numbered plain SQL.
 
-A file whose first line is `-- Compatible with programs of version N.` can be applied while older
-programs run: those whose last migration is N or later.  They accept the newer schema, so relays can
-be replaced one by one.  Without that line no older program is compatible; applying the file then
-expires the lease of every relay, and a relay that registers again is refused.
+The first line of a file says what becomes of older programs:
+
+- `-- Compatible with programs of version N.`: those whose last migration is N or later accept the
+  newer schema, so the file is applied while relays run, and relays are replaced one by one.
+- `-- Relays stop first.`: no older program accepts it.  The file is not applied while a relay runs.
+  A file of the first twelve without the other line means the same.
 
 A file is applied while producers publish: what it locks it locks for a moment, and the outbox last
 (`lock_retry`).
@@ -37,6 +39,11 @@ class Migration:
     checksum: str
     works_from: int
     """The oldest compatible program version (the version of its last migration)."""
+
+    @property
+    def relays_stop_first(self) -> bool:
+        """Whether no older relay accepts it."""
+        return self.works_from == self.version
 
     def __str__(self) -> str:
         """`0001_outbox`."""

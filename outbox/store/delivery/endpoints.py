@@ -50,7 +50,7 @@ SELECT e.id, e.name, e.tenant, e.state, e.url, e.method, e.headers::text AS head
        e.header_prefix, e.format, e.source,
        e.connect_timeout_s, e.timeout_s, e.in_flight_max, e.rate_per_s, e.batch_max,
        e.allow_networks, e.ca, e.identity, e.retry::text AS retry, e.retryable, e.on_dead_letter,
-       e.backlog_max, e.backlog_age_s, e.disable_after_s, e.checkpoint_every_s,
+       e.backlog_max, e.backlog_age_s, e.disable_after_s,
        e.keep_alive, e.generation, e.lanes, e.resumes, h.state AS health,
        h.resumes AS applied_resumes, h.since, h.held_until,
        h.last_response::text AS last_response, h.reported_held_since, h.reported_stalled_at,
@@ -105,8 +105,6 @@ class Endpoint:
     backlog_max: int | None
     backlog_age_s: float | None
     disable_after_s: float
-    checkpoint_every_s: float | None
-    """Interval of the checkpoints; None: off."""
     generation: int
     resumes: int
     """A number that increases when an operator resumes the endpoint."""
@@ -259,7 +257,6 @@ def _endpoint(row: Any, vault: Vault) -> Endpoint:
         backlog_max=row["backlog_max"],
         backlog_age_s=row["backlog_age_s"],
         disable_after_s=row["disable_after_s"],
-        checkpoint_every_s=row["checkpoint_every_s"],
         generation=row["generation"],
         resumes=row["resumes"],
         applied_resumes=row["applied_resumes"],

@@ -1,11 +1,11 @@
 /**
  * Catch-up of a lane: which pages to fetch, and which deliveries to process. Without I/O of its own: `catchUpLane`
- * awaits the two functions of its caller that fetch a page and process a delivery.
+ * awaits the functions of its caller that fetch a page, process a delivery and record what is not processed.
  */
 
 import type { LanePage, LaneProgress } from "./fetch-client.js";
 import type { StoredLane } from "./inbox/store.js";
-import type { LaneState } from "./lane-order.js";
+import type { LaneGaps, LaneState } from "./lane-order.js";
 import { RangeSet, type Range } from "./ranges.js";
 import type { ReceiverRequest } from "./requests.js";
 
@@ -36,26 +36,29 @@ export interface CatchUpResult {
  * @param state its state in the inbox.
  * @param fetchPage fetches the page after a sequence number.
  * @param process processes a delivery as if received.
+ * @param record records what is not processed; returns the unavailable numbers that were missing.
  */
 export async function catchUpLane(
   lane: string,
   state: LaneState,
   fetchPage: (after: bigint) => Promise<LanePage>,
   process: (request: ReceiverRequest) => Promise<FetchedOutcome>,
+  record: (gaps: LaneGaps) => Promise<Range[]>,
 ): Promise<CatchUpResult> {
   const missing = new RangeSet();
   for (const [lo, hi] of state.missing) {
     missing.add(lo, hi);
   }
-  const unavailable = new RangeSet();
+  const [dead, unavailable] = [new RangeSet(), new RangeSet()];
   let after: bigint | null = (missing.lowest(1)[0]?.[0] ?? state.high + 1n) - 1n;
-  let acknowledged = 0n;
+  let [acknowledged, through] = [0n, 0n];
   let [fetched, deadLettered] = [0, 0];
   let failed: bigint | null = null;
   while (after !== null && failed === null) {
     const page: LanePage = await fetchPage(after);
     acknowledged = page.acknowledged;
     unavailable.add(after + 1n, page.keptFrom - 1n);
+    through = page.keptFrom > through ? page.keptFrom - 1n : through;
     for (const item of page.items) {
       const { sequence } = item;
       if (sequence <= state.high && !missing.has(sequence)) {
@@ -65,11 +68,7 @@ export async function catchUpLane(
         unavailable.add(sequence, sequence);
       } else if (item.deadLettered) {
         deadLettered++;
-        // A later delivery declares it as a hole. If that delivery was already received, the number would stay missing
-        // forever.
-        if (missing.has(sequence)) {
-          unavailable.add(sequence, sequence);
-        }
+        dead.add(sequence, sequence);
       } else {
         const outcome = await process(item.request);
         if (outcome === "retryable") {
@@ -82,31 +81,35 @@ export async function catchUpLane(
           fetched++;
         }
       }
+      through = sequence;
     }
     after = page.next;
   }
-  return { lane, acknowledged, fetched, deadLettered, unavailable: [...unavailable], failed };
+  const gaps = { through, deadLettered: [...dead], unavailable: [...unavailable] };
+  const lost = gaps.deadLettered.length + gaps.unavailable.length > 0 ? await record(gaps) : [];
+  return { lane, acknowledged, fetched, deadLettered, unavailable: lost, failed };
 }
 
 /**
  * Return the lanes with missing deliveries.
  *
  * A lane without any delivery here is fetched from its beginning if this receiver already existed when the lane began:
- * it has another lane of the same generation from sequence number 1 on, or a lane of an older generation. Otherwise the
- * deliveries of that lane were made to an earlier receiver.
+ * its inbox is older than every lane (`fromStart`), or has another lane of the same generation from sequence number 1
+ * on, or a lane of an older generation. Otherwise the deliveries of that lane were made to an earlier receiver.
  */
 export function lanesBehind(
   known: ReadonlyMap<string, StoredLane>,
   progress: readonly LaneProgress[],
+  fromStart: boolean,
 ): string[] {
-  const fromStart = new Set<bigint>();
+  const complete = new Set<bigint>();
   let oldest: bigint | null = null;
   for (const { lane, generation } of progress) {
     const stored = known.get(lane);
     if (stored !== undefined) {
       oldest = oldest === null || generation < oldest ? generation : oldest;
       if (stored.state.unknown.length === 0) {
-        fromStart.add(generation);
+        complete.add(generation);
       }
     }
   }
@@ -116,7 +119,8 @@ export function lanesBehind(
       if (stored !== undefined) {
         return stored.state.missing.length > 0 || stored.state.high < acknowledged;
       }
-      return acknowledged > 0n && (fromStart.has(generation) || (oldest !== null && generation > oldest));
+      const isOlder = fromStart || complete.has(generation) || (oldest !== null && generation > oldest);
+      return acknowledged > 0n && isOlder;
     })
     .map(({ lane }) => lane);
 }

@@ -11,7 +11,6 @@
  */
 
 export type { CatchUpResult } from "./catch-up.js";
-export type { LaneMark } from "./checkpoint.js";
 export {
   Busy,
   FetchError,
@@ -33,7 +32,7 @@ export {
 export type { HeadersInput } from "./headers.js";
 export { Inbox, type InboxOptions } from "./inbox/inbox.js";
 export { MemoryStore, MemoryTransaction } from "./inbox/memory.js";
-export type { CheckpointComparison, DeliveryOutcome, DeliveryResult } from "./inbox/process.js";
+export type { DeliveryOutcome, DeliveryResult } from "./inbox/process.js";
 export type {
   Claim,
   DatabaseCondition,

@@ -22,7 +22,8 @@
  *     received                                     any but seen      seen
  *     skipped, at or below the sender's previous   (new)             missing
  *     skipped, above the sender's previous         (new)             hole
- *     acknowledged according to a checkpoint       (new)             missing
+ *     completed according to the sender            (new)             missing
+ *     dead-lettered according to the sender        missing, unknown  hole
  *     skipped by an older delivery that comes late missing, unknown  hole
  *     replayed (`replayOf`)                        any but seen      seen
  *     no longer retained by the sender             missing           unknown
@@ -43,6 +44,16 @@
  */
 
 import { RangeSet, sortRanges, type Range } from "./ranges.js";
+
+/** Numbers of a lane that a catch-up does not process, also at the end of the lane. */
+export interface LaneGaps {
+  /** The catch-up has completed the numbers up to this one. */
+  readonly through: bigint;
+  /** Numbers that the sender had dead-lettered. */
+  readonly deadLettered: readonly Range[];
+  /** Numbers that the sender no longer retains, or that a handler refused. */
+  readonly unavailable: readonly Range[];
+}
 
 /** Ranges kept for a lane; beyond this the lowest ones become unknown. */
 export const RANGES_MAX = 1000;
@@ -193,28 +204,23 @@ export class LaneOrder {
   }
 
   /**
-   * Apply a checkpoint: the sender delivered everything up to this number.
+   * Apply the sender's progress: it completed every number up to this one.
    *
-   * @param sequence the last acknowledged number.
-   * @param deadLettered ranges below it that were dead-lettered instead.
-   * @returns the ranges that this reveals to be missing.
+   * @param sequence the last completed number.
+   * @param deadLettered ranges that were dead-lettered instead of delivered.
    */
-  applyCheckpoint(sequence: bigint, deadLettered: Iterable<Range> = []): Range[] {
+  applyProgress(sequence: bigint, deadLettered: Iterable<Range> = []): void {
     if (this.#ended && sequence > this.#high) {
-      return [];
+      return;
     }
-    const shown = new RangeSet();
     if (sequence > this.#high) {
-      shown.add(this.#high + 1n, sequence);
       this.#missing.add(this.#high + 1n, sequence);
       this.#high = sequence;
     }
     for (const [lo, hi] of deadLettered) {
-      shown.remove(lo, hi);
       this.#markHoles(lo, hi < this.#high ? hi : this.#high);
     }
     this.#forget();
-    return [...shown];
   }
 
   /**

@@ -6,7 +6,7 @@ import type { DeliverySource } from "./fetch-client.js";
 import type { Inbox } from "./inbox/inbox.js";
 import type { DeliveryResult } from "./inbox/process.js";
 import type { StoredLane } from "./inbox/store.js";
-import { NEW_LANE } from "./lane-order.js";
+import { NEW_LANE, type LaneGaps } from "./lane-order.js";
 import type { Message } from "./message.js";
 import type { Logger, ReceiverReports } from "./reporting.js";
 import type { ReceiverRequest, ReceiverResponse } from "./requests.js";
@@ -32,8 +32,6 @@ export interface CatchUpParts<Tx> {
 /** Fetches and processes the missing deliveries of a receiver. */
 export class ReceiverCatchUp<Tx> {
   readonly #parts: CatchUpParts<Tx>;
-  /** Lanes being caught up because of a checkpoint; it can outlast the sender's time-out. */
-  readonly #fetching = new Set<string>();
 
   constructor(parts: CatchUpParts<Tx>) {
     this.#parts = parts;
@@ -44,7 +42,7 @@ export class ReceiverCatchUp<Tx> {
     const source = this.#requireFetch();
     await this.#parts.transactions.createTables();
     const known = await this.#parts.transactions.run((tx) => this.#parts.inbox.lanes(tx));
-    const lanes = lane !== undefined ? [lane] : lanesBehind(known, await source.lanes());
+    const lanes = lane !== undefined ? [lane] : lanesBehind(known, await source.lanes(), this.#parts.inbox.fromStart);
     const results: CatchUpResult[] = [];
     for (const each of lanes) {
       results.push(await this.#catchUpLane(source, each, known));
@@ -63,29 +61,6 @@ export class ReceiverCatchUp<Tx> {
       throw new FetchError(`the relay returned another delivery than ${message.deliveryId}`);
     }
     return found.data;
-  }
-
-  /**
-   * Fetch the missing deliveries of lanes after a checkpoint. An error of the relay is only logged: the next checkpoint
-   * reveals the same missing numbers.
-   */
-  async catchUpAfterCheckpoint(lanes: Iterable<string>): Promise<void> {
-    for (const lane of lanes) {
-      if (this.#fetching.has(lane)) {
-        continue;
-      }
-      this.#fetching.add(lane);
-      try {
-        await this.catchUp(lane);
-      } catch (error) {
-        if (!(error instanceof FetchError)) {
-          throw error;
-        }
-        this.#parts.logger.error(`lane ${lane}: missing deliveries cannot be fetched now: ${error.message}`);
-      } finally {
-        this.#fetching.delete(lane);
-      }
-    }
   }
 
   /**
@@ -119,13 +94,10 @@ export class ReceiverCatchUp<Tx> {
   ): Promise<CatchUpResult> {
     const state = known.get(lane)?.state ?? NEW_LANE;
     const fetchPage = (after: bigint) => source.page(lane, after);
-    let result = await catchUpLane(lane, state, fetchPage, (request) => this.#processFetched(request));
     const { inbox, transactions, reports } = this.#parts;
-    if (result.unavailable.length > 0) {
-      const { unavailable } = result;
-      const marked = await transactions.run((tx) => inbox.markUnavailable(tx, lane, unavailable));
-      result = { ...result, unavailable: marked };
-    }
+    const process = (request: ReceiverRequest) => this.#processFetched(request);
+    const record = (gaps: LaneGaps) => transactions.run((tx) => inbox.recordGaps(tx, lane, gaps));
+    const result = await catchUpLane(lane, state, fetchPage, process, record);
     reports.caughtUp(result);
     return result;
   }

@@ -15,7 +15,6 @@
  */
 
 import type { CatchUpResult } from "./catch-up.js";
-import type { LaneMark } from "./checkpoint.js";
 import { Busy, MessageError, SignatureError, UsageError } from "./errors.js";
 import { HandlerRegistry } from "./handlers.js";
 import { Inbox } from "./inbox/inbox.js";
@@ -215,7 +214,7 @@ export class Receiver<Tx> implements HttpReceiver {
       }
       throw error;
     }
-    if (verified.messages.length === 0 && verified.checkpoint === null && this.#foreignHandler === null) {
+    if (verified.messages.length === 0 && this.#foreignHandler === null) {
       const prefix = this.#verifier.headerPrefixes[0] ?? "";
       return rejected(400, `the headers ${prefix}Lane and ${prefix}Sequence are missing`);
     }
@@ -226,9 +225,6 @@ export class Receiver<Tx> implements HttpReceiver {
     let response: ReceiverResponse;
     try {
       await this.#transactions.createTables();
-      if (verified.checkpoint !== null) {
-        return await this.#compare(verified.checkpoint);
-      }
       response =
         verified.messages.length > 0
           ? await this.#receiveMessages(verified.messages)
@@ -345,17 +341,6 @@ export class Receiver<Tx> implements HttpReceiver {
 
   #failed(error: unknown, messageId: string): ReceiverResponse {
     return responseToError(error, this.#transactions.conditionOf(error), messageId, this.logger);
-  }
-
-  /** Compare a checkpoint with the inbox; with the policy `catch_up`, fetch what is missing. */
-  async #compare(marks: readonly LaneMark[]): Promise<ReceiverResponse> {
-    const compared = await this.#transactions.run((tx) => this.inbox.compare(tx, marks));
-    const fetches = this.#gaps === "catch_up";
-    this.#reports.checkpointCompared(compared, fetches);
-    if (fetches) {
-      await this.#catchUp.catchUpAfterCheckpoint(compared.missing.keys());
-    }
-    return responseOf("compared", 200, compared.missing.size > 0 ? "deliveries are missing" : "no delivery is missing");
   }
 
   #requireForeignHandler(): ForeignHandler<Tx> {

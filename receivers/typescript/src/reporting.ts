@@ -1,8 +1,7 @@
 /** Counts and log lines of a receiver. */
 
 import type { CatchUpResult } from "./catch-up.js";
-import { CHECKPOINT_TYPE } from "./checkpoint.js";
-import type { CheckpointComparison, DeliveryResult } from "./inbox/process.js";
+import type { DeliveryResult } from "./inbox/process.js";
 import type { RequestRow } from "./inbox/store.js";
 import type { Message } from "./message.js";
 import { describeRanges } from "./ranges.js";
@@ -22,7 +21,7 @@ export interface ReceiverTotals {
   readonly requests: Readonly<Record<RequestOutcome, number>>;
   /** Deliveries fetched from the relay and processed. */
   readonly fetched: number;
-  /** Deliveries before which sequence numbers were missing, and lanes in which a checkpoint revealed missing ones. */
+  /** Deliveries before which sequence numbers were missing. */
   readonly gaps: number;
   /** Deliveries overtaken by a higher sequence number. */
   readonly old: number;
@@ -52,7 +51,6 @@ export class ReceiverReports {
       rejected: 0,
       refused: 0,
       failed: 0,
-      compared: 0,
       put_off: 0,
     },
     fetched: 0,
@@ -108,34 +106,15 @@ export class ReceiverReports {
     this.#totals.fetched += result.outcome === "fresh" ? 1 : 0;
   }
 
-  /**
-   * Count and log the numbers that a checkpoint reveals to be missing.
-   *
-   * @param fetches the receiver is about to fetch them, so they are only a warning.
-   */
-  checkpointCompared(compared: CheckpointComparison, fetches: boolean): void {
-    for (const [lane, numbers] of compared.missing) {
-      const shown = compared.newlyMissing.get(lane);
-      this.#totals.gaps += shown ? 1 : 0;
-      const what = shown ? "acknowledged, not received" : "still not received";
-      const text = `lane ${lane}: ${what}: ${describeRanges(shown ?? numbers)}`;
-      if (fetches || !shown) {
-        this.#log.warn(text);
-      } else {
-        this.#log.error(text);
-      }
-    }
-  }
-
   /** Log the result of a catch-up, unless nothing was fetched. */
   caughtUp(result: CatchUpResult): void {
-    const { lane, fetched, unavailable, failed } = result;
-    if (fetched === 0 && unavailable.length === 0 && failed === null) {
+    const { lane, fetched, deadLettered, unavailable, failed } = result;
+    if (fetched === 0 && deadLettered === 0 && unavailable.length === 0 && failed === null) {
       return;
     }
-    const lost =
-      unavailable.length > 0 ? `; dead-lettered, refused or no longer retained: ${describeRanges(unavailable)}` : "";
-    const text = `lane ${lane}: caught up with ${fetched} deliveries${lost}`;
+    const dead = deadLettered > 0 ? `; dead-lettered: ${deadLettered}` : "";
+    const lost = unavailable.length > 0 ? `; refused or no longer retained: ${describeRanges(unavailable)}` : "";
+    const text = `lane ${lane}: caught up with ${fetched} deliveries${dead}${lost}`;
     if (failed === null) {
       this.#log.info(text);
     } else {
@@ -153,7 +132,7 @@ export function requestRow(verified: Verified, response: ReceiverResponse): Requ
     deliveryId: verified.messageId,
     lane: first?.lane ?? null,
     sequence: first?.sequence ?? null,
-    type: verified.checkpoint !== null ? CHECKPOINT_TYPE : (type ?? null),
+    type: type ?? null,
     attempt: first?.attempt ?? null,
     outcome: response.outcome,
     status: response.status,

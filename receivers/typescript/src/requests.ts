@@ -36,7 +36,6 @@ export interface ReceiverRequest {
  * - `rejected`: no valid signature, or headers and body disagree;
  * - `refused`: a handler threw `Refuse`;
  * - `failed`: a handler threw another error, or the receiver has an error;
- * - `compared`: a checkpoint, compared with the inbox;
  * - `put_off`: 503 with Retry-After.
  */
 export type RequestOutcome =
@@ -46,7 +45,6 @@ export type RequestOutcome =
   | "rejected"
   | "refused"
   | "failed"
-  | "compared"
   | "put_off";
 
 /** The HTTP response to a request. */

@@ -7,7 +7,6 @@
  * body and compares the `X-` headers with it, because the signature does not cover them.
  */
 
-import { parseCheckpoint, type LaneMark } from "./checkpoint.js";
 import { MessageError, UsageError } from "./errors.js";
 import { DEFAULT_PREFIX, foldHeaders, parsePrefixes, relayHeaders, type HeadersInput } from "./headers.js";
 import { isDeliveryId } from "./message-fields.js";
@@ -42,10 +41,8 @@ export interface Verified {
   readonly messageId: string;
   /** Time of the signature in epoch seconds. */
   readonly timestamp: number;
-  /** The delivery of a relay, or those of a batch; empty for a checkpoint and for requests of other senders. */
+  /** The delivery of a relay, or those of a batch; empty for requests of other senders. */
   readonly messages: readonly Message[];
-  /** The progress of the lanes, if the request is a checkpoint. */
-  readonly checkpoint: readonly LaneMark[] | null;
 }
 
 /** Headers and raw body of a request. */
@@ -126,12 +123,12 @@ export class Verifier {
       }
       const messages = parseMessages(headers, body, prefix, metadataSignature !== undefined);
       this.#requireFormat(messages[0].format, options.fetched ?? false);
-      return { messageId, timestamp, messages, checkpoint: null };
+      return { messageId, timestamp, messages };
     }
     if (isDeliveryId(messageId)) {
       throw new MessageError("the headers of the delivery are missing");
     }
-    return { messageId, timestamp, messages: [], checkpoint: parseCheckpoint(body) };
+    return { messageId, timestamp, messages: [] };
   }
 
   #requireFormat(format: FormatName, fetched: boolean): void {
@@ -162,7 +159,7 @@ export function verify(
   return new Verifier(secrets, options).verify(request);
 }
 
-/** Whether a request has a header of a delivery. A checkpoint has the attempt and no other one. */
+/** Whether a request has a header of a delivery. Other senders may number their attempts, too. */
 function hasDeliveryHeader(headers: ReadonlyMap<string, string>, prefix: string): boolean {
   const others = ["attempt", "last-sequence"].map((name) => prefix.toLowerCase() + name);
   return relayHeaders(prefix).some((name) => headers.has(name) && !others.includes(name));

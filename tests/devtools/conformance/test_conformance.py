@@ -36,7 +36,7 @@ OTHER = "whsec_" + "QSBzZWNyZXQgdGhhdCBub2JvZHkgaGFzLg=="
 
 
 def all_cases(**which: Any) -> tuple[ConformanceCase, ...]:
-    return cases(SECRET, uuid.uuid4(), time.time, other_secret=OTHER, checkpoints=True, **which)
+    return cases(SECRET, uuid.uuid4(), time.time, other_secret=OTHER, **which)
 
 
 @contextlib.asynccontextmanager
@@ -243,8 +243,7 @@ async def test_a_correct_receiver_fails_only_optional_cases() -> None:
     failed = {
         k: v for k, v in (await grades_of(careless.response, careless.processed)).items() if v
     }
-    # The receiver does not support checkpoints, which are optional.
-    assert set(failed) <= {"far too large", "a checkpoint", "a checkpoint before its deliveries"}
+    assert set(failed) <= {"far too large"}
 
 
 @pytest.mark.parametrize(("status", "says"), [(404, "check the path"), (401, "check the secret")])

@@ -213,7 +213,7 @@ def _to(operation: str, *parts: str, body: Any = None) -> bytes:
 _ENDPOINT = {
     "name": "shop", "url": "https://example.com/", "types": ["order.*"], "filter": "@.a == 1",
     "headers": {"X-A": "b"}, "timeout": "5s", "retry": {"preset": "stepped", "attempts": 3},
-    "retryable": [429, "5xx"], "lanes": 2, "checkpoint_every": 60, "backlog_max": 9,
+    "retryable": [429, "5xx"], "lanes": 2, "backlog_max": 9,
     "keep_alive": False,
 }  # fmt: skip
 _EVENT = {"type": "order.paid", "payload": {"a": 1}, "key": "k", "once": "o", "expires_in": "2h",

@@ -154,9 +154,6 @@ def deliveries(raw: bytes) -> None:
     hold(verified.message_id == message_id and verified.timestamp == NOW, "another id or time")
     for message in verified.messages:
         _require_storable(message)
-    for mark in verified.checkpoint or ():
-        hold("\0" not in mark.lane, f"{mark}")
-        hold(0 <= mark.sequence < 2**63 and 0 <= mark.generation < 2**63, f"{mark}")
 
 
 def _matching_headers(body: bytes) -> list[tuple[str, str]]:
@@ -385,8 +382,6 @@ TARGETS = (
             fields(_SIGNED["webhook-id"], b"0" + GOOD_BODY), fields(_SIGNED["webhook-id"],
             b"0" + _RICH),
             fields(_SIGNED["webhook-id"], "110" + _SIGNED["X-Delivery"], "{}"),
-            fields("id", '10{"type":"outbox.checkpoint","lanes":[{"lane":"a","generation":1,'
-                   '"sequence":3,"dead_lettered":[[1,2]]}]}'),
             fields("id", '10{"a":1}'),
             fields(_SIGNED["webhook-id"], b"0" + _BATCH),
         ),
@@ -394,7 +389,7 @@ TARGETS = (
                '"sequence":', '"lane":', '"replay_of":{', '"backfill":',
                '"lane_ends":true', '"id":', '"type":', "null", "-1", "1e400",
                "9223372036854775808", "18446744073709551615", "\\u0000", "\\ud800", '"data":',
-               "outbox.checkpoint", '"dead_lettered":[[', "true", "1.0", '"tenant":', '"key":'),
+               "true", "1.0", '"tenant":', '"key":'),
         bytes_max=1500,
         runs=1750,
     ),

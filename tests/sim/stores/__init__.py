@@ -20,7 +20,6 @@ from tests.sim.stores.endpoint_state import EndpointStateStore
 from tests.sim.stores.lanes import LaneStore
 from tests.sim.stores.partitions import PartitionStore
 from tests.sim.stores.periods import RetentionStore
-from tests.sim.stores.receiver_checkpoints import CheckpointStore
 from tests.sim.stores.records import RecordStore
 from tests.sim.stores.replicas import ReplicaStore
 from tests.sim.stores.schedule_runs import ScheduleRunStore
@@ -32,7 +31,6 @@ STORES = Stores(
     lanes=LaneStore,
     sequencing=SequencingStore,
     endpoint_state=EndpointStateStore,
-    checkpoints=CheckpointStore,
     schedule_runs=ScheduleRunStore,
     partitions=PartitionStore,
     retention=RetentionStore,

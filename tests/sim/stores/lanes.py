@@ -100,8 +100,7 @@ def read_endpoints(db: Database, tx: Transaction, endpoint_ids: list[UUID]) -> l
 def _endpoint(e: Row, h: Row) -> Endpoint:
     settings = e["settings"]
     kept = ("connect_timeout_s", "timeout_s", "in_flight_max", "rate_per_s", "batch_max",
-            "ca", "retry", "backlog_max", "backlog_age_s", "disable_after_s",
-            "checkpoint_every_s")  # fmt: skip
+            "ca", "retry", "backlog_max", "backlog_age_s", "disable_after_s")  # fmt: skip
     retryable = settings.retryable
     return Endpoint(
         id=e["id"],

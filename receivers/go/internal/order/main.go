@@ -106,12 +106,13 @@ func apply(order *receiver.LaneOrder, operation []json.RawMessage) (any, error) 
 		return observation{seen.Kind, ranges(seen.Missing), ranges(seen.Holes), stateName(seen.Was), seen.Lost}, nil
 	case "close":
 		return stateName(order.Close(first)), nil
-	case "checkpoint":
+	case "progress":
 		var deadLettered []receiver.Range
 		if err := json.Unmarshal(operation[2], &deadLettered); err != nil {
 			return nil, err
 		}
-		return ranges(order.ApplyCheckpoint(first, deadLettered)), nil
+		order.ApplyProgress(first, deadLettered)
+		return nil, nil
 	case "unavailable":
 		return ranges(order.MarkUnavailable(receiver.Range{First: first, Last: second})), nil
 	}

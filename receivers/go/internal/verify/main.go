@@ -45,13 +45,6 @@ type message struct {
 	Data             any             `json:"data"`
 }
 
-type mark struct {
-	Lane         string           `json:"lane"`
-	Generation   int64            `json:"generation"`
-	Sequence     int64            `json:"sequence"`
-	DeadLettered []receiver.Range `json:"dead_lettered"`
-}
-
 func main() {
 	input, output := bufio.NewReader(os.Stdin), json.NewEncoder(os.Stdout)
 	for {
@@ -104,16 +97,7 @@ func run(line []byte) (map[string]any, error) {
 	for _, each := range verified.Messages {
 		messages = append(messages, describe(each))
 	}
-	result := map[string]any{"messages": messages, "checkpoint": nil}
-	if verified.IsCheckpoint {
-		marks := []mark{}
-		for _, each := range verified.Checkpoint {
-			marks = append(marks, mark{each.Lane, each.Generation, each.Sequence,
-				append([]receiver.Range{}, each.DeadLettered...)})
-		}
-		result["checkpoint"] = marks
-	}
-	return result, nil
+	return map[string]any{"messages": messages}, nil
 }
 
 // prefixes reads one prefix, or a list of them.

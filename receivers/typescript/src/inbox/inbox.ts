@@ -11,18 +11,16 @@
  * serialized by a lock on the row of their lane.
  */
 
-import type { LaneMark } from "../checkpoint.js";
 import { UsageError } from "../errors.js";
+import type { LaneGaps } from "../lane-order.js";
 import type { Message } from "../message.js";
 import type { Range } from "../ranges.js";
 import { compareBytes, rfc3339 } from "../text.js";
 import {
   TOLERANCE,
-  compareCheckpoint,
-  markUnavailable,
   receive,
   receiveForeign,
-  type CheckpointComparison,
+  recordGaps,
   type DeliveryResult,
 } from "./process.js";
 import type { RequestRow, Store, StoredLane } from "./store.js";
@@ -49,14 +47,15 @@ export interface InboxOptions {
 export class Inbox<Tx> {
   readonly #store: Store<Tx>;
   readonly #keepS: number;
-  readonly #fromStart: boolean;
+  /** The inbox is older than every lane. */
+  readonly fromStart: boolean;
   readonly #tolerance: number;
 
   /** @throws UsageError an option is out of range. */
   constructor(store: Store<Tx>, options: InboxOptions = {}) {
     this.#store = store;
     this.#keepS = options.keepS ?? KEEP_S;
-    this.#fromStart = options.fromStart ?? false;
+    this.fromStart = options.fromStart ?? false;
     this.#tolerance = options.tolerance ?? TOLERANCE;
     if (!(this.#keepS >= 60 && this.#keepS <= 3650 * 86_400)) {
       throw new UsageError(`keepS: must be between a minute and ten years, not ${this.#keepS} s`);
@@ -76,7 +75,7 @@ export class Inbox<Tx> {
   receive(tx: Tx, message: Message, options: { gaps?: boolean } = {}): Promise<DeliveryResult> {
     return receive(this.#store.statements(tx), message, {
       gaps: options.gaps ?? true,
-      fromStart: this.#fromStart,
+      fromStart: this.fromStart,
       tolerance: this.#tolerance,
       expiredBefore: rfc3339(Date.now() - this.#keepS * 1000),
     });
@@ -122,14 +121,13 @@ export class Inbox<Tx> {
     return new Map((await this.#store.statements(tx).lanes()).map((each) => [each.lane, each]));
   }
 
-  /** Compare a checkpoint with the inbox, and record what is missing. */
-  compare(tx: Tx, marks: readonly LaneMark[]): Promise<CheckpointComparison> {
-    return compareCheckpoint(this.#store.statements(tx), marks, { fromStart: this.#fromStart });
-  }
-
-  /** Change missing numbers that cannot be fetched any more to unknown; returns them. */
-  markUnavailable(tx: Tx, lane: string, numbers: readonly Range[]): Promise<Range[]> {
-    return markUnavailable(this.#store.statements(tx), lane, numbers);
+  /**
+   * Record what a catch-up of a lane did not process.
+   *
+   * @returns the unavailable numbers that were missing until now, also at the end of the lane.
+   */
+  recordGaps(tx: Tx, lane: string, gaps: LaneGaps): Promise<Range[]> {
+    return recordGaps(this.#store.statements(tx), lane, gaps);
   }
 
   /** Create the missing tables. */

@@ -13,12 +13,16 @@
  *     early        numbers before it are missing, and the caller requires them first. Nothing was recorded
  */
 
-import { lanesBehind } from "../catch-up.js";
-import type { LaneMark } from "../checkpoint.js";
-import { LaneOrder, NEW_LANE, observationOf, type LaneState, type Observation } from "../lane-order.js";
+import {
+  LaneOrder,
+  NEW_LANE,
+  observationOf,
+  type LaneGaps,
+  type LaneState,
+  type Observation,
+} from "../lane-order.js";
 import type { Message } from "../message.js";
 import { formatRanges, type Range } from "../ranges.js";
-import { compareBytes } from "../text.js";
 import type { InboxStatements, StoredLane } from "./store.js";
 
 /** Default of how many numbers may overtake a missing one before it is overdue. */
@@ -36,14 +40,6 @@ export interface DeliveryResult {
   readonly missing: readonly Range[];
   /** Missing numbers that became overdue with this delivery. */
   readonly overdue: readonly Range[];
-}
-
-/** Result of comparing a checkpoint with the inbox, by lane with missing numbers. */
-export interface CheckpointComparison {
-  /** Missing numbers that the inbox did not know of. */
-  readonly newlyMissing: ReadonlyMap<string, readonly Range[]>;
-  /** All numbers acknowledged according to the sender, and not received. */
-  readonly missing: ReadonlyMap<string, readonly Range[]>;
 }
 
 /** How deliveries are recorded. */
@@ -126,58 +122,23 @@ export async function receiveForeign(sql: InboxStatements, messageId: string): P
   return resultOf(claimed ? "fresh" : "duplicate", null);
 }
 
-/** Compare the lanes of the inbox with a checkpoint, and record what is missing. */
-export async function compareCheckpoint(
-  sql: InboxStatements,
-  marks: readonly LaneMark[],
-  options: { fromStart: boolean },
-): Promise<CheckpointComparison> {
-  const known = new Map((await sql.lanes()).map((each) => [each.lane, each]));
-  const progress = marks.map(({ lane, sequence, generation }) => ({ lane, acknowledged: sequence, generation }));
-  const behind = new Set(lanesBehind(known, progress));
-  const newlyMissing = new Map<string, readonly Range[]>();
-  const allMissing = new Map<string, readonly Range[]>();
-  // By name, the lock order of lanes.
-  for (const mark of [...marks].sort((a, b) => compareBytes(a.lane, b.lane))) {
-    if (!behind.has(mark.lane) && !(options.fromStart && !known.has(mark.lane))) {
-      continue;
-    }
-    await sql.addLane(mark.lane);
-    const [row] = await sql.lockLanes(mark.lane, mark.lane);
-    const before = row?.state ?? NEW_LANE;
-    const order = new LaneOrder({ state: before });
-    const shown = order.applyCheckpoint(mark.sequence, mark.deadLettered);
-    if (shown.length > 0) {
-      newlyMissing.set(mark.lane, shown);
-    }
-    const after = order.toState();
-    if (!isSameState(before, after)) {
-      await sql.saveLane(mark.lane, after);
-    }
-    const missing = after.missing.filter(([lo]) => lo <= mark.sequence);
-    if (missing.length > 0) {
-      allMissing.set(mark.lane, missing);
-    }
-  }
-  return { newlyMissing, missing: allMissing };
-}
-
-/** Change missing numbers that cannot be fetched any more to unknown; returns them. */
-export async function markUnavailable(
-  sql: InboxStatements,
-  lane: string,
-  numbers: readonly Range[],
-): Promise<Range[]> {
+/**
+ * Record what a catch-up of a lane did not process.
+ *
+ * @returns the unavailable numbers that were missing until now, also at the end of the lane.
+ */
+export async function recordGaps(sql: InboxStatements, lane: string, gaps: LaneGaps): Promise<Range[]> {
+  await sql.addLane(lane);
   const [row] = await sql.lockLanes(lane, lane);
-  if (row === undefined || row.lane !== lane) {
-    return [];
+  const before = row?.state ?? NEW_LANE;
+  const order = new LaneOrder({ state: before });
+  order.applyProgress(gaps.through, gaps.deadLettered);
+  const lost = gaps.unavailable.flatMap(([lo, hi]) => order.markUnavailable(lo, hi));
+  const after = order.toState();
+  if (!isSameState(before, after)) {
+    await sql.saveLane(lane, after);
   }
-  const order = new LaneOrder({ state: row.state });
-  const unavailable = numbers.flatMap(([lo, hi]) => order.markUnavailable(lo, hi));
-  if (unavailable.length > 0) {
-    await sql.saveLane(lane, order.toState());
-  }
-  return unavailable;
+  return lost;
 }
 
 function resultOf(outcome: DeliveryOutcome, observation: Observation | null): DeliveryResult {

@@ -34,12 +34,13 @@ function apply(lane: LaneOrder, operation: string): string {
     }
     case "close":
       return JSON.stringify(lane.close(number(0)));
-    case "checkpoint": {
+    case "progress": {
       const ranges = (arraySources(parts[1] ?? "[]") ?? []).map((range): Range => {
         const [lo, hi] = arraySources(range) ?? [];
         return [BigInt(lo ?? 0), BigInt(hi ?? 0)];
       });
-      return format(lane.applyCheckpoint(number(0), ranges));
+      lane.applyProgress(number(0), ranges);
+      return "null";
     }
     case "unavailable":
       return format(lane.markUnavailable(number(0), number(1)));

@@ -37,13 +37,8 @@ function run(input: Input): string {
   }
 }
 
-function formatVerified({ messages, checkpoint }: Verified): string {
-  const marks = checkpoint?.map(({ lane, generation, sequence, deadLettered }) => {
-    const ranges = deadLettered.map(([lo, hi]) => `[${lo},${hi}]`).join(",");
-    const numbers = `"generation":${generation},"sequence":${sequence}`;
-    return `{"lane":${JSON.stringify(lane)},${numbers},"dead_lettered":[${ranges}]}`;
-  });
-  return `{"messages":[${messages.map(formatMessage).join(",")}],"checkpoint":${marks ? `[${marks.join(",")}]` : "null"}}`;
+function formatVerified({ messages }: Verified): string {
+  return `{"messages":[${messages.map(formatMessage).join(",")}]}`;
 }
 
 function formatMessage(message: Message): string {

@@ -3,9 +3,9 @@ import { createServer, type IncomingMessage, type Server, type ServerResponse } 
 import type { AddressInfo } from "node:net";
 import { after, test } from "node:test";
 
-import { FetchClient, FetchError, MemoryStore, Receiver, UsageError } from "outbox-receiver";
+import { FetchClient, FetchError, MemoryStore, Receiver, Refuse, UsageError, type InboxOptions, type Message } from "outbox-receiver";
 
-import { SECRET, checkpoint, delivery, request, silentLogger, type Delivery } from "./sender.js";
+import { SECRET, delivery, request, silentLogger, type Delivery } from "./sender.js";
 
 const servers: Server[] = [];
 after(() => servers.forEach((server) => (server.closeAllConnections(), server.close())));
@@ -17,8 +17,8 @@ async function serve(respond: (request: IncomingMessage, response: ServerRespons
   return `http://127.0.0.1:${(server.address() as AddressInfo).port}`;
 }
 
-/** A relay that has delivered these numbers of `lane-1`; numbers below `keptFrom` are no longer retained. */
-async function relay(deliveries: readonly Delivery[], keptFrom = 1): Promise<string> {
+/** A relay that has completed these numbers of `lane-1`; numbers below `keptFrom` are no longer retained. */
+async function relay(deliveries: readonly Delivery[], keptFrom = 1, dead: readonly bigint[] = []): Promise<string> {
   return serve((given, response) => {
     const url = new URL(given.url ?? "", "http://relay");
     const acknowledged = deliveries.at(-1)?.sequence;
@@ -33,7 +33,9 @@ async function relay(deliveries: readonly Delivery[], keptFrom = 1): Promise<str
       const rest = deliveries.filter((each) => Number(each.sequence) > from && Number(each.sequence) >= keptFrom);
       const items = rest.slice(0, 2).map((each) => {
         const { headers, body } = request(each);
-        return `{"sequence":${each.sequence},"headers":${JSON.stringify(headers)},"body":${JSON.stringify(body.toString())}}`;
+        const content = `"headers":${JSON.stringify(headers)},"body":${JSON.stringify(body.toString())}`;
+        const reason = dead.includes(each.sequence) ? ',"dead_lettered":"refused"' : "";
+        return `{"sequence":${each.sequence},${content}${reason}}`;
       });
       const next = rest.length > 2 ? rest[1]?.sequence : null;
       response.end(`{"items":[${items}],"kept_from":${keptFrom},"acknowledged":${acknowledged},"next":${next}}`);
@@ -41,11 +43,21 @@ async function relay(deliveries: readonly Delivery[], keptFrom = 1): Promise<str
   });
 }
 
-function receiverAt(url: string, gaps: "report" | "catch_up" = "report") {
+function receiverAt(
+  url: string,
+  options: { gaps?: "report" | "catch_up"; inbox?: InboxOptions; refuses?: bigint } = {},
+) {
   const processed: bigint[] = [];
-  const options = { fetch: new FetchClient(url, "token"), gaps, logger: silentLogger() };
-  const receiver = new Receiver(SECRET, new MemoryStore(), options).on("**", (message) => {
-    processed.push(message.sequence);
+  const { refuses, ...others } = options;
+  const receiver = new Receiver(SECRET, new MemoryStore(), {
+    fetch: new FetchClient(url, "token"),
+    logger: silentLogger(),
+    ...others,
+  }).on("**", ({ sequence }: Message) => {
+    if (sequence === refuses) {
+      throw new Refuse("never");
+    }
+    processed.push(sequence);
   });
   return { receiver, processed };
 }
@@ -71,13 +83,31 @@ test("numbers that are no longer retained become unknown", async () => {
   assert.deepEqual(processed, [1n, 5n, 4n]);
 });
 
-test("the policy catch_up fetches missing deliveries first, and after a checkpoint", async () => {
+test("the end of a lane that is dead-lettered or refused is recorded once", async () => {
+  const deliveries = [1, 2, 3, 4, 5, 6].map((n) => delivery(n));
+  const { receiver, processed } = receiverAt(await relay(deliveries, 1, [4n, 5n]), { refuses: 6n });
+  await receiver.handle(request(deliveries[0] as Delivery));
+  const [result] = await receiver.catchUp();
+  assert.deepEqual(processed, [1n, 2n, 3n]);
+  assert.deepEqual([result?.fetched, result?.deadLettered, result?.unavailable], [2, 2, [[6n, 6n]]]);
+  assert.deepEqual(await receiver.catchUp(), []);
+});
+
+test("a whole lane that was lost is fetched if the inbox is older than it", async () => {
+  const deliveries = [1, 2].map((n) => delivery(n));
+  const url = await relay(deliveries);
+  assert.deepEqual(await receiverAt(url).receiver.catchUp(), []);
+  const { receiver, processed } = receiverAt(url, { inbox: { fromStart: true } });
+  await receiver.catchUp();
+  assert.deepEqual(processed, [1n, 2n]);
+});
+
+test("the policy catch_up fetches missing deliveries first", async () => {
   const deliveries = [1, 2, 3, 4].map((n) => delivery(n));
-  const { receiver, processed } = receiverAt(await relay(deliveries), "catch_up");
+  const { receiver, processed } = receiverAt(await relay(deliveries), { gaps: "catch_up" });
   await receiver.handle(request(deliveries[0] as Delivery));
   assert.equal((await receiver.handle(request(deliveries[2] as Delivery))).status, 200);
   assert.deepEqual(processed, [1n, 2n, 3n, 4n]);
-  assert.equal((await receiver.handle(checkpoint("lane-1", 4))).text, "no delivery is missing");
 });
 
 test("a fetched delivery with a wrong signature is refused", async () => {

@@ -37,10 +37,12 @@ test("numbers beyond the end of a lane conflict, and those that the sender lost 
   assert.equal(lane.observe(3n, 2n).kind, "conflict");
 });
 
-test("a checkpoint reveals missing numbers at the end; those no longer retained become unknown", () => {
+test("the sender's progress reveals missing numbers at the end; those no longer retained become unknown", () => {
   const lane = new LaneOrder();
   lane.observe(1n, 0n);
-  assert.deepEqual(lane.applyCheckpoint(9n, [[4n, 5n]]), [[2n, 3n], [6n, 9n]]);
+  lane.applyProgress(9n, [[4n, 5n]]);
+  assert.deepEqual(lane.toState().holes, [[4n, 5n]]);
+  assert.deepEqual(lane.toState().missing, [[2n, 3n], [6n, 9n]]);
   assert.deepEqual(lane.markUnavailable(1n, 6n), [[2n, 3n], [6n, 6n]]);
   assert.deepEqual(lane.toState().missing, [[7n, 9n]]);
 });

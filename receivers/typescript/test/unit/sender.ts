@@ -85,13 +85,6 @@ export function batch(deliveries: readonly Delivery[]): ReturnType<typeof signed
   });
 }
 
-export function checkpoint(lane: string, sequence: number): ReturnType<typeof signed> {
-  const id = randomUUID();
-  const lanes = `[{"lane":"${lane}","generation":1,"sequence":${sequence}}]`;
-  const at = "2026-01-31T12:00:00.000000Z";
-  return signed(id, `{"id":"${id}","type":"outbox.checkpoint","timestamp":"${at}","lanes":${lanes}}`);
-}
-
 /** A logger that keeps its lines. */
 export function silentLogger() {
   const lines: string[] = [];
