@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 DATABASES = "SELECT datname FROM pg_database ORDER BY 1"
 
 
+@pytest.mark.slow
+@pytest.mark.system
 async def test_a_given_server_is_used_and_left_unchanged() -> None:
     server = Server(None, POSTGRES_SETTINGS)
     async with (
@@ -77,6 +79,7 @@ def test_quick_and_full_are_mutually_exclusive() -> None:
     assert "choose one" in ended.stderr
 
 
+@pytest.mark.system
 def test_an_unreachable_server_is_a_one_line_error() -> None:
     words = ["--only", "commits", "--dsn", "postgresql://nobody@127.0.0.1:1/none"]
     ended = CliRunner().invoke(bench.main, words)

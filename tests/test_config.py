@@ -229,6 +229,8 @@ def test_a_file_that_every_user_may_write_is_obeyed_only_if_it_was_named(tmp_pat
     assert load(env={}, config=path).poll_s == 7
 
 
+@pytest.mark.slow
+@pytest.mark.system
 def test_a_fifo_is_refused_at_once(tmp_path: Path) -> None:
     """Opening it would wait for a writer."""
     os.mkfifo(tmp_path / "outbox.toml", 0o600)
@@ -294,6 +296,8 @@ def test_variables_that_are_no_settings_are_ignored(name: str, value: str) -> No
     assert load(env={name: value}) == load(env={})
 
 
+@pytest.mark.slow
+@pytest.mark.system
 def test_nothing_is_read_at_import() -> None:
     env = {"PYTHONPATH": os.pathsep.join(sys.path), "OUTBOX_LEASE_S": "x", "OUTBOX_CONFIG": "nix"}
     subprocess.run([sys.executable, "-c", "import outbox.config"], check=True, env=env)

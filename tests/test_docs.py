@@ -621,6 +621,8 @@ def test_the_index_has_every_document() -> None:
 # ----------------------------------------------------------------- reference
 
 
+@pytest.mark.slow
+@pytest.mark.system
 @pytest.mark.parametrize("name", PAGES)
 def test_a_reference_page_is_the_generated_one(name: str) -> None:
     # In a process of its own: click keeps the first help option that a command was given, and

@@ -109,6 +109,7 @@ def require(*programs: str, path: str | None = None) -> None:
             pytest.skip(f"{program} is not installed")
 
 
+@pytest.mark.slow
 @pytest.mark.one_major
 @pytest.mark.parametrize(
     "name",
@@ -157,6 +158,7 @@ async def test_the_tutorial_leads_to_the_event_in_the_reader_s_own_receiver(
     assert re.findall(r"^\d+ order.*\n", printed, re.MULTILINE) == [expected]
 
 
+@pytest.mark.slow
 @pytest.mark.one_major
 async def test_the_guide_to_sql_leads_to_the_deliveries_that_it_shows(
     empty_database: Database, tmp_path: Path

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+pytestmark = pytest.mark.system
+
 # Replaces pip: writes the package's archive, whose programs print a version.
 PIP = """
 import pathlib, sys, tarfile

@@ -31,6 +31,7 @@ def _blocks_in(language: str) -> list[Block]:
     return [block for block in BLOCKS if block.language == language]
 
 
+@pytest.mark.slow
 @pytest.mark.one_major
 async def test_the_walkthrough_prints_the_output_of_the_readme(
     empty_database: Database, tmp_path: Path
@@ -61,6 +62,8 @@ async def test_the_python_example_publishes(database: Database, tmp_path: Path) 
         assert await connection.fetchval("SELECT key FROM relay.outbox") == "order-7"
 
 
+@pytest.mark.slow
+@pytest.mark.system
 async def test_the_demo_prints_the_output_of_the_readme() -> None:
     ((line, output),) = console(_blocks_in("console")[0])
     assert line == "python3 run.py demo"

@@ -65,11 +65,13 @@ def steps(run: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list
     return set_up
 
 
+@pytest.mark.system
 def test_the_environment_is_set_up_once(steps: Callable[[], list[str]]) -> None:
     assert steps() == ["make", "install"]
     assert steps() == []
 
 
+@pytest.mark.system
 def test_a_changed_project_is_reinstalled(run: ModuleType, steps: Callable[[], list[str]]) -> None:
     steps()
     (run.ROOT / "pyproject.toml").write_text("[project]\nname = 'y'\n")
@@ -77,6 +79,7 @@ def test_a_changed_project_is_reinstalled(run: ModuleType, steps: Callable[[], l
     assert steps() == []
 
 
+@pytest.mark.system
 def test_changed_pins_are_reinstalled(run: ModuleType, steps: Callable[[], list[str]]) -> None:
     steps()
     run.pins().parent.mkdir()
@@ -106,6 +109,7 @@ def test_unavailable_pins_are_reported_and_other_versions_installed(
     assert "not all versions in .ci/constraints.txt are available here" in capfd.readouterr().err
 
 
+@pytest.mark.system
 def test_an_incomplete_environment_is_rebuilt(
     run: ModuleType, steps: Callable[[], list[str]]
 ) -> None:
@@ -114,6 +118,7 @@ def test_an_incomplete_environment_is_rebuilt(
     assert steps() == ["make again", "install"]
 
 
+@pytest.mark.system
 def test_an_environment_of_another_path_or_python_is_rebuilt(
     run: ModuleType, steps: Callable[[], list[str]]
 ) -> None:
@@ -124,6 +129,7 @@ def test_an_environment_of_another_path_or_python_is_rebuilt(
     assert steps() == ["make again", "install"]
 
 
+@pytest.mark.system
 def test_an_environment_without_its_python_is_rebuilt(
     run: ModuleType, steps: Callable[[], list[str]]
 ) -> None:
@@ -133,6 +139,7 @@ def test_an_environment_without_its_python_is_rebuilt(
     assert steps() == ["make again", "install"]
 
 
+@pytest.mark.system
 def test_a_manual_environment_is_used(run: ModuleType, steps: Callable[[], list[str]]) -> None:
     run.BIN.mkdir(parents=True)
     run.PYTHON.symlink_to(sys.executable)
@@ -154,6 +161,7 @@ def test_an_interrupted_install_is_repeated_by_the_next_run(
     assert run.STAMP.read_text() == "unfinished\n"
 
 
+@pytest.mark.system
 def test_a_failing_pip_is_reported(
     run: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -239,6 +247,7 @@ def test_a_tier_is_passed_to_pytest(run: ModuleType, tier: str) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.system
 def test_the_tier_unit_needs_the_fewest_packages(
     run: ModuleType, steps: Callable[[], list[str]]
 ) -> None:
@@ -259,6 +268,7 @@ def test_the_tier_unit_installs_one_extra(run: ModuleType, monkeypatch: pytest.M
     assert called[0][-1] == f"{run.ROOT}[unit]"
 
 
+@pytest.mark.system
 def test_ctrl_c_lets_the_program_end_by_itself(run: ModuleType) -> None:
     program = (
         "import os, signal, sys\n"
@@ -307,6 +317,7 @@ def test_versions_are_pinned_with_the_pip_that_installs(
     assert called == [[sys.executable, str(run.ROOT / ".ci" / "pin.py"), "the", "pip"]]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("arguments", "exit_code", "output"),
     [

@@ -46,6 +46,7 @@ BAD_TOKENS = (
 )
 
 
+@pytest.mark.slow
 async def test_a_request_without_a_valid_token_is_rejected(
     client: Api, subtests: pytest.Subtests
 ) -> None:
@@ -73,6 +74,7 @@ async def test_me_shows_the_scopes_of_the_token(database: Database, client: Api)
     }
 
 
+@pytest.mark.slow
 async def test_an_expired_token_is_rejected(database: Database, client: Api) -> None:
     secret = await make_token(database, expires_in_s=60.0)
     await fetchval(database, "UPDATE token SET expires_at = now() - interval '1 s' RETURNING id")
@@ -124,6 +126,7 @@ async def test_the_last_use_of_a_token_is_written_once_a_minute(
     assert await fetchval(database, used) >= first
 
 
+@pytest.mark.slow
 async def test_failed_logins_are_one_journal_entry(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -374,6 +377,7 @@ async def test_another_listener_accepts_any_host_name_and_warns_once(
 # ------------------------------------------------------------- the database
 
 
+@pytest.mark.slow
 async def test_requests_get_503_while_the_database_is_unavailable(
     private_database: Database,
 ) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
 from outbox.api import request_body
 from outbox.api.route import SMALL_BYTES_MAX
 from outbox.core.admission.token_bucket import Allowance
 from tests.support.api import make_token, serving
 
 if TYPE_CHECKING:
-    import pytest
-
     from tests.support.postgres import Database
+
+pytestmark = pytest.mark.system
 
 LARGE = {"type": "a.b", "payload": "x" * SMALL_BYTES_MAX}
 SMALL = {"type": "a.b", "payload": "x"}

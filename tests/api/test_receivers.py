@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
     from tests.support.postgres import Database
 
+pytestmark = pytest.mark.system
+
 
 @pytest.fixture
 async def db(database: Database) -> Connection[Any]:

@@ -229,6 +229,7 @@ def _nothing(path: str) -> Any:
     return None if path.endswith(("{name}", "test")) else {}
 
 
+@pytest.mark.slow
 async def test_responses_to_a_tenant_do_not_depend_on_other_tenants(server: Server) -> None:
     reported: list[dict[str, tuple[int, Any]]] = []
     for alone in (True, False):

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from tests.support.costs import Costs
     from tests.support.postgres import Database
 
+pytestmark = pytest.mark.system
+
 PAGES_MAX = 2
 """Pages that are read of each listing: they are alike."""
 PATHS = {

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from outbox.testing import CapturedEvents
     from tests.support.postgres import Database
 
+pytestmark = pytest.mark.system
+
 INSERT = "INSERT INTO relay.outbox (type, key, payload) VALUES ('plain.row', '%s', '[%s]')"
 
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from outbox.testing import DeliveryReport
     from tests.support.postgres import Database
 
+pytestmark = pytest.mark.system
+
 pytest_plugins = ["outbox.testing.fixtures"]
 
 SLOW_RETRY = {"base_s": 60.0, "factor": 2.0, "cap_s": 600.0, "attempts_max": 5}

@@ -126,6 +126,7 @@ def test_json_toml_and_stdin_are_equivalent(here: Command, tmp_path: Path) -> No
     assert here("apply", "-f", "-", stdin=stdin).out == "= a\nnothing to change\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [

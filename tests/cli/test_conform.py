@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 TEXT = format_secret(SECRET)
 
 
+@pytest.mark.slow
+@pytest.mark.system
 async def test_a_receiver_is_graded_case_by_case(outbox: Command) -> None:
     with listen(OUTBOX_SECRET=TEXT) as receiver:
         result = await asyncio.to_thread(outbox, "conform", receiver.url, "--secret", TEXT)
@@ -35,6 +37,8 @@ async def test_a_receiver_is_graded_case_by_case(outbox: Command) -> None:
     assert response["cases"] == len(response["grades"]) > 40
 
 
+@pytest.mark.slow
+@pytest.mark.system
 async def test_the_header_prefix_of_the_endpoint_is_used(outbox: Command) -> None:
     prefix = "--header-prefix", "Acme-"
     with listen(*prefix, OUTBOX_SECRET=TEXT) as receiver:
@@ -45,6 +49,8 @@ async def test_the_header_prefix_of_the_endpoint_is_used(outbox: Command) -> Non
     assert "  failed  a delivery: " in unknown.out
 
 
+@pytest.mark.slow
+@pytest.mark.system
 async def test_a_receiver_that_does_not_verify_signatures_fails(outbox: Command) -> None:
     with listen() as receiver:
         result = await asyncio.to_thread(outbox, "conform", receiver.url, "--secret", TEXT)
@@ -65,6 +71,7 @@ def test_exported_vectors_equal_the_cases(outbox: Command) -> None:
     assert response == orjson.loads(outbox("conform", "--vectors").out)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [

@@ -50,6 +50,7 @@ async def prepare(database: Database) -> None:
         await library.publish(db, "a.b", 1, once="plan:7", autocommit=True)
 
 
+@pytest.mark.slow
 async def test_no_command_holds_locks_while_it_waits_for_its_client(
     database: Database, outbox: Command, tmp_path: Path
 ) -> None:

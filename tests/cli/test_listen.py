@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from tests.cli.conftest import Command
 
+pytestmark = pytest.mark.system
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -73,6 +75,7 @@ def listen(*args: str, **env: str) -> Iterator[Listening]:
         process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["flag", "variable", "file"])
 async def test_deliveries_are_verified_and_counted(how: str, tmp_path: Path) -> None:
     secret = format_secret(SECRET)
@@ -101,6 +104,7 @@ async def test_deliveries_are_verified_and_counted(how: str, tmp_path: Path) -> 
     ]
 
 
+@pytest.mark.slow
 async def test_the_end_of_a_lane_is_printed() -> None:
     with listen(OUTBOX_SECRET=format_secret(SECRET)) as listening:
         await listening.post(1, lane_ends=True)
@@ -109,6 +113,7 @@ async def test_the_end_of_a_lane_is_printed() -> None:
     assert lines[0].endswith("sequence 1 order.paid key order-7 (last of its lane)")
 
 
+@pytest.mark.slow
 async def test_missing_deliveries_are_reported_at_the_end() -> None:
     with listen("--json", OUTBOX_SECRET=format_secret(SECRET)) as listening:
         await listening.post(1, 4)
@@ -121,6 +126,7 @@ async def test_missing_deliveries_are_reported_at_the_end() -> None:
     assert last["totals"]["order"]["missing"] == 2
 
 
+@pytest.mark.slow
 async def test_an_unsigned_delivery_is_rejected() -> None:
     with listen(OUTBOX_SECRET=format_secret(SECRET)) as listening:
         assert await listening.post(1, secret=bytes(32)) == [401]
@@ -129,6 +135,7 @@ async def test_an_unsigned_delivery_is_rejected() -> None:
     assert "rejected  401: no signature matches" in lines[0]
 
 
+@pytest.mark.slow
 async def test_without_a_secret_a_warning_is_printed() -> None:
     with listen("--fail-rate", "1", "--latency", "1") as listening:
         assert listening.before == [
@@ -167,6 +174,7 @@ def test_a_usage_error_is_one_line(outbox: Command, args: list[str], code: int, 
     assert "hunter2" not in result.error
 
 
+@pytest.mark.slow
 async def test_deliveries_are_forwarded_and_the_response_is_returned() -> None:
     secret = format_secret(SECRET)
     with listen(OUTBOX_SECRET=secret) as behind:

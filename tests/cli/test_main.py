@@ -47,6 +47,7 @@ def test_help_fits_on_a_screen_and_names_every_command(outbox: Command) -> None:
     assert "outbox demo" in result.out
 
 
+@pytest.mark.system
 def test_help_imports_no_command() -> None:
     code = (
         "import sys; from outbox.cli.main import run; run(['--help']); run(['pubish']);"
@@ -95,6 +96,7 @@ def test_every_command_has_help_with_an_example(outbox: Command) -> None:
         assert f"outbox {' '.join(path)}" in result.out.partition("Example")[2], path
 
 
+@pytest.mark.slow
 def test_messages_name_commands_that_exist() -> None:
     root = click.Context(cli)
     groups = {e.name: cli.get_command(root, e.name) for e in COMMANDS}
@@ -208,6 +210,8 @@ def test_failures_are_one_line_and_an_exit_code(
     assert "Traceback" in debugged.err
 
 
+@pytest.mark.slow
+@pytest.mark.system
 def test_a_process_exits_with_the_code() -> None:
     done = run("pubish")
     assert (done.returncode, done.stdout) == (2, "")
@@ -219,6 +223,7 @@ def test_a_process_exits_with_the_code() -> None:
     )
 
 
+@pytest.mark.system
 def test_a_closed_pipe_is_not_an_error() -> None:
     reading, writing = os.pipe()
     os.close(reading)
@@ -227,6 +232,8 @@ def test_a_closed_pipe_is_not_an_error() -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.slow
+@pytest.mark.system
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 def test_unwritable_output_is_reported() -> None:
     with Path("/dev/full").open("wb") as full:
@@ -239,6 +246,8 @@ def test_unwritable_output_is_reported() -> None:
             )
 
 
+@pytest.mark.slow
+@pytest.mark.system
 def test_closed_standard_streams_are_handled() -> None:
     shell = [sys.executable, "-m", "outbox"]
     for args, closed, response in (

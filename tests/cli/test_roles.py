@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from tests.cli.conftest import Command, Result
     from tests.support.postgres import Database
 
+pytestmark = pytest.mark.system
+
 READING = (
     ("status",),
     ("verify",),
@@ -111,6 +113,7 @@ READING_PURPOSES = (
 )
 
 
+@pytest.mark.slow
 def test_a_read_role_sees_everything_but_secrets(
     as_role: Callable[..., Result], subtests: pytest.Subtests
 ) -> None:

@@ -120,6 +120,7 @@ def test_slow_receivers_do_not_count_as_loop_lag() -> None:
     assert loop.scheduler.share_max > SHARE_FIRST
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tenant", [None, "acme"])
 def test_a_single_holder_has_a_larger_share_until_another_one_appears(tenant: str | None) -> None:
     loop = Loop()

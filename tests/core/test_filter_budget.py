@@ -149,6 +149,7 @@ def test_a_filter_within_the_refill_is_not_stopped() -> None:
     run_virtual(main())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cost_s", [FILTER_TIMEOUT_S * 0.95, NOTICEABLE_S * 0.95, 0.009])
 @pytest.mark.parametrize("tenants", [1, 100])
 def test_a_hundred_filters_below_the_limit_use_no_more_than_the_account(
@@ -173,6 +174,7 @@ def test_a_hundred_filters_below_the_limit_use_no_more_than_the_account(
     run_virtual(main())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cost_s", [10.0, FILTER_TIMEOUT_S * 0.9, NOTICEABLE_S * 0.8])
 @pytest.mark.parametrize("at_once", [1, 3])
 def test_changing_a_filter_refills_nothing_and_stops_no_other_tenants_filter(
@@ -248,6 +250,7 @@ def test_two_stalls_that_the_reference_condition_falls_between_stop_no_filter(ga
     run_virtual(main())
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.floats(0.0, 2.0), st.floats(0.5, 20.0)), max_size=20))
 def test_a_database_that_stalls_again_and_again_stops_no_filter(
     stalls: list[tuple[float, float]],
@@ -265,6 +268,7 @@ def test_a_database_that_stalls_again_and_again_stops_no_filter(
     run_virtual(main())
 
 
+@pytest.mark.slow
 def test_many_cheap_filters_in_a_backlog_are_not_stopped() -> None:
     async def main() -> None:
         server = Server(read_s=23e-6)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from outbox.core.sequencing.gaps import CursorChange, CursorState, LockHolders, Range
 
+pytestmark = pytest.mark.system
+
 
 class DropsGaps(GapTracker):
     """The naive cursor: treats a missing id as gone forever."""
@@ -164,6 +166,7 @@ def _faults(value: object) -> str | None:
     return " ".join(name for name, on in vars(value).items() if on != getattr(NO_FAULTS, name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tracker", "faults", "violation"),
     [

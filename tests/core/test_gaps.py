@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -143,6 +144,7 @@ class CursorMachine(RuleBasedStateMachine):
 TestCursor = CursorMachine.TestCase
 
 
+@pytest.mark.slow
 def test_random_histories(seed: int) -> None:
     hunt_cursor(5 * settings().max_examples, first_seed=seed)
 

@@ -171,6 +171,7 @@ class LaneMachine(RuleBasedStateMachine):
 TestLane = LaneMachine.TestCase
 
 
+@pytest.mark.slow
 def test_random_histories(seed: int) -> None:
     hunt_lane(3 * settings().max_examples, first_seed=seed)
 

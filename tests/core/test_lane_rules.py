@@ -431,6 +431,7 @@ FOUND_SOON_FROM: dict[type[Lane], int] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lane", "faults", "violation"),
     [

@@ -118,6 +118,7 @@ def sent(
     return list(parse_lines(prepared.attempt(1, NOW, [KEY]))), prepared.body
 
 
+@pytest.mark.slow
 @given(deliveries(), st.sampled_from(FORMATS), st.booleans(), st.sampled_from(["X-", "Acme-"]))
 def test_what_is_read_back_is_what_was_published(
     delivery: Delivery, name: FormatName, lane_ends: bool, prefix: str
@@ -155,6 +156,7 @@ def test_a_forged_byte_of_the_body_is_refused(
         verify(headers, forged, SECRET, now=NOW)
 
 
+@pytest.mark.slow
 @given(deliveries(), st.sampled_from(FORMATS), st.booleans(), st.data())
 def test_a_forged_character_of_the_metadata_is_refused(
     delivery: Delivery, name: FormatName, lane_ends: bool, data: st.DataObject
@@ -204,6 +206,7 @@ def test_signed_metadata_cannot_be_sent_as_a_body(delivery: Delivery, name: Form
             verify(forged, prepared.metadata, SECRET, now=NOW)
 
 
+@pytest.mark.slow
 @given(st.lists(deliveries(), min_size=1, max_size=4), st.sampled_from(BATCHED))
 def test_a_batch_is_read_back(some: list[Delivery], name: FormatName) -> None:
     batch = [each._replace(seq=n) for n, each in enumerate(some, 2)]

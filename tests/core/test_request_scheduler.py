@@ -124,6 +124,7 @@ def change_at_random(simulation: Simulation, rng: Random) -> None:
     simulation.at(simulation.now + rng.random(), lambda: change_at_random(simulation, rng))
 
 
+@pytest.mark.slow
 @settings(max_examples=settings().max_examples * 2 // 5)
 @given(st.integers(0, 2**32), st.sampled_from((1, 2, 3, 5, PLACES)), st.booleans())
 def test_limits_hold_slots_are_used_and_every_endpoint_is_served(
@@ -200,6 +201,7 @@ def uncontended_simulation(rng: Random, kind: type[RequestScheduler]) -> Simulat
     return simulation
 
 
+@pytest.mark.slow
 @settings(max_examples=settings().max_examples * 3 // 5)
 @given(st.integers(0, 2**32))
 def test_the_fast_path_decides_like_the_full_path(seed: int) -> None:
@@ -521,6 +523,7 @@ def test_stale_timers_are_removed() -> None:
     assert begun > 4900
 
 
+@pytest.mark.slow
 def test_the_cost_of_a_step_does_not_depend_on_the_number_of_endpoints() -> None:
     """Counted, not timed: the number of distinct usage levels depends on the slots alone."""
     scheduler = RequestScheduler(PLACES)

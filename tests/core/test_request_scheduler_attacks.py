@@ -119,6 +119,7 @@ ATTACKS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tenant", [None, "idle"])
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
 def test_an_idle_endpoint_is_not_delayed(attack: Attack, tenant: str | None) -> None:
@@ -240,6 +241,7 @@ def test_a_slow_endpoint_is_served_beside_more_hanging_endpoints_than_slots() ->
     assert honest.completed >= 2000.0 / (bound_s + 20.0) - 1
 
 
+@pytest.mark.slow
 def test_a_slow_endpoint_completes_despite_repeated_preemption() -> None:
     """The endpoint stays slow after each preemption, and would wait longer for a slow slot."""
     simulation = Simulation(RequestScheduler(PLACES))
@@ -290,6 +292,7 @@ def test_a_holder_that_lost_a_slot_does_not_protect_older_requests_of_another() 
     assert honest.waits_s[0] <= PREEMPT_GRACE_S * (1 + 9 / simulation.scheduler.slow_max)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed",
     [seed if seed < 4 else pytest.param(seed, marks=pytest.mark.full) for seed in range(12)],

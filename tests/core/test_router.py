@@ -205,6 +205,7 @@ def test_the_match_cache_is_also_bounded_by_endpoints(
             assert sum(map(len, router._matches.values())) <= matched_max
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("others", [10, 1000])
 def test_endpoints_without_the_event_are_not_visited(others: int) -> None:
     """Counts the visited pattern segments and routes."""
@@ -260,6 +261,7 @@ def test_endpoints_without_the_event_are_not_visited(others: int) -> None:
 MEETS = {None: lambda _: True, "@.even": lambda n: n % 2 == 0, "@.third": lambda n: n % 3 == 0}
 
 
+@pytest.mark.slow
 @given(routes(), batches(), st.sets(st.sampled_from(["@.even", "@.third"])))
 def test_a_filter_is_evaluated_only_for_matching_events_and_then_decides(
     made: list[Route], read: list[list[RoutableEvent]], failing_filters: set[str]

@@ -42,6 +42,7 @@ VALUES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VALUES)
 def test_a_large_deep_or_strange_value_is_truncated(name: str) -> None:
     value = VALUES[name]()

@@ -84,6 +84,8 @@ def test_the_alert_rules_are_those_of_the_package() -> None:
     assert (CHART / "files/alerts.yml").read_bytes() == ALERTS.read_bytes()
 
 
+@pytest.mark.system
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "version", [pytest.param(KUBERNETES[0], marks=pytest.mark.full), *KUBERNETES[1:]]
 )
@@ -162,6 +164,8 @@ def test_a_wrong_value_is_named(helm: Helm, values: dict[str, Any], named: str) 
         helm.render(values)
 
 
+@pytest.mark.slow
+@pytest.mark.system
 def test_lint_finds_no_error(helm: Helm) -> None:
     report = helm.lint(MINIMAL)
     assert report["errors"] == []

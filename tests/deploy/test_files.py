@@ -30,6 +30,7 @@ def _run(*argv: str) -> str:
     return out
 
 
+@pytest.mark.system
 def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
     hadolint = Path(sys.executable).with_name("hadolint")
     if not hadolint.exists():
@@ -37,11 +38,13 @@ def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
     assert _run(str(hadolint), str(DEPLOY / "Dockerfile")) == ""
 
 
+@pytest.mark.system
 def test_the_compose_file_has_the_form_of_the_compose_specification() -> None:
     check = (sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec")
     assert "ok -- validation done" in _run(*check, str(DEPLOY / "compose.yaml"))
 
 
+@pytest.mark.system
 @needs_systemd
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     # The program of another machine is not installed here.
@@ -50,6 +53,7 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     assert _run("systemd-analyze", "verify", str(unit)) == ""
 
 
+@pytest.mark.system
 @needs_systemd
 def test_the_unit_is_exposed_little() -> None:
     out = _run("systemd-analyze", "security", "--offline=true", str(UNIT))

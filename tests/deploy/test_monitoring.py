@@ -92,6 +92,7 @@ def test_prometheus_accepts_its_configuration(tmp_path: Path) -> None:
     assert "1 rule files found" in output
 
 
+@pytest.mark.slow
 def test_grafana_finds_the_data_source_and_the_dashboard() -> None:
     (source,) = _only("grafana", "/etc/grafana/provisioning/datasources/")["datasources"]
     assert source["url"] == "http://prometheus:9090"

@@ -151,6 +151,8 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str, str]] = {
 """By name: what happens to a good tree, the version that is asked for, and the reason."""
 
 
+@pytest.mark.slow
+@pytest.mark.system
 @pytest.mark.parametrize("name", REFUSALS)
 def test_a_tree_that_cannot_be_released_is_refused_with_one_line(small: Path, name: str) -> None:
     prepare, version, reason = REFUSALS[name]
@@ -163,6 +165,8 @@ def test_a_tree_that_cannot_be_released_is_refused_with_one_line(small: Path, na
     assert not (small / "dist").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.system
 def test_a_failing_build_leaves_the_last_release_in_place(small: Path) -> None:
     done = small / "dist/outbox-relay-3.4.5"
     done.mkdir(parents=True)

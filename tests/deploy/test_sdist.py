@@ -16,6 +16,8 @@ from tests.support.checkout import export, git, require_checkout
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.system
+
 NAME = f"outbox_relay-{__version__}"
 ON_THE_TREE = (
     "tests/deploy",
@@ -43,6 +45,7 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target / f"{NAME}.tar.gz"
 
 
+@pytest.mark.slow
 def test_the_source_distribution_has_every_tracked_file_and_no_other(archive: Path) -> None:
     with tarfile.open(archive) as opened:
         members = {each.name.removeprefix(f"{NAME}/"): each for each in opened.getmembers()}

@@ -46,6 +46,7 @@ async def resolver(**options: Any) -> AsyncIterator[CachingResolver]:
         await names.aclose()
 
 
+@pytest.mark.system
 async def test_addresses_of_both_families_are_returned() -> None:
     async with naming({"both.example": [PUBLIC, "2606:4700::1"]}) as server:
         async with resolver(**server.options) as names:
@@ -67,6 +68,7 @@ async def test_names_of_the_hosts_file_and_the_local_host_resolve() -> None:
                     assert address in await names.resolve(name)
 
 
+@pytest.mark.system
 async def test_a_search_domain_is_tried_unless_the_name_ends_with_a_dot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -78,6 +80,7 @@ async def test_a_search_domain_is_tried_unless_the_name_ends_with_a_dot(
             await names.resolve("shop.")
 
 
+@pytest.mark.system
 async def test_changed_settings_are_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,6 +103,7 @@ async def test_changed_settings_are_read_again(
         assert first._closed  # type: ignore[union-attr]
 
 
+@pytest.mark.system
 async def test_after_an_outage_names_are_found_again() -> None:
     """c-ares' own event thread would sleep: nothing wakes it for the second look-up."""
     known: dict[str, list[str]] = {"one.example": [], "two.example": []}
@@ -111,6 +115,7 @@ async def test_after_an_outage_names_are_found_again() -> None:
         assert list(await names.resolve("two.example")) == [PUBLIC]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("host", "says"),
     [
@@ -127,11 +132,13 @@ async def test_names_without_addresses_are_reported(host: str, says: str) -> Non
             await names.resolve(host)
 
 
+@pytest.mark.system
 async def test_a_thousand_addresses_are_not_all_checked() -> None:
     async with naming({"bomb.example": MANY}) as server, resolver(**server.options) as names:
         assert len(await names.resolve("bomb.example")) == RESOLVED_ADDRESSES_MAX
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("message", "status"),
     [
@@ -153,6 +160,7 @@ async def test_allowed_addresses_of_a_dns_response_are_used(
     assert response.failure is (Failure.EGRESS_REFUSED if status is None else None)
 
 
+@pytest.mark.system
 async def test_three_hundred_hanging_lookups_delay_no_others() -> None:
     good = {f"good{n}.example": ["127.0.0.1"] for n in range(60)}
     async with (
@@ -187,6 +195,7 @@ async def test_three_hundred_hanging_lookups_delay_no_others() -> None:
     assert beside[-1] < 1.0
 
 
+@pytest.mark.system
 async def test_a_lookup_is_shared_and_outlives_its_first_caller() -> None:
     known: dict[str, list[str]] = {"late.example": []}
     async with naming(known) as dns, resolver(timeout=0.2, tries=20, **dns.options) as names:
@@ -199,6 +208,7 @@ async def test_a_lookup_is_shared_and_outlives_its_first_caller() -> None:
         assert names._pending == {}
 
 
+@pytest.mark.system
 async def test_lookups_are_bounded_and_known_names_come_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -216,6 +226,7 @@ async def test_lookups_are_bounded_and_known_names_come_first(
         assert list(await names.resolve("known.example")) == [PUBLIC]
 
 
+@pytest.mark.system
 async def test_closing_ends_lookups() -> None:
     async with naming({"slow.example": []}) as dns:
         names = CachingResolver(**dns.options)
@@ -226,6 +237,7 @@ async def test_closing_ends_lookups() -> None:
             await asking
 
 
+@pytest.mark.system
 async def test_threads_resolve_names_when_c_ares_cannot_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -210,6 +210,8 @@ def test_a_hostile_identity_is_rejected_immediately(what: str) -> None:
     assert time.process_time() - began_s < CPU_S_MAX
 
 
+@pytest.mark.slow
+@pytest.mark.system
 @pytest.mark.parametrize("what", ["RSA 2048", "RSA 4096", "P-256", "P-384", "P-521", "Ed25519"])
 async def test_common_key_types_are_accepted_and_work(what: str) -> None:
     key: Any
@@ -236,6 +238,7 @@ async def test_common_key_types_are_accepted_and_work(what: str) -> None:
             assert (response.status, response.detail) == (200, ""), form
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "parts",
     [{"p": 1}, {"p": 0}, {"p": 4}, {"d": 1}, {"dmp1": 7}, {"dmp1": 7, "d": 1}, {"iqmp": 5}, {}],
@@ -319,6 +322,7 @@ def test_openssl_gets_only_the_checked_blocks() -> None:
     assert len(endpoint_context(Tls(ca=given)).get_ca_certs(binary_form=True)) <= 1
 
 
+@pytest.mark.system
 async def test_a_hostile_identity_in_the_table_fails_its_own_endpoint_alone() -> None:
     us = Authority("us")
     async with (

@@ -206,6 +206,7 @@ def test_verification_cannot_be_disabled() -> None:
         assert switch not in source
 
 
+@pytest.mark.system
 async def test_openssl_variables_change_the_cas_but_do_not_disable_verification(
     authority: Authority, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -226,6 +227,7 @@ async def test_openssl_variables_change_the_cas_but_do_not_disable_verification(
             assert response.failure is (None if expected else Failure.TLS)
 
 
+@pytest.mark.system
 async def test_a_server_certificate_can_be_pinned(authority: Authority) -> None:
     """A pinned server certificate needs no CA."""
     context = authority.server("127.0.0.1")
@@ -314,6 +316,7 @@ async def test_callers_that_wait_for_a_context_fail_when_the_cache_closes(
 # ------------------------------------------------------- client certificate required
 
 
+@pytest.mark.system
 async def test_a_receiver_that_requires_a_client_certificate_is_reported(
     authority: Authority,
 ) -> None:

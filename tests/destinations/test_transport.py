@@ -67,6 +67,7 @@ class _Making:
         return make
 
 
+@pytest.mark.system
 class TestOnUvloop(_Making, TransportConformance, DeliveryRuns, UnsolicitedData, HostileReceivers):
     """The production event loop."""
 
@@ -76,6 +77,7 @@ class TestOnAsyncio(_Making, TransportConformance, DeliveryRuns, UnsolicitedData
     """The guarantees do not depend on the event loop."""
 
 
+@pytest.mark.system
 class TestEgressOnUvloop(_Making, Guarding):
     """Which addresses are connected to, directly and through a proxy."""
 
@@ -85,6 +87,7 @@ class TestEgressOnAsyncio(_Making, Guarding):
     """The same without uvloop."""
 
 
+@pytest.mark.system
 async def test_a_request_cancelled_at_its_response_completes_and_affects_no_other() -> None:
     async def script(connection: Connection) -> None:
         if (await connection.request()).body != b"hangs":
@@ -106,6 +109,7 @@ async def test_a_request_cancelled_at_its_response_completes_and_affects_no_othe
     assert server.connections == 2
 
 
+@pytest.mark.system
 async def test_a_connection_with_an_unsolicited_response_is_used_once() -> None:
     """Otherwise its next response would be matched to the request after it."""
 
@@ -133,6 +137,7 @@ async def test_a_connection_with_an_unsolicited_response_is_used_once() -> None:
     assert server.connections == 2
 
 
+@pytest.mark.system
 async def test_idle_connections_are_limited_to_a_bounded_number_of_targets(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -54,6 +54,7 @@ class Coin(random.Random):
 # ----------------------------------------------------------------- good weather
 
 
+@pytest.mark.system
 async def test_deliveries_are_verified_counted_and_shown(transport: HttpTransport) -> None:
     seen: list[HandledRequest] = []
     receiver = DevelopmentReceiver([SECRET], on_request=seen.append)
@@ -73,6 +74,7 @@ async def test_deliveries_are_verified_counted_and_shown(transport: HttpTranspor
     assert receiver.lanes()["a-1-0"].state.high == 3
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", get_args(FormatName))
 async def test_each_format_is_verified_as_a_whole(
     transport: HttpTransport, name: FormatName
@@ -89,17 +91,20 @@ async def test_each_format_is_verified_as_a_whole(
     assert receiver.totals().accepted == 2
 
 
+@pytest.mark.system
 async def test_any_path_and_several_secrets(transport: HttpTransport) -> None:
     async with DevelopmentReceiver([OTHER, SECRET]).serve() as url:
         response = await transport.send(request(f"{url}some/path?x=1", delivery(1)))
     assert response.status == 200
 
 
+@pytest.mark.system
 async def test_without_a_secret_signatures_are_not_verified(transport: HttpTransport) -> None:
     async with DevelopmentReceiver().serve() as url:
         assert (await transport.send(request(url, delivery(1), secret=OTHER))).status == 200
 
 
+@pytest.mark.system
 async def test_a_copy_gets_2xx_but_is_processed_once(transport: HttpTransport) -> None:
     receiver = DevelopmentReceiver([SECRET])
     async with receiver.serve() as url:
@@ -111,6 +116,7 @@ async def test_a_copy_gets_2xx_but_is_processed_once(transport: HttpTransport) -
     assert totals.good
 
 
+@pytest.mark.system
 async def test_concurrent_copies_are_processed_once(transport: HttpTransport) -> None:
     receiver = DevelopmentReceiver([SECRET], latency_s=0.02)
     async with receiver.serve() as url:
@@ -118,6 +124,7 @@ async def test_concurrent_copies_are_processed_once(transport: HttpTransport) ->
     assert receiver.totals().accepted == 1
 
 
+@pytest.mark.system
 async def test_a_replay_of_a_processed_event_closes_its_hole_and_is_dropped(
     transport: HttpTransport,
 ) -> None:
@@ -142,6 +149,7 @@ async def test_a_replay_of_a_processed_event_closes_its_hole_and_is_dropped(
     assert receiver.totals().good
 
 
+@pytest.mark.system
 async def test_late_copies_in_an_ended_lane_are_duplicates(transport: HttpTransport) -> None:
     receiver = DevelopmentReceiver([SECRET], from_start=True)
     async with receiver.serve() as url:
@@ -159,6 +167,7 @@ async def test_late_copies_in_an_ended_lane_are_duplicates(transport: HttpTransp
     assert (totals.accepted, totals.duplicates, totals.good) == (3, 1, True)
 
 
+@pytest.mark.system
 async def test_a_copy_is_a_duplicate_after_its_id_was_forgotten(
     transport: HttpTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,6 +184,7 @@ async def test_a_copy_is_a_duplicate_after_its_id_was_forgotten(
 # ------------------------------------------------------------------- bad weather
 
 
+@pytest.mark.system
 async def test_a_forgery_is_refused_and_changes_nothing(transport: HttpTransport) -> None:
     seen: list[HandledRequest] = []
     receiver = DevelopmentReceiver([SECRET], on_request=seen.append)
@@ -193,6 +203,7 @@ async def test_a_forgery_is_refused_and_changes_nothing(transport: HttpTransport
     assert not totals.good
 
 
+@pytest.mark.system
 async def test_each_kind_of_order_is_counted(transport: HttpTransport) -> None:
     seen: list[HandledRequest] = []
     receiver = DevelopmentReceiver([SECRET], on_request=seen.append)
@@ -215,6 +226,7 @@ async def test_each_kind_of_order_is_counted(transport: HttpTransport) -> None:
     assert not totals.good
 
 
+@pytest.mark.system
 async def test_missing_sequences_are_reported(transport: HttpTransport) -> None:
     receiver = DevelopmentReceiver([SECRET])
     async with receiver.serve() as url:
@@ -225,6 +237,7 @@ async def test_missing_sequences_are_reported(transport: HttpTransport) -> None:
     assert not totals.good
 
 
+@pytest.mark.system
 async def test_with_from_start_the_first_deliveries_are_missing(
     transport: HttpTransport,
 ) -> None:
@@ -235,6 +248,7 @@ async def test_with_from_start_the_first_deliveries_are_missing(
         assert receiver.totals().order.missing == missing
 
 
+@pytest.mark.system
 async def test_only_posts_are_deliveries(transport: HttpTransport) -> None:
     receiver = DevelopmentReceiver()
     async with receiver.serve() as url:
@@ -263,6 +277,7 @@ async def fail(
     return response, handled, receiver
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("fault", "status", "failure"),
     [
@@ -296,6 +311,7 @@ async def test_each_fault_before_and_after_the_effect(
         assert dict(response.headers)["Retry-After"] == "0"
 
 
+@pytest.mark.system
 async def test_a_retrying_sender_delivers_everything_once(
     transport: HttpTransport, seed: int
 ) -> None:
@@ -316,6 +332,7 @@ async def test_a_retrying_sender_delivers_everything_once(
     assert totals.duplicates == totals.lost
 
 
+@pytest.mark.system
 async def test_the_same_seed_fails_the_same_requests(transport: HttpTransport) -> None:
     runs: list[list[ReceiverFault | None]] = []
     for _ in range(2):
@@ -341,6 +358,7 @@ def test_invalid_settings_are_refused(options: dict[str, float]) -> None:
         DevelopmentReceiver(**options)  # type: ignore[arg-type]
 
 
+@pytest.mark.system
 async def test_a_port_in_use_is_a_one_line_error() -> None:
     async with DevelopmentReceiver().serve() as url:
         port = int(url.rsplit(":", 1)[1].strip("/"))
@@ -349,6 +367,8 @@ async def test_a_port_in_use_is_a_one_line_error() -> None:
                 pass
 
 
+@pytest.mark.slow
+@pytest.mark.system
 async def test_a_hanging_response_does_not_delay_the_shutdown(transport: HttpTransport) -> None:
     forwarded = asyncio.Event()
 

@@ -45,6 +45,7 @@ print(type(connections["default"].connection).__module__, event.payload, event.k
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("driver", ["psycopg", pytest.param("psycopg2", marks=pytest.mark.full)])
 def test_a_project_migrates_checks_and_reads_its_status(
     driver: str, empty_database: Database, tmp_path: Path

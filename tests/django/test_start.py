@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.imports import HEAVY, loaded_by
+
+pytestmark = pytest.mark.system
 
 START = """
 import django

@@ -12,6 +12,8 @@ from tests.support.process import command_line, environment, outbox
 from tests.support.processes import family, running
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.system
+
 
 @pytest.mark.full
 async def test_the_demo_passes_and_prints_json() -> None:

@@ -49,6 +49,7 @@ class Ledger:
         return [h for h in self.got if h.outcome is HandledOutcome.ACCEPTED]
 
 
+@pytest.mark.slow
 async def test_nothing_is_lost_or_reordered_when_the_relay_is_killed(
     database: Database, rng: random.Random, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:

@@ -104,6 +104,7 @@ async def add_endpoints(relays: Relays, number: int) -> None:
 # ---------------------------------------------- killed and stopped relays
 
 
+@pytest.mark.slow
 async def test_deliveries_of_a_killed_relay_are_sent_by_another(relays: Relays) -> None:
     await add_endpoints(relays, 12)
     first, second = await relays.start("first"), await relays.start("second")
@@ -151,6 +152,7 @@ async def test_a_new_replica_gets_its_share_and_a_clean_stop_releases_it_at_once
 # ------------------------------------------------------------- a fenced relay
 
 
+@pytest.mark.slow
 async def test_a_fenced_relay_writes_nothing_and_closes_its_requests(
     relays: Relays,
 ) -> None:

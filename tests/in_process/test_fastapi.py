@@ -92,6 +92,7 @@ class Application:
             await self._process.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 async def test_a_request_publishes_and_the_application_delivers(
     loop: str, database: Database, receiver: Receiver, tmp_path: Path

@@ -197,6 +197,7 @@ async def test_a_cancellation_as_the_relay_registers_leaves_nothing_running(
     assert relay.unready_reason == "it is not running"
 
 
+@pytest.mark.slow
 def test_a_relay_that_was_made_before_a_fork_is_refused() -> None:
     program = f"""
 import asyncio, os, outbox

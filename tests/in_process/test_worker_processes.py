@@ -113,6 +113,7 @@ async def test_without_proc_a_variable_sets_the_number_of_workers(
     assert [each["event"] for each in logs] == ([WARNING] if warned else [])
 
 
+@pytest.mark.system
 async def test_a_database_that_is_away_is_no_error_of_the_check(
     processes: Processes, logs: list[Any]
 ) -> None:

@@ -139,6 +139,7 @@ async def test_a_restored_backup_catches_up_without_loss_or_duplicates(
     assert restored.receiver.totals.gaps == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prefix", "format_name"),
     [("X-", "envelope"), pytest.param("Acme-", "raw", marks=pytest.mark.full)],

@@ -23,11 +23,14 @@ if TYPE_CHECKING:
     from tests.support.postgres import Database
     from tests.support.sequencers import Variant
 
+pytestmark = pytest.mark.system
+
 CAUGHT_WITHIN_S = 60
 FULL = pytest.mark.full
 """For variants that test_cursor_scripts.py detects in every tier."""
 
 
+@pytest.mark.slow
 async def test_nothing_is_lost_or_reordered(
     database: Database, rng: random.Random, cursor_seconds: float
 ) -> None:
@@ -47,6 +50,7 @@ async def test_nothing_is_lost_or_reordered(
     assert sum(replica.old_gaps for replica in run.replicas)
 
 
+@pytest.mark.slow
 async def test_nothing_is_lost_or_reordered_when_the_server_crashes(
     private_database: Database, rng: random.Random, cursor_seconds: float
 ) -> None:

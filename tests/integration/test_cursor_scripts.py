@@ -23,6 +23,8 @@ from tests.support.stage import staged
 if TYPE_CHECKING:
     from tests.support.postgres import Database, Server
 
+pytestmark = pytest.mark.system
+
 TRIES = 3
 """The number of runs in which an incorrect cursor may be detected."""
 MODEST_SCRIPTS = 6

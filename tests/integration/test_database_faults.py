@@ -59,6 +59,7 @@ def reasons(logs: Logs, event: str = LOST) -> list[str]:
 # --------------------------------------------------------- lost connections
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_reconnects_soon")
 async def test_server_restarts_under_load(private_database: Database, logs: Logs) -> None:
     database = private_database
@@ -192,6 +193,7 @@ SAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from tests.support.postgres import Database
     from tests.support.relay import Sent
 
+pytestmark = pytest.mark.system
+
 EVENTS = """
 INSERT INTO outbox (type, payload, tenant, key, expires_at)
 SELECT 'a.b', to_jsonb(n), $2, 'key', clock_timestamp() + $3::float8 * interval '1 second'

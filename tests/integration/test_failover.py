@@ -65,6 +65,7 @@ class Receiver:
                 self.keys[body["key"]].append(body["data"])
 
 
+@pytest.mark.slow
 @pytest.mark.one_major
 async def test_no_event_is_mistaken_for_another_after_a_lossy_failover(
     pg_major: int, rng: random.Random

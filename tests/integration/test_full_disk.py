@@ -53,6 +53,7 @@ def says_full(logs: Logs) -> bool:
     return any(FULL in str(each.get("reason")) for each in logs)
 
 
+@pytest.mark.slow
 async def test_the_relay_waits_while_there_is_no_space_for_rows(
     database: Database, disk: SmallDisk, logs: Logs
 ) -> None:

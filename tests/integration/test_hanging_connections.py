@@ -78,6 +78,7 @@ def dead_lettered(logs: list[Any]) -> bool:
     return any("hangs" in each.get("reason", "") for each in logs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kinds",
     [
@@ -261,6 +262,7 @@ async def test_a_lock_wait_is_not_taken_for_a_hanging_connection(
     assert not dead_lettered(logs)
 
 
+@pytest.mark.slow
 async def test_a_slow_response_is_not_taken_for_a_hanging_connection(
     database: Database, logs: list[Any]
 ) -> None:
@@ -314,6 +316,7 @@ async def test_a_failed_registration_is_retried(
             await until(lambda: 2 in network.data(), 20, "the relay to go on")
 
 
+@pytest.mark.slow
 async def test_a_stop_does_not_wait_for_a_blocked_statement(server: Server) -> None:
     """The server reports the backend as active all the time."""
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from outbox.relay.sequencing.sequencer import Sequencer
     from tests.support.postgres import Database
 
+pytestmark = pytest.mark.system
+
 IDS = 3000
 GAPS_MAX = EVENTS_MAX = 250
 OTHER_TRANSACTIONS = 20
@@ -86,6 +88,7 @@ async def _sequence_all(sequencer: Sequencer) -> int:
     return batches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("store", [CountsGaps, CommitsDuringRead])
 @pytest.mark.parametrize("new_leader", [False, True], ids=["", "a new leader"])
 async def test_its_events_are_sequenced_in_portions_before_later_ones(

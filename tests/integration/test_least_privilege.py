@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from outbox.core.model.response import AttemptResult
     from tests.support.postgres import Database
 
+pytestmark = pytest.mark.system
+
 PATH = {"server_settings": {"search_path": "relay"}}
 UNCHECKPOINTED = """
 SELECT NOT EXISTS (SELECT FROM lane_progress p JOIN lane_counter c USING (lane_id)

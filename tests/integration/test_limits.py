@@ -159,6 +159,7 @@ async def test_hanging_endpoints_do_not_delay_others(database: Database) -> None
     assert await exceptions(database) == {}
 
 
+@pytest.mark.slow
 async def test_hanging_endpoints_beyond_the_slots_are_preempted_and_retried(
     database: Database,
 ) -> None:

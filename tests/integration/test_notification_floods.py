@@ -8,6 +8,8 @@ import math
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from outbox.core.sequencing.batch_notifications import NOTIFY_EVERY_S
 from outbox.relay.cluster import listener
 from outbox.relay.cluster.listener import CHANGES_EVERY_S, FLOOD_PER_S, Listener
@@ -21,10 +23,11 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 
-    import pytest
     from asyncpg import Connection
 
     from tests.support.postgres import Database
+
+pytestmark = pytest.mark.system
 
 SOON_S = 20.0
 FLOOD = "SELECT count(pg_notify($1, n::text)) FROM generate_series(1, $2::int) n"

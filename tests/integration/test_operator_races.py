@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+import pytest
+
 from outbox.core.model.response import AttemptResult
 from outbox.operations import endpoint_states
 from tests.support.relay import (
@@ -23,6 +25,8 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from tests.support.postgres import Database
     from tests.support.relay import Sent
+
+pytestmark = pytest.mark.system
 
 
 NUMBERED = "SELECT count(*) = $1 FROM delivery"

@@ -6,6 +6,8 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from outbox.core.delivery.circuit_breaker import CircuitBreaker
 from outbox.core.model.response import AttemptResult
 from outbox.operations import endpoint_changes, endpoint_states
@@ -32,8 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection
     from uuid import UUID
 
-    import pytest
-
     from outbox.core.delivery.circuit_breaker import BreakerRecord
     from outbox.core.delivery.commands import Send
     from outbox.relay.delivery.attempts import Attempt
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from outbox.store.delivery.endpoints import Endpoint
     from tests.support.postgres import Database
     from tests.support.relay import Sent
+
+pytestmark = pytest.mark.system
 
 
 async def change_endpoint(database: Database, **settings: Any) -> None:

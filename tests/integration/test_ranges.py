@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from tests.support.postgres import Database
     from tests.support.relay import Sent
 
+pytestmark = pytest.mark.system
+
 ALL = DeadLetterSelection(everything=True)
 NUMBERS = 1500
 

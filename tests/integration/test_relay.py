@@ -6,6 +6,8 @@ import asyncio
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
+import pytest
+
 from tests.support.relay import (
     BUSY,
     OK,
@@ -26,6 +28,8 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from outbox.core.model.response import AttemptResult
     from tests.support.postgres import Database
+
+pytestmark = pytest.mark.system
 
 
 async def test_events_arrive_in_order_with_contiguous_numbers(database: Database) -> None:
@@ -252,6 +256,7 @@ async def test_a_hanging_receiver_delays_a_stop_by_the_drain_time_at_most(
     assert await exceptions(database) == {}
 
 
+@pytest.mark.slow
 async def test_the_relay_recovers_from_a_database_restart(private_database: Database) -> None:
     database = private_database
     await add_endpoint(database)

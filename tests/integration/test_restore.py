@@ -33,6 +33,8 @@ from tests.support.relay import (
 if TYPE_CHECKING:
     from tests.support.postgres import Database, Server
 
+pytestmark = pytest.mark.system
+
 PATH = {"server_settings": {"search_path": "relay"}}
 
 CHANGES = "SELECT array_agg(data::text) FROM journal WHERE kind = 'timeline_changed'"
@@ -102,6 +104,7 @@ async def dump_of_a_life(database: Database) -> tuple[str, list[Network]]:
     return dumped, [before, after, changed]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "same_cluster",
     [

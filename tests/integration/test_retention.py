@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from outbox.core.sequencing.partition_window import PartitionWindow
     from tests.support.postgres import Database
 
+pytestmark = pytest.mark.system
+
 SESSION = {"server_settings": {"search_path": "relay"}}
 INSERT = "INSERT INTO outbox (type, payload) VALUES ('a.b', '{}')"
 NOTHING = Retention(0, 0, 0)

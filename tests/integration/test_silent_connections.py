@@ -64,6 +64,7 @@ def too_slow(recovery: Recovery) -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pooled",
     [False, pytest.param(True, marks=[pytest.mark.pgbouncer, pytest.mark.full])],

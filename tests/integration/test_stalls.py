@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from outbox.operations.status import Overview
     from tests.support.postgres import Database
 
+pytestmark = pytest.mark.system
+
 LEASE_S = 1.0
 SOON_S = 20 * LEASE_S
 """Three leases, and as many again for each session that is lost while the machine stops."""
@@ -60,6 +62,7 @@ async def holding_the_cursor(
             await transaction.rollback()
 
 
+@pytest.mark.slow
 @pytest.mark.one_major
 async def test_a_held_cursor_makes_every_replica_unready(
     database: Database, logs: list[Any]

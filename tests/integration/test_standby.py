@@ -38,6 +38,7 @@ LOST = ("not registered yet", "the session was lost")
 UNCONFIRMED = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'SyncRep'"
 
 
+@pytest.mark.slow
 async def test_a_relay_of_a_standby_is_not_ready_and_delivers_after_its_promotion(
     private_database: Database, logs: list[Any]
 ) -> None:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from tests.support.concurrent_cases import Logs
     from tests.support.postgres import Database, Server
 
+pytestmark = pytest.mark.system
+
 LOST_S = 1.0
 """For a wake-up that must be lost."""
 INSERT = "INSERT INTO relay.outbox (type, payload) VALUES ('app.woke', '{}') RETURNING id"
@@ -100,6 +102,7 @@ async def _try_all(database: Database, variant: Variant, missed: str = "") -> No
                 await _try(relay, waker, steps, LOST_S if steps.name == missed else SOON_S)
 
 
+@pytest.mark.slow
 async def test_no_interleaving_loses_a_wake_up(database: Database) -> None:
     await _try_all(database, REAL)
 
@@ -120,6 +123,7 @@ FIRST_MISSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.one_major
 async def test_an_incorrect_sleep_protocol_is_detected(server: Server) -> None:
     async def detect(name: str, database: Database, _: Logs) -> None:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from tests.support.postgres import Database
 
+pytestmark = pytest.mark.system
+
 INSERT = "INSERT INTO relay.outbox (type, payload) VALUES ('app.any', '{}') RETURNING id"
 SET_FLAG = "SELECT setval('relay.wakeup', $1)"
 FLAG = "SELECT last_value FROM relay.wakeup"

@@ -69,6 +69,7 @@ def silent() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 def test_the_stream_is_the_lane_without_its_dead_letters_or_it_is_held(seed: int) -> None:
     seen: Counter[str] = Counter()
     kinds = *EVENTS, *FAULTS, *(f"outcome: {outcome}" for outcome in OUTCOMES)
@@ -190,6 +191,7 @@ def test_an_end_before_the_last_delivery_is_caught() -> None:
     catches(HOLE, lanes=EarlyEnd)
 
 
+@pytest.mark.slow
 def test_an_end_before_the_acknowledgements_is_caught() -> None:
     catches(f"held without a cause: ahead|{BOTH}", attempts=UnflushedEnd)
 

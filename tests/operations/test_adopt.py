@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     from tests.support.postgres import Database
 
+pytestmark = pytest.mark.system
+
 TABLE = "app.events"
 
 
@@ -113,6 +115,7 @@ async def sent_some(legacy: LegacyOutbox) -> None:
     await until(lambda: len(legacy.sent) > before + 60, what="the old poller to go on")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "poller", ["locks-rows", pytest.param("marks-later", marks=pytest.mark.full)]
 )
@@ -542,6 +545,7 @@ async def test_a_cleaned_type_is_valid_or_rejected(db: Connection[Any], rng: ran
     assert all(row["name"] == row["type"] for row in again)
 
 
+@pytest.mark.slow
 @pytest.mark.one_major
 async def test_the_connector_and_the_relay_share_debeziums_rows_exactly(rng: random.Random) -> None:
     """The connector sends each row committed before the cut-over, and the relay each later one."""

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
     from tests.support.postgres import Database
 
+pytestmark = pytest.mark.system
+
 AT_ONCE = DoctorLimits(
     lag_warning_s=0, listener_s=0, unfinished_s=0, failing_s=0, holder_s=0, transaction_s=0
 )

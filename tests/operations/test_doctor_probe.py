@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from tests.support.postgres import Database
 
+pytestmark = pytest.mark.system
+
 ALIVE = "SELECT EXISTS (SELECT FROM replica WHERE expires_at > clock_timestamp())"
 REPLICA = """
 INSERT INTO replica (name, version, label, lease_s, expires_at)

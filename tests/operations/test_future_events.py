@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from tests.support.postgres import Database
 
+pytestmark = pytest.mark.system
+
 DAY = timedelta(days=1)
 LATER = datetime(2100, 1, 1, 9, tzinfo=UTC)
 LIMIT = 262_144

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from outbox.operations.lane_history import FetchedDelivery, LaneHistory
     from tests.support.postgres import Database
 
+pytestmark = pytest.mark.system
+
 
 @pytest.fixture
 async def db(database: Database) -> Connection[Any]:

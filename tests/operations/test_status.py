@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from outbox.operations.status import Overview
     from tests.support.postgres import Database
 
+pytestmark = pytest.mark.system
+
 PATH = {"server_settings": {"search_path": "relay"}}
 SLOW_RETRY = {"base_s": 3600.0, "cap_s": 3600.0, "jitter": "none"}
 

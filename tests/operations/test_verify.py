@@ -173,6 +173,7 @@ async def test_a_consistent_database_has_no_violations(database: Database) -> No
     assert await exceptions(database) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.one_major
 async def test_violations_are_found(database: Database, subtests: pytest.Subtests) -> None:
     await _a_life(database)

@@ -24,6 +24,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.slow
 async def test_failing_lanes_come_before_dead_letters_each_with_its_action(
     database: Database,
 ) -> None:

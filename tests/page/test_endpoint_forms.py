@@ -27,6 +27,7 @@ pytestmark = [
 OF_NEW = "FROM endpoint WHERE name = 'new'"
 
 
+@pytest.mark.slow
 async def test_an_endpoint_is_created_by_the_form_and_receives_events(database: Database) -> None:
     async with shop(database) as here:
         visitor, page = here.visitor, here.visitor.page

@@ -42,6 +42,7 @@ async def test_an_invalid_token_cannot_sign_in_and_a_revoked_one_is_signed_out(
         assert await page.evaluate("sessionStorage.length") == 0
 
 
+@pytest.mark.slow
 async def test_the_overview_is_live(database: Database) -> None:
     async with shop(database) as here:
         page = here.visitor.page
@@ -60,6 +61,7 @@ async def test_the_overview_is_live(database: Database) -> None:
         await here.visitor.wait_for(page.get_by_role("heading", name="Dead letters"))
 
 
+@pytest.mark.slow
 async def test_an_endpoint_is_paused_resumed_tested_and_its_secret_rotated(
     database: Database,
 ) -> None:
@@ -231,6 +233,7 @@ async def test_replicas_and_diagnostics(database: Database) -> None:
         await visitor.wait_for(fine)
 
 
+@pytest.mark.slow
 async def test_a_tenant_sees_only_its_own_objects(database: Database) -> None:
     async with shop(database, tenant="acme") as here:
         visitor, page = here.visitor, here.visitor.page
@@ -304,6 +307,7 @@ async def test_every_view_fits_on_a_phone(database: Database) -> None:
             assert wide <= 0, f"{place} is wider than the phone"
 
 
+@pytest.mark.slow
 async def test_event_data_is_never_rendered_as_html(database: Database) -> None:
     """Names, keys and payloads are untrusted."""
     trap = "<img src=x onerror=alert(1)>"

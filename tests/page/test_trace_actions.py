@@ -22,6 +22,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.slow
 async def test_the_delivery_that_a_lane_is_stuck_on_is_skipped(database: Database) -> None:
     async with shop(database) as here:
         visitor, page = here.visitor, here.visitor.page

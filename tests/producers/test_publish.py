@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
     from tests.support.postgres import Database
 
+pytestmark = pytest.mark.system
+
 LIMIT = 262_144
 
 

@@ -140,6 +140,7 @@ STACKS = {
 }
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("stack", STACKS)
 async def test_every_adapter_gives_the_same_responses(stack: str) -> None:
     kind, serve = STACKS[stack]

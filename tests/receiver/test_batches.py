@@ -276,6 +276,7 @@ def outcomes(seen: Sequence[HandledRequest]) -> list[tuple[int, HandledOutcome]]
     return [(each.message.sequence, each.outcome) for each in seen if each.message]
 
 
+@pytest.mark.system
 async def test_the_development_receiver_counts_each_delivery() -> None:
     seen: list[HandledRequest] = []
     receiver = DevelopmentReceiver([SECRET], on_request=seen.append)
@@ -290,6 +291,7 @@ async def test_the_development_receiver_counts_each_delivery() -> None:
     ]
 
 
+@pytest.mark.system
 async def test_a_fault_within_a_batch_reports_partial_success() -> None:
     seen: list[HandledRequest] = []
     receiver = DevelopmentReceiver(
@@ -311,6 +313,7 @@ async def test_a_fault_within_a_batch_reports_partial_success() -> None:
     assert (500, False) in responses
 
 
+@pytest.mark.system
 async def test_deliveries_accepted_upstream_are_accepted() -> None:
     upstream = AsyncReceiver(TEXT, MemoryDatabase())
     seen: list[HandledRequest] = []
@@ -338,6 +341,7 @@ async def test_deliveries_accepted_upstream_are_accepted() -> None:
     ]
 
 
+@pytest.mark.system
 async def test_a_single_delivery_refused_upstream_is_not_accepted() -> None:
     async def forward(*_: Any) -> ProxiedResponse:
         return ProxiedResponse(200, (("X-Accepted-Through", "2"),))

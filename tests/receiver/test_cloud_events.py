@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from outbox.core.delivery.message import Prepared
 
+pytestmark = pytest.mark.system
+
 VERSION = "10.0.0"
 SOURCE = "https://shop.example/orders?x=%20"
 KEYS = (
@@ -157,6 +159,7 @@ def check(delivery: Delivery, event: dict[str, Any]) -> None:
     assert event.get("data") in (orjson.loads(delivery.payload), delivery.payload.decode())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cloudevents", "cloudevents-binary"])
 def test_another_library_reads_single_events(peer: Peer, name: Any) -> None:
     sent = deliveries()
@@ -166,6 +169,7 @@ def test_another_library_reads_single_events(peer: Peer, name: Any) -> None:
         check(delivery, event)
 
 
+@pytest.mark.slow
 def test_another_library_reads_a_batch(peer: Peer) -> None:
     sent = deliveries()
     message_format = MessageFormat("cloudevents", SOURCE)

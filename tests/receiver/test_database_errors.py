@@ -115,6 +115,7 @@ async def test_a_mistake_is_never_an_unavailable_database(
             assert "was not processed" in message
 
 
+@pytest.mark.slow
 async def test_every_driver_survives_a_stopped_server(private_database: Database) -> None:
     """503 while it is stopped; then each goes on with a new connection."""
 
@@ -145,6 +146,7 @@ async def test_every_driver_survives_a_stopped_server(private_database: Database
             assert response.status == 200, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DRIVERS)
 async def test_a_server_that_is_not_there_is_an_unavailable_database(
     name: str, caplog: pytest.LogCaptureFixture

@@ -15,6 +15,8 @@ from outbox.receiver import CannotFetch, FetchClient
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.system
+
 LANE = {"lane": "a-1-0", "generation": 1, "acknowledged": 7}
 
 

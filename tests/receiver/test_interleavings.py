@@ -303,6 +303,7 @@ class InOrder(World):
     gaps = Gaps.CATCH_UP
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [World, InOrder])
 def test_every_interleaving_gives_the_result_of_processing_in_order(world: type[World]) -> None:
     run_state_machine_as_test(world, settings=settings(stateful_step_count=60))
@@ -332,6 +333,7 @@ def content(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", [forgetful, effects_before_commit, content])
 def test_the_interleavings_find_a_faulty_receiver(
     mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch

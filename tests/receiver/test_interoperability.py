@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Iterable, Iterator
 
+pytestmark = pytest.mark.system
+
 TEXT, ANOTHER = format_secret(SECRET), format_secret(OTHER)
 ID = "msg_1"
 BODY = '{"type":"order.paid","data":{"a":"é\\u2028 🛒"}}'.encode()
@@ -42,6 +44,7 @@ def we_accept(what: Iterable[ToVerify]) -> list[bool]:
     return [accepts(each) for each in what]
 
 
+@pytest.mark.slow
 def test_signatures_are_interoperable_both_ways(peer: Peer, rng: random.Random) -> None:
     now = int(time.time())
     alphabet = 'aä"\\\n\0€🛒\ufeff\u2028 '
@@ -142,6 +145,7 @@ def results(table: Iterable[Case], output: Iterable[bool]) -> dict[str, bool]:
     return {each.name: accepted for each, accepted in zip(table, output, strict=True)}
 
 
+@pytest.mark.slow
 def test_all_libraries_refuse_invalid_requests(peer: Peer) -> None:
     table = list(cases())
     expected = results(table, [each.accepted for each in table])

@@ -125,6 +125,7 @@ anything = st.recursive(
 names = st.sampled_from([*orjson.loads(BODY), "x"])
 
 
+@pytest.mark.slow
 @given(st.dictionaries(names, anything), st.dictionaries(st.sampled_from([*HEADERS]), st.text()))
 def test_any_input_raises_only_bad_message(
     content: dict[str, Any], headers: Mapping[str, str]

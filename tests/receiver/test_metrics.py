@@ -260,6 +260,7 @@ def test_a_failing_provider_does_not_fail_requests(caplog: pytest.LogCaptureFixt
     assert caplog.text.count("metrics are incomplete") == 1
 
 
+@pytest.mark.system
 def test_the_global_provider_may_be_set_later() -> None:
     """In a separate process: a provider can be set only once."""
     program = """

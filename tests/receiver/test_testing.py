@@ -192,6 +192,7 @@ async def test_an_async_receiver_fetches_from_the_fake_sender() -> None:
     assert caught_up.fetched == 249
 
 
+@pytest.mark.system
 async def test_a_request_is_posted_as_it_is() -> None:
     from outbox.devtools.development_receiver import DevelopmentReceiver
 

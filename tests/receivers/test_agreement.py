@@ -96,6 +96,7 @@ def order(language: Language) -> Iterator[LineProgram]:
     program.close()
 
 
+@pytest.mark.slow
 @FIXTURES
 @given(from_start=st.booleans(), steps=st.lists(operations(), max_size=14))
 def test_the_order_check_agrees(
@@ -117,6 +118,7 @@ def test_the_order_check_agrees(
     )
 
 
+@pytest.mark.slow
 def test_the_ranges_of_a_lane_are_bounded_alike(order: LineProgram) -> None:
     steps: list[list[Any]] = [["observe", 3 * n + 3, 3 * n + 2, False] for n in range(1100)]
     lane = LaneOrder()
@@ -195,6 +197,7 @@ def by_program(
     return found
 
 
+@pytest.mark.slow
 @FIXTURES
 @given(
     delivery=deliveries(),
@@ -218,6 +221,7 @@ def test_a_delivery_is_read_alike(
     assert by_program(verifier, headers, body, [SECRET], **options) == expected
 
 
+@pytest.mark.slow
 @FIXTURES
 @given(delivery=deliveries(), name=st.sampled_from(FORMATS), data=st.data())
 def test_a_forgery_is_refused_alike(
@@ -245,6 +249,7 @@ def test_a_forgery_is_refused_alike(
     assert by_program(verifier, headers, body, secrets) == expected
 
 
+@pytest.mark.slow
 @FIXTURES
 @given(some=st.lists(deliveries(), min_size=1, max_size=4), name=st.sampled_from(BATCHED))
 def test_a_batch_is_read_alike(
@@ -310,6 +315,7 @@ def resigned(headers: dict[str, str], body: bytes) -> dict[str, str]:
     return headers | {"webhook-signature": signature}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_an_asymmetric_signature_is_verified(verifier: LineProgram, name: FormatName) -> None:
     key = parse_private_key("whsk_" + base64.b64encode(bytes(range(32))).decode())

@@ -69,6 +69,7 @@ def sentences(tree: Sequence[ast.AST]) -> Iterator[str]:
                 yield entry.partition(": ")[2]
 
 
+@pytest.mark.slow
 def test_docstrings_have_a_subject() -> None:
     found = [
         f"{path.relative_to(ROOT)}: {sentence[:60]!r}"
@@ -93,6 +94,7 @@ def test_a_docstring_without_a_subject_is_found(source: str) -> None:
     assert any(HEADLESS.match(sentence) for sentence in sentences(nodes_of(source)))
 
 
+@pytest.mark.slow
 def test_what_docstrings_name_exists() -> None:
     missing = [
         f"{path.relative_to(ROOT)}: {name}"

@@ -207,6 +207,7 @@ def find(text: str, known: dict[str, float] | None = None) -> list[tuple[int, st
     return finder.found
 
 
+@pytest.mark.slow
 def test_no_test_fails_because_the_machine_is_busy() -> None:
     found = []
     for path in FILES:

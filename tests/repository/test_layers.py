@@ -19,6 +19,8 @@ from tests.support.imports import HEAVY, loaded_by
 if TYPE_CHECKING:
     from grimp import ImportGraph
 
+pytestmark = pytest.mark.system
+
 ROOT = Path(__file__).parents[2]
 
 LAYERS = "Imports go one way"
@@ -82,6 +84,7 @@ def broken_contracts(graph: ImportGraph, importer: str, imported: str) -> set[st
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("importer", "imported", "contract"),
     [

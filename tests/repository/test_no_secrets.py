@@ -114,6 +114,8 @@ def files() -> tuple[Path, ...]:
     return paths
 
 
+@pytest.mark.slow
+@pytest.mark.system
 def test_no_tracked_file_contains_a_secret(files: tuple[Path, ...]) -> None:
     there = found(files)
     assert {value: place for value, place in there.items() if value not in KNOWN} == {}, (
@@ -126,6 +128,7 @@ def test_no_finding_is_in_a_line_that_is_omitted_for_speed(files: tuple[Path, ..
     assert found(files) == found(files, [each for each in FILTERS if each is not LINES_FILTER])
 
 
+@pytest.mark.system
 def test_known_false_positives_still_exist(files: tuple[Path, ...]) -> None:
     texts = [path.read_text("utf-8", "replace") for path in files if path != Path(__file__)]
     stale = [each for each in KNOWN if not any(each in text for text in texts)]

@@ -88,6 +88,7 @@ def imported(tree: Sequence[ast.AST]) -> Iterator[str]:
                 yield module.partition(".")[0]
 
 
+@pytest.mark.slow
 def test_every_imported_package_is_a_named_dependency() -> None:
     distributions = importlib.metadata.packages_distributions()
     # The type checker brings `_typeshed`.
@@ -128,6 +129,7 @@ def test_the_requirements_accept_the_pinned_versions() -> None:
             assert requirement.specifier.contains(version), f"{requirement}: {version}; {RENEW}"
 
 
+@pytest.mark.slow
 def test_every_installed_dependency_is_pinned() -> None:
     stamp = Path(sys.prefix, "run-py-stamp")
     if stamp.exists() and len(stamp.read_text().splitlines()) > 2:

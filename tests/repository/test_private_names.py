@@ -196,6 +196,7 @@ def private_uses(tree: Sequence[ast.AST], own: set[str], derived: Mapping[str, s
     return found
 
 
+@pytest.mark.slow
 def test_no_private_names_of_libraries_are_used() -> None:
     trees = {path: nodes(path) for path in PROGRAM}
     own = {name for tree in trees.values() for name in names_defined(tree)}

@@ -191,6 +191,7 @@ def test_the_numbers_of_a_module_are_found() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_identifiers_use_the_fields_terms() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line} {what}"
@@ -200,6 +201,7 @@ def test_identifiers_use_the_fields_terms() -> None:
     assert not found, "\n".join(found)
 
 
+@pytest.mark.slow
 def test_messages_use_the_fields_terms() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line} {word[0]!r} in {text.strip()[:80]!r}"

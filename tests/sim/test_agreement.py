@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
     from tests.support.postgres import Database
 
+pytestmark = pytest.mark.system
+
 PATH = {"server_settings": {"search_path": SCHEMA}}
 SETTINGS = [
     EndpointSettings(name="e0", url="http://e0.test/", lanes=1, retry=POLICY),

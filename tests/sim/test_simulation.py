@@ -42,6 +42,8 @@ def sim(*arguments: str | int) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
+@pytest.mark.system
 def test_no_invariant_is_broken(rng: random.Random, pytestconfig: pytest.Config) -> None:
     seeds: int = pytestconfig.getoption("--sim-seeds")
     first = rng.randrange(10**6) * 1000
@@ -50,6 +52,8 @@ def test_no_invariant_is_broken(rng: random.Random, pytestconfig: pytest.Config)
     assert found.returncode == 0, found.stdout + found.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.system
 def test_a_seed_is_deterministic(rng: random.Random) -> None:
     seed = rng.randrange(10**9)
     first, second = (sim("--seed", seed, "--trace") for _ in range(2))

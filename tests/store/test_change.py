@@ -72,6 +72,7 @@ async def add(connection: Connection[Any], name: str = "shop") -> NewEndpoint:
     return await endpoint_changes.add_endpoint(connection, "relay", settings, actor="test")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forward", [True, False], ids=["executed", "not executed"])
 async def test_a_change_is_made_once_wherever_the_connection_hangs(
     database: Database, forward: bool, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests

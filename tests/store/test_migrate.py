@@ -559,6 +559,7 @@ async def test_a_waiting_migration_does_not_block_producers(
     assert limit == (payload_bytes_max or 262_144)
 
 
+@pytest.mark.slow
 @pytest.mark.one_major
 async def test_a_migration_without_its_lock_names_the_holder(
     database: Database, monkeypatch: pytest.MonkeyPatch

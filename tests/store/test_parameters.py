@@ -35,6 +35,7 @@ def highest_parameter(values: Iterable[object], source: str = "") -> int:
     return max(map(int, re.findall(r"\$(\d+)", text)), default=0)
 
 
+@pytest.mark.slow
 def test_no_statement_has_more_than_a_dozen_parameters() -> None:
     names = [each.name for each in walk_packages(outbox.__path__, f"{outbox.__name__}.")]
     # Django's modules need a configured project, and pass parameters by %s.

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from tests.support.postgres import Database
 
+pytestmark = pytest.mark.system
+
 SESSION = {"server_settings": {"search_path": "relay"}}
 INSERT = "INSERT INTO outbox (type, payload) VALUES ('a.b', '{}')"
 TABLES = [table for tables in PARENTS.values() for table in tables]

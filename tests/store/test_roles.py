@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from outbox.operations.doctor import DoctorFinding
     from tests.support.postgres import Database
 
+pytestmark = pytest.mark.system
+
 OWNERS_RIGHTS = {
     "add_partition",
     "analyze_parent",

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from tests.support.postgres import Database
 
+pytestmark = pytest.mark.system
+
 PATH = {"server_settings": {"search_path": "relay"}}
 
 

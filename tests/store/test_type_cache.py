@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from tests.support.postgres import Database
 
+pytestmark = pytest.mark.system
+
 VALUES = "SELECT ARRAY[1, 2]::bigint[] AS numbers, '{[1,3), [7,9)}'::int8multirange AS ranges"
 
 

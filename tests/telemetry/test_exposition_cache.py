@@ -66,6 +66,7 @@ async def url(source: Source) -> AsyncIterator[str]:
         yield address.url
 
 
+@pytest.mark.system
 async def test_a_hundred_accept_headers_cost_one_snapshot(source: Source, url: str) -> None:
     async with aiohttp.ClientSession() as session:
 
@@ -102,6 +103,7 @@ async def test_slow_snapshots_do_not_pile_up(source: Source) -> None:
     assert {page for page, _ in await asyncio.gather(*scrapes)} == {b"1.0"}
 
 
+@pytest.mark.system
 async def test_a_disconnected_client_causes_no_second_snapshot(source: Source, url: str) -> None:
     source.go_on.clear()
     async with aiohttp.ClientSession() as session:

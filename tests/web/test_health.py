@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import aiohttp
+import pytest
 
 from outbox.web.address import Address
 from outbox.web.health import application
 from outbox.web.serving import serving
+
+pytestmark = pytest.mark.system
 
 HERE = Address("127.0.0.1", 0)
 

@@ -19,6 +19,8 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+pytestmark = pytest.mark.system
+
 HERE = Address("127.0.0.1", 0)
 LARGE = b"x" * (64 << 20)
 MEDIUM = b"x" * (20 << 10)
@@ -245,6 +247,7 @@ async def test_a_client_that_does_not_read_is_disconnected(
         transport.abort()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("newcomer", [True, False])
 async def test_a_response_that_is_never_read_does_not_keep_its_connection_open(
     newcomer: bool, monkeypatch: pytest.MonkeyPatch, servers: list[serving._Server]
@@ -319,6 +322,7 @@ WHOLE_REQUEST = "GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n"
 CHUNK = "POST /echo HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sent",
     [

@@ -84,6 +84,7 @@ async def test_a_cancelled_task_is_given_no_turn() -> None:
     await asyncio.wait_for(turns.wait(), 20)
 
 
+@pytest.mark.system
 async def test_what_many_clients_do_at_once_is_done_in_separate_iterations(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -126,6 +127,7 @@ async def test_what_many_clients_do_at_once_is_done_in_separate_iterations(
     assert len(set(discarded)) == len(discarded) >= COUNT
 
 
+@pytest.mark.system
 async def test_data_that_wait_for_a_turn_are_received_in_order() -> None:
     async def echo(request: web.Request) -> web.Response:
         return web.Response(body=await request.read())
@@ -147,6 +149,7 @@ async def test_data_that_wait_for_a_turn_are_received_in_order() -> None:
             group.create_task(require_echo(n))
 
 
+@pytest.mark.system
 async def test_malformed_requests_are_refused_in_separate_iterations(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -169,6 +172,7 @@ async def test_malformed_requests_are_refused_in_separate_iterations(
     assert len(set(refused)) == len(refused) == COUNT
 
 
+@pytest.mark.system
 async def test_connections_are_accepted_again_after_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

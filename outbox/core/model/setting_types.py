@@ -192,8 +192,6 @@ class Time(SettingType):
     """Seconds; the public form is a text such as "15s", or the number."""
 
     maximum_s: float
-    minimum_s: float = 0.0
-    """The shortest allowed time; 0: any time above 0."""
     public_type = float | str
     metavar = "TIME"
 
@@ -204,8 +202,6 @@ class Time(SettingType):
                 f"{name}: must be longer than 0 s and at most {duration.exact(self.maximum_s)}, "
                 f"not {quoted(value)}"
             )
-        if value < self.minimum_s:
-            raise UsageError(f"{name}: must be at least {self.minimum_s:g} s")
         return float(value)
 
     def parse(self, name: str, given: Any) -> Any:

@@ -49,8 +49,7 @@ class Dispatcher:
         scheduler: admission control.
         brokers: makes the brokers of endpoints; None: there are only HTTP receivers.
         on_idle: called when a stopped lane has no request in flight any more.
-        wake_supervisor: called when an endpoint's state changed, or an endpoint may have a
-            checkpoint due.
+        wake_supervisor: called when an endpoint's state changed.
         now: epoch seconds.
         rng: the source of the jitter of retries and probes.
     """

@@ -28,6 +28,8 @@ async def brokers() -> AsyncIterator[Brokers]:
     await made.aclose()
 
 
+@pytest.mark.slow
+@pytest.mark.system
 @pytest.mark.parametrize("scheme", BROKER_SCHEMES)
 async def test_every_scheme_has_a_driver_that_is_away_without_a_server(
     brokers: Brokers, scheme: str

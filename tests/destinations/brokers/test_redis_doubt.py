@@ -49,6 +49,7 @@ async def is_idle(server: Valkey) -> bool:
     return len(clients.splitlines()) == 1
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("side", ["requests", "responses"])
 @pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.full)])
 async def test_an_append_cut_after_any_byte_is_stored_once_or_not_at_all(
@@ -99,6 +100,7 @@ def position(sequence: int) -> Position:
     return Position(sequence, f"delivery-{sequence}" if sequence else None)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("reopened", [True, False])
 async def test_a_lost_append_is_not_stored_after_its_owner_opened_the_lane_again(
     server: Valkey, reopened: bool
@@ -125,6 +127,7 @@ async def test_a_lost_append_is_not_stored_after_its_owner_opened_the_lane_again
     assert await server.sequences(LANE) == ([] if reopened else [1, 2])
 
 
+@pytest.mark.system
 async def test_what_a_frozen_server_has_taken_is_not_stored_after_the_lane_was_opened(
     server: Valkey,
 ) -> None:
@@ -142,6 +145,7 @@ async def test_what_a_frozen_server_has_taken_is_not_stored_after_the_lane_was_o
     assert (stored[-1] if stored else 0) == position.sequence
 
 
+@pytest.mark.system
 async def test_a_late_opening_does_not_end_a_later_one(server: Valkey) -> None:
     async with connected(server.url()) as broker:
         await broker.open(LANE, AGAIN, 0, None)
@@ -150,6 +154,7 @@ async def test_a_late_opening_does_not_end_a_later_one(server: Valkey) -> None:
         assert await broker.append(LANE, AGAIN, 0, messages(1)) == Appended(1)
 
 
+@pytest.mark.system
 async def test_an_append_needs_the_fence_of_its_opening(server: Valkey) -> None:
     """Without the fence, what a former owner sends late could not be told apart."""
     async with connected(server.url()) as broker:
@@ -164,6 +169,8 @@ async def test_an_append_needs_the_fence_of_its_opening(server: Valkey) -> None:
         assert await broker.append(LANE, AGAIN, 1, messages(2)) == Appended(2)
 
 
+@pytest.mark.slow
+@pytest.mark.system
 async def test_a_dropped_connection_sends_nothing_that_it_has_buffered(server: Valkey) -> None:
     async with connected(server.url(), timeout_s=0.5) as broker:
         await open_lane(broker, LANE, OWNER)
@@ -174,6 +181,7 @@ async def test_a_dropped_connection_sends_nothing_that_it_has_buffered(server: V
     assert await server.sequences(LANE) == []
 
 
+@pytest.mark.system
 async def test_every_call_ends_in_its_own_time(server: Valkey) -> None:
     """Also one that waited for a group before it."""
     loop = asyncio.get_running_loop()
@@ -193,6 +201,7 @@ async def test_every_call_ends_in_its_own_time(server: Valkey) -> None:
     assert isinstance(second, Stop)
 
 
+@pytest.mark.system
 async def test_a_cancelled_reader_does_not_end_the_others(server: Valkey) -> None:
     async with (
         cutting(server.port) as (proxy, port),
@@ -210,6 +219,7 @@ async def test_a_cancelled_reader_does_not_end_the_others(server: Valkey) -> Non
         assert await beside == Position(0, None)
 
 
+@pytest.mark.system
 async def test_a_call_that_waits_for_a_connection_is_not_sent_after_its_end(
     server: Valkey,
 ) -> None:
@@ -229,6 +239,7 @@ async def test_a_call_that_waits_for_a_connection_is_not_sent_after_its_end(
         assert await open_lane(broker, LANE, OWNER) == Position(0, None)
 
 
+@pytest.mark.system
 async def test_an_idle_connection_that_the_server_closed_is_replaced(server: Valkey) -> None:
     """Servers have a time-out for idle clients."""
     async with connected(server.url()) as broker:
@@ -238,6 +249,7 @@ async def test_an_idle_connection_that_the_server_closed_is_replaced(server: Val
         assert await broker.append(LANE, OWNER, 0, messages(1)) == Appended(1)
 
 
+@pytest.mark.system
 async def test_a_closed_broker_opens_no_connection(server: Valkey) -> None:
     async with connected(server.url()) as broker:
         await broker.open(LANE, OWNER, 0, None)
@@ -254,6 +266,7 @@ async def test_a_closed_broker_opens_no_connection(server: Valkey) -> None:
         assert closed.kind is StopKind.UNAVAILABLE
 
 
+@pytest.mark.system
 async def test_a_primary_that_became_a_replica_is_left(server: Valkey, tmp_path: Path) -> None:
     """The address may lead to the new primary by then."""
     async with (
@@ -272,6 +285,7 @@ async def test_a_primary_that_became_a_replica_is_left(server: Valkey, tmp_path:
         assert await other.sequences(LANE) == [1]
 
 
+@pytest.mark.system
 async def test_a_message_above_the_servers_limit_is_refused_alone(server: Valkey) -> None:
     await server.command("CONFIG", "SET", "proto-max-bulk-len", 1024 * 1024)
     large = message(2, 1_500_000)
@@ -287,6 +301,7 @@ async def test_a_message_above_the_servers_limit_is_refused_alone(server: Valkey
     assert await server.sequences(LANE) == [1, 3, 4]
 
 
+@pytest.mark.system
 async def test_too_many_clients_are_not_a_mistake_of_the_endpoint(server: Valkey) -> None:
     async with connected(server.url()) as first, connected(server.url()) as second:
         await first.open(LANE, OWNER, 0, None)
@@ -296,6 +311,7 @@ async def test_too_many_clients_are_not_a_mistake_of_the_endpoint(server: Valkey
         assert opened.kind is StopKind.UNAVAILABLE
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("response", [b":5\r\n", b"*0\r\n", b"*1\r\n$5\r\nWHAT?\r\n", b"$-1\r\n"])
 async def test_a_server_that_is_something_else_raises_nothing(response: bytes) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -315,6 +331,7 @@ async def test_a_server_that_is_something_else_raises_nothing(response: bytes) -
         assert (await broker.check([LANE]))[0].is_error
 
 
+@pytest.mark.system
 async def test_a_server_that_speaks_no_redis_is_no_end_of_the_broker() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(10)
@@ -353,6 +370,7 @@ async def encrypted(server: Valkey, context: ssl.SSLContext) -> AsyncIterator[in
         terminator.close()
 
 
+@pytest.mark.system
 async def test_tls_verifies_the_name_with_the_endpoints_authority(server: Valkey) -> None:
     ours, other = Authority("ours"), Authority("other")
     async with encrypted(server, ours.server("127.0.0.1")) as port:
@@ -375,6 +393,7 @@ async def test_tls_verifies_the_name_with_the_endpoints_authority(server: Valkey
         assert opened.kind is StopKind.MISCONFIGURED
 
 
+@pytest.mark.system
 async def test_a_client_certificate_is_shown(server: Valkey) -> None:
     ours = Authority("ours")
     chain, key = ours.identity()
@@ -386,6 +405,7 @@ async def test_a_client_certificate_is_shown(server: Valkey) -> None:
             assert isinstance(await broker.open(LANE, OWNER, 0, None), Stop)
 
 
+@pytest.mark.system
 async def test_a_missing_right_and_a_wrong_key_are_found_by_the_check(server: Valkey) -> None:
     await server.command("ACL", "SETUSER", "relay", "on", ">secret", "~*", "+@all", "-xadd")
     async with connected(server.url(), credentials="relay:secret") as broker:

@@ -36,6 +36,7 @@ class Patched(ChaosPlan):
     schema = "relay"
 
 
+@pytest.mark.slow
 async def test_the_ledger_equals_the_outbox_although_commit_responses_are_lost(
     private_database: Database, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:

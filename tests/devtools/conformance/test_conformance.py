@@ -70,6 +70,8 @@ async def grades_of(
     return {grade.case: grade.failure for grade in grades}
 
 
+@pytest.mark.slow
+@pytest.mark.system
 @pytest.mark.parametrize("gaps", list(Gaps))
 async def test_the_receivers_of_this_library_conform(gaps: Gaps) -> None:
     processed: list[str] = []
@@ -88,6 +90,8 @@ async def test_the_receivers_of_this_library_conform(gaps: Gaps) -> None:
     assert {k: v for k, v in grades.items() if v} == {}
 
 
+@pytest.mark.slow
+@pytest.mark.system
 async def test_a_receiver_with_another_header_prefix_conforms() -> None:
     processed: list[str] = []
     receiver = AsyncReceiver(SECRET, MemoryDatabase(), header_prefix="Acme-")
@@ -101,6 +105,8 @@ async def test_a_receiver_with_another_header_prefix_conforms() -> None:
     assert "a different Acme-Last-Sequence" in grades
 
 
+@pytest.mark.slow
+@pytest.mark.system
 @pytest.mark.parametrize("format_name", get_args(FormatName))
 @pytest.mark.parametrize("is_known", [True, False])
 async def test_a_receiver_of_another_format_conforms(
@@ -128,6 +134,8 @@ async def test_batches_need_a_format_that_has_them() -> None:
         all_cases(batches=True, format_name="raw")
 
 
+@pytest.mark.slow
+@pytest.mark.system
 async def test_wrong_batch_deduplication_and_partial_acceptance_are_found() -> None:
     processed: list[str] = []
     receiver = AsyncReceiver(SECRET, MemoryDatabase())
@@ -211,6 +219,7 @@ class Careless:
         return web.Response()
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("mistake", "caught_by"),
     [
@@ -238,6 +247,7 @@ async def test_each_mistake_is_found(mistake: dict[str, Any], caught_by: set[str
     assert {k for k, v in grades.items() if v} == caught_by
 
 
+@pytest.mark.system
 async def test_a_correct_receiver_fails_only_optional_cases() -> None:
     careless = Careless()
     failed = {
@@ -246,6 +256,7 @@ async def test_a_correct_receiver_fails_only_optional_cases() -> None:
     assert set(failed) <= {"far too large"}
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("status", "says"), [(404, "check the path"), (401, "check the secret")])
 async def test_a_wrong_path_or_secret_is_not_graded(status: int, says: str) -> None:
     async def response(_: web.Request) -> web.Response:
@@ -255,6 +266,7 @@ async def test_a_wrong_path_or_secret_is_not_graded(status: int, says: str) -> N
         await grades_of(response, [])
 
 
+@pytest.mark.system
 async def test_an_unreachable_receiver_is_not_graded() -> None:
     with pytest.raises(CannotRun, match="cannot be reached"):
         await grading.grade("http://127.0.0.1:9/", all_cases())

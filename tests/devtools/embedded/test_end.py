@@ -26,6 +26,8 @@ from tests.support.waiting import until_sync
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.system
+
 ROOT = Path(__file__).parents[3]
 ON_LINUX = pytest.mark.skipif(
     sys.platform != "linux", reason="the parent-death signal is Linux's; elsewhere see sweep"

@@ -149,6 +149,7 @@ async def test_stop_removes_the_temporary_directory(pg_major: int) -> None:
         server.dsn()
 
 
+@pytest.mark.slow
 @pytest.mark.one_major
 async def test_a_given_data_directory_is_kept(pg_major: int, open_directory: Path) -> None:
     data_dir = open_directory / "data"
@@ -259,6 +260,7 @@ def test_a_missing_wheel_error_says_what_to_install(monkeypatch: pytest.MonkeyPa
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.system
 def test_a_wrong_program_directory_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -275,15 +277,18 @@ def test_a_wrong_program_directory_is_named(
         installed_binaries()
 
 
+@pytest.mark.system
 def test_a_missing_major_is_named() -> None:
     with pytest.raises(CannotRun, match=r"PostgreSQL 9 is not installed \(installed: \d+"):
         find_binaries(9)
 
 
+@pytest.mark.system
 def test_the_newest_major_is_the_default() -> None:
     assert find_binaries().major == max(installed_binaries())
 
 
+@pytest.mark.slow
 @AS_ROOT
 @pytest.mark.one_major
 async def test_programs_in_a_private_directory_are_copied(

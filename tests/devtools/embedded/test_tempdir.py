@@ -38,6 +38,7 @@ def abandoned(base: Path) -> Path:
     return base / os.path.basename(ended.stdout.strip())  # noqa: PTH119
 
 
+@pytest.mark.system
 def test_the_directory_of_a_dead_owner_is_swept(tmp_path: Path) -> None:
     path = abandoned(tmp_path)
     assert (path / "data" / "file").exists()
@@ -75,6 +76,7 @@ def test_an_old_directory_that_was_never_locked_is_swept(tmp_path: Path) -> None
     assert not path.exists()
 
 
+@pytest.mark.system
 def test_a_link_inside_is_removed_and_not_followed(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.mkdir()

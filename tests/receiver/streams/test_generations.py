@@ -148,6 +148,7 @@ class World:
         return True
 
 
+@pytest.mark.slow
 def test_generations_are_processed_one_after_the_other_in_any_schedule(seed: int) -> None:
     for n in range(WALKS):
         world = World(random.Random(f"{seed}/{n}"))
