@@ -36,6 +36,7 @@ pytestmark = pytest.mark.one_major
 
 LANE = "SELECT lane_name(endpoint_id, generation, slot) FROM lane ORDER BY id LIMIT 1"
 NEWEST_LANE = LANE.replace("ORDER BY id", "ORDER BY id DESC")
+ENDED = "SELECT bool_or(end_seq IS NOT NULL) FROM lane_progress"
 LETTERS = "SELECT coalesce(sum(to_seq - seq + 1), 0)::int FROM dead_letter"
 
 
@@ -191,6 +192,8 @@ async def test_a_lane_of_nats_is_taken_over(
                 await held(database, "foreign")
                 await adopt(database)
                 await all_ended(database)
+                # The end entry is no delivery.
+                await until(lambda: fetchval(database, ENDED), what="the end of the lane")
             last = await client.jetstream().get_last_msg(STREAM, f"{SUBJECT}.{lane}.m")
             fence: Any = await client.jetstream().get_last_msg(STREAM, f"{SUBJECT}.{lane}.f")
     headers = last.headers or {}
