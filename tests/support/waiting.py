@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+LIVE_S = 60.0
+"""For what happens soon: only a failure, or a machine that stands still, takes longer."""
 _POLL_S = 0.01
 _ITERATIONS = 1000
 """Iterations of the event loop in which a task ends after its last timer, at the latest."""
@@ -19,14 +21,14 @@ _ITERATIONS = 1000
 
 @overload
 async def until(
-    condition: Callable[[], Awaitable[T]], timeout_s: float = 20, what: str = "the condition"
+    condition: Callable[[], Awaitable[T]], timeout_s: float = LIVE_S, what: str = "the condition"
 ) -> T: ...
 @overload
 async def until(
-    condition: Callable[[], T], timeout_s: float = 20, what: str = "the condition"
+    condition: Callable[[], T], timeout_s: float = LIVE_S, what: str = "the condition"
 ) -> T: ...
 async def until(
-    condition: Callable[[], Any], timeout_s: float = 20, what: str = "the condition"
+    condition: Callable[[], Any], timeout_s: float = LIVE_S, what: str = "the condition"
 ) -> Any:
     """Poll until the condition is true, and return its result.
 
@@ -51,7 +53,7 @@ async def until(
 
 def until_sync(
     condition: Callable[[], T],
-    timeout_s: float = 20,
+    timeout_s: float = LIVE_S,
     what: str = "the condition",
 ) -> T:
     """The same without an event loop."""

@@ -143,7 +143,7 @@ class BrokerConformance:
             link.hold_requests()
             began_at = loop.time()
             call = asyncio.create_task(link.broker.append(lane, OWNER, 0, messages(lane, 1)))
-            assert await ends_by(call, began_at + 2 * SHORT_S)
+            assert await ends_by(call, began_at + 1.8 * SHORT_S)
             elapsed_s, appended = loop.time() - began_at, await call
             await link.release()
         assert kind_of(appended) is StopKind.UNKNOWN
