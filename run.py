@@ -52,7 +52,7 @@ COMMANDS = ["demo", "test", "sim", "bench", "outbox", "docs", "fuzz", "audit", "
 UNIT = "unit"
 TIERS = ("", UNIT, "--full", "--soak")
 """The default tier has no name."""
-SIM_SEEDS = {"": "40", "--full": "100", "--soak": "2000"}
+SIM_SEEDS = {"": "20", "--full": "200", "--soak": "2000"}
 """Simulated hours of each tier."""
 REPOSITORY = "tests/repository"
 """Checks of the tree itself: they parse each file once, in one process."""
@@ -71,10 +71,10 @@ def checks(tier: str) -> tuple[list[Check], list[Check], list[Check]]:
         [
             # In a new checkout this also compiles the tests, once for all processes.
             ("pytest --check-cases", "--quiet"),
-            # Four processes also on two cores, because tests wait for I/O. Small chunks keep all
-            # of them busy until the end. The simulation's hours run on their own.
+            # Three processes on two cores, because tests wait for I/O. Small chunks keep all of
+            # them busy until the end. The simulation's hours run on their own.
             (
-                "pytest", "-n", "4", "--maxschedchunk", "1", "--sim-seeds", "2",
+                "pytest", "-n", "3", "--maxschedchunk", "1", "--sim-seeds", "2",
                 "--ignore", REPOSITORY, *options,
             ),
         ],

@@ -295,7 +295,7 @@ async def test_a_pass_ends_although_a_receiver_does_not(
         limits[-1].reschedule(0)
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(delivery_pass, "DRAIN_S", 0.1)
+    monkeypatch.setattr(delivery_pass, "PASS_DRAIN_S", 0.1)
     with monkeypatch.context() as patched:
         patched.setattr(
             delivery_pass, "asyncio", SimpleNamespace(**vars(asyncio) | {"timeout": timeout})

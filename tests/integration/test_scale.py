@@ -233,7 +233,6 @@ async def test_the_event_loop_is_shared_during_a_full_poll() -> None:
         WakeEvent(),
         lambda: 0.0,
         lambda: False,
-        None,  # type: ignore[arg-type]
     )
     turns = 0
 

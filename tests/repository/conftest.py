@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session", autouse=True)
 def _kept_trees() -> Iterator[None]:
-    """Leave the garbage collector off: it would look at a million nodes again and again."""
+    """Keep the garbage collector from the trees: it would visit millions of nodes repeatedly."""
     gc.disable()
     yield
+    gc.freeze()
     gc.enable()

@@ -69,6 +69,7 @@ NONE: dict[str, tuple[str, ...]] = {
         "pw", "hunter2", "Bearer hunter2", "canaryproxypassword",
         "hunter2xyz", "Zq9vX2kPw", "4711-secret", "4711-do-not-tell",
         "s3cr3t-token", "p%zz{SECRET}", "{SECRET}%00", "{SECRET}\\udcff", "%ff{SECRET}",
+        "user:secret@h/s",
     ),
     "a point of small order, which libsodium lists": (
         "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05",

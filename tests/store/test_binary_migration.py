@@ -49,7 +49,9 @@ async def old(empty_database: Database) -> Database:
             "DROP ROLE IF EXISTS by_hand; CREATE ROLE by_hand LOGIN"
         )
         for migration in migrations()[:BEFORE]:
-            statements = apply_statements("relay", migration, creates_schema=migration.version == 1)
+            statements = apply_statements(
+                "relay", [migration], creates_schema=migration.version == 1
+            )
             await admin.execute(";\n".join(statements))
         await admin.execute(
             "SET search_path = relay; SELECT grant_producer('app'), set_payload_bytes_max(2000);"
@@ -116,11 +118,11 @@ async def test_a_statement_that_waits_for_the_migration_goes_on(old: Database, c
     """Its first call waits for the lock of the outbox, and its second one follows the commit."""
     app, admin = await old.connect(user="app"), await old.connect()
     for migration in migrations()[BEFORE : AFTER - 1]:
-        statements = apply_statements("relay", migration, creates_schema=False)
+        statements = apply_statements("relay", [migration], creates_schema=False)
         await admin.execute(";\n".join(statements))
     transaction = admin.transaction()
     await transaction.start()
-    last = apply_statements("relay", migrations()[AFTER - 1], creates_schema=False)
+    last = apply_statements("relay", [migrations()[AFTER - 1]], creates_schema=False)
     await admin.execute(";\n".join(last))
     waiting = asyncio.create_task(app.fetch(call))
     async with old.connection() as observer:

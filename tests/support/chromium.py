@@ -8,8 +8,6 @@ from contextlib import asynccontextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from playwright.async_api import async_playwright
-
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
@@ -54,6 +52,8 @@ async def shared() -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def _started() -> AsyncIterator[Browser]:
+    from playwright.async_api import async_playwright
+
     program = chromium()
     assert program is not None
     async with async_playwright() as playwright:
