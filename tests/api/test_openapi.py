@@ -18,6 +18,8 @@ from outbox.cli.main import COMMANDS
 if TYPE_CHECKING:
     from tests.support.api import Api
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def described() -> dict[str, Any]:

@@ -171,6 +171,7 @@ def numbers(tree: Sequence[ast.AST]) -> Iterator[tuple[str, str]]:
                             yield name.id, text
 
 
+@pytest.mark.slow
 def test_constants_with_different_values_have_different_names() -> None:
     values: dict[str, dict[str, list[str]]] = {}
     for path in PROGRAM:
