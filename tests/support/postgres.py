@@ -271,16 +271,6 @@ class SharedServer(Server):
                 if self._clones is not None:
                     self._clones.end()
 
-    @contextmanager
-    def quiet(self) -> Iterator[None]:
-        """Make and drop no databases while the block runs.
-
-        For tests that measure or stop what the whole server does.
-        """
-        assert self._clones is not None, "it has no database yet"
-        with self._clones.paused():
-            yield
-
     async def _create(self, migrated: bool, template: str | None) -> str:
         if not migrated or template is not None:
             return await super()._create(migrated, template)
