@@ -315,6 +315,13 @@ async def database(server: Server) -> AsyncIterator[Database]:
 
 
 @pytest.fixture
+def quiet_server(server: SharedServer, database: Database) -> Iterator[None]:
+    """For a test that looks at all sessions of the server: there are its own only."""
+    with server.quiet():
+        yield
+
+
+@pytest.fixture
 async def empty_database(server: Server) -> AsyncIterator[Database]:
     """A database of the test's own with nothing in it, on the shared server."""
     async with server.database(migrated=False) as database:

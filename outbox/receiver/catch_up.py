@@ -80,11 +80,11 @@ async def catch_up(
         for item in page.items:
             if item.sequence <= state.high and item.sequence not in missing:
                 continue
-            if item.request is None:
-                unavailable.add(item.sequence, item.sequence)
-            elif item.dead_lettered:
+            if item.dead_lettered:  # Its event may have been erased since.
                 dead_letters += 1
                 dead_lettered.add(item.sequence, item.sequence)
+            elif item.request is None:
+                unavailable.add(item.sequence, item.sequence)
             else:
                 outcome = await process(item.request)
                 if outcome is FetchedOutcome.RETRYABLE:

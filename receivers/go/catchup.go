@@ -63,11 +63,11 @@ func catchUpLane(lane string, state LaneState, fetchPage func(after int64) (Lane
 				continue
 			}
 			switch {
-			case item.Request == nil:
-				unavailable.add(item.Sequence, item.Sequence)
-			case item.DeadLettered:
+			case item.DeadLettered: // Its event may have been erased since.
 				result.DeadLettered++
 				dead.add(item.Sequence, item.Sequence)
+			case item.Request == nil:
+				unavailable.add(item.Sequence, item.Sequence)
 			default:
 				outcome, err := process(*item.Request)
 				if err != nil {

@@ -32,6 +32,7 @@ async def db(database: Database) -> Connection[Any]:
 # ------------------------------------------------------------------- horizon
 
 
+@pytest.mark.usefixtures("quiet_server")
 @pytest.mark.one_major
 async def test_old_transactions_that_keep_dead_rows_are_reported(
     database: Database, db: Connection[Any]
@@ -64,6 +65,7 @@ async def test_old_transactions_that_keep_dead_rows_are_reported(
     assert fine.message.startswith("no old transaction holds back VACUUM; the oldest is ")
 
 
+@pytest.mark.usefixtures("quiet_server")
 @pytest.mark.one_major
 async def test_an_idle_transaction_without_a_snapshot_keeps_no_rows(
     database: Database, db: Connection[Any]
@@ -182,6 +184,7 @@ async def test_sizes_are_reported_by_parent_table(db: Connection[Any]) -> None:
 # ------------------------------------------------------------- notifications
 
 
+@pytest.mark.usefixtures("quiet_server")
 @pytest.mark.one_major
 async def test_a_filling_notification_queue_is_reported(
     database: Database, db: Connection[Any]
@@ -205,6 +208,7 @@ async def test_a_filling_notification_queue_is_reported(
 # --------------------------------------------------------------- connections
 
 
+@pytest.mark.usefixtures("quiet_server")
 @pytest.mark.one_major
 async def test_connection_limits_of_the_role_and_the_database_count(
     database: Database, db: Connection[Any]

@@ -34,11 +34,11 @@ FILES = [
 ]
 CLOCKS = {"monotonic", "perf_counter", "time"}
 DURATIONS = {"elapsed_s"}
+"""Attributes with measured durations."""
 MENTIONED = re.compile(
     r"\b(until|until_sync|timeout|wait_for|monotonic|perf_counter|time|elapsed_s)\b"
 )
 """A module without any of these words has nothing to find."""
-"""Attributes with measured durations."""
 EXPECTED = {"raises", "suppress"}
 """Context managers around a wait that may end without success."""
 ENDS = {"Exception", "TimeoutError", "CONNECTION_ERRORS"}

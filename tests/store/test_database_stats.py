@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from tests.support.postgres import Database
 
-pytestmark = pytest.mark.one_major
+pytestmark = [pytest.mark.one_major, pytest.mark.usefixtures("quiet_server")]
 
 PATH = {"server_settings": {"search_path": "relay"}}
 

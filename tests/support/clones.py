@@ -6,12 +6,15 @@ than most tests take.  A thread does it while tests run, so that a test finds it
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable
-from threading import Condition, Thread
+from threading import Condition, Lock, Thread
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import psycopg
 
 AHEAD = 2
@@ -64,6 +67,7 @@ class Clones:
         self._ready: deque[str] = deque()
         self._behind: deque[str] = deque()
         self._changed = Condition()
+        self._at_work = Lock()
         self._failure: Exception | None = None
         self._is_ended = False
         self._thread = Thread(target=self._run, name="clones", daemon=True)
@@ -86,6 +90,12 @@ class Clones:
             self._behind.append(name)
             self._changed.notify()
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Make and drop no database while the block runs."""
+        with self._at_work:
+            yield
+
     def end(self) -> None:
         """End the thread; the databases that are left end with their server."""
         with self._changed:
@@ -97,7 +107,8 @@ class Clones:
         try:
             with self._connect(self._home) as maintenance:
                 while (step := self._next_step()) is not None:
-                    step(maintenance)
+                    with self._at_work:
+                        step(maintenance)
         except Exception as error:
             with self._changed:
                 self._failure = error

@@ -39,7 +39,11 @@ TEST_SETTINGS: Mapping[str, Setting] = {
 _MEMORY = Path("/dev/shm")  # noqa: S108 (only looked at for its room)
 _MEMORY_BYTES_MIN = 2 << 30  # Containers often have 64 MiB of it: too little.
 
+END_SESSIONS_S = 60.0
+"""How long the sessions of a test may take to end."""
 _END_SESSIONS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s"
+_FIND_ROLES = """SELECT 1 FROM pg_shdepend JOIN pg_database d ON d.oid = dbid
+ WHERE datname = %s AND refclassid = 'pg_authid'::regclass LIMIT 1"""
 _numbers = itertools.count(1)
 
 
@@ -271,6 +275,15 @@ class SharedServer(Server):
                 if self._clones is not None:
                     self._clones.end()
 
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Make and drop no database while the block runs: these are transactions of the server."""
+        if self._clones is None:
+            yield
+        else:
+            with self._clones.paused():
+                yield
+
     async def _create(self, migrated: bool, template: str | None) -> str:
         if not migrated or template is not None:
             return await super()._create(migrated, template)
@@ -289,9 +302,16 @@ class SharedServer(Server):
             await super()._drop(name)
             return
         # Sessions end before the next test, which may count those of the server.
+        ends_at = time.monotonic() + END_SESSIONS_S
         while self._maintenance().execute(_END_SESSIONS, [name]).fetchall():
+            assert time.monotonic() < ends_at, f"a session of {name} does not end"
             time.sleep(0.001)  # noqa: ASYNC251 (nothing else runs between two tests)
-        self._clones.give_back(name)
+        # A role cannot be dropped, and created again by the next test, while a database has
+        # something of it.
+        if self._maintenance().execute(_FIND_ROLES, [name]).fetchone():
+            await super()._drop(name)
+        else:
+            self._clones.give_back(name)
 
 
 def memory() -> Path | None:

@@ -106,7 +106,8 @@ def decode_name(path: str, what: str) -> str:
 def _parse_server(text: str, default_port: int) -> Server:
     match = _SERVER.fullmatch(text)
     if match is None or (match["ipv6"] and not _is_ipv6(match["ipv6"])):
-        raise UsageError(f"url: {quoted(text)} is not a server; write host or host:port")
+        # Not quoted: a password with a slash begins like a server.
+        raise UsageError("url: has no valid server before its path; write host or host:port")
     port = int(match["port"] or default_port)
     if not 0 < port < 65_536:
         raise UsageError(f"url: port {quoted(port)} is not valid")
@@ -132,8 +133,8 @@ def _parse_options(query: str, known: Sequence[str]) -> dict[str, str]:
             errors="strict",
             max_num_fields=_OPTIONS_MAX,
         )
-    except ValueError as error:
-        raise UsageError(f"url: malformed options: {error}") from None
+    except ValueError:
+        raise UsageError("url: malformed options; write ?name=value&name=value") from None
     for name, value in pairs:
         if name not in known:
             names = " and ".join(f"{each}=…" for each in known)

@@ -58,7 +58,6 @@ BATCH_MIN = 50
 one."""
 ATOMIC_BATCH_MAX = 1000
 """The server's limit."""
-ATOMIC_BATCH_BYTES_MAX = 4 * 1024 * 1024
 BATCHES_MAX = 16
 """Batches in flight; the server allows 50 for a stream."""
 FENCE_TRIES_MAX = 5

@@ -48,7 +48,7 @@ class Statements:
     """Returns a row if this X-Delivery is recorded.  Fails in a failed transaction, which some
     drivers would commit without an error."""
     add_lane: str
-    """Locks a lane by an UPDATE without effect, also on SQLite, which has no FOR UPDATE."""
+    """Adds a lane if it is not there; on SQLite, this also takes the lock for writing."""
     lock_lanes: str
     """Locks lanes in the order of their names, the global lock order."""
     claim: str

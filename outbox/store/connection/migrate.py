@@ -60,7 +60,7 @@ RELAYS_RUN = "OB002"
 #     registers checks the schema's version before and after: without this lock it could do both
 #     while the migration, which does not see its row, is uncommitted.
 #   FOR UPDATE: waits for statements that passed the fence before their lease expired.
-#   -infinity: no lease begins to run again if the server's clock is set back.  A relay that was
+#   epoch: no lease begins to run again if the server's clock is set back.  A relay that was
 #     frozen has to register again, and checks the schema's version then.
 REQUIRE_STOPPED_RELAYS = f"""DO $$ DECLARE
     running bigint;
@@ -87,7 +87,7 @@ BEGIN
             greatest(left_s, 1));
     END IF;
     PERFORM FROM replica FOR UPDATE;
-    UPDATE replica SET expires_at = '-infinity';
+    UPDATE replica SET expires_at = 'epoch';
 END $$"""  # noqa: S608 (constants only)
 
 # A message or script that was applied already, or that is for another version, stops before it

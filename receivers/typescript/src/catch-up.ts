@@ -64,11 +64,12 @@ export async function catchUpLane(
       if (sequence <= state.high && !missing.has(sequence)) {
         continue;
       }
-      if (item.request === null) {
-        unavailable.add(sequence, sequence);
-      } else if (item.deadLettered) {
+      // The event of a dead letter may have been erased since.
+      if (item.deadLettered) {
         deadLettered++;
         dead.add(sequence, sequence);
+      } else if (item.request === null) {
+        unavailable.add(sequence, sequence);
       } else {
         const outcome = await process(item.request);
         if (outcome === "retryable") {
