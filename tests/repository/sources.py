@@ -5,9 +5,13 @@ from __future__ import annotations
 import ast
 import subprocess
 from functools import cache
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-ROOT = Path(__file__).parents[2]
+from tests.support.checkout import ROOT, git
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
 PROGRAM = sorted((ROOT / "outbox").rglob("*.py"))
 TESTS = sorted(path for folder in ("benchmarks", "tests") for path in (ROOT / folder).rglob("*.py"))
 
@@ -27,11 +31,8 @@ def nodes_of(source: str | bytes) -> tuple[ast.AST, ...]:
 def tracked() -> tuple[Path, ...]:
     """Return the files that git tracks; none outside of a checkout."""
     try:
-        listed = subprocess.run(
-            ["git", "ls-files", "-z"],  # noqa: S607 (any git will do)
-            cwd=ROOT, capture_output=True, check=True,
-        )  # fmt: skip
+        listed = git("ls-files", "-z")
     except (OSError, subprocess.CalledProcessError):
         return ()
-    paths = (ROOT / name for name in listed.stdout.decode().split("\0") if name)
+    paths = (ROOT / name for name in listed.split("\0") if name)
     return tuple(path for path in paths if path.is_file())

@@ -83,12 +83,11 @@ def whole_folders(config: pytest.Config) -> set[str]:
     option = config.option
     if option.keyword or option.markexpr or option.deselect or option.lf:
         return set()
-    ignored = {Path(path).resolve() for path in option.ignore or ()}
     asked = {Path(argument).resolve() for argument in config.args if "::" not in argument}
     folders = {
         each.name
         for each in TESTS.iterdir()
-        if any(each.glob("**/test_*.py")) and each not in ignored and asked & {each, *each.parents}
+        if any(each.glob("**/test_*.py")) and asked & {each, *each.parents}
     }
     return folders | {TOP} if asked & {TESTS, *TESTS.parents} else folders
 
