@@ -60,15 +60,15 @@ REPOSITORY = "tests/repository"
 Check = tuple[str, ...]
 
 
-def checks(tier: str) -> tuple[list[Check], list[Check], list[Check]]:
-    """The commands of a tier: those before the tests, the tests, and those beside the tests."""
+def checks(tier: str) -> tuple[list[Check], list[Check]]:
+    """The commands of a tier: one after the other, and those beside them."""
     lint: list[Check] = [("ruff check", "."), ("ruff format", "--check", "--quiet", ".")]
     if tier == UNIT:
-        return lint, [("pytest", "--unit", "-n", "2", "--quiet")], []
+        return [*lint, ("pytest", "--unit", "-n", "2", "--quiet")], []
     options = [tier] if tier else []
     return (
-        lint,
         [
+            *lint,
             # In a new checkout this also compiles the tests, once for all processes.
             ("pytest --check-cases", "--quiet"),
             # Three processes on two cores, because tests wait for I/O. Small chunks keep all of
@@ -81,8 +81,8 @@ def checks(tier: str) -> tuple[list[Check], list[Check], list[Check]]:
         [
             ("mypy",),
             ("lint-imports",),
-            (f"pytest {REPOSITORY}", "--quiet", *options),
             ("python .ci/audit.py",),
+            (f"pytest {REPOSITORY}", "--quiet", *options),
             # Last, so that a failing seed, which was drawn, stands beside the summary.
             ("python -m tests.sim", "--seeds", SIM_SEEDS[tier]),
         ],
@@ -264,8 +264,7 @@ def find_pip() -> list[str]:
 
 def run_checks(tier: str) -> int:
     """Run all checks of a tier, also after a failure, and print a summary."""
-    before, tests, beside = checks(tier)
-    results = [run_check(check) for check in before]
+    in_turn, beside = checks(tier)
     results_beside: list[tuple[str, int]] = []
     with tempfile.TemporaryFile() as output:
 
@@ -274,7 +273,7 @@ def run_checks(tier: str) -> int:
 
         thread = threading.Thread(target=run_beside)
         thread.start()
-        results += [run_check(check) for check in tests]
+        results = [run_check(check) for check in in_turn]
         thread.join()
         output.seek(0)
         shutil.copyfileobj(output, sys.stdout.buffer)

@@ -328,18 +328,34 @@ async def empty_database(server: Server) -> AsyncIterator[Database]:
         yield database
 
 
-@pytest.fixture
-def private_server(pg_major: int) -> Iterator[Server]:
-    """A server of the test's own, for tests that stop, kill or restart it."""
+@pytest.fixture(scope="session")
+def private_servers() -> Iterator[Callable[[int], Server]]:
+    """The session's private server of a major version, created when first asked for."""
     from tests.support.postgres import Server
 
-    server = Server(pg_major)
-    with server.embedded:
-        yield server
+    with ExitStack() as running:
+
+        def create(major: int) -> Server:
+            server = Server(major)
+            running.enter_context(server.embedded)
+            return server
+
+        yield cache(create)
+
+
+@pytest.fixture
+def private_server(pg_major: int, private_servers: Callable[[int], Server]) -> Server:
+    """A server that the test may stop, kill, promote and restart; no other test uses it meanwhile.
+
+    The next test gets the same one, so a test restores the settings and roles that it changes.
+    """
+    server = private_servers(pg_major)
+    server.up()
+    return server
 
 
 @pytest.fixture
 async def private_database(private_server: Server) -> AsyncIterator[Database]:
-    """A migrated database on a server of the test's own (`.server.embedded`)."""
+    """A migrated database on the private server (`.server.embedded`)."""
     async with private_server.database() as database:
         yield database

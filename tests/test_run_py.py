@@ -232,7 +232,7 @@ def test_all_checks_run_and_are_summarised(
     assert "/mypy']" in output
     lines = summary.splitlines()
     assert [line.split()[0] for line in lines] == [
-        "ruff", "ruff", "pytest", "pytest", "mypy", "lint-imports", "pytest", "python", "python",
+        "ruff", "ruff", "pytest", "pytest", "mypy", "lint-imports", "python", "pytest", "python",
     ]  # fmt: skip
     assert [line.split()[0] for line in lines if "FAILED" in line] == ["ruff", "ruff", "mypy"]
     failing.clear()
@@ -241,8 +241,8 @@ def test_all_checks_run_and_are_summarised(
 
 @pytest.mark.parametrize("tier", ["--full", "--soak"])
 def test_a_tier_is_passed_to_pytest(run: ModuleType, tier: str) -> None:
-    _, tests, beside = run.checks(tier)
-    assert [check[-1] for check in (*tests, *beside) if check[0].startswith("pytest")] == [
+    in_turn, beside = run.checks(tier)
+    assert [check[-1] for check in (*in_turn, *beside) if check[0].startswith("pytest")] == [
         "--quiet", tier, tier,
     ]  # fmt: skip
 

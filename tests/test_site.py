@@ -54,7 +54,7 @@ RESULTS_SHOWN = 5
 """The page must be among that many results, which a screen shows without scrolling."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built site."""
     if find_spec("material") is None:
@@ -94,7 +94,7 @@ class Links(HTMLParser):
             self.linked.append(found["href"])
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pages(site: Path) -> dict[Path, Links]:
     """The parsed pages."""
     return {path: Links(path.read_text("utf-8")) for path in site.rglob("*.html")}

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def described() -> dict[str, Any]:
     """The document: not made at import, which takes as long as that of all other tests' modules."""
     return document(ROUTES)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def operations(described: dict[str, Any]) -> dict[tuple[str, str], Any]:
     return {
         (method.upper(), path): operation

@@ -44,7 +44,7 @@ def _load(name: str) -> Any:
     return yaml.safe_load((CHART / name).read_text())
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def helm() -> Helm:
     try:
         return Helm(CHART)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.image, pytest.mark.full]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def image() -> Iterator[Image]:
     with built_image() as image:
         yield image

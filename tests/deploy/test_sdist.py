@@ -28,7 +28,7 @@ ON_THE_TREE = (
 """Tests that read files outside of the package."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The source distribution of HEAD, with files in the tree that git ignores."""
     require_checkout()

@@ -24,7 +24,7 @@ def _run(*argv: str | Path, cwd: Path | None = None) -> subprocess.CompletedProc
     )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of the programs of an environment with the wheel and no extra."""
     tmp_path = tmp_path_factory.mktemp("wheel")

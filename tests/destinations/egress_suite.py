@@ -41,7 +41,7 @@ NAMES: dict[str, list[str] | None] = {
 HEADERS = (("webhook-signature", "v1,c2lnbmF0dXJl"), ("Content-Type", "application/json"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def authority() -> Authority:
     return Authority()
 

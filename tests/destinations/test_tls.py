@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 GARBAGE = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def authority() -> Authority:
     return Authority("us")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def identity(authority: Authority) -> tuple[str, str]:
     return authority.identity()
 

@@ -68,7 +68,7 @@ def _interfaces(package: Path) -> Interfaces:
     return Interfaces(frozenset(found["offered"]), frozenset(found["required"]))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def last(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory with the program and the schema of the last release."""
     require_checkout()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import asyncpg
 import orjson
@@ -123,7 +124,7 @@ async def by_command(database: Database, event: dict[str, Any]) -> None:
 
 async def by_api(database: Database, event: dict[str, Any]) -> None:
     async with serving(database) as anonymous:
-        api = anonymous.with_token(await make_token(database, f"t{id(event)}"))
+        api = anonymous.with_token(await make_token(database, f"t-{uuid4()}"))
         response = await api.post("/v1/events", event)
     if response.status >= 300:
         raise Refused(orjson.dumps(response.json).decode())

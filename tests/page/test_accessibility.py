@@ -51,7 +51,7 @@ FOCUSED = """() => {
 }"""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def axe() -> str:
     """The text of axe-core."""
     try:

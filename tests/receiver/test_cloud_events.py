@@ -105,7 +105,7 @@ class Npm:
         return found
 
 
-@pytest.fixture(scope="module", params=[Pypi, Npm], ids=["pypi", "npm"])
+@pytest.fixture(scope="session", params=[Pypi, Npm], ids=["pypi", "npm"])
 def peer(request: pytest.FixtureRequest) -> Peer:
     try:
         made: Peer = request.param()

@@ -25,7 +25,7 @@ ID = "msg_1"
 BODY = '{"type":"order.paid","data":{"a":"é\\u2028 🛒"}}'.encode()
 
 
-@pytest.fixture(scope="module", params=[Pypi, Npm], ids=["pypi", "npm"])
+@pytest.fixture(scope="session", params=[Pypi, Npm], ids=["pypi", "npm"])
 def peer(request: pytest.FixtureRequest) -> Peer:
     try:
         return request.param()

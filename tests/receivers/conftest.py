@@ -16,19 +16,19 @@ def _built(language: Language) -> Language:
     return language
 
 
-@pytest.fixture(scope="module", params=LANGUAGES, ids=lambda each: each.name)
+@pytest.fixture(scope="session", params=LANGUAGES, ids=lambda each: each.name)
 def language(request: pytest.FixtureRequest) -> Language:
     """Each package."""
     return _built(request.param)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def typescript_package() -> Language:
     """The package for TypeScript."""
     return _built(TYPESCRIPT)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def go_package() -> Language:
     """The package for Go."""
     return _built(GO)

@@ -89,7 +89,7 @@ def plain(value: Any) -> Any:
     return orjson.loads(orjson.dumps(value))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def order(language: Language) -> Iterator[LineProgram]:
     program = LineProgram(language, "order")
     yield program
@@ -132,7 +132,7 @@ def test_the_ranges_of_a_lane_are_bounded_alike(order: LineProgram) -> None:
 # ------------------------------------------------------------------ verification
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def verifier(language: Language) -> Iterator[LineProgram]:
     program = LineProgram(language, "verify")
     yield program

@@ -60,7 +60,7 @@ def test_a_forbidden_import_in_a_file_breaks_its_contract(
     assert output.stdout.count("BROKEN") == 1
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def graph() -> ImportGraph:
     """The package's import graph: tests add imports to copies of it."""
     return grimp.build_graph("outbox", include_external_packages=True, cache_dir=None)

@@ -18,6 +18,8 @@ from tests.support.tcp import forward_to, listening, refuse_with, silent
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from tests.support.postgres import Database, Server
 
 pytestmark = pytest.mark.one_major
@@ -159,13 +161,22 @@ async def test_a_missing_database_or_role_is_reported(database: Database) -> Non
     assert 'refused the login: role "nobody" does not exist' in message
 
 
-async def test_a_wrong_password_is_reported(private_database: Database) -> None:
-    server = private_database.server
-    await server.execute("CREATE ROLE locked LOGIN PASSWORD 'right'")
-    hba = server.embedded.data_dir / "pg_hba.conf"
+@pytest.fixture
+async def locked(private_server: Server) -> AsyncIterator[str]:
+    """A role with the password `right`."""
+    hba = private_server.embedded.data_dir / "pg_hba.conf"
+    before = hba.read_text()
     hba.write_text("local all locked scram-sha-256\nlocal all all trust\n")
-    await server.execute("SELECT pg_reload_conf()")
-    text = server.embedded.dsn(private_database.name, user="locked")
+    await private_server.execute(
+        "CREATE ROLE locked LOGIN PASSWORD 'right'", "SELECT pg_reload_conf()"
+    )
+    yield "locked"
+    hba.write_text(before)
+    await private_server.execute("DROP ROLE locked", "SELECT pg_reload_conf()")
+
+
+async def test_a_wrong_password_is_reported(private_database: Database, locked: str) -> None:
+    text = private_database.server.embedded.dsn(private_database.name, user=locked)
 
     async def asks_for_a_password() -> bool:
         try:

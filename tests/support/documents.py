@@ -54,7 +54,7 @@ GUIDES = {
 BACKGROUND = {
     "outbox listen": "listening",
     "outbox relay": "replica registered",
-    "uvicorn": "startup complete",
+    "uvicorn": "Uvicorn running",
     "python worker.py": "replica registered",
     "python receiver.py": "Running on",
     "flask": "Running on",

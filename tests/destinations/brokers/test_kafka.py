@@ -44,7 +44,7 @@ LANE = "billing-1-0"
 TOPIC = "events"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def shared_cluster() -> Iterator[MockCluster]:
     cluster = MockCluster()
     yield cluster

@@ -32,7 +32,7 @@ GOOD = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def cluster() -> Iterator[MockCluster]:
     cluster = MockCluster()
     cluster.create_topic("events", 4)
