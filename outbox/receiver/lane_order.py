@@ -246,13 +246,13 @@ class LaneOrder:
     def apply_progress(self, sequence: int, dead_lettered: Iterable[Range] = ()) -> None:
         """Apply the sender's progress: it completed every number up to this one.
 
+        Numbers beyond the end of the lane are ignored.
+
         Args:
             sequence: the last completed number.
             dead_lettered: ranges that were dead-lettered instead of delivered.
         """
-        if self.ended and sequence > self.high:
-            return
-        if sequence > self.high:
+        if sequence > self.high and not self.ended:
             self._states[SequenceState.MISSING].add(self.high + 1, sequence)
             self.high = sequence
         for lo, hi in dead_lettered:

@@ -217,12 +217,9 @@ func (o *LaneOrder) Close(sequence int64) SequenceState {
 }
 
 // ApplyProgress applies the progress of the sender: it completed every number up to this one, and
-// dead-lettered the ranges instead of delivering them.
+// dead-lettered the ranges instead of delivering them.  Numbers beyond the end of the lane are ignored.
 func (o *LaneOrder) ApplyProgress(sequence int64, deadLettered []Range) {
-	if o.ended && sequence > o.high {
-		return
-	}
-	if sequence > o.high {
+	if sequence > o.high && !o.ended {
 		o.states[StateMissing].add(o.high+1, sequence)
 		o.high = sequence
 	}

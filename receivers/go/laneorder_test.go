@@ -84,6 +84,11 @@ func TestLaneEnds(t *testing.T) {
 	if order.ApplyProgress(9, nil); !order.State().equal(before) {
 		t.Errorf("progress beyond the end: %+v", order.State())
 	}
+	order.ApplyProgress(9, []Range{{2, 2}, {6, 9}})
+	want := LaneState{High: 5, Ended: true, Missing: []Range{{1, 1}, {4, 4}}, Holes: []Range{{2, 2}}}
+	if state := order.State(); !state.equal(want) {
+		t.Errorf("dead letters below the end: %+v", state)
+	}
 }
 
 func TestLargestSequence(t *testing.T) {

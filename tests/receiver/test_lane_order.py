@@ -267,6 +267,13 @@ def test_missing_sequences_of_an_ended_lane_are_kept() -> None:
     assert not book.lanes["a"].missing
 
 
+def test_progress_declares_dead_letters_of_an_ended_lane_and_none_beyond_its_end() -> None:
+    order = LaneOrder(from_start=True)
+    order.observe(5, 4, lane_ends=True)
+    order.apply_progress(9, [(2, 3), (6, 9)])
+    assert order.to_state() == LaneState(5, True, missing=((1, 1), (4, 4)), holes=((2, 3),))
+
+
 # ------------------------------------------------------------ bounded memory
 
 

@@ -204,16 +204,14 @@ export class LaneOrder {
   }
 
   /**
-   * Apply the sender's progress: it completed every number up to this one.
+   * Apply the sender's progress: it completed every number up to this one. Numbers beyond the end of the lane are
+   * ignored.
    *
    * @param sequence the last completed number.
    * @param deadLettered ranges that were dead-lettered instead of delivered.
    */
   applyProgress(sequence: bigint, deadLettered: Iterable<Range> = []): void {
-    if (this.#ended && sequence > this.#high) {
-      return;
-    }
-    if (sequence > this.#high) {
+    if (sequence > this.#high && !this.#ended) {
       this.#missing.add(this.#high + 1n, sequence);
       this.#high = sequence;
     }

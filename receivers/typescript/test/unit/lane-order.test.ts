@@ -47,6 +47,15 @@ test("the sender's progress reveals missing numbers at the end; those no longer 
   assert.deepEqual(lane.toState().missing, [[7n, 9n]]);
 });
 
+test("the sender's progress declares dead letters of an ended lane, and none beyond its end", () => {
+  const lane = new LaneOrder({ fromStart: true });
+  lane.observe(5n, 4n, { laneEnds: true });
+  lane.applyProgress(9n, [[2n, 3n], [6n, 9n]]);
+  assert.deepEqual(lane.toState().holes, [[2n, 3n]]);
+  assert.deepEqual(lane.toState().missing, [[1n, 1n], [4n, 4n]]);
+  assert.equal(lane.toState().high, 5n);
+});
+
 test("ranges are bounded: the lowest become unknown", () => {
   const lane = new LaneOrder();
   for (let n = 1n; n <= 3000n; n += 2n) {
