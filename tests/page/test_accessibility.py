@@ -44,6 +44,19 @@ FOCUSABLE = """() => {
     found.forEach((each, n) => { each.dataset.n = n; });
     return found.length;
 }"""
+# A response that has arrived is rendered some frames later.
+UNCHANGED = """() => new Promise((resolve) => {
+    let frames = 0;
+    const observer = new MutationObserver(() => { frames = 0; });
+    observer.observe(document, { attributes: true, childList: true, subtree: true });
+    const count = () => {
+        frames += 1;
+        if (frames < 20) return requestAnimationFrame(count);
+        observer.disconnect();
+        return resolve();
+    };
+    requestAnimationFrame(count);
+})"""
 FOCUSED = """() => {
     const { activeElement: each } = document;
     const { outlineStyle, outlineWidth } = getComputedStyle(each);
@@ -103,7 +116,7 @@ async def test_everything_is_reached_by_the_tab_key(database: Database, place: s
         # A refresh would move what is numbered: let none begin, and wait for those in flight.
         await page.evaluate("() => { window.setTimeout = () => 0; }")
         await until(lambda: not in_flight, what="the responses")
-        await page.evaluate("() => new Promise(requestAnimationFrame)")
+        await page.evaluate(UNCHANGED)
         await page.evaluate("() => { document.activeElement.blur(); scrollTo(0, 0); }")
         expected = await page.evaluate(FOCUSABLE)
         reached, unseen = set(), []
