@@ -105,13 +105,19 @@ async def _once(partitions: PartitionStore, retention: RetentionStore, *, hourly
 
 async def _drop(partitions: PartitionStore) -> None:
     try:
-        gone, emptied = await partitions.drop()
+        gone, emptied, kept = await partitions.drop()
     except asyncpg.LockNotAvailableError as error:
         # A dump holds its locks for hours, in which expired rows must not wait.
         log.info("partitions are dropped later", reason=in_one_line(error), retry_s=EVERY_S)
         return
     if gone:
         log.info("partitions dropped", partitions=gone)
+    if kept:
+        log.warning(
+            "tables of dropped periods are kept, because they were detached by hand; attach them "
+            "(ALTER TABLE … ATTACH PARTITION), or drop them",
+            tables=kept,
+        )
     if emptied:
         log.info(
             "partitions emptied; run outbox migrate as their owner to drop them", partitions=emptied

@@ -88,7 +88,7 @@ async def test_partitions_are_dropped_in_a_schema_of_any_name(empty_database: Da
             INSERT INTO period (kind, number) VALUES ('events', 1);
             UPDATE period SET dropped_at = now() WHERE kind = 'events' AND number = 0
         """)
-        assert await PartitionStore(connection).drop() == (1, 0)
+        assert await PartitionStore(connection).drop() == (1, 0, [])
 
 
 async def test_one_maintainer_at_a_time(database: Database) -> None:

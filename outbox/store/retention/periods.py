@@ -36,6 +36,7 @@ from outbox.store.cluster.leadership import CLEAR_LEADER
 from outbox.store.connection.message import WriteCall, WriteStatement
 from outbox.store.retention.erasure import erase_leftovers
 from outbox.store.routing_change import LOCK_CURSOR
+from outbox.store.sequencing.absence_proof import AbsenceProof
 
 if TYPE_CHECKING:
     from outbox.core.sequencing.gaps import LockHolders
@@ -278,6 +279,7 @@ class RetentionStore:
         self._db = connection
         self._keep = keep
         self._period_s = period_s
+        self._proof = AbsenceProof(connection)
         # The next period, and the transactions that wrote when its partition was first seen.
         self._writers: tuple[int, LockHolders] | None = None
 
@@ -345,7 +347,10 @@ class RetentionStore:
     # ---------------------------------------------------------------- settle
 
     async def _settle(self, period: PartitionWindow) -> None:
-        await self._db.write_together((HOLD_CURSOR,), (SETTLE_PERIOD, period.number))
+        # The function reads what is left of the period: the rest above the cursor's position.
+        rest = [(period.first, period.end - 1)]
+        proof = await self._proof.prove(rest, (SETTLE_PERIOD, period.number))
+        await self._proof.write(rest, (HOLD_CURSOR,), *proof)
 
     # ---------------------------------------------------------------- decide
 
