@@ -59,7 +59,7 @@ __all__ = [
 CHECKS_TIMEOUT_S = 60.0
 """Time-out of all checks together."""
 
-FIRST = (server.version, schema.version, sessions.locks, schema.initial_rows)
+FIRST = (server.version, schema.row_security, schema.version, sessions.locks, schema.initial_rows)
 """The first checks.  After a problem in one of these, the others are skipped: they would repeat
 it."""
 

@@ -16,7 +16,17 @@ from outbox.operations.doctor.check import (
     warning,
 )
 from outbox.store.connection import schema_status
+from outbox.store.connection.row_security import READ_PROTECTED, protected_reason
 from outbox.store.retention.partitions import PARENTS, PartitionStore
+
+
+@check("row security", passed="no policy applies to these tables")
+async def row_security(context: DoctorContext) -> Results:
+    """No policy hides rows from the relay, or makes its statements fail."""
+    reason = protected_reason(await context.db.fetchrow(READ_PROTECTED))
+    if reason is not None:
+        message, _, action = reason.partition("; ")
+        yield problem(message, action)
 
 
 @check("schema")

@@ -15,8 +15,9 @@ safe then:
 
 - A partition is created by one transaction: the second one finds its name in use.
 - A table is dropped only if the decision to drop its period is recorded, which is irrevocable and
-  made under the cursor row (`retention`), and if it is attached, or its detaching was recorded.  Of two that detach or drop it one fails, or finishes
-  what the other one began (FINALIZE waits for the same snapshots); the rest is repeated later.
+  made under the cursor row (`retention`), and if it is attached or its detaching was recorded.  Of
+  two that detach or drop it one fails, or finishes what the other one began (FINALIZE waits for the
+  same snapshots); the rest is repeated later.
 - Deleting expired rows skips those that are locked; emptying, summarizing and analyzing change
   nothing the second time.
 """

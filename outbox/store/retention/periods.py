@@ -34,6 +34,7 @@ from outbox.core.sequencing.partition_window import (
 from outbox.store.channels import NOTIFY_ALL
 from outbox.store.cluster.leadership import CLEAR_LEADER
 from outbox.store.connection.message import WriteCall, WriteStatement
+from outbox.store.connection.row_security import rows_hidden
 from outbox.store.retention.erasure import erase_leftovers
 from outbox.store.routing_change import LOCK_CURSOR
 from outbox.store.sequencing.absence_proof import AbsenceProof
@@ -92,11 +93,11 @@ END_LEADERSHIP = WriteStatement("end_leadership", CLEAR_LEADER)
 
 # Whether a lane may have pending deliveries in batches up to $1, by its checkpoint.  New
 # deliveries are in later batches, so the result never changes from false to true.
-HAS_PENDING_LANES = """
-SELECT EXISTS (
+HAS_PENDING_LANES = f"""
+SELECT {rows_hidden("lane_progress", "lane_counter")} OR EXISTS (
     SELECT FROM lane_progress p JOIN lane_counter c ON c.lane_id = p.lane_id
      WHERE c.last_seq > p.acked_seq AND p.floor_batch <= $1)
-"""
+"""  # noqa: S608 (constants only)
 
 # Whether a replay was requested for a dead letter `d` and has not reached it.
 _REPLAY_REQUESTED = """
@@ -138,7 +139,7 @@ REQUIRE_NO_RANGES = WriteStatement(
 # event's age.  They do if they are pending, or in a range that may be replayed or is being
 # replayed; unless a dead letter holds a copy.
 PINNED_BY_REPLAYS = f"""
-SELECT EXISTS (
+SELECT {rows_hidden("delivery", "lane_progress", "dead_letter", "replay")} OR EXISTS (
     SELECT FROM delivery n JOIN lane_progress lane ON lane.lane_id = n.lane_id
      WHERE (n.replay_id IS NOT NULL OR n.backfill_id IS NOT NULL)
        AND n.copy_id IS NULL AND n.outbox_id >= $2 AND n.outbox_id < $3

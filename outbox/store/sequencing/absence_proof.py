@@ -25,6 +25,7 @@ from outbox.core.model.sql_names import quote_ident
 from outbox.core.sequencing.partition_window import WIDTH
 from outbox.errors import CursorBroken, SchemaMissing
 from outbox.store.connection.message import WriteStatement, is_aborted
+from outbox.store.connection.row_security import read_row_security_reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -252,7 +253,7 @@ class AbsenceProof:
                     "replaced on purpose"
                 )
             case "row security":
-                return row_security_reason(outbox, here["role"])
+                return await read_row_security_reason(self._db)
             case "sequence" if here["standby"]:
                 return "this server is a standby; connect to the primary"
             case "sequence":
@@ -270,15 +271,6 @@ class AbsenceProof:
 def multirange(ranges: Iterable[Range]) -> str:
     """Ranges as an argument of the type `int8multirange`."""
     return f"{{{','.join(f'[{lo},{hi}]' for lo, hi in ranges)}}}"
-
-
-def row_security_reason(table: str, role: str) -> str:
-    """What to do about a table with row security, also if its policies hide nothing."""
-    return (
-        f"row level security is active on {table} for the role {role}, so committed rows may be "
-        f"hidden; run: ALTER TABLE {table} DISABLE ROW LEVEL SECURITY, or: "
-        f"ALTER ROLE {quote_ident(role)} BYPASSRLS (also if its policies hide nothing)"
-    )
 
 
 def _hidden_reason(outbox: str, row: Any) -> str:

@@ -26,6 +26,7 @@ from outbox.store.cluster.leadership import (
 )
 from outbox.store.cluster.timeline import History
 from outbox.store.connection.message import WriteStatement
+from outbox.store.connection.row_security import rows_hidden, stop_hidden
 from outbox.store.delivery.lanes import READ_COUNTERS
 from outbox.store.errors import Fenced, truncated
 from outbox.store.replays.replay_feed import ReplayFeedStore
@@ -61,9 +62,14 @@ SELECT writer, version, timeline, identity, server_timeline() AS server_timeline
 """
 
 # The newest batch is the cursor's position.
-READ_STATE = "SELECT batch, high, young FROM batch ORDER BY batch DESC LIMIT 1"
+READ_STATE = f"""
+SELECT batch, high, young, {rows_hidden("batch")} AS hidden FROM batch ORDER BY batch DESC LIMIT 1
+"""  # noqa: S608 (constants only)
 
-READ_OLD_GAPS = "SELECT lo, hi FROM gap"
+# A row without values if row security may have hidden some.
+READ_OLD_GAPS = f"""
+SELECT lo, hi FROM gap UNION ALL SELECT NULL, NULL WHERE {rows_hidden("gap")}
+"""  # noqa: S608 (constants only)
 
 # Writes a whole batch: its row, its deliveries and the lane counters.  Optimistic concurrency:
 # it is written only while this replica leads, no routing change was made, and the server is
@@ -203,6 +209,8 @@ class SequencingStore:
         if row is None:
             raise truncated("batch")
         old = await self._db.fetch(READ_OLD_GAPS)
+        if row["hidden"] or any(r["lo"] is None for r in old):
+            await stop_hidden(self._db)
         return CursorState(
             batch=row["batch"],
             high=row["high"],
@@ -242,6 +250,8 @@ class SequencingStore:
         )
         reading = parse_reading(rows, with_content=with_content)
         self._check_timeline(reading.server_timeline)
+        if reading.hidden:
+            await stop_hidden(self._db)
         return reading
 
     async def running(self) -> LockHolders:
