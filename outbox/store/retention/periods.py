@@ -31,13 +31,13 @@ from outbox.core.sequencing.partition_window import (
     due_windows,
     window_length_s,
 )
+from outbox.store.absence_proof import AbsenceProof
 from outbox.store.channels import NOTIFY_ALL
 from outbox.store.cluster.leadership import CLEAR_LEADER
 from outbox.store.connection.message import WriteCall, WriteStatement
 from outbox.store.connection.row_security import rows_hidden
 from outbox.store.retention.erasure import erase_leftovers
 from outbox.store.routing_change import LOCK_CURSOR
-from outbox.store.sequencing.absence_proof import AbsenceProof
 
 if TYPE_CHECKING:
     from outbox.core.sequencing.gaps import LockHolders
@@ -280,7 +280,7 @@ class RetentionStore:
         self._db = connection
         self._keep = keep
         self._period_s = period_s
-        self._proof = AbsenceProof(connection)
+        self.proof = AbsenceProof(connection)
         # The next period, and the transactions that wrote when its partition was first seen.
         self._writers: tuple[int, LockHolders] | None = None
 
@@ -350,8 +350,8 @@ class RetentionStore:
     async def _settle(self, period: PartitionWindow) -> None:
         # The function reads what is left of the period: the rest above the cursor's position.
         rest = [(period.first, period.end - 1)]
-        proof = await self._proof.prove(rest, (SETTLE_PERIOD, period.number))
-        await self._proof.write(rest, (HOLD_CURSOR,), *proof)
+        proof = await self.proof.prove(rest, (SETTLE_PERIOD, period.number))
+        await self.proof.write(rest, (HOLD_CURSOR,), *proof)
 
     # ---------------------------------------------------------------- decide
 

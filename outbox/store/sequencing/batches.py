@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from outbox.core.sequencing.gaps import CursorChange, CursorState, LockHolders, Range
+from outbox.store.absence_proof import AbsenceProof, multirange
 from outbox.store.channels import OWNERS_SUFFIX
 from outbox.store.cluster import timeline
 from outbox.store.cluster.leadership import (
@@ -32,7 +33,6 @@ from outbox.store.errors import Fenced, truncated
 from outbox.store.replays.replay_feed import ReplayFeedStore
 from outbox.store.replays.replay_progress import write_progress
 from outbox.store.row_params import number_rows
-from outbox.store.sequencing.absence_proof import AbsenceProof, multirange
 from outbox.store.sequencing.event_reads import (
     READ_CONTENT_AND_STATE,
     READ_EVENTS_AND_STATE,

@@ -47,9 +47,9 @@ SELECT NULL, NULL, NULL, NULL, NULL, NULL WHERE {rows_hidden("subscription", "en
 #   chunk: how many numbers each replay may take.  Sequence numbers have no gaps, so this is
 #     known beforehand: no more of a range is read than is taken, from where the last batch
 #     ended.
-# A single dead letter has its own copy of the event.  Of a range only the deliveries are left;
-# their events give the key, or the dead letters that they were copied from.  A sequence number
-# whose delivery is gone is NULL, once per replay, and is skipped.
+# A single dead letter has its own copy of the event, unless that was missing.  Of a range only the
+# deliveries are left; their events give the key, or the dead letters that they were copied from.
+# A sequence number whose delivery is gone is NULL, once per replay, and is skipped.
 READ_REPLAYS = f"""
 WITH requested AS MATERIALIZED (
     SELECT part.job_id, part.endpoint_id, part.numbers_max, r.*, x.*,
@@ -64,7 +64,9 @@ WITH requested AS MATERIALIZED (
                   AND next_seq <= to_seq OFFSET 0) pending
             ORDER BY id LIMIT part.numbers_max) r
      CROSS JOIN LATERAL (
-           SELECT d.lane_id, d.outbox_id, d.key, d.backfill_id, e.generation, e.lanes
+           SELECT d.lane_id, d.outbox_id, d.backfill_id, e.generation, e.lanes,
+                  CASE d.reason WHEN 'missing' THEN (SELECT key FROM outbox WHERE id = d.outbox_id)
+                       ELSE d.key END AS key
              FROM dead_letter d
              JOIN endpoint e ON e.id = part.endpoint_id AND e.state IN ('active', 'paused')
             WHERE d.id = r.dead_id LIMIT 1) x),

@@ -10,6 +10,7 @@ import asyncpg
 
 from outbox.core.sequencing.gaps import CursorState
 from outbox.core.sequencing.router import RoutableEvent
+from outbox.store.absence_proof import AbsenceProof
 from outbox.store.cluster.leadership import LeaderStatus
 from outbox.store.sequencing import batches as real
 from outbox.store.sequencing.batches import CursorRow
@@ -53,6 +54,7 @@ class SequencingStore(real.SequencingStore):
         self.replay_feed = ReplayFeedStore(connection)
         self.filters = FilterStore(connection)
         self.stalls = StallStore(connection)
+        self.proof = AbsenceProof(connection)
 
     async def check(self) -> None:
         await self._db.call(check_sequence)

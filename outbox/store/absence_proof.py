@@ -28,7 +28,7 @@ from outbox.store.connection.message import WriteStatement, is_aborted
 from outbox.store.connection.row_security import read_row_security_reason
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from outbox.core.sequencing.gaps import Range
     from outbox.store.connection.message import WriteCall
@@ -171,6 +171,8 @@ class AbsenceProof:
         self._table: int | None = None
         self.sequence: int | None = None
         """The OID of the sequence; None: `check` was not called."""
+        self.on_contradiction: Callable[[], object] = lambda: None
+        """Called when the second read found a row that an earlier one did not return."""
         self.contradictions = 0
         """How often the second read found a row that an earlier one did not return."""
 
@@ -210,6 +212,7 @@ class AbsenceProof:
         await self._check_conditions(ranges)
         if found := await self._db.fetch(READ_PRESENT, ranges):
             self.contradictions += 1
+            self.on_contradiction()
             log.error(
                 "committed events were not returned by an earlier read; nothing was concluded",
                 first_ids=[row["id"] for row in found],
