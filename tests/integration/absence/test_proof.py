@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from outbox.core.sequencing.gaps import Range
     from tests.support.postgres import Database
 
-pytestmark = [pytest.mark.one_major, pytest.mark.system]
+pytestmark = [pytest.mark.costly, pytest.mark.system]
 
 WIDTH = 100_000_000_000
 FIRST = [(1, 1)]
@@ -49,7 +49,10 @@ INSERT INTO pg_subscription_rel (srsubid, srrelid, srsubstate)
 SELECT oid, '{}'::regclass, 'r' FROM pg_subscription
  WHERE subdbid = (SELECT oid FROM pg_database WHERE datname = current_database())
 """
-HERE = "subdbid = (SELECT oid FROM pg_database WHERE datname = current_database())"
+IS_SUBSCRIBED = """
+SELECT EXISTS (SELECT FROM pg_subscription WHERE subdbid = (
+    SELECT oid FROM pg_database WHERE datname = current_database()))
+"""
 UNSUBSCRIBE = "ALTER SUBSCRIPTION mine SET (slot_name = NONE); DROP SUBSCRIPTION mine"
 
 # What hides or falsifies rows; the words of the reason, the command in it, the condition, and the
@@ -187,9 +190,7 @@ async def proof_of(database: Database) -> AsyncIterator[Proof]:
             try:
                 yield Proof(database, connection, owner)
             finally:
-                if await owner.fetchval(
-                    f"SELECT EXISTS (SELECT FROM pg_subscription WHERE {HERE})"
-                ):
+                if await owner.fetchval(IS_SUBSCRIBED):
                     await owner.execute(UNSUBSCRIBE)
 
 
