@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("outbox.sequencer")
 
-FOUND_MAX = 10
+FOUND_IDS_MAX = 10
 """Maximum number of ids that the log names."""
 
 # The table and the sequence, to which the OIDs of the session's start are compared later.
@@ -128,8 +128,8 @@ READ_PRESENT = f"""
 SELECT event.id FROM unnest($1::text::int8multirange) AS missing
  CROSS JOIN LATERAL (
        SELECT id FROM outbox WHERE id >= lower(missing) AND id < upper(missing)
-        ORDER BY id LIMIT {FOUND_MAX}) event
- LIMIT {FOUND_MAX}
+        ORDER BY id LIMIT {FOUND_IDS_MAX}) event
+ LIMIT {FOUND_IDS_MAX}
 """  # noqa: S608 (constants only)
 
 # The first hidden period, and what its table is.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
 ROW_SECURITY_OFF = "SET LOCAL row_security = off"
-"""For a message behind a proxy that takes no startup parameters."""
+"""The statement that begins a message behind a proxy that takes no startup parameters."""
 
 # Tables of the schema whose policies apply to this role, or to their owner, with whose privileges
 # functions run.

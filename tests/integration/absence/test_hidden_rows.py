@@ -1,4 +1,4 @@
-"""Committed events that a read does not return: none is lost, and the reason is said.
+"""Committed events that a read does not return: none is lost, and the reason is reported.
 
 Each kind of damage hides half of the events, or all of them, from a relay with the privileges of
 its purpose: before they are sequenced, and either until an operator repairs it, or only between the
@@ -46,11 +46,11 @@ DROP POLICY IF EXISTS half ON outbox
 
 @dataclass(frozen=True)
 class Damage:
-    """How events are hidden, what lifts it, and what is said."""
+    """How events are hidden, what lifts it, and the command that is reported."""
 
     hide: str
     lift: str
-    says: str
+    reports: str
 
 
 DAMAGES = {
@@ -126,7 +126,7 @@ class Scene:
     role: str
     cursor: Any
     store: Lifting
-    said: list[str]
+    reasons: list[str]
 
     async def execute(self, sql: str) -> None:
         """Execute as the owner."""
@@ -140,17 +140,17 @@ class Scene:
             )
 
     async def sequence(self) -> None:
-        """Run batches until there are no changes; what stops them is said."""
+        """Run batches until there are no changes; what stops them is recorded."""
         idle = 0
         async with asyncio.timeout(30):
             while idle < 2:
                 try:
                     idle += await self.cursor.sequence_batch() is BatchResult.EMPTY
                 except CursorBroken as broken:
-                    self.said.append(str(broken))
+                    self.reasons.append(str(broken))
                     return
                 except asyncpg.InsufficientPrivilegeError as error:
-                    self.said.append(not_granted(error, "relay"))
+                    self.reasons.append(not_granted(error, "relay"))
                     return
 
 
@@ -229,8 +229,8 @@ async def test_no_event_is_lost_while_it_is_hidden(
             await it.publish(1)
         for _ in range(4):
             await it.sequence()
-        assert it.said
-        assert all(damage.says in each.replace('"', "") for each in it.said)
+        assert it.reasons
+        assert all(damage.reports in each.replace('"', "") for each in it.reasons)
         assert await it.owner.fetchval("SELECT count(*) FROM batch WHERE NOT isempty(dead)") == 0
         await it.execute(damage.lift)
         await it.publish(2)
@@ -308,7 +308,7 @@ async def test_a_command_names_the_policy_that_stops_it(database: Database) -> N
         dsn = parse(dsn_of(database, name), source="test", env={})
         connection = await connect(dsn, schema="relay")
         with (
-            pytest.raises(CannotRun, match="DISABLE ROW LEVEL SECURITY .also if its policies hide"),
+            pytest.raises(CannotRun, match="also if its policies hide nothing"),
             map_errors("relay"),
         ):
             await connection.fetch("SELECT * FROM lane")
