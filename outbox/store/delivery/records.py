@@ -144,10 +144,11 @@ extended AS (
 created AS (
     INSERT INTO dead_letter (lane_id, endpoint_id, batch, seq, to_seq, reason, attempts,
            last_response, outbox_id, event_id, tenant, type, key, payload, headers, body,
-           content_type, published_at, expires_at, backfill_id, replica_id)
+           content_type, published_at, expires_at, backfill_id, replica_id, erased_at)
     SELECT lane_id, endpoint_id, batch, seq, to_seq, reason, attempts,
            last_response, outbox_id, event_id, tenant, type, key, payload, headers, body,
-           content_type, published_at, expires_at, backfill_id, $1
+           content_type, published_at, expires_at, backfill_id, $1,
+           CASE reason WHEN 'erased' THEN clock_timestamp() END
       FROM dead_lettered
      WHERE outbox_id IS NOT NULL OR lane_id NOT IN (SELECT lane_id FROM extended)
     RETURNING {DEAD_LETTER_COLUMNS}),

@@ -242,6 +242,30 @@ SELECT FROM deleted
 """,  # noqa: S608 (constants only)
 )
 
+# Classifies dead letters of older versions, in which every event that a read did not return counted
+# as erased: they were, if the event or its period has a record of it, and are missing otherwise.
+CLASSIFY_ERASED = WriteStatement(
+    "classify_erased",
+    f"""
+WITH unclassified AS MATERIALIZED (
+    SELECT id, outbox_id FROM dead_letter
+     WHERE reason = 'erased' AND erased_at IS NULL AND outbox_id IS NOT NULL
+     ORDER BY id LIMIT {STEP} FOR NO KEY UPDATE SKIP LOCKED),
+recorded AS (
+    SELECT u.id, coalesce(o.erased_at, p.dropped_at) AS erased_at
+      FROM unclassified u
+      LEFT JOIN LATERAL (SELECT erased_at FROM outbox WHERE id = u.outbox_id LIMIT 1) o ON true
+      LEFT JOIN period p ON p.kind = 'events' AND p.number = u.outbox_id / {WIDTH}),
+classified AS (
+    UPDATE dead_letter d
+       SET erased_at = r.erased_at,
+           reason = CASE WHEN r.erased_at IS NULL THEN 'missing' ELSE 'erased' END
+      FROM recorded r WHERE d.id = r.id
+    RETURNING 1)
+SELECT FROM classified
+""",  # noqa: S608 (constants only)
+)
+
 # Deletes expired idempotency keys, which are kept for a while for lookups.
 DELETE_IDEMPOTENCY_KEYS = WriteStatement(
     "delete_idempotency_keys",
@@ -300,7 +324,12 @@ class RetentionStore:
         return dropped
 
     async def delete_expired(self) -> int:
-        """Delete expired rows and leftovers of erasures; returns the number of rows."""
+        """Delete expired rows and leftovers of erasures; returns the number of rows.
+
+        It also classifies the dead letters of older versions.
+        """
+        while await self._db.write(CLASSIFY_ERASED) == STEP:
+            pass
         deleted_rows = await erase_leftovers(self._db, ERASED_WITHIN_S)
         for delete, keep_s in (
             (DELETE_DEAD_LETTERS, self._keep.dead_letters_s),

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from outbox.core.sequencing.partition_window import Retention
 from outbox.operations import replays
 from outbox.operations.criteria import DeadLetterSelection
+from outbox.store.retention.periods import RetentionStore
 from tests.support.relay import (
     Network,
     add_endpoint,
@@ -125,6 +127,35 @@ async def test_an_event_of_a_dropped_period_was_erased_by_retention(database: Da
     )
     assert (await _delivered(database)).data() == []
     assert await fetchval(database, LETTERS) == '[[1, 1, "erased"], [2, 2, "erased"]]'
+
+
+async def test_dead_letters_of_older_versions_are_classified_by_their_events(
+    database: Database,
+) -> None:
+    """Every event that a read did not return counted as erased."""
+    await _pending(database, 4)
+    await _execute(
+        database,
+        """
+        UPDATE outbox SET payload = NULL, erased_at = clock_timestamp() WHERE id = 2;
+        DELETE FROM outbox WHERE id = 3;
+        INSERT INTO dead_letter (lane_id, endpoint_id, batch, seq, to_seq, reason, attempts,
+                                 outbox_id)
+        SELECT d.lane_id, l.endpoint_id, d.batch, d.seq, d.seq, 'erased', 0, d.outbox_id
+          FROM delivery d JOIN lane l ON l.id = d.lane_id WHERE d.seq < 4;
+        UPDATE lane_progress SET acked_seq = 3
+        """,
+    )
+    store = RetentionStore(
+        await database.connect(server_settings={"search_path": "relay"}), Retention()
+    )
+    await store.delete_expired()
+    classified = '[[1, 1, "missing"], [2, 2, "erased"], [3, 3, "missing"]]'
+    assert await fetchval(database, LETTERS) == classified
+    # The first one had been hidden: it is sent now.
+    await _execute(database, "UPDATE dead_letter SET state = 'discarded' WHERE seq > 1")
+    await _replay(database)
+    assert (await _delivered(database)).data() == [4, 1]
 
 
 HIDDEN = {
