@@ -16,6 +16,7 @@ be gone by now.  Statements instead of a function: the relay prepares them, whic
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -179,6 +180,8 @@ class AbsenceProof:
     async def check(self) -> None:
         """Check all conditions; the first call remembers the OIDs of the table and its sequence.
 
+        Periods are not checked, because no id is in question.
+
         Raises:
             CursorBroken: a condition does not hold.
             SchemaMissing: there is no such table.
@@ -234,6 +237,16 @@ class AbsenceProof:
             *(reads or [(self.second_read, ranges)]),
             (self.conditions_after, *arguments),
         ]
+
+    async def hidden_events(self, through_id: int) -> str | None:
+        """Why reads may not return every event up to an id, and what to do; None: they do."""
+        with suppress(SchemaMissing):
+            try:
+                await self.check()
+                await self._check_conditions(multirange([(0, through_id)]))
+            except CursorBroken as broken:
+                return None if str(broken) == SEQUENCE_REASON else str(broken)
+        return None
 
     async def _check_conditions(self, ranges: str) -> None:
         rows = await self._db.fetch(READ_FAILED, self._table, self.sequence, ranges)

@@ -69,6 +69,7 @@ PRECONDITIONS = (
     server.connections,
     server.clock,
     schema.sequence,
+    schema.hidden_events,
     schema.trigger,
     schema.wakeup_flag,
     schema.partitions,
@@ -105,6 +106,7 @@ LIVE = (
     tables.size,
     retention.periods,
     retention.empty_partitions,
+    retention.detached_tables,
     sessions.notification_queue,
 )
 

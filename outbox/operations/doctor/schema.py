@@ -15,6 +15,7 @@ from outbox.operations.doctor.check import (
     problem,
     warning,
 )
+from outbox.store.absence_proof import AbsenceProof
 from outbox.store.connection import schema_status
 from outbox.store.connection.row_security import READ_PROTECTED, protected_reason
 from outbox.store.retention.partitions import PARENTS, PartitionStore
@@ -134,6 +135,15 @@ async def sequence(context: DoctorContext) -> Results:
         )
     elif not bad:
         yield ok(f"ids are consecutive; the last one is {given}")
+
+
+@check("hidden events", passed="reads return every committed event")
+async def hidden_events(context: DoctorContext) -> Results:
+    """Nothing but row security, which has a check of its own, hides events from reads."""
+    proof = AbsenceProof(context.db)
+    if reason := await proof.hidden_events(await context.db.fetchval(LAST_GIVEN)):
+        message, _, action = reason.partition("; ")
+        yield problem(f"{message}: sequencing stops", action)
 
 
 TRIGGER = """

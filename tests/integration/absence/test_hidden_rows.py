@@ -16,12 +16,14 @@ import asyncpg
 import pytest
 
 from outbox.errors import CannotRun, CursorBroken
+from outbox.operations.doctor.check import Severity
 from outbox.relay.sequencing.cursor import BatchResult
 from outbox.store.connection.connect import connect, map_errors, not_granted
 from outbox.store.connection.dsn import parse
 from outbox.store.connection.pgbouncer import PooledWorker
 from outbox.store.sequencing.batches import SequencingStore
 from tests.support.cursor_checks import NO_VIOLATIONS, check_cursor
+from tests.support.doctor import findings
 from tests.support.pgbouncer import pgbouncer
 from tests.support.relay import Network, add_endpoint, all_ended, fetchval, publish, running
 from tests.support.roles import dsn_of, role
@@ -295,6 +297,27 @@ async def test_a_period_is_not_settled_while_its_partition_is_detached(
             await owner.execute(ATTACH)
             await all_ended(database)
     assert sorted(network.data()) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("kind", "check"),
+    [
+        ("a policy that applies to its owner", "row security"),
+        ("a view in place", "hidden events"),
+        ("a detached partition", "hidden events"),
+    ],
+)
+async def test_doctor_names_what_hides_events(kind: str, check: str, database: Database) -> None:
+    damage = DAMAGES.get(kind, DAMAGES["a forced policy"])
+    await publish(database, 1, 2, 3)
+    async with database.connection(server_settings={"search_path": "relay"}) as owner:
+        await owner.execute(damage.hide)
+        found = {f.check: f for f in await findings(owner)}
+        assert found[check].severity is Severity.PROBLEM
+        finding = f"{found[check].message}; {found[check].action}".replace('"', "")
+        assert damage.reports in finding
+        await owner.execute(damage.lift)
+        assert {f.check: f for f in await findings(owner)}[check].severity is Severity.OK
 
 
 async def test_a_command_names_the_policy_that_stops_it(database: Database) -> None:
