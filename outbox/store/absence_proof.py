@@ -42,7 +42,7 @@ FOUND_IDS_MAX = 10
 
 # The table and the sequence, to which the OIDs of the session's start are compared later.
 READ_OIDS = """
-SELECT c.oid, pg_get_serial_sequence('outbox', 'id')::regclass::oid AS sequence
+SELECT c.oid, c.relkind, pg_get_serial_sequence('outbox', 'id')::regclass::oid AS sequence
   FROM pg_class c WHERE c.oid = to_regclass('outbox')
 """
 
@@ -188,6 +188,8 @@ class AbsenceProof:
         """
         if self._table is None:
             row = await self._db.fetchrow(READ_OIDS)
+            if row is not None and row["relkind"] != b"p":
+                raise CursorBroken(await self._reason("table", "{}"))
             if row is None or row["sequence"] is None:
                 raise SchemaMissing('outbox.id has no sequence; was "outbox migrate" run?')
             self._table, self.sequence = row["oid"], row["sequence"]
@@ -264,9 +266,9 @@ class AbsenceProof:
         match condition:
             case "table":
                 return (
-                    f"{outbox} is not the table that it was when this session began; rename that "
-                    "one back (ALTER TABLE … RENAME TO outbox), or restart the relays if it was "
-                    "replaced on purpose"
+                    f"{outbox} is not the table that it was; rename that one back "
+                    "(ALTER TABLE … RENAME TO outbox), or restart the relays if it was replaced on "
+                    "purpose"
                 )
             case "row security":
                 return await read_row_security_reason(self._db)
