@@ -56,21 +56,32 @@ SELECT range_agg(int8range(bound[1]::bigint, bound[2]::bigint))
 """
 
 # Periods whose ids are among the ranges $3, which were not dropped, and of which a part is in no
-# attached partition.  A number with neither a period nor a table never had an event.
+# attached partition.  A number with neither a period nor a table never had an event.  CASE: the
+# bounds of all partitions, which are costly to read, are read only if that of the period differs.
 _HIDDEN_PERIODS = rf"""
 SELECT n.number
-  FROM (SELECT number FROM period WHERE kind = 'events' AND dropped_at IS NULL
-         UNION
-        SELECT substr(relname, 8)::bigint FROM pg_class
-         WHERE relnamespace = quote_ident(current_schema())::regnamespace
-           AND relname ~ '^outbox_\d{{1,8}}$' AND relkind IN ('r', 'p', 'f', 'v', 'm')) AS n
+  FROM (SELECT $3::text::int8multirange AS ids OFFSET 0) AS missing
+ CROSS JOIN (SELECT number FROM period WHERE kind = 'events' AND dropped_at IS NULL
+              UNION
+             SELECT substr(relname, 8)::bigint FROM pg_class
+              WHERE relnamespace = quote_ident(current_schema())::regnamespace
+                AND relname ~ '^outbox_\d{{1,8}}$' AND relkind IN ('r', 'p', 'f', 'v', 'm')) AS n
  CROSS JOIN LATERAL (
-       SELECT int8multirange(int8range(n.number * {WIDTH}, (n.number + 1) * {WIDTH}))
-                  * $3::text::int8multirange AS ids) part
- WHERE NOT isempty(part.ids)
-   AND NOT EXISTS (SELECT FROM period p
-                    WHERE p.kind = 'events' AND p.number = n.number AND p.dropped_at IS NOT NULL)
-   AND NOT part.ids <@ coalesce(({_ATTACHED}), '{{}}'::int8multirange)
+       SELECT int8range(n.number * {WIDTH}, (n.number + 1) * {WIDTH}) AS ids) AS period
+ WHERE missing.ids && period.ids
+   AND CASE WHEN EXISTS (
+                 SELECT FROM period p
+                  WHERE p.kind = 'events' AND p.number = n.number AND p.dropped_at IS NOT NULL)
+              OR EXISTS (
+                 SELECT FROM pg_class c JOIN pg_inherits i ON i.inhrelid = c.oid
+                  WHERE c.relname = 'outbox_' || n.number AND c.relkind IN ('r', 'p')
+                    AND c.relnamespace = quote_ident(current_schema())::regnamespace
+                    AND i.inhparent = $1::oid AND NOT i.inhdetachpending
+                    AND pg_get_expr(c.relpartbound, c.oid) = format(
+                            'FOR VALUES FROM (%L) TO (%L)', lower(period.ids), upper(period.ids)))
+            THEN false
+            ELSE NOT int8multirange(period.ids) * missing.ids
+                     <@ coalesce(({_ATTACHED}), '{{}}'::int8multirange) END
 """  # noqa: S608 (constants only)
 
 CONDITIONS = {
