@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import asyncpg
 import structlog
 
+from outbox.errors import CursorBroken
 from outbox.store.connection.connect import in_one_line
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def _step(name: str) -> Iterator[None]:
         yield
     except asyncpg.PostgresConnectionError:
         raise
-    except asyncpg.PostgresError as error:
+    except (asyncpg.PostgresError, CursorBroken) as error:
         log.warning("maintenance failed", step=name, reason=in_one_line(error), retry_s=EVERY_S)
 
 

@@ -46,6 +46,12 @@ SELECT c.oid, c.relkind, pg_get_serial_sequence('outbox', 'id')::regclass::oid A
   FROM pg_class c WHERE c.oid = to_regclass('outbox')
 """
 
+# The ids of the periods that may have events which are not sequenced yet.
+READ_UNSETTLED = f"""
+SELECT coalesce(range_agg(int8range(number * {WIDTH}, (number + 1) * {WIDTH})), '{{}}')::text
+  FROM period WHERE kind = 'events' AND last_batch IS NULL AND dropped_at IS NULL
+"""  # noqa: S608 (constants only)
+
 # The ids of attached partitions, by their bounds.
 _ATTACHED = r"""
 SELECT range_agg(int8range(bound[1]::bigint, bound[2]::bigint))
@@ -191,7 +197,7 @@ class AbsenceProof:
     async def check(self) -> None:
         """Check all conditions; the first call remembers the OIDs of the table and its sequence.
 
-        Periods are not checked, because no id is in question.
+        The ids in question are those of all periods that may have events to sequence.
 
         Raises:
             CursorBroken: a condition does not hold.
@@ -204,7 +210,7 @@ class AbsenceProof:
             if row is None or row["sequence"] is None:
                 raise SchemaMissing('outbox.id has no sequence; was "outbox migrate" run?')
             self._table, self.sequence = row["oid"], row["sequence"]
-        await self._check_conditions("{}")
+        await self._check_conditions(await self._db.fetchval(READ_UNSETTLED))
 
     async def write(self, missing: Sequence[Range], *calls: WriteCall) -> int:
         """Write in one message, see `write_together`, of which `prove` is a part.

@@ -143,7 +143,7 @@ async def hidden_events(context: DoctorContext) -> Results:
     proof = AbsenceProof(context.db)
     if reason := await proof.hidden_events(await context.db.fetchval(LAST_GIVEN)):
         message, _, action = reason.partition("; ")
-        yield problem(f"{message}: sequencing stops", action)
+        yield problem(message, action)
 
 
 TRIGGER = """

@@ -289,8 +289,10 @@ async def test_a_period_is_not_settled_while_its_partition_is_detached(
             VALUES ('events', 1, now() - interval '35 days');
             SELECT setval('outbox_id_seq', {WIDTH})
         """)
-        async with running(database, network):
-            await until(lambda: any("not attached" in str(each) for each in logs))
+        async with running(database, network) as worker:
+            named = '"relay".outbox_0 is not attached'
+            await until(lambda: any(named in str(each) for each in logs))
+            await until(lambda: named in str(worker.readiness().reason), what="readiness to say so")
             assert await owner.fetchval("SELECT count(*) FROM outbox_0") == 5
             settled = "SELECT last_batch FROM period WHERE kind = 'events' AND number = 0"
             assert await owner.fetchval(settled) is None
