@@ -100,6 +100,7 @@ REASON_MEANINGS: dict[DeadLetterReason, str] = {
     "exhausted": "The attempts or the time of the retry policy are used up",
     "expired": "The event's `expires_at` passed before it was delivered",
     "erased": "Its payload was erased by `outbox erase` or by retention",
+    "missing": "Its event is gone, although nothing erased it; a replay searches for it again",
     "skipped": "An operator skipped it",
     "backlog": "The endpoint's `--backlog-max` or `--backlog-age` was exceeded",
     "adopted": "`outbox endpoint adopt` went on with a broker's stream that does not match",

@@ -137,6 +137,7 @@ _DEAD_LETTER_REASONS = {
     "exhausted": "its retries were exhausted",
     "expired": "it had expired",
     "erased": "its event was erased",
+    "missing": "its event was gone, although nothing had erased it",
     "skipped": "an operator skipped it",
     "backlog": "its endpoint exceeded a backlog limit",
     "adopted": "an operator adopted a stream into which it does not fit",

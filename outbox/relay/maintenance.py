@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import asyncpg
 import structlog
 
+from outbox.errors import CursorBroken
 from outbox.store.connection.connect import in_one_line
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def _step(name: str) -> Iterator[None]:
         yield
     except asyncpg.PostgresConnectionError:
         raise
-    except asyncpg.PostgresError as error:
+    except (asyncpg.PostgresError, CursorBroken) as error:
         log.warning("maintenance failed", step=name, reason=in_one_line(error), retry_s=EVERY_S)
 
 
@@ -105,13 +106,19 @@ async def _once(partitions: PartitionStore, retention: RetentionStore, *, hourly
 
 async def _drop(partitions: PartitionStore) -> None:
     try:
-        gone, emptied = await partitions.drop()
+        gone, emptied, kept = await partitions.drop()
     except asyncpg.LockNotAvailableError as error:
         # A dump holds its locks for hours, in which expired rows must not wait.
         log.info("partitions are dropped later", reason=in_one_line(error), retry_s=EVERY_S)
         return
     if gone:
         log.info("partitions dropped", partitions=gone)
+    if kept:
+        log.warning(
+            "tables of dropped periods are kept, because they were detached by hand; attach them "
+            "(ALTER TABLE … ATTACH PARTITION), or drop them",
+            tables=kept,
+        )
     if emptied:
         log.info(
             "partitions emptied; run outbox migrate as their owner to drop them", partitions=emptied

@@ -89,6 +89,12 @@ def build_session(
     lease.renewed(registered.started_at)
     time = DatabaseClock(registered.server_time, registered.asked_at, clock())
 
+    records = stores.records(workers.records, me, here)
+    sequencing = stores.sequencing(workers.cursor, here)
+    retention = stores.retention(workers.maintenance, settings.keep)
+    for store in (records, sequencing, retention):
+        store.proof.on_contradiction = telemetry.meters.count_contradiction
+
     def lease_left_s() -> float:
         return lease.left_s(clock())
 
@@ -97,7 +103,7 @@ def build_session(
 
     published, wake_ownership, wake_supervisor = WakeEvent(), WakeEvent(), WakeEvent()
     recorder = Recorder(
-        stores.records(workers.records, me, here),
+        records,
         settings.ack_group_ms / 1000,
         lease_left_s,
         telemetry.history,
@@ -152,7 +158,7 @@ def build_session(
         schedule_runner.set_leader(leads)
 
     sequencer = Sequencer(
-        stores.sequencing(workers.cursor, here),
+        sequencing,
         me,
         settings,
         published,
@@ -213,7 +219,7 @@ def build_session(
         schedule_runner.run(),
         maintain(
             stores.partitions(workers.maintenance),
-            stores.retention(workers.maintenance, settings.keep),
+            retention,
             stores.skipped_events(workers.maintenance, actor),
         ),
         *([listener.run()] if listening else []),

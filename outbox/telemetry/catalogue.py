@@ -77,7 +77,7 @@ DELIVERIES = Metric(
     MetricKind.COUNTER,
     "{delivery}",
     "Deliveries that completed. outcome: delivered, or the reason of the dead letter: refused, "
-    "exhausted, expired, erased, skipped, backlog, adopted, disabled, removed.",
+    "exhausted, expired, erased, missing, skipped, backlog, adopted, disabled, removed.",
     ("endpoint", "outcome"),
 )
 ATTEMPTS_MADE = Metric(
@@ -152,6 +152,13 @@ SESSION_LOSSES = Metric(
     MetricKind.COUNTER,
     "{session}",
     "Sessions that ended because this replica lost its lease or its database.",
+)
+PROOF_ABORTS = Metric(
+    "outbox.proof.aborts",
+    MetricKind.COUNTER,
+    "{message}",
+    "Messages that concluded nothing, because committed events existed which an earlier read had "
+    "not returned.  Always 0, unless rows were hidden.",
 )
 BACKLOG = Metric(
     "outbox.backlog",
@@ -288,5 +295,6 @@ CATALOGUE: tuple[Metric, ...] = (
     REPLICAS,
     LOSSES,
     SESSION_LOSSES,
+    PROOF_ABORTS,
 )
 """All metrics, in display order."""

@@ -94,6 +94,7 @@ class Meters:
         self.losses = 0
         """Other replicas that were expired."""
         self.session_losses = 0
+        self.contradictions = 0
         self.run_deliveries = 0
         """Deliveries that another one followed in a delivery run."""
 
@@ -103,6 +104,10 @@ class Meters:
         """Start a new session, in which no endpoint is owned."""
         for each in self._named.values():
             each.owners = 0
+
+    def count_contradiction(self) -> None:
+        """Count a message that the second read of its proof aborted."""
+        self.contradictions += 1
 
     def acquire(self, name: str) -> EndpointMeters:
         """Record that an endpoint is owned, and return its meters.
@@ -216,6 +221,7 @@ class Meters:
         series[catalogue.EVENTS] = {(): self.events}
         series[catalogue.LOSSES] = {(): self.losses}
         series[catalogue.SESSION_LOSSES] = {(): self.session_losses}
+        series[catalogue.PROOF_ABORTS] = {(): self.contradictions}
         series.update(gauges)
         # A series that was created since the last snapshot starts at that snapshot.
         self._snapshot_at = at

@@ -47,6 +47,8 @@ class Replica:
 
     def __init__(self, tracker: GapTracker) -> None:
         self.tracker = tracker
+        # Time passes at the end of a batch only if a step of the history says so.
+        tracker.proof_every_s = 0.0
         self.state: CursorState | None = None
         self.quiet: dict[Range, int] = {}
         """Old gaps that were read, and the database's `ends` at that time."""

@@ -7,6 +7,7 @@ need many steps sooner.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from outbox.core.sequencing.gaps import CursorState, GapTracker
+from outbox.core.sequencing.gaps import PROOF_EVERY_S, CursorState, GapTracker
 from tests.core.cursor_model import Cursor
 from tests.core.database_model import Database
 from tests.core.random_walk import hunt_cursor
@@ -211,6 +212,22 @@ def test_thousands_of_old_gaps_are_compared_by_holders() -> None:
         assert tracker.complete(holders)
         tracker.committed(tracker.close_batch([], False, holders, 0.0))
     assert comparisons < 10
+
+
+def test_ids_are_declared_dead_at_most_four_times_a_second() -> None:
+    """Each batch that does proves it, which costs the server as much as a quarter of a batch."""
+    tracker, high, dead_at = GapTracker(), 1, []
+    for step in range(40):
+        now = step / 20
+        tracker.begin_batch(CursorState(batch=step + 1, high=high), frozenset(), now)
+        assert len(tracker.ranges(1000)) <= 6
+        high += 2  # One id in between is rolled back.
+        change = tracker.close_batch([high], False, frozenset(), now)
+        if change.dead:
+            dead_at.append(now)
+        tracker.committed(change)
+    assert 7 <= len(dead_at) <= 8
+    assert all(later - at >= PROOF_EVERY_S for at, later in pairwise(dead_at))
 
 
 def test_due_gaps_are_read_in_portions_the_lowest_first() -> None:

@@ -107,12 +107,12 @@ async def test_a_least_privilege_relay_leads_delivers_and_drops_old_periods(
                 await all_ended(database)
                 await until(lambda: fetchval(database, UNCHECKPOINTED), 20, "the checkpoints")
                 await keeper.maintain()
-                assert await keeper.partitions.drop() == (0, 0)  # Simulates an hour.
+                assert await keeper.partitions.drop() == (0, 0, [])  # Simulates an hour.
                 await fetchval(database, AN_HOUR_AGO)
-                gone, emptied = await keeper.partitions.drop()
+                gone, emptied, _ = await keeper.partitions.drop()
                 assert gone == 0
                 assert emptied >= 1
-                assert await keeper.partitions.drop() == (0, 0)
+                assert await keeper.partitions.drop() == (0, 0, [])
         assert await exceptions(database) == {}
         shop = [s.body["data"] for s in network.accepted if s.url.endswith("shop")]
         assert sorted(shop) == list(range(60))

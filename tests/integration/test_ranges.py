@@ -275,7 +275,7 @@ async def test_a_range_dead_lettered_before_its_replay_is_a_dead_letter_again(
     assert await exceptions(database) == {}
 
 
-async def test_a_missing_event_of_a_range_is_dead_lettered_as_erased(
+async def test_a_missing_event_of_a_range_is_dead_lettered_as_missing(
     database: Database, db: Connection[Any]
 ) -> None:
     await a_range(database, db, 3)
@@ -289,7 +289,7 @@ async def test_a_missing_event_of_a_range_is_dead_lettered_as_erased(
         (3, 6, 4),
     ]
     sql = "SELECT (seq, reason, outbox_id)::text FROM dead_letter WHERE outbox_id IS NOT NULL"
-    assert await fetchval(database, sql) == "(5,erased,2)"
+    assert await fetchval(database, sql) == "(5,missing,2)"
     (row, _) = await dead_letters.list_dead_letters(db, "relay", states=dead_letters.STATES)
     assert (row.state, row.again) == ("dead_again", 2)
 

@@ -128,7 +128,7 @@ async def test_an_expired_event_is_not_sent(database: Database) -> None:
     assert await fetchval(database, "SELECT reason FROM dead_letter") == "expired"
 
 
-async def test_an_erased_event_is_dead_lettered_and_named(database: Database) -> None:
+async def test_a_missing_event_is_dead_lettered_and_named(database: Database) -> None:
     await add_endpoint(database, retry={**QUICK_RETRY, "attempts_max": 10_000})
     await publish(database, "a", "b", "c")
     network = Network(lambda _: BUSY)
@@ -141,7 +141,7 @@ async def test_an_erased_event_is_dead_lettered_and_named(database: Database) ->
         await all_ended(database)
     assert [(s.seq, s.previous_seq) for s in network.accepted] == [(1, 0), (3, 1)]
     sql = "SELECT (seq, reason, event_id)::text FROM dead_letter"
-    assert await fetchval(database, sql) == "(2,erased,)"
+    assert await fetchval(database, sql) == "(2,missing,)"
 
 
 async def test_subscriptions_select_by_type_and_tenant(database: Database) -> None:

@@ -93,8 +93,8 @@ async def test_checks_change_nothing_and_take_no_lock(db: Connection[Any]) -> No
 @pytest.mark.one_major
 async def test_a_missing_schema_is_the_only_finding(empty_database: Database) -> None:
     found = await findings(await empty_database.connect(**PATH))
-    assert [f.check for f in found] == ["server", "schema"]
-    assert (found[1].severity, found[1].action) == (Severity.PROBLEM, "run: outbox migrate")
+    assert [f.check for f in found] == ["server", "row security", "schema"]
+    assert (found[2].severity, found[2].action) == (Severity.PROBLEM, "run: outbox migrate")
 
 
 @pytest.mark.one_major

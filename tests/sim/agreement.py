@@ -173,7 +173,10 @@ class Script:
             numbers = sorted(zip(columns.lane_ids, columns.seqs, strict=True))
             self._batches.append((sequenced.batch, numbers))
 
-        return Cursor(self._store, replica_id, settings, on_batch, lambda *_: False)
+        cursor = Cursor(self._store, replica_id, settings, on_batch, lambda *_: False)
+        # The two clocks differ, on which the interval between proofs depends.
+        cursor._tracker.proof_every_s = 0.0
+        return cursor
 
     def _records(self, replica_id: int) -> Any:
         return self._stores.records.RecordStore(self._db, replica_id)

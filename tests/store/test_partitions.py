@@ -88,7 +88,27 @@ async def test_partitions_are_dropped_in_a_schema_of_any_name(empty_database: Da
             INSERT INTO period (kind, number) VALUES ('events', 1);
             UPDATE period SET dropped_at = now() WHERE kind = 'events' AND number = 0
         """)
-        assert await PartitionStore(connection).drop() == (1, 0)
+        assert await PartitionStore(connection).drop() == (1, 0, [])
+
+
+async def test_only_tables_that_are_attached_or_that_it_detached_are_dropped(
+    database: Database,
+) -> None:
+    """Whoever detached another one may have done so while it had events that were never read."""
+    store, connection = await _store(database)
+    await connection.execute("""
+        INSERT INTO period (kind, number) VALUES ('events', 2);
+        UPDATE period SET dropped_at = now() WHERE kind = 'events' AND number = 0;
+        ALTER TABLE outbox DETACH PARTITION outbox_0
+    """)
+    assert await store.drop() == (0, 0, ["outbox_0"])
+    assert await connection.fetchval("SELECT to_regclass('outbox_0') IS NOT NULL")
+    # As after a crash between DETACH and DROP.
+    await connection.execute(
+        "UPDATE period SET detaching = ARRAY['outbox_0'::regclass::oid] WHERE number = 0"
+    )
+    assert await store.drop() == (1, 0, [])
+    assert await connection.fetchval("SELECT to_regclass('outbox_0') IS NULL")
 
 
 async def test_one_maintainer_at_a_time(database: Database) -> None:

@@ -125,6 +125,8 @@ def on_clock(tracker: type[GapTracker], ahead_s: Callable[[float], float]) -> ty
     """The tracker with a clock that is `ahead_s(now)` ahead, so that tests need not wait."""
 
     class OnClock(tracker):  # type: ignore[misc, valid-type]
+        proof_every_s = 0.0  # A script says what happens in each batch.
+
         def begin_batch(self, state: CursorState, before: LockHolders, now: float) -> None:
             super().begin_batch(state, before, now + ahead_s(now))
 
@@ -157,7 +159,7 @@ class Slow(SequencingStore):
         last_id, wakeup, *cursor = await self._db.fetchrow(
             "SELECT coalesce(pg_sequence_last_value($1::oid::regclass), 0),"
             " pg_sequence_last_value('wakeup'::regclass), writer, version FROM cursor",
-            self._sequence_oid,
+            self.proof.sequence,
         )
         fresh = [e.id for e in events if high is not None and e.id > high]
         missing = gaps or more_gaps or (fresh and fresh[-1] - (high or 0) > len(fresh))

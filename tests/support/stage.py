@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from outbox.relay.sequencing.cursor import BatchResult
+from outbox.store.connection.message import WriteStatement
 from tests.support.sequencers import (
     Hooked,
     Variant,
@@ -33,6 +34,7 @@ VALUES ('app.scripted', $1, CASE WHEN $2::bigint IS NULL THEN '{}'::jsonb
                                  ELSE jsonb_build_object('v', $2::bigint) END)
 RETURNING id
 """
+NO_SECOND_READ = WriteStatement("no_second_read", "SELECT $1::text")
 UNASSIGNED = "SELECT pg_current_xact_id_if_assigned() IS NULL"
 
 
@@ -127,7 +129,7 @@ class Stage:
             await self._connection.close()  # Its locks are free now.
         connection = self._connection = await session(self._database)
         if self._remembers and hasattr(self, "_sequencer"):
-            self._store._db = connection
+            self._store._db = self._store.proof._db = connection
         else:
             self._sequencer, self._store = self._variant.build(
                 connection,
@@ -135,6 +137,9 @@ class Stage:
                 store_mixin=Hooked,
             )
         await self._store.check()
+        if not self._strict:
+            # It would hide that the cursor is incorrect.
+            self._store.proof.second_read = NO_SECOND_READ
 
     def forget(self) -> None:
         """Reset the state, as when a commit is in doubt."""

@@ -60,6 +60,12 @@ class ErasedEvent(NamedTuple):
         return ""
 
 
+class MissingEvent(ErasedEvent):
+    """A delivery whose event a read did not return, although no record says that it was erased."""
+
+    __slots__ = ()
+
+
 class LaneEnd(NamedTuple):
     """The end entry of a broker's lane, which follows its last delivery; no row of a table."""
 
@@ -250,6 +256,8 @@ class Record(NamedTuple):
     """The lane is blocked afterwards, until an operator unblocks it."""
     stuck: bool = False
     """The lane is reported as stuck on this delivery."""
+    missing: tuple[int, ...] = ()
+    """Ids of events: the record is written only with the proof that they are gone."""
 
     @property
     def urgent(self) -> bool:

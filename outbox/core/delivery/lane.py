@@ -5,8 +5,8 @@ result with the other methods.
 
     next ──▶ Send ──▶ record_result ──▶ Record(delivered) ──▶ next     (may be group-committed)
       │                     └─────────▶ Record(retry, dead letter) ──▶ confirm_recorded ──▶ next
-      ├────▶ Record(dead letter unsent: erased, skipped, expired, exhausted by a new policy,
-      │             backlog) ──▶ confirm_recorded ──▶ next
+      ├────▶ Record(dead letter unsent: erased, missing, skipped, expired, exhausted by a new
+      │             policy, backlog) ──▶ confirm_recorded ──▶ next
       ├────▶ Open ──▶ record_position, record_found or record_result ──▶ next      (brokers)
       ├────▶ End ──▶ record_end or record_result ──▶ next                          (brokers)
       ├────▶ Fetch ───▶ append_fetched ──▶ next
@@ -34,6 +34,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from enum import Enum, auto
 from http import HTTPStatus
+from itertools import takewhile
 from math import inf
 from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
@@ -48,6 +49,7 @@ from outbox.core.delivery.commands import (
     Fetch,
     Gate,
     LaneEnd,
+    MissingEvent,
     Open,
     Progress,
     Record,
@@ -332,6 +334,8 @@ class Lane:
         if not buffer.queue:
             return self._next_end(now, gate) if self._is_at_end else self.fetch()
         first, retry = buffer.queue[0], self._retry
+        if isinstance(first, MissingEvent):
+            return self._dead_letter_missing(first)
         if isinstance(first, ErasedEvent):
             return self._dead_letter(first, "erased", None)
         if first.seq == self._skip_seq:
@@ -852,6 +856,15 @@ class Lane:
         stored = None if isinstance(first, ErasedEvent) else self._retry.last_response
         dead = DeadLetter(first, reason, self._retry.attempts, stored)
         return self._record_dead(first.seq, first.batch, row, dead, blocks=blocks)
+
+    def _dead_letter_missing(self, first: MissingEvent) -> Record:
+        """Dead-letter the missing events at the beginning of the buffer, several as a range."""
+        queue = self._buffer.queue
+        run = list(takewhile(lambda each: isinstance(each, MissingEvent), queue))
+        missing = tuple(each.outbox_id for each in run)
+        if len(run) == 1:
+            return self._dead_letter(first, "missing", None)._replace(missing=missing)
+        return self._dead_letter_range(run[-1].seq, "missing")._replace(missing=missing)
 
     def _dead_letter_range(self, through_seq: int, reason: LaneDeadLetterReason) -> Record:
         dead = DeadRange(

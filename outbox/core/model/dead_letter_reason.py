@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, TypeAlias
 
 LaneDeadLetterReason: TypeAlias = Literal[
-    "refused", "exhausted", "expired", "erased", "skipped", "backlog", "adopted"
+    "refused", "exhausted", "expired", "erased", "missing", "skipped", "backlog", "adopted"
 ]
 """Why a lane dead-letters a delivery."""
 DeadLetterReason: TypeAlias = Literal[
@@ -13,6 +13,7 @@ DeadLetterReason: TypeAlias = Literal[
     "exhausted",
     "expired",
     "erased",
+    "missing",
     "skipped",
     "backlog",
     "adopted",

@@ -29,6 +29,8 @@ whose row is already visible.  Hence:
   Gaps that are left out stay due.
 * a read that reached its limit proves nothing about ids at or beyond its last
   one: gaps there stay due;
+* the message that declares ids dead proves that they are absent, at most four times a second
+  unless a read takes a portion; until then a gap without holders stays open;
 * a gap becomes old only after a read that began after its holders were
   captured;
 * holders are memory, never state: a replica that was not the last writer
@@ -66,6 +68,10 @@ AGE_S = 1.0
 
 YOUNG_SHARE = 0.25
 """Young gaps become old sooner if they take more than this share of a read."""
+
+PROOF_EVERY_S = 0.25
+"""Minimum interval between batches that declare ids dead: each proves it, which costs the server as
+much as a quarter of a batch.  Until then such gaps stay open, and are read with every batch."""
 
 GAPS_SPARE = 100
 """A read takes this many gaps more than its batch can probably reach."""
@@ -137,6 +143,8 @@ class GapTracker:
     After anything but a confirmed commit, call `forget`, or begin the batch again.
     """
 
+    proof_every_s = PROOF_EVERY_S
+
     def __init__(self) -> None:
         self.high = 0
         # Whether the gaps below match the tables; see `forget`.
@@ -154,6 +162,8 @@ class GapTracker:
         self._forced: list[_Gap] = []
         self._before: LockHolders = frozenset()
         self._is_crowded = False
+        # When ids were last declared dead, in monotonic seconds.
+        self._proved_at = -math.inf
         # How many gaps a batch can probably reach.
         self._gaps_reached: float = math.inf
         self.is_partial = False
@@ -257,6 +267,8 @@ class GapTracker:
             found.extend(hits)
             for lo, hi in _without(gap.range, hits):
                 self._resolve_gap(replace(gap, lo=lo, hi=hi), limit, now, kept, dead)
+        if dead:
+            self._proved_at = now
         self._adapt_portion(limit)
         high = max(self.high, ids[-1]) if ids else self.high
         fresh = ids[bisect_right(ids, self.high) :]
@@ -341,8 +353,12 @@ class GapTracker:
             kept.append(replace(gap, holders=self._before))
             return
         holders = self._still_held(gap.holders, self._before)
-        if not holders:
+        # While a portion is read, events above it wait for its end.
+        is_due = self.is_partial or now - self._proved_at >= self.proof_every_s
+        if not holders and is_due:
             dead.append(gap.range)
+        elif not holders:
+            kept.append(replace(gap, holders=holders))
         else:
             # Its holders were captured by an earlier batch, so this read
             # began after that, and it may become old.

@@ -59,7 +59,7 @@ __all__ = [
 CHECKS_TIMEOUT_S = 60.0
 """Time-out of all checks together."""
 
-FIRST = (server.version, schema.version, sessions.locks, schema.initial_rows)
+FIRST = (server.version, schema.row_security, schema.version, sessions.locks, schema.initial_rows)
 """The first checks.  After a problem in one of these, the others are skipped: they would repeat
 it."""
 
@@ -69,6 +69,7 @@ PRECONDITIONS = (
     server.connections,
     server.clock,
     schema.sequence,
+    schema.hidden_events,
     schema.trigger,
     schema.wakeup_flag,
     schema.partitions,
@@ -105,6 +106,7 @@ LIVE = (
     tables.size,
     retention.periods,
     retention.empty_partitions,
+    retention.detached_tables,
     sessions.notification_queue,
 )
 

@@ -115,3 +115,27 @@ async def empty_partitions(context: DoctorContext) -> Results:
         )
     elif empty:
         yield ok(message)
+
+
+# Tables of dropped periods that are not attached, and that maintenance has not detached.
+DETACHED_TABLES = """
+SELECT c.relname AS name
+  FROM period p
+ CROSS JOIN LATERAL unnest(CASE p.kind WHEN 'events' THEN '{outbox}'::text[]
+                                ELSE '{attempt,batch,delivery}' END) AS parent
+  JOIN pg_class c ON c.relnamespace = quote_ident(current_schema())::regnamespace
+                 AND c.relname = parent || '_' || p.number
+ WHERE p.dropped_at IS NOT NULL AND c.oid <> ALL (p.detaching)
+   AND NOT EXISTS (SELECT FROM pg_inherits WHERE inhrelid = c.oid)
+ ORDER BY c.relname
+"""
+
+
+@check("detached tables", passed="no table of a dropped period was detached by hand")
+async def detached_tables(context: DoctorContext) -> Results:
+    """A table that was detached by hand may have events that were never sequenced."""
+    for row in await context.db.fetch(DETACHED_TABLES):
+        yield warning(
+            f"the table {row['name']} of a dropped period was detached by hand, so it is kept",
+            f"look whether you need its rows; then DROP TABLE {row['name']}",
+        )

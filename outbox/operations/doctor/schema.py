@@ -15,8 +15,19 @@ from outbox.operations.doctor.check import (
     problem,
     warning,
 )
+from outbox.store.absence_proof import AbsenceProof
 from outbox.store.connection import schema_status
+from outbox.store.connection.row_security import READ_PROTECTED, protected_reason
 from outbox.store.retention.partitions import PARENTS, PartitionStore
+
+
+@check("row security", passed="no policy applies to these tables")
+async def row_security(context: DoctorContext) -> Results:
+    """No policy hides rows from the relay, or makes its statements fail."""
+    reason = protected_reason(await context.db.fetchrow(READ_PROTECTED))
+    if reason is not None:
+        message, _, action = reason.partition("; ")
+        yield problem(message, action)
 
 
 @check("schema")
@@ -124,6 +135,15 @@ async def sequence(context: DoctorContext) -> Results:
         )
     elif not bad:
         yield ok(f"ids are consecutive; the last one is {given}")
+
+
+@check("hidden events", passed="reads return every committed event")
+async def hidden_events(context: DoctorContext) -> Results:
+    """Nothing but row security, which has a check of its own, hides events from reads."""
+    proof = AbsenceProof(context.db)
+    if reason := await proof.hidden_events(await context.db.fetchval(LAST_GIVEN)):
+        message, _, action = reason.partition("; ")
+        yield problem(message, action)
 
 
 TRIGGER = """

@@ -15,6 +15,7 @@ from outbox.core.model.schema_name import schema_missing
 from outbox.core.model.sql_names import quote_literal, search_path
 from outbox.errors import CannotRun, DatabaseUnavailable, OutboxError, UsageError
 from outbox.store.connection.pgbouncer import PooledWorker
+from outbox.store.connection.row_security import RowSecurityError
 from outbox.store.connection.store_connection import StoreConnection
 
 if TYPE_CHECKING:
@@ -146,6 +147,8 @@ async def connect(
         "tcp_user_timeout": milliseconds(send_timeout_s),
         **dsn.server_settings,
         **(server_settings or {}),
+        # A policy makes a statement fail, instead of hiding rows from it.
+        "row_security": "off",
     }
     arguments = dsn.asyncpg_arguments()
     if pooled:
@@ -360,7 +363,12 @@ def _keep_alive(connection: Connection[Any], options: Mapping[str, int]) -> None
 
 
 def not_granted(error: BaseException, purpose: str | None = None) -> str:
-    """The missing privilege, and the command that grants it; None: one of several purposes."""
+    """The missing privilege, and the command that grants it; None: one of several purposes.
+
+    An error due to row security names its own command.
+    """
+    if isinstance(error, RowSecurityError):
+        return _first_line(error)
     named = "--relay, --operator or --reader" if purpose is None else f"--{purpose}"
     return (
         f"{_first_line(error)}; grant the role its purpose (outbox migrate {named} ROLE), "

@@ -19,6 +19,7 @@ from outbox.store.connection.connect import map_errors
 from outbox.store.connection.lock_retry import MESSAGE_LOCK_TIMEOUT_S, LockRetry
 from outbox.store.connection.message import ABORTED, is_aborted
 from outbox.store.connection.migration_files import Migration, migrations
+from outbox.store.connection.row_security import ROW_SECURITY_OFF
 from outbox.store.connection.schema_status import not_ours, status
 
 if TYPE_CHECKING:
@@ -281,6 +282,7 @@ def sql(
         f"SET LOCAL lock_timeout = {int(MESSAGE_LOCK_TIMEOUT_S * 1000)};",
         f"CREATE SCHEMA IF NOT EXISTS {quote_ident(schema)};",
         f"SET LOCAL search_path = {search_path(schema)};",
+        f"{ROW_SECURITY_OFF};",
         f"{CREATE_HISTORY};",
         f"{LOCK};",
         f"{CHECK_VERSION.format(after=after)};",

@@ -15,19 +15,22 @@ from outbox.errors import UsageError
 from outbox.store.connection.lock_retry import MESSAGE_LOCK_TIMEOUT_S
 from outbox.store.connection.migrate import CREATE_HISTORY, LOCK, statements_of
 from outbox.store.connection.migration_files import migrations
+from outbox.store.connection.row_security import ROW_SECURITY_OFF
 
 if TYPE_CHECKING:
     from outbox.store.connection.migration_files import Migration
 
-# The transaction goes on after the migrations, with its own search path and limits.  They are kept
-# in settings of the same transaction, because a printed script has no other place.
+# The transaction goes on after the migrations, with its own search path, limits and row security.
+# They are kept in settings of the same transaction, because a printed script has no other place.
 SAVE_SETTINGS = """DO $$ BEGIN
     PERFORM set_config('outbox.saved_search_path', current_setting('search_path'), true);
     PERFORM set_config('outbox.saved_lock_timeout', current_setting('lock_timeout'), true);
+    PERFORM set_config('outbox.saved_row_security', current_setting('row_security'), true);
 END $$"""
 RESTORE_SETTINGS = """DO $$ BEGIN
     PERFORM set_config('search_path', current_setting('outbox.saved_search_path'), true);
     PERFORM set_config('lock_timeout', current_setting('outbox.saved_lock_timeout'), true);
+    PERFORM set_config('row_security', current_setting('outbox.saved_row_security'), true);
 END $$"""
 
 # Not CREATE SCHEMA IF NOT EXISTS, which requires the privilege also if the schema exists.
@@ -73,6 +76,7 @@ def statements_for(schema: str, to: int) -> list[str]:
         # A name may contain the delimiter of a dollar-quoted text.
         f"DO {create}",
         f"SET LOCAL search_path = {search_path(schema)}",
+        ROW_SECURITY_OFF,
         CREATE_HISTORY,
         LOCK,
         *map(_apply_once, known[:to]),

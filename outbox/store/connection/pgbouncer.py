@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.sql_names import quote_ident, quote_literal, search_path
 from outbox.errors import CannotRun
+from outbox.store.connection.row_security import ROW_SECURITY_OFF
 from outbox.store.connection.worker import Worker
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class PooledWorker(Worker):
     """A connection through such a proxy; each transaction sets its settings."""
 
     __slots__ = ("_settings",)
+    message_settings = (ROW_SECURITY_OFF,)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -51,7 +53,7 @@ class PooledWorker(Worker):
     def set_transaction_settings(self, schema: str, settings: Mapping[str, str]) -> None:
         """Set the settings that every transaction sets from now on."""
         # search_path is a list of names, so it is not quoted as a whole.
-        values = {"search_path": search_path(schema)}
+        values = {"search_path": search_path(schema), "row_security": "off"}
         values |= {name: quote_literal(value) for name, value in settings.items()}
         self._settings = "".join(f" SET LOCAL {name} = {values[name]};" for name in values)
 

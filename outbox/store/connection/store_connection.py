@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from asyncpg import PostgresError, ProgramLimitExceededError
+from asyncpg import InsufficientPrivilegeError, PostgresError, ProgramLimitExceededError
 
 from outbox.store.connection.message import Private, SettingArgument, is_aborted, rows_of
+from outbox.store.connection.row_security import READ_PROTECTED, row_security_error
 from outbox.store.connection.type_cache import TypeCachingConnection
 
 if TYPE_CHECKING:
@@ -29,11 +30,35 @@ class StoreConnection(TypeCachingConnection):
     """A connection that sends a writing statement as one message."""
 
     __slots__ = ("reopen",)
+    message_settings: ClassVar[tuple[str, ...]] = ()
+    """Statements that begin every message that writes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.reopen: Callable[[], Awaitable[StoreConnection]] | None = None
         """Opens another connection like this one; None: it was not opened by `connect`."""
+
+    async def execute(self, *args: Any, **kwargs: Any) -> Any:
+        return await self._explained(super().execute(*args, **kwargs))
+
+    async def fetch(self, *args: Any, **kwargs: Any) -> Any:
+        return await self._explained(super().fetch(*args, **kwargs))
+
+    async def fetchval(self, *args: Any, **kwargs: Any) -> Any:
+        return await self._explained(super().fetchval(*args, **kwargs))
+
+    async def fetchrow(self, *args: Any, **kwargs: Any) -> Any:
+        return await self._explained(super().fetchrow(*args, **kwargs))
+
+    async def _explained(self, statement: Awaitable[Any]) -> Any:
+        """Distinguish row security from a missing privilege, which has the same error code."""
+        try:
+            return await statement
+        except InsufficientPrivilegeError as error:
+            if self.is_in_transaction():
+                raise
+            cause = row_security_error(await super().fetchrow(READ_PROTECTED))
+            raise cause or error from error.__cause__
 
     async def write(
         self,
@@ -73,7 +98,7 @@ class StoreConnection(TypeCachingConnection):
             parts.insert(0, f"SET LOCAL lock_timeout = {int(lock_timeout_s * 1000)}")
         if not durable:
             parts.insert(0, "SET LOCAL synchronous_commit = off")
-        message = "; ".join(parts)
+        message = "; ".join([*self.message_settings, *parts])
         try:
             return rows_of(await self.execute(message))
         except ProgramLimitExceededError:

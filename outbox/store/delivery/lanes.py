@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import orjson
 
 from outbox.core.brokers.repair import Repair, RepairKind
-from outbox.core.delivery.commands import ErasedEvent, Progress
+from outbox.core.delivery.commands import ErasedEvent, MissingEvent, Progress
 from outbox.core.model.delivery import Delivery, earliest_commit, epoch_seconds
 from outbox.core.model.ids import lane_name, message_id
+from outbox.core.sequencing.partition_window import WIDTH
+from outbox.store.connection.row_security import rows_hidden, stop_hidden
 from outbox.store.connection.secrets import CLEAR
 from outbox.store.delivery.endpoints import read_endpoints
 from outbox.store.expressions import PAYLOAD_BYTES, epoch_s
@@ -99,13 +101,19 @@ EVENT_COLUMNS = f"""event_id, type, tenant, key,
 
 # Deliveries with their events.  `batch >=` limits each lane to the partitions that can contain
 # its deliveries.  An event whose row is gone is taken from the dead letter's copy, and is
-# otherwise empty.  LIMIT 1 keeps the event an index lookup: a join would hash the whole outbox.
-# bytes_before bounds a chunk by the stored size of its payloads.  The columns have the order
+# otherwise empty; is_recorded: it was erased, or dropped with its period.  LIMIT 1 keeps the event
+# an index lookup: a join would hash the whole outbox.  bytes_before bounds a chunk by the stored
+# size of its payloads.  hidden: row security may have hidden events.  The columns have the order
 # of `build_delivery`.
 READ_DELIVERIES = f"""
 SELECT lane_id, seq, batch, outbox_id, {EVENT_COLUMNS},
        backfill_id, date_part('epoch', committed_after) AS committed_after,
-       was_endpoint_id, was_generation, was_slot, was_seq
+       was_endpoint_id, was_generation, was_slot, was_seq,
+       CASE WHEN num_nonnulls(payload, body) = 0
+            THEN is_erased OR EXISTS (
+                 SELECT FROM period WHERE kind = 'events' AND number = outbox_id / {WIDTH}
+                                      AND dropped_at IS NOT NULL) END AS is_recorded,
+       {rows_hidden("outbox", "dead_letter", "period")} AS hidden
   FROM (SELECT lane.id AS lane_id, d.batch, d.seq, d.outbox_id, d.backfill_id,
                coalesce(o.event_id, x.event_id) AS event_id,
                coalesce(o.tenant, x.tenant) AS tenant,
@@ -116,6 +124,7 @@ SELECT lane_id, seq, batch, outbox_id, {EVENT_COLUMNS},
                coalesce(o.content_type, x.content_type) AS content_type,
                coalesce(o.headers, x.headers) AS headers,
                coalesce(o.created_at, x.published_at) AS published_at,
+               o.erased_at IS NOT NULL OR x.erased_at IS NOT NULL AS is_erased,
                CASE WHEN coalesce(d.replay_id, d.backfill_id) IS NULL THEN o.expires_at END
                    AS expires_at,
                w.was_endpoint_id, w.was_generation, w.was_slot, w.was_seq, b.committed_after,
@@ -346,6 +355,8 @@ class LaneStore:
             rows_max,
             bytes_max,
         ):
+            if r["hidden"]:
+                await stop_hidden(self._db)
             lane = names[r["lane_id"]]
             found[lane.id].append(_delivery(lane, r))
         return found
@@ -436,7 +447,8 @@ class LaneStore:
 
 def _delivery(lane: LoadedLane, row: Any) -> Delivery | ErasedEvent:
     if row["payload"] is None:
-        return ErasedEvent(
+        kind = ErasedEvent if row["is_recorded"] else MissingEvent
+        return kind(
             lane.endpoint_id, row["seq"], row["batch"], row["outbox_id"], row["backfill_id"]
         )
     return build_delivery(lane, row)

@@ -15,6 +15,8 @@ import orjson
 
 from outbox.core.delivery.commands import DeadRange
 from outbox.core.delivery.delivery_history import HISTORY_INTERVAL_S, INTERVALS
+from outbox.errors import CannotRun
+from outbox.store.absence_proof import AbsenceProof
 from outbox.store.cluster.replicas import fence
 from outbox.store.connection.message import WriteStatement
 from outbox.store.errors import Fenced
@@ -73,7 +75,7 @@ SELECT a.*, $1::bigint FROM fence, {_ATTEMPTS}
 #   extended: extends that range.
 #   created: inserts all other dead letters.
 #   blocked: blocks lanes of endpoints with on_dead_letter = block.
-#   journalled: journal entries for dead-lettered backlogs and abandoned lanes.
+#   journalled: journal entries for dead-lettered backlogs, abandoned lanes and missing events.
 #   new: the dead letters to report: the created ones, and an extended range when it
 #     receives its first ordinary event.  MATERIALIZED: evaluated once for two readers.
 #   stuck: the lanes to report as stuck ($6), with what their deliveries were read from; an end
@@ -142,10 +144,11 @@ extended AS (
 created AS (
     INSERT INTO dead_letter (lane_id, endpoint_id, batch, seq, to_seq, reason, attempts,
            last_response, outbox_id, event_id, tenant, type, key, payload, headers, body,
-           content_type, published_at, expires_at, backfill_id, replica_id)
+           content_type, published_at, expires_at, backfill_id, replica_id, erased_at)
     SELECT lane_id, endpoint_id, batch, seq, to_seq, reason, attempts,
            last_response, outbox_id, event_id, tenant, type, key, payload, headers, body,
-           content_type, published_at, expires_at, backfill_id, $1
+           content_type, published_at, expires_at, backfill_id, $1,
+           CASE reason WHEN 'erased' THEN clock_timestamp() END
       FROM dead_lettered
      WHERE outbox_id IS NOT NULL OR lane_id NOT IN (SELECT lane_id FROM extended)
     RETURNING {DEAD_LETTER_COLUMNS}),
@@ -154,7 +157,8 @@ blocked AS (
     RETURNING lane_id),
 journalled AS (
     INSERT INTO journal (kind, actor, endpoint_id, data)
-    SELECT CASE reason WHEN 'adopted' THEN 'lane_abandoned' ELSE 'backlog_dead_lettered' END,
+    SELECT CASE reason WHEN 'adopted' THEN 'lane_abandoned' WHEN 'missing' THEN 'events_missing'
+                       ELSE 'backlog_dead_lettered' END,
            'replica ' || $1::bigint, endpoint_id,
            jsonb_build_object('lane', lane_id, 'from', seq, 'to', to_seq)
       FROM dead_lettered WHERE outbox_id IS NULL),
@@ -369,6 +373,7 @@ class RecordStore:
         self._db = connection
         self._replica_id = replica_id
         self._timeline = timeline
+        self.proof = AbsenceProof(connection)
 
     async def write(
         self,
@@ -378,9 +383,15 @@ class RecordStore:
     ) -> None:
         """Write a group of results atomically; when fenced, none is written.
 
+        Events that are missing are dead-lettered with the proof that they are gone.
+
         Args:
             epochs: the epochs of the records.
             runs: pairs of lane id and results of a delivery run; written before the records.
+
+        Raises:
+            CursorBroken: missing events may be hidden; nothing was written.
+            CannotRun: missing events exist; nothing was written.
         """
         attempts = _attempts(runs, records)
         urgent = [(r, e) for r, e in zip(records, epochs, strict=True) if r.progress is not None]
@@ -398,9 +409,13 @@ class RecordStore:
         )
         dead = [_json(_dead_row(r, r.dead)) for r, _ in urgent if r.dead is not None]
         stuck = [record.lane_id for record, _ in urgent if record.stuck]
-        moved = await self._db.write(
-            WRITE_RECORDS, self._replica_id, attempts, progress, dead, self._timeline, stuck
-        )
+        call = (WRITE_RECORDS, self._replica_id, attempts, progress, dead, self._timeline, stuck)
+        if missing := [(event_id, event_id) for r, _ in urgent for event_id in r.missing]:
+            moved = await self.proof.write(missing, *await self.proof.prove(missing), call)
+            if self.proof.contradictions:
+                raise CannotRun("events that were missing exist; they are read again")
+        else:
+            moved = await self._db.write_together(call)
         if moved != len(urgent):
             raise Fenced
 

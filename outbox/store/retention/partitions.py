@@ -15,8 +15,9 @@ safe then:
 
 - A partition is created by one transaction: the second one finds its name in use.
 - A table is dropped only if the decision to drop its period is recorded, which is irrevocable and
-  made under the cursor row (`retention`).  Of two that detach or drop it one fails, or finishes
-  what the other one began (FINALIZE waits for the same snapshots); the rest is repeated later.
+  made under the cursor row (`retention`), and if it is attached or its detaching was recorded.  Of
+  two that detach or drop it one fails, or finishes what the other one began (FINALIZE waits for the
+  same snapshots); the rest is repeated later.
 - Deleting expired rows skips those that are locked; emptying, summarizing and analyzing change
   nothing the second time.
 """
@@ -84,19 +85,31 @@ SELECT n AS number
 ADD_PARTITION = WriteStatement("add_partition", "SELECT add_partition($1::text::regclass, $2)")
 
 # Tables of dropped periods, oldest first.  detaching: true if a DETACH was interrupted, NULL if
-# it is already detached.  owned: this role may drop the table; others are listed while they have
-# data and may be emptied.  OFFSET 0: the privilege is checked once per table.
+# it is not attached.  ours: it is attached, or maintenance has detached it; somebody else may have
+# detached another one with events that were never read.  owned: this role may drop the table;
+# others are listed while they have data and may be emptied.  OFFSET 0: the privilege is checked
+# once per table.
 READ_DROPPABLE = """
-SELECT parent, p.number, c.relname AS name, i.inhdetachpending AS detaching, o.owned
+SELECT parent, p.kind, p.number, c.relname AS name, c.oid::bigint AS oid,
+       i.inhdetachpending AS detaching, o.owned,
+       i.inhrelid IS NOT NULL OR c.oid = ANY (p.detaching) AS ours
   FROM period p, unnest($2::text[]) AS parent
   JOIN pg_class c ON c.relnamespace = quote_ident(current_schema())::regnamespace
  CROSS JOIN LATERAL (SELECT pg_has_role(c.relowner, 'USAGE') AS owned OFFSET 0) o
-  LEFT JOIN pg_inherits i ON i.inhrelid = c.oid
+  LEFT JOIN pg_inherits i ON i.inhrelid = c.oid AND i.inhparent = to_regclass(parent)
  WHERE p.kind = $1 AND p.dropped_at IS NOT NULL AND c.relname = parent || '_' || p.number
    AND (o.owned OR p.dropped_at < clock_timestamp() - interval '1 hour'
                    AND pg_relation_size(c.oid) > 0)
  ORDER BY p.number, array_position($2, parent)
 """
+# Records that maintenance detaches a table, before it does.
+RECORD_DETACHING = WriteStatement(
+    "record_detaching",
+    """
+UPDATE period SET detaching = detaching || $3::bigint::oid
+ WHERE kind = $1 AND number = $2 AND $3::bigint::oid <> ALL (detaching)
+""",
+)
 # Whether this role owns the tables.
 READ_OWNS_TABLES = (
     "SELECT pg_has_role(relowner, 'USAGE') FROM pg_class WHERE oid = 'outbox'::regclass"
@@ -167,28 +180,31 @@ class PartitionStore:
                     made += 1
         return made
 
-    async def drop(self) -> tuple[int, int]:
+    async def drop(self) -> tuple[int, int, list[str]]:
         """Drop the tables of dropped periods, and empty those of another owner.
 
         Waits for every transaction that may still read them.
 
         Returns:
-            The number of dropped and of emptied tables.
+            The number of dropped and of emptied tables, and the names of tables that are kept,
+            because they were detached by somebody else.
         """
-        dropped = emptied = 0
+        dropped, emptied, kept = 0, 0, []
         for row in await self._droppable():
-            if row["owned"]:
+            if not row["ours"]:
+                kept.append(row["name"])
+            elif row["owned"]:
                 await self._drop(row)
                 dropped += 1
             elif await self._db.write(EMPTY_PARTITION, row["parent"], row["number"]):
                 emptied += 1
-        return dropped, emptied
+        return dropped, emptied, kept
 
     async def drop_owned(self) -> int:
         """Drop the tables that this role owns; returns their number."""
         if not await self._db.fetchval(READ_OWNS_TABLES):
             return 0
-        owned = [row for row in await self._droppable() if row["owned"]]
+        owned = [row for row in await self._droppable() if row["owned"] and row["ours"]]
         for row in owned:
             await self._drop(row)
         return len(owned)
@@ -202,6 +218,7 @@ class PartitionStore:
     async def _drop(self, row: Any) -> None:
         name = quote_ident(row["name"])
         if row["detaching"] is not None:
+            await self._db.write(RECORD_DETACHING, row["kind"], row["number"], row["oid"])
             mode = "FINALIZE" if row["detaching"] else "CONCURRENTLY"
             await self._db.execute(f"ALTER TABLE {row['parent']} DETACH PARTITION {name} {mode}")
         await self._db.execute(f"DROP TABLE {name}")

@@ -31,9 +31,11 @@ from outbox.core.sequencing.partition_window import (
     due_windows,
     window_length_s,
 )
+from outbox.store.absence_proof import AbsenceProof
 from outbox.store.channels import NOTIFY_ALL
 from outbox.store.cluster.leadership import CLEAR_LEADER
 from outbox.store.connection.message import WriteCall, WriteStatement
+from outbox.store.connection.row_security import rows_hidden
 from outbox.store.retention.erasure import erase_leftovers
 from outbox.store.routing_change import LOCK_CURSOR
 
@@ -91,11 +93,11 @@ END_LEADERSHIP = WriteStatement("end_leadership", CLEAR_LEADER)
 
 # Whether a lane may have pending deliveries in batches up to $1, by its checkpoint.  New
 # deliveries are in later batches, so the result never changes from false to true.
-HAS_PENDING_LANES = """
-SELECT EXISTS (
+HAS_PENDING_LANES = f"""
+SELECT {rows_hidden("lane_progress", "lane_counter")} OR EXISTS (
     SELECT FROM lane_progress p JOIN lane_counter c ON c.lane_id = p.lane_id
      WHERE c.last_seq > p.acked_seq AND p.floor_batch <= $1)
-"""
+"""  # noqa: S608 (constants only)
 
 # Whether a replay was requested for a dead letter `d` and has not reached it.
 _REPLAY_REQUESTED = """
@@ -137,7 +139,7 @@ REQUIRE_NO_RANGES = WriteStatement(
 # event's age.  They do if they are pending, or in a range that may be replayed or is being
 # replayed; unless a dead letter holds a copy.
 PINNED_BY_REPLAYS = f"""
-SELECT EXISTS (
+SELECT {rows_hidden("delivery", "lane_progress", "dead_letter", "replay")} OR EXISTS (
     SELECT FROM delivery n JOIN lane_progress lane ON lane.lane_id = n.lane_id
      WHERE (n.replay_id IS NOT NULL OR n.backfill_id IS NOT NULL)
        AND n.copy_id IS NULL AND n.outbox_id >= $2 AND n.outbox_id < $3
@@ -240,6 +242,30 @@ SELECT FROM deleted
 """,  # noqa: S608 (constants only)
 )
 
+# Classifies dead letters of older versions, in which every event that a read did not return counted
+# as erased: they were, if the event or its period has a record of it, and are missing otherwise.
+CLASSIFY_ERASED = WriteStatement(
+    "classify_erased",
+    f"""
+WITH unclassified AS MATERIALIZED (
+    SELECT id, outbox_id FROM dead_letter
+     WHERE reason = 'erased' AND erased_at IS NULL AND outbox_id IS NOT NULL
+     ORDER BY id LIMIT {STEP} FOR NO KEY UPDATE SKIP LOCKED),
+recorded AS (
+    SELECT u.id, coalesce(o.erased_at, p.dropped_at) AS erased_at
+      FROM unclassified u
+      LEFT JOIN LATERAL (SELECT erased_at FROM outbox WHERE id = u.outbox_id LIMIT 1) o ON true
+      LEFT JOIN period p ON p.kind = 'events' AND p.number = u.outbox_id / {WIDTH}),
+classified AS (
+    UPDATE dead_letter d
+       SET erased_at = r.erased_at,
+           reason = CASE WHEN r.erased_at IS NULL THEN 'missing' ELSE 'erased' END
+      FROM recorded r WHERE d.id = r.id
+    RETURNING 1)
+SELECT FROM classified
+""",  # noqa: S608 (constants only)
+)
+
 # Deletes expired idempotency keys, which are kept for a while for lookups.
 DELETE_IDEMPOTENCY_KEYS = WriteStatement(
     "delete_idempotency_keys",
@@ -278,6 +304,7 @@ class RetentionStore:
         self._db = connection
         self._keep = keep
         self._period_s = period_s
+        self.proof = AbsenceProof(connection)
         # The next period, and the transactions that wrote when its partition was first seen.
         self._writers: tuple[int, LockHolders] | None = None
 
@@ -297,7 +324,12 @@ class RetentionStore:
         return dropped
 
     async def delete_expired(self) -> int:
-        """Delete expired rows and leftovers of erasures; returns the number of rows."""
+        """Delete expired rows and leftovers of erasures; returns the number of rows.
+
+        It also classifies the dead letters of older versions.
+        """
+        while await self._db.write(CLASSIFY_ERASED) == STEP:
+            pass
         deleted_rows = await erase_leftovers(self._db, ERASED_WITHIN_S)
         for delete, keep_s in (
             (DELETE_DEAD_LETTERS, self._keep.dead_letters_s),
@@ -345,7 +377,10 @@ class RetentionStore:
     # ---------------------------------------------------------------- settle
 
     async def _settle(self, period: PartitionWindow) -> None:
-        await self._db.write_together((HOLD_CURSOR,), (SETTLE_PERIOD, period.number))
+        # The function reads what is left of the period: the rest above the cursor's position.
+        rest = [(period.first, period.end - 1)]
+        proof = await self.proof.prove(rest, (SETTLE_PERIOD, period.number))
+        await self.proof.write(rest, (HOLD_CURSOR,), *proof)
 
     # ---------------------------------------------------------------- decide
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from outbox.core.sequencing.gaps import CursorChange, CursorState, LockHolders, Range
-from outbox.errors import CursorBroken, SchemaMissing
+from outbox.store.absence_proof import AbsenceProof, multirange
 from outbox.store.channels import OWNERS_SUFFIX
 from outbox.store.cluster import timeline
 from outbox.store.cluster.leadership import (
@@ -27,6 +27,7 @@ from outbox.store.cluster.leadership import (
 )
 from outbox.store.cluster.timeline import History
 from outbox.store.connection.message import WriteStatement
+from outbox.store.connection.row_security import rows_hidden, stop_hidden
 from outbox.store.delivery.lanes import READ_COUNTERS
 from outbox.store.errors import Fenced, truncated
 from outbox.store.replays.replay_feed import ReplayFeedStore
@@ -44,7 +45,7 @@ from outbox.store.sequencing.routing import RoutingStore
 from outbox.store.sequencing.stalls import StallStore
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from datetime import datetime
 
     from outbox.core.sequencing.filter_budget import FilterFailure
@@ -54,17 +55,6 @@ if TYPE_CHECKING:
     from outbox.store.replays.replay_progress import ReplayBatch
     from outbox.store.sequencing.event_reads import Reading
 
-# The sequence of outbox.id, and whether it assigns ids one by one in ascending order, on
-# which the cursor's argument depends.
-READ_SEQUENCE = """
-SELECT s.seqrelid AS oid,
-       s.seqcache = 1 AND s.seqincrement = 1 AND NOT s.seqcycle AS plain,
-       c.relpersistence = 'p' AS logged,
-       NOT pg_is_in_recovery() AS primary
-  FROM pg_sequence s JOIN pg_class c ON c.oid = s.seqrelid
- WHERE s.seqrelid = pg_get_serial_sequence('outbox', 'id')::regclass
-"""
-
 READ_CURSOR = """
 SELECT writer, version, timeline, identity, server_timeline() AS server_timeline,
        server_identity() AS server_identity, (SELECT max(batch) FROM batch) AS batch
@@ -72,9 +62,14 @@ SELECT writer, version, timeline, identity, server_timeline() AS server_timeline
 """
 
 # The newest batch is the cursor's position.
-READ_STATE = "SELECT batch, high, young FROM batch ORDER BY batch DESC LIMIT 1"
+READ_STATE = f"""
+SELECT batch, high, young, {rows_hidden("batch")} AS hidden FROM batch ORDER BY batch DESC LIMIT 1
+"""  # noqa: S608 (constants only)
 
-READ_OLD_GAPS = "SELECT lo, hi FROM gap"
+# A row without values if row security may have hidden some.
+READ_OLD_GAPS = f"""
+SELECT lo, hi FROM gap UNION ALL SELECT NULL, NULL WHERE {rows_hidden("gap")}
+"""  # noqa: S608 (constants only)
 
 # Writes a whole batch: its row, its deliveries and the lane counters.  Optimistic concurrency:
 # it is written only while this replica leads, no routing change was made, and the server is
@@ -169,29 +164,19 @@ class SequencingStore:
     def __init__(self, connection: StoreConnection, timeline: int | None = None) -> None:
         self._db = connection
         self._timeline = timeline
-        self._sequence_oid: int | None = None
+        self.proof = AbsenceProof(connection)
         self.routing = RoutingStore(connection)
         self.replay_feed = ReplayFeedStore(connection, timeline)
         self.filters = FilterStore(connection)
         self.stalls = StallStore(connection, timeline)
 
     async def check(self) -> None:
-        """Check the properties of the sequence on which the cursor depends.
+        """Check the conditions under which absent rows prove anything.
 
         Raises:
-            CursorBroken: the sequence was altered, or this server is a standby.
+            CursorBroken: the sequence was altered, rows are hidden, or this server is a standby.
         """
-        row = await self._db.fetchrow(READ_SEQUENCE)
-        if row is None:
-            raise SchemaMissing('outbox.id has no sequence; was "outbox migrate" run?')
-        self._sequence_oid = row["oid"]
-        if not row["primary"]:
-            raise CursorBroken("this server is a standby; connect to the primary")
-        if not row["plain"] or not row["logged"]:
-            raise CursorBroken(
-                "the sequence of outbox.id must be LOGGED with CACHE 1, INCREMENT 1, NO CYCLE; "
-                "restore that with ALTER SEQUENCE"
-            )
+        await self.proof.check()
 
     async def cursor_row(self) -> CursorRow:
         """Read the cursor row, without a lock."""
@@ -224,6 +209,8 @@ class SequencingStore:
         if row is None:
             raise truncated("batch")
         old = await self._db.fetch(READ_OLD_GAPS)
+        if row["hidden"] or any(r["lo"] is None for r in old):
+            await stop_hidden(self._db)
         return CursorState(
             batch=row["batch"],
             high=row["high"],
@@ -233,7 +220,7 @@ class SequencingStore:
 
     async def holders(self) -> LockHolders:
         """The transactions that may still insert an id allocated by now."""
-        rows = await self._db.fetch(READ_LOCK_HOLDERS, self._sequence_oid)
+        rows = await self._db.fetch(READ_LOCK_HOLDERS, self.proof.sequence)
         return frozenset(r["virtualtransaction"] for r in rows)
 
     async def read(
@@ -258,11 +245,13 @@ class SequencingStore:
             [lo for lo, _ in gaps],
             [hi for _, hi in gaps],
             limit,
-            self._sequence_oid,
+            self.proof.sequence,
             more_gaps,
         )
         reading = parse_reading(rows, with_content=with_content)
         self._check_timeline(reading.server_timeline)
+        if reading.hidden:
+            await stop_hidden(self._db)
         return reading
 
     async def running(self) -> LockHolders:
@@ -314,6 +303,9 @@ class SequencingStore:
 
         Returns:
             Whether the batch was written.
+
+        Raises:
+            CursorBroken: rows that were not read may be hidden; nothing was written.
         """
         new = Counter(deliveries.lane_ids)
         advanced = number_rows(
@@ -322,9 +314,9 @@ class SequencingStore:
         )
         row = {
             "high": step.high,
-            "young": _multirange(step.young),
-            "found": _multirange(step.found),
-            "dead": _multirange(step.dead),
+            "young": multirange(step.young),
+            "found": multirange(step.found),
+            "dead": multirange(step.dead),
             "events": events,
             "deliveries": len(deliveries),
             "committed_after": committed_after,
@@ -350,9 +342,12 @@ class SequencingStore:
             further.append((OPEN_OLD_GAPS, *opened))
         if stopped:
             further.append(stop_filters(batch, stopped, actor))
+        required: WriteCall = (REQUIRE_BATCH, batch, writer)
+        if step.dead:
+            proof = await self.proof.prove(step.dead)
+            return bool(await self.proof.write(step.dead, call, required, *further, *proof))
         if further:
             # Also at the end, because the rows of the last statement are the result.
-            required: WriteCall = (REQUIRE_BATCH, batch, writer)
             further = [required, *further, required]
         return bool(await self._db.write_unless_aborted(call, *further))
 
@@ -382,7 +377,3 @@ class SequencingStore:
     def _check_timeline(self, server_timeline: int | None) -> None:
         if self._timeline is not None and server_timeline != self._timeline:
             raise Fenced
-
-
-def _multirange(ranges: Iterable[Range]) -> str:
-    return f"{{{','.join(f'[{lo},{hi}]' for lo, hi in ranges)}}}"

@@ -15,6 +15,7 @@ from outbox.core.model.delivery import EventContent
 from outbox.core.sequencing.router import RoutableEvent
 from outbox.errors import CursorBroken
 from outbox.store.cluster.leadership import AWAKE
+from outbox.store.connection.row_security import rows_hidden
 from outbox.store.errors import truncated
 from outbox.store.expressions import PAYLOAD_BYTES, epoch_s, key_hash
 
@@ -111,7 +112,7 @@ WITH event AS MATERIALIZED ({events})
 SELECT id, tenant, type, key_hash, NULL::bigint AS last_id, NULL::bigint AS wakeup,
        NULL::bigint AS waiting, NULL::text[] AS holders, NULL::bigint AS leader,
        NULL::bigint AS version, NULL::bigint AS erasures, NULL::bigint AS server_timeline,
-       NULL::timestamptz AS began_at{content}
+       NULL::timestamptz AS began_at, NULL::boolean AS hidden{content}
   FROM event
  UNION ALL
 SELECT NULL, NULL, NULL, NULL,
@@ -124,7 +125,8 @@ SELECT NULL, NULL, NULL, NULL,
        CASE WHEN cardinality($2) > 0 OR $6
                  OR (SELECT count(*) < max(id) - $1 FROM event WHERE id > $1)
             THEN array({_LOCK_HOLDERS}$5) END,
-       writer, version, erasures, server_timeline(), statement_timestamp(){no_content}
+       writer, version, erasures, server_timeline(), statement_timestamp(),
+       {rows_hidden("outbox")}{no_content}
   FROM cursor
 """  # noqa: S608 (constants only)
 
@@ -160,6 +162,8 @@ class Reading:
     """The database's time before the read: what it did not see was committed later."""
     contents: Mapping[int, EventContent] = field(default_factory=dict)
     """The content of events that was read along, by id."""
+    hidden: bool = False
+    """Row security may have hidden events."""
 
     def check(self, high: int) -> None:
         """Check the result against the sequence.
@@ -209,6 +213,7 @@ def parse_reading(rows: Sequence[Any], *, with_content: bool = False) -> Reading
         status["server_timeline"],
         status["began_at"],
         {r["id"]: _content(r) for r in rows if r["payload"] is not None} if with_content else {},
+        status["hidden"],
     )
 
 

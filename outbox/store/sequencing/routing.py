@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.sequencing.router import Replay, ReplayChunk, Route, count_fitting
+from outbox.store.connection.row_security import rows_hidden, stop_hidden
 from outbox.store.expressions import key_hash
 
 if TYPE_CHECKING:
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
 
 
 # Current subscriptions with their lanes.  Deliveries of a paused endpoint are sequenced, but
-# not sent.  A filter that was stopped less than $1 seconds ago matches everything.
-READ_ROUTES = """
+# not sent.  A filter that was stopped less than $1 seconds ago matches everything.  A row without
+# values if row security may have hidden some.
+READ_ROUTES = f"""
 SELECT s.endpoint_id, s.types, s.tenant, s.all_tenants,
        CASE WHEN s.filter_stopped_at > clock_timestamp() - make_interval(secs => $1) THEN NULL
             ELSE s.filter END AS filter,
@@ -31,7 +33,9 @@ SELECT s.endpoint_id, s.types, s.tenant, s.all_tenants,
   FROM subscription s
   JOIN endpoint e ON e.id = s.endpoint_id AND e.state IN ('active', 'paused')
  WHERE s.to_batch IS NULL
-"""
+ UNION ALL
+SELECT NULL, NULL, NULL, NULL, NULL, NULL WHERE {rows_hidden("subscription", "endpoint", "lane")}
+"""  # noqa: S608 (constants only)
 
 # The next sequence numbers of pending replays: for each part of a job the oldest replays first,
 # at most `numbers_max` numbers per part.  Each delivery is appended to the lane to which its key
@@ -43,9 +47,9 @@ SELECT s.endpoint_id, s.types, s.tenant, s.all_tenants,
 #   chunk: how many numbers each replay may take.  Sequence numbers have no gaps, so this is
 #     known beforehand: no more of a range is read than is taken, from where the last batch
 #     ended.
-# A single dead letter has its own copy of the event.  Of a range only the deliveries are left;
-# their events give the key, or the dead letters that they were copied from.  A sequence number
-# whose delivery is gone is NULL, once per replay, and is skipped.
+# A single dead letter has its own copy of the event, unless that was missing.  Of a range only the
+# deliveries are left; their events give the key, or the dead letters that they were copied from.
+# A sequence number whose delivery is gone is NULL, once per replay, and is skipped.
 READ_REPLAYS = f"""
 WITH requested AS MATERIALIZED (
     SELECT part.job_id, part.endpoint_id, part.numbers_max, r.*, x.*,
@@ -60,7 +64,9 @@ WITH requested AS MATERIALIZED (
                   AND next_seq <= to_seq OFFSET 0) pending
             ORDER BY id LIMIT part.numbers_max) r
      CROSS JOIN LATERAL (
-           SELECT d.lane_id, d.outbox_id, d.key, d.backfill_id, e.generation, e.lanes
+           SELECT d.lane_id, d.outbox_id, d.backfill_id, e.generation, e.lanes,
+                  CASE d.reason WHEN 'missing' THEN (SELECT key FROM outbox WHERE id = d.outbox_id)
+                       ELSE d.key END AS key
              FROM dead_letter d
              JOIN endpoint e ON e.id = part.endpoint_id AND e.state IN ('active', 'paused')
             WHERE d.id = r.dead_id LIMIT 1) x),
@@ -106,6 +112,9 @@ class RoutingStore:
         Args:
             stopped_for_s: a stopped filter is not evaluated for this time.
         """
+        rows = await self._db.fetch(READ_ROUTES, stopped_for_s)
+        if any(r["endpoint_id"] is None for r in rows):
+            await stop_hidden(self._db)
         return [
             Route(
                 r["endpoint_id"],
@@ -115,7 +124,7 @@ class RoutingStore:
                 tuple(r["lane_ids"]),
                 r["filter"],
             )
-            for r in await self._db.fetch(READ_ROUTES, stopped_for_s)
+            for r in rows
         ]
 
     async def replays(self, shares: Sequence[Share]) -> list[ReplayChunk]:

@@ -10,6 +10,7 @@ import asyncpg
 
 from outbox.core.sequencing.gaps import CursorState
 from outbox.core.sequencing.router import RoutableEvent
+from outbox.store.absence_proof import AbsenceProof
 from outbox.store.cluster.leadership import LeaderStatus
 from outbox.store.sequencing import batches as real
 from outbox.store.sequencing.batches import CursorRow
@@ -53,6 +54,7 @@ class SequencingStore(real.SequencingStore):
         self.replay_feed = ReplayFeedStore(connection)
         self.filters = FilterStore(connection)
         self.stalls = StallStore(connection)
+        self.proof = AbsenceProof(connection)
 
     async def check(self) -> None:
         await self._db.call(check_sequence)
@@ -342,6 +344,9 @@ def write_batch(
         tx.put(db.gap, lo, {"lo": lo, "hi": hi})
     yield from write_progress(db, tx, batch, replays, f"replica {writer}")
     stop_filters(db, tx, stopped)
+    # The second read of the proof: nothing hides rows here, so the cursor made a mistake.
+    if present := [i for lo, hi in step.dead for i in _ids_between(db, lo, hi)]:
+        raise AssertionError(f"events {present} are declared dead")
     return True
 
 

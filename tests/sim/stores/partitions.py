@@ -45,10 +45,10 @@ class PartitionStore(partitions.PartitionStore):
                 await self._db.call(read_nothing)
         return 0
 
-    async def drop(self) -> tuple[int, int]:
+    async def drop(self) -> tuple[int, int, list[str]]:
         for _ in PARENTS:
             await self._db.call(read_nothing)
-        return 0, 0
+        return 0, 0, []
 
     async def summarize(self) -> None:
         await self._db.call(read_nothing)

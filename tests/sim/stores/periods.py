@@ -12,6 +12,7 @@ from outbox.core.sequencing.partition_window import (
     due_windows,
     window_length_s,
 )
+from outbox.store.absence_proof import AbsenceProof
 from outbox.store.retention import periods as retention
 from outbox.store.retention.periods import ACTOR
 from tests.sim.database.engine import UPDATE, Wait, perform
@@ -35,6 +36,7 @@ class RetentionStore(retention.RetentionStore):
         self._db: Connection = connection  # type: ignore[assignment]
         self._keep = keep
         self._period_s = period_s
+        self.proof = AbsenceProof(connection)
 
     async def advance_periods(self) -> list[PartitionWindow]:
         dropped = []

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.delivery.commands import DeadRange, Progress
 from outbox.core.model.delivery import Delivery
+from outbox.store.absence_proof import AbsenceProof
 from outbox.store.delivery import records as real
 from outbox.store.delivery.records import RANGE_GROWTH_MAX_S
 from outbox.store.errors import Fenced
@@ -33,6 +34,7 @@ class RecordStore(real.RecordStore):
         assert timeline is None
         self._db: Connection = connection  # type: ignore[assignment]
         self._me = replica_id
+        self.proof = AbsenceProof(connection)
 
     async def write(
         self,

@@ -16,6 +16,7 @@ const REASONS = {
   erased: "its event was erased",
   skipped: "an operator skipped it",
   backlog: "its endpoint exceeded a backlog limit",
+  missing: "its event was gone, although nothing had erased it",
   adopted: "an operator adopted a stream into which it does not fit",
   disabled: "its endpoint was disabled",
   removed: "its endpoint was removed",

@@ -13,7 +13,7 @@ import { count, plural } from "../format.js";
 
 const HEADS = ["", "Id", "Endpoint", "Type", "Key", "Reason", "Last response", "#Attempts", "When", "State"];
 const STATES = [["dead", "dead"], ["replaying", "replaying"], ["replayed", "replayed"], ["dead_again", "dead again"], ["discarded", "discarded"], ["all", "all"]];
-const REASONS = ["", "refused", "exhausted", "expired", "erased", "skipped", "backlog", "adopted", "disabled", "removed"].map((each) => [each, each || "any"]);
+const REASONS = ["", "refused", "exhausted", "expired", "erased", "missing", "skipped", "backlog", "adopted", "disabled", "removed"].map((each) => [each, each || "any"]);
 
 export const sequenceRange = (each) => (each.sequence === each.to_sequence ? String(each.sequence) : `${each.sequence}–${each.to_sequence}`);
 

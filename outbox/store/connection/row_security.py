@@ -1,0 +1,82 @@
+"""Row level security on our own tables: a statement of ours reads all rows, or fails.
+
+Our sessions set `row_security = off`, with which PostgreSQL raises an error instead of applying a
+policy.  That error has the code of a missing privilege, and its text is localized, so the cause is
+read from the catalog.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from asyncpg import InsufficientPrivilegeError
+
+from outbox.core.model.sql_names import quote_ident
+from outbox.errors import CursorBroken
+
+if TYPE_CHECKING:
+    from asyncpg import Connection
+
+ROW_SECURITY_OFF = "SET LOCAL row_security = off"
+"""The statement that begins a message behind a proxy that takes no startup parameters."""
+
+# Tables of the schema whose policies apply to this role, or to their owner, with whose privileges
+# functions run.
+READ_PROTECTED = """
+SELECT current_schema() AS schema, current_user AS role, array_agg(relname::text) AS tables
+  FROM (SELECT c.relname FROM pg_class c
+         WHERE c.relnamespace = quote_ident(current_schema())::regnamespace
+           AND c.relkind IN ('r', 'p')
+           AND (row_security_active(c.oid) OR c.relrowsecurity AND c.relforcerowsecurity)
+         ORDER BY c.relname <> 'outbox', c.relname) protected
+"""
+
+
+class RowSecurityError(InsufficientPrivilegeError):  # type: ignore[misc]
+    """A policy applies to a table that a statement reads or writes."""
+
+
+def rows_hidden(*tables: str) -> str:
+    """An expression: whether policies may hide rows of these tables from the statement.
+
+    Correct only if it is planned with the statement that reads them.  A statement with a cached
+    plan fails instead, because sessions that cache plans set `row_security = off`.
+    """
+    active = " OR ".join(f"row_security_active('{table}')" for table in tables)
+    return f"(SELECT {active})"
+
+
+async def stop_hidden(connection: Connection[Any]) -> NoReturn:
+    """Stop, because a read may have returned only a part of the rows.
+
+    Raises:
+        CursorBroken: always.
+    """
+    raise CursorBroken(await read_row_security_reason(connection))
+
+
+async def read_row_security_reason(connection: Connection[Any]) -> str:
+    """Why a read may have returned only a part of the rows, and what to do about it."""
+    return protected_reason(await connection.fetchrow(READ_PROTECTED)) or (
+        "row level security was active during a read; it is not any more"
+    )
+
+
+def row_security_error(row: Any) -> RowSecurityError | None:
+    """The error for the tables of `READ_PROTECTED`; None: a privilege is missing."""
+    reason = protected_reason(row)
+    return None if reason is None else RowSecurityError(reason)
+
+
+def protected_reason(row: Any) -> str | None:
+    """What to do about row security, also if its policies hide nothing."""
+    if not row["tables"]:
+        return None
+    names = [f"{quote_ident(row['schema'])}.{quote_ident(table)}" for table in row["tables"]]
+    others = f" and {len(names) - 1} other tables" if names[1:] else ""
+    return (
+        f"row level security is active on {names[0]}{others}, and may hide committed rows from the "
+        f"role {row['role']}; run: ALTER TABLE {names[0]} DISABLE ROW LEVEL SECURITY (also if its "
+        "policies hide nothing), or, unless it is forced: "
+        f"ALTER ROLE {quote_ident(row['role'])} BYPASSRLS"
+    )
