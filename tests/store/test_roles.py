@@ -36,6 +36,7 @@ OWNERS_RIGHTS = {
     "drop_period",
     "empty_partition",
     "end_period",
+    "guard_events",
     "header_names",
     "publish",
     "publish_event",

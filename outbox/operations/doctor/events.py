@@ -1,0 +1,78 @@
+"""Checks of what may remove events, or keep them from being stored."""
+
+from __future__ import annotations
+
+from outbox.core.model.sql_names import quote_ident, setting_name
+from outbox.operations.doctor.check import DoctorContext, Results, check, ok, problem, warning
+
+MISSING_GUARDS = (
+    "SELECT relation, name, statement FROM missing_guards() WHERE name <> 'notify_relay'"
+)
+
+
+@check("removal", passed="events cannot be deleted, truncated or renumbered")
+async def guards(context: DoctorContext) -> Results:
+    """Triggers refuse the removal of events, on every partition."""
+    for row in await context.db.fetch(MISSING_GUARDS):
+        yield problem(
+            f"the trigger {row['name']} of {context.qualify(row['relation'])} is missing or not "
+            "enabled always: events can be removed, and count as rolled back",
+            f"a running relay repairs it within minutes, or run: {row['statement']}",
+        )
+
+
+# Databases and roles whose sessions may remove events.
+ALLOWED_BY_DEFAULT = """
+SELECT d.datname AS database, r.rolname AS role
+  FROM pg_db_role_setting s
+  LEFT JOIN pg_database d ON d.oid = s.setdatabase
+  LEFT JOIN pg_roles r ON r.oid = s.setrole
+ WHERE (s.setdatabase = 0 OR d.datname = current_database())
+   AND EXISTS (SELECT FROM unnest(s.setconfig) AS c(text) WHERE lower(c.text) = lower($1) || '=on')
+ ORDER BY 1, 2
+"""
+ALLOWED_HERE = "SELECT coalesce(current_setting($1, true), '') = 'on'"
+
+
+@check("removal setting", passed="no database or role may remove events by default")
+async def removal_setting(context: DoctorContext) -> Results:
+    """No database and no role carries the setting that permits the removal of events."""
+    setting = setting_name(context.schema, "remove")
+    rows = await context.db.fetch(ALLOWED_BY_DEFAULT, setting)
+    for row in rows:
+        role = None if row["role"] is None else f"ROLE {quote_ident(row['role'])}"
+        database = None if row["database"] is None else f"DATABASE {quote_ident(row['database'])}"
+        subject = f"{role} IN {database}" if role and database else role or database or "ROLE ALL"
+        yield warning(
+            f"sessions may delete events, which then count as rolled back: {setting} is on for "
+            f"{subject}",
+            f"unless it is a database of tests: ALTER {subject} RESET {setting}",
+        )
+    if not rows and await context.db.fetchval(ALLOWED_HERE, setting):
+        yield warning(
+            f"this session may delete events: {setting} is on",
+            "remove it from options in the DSN, PGOPTIONS or postgresql.conf, unless it is a "
+            "database of tests",
+        )
+
+
+FILTERS = """
+SELECT f.name, f.discards
+  FROM unnest('{outbox,future_event,idempotency_key}'::regclass[]) AS t(relation),
+       insert_filters(t.relation) AS f
+ ORDER BY f.discards DESC, f.name
+"""
+
+
+@check("suppressed events", passed="no trigger or rule may suppress an event")
+async def filters(context: DoctorContext) -> Results:
+    """No trigger or rule keeps an event from being stored without an error."""
+    for row in await context.db.fetch(FILTERS):
+        if row["discards"]:
+            yield warning(
+                f"{row['name']} may suppress an INSERT: publish then fails, and a plain INSERT "
+                "stores no event and reports no error",
+                "let it raise an error instead of returning NULL, or publish by publish()",
+            )
+        else:
+            yield ok(f"{row['name']} runs before each event is stored")
