@@ -1,7 +1,7 @@
 -- Relays stop first.
 --
 -- Absence is not evidence: a row that a read does not return may exist.  An older relay does not
--- know delayed events that are set aside, and would try them again and again.
+-- know delayed events that are postponed, and would try them again and again.
 
 -- ---------------------------------------------- events are not removed, nor left out
 

@@ -19,7 +19,7 @@ from outbox.operations.doctor.check import (
 )
 from outbox.operations.status import REPLICAS
 from outbox.store.cluster.sessions import LISTENER_SUFFIX
-from outbox.store.schedules.schedule_runs import BROKEN_RETRY, READ_SET_ASIDE
+from outbox.store.schedules.schedule_runs import BROKEN_RETRY, READ_POSTPONED
 from outbox.store.sequencing.skipped_events import (
     BATCHES_PER_SEARCH,
     FIND_SKIPPED_EVENTS,
@@ -176,7 +176,7 @@ async def schedules(context: DoctorContext) -> Results:
         yield problem(
             f"a future event has been overdue for {rounded(since_s)}", START_FOR_SCHEDULES
         )
-    row = await context.db.fetchrow(READ_SET_ASIDE)
+    row = await context.db.fetchrow(READ_POSTPONED)
     if row["events"]:
         yield problem(
             f"{count(row['events'], 'future event')} could not be published: {row['reason']}",

@@ -173,7 +173,7 @@ SELECT abort_unless(EXISTS (SELECT FROM locked))
 """,
 )
 
-# Moves due delayed events to the outbox, and sets those aside that a trigger suppressed.  A
+# Moves due delayed events to the outbox, and postpones those that a trigger suppressed.  A
 # separate statement: its snapshot begins after the lock was granted.  An array of ids is looked up
 # in the index, whatever row count the planner estimates; a join may read the whole table for one
 # row.
@@ -201,7 +201,7 @@ stored AS MATERIALIZED (
         OR (SELECT count(*) FROM written) = (SELECT count(*) FROM due)),
 moved AS (
     DELETE FROM future_event WHERE id = ANY(ARRAY(SELECT id FROM stored))),
-set_aside AS (
+postponed AS (
     UPDATE future_event SET retry_at = clock_timestamp() + make_interval(secs => $2),
                             problem = suppressed_insert('outbox')
      WHERE id = ANY(ARRAY(SELECT id FROM due EXCEPT SELECT id FROM stored)))
@@ -209,8 +209,8 @@ SELECT FROM due
 """,
 )
 
-# Delayed events that are set aside.
-READ_SET_ASIDE = """
+# Delayed events that were not stored, and are tried again.
+READ_POSTPONED = """
 SELECT count(*) AS events, min(problem) AS reason FROM future_event WHERE problem IS NOT NULL
 """
 
@@ -272,7 +272,7 @@ class ScheduleRunStore:
         return ScheduleRunResult(len(rows), broken)
 
     async def move_future_events(self) -> int:
-        """Move due delayed events, up to `DELAYED_EVENTS_MAX`, or set them aside.
+        """Move due delayed events, up to `DELAYED_EVENTS_MAX`, or postpone them.
 
         Returns:
             Their number.
@@ -281,9 +281,9 @@ class ScheduleRunStore:
             (LOCK_FUTURE,), (MOVE_FUTURE, DELAYED_EVENTS_MAX, BROKEN_RETRY.total_seconds())
         )
 
-    async def set_aside(self) -> tuple[int, str | None]:
+    async def postponed(self) -> tuple[int, str | None]:
         """Read how many delayed events were not stored, and a reason."""
-        row = await self._db.fetchrow(READ_SET_ASIDE)
+        row = await self._db.fetchrow(READ_POSTPONED)
         return row["events"], row["reason"]
 
     async def _write(self, decided: list[ScheduleDecision]) -> list[ScheduleDecision] | None:

@@ -187,7 +187,7 @@ async def _let_be_retried(db: Connection[Any]) -> None:
 @pytest.mark.parametrize(
     "how", ["a trigger", "a trigger of the partition", "a trigger that redirects"]
 )
-async def test_a_suppressed_delayed_event_is_set_aside(
+async def test_a_suppressed_delayed_event_is_postponed(
     database: Database, db: Connection[Any], how: str
 ) -> None:
     """With its reason, while the others are moved; it is moved when nothing suppresses it."""
@@ -197,7 +197,7 @@ async def test_a_suppressed_delayed_event_is_set_aside(
         await _delay(db, "good", "bad", "good", "bad")
         assert await store.move_future_events() == 4
         assert await _payloads(db) == [0, 2]
-        events, reason = await store.set_aside()
+        events, reason = await store.postponed()
         assert events == 2
         assert "suppressed by trigger discard on" in (reason or "")
         # It does not keep the runner busy.
@@ -212,7 +212,7 @@ async def test_a_suppressed_delayed_event_is_set_aside(
         await _let_be_retried(db)
         assert await store.move_future_events() == 2
         assert await _payloads(db) == [0, 2, 1, 3]
-        assert await store.set_aside() == (0, None)
+        assert await store.postponed() == (0, None)
 
 
 @pytest.mark.parametrize("how", ["a rule", "a rule for all", "a rule that redirects"])
@@ -259,7 +259,7 @@ async def test_a_delayed_event_that_is_deleted_meanwhile_is_not_published(
     assert await _payloads(db) == [1]
 
 
-async def test_a_suppressed_schedule_is_set_aside(database: Database, db: Connection[Any]) -> None:
+async def test_a_suppressed_schedule_is_postponed(database: Database, db: Connection[Any]) -> None:
     await db.execute(SUPPRESSED["a trigger"])
     for name, type_ in (("one", "good"), ("two", "bad"), ("three", "good")):
         await add_schedule(db, name, type=type_)
@@ -322,9 +322,9 @@ async def test_a_running_relay_delivers_the_others_and_says_so(
     async with running(database, network, poll_s=0.05):
         await until(lambda: network.data() == [0, 2], what="the other events")
         await all_ended(database)
-        said = [each for each in logs if each["event"] == "delayed events are set aside"]
-        assert [(each["events"], each["log_level"]) for each in said] == [(1, "error")]
-        assert NOT_STORED in said[0]["reason"]
+        logged = [each for each in logs if each["event"] == "delayed events are postponed"]
+        assert [(each["events"], each["log_level"]) for each in logged] == [(1, "error")]
+        assert NOT_STORED in logged[0]["reason"]
     assert await db.fetchval("SELECT type FROM future_event") == "bad"
 
 
