@@ -159,7 +159,15 @@ BEGIN
     END IF;
 END $$;
 
--- As in 0001_outbox.sql, but it ends: a row that is not stored in two rounds is suppressed.
+-- Claims an idempotency key; returns true for exactly one caller.  The primary
+-- key arbitrates: a second caller waits until the first transaction ends.  A
+-- caller that claims without an event id then calls publish(claimed => true),
+-- which lets the winner alone compute the payload.
+--
+-- DO NOTHING, not DO UPDATE: DO UPDATE would lock the row for each losing caller,
+-- and the next caller would wait for that caller's transaction.
+--
+-- keep is the retention of the key; NULL means 30 days.
 CREATE OR REPLACE FUNCTION claim_once(
     once_key text, for_event uuid DEFAULT NULL, keep interval DEFAULT NULL,
     digest bytea DEFAULT NULL
@@ -171,7 +179,8 @@ BEGIN
         RAISE EXCEPTION 'once: the retention of a key must be more than 0 and at most a century'
             USING ERRCODE = 'check_violation';
     END IF;
-    -- A second round if an expired row is deleted between the INSERT and the UPDATE.
+    -- A second round if an expired row is deleted between the INSERT and the UPDATE.  A row that
+    -- is not stored then is suppressed.
     FOR round IN 1 .. 2 LOOP
         INSERT INTO idempotency_key (key, event_id, expires_at, request_digest)
         VALUES (once_key, for_event, clock_timestamp() + keep, digest)
@@ -194,7 +203,7 @@ BEGIN
     PERFORM require_stored(false, 'idempotency_key');
 END $$;
 
--- As in 0009_binary_payloads.sql.  RETURNING, because a rule cannot replace such an INSERT.
+-- Publishes one event with a payload, or with a body and its content type; see publish().
 CREATE OR REPLACE FUNCTION publish_event(
     type         text,
     payload      jsonb       DEFAULT NULL,
@@ -236,6 +245,7 @@ BEGIN
           AND NOT claim_once(publish_event.once, new_id, publish_event.once_for) THEN
         RETURN NULL;
     END IF;
+    -- RETURNING: PostgreSQL refuses such an INSERT if a rule replaces it by something else.
     IF publish_event.deliver_at > clock_timestamp() THEN
         INSERT INTO future_event (event_id, tenant, type, key, payload, headers, expires_at,
                                   body, content_type, deliver_at)
@@ -258,7 +268,7 @@ BEGIN
     RETURN new_id;
 END $$;
 
--- As in 0009_binary_payloads.sql.
+-- Publishes many events, each with a payload or a body; see publish_many().
 CREATE OR REPLACE FUNCTION publish_events(
     types         text[],
     payloads      jsonb[]       DEFAULT NULL,
