@@ -287,7 +287,8 @@ LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
 #variable_conflict use_column
 DECLARE
     event_ids uuid[];
-    missing regclass;
+    unstored bigint;
+    unstored_later bigint;
 BEGIN
     -- unnest() would fill a shorter array with NULL.
     IF cardinality(types) <> ANY (ARRAY[
@@ -306,7 +307,6 @@ BEGIN
     -- generate other event ids.  In the order of idempotency keys, in which accepted claims
     -- them: otherwise two callers with the same keys in different orders would deadlock.
     -- accepted: the rows whose idempotency key was claimed.
-    -- missing: where an accepted one was not stored.
     WITH requested AS MATERIALIZED (
         SELECT e.*, gen_random_uuid() AS event_id,
                coalesce(e.deliver_at > clock_timestamp(), false) AS is_delayed
@@ -325,24 +325,22 @@ BEGIN
         SELECT a.event_id, a.tenant, a.type, a.key, a.payload, a.headers, a.expires_at,
                a.body, a.content_type
           FROM accepted a WHERE NOT a.is_delayed ORDER BY a.n
-        RETURNING event_id),
+        RETURNING 1),
     delayed AS (
         INSERT INTO future_event (event_id, tenant, type, key, payload, headers, expires_at,
                                   body, content_type, deliver_at)
         SELECT a.event_id, a.tenant, a.type, a.key, a.payload, a.headers, a.expires_at,
                a.body, a.content_type, a.deliver_at
           FROM accepted a WHERE a.is_delayed ORDER BY a.n
-        RETURNING event_id),
-    stored AS (
-        SELECT event_id FROM published UNION ALL SELECT event_id FROM delayed)
+        RETURNING 1)
     SELECT array_agg(a.event_id ORDER BY r.n),
-           CASE WHEN bool_or(s.event_id IS NULL AND a.is_delayed) THEN 'future_event'::regclass
-                WHEN bool_or(s.event_id IS NULL AND NOT a.is_delayed) THEN 'outbox' END
-      INTO event_ids, missing
-      FROM requested r LEFT JOIN accepted a ON a.n = r.n
-      LEFT JOIN stored s ON s.event_id = a.event_id;
-    IF missing IS NOT NULL THEN
-        PERFORM require_stored(false, missing);
+           count(*) FILTER (WHERE NOT a.is_delayed) - (SELECT count(*) FROM published),
+           count(*) FILTER (WHERE a.is_delayed) - (SELECT count(*) FROM delayed)
+      INTO event_ids, unstored, unstored_later
+      FROM requested r LEFT JOIN accepted a ON a.n = r.n;
+    IF unstored <> 0 OR unstored_later <> 0 THEN
+        PERFORM require_stored(false, CASE WHEN unstored <> 0 THEN 'outbox'::regclass
+                                           ELSE 'future_event' END);
     END IF;
     RETURN event_ids;
 END $$;
