@@ -426,6 +426,43 @@ BEGIN
     RETURN NULL;
 END $$;
 
+-- ---------------------------------------------------------------- sequences behind
+
+-- Logical replication and a restore of data alone copy rows, and leave the sequences of their ids
+-- where they were.  Returns those that are behind the highest id of their table.  Not that of the
+-- outbox: its position decides which ids are taken for rolled back, so an operator sets it.
+CREATE FUNCTION sequences_behind()
+RETURNS TABLE (relation text, sequence text, last_value bigint, highest bigint)
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+DECLARE
+    id_column record;
+BEGIN
+    FOR id_column IN
+        SELECT c.relname, a.attname,
+               pg_get_serial_sequence(format('%I.%I', current_schema(), c.relname), a.attname) AS seq
+          FROM pg_class c JOIN pg_attribute a ON a.attrelid = c.oid AND a.attidentity <> ''
+         WHERE c.relnamespace = quote_ident(current_schema())::regnamespace
+           AND c.relkind = 'r' AND c.relname <> 'outbox' AND NOT c.relispartition
+         ORDER BY c.relname
+    LOOP
+        EXECUTE format('SELECT max(%I) FROM %I', id_column.attname, id_column.relname)
+           INTO highest;
+        last_value := coalesce(pg_sequence_last_value(id_column.seq::regclass), 0);
+        IF highest > last_value THEN
+            relation := id_column.relname;
+            sequence := id_column.seq;
+            RETURN NEXT;
+        END IF;
+    END LOOP;
+END $$;
+
+-- Advances them; returns how many.  No insert got an id above the highest one meanwhile, because it
+-- would have failed on those in between.
+CREATE FUNCTION advance_sequences() RETURNS bigint
+LANGUAGE sql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+    SELECT count(setval(sequence::regclass, highest)) FROM sequences_behind()
+$$;
+
 -- -------------------------------------------------------------------- privileges
 
 -- As in 0012_adoption.sql, with the privileges that were added since.
@@ -465,13 +502,14 @@ BEGIN
                        ('operator', 'table', 'adoption', 'SELECT', NULL),
                        ('operator', 'table', 'adopted_row', 'SELECT', NULL),
                        ('relay', 'table', 'future_event', 'UPDATE', '{retry_at,problem}'),
-                       ('relay', 'function', 'guard_events', 'EXECUTE', NULL))
+                       ('relay', 'function', 'guard_events', 'EXECUTE', NULL),
+                       ('relay', 'function', 'advance_sequences', 'EXECUTE', NULL))
                AS added(purpose, kind, name, privilege, columns)
          WHERE added.purpose = required_privileges.purpose;
     RETURN QUERY
         SELECT 'function', f.name, 'EXECUTE', NULL::text[]
-          FROM unnest('{insert_filters,missing_guards,require_stored,suppressed_insert}'::text[])
-               AS f(name)
+          FROM unnest('{insert_filters,missing_guards,require_stored,sequences_behind,
+                        suppressed_insert}'::text[]) AS f(name)
          WHERE purpose IN ('reader', 'operator', 'relay');
 END $$;
 

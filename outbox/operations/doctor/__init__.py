@@ -70,6 +70,8 @@ PRECONDITIONS = (
     server.connections,
     server.clock,
     schema.sequence,
+    events.sequences,
+    events.emptied,
     schema.trigger,
     events.guards,
     events.removal_setting,

@@ -1,8 +1,9 @@
-"""Checks of what may remove events, or keep them from being stored."""
+"""Checks of what removes events or keeps them from being stored, and of sequences behind."""
 
 from __future__ import annotations
 
 from outbox.core.model.sql_names import quote_ident, setting_name
+from outbox.core.sequencing.partition_window import WIDTH
 from outbox.operations.doctor.check import DoctorContext, Results, check, ok, problem, warning
 
 MISSING_GUARDS = (
@@ -76,3 +77,45 @@ async def filters(context: DoctorContext) -> Results:
             )
         else:
             yield ok(f"{row['name']} runs before each event is stored")
+
+
+SEQUENCES_BEHIND = "SELECT relation, sequence, last_value, highest FROM sequences_behind()"
+
+
+@check("other sequences", passed="no sequence is behind the ids of its table")
+async def sequences(context: DoctorContext) -> Results:
+    """Every sequence assigns ids above those that its table has."""
+    for row in await context.db.fetch(SEQUENCES_BEHIND):
+        yield problem(
+            f"{row['sequence']} is at {row['last_value']}, below {row['highest']}, the highest id "
+            f"of {context.qualify(row['relation'])}: inserts fail, as after logical replication or "
+            "a restore of data alone",
+            "start a relay or run outbox migrate, which advance it, or run: "
+            f"SELECT setval('{row['sequence']}', {row['highest']})",
+        )
+
+
+BATCHES_READ = 1000
+"""Batches among which the last one with events is searched."""
+
+# The last sequenced event, unless its period was dropped; and whether events up to it are there.
+LAST_SEQUENCED = """
+SELECT last.high, EXISTS (SELECT FROM outbox WHERE id BETWEEN p.first_id AND last.high) AS there
+  FROM (SELECT b.high FROM (SELECT high, events FROM batch ORDER BY batch DESC LIMIT $1) b
+         WHERE b.events > 0 ORDER BY b.high DESC LIMIT 1) last
+ CROSS JOIN LATERAL (
+       SELECT number * $2::bigint AS first_id FROM period
+        WHERE kind = 'events' AND number = last.high / $2::bigint AND dropped_at IS NULL) p
+"""
+
+
+@check("emptied outbox", passed="sequenced events are there")
+async def emptied(context: DoctorContext) -> Results:
+    """The events of the current period were not removed."""
+    row = await context.db.fetchrow(LAST_SEQUENCED, BATCHES_READ, WIDTH)
+    if row is not None and not row["there"]:
+        yield problem(
+            f"{context.qualify('outbox')} was emptied: no event up to id {row['high']}, the last "
+            "sequenced one, is left in its period",
+            "restore the events from a backup; in a database of tests: outbox.testing.reset()",
+        )

@@ -105,6 +105,7 @@ SELECT name FROM unnest($1::text[]) WITH ORDINALITY AS given(name, n)
  WHERE name NOT IN (SELECT rolname FROM pg_roles) ORDER BY n
 """
 
+ADVANCE_SEQUENCES = "SELECT {schema}.advance_sequences()"
 READ_UNGUARDED = "SELECT EXISTS (SELECT FROM {schema}.missing_guards())"
 READ_PAYLOAD_LIMIT = "SELECT {schema}.payload_bytes_max()"
 SET_PAYLOAD_LIMIT = "set_payload_bytes_max({})"
@@ -135,6 +136,8 @@ async def migrate(
 ) -> list[Migration]:
     """Apply pending migrations, each file in its own transaction.
 
+    Also repairs what a copy of a database leaves: sequences behind, and disabled triggers.
+
     Args:
         connection: outside of a transaction; its search path does not matter.
         schema: created if it does not exist.
@@ -161,6 +164,7 @@ async def migrate(
             if await _apply(connection, locks, schema, pending):
                 done.append(pending[0])
         await _guard_events(connection, locks, schema)
+        await connection.execute(ADVANCE_SEQUENCES.format(schema=quote_ident(schema)))
         await _apply_settings(connection, locks, schema, roles, revoked, payload_bytes_max)
     return done
 
