@@ -35,7 +35,7 @@ SELECT d.datname AS database, r.rolname AS role
 ALLOWED_HERE = "SELECT coalesce(current_setting($1, true), '') = 'on'"
 
 
-@check("removal setting", passed="no database or role may remove events by default")
+@check("may remove", passed="no database or role may remove events by default")
 async def removal_setting(context: DoctorContext) -> Results:
     """No database and no role carries the setting that permits the removal of events."""
     setting = setting_name(context.schema, "remove")
@@ -65,7 +65,7 @@ SELECT f.name, f.discards
 """
 
 
-@check("suppressed events", passed="no trigger or rule may suppress an event")
+@check("suppression", passed="no trigger or rule may suppress an event")
 async def filters(context: DoctorContext) -> Results:
     """No trigger or rule keeps an event from being stored without an error."""
     for row in await context.db.fetch(FILTERS):
@@ -82,7 +82,7 @@ async def filters(context: DoctorContext) -> Results:
 SEQUENCES_BEHIND = "SELECT relation, sequence, last_value, highest FROM sequences_behind()"
 
 
-@check("other sequences", passed="no sequence is behind the ids of its table")
+@check("sequences", passed="no sequence is behind the ids of its table")
 async def sequences(context: DoctorContext) -> Results:
     """Every sequence assigns ids above those that its table has."""
     for row in await context.db.fetch(SEQUENCES_BEHIND):
@@ -109,7 +109,7 @@ SELECT last.high, EXISTS (SELECT FROM outbox WHERE id BETWEEN p.first_id AND las
 """
 
 
-@check("emptied outbox", passed="sequenced events are there")
+@check("emptied", passed="sequenced events are there")
 async def emptied(context: DoctorContext) -> Results:
     """The events of the current period were not removed."""
     row = await context.db.fetchrow(LAST_SEQUENCED, BATCHES_READ, WIDTH)

@@ -273,12 +273,12 @@ async def test_who_may_remove_events_by_default_is_named(
             with subtests.test(carrier=carrier):
                 named = subject.format(database=f'"{database.name}"', role=f'"{name}"')
                 await db.execute(f"ALTER {named} SET relay.remove = 'on'")
-                (finding,) = await reported_findings(db, "removal setting")
+                (finding,) = await reported_findings(db, "may remove")
                 assert named in finding.message
                 await db.execute(sql_of(finding))
-                assert await reported_findings(db, "removal setting") == []
+                assert await reported_findings(db, "may remove") == []
     await db.execute("SET relay.remove = 'on'")
-    (finding,) = await reported_findings(db, "removal setting")
+    (finding,) = await reported_findings(db, "may remove")
     assert "this session may delete events" in finding.message
 
 

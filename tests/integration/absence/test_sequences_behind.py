@@ -81,7 +81,7 @@ async def test_sequences_of_the_relay_are_named_and_advanced(
     behind = await _reset_sequences(db)
     assert {"journal_id_seq", "lane_id_seq", "schedule_id_seq"} <= behind.keys()
     async with role(database, "reader") as name, database.connection(user=name, **PATH) as reader:
-        found = await reported_findings(reader, "other sequences")
+        found = await reported_findings(reader, "sequences")
     assert {f.severity for f in found} == {Severity.PROBLEM}
     assert [f.message.partition(" ")[0] for f in found] == [f"relay.{name}" for name in behind]
     network = Network()
@@ -98,7 +98,7 @@ async def test_sequences_of_the_relay_are_named_and_advanced(
             await publish(database, 4)
             await until(lambda: network.accepted, 20, "the event")
             await all_ended(database)
-    assert await reported_findings(db, "other sequences") == []
+    assert await reported_findings(db, "sequences") == []
     await add_endpoint(database, "new", lanes=3)
     async with running(database, network):
         await publish(database, 5)
@@ -139,12 +139,12 @@ async def test_the_sequence_of_the_events_is_set_by_a_person(
 @pytest.mark.parametrize(
     ("statement", "check"),
     [
-        ("TRUNCATE outbox", "emptied outbox"),
+        ("TRUNCATE outbox", "emptied"),
         ("TRUNCATE outbox RESTART IDENTITY", "sequence"),
-        ("DELETE FROM outbox", "emptied outbox"),
+        ("DELETE FROM outbox", "emptied"),
         ("TRUNCATE batch", "rows"),
         ("ALTER SEQUENCE outbox_id_seq RESTART", "sequence"),
-        ("ALTER SEQUENCE journal_id_seq RESTART", "other sequences"),
+        ("ALTER SEQUENCE journal_id_seq RESTART", "sequences"),
     ],
 )
 async def test_what_was_emptied_or_reset_is_named(
@@ -169,7 +169,7 @@ async def test_a_dropped_period_is_not_an_emptied_outbox(
         ALTER TABLE outbox DETACH PARTITION outbox_0; DROP TABLE outbox_0;
         SELECT setval('outbox_id_seq', {WIDTH})
     """)
-    assert await reported_findings(db, "emptied outbox") == []
+    assert await reported_findings(db, "emptied") == []
 
 
 # ------------------------------------------------------------- logical replication
@@ -219,7 +219,7 @@ async def test_a_database_is_moved_by_logical_replication(pg_major: int) -> None
             await target.execute("SET search_path = relay")
             assert {f.check for f in await findings(target) if f.severity is Severity.PROBLEM} >= {
                 "sequence",
-                "other sequences",
+                "sequences",
             }
             assert await migrate(target, "relay") == []
             await target.execute(sql_of(await the_one(target, "sequence")))

@@ -340,7 +340,7 @@ async def test_what_may_suppress_a_plain_insert_is_named(
             await transaction.start()
             await db.execute(damage)
             (name,) = [f"{kind} discard on " for kind in ("trigger", "rule") if kind in how]
-            found = await findings_of(db, "suppressed events")
+            found = await findings_of(db, "suppression")
             assert [f.severity for f in found] == [Severity.WARNING]
             assert found[0].message.startswith(name)
             await transaction.rollback()
@@ -349,10 +349,10 @@ async def test_what_may_suppress_a_plain_insert_is_named(
             'BEGIN NEW.tenant := ''a''; RETURN NEW; END';
         CREATE TRIGGER fill BEFORE INSERT ON outbox FOR EACH ROW EXECUTE FUNCTION fill()
     """)
-    (finding,) = await findings_of(db, "suppressed events")
+    (finding,) = await findings_of(db, "suppression")
     assert finding.severity is Severity.OK
     assert finding.message.startswith("trigger fill on outbox")
 
 
 async def findings_in(db: Connection[Any]) -> list[Any]:
-    return await findings_of(db, "suppressed events")
+    return await findings_of(db, "suppression")
