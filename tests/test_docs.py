@@ -325,13 +325,13 @@ async def _test_application(session: Session) -> AsyncIterator[None]:
     }
     yield
     tests = {name: each for name, each in session.names.items() if name.startswith("test_")}
-    assert len(tests) == 3
+    assert len(tests) == 4
     for test in tests.values():
         if inspect.iscoroutinefunction(test):
             await test()
         else:
             await asyncio.to_thread(test)
-    assert await fetchval(database, "SELECT count(*) FROM outbox") == 1
+    assert await fetchval(database, "SELECT count(*) FROM outbox") == 0
 
 
 @stage("howto/migrate-with-alembic.md")
@@ -556,6 +556,25 @@ async def _restore(session: Session) -> AsyncIterator[None]:
     finally:
         async with database.connection() as owner:
             await owner.execute(f"DROP DATABASE IF EXISTS {restored} WITH (FORCE)")
+
+
+@stage("howto/move-by-logical-replication.md")
+async def _logical_replication(session: Session) -> AsyncIterator[None]:
+    """The commands; tests/integration/absence/test_sequences_behind.py makes the move."""
+    programs = find_binaries(session.database.major)
+    for program in ("pg_dump", "psql"):
+        if shutil.which(programs.path(program)) is None:
+            pytest.skip(f"{program} is not installed")
+    async with session.database.server.database(migrated=False) as new:
+        session.env |= {
+            "PATH": f"{programs.bin_dir}:{os.environ['PATH']}",
+            "OLD_DSN": session.database.dsn,
+            "NEW_DSN": new.dsn,
+        }
+        yield
+        assert await fetchval(new, "SELECT count(*) FROM relay.cursor") == 0
+    published = "SELECT count(*) > 30 FROM pg_publication_tables WHERE tablename <> 'outbox'"
+    assert await fetchval(session.database, published)
 
 
 @stage("reference/http-api.md")

@@ -21,6 +21,8 @@ LOCK_NOT_GRANTED = ("55P03", "40P01")
 """A lock time-out; or a deadlock, where deadlock_timeout is shorter."""
 CREATED_MEANWHILE = ("23505", "42P06")
 """Two sessions have created the same schema or its history, and the other one has committed."""
+NOT_STORED = "OB003"
+"""A trigger or a rule suppressed an INSERT: see schema/0014_absence.sql."""
 
 
 class ServerError(NamedTuple):

@@ -18,7 +18,8 @@ import asyncpg
 import orjson
 
 from outbox.core.schedules.cron import Cron
-from outbox.errors import Conflict, UsageError
+from outbox.drivers.errors import NOT_STORED
+from outbox.errors import CannotRun, Conflict, UsageError
 from outbox.operations.schedules import read_schedule, schedule_not_found
 from outbox.store.change import make_change, make_change_and_read
 from outbox.store.connection.message import Private, WriteStatement
@@ -210,6 +211,7 @@ async def run_schedule_now(
 
     Raises:
         NotFound: no schedule has this name.
+        CannotRun: a trigger or rule of the table suppressed the event.
     """
 
     async def plan(change: Change) -> ScheduleRun:
@@ -220,7 +222,12 @@ async def run_schedule_now(
         _journal(change, "run", name, {"event": str(event_id)})
         return ScheduleRun(event_id)
 
-    return await make_change(connection, schema, actor, plan, routing=False)
+    try:
+        return await make_change(connection, schema, actor, plan, routing=False)
+    except asyncpg.PostgresError as error:
+        if error.sqlstate == NOT_STORED:
+            raise CannotRun(str(error)) from error
+        raise
 
 
 # ------------------------------------------------------------------ details

@@ -57,7 +57,8 @@ READ_NAMES = "SELECT name FROM schedule LIMIT 10000"
 # Counted up to a limit: there may be a million.
 READ_FUTURE = """
 SELECT (SELECT count(*) FROM (SELECT FROM future_event LIMIT $1 + 1) counted) AS events,
-       (SELECT deliver_at FROM future_event ORDER BY deliver_at, id LIMIT 1) AS first_at,
+       (SELECT deliver_at FROM future_event
+         ORDER BY coalesce(retry_at, deliver_at), id LIMIT 1) AS first_at,
        clock_timestamp() AS now
 """
 

@@ -91,7 +91,7 @@ def publish(
         NoTransaction: no transaction is open; nothing was written.
         InvalidEvent: the event breaks a limit or a rule; nothing was written.
         SchemaMissing: `outbox migrate` was not run.
-        CannotRun: this role may not publish.
+        CannotRun: this role may not publish, or a trigger or rule suppressed the event.
         Exception: any other error of the driver, unchanged.
     """
     driver = driver_for(connection, is_async=True, instead="outbox.sync.publish")

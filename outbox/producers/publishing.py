@@ -15,7 +15,7 @@ from uuid import UUID
 
 from outbox.core.model.schema_name import migrate_command, schema_missing
 from outbox.drivers.connections import OpenConnection, driver_of, open_connection
-from outbox.drivers.errors import NO_PRIVILEGE, server_error
+from outbox.drivers.errors import NO_PRIVILEGE, NOT_STORED, server_error
 from outbox.drivers.statement import Call
 from outbox.errors import CannotRun, InvalidEvent, NoTransaction, OutboxError, UsageError
 from outbox.producers import statements
@@ -232,6 +232,8 @@ def _mapped(error: Exception, schema: str) -> OutboxError | None:
         return CannotRun(
             f"{message}: this role may not publish; run: {migrate_command(schema)} --producer ROLE"
         )
+    if sqlstate == NOT_STORED:
+        return CannotRun(message)
     if sqlstate == _CHECK_VIOLATION:
         rule = constraint or message
         field, _, rest = rule.replace(":", " ").replace("_", " ").partition(" ")

@@ -83,6 +83,9 @@ async def _once(partitions: PartitionStore, retention: RetentionStore, *, hourly
         created = await partitions.extend()
         if created:
             log.info("partitions added", partitions=created)
+    with _step("guarding events"):
+        if await partitions.guard():
+            log.warning("triggers that refuse the removal of events were missing or disabled")
     with _step("summarizing"):
         await partitions.summarize()
     with _step("ending and dropping periods"):

@@ -17,10 +17,18 @@ if TYPE_CHECKING:
 OWNERS_SUFFIX = ":owners"
 RECONFIGURED = "reconfigured"
 
-WAKE_OWNERS = f"SELECT pg_notify(current_schema() || '{OWNERS_SUFFIX}', $1)"
+QUEUE_HAS_ROOM = "pg_notification_queue_usage() <= 0.5"
+"""Whether a notification is sent: a commit that notifies fails when the server's queue is full.
+Without one, replicas poll."""
+
+# Each returns one row: the number of rows is a message's result.
+WAKE_OWNERS = f"""
+SELECT count(pg_notify(current_schema() || '{OWNERS_SUFFIX}', $1)) WHERE {QUEUE_HAS_ROOM}
+"""
 WAKE_ALL = f"""
-SELECT pg_notify(current_schema(), '{RECONFIGURED}'),
-       pg_notify(current_schema() || '{OWNERS_SUFFIX}', '{RECONFIGURED}')
+SELECT count(pg_notify(current_schema(), '{RECONFIGURED}'))
+       + count(pg_notify(current_schema() || '{OWNERS_SUFFIX}', '{RECONFIGURED}'))
+ WHERE {QUEUE_HAS_ROOM}
 """
 NOTIFY_ALL = WriteStatement("notify_all", WAKE_ALL)
 

@@ -7,6 +7,7 @@ An application's tests see what a transaction published, and deliver what it com
     assert events.types == ["order.paid"]
 
     report = outbox.testing.deliver_now(dsn, {"shop": app})
+    outbox.testing.reset(dsn)
 
 A receiver's tests have a fake sender, and a network that drops, copies and reorders:
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from outbox.testing.faulty_network import FaultyNetwork
     from outbox.testing.post import send
     from outbox.testing.receivers import SentRequest
+    from outbox.testing.reset import reset, reset_async
     from outbox.testing.sender import FakeSender, sign
 
 __all__ = [
@@ -52,6 +54,8 @@ __all__ = [
     "captured",
     "deliver_now",
     "deliver_now_async",
+    "reset",
+    "reset_async",
     "send",
     "sign",
 ]
@@ -62,6 +66,7 @@ _MODULES = {
     "faulty_network": ("FaultyNetwork",),
     "post": ("send",),
     "receivers": ("SentRequest",),
+    "reset": ("reset", "reset_async"),
     "sender": ("FakeSender", "sign"),
 }
 _ORIGIN = {name: module for module, names in _MODULES.items() for name in names}

@@ -64,7 +64,8 @@ gaps AS MATERIALIZED (
     SELECT lo, hi FROM gap)
 SELECT NOT EXISTS (SELECT FROM outbox o WHERE o.id > (SELECT high FROM newest))
    AND NOT EXISTS (SELECT FROM gaps g JOIN outbox o ON o.id BETWEEN g.lo AND g.hi)
-   AND NOT EXISTS (SELECT FROM future_event WHERE deliver_at <= clock_timestamp())
+   AND NOT EXISTS (SELECT FROM future_event
+                    WHERE coalesce(retry_at, deliver_at) <= clock_timestamp())
    AND NOT EXISTS (SELECT FROM schedule WHERE state = 'active' AND due_at <= clock_timestamp())
    AND NOT EXISTS (SELECT FROM replay_job_endpoint WHERE ended_at IS NULL)
 """

@@ -21,6 +21,7 @@ from tests.support.relay import (
     all_ended,
     fetchval,
     publish,
+    remove_events,
     running,
     settings_for,
 )
@@ -150,7 +151,7 @@ async def test_an_erased_event_keeps_its_sequence(database: Database, db: Connec
     async with running(database, Network()):
         await publish(database, 1, 2, key="k")
         await all_ended(database)
-    await db.execute("DELETE FROM outbox WHERE id = 1")
+    await remove_events(database, "id = 1")
     async with listening(database, await token_of(db)) as client:
         (lane,) = (await client.get("lanes"))["items"]
         first, second = (await client.get(f"lanes/{lane['lane']}/deliveries"))["items"]

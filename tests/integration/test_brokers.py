@@ -27,6 +27,7 @@ from tests.support.relay import (
     fetchval,
     killed_at_the_end,
     publish,
+    remove_events,
     running,
 )
 from tests.support.waiting import until
@@ -333,8 +334,7 @@ async def test_a_stream_is_not_filled_again_around_events_that_retention_has_rem
     await stream_endpoint(database)
     async with running(database, Network(), brokers=streams.connect):
         await forgetful(database, streams, 6)
-        removed = "DELETE FROM outbox WHERE id IN (SELECT outbox_id FROM delivery WHERE seq = 8)"
-        await fetchval(database, removed)
+        await remove_events(database, "id IN (SELECT outbox_id FROM delivery WHERE seq = 8)")
         async with database.at_hand() as db:
             await request_refill(db, "relay", "shop", actor="test")
         detail = "SELECT max(last_response ->> 'detail') FROM lane_progress"

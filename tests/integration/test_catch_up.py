@@ -38,6 +38,7 @@ from tests.support.relay import (
     add_endpoint,
     all_ended,
     publish,
+    remove_events,
     running,
     settings_for,
 )
@@ -300,7 +301,7 @@ async def test_expired_deliveries_are_skipped(database: Database, tmp_path: Path
             await publish(database, *range(1, 7), key="k")
             await all_ended(database)
         async with database.connection(server_settings={"search_path": "relay"}) as db:
-            await db.execute("DELETE FROM outbox WHERE id = 2")
+            await remove_events(database, "id = 2")
             await db.execute("DELETE FROM delivery WHERE seq = 1")
         (caught_up,) = await asyncio.to_thread(ledger.receiver.catch_up)
         assert (caught_up.fetched, caught_up.unavailable) == (2, ((2, 2),))

@@ -25,6 +25,7 @@ from tests.support.relay import (
     fetchval,
     killed_at_the_end,
     publish,
+    remove_events,
     running,
 )
 from tests.support.waiting import until
@@ -279,7 +280,7 @@ async def test_a_missing_event_of_a_range_is_dead_lettered_as_missing(
     database: Database, db: Connection[Any]
 ) -> None:
     await a_range(database, db, 3)
-    await db.execute("DELETE FROM outbox WHERE payload = '2'")
+    await remove_events(database, "payload = '2'")
     await replays.start_replay(db, "relay", ALL, actor="test")
     network = Network()
     async with running(database, network):

@@ -21,6 +21,7 @@ from tests.support.relay import (
     fetchval,
     killed_at_the_end,
     publish,
+    remove_events,
     running,
 )
 from tests.support.waiting import until
@@ -134,7 +135,7 @@ async def test_a_missing_event_is_dead_lettered_and_named(database: Database) ->
     network = Network(lambda _: BUSY)
     async with killed_at_the_end(database, network):
         await until(lambda: network.sent)
-    await fetchval(database, "DELETE FROM outbox WHERE payload = '\"b\"'")
+    await remove_events(database, "payload = '\"b\"'")
     network.script = lambda _: OK
     async with running(database, network):
         await until(lambda: network.data() == ["a", "c"])

@@ -41,6 +41,7 @@ from tests.support.relay import (
     publish,
     register,
     relay,
+    remove_events,
     running,
 )
 from tests.support.tcp import listening
@@ -354,7 +355,7 @@ async def test_a_dead_lettered_replay_can_be_replayed(database: Database) -> Non
         await until(lambda: _query_returns(database, alone, 2))
         network.script = lambda _: OK
         # The event may already be deleted: the dead letter has a copy.
-        await fetchval(database, "DELETE FROM outbox")
+        await remove_events(database)
         await _replay(database)
         await until(lambda: network.accepted)
     first, second, third = network.sent

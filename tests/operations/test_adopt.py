@@ -406,7 +406,7 @@ async def test_the_application_does_not_notice_a_row_that_cannot_be_converted(
 @pytest.mark.parametrize(
     ("damage", "found"),
     [
-        ("DELETE FROM outbox WHERE id = 5", "lost"),
+        ("SET LOCAL relay.remove = 'on'; DELETE FROM outbox WHERE id = 5", "lost"),
         ("UPDATE outbox SET key = 'other' WHERE id = 5", "content"),
         ("UPDATE app.events SET body = '7' WHERE id = 5", "content"),
         ("UPDATE app.events SET sent_at = NULL WHERE id = 5", None),

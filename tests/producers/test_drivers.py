@@ -251,7 +251,9 @@ async def test_what_is_committed_is_published(
                 assert await connection.fetch(CHANGED_BODIES, EVERY_BYTE) == []
                 # With few rows it is much faster than TRUNCATE, which creates files.
                 for table in ("outbox", "idempotency_key", "future_event"):
-                    await connection.execute(f"DELETE FROM relay.{table}")
+                    await connection.execute(
+                        f"SET LOCAL relay.remove = 'on'; DELETE FROM relay.{table}"
+                    )
 
 
 @pytest.mark.parametrize("kind", APPLICATIONS, ids=lambda kind: kind.__name__)

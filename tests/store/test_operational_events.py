@@ -50,7 +50,10 @@ async def test_an_operational_event_is_written_if_a_pattern_matches(
                 written = "SELECT count(*) FROM outbox WHERE type = $1"
                 assert await db.fetchval(written, KIND) == wanted
             # The next pattern has its own subscription and its own event.
-            await db.execute("UPDATE subscription SET to_batch = 1; DELETE FROM outbox")
+            await db.execute(
+                "UPDATE subscription SET to_batch = 1; SET LOCAL relay.remove = 'on'; "
+                "DELETE FROM outbox"
+            )
 
 
 async def test_subscribers_are_found_by_a_small_index(database: Database) -> None:

@@ -31,11 +31,13 @@ pytestmark = pytest.mark.system
 
 OWNERS_RIGHTS = {
     "add_partition",
+    "advance_sequences",
     "analyze_parent",
     "claim_once",
     "drop_period",
     "empty_partition",
     "end_period",
+    "guard_events",
     "header_names",
     "publish",
     "publish_event",
@@ -43,6 +45,7 @@ OWNERS_RIGHTS = {
     "publish_many",
     "publish_text",
     "reset_once",
+    "sequences_behind",
     "notify_relay",
     "count_secrets_by_key",
     "server_identity",

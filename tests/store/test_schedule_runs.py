@@ -261,7 +261,7 @@ async def test_moving_future_events_waits_for_no_other_relay(
     transaction = moving.transaction()
     await transaction.start()
     await moving.write(schedule_runs.LOCK_FUTURE)
-    assert await moving.write(schedule_runs.MOVE_FUTURE, 2) == 2
+    assert await moving.write(schedule_runs.MOVE_FUTURE, 2, 60) == 2
     async with asyncio.timeout(20):
         assert await store.move_future_events() == 0
     await transaction.rollback()
@@ -293,7 +293,7 @@ async def test_polls_are_cheap_with_many_future_events(
         for sql, *arguments in (
             (schedule_runs.READ_DUE_IN,),
             (schedule_runs.READ_DUE, 100),
-            (schedule_runs.MOVE_FUTURE.sql, 200),
+            (schedule_runs.MOVE_FUTURE.sql, 200, 60.0),
         ):
             plan = await explain(db, sql, *arguments, generic=generic)
             # Rows that are dead, and not cleaned away yet, are met on the way.

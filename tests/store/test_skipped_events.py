@@ -228,7 +228,8 @@ async def test_events_that_change_after_the_plan_are_read_again(
     db: Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await db.execute(SKIPPED)
-    before_the_message(monkeypatch, lambda c: c.execute("DELETE FROM outbox WHERE id = 25"))
+    remove = "SET LOCAL relay.remove = 'on'; DELETE FROM outbox WHERE id = 25"
+    before_the_message(monkeypatch, lambda c: c.execute(remove))
     done = await resequence(db, "relay", actor="ann")
     assert done == Resequenced(False, 4, 4, (5, 15, 35, 45))
     assert await db.fetchval("SELECT count(*) FROM gap WHERE lo = 25") == 0

@@ -255,6 +255,14 @@ async def fetchval(database: Database, sql: str, *arguments: Any) -> Any:
         return await connection.fetchval(sql, *arguments)
 
 
+async def remove_events(database: Database, condition: str = "true") -> None:
+    """Delete events as damage; it is refused without the setting."""
+    async with database.at_hand() as connection:
+        await connection.execute(
+            f"SET LOCAL relay.remove = 'on'; DELETE FROM outbox WHERE {condition}"
+        )
+
+
 async def shared_out(database: Database, relays: int) -> bool:
     """Whether this many relays run, and each owns its share of the endpoints."""
     return bool(await fetchval(database, SHARED_OUT, relays))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from outbox.errors import UsageError
 
 SCHEMA_BYTES_MAX = 50
@@ -34,6 +36,11 @@ def quote_literal(text: str) -> str:
     """Quote text as an SQL literal, for either value of standard_conforming_strings."""
     quoted = "'" + text.replace("'", "''") + "'"
     return " E" + quoted.replace("\\", "\\\\") if "\\" in text else quoted
+
+
+def setting_name(schema: str, name: str) -> str:
+    """The name of a schema's session setting; characters that it cannot have become `_`."""
+    return re.sub("^[0-9]|[^A-Za-z0-9_]", "_", schema) + "." + name
 
 
 def search_path(schema: str) -> str:

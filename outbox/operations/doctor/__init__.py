@@ -17,6 +17,7 @@ import asyncpg
 from outbox.errors import CannotRun, DatabaseUnavailable
 from outbox.operations.doctor import (
     endpoints,
+    events,
     lanes,
     probe,
     relays,
@@ -70,7 +71,12 @@ PRECONDITIONS = (
     server.clock,
     schema.sequence,
     schema.hidden_events,
+    events.sequences,
+    events.emptied,
     schema.trigger,
+    events.guards,
+    events.removal_setting,
+    events.filters,
     schema.wakeup_flag,
     schema.partitions,
     roles.privileges,

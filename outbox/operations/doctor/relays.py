@@ -19,6 +19,7 @@ from outbox.operations.doctor.check import (
 )
 from outbox.operations.status import REPLICAS
 from outbox.store.cluster.sessions import LISTENER_SUFFIX
+from outbox.store.schedules.schedule_runs import BROKEN_RETRY, READ_POSTPONED
 from outbox.store.sequencing.skipped_events import (
     BATCHES_PER_SEARCH,
     FIND_SKIPPED_EVENTS,
@@ -159,7 +160,7 @@ SELECT name, cron, extract(epoch FROM clock_timestamp() - next_at)::float8 AS si
 
 FUTURE = """
 SELECT extract(epoch FROM clock_timestamp() - deliver_at)::float8 AS since_s
-  FROM future_event ORDER BY deliver_at, id LIMIT 1
+  FROM future_event WHERE problem IS NULL ORDER BY coalesce(retry_at, deliver_at), id LIMIT 1
 """
 
 
@@ -174,6 +175,13 @@ async def schedules(context: DoctorContext) -> Results:
     if since_s is not None and since_s > late_s:
         yield problem(
             f"a future event has been overdue for {rounded(since_s)}", START_FOR_SCHEDULES
+        )
+    row = await context.db.fetchrow(READ_POSTPONED)
+    if row["events"]:
+        yield problem(
+            f"{count(row['events'], 'future event')} could not be published: {row['reason']}",
+            "correct what suppresses them; the relay tries again every "
+            f"{rounded(BROKEN_RETRY.total_seconds())}",
         )
 
 

@@ -35,6 +35,7 @@ class ScheduleRunner:
         self._poll_s = poll_s
         self._wake_event = WakeEvent()
         self._leads = False
+        self._postponed = 0
 
     def set_leader(self, leads: bool) -> None:
         """Enable or disable the runner."""
@@ -74,5 +75,14 @@ class ScheduleRunner:
         )
         for name, reason in ticked.broken:
             log.error("schedule is invalid", schedule=name, reason=reason)
+        if moved:
+            await self._report_postponed()
         # Otherwise another replica holds the lock; poll again later.
         return 0.0 if ticked.schedules or moved else self._poll_s
+
+    async def _report_postponed(self) -> None:
+        """Log delayed events that were not stored, when their number has changed."""
+        events, reason = await self._store.postponed()
+        if events and events != self._postponed:
+            log.error("delayed events are postponed", events=events, reason=reason)
+        self._postponed = events

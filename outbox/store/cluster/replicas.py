@@ -55,6 +55,9 @@ WITH fence AS MATERIALIZED (
     SELECT 1 FROM replica WHERE {OWN_ROW.format(timeline)} FOR KEY SHARE)"""  # noqa: S608
 
 
+# The ids of a database that was copied without its sequences would be used twice.
+ADVANCE_SEQUENCES = WriteStatement("advance_sequences", "SELECT advance_sequences()")
+
 # Registers a replica under the label that its sessions have had from their start.
 REGISTER = WriteStatement(
     "register_replica",
@@ -293,6 +296,7 @@ class ReplicaStore:
         Returns:
             The replica's id.
         """
+        await self._db.write(ADVANCE_SEQUENCES)
         await self._db.write(REGISTER, label, name, version, sequencer_pid, lease_s, keys)
         replica_id: int = await self._db.fetchval(READ_REGISTERED, label)
         return replica_id

@@ -106,6 +106,8 @@ SELECT name FROM unnest($1::text[]) WITH ORDINALITY AS given(name, n)
  WHERE name NOT IN (SELECT rolname FROM pg_roles) ORDER BY n
 """
 
+ADVANCE_SEQUENCES = "SELECT {schema}.advance_sequences()"
+READ_UNGUARDED = "SELECT EXISTS (SELECT FROM {schema}.missing_guards())"
 READ_PAYLOAD_LIMIT = "SELECT {schema}.payload_bytes_max()"
 SET_PAYLOAD_LIMIT = "set_payload_bytes_max({})"
 GRANT = "grant_{}({}::regrole)"
@@ -135,6 +137,8 @@ async def migrate(
 ) -> list[Migration]:
     """Apply pending migrations, each file in its own transaction.
 
+    Also repairs what a copy of a database leaves: sequences behind, and disabled triggers.
+
     Args:
         connection: outside of a transaction; its search path does not matter.
         schema: created if it does not exist.
@@ -160,8 +164,19 @@ async def migrate(
         while pending := (await status(connection, schema)).pending:
             if await _apply(connection, locks, schema, pending):
                 done.append(pending[0])
+        await _guard_events(connection, locks, schema)
+        await connection.execute(ADVANCE_SEQUENCES.format(schema=quote_ident(schema)))
         await _apply_settings(connection, locks, schema, roles, revoked, payload_bytes_max)
     return done
+
+
+async def _guard_events(connection: Connection[Any], locks: LockRetry, schema: str) -> None:
+    """Repair the triggers that refuse the removal of events: pg_restore may disable them."""
+    if await connection.fetchval(READ_UNGUARDED.format(schema=quote_ident(schema))):
+        in_schema = f"SET LOCAL search_path = {search_path(schema)}"
+        await locks.execute(
+            [in_schema, _perform("guard_events()")], "the triggers of the outbox were not repaired"
+        )
 
 
 async def _apply(

@@ -127,6 +127,10 @@ SELECT inhrelid::bigint AS id FROM pg_inherits WHERE inhparent = 'outbox_lookup'
 """
 SUMMARIZE = WriteStatement("summarize", "SELECT summarize($1::bigint::oid::regclass)")
 
+# Whether a trigger that refuses the removal of events is missing, as after ATTACH by hand.
+HAS_MISSING_GUARDS = "SELECT EXISTS (SELECT FROM missing_guards())"
+GUARD_EVENTS = WriteStatement("guard_events", "SELECT guard_events()")
+
 ANALYZE = WriteStatement("analyze_parent", "SELECT analyze_parent($1::text::regclass)")
 
 _BOUND = re.compile(r"FROM \('?(\d+)'?\) TO \('?(\d+)'?\)")
@@ -222,6 +226,13 @@ class PartitionStore:
             mode = "FINALIZE" if row["detaching"] else "CONCURRENTLY"
             await self._db.execute(f"ALTER TABLE {row['parent']} DETACH PARTITION {name} {mode}")
         await self._db.execute(f"DROP TABLE {name}")
+
+    async def guard(self) -> bool:
+        """Repair the triggers that refuse the removal of events; True: one was missing."""
+        missing: bool = await self._db.fetchval(HAS_MISSING_GUARDS)
+        if missing:
+            await self._db.write(GUARD_EVENTS)
+        return missing
 
     async def summarize(self) -> None:
         """Summarize the lookup index, so that new events are found by their id and key."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import asyncpg
 import orjson
 
 from outbox.core.schedules.cron import Cron
@@ -24,6 +25,7 @@ from outbox.core.schedules.schedule import (
     due_ticks,
     overlap_poll_s,
 )
+from outbox.drivers.errors import NOT_STORED
 from outbox.errors import UsageError
 from outbox.store.connection.message import WriteStatement
 from outbox.store.routing_change import ADD_TO_JOURNAL
@@ -44,13 +46,14 @@ RUNS_MAX = 100
 DELAYED_EVENTS_MAX = 200
 """Maximum number of delayed events per statement."""
 BROKEN_RETRY = timedelta(minutes=10)
-"""Delay before a schedule that this program cannot parse is tried again."""
+"""Delay before a schedule that cannot be parsed, or an event that is not stored, is tried again."""
 
 # Seconds until the first schedule or delayed event is due; each is the first entry of an index.
 READ_DUE_IN = """
 SELECT extract(epoch FROM least(
            (SELECT due_at FROM schedule WHERE state = 'active' ORDER BY due_at, id LIMIT 1),
-           (SELECT deliver_at FROM future_event ORDER BY deliver_at, id LIMIT 1)
+           (SELECT coalesce(retry_at, deliver_at) FROM future_event
+             ORDER BY coalesce(retry_at, deliver_at), id LIMIT 1)
        ) - clock_timestamp())::float8
 """
 
@@ -117,6 +120,7 @@ SELECT g.outbox_id FROM sequenced g
 # recognize the duplicate.
 #   $3: the event id of a manual run.
 #   published, newest: the events, and the last one of each schedule.
+# It fails unless each event was stored.
 PUBLISH_RUNS = WriteStatement(
     "publish_runs",
     f"""
@@ -138,11 +142,13 @@ published AS (
     RETURNING id, event_id),
 newest AS (
     SELECT DISTINCT ON (t.schedule_id) t.schedule_id, t.at, f.id, f.event_id
-      FROM run t JOIN published f ON f.event_id = t.event_id ORDER BY t.schedule_id, t.n DESC)
-UPDATE schedule s
-   SET last_at = n.at, last_run_at = clock_timestamp(),
-       last_outbox_id = n.id, last_event_id = n.event_id
-  FROM newest n WHERE s.id = n.schedule_id
+      FROM run t JOIN published f ON f.event_id = t.event_id ORDER BY t.schedule_id, t.n DESC),
+updated AS (
+    UPDATE schedule s
+       SET last_at = n.at, last_run_at = clock_timestamp(),
+           last_outbox_id = n.id, last_event_id = n.event_id
+      FROM newest n WHERE s.id = n.schedule_id)
+SELECT require_stored((SELECT count(*) FROM published) = (SELECT count(*) FROM run), 'outbox')
 """,  # noqa: S608 (constants only)
 )
 
@@ -167,25 +173,46 @@ SELECT abort_unless(EXISTS (SELECT FROM locked))
 """,
 )
 
-# Moves due delayed events to the outbox.  A separate statement: its snapshot begins after the lock
-# was granted.  An array of ids is looked up in the index, whatever row count the planner estimates;
-# a join may read the whole table for one row.
+# Moves due delayed events to the outbox, and postpones those that a trigger suppressed.  A
+# separate statement: its snapshot begins after the lock was granted.  An array of ids is looked up
+# in the index, whatever row count the planner estimates; a join may read the whole table for one
+# row.
+#   due: FOR UPDATE, because an operator may delete them.
+#   stored: those in the outbox.  A trigger may have changed their event ids; then all are there.
+#   $2: seconds until the others are tried again.
 MOVE_FUTURE = WriteStatement(
     "move_future",
     """
-WITH moved AS (
-    DELETE FROM future_event WHERE id = ANY(ARRAY(
-        SELECT id FROM future_event WHERE deliver_at <= statement_timestamp()
-         ORDER BY deliver_at, id LIMIT $1))
-    RETURNING *),
+WITH due AS MATERIALIZED (
+    SELECT * FROM future_event WHERE id = ANY(ARRAY(
+        SELECT id FROM future_event
+         WHERE coalesce(retry_at, deliver_at) <= statement_timestamp()
+         ORDER BY coalesce(retry_at, deliver_at), id LIMIT $1))
+       FOR UPDATE),
 written AS (
     INSERT INTO outbox (event_id, tenant, type, key, payload, body, content_type, headers,
                         expires_at)
     SELECT event_id, tenant, type, key, payload, body, content_type, headers, expires_at
-      FROM moved ORDER BY deliver_at, id)
-SELECT FROM moved
+      FROM due ORDER BY deliver_at, id
+    RETURNING event_id),
+stored AS MATERIALIZED (
+    SELECT id FROM due
+     WHERE event_id IN (SELECT event_id FROM written)
+        OR (SELECT count(*) FROM written) = (SELECT count(*) FROM due)),
+moved AS (
+    DELETE FROM future_event WHERE id = ANY(ARRAY(SELECT id FROM stored))),
+postponed AS (
+    UPDATE future_event SET retry_at = clock_timestamp() + make_interval(secs => $2),
+                            problem = suppressed_insert('outbox')
+     WHERE id = ANY(ARRAY(SELECT id FROM due EXCEPT SELECT id FROM stored)))
+SELECT FROM due
 """,
 )
+
+# Delayed events that were not stored, and are tried again.
+READ_POSTPONED = """
+SELECT count(*) AS events, min(problem) AS reason FROM future_event WHERE problem IS NOT NULL
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +223,7 @@ class ScheduleDecision:
     due: DueTicks
     due_at: datetime
     problem: str | None = None
-    """Why this program cannot parse the schedule."""
+    """Why no run can be published."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +233,7 @@ class ScheduleRunResult:
     schedules: int
     """Number of due schedules that were processed."""
     broken: tuple[tuple[str, str], ...] = ()
-    """Schedules that cannot be parsed: name and reason."""
+    """Schedules that cannot be parsed, or whose events are not stored: name and reason."""
 
 
 class ScheduleRunStore:
@@ -239,19 +266,47 @@ class ScheduleRunStore:
             found = await self._db.fetch(READ_ENDED, waited_for)
             ended = {row["outbox_id"] for row in found}
         decided = [decide_run(row, ended) for row in rows]
-        if not await self._write(decided):
+        if (written := await self._write(decided)) is None:
             return ScheduleRunResult(0)
-        broken = tuple((d.schedule["name"], d.problem) for d in decided if d.problem is not None)
+        broken = tuple((d.schedule["name"], d.problem) for d in written if d.problem is not None)
         return ScheduleRunResult(len(rows), broken)
 
     async def move_future_events(self) -> int:
-        """Move due delayed events, up to `DELAYED_EVENTS_MAX`; returns their number."""
+        """Move due delayed events, up to `DELAYED_EVENTS_MAX`, or postpone them.
+
+        Returns:
+            Their number.
+        """
         return await self._db.write_unless_aborted(
-            (LOCK_FUTURE,), (MOVE_FUTURE, DELAYED_EVENTS_MAX)
+            (LOCK_FUTURE,), (MOVE_FUTURE, DELAYED_EVENTS_MAX, BROKEN_RETRY.total_seconds())
         )
 
-    async def _write(self, decided: Sequence[ScheduleDecision]) -> bool:
-        """Write the decisions; returns False if a schedule was changed meanwhile."""
+    async def postponed(self) -> tuple[int, str | None]:
+        """Read how many delayed events were not stored, and a reason."""
+        row = await self._db.fetchrow(READ_POSTPONED)
+        return row["events"], row["reason"]
+
+    async def _write(self, decided: list[ScheduleDecision]) -> list[ScheduleDecision] | None:
+        """Write the decisions; those whose events are not stored become broken ones.
+
+        Returns:
+            What was written; None if a schedule was changed meanwhile.
+        """
+        try:
+            return decided if await self._write_all(decided) else None
+        except asyncpg.PostgresError as error:
+            if error.sqlstate != NOT_STORED:
+                raise
+            if len(decided) > 1:
+                written = [await self._write([each]) for each in decided]
+                return [each for some in written for each in some or ()]
+            row = decided[0].schedule
+            due_at = row["now"] + BROKEN_RETRY
+            none_due = DueTicks((), row["next_at"])
+            return await self._write([ScheduleDecision(row, none_due, due_at, str(error))])
+
+    async def _write_all(self, decided: Sequence[ScheduleDecision]) -> bool:
+        """Write decisions in one message; returns False if a schedule was changed meanwhile."""
         ids = [d.schedule["id"] for d in decided]
         calls: list[WriteCall] = [(LOCK_SCHEDULES, ids, [d.schedule["revision"] for d in decided])]
         # In chronological order over all schedules.

@@ -15,7 +15,7 @@ import orjson
 
 from outbox.core.sequencing.gaps import CursorChange, CursorState, LockHolders, Range
 from outbox.store.absence_proof import AbsenceProof, multirange
-from outbox.store.channels import OWNERS_SUFFIX
+from outbox.store.channels import OWNERS_SUFFIX, QUEUE_HAS_ROOM
 from outbox.store.cluster import timeline
 from outbox.store.cluster.leadership import (
     AWAKE,
@@ -115,7 +115,7 @@ awake AS MATERIALIZED (SELECT setval('wakeup', {AWAKE}) FROM locked WHERE $9),
 notified AS MATERIALIZED (
     SELECT pg_notify(current_schema() || '{OWNERS_SUFFIX}', $10) FROM locked
      WHERE $10::text IS NOT NULL AND EXISTS (SELECT FROM advanced)
-       AND EXISTS (SELECT FROM replica WHERE id <> $5))
+       AND EXISTS (SELECT FROM replica WHERE id <> $5) AND {QUEUE_HAS_ROOM})
 SELECT FROM locked
  WHERE (SELECT count(*) FROM awake) + (SELECT count(*) FROM notified)
            + (SELECT count(*) FROM counted) >= 0

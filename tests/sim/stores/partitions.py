@@ -50,6 +50,10 @@ class PartitionStore(partitions.PartitionStore):
             await self._db.call(read_nothing)
         return 0, 0, []
 
+    async def guard(self) -> bool:
+        await self._db.call(read_nothing)
+        return False
+
     async def summarize(self) -> None:
         await self._db.call(read_nothing)
 

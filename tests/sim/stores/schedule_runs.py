@@ -50,6 +50,9 @@ class ScheduleRunStore(schedule_runs.ScheduleRunStore):
     async def move_future_events(self) -> int:
         return await self._db.call(move_due_events)
 
+    async def postponed(self) -> tuple[int, str | None]:
+        return 0, None  # Nothing suppresses an event here.
+
 
 # -------------------------------------------------------------------- schedules
 
