@@ -218,7 +218,7 @@ async def test_retention_empties_partitions_of_another_owner(
         role(database, "relay") as name,
         database.connection(user=name, **PATH) as connection,
     ):
-        assert await PartitionStore(connection).drop() == (0, 1)
+        assert await PartitionStore(connection).drop() == (0, 1, [])
     assert await _count(db) == 0
 
 
