@@ -62,6 +62,10 @@ class DatabaseUnavailable(CannotRun):
     """The database is unreachable, or refused the login."""
 
 
+class EventSuppressed(CannotRun):
+    """A trigger or rule of the tables suppressed an event; nothing was written."""
+
+
 class SchemaMissing(CannotRun):
     """The schema is absent or older than this version needs."""
 

@@ -20,6 +20,7 @@ import asyncpg
 from outbox.core.model.text import one_line
 from outbox.errors import (
     Conflict,
+    EventSuppressed,
     NotFound,
     OutboxError,
     SchemaMissing,
@@ -110,6 +111,8 @@ def problem_for(error: Exception) -> Problem | None:
             return Problem(ProblemKind.SECRET_ALTERED, str(error))
         case UnreadableSecret():
             return unavailable(KEY_MISSING)
+        case EventSuppressed():
+            return unavailable(str(error))
         case SchemaMissing():
             return unavailable(SCHEMA_MISSING)
         case SchemaTooNew():

@@ -19,7 +19,7 @@ import orjson
 
 from outbox.core.schedules.cron import Cron
 from outbox.drivers.errors import NOT_STORED
-from outbox.errors import CannotRun, Conflict, UsageError
+from outbox.errors import Conflict, EventSuppressed, UsageError
 from outbox.operations.schedules import read_schedule, schedule_not_found
 from outbox.store.change import make_change, make_change_and_read
 from outbox.store.connection.message import Private, WriteStatement
@@ -211,7 +211,7 @@ async def run_schedule_now(
 
     Raises:
         NotFound: no schedule has this name.
-        CannotRun: a trigger or rule of the table suppressed the event.
+        EventSuppressed: a trigger or rule of the table suppressed the event.
     """
 
     async def plan(change: Change) -> ScheduleRun:
@@ -226,7 +226,7 @@ async def run_schedule_now(
         return await make_change(connection, schema, actor, plan, routing=False)
     except asyncpg.PostgresError as error:
         if error.sqlstate == NOT_STORED:
-            raise CannotRun(str(error)) from error
+            raise EventSuppressed(str(error)) from error
         raise
 
 

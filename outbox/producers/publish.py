@@ -91,7 +91,8 @@ def publish(
         NoTransaction: no transaction is open; nothing was written.
         InvalidEvent: the event breaks a limit or a rule; nothing was written.
         SchemaMissing: `outbox migrate` was not run.
-        CannotRun: this role may not publish, or a trigger or rule suppressed the event.
+        EventSuppressed: a trigger or rule of the table suppressed the event.
+        CannotRun: this role may not publish.
         Exception: any other error of the driver, unchanged.
     """
     driver = driver_for(connection, is_async=True, instead="outbox.sync.publish")

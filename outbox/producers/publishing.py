@@ -17,7 +17,14 @@ from outbox.core.model.schema_name import migrate_command, schema_missing
 from outbox.drivers.connections import OpenConnection, driver_of, open_connection
 from outbox.drivers.errors import NO_PRIVILEGE, NOT_STORED, server_error
 from outbox.drivers.statement import Call
-from outbox.errors import CannotRun, InvalidEvent, NoTransaction, OutboxError, UsageError
+from outbox.errors import (
+    CannotRun,
+    EventSuppressed,
+    InvalidEvent,
+    NoTransaction,
+    OutboxError,
+    UsageError,
+)
 from outbox.producers import statements
 from outbox.producers.event import encode_event, encode_events, encode_metadata, numbered
 from outbox.producers.statements import in_schema, publish_in
@@ -233,7 +240,7 @@ def _mapped(error: Exception, schema: str) -> OutboxError | None:
             f"{message}: this role may not publish; run: {migrate_command(schema)} --producer ROLE"
         )
     if sqlstate == NOT_STORED:
-        return CannotRun(message)
+        return EventSuppressed(message)
     if sqlstate == _CHECK_VIOLATION:
         rule = constraint or message
         field, _, rest = rule.replace(":", " ").replace("_", " ").partition(" ")

@@ -498,6 +498,7 @@ class Script:
             # The partition of a period must exist before the period begins.
             await partitions.extend()
             dropped = await retention.advance_periods()
+            await partitions.guard()
             await partitions.summarize()
             await partitions.drop()
             await partitions.analyze()
@@ -560,7 +561,8 @@ class Script:
         await self._side.set_schedules_due()
         store = self._stores.schedule_runs.ScheduleRunStore(self._db, self._ids[0])
         result = await store.run_due_schedules()
-        return result.schedules, await store.move_future_events(), await store.due_in_s() is None
+        moved, postponed = await store.move_future_events(), await store.postponed()
+        return result.schedules, moved, postponed, await store.due_in_s() is None
 
     # -------------------------------------------------------------- operators
 

@@ -16,12 +16,15 @@ import pytest
 import outbox
 from outbox import Event
 from outbox.core.delivery.operational_events import RELAY_LAGGING
-from outbox.errors import CannotRun
+from outbox.errors import EventSuppressed
 from outbox.operations import schedule_changes
 from outbox.operations.doctor import Severity
 from outbox.store.schedules.schedule_runs import ScheduleRunStore
-from tests.producers.applications import APPLICATIONS, Application, play
+from tests.producers.applications import APPLICATIONS, Application, Psycopg, play
+from tests.support.api import make_token, serving
 from tests.support.doctor import findings_of, the_one
+from tests.support.pgbouncer import find_the_schema, pgbouncer
+from tests.support.process import outbox as command
 from tests.support.relay import Network, add_endpoint, all_ended, running
 from tests.support.roles import role
 from tests.support.schedules import add_schedule, let_be_due, published
@@ -140,16 +143,56 @@ async def test_every_driver_raises(
             (("bad", {}), {"deliver_at": later}),
         ):
             await application.begin()
-            with pytest.raises(CannotRun, match=NOT_STORED):
+            with pytest.raises(EventSuppressed, match=NOT_STORED):
                 await application.call("publish", *arguments, **options)
             await application.rollback()
         await application.begin()
-        with pytest.raises(CannotRun, match=NOT_STORED):
+        with pytest.raises(EventSuppressed, match=NOT_STORED):
             await application.call("publish_many", [Event("good", 1), Event("bad", 2)])
         await application.rollback()
 
     await play(kind(database.dsn), scenario)
     assert tuple(await db.fetchrow(LEFT)) == (0, 0, 0)
+
+
+@pytest.mark.one_major
+async def test_the_api_and_the_command_say_so(database: Database, db: Connection[Any]) -> None:
+    await db.execute(SUPPRESSED["a trigger"])
+    async with serving(database) as api:
+        caller = api.with_token(await make_token(database))
+        response = await caller.post("/v1/events", {"type": "bad"})
+    assert response.status == 503
+    assert NOT_STORED in response.detail
+    ended = await command("publish", "bad", env={"OUTBOX_DSN": database.dsn})
+    assert ended.code == 3
+    assert NOT_STORED in ended.stderr
+    assert tuple(await db.fetchrow(LEFT)) == (0, 0, 0)
+
+
+@pytest.mark.pgbouncer
+@pytest.mark.full
+async def test_behind_pgbouncer(database: Database, db: Connection[Any]) -> None:
+    """Publishing, delayed events and schedules, as without a proxy."""
+    await db.execute(SUPPRESSED["a trigger"])
+    await add_endpoint(database)
+    await _delay(db, "good", "bad")
+    await add_schedule(db, type="bad")
+    await let_be_due(db, 1)
+    network = Network()
+    await find_the_schema(database)
+    async with pgbouncer(database) as proxy:
+        async with running(database, network, dsn=proxy.dsn(), pooled=True, poll_s=0.05):
+            await until(lambda: network.data() == [0], what="the other event")
+            await until(lambda: db.fetchval("SELECT due_at > now() FROM schedule"), what="the run")
+        application = Psycopg(proxy.dsn(), pooled=True)
+
+        async def scenario(application: Application) -> None:
+            await application.open()
+            with pytest.raises(EventSuppressed, match=NOT_STORED):
+                await application.call("publish", "bad", {})
+
+        await play(application, scenario)
+    assert tuple(await db.fetchrow(LEFT)) == (1, 1, 0)
 
 
 @pytest.mark.one_major
@@ -282,7 +325,7 @@ async def test_a_suppressed_schedule_is_postponed(database: Database, db: Connec
 async def test_a_suppressed_run_by_hand_is_an_error(db: Connection[Any]) -> None:
     await db.execute(SUPPRESSED["a trigger"])
     await add_schedule(db, type="bad")
-    with pytest.raises(CannotRun, match=NOT_STORED):
+    with pytest.raises(EventSuppressed, match=NOT_STORED):
         await schedule_changes.run_schedule_now(db, "relay", "daily", actor="test")
     runs = "SELECT count(*) FROM journal WHERE kind LIKE 'schedule_run%'"
     assert await db.fetchval(runs) == 0

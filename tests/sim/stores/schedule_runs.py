@@ -51,7 +51,11 @@ class ScheduleRunStore(schedule_runs.ScheduleRunStore):
         return await self._db.call(move_due_events)
 
     async def postponed(self) -> tuple[int, str | None]:
-        return 0, None  # Nothing suppresses an event here.
+        return await self._db.call(read_postponed)
+
+
+def read_postponed(db: Database, tx: Transaction) -> tuple[int, str | None]:
+    return 0, None  # Nothing suppresses an event here.
 
 
 # -------------------------------------------------------------------- schedules
