@@ -99,6 +99,11 @@ def notes(overview: Overview) -> Iterator[str]:
     """Notes on problems, of sequencing and per endpoint, with the command that resolves each."""
     if (blocker := overview.blocker) is not None:
         yield (f"sequencing is blocked by {blocker.describe()}; to end it: {blocker.end_command}")
+    if overview.unaccounted_events:
+        yield (
+            f"{count(overview.unaccounted_events, 'event')} missing or superfluous, by a "
+            "comparison of all ids with the table; see: outbox doctor"
+        )
     for endpoint in overview.endpoints:
         for note in _notes(endpoint, overview.at):
             yield f"{endpoint.name}: {note}"

@@ -103,4 +103,8 @@ def _health(relay: Relay, telemetry: TelemetryExport) -> web.Application:
         condition = relay.readiness()
         return None if condition.ready else condition.public_reason
 
-    return health.application(unready_reason, cache.exposition)
+    def warning() -> str | None:
+        condition = relay.readiness()
+        return condition.public_reason if condition.ready else None
+
+    return health.application(unready_reason, cache.exposition, warning)

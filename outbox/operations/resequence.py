@@ -75,6 +75,19 @@ SELECT lower(open), upper(open) - 1
 """,
 )
 
+# Dead ids that are counted already are not dead any more.  Locked in a statement before, so that
+# none is counted meanwhile.
+LOCK_ACCOUNT = WriteStatement("lock_account", "SELECT FROM event_account FOR UPDATE")
+DISCOUNT_DEAD_IDS = WriteStatement(
+    "discount_dead_ids",
+    """
+SELECT discount_dead_ids(range_agg(skipped.ids))
+  FROM unnest($1::bigint[], $2::text[]::int8multirange[]) AS s(batch, ids),
+       unnest(s.ids) AS skipped(ids)
+ WHERE s.batch <= (SELECT batch FROM event_account)
+""",
+)
+
 READ_REPLICAS = "SELECT id FROM replica ORDER BY id"
 REQUIRE_NO_REPLICAS = WriteStatement(
     "require_no_replicas", "SELECT abort_unless(NOT EXISTS (SELECT FROM replica))"
@@ -128,7 +141,10 @@ async def _plan(batches: list[int], dry_run: bool, change: Change) -> list[Any]:
     if missing:
         change.write(LOCK_EPOCHS)
     change.write(REQUIRE_SKIPPED, batches, fingerprint)
-    change.write(OPEN_GAPS, *([row[name] for row in rows] for name in ("batch", "ids", "missing")))
+    batch_ids = [row["batch"] for row in rows], [row["ids"] for row in rows]
+    change.write(LOCK_ACCOUNT)
+    change.write(DISCOUNT_DEAD_IDS, *batch_ids)
+    change.write(OPEN_GAPS, *batch_ids, [row["missing"] for row in rows])
     for each in expirables:
         change.write(RELEASE_ALL, *each, change.actor, "events resequenced")
         change.write(REMOVE_REPLICA, *each)

@@ -106,6 +106,11 @@ SELECT t.*, e.id, e.name, e.url, e.state, e.state_at, e.state_by, e.state_commen
 
 DEAD_LETTERS = "SELECT state, count(*) AS dead_letters FROM dead_letter GROUP BY state"
 
+# By the last count of each block of ids.
+COUNT_UNACCOUNTED = """
+SELECT coalesce(sum(abs(present - expected)), 0)::bigint FROM event_block WHERE present <> expected
+"""
+
 # A monotonic counter, without a scan of the log partitions.
 COUNT_SEQUENCED = "SELECT coalesce(sum(last_seq), 0)::bigint FROM lane_counter"
 
@@ -238,6 +243,8 @@ class Overview:
     blocker: Blocker | None
     """The session for which sequencing waits, while events wait; None: there is none."""
     open_gaps: int
+    unaccounted_events: int
+    """Events that are missing or superfluous, by a comparison with all ids."""
     replicas: tuple[ReplicaStatus, ...]
     pending: int
     sequenced: int
@@ -263,6 +270,7 @@ async def read_overview(connection: Connection[Any], schema: str, *, limit: int 
             replicas = await connection.fetch(REPLICAS)
             endpoints = await connection.fetch(ENDPOINTS, limit, None)
             dead = await connection.fetch(DEAD_LETTERS)
+            unaccounted: int = await connection.fetchval(COUNT_UNACCOUNTED)
             sequenced: int = await connection.fetchval(COUNT_SEQUENCED)
     seen_at = cursor.pop("seen_at")
     is_waiting = cursor["waiting_s"] is not None
@@ -275,6 +283,7 @@ async def read_overview(connection: Connection[Any], schema: str, *, limit: int 
         cursor=CursorStatus(**cursor, lag=lag),
         blocker=blocker,
         open_gaps=gaps["gaps"],
+        unaccounted_events=unaccounted,
         replicas=tuple(from_row(ReplicaStatus, row) for row in replicas),
         endpoints=tuple(_endpoint(row) for row in endpoints),
         endpoints_total=endpoints[0]["endpoints_total"] if endpoints else 0,

@@ -107,6 +107,7 @@ def leader_gauges(lag_s: float | None, survey: DatabaseStats | None) -> dict[Met
             catalogue.DEAD_LETTERS: {(): survey.dead_letters},
             catalogue.GAP_AGE: {(): survey.gap_age_s or 0.0},
             catalogue.HORIZON_AGE: {(): survey.horizon_age_s or 0.0},
+            catalogue.UNACCOUNTED_EVENTS: {(): survey.unaccounted_events},
             catalogue.REPLICAS: {("alive",): survey.alive, ("lapsed",): survey.lapsed},
         }
     return gauges

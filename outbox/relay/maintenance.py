@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from outbox.store.retention.partitions import PartitionStore
     from outbox.store.retention.periods import RetentionStore
+    from outbox.store.sequencing.accounting import AccountingStore
     from outbox.store.sequencing.skipped_events import SkippedEventStore
 
 log = structlog.get_logger("outbox.maintenance")
@@ -26,7 +27,10 @@ HOURLY_S = 3600.0
 
 
 async def maintain(
-    partitions: PartitionStore, retention: RetentionStore, skipped_events: SkippedEventStore
+    partitions: PartitionStore,
+    retention: RetentionStore,
+    skipped_events: SkippedEventStore,
+    accounting: AccountingStore,
 ) -> None:
     """Maintain until cancelled.
 
@@ -42,6 +46,8 @@ async def maintain(
                     hourly = clock() >= hourly_at
                     with _step("searching for skipped events"):
                         await _report_skipped_events(skipped_events)
+                    with _step("accounting for events"):
+                        await _account(accounting, hourly=hourly)
                     if await _once(partitions, retention, hourly=hourly):
                         hourly_at = clock() + HOURLY_S
         await asyncio.sleep(EVERY_S)
@@ -67,6 +73,18 @@ async def _report_skipped_events(skipped_events: SkippedEventStore) -> None:
             "committed events were not sequenced; run outbox resequence",
             events=skipped.events,
             first_ids=list(skipped.first_ids),
+        )
+
+
+async def _account(accounting: AccountingStore, *, hourly: bool) -> None:
+    await accounting.count_dead_ids()
+    for found in await accounting.examine(next_blocks=hourly):
+        log.error(
+            "events and their ids do not agree; run outbox doctor and outbox verify",
+            first_id=found.first_id,
+            last_id=found.last_id,
+            events=found.present,
+            expected=found.expected,
         )
 
 

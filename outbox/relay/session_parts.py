@@ -221,6 +221,7 @@ def build_session(
             stores.partitions(workers.maintenance),
             retention,
             stores.skipped_events(workers.maintenance, actor),
+            stores.accounting(workers.maintenance, actor),
         ),
         *([listener.run()] if listening else []),
     ]

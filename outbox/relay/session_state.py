@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from outbox.core.model.text import count
 from outbox.relay import gauges
 from outbox.telemetry import catalogue
 
@@ -34,7 +35,7 @@ class Readiness:
 
     ready: bool
     reason: str = ""
-    """Why it is not ready, in one line."""
+    """Why it is not ready, or what needs an operator although it is, in one line."""
     redacted_reason: str | None = None
     """The reason for unauthenticated clients, if `reason` may contain addresses or names."""
 
@@ -74,6 +75,13 @@ class RunningSession:
         if stall.stalled_s > STALLED_LEASES * lease_s:
             stalled = f"events could not be sequenced for {stall.stalled_s:.0f} s"
             return _blocked(stalled, stall.blocker or blocker)
+        survey = self.supervisor.survey
+        if survey is not None and survey.unaccounted_events:
+            # Ready: no restart or rollback would repair it.
+            found = count(survey.unaccounted_events, "event")
+            return Readiness(
+                ready=True, reason=f"{found} missing or superfluous; see outbox doctor"
+            )
         return Readiness(ready=True)
 
     async def gauges(self, meters: Meters) -> dict[Metric, Series]:

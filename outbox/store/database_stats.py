@@ -35,6 +35,8 @@ SELECT (SELECT count(*)
                 SELECT prepared FROM pg_prepared_xacts WHERE database = current_database()) x)
            AS horizon_age_s,
        pg_notification_queue_usage() AS notification_queue_share,
+       (SELECT coalesce(sum(abs(present - expected)), 0)::bigint
+          FROM event_block WHERE present <> expected) AS unaccounted_events,
        (SELECT count(*) FROM replica WHERE expires_at > clock_timestamp()) AS alive,
        (SELECT count(*) FROM replica WHERE expires_at <= clock_timestamp()) AS lapsed
 """  # noqa: S608 (constants only)
@@ -49,6 +51,8 @@ class DatabaseStats:
     horizon_age_s: float | None
     notification_queue_share: float
     """Share of the server's notification queue in use; when it is full, commits fail."""
+    unaccounted_events: int
+    """Events that are missing or superfluous, by the last count of each block of ids."""
     alive: int
     lapsed: int
 

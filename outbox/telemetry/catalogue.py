@@ -260,6 +260,13 @@ HORIZON_AGE = Metric(
     "Age of the oldest transaction that prevents vacuum from removing dead rows; reported by the "
     "leader.",
 )
+UNACCOUNTED_EVENTS = Metric(
+    "outbox.unaccounted.events",
+    MetricKind.GAUGE,
+    "{event}",
+    "Events that are missing or superfluous, by a comparison of all ids with the rows of the "
+    "outbox, a part each hour; 0: there are none. Reported by the leader.",
+)
 REPLICAS = Metric(
     "outbox.replicas",
     MetricKind.GAUGE,
@@ -292,6 +299,7 @@ CATALOGUE: tuple[Metric, ...] = (
     STALLED,
     GAP_AGE,
     HORIZON_AGE,
+    UNACCOUNTED_EVENTS,
     REPLICAS,
     LOSSES,
     SESSION_LOSSES,

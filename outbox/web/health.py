@@ -25,6 +25,7 @@ PATHS = """\
 def application(
     unready_reason: Callable[[], str | None],
     metrics: Callable[[str], Awaitable[tuple[bytes, str]]],
+    warning: Callable[[], str | None] = lambda: None,
 ) -> web.Application:
     """Build the aiohttp application of the health listener.
 
@@ -32,6 +33,7 @@ def application(
         unready_reason: returns one line with the reason, or None if the relay is ready.
         metrics: takes the Accept header, returns the body and its content type; it bounds the
             cost of frequent calls.
+        warning: returns one line with what needs an operator although the relay is ready, or None.
     """
 
     async def healthz(_: web.Request) -> web.Response:
@@ -39,7 +41,9 @@ def application(
 
     async def readyz(_: web.Request) -> web.Response:
         reason = unready_reason()
-        return _text(200, "ready\n") if reason is None else _text(503, f"not ready: {reason}\n")
+        if reason is not None:
+            return _text(503, f"not ready: {reason}\n")
+        return _text(200, f"ready; warning: {found}\n" if (found := warning()) else "ready\n")
 
     async def serve_metrics(request: web.Request) -> web.Response:
         accept = request.headers.get("Accept", "")[:ACCEPT_CHARS_MAX]

@@ -146,6 +146,14 @@ DAMAGE = {
            UPDATE endpoint SET state = 'removed'""",
         {"cleared"},
     ),
+    "an event is gone": (
+        "SET LOCAL relay.remove = 'on'; DELETE FROM outbox WHERE id = 3",
+        {"all there", "real"},
+    ),
+    "an event has an id that the sequence does not assign": (
+        "INSERT INTO outbox (id, type, payload) OVERRIDING SYSTEM VALUE VALUES (0, 'a.b', '{}')",
+        {"assigned", "all there"},
+    ),
     "an idempotency key was claimed without an event": (
         """INSERT INTO idempotency_key (key, claimed_at, expires_at)
            VALUES ('k', now() - interval '2 d', now() + interval '28 d')""",

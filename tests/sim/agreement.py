@@ -493,8 +493,11 @@ class Script:
         keep = Retention(0.0, 0.0, self._rng.choice((0.0, None)))
         retention = self._stores.periods.RetentionStore(self._db, keep, period_s=0.0)
         skipped_events = self._stores.skipped_events.SkippedEventStore(self._db, "test")
+        accounting = self._stores.accounting.AccountingStore(self._db, "test")
         async with partitions.maintenance_lease() as acquired:
             assert await skipped_events.find() is None
+            await accounting.count_dead_ids()
+            assert await accounting.examine(next_blocks=True) == []
             # The partition of a period must exist before the period begins.
             await partitions.extend()
             dropped = await retention.advance_periods()

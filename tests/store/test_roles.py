@@ -30,13 +30,18 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.system
 
 OWNERS_RIGHTS = {
+    "account",
+    "account_batches",
     "add_partition",
     "advance_sequences",
     "analyze_parent",
+    "blocks_to_examine",
     "claim_once",
     "drop_period",
     "empty_partition",
     "end_period",
+    "examine_block",
+    "expected_events",
     "guard_events",
     "header_names",
     "publish",
@@ -51,6 +56,7 @@ OWNERS_RIGHTS = {
     "server_identity",
     "settle_period",
     "summarize",
+    "unsequenced_events",
 }
 """Functions that run with the rights of their owner."""
 
@@ -690,6 +696,8 @@ async def test_a_relay_drops_only_the_oldest_settled_period(
         assert await relay.fetchval(drop, "log", 2) == 0  # is written.
         assert await relay.fetchval(drop, "events", 0) == 1
         assert await relay.fetchval(drop, "events", 0) == 0  # Once and for all.
+        assert await relay.fetchval(drop, "log", 0) == 0  # Its dead ids are not counted.
+        assert await relay.fetchval("SELECT account_batches(10)") is False
         assert await relay.fetchval(drop, "log", 0) == 1
         assert await relay.fetchval(drop, "log", 1) == 1
         # Even then there is an hour for an operator to see it.

@@ -27,3 +27,11 @@ async def test_the_response_has_the_reason_for_not_being_ready() -> None:
         assert (response.status, await response.text()) == (503, "not ready: its lease ran out\n")
         assert (await session.get(f"{address.url}healthz")).status == 200
         assert (await session.get(f"{address.url}elsewhere")).status == 404
+
+
+async def test_the_response_of_a_ready_relay_has_its_warning() -> None:
+    health = application(lambda: None, no_metrics, lambda: "1 event missing or superfluous")
+    async with serving(health, HERE) as address, aiohttp.ClientSession() as session:
+        response = await session.get(f"{address.url}readyz")
+        text = "ready; warning: 1 event missing or superfluous\n"
+        assert (response.status, await response.text()) == (200, text)

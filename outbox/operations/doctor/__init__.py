@@ -94,6 +94,7 @@ LIVE = (
     relays.listeners,
     relays.lag,
     relays.skipped_events,
+    relays.unaccounted_events,
     relays.schedules,
     relays.owners,
     endpoints.states,

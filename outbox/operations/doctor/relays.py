@@ -27,6 +27,9 @@ from outbox.store.sequencing.skipped_events import (
 )
 from outbox.store.sequencing.stalls import read_cursor_blocker
 
+ACCOUNTED_BLOCKS_MAX = 3
+"""Blocks of ids that are counted, each in less than a second."""
+
 START = "start one: outbox relay"
 START_FOR_SCHEDULES = (
     'start a relay: outbox relay; if one runs, its log has the error ("scheduled runs failed")'
@@ -136,6 +139,46 @@ async def skipped_events(context: DoctorContext) -> Results:
             f"{at_least}{count(row['events'], 'committed event')} skipped, from id {ids}: "
             "the sequence of outbox.id was altered, or they were inserted with explicit ids",
             "outbox resequence, and the next batches sequence them",
+        )
+
+
+# Blocks that differed when a relay counted them last, and still do.
+UNACCOUNTED = """
+SELECT lower(i.ids) AS first_id, upper(i.ids) - 1 AS last_id, a.present, a.expected,
+       format('UPDATE %I.event_block SET dead = dead + (%s) WHERE period = %s AND block = %s',
+              current_schema(), a.expected - a.present, e.period, e.block) AS accept
+  FROM (SELECT period, block FROM event_block WHERE present <> expected
+         ORDER BY examined_at LIMIT $1) e
+ CROSS JOIN LATERAL account(e.period, e.block) a
+ CROSS JOIN LATERAL block_ids(e.period, e.block) AS i(ids)
+ WHERE a.present <> a.expected
+"""
+UNASSIGNED = "SELECT id, event_id FROM outbox WHERE id < 1 ORDER BY id"
+
+
+@check("accounting", passed="every id is the id of an event, or proven dead")
+async def unaccounted_events(context: DoctorContext) -> Results:
+    """The number of events is the number of ids without the dead ones; outbox verify counts all."""
+    for row in await context.db.fetch(UNACCOUNTED, ACCOUNTED_BLOCKS_MAX):
+        events = f"ids {row['first_id']} to {row['last_id']}: {count(row['present'], 'event')}"
+        if row["present"] < row["expected"]:
+            yield problem(
+                f"{events} instead of {row['expected']}: some are gone without a record, or hidden",
+                "outbox verify, which names the cause (a detached partition, an index); restore "
+                f"them from a backup, or accept that they are gone: {row['accept']}",
+            )
+        else:
+            yield problem(
+                f"{events} instead of {row['expected']}: some were skipped, or have ids that the "
+                "sequence did not assign",
+                "outbox resequence, and the next batches sequence them; if it finds none, publish "
+                f"them again, and accept the rows: {row['accept']}",
+            )
+    for row in await context.fetch_first(UNASSIGNED):
+        yield problem(
+            f"event {row['event_id']} has the id {row['id']}, which the sequence does not assign: "
+            "it is never sequenced",
+            "publish it again, and delete this row",
         )
 
 

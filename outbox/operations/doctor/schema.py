@@ -52,6 +52,7 @@ async def version(context: DoctorContext) -> Results:
 EMPTIED = """
 SELECT array_agg(name ORDER BY name)
   FROM (VALUES ('batch', EXISTS (SELECT FROM batch)), ('cursor', EXISTS (SELECT FROM cursor)),
+               ('event_account', EXISTS (SELECT FROM event_account)),
                ('lag_report', EXISTS (SELECT FROM lag_report)),
                ('lock', EXISTS (SELECT FROM lock)), ('period', EXISTS (SELECT FROM period)))
        AS initial(name, is_there)

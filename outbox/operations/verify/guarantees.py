@@ -85,6 +85,8 @@ class AuditCheck:
     action: str
     """What to do about a violation."""
     query: str
+    settings: str = ""
+    """Statements that apply to this query only, such as SET LOCAL."""
 
 
 CHECKS: tuple[AuditCheck, ...] = (
@@ -96,6 +98,38 @@ CHECKS: tuple[AuditCheck, ...] = (
         SELECT format('event %s was skipped by batch %s', id, batch)
           FROM ({SKIPPED_EVENTS.format(examined="batch")}) skipped
         """,  # noqa: S608 (constants only)
+    ),
+    # The only check that does not trust the index, by which the relay reads: it counts the rows of
+    # the table.
+    AuditCheck(
+        "all there",
+        "every id is the id of an event, or proven dead",
+        "fewer by the index: REINDEX TABLE outbox; fewer than expected: attach the partition that "
+        "is detached, or restore the events; more: outbox resequence, and delete events with ids "
+        "below 1",
+        f"""
+        WITH scope AS MATERIALIZED (
+            SELECT accounted_ids() AS ids, open_ids() AS open),
+        stored AS MATERIALIZED (
+            SELECT o.id / {WIDTH} AS period, (o.id % {WIDTH}) >> 20 AS block, count(*) AS events
+              FROM outbox o, scope s
+             WHERE s.ids @> o.id AND NOT s.open @> o.id GROUP BY 1, 2),
+        expected AS MATERIALIZED (SELECT * FROM expected_events('(,)'))
+        SELECT format('ids %s to %s: %s, %s by the index, %s expected', lower(i.ids),
+                      upper(i.ids) - 1, coalesce(s.events, 0), a.present, a.expected)
+          FROM expected e FULL JOIN stored s USING (period, block)
+         CROSS JOIN LATERAL block_ids(period, block) AS i(ids)
+         CROSS JOIN LATERAL account(period, block) a
+         WHERE coalesce(s.events, 0) <> a.expected OR a.present <> a.expected
+        """,  # noqa: S608 (constants only)
+        settings="SET LOCAL enable_indexscan = off; SET LOCAL enable_indexonlyscan = off; "
+        "SET LOCAL enable_bitmapscan = off",
+    ),
+    AuditCheck(
+        "assigned",
+        "the id of every event was assigned by the sequence, which begins at 1",
+        "publish the event again, and delete it; its content: outbox trace ID",
+        "SELECT format('event %s has id %s', event_id, id) FROM outbox WHERE id < 1",
     ),
     # Expected and actual deliveries are aggregated instead of joined: the planner cannot estimate
     # the size of either, and a nested loop over them would not finish.

@@ -21,6 +21,7 @@ from outbox.store.privileges import require_relay_privileges
 from outbox.store.retention.partitions import PartitionStore
 from outbox.store.retention.periods import RetentionStore
 from outbox.store.schedules.schedule_runs import ScheduleRunStore
+from outbox.store.sequencing.accounting import AccountingStore
 from outbox.store.sequencing.batches import SequencingStore
 from outbox.store.sequencing.skipped_events import SkippedEventStore
 
@@ -46,6 +47,7 @@ class Stores:
     partitions: type[PartitionStore] = PartitionStore
     retention: type[RetentionStore] = RetentionStore
     skipped_events: type[SkippedEventStore] = SkippedEventStore
+    accounting: type[AccountingStore] = AccountingStore
     require_current: Callable[[Connection[Any], str, str | None], Awaitable[None]] = require_current
     require_relay_privileges: Callable[[Connection[Any], str], Awaitable[None]] = (
         require_relay_privileges

@@ -38,6 +38,7 @@ from outbox.store.connection.message import WriteCall, WriteStatement
 from outbox.store.connection.row_security import rows_hidden
 from outbox.store.retention.erasure import erase_leftovers
 from outbox.store.routing_change import LOCK_CURSOR
+from outbox.store.sequencing.accounting import ACCOUNT_BATCHES, BATCHES_PER_STEP
 
 if TYPE_CHECKING:
     from outbox.core.sequencing.gaps import LockHolders
@@ -395,6 +396,9 @@ class RetentionStore:
         events = period.kind == "events"
         if events and await self._db.fetchval(PINNED_BY_REPLAYS, keep_s, period.first, period.end):
             return False
+        if not events:
+            # The dead ids of its batches are counted before they are dropped.
+            await self._db.write(ACCOUNT_BATCHES, BATCHES_PER_STEP)
         calls: list[WriteCall] = [(HOLD_CURSOR,), (REQUIRE_NO_RANGES, keep_s, last_batch)]
         if events:
             calls += [(REQUIRE_REPLAY_PROGRESS, progress), (REQUIRE_NO_JOBS, period.end)]

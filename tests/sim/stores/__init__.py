@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from outbox.relay.cluster.stores import Stores
 from tests.sim.stores import altered_secrets, channels, privileges, schema_status, timeline
+from tests.sim.stores.accounting import AccountingStore
 from tests.sim.stores.batches import SequencingStore
 from tests.sim.stores.endpoint_state import EndpointStateStore
 from tests.sim.stores.lanes import LaneStore
@@ -35,6 +36,7 @@ STORES = Stores(
     partitions=PartitionStore,
     retention=RetentionStore,
     skipped_events=SkippedEventStore,
+    accounting=AccountingStore,
     require_current=schema_status.require_current,
     require_relay_privileges=privileges.require_relay_privileges,
     read_timeline=timeline.read_timeline,

@@ -166,7 +166,7 @@ def test_metrics_of_the_leader_are_taken_from_the_current_leader() -> None:
     expected = {
         m.prometheus for m in CATALOGUE if "reported by the leader" in m.description.lower()
     }
-    assert len(expected) == 5
+    assert len(expected) == 6
     asked = {name: rule["expr"] for rule in ALL for name in used(rule["expr"]).metrics & expected}
     assert asked.keys() == expected
     for expression in asked.values():
