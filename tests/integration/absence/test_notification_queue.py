@@ -39,7 +39,7 @@ NOTIFICATION = "SELECT pg_notify('other', repeat('x', 7000))"
 USED = "SELECT pg_notification_queue_usage()"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def limited_server(pg_major: int) -> Iterator[Server]:
     if pg_major < QUEUE_LIMITED_SINCE:
         pytest.skip("the size of the queue cannot be limited")
