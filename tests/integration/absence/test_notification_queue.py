@@ -17,7 +17,15 @@ from outbox.operations import endpoint_states
 from outbox.store.channels import NOTIFY_ALL, WAKE_OWNERS
 from outbox.store.connection.store_connection import StoreConnection
 from tests.support.postgres import Server
-from tests.support.relay import Network, add_endpoint, all_ended, exceptions, publish, running
+from tests.support.relay import (
+    Network,
+    add_endpoint,
+    all_ended,
+    exceptions,
+    publish,
+    running,
+    shared_out,
+)
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -160,3 +168,16 @@ async def test_a_message_has_the_same_result_without_a_notification(
         async with filled(database, share):
             assert await db.write(NOTIFY_ALL) == 1
             await asyncio.wait_for(db.execute(WAKE_OWNERS, "1-2"), 20)
+
+
+async def test_two_relays_deliver_by_polling(database: Database, db: Connection[Any]) -> None:
+    """A leader does not notify the owners of other endpoints either."""
+    for name in ("one", "two"):
+        await add_endpoint(database, name)
+    network = Network()
+    async with running(database, network), running(database, network):
+        await until(lambda: shared_out(database, 2), what="the endpoints to be shared out")
+        async with filled(database, 1):
+            await publish(database, 1, 2)
+            await until(lambda: len(network.accepted) == 4, 20, "the events")
+    assert await exceptions(database) == {}
