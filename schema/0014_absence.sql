@@ -265,9 +265,13 @@ BEGIN
                 publish_event.body, publish_event.content_type)
         RETURNING event_id INTO stored_id;
     END IF;
-    IF stored_id IS DISTINCT FROM new_id THEN
+    IF stored_id IS NULL THEN
         PERFORM require_stored(false, CASE WHEN publish_event.deliver_at > clock_timestamp()
                                            THEN 'future_event'::regclass ELSE 'outbox' END);
+    END IF;
+    IF stored_id <> new_id THEN
+        RAISE EXCEPTION 'event_id: a trigger changed it, so the event could not be found'
+            USING ERRCODE = 'check_violation';
     END IF;
     RETURN new_id;
 END $$;
@@ -446,7 +450,8 @@ BEGIN
                pg_get_serial_sequence(format('%I.%I', current_schema(), c.relname), a.attname) AS seq
           FROM pg_class c JOIN pg_attribute a ON a.attrelid = c.oid AND a.attidentity <> ''
          WHERE c.relnamespace = quote_ident(current_schema())::regnamespace
-           AND c.relkind = 'r' AND c.relname <> 'outbox' AND NOT c.relispartition
+           AND c.relname = ANY ('{adoption,dead_letter,fetch_token,future_event,journal,lane,
+                                  replay,replay_job,replica,schedule,token}'::name[])
          ORDER BY c.relname
     LOOP
         EXECUTE format('SELECT max(%I) FROM %I', id_column.attname, id_column.relname)
@@ -841,12 +846,33 @@ BEGIN
     FOR definer IN
         SELECT p.oid FROM pg_proc p
          WHERE p.pronamespace = quote_ident(current_schema())::regnamespace AND p.prosecdef
+           AND p.proname = ANY ('{account,account_batches,add_partition,advance_sequences,analyze_parent,
+             blocks_to_examine,claim_once,count_secrets_by_key,drop_period,
+             empty_partition,end_period,examine_block,expected_events,guard_events,
+             header_names,notify_relay,publish,publish_event,publish_events,
+             publish_many,publish_text,reset_once,sequences_behind,server_identity,
+             settle_period,summarize,unsequenced_events}'::name[])
     LOOP
         EXECUTE format('ALTER FUNCTION %s SET row_security = off', definer);
     END LOOP;
 END $$;
 
 -- -------------------------------------------------------------------- the tables
+
+-- The tables of a dropped period that maintenance has begun to detach.  A table of that name that
+-- somebody else has detached may have events that were never read: it is not dropped.
+ALTER TABLE period ADD COLUMN detaching oid[] NOT NULL DEFAULT '{}';
+
+-- A new reason: 'missing', an event that is gone although nothing erased it.  NOT VALID: all rows
+-- satisfied the constraint before.
+ALTER TABLE dead_letter DROP CONSTRAINT dead_letter_reason_check;
+ALTER TABLE dead_letter ADD CONSTRAINT dead_letter_reason_check
+    CHECK (reason IN ('refused', 'exhausted', 'expired', 'erased', 'missing', 'skipped', 'backlog',
+                      'adopted', 'disabled', 'removed')) NOT VALID;
+
+-- Dead letters of older versions whose reason 'erased' may be wrong; maintenance classifies them.
+CREATE INDEX dead_letter_unclassified ON dead_letter (id)
+ WHERE reason = 'erased' AND erased_at IS NULL AND outbox_id IS NOT NULL;
 
 -- Last, because producers wait for the locks; the outbox first, because they insert into it first.
 LOCK TABLE outbox IN SHARE ROW EXCLUSIVE MODE;
@@ -857,19 +883,5 @@ ALTER TABLE future_event ADD COLUMN retry_at timestamptz, ADD COLUMN problem tex
 DROP INDEX future_event_due;
 CREATE INDEX future_event_due ON future_event (coalesce(retry_at, deliver_at), id);
 CREATE INDEX future_event_problem ON future_event (id) WHERE problem IS NOT NULL;
-
--- The tables of a dropped period that maintenance has begun to detach.  A table of that name that
--- somebody else has detached may have events that were never read: it is not dropped.
-ALTER TABLE period ADD COLUMN detaching oid[] NOT NULL DEFAULT '{}';
-
--- A new reason: 'missing', an event that is gone although nothing erased it.
-ALTER TABLE dead_letter DROP CONSTRAINT dead_letter_reason_check;
-ALTER TABLE dead_letter ADD CONSTRAINT dead_letter_reason_check
-    CHECK (reason IN ('refused', 'exhausted', 'expired', 'erased', 'missing', 'skipped', 'backlog',
-                      'adopted', 'disabled', 'removed'));
-
--- Dead letters of older versions whose reason 'erased' may be wrong; maintenance classifies them.
-CREATE INDEX dead_letter_unclassified ON dead_letter (id)
- WHERE reason = 'erased' AND erased_at IS NULL AND outbox_id IS NOT NULL;
 
 DO $$ BEGIN PERFORM guard_events(); END $$;

@@ -52,13 +52,13 @@ SELECT coalesce(range_agg(int8range(number * {WIDTH}, (number + 1) * {WIDTH})), 
   FROM period WHERE kind = 'events' AND last_batch IS NULL AND dropped_at IS NULL
 """  # noqa: S608 (constants only)
 
-# The ids of attached partitions, by their bounds.
+# The ids of attached partitions, by their bounds; DEFAULT, MINVALUE and MAXVALUE are none.
 _ATTACHED = r"""
 SELECT range_agg(int8range(bound[1]::bigint, bound[2]::bigint))
   FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid
  CROSS JOIN LATERAL regexp_match(pg_get_expr(c.relpartbound, c.oid),
                                  'FROM \(''?(-?\d+)''?\) TO \(''?(\d+)''?\)') AS bound
- WHERE i.inhparent = $1::oid AND NOT i.inhdetachpending AND c.relkind IN ('r', 'p')
+ WHERE i.inhparent = $1::oid AND NOT i.inhdetachpending AND c.relkind = 'r' AND bound IS NOT NULL
 """
 
 # Periods whose ids are among the ranges $3, which were not dropped, and of which a part is in no
@@ -80,7 +80,7 @@ SELECT n.number
                   WHERE p.kind = 'events' AND p.number = n.number AND p.dropped_at IS NOT NULL)
               OR EXISTS (
                  SELECT FROM pg_class c JOIN pg_inherits i ON i.inhrelid = c.oid
-                  WHERE c.relname = 'outbox_' || n.number AND c.relkind IN ('r', 'p')
+                  WHERE c.relname = 'outbox_' || n.number AND c.relkind = 'r'
                     AND c.relnamespace = quote_ident(current_schema())::regnamespace
                     AND i.inhparent = $1::oid AND NOT i.inhdetachpending
                     AND pg_get_expr(c.relpartbound, c.oid) = format(
@@ -122,7 +122,13 @@ def require(name: str, conditions: Iterable[str]) -> WriteStatement:
     return WriteStatement(name, f"SELECT abort_unless({' AND '.join([typed, *conditions])})")
 
 
+ID_CONDITIONS = {"sequence"}
+"""Conditions that matter for ids that may be assigned, not for an event that was read before."""
 REQUIRE_VISIBLE = require("require_visible", CONDITIONS.values())
+REQUIRE_EVENTS_VISIBLE = require(
+    "require_events_visible",
+    (condition for name, condition in CONDITIONS.items() if name not in ID_CONDITIONS),
+)
 REQUIRE_ABSENT = WriteStatement(
     "require_absent",
     """
@@ -179,13 +185,18 @@ class AbsenceProof:
 
     Args:
         connection: the connection on which the decisions are written.
+        of_events: what is proven to be absent are events that were sequenced.
     """
 
     conditions_before = conditions_after = REQUIRE_VISIBLE
     second_read = REQUIRE_ABSENT
 
-    def __init__(self, connection: StoreConnection) -> None:
+    def __init__(self, connection: StoreConnection, *, of_events: bool = False) -> None:
         self._db = connection
+        self._conditions = list(CONDITIONS)
+        if of_events:
+            self._conditions = [name for name in CONDITIONS if name not in ID_CONDITIONS]
+            self.conditions_before = self.conditions_after = REQUIRE_EVENTS_VISIBLE
         self._table: int | None = None
         self.sequence: int | None = None
         """The OID of the sequence; None: `check` was not called."""
@@ -212,11 +223,14 @@ class AbsenceProof:
             self._table, self.sequence = row["oid"], row["sequence"]
         await self._check_conditions(await self._db.fetchval(READ_UNSETTLED))
 
-    async def write(self, missing: Sequence[Range], *calls: WriteCall) -> int:
+    async def write(
+        self, missing: Sequence[Range], *calls: WriteCall, was_read: bool = True
+    ) -> int:
         """Write in one message, see `write_together`, of which `prove` is a part.
 
         Args:
             missing: the ranges that the message proves to be absent.
+            was_read: an earlier read returned no row of them.
 
         Returns:
             The result; 0 if the message was aborted although the conditions hold.
@@ -232,7 +246,7 @@ class AbsenceProof:
         # The cause is read afterwards: an error's text is localized.
         ranges = multirange(missing)
         await self._check_conditions(ranges)
-        if found := await self._db.fetch(READ_PRESENT, ranges):
+        if was_read and (found := await self._db.fetch(READ_PRESENT, ranges)):
             self.contradictions += 1
             self.on_contradiction()
             log.error(
@@ -271,9 +285,9 @@ class AbsenceProof:
         rows = await self._db.fetch(READ_FAILED, self._table, self.sequence, ranges)
         if rows:
             failed = {row["condition"] for row in rows}
-            raise CursorBroken(
-                await self._reason(next(c for c in CONDITIONS if c in failed), ranges)
-            )
+            for condition in self._conditions:
+                if condition in failed:
+                    raise CursorBroken(await self._reason(condition, ranges))
 
     async def _reason(self, condition: str, ranges: str) -> str:
         """Why a condition does not hold, and the command that repairs it."""
@@ -324,9 +338,9 @@ def _hidden_reason(outbox: str, row: Any) -> str:
     if row["detaching"]:
         detach = f"ALTER TABLE {outbox} DETACH PARTITION {partition} FINALIZE"
         return f"{partition} is being detached; run: {detach}; then: {attach}"
-    if row["relkind"] not in (b"r", b"p"):
+    if row["relkind"] != b"r":
         return (
-            f"{partition} is not an ordinary table, so what a read returns depends on another "
-            f"server or query; replace it by a table with its rows, and run: {attach}"
+            f"{partition} is not an ordinary table, so what a read returns depends on other tables "
+            f"or another server; replace it by a table with its rows, and run: {attach}"
         )
     return f"{partition} is not attached to {outbox}; run: {attach}"

@@ -19,6 +19,7 @@ from outbox.core.model.sql_names import quote_ident, setting_name
 from outbox.errors import CannotRun, Conflict, UsageError
 from outbox.store.connection import dsn as addresses
 from outbox.store.connection.connect import connect, map_errors
+from outbox.store.connection.migration_files import table_names
 from outbox.store.connection.schema_status import require_current
 from outbox.store.retention.partitions import PartitionStore
 
@@ -27,13 +28,6 @@ if TYPE_CHECKING:
 
 # Relays that may run: their lease has not expired.
 READ_RELAYS = "SELECT name FROM replica WHERE expires_at > clock_timestamp() ORDER BY id LIMIT 1"
-
-# The tables of the schema.
-READ_TABLES = """
-SELECT c.relname FROM pg_class c
- WHERE c.relnamespace = quote_ident(current_schema())::regnamespace
-   AND c.relkind IN ('r', 'p') AND NOT c.relispartition AND c.relname <> 'migration'
-"""
 
 # The rows that migrations wrote.
 WRITE_INITIAL_ROWS = """
@@ -94,7 +88,7 @@ async def reset_async(dsn: str | None = None, *, schema: str | None = None) -> N
 
 
 async def _empty(connection: StoreConnection, schema: str) -> None:
-    tables = ", ".join(quote_ident(row["relname"]) for row in await connection.fetch(READ_TABLES))
+    tables = ", ".join(map(quote_ident, table_names()))
     try:
         async with connection.transaction():
             await connection.execute(

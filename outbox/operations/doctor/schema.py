@@ -17,14 +17,14 @@ from outbox.operations.doctor.check import (
 )
 from outbox.store.absence_proof import AbsenceProof
 from outbox.store.connection import schema_status
-from outbox.store.connection.row_security import READ_PROTECTED, protected_reason
+from outbox.store.connection.row_security import read_protected_reason
 from outbox.store.retention.partitions import PARENTS, PartitionStore
 
 
 @check("row security", passed="no policy applies to these tables")
 async def row_security(context: DoctorContext) -> Results:
     """No policy hides rows from the relay, or makes its statements fail."""
-    reason = protected_reason(await context.db.fetchrow(READ_PROTECTED))
+    reason = await read_protected_reason(context.db)
     if reason is not None:
         message, _, action = reason.partition("; ")
         yield problem(message, action)

@@ -107,6 +107,11 @@ SELECT name FROM unnest($1::text[]) WITH ORDINALITY AS given(name, n)
 """
 
 ADVANCE_SEQUENCES = "SELECT {schema}.advance_sequences()"
+# What this role may repair; one that only applies nothing needs no privilege.
+MAY_REPAIR = """
+SELECT has_function_privilege(format('%I.guard_events()', $1::text), 'EXECUTE')
+       AND has_function_privilege(format('%I.advance_sequences()', $1::text), 'EXECUTE')
+"""
 READ_UNGUARDED = "SELECT EXISTS (SELECT FROM {schema}.missing_guards())"
 READ_PAYLOAD_LIMIT = "SELECT {schema}.payload_bytes_max()"
 SET_PAYLOAD_LIMIT = "set_payload_bytes_max({})"
@@ -164,8 +169,9 @@ async def migrate(
         while pending := (await status(connection, schema)).pending:
             if await _apply(connection, locks, schema, pending):
                 done.append(pending[0])
-        await _guard_events(connection, locks, schema)
-        await connection.execute(ADVANCE_SEQUENCES.format(schema=quote_ident(schema)))
+        if await connection.fetchval(MAY_REPAIR, schema):
+            await _guard_events(connection, locks, schema)
+            await connection.execute(ADVANCE_SEQUENCES.format(schema=quote_ident(schema)))
         await _apply_settings(connection, locks, schema, roles, revoked, payload_bytes_max)
     return done
 

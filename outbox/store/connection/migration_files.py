@@ -51,6 +51,13 @@ class Migration:
 
 
 @cache
+def table_names() -> tuple[str, ...]:
+    """The tables that the migrations create, without partitions: a schema may have others."""
+    created = re.compile(r"^CREATE TABLE (\w+)", re.MULTILINE)
+    return tuple(name for each in migrations() for name in created.findall(each.sql))
+
+
+@cache
 def migrations() -> tuple[Migration, ...]:
     """The migration files of this version, in order.
 

@@ -13,6 +13,7 @@ from asyncpg import InsufficientPrivilegeError
 
 from outbox.core.model.sql_names import quote_ident
 from outbox.errors import CursorBroken
+from outbox.store.connection.migration_files import table_names
 
 if TYPE_CHECKING:
     from asyncpg import Connection
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
 ROW_SECURITY_OFF = "SET LOCAL row_security = off"
 """The statement that begins a message behind a proxy that takes no startup parameters."""
 
-# Tables of the schema whose policies apply to this role, or to their owner, with whose privileges
-# functions run.
-READ_PROTECTED = """
+# Our tables whose policies apply to this role, or to their owner, with whose privileges functions
+# run.
+_READ_PROTECTED = """
 SELECT current_schema() AS schema, current_user AS role, array_agg(relname::text) AS tables
   FROM (SELECT c.relname FROM pg_class c
          WHERE c.relnamespace = quote_ident(current_schema())::regnamespace
-           AND c.relkind IN ('r', 'p')
+           AND c.relkind IN ('r', 'p') AND c.relname = ANY ($1::text[])
            AND (row_security_active(c.oid) OR c.relrowsecurity AND c.relforcerowsecurity)
          ORDER BY c.relname <> 'outbox', c.relname) protected
 """
@@ -57,19 +58,25 @@ async def stop_hidden(connection: Connection[Any]) -> NoReturn:
 
 async def read_row_security_reason(connection: Connection[Any]) -> str:
     """Why a read may have returned only a part of the rows, and what to do about it."""
-    return protected_reason(await connection.fetchrow(READ_PROTECTED)) or (
+    return await read_protected_reason(connection) or (
         "row level security was active during a read; it is not any more"
     )
 
 
-def row_security_error(row: Any) -> RowSecurityError | None:
-    """The error for the tables of `READ_PROTECTED`; None: a privilege is missing."""
-    reason = protected_reason(row)
-    return None if reason is None else RowSecurityError(reason)
+async def explain_denial(
+    connection: Connection[Any], error: InsufficientPrivilegeError
+) -> InsufficientPrivilegeError:
+    """The same error, with what to do about row security if a policy applies to our tables."""
+    reason = await read_protected_reason(connection)
+    if reason is None:
+        return error
+    message = str(error).partition("\n")[0]
+    return RowSecurityError(f"{message}; {reason}")
 
 
-def protected_reason(row: Any) -> str | None:
-    """What to do about row security, also if its policies hide nothing."""
+async def read_protected_reason(connection: Connection[Any]) -> str | None:
+    """What to do about row security, also if its policies hide nothing; None: it is not active."""
+    row = await connection.fetchrow(_READ_PROTECTED, table_names())
     if not row["tables"]:
         return None
     names = [f"{quote_ident(row['schema'])}.{quote_ident(table)}" for table in row["tables"]]

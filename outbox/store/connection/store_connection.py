@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from asyncpg import InsufficientPrivilegeError, PostgresError, ProgramLimitExceededError
 
 from outbox.store.connection.message import Private, SettingArgument, is_aborted, rows_of
-from outbox.store.connection.row_security import READ_PROTECTED, row_security_error
+from outbox.store.connection.row_security import RowSecurityError, explain_denial
 from outbox.store.connection.type_cache import TypeCachingConnection
 
 if TYPE_CHECKING:
@@ -54,11 +54,12 @@ class StoreConnection(TypeCachingConnection):
         """Distinguish row security from a missing privilege, which has the same error code."""
         try:
             return await statement
+        except RowSecurityError:
+            raise
         except InsufficientPrivilegeError as error:
             if self.is_in_transaction():
                 raise
-            cause = row_security_error(await super().fetchrow(READ_PROTECTED))
-            raise cause or error from error.__cause__
+            raise await explain_denial(self, error) from error.__cause__
 
     async def write(
         self,

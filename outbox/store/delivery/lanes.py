@@ -68,7 +68,8 @@ SELECT l.id, l.endpoint_id, l.generation, l.slot,
              FROM (SELECT d.batch FROM delivery d
                     WHERE d.lane_id = l.id AND d.batch >= p.floor_batch AND d.seq > p.acked_seq
                     ORDER BY d.batch, d.seq LIMIT 1) head
-             JOIN batch USING (batch)) END AS pending_since
+             JOIN batch USING (batch)) END AS pending_since,
+       {rows_hidden("lane_block")} AS hidden
   FROM endpoint e
   JOIN lane l ON l.endpoint_id = e.id
   JOIN lane_progress p ON p.lane_id = l.id
@@ -183,7 +184,10 @@ SELECT DISTINCT seq FROM attempt
 """
 
 # Lanes blocked by a dead letter.
-READ_BLOCKED = "SELECT lane_id FROM lane_block WHERE lane_id = ANY ($1)"
+READ_BLOCKED = f"""
+SELECT lane_id, {rows_hidden("lane_block")} AS hidden
+  FROM unnest($1::bigint[]) AS lane(id) LEFT JOIN lane_block b ON b.lane_id = lane.id
+"""  # noqa: S608 (constants only)
 
 # The deliveries of the endpoints' lanes that operators skipped last; most of them have ended.
 READ_SKIPPED = """
@@ -289,6 +293,7 @@ class LaneStore:
     async def lanes(self, endpoint_ids: Collection[UUID]) -> list[LoadedLane]:
         """All lanes of the endpoints; call it after claiming them."""
         rows = await self._db.fetch(READ_LANES, list(endpoint_ids))
+        await self._require_visible(rows)
         tails: dict[int, list[tuple[int, int, float]]] = {}
         for r in await self._db.fetch(
             READ_ACKNOWLEDGED,
@@ -432,7 +437,12 @@ class LaneStore:
     async def blocked(self, lane_ids: Collection[int]) -> set[int]:
         """Those of the lanes that are blocked by a dead letter."""
         rows = await self._db.fetch(READ_BLOCKED, list(lane_ids))
-        return {r["lane_id"] for r in rows}
+        await self._require_visible(rows)
+        return {r["lane_id"] for r in rows if r["lane_id"] is not None}
+
+    async def _require_visible(self, rows: Sequence[Any]) -> None:
+        if any(r["hidden"] for r in rows):
+            await stop_hidden(self._db)
 
     async def skipped(self, endpoint_ids: Collection[UUID]) -> dict[int, int]:
         """The sequence number that an operator skipped last, by lane; most lanes have none."""

@@ -373,7 +373,7 @@ class RecordStore:
         self._db = connection
         self._replica_id = replica_id
         self._timeline = timeline
-        self.proof = AbsenceProof(connection)
+        self.proof = AbsenceProof(connection, of_events=True)
 
     async def write(
         self,

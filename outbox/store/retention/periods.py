@@ -243,15 +243,24 @@ SELECT FROM deleted
 """,  # noqa: S608 (constants only)
 )
 
-# Classifies dead letters of older versions, in which every event that a read did not return counted
-# as erased: they were, if the event or its period has a record of it, and are missing otherwise.
+ALL_IDS = [(1, 2**62)]
+
+# Dead letters of older versions, in which every event that a read did not return counted as erased.
+READ_UNCLASSIFIED = f"""
+SELECT id FROM dead_letter
+ WHERE reason = 'erased' AND erased_at IS NULL AND outbox_id IS NOT NULL AND id > $1
+ ORDER BY id LIMIT {STEP}
+"""  # noqa: S608 (a constant only)
+
+# Classifies some of them: they were erased, if the event or its period has a record of it, and are
+# missing otherwise, which the message proves.
 CLASSIFY_ERASED = WriteStatement(
     "classify_erased",
     f"""
 WITH unclassified AS MATERIALIZED (
     SELECT id, outbox_id FROM dead_letter
-     WHERE reason = 'erased' AND erased_at IS NULL AND outbox_id IS NOT NULL
-     ORDER BY id LIMIT {STEP} FOR NO KEY UPDATE SKIP LOCKED),
+     WHERE reason = 'erased' AND erased_at IS NULL AND outbox_id IS NOT NULL AND id = ANY ($1)
+       FOR NO KEY UPDATE SKIP LOCKED),
 recorded AS (
     SELECT u.id, coalesce(o.erased_at, p.dropped_at) AS erased_at
       FROM unclassified u
@@ -328,9 +337,10 @@ class RetentionStore:
         """Delete expired rows and leftovers of erasures; returns the number of rows.
 
         It also classifies the dead letters of older versions.
+
+        Raises:
+            CursorBroken: events may be hidden, so dead letters cannot be classified.
         """
-        while await self._db.write(CLASSIFY_ERASED) == STEP:
-            pass
         deleted_rows = await erase_leftovers(self._db, ERASED_WITHIN_S)
         for delete, keep_s in (
             (DELETE_DEAD_LETTERS, self._keep.dead_letters_s),
@@ -344,7 +354,15 @@ class RetentionStore:
         while deleted == STEP:
             deleted = await self._db.write(DELETE_HISTORY)
             deleted_rows += deleted
+        await self._classify()
         return deleted_rows
+
+    async def _classify(self) -> None:
+        last_id = 0
+        while rows := await self._db.fetch(READ_UNCLASSIFIED, last_id):
+            last_id = rows[-1]["id"]
+            proof = await self.proof.prove(ALL_IDS, (CLASSIFY_ERASED, [row["id"] for row in rows]))
+            await self.proof.write(ALL_IDS, *proof, was_read=False)
 
     def _length_s(self, kind: WindowKind) -> float:
         if self._period_s is not None:
@@ -381,7 +399,7 @@ class RetentionStore:
         # The function reads what is left of the period: the rest above the cursor's position.
         rest = [(period.first, period.end - 1)]
         proof = await self.proof.prove(rest, (SETTLE_PERIOD, period.number))
-        await self.proof.write(rest, (HOLD_CURSOR,), *proof)
+        await self.proof.write(rest, (HOLD_CURSOR,), *proof, was_read=False)
 
     # ---------------------------------------------------------------- decide
 

@@ -178,7 +178,8 @@ SELECT abort_unless(EXISTS (SELECT FROM locked))
 # in the index, whatever row count the planner estimates; a join may read the whole table for one
 # row.
 #   due: FOR UPDATE, because an operator may delete them.
-#   stored: those in the outbox.  A trigger may have changed their event ids; then all are there.
+#   stored: those in the outbox.  If a trigger changed their event ids, all must be there.
+#   postponed: fails if others were stored, which cannot be told apart then.
 #   $2: seconds until the others are tried again.
 MOVE_FUTURE = WriteStatement(
     "move_future",
@@ -202,8 +203,11 @@ stored AS MATERIALIZED (
 moved AS (
     DELETE FROM future_event WHERE id = ANY(ARRAY(SELECT id FROM stored))),
 postponed AS (
-    UPDATE future_event SET retry_at = clock_timestamp() + make_interval(secs => $2),
-                            problem = suppressed_insert('outbox')
+    UPDATE future_event
+       SET retry_at = clock_timestamp() + make_interval(secs => $2),
+           problem = CASE WHEN (SELECT count(*) FROM stored) = (SELECT count(*) FROM written)
+                          THEN suppressed_insert('outbox')
+                          ELSE require_stored(false, 'outbox')::text END
      WHERE id = ANY(ARRAY(SELECT id FROM due EXCEPT SELECT id FROM stored)))
 SELECT FROM due
 """,

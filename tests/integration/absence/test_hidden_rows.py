@@ -21,6 +21,7 @@ from outbox.relay.sequencing.cursor import BatchResult
 from outbox.store.connection.connect import connect, map_errors, not_granted
 from outbox.store.connection.dsn import parse
 from outbox.store.connection.pgbouncer import PooledWorker
+from outbox.store.delivery.lanes import LaneStore
 from outbox.store.sequencing.batches import SequencingStore
 from tests.support.cursor_checks import NO_VIOLATIONS, check_cursor
 from tests.support.doctor import findings
@@ -338,6 +339,26 @@ async def test_a_command_names_the_policy_that_stops_it(database: Database) -> N
         ):
             await connection.fetch("SELECT * FROM lane")
         connection.terminate()
+
+
+async def test_a_hidden_block_does_not_let_a_lane_go_on(database: Database) -> None:
+    """Behind a proxy, a read has the role's own setting."""
+    await add_endpoint(database, lanes=1)
+    async with role(database, "relay") as name:
+        await fetchval(
+            database,
+            "DO $$ BEGIN INSERT INTO lane_block (lane_id, seq) SELECT id, 1 FROM lane;"
+            " ALTER TABLE lane_block ENABLE ROW LEVEL SECURITY; END $$",
+        )
+        path = {"search_path": "relay", "row_security": "on"}
+        async with database.connection(user=name, server_settings=path) as connection:
+            store = LaneStore(connection)
+            lane_id = await fetchval(database, "SELECT id FROM lane")
+            endpoint_id = await fetchval(database, "SELECT id FROM endpoint")
+            with pytest.raises(CursorBroken, match="row level security is active on relay.lane"):
+                await store.blocked([lane_id])
+            with pytest.raises(CursorBroken, match="row level security is active on relay.lane"):
+                await store.lanes([endpoint_id])
 
 
 async def test_functions_of_the_owner_read_all_rows_or_fail(database: Database) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from outbox.core.sequencing.partition_window import Retention
+from outbox.errors import CursorBroken
 from outbox.operations import replays
 from outbox.operations.criteria import DeadLetterSelection
 from outbox.store.retention.periods import RetentionStore
@@ -149,6 +150,11 @@ async def test_dead_letters_of_older_versions_are_classified_by_their_events(
     store = RetentionStore(
         await database.connect(server_settings={"search_path": "relay"}), Retention()
     )
+    await _execute(database, DETACH)
+    with pytest.raises(CursorBroken, match="outbox_0 is not attached"):
+        await store.delete_expired()
+    assert "missing" not in await fetchval(database, LETTERS)
+    await _execute(database, ATTACH)
     await store.delete_expired()
     classified = '[[1, 1, "missing"], [2, 2, "erased"], [3, 3, "missing"]]'
     assert await fetchval(database, LETTERS) == classified

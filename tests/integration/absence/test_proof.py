@@ -368,3 +368,52 @@ async def test_a_proof_without_the_conditions_before_its_read_is_detected(
     monkeypatch.setattr(AbsenceProof, "conditions_before", NOTHING)
     with pytest.raises(pytest.fail.Exception):
         await _withstands_attaching(database)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "CREATE TABLE rest (LIKE outbox INCLUDING DEFAULTS INCLUDING CONSTRAINTS);"
+        f"ALTER TABLE outbox ATTACH PARTITION rest DEFAULT; {DETACH}",
+        "CREATE TABLE below (LIKE outbox INCLUDING DEFAULTS INCLUDING CONSTRAINTS);"
+        f"ALTER TABLE outbox ATTACH PARTITION below FOR VALUES FROM (MINVALUE) TO (0); {DETACH}",
+    ],
+    ids=["DEFAULT", "MINVALUE"],
+)
+async def test_a_partition_with_other_bounds_does_not_stand_for_one(
+    damage: str, database: Database
+) -> None:
+    async with proof_of(database) as it:
+        await publish(database, 1, 2)
+        await it.proof.check()
+        await it.owner.execute(damage)
+        with pytest.raises(CursorBroken, match="outbox_0 is not attached"):
+            await it.proof.write([(1, 2)], *await it.proof.prove([(1, 2)]))
+
+
+async def test_a_partition_with_partitions_proves_nothing(database: Database) -> None:
+    """Its own partitions may be detached."""
+    async with proof_of(database) as it:
+        await publish(database, 1, 2)
+        await it.proof.check()
+        await it.owner.execute(f"""
+            {DETACH};
+            ALTER TABLE outbox_0 RENAME TO leaf;
+            CREATE TABLE outbox_0 (LIKE outbox) PARTITION BY RANGE (id);
+            {ATTACH}
+        """)
+        with pytest.raises(CursorBroken, match="outbox_0 is not an ordinary table"):
+            await it.proof.write([(1, 2)], *await it.proof.prove([(1, 2)]))
+
+
+async def test_a_sequenced_event_may_be_missing_whatever_the_sequence_does(
+    database: Database,
+) -> None:
+    """Otherwise one missing event would end every session, while only sequencing has to stop."""
+    async with proof_of(database) as it:
+        of_events = AbsenceProof(it.proof._db, of_events=True)
+        await of_events.check()
+        await it.owner.execute("ALTER SEQUENCE outbox_id_seq CACHE 20")
+        assert await of_events.write([(1, 2)], *await of_events.prove([(1, 2)])) == 1
+        with pytest.raises(CursorBroken, match="CACHE 1"):
+            await it.proof.check()

@@ -285,6 +285,25 @@ async def test_a_trigger_that_changes_event_ids_keeps_no_delayed_event(db: Conne
 
 
 @pytest.mark.one_major
+async def test_a_trigger_that_changes_some_ids_and_suppresses_others_doubles_nothing(
+    db: Connection[Any],
+) -> None:
+    """Which were stored cannot be told: nothing is moved, with an error."""
+    await db.execute("""
+        CREATE FUNCTION other() RETURNS trigger LANGUAGE plpgsql AS
+            'BEGIN NEW.event_id := gen_random_uuid();
+                   IF NEW.type = ''bad'' THEN RETURN NULL; END IF; RETURN NEW; END';
+        CREATE TRIGGER other BEFORE INSERT ON outbox FOR EACH ROW EXECUTE FUNCTION other()
+    """)
+    await _delay(db, "good", "bad")
+    with pytest.raises(asyncpg.PostgresError, match="stored nothing"):
+        await ScheduleRunStore(db, 1).move_future_events()
+    assert await _payloads(db) == []
+    with pytest.raises(asyncpg.PostgresError, match="event_id: a trigger changed it"):
+        await db.fetchval("SELECT publish('good', '1')")
+
+
+@pytest.mark.one_major
 async def test_a_delayed_event_that_is_deleted_meanwhile_is_not_published(
     database: Database, db: Connection[Any]
 ) -> None:
