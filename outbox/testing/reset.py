@@ -36,7 +36,7 @@ INSERT INTO lag_report DEFAULT VALUES;
 INSERT INTO lock (name) VALUES ('future events'), ('maintenance');
 INSERT INTO period (kind, number) VALUES ('events', 0), ('log', 0);
 INSERT INTO batch (batch, high) VALUES (0, 0);
-INSERT INTO event_account (first_id) VALUES (0);
+INSERT INTO event_account DEFAULT VALUES;
 DO $$ BEGIN PERFORM setval('wakeup', 1); END $$;
 """
 

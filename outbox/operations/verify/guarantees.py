@@ -123,7 +123,7 @@ CHECKS: tuple[AuditCheck, ...] = (
          WHERE coalesce(s.events, 0) <> a.expected OR a.present <> a.expected
         """,  # noqa: S608 (constants only)
         settings="SET LOCAL enable_indexscan = off; SET LOCAL enable_indexonlyscan = off; "
-        "SET LOCAL enable_bitmapscan = off",
+        "SET LOCAL enable_bitmapscan = off; SET LOCAL jit = off",
     ),
     AuditCheck(
         "assigned",

@@ -33,7 +33,7 @@ from tests.support.checkout import ROOT
 from tests.support.doctor import reported_findings
 from tests.support.relay import Network, add_endpoint, running
 from tests.support.roles import dsn_of, role
-from tests.support.sequencers import Variant, settings
+from tests.support.sequencers import Variant, session, settings
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class Books:
 
 @pytest.fixture
 async def books(database: Database) -> Books:
-    db = await database.connect(server_settings={"search_path": "relay"})
+    db = await session(database)
     await db.execute("SET relay.remove = 'on'")
     sequencer, store = Variant(tracker=EveryBatchProves).build(db, settings(database))
     await store.check()
@@ -396,8 +396,8 @@ async def test_a_relay_reports_a_difference(
     async with running(books.database, Network()) as relay:
         await books.db.execute(DELETE)
         await until(lambda: [each for each in logs if each.get("expected") == 4])
-        reason = "1 event missing or superfluous; see outbox doctor"
-        await until(lambda: relay.readiness() == Readiness(ready=True, reason=reason))
+        warning = "1 event missing or superfluous; see outbox doctor"
+        await until(lambda: relay.readiness() == Readiness(ready=True, reason=warning))
     (reported,) = {
         (each["log_level"], each["first_id"], each["last_id"], each["events"])
         for each in logs
@@ -469,7 +469,7 @@ async def test_an_exporter_sees_the_oldest_unsequenced_event(books: Books) -> No
         await exporter.close()
 
 
-async def test_ids_of_a_log_that_was_dropped_before_are_not_accounted(books: Books) -> None:
+async def test_ids_without_a_log_are_not_accounted(books: Books) -> None:
     """Their dead ids are not known; the migration begins with the oldest log that is kept."""
     await books.publish(2)
     await books.roll_back(3)

@@ -399,7 +399,7 @@ async def test_a_partition_with_partitions_proves_nothing(database: Database) ->
         await it.owner.execute(f"""
             {DETACH};
             ALTER TABLE outbox_0 RENAME TO leaf;
-            CREATE TABLE outbox_0 (LIKE outbox) PARTITION BY RANGE (id);
+            CREATE TABLE outbox_0 (LIKE outbox INCLUDING CONSTRAINTS) PARTITION BY RANGE (id);
             {ATTACH}
         """)
         with pytest.raises(CursorBroken, match="outbox_0 is not an ordinary table"):

@@ -1,4 +1,4 @@
-"""A schema that the outbox shares with an application: its tables and functions stay as they are."""
+"""A schema that an application uses, too: its tables and functions are left alone."""
 
 from __future__ import annotations
 
