@@ -66,7 +66,7 @@ async def read_row_security_reason(connection: Connection[Any]) -> str:
 async def explain_denial(
     connection: Connection[Any], error: InsufficientPrivilegeError
 ) -> InsufficientPrivilegeError:
-    """The same error, with what to do about row security if a policy applies to our tables."""
+    """Add to an error what to do about row security, if a policy applies to one of our tables."""
     reason = await read_protected_reason(connection)
     if reason is None:
         return error
