@@ -499,7 +499,9 @@ CREATE INDEX event_block_difference ON event_block (examined_at) WHERE present <
 
 -- Dead ranges of more than 2^30 ids, each in one period: the unused rest of a period, or what a
 -- setval() skipped.  They are not counted in blocks.
-CREATE TABLE event_void (ids int8range PRIMARY KEY);
+CREATE TABLE event_void (
+    ids int8range PRIMARY KEY
+);
 
 -- Dead ids of a log that was dropped before this migration are not known.
 INSERT INTO event_account (first_id)

@@ -349,7 +349,7 @@ async def test_a_database_error_in_the_background_is_logged_in_one_line(
 ) -> None:
     # The server adds a hint on a separate line.
     rename = "ALTER TABLE relay.{} RENAME COLUMN {} TO {}"
-    renamed = [("period", "dropped_at", "dropped_on"), ("schedule", "due_at", "due_on")]
+    renamed = [("period", "ended_at", "ended_on"), ("schedule", "due_at", "due_on")]
     async with under_load(database):
         for table, name, other in renamed:
             await fetchval(database, rename.format(table, name, other))
