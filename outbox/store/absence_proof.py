@@ -16,7 +16,6 @@ be gone by now.  Statements instead of a function: the relay prepares them, whic
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -174,11 +173,6 @@ READ_ROLE = """
 SELECT current_schema() AS schema, current_user AS role, pg_is_in_recovery() AS standby
 """
 
-SEQUENCE_REASON = (
-    "the sequence of outbox.id must be LOGGED with CACHE 1, INCREMENT 1, NO CYCLE; "
-    "restore that with ALTER SEQUENCE"
-)
-
 
 class AbsenceProof:
     """The proof on one connection.
@@ -273,12 +267,13 @@ class AbsenceProof:
 
     async def hidden_events(self, through_id: int) -> str | None:
         """Why reads may not return every event up to an id, and what to do; None: they do."""
-        with suppress(SchemaMissing):
-            try:
-                await self.check()
-                await self._check_conditions(multirange([(0, through_id)]))
-            except CursorBroken as broken:
-                return None if str(broken) == SEQUENCE_REASON else str(broken)
+        try:
+            await self.check()
+            await self._check_conditions(multirange([(0, through_id)]))
+        except SchemaMissing:
+            return None
+        except CursorBroken as broken:
+            return str(broken)
         return None
 
     async def _check_conditions(self, ranges: str) -> None:
@@ -306,7 +301,10 @@ class AbsenceProof:
             case "sequence" if here["standby"]:
                 return "this server is a standby; connect to the primary"
             case "sequence":
-                return SEQUENCE_REASON
+                return (
+                    "the sequence of outbox.id must be LOGGED with CACHE 1, INCREMENT 1, NO CYCLE; "
+                    "restore that with ALTER SEQUENCE"
+                )
             case "partitions":
                 row = await self._db.fetchrow(READ_HIDDEN, self._table, ranges)
                 return _hidden_reason(outbox, row)

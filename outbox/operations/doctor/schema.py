@@ -24,10 +24,8 @@ from outbox.store.retention.partitions import PARENTS, PartitionStore
 @check("row security", passed="no policy applies to these tables")
 async def row_security(context: DoctorContext) -> Results:
     """No policy hides rows from the relay, or makes its statements fail."""
-    reason = await read_protected_reason(context.db)
-    if reason is not None:
-        message, _, action = reason.partition("; ")
-        yield problem(message, action)
+    if reason := await read_protected_reason(context.db):
+        yield _problem(reason)
 
 
 @check("schema")
@@ -140,11 +138,16 @@ async def sequence(context: DoctorContext) -> Results:
 
 @check("hidden events", passed="reads return every committed event")
 async def hidden_events(context: DoctorContext) -> Results:
-    """Nothing but row security, which has a check of its own, hides events from reads."""
-    proof = AbsenceProof(context.db)
+    """Nothing hides events from reads; row security and the sequence have checks of their own."""
+    proof = AbsenceProof(context.db, of_events=True)
     if reason := await proof.hidden_events(await context.db.fetchval(LAST_GIVEN)):
-        message, _, action = reason.partition("; ")
-        yield problem(message, action)
+        yield _problem(reason)
+
+
+def _problem(reason: str) -> CheckResult:
+    """A problem whose reason ends with what to do."""
+    message, _, action = reason.partition("; ")
+    return problem(message, action)
 
 
 TRIGGER = """

@@ -30,6 +30,7 @@ from outbox.store.retention.partitions import PartitionStore
 from outbox.store.retention.periods import RetentionStore
 from outbox.store.sequencing.accounting import AccountingStore
 from tests.support.checkout import ROOT
+from tests.support.detaching import ATTACH, DETACH
 from tests.support.doctor import reported_findings
 from tests.support.relay import Network, add_endpoint, running
 from tests.support.roles import dsn_of, role
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.costly, pytest.mark.system]
 
-WIDTH = 100_000_000_000
 BLOCK = 1 << 20
 
 INSERT = "INSERT INTO outbox (type, key, payload) VALUES ('a.b', 'k', '{}')"
@@ -216,7 +216,6 @@ DELETE = "DELETE FROM outbox WHERE id = 4"
 UNREADY = """
 UPDATE pg_index SET indisready = {0}, indisvalid = {0} WHERE indrelid = 'outbox_0'::regclass
 """
-ATTACH = f"ALTER TABLE outbox ATTACH PARTITION outbox_0 FOR VALUES FROM (0) TO ({WIDTH})"
 
 DAMAGES = {
     "a deleted event": Damage(
@@ -230,7 +229,7 @@ DAMAGES = {
         "TRUNCATE outbox", {(0, 0): -4, (0, 4096): -1}, {"all there"}, "0 events instead of 4"
     ),
     "a detached partition": Damage(
-        "ALTER TABLE outbox DETACH PARTITION outbox_0",
+        DETACH,
         {(0, 0): -4, (0, 4096): -1},
         {"all there"},
         "0 events instead of 4",

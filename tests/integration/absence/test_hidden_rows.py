@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 import pytest
 
+from outbox.core.sequencing.partition_window import WIDTH
 from outbox.errors import CannotRun, CursorBroken
 from outbox.operations.doctor.check import Severity
 from outbox.relay.sequencing.cursor import BatchResult
@@ -24,6 +25,7 @@ from outbox.store.connection.pgbouncer import PooledWorker
 from outbox.store.delivery.lanes import LaneStore
 from outbox.store.sequencing.batches import SequencingStore
 from tests.support.cursor_checks import NO_VIOLATIONS, check_cursor
+from tests.support.detaching import ATTACH, DETACH
 from tests.support.doctor import findings
 from tests.support.pgbouncer import pgbouncer
 from tests.support.relay import Network, add_endpoint, all_ended, fetchval, publish, running
@@ -38,8 +40,6 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.costly, pytest.mark.system]
 
-WIDTH = 100_000_000_000
-ATTACH = f"ALTER TABLE outbox ATTACH PARTITION outbox_0 FOR VALUES FROM (0) TO ({WIDTH})"
 POLICY = "CREATE POLICY half ON outbox USING (id % 2 = 0)"
 UNPROTECT = """
 ALTER TABLE outbox NO FORCE ROW LEVEL SECURITY, DISABLE ROW LEVEL SECURITY;
@@ -80,7 +80,7 @@ DAMAGES = {
         "RENAME TO outbox",
     ),
     "a detached partition": Damage(
-        "ALTER TABLE outbox DETACH PARTITION outbox_0",
+        DETACH,
         ATTACH,
         "ATTACH PARTITION relay.outbox_0",
     ),
@@ -283,7 +283,7 @@ async def test_a_period_is_not_settled_while_its_partition_is_detached(
     async with database.connection(server_settings={"search_path": "relay"}) as owner:
         await publish(database, *range(5))
         await owner.execute(f"""
-            ALTER TABLE outbox DETACH PARTITION outbox_0;
+            {DETACH};
             UPDATE period SET began_at = now() - interval '70 days',
                               ended_at = now() - interval '35 days' WHERE kind = 'events';
             INSERT INTO period (kind, number, began_at)
@@ -321,6 +321,17 @@ async def test_doctor_names_what_hides_events(kind: str, check: str, database: D
         assert damage.reports in finding
         await owner.execute(damage.lift)
         assert {f.check: f for f in await findings(owner)}[check].severity is Severity.OK
+
+
+async def test_doctor_names_a_detached_partition_beside_an_altered_sequence(
+    database: Database,
+) -> None:
+    await publish(database, 1)
+    async with database.connection(server_settings={"search_path": "relay"}) as owner:
+        await owner.execute(f"ALTER SEQUENCE outbox_id_seq CACHE 20; {DETACH}")
+        found = {f.check: f for f in await findings(owner)}
+    assert found["hidden events"].severity is Severity.PROBLEM
+    assert "outbox_0 is not attached" in found["hidden events"].message
 
 
 async def test_a_command_names_the_policy_that_stops_it(database: Database) -> None:

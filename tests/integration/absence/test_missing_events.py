@@ -11,6 +11,7 @@ from outbox.errors import CursorBroken
 from outbox.operations import replays
 from outbox.operations.criteria import DeadLetterSelection
 from outbox.store.retention.periods import RetentionStore
+from tests.support.detaching import ATTACH, DETACH
 from tests.support.relay import (
     Network,
     add_endpoint,
@@ -33,9 +34,6 @@ LETTERS = """
 SELECT coalesce(json_agg(json_build_array(seq, to_seq, reason) ORDER BY seq)::text, '[]')
   FROM dead_letter
 """
-WIDTH = 100_000_000_000
-DETACH = "ALTER TABLE outbox DETACH PARTITION outbox_0"
-ATTACH = f"ALTER TABLE outbox ATTACH PARTITION outbox_0 FOR VALUES FROM (0) TO ({WIDTH})"
 PROTECT = """
 ALTER TABLE outbox ENABLE ROW LEVEL SECURITY;
 CREATE POLICY half ON outbox USING (id % 2 = 0)

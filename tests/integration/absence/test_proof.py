@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 import pytest
 
+from outbox.core.sequencing.partition_window import WIDTH
 from outbox.errors import CursorBroken
 from outbox.store import absence_proof
 from outbox.store.absence_proof import AbsenceProof
 from outbox.store.connection.message import WriteStatement
+from tests.support.detaching import ATTACH, DETACH
 from tests.support.relay import fetchval, publish
 from tests.support.roles import role
 from tests.support.sequencers import session
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.costly, pytest.mark.system]
 
-WIDTH = 100_000_000_000
 FIRST = [(1, 1)]
 LATER = [(2 * WIDTH, 2 * WIDTH)]
 
@@ -40,8 +41,6 @@ BARRIER = WriteStatement("barrier", "SELECT pg_advisory_xact_lock_shared($1)")
 AT_BARRIER = "SELECT EXISTS (SELECT FROM pg_locks WHERE locktype = 'advisory' AND NOT granted)"
 NO_READ = WriteStatement("no_read", "SELECT $1::text")
 
-DETACH = "ALTER TABLE outbox DETACH PARTITION outbox_0"
-ATTACH = f"ALTER TABLE outbox ATTACH PARTITION outbox_0 FOR VALUES FROM (0) TO ({WIDTH})"
 SUBSCRIBE = """
 CREATE SUBSCRIPTION mine CONNECTION 'dbname=other' PUBLICATION it WITH (connect = false);
 SET allow_system_table_mods = on;

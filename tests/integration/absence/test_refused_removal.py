@@ -14,6 +14,7 @@ from outbox.core.sequencing.partition_window import AHEAD, WIDTH
 from outbox.operations.doctor import Severity
 from outbox.store.connection.migrate import migrate
 from outbox.store.retention.partitions import PartitionStore
+from tests.support.detaching import DETACH
 from tests.support.doctor import reported_findings, sql_of
 from tests.support.relay import publish
 from tests.support.roles import role
@@ -285,7 +286,7 @@ async def test_who_may_remove_events_by_default_is_named(
 async def test_a_detached_partition_can_be_dropped(db: Connection[Any]) -> None:
     """The limit that the guide names: no trigger fires at DETACH and DROP."""
     await db.execute(INSERT)
-    await db.execute("ALTER TABLE outbox DETACH PARTITION outbox_0")
+    await db.execute(DETACH)
     with pytest.raises(asyncpg.RestrictViolationError):
         await db.execute("TRUNCATE outbox_0")
     await db.execute("DROP TABLE outbox_0")
