@@ -11,6 +11,7 @@ from outbox.operations import lanes
 from outbox.operations.page_bytes import shorten_responses
 from outbox.operations.rows import from_row
 from outbox.store.connection.connect import map_errors
+from outbox.store.database_stats import COUNT_UNACCOUNTED
 from outbox.store.routing_change import READ_NOW
 from outbox.store.sequencing.stalls import Blocker, read_cursor_blocker
 
@@ -105,11 +106,6 @@ SELECT t.*, e.id, e.name, e.url, e.state, e.state_at, e.state_by, e.state_commen
 """  # noqa: S608 (constants only)
 
 DEAD_LETTERS = "SELECT state, count(*) AS dead_letters FROM dead_letter GROUP BY state"
-
-# By the last count of each block of ids.
-COUNT_UNACCOUNTED = """
-SELECT coalesce(sum(abs(present - expected)), 0)::bigint FROM event_block WHERE present <> expected
-"""
 
 # A monotonic counter, without a scan of the log partitions.
 COUNT_SEQUENCED = "SELECT coalesce(sum(last_seq), 0)::bigint FROM lane_counter"

@@ -11,6 +11,11 @@ if TYPE_CHECKING:
 COUNTED_DEAD_LETTERS_MAX = 100_000
 """Upper bound of the count of dead letters, which reads them one by one."""
 
+# How many events are missing or superfluous, by the last count of each block.
+COUNT_UNACCOUNTED = """
+SELECT coalesce(sum(abs(present - expected)), 0)::bigint FROM event_block WHERE present <> expected
+"""
+
 # Statistics for metrics.  Ids are assigned in order, so the lowest open gap is the oldest: it
 # exists since the first batch with a higher id.  The horizon's age excludes sessions that the
 # role may not see (without pg_monitor), and VACUUM, which may take hours and does not hold
@@ -35,8 +40,7 @@ SELECT (SELECT count(*)
                 SELECT prepared FROM pg_prepared_xacts WHERE database = current_database()) x)
            AS horizon_age_s,
        pg_notification_queue_usage() AS notification_queue_share,
-       (SELECT coalesce(sum(abs(present - expected)), 0)::bigint
-          FROM event_block WHERE present <> expected) AS unaccounted_events,
+       ({COUNT_UNACCOUNTED}) AS unaccounted_events,
        (SELECT count(*) FROM replica WHERE expires_at > clock_timestamp()) AS alive,
        (SELECT count(*) FROM replica WHERE expires_at <= clock_timestamp()) AS lapsed
 """  # noqa: S608 (constants only)

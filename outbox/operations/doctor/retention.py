@@ -15,6 +15,7 @@ from outbox.operations.doctor.check import (
     ok,
     warning,
 )
+from outbox.store.retention.partitions import PARENTS
 from outbox.store.retention.periods import PINNED_BY_RANGES, PINNED_BY_REPLAYS, READ_PERIODS
 
 DROP_GRACE_S = 3600.0
@@ -120,12 +121,10 @@ async def empty_partitions(context: DoctorContext) -> Results:
 # Tables of dropped periods that are not attached, and that maintenance has not detached.
 DETACHED_TABLES = """
 SELECT c.relname AS name
-  FROM period p
- CROSS JOIN LATERAL unnest(CASE p.kind WHEN 'events' THEN '{outbox}'::text[]
-                                ELSE '{attempt,batch,delivery}' END) AS parent
+  FROM period p CROSS JOIN unnest($2::text[]) AS parent
   JOIN pg_class c ON c.relnamespace = quote_ident(current_schema())::regnamespace
                  AND c.relname = parent || '_' || p.number
- WHERE p.dropped_at IS NOT NULL AND c.oid <> ALL (p.detaching)
+ WHERE p.kind = $1 AND p.dropped_at IS NOT NULL AND c.oid <> ALL (p.detaching)
    AND NOT EXISTS (SELECT FROM pg_inherits WHERE inhrelid = c.oid)
  ORDER BY c.relname
 """
@@ -134,8 +133,9 @@ SELECT c.relname AS name
 @check("detached tables", passed="no table of a dropped period was detached by hand")
 async def detached_tables(context: DoctorContext) -> Results:
     """A table that was detached by hand may have events that were never sequenced."""
-    for row in await context.db.fetch(DETACHED_TABLES):
-        yield warning(
-            f"the table {row['name']} of a dropped period was detached by hand, so it is kept",
-            f"look whether you need its rows; then DROP TABLE {row['name']}",
-        )
+    for kind, parents in PARENTS.items():
+        for row in await context.db.fetch(DETACHED_TABLES, kind, list(parents)):
+            yield warning(
+                f"the table {row['name']} of a dropped period was detached by hand, so it is kept",
+                f"look whether you need its rows; then DROP TABLE {row['name']}",
+            )

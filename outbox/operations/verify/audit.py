@@ -62,16 +62,14 @@ async def run_checks(connection: Connection[Any]) -> AsyncIterator[VerifiedCheck
     """Run all checks in one snapshot; yields the result of each, in order."""
     async with connection.transaction(isolation="repeatable_read", readonly=True):
         for check in CHECKS:
-            # Rolled back to the savepoint, which ends the check's settings.
-            savepoint = connection.transaction()
-            await savepoint.start()
             if check.settings:
-                await connection.execute(check.settings)
+                await connection.execute(f"SAVEPOINT settings; {check.settings}")
             row = await connection.fetchrow(
                 f"SELECT count(*) AS n, (array_agg(what))[1:{EXAMPLES_MAX}] AS examples "  # noqa: S608
                 f"FROM ({check.query}) AS exceptions(what)"
             )
-            await savepoint.rollback()
+            if check.settings:
+                await connection.execute("ROLLBACK TO settings")
             yield VerifiedCheck(
                 check.name,
                 check.guarantee,

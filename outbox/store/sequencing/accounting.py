@@ -74,16 +74,14 @@ class AccountingStore:
         Returns:
             The blocks that differ.
         """
-        blocks = [
-            (found.period, found.block) for found in await self._differences(EXAMINED_BLOCKS_MAX)
-        ]
+        blocks = [(found.period, found.block) for found in await self._differences()]
         if next_blocks:
             rows = await self._db.fetch(BLOCKS_TO_EXAMINE, EXAMINED_BLOCKS_MAX)
             blocks += [(row["period"], row["block"]) for row in rows]
         for period, block in dict.fromkeys(blocks):
             await self._db.write(EXAMINE_BLOCK, period, block, self._actor)
-        return await self._differences(EXAMINED_BLOCKS_MAX)
+        return await self._differences()
 
-    async def _differences(self, limit: int) -> list[UnaccountedEvents]:
-        rows = await self._db.fetch(READ_DIFFERENCES, limit)
+    async def _differences(self) -> list[UnaccountedEvents]:
+        rows = await self._db.fetch(READ_DIFFERENCES, EXAMINED_BLOCKS_MAX)
         return [UnaccountedEvents(**dict(row)) for row in rows]
