@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("outbox.sequencer")
 
+CONTRADICTED = "committed events were not returned by an earlier read; nothing was concluded"
+"""Logged when the second read found a row that an earlier one did not return."""
+
 FOUND_IDS_MAX = 10
 """Maximum number of ids that the log names."""
 
@@ -243,10 +246,7 @@ class AbsenceProof:
         if was_read and (found := await self._db.fetch(READ_PRESENT, ranges)):
             self.contradictions += 1
             self.on_contradiction()
-            log.error(
-                "committed events were not returned by an earlier read; nothing was concluded",
-                first_ids=[row["id"] for row in found],
-            )
+            log.error(CONTRADICTED, first_ids=[row["id"] for row in found])
         return 0
 
     async def prove(self, missing: Sequence[Range], *reads: WriteCall) -> list[WriteCall]:

@@ -32,6 +32,7 @@ class Totals:
     duplicates: int = 0
     faults: int = 0
     take_overs: int = 0
+    proof_aborts: int = 0
     seconds: float = 0.0
     bad: list[Result] = field(default_factory=list)
 
@@ -40,6 +41,7 @@ class Totals:
         for name in ("steps", "statements", "events", "requests", "duplicates", "faults"):
             setattr(self, name, getattr(self, name) + getattr(result, name))
         self.take_overs += result.take_overs
+        self.proof_aborts += result.proof_aborts
         if not result.good:
             self.bad.append(result)
 
@@ -65,7 +67,7 @@ def _child(seed: int, mutant: str | None, out: int) -> None:
         result = run_one(seed, mutant)
     except BaseException:
         text = traceback.format_exc()
-        result = Result(seed, (Violation("crash", text),), *[0] * 9)
+        result = Result(seed, (Violation("crash", text),), *[0] * 10)
     with os.fdopen(out, "wb") as pipe:
         pickle.dump(result, pipe)
     sys.stdout.flush()

@@ -60,6 +60,8 @@ class Result:
     batches: int
     faults: int
     take_overs: int
+    proof_aborts: int
+    """Messages that the proof of absence aborted: the cursor had passed a committed event."""
     digest: int
     """The same for the same seed; otherwise a run is not deterministic."""
 
@@ -292,7 +294,8 @@ class Simulation:
 
     def _over(self) -> bool:
         """Whether an invariant is broken or an error occurred, which ends the run."""
-        return bool(self.checker.violations or self.world.errors)
+        proof_aborts = self.database.proof_aborts
+        return bool(self.checker.violations or self.world.errors or proof_aborts)
 
     def _over_or_at_rest(self) -> bool:
         calm = self.world.now > self._peace_at + 60
@@ -357,6 +360,8 @@ class Simulation:
         found = list(self.checker.violations)
         found += [Violation("error", text) for text in self.world.errors]
         db = self.database
+        if db.proof_aborts:
+            found.append(Violation("proof", "committed events were about to be declared dead"))
         claims = sum(kind == "endpoint_claimed" for _, kind, *_ in db.journal)
         requests = self.checker.moments.counts[moments.REQUEST]
         marks = (self.world.steps, db.statements, requests, len(db.batches))
@@ -371,5 +376,6 @@ class Simulation:
             len(db.batches) - 1,
             len(self.faults.happened),
             claims,
+            db.proof_aborts,
             hash((marks, db.rng.random())),
         )

@@ -103,6 +103,8 @@ def check_run(
             violations["verify"].add(f"{check}: {examples[n] if n < len(examples) else '…'}")
     for each in facts.died:
         violations["died"].add(each)
+    for each in facts.proof_aborts:
+        violations["proof_aborts"].add(each)
     if facts.unsettled:
         violations["unsettled"].add(facts.unsettled)
     freed = [event for event in facts.ownership_events if not event.claimed]

@@ -74,6 +74,8 @@ class RunFacts:
     """(check, violations, examples) of `outbox verify`."""
     died: tuple[str, ...] = ()
     """Relays that exited without a fault."""
+    proof_aborts: tuple[str, ...] = ()
+    """Log lines of proofs of absence whose second read found a row."""
     unsettled: str = ""
     """Deliveries still pending at the end of the settling time."""
     subscriptions: Mapping[int, frozenset[int]] = field(default_factory=dict)

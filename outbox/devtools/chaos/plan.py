@@ -48,6 +48,7 @@ CHECKS = {
     "rejected": "not signed, or not a delivery",
     "overdue": "pending for three leases after the bounds of all faults had passed",
     "died": "a relay that exited without a fault",
+    "proof_aborts": "a committed event that was about to be declared absent",
     "unsettled": "still pending at the end of the settling time",
     "verify": "found by outbox verify in the tables",
 }

@@ -7,7 +7,7 @@ unavailable exits with an error.  A relay that exits after it had registered is 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -16,6 +16,7 @@ from outbox.devtools.chaos.port_gate import HOST
 from outbox.devtools.chaos.proxy import Proxy
 from outbox.devtools.chaos.proxy_dsn import proxied_dsn
 from outbox.devtools.command_process import CommandProcess
+from outbox.store.absence_proof import CONTRADICTED
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -75,12 +76,12 @@ class Relay:
             log.seek(self._log_from)
             return REGISTERED.encode() in log.read()
 
-    def replicas(self) -> list[int]:
-        """Return the replica ids of all its processes."""
+    def log_lines(self, event: str) -> list[dict[str, Any]]:
+        """Return the log lines of an event, of all its processes."""
         if not self.process.log_path.exists():
             return []
         with self.process.log_path.open("rb") as log:
-            return [orjson.loads(line)["replica"] for line in log if REGISTERED.encode() in line]
+            return [orjson.loads(line) for line in log if event.encode() in line]
 
     async def supervise(self, died: list[str]) -> None:
         """Restart the process whenever it exits, until supervision ends."""
@@ -138,4 +139,16 @@ class Relays:
 
     def relay_of(self) -> dict[int, int]:
         """Return the relay number of each replica id."""
-        return {replica: relay.number for relay in self.relays for replica in relay.replicas()}
+        return {
+            line["replica"]: relay.number
+            for relay in self.relays
+            for line in relay.log_lines(REGISTERED)
+        }
+
+    def proof_aborts(self) -> tuple[str, ...]:
+        """Return what the relays logged about proofs whose second read found an event."""
+        return tuple(
+            f"relay {relay.number}: events from {line['first_ids'][0]} on"
+            for relay in self.relays
+            for line in relay.log_lines(CONTRADICTED)
+        )

@@ -270,6 +270,7 @@ class ChaosRun:
             relay_of=environment.relays.relay_of(),
             audit=tuple(found),
             died=tuple(environment.relays.died),
+            proof_aborts=environment.relays.proof_aborts(),
             unsettled=unsettled,
             subscriptions=dict(subscriptions),
             late=frozenset(n for n in subscriptions if n >= environment.plan.endpoints),

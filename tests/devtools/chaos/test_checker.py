@@ -242,9 +242,12 @@ def test_a_request_with_a_disconnected_sender_is_not_open(run: SmallRun) -> None
 def test_verify_findings_exited_relays_and_pending_deliveries_are_violations(run: SmallRun) -> None:
     run.deliver(1)
     checked = run.check(
-        audit=(("contiguous", 2, ("lane 7",)),), died=("relay 0",), unsettled="1 delivery"
+        audit=(("contiguous", 2, ("lane 7",)),),
+        died=("relay 0",),
+        proof_aborts=("relay 0: events from 3 on",),
+        unsettled="1 delivery",
     )
-    assert wrong(checked) == {"verify": 2, "died": 1, "unsettled": 1}
+    assert wrong(checked) == {"verify": 2, "died": 1, "proof_aborts": 1, "unsettled": 1}
     assert not checked.good
 
 

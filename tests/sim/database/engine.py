@@ -215,6 +215,8 @@ class Engine:
         self._pids = 1000
         self._listening: dict[str, dict[int, None]] = {}
         self.statements = 0
+        # Messages that the proof of absence aborted, because its second read found an event.
+        self.proof_aborts = 0
         # Called when a lock is granted to a statement that has waited for it, in seconds.
         self.on_granted: list[Callable[[Wait, float], None]] = []
         # Called when a commit has become visible.
