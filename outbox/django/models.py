@@ -146,6 +146,7 @@ class Endpoint(ReadOnlyModel):
     timeout_s = models.FloatField("time-out (s)")
     retry = models.JSONField("retry policy")
     on_dead_letter = models.TextField()
+    on_missing = models.TextField()
     created_at = models.DateTimeField()
 
     Meta = _meta(ENDPOINT)

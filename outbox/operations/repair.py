@@ -17,7 +17,7 @@ from outbox.operations.endpoint_writes import begin_generations
 from outbox.operations.lanes import FAILING
 from outbox.store.change import make_change
 from outbox.store.connection.message import WriteStatement
-from outbox.store.expressions import is_held
+from outbox.store.expressions import is_stream_held
 
 if TYPE_CHECKING:
     from typing import Any
@@ -50,7 +50,7 @@ SELECT l.lane_id, lane_name(l.endpoint_id, n.generation, n.slot) AS lane,
   JOIN lane n ON n.id = l.lane_id
   JOIN lane_counter c ON c.lane_id = l.lane_id
   JOIN endpoint e ON e.id = l.endpoint_id
- WHERE l.endpoint_id = $1 AND {FAILING} AND {is_held("l.last_response")}
+ WHERE l.endpoint_id = $1 AND {FAILING} AND {is_stream_held("l.last_response")}
  ORDER BY l.lane_id
 """  # noqa: S608 (constants only)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from outbox.core.brokers.results import BROKER_FAILURES
-from outbox.core.model.response import HOLD_FAILURES, Failure
+from outbox.core.model.response import HOLD_FAILURES, STREAM_HOLD_FAILURES, Failure
 from outbox.errors import Conflict
 from outbox.operations.endpoint_changes import find_endpoint
 from outbox.operations.lane_history import get_lane
@@ -76,7 +76,7 @@ def skip_command(endpoint: str, lane: str, sequence: int) -> str:
 
 
 def is_held(last_response: Mapping[str, Any] | None) -> bool:
-    """Whether a lane waits for a person, because its broker's stream does not match."""
+    """Whether a lane waits for a person, because of its stream, or because its event is gone."""
     return (last_response or {}).get("failure") in HOLD_FAILURES
 
 
@@ -95,10 +95,16 @@ def stuck_advice(
             f"to append it again: outbox endpoint refill {name}; to go on without it: "
             f"outbox endpoint adopt {name}"
         )
-    if failure in HOLD_FAILURES:
+    if failure in STREAM_HOLD_FAILURES:
         return f"to go on with the stream as it is: outbox endpoint adopt {name} --dry-run"
     if failure in BROKER_FAILURES:
         return None
+    if failure == Failure.MISSING:
+        return (
+            "restore the event with the same id; or, to go on without it: "
+            f"{skip_command(endpoint, lane, sequence)}; or, for all: "
+            f"outbox endpoint update {name} --on-missing dead_letter"
+        )
     return f"to skip it: {skip_command(endpoint, lane, sequence)}"
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from outbox.core.delivery.circuit_breaker import PROBED_STATES, PROBING_TEXT
 from outbox.core.delivery.operational_events import STUCK_EVERY
 from outbox.core.model.duration import rounded
-from outbox.core.model.response import Failure
+from outbox.core.model.response import STREAM_HOLD_FAILURES, Failure
 from outbox.core.model.stored_response import describe_attempts, describe_response
 from outbox.core.model.text import count
 from outbox.operations.event_trace import TraceAction, TraceCause
@@ -246,14 +246,17 @@ def _explain_failure(delivery: TracedDelivery, lane: PendingLaneState, now: date
         text += f"; the next is {f'in {rounded(left_s)}' if left_s > 0 else 'due now'}"
     # The event is probably to blame if its receiver responds to others.
     last = head.last_response or {}
-    held = is_held(last)
-    if (lane.health == "healthy" and "status" in last) or head.attempts >= STUCK_EVERY or held:
+    if (
+        (lane.health == "healthy" and "status" in last)
+        or head.attempts >= STUCK_EVERY
+        or is_held(last)
+    ):
         where = delivery.endpoint, delivery.lane, head.sequence
         if (advice := stuck_advice(*where, last)) is not None:
             actions = [TraceAction("adopt", delivery.endpoint)]
             if last.get("failure") == Failure.FORGOT:
                 actions.insert(0, TraceAction("refill", delivery.endpoint))
-            elif not held:
+            elif last.get("failure") not in STREAM_HOLD_FAILURES:
                 actions = [TraceAction("skip", *where)]
             return _finding(text, f"; {advice}", *actions)
     return _finding(text)

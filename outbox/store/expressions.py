@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from outbox.core.model.response import HOLD_FAILURES
+from typing import TYPE_CHECKING
+
+from outbox.core.model.response import HOLD_FAILURES, STREAM_HOLD_FAILURES
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from outbox.core.model.response import Failure
 
 PAYLOAD_BYTES = "coalesce(body, convert_to(payload::text, 'UTF8'))"
 """The bytes of a payload, JSON or not; NULL: the event was erased."""
@@ -35,11 +42,16 @@ def key_hash(key: str, event_id: str) -> str:
             ELSE hashtextextended({key}, 0) & 9223372036854775807 END"""
 
 
-def is_held(response: str) -> str:
-    """Whether a stored response is of a broker's lane that is held until a person acts.
+def is_held(response: str, failures: Collection[Failure] = HOLD_FAILURES) -> str:
+    """Whether a stored response is of a lane that is held until a person acts.
 
     Args:
         response: the column.
     """
-    failures = ", ".join(f"'{failure.value}'" for failure in sorted(HOLD_FAILURES))
-    return f"{response} ->> 'failure' IN ({failures})"
+    values = ", ".join(f"'{failure.value}'" for failure in sorted(failures))
+    return f"{response} ->> 'failure' IN ({values})"
+
+
+def is_stream_held(response: str) -> str:
+    """Whether it is of a broker's lane that is held because its stream does not match."""
+    return is_held(response, STREAM_HOLD_FAILURES)

@@ -20,7 +20,7 @@ from outbox.core.delivery.operational_events import (
     RELAY_LAGGING,
 )
 from outbox.store.connection.message import WriteStatement
-from outbox.store.expressions import is_held
+from outbox.store.expressions import is_stream_held
 
 # An uncorrelated subquery: evaluated once per statement, not per row.
 HAS_OPERATIONAL_SUBSCRIBER = """(
@@ -48,7 +48,7 @@ LANE_STUCK_EVENT = f"""'{LANE_STUCK}', x.endpoint_id, jsonb_build_object(
                'event', o.event_id, 'type', o.type, 'attempts', x.spent,
                'probes', x.attempts - x.spent, 'first_attempt_at', rfc3339(x.first_attempt_at),
                'next_attempt_at', rfc3339(x.next_attempt_at), {RESPONSE_FIELDS.format("x")},
-               'skip', CASE WHEN {is_held("x.last_response")} THEN NULL
+               'skip', CASE WHEN {is_stream_held("x.last_response")} THEN NULL
                        ELSE 'outbox dead skip ' || CASE WHEN e.name ~ '^[A-Za-z0-9@%+=:,./_-]+$'
                        THEN e.name ELSE '''' || replace(e.name, '''', '''"''"''') || '''' END
                        || ' --lane '

@@ -63,6 +63,7 @@ async def test_an_endpoint_is_added_with_its_settings(database: Database, api: A
             "retry": {"preset": "stepped", "attempts": 8},
             "retryable": [429, "5xx"],
             "on_dead_letter": "block",
+            "on_missing": "hold",
             "backlog_max": 100,
             "lanes": 4,
         },

@@ -101,6 +101,7 @@ def test_every_setting_has_a_flag(here: Command) -> None:
         "--in-flight-max", 2, "--rate", 0.5, "--batch-max", 50, "--allow-network", "10.1.2.3",
         "--no-keep-alive",
         "--retryable", "429", "--retryable", "5xx", "--on-dead-letter", "block",
+        "--on-missing", "hold",
         "--backlog-max", 1000, "--backlog-age", "2d", "--disable-after", "12h",
         "--json",
     )  # fmt: skip
@@ -130,6 +131,7 @@ def test_every_setting_has_a_flag(here: Command) -> None:
         "retry": "base=5m,factor=2,cap=6h,jitter=proportional,ratio=0.15,attempts=8,age=24h",
         "retryable": ["429", "5xx"],
         "on_dead_letter": "block",
+        "on_missing": "hold",
         "backlog_max": 1000,
         "backlog_age": "2d",
         "disable_after": "12h",

@@ -31,6 +31,7 @@ FULL: dict[str, Any] = {
     "retry": PRESETS["stepped"],
     "retryable": ("429", "5XX"),
     "on_dead_letter": "block",
+    "on_missing": "hold",
     "backlog_max": 1000,
     "backlog_age_s": 172800.0,
     "disable_after_s": 86400.0,
@@ -50,7 +51,8 @@ def test_omitted_settings_have_the_defaults_of_the_contract() -> None:
     assert (default.connect_timeout_s, default.timeout_s) == (5, 15)
     assert default.retry == STANDARD
     assert default.retryable is None
-    assert (default.on_dead_letter, default.lanes) == ("continue", 1)
+    assert (default.on_dead_letter, default.on_missing) == ("continue", "dead_letter")
+    assert default.lanes == 1
     assert (default.backlog_max, default.backlog_age_s) == (None, None)
     assert default.disable_after_s == 3 * 86400
 
@@ -121,6 +123,7 @@ def test_values_are_normalised() -> None:
         ({"retryable": ["200"]}, "retryable: '200' contains a 2xx"),
         ({"retryable": "5xx"}, "retryable: must be a list"),
         ({"on_dead_letter": "stop"}, "on_dead_letter: must be one of continue, block"),
+        ({"on_missing": "wait"}, "on_missing: must be one of dead_letter, hold"),
         ({"backlog_max": 0}, "backlog_max: must be between 1 and"),
         ({"backlog_max": 1.5}, "backlog_max: must be between 1 and"),
         ({"backlog_age_s": -1}, "backlog_age: must be longer than 0 s"),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from outbox.core.brokers.port import StopKind
 from outbox.core.brokers.take_over import Hold, HoldReason
-from outbox.core.model.response import HOLD_FAILURES, AttemptResult, Failure
+from outbox.core.model.response import STREAM_HOLD_FAILURES, AttemptResult, Failure
 from outbox.core.model.response_policy import AttemptOutcome
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _HOLDS = {
     HoldReason.FOREIGN: Failure.FOREIGN,
     HoldReason.FENCED: Failure.FENCED,
 }
-BROKER_FAILURES = HOLD_FAILURES | frozenset(_FAILURES.values())
+BROKER_FAILURES = STREAM_HOLD_FAILURES | frozenset(_FAILURES.values())
 """Failures that only brokers have; they are never the fault of a delivery."""
 
 

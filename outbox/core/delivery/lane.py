@@ -9,6 +9,7 @@ result with the other methods.
       │             policy, backlog) ──▶ confirm_recorded ──▶ next
       ├────▶ Open ──▶ record_position, record_found or record_result ──▶ next      (brokers)
       ├────▶ End ──▶ record_end or record_result ──▶ next                          (brokers)
+      ├────▶ Record(held: its event is missing) ──▶ confirm_recorded ──▶ next
       ├────▶ Fetch ───▶ append_fetched ──▶ next
       ├────▶ Wait(until) … next
       └────▶ None     … extend_to, unblock, or the gate opens ──▶ next
@@ -27,6 +28,11 @@ it: at the start, and after a response was lost.  Until then it neither sends no
 because the stream may have the next deliveries already.  Failures are the broker's and not a
 delivery's, so they never exhaust its budget.  A lane of an older generation ends with an entry of
 its own, also if nothing was delivered: readers need it to know that the newer lanes may begin.
+
+**Missing events.**  The event of the next delivery may be gone without a record.  The delivery is
+dead-lettered, or, with `holds_missing`, holds the lane: it is read again every `MISSING_POLL_S`,
+until its event exists again, or the delivery is skipped or dead-lettered by a limit, or the
+setting changes.  Both are written only with the proof that the event is gone.
 """
 
 from __future__ import annotations
@@ -61,7 +67,12 @@ from outbox.core.delivery.delivery_buffer import DeliveryBuffer, is_expired
 from outbox.core.delivery.retry_state import RetryState
 from outbox.core.model.delivery import Delivery
 from outbox.core.model.response_policy import AttemptOutcome
-from outbox.core.model.stored_response import stored_response, stored_success, strip_batch_response
+from outbox.core.model.stored_response import (
+    missing_response,
+    stored_response,
+    stored_success,
+    strip_batch_response,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -81,6 +92,9 @@ class _Busy(Enum):
 _SENDING = _Busy.SENDING
 _SEQ = attrgetter("seq")
 _OPEN, _SHUT, _DELIVERED = Gate.OPEN, Gate.SHUT, AttemptOutcome.DELIVERED
+
+MISSING_POLL_S = 10.0
+"""Seconds after which a delivery whose event is gone is read again, while it holds its lane."""
 
 BROKER_RETRY_S_MAX = 60.0
 """Maximum delay between two attempts of a broker's lane, which cost no budget."""
@@ -117,6 +131,7 @@ class Lane:
         "_ended",
         "_floor_batch",
         "_has_position",
+        "_held_event",
         "_is_free_probe",
         "_is_held",
         "_last_seq",
@@ -132,6 +147,7 @@ class Lane:
         "_stalled_since",
         "_stopped",
         "_success_at",
+        "holds_missing",
         "id",
     )
 
@@ -195,6 +211,10 @@ class Lane:
             known = [at for at in (pending_since, self._success_at) if at is not None]
             self._stalled_since = max(known, default=None)
         self._retry = RetryState.from_progress(progress)
+        self.holds_missing = False
+        """Whether a delivery holds the lane if its event is gone."""
+        # The row that holds the lane, as it was read last.
+        self._held_event: MissingEvent | None = None
 
     # ---------------------------------------------------------------- state
 
@@ -333,11 +353,14 @@ class Lane:
             return None
         if not buffer.queue:
             return self._next_end(now, gate) if self._is_at_end else self.fetch()
-        first, retry = buffer.queue[0], self._retry
-        if isinstance(first, MissingEvent):
-            return self._dead_letter_missing(first)
+        first = buffer.queue[0]
         if isinstance(first, ErasedEvent):
-            return self._dead_letter(first, "erased", None)
+            return self._next_without_event(first, now)
+        if self._retry.is_missing:
+            # Its event exists again, and its time begins now.
+            requests = self._retry.requests
+            self._retry = RetryState(attempts=requests, spent=requests)
+        retry = self._retry
         if first.seq == self._skip_seq:
             return self._dead_letter(first, "skipped", None)
         expires_at = inf if first.expires_at is None else first.expires_at
@@ -363,6 +386,30 @@ class Lane:
             lane_ends=self._ended and last_seq == self._last_seq,
             batch=batch,
         )
+
+    def _next_without_event(self, first: ErasedEvent, now: float) -> Command:
+        """Dead-letter the next delivery, or hold the lane if its event is missing."""
+        if not isinstance(first, MissingEvent):
+            return self._dead_letter(first, "erased", None)
+        if first.seq == self._skip_seq:
+            return self._dead_letter(first, "skipped", None)
+        return self._hold(first, now) if self.holds_missing else self._dead_letter_missing(first)
+
+    def _hold(self, first: MissingEvent, now: float) -> Command:
+        """Wait until the event of the next delivery exists again."""
+        retry = self._retry
+        if first is self._held_event:
+            if not retry.is_due(now):
+                return Wait(retry.next_attempt_at or now)
+            self._buffer.reset(self._acked, self._floor_batch)
+            return self.fetch()
+        self._held_event = first
+        is_new = not retry.is_missing
+        retry.attempts += 1
+        retry.record_failure(missing_response(first.outbox_id), now)
+        retry.postpone(now + MISSING_POLL_S)
+        record = self._record_retry(first, None, stuck=is_new)
+        return record._replace(missing=(first.outbox_id,))
 
     def _next_open(self, now: float, gate: Gate) -> Command:
         """Open the lane before anything is sent or dead-lettered."""
@@ -672,8 +719,8 @@ class Lane:
         self._receipts.append((seq, receipt))
 
     def retry_now(self, now: float) -> None:
-        """Try again at once, because a person may have acted; for brokers only."""
-        if self._has_position and not self._retry.is_due(now):
+        """Try again at once, because a person may have acted; for brokers and held lanes only."""
+        if (self._has_position or self._retry.is_missing) and not self._retry.is_due(now):
             self._retry.postpone(now)
 
     def reopen(self) -> bool:
@@ -854,7 +901,7 @@ class Lane:
     ) -> Record:
         # The stored response of an erased event is dropped as well.
         stored = None if isinstance(first, ErasedEvent) else self._retry.last_response
-        dead = DeadLetter(first, reason, self._retry.attempts, stored)
+        dead = DeadLetter(first, reason, self._retry.requests, stored)
         return self._record_dead(first.seq, first.batch, row, dead, blocks=blocks)
 
     def _dead_letter_missing(self, first: MissingEvent) -> Record:
@@ -872,7 +919,7 @@ class Lane:
             self._acked + 1,
             through_seq,
             reason,
-            self._retry.attempts,
+            self._retry.requests,
             self._retry.last_response,
         )
         return self._record_dead(through_seq, self._floor_batch, None, dead, blocks=False)

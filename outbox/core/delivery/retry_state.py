@@ -15,10 +15,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.delivery.operational_events import STUCK_EVERY
+from outbox.core.model.response import Failure
 
 if TYPE_CHECKING:
     from outbox.core.delivery.commands import Progress
     from outbox.core.model.retry_policy import RetryPolicy
+
+# Bound once: enum member access is slow in Python 3.11.
+MISSING = Failure.MISSING
 
 
 @dataclass(slots=True)
@@ -60,6 +64,16 @@ class RetryState:
             return False
         self.reported_spent = self.spent
         return True
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether the delivery holds its lane because its event is gone."""
+        return self.last_response is not None and self.last_response.get("failure") == MISSING
+
+    @property
+    def requests(self) -> int:
+        """Requests made; `attempts` also counts how often a missing event was searched for."""
+        return self.spent if self.is_missing else self.attempts
 
     def is_due(self, now: float) -> bool:
         """Whether an attempt at `now` counts against the budget."""

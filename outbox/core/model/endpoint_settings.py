@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 Method = Literal["POST", "PUT", "PATCH"]
 OnDeadLetter = Literal["continue", "block"]
+OnMissing = Literal["dead_letter", "hold"]
 Section = Literal["Subscription", "Requests", "Failures"]
 
 ENDPOINT_LANES_MAX = 1024
@@ -303,6 +304,16 @@ class EndpointSettings:
             _FAILURES,
             "After a dead letter: continue with the next delivery, or block the lane until it is "
             "resumed.",
+        ),
+    )
+    on_missing: OnMissing = field(
+        default="dead_letter",
+        metadata=_metadata(
+            setting_types.Choice(get_args(OnMissing)),
+            _FAILURES,
+            "If the event of a delivery is gone, and no record says that it was erased: "
+            "dead_letter the delivery, or hold its lane until the event exists again or the "
+            "delivery is skipped.",
         ),
     )
     backlog_max: int | None = field(

@@ -57,9 +57,15 @@ class Failure(StrEnum):
     FENCED = "fenced"
     """The stream belongs to a later owner."""
 
+    # Of deliveries.
+    MISSING = "missing"
+    """The event is gone, and no record says that it was erased; nothing was sent."""
 
-HOLD_FAILURES = frozenset({Failure.FORGOT, Failure.AHEAD, Failure.FOREIGN, Failure.FENCED})
+
+STREAM_HOLD_FAILURES = frozenset({Failure.FORGOT, Failure.AHEAD, Failure.FOREIGN, Failure.FENCED})
 """Failures of a broker's lane that end only when a person acts."""
+HOLD_FAILURES = STREAM_HOLD_FAILURES | {Failure.MISSING}
+"""Failures of a lane that end only when a person acts."""
 
 
 class AttemptResult(NamedTuple):

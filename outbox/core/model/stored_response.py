@@ -67,6 +67,15 @@ def stored_response(response: AttemptResult) -> dict[str, Any]:
     return stored | _stored_content(response, _STORED_HEADERS, STORED_BODY_CHARS_MAX)
 
 
+def missing_response(outbox_id: int) -> dict[str, Any]:
+    """What is stored of a delivery that waits for its event, which is gone."""
+    return {
+        "version": STORED_VERSION,
+        "failure": Failure.MISSING.value,
+        "detail": f"event with id {outbox_id} is gone, and no record says that it was erased",
+    }
+
+
 _FAILURE_TEXTS = {
     Failure.CONNECT: "no connection",
     Failure.RESET: "the connection was closed before the response",
@@ -85,6 +94,7 @@ _FAILURE_TEXTS = {
     Failure.AHEAD: "the stream is ahead of the database",
     Failure.FOREIGN: "the stream has messages of another writer",
     Failure.FENCED: "the stream belongs to a later owner",
+    Failure.MISSING: "its event is gone, and no record says that it was erased",
 }
 
 

@@ -57,7 +57,8 @@ def blocked(row: Any) -> CheckResult:
     )
 
 
-# Lanes that have been failing for some time, or whose stream does not match.
+# Lanes that have been failing for some time, or that are held: their stream does not match, or the
+# event of their next delivery is gone.
 FAILING = f"""
 SELECT l.endpoint_id, e.name, l.generation, l.slot, l.retry_seq, l.attempts, l.spent,
        extract(epoch FROM clock_timestamp() - l.first_attempt_at)::float8 AS since_s,
@@ -78,7 +79,7 @@ SELECT l.endpoint_id, e.name, l.generation, l.slot, l.retry_seq, l.attempts, l.s
     limit=lambda limits: limits.failing_s,
 )
 def failing(row: Any) -> CheckResult:
-    """The next delivery of a lane has been failing for long, or its stream does not match."""
+    """The next delivery of a lane has been failing for long, or the lane is held."""
     response = parse_json(row["last_response"]) or {}
     last = response.get("status") or response.get("failure") or "no response"
     lane = lane_name(row["endpoint_id"], row["generation"], row["slot"])

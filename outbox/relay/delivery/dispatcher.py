@@ -360,7 +360,7 @@ class Dispatcher:
                     case Record() as record:
                         await self._recorder.write(lane_state, runtime.epoch, record)
                         now = self._now()
-                        self._telemetry.dead_lettered(lane, record, now)
+                        self._telemetry.recorded_unsent(lane, record, now)
                     case Fetch() as fetch:
                         self._fetcher.request(lane, fetch)
                         return
@@ -407,7 +407,7 @@ class Dispatcher:
         if record.dead is None:
             self._telemetry.attempt_failed(lane, attempt, settlement.outcome, record, now)
         else:
-            self._telemetry.dead_lettered(lane, record, now)
+            self._telemetry.dead_lettered(lane, record, record.dead, now)
         return self._now()
 
     def _follow_breaker(self, runtime: EndpointRuntime, effect: BreakerEffect) -> None:

@@ -254,6 +254,7 @@ class EndpointRuntime:
                 lane = self.lanes[each.id] = LaneRuntime(self, each, sent_through_batch)
                 lane.state.clamp_times(self.endpoint.retry, now)
                 lane.state.apply_policy(self.endpoint.retry, blocks=self.endpoint.blocks)
+                lane.state.holds_missing = self.endpoint.holds_missing
             elif each.ended:
                 # Its counter was read after the change, so it is final.
                 lane.state.mark_ended()
@@ -297,6 +298,7 @@ class EndpointRuntime:
             lane.prepared = lane.prefetched = None
             lane.state.set_batch_max(endpoint.batch_max)
             lane.state.apply_policy(endpoint.retry, blocks=endpoint.blocks)
+            lane.state.holds_missing = endpoint.holds_missing
         if endpoint.state == "paused":
             self.breaker.pause()
         elif was.resumes != endpoint.resumes:

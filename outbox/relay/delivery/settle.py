@@ -12,7 +12,7 @@ from outbox.core.delivery.batch import classify_batch
 from outbox.core.delivery.circuit_breaker import PROBED_STATES, BreakerState
 from outbox.core.delivery.commands import End, Open
 from outbox.core.delivery.operational_events import is_operational
-from outbox.core.model.response import HOLD_FAILURES, Failure
+from outbox.core.model.response import STREAM_HOLD_FAILURES, Failure
 from outbox.core.model.response_policy import (
     AttemptOutcome,
     classify,
@@ -91,7 +91,7 @@ def _settle_without_delivery(
     if attempt.appended is not None and attempt.appended.stop is None:
         outcome, effect = _apply_to_breaker(runtime, attempt, _DELIVERED, now, rng, telemetry)
         return Settlement(outcome, None, None, effect)
-    held = attempt.response.failure in HOLD_FAILURES
+    held = attempt.response.failure in STREAM_HOLD_FAILURES
     if held:
         runtime.breaker.released(lane.loaded.id)
         effect = BreakerEffect(probes_changed=runtime.breaker.state is not _HEALTHY)

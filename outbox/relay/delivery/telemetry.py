@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from outbox.core.delivery.circuit_breaker import BreakerState
-from outbox.core.delivery.commands import DeadRange, Send
+from outbox.core.delivery.commands import DeadLetter, DeadRange, Send
 from outbox.core.delivery.delivery_history import DeliveryHistory
 from outbox.core.model.delivery import Delivery
 from outbox.core.model.headers import format_lines
@@ -202,11 +202,21 @@ class DeliveryTelemetry:
             **self._trace(delivery if isinstance(delivery, Delivery) else None),
         )
 
-    def dead_lettered(self, lane: LaneRuntime, record: Record, now: float) -> None:
-        """Report the record's dead letter, if it has one."""
-        dead = record.dead
-        if dead is None:
-            return
+    def recorded_unsent(self, lane: LaneRuntime, record: Record, now: float) -> None:
+        """Report the record of a delivery that was not sent."""
+        if record.dead is not None:
+            self.dead_lettered(lane, record, record.dead, now)
+        elif record.stuck:
+            log.error(
+                "lane held, because the event of its next delivery is gone; see outbox status",
+                **_where(lane, record.seq),
+                outbox_id=record.missing[0],
+            )
+
+    def dead_lettered(
+        self, lane: LaneRuntime, record: Record, dead: DeadLetter | DeadRange, now: float
+    ) -> None:
+        """Report the record's dead letter."""
         self.meters.record_dead_letter(lane.runtime.meters, dead)
         if isinstance(dead, DeadRange):
             log.error(

@@ -42,10 +42,11 @@ MATCHES_SELECTION = f"""
     {matches_criteria("d", "at")} AND (s.reason IS NULL OR d.reason = s.reason)
 """
 
-# Whether the event of a dead letter `d` was erased.  One that was missing is searched for again.
+# Whether the event of a dead letter `d` was erased.  One that was missing, also if its delivery was
+# skipped, is searched for again.
 IS_ERASED = """
     (d.outbox_id IS NOT NULL AND num_nonnulls(d.payload, d.body) = 0
-     AND (d.reason <> 'missing' OR d.erased_at IS NOT NULL))
+     AND (d.reason NOT IN ('missing', 'skipped') OR d.erased_at IS NOT NULL))
 """
 
 # Why nothing may be replayed at an endpoint `e`; NULL: replays are allowed.
