@@ -20,6 +20,7 @@ import asyncpg
 from outbox.core.model.text import one_line
 from outbox.errors import (
     Conflict,
+    CursorBroken,
     EventSuppressed,
     NotFound,
     OutboxError,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 MEDIA_TYPE = "application/problem+json"
 RETRY_AFTER_S = 1
+ROWS_HIDDEN = "rows may be hidden from this relay; see outbox doctor"
 DATABASE_UNAVAILABLE = "the database is unavailable; see the log of this relay"
 SCHEMA_MISSING = "the schema is missing or has another version; run: outbox migrate"
 KEY_MISSING = "this relay lacks the key of an encrypted secret; run: outbox doctor"
@@ -113,6 +115,9 @@ def problem_for(error: Exception) -> Problem | None:
             return unavailable(KEY_MISSING)
         case EventSuppressed():
             return unavailable(str(error))
+        case CursorBroken():
+            # The reason names tables and roles.
+            return unavailable(ROWS_HIDDEN)
         case SchemaMissing():
             return unavailable(SCHEMA_MISSING)
         case SchemaTooNew():

@@ -237,7 +237,8 @@ def _item(
     if fetched.dead_lettered is not None:
         item["dead_lettered"] = fetched.dead_lettered
     if fetched.delivery is None:
-        return item | {"erased": True, "previous_sequence": fetched.previous_sequence}
+        reason = "missing" if fetched.is_missing else "erased"
+        return item | {reason: True, "previous_sequence": fetched.previous_sequence}
     prepared = prepare(
         fetched.delivery,
         fetched.previous_sequence,

@@ -13,7 +13,9 @@ from outbox.core.model.ids import lane_name
 from outbox.errors import NotFound
 from outbox.operations.page_bytes import PAGE_BYTES_MAX
 from outbox.operations.rows import from_row
+from outbox.store.absence_proof import AbsenceProof
 from outbox.store.connection.connect import map_errors
+from outbox.store.connection.row_security import rows_hidden, stop_hidden
 from outbox.store.delivery.lanes import READ_DELIVERIES, build_delivery
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ SELECT l.id, l.endpoint_id, l.generation, l.slot, l.generation < e.generation AS
 
 # The batch of a sequence number, or an earlier one.  Sequence numbers increase with batches, so
 # this is a binary search: about forty steps, with an index lookup each.
-FIND_BATCH = """
+FIND_BATCH = f"""
 WITH RECURSIVE bounds AS (
     SELECT 0::bigint AS low, (SELECT max(batch) FROM batch) + 1 AS high
      UNION ALL
@@ -63,8 +65,9 @@ WITH RECURSIVE bounds AS (
            SELECT seq FROM delivery WHERE lane_id = $1 AND batch >= middle
             ORDER BY batch, seq LIMIT 1) found ON true
      WHERE high - low > 1)
-SELECT min(low) FROM bounds WHERE high - low <= 1
-"""
+SELECT min(low) AS batch, {rows_hidden("batch", "delivery", "dead_letter")} AS hidden
+  FROM bounds WHERE high - low <= 1
+"""  # noqa: S608 (constants only)
 
 # Dead letters in a range of sequences, including a dead-letter range that starts before it.
 READ_DEAD_LETTERED = """
@@ -117,7 +120,9 @@ class FetchedDelivery:
     dead_lettered: str | None
     """Reason of the dead letter; None: it was delivered, or is pending."""
     delivery: Delivery | None
-    """The delivery; None: the event was erased."""
+    """The delivery; None: the event was erased, or is missing."""
+    is_missing: bool = False
+    """The event is gone, and no record says that it was erased."""
 
 
 async def list_lanes(
@@ -185,23 +190,46 @@ async def list_fetched_deliveries(
 
     Args:
         through: the last sequence; None: that of the last completed delivery.
+
+    Raises:
+        CursorBroken: deliveries or events may be hidden.
     """
     through = lane.acknowledged if through is None else through
     with map_errors(schema):
-        batch = await connection.fetchval(FIND_BATCH, lane.id, after + 1)
-        rows = [
-            row
-            for row in await connection.fetch(
-                READ_DELIVERIES, [lane.id], [batch], [after], [limit], PAGE_BYTES_MAX
-            )
-            if row["seq"] <= through
-        ]
+        found = await connection.fetchrow(FIND_BATCH, lane.id, after + 1)
+        if found["hidden"]:
+            await stop_hidden(connection)
+        arguments = [lane.id], [found["batch"]], [after], [limit], PAGE_BYTES_MAX
+        rows = await _read_deliveries(connection, *arguments)
+        rows = [row for row in rows if row["seq"] <= through]
         if not rows:
             return []
         first, last = rows[0]["seq"], rows[-1]["seq"]
         dead_lettered = await connection.fetch(READ_DEAD_LETTERED, lane.id, first, last)
         previous: int = await connection.fetchval(READ_PREVIOUS, lane.id, first)
     return _fetched(lane, rows, dead_lettered, previous)
+
+
+async def _read_deliveries(connection: Connection[Any], *arguments: Any) -> list[Any]:
+    """Read deliveries; an event that is not returned is gone, and not hidden.
+
+    Raises:
+        CursorBroken: events may be hidden.
+    """
+    rows: list[Any] = await connection.fetch(READ_DELIVERIES, *arguments)
+    if missing := [row["outbox_id"] for row in rows if _is_missing(row)]:
+        # What is returned between two checks of the conditions is all there is.
+        proof = AbsenceProof(connection, of_events=True)
+        await proof.require_visible(missing)
+        rows = await connection.fetch(READ_DELIVERIES, *arguments)
+        await proof.require_visible(missing)
+    if any(row["hidden"] for row in rows):
+        await stop_hidden(connection)
+    return rows
+
+
+def _is_missing(row: Any) -> bool:
+    return row["payload"] is None and not row["is_recorded"]
 
 
 def _fetched(
@@ -221,6 +249,7 @@ def _fetched(
                 previous,
                 covering["reason"] if covering is not None and is_dead_lettered else None,
                 None if row["payload"] is None else build_delivery(lane, row),
+                _is_missing(row),
             )
         )
         if not is_dead_lettered:

@@ -55,7 +55,9 @@ class PageItem:
     sequence: int
     dead_lettered: bool
     request: Request | None
-    """The delivery; None if its event was erased."""
+    """The delivery; None if its event was erased, or is missing."""
+    missing: bool = False
+    """The event is gone, and the sender has no record that it was erased."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +210,7 @@ def _item(item: Any) -> PageItem:
         if not all(isinstance(value, str) for value in headers.values()):
             raise CannotFetch('invalid response, not from a relay: a value of "headers" is no text')
         request = Request("POST", headers, _body(item))
-    return PageItem(sequence, "dead_lettered" in item, request)
+    return PageItem(sequence, "dead_lettered" in item, request, "missing" in item)
 
 
 def _body(item: Any) -> bytes:

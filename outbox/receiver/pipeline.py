@@ -252,7 +252,8 @@ class ReceiverBase(DeliveryProcessor):
             raise UsageError("fetch: a payload is fetched with fetch=FetchClient(url, token)")
         item = await self._delivery(fetch, message.lane, message.sequence)
         if item.request is None:
-            raise CannotFetch(f"the event of delivery {message.delivery_id} was erased")
+            reason = "is gone, and nothing has erased it" if item.missing else "was erased"
+            raise CannotFetch(f"the event of delivery {message.delivery_id} {reason}")
         found = self._read_fetched(item.request)
         if found.delivery_id != message.delivery_id:
             raise CannotFetch(f"the relay returned another delivery than {message.delivery_id}")

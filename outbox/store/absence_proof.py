@@ -265,6 +265,15 @@ class AbsenceProof:
             (self.conditions_after, *arguments),
         ]
 
+    async def require_visible(self, event_ids: Iterable[int]) -> None:
+        """Require that a read between two calls returns these events, as far as they exist.
+
+        Raises:
+            CursorBroken: a condition does not hold.
+        """
+        await self.check()
+        await self._check_conditions(multirange((each, each) for each in event_ids))
+
     async def hidden_events(self, through_id: int) -> str | None:
         """Why reads may not return every event up to an id, and what to do; None: they do."""
         try:

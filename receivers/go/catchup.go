@@ -230,7 +230,11 @@ func (r *Receiver) FetchPayload(ctx context.Context, m Message) (Message, error)
 		return Message{}, err
 	}
 	if item.Request == nil {
-		return Message{}, cannotFetch("the event of delivery %s was erased", m.DeliveryID)
+		reason := "was erased"
+		if item.Missing {
+			reason = "is gone, and nothing has erased it"
+		}
+		return Message{}, cannotFetch("the event of delivery %s %s", m.DeliveryID, reason)
 	}
 	found, err := r.readFetched(*item.Request)
 	if err != nil {

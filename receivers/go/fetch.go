@@ -36,8 +36,10 @@ type LaneProgress struct {
 type PageItem struct {
 	Sequence     int64
 	DeadLettered bool
-	// Request is the delivery with new signatures; nil if its event was erased.
+	// Request is the delivery with new signatures; nil if its event was erased, or is missing.
 	Request *Request
+	// Missing: the event is gone, and the sender has no record that it was erased.
+	Missing bool
 }
 
 // LanePage is a page of sequence numbers of a lane, in order.
@@ -311,7 +313,7 @@ func parseItem(item members) (PageItem, error) {
 	if !ok {
 		return PageItem{}, invalidField("sequence")
 	}
-	parsed := PageItem{Sequence: sequence, DeadLettered: item.has("dead_lettered")}
+	parsed := PageItem{Sequence: sequence, DeadLettered: item.has("dead_lettered"), Missing: item.has("missing")}
 	if !item.has("headers") && !item.has("body") && !item.has("body_base64") {
 		return parsed, nil
 	}

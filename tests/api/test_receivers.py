@@ -13,6 +13,7 @@ from outbox.api.request_slots import Share
 from outbox.operations import endpoint_removal, endpoint_secrets, endpoint_states, fetch_tokens
 from outbox.receiver import verify
 from outbox.web.address import Address
+from tests.support.detaching import ATTACH, DETACH
 from tests.support.relay import (
     OK,
     REFUSED,
@@ -146,17 +147,30 @@ async def test_both_secrets_sign_during_rotation(database: Database, db: Connect
         verify(item["headers"], item["body"].encode(), secret)
 
 
-async def test_an_erased_event_keeps_its_sequence(database: Database, db: Connection[Any]) -> None:
+async def test_an_event_without_payload_keeps_its_sequence_and_has_a_reason(
+    database: Database, db: Connection[Any]
+) -> None:
+    """Erased with a record; missing without one; an error if it may be hidden."""
     await add_endpoint(database)
     async with running(database, Network()):
-        await publish(database, 1, 2, key="k")
+        await publish(database, 1, 2, 3, key="k")
         await all_ended(database)
-    await remove_events(database, "id = 1")
+    erase = "UPDATE outbox SET payload = NULL, erased_at = clock_timestamp() WHERE id = 1"
+    await db.execute(erase)
+    await remove_events(database, "id = 2")
     async with listening(database, await token_of(db)) as client:
         (lane,) = (await client.get("lanes"))["items"]
-        first, second = (await client.get(f"lanes/{lane['lane']}/deliveries"))["items"]
-    assert first == {"sequence": 1, "previous_sequence": 0, "erased": True}
-    assert second["sequence"] == 2
+        path = f"lanes/{lane['lane']}/deliveries"
+        first, second, third = (await client.get(path))["items"]
+        assert first == {"sequence": 1, "previous_sequence": 0, "erased": True}
+        assert second == {"sequence": 2, "previous_sequence": 1, "missing": True}
+        assert await client.get(f"{path}/2") == second
+        assert third["sequence"] == 3
+        await db.execute(DETACH)
+        problem = await client.get(path, status=503)
+        assert problem["detail"] == "rows may be hidden from this relay; see outbox doctor"
+        await db.execute(ATTACH)
+        assert (await client.get(path))["items"][2]["sequence"] == 3
 
 
 async def test_deliveries_beyond_retention_are_reported(

@@ -104,3 +104,11 @@ def test_the_reason_of_an_error_response_is_reported() -> None:
         pytest.raises(CannotFetch, match="responded: 404, a b"),
     ):
         fetch.page("a-1-0", 0)
+
+
+@pytest.mark.parametrize("reason", ["erased", "missing"])
+def test_an_item_without_an_event_says_why(reason: str) -> None:
+    item = {"sequence": 4, "previous_sequence": 3, reason: True}
+    with relay_response(as_json(item)) as fetch:
+        fetched = fetch.delivery("a-1-0", 4)
+    assert (fetched.request, fetched.missing) == (None, reason == "missing")

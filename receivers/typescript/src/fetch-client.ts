@@ -35,8 +35,10 @@ export interface LaneProgress {
 export interface PageItem {
   readonly sequence: bigint;
   readonly deadLettered: boolean;
-  /** The delivery; null if its event was erased. */
+  /** The delivery; null if its event was erased, or is missing. */
   readonly request: ReceiverRequest | null;
+  /** The event is gone, and the sender has no record that it was erased. */
+  readonly missing?: boolean;
 }
 
 /** A page of sequence numbers of a lane, in order. */
@@ -277,6 +279,7 @@ function itemOf(item: ResponseObject): PageItem {
   return {
     sequence: item.integer("sequence"),
     deadLettered: item.has("dead_lettered"),
+    missing: item.has("missing"),
     request: hasRequest ? { method: "POST", headers: item.texts("headers"), body: bodyOf(item) } : null,
   };
 }

@@ -54,7 +54,8 @@ export class ReceiverCatchUp<Tx> {
   async fetchPayload(message: Message): Promise<unknown> {
     const item = await this.#requireFetch().delivery(message.lane, message.sequence);
     if (item.request === null) {
-      throw new FetchError(`the event of delivery ${message.deliveryId} was erased`);
+      const reason = item.missing ? "is gone, and nothing has erased it" : "was erased";
+      throw new FetchError(`the event of delivery ${message.deliveryId} ${reason}`);
     }
     const found = this.#readFetched(item.request);
     if (found.deliveryId !== message.deliveryId) {
