@@ -25,7 +25,7 @@ from outbox.errors import CannotRun, DatabaseUnavailable, OutboxError
 from outbox.store.channels import NOTIFY_ALL
 from outbox.store.connection.connect import LOST_ERRORS, map_errors
 from outbox.store.connection.message import WriteStatement, is_aborted
-from outbox.store.errors import truncated
+from outbox.store.connection.row_security import stop_empty
 from outbox.store.routing_change import BEGIN_CHANGE_OF, NEXT_BATCH
 
 if TYPE_CHECKING:
@@ -279,9 +279,9 @@ class _Execution(Generic[T, R]):
     async def _read_beginning(self, connection: Any) -> tuple[int, bool]:
         row = await connection.fetchrow(READ_BEGINNING, self._request)
         if row is None:
-            raise truncated("cursor")
+            await stop_empty(connection, "cursor")
         if not row["has_batch"]:
-            raise truncated("batch")
+            await stop_empty(connection, "batch")
         return row["version"], row["is_made"]
 
     async def _is_made_meanwhile(self, connection: Any) -> bool:

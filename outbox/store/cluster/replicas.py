@@ -24,7 +24,7 @@ from outbox.store.cluster.sessions import (
     terminate_busy_sessions,
 )
 from outbox.store.connection.message import WriteStatement
-from outbox.store.errors import truncated
+from outbox.store.connection.row_security import stop_empty
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -314,7 +314,7 @@ class ReplicaStore:
         """Read the cluster's state."""
         row = await self._db.fetchrow(READ_CLUSTER)
         if row is None:
-            raise truncated("cursor")
+            await stop_empty(self._db, "cursor")
         columns = (row["ids"] or (), row["renewals"] or (), row["leases_s"] or ())
         peers = [Peer(*each) for each in zip(*columns, strict=True)]
         return ClusterSnapshot(

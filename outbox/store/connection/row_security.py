@@ -56,6 +56,18 @@ async def stop_hidden(connection: Connection[Any]) -> NoReturn:
     raise CursorBroken(await read_row_security_reason(connection))
 
 
+async def stop_empty(connection: Connection[Any], table: str) -> NoReturn:
+    """Stop, because a read did not return the row that the migration of a table wrote.
+
+    Raises:
+        CursorBroken: always.
+    """
+    raise CursorBroken(
+        await read_protected_reason(connection)
+        or f"the table {table} was emptied; restore it from a backup"
+    )
+
+
 async def read_row_security_reason(connection: Connection[Any]) -> str:
     """Why a read may have returned only a part of the rows, and what to do about it."""
     return await read_protected_reason(connection) or (

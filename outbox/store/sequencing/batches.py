@@ -27,9 +27,9 @@ from outbox.store.cluster.leadership import (
 )
 from outbox.store.cluster.timeline import History
 from outbox.store.connection.message import WriteStatement
-from outbox.store.connection.row_security import rows_hidden, stop_hidden
+from outbox.store.connection.row_security import rows_hidden, stop_empty, stop_hidden
 from outbox.store.delivery.lanes import READ_COUNTERS
-from outbox.store.errors import Fenced, truncated
+from outbox.store.errors import Fenced
 from outbox.store.replays.replay_feed import ReplayFeedStore
 from outbox.store.replays.replay_progress import write_progress
 from outbox.store.row_params import number_rows
@@ -180,7 +180,10 @@ class SequencingStore:
 
     async def cursor_row(self) -> CursorRow:
         """Read the cursor row, without a lock."""
-        return self._checked_row(await self._db.fetchrow(READ_CURSOR))
+        row = await self._db.fetchrow(READ_CURSOR)
+        if row is None:
+            await stop_empty(self._db, "cursor")
+        return self._checked_row(row)
 
     async def take_leadership(self, replica_id: int) -> bool:
         """Take the leadership; returns False while another session holds the cursor row."""
@@ -207,7 +210,7 @@ class SequencingStore:
         """Read the cursor's position and its gaps."""
         row = await self._db.fetchrow(READ_STATE)
         if row is None:
-            raise truncated("batch")
+            await stop_empty(self._db, "batch")
         old = await self._db.fetch(READ_OLD_GAPS)
         if row["hidden"] or any(r["lo"] is None for r in old):
             await stop_hidden(self._db)
@@ -249,6 +252,8 @@ class SequencingStore:
             more_gaps,
         )
         reading = parse_reading(rows, with_content=with_content)
+        if reading is None:
+            await stop_empty(self._db, "cursor")
         self._check_timeline(reading.server_timeline)
         if reading.hidden:
             await stop_hidden(self._db)
@@ -268,9 +273,9 @@ class SequencingStore:
         """The status of the leader, for replica `me`."""
         row = await self._db.fetchrow(READ_LEADER_STATUS, me)
         if row is None:
-            raise truncated("cursor")
+            await stop_empty(self._db, "cursor")
         if row["batch"] is None:
-            raise truncated("batch")
+            await stop_empty(self._db, "batch")
         return LeaderStatus(row["leader"], row["batch"], row["free"], row["behind"])
 
     async def write(
@@ -363,8 +368,6 @@ class SequencingStore:
         )
 
     def _checked_row(self, row: Any) -> CursorRow:
-        if row is None:
-            raise truncated("cursor")
         self._check_timeline(row["server_timeline"])
         return CursorRow(
             row["writer"],

@@ -16,7 +16,6 @@ from outbox.core.sequencing.router import RoutableEvent
 from outbox.errors import CursorBroken
 from outbox.store.cluster.leadership import AWAKE
 from outbox.store.connection.row_security import rows_hidden
-from outbox.store.errors import truncated
 from outbox.store.expressions import PAYLOAD_BYTES, epoch_s, key_hash
 
 if TYPE_CHECKING:
@@ -187,8 +186,12 @@ class Reading:
             )
 
 
-def parse_reading(rows: Sequence[Any], *, with_content: bool = False) -> Reading:
-    """Parse the rows of `READ_EVENTS_AND_STATE`, or of `READ_CONTENT_AND_STATE`."""
+def parse_reading(rows: Sequence[Any], *, with_content: bool = False) -> Reading | None:
+    """Parse the rows of `READ_EVENTS_AND_STATE`, or of `READ_CONTENT_AND_STATE`.
+
+    Returns:
+        None if there was no cursor row.
+    """
     events: list[RoutableEvent] = []
     status: Any = None
     for row in rows:
@@ -198,7 +201,7 @@ def parse_reading(rows: Sequence[Any], *, with_content: bool = False) -> Reading
         else:
             events.append(RoutableEvent(event_id, row["tenant"], row["type"], row["key_hash"]))
     if status is None:
-        raise truncated("cursor")
+        return None
     events.sort(key=itemgetter(0))
     holders = status["holders"]
     return Reading(

@@ -25,6 +25,7 @@ from outbox.store.connection.pgbouncer import PooledWorker
 from outbox.store.delivery.lanes import LaneStore
 from outbox.store.sequencing.batches import SequencingStore
 from tests.support.cursor_checks import NO_VIOLATIONS, check_cursor
+from tests.support.damages import DAMAGES
 from tests.support.detaching import ATTACH, DETACH
 from tests.support.doctor import findings
 from tests.support.pgbouncer import pgbouncer
@@ -39,73 +40,6 @@ if TYPE_CHECKING:
     from tests.support.postgres import Database
 
 pytestmark = [pytest.mark.costly, pytest.mark.system]
-
-POLICY = "CREATE POLICY half ON outbox USING (id % 2 = 0)"
-UNPROTECT = """
-ALTER TABLE outbox NO FORCE ROW LEVEL SECURITY, DISABLE ROW LEVEL SECURITY;
-DROP POLICY IF EXISTS half ON outbox
-"""
-
-
-@dataclass(frozen=True)
-class Damage:
-    """How events are hidden, what lifts it, and the command that is reported."""
-
-    hide: str
-    lift: str
-    reports: str
-
-
-DAMAGES = {
-    "a policy": Damage(
-        f"ALTER TABLE outbox ENABLE ROW LEVEL SECURITY; {POLICY}",
-        UNPROTECT,
-        "ALTER TABLE relay.outbox DISABLE ROW LEVEL SECURITY",
-    ),
-    "a forced policy": Damage(
-        f"ALTER TABLE outbox ENABLE ROW LEVEL SECURITY, FORCE ROW LEVEL SECURITY; {POLICY}",
-        UNPROTECT,
-        "ALTER TABLE relay.outbox DISABLE ROW LEVEL SECURITY",
-    ),
-    "row security without a policy": Damage(
-        "ALTER TABLE outbox ENABLE ROW LEVEL SECURITY",
-        UNPROTECT,
-        "ALTER TABLE relay.outbox DISABLE ROW LEVEL SECURITY",
-    ),
-    "a view in place": Damage(
-        "ALTER TABLE outbox RENAME TO kept;"
-        " CREATE VIEW outbox AS SELECT * FROM kept WHERE id % 2 = 0;"
-        " GRANT SELECT ON outbox TO PUBLIC",
-        "DROP VIEW outbox; ALTER TABLE kept RENAME TO outbox",
-        "RENAME TO outbox",
-    ),
-    "a detached partition": Damage(
-        DETACH,
-        ATTACH,
-        "ATTACH PARTITION relay.outbox_0",
-    ),
-    "CACHE": Damage(
-        "ALTER SEQUENCE outbox_id_seq CACHE 20", "ALTER SEQUENCE outbox_id_seq CACHE 1", "CACHE 1"
-    ),
-    "INCREMENT": Damage(
-        "ALTER SEQUENCE outbox_id_seq INCREMENT 2",
-        "ALTER SEQUENCE outbox_id_seq INCREMENT 1",
-        "INCREMENT 1",
-    ),
-    "CYCLE": Damage(
-        "ALTER SEQUENCE outbox_id_seq CYCLE", "ALTER SEQUENCE outbox_id_seq NO CYCLE", "NO CYCLE"
-    ),
-    "setval": Damage(
-        "SELECT setval('outbox_id_seq', 2)",
-        f"SELECT setval('outbox_id_seq', {WIDTH + 1})",
-        "setval",
-    ),
-    "a revoked column": Damage(
-        "REVOKE SELECT ON outbox FROM {role}",
-        "GRANT SELECT ON outbox TO {role}",
-        "outbox migrate --relay",
-    ),
-}
 
 
 class Lifting(SequencingStore):
