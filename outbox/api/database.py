@@ -15,6 +15,7 @@ import asyncpg
 from outbox.api.problem import unavailable
 from outbox.store.connection.connect import CONNECTION_ERRORS
 from outbox.store.connection.operator import connect_current, reset
+from outbox.store.connection.row_security import require_unprotected
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -139,6 +140,8 @@ class Database:
                 f"respond, or {size_max} requests are already running; try again"
             ) from None
         try:
+            if self._settings.pooled:
+                await require_unprotected(cast("Connection[Any]", connection))
             yield cast("Connection[Any]", connection)
         finally:
             # The request is complete: a failed reset closes the connection and must not

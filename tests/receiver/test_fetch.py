@@ -106,9 +106,9 @@ def test_the_reason_of_an_error_response_is_reported() -> None:
         fetch.page("a-1-0", 0)
 
 
-@pytest.mark.parametrize("reason", ["erased", "missing"])
-def test_an_item_without_an_event_says_why(reason: str) -> None:
-    item = {"sequence": 4, "previous_sequence": 3, reason: True}
+@pytest.mark.parametrize("field", ["erased", "missing"])
+def test_an_item_without_an_event_has_one_of_two_fields(field: str) -> None:
+    item = {"sequence": 4, "previous_sequence": 3, field: True}
     with relay_response(as_json(item)) as fetch:
         fetched = fetch.delivery("a-1-0", 4)
-    assert (fetched.request, fetched.missing) == (None, reason == "missing")
+    assert (fetched.request, fetched.missing) == (None, field == "missing")

@@ -15,7 +15,7 @@ from outbox.core.model.schema_name import schema_missing
 from outbox.core.model.sql_names import quote_literal, search_path
 from outbox.errors import CannotRun, DatabaseUnavailable, OutboxError, UsageError
 from outbox.store.connection.pgbouncer import PooledWorker
-from outbox.store.connection.row_security import RowSecurityError
+from outbox.store.connection.row_security import RowSecurityError, require_unprotected
 from outbox.store.connection.store_connection import StoreConnection
 
 if TYPE_CHECKING:
@@ -338,6 +338,7 @@ async def _check_role(connection: Connection[Any], schema: str) -> None:
             f'ALTER ROLE "{row["role"]}" IN DATABASE "{row["database"]}" '
             f"SET search_path = {search_path(schema)}"
         )
+    await require_unprotected(connection)
 
 
 def _keep_alive(connection: Connection[Any], options: Mapping[str, int]) -> None:

@@ -56,6 +56,16 @@ async def stop_hidden(connection: Connection[Any]) -> NoReturn:
     raise CursorBroken(await read_row_security_reason(connection))
 
 
+async def require_unprotected(connection: Connection[Any]) -> None:
+    """Require that no policy applies to one of our tables, before reads behind a proxy.
+
+    Raises:
+        CursorBroken: one applies, also if it hides nothing.
+    """
+    if (reason := await read_protected_reason(connection)) is not None:
+        raise CursorBroken(reason)
+
+
 async def stop_empty(connection: Connection[Any], table: str) -> NoReturn:
     """Stop, because a read did not return the row that the migration of a table wrote.
 

@@ -26,6 +26,11 @@ from outbox.core.model.setting_types import HeaderPrefix, UriReference
 from outbox.core.model.text import closest
 from outbox.errors import CannotRun, NotFound, UsageError
 from outbox.store.connection.connect import map_errors
+from outbox.store.connection.row_security import (
+    require_unprotected,
+    rows_hidden,
+    stop_hidden,
+)
 from outbox.store.connection.secrets import (
     IDENTITY,
     SIGNING,
@@ -45,7 +50,7 @@ if TYPE_CHECKING:
     from outbox.store.connection.secrets import Vault
 
 # Configuration, secrets and circuit-breaker state of endpoints.
-READ_ENDPOINTS = """
+READ_ENDPOINTS = f"""
 SELECT e.id, e.name, e.tenant, e.state, e.url, e.method, e.headers::text AS headers,
        e.header_prefix, e.format, e.source,
        e.connect_timeout_s, e.timeout_s, e.in_flight_max, e.rate_per_s, e.batch_max,
@@ -58,10 +63,11 @@ SELECT e.id, e.name, e.tenant, e.state, e.url, e.method, e.headers::text AS head
        array(SELECT (s.secret, s.expires_at) FROM endpoint_secret s
               WHERE s.endpoint_id = e.id
                 AND (s.expires_at IS NULL OR s.expires_at > clock_timestamp())
-              ORDER BY s.id DESC) AS secrets
+              ORDER BY s.id DESC) AS secrets,
+       {rows_hidden("endpoint_secret")} AS hidden
   FROM endpoint e JOIN endpoint_health h ON h.endpoint_id = e.id
  WHERE e.id = ANY ($1)
-"""
+"""  # noqa: S608 (constants only)
 
 # Names for a "did you mean" hint.
 LIST_NAMES = (
@@ -163,8 +169,16 @@ class Endpoint:
 async def read_endpoints(
     connection: Connection[Any], endpoint_ids: Collection[UUID], vault: Vault
 ) -> list[Endpoint]:
-    """Read the current configuration of endpoints; asyncpg's errors propagate."""
+    """Read the current configuration of endpoints; asyncpg's errors propagate.
+
+    Raises:
+        CursorBroken: secrets may be hidden.
+    """
     rows = await connection.fetch(READ_ENDPOINTS, list(endpoint_ids))
+    if any(row["hidden"] for row in rows):
+        await stop_hidden(connection)
+    if len(rows) < len(endpoint_ids):
+        await require_unprotected(connection)
     return [_endpoint(row, vault) for row in rows]
 
 

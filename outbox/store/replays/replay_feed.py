@@ -17,13 +17,14 @@ batch checks (see `outbox.store.replays.replay_progress`).  There are three exce
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from outbox.core.sequencing.replay_throttle import EndpointProgress, JobPart
 from outbox.core.sequencing.router import RoutableEvent
 from outbox.store.channels import NOTIFY_ALL
 from outbox.store.cluster.leadership import REQUIRE_LEADER
 from outbox.store.connection.message import WriteStatement
+from outbox.store.connection.row_security import rows_hidden, stop_hidden
 from outbox.store.expressions import key_hash
 from outbox.store.routing_change import BEGIN_CHANGE
 from outbox.store.type_match import matches_criteria
@@ -86,7 +87,8 @@ SELECT p.job_id, p.endpoint_id, j.kind, j.rate_per_s, e.lanes,
                 CASE WHEN j.kind = 'history' AND NOT EXISTS (
                           SELECT FROM subscription s
                            WHERE s.endpoint_id = e.id AND s.to_batch IS NULL)
-                     THEN 'unsubscribed' END) AS end_reason
+                     THEN 'unsubscribed' END) AS end_reason,
+       {rows_hidden("subscription")} AS hidden
   FROM replay_job_endpoint p
   JOIN replay_job j ON j.id = p.job_id
   JOIN endpoint e ON e.id = p.endpoint_id
@@ -97,9 +99,10 @@ SELECT p.job_id, p.endpoint_id, j.kind, j.rate_per_s, e.lanes,
 # The progress of the last chunks of endpoints, read from the last delivery of each lane in the
 # batches that contain them.  Lanes of older generations count, too, because the lanes may have
 # changed since.  OFFSET 0 and LIMIT 1 keep the subqueries index lookups.
-READ_CHUNK_PROGRESS = """
+READ_CHUNK_PROGRESS = f"""
 SELECT requested.id AS endpoint_id, coalesce(chunk.done, true) AS done, chunk.mean_ms,
-       coalesce(sequenced.numbers, 0)::bigint AS numbers
+       coalesce(sequenced.numbers, 0)::bigint AS numbers,
+       {rows_hidden("lane", "delivery", "lane_progress", "attempt")} AS hidden
   FROM unnest($1::uuid[]) AS requested(id)
  CROSS JOIN LATERAL (
        SELECT bool_and(p.acked_seq >= d.seq OR EXISTS (
@@ -125,7 +128,7 @@ SELECT requested.id AS endpoint_id, coalesce(chunk.done, true) AS done, chunk.me
               SELECT last_seq FROM lane_counter
                WHERE lane_id = l.id ORDER BY last_seq DESC LIMIT 1) c
         WHERE l.endpoint_id = requested.id) sequenced
-"""
+"""  # noqa: S608 (constants only)
 
 SCAN_MAX, SCAN_EXTRA = 200, 10
 """Dead letters or events that are read for one part per batch; and dead letters read beyond
@@ -134,7 +137,8 @@ those to take, in a job without a selection, because erased ones are skipped."""
 # The next dead letters of parts that have no pending replay; one empty row for a part that has no
 # more.
 READ_DEAD_LETTERS = f"""
-SELECT p.job_id, p.endpoint_id, p.next_id, d.id, d.is_erased, d.is_selected, d.blocks
+SELECT p.job_id, p.endpoint_id, p.next_id, d.id, d.is_erased, d.is_selected, d.blocks,
+       {rows_hidden("dead_letter", "replay", "lane_block")} AS hidden
   FROM unnest($1::bigint[], $2::uuid[], $3::bigint[]) AS part(job_id, endpoint_id, numbers)
  CROSS JOIN LATERAL (
        SELECT * FROM replay_job_endpoint
@@ -206,7 +210,8 @@ SELECT abort_unless((SELECT count(*) FROM locked) = cardinality($2::bigint[]))
 # receives it as a live event: exactly once.
 READ_HISTORY = f"""
 SELECT p.last_id, o.id, o.tenant, o.type, {key_hash("o.key", "o.id")} AS key_hash,
-       {matches_criteria("o", "created_at")} AND NOT s.gaps @> o.id AS is_selected
+       {matches_criteria("o", "created_at")} AND NOT s.gaps @> o.id AS is_selected,
+       {rows_hidden("outbox")} AS hidden
   FROM (SELECT * FROM replay_job_endpoint WHERE job_id = $1 AND endpoint_id = $2 LIMIT 1) p
   JOIN replay_job s ON s.id = p.job_id AND s.state = 'running'
   LEFT JOIN LATERAL (
@@ -252,15 +257,27 @@ class ReplayFeedStore:
         self._db = connection
         self._timeline = timeline
 
+    async def _fetch(self, statement: str, *arguments: Any) -> list[dict[str, Any]]:
+        """The rows of a read from which the end of a job may be concluded.
+
+        Raises:
+            CursorBroken: some may be hidden.
+        """
+        rows = [dict(row) for row in await self._db.fetch(statement, *arguments)]
+        hidden = [row.pop("hidden") for row in rows]
+        if any(hidden):
+            await stop_hidden(self._db)
+        return rows
+
     async def read_parts(self) -> list[JobPart]:
         """All parts that have not ended."""
-        return [JobPart(**dict(row)) for row in await self._db.fetch(READ_PARTS)]
+        return [JobPart(**row) for row in await self._fetch(READ_PARTS)]
 
     async def read_chunk_progress(
         self, endpoint_ids: Sequence[UUID]
     ) -> dict[UUID, EndpointProgress]:
         """The progress of the last chunks of the endpoints."""
-        rows = await self._db.fetch(READ_CHUNK_PROGRESS, list(endpoint_ids))
+        rows = await self._fetch(READ_CHUNK_PROGRESS, list(endpoint_ids))
         return {
             r["endpoint_id"]: EndpointProgress(r["done"], r["mean_ms"], r["numbers"]) for r in rows
         }
@@ -274,7 +291,7 @@ class ReplayFeedStore:
             The chunk of each part; None: it has no more.  A part with a pending replay is
             left out.
         """
-        rows = await self._db.fetch(
+        rows = await self._fetch(
             READ_DEAD_LETTERS,
             [share.part.job_id for share in shares],
             [share.part.endpoint_id for share in shares],
@@ -326,7 +343,7 @@ class ReplayFeedStore:
 
     async def read_history(self, part: JobPart) -> HistoryChunk | None:
         """The next events of a backfill; None: it is not running any more."""
-        rows = await self._db.fetch(READ_HISTORY, part.job_id, part.endpoint_id, SCAN_MAX)
+        rows = await self._fetch(READ_HISTORY, part.job_id, part.endpoint_id, SCAN_MAX)
         if not rows:
             return None
         seen = [r for r in rows if r["id"] is not None]

@@ -28,6 +28,7 @@ from outbox.core.schedules.schedule import (
 from outbox.drivers.errors import NOT_STORED
 from outbox.errors import UsageError
 from outbox.store.connection.message import WriteStatement
+from outbox.store.connection.row_security import rows_hidden
 from outbox.store.routing_change import ADD_TO_JOURNAL
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ SELECT abort_unless((SELECT count(*) FROM unchanged) = cardinality($1::bigint[])
 #   positions: the first batch with high >= id; `late` if the event was in a gap.
 #   sequenced: the batch that contains the event.
 # OFFSET 0 keeps the deliveries an index lookup per lane.
-READ_ENDED = """
+READ_ENDED = f"""
 WITH positions AS MATERIALIZED (
     SELECT w.outbox_id, p.batch, p.late
       FROM unnest($1::bigint[]) AS w(outbox_id)
@@ -101,7 +102,7 @@ sequenced AS MATERIALIZED (
             WHERE p.late AND batch > p.batch AND NOT isempty(found) AND found @> p.outbox_id
             ORDER BY batch LIMIT 1) f)
 SELECT g.outbox_id FROM sequenced g
- WHERE NOT EXISTS (
+ WHERE NOT {rows_hidden("batch", "delivery", "lane_progress", "attempt")} AND NOT EXISTS (
        SELECT FROM batch b CROSS JOIN LATERAL unnest(b.lanes) AS lane(id)
         CROSS JOIN LATERAL (
               SELECT lane_id, batch, seq FROM delivery
@@ -113,7 +114,7 @@ SELECT g.outbox_id FROM sequenced g
               SELECT FROM attempt a
                WHERE a.lane_id = d.lane_id AND a.batch = d.batch AND a.seq = d.seq
                  AND a.outcome = 'delivered'))
-"""
+"""  # noqa: S608 (constants only)
 
 # Publishes runs; the payloads do not leave the server.  The event id of a run is deterministic: if
 # a failover loses the commit, the run is published again with the same id, and receivers

@@ -35,14 +35,17 @@ ROLLBACK_SAVEPOINT = "ROLLBACK TO SAVEPOINT filters"
 # The events that match each filter; the ids of each filter come as an array literal.  `@?`
 # treats a missing member, or one of another type, as no match.
 #   requested: MATERIALIZED, so that each filter is parsed once.
+#   is_there: an event that this read does not return counts as a match.  It was read before, so it
+#     is gone or hidden, which is decided when it is to be sent.
 READ_MATCHES = """
 WITH requested AS MATERIALIZED (
     SELECT a.n, ('$ ? (' || a.filter || ')')::jsonpath AS path, a.ids::bigint[] AS ids
       FROM unnest($1::text[], $2::text[]) WITH ORDINALITY AS a(filter, ids, n))
 SELECT requested.n, e.id
   FROM requested CROSS JOIN LATERAL unnest(requested.ids) AS e(id)
- CROSS JOIN LATERAL (SELECT payload FROM outbox WHERE id = e.id LIMIT 1) o
- WHERE o.payload @? requested.path
+  LEFT JOIN LATERAL (
+       SELECT true AS is_there, payload FROM outbox WHERE id = e.id LIMIT 1) o ON true
+ WHERE o.is_there IS NULL OR o.payload @? requested.path
 """
 
 MATCH_ALL = "1 == 1"

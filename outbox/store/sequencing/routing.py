@@ -65,7 +65,7 @@ WITH requested AS MATERIALIZED (
             ORDER BY id LIMIT part.numbers_max) r
      CROSS JOIN LATERAL (
            SELECT d.lane_id, d.outbox_id, d.backfill_id, e.generation, e.lanes,
-                  CASE d.reason WHEN 'missing' THEN (SELECT key FROM outbox WHERE id = d.outbox_id)
+                  CASE WHEN d.event_id IS NULL THEN (SELECT key FROM outbox WHERE id = d.outbox_id)
                        ELSE d.key END AS key
              FROM dead_letter d
              JOIN endpoint e ON e.id = part.endpoint_id AND e.state IN ('active', 'paused')
@@ -74,7 +74,8 @@ chunk AS (
     SELECT *, least(to_seq - next_seq + 1, numbers_max - before)::bigint AS numbers
       FROM requested WHERE before < numbers_max)
 SELECT t.job_id, t.endpoint_id, t.id, t.next_seq, t.next_batch, t.numbers, l.id AS lane_id,
-       d.seq, d.batch, d.outbox_id, d.backfill_id, d.copy_id
+       d.seq, d.batch, d.outbox_id, d.backfill_id, d.copy_id,
+       {rows_hidden("delivery", "outbox", "dead_letter", "lane")} AS hidden
   FROM chunk t
   LEFT JOIN LATERAL (
        SELECT t.next_seq AS seq, t.next_batch AS batch, t.outbox_id, t.key, t.backfill_id,
@@ -135,6 +136,8 @@ class RoutingStore:
             [share.part.endpoint_id for share in shares],
             [share.numbers for share in shares],
         )
+        if any(r["hidden"] for r in rows):
+            await stop_hidden(self._db)
         share_of = {(s.part.job_id, s.part.endpoint_id): s for s in shares}
         chunks: list[ReplayChunk] = []
         for part, of_part in groupby(rows, lambda r: (r["job_id"], r["endpoint_id"])):

@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from outbox.core.sequencing.replay_throttle import JobPart
+from outbox.errors import CursorBroken
+from outbox.store.connection.connect import connect
+from outbox.store.connection.dsn import parse
 from outbox.store.connection.migration_files import table_names
+from outbox.store.delivery.lanes import LaneStore
+from outbox.store.replays.replay_feed import ReplayFeedStore
+from outbox.store.sequencing.filters import FilterStore
 from tests.integration.absence.test_damages import relay_settings
 from tests.support.doctor import reported_findings
 from tests.support.relay import (
@@ -17,13 +24,15 @@ from tests.support.relay import (
     exceptions,
     fetchval,
     publish,
+    remove_events,
     running,
 )
 from tests.support.roles import role
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping, Sequence
+    from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+    from uuid import UUID
 
     from tests.support.postgres import Database
 
@@ -113,3 +122,74 @@ async def _has_ended(database: Database) -> bool:
             """,
         )
     )
+
+
+PATH_OF_POOLED = {"search_path": "relay", "row_security": "on"}
+# Reads of the relay from whose absent rows something follows, and a table whose rows they need.
+READS: dict[str, tuple[str, Callable[[Any, UUID], Awaitable[object]]]] = {
+    "lanes of an older generation": ("lane", lambda db, id_: LaneStore(db).lanes([id_])),
+    "what was delivered": ("attempt", lambda db, id_: LaneStore(db).lanes([id_])),
+    "signing keys": ("endpoint_secret", lambda db, id_: LaneStore(db).endpoints([id_])),
+    "jobs without a subscription": ("subscription", lambda db, _: ReplayFeedStore(db).read_parts()),
+    "a chunk that is delivered": (
+        "delivery",
+        lambda db, id_: ReplayFeedStore(db).read_chunk_progress([id_]),
+    ),
+    "the rest of a backfill": (
+        "outbox",
+        lambda db, id_: ReplayFeedStore(db).read_history(JobPart(1, id_, "history", None, 1)),
+    ),
+}
+
+
+async def test_a_read_behind_a_proxy_concludes_nothing_from_hidden_rows(database: Database) -> None:
+    """A session of a pooler has the role's own setting, so a policy hides rows from it."""
+    await add_endpoint(database, lanes=1)
+    endpoint_id = await fetchval(database, "SELECT id FROM endpoint")
+    await fetchval(
+        database,
+        "WITH job AS ("
+        "    INSERT INTO replay_job (kind, requested_by) VALUES ('history', 'test') RETURNING id)"
+        " INSERT INTO replay_job_endpoint (job_id, endpoint_id, first_id, next_id, last_id)"
+        " SELECT id, $1, 1, 1, 10 FROM job",
+        endpoint_id,
+    )
+    async with (
+        role(database, "relay") as name,
+        database.connection(**OWNER) as owner,
+        database.connection(user=name, server_settings=PATH_OF_POOLED) as pooled,
+    ):
+        for what, (table, read) in READS.items():
+            await read(pooled, endpoint_id)
+            await owner.execute(f"ALTER TABLE {table} ENABLE ROW LEVEL SECURITY")
+            with pytest.raises(CursorBroken) as stopped:
+                await read(pooled, endpoint_id)
+            assert f'"relay"."{table}"' in str(stopped.value), what
+            await owner.execute(f"ALTER TABLE {table} DISABLE ROW LEVEL SECURITY")
+
+
+@pytest.mark.pgbouncer
+async def test_a_session_behind_a_proxy_does_not_begin_while_a_policy_applies(
+    database: Database,
+) -> None:
+    """Commands and requests read many tables: none of them concludes anything then."""
+    async with (
+        role(database, "operator") as name,
+        database.connection(**OWNER) as owner,
+        relay_settings(database, name, pooled=True) as settings,
+    ):
+        dsn = parse(settings["dsn"], source="test", env={})
+        (await connect(dsn, schema="relay", pooled=True)).terminate()
+        await owner.execute("ALTER TABLE lane_progress ENABLE ROW LEVEL SECURITY")
+        with pytest.raises(CursorBroken, match="DISABLE ROW LEVEL SECURITY"):
+            await connect(dsn, schema="relay", pooled=True)
+
+
+async def test_an_event_that_a_filter_does_not_read_counts_as_a_match(database: Database) -> None:
+    """It was sequenced, so it is gone or hidden: that is decided when it is to be sent."""
+    await publish(database, {"a": 1}, {"a": 2})
+    await remove_events(database, "id = 1")
+    async with database.connection(**OWNER) as owner:
+        store = FilterStore(owner)
+        async with store.transaction():
+            assert await store.evaluate([("@.a == 3", [1, 2])], 60.0) == [{1}]
