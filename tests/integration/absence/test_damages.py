@@ -10,6 +10,7 @@ import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
+import asyncpg
 import pytest
 
 from outbox.errors import CannotRun
@@ -139,3 +140,41 @@ async def _is_named(
     async with database.connection(**OWNER) as owner:
         found = [f"{each.message}; {each.action}" for each in await findings(owner)]
     return damage.reports in " ".join(found).replace('"', "")
+
+
+@pytest.mark.full
+@pytest.mark.pgbouncer
+async def test_removal_sequences_and_accounts_behind_a_proxy(
+    database: Database, logs: list[MutableMapping[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outbox.relay.maintenance.EVERY_S", 0.05)
+    monkeypatch.setattr("outbox.relay.maintenance.HOURLY_S", 0.05)
+    await add_endpoint(database)
+    await fetchval(database, "SELECT setval('journal_id_seq', 1, false)")
+    network = Network()
+    async with (
+        role(database, "relay") as name,
+        relay_settings(database, name, pooled=True) as settings,
+        running(database, network, **settings),
+    ):
+        await publish(database, 1, 2, 3)
+        await all_ended(database)
+        # A restored sequence does not stop the relay: it advances its own at its start.
+        assert await fetchval(database, "SELECT count(*) FROM sequences_behind()") == 0
+        # Removal is refused, unless its transaction says so; behind the proxy as well.
+        proxied = await asyncpg.connect(
+            settings["dsn"].replace(name, "postgres"), statement_cache_size=0
+        )
+        with pytest.raises(asyncpg.RestrictViolationError, match="may not be deleted"):
+            await proxied.execute("DELETE FROM relay.outbox WHERE id = 2")
+        await proxied.execute(
+            "SET LOCAL relay.remove = 'on'; DELETE FROM relay.outbox WHERE id = 2"
+        )
+        with pytest.raises(asyncpg.RestrictViolationError, match="may not be deleted"):
+            await proxied.execute("DELETE FROM relay.outbox WHERE id = 3")
+        proxied.terminate()
+        # The relay counts the events, and says that one is gone.
+        await until(lambda: [each for each in logs if each.get("expected") == 3])
+    assert await fetchval(
+        database, "SELECT count(*) FROM journal WHERE kind = 'events_unaccounted'"
+    )
