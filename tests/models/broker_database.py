@@ -14,7 +14,7 @@ from uuid import UUID
 from outbox.core.brokers.message import end_id
 from outbox.core.delivery.commands import DeadRange, Progress
 from outbox.core.model.delivery import Delivery
-from outbox.core.model.response import HOLD_FAILURES, Failure
+from outbox.core.model.response import STREAM_HOLD_FAILURES, Failure
 from outbox.store.delivery.lanes import FoundDelivery, LostDeliveries
 from outbox.store.errors import Fenced
 
@@ -63,7 +63,7 @@ class Database:
         progress = self.progress
         failure = (progress.last_response or {}).get("failure")
         is_failing = progress.attempts > 0 and progress.retry_seq == progress.acked_seq + 1
-        return Failure(failure) if is_failing and failure in HOLD_FAILURES else None
+        return Failure(failure) if is_failing and failure in STREAM_HOLD_FAILURES else None
 
     def expected(self) -> list[tuple[int, str]]:
         """What a complete stream has."""

@@ -16,7 +16,7 @@ from outbox.core.brokers.port import Appended, Position, StopKind
 from outbox.core.brokers.repair import Abandon, adopt
 from outbox.core.delivery.commands import Gate
 from outbox.core.delivery.lane import Lane
-from outbox.core.model.response import HOLD_FAILURES, Failure
+from outbox.core.model.response import STREAM_HOLD_FAILURES, Failure
 from outbox.relay.delivery import broker_attempts
 from outbox.relay.delivery.broker_attempts import BrokerAttempts
 from tests.core.invariants import Violation
@@ -44,7 +44,7 @@ SCHEDULES_MIN, SCHEDULES = 500, 1_500
 OUTCOMES = ("exact", "refilled", "adopted", "abandoned", *(each.value for each in (
     Failure.FORGOT, Failure.AHEAD, Failure.FOREIGN, Failure.FENCED)))  # fmt: skip
 EVENTS = (
-    *(f"adopt: {failure}" for failure in sorted(HOLD_FAILURES)),
+    *(f"adopt: {failure}" for failure in sorted(STREAM_HOLD_FAILURES)),
     "cut",
     "dead letter",
     "fenced by the database",
