@@ -72,8 +72,10 @@ async def test_nothing_is_lost_while_all_rows_of_a_table_are_hidden(
         role(database, "relay") as name,
         relay_settings(database, name, pooled=pooled) as settings,
         database.connection(**OWNER) as owner,
-        running(database, network, **settings),
+        running(database, network, **settings) as worker,
     ):
+        # Before it has registered once, a relay ends with the reason.
+        await worker.started.wait()
         for table in tables:
             await publish(database, published, published + 1, key="k")
             await owner.execute(
