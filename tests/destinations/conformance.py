@@ -570,21 +570,6 @@ class TransportConformance:
             assert (await transport.send(to(server))).status == 200
         assert server.connections == 2
 
-    @pytest.mark.parametrize("method", ["POST", "PUT"])
-    async def test_a_reused_connection_that_ends_during_the_request_is_a_reset_without_a_retry(
-        self, transport: Transport, method: str
-    ) -> None:
-        async def script(connection: Connection) -> None:
-            await connection.request()
-            await connection.send(OK)
-            await connection.request()
-
-        async with serving(script) as server:
-            assert (await transport.send(to(server, method=method))).status == 200
-            response = await transport.send(to(server, method=method))
-        assert (response.status, response.failure) == (None, Failure.RESET)
-        assert len(server.received) == 2
-
     async def test_concurrent_requests_get_their_own_responses(self, transport: Transport) -> None:
         async def script(connection: Connection) -> None:
             while True:
