@@ -434,6 +434,13 @@ class TransportConformance:
         assert len(response.detail) <= DETAIL_CHARS_MAX
         assert response.detail.isprintable()
 
+    async def test_a_receiver_that_speaks_http_2_alone_is_named(self, transport: Transport) -> None:
+        settings = b"\x00\x00\x06\x04\x00\x00\x00\x00\x00\x00\x03\x00\x00\x00\x64"
+        async with serving(respond_with(settings)) as server:
+            response = await transport.send(to(server))
+        assert (response.status, response.failure) == (None, Failure.PROTOCOL)
+        assert "HTTP/2" in response.detail
+
     async def test_endless_headers_are_truncated(self, transport: Transport) -> None:
         async def script(connection: Connection) -> None:
             await connection.request()

@@ -73,6 +73,11 @@ class Connection:
             await self.send(data[i : i + 1])
             await asyncio.sleep(0.005)
 
+    @property
+    def tls(self) -> ssl.SSLObject:
+        found: ssl.SSLObject = self._writer.get_extra_info("ssl_object")
+        return found
+
     def delay_packets(self) -> None:
         """Turn Nagle's algorithm on, as servers have it that do not turn it off."""
         sock: socket.socket = self._writer.get_extra_info("socket")

@@ -33,7 +33,7 @@ from outbox.destinations.http.http1.response_parser import ResponseReader
 from outbox.destinations.http.limits import RESPONSE_HEAD_BYTES_MAX
 from outbox.destinations.http.request import encode_request
 from outbox.network.errors import TRANSPORT_CLOSED, NotConnected
-from outbox.network.tls import ssl_error_reason
+from outbox.network.tls import ResumingContext, ssl_error_reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -272,7 +272,9 @@ class Connection(asyncio.Protocol):
         if not reader.feed(data):
             self._acknowledge()
             return
-        self._reused = True
+        if not self._reused:
+            self._reused = True
+            self._remember_session()
         if reader.broken is not None:
             self._fail(Failure.PROTOCOL, reader.broken)
             return
@@ -363,6 +365,12 @@ class Connection(asyncio.Protocol):
         if _QUICKACK is not None and self._socket is not None:
             with contextlib.suppress(OSError):
                 self._socket.setsockopt(socket.IPPROTO_TCP, _QUICKACK, 1)
+
+    def _remember_session(self) -> None:
+        """Keep the TLS session of this connection for the next one."""
+        tls = None if self._transport is None else self._transport.get_extra_info("ssl_object")
+        if tls is not None and isinstance(tls.context, ResumingContext):
+            tls.context.remember(tls)
 
     def _may_write(self) -> bool:
         """Call `before_write`; if it raises, the result of the request is that exception."""

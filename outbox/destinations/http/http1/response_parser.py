@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 _HTTP = b"HTTP/"
 # llhttp also accepts other protocols, such as "RTSP/1.0 200 OK".
 _VERSIONS = frozenset({"1.0", "1.1"})
+_NOT_HTTP = "not an HTTP response"
+_SETTINGS = b"\x04"
+"""Type of the frame with which an HTTP/2 server begins (RFC 9113, 3.4 and 4.1)."""
 _SWITCHING = 101
 _LINE_ENDS = b"\r\n"
 _KEEP_ALIVE = re.compile(rb"(?:^|[,;\s])timeout *= *(\d{1,6})(?![\w.])", re.IGNORECASE)
@@ -132,7 +135,8 @@ class ResponseReader:
             data = self._start + data
             self._start = data[: len(_HTTP)]
             if not _HTTP.startswith(self._start):
-                self.broken = "not an HTTP response"
+                is_http2 = data[3:4] == _SETTINGS and data[5:9] == bytes(4)
+                self.broken = "an HTTP/2 frame: it needs HTTP/1.1" if is_http2 else _NOT_HTTP
                 return True
             if len(self._start) < len(_HTTP):
                 return False
