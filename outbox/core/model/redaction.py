@@ -49,8 +49,8 @@ class _Forms(NamedTuple):
     """How secrets may appear in a response, in lower case."""
 
     by_head: dict[str, tuple[tuple[str, bool], ...]]
-    """By their first `SECRET_CHARS_MIN` characters, the longest first; and whether the start of one
-    is redacted, too, where the text ends after it."""
+    """Forms by their first `SECRET_CHARS_MIN` characters, the longest first; and whether the start
+    of one is redacted, too, where the text ends after it."""
 
 
 class SecretRedactor:

@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 ADDRESSES_TRIED_MAX = 4
 ATTEMPT_DELAY_S = 0.25
 """Connection attempt delay of Happy Eyeballs (RFC 8305, 5)."""
-REPLY_BYTES_MAX = 1 << 20
+NATS_MESSAGE_BYTES_MAX = 1 << 20
 """Longest message to and from the server: the default of its max_payload."""
 ACKNOWLEDGEMENT_BYTES = 4096
 """What the server may send for a message that is published."""
-API_REPLY_BYTES = 2 * REPLY_BYTES_MAX
+JETSTREAM_REPLY_BYTES = 2 * NATS_MESSAGE_BYTES_MAX
 """What the server may send for a call of its API: a message in Base64, and what describes it."""
 UNASKED_BYTES = 64 * 1024
 """What the server may send unasked: the INFO of a connection, PINGs and PONGs."""
@@ -144,8 +144,8 @@ class Connection:
 
     @property
     def payload_bytes_max(self) -> int:
-        """The limit for headers and body of a message, the server's or `REPLY_BYTES_MAX`."""
-        return min(self._client.max_payload, REPLY_BYTES_MAX)
+        """The limit for headers and body of a message, the server's or `NATS_MESSAGE_BYTES_MAX`."""
+        return min(self._client.max_payload, NATS_MESSAGE_BYTES_MAX)
 
     async def start(
         self,
@@ -187,7 +187,7 @@ class Connection:
             await self._client.subscribe(
                 f"{self._inbox}.*",
                 cb=self._on_response,
-                pending_bytes_limit=2 * API_REPLY_BYTES,
+                pending_bytes_limit=2 * JETSTREAM_REPLY_BYTES,
             )
             # A refused subscription is reported before the PONG.
             await self._client.flush(timeout=max(1, round(timeout_s)))
@@ -381,7 +381,7 @@ class _SocketTransport(TcpTransport):
         now = monotonic()
         left = self._bytes_left + (now - self._read_at) * UNASKED_BYTES_PER_S
         # Without a limit, responses that were shorter than allowed would add up.
-        self._bytes_left = min(left, 2 * API_REPLY_BYTES) - len(data)
+        self._bytes_left = min(left, 2 * JETSTREAM_REPLY_BYTES) - len(data)
         self._read_at = now
         if self._bytes_left < 0:
             self._on_end(TOO_MUCH)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outbox.core.brokers.port import Stop, StopKind
 from outbox.core.model.response import one_line
-from outbox.destinations.nats.connection import API_REPLY_BYTES, Stopped
+from outbox.destinations.nats.connection import JETSTREAM_REPLY_BYTES, Stopped
 
 if TYPE_CHECKING:
     from nats.aio.msg import Msg
@@ -172,7 +172,7 @@ async def _request(connection: Connection, method: str, body: dict[str, Any]) ->
     try:
         return parse_ack(
             await connection.request(
-                f"$JS.API.{method}", json.dumps(body).encode(), reply_bytes=API_REPLY_BYTES
+                f"$JS.API.{method}", json.dumps(body).encode(), reply_bytes=JETSTREAM_REPLY_BYTES
             )
         )
     except NoResponders:

@@ -32,7 +32,7 @@ F = TypeVar("F", bound=schema.Frame)
 
 INBOUND_BYTES_MAX = 64 * 1024 * 1024
 """Longest frame that is accepted of a subscription, whose chunks are the longest ones."""
-REPLY_BYTES_MAX = 1024 * 1024
+STREAM_REPLY_BYTES_MAX = 1024 * 1024
 """Longest frame that is accepted without one; the longest describes the nodes of many streams."""
 AUTHENTICATION_BYTES_MAX = 64 * 1024
 """Longest frame that is accepted until the server has sent its limits."""
@@ -219,7 +219,7 @@ class StreamConnection(asyncio.Protocol):
     def _frame_bytes_max(self) -> int:
         if self.subscriptions:
             return INBOUND_BYTES_MAX
-        return REPLY_BYTES_MAX if self._tuned.done() else AUTHENTICATION_BYTES_MAX
+        return STREAM_REPLY_BYTES_MAX if self._tuned.done() else AUTHENTICATION_BYTES_MAX
 
     def _frame_received(self, key: int, frame: bytes) -> None:
         if key & _RESPONSE:

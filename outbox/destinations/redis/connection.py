@@ -25,7 +25,7 @@ from outbox.network.errors import NotConnected
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-REPLY_BYTES_MAX = 64 * 1024
+REDIS_REPLY_BYTES_MAX = 64 * 1024
 """Bytes that the server may send for a call, and for the authentication."""
 GROUP_BYTES = 4 << 20
 """Bytes after which a group takes no further call."""
@@ -43,11 +43,11 @@ class BoundedProtocol(asyncio.StreamReaderProtocol):
     def __init__(self) -> None:
         self._loop_of_streams = asyncio.get_running_loop()
         self._reader_of_streams = asyncio.StreamReader(
-            limit=REPLY_BYTES_MAX, loop=self._loop_of_streams
+            limit=REDIS_REPLY_BYTES_MAX, loop=self._loop_of_streams
         )
         super().__init__(self._reader_of_streams, loop=self._loop_of_streams)
         self._made: asyncio.Transport | None = None
-        self._bytes_left = REPLY_BYTES_MAX
+        self._bytes_left = REDIS_REPLY_BYTES_MAX
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -59,14 +59,14 @@ class BoundedProtocol(asyncio.StreamReaderProtocol):
         if self._bytes_left >= 0:
             super().data_received(data)
             return
-        text = f"the server sent more than {REPLY_BYTES_MAX} bytes for a call"
+        text = f"the server sent more than {REDIS_REPLY_BYTES_MAX} bytes for a call"
         self._reader_of_streams.set_exception(ConnectionError(text))
         assert self._made is not None
         self._made.abort()
 
     def expect(self, replies: int) -> None:
         """Bound what the server sends from now on."""
-        self._bytes_left = replies * REPLY_BYTES_MAX
+        self._bytes_left = replies * REDIS_REPLY_BYTES_MAX
 
     def streams(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """The streams of the connection that was made."""
