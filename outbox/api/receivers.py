@@ -22,7 +22,6 @@ from aiohttp import web
 
 from outbox.api import problem
 from outbox.api.auth import UNKNOWN_ADDRESS
-from outbox.api.host_check import is_loopback
 from outbox.api.middleware import log_unexpected, problem_middleware
 from outbox.api.problem import Problem, ProblemKind
 from outbox.api.rate_limit import RateLimiter
@@ -35,6 +34,7 @@ from outbox.errors import NotFound
 from outbox.operations import fetch_tokens, lane_history
 from outbox.store.connection.secrets import CLEAR, Vault
 from outbox.store.delivery.endpoints import read_endpoints, require_usable
+from outbox.web.loopback_hosts import is_loopback
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

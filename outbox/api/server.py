@@ -33,7 +33,7 @@ async def running(settings: Settings, address: Address) -> AsyncIterator[Address
     """
     # Imported here: a relay without the API does not load the routes.
     from outbox.api.app import application
-    from outbox.api.host_check import is_loopback
+    from outbox.web.loopback_hosts import is_loopback
 
     def api(database: Database, failures: FailedLogins) -> web.Application:
         return application(settings, address, database, failures)

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from outbox.network.tls import Tls
 
 
-KEEP_ALIVE_S = 15.0
-"""Idle time after which a pooled connection is closed."""
+KEEP_ALIVE_S = 4.0
+"""Idle time after which a pooled connection is closed, if the receiver announces none: the usual
+servers close one after 5 s."""
 POOLS_MAX = 1024
 """Maximum number of targets with pooled connections; the least recently used are closed.  Each
 endpoint has a target of its own."""
@@ -93,7 +94,10 @@ class Transport(Protocol):
         following: Following | None = None,
         before_write: Callable[[], object] | None = None,
     ) -> AttemptResult:
-        """Send `request` at most once and return the result.
+        """Send `request` and return the result.
+
+        It is sent once, and again if a reused connection ended before the first byte of a
+        response: the receiver closed it while it was idle.
 
         `before_write` is called immediately before each request is written, so also after a
         connect.  If it raises, that request is not sent, and `send` raises the same.

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from outbox.config import Settings
     from outbox.telemetry.exporters import TelemetryExport
+    from outbox.web.address import Address
 
 log = structlog.get_logger("outbox.relay")
 
@@ -81,7 +82,7 @@ async def hosted_relay(
         )
         if settings.health is not None:
             where = await stack.enter_async_context(
-                serving(_health(relay, telemetry), settings.health)
+                serving(_health(settings.health, relay, telemetry), settings.health)
             )
             log.info("health and metrics", url=where.url)
         if settings.admin is not None:
@@ -94,7 +95,7 @@ async def hosted_relay(
         yield relay
 
 
-def _health(relay: Relay, telemetry: TelemetryExport) -> web.Application:
+def _health(address: Address, relay: Relay, telemetry: TelemetryExport) -> web.Application:
     cache = ExpositionCache(
         lambda: relay.snapshot(time.time()), PrometheusRenderer(telemetry.resource.attributes)
     )
@@ -107,4 +108,4 @@ def _health(relay: Relay, telemetry: TelemetryExport) -> web.Application:
         condition = relay.readiness()
         return condition.public_reason if condition.ready else None
 
-    return health.application(unready_reason, cache.exposition, warning)
+    return health.application(address, unready_reason, cache.exposition, warning)

@@ -12,6 +12,7 @@ cancel the lookup: its late result is cached for the next request.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -23,11 +24,14 @@ import structlog
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from outbox.network.dns_cares import CaresChannel
+    from outbox.network.dns_cares import CaresChannel, Found
 
 log = structlog.get_logger("outbox.destinations")
 
 CACHE_S = 10.0
+"""Lifetime of a cached result with a shorter TTL, or without one."""
+CACHE_MAX_S = 60.0
+"""Maximum lifetime of a cached result."""
 CACHED_NAMES_MAX = 4096
 """Maximum number of cached names."""
 LOOKUPS_MAX = 4096
@@ -53,6 +57,13 @@ class Resolver(Protocol):
         """
         ...
 
+    def current(self, host: str) -> Sequence[str] | None:
+        """Return the addresses of a name as of now, without waiting.
+
+        None: they are not known at the moment; a lookup is in progress or failed.
+        """
+        ...
+
     async def aclose(self) -> None:
         """Cancel pending lookups."""
         ...
@@ -62,7 +73,7 @@ class CachingResolver:
     """A caching `Resolver` on c-ares, bound to the event loop of its first lookup.
 
     Args:
-        cache_s: lifetime of a cached result.
+        cache_s: minimum lifetime of a cached result.
         options: c-ares options that override the system configuration.  Numbers and servers
             only: pycares frees strings before c-ares has read them.
     """
@@ -73,26 +84,39 @@ class CachingResolver:
         self._backend: CaresChannel | _Threads | None = None
         # Expiry and addresses of resolved names, least recently resolved first.
         self._cache: OrderedDict[str, tuple[float, list[str]]] = OrderedDict()
-        self._pending: dict[str, asyncio.Future[list[str]]] = {}
+        self._pending: dict[str, asyncio.Future[Found]] = {}
 
     async def resolve(self, host: str) -> Sequence[str]:
         host = host.lower()
-        cached = self._cache.get(host)
-        if cached is not None and asyncio.get_running_loop().time() < cached[0]:
+        addresses = self._fresh(host)
+        if addresses is not None:
             # Round robin: rotate the addresses.
-            addresses = cached[1]
             addresses.append(addresses.pop(0))
             return tuple(addresses)
         pending = self._pending.get(host)
         if pending is None:
             pending = self._start(host)
-        return tuple(await asyncio.shield(pending))
+        return tuple((await asyncio.shield(pending))[0])
+
+    def current(self, host: str) -> Sequence[str] | None:
+        host = host.lower()
+        addresses = self._fresh(host)
+        if addresses is None and host not in self._pending:
+            with contextlib.suppress(Unresolved):  # Too many lookups: asked again later.
+                self._start(host)
+        return addresses
 
     async def aclose(self) -> None:
         if self._backend is not None:
             self._backend.close()
 
-    def _start(self, host: str) -> asyncio.Future[list[str]]:
+    def _fresh(self, host: str) -> list[str] | None:
+        cached = self._cache.get(host)
+        if cached is None or asyncio.get_running_loop().time() >= cached[0]:
+            return None
+        return cached[1]
+
+    def _start(self, host: str) -> asyncio.Future[Found]:
         lookups_max = LOOKUPS_MAX if host in self._cache else LOOKUPS_MAX * 3 // 4
         if len(self._pending) >= lookups_max:
             raise Unresolved("too many concurrent lookups")
@@ -109,11 +133,12 @@ class CachingResolver:
         return result
 
     def _ended(
-        self, host: str, result: asyncio.Future[list[str]], found: asyncio.Future[list[str]]
+        self, host: str, result: asyncio.Future[Found], found: asyncio.Future[Found]
     ) -> None:
         del self._pending[host]
         try:
-            addresses = found.result()[:RESOLVED_ADDRESSES_MAX]
+            addresses, ttl_s = found.result()
+            addresses = addresses[:RESOLVED_ADDRESSES_MAX]
             if not addresses:
                 raise Unresolved("it has no address")
         except (asyncio.CancelledError, Exception) as error:
@@ -121,11 +146,12 @@ class CachingResolver:
             result.set_exception(Unresolved(_describe_error(error)))
             result.exception()  # Mark as retrieved: there may be no waiter.
             return
-        self._cache[host] = (result.get_loop().time() + self._cache_s, addresses)
+        lifetime_s = min(max(ttl_s, self._cache_s), CACHE_MAX_S)
+        self._cache[host] = (result.get_loop().time() + lifetime_s, addresses)
         self._cache.move_to_end(host)
         if len(self._cache) > CACHED_NAMES_MAX:
             self._cache.popitem(last=False)
-        result.set_result(addresses)
+        result.set_result((addresses, ttl_s))
 
 
 class _Threads:
@@ -137,7 +163,7 @@ class _Threads:
         self._loop = loop
         self._threads = ThreadPoolExecutor(RESOLVER_THREADS, thread_name_prefix="names")
 
-    def query(self, host: str) -> asyncio.Future[list[str]]:
+    def query(self, host: str) -> asyncio.Future[Found]:
         return self._loop.run_in_executor(self._threads, _addresses, host)
 
     def retire(self) -> None:
@@ -147,9 +173,9 @@ class _Threads:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _addresses(host: str) -> list[str]:
+def _addresses(host: str) -> Found:
     infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(each[4][0]) for each in infos))
+    return list(dict.fromkeys(str(each[4][0]) for each in infos)), 0.0
 
 
 def _start_backend(

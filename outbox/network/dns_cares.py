@@ -11,7 +11,7 @@ from __future__ import annotations
 import socket
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pycares
 
@@ -29,6 +29,9 @@ _NO_SORT = 1 << 7
 """ARES_AI_NOSORT, which pycares does not export: sorting opens a socket for every address, and
 the DNS server controls their number."""
 _NO_SOCKET = pycares.ARES_SOCKET_BAD
+
+Found: TypeAlias = tuple[list[str], float]
+"""Addresses of a name, and seconds for which they are valid (TTL); 0: unknown."""
 
 
 class LookupFailed(Exception):
@@ -58,9 +61,9 @@ class CaresChannel:
         """Whether resolv.conf has changed since."""
         return self._config_mtime != _config_mtime_ns()
 
-    def query(self, host: str) -> asyncio.Future[list[str]]:
-        """The addresses of a name, or `NotFound`."""
-        future: asyncio.Future[list[str]] = self._loop.create_future()
+    def query(self, host: str) -> asyncio.Future[Found]:
+        """The addresses of a name, or `LookupFailed`."""
+        future: asyncio.Future[Found] = self._loop.create_future()
         self._pending += 1
         future.add_done_callback(self._on_done)
         try:
@@ -127,12 +130,13 @@ class CaresChannel:
             self._loop.remove_writer(number)
 
 
-def _set_result(future: asyncio.Future[list[str]], found: Any, error: int | None) -> None:
+def _set_result(future: asyncio.Future[Found], found: Any, error: int | None) -> None:
     if future.done():
         return
     if error is None:
         addresses = [node.addr[0].decode("ascii") for node in found.nodes]
-        future.set_result(list(dict.fromkeys(addresses)))
+        ttl_s = float(min((node.ttl for node in found.nodes), default=0))
+        future.set_result((list(dict.fromkeys(addresses)), ttl_s))
     else:
         future.set_exception(LookupFailed(pycares.errno.strerror(error)))
 

@@ -5,7 +5,7 @@ when they are configured, so that a mistake is an immediate error and not a seri
 deliveries.
 
 The private key comes from the database and is never written to disk in clear: OpenSSL loads
-keys from files only, so the temporary file is encrypted with a random password.
+keys from files only, so the file is in memory, and encrypted with a random password, too.
 
 Verification cannot be disabled.  SSL_CERT_FILE and SSL_CERT_DIR select the system trust store.
 """
@@ -16,10 +16,12 @@ import contextlib
 import os
 import secrets
 import ssl
+import sys
 import tempfile
+import time
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outbox.core.model.response import one_line
@@ -27,7 +29,15 @@ from outbox.errors import UsageError
 from outbox.network import pem
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from cryptography.x509 import Certificate
+
+
+SESSIONS_MAX = 1024
+"""Maximum number of servers whose TLS sessions a context keeps."""
+SESSION_AGE_S_MAX = 600.0
+"""Age of a session after which a full handshake follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +102,7 @@ def check_identity(text: str) -> CertificateInfo:
 
 def system_context() -> ssl.SSLContext:
     """Create a context with the system trust store."""
-    return _strict(ssl.create_default_context())
+    return _strict(None)
 
 
 def endpoint_context(tls: Tls) -> ssl.SSLContext:
@@ -131,24 +141,70 @@ def _ca_context(trusted: list[Certificate]) -> ssl.SSLContext:
 
     # DER of the parsed certificates only, so that OpenSSL sees nothing else of the text.
     cadata = b"".join(each.public_bytes(Encoding.DER) for each in trusted)
-    context = _strict(ssl.create_default_context(cadata=cadata))
+    context = _strict(cadata)
     # Trust intermediates and server certificates as anchors as well; the default since
     # Python 3.13.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     return context
 
 
-def _strict(context: ssl.SSLContext) -> ssl.SSLContext:
+class ResumingContext(ssl.SSLContext):
+    """A context that resumes the session of the last connection to a server (RFC 8446, 2.2).
+
+    An endpoint with an event every minute saves a full handshake each time.
+    """
+
+    def __init__(self, *_: object) -> None:
+        super().__init__()
+        # By server name, the least recently used first.
+        self._sessions: OrderedDict[str, ssl.SSLSession] = OrderedDict()
+
+    def remember(self, connection: ssl.SSLObject) -> None:
+        """Keep the session of a connection, after its first response: tickets come with it."""
+        name, session = connection.server_hostname, connection.session
+        if name is not None and session is not None:
+            self._sessions[name] = session
+            self._sessions.move_to_end(name)
+            if len(self._sessions) > SESSIONS_MAX:
+                self._sessions.popitem(last=False)
+
+    def wrap_bio(
+        self,
+        incoming: ssl.MemoryBIO,
+        outgoing: ssl.MemoryBIO,
+        server_side: bool = False,
+        server_hostname: str | bytes | None = None,
+        session: ssl.SSLSession | None = None,
+    ) -> ssl.SSLObject:
+        if isinstance(server_hostname, str):
+            session = self._sessions.get(server_hostname)
+            # The certificate is verified by a full handshake only.
+            if session is not None and session.time + SESSION_AGE_S_MAX < time.time():
+                session = None
+        return super().wrap_bio(incoming, outgoing, server_side, server_hostname, session)
+
+
+def _strict(cadata: bytes | None) -> ssl.SSLContext:
+    """Create a context with CA certificates (DER); None: the system trust store."""
+    context = ResumingContext(ssl.PROTOCOL_TLS_CLIENT)
+    if cadata is None:
+        context.load_default_certs(ssl.Purpose.SERVER_AUTH)
+    else:
+        context.load_verify_locations(cadata=cadata)
+    if sys.version_info >= (3, 13):  # As in its default context.
+        context.verify_flags |= ssl.VERIFY_X509_STRICT | ssl.VERIFY_X509_PARTIAL_CHAIN
     # Explicit, although these are Python's defaults: security depends on them.
     context.check_hostname = True
     context.verify_mode = ssl.CERT_REQUIRED
+    # A certificate's names are its subjectAltName alone (RFC 9525, 2).
+    context.hostname_checks_common_name = False
     context.minimum_version = max(context.minimum_version, ssl.TLSVersion.TLSv1_2)
     context.set_alpn_protocols(("http/1.1",))
     return context
 
 
 def _load_identity(context: ssl.SSLContext, chain: list[Certificate], key: pem.PrivateKey) -> None:
-    """Load a client certificate from a temporary file with an encrypted key."""
+    """Load a client certificate from a file with an encrypted key, in memory if possible."""
     from cryptography.hazmat.primitives.serialization import (
         BestAvailableEncryption,
         Encoding,
@@ -159,15 +215,24 @@ def _load_identity(context: ssl.SSLContext, chain: list[Certificate], key: pem.P
     encrypted = key.private_bytes(
         Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(password.encode())
     )
-    descriptor, name = tempfile.mkstemp(prefix="outbox-", suffix=".pem")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.writelines(each.public_bytes(Encoding.PEM) for each in chain)
-            file.write(encrypted)
+    content = b"".join((*(each.public_bytes(Encoding.PEM) for each in chain), encrypted))
+    with _secret_file(content) as name:
         context.load_cert_chain(name, password=password)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            Path(name).unlink()
+
+
+@contextlib.contextmanager
+def _secret_file(content: bytes) -> Iterator[str]:
+    """A file for this process; in memory on Linux, where the file system may be read-only."""
+    if hasattr(os, "memfd_create"):
+        with os.fdopen(os.memfd_create("outbox"), "wb") as file:
+            file.write(content)
+            file.flush()
+            yield f"/proc/self/fd/{file.fileno()}"
+        return
+    with tempfile.NamedTemporaryFile(prefix="outbox-", suffix=".pem") as file:
+        file.write(content)
+        file.flush()
+        yield file.name
 
 
 def _check_dates(certificate: Certificate, what: str) -> None:

@@ -1,6 +1,7 @@
 """Health listener: liveness and readiness probes, and Prometheus metrics.
 
-It has its own address, needs no authentication, and exposes no secrets.  A failing
+It has its own address, needs no authentication, and exposes no secrets; on loopback, a web
+page that resolves its own name to it gets nothing.  A failing
 receiver does not affect health or readiness: restarting the relay, or taking it out
 of service, would not repair the receiver.
 """
@@ -11,8 +12,12 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from outbox.web.loopback_hosts import WRONG_HOST, is_loopback, is_loopback_header
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
+
+    from outbox.web.address import Address
 
 ACCEPT_CHARS_MAX = 1000
 PATHS = """\
@@ -23,6 +28,7 @@ PATHS = """\
 
 
 def application(
+    address: Address,
     unready_reason: Callable[[], str | None],
     metrics: Callable[[str], Awaitable[tuple[bytes, str]]],
     warning: Callable[[], str | None] = lambda: None,
@@ -30,6 +36,7 @@ def application(
     """Build the aiohttp application of the health listener.
 
     Args:
+        address: where it listens; on loopback, requests for other hosts get 421.
         unready_reason: returns one line with the reason, or None if the relay is ready.
         metrics: takes the Accept header, returns the body and its content type; it bounds the
             cost of frequent calls.
@@ -53,7 +60,17 @@ def application(
     async def paths(_: web.Request) -> web.Response:
         return _text(200, PATHS)
 
-    app = web.Application(client_max_size=1)
+    guarded = is_loopback(address.host)
+
+    @web.middleware
+    async def check_host(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if guarded and not is_loopback_header(request.headers.get("Host", "")):
+            return _text(421, f"{WRONG_HOST}\n")
+        return await handler(request)
+
+    app = web.Application(client_max_size=1, middlewares=[check_host])
     app.router.add_get("/", paths)
     app.router.add_get("/healthz", healthz)
     app.router.add_get("/readyz", readyz)

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 from structlog.testing import capture_logs
 
-from outbox.api import auth, host_check, login_failures
+from outbox.api import auth, login_failures
 from outbox.api.app import application
 from outbox.api.database import LONG_MAX, REQUESTS_MAX
 from outbox.api.database import Database as Connections
@@ -19,6 +19,7 @@ from outbox.api.route import PAYLOAD_BODY_BYTES_MAX
 from outbox.errors import CannotRun
 from outbox.operations import api_tokens, erase, status
 from outbox.store.connection import dsn
+from outbox.web import loopback_hosts
 from outbox.web.address import Address
 from outbox.web.serving import serving as listening
 from tests.support.api import Api, make_token, serving
@@ -363,7 +364,7 @@ async def test_a_loopback_listener_accepts_only_loopback_host_names(
 async def test_another_listener_accepts_any_host_name_and_warns_once(
     database: Database, logs: list[MutableMapping[str, Any]]
 ) -> None:
-    assert not host_check.is_loopback("0.0.0.0")  # noqa: S104 (nothing listens)
+    assert not loopback_hosts.is_loopback("0.0.0.0")  # noqa: S104 (nothing listens)
     async with serving(database, admin="0.0.0.0:0") as api:
         url = api.url.replace("0.0.0.0", "127.0.0.1")  # noqa: S104 (asked by another way)
         api = Api(api.session, url, None)

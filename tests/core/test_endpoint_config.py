@@ -194,12 +194,12 @@ def test_differences_are_text_without_header_values() -> None:
     assert changes["types"] == ("**", "order.* refund.**")
     assert changes["tenant"] == ("none", "acme")
     assert changes["retry"] == ("standard", "stepped")
-    assert changes["retryable"] == ("408 425 429 5xx", "429 5xx")
+    assert changes["retryable"] == ("408 421 425 429 5xx", "429 5xx")
     assert changes["timeout"] == ("15s", "30s")
     assert changes["headers"] == ("Authorization", "Authorization (values not shown)")
     assert "Bearer" not in str(changes)
     assert differences(old, replace(old, retryable=())) == {
-        "retryable": ("408 425 429 5xx", "none")
+        "retryable": ("408 421 425 429 5xx", "none")
     }
     close = replace(old, rate_per_s=12345.67), replace(old, rate_per_s=12345.68)
     assert differences(*close) == {"rate": ("12345.67", "12345.68")}

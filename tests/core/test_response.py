@@ -46,7 +46,7 @@ def test_2xx_is_delivered(status: int) -> None:
     assert outcome(status) is AttemptOutcome.DELIVERED
 
 
-@pytest.mark.parametrize("status", [408, 425, 429, 500, 502, 503, 504, 529, 599])
+@pytest.mark.parametrize("status", [408, 421, 425, 429, 500, 502, 503, 504, 529, 599])
 def test_retryable_statuses_are_retried(status: int) -> None:
     assert outcome(status) is AttemptOutcome.RETRY
 

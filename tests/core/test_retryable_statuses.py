@@ -10,7 +10,7 @@ from outbox.errors import UsageError
 def test_statuses_classes_and_ranges_are_combined() -> None:
     assert parse(["408", "500-504", "503"]) == {408, 500, 501, 502, 503, 504}
     assert parse(["5xx"]) == parse(["5XX"]) == frozenset(range(500, 600))
-    assert parse(["408", "425", "429", "5xx"]) == RETRYABLE
+    assert parse(["408", "421", "425", "429", "5xx"]) == RETRYABLE
     assert parse([]) == frozenset()
 
 

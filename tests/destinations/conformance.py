@@ -434,6 +434,13 @@ class TransportConformance:
         assert len(response.detail) <= DETAIL_CHARS_MAX
         assert response.detail.isprintable()
 
+    async def test_a_receiver_that_speaks_http_2_alone_is_named(self, transport: Transport) -> None:
+        settings = b"\x00\x00\x06\x04\x00\x00\x00\x00\x00\x00\x03\x00\x00\x00\x64"
+        async with serving(respond_with(settings)) as server:
+            response = await transport.send(to(server))
+        assert (response.status, response.failure) == (None, Failure.PROTOCOL)
+        assert "HTTP/2" in response.detail
+
     async def test_endless_headers_are_truncated(self, transport: Transport) -> None:
         async def script(connection: Connection) -> None:
             await connection.request()
@@ -569,21 +576,6 @@ class TransportConformance:
             await drain_in_flight(transport)
             assert (await transport.send(to(server))).status == 200
         assert server.connections == 2
-
-    @pytest.mark.parametrize("method", ["POST", "PUT"])
-    async def test_a_reused_connection_that_ends_during_the_request_is_a_reset_without_a_retry(
-        self, transport: Transport, method: str
-    ) -> None:
-        async def script(connection: Connection) -> None:
-            await connection.request()
-            await connection.send(OK)
-            await connection.request()
-
-        async with serving(script) as server:
-            assert (await transport.send(to(server, method=method))).status == 200
-            response = await transport.send(to(server, method=method))
-        assert (response.status, response.failure) == (None, Failure.RESET)
-        assert len(server.received) == 2
 
     async def test_concurrent_requests_get_their_own_responses(self, transport: Transport) -> None:
         async def script(connection: Connection) -> None:

@@ -232,7 +232,7 @@ class DeliveryRuns:
 
     async def test_a_reset_is_the_result_of_its_own_request(self, transport: Transport) -> None:
         async def script(connection: Connection) -> None:
-            for _ in range(2):
+            for _ in range(2 if server.connections == 1 else 0):
                 await connection.request()
                 await connection.send(OK)
             await connection.request()

@@ -29,6 +29,7 @@ class NameServer:
     """Addresses by name, or `->NAME` for an alias; an empty entry never gets a response."""
     asked: list[str] = field(default_factory=list)
     port: int = 0
+    ttl_s: int = 60
 
     @property
     def options(self) -> dict[str, object]:
@@ -50,7 +51,7 @@ class NameServer:
         message = self.names[name]
         if not message:
             return None
-        records = [found for each in message if (found := _record(each, kind))]
+        records = [found for each in message if (found := _record(each, kind, self.ttl_s))]
         body = b"".join(records)
         head = struct.pack("!5H", 0x8180, 1, len(records), 0, 0)
         if 12 + len(question) + len(body) > bytes_max:
@@ -58,15 +59,15 @@ class NameServer:
         return number + head + question + body
 
 
-def _record(message: str, kind: int) -> bytes | None:
+def _record(message: str, kind: int, ttl_s: int) -> bytes | None:
     if message.startswith("->"):
         data = b"".join(bytes([len(part)]) + part.encode() for part in message[2:].split("."))
-        return _POINTER + struct.pack("!HHIH", CNAME, 1, 60, len(data) + 1) + data + b"\0"
+        return _POINTER + struct.pack("!HHIH", CNAME, 1, ttl_s, len(data) + 1) + data + b"\0"
     address = ip_address(message)
     if kind != (A if address.version == 4 else AAAA):
         return None
     packed = address.packed
-    return _POINTER + struct.pack("!HHIH", kind, 1, 60, len(packed)) + packed
+    return _POINTER + struct.pack("!HHIH", kind, 1, ttl_s, len(packed)) + packed
 
 
 def _serve_udp(server: NameServer, bound: socket.socket, over: threading.Event) -> None:

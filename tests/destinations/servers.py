@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import struct
 from dataclasses import dataclass, field
@@ -72,6 +73,20 @@ class Connection:
             await self.send(data[i : i + 1])
             await asyncio.sleep(0.005)
 
+    @property
+    def tls(self) -> ssl.SSLObject:
+        found: ssl.SSLObject = self._writer.get_extra_info("ssl_object")
+        return found
+
+    def delay_packets(self) -> None:
+        """Turn Nagle's algorithm on, as servers have it that do not turn it off."""
+        sock: socket.socket = self._writer.get_extra_info("socket")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 0)
+
+    def write_at_once(self, data: bytes) -> None:
+        """Write a packet of its own."""
+        os.write(self._writer.get_extra_info("socket").fileno(), data)
+
     def close(self) -> None:
         self._writer.close()
 
@@ -133,13 +148,17 @@ class RawServer:
 
 @contextlib.asynccontextmanager
 async def serving(
-    script: Callable[[Connection], Awaitable[None]], tls: ssl.SSLContext | None = None
+    script: Callable[[Connection], Awaitable[None]],
+    tls: ssl.SSLContext | None = None,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
 ) -> AsyncIterator[RawServer]:
-    """Run a receiver on a free port of 127.0.0.1."""
+    """Run a receiver on a port of a loopback address, by default a free one of 127.0.0.1."""
     server = RawServer(script)
-    listener = await asyncio.start_server(server.accept, "127.0.0.1", 0, ssl=tls, backlog=512)
+    listener = await asyncio.start_server(server.accept, host, port, ssl=tls, backlog=512)
     server.port = listener.sockets[0].getsockname()[1]
-    server.url = f"{'https' if tls else 'http'}://127.0.0.1:{server.port}/hook"
+    server.url = f"{'https' if tls else 'http'}://{host}:{server.port}/hook"
     try:
         yield server
     finally:

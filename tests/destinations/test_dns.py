@@ -17,6 +17,8 @@ from outbox.destinations.http.transport import HttpTransport
 from outbox.network import dns as resolving
 from outbox.network import dns_cares
 from outbox.network.dns import (
+    CACHE_MAX_S,
+    CACHE_S,
     LOOKUPS_MAX,
     RESOLVED_ADDRESSES_MAX,
     CachingResolver,
@@ -55,6 +57,37 @@ async def test_addresses_of_both_families_are_returned() -> None:
             first = {(await names.resolve("BOTH.example"))[0] for _ in range(2)}
         assert first == {"2606:4700::1", PUBLIC}
         assert len(server.asked) == 2
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    ("ttl_s", "cached_s"), [(0, CACHE_S), (5, CACHE_S), (30, 30.0), (86400, CACHE_MAX_S)]
+)
+async def test_addresses_are_cached_for_the_lifetime_of_their_records(
+    ttl_s: int, cached_s: float
+) -> None:
+    """Within bounds: a lifetime of 0 does not ask for each connection, and one of a day does not
+    hide a change for a day.
+    """
+    async with naming({"moving.example": ["192.0.2.1"]}) as server:
+        server.ttl_s = ttl_s
+        async with resolver(**server.options) as names:
+            await names.resolve("moving.example")
+            expiry, addresses = names._cache["moving.example"]
+            assert cached_s - 2 < expiry - asyncio.get_running_loop().time() <= cached_s
+            assert names.current("MOVING.example") == ["192.0.2.1"]
+            names._cache["moving.example"] = (0.0, addresses)
+            # Expired: the addresses are unknown until a lookup in the background has ended.
+            assert names.current("moving.example") is None
+            await until(lambda: names.current("moving.example") == ["192.0.2.1"])
+
+
+@pytest.mark.system
+async def test_a_name_that_does_not_resolve_has_no_current_addresses() -> None:
+    async with naming({}) as server, resolver(**server.options) as names:
+        for _ in range(2):
+            assert names.current("gone.example") is None
+            await until(lambda: not names._pending)
 
 
 async def test_names_of_the_hosts_file_and_the_local_host_resolve() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import ssl
 import tempfile
 import threading
@@ -12,7 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import (
     BestAvailableEncryption,
     Encoding,
@@ -27,7 +30,7 @@ from outbox.core.model.response import Failure
 from outbox.destinations.http.transport import HttpTransport
 from outbox.destinations.interface import Recipient, Request
 from outbox.errors import UsageError
-from outbox.network import tls_contexts
+from outbox.network import tls, tls_contexts
 from outbox.network.tls import Tls, check_ca, check_identity, endpoint_context, system_context
 from outbox.network.tls_contexts import ContextCache
 from tests.destinations.authority import Authority
@@ -149,17 +152,21 @@ def test_a_private_key_is_rejected_where_it_would_be_displayed(
 # ---------------------------------------------------------------------- secrecy
 
 
+@pytest.mark.parametrize("in_memory", [True, False])
 def test_a_private_key_is_never_on_disk_unencrypted(
-    identity: tuple[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    identity: tuple[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, in_memory: bool
 ) -> None:
+    """In memory it needs no directory: the file system of a container may be read-only."""
     chain, key = identity
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none" if in_memory else tmp_path))
+    if not in_memory:
+        monkeypatch.delattr(os, "memfd_create")
     seen: list[str] = []
     load = ssl.SSLContext.load_cert_chain
 
     def spy(self: ssl.SSLContext, name: str, *args: object, **options: object) -> None:
         file = Path(name)
-        assert file.stat().st_mode & 0o777 == 0o600
+        assert in_memory or file.stat().st_mode & 0o777 == 0o600
         seen.append(file.read_text())
         load(self, name, *args, **options)  # type: ignore[arg-type]
 
@@ -343,3 +350,80 @@ async def test_a_receiver_that_requires_a_client_certificate_is_reported(
         )
     assert response.failure is Failure.TLS
     assert response.detail.endswith("certificate required")
+
+
+# ------------------------------------------------------------------ sessions
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+async def test_a_new_connection_resumes_the_session_of_the_last_one(
+    authority: Authority, version: ssl.TLSVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resumed: list[bool] = []
+
+    async def script(connection: Connection) -> None:
+        resumed.append(connection.tls.session_reused)
+        await connection.request()
+        await connection.send(OK)
+
+    context = authority.server("127.0.0.1")
+    context.maximum_version = context.minimum_version = version
+    own = Tls(ca=authority.pem)
+    async with closing(HttpTransport(LOOPBACK)) as transport, serving(script, context) as server:
+        for _ in range(3):
+            assert (await transport.send(to(server, tls=own, keep_alive=False))).status == 200
+        # The certificate is verified again after a while.
+        monkeypatch.setattr(tls, "SESSION_AGE_S_MAX", -60.0)
+        assert (await transport.send(to(server, tls=own, keep_alive=False))).status == 200
+    assert resumed == [False, True, True, False]
+
+
+@pytest.mark.system
+async def test_a_session_is_not_resumed_with_another_trust(authority: Authority) -> None:
+    resumed: list[bool] = []
+
+    async def script(connection: Connection) -> None:
+        resumed.append(connection.tls.session_reused)
+        await connection.request()
+        await connection.send(OK)
+
+    other = Authority("other")
+    async with (
+        closing(HttpTransport(LOOPBACK)) as transport,
+        serving(script, authority.server("127.0.0.1")) as server,
+    ):
+        for ca, status in ((authority, 200), (other, None), (authority, 200)):
+            response = await transport.send(to(server, tls=Tls(ca=ca.pem), keep_alive=False))
+            assert response.status == status
+    assert resumed == [False, True]
+
+
+@pytest.mark.system
+async def test_a_certificate_needs_a_subject_alternative_name() -> None:
+    """One with a common name alone was accepted (RFC 9525, 2)."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name).issuer_name(name).public_key(key.public_key())
+        .serial_number(1).not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, SHA256())
+    )  # fmt: skip
+    text = certificate.public_bytes(Encoding.PEM).decode()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    with tempfile.NamedTemporaryFile("w") as file:
+        file.write(text + pem(key))
+        file.flush()
+        context.load_cert_chain(file.name)
+    async with (
+        closing(HttpTransport(LOOPBACK)) as transport,
+        serving(respond_with(OK), context) as server,
+    ):
+        url = server.url.replace("127.0.0.1", "localhost")
+        response = await transport.send(to(url, tls=Tls(ca=text)))
+    assert response.failure is Failure.TLS
+    assert "localhost" in response.detail

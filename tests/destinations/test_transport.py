@@ -10,11 +10,13 @@ from outbox.destinations.http.http1 import pool
 from outbox.destinations.http.http1.response_parser import PIECE_BYTES, ResponseReader
 from outbox.destinations.http.limits import BODY_RAW_BYTES_MAX, HEADER_COUNT_MAX, INTERIM_MAX
 from outbox.destinations.http.transport import HttpTransport
+from outbox.destinations.interface import KEEP_ALIVE_S
 from outbox.network.dns import Unresolved
 from tests.destinations.conformance import LOOPBACK, Make, TransportConformance, closing, to
 from tests.destinations.delivery_runs import DeliveryRuns
 from tests.destinations.egress_suite import Guarding, authority, connected
 from tests.destinations.receivers import HostileReceivers
+from tests.destinations.reused_connections import ReusedConnections
 from tests.destinations.servers import OK, Connection, respond_with, serving
 from tests.destinations.unsolicited import UnsolicitedData
 from tests.support.waiting import until
@@ -47,6 +49,9 @@ class Hosts:
             raise AssertionError
         return addresses
 
+    def current(self, host: str) -> list[str] | None:
+        return self._hosts.get(host)
+
     async def aclose(self) -> None:
         pass
 
@@ -68,12 +73,26 @@ class _Making:
 
 
 @pytest.mark.system
-class TestOnUvloop(_Making, TransportConformance, DeliveryRuns, UnsolicitedData, HostileReceivers):
+class TestOnUvloop(
+    _Making,
+    TransportConformance,
+    DeliveryRuns,
+    ReusedConnections,
+    UnsolicitedData,
+    HostileReceivers,
+):
     """The production event loop."""
 
 
 @pytest.mark.full
-class TestOnAsyncio(_Making, TransportConformance, DeliveryRuns, UnsolicitedData, HostileReceivers):
+class TestOnAsyncio(
+    _Making,
+    TransportConformance,
+    DeliveryRuns,
+    ReusedConnections,
+    UnsolicitedData,
+    HostileReceivers,
+):
     """The guarantees do not depend on the event loop."""
 
 
@@ -153,6 +172,45 @@ async def test_idle_connections_are_limited_to_a_bounded_number_of_targets(
         for n in (0, 1, 2):
             assert (await transport.send(to(servers[n]))).status == 200
         assert [server.connections for server in servers] == [1, 2, 2]
+
+
+ANNOUNCED = {
+    "timeout=5": 4,
+    "timeout=5, max=100": 4,
+    "max=100,timeout = 60": 59,
+    "TIMEOUT=2": 1,
+    "max=100": None,
+    "timeout=": None,
+    "timeout=-5": None,
+    "timeout=1e3": None,
+    "timeout=99999999999": None,
+    "mytimeout=9": None,
+}
+"""Idle seconds by what a receiver announces in `Keep-Alive`; None: as without it."""
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("value", ANNOUNCED)
+async def test_an_idle_connection_ends_a_second_before_the_receiver_closes_it(value: str) -> None:
+    response = OK.replace(b"\r\n\r\n", b"\r\nKeep-Alive: %s\r\n\r\n" % value.encode())
+    async with serving(respond_with(response)) as server, closing(HttpTransport(LOOPBACK)) as it:
+        for _ in range(2):  # The second one is a cached response.
+            assert (await it.send(to(server))).status == 200
+            ((connection,),) = it._client._pools._idle.values()
+            idle_s = connection.idle_until - asyncio.get_running_loop().time()
+            expected_s = ANNOUNCED[value] or KEEP_ALIVE_S
+            assert expected_s - 1 < idle_s <= expected_s + 0.01
+        connection.idle_until = 0.0
+        assert (await it.send(to(server))).status == 200
+    assert server.connections == 2
+
+
+@pytest.mark.system
+async def test_a_connection_is_not_kept_for_less_than_a_second() -> None:
+    response = OK.replace(b"\r\n\r\n", b"\r\nKeep-Alive: timeout=1\r\n\r\n")
+    async with serving(respond_with(response)) as server, closing(HttpTransport(LOOPBACK)) as it:
+        assert (await it.send(to(server))).status == 200
+        assert it._client._pools._idle == {}
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ async def source() -> Source:
 
 @pytest.fixture
 async def url(source: Source) -> AsyncIterator[str]:
-    health = application(lambda: None, source.cache.exposition)
+    health = application(Address("127.0.0.1", 0), lambda: None, source.cache.exposition)
     async with serving(health, Address("127.0.0.1", 0)) as address:
         yield address.url
 

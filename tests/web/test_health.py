@@ -20,7 +20,7 @@ async def no_metrics(_: str) -> tuple[bytes, str]:
 
 async def test_the_response_has_the_reason_for_not_being_ready() -> None:
     async with (
-        serving(application(lambda: "its lease ran out", no_metrics), HERE) as address,
+        serving(application(HERE, lambda: "its lease ran out", no_metrics), HERE) as address,
         aiohttp.ClientSession() as session,
     ):
         response = await session.get(f"{address.url}readyz")
@@ -30,8 +30,28 @@ async def test_the_response_has_the_reason_for_not_being_ready() -> None:
 
 
 async def test_the_response_of_a_ready_relay_has_its_warning() -> None:
-    health = application(lambda: None, no_metrics, lambda: "1 event missing or superfluous")
+    health = application(HERE, lambda: None, no_metrics, lambda: "1 event missing or superfluous")
     async with serving(health, HERE) as address, aiohttp.ClientSession() as session:
         response = await session.get(f"{address.url}readyz")
         text = "ready; warning: 1 event missing or superfluous\n"
         assert (response.status, await response.text()) == (200, text)
+
+
+@pytest.mark.parametrize(
+    ("listener", "host", "status"),
+    [
+        ("127.0.0.1", "localhost:8080", 200),
+        ("127.0.0.1", "127.0.0.1", 200),
+        ("127.0.0.1", "evil.example", 421),
+        ("127.0.0.1", "", 421),
+        ("0.0.0.0", "relay.internal", 200),  # noqa: S104 (nothing listens there)
+    ],
+)
+async def test_a_listener_on_loopback_has_no_other_name(
+    listener: str, host: str, status: int
+) -> None:
+    health = application(Address(listener, 0), lambda: None, no_metrics)
+    async with serving(health, HERE) as address, aiohttp.ClientSession() as session:
+        for path in ("metrics", "readyz", ""):
+            response = await session.get(f"{address.url}{path}", headers={"Host": host})
+            assert response.status == status

@@ -50,7 +50,7 @@ def application() -> web.Application:
     async def echo(request: web.Request) -> web.Response:
         return web.Response(body=await request.read())
 
-    made = health.application(lambda: None, _metrics)
+    made = health.application(Address("0.0.0.0", 0), lambda: None, _metrics)  # noqa: S104 (any Host)
     made.router.add_get("/broken", broken)
     made.router.add_get("/slow", slow)
     made.router.add_get("/large", large)

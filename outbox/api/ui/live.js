@@ -11,7 +11,7 @@ const WAIT_MAX_MS = 5000;
 // A slower response counts as a failure: the data shown is stale meanwhile.
 const TIMEOUT_MS = 15000;
 
-const RETRYABLE = [408, 425, 429];
+const RETRYABLE = [408, 421, 425, 429];
 
 export const permanent = (error) => error.status >= 400 && error.status < 500 && !RETRYABLE.includes(error.status);
 

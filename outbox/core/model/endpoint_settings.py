@@ -294,7 +294,7 @@ class EndpointSettings:
             setting_types.StatusList(setting_types.STATUSES_MAX),
             _FAILURES,
             "Statuses to retry, such as 429, 5xx or 500-504.",
-            none="408 425 429 5xx",
+            none="408 421 425 429 5xx",
         ),
     )
     on_dead_letter: OnDeadLetter = field(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 RETRY_AFTER_S_MAX = 3600.0
 
-RETRYABLE = frozenset({408, 425, 429, *range(500, 600)})
+RETRYABLE = frozenset({408, 421, 425, 429, *range(500, 600)})
 """Statuses that are retried, unless the endpoint has its own list."""
 
 

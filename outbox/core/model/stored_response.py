@@ -37,7 +37,7 @@ _TRACE_HEADERS = frozenset(
 )
 # These describe the response; none of them can be a credential of the receiver (set-cookie,
 # www-authenticate).
-_STORED_HEADERS = _TRACE_HEADERS | frozenset(
+STORED_HEADERS = _TRACE_HEADERS | frozenset(
     {
         "content-encoding",
         "content-length",
@@ -64,7 +64,7 @@ def stored_response(response: AttemptResult) -> dict[str, Any]:
     if response.detail:
         stored["detail"] = response.detail
     stored["elapsed_ms"] = round(response.elapsed_s * 1000, 1)
-    return stored | _stored_content(response, _STORED_HEADERS, STORED_BODY_CHARS_MAX)
+    return stored | _stored_content(response, STORED_HEADERS, STORED_BODY_CHARS_MAX)
 
 
 def missing_response(outbox_id: int) -> dict[str, Any]:

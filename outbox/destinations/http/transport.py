@@ -49,7 +49,7 @@ class HttpTransport:
         self._resolver = resolver or CachingResolver()
         self._contexts = ContextCache(tls, system_max=contexts_max)
         opener = ConnectionOpener(policy, self._resolver, self._contexts, proxy)
-        self._client = Http1Client(opener, keep_alive_s)
+        self._client = Http1Client(opener, self._resolver, keep_alive_s)
 
     def send(
         self,

@@ -16,6 +16,7 @@ import asyncio
 import re
 import socket
 import ssl
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from aiohappyeyeballs import start_connection
@@ -42,6 +43,16 @@ if TYPE_CHECKING:
 ADDRESSES_TRIED_MAX = 4
 ATTEMPT_DELAY_S = 0.25
 """Connection attempt delay of Happy Eyeballs (RFC 8305, 5)."""
+NATS_MESSAGE_BYTES_MAX = 1 << 20
+"""Longest message to and from the server: the default of its max_payload."""
+ACKNOWLEDGEMENT_BYTES = 4096
+"""What the server may send for a message that is published."""
+JETSTREAM_REPLY_BYTES = 2 * NATS_MESSAGE_BYTES_MAX
+"""What the server may send for a call of its API: a message in Base64, and what describes it."""
+UNASKED_BYTES = 64 * 1024
+"""What the server may send unasked: the INFO of a connection, PINGs and PONGs."""
+UNASKED_BYTES_PER_S = 1024
+TOO_MUCH = "the server sent more than was asked for"
 RELAY_PING_S = 20
 """Interval of PINGs; a connection without a PONG for two of them is lost."""
 _PERMISSION = re.compile(
@@ -133,8 +144,8 @@ class Connection:
 
     @property
     def payload_bytes_max(self) -> int:
-        """The server's limit for headers and body of a message."""
-        return self._client.max_payload
+        """The limit for headers and body of a message, the server's or `NATS_MESSAGE_BYTES_MAX`."""
+        return min(self._client.max_payload, NATS_MESSAGE_BYTES_MAX)
 
     async def start(
         self,
@@ -173,7 +184,11 @@ class Connection:
                 **options,
             )
             self._inbox = self._client.new_inbox()
-            await self._client.subscribe(f"{self._inbox}.*", cb=self._on_response)
+            await self._client.subscribe(
+                f"{self._inbox}.*",
+                cb=self._on_response,
+                pending_bytes_limit=2 * JETSTREAM_REPLY_BYTES,
+            )
             # A refused subscription is reported before the PONG.
             await self._client.flush(timeout=max(1, round(timeout_s)))
             if self._client._transport is not self._transport:
@@ -188,7 +203,12 @@ class Connection:
             raise Stopped(StopKind.MISCONFIGURED, self._cause)
 
     async def request(
-        self, subject: str, body: bytes, headers: Mapping[str, str] | None = None
+        self,
+        subject: str,
+        body: bytes,
+        headers: Mapping[str, str] | None = None,
+        *,
+        reply_bytes: int = ACKNOWLEDGEMENT_BYTES,
     ) -> Msg:
         """Publish a message and wait for its response; the caller bounds the time.
 
@@ -203,6 +223,8 @@ class Connection:
         token = str(self._count)
         response: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
         self._requests[token] = (subject, response)
+        assert self._transport is not None
+        self._transport.expect(reply_bytes)
         try:
             await self._client.publish(
                 subject, body, reply=f"{self._inbox}.{token}", headers=dict(headers or {}) or None
@@ -292,8 +314,8 @@ class Connection:
     async def _on_closed(self) -> None:
         self._on_end()
 
-    def _on_end(self) -> None:
-        self.drop(self._cause or "the server closed it")
+    def _on_end(self, reason: str = "the server closed it") -> None:
+        self.drop(self._cause or reason)
 
 
 class _SocketTransport(TcpTransport):
@@ -301,15 +323,20 @@ class _SocketTransport(TcpTransport):
 
     Nothing is written without TLS if TLS is required: the server's INFO, which is not encrypted,
     decides whether the library starts TLS.
+
+    The server may send what was asked for, and little else: the library reads whatever length a
+    message announces into memory, and parses an unlimited number of empty ones.
     """
 
-    def __init__(self, sock: socket.socket, secure: bool, on_end: Callable[[], None]) -> None:
+    def __init__(self, sock: socket.socket, secure: bool, on_end: Callable[..., None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._socket: socket.socket | None = sock
         self._secure = secure
         self._encrypted = False
         self._aborted = False
         self._on_end = on_end
+        self._bytes_left = float(UNASKED_BYTES)
+        self._read_at = monotonic()
 
     def __bool__(self) -> bool:
         # The library replaces a transport that is false, and a TcpTransport is before `connect`.
@@ -351,9 +378,21 @@ class _SocketTransport(TcpTransport):
         except OSError:
             self._on_end()
             raise
+        now = monotonic()
+        left = self._bytes_left + (now - self._read_at) * UNASKED_BYTES_PER_S
+        # Without a limit, responses that were shorter than allowed would add up.
+        self._bytes_left = min(left, 2 * JETSTREAM_REPLY_BYTES) - len(data)
+        self._read_at = now
+        if self._bytes_left < 0:
+            self._on_end(TOO_MUCH)
+            raise ConnectionAbortedError(TOO_MUCH)
         if not data:
             self._on_end()
         return data  # type: ignore[no-any-return,unused-ignore]
+
+    def expect(self, reply_bytes: int) -> None:
+        """Let the server send this much more."""
+        self._bytes_left += reply_bytes
 
     def abort(self) -> None:
         """Close the socket without sending what is buffered."""

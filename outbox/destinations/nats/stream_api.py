@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outbox.core.brokers.port import Stop, StopKind
 from outbox.core.model.response import one_line
-from outbox.destinations.nats.connection import Stopped
+from outbox.destinations.nats.connection import JETSTREAM_REPLY_BYTES, Stopped
 
 if TYPE_CHECKING:
     from nats.aio.msg import Msg
@@ -170,7 +170,11 @@ async def _call(connection: Connection, method: str, body: dict[str, Any]) -> di
 
 async def _request(connection: Connection, method: str, body: dict[str, Any]) -> dict[str, Any]:
     try:
-        return parse_ack(await connection.request(f"$JS.API.{method}", json.dumps(body).encode()))
+        return parse_ack(
+            await connection.request(
+                f"$JS.API.{method}", json.dumps(body).encode(), reply_bytes=JETSTREAM_REPLY_BYTES
+            )
+        )
     except NoResponders:
         raise Stopped(
             StopKind.UNAVAILABLE, "JetStream is not enabled for this account, or has no leader"

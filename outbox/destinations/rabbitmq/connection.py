@@ -31,7 +31,11 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=schema.Frame)
 
 INBOUND_BYTES_MAX = 64 * 1024 * 1024
-"""Longest frame that is accepted; chunks of a stream are the longest ones."""
+"""Longest frame that is accepted of a subscription, whose chunks are the longest ones."""
+STREAM_REPLY_BYTES_MAX = 1024 * 1024
+"""Longest frame that is accepted without one; the longest describes the nodes of many streams."""
+AUTHENTICATION_BYTES_MAX = 64 * 1024
+"""Longest frame that is accepted until the server has sent its limits."""
 SLOTS = 256
 """Publishers of a connection: the protocol numbers them with one byte."""
 SILENT_HEARTBEATS = 2.5
@@ -198,7 +202,7 @@ class StreamConnection(asyncio.Protocol):
         place = 0
         while self.lost is None and len(received) - place >= _HEADER.size:
             size, key, _ = _HEADER.unpack_from(received, place)
-            if not 4 <= size <= INBOUND_BYTES_MAX:
+            if not 4 <= size <= self._frame_bytes_max():
                 self.abort(f"the server sent a frame of {size} bytes: is it the stream port?")
                 return
             if len(received) - place < 4 + size:
@@ -211,6 +215,11 @@ class StreamConnection(asyncio.Protocol):
             except Exception as error:
                 self.abort(f"the server sent a malformed frame ({type(error).__name__})", error)
         del received[:place]
+
+    def _frame_bytes_max(self) -> int:
+        if self.subscriptions:
+            return INBOUND_BYTES_MAX
+        return STREAM_REPLY_BYTES_MAX if self._tuned.done() else AUTHENTICATION_BYTES_MAX
 
     def _frame_received(self, key: int, frame: bytes) -> None:
         if key & _RESPONSE:

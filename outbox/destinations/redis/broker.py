@@ -20,9 +20,9 @@ the same stream.
 
 from __future__ import annotations
 
-import asyncio
+import reprlib
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import RedisError
 
@@ -45,10 +45,11 @@ from outbox.destinations.redis.script import DIGEST, FORCE, OPEN, SCRIPT, packed
 from outbox.network.errors import NotConnected
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from outbox.core.brokers.port import Message, Owner, Standing
     from outbox.destinations.broker import BrokerAddress, BrokerFinding
+    from outbox.destinations.redis.connection import BoundedProtocol
     from outbox.network.dns import Resolver
     from outbox.network.egress import EgressPolicy
 
@@ -63,7 +64,6 @@ _TOO_MANY_CLIENTS = "max number of clients reached"
 BULK_LIMIT = "proto-max-bulk-len"
 BULK_BYTES_MIN = 1024 * 1024
 """The smallest limit that a server can have."""
-RECEIVE_BYTES = 64 * 1024
 
 
 class RedisBroker:
@@ -76,9 +76,11 @@ class RedisBroker:
         self._opener = BrokerOpener(address, policy, resolver)
         user, separator, password = (address.credentials or "").partition(":")
         self._connection = GroupedConnection(
-            self._open_streams,
+            self._open,
             address.timeout_s,
             address.connect_timeout_s,
+            host=target.host,  # For the library's messages.
+            port=target.port,
             username=(user or None) if separator else None,
             password=(password if separator else user) or None,
             db=target.database,
@@ -183,25 +185,9 @@ class RedisBroker:
                 return messages[:count], stop
         return messages, None
 
-    async def _open_streams(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        target, loop = self._target, asyncio.get_running_loop()
-        reader = asyncio.StreamReader(limit=RECEIVE_BYTES, loop=loop)
-        protocol = await self._opener.open(
-            target.host, target.port, lambda: _Protocol(reader, loop=loop), secure=target.secure
-        )
-        assert protocol.made is not None
-        return reader, asyncio.StreamWriter(protocol.made, protocol, reader, loop)
-
-
-class _Protocol(asyncio.StreamReaderProtocol):
-    """asyncio's, which also keeps its transport."""
-
-    made: asyncio.Transport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        # Not asyncio's class, if the loop is uvloop's.
-        self.made = cast("asyncio.Transport", transport)
+    async def _open(self, factory: Callable[[], BoundedProtocol]) -> BoundedProtocol:
+        target = self._target
+        return await self._opener.open(target.host, target.port, factory, secure=target.secure)
 
 
 def _stop(error: NotSent | ResponseLost | RedisError) -> Stop:
@@ -220,7 +206,8 @@ def _stop(error: NotSent | ResponseLost | RedisError) -> Stop:
 
 def _strange(response: object) -> Stop:
     """The failure for a response that the script does not give."""
-    return Stop(StopKind.MISCONFIGURED, one_line(f"not a response of the script: {response!r}"))
+    text = f"not a response of the script: {reprlib.repr(response)}"
+    return Stop(StopKind.MISCONFIGURED, one_line(text))
 
 
 def _text(value: object) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from redis.asyncio.connection import Connection
 from redis.asyncio.retry import Retry
@@ -22,6 +22,11 @@ from redis.exceptions import RedisError, ResponseError
 from outbox.core.model.response import Failure
 from outbox.network.errors import NotConnected
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+REDIS_REPLY_BYTES_MAX = 64 * 1024
+"""Bytes that the server may send for a call, and for the authentication."""
 GROUP_BYTES = 4 << 20
 """Bytes after which a group takes no further call."""
 _CLOSED = "the endpoint's broker was closed"
@@ -29,10 +34,51 @@ _OTHER_SERVER = "READONLY"
 """The server became a replica: after a failover, a new connection may reach the primary."""
 
 
-class Opener(Protocol):
-    """Opens the streams of a connection."""
+class BoundedProtocol(asyncio.StreamReaderProtocol):
+    """asyncio's protocol of streams, which ends the connection when the server sends too much.
 
-    async def __call__(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    redis-py reads whatever length a reply announces into memory.
+    """
+
+    def __init__(self) -> None:
+        self._loop_of_streams = asyncio.get_running_loop()
+        self._reader_of_streams = asyncio.StreamReader(
+            limit=REDIS_REPLY_BYTES_MAX, loop=self._loop_of_streams
+        )
+        super().__init__(self._reader_of_streams, loop=self._loop_of_streams)
+        self._made: asyncio.Transport | None = None
+        self._bytes_left = REDIS_REPLY_BYTES_MAX
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        # Not asyncio's class, if the loop is uvloop's.
+        self._made = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._bytes_left -= len(data)
+        if self._bytes_left >= 0:
+            super().data_received(data)
+            return
+        text = f"the server sent more than {REDIS_REPLY_BYTES_MAX} bytes for a call"
+        self._reader_of_streams.set_exception(ConnectionError(text))
+        assert self._made is not None
+        self._made.abort()
+
+    def expect(self, replies: int) -> None:
+        """Bound what the server sends from now on."""
+        self._bytes_left = replies * REDIS_REPLY_BYTES_MAX
+
+    def streams(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """The streams of the connection that was made."""
+        assert self._made is not None
+        reader = self._reader_of_streams
+        return reader, asyncio.StreamWriter(self._made, self, reader, self._loop_of_streams)
+
+
+class Opener(Protocol):
+    """Opens a connection."""
+
+    async def __call__(self, factory: Callable[[], BoundedProtocol]) -> BoundedProtocol:
         """Raises NotConnected."""
         ...
 
@@ -58,11 +104,18 @@ class _OwnStreams(Connection):
             socket_timeout=None, socket_connect_timeout=None,
         )  # fmt: skip
         self._opener = opener
+        self._protocol: BoundedProtocol | None = None
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     # The only method that redis-py calls to open a connection, with these two results.
     async def _connect(self) -> None:
-        self._streams = self._reader, self._writer = await self._opener()
+        self._protocol = await self._opener(BoundedProtocol)
+        self._streams = self._reader, self._writer = self._protocol.streams()
+
+    def expect(self, replies: int) -> None:
+        """Bound what the server sends for the next calls."""
+        assert self._protocol is not None
+        self._protocol.expect(replies)
 
     @property
     def is_usable(self) -> bool:
@@ -94,7 +147,7 @@ class GroupedConnection:
     """A connection that is opened when it is needed, and again after it ended.
 
     Args:
-        settings: username, password and db.
+        settings: host, port, username, password and db.
         timeout_s: time-out of one call, connecting included.
         connect_timeout_s: time-out of one connection, authentication included.
     """
@@ -171,6 +224,7 @@ class GroupedConnection:
             call.connection = connection
         read, is_current = 0, True
         lost = "the connection was closed before the response"
+        connection.expect(len(group))
         try:
             async with asyncio.timeout(self._timeout_s):
                 await connection.send_packed_command(

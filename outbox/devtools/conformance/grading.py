@@ -27,7 +27,7 @@ GRADED_TIMEOUT_S = 15.0
 TRIES, GRADED_RETRY_S = 10, 0.5
 PROCESSED_BYTES_MAX = 64 * 1024 * 1024
 
-RETRIED = (408, 425, 429)
+RETRIED = (408, 421, 425, 429)
 """4xx that a relay retries by default."""
 LATER = (409, 429)
 """Accepted for concurrent copies: the relay retries them later."""

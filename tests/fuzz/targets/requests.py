@@ -46,6 +46,9 @@ class _Anywhere:
     async def resolve(self, host: str) -> list[str]:
         return ["127.0.0.1"]
 
+    def current(self, host: str) -> list[str]:
+        return ["127.0.0.1"]
+
     async def aclose(self) -> None:
         pass
 

@@ -18,6 +18,7 @@ from outbox.core.model.response import AttemptResult, Failure
 from outbox.destinations.http.attempt_results import timeout_detail
 from outbox.destinations.http.http1.connection import Connection, FollowUps
 from outbox.destinations.http.http1.pool import ConnectionPools
+from outbox.destinations.http.http1.reuse_limits import ReuseLimits
 from outbox.network.errors import TRANSPORT_CLOSED, NotConnected
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from outbox.destinations.http.targets import Destination
     from outbox.destinations.interface import Following, Request
     from outbox.network.connector import ConnectionOpener, Target
+    from outbox.network.dns import Resolver
 
 
 class Http1Client:
@@ -36,8 +38,11 @@ class Http1Client:
         keep_alive_s: idle time-out of pooled connections; None: no pooling.
     """
 
-    def __init__(self, opener: ConnectionOpener, keep_alive_s: float | None) -> None:
+    def __init__(
+        self, opener: ConnectionOpener, resolver: Resolver, keep_alive_s: float | None
+    ) -> None:
         self._opener = opener
+        self._resolver = resolver
         self._pools = ConnectionPools(keep_alive_s)
         self._loop = asyncio.get_running_loop()
         # Connections with a request in flight.
@@ -72,15 +77,22 @@ class Http1Client:
                 connection.close()
             reason = f"{type(error).__name__}: {error}"
             return AttemptResult.failed(Failure.INTERNAL, reason, monotonic() - started_at)
-        self._in_flight.add(connection)
-        if self._timer is None or deadline < self._timer_at:
-            self._schedule_expiry(deadline)
+        self._track(connection)
         try:
             response = await pending
+            while connection.resendable:
+                self._in_flight.discard(connection)
+                fresh = await self._connect(destination.target, request, connection.deadline)
+                pending = fresh.resend(connection)
+                connection = fresh
+                self._track(connection)
+                response = await pending
+        except NotConnected as error:
+            return AttemptResult.failed(error.failure, error.detail, monotonic() - started_at)
         except asyncio.CancelledError:
             preempted = connection.cancel()
             # The response may have completed in the same loop iteration as the cancellation.
-            if pending.done() and not pending.cancelled():
+            if pending.done() and not pending.cancelled() and not connection.resendable:
                 preempted = pending.result()
             if preempted is None:
                 raise
@@ -88,7 +100,7 @@ class Http1Client:
             raise asyncio.CancelledError(preempted) from None
         finally:
             self._in_flight.discard(connection)
-        if request.keep_alive and connection.usable:
+        if request.keep_alive and connection.reusable:
             self._pools.release(connection)
         else:
             connection.close()
@@ -111,7 +123,11 @@ class Http1Client:
                 connection = await self._opener.open(
                     target,
                     lambda: Connection(
-                        target, self._loop, self._cached_responses, self._follow_ups
+                        target,
+                        self._loop,
+                        self._cached_responses,
+                        self._follow_ups,
+                        ReuseLimits(self._resolver, self._loop).allow,
                     ),
                     request.recipient.connect_timeout_s,
                 )
@@ -124,6 +140,12 @@ class Http1Client:
         return connection
 
     # ------------------------------------------------------------------ time
+
+    def _track(self, connection: Connection) -> None:
+        """Expire the request in flight on a connection at its deadline."""
+        self._in_flight.add(connection)
+        if self._timer is None or connection.deadline < self._timer_at:
+            self._schedule_expiry(connection.deadline)
 
     def _schedule_expiry(self, at: float) -> None:
         if self._timer is not None:

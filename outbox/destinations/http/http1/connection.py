@@ -4,12 +4,19 @@ Unsolicited data closes the connection: treated as the response of the next requ
 acknowledge a delivery that never arrived.  If it arrives after the next request was sent, it is
 such a response (see `outbox.core.delivery.connection_reuse`).  Before a connection of the pool is
 used, and before a request follows a response in a delivery run, its socket is polled.
+
+A receiver that closes an idle connection may do so while a request is on its way.  If a reused
+connection ends before the first byte of a response, its client sends the request again on a new
+connection (RFC 9112, 9.3.1: the request is idempotent, because receivers drop duplicates by their
+delivery id).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import select
+import socket
 import ssl
 from time import monotonic
 from typing import TYPE_CHECKING, cast
@@ -26,7 +33,7 @@ from outbox.destinations.http.http1.response_parser import ResponseReader
 from outbox.destinations.http.limits import RESPONSE_HEAD_BYTES_MAX
 from outbox.destinations.http.request import encode_request
 from outbox.network.errors import TRANSPORT_CLOSED, NotConnected
-from outbox.network.tls import ssl_error_reason
+from outbox.network.tls import ResumingContext, ssl_error_reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,6 +42,10 @@ if TYPE_CHECKING:
     from outbox.destinations.http.targets import Destination
     from outbox.destinations.interface import Following, Request
     from outbox.network.connector import Target
+
+
+_QUICKACK: int | None = getattr(socket, "TCP_QUICKACK", None)
+"""Linux only."""
 
 
 class Connection(asyncio.Protocol):
@@ -46,6 +57,8 @@ class Connection(asyncio.Protocol):
     Args:
         cached_responses: see `ResponseReader`.
         follow_ups: takes the connections that received a response in a delivery run.
+        is_current: whether the connection may carry another request, by its age and its peer's
+            address.
     """
 
     __slots__ = (
@@ -56,17 +69,22 @@ class Connection(asyncio.Protocol):
         "_ended",
         "_follow_ups",
         "_following",
+        "_is_current",
         "_loop",
         "_on_unsolicited",
         "_poll",
         "_reader",
+        "_request",
         "_response",
+        "_reused",
+        "_socket",
         "_started_at",
         "_timeout_s",
         "_transport",
         "_waiting",
         "deadline",
-        "free_since",
+        "idle_until",
+        "resendable",
         "target",
     )
 
@@ -76,20 +94,25 @@ class Connection(asyncio.Protocol):
         loop: asyncio.AbstractEventLoop,
         cached_responses: dict[bytes, CachedResponse],
         follow_ups: FollowUps,
+        is_current: Callable[[Connection], bool] = lambda _: True,
     ) -> None:
         self.target = target
-        self.free_since = 0.0
-        """Start of its idle time, by the loop's clock."""
+        self.idle_until = 0.0
+        """When it is closed if it is still idle, by the loop's clock."""
         self.deadline = 0.0
         """Deadline of the request in flight, by the loop's clock."""
+        self.resendable = False
+        """Whether it was reused, and ended before the first byte of a response."""
         self._loop = loop
         self._follow_ups = follow_ups
+        self._is_current = is_current
         self._reader = ResponseReader(cached_responses)
         # Data received before the first request; None: a request was sent.
         self._early: bytes | None = b""
         # Not reusable, although the loop has not closed it yet.
         self._ended = False
         self._transport: asyncio.Transport | None = None
+        self._socket: socket.socket | None = None
         self._poll = select.poll()
         # Of the last request.
         self._on_unsolicited: Callable[[], object] | None = None
@@ -97,19 +120,38 @@ class Connection(asyncio.Protocol):
         # time.monotonic: uvloop's clock has a resolution of milliseconds.
         self._started_at = 0.0
         self._timeout_s = 0.0
+        # Whether it had received a complete response before.
+        self._reused = False
         # Of the request in flight.
+        self._request = b""
         self._destination: Destination | None = None
         self._before_write: Callable[[], object] | None = None
         self._following: Following | None = None
-        # A complete response in a delivery run, until `take_following`; then the next request.
+        # A complete response in a delivery run, until `take_following`.
         self._response: AttemptResult | None = None
-        self._data = b""
 
     @property
     def usable(self) -> bool:
         """Whether another request can be sent."""
         transport = self._transport
         return transport is not None and not self._ended and not transport.is_closing()
+
+    @property
+    def reusable(self) -> bool:
+        """Whether another request may be sent, by the connection's age and address, too."""
+        return self.usable and self._is_current(self)
+
+    @property
+    def keep_alive_s(self) -> float | None:
+        """Idle time-out that the receiver announced (`Keep-Alive: timeout`); None: it did not."""
+        return self._reader.keep_alive_s
+
+    @property
+    def address(self) -> str | None:
+        """IP address of the peer; None: the connection has ended."""
+        transport = self._transport
+        peer = None if transport is None else transport.get_extra_info("peername")
+        return str(peer[0]) if peer else None
 
     @property
     def readable(self) -> bool:
@@ -135,24 +177,42 @@ class Connection(asyncio.Protocol):
         Raises:
             NotConnected: the connection was closed meanwhile.
         """
-        transport = self._transport
-        if transport is None or not self.usable:
-            raise NotConnected(Failure.RESET, CONNECTION_CLOSED)
-        assert self._waiting is None
-        data = encode_request(destination, request)
+        self._request = encode_request(destination, request)
         self._started_at, self._timeout_s = started_at, request.recipient.timeout_s
         self._destination = destination
         self._following = following if request.keep_alive else None
         self._before_write = before_write
         self.deadline = deadline
         self._on_unsolicited = request.recipient.on_unsolicited
+        return self._send()
+
+    def resend(self, ended: Connection) -> asyncio.Future[AttemptResult]:
+        """Send the request of a connection that is `resendable`, with its deadline.
+
+        Raises:
+            NotConnected: the connection was closed meanwhile.
+        """
+        self._request = ended._request
+        self._started_at, self._timeout_s = ended._started_at, ended._timeout_s
+        self._destination = ended._destination
+        self._following = ended._following
+        self._before_write = ended._before_write
+        self.deadline = ended.deadline
+        self._on_unsolicited = ended._on_unsolicited
+        return self._send()
+
+    def _send(self) -> asyncio.Future[AttemptResult]:
+        transport = self._transport
+        if transport is None or not self.usable:
+            raise NotConnected(Failure.RESET, CONNECTION_CLOSED)
+        assert self._waiting is None
         self._reader.begin()
         self._waiting = waiting = self._loop.create_future()
         if not self._may_write():
             return waiting
         # One write: two would be two packets.  The transport buffers the rest, and an early
         # response can be read meanwhile.
-        transport.write(data)
+        transport.write(self._request)
         early, self._early = self._early, None
         if early:
             # A peer that sends first may do so again, and every response would be attributed
@@ -199,7 +259,9 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        self._poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+        self._socket = transport.get_extra_info("socket")
+        assert self._socket is not None
+        self._poll.register(self._socket.fileno(), select.POLLIN)
 
     def data_received(self, data: bytes) -> None:
         waiting = self._waiting
@@ -208,7 +270,11 @@ class Connection(asyncio.Protocol):
             return
         reader = self._reader
         if not reader.feed(data):
+            self._acknowledge()
             return
+        if not self._reused:
+            self._reused = True
+            self._remember_session()
         if reader.broken is not None:
             self._fail(Failure.PROTOCOL, reader.broken)
             return
@@ -230,6 +296,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         if self._waiting is not None and not self._waiting.done():
+            self.resendable = self._reused and self._reader.untouched and self._response is None
             if exc is None and self._reader.end():
                 self._settle(self._result(None))
             elif isinstance(exc, ssl.SSLError):
@@ -253,11 +320,11 @@ class Connection(asyncio.Protocol):
         self._response = None
         assert self._destination is not None
         assert self._following is not None
-        if self.usable and not self.readable:
+        if self.reusable and not self.readable:
             try:
                 request = self._following.follow(response)
                 if request is not None:
-                    self._data = encode_request(self._destination, request)
+                    self._request = encode_request(self._destination, request)
                     self._reader.begin()
                     self._started_at = monotonic()
                     self.deadline = self._loop.time() + request.recipient.timeout_s
@@ -269,12 +336,11 @@ class Connection(asyncio.Protocol):
 
     def write_following(self) -> None:
         """Send the request that was taken."""
-        data, self._data = self._data, b""
         if not self._may_write():
             return
         assert self._transport is not None
         try:
-            self._transport.write(data)
+            self._transport.write(self._request)
         except Exception as error:
             self._settle(self._internal_failure(error))
 
@@ -289,6 +355,22 @@ class Connection(asyncio.Protocol):
             self._settle(self._internal_failure(error))
 
     # ---------------------------------------------------------------- internals
+
+    def _acknowledge(self) -> None:
+        """Acknowledge a part of a response at once.
+
+        Otherwise the kernel may wait for 40 ms (delayed ACK), and a receiver that sends head and
+        body apart, with Nagle's algorithm on, sends the body after the acknowledgement.
+        """
+        if _QUICKACK is not None and self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.setsockopt(socket.IPPROTO_TCP, _QUICKACK, 1)
+
+    def _remember_session(self) -> None:
+        """Keep the TLS session of this connection for the next one."""
+        tls = None if self._transport is None else self._transport.get_extra_info("ssl_object")
+        if tls is not None and isinstance(tls.context, ResumingContext):
+            tls.context.remember(tls)
 
     def _may_write(self) -> bool:
         """Call `before_write`; if it raises, the result of the request is that exception."""

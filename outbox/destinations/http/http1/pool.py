@@ -11,12 +11,17 @@ if TYPE_CHECKING:
     from outbox.destinations.http.http1.connection import Connection
     from outbox.network.connector import Target
 
+SWEEP_S = 1.0
+"""Interval at which idle connections are closed that are no longer used."""
+KEEP_ALIVE_MARGIN_S = 1.0
+"""How much earlier than the receiver an announced idle time-out ends: a request on its way."""
+
 
 class ConnectionPools:
     """Idle connections by target.
 
     Args:
-        keep_alive_s: idle time-out; None: no pooling.
+        keep_alive_s: idle time-out of connections whose receiver announces none; None: no pooling.
     """
 
     def __init__(self, keep_alive_s: float | None) -> None:
@@ -36,9 +41,9 @@ class ConnectionPools:
         while idle and reusable is None:
             # LIFO: the most recently used one is least likely to be closed by the peer.
             connection = idle.pop()
-            if not connection.usable:
-                continue
-            if connection.readable:
+            if connection.idle_until <= self._loop.time() or not connection.reusable:
+                connection.close()
+            elif connection.readable:
                 # The loop reads it in its next iteration, and closes it, unless it is a TLS record
                 # without data, such as a session ticket.
                 suspects.append(connection)
@@ -51,10 +56,13 @@ class ConnectionPools:
 
     def release(self, connection: Connection) -> None:
         """Return a connection to the pool after its request."""
-        if self._keep_alive_s is None:
+        idle_s, announced_s = self._keep_alive_s, connection.keep_alive_s
+        if idle_s is not None and announced_s is not None:
+            idle_s = announced_s - KEEP_ALIVE_MARGIN_S
+        if idle_s is None or idle_s <= 0:
             connection.close()
             return
-        connection.free_since = self._loop.time()
+        connection.idle_until = self._loop.time() + idle_s
         idle = self._idle.pop(connection.target, [])
         idle.append(connection)
         self._idle[connection.target] = idle
@@ -62,7 +70,7 @@ class ConnectionPools:
             for each in self._idle.pop(next(iter(self._idle))):
                 each.close()
         if self._timer is None:
-            self._timer = self._loop.call_later(self._keep_alive_s, self._sweep)
+            self._timer = self._loop.call_later(SWEEP_S, self._sweep)
 
     def close(self) -> None:
         """Close all idle connections."""
@@ -74,18 +82,14 @@ class ConnectionPools:
         self._idle.clear()
 
     def _sweep(self) -> None:
-        """Close connections whose idle time-out has passed."""
-        assert self._keep_alive_s is not None
-        idle_before = self._loop.time() - self._keep_alive_s
+        """Close connections whose idle time-out has passed, or that may not be reused."""
+        now = self._loop.time()
         for target, idle in list(self._idle.items()):
-            old = 0
-            while old < len(idle) and idle[old].free_since <= idle_before:
-                idle[old].close()
-                old += 1
-            del idle[:old]
+            kept = [each for each in idle if each.idle_until > now and each.reusable]
+            for each in idle:
+                if each not in kept:
+                    each.close()
+            idle[:] = kept
             if not idle:
                 del self._idle[target]
-        self._timer = None
-        if self._idle:
-            oldest = min(idle[0].free_since for idle in self._idle.values())
-            self._timer = self._loop.call_at(oldest + self._keep_alive_s, self._sweep)
+        self._timer = self._loop.call_later(SWEEP_S, self._sweep) if self._idle else None

@@ -7,6 +7,7 @@ counts.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, TypeAlias
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
@@ -30,15 +31,19 @@ if TYPE_CHECKING:
 _HTTP = b"HTTP/"
 # llhttp also accepts other protocols, such as "RTSP/1.0 200 OK".
 _VERSIONS = frozenset({"1.0", "1.1"})
+_NOT_HTTP = "not an HTTP response"
+_SETTINGS = b"\x04"
+"""Type of the frame with which an HTTP/2 server begins (RFC 9113, 3.4 and 4.1)."""
 _SWITCHING = 101
 _LINE_ENDS = b"\r\n"
+_KEEP_ALIVE = re.compile(rb"(?:^|[,;\s])timeout *= *(\d{1,6})(?![\w.])", re.IGNORECASE)
 PIECE_BYTES = 4096
 """Bytes after which the limits are checked: the parser itself does not stop at them."""
 CACHED_RESPONSES_MAX, CACHED_BYTES_MAX = 256, 1024
 """Limits of the response cache: entries, and bytes of a response."""
 
-CachedResponse: TypeAlias = tuple[int, "Headers", bytes]
-"""Status, headers and body of a response that allows reuse of the connection."""
+CachedResponse: TypeAlias = tuple[int, "Headers", bytes, float | None]
+"""Status, headers, body and `keep_alive_s` of a response that allows reuse of the connection."""
 
 
 class ResponseReader:
@@ -64,6 +69,7 @@ class ResponseReader:
         "_whole",
         "body",
         "broken",
+        "keep_alive_s",
         "reusable",
         "status",
         "surplus",
@@ -99,6 +105,8 @@ class ResponseReader:
         """Protocol error of head or body; None: no error."""
         self.reusable = False
         """Whether the connection can be reused after this response."""
+        self.keep_alive_s: float | None = None
+        """Seconds of idleness after which the receiver closes the connection; None: not said."""
         self.surplus = False
         """Whether data was received after the complete response."""
 
@@ -111,14 +119,14 @@ class ResponseReader:
             return self._feed(data)
         cached = self._cached.get(data)
         if cached is not None:
-            self.status, self._headers, self.body = cached
+            self.status, self._headers, self.body, self.keep_alive_s = cached
             self._head = self._whole = self.reusable = True
             return True
         over = self._feed(data)
         if self.reusable and self.status is not None:
             if len(self._cached) >= CACHED_RESPONSES_MAX:
                 self._cached.clear()
-            self._cached[data] = self.status, self.headers(), bytes(self.body)
+            self._cached[data] = self.status, self.headers(), bytes(self.body), self.keep_alive_s
         return over
 
     def _feed(self, data: bytes) -> bool:
@@ -127,7 +135,8 @@ class ResponseReader:
             data = self._start + data
             self._start = data[: len(_HTTP)]
             if not _HTTP.startswith(self._start):
-                self.broken = "not an HTTP response"
+                is_http2 = data[3:4] == _SETTINGS and data[5:9] == bytes(4)
+                self.broken = "an HTTP/2 frame: it needs HTTP/1.1" if is_http2 else _NOT_HTTP
                 return True
             if len(self._start) < len(_HTTP):
                 return False
@@ -182,6 +191,10 @@ class ResponseReader:
             self.broken = "a header contains NUL"
         else:
             self._raw.append((name, value))
+            # The length first: most headers have another one.
+            if len(name) == len(b"keep-alive") and name.lower() == b"keep-alive":
+                found = _KEEP_ALIVE.search(value)
+                self.keep_alive_s = None if found is None else float(found[1])
 
     def on_headers_complete(self) -> None:
         if self._head or self.broken is not None:
@@ -212,6 +225,11 @@ class ResponseReader:
         self._whole = True
         assert self._parser is not None
         self.reusable = self.status != _SWITCHING and self._parser.should_keep_alive()
+
+    @property
+    def untouched(self) -> bool:
+        """Whether no byte of the response was received."""
+        return not self._start and not self._whole
 
     # ---------------------------------------------------------------- internals
 
