@@ -151,7 +151,6 @@ def test_messages_of_a_stream_are_read_alike() -> None:
     "body", [b'{"id":', b'{"data":[}', b'{"data":"\\', b'{"data":"\\ud800"}', b'{"data":1e400}x']
 )
 def test_what_is_not_json_is_no_delivery(body: bytes) -> None:
-    headers, _ = signed(delivery(7))
     (sent,) = messages_of(Settings(), [delivery(7, payload=b"1e400")], 6)
     with pytest.raises(BadMessage):
         read_message(dict(sent.headers), body)

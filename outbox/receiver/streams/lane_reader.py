@@ -250,17 +250,13 @@ class LaneReader:
                 continue
             await self._process(messages)
             messages = []
-            if item is not None:
-                await self._end(item)
-                return
-            if entry.sequence is not None:
-                # A control entry of a later version.
-                self._advance(entry.sequence)
+            await self._end(item)
+            return
         await self._process(messages)
 
-    def _parse(self, entry: StoredEntry) -> Message | LaneEnd | None:
+    def _parse(self, entry: StoredEntry) -> Message | LaneEnd:
         item = read_entry(entry.headers, entry.body, self._header_prefix)
-        if item is not None and (item.lane, item.sequence) != (self._lane, entry.sequence):
+        if (item.lane, item.sequence) != (self._lane, entry.sequence):
             raise BadMessage(f"it is sequence {item.sequence} of lane {item.lane[:100]}")
         if isinstance(item, Message) and item.lane_ends:
             # In a stream the end entry ends the lane, which also has the number of lanes.
