@@ -18,8 +18,9 @@ from outbox.core.delivery.batch import ACCEPTED_THROUGH
 from outbox.core.delivery.signature import TOLERANCE_S, SignatureError
 from outbox.core.model.headers import DEFAULT_PREFIX
 from outbox.drivers.errors import DatabaseCondition, condition_of
-from outbox.errors import OutboxError, UsageError
+from outbox.errors import UsageError
 from outbox.receiver.catch_up import FetchedOutcome
+from outbox.receiver.errors import Busy, HandlerFailed, Refuse
 from outbox.receiver.inbox.process import DeliveryOutcome
 from outbox.receiver.message import BadMessage
 from outbox.receiver.reporting import ReceiverReports, log
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from outbox.core.model.message_format import FormatName
     from outbox.receiver.inbox.process import DeliveryResult
     from outbox.receiver.message import Message
+    from outbox.receiver.payload import Parse
     from outbox.receiver.requests import Request
 
 RECEIVER_IN_FLIGHT_MAX = 100
@@ -51,31 +53,6 @@ HELD_MAX = 1000
 HOLD_S = 5.0
 UNAVAILABLE_S = 5
 BUSY_RETRY_S = 1
-
-
-class Refuse(OutboxError):
-    """Raised by a handler when an event can never be processed.
-
-    The response is 422 with the message as its reason.  The sender makes the event a
-    dead letter, which an operator can inspect and replay.
-    """
-
-
-class Busy(OutboxError):
-    """Raised by a handler to postpone a delivery: the response is 503 with Retry-After.
-
-    Args:
-        reason: one line for the sender's log.
-        retry_after_s: hold-off in whole seconds.
-    """
-
-    def __init__(self, reason: str = "busy", *, retry_after_s: int = 1) -> None:
-        super().__init__(reason)
-        self.retry_after_s = retry_after_s
-
-
-class HandlerFailed(OutboxError):
-    """A handler raised an OSError: of its own I/O, not of the receiver's database."""
 
 
 class Gaps(StrEnum):
@@ -125,6 +102,7 @@ class ReceiverRules:
         tolerance_s: float = TOLERANCE_S,
         header_prefix: str | Sequence[str] = DEFAULT_PREFIX,
         formats: Collection[FormatName] | None = None,
+        parse: Parse | None = None,
         body_bytes_max: int = DELIVERY_BODY_BYTES_MAX,
         in_flight_max: int = RECEIVER_IN_FLIGHT_MAX,
         on_delivery: Callable[[Message, DeliveryResult], None] | None = None,
@@ -135,7 +113,11 @@ class ReceiverRules:
         if in_flight_max < 1:
             raise UsageError(f"in_flight_max: must be 1 or more, not {in_flight_max}")
         self.verifier = Verifier(
-            secrets, tolerance_s=tolerance_s, header_prefix=header_prefix, formats=formats
+            secrets,
+            tolerance_s=tolerance_s,
+            header_prefix=header_prefix,
+            formats=formats,
+            parse=parse,
         )
         self.body_bytes_max = body_bytes_max
         self.handlers = HandlerRegistry()

@@ -29,13 +29,13 @@ from outbox.errors import UsageError
 from outbox.receiver.catch_up import CatchUpResult, FetchedOutcome, catch_up, lanes_behind
 from outbox.receiver.decisions import (
     UNAVAILABLE_S,
-    Busy,
     Gaps,
     ReceiverRules,
     can_share_transaction,
     parse_gaps,
     partial_response,
 )
+from outbox.receiver.errors import Busy
 from outbox.receiver.fetch import CannotFetch
 from outbox.receiver.inbox.process import DeliveryOutcome, foreign_delivery_id
 from outbox.receiver.lane_order import LaneState

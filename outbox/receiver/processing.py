@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.pattern import parse as parse_pattern
 from outbox.errors import UsageError
-from outbox.receiver.decisions import HandlerFailed
+from outbox.receiver.errors import HandlerFailed
 from outbox.receiver.inbox.inbox import EXPIRE_ROWS, Inbox
 from outbox.receiver.inbox.process import DeliveryOutcome
 from outbox.receiver.reporting import log

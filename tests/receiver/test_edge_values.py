@@ -7,7 +7,6 @@ from decimal import Decimal
 from functools import partial
 from typing import Any, get_args
 
-import orjson
 import pytest
 
 from outbox.core.brokers.message import messages_of
@@ -48,9 +47,14 @@ EDGES: dict[str, tuple[str, Any]] = {
     "an average of PostgreSQL": ("3.3333333333333333", REFUSED),
     "an exact decimal of 18 digits": ("100000000000000000.0", 1e17),
     "a decimal of 25 digits": ("1234567890123456.123456789", REFUSED),
-    "a small decimal of 18 digits": ("0.000000000000000012345678901234567", REFUSED),
+    "a small decimal of 18 digits": ("0.0000000000000000123456789012345678", REFUSED),
     "a number of 400 digits before the point": ("9" * 400 + ".5", REFUSED),
     "a decimal that a float makes zero": ("0." + "0" * 400 + "1", REFUSED),
+    "a UUID with an exponent in it": (
+        '"0d0a2e3e-1234-4000-8000-000000000000"', "0d0a2e3e-1234-4000-8000-000000000000"),
+    "a long text of digits": ('"12345678901234567890"', "12345678901234567890"),
+    "a date of digits and points": ('"2026.01.31.00.00.00.000"', "2026.01.31.00.00.00.000"),
+    "a long negative integer": ("-9223372036854775809", -(2**63) - 1),
     "an exponent": ("1.5e+30", 1.5e30),
     "an exponent above a float's": ("1e400", REFUSED),
     "an exponent below a float's": ("1e-400", REFUSED),
@@ -62,7 +66,7 @@ EDGES: dict[str, tuple[str, Any]] = {
     "a name that is a number": ('{"12345678901234567890123": 1}', {"12345678901234567890123": 1}),
     "a number in a member": ('{"a":[{"b":12345678901234567890123}]}',
                              {"a": [{"b": 12345678901234567890123}]}),
-    "1,000 levels": ("[" * 1000 + "]" * 1000, "exact"),
+    "1,000 levels": ("[" * 1000 + "]" * 1000, "1,000 levels"),
     "5,000 levels": (DEEP, REFUSED),
     "5,000 levels in a member": ('{"a":"\\\\\\"[","b":' + DEEP + "}", REFUSED),
     "brackets in a string": ('"' + "[" * 5000 + '"', "[" * 5000),
@@ -71,6 +75,15 @@ EDGES: dict[str, tuple[str, Any]] = {
 EDGES["numbers in a string"] = (EDGES["numbers in a string"][0], "1234567890123456.123456789 1e400")
 
 exactly = partial(json.loads, parse_float=Decimal, parse_int=Decimal)
+
+
+def levels(value: Any) -> int:
+    """The levels of a list in lists."""
+    count = 0
+    while isinstance(value, list):
+        count += 1
+        value = value[0] if value else None
+    return count
 
 
 def attempt(name: FormatName, text: str, **options: Any) -> Any:
@@ -97,14 +110,16 @@ def test_a_payload_is_exact_or_refused_in_every_format() -> None:
                 elif len(str(error)) > 300:
                     wrong.append(f"{format_name}, {name}: {len(str(error))} characters")
                 continue
-            wanted = orjson.loads(text) if expected == "exact" else expected
-            if expected is REFUSED or data != wanted or type(data) is not type(wanted):
+            if expected == "1,000 levels":
+                # A comparison of such a value is recursive.
+                assert levels(data) == 1000
+            elif expected is REFUSED or data != expected or type(data) is not type(expected):
                 wrong.append(f"{format_name}, {name}: {str(data)[:60]}")
     assert not wrong, "\n".join(wrong)
 
 
 def test_every_payload_of_a_batch_is_read_alone() -> None:
-    for format_name in set(FORMATS) - UNBATCHED:
+    for format_name in set(FORMATS) - set(UNBATCHED):
         batch = [
             delivery(n, payload=text.encode()) for n, (text, _) in enumerate(EDGES.values(), 1)
         ]

@@ -16,10 +16,13 @@ from outbox.core.brokers.message import CONTROL_HEADER, END, end_id
 from outbox.core.delivery import signed_metadata
 from outbox.core.model.headers import DEFAULT_PREFIX, relay_headers
 from outbox.core.model.ids import lane_name_at, parse_lane_name
-from outbox.receiver.message import BadMessage, Message, parse
+from outbox.receiver.message import BadMessage, Message
+from outbox.receiver.message import parse as parse_messages
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+
+    from outbox.receiver.payload import Parse
 
     Headers: TypeAlias = (
         Mapping[str, str]
@@ -64,7 +67,11 @@ class LaneEnd:
 
 
 def read_message(
-    headers: Headers, body: bytes, *, header_prefix: str = DEFAULT_PREFIX
+    headers: Headers,
+    body: bytes,
+    *,
+    header_prefix: str = DEFAULT_PREFIX,
+    parse: Parse | None = None,
 ) -> Message | None:
     """Parse one message of a broker's stream, in any format.
 
@@ -76,6 +83,8 @@ def read_message(
             Redis, the fields of the entry; `body` among them is ignored.
         body: the message's body.
         header_prefix: prefix of the endpoint's header names.
+        parse: parses the JSON text of a payload when `Message.data` is read; None: orjson, without
+            rounding numbers.
 
     Returns:
         The delivery; None for the end of a lane, which is no event.
@@ -83,12 +92,15 @@ def read_message(
     Raises:
         BadMessage: the message is neither.
     """
-    item = read_entry(headers, body, header_prefix)
+    item = read_entry(headers, body, header_prefix, parse)
     return item if isinstance(item, Message) else None
 
 
 def read_entry(
-    headers: Headers, body: bytes, header_prefix: str = DEFAULT_PREFIX
+    headers: Headers,
+    body: bytes,
+    header_prefix: str = DEFAULT_PREFIX,
+    read_payload: Parse | None = None,
 ) -> Message | LaneEnd:
     """Parse one message of a stream: a delivery, or the end of its lane.
 
@@ -100,7 +112,9 @@ def read_entry(
         return _lane_end(named, body)
     # The formats without metadata in the body, and only these, have the event's time in a header.
     in_headers = f"{header_prefix.lower()}event-time" in named
-    messages = parse(named, body, header_prefix, in_headers=in_headers)
+    messages = parse_messages(
+        named, body, header_prefix, in_headers=in_headers, read_payload=read_payload
+    )
     if len(messages) != 1:
         raise BadMessage("the message has several deliveries")
     return messages[0]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractAsyncContextManager
 
-    from outbox.receiver.decisions import Refuse
+    from outbox.receiver.errors import Refuse
     from outbox.receiver.inbox.inbox import Inbox
     from outbox.receiver.inbox.process import DeliveryResult
     from outbox.receiver.message import Message

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from outbox.receiver.inbox.process import DeliveryResult
     from outbox.receiver.lane_order import StoredLane
     from outbox.receiver.message import Message
+    from outbox.receiver.payload import Parse
     from outbox.receiver.processing import Handler
     from outbox.receiver.reporting import ReceiverTotals
     from outbox.receiver.streams.processor import OnRefuse
@@ -98,6 +99,7 @@ class StreamReceiver:
         on_refuse: what happens at an event that a handler refuses: `skip` records it, with an error
             in the log and a row in the inbox's `request` table; `stop` stops the lane.
         header_prefix: prefix of the endpoint's header names, if it is not `X-`.
+        parse: parses the JSON text of a payload, as of `AsyncReceiver`.
         batch_max: messages of a lane in one transaction.
         concurrency: transactions at once; no more than the database pool has connections.
         hold_off_s_max: longest time until a stopped lane, or a broker, is read again, in seconds.
@@ -120,6 +122,7 @@ class StreamReceiver:
         gaps: Gaps | str = Gaps.HOLD,
         on_refuse: OnRefuse = "skip",
         header_prefix: str = DEFAULT_PREFIX,
+        parse: Parse | None = None,
         batch_max: int = TRANSACTION_MESSAGES_MAX,
         concurrency: int = CONCURRENCY,
         hold_off_s_max: float = HOLD_OFF_S_MAX,
@@ -148,6 +151,7 @@ class StreamReceiver:
             concurrency=concurrency,
         )
         self._header_prefix = header_prefix
+        self._parse = parse
         self._batch_max = batch_max
         self._hold_off_s_max = hold_off_s_max
         self._is_interrupted = False
@@ -354,6 +358,7 @@ class StreamReceiver:
                 self._processor,
                 from_start=is_new_to_inbox(lane, known),
                 header_prefix=self._header_prefix,
+                parse=self._parse,
                 count_max=self._batch_max,
                 hold_off_s_max=self._hold_off_s_max,
             )
