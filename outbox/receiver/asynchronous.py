@@ -48,6 +48,8 @@ class AsyncReceiver(ReceiverBase):
         formats: the endpoint's format in a list, several while it is being changed; None: any.
         parse: parses the JSON text of a payload when `Message.data` is read; None: orjson, without
             rounding numbers.
+        unhandled: what happens to an event whose type has no handler: `refuse` responds 422, and
+            the event is a dead letter; `ignore` records it, and it is never processed.
         body_bytes_max: larger bodies get 413.
         in_flight_max: requests processed at once; more get 503.
         on_delivery: called after the commit with each `Message` and its `DeliveryResult`.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from outbox.drivers.errors import DatabaseCondition, condition_of
 from outbox.errors import UsageError
 from outbox.receiver.catch_up import FetchedOutcome
 from outbox.receiver.errors import Busy, HandlerFailed, Refuse
+from outbox.receiver.handlers import HandlerRegistry
 from outbox.receiver.inbox.process import DeliveryOutcome
 from outbox.receiver.message import BadMessage
 from outbox.receiver.reporting import ReceiverReports, log
@@ -37,12 +38,12 @@ from outbox.receiver.requests import (
 from outbox.receiver.verification import Verified, Verifier
 
 if TYPE_CHECKING:
-    import re
     from collections.abc import Callable, Collection, Iterator, Sequence
 
     from opentelemetry.metrics import MeterProvider
 
     from outbox.core.model.message_format import FormatName
+    from outbox.receiver.handlers import Unhandled
     from outbox.receiver.inbox.process import DeliveryResult
     from outbox.receiver.message import Message
     from outbox.receiver.payload import Parse
@@ -66,28 +67,6 @@ class Gaps(StrEnum):
     """Fetch the missing ones from the relay and process them first."""
 
 
-@dataclass(slots=True)
-class HandlerRegistry:
-    """Registered handlers, each with a pattern of event types."""
-
-    _handlers: list[tuple[re.Pattern[str], Callable[..., Any]]] = field(default_factory=list)
-    _unhandled: set[str] = field(default_factory=set)
-
-    def add(self, pattern: re.Pattern[str], handler: Callable[..., Any]) -> None:
-        """Register a handler for the event types that match."""
-        self._handlers.append((pattern, handler))
-
-    def matching(self, event_type: str) -> Sequence[Callable[..., Any]]:
-        """Return the handlers of an event type, in registration order."""
-        matching = [handler for pattern, handler in self._handlers if pattern.fullmatch(event_type)]
-        if not matching and event_type not in self._unhandled and len(self._unhandled) < 1000:
-            self._unhandled.add(event_type)
-            log.warning(
-                "no handler for event type %r: its events are recorded, not processed", event_type
-            )
-        return matching
-
-
 class ReceiverRules:
     """Validation, limits, counters and responses of a receiver; thread-safe.
 
@@ -103,6 +82,7 @@ class ReceiverRules:
         header_prefix: str | Sequence[str] = DEFAULT_PREFIX,
         formats: Collection[FormatName] | None = None,
         parse: Parse | None = None,
+        unhandled: Unhandled = "refuse",
         body_bytes_max: int = DELIVERY_BODY_BYTES_MAX,
         in_flight_max: int = RECEIVER_IN_FLIGHT_MAX,
         on_delivery: Callable[[Message, DeliveryResult], None] | None = None,
@@ -120,7 +100,7 @@ class ReceiverRules:
             parse=parse,
         )
         self.body_bytes_max = body_bytes_max
-        self.handlers = HandlerRegistry()
+        self.handlers = HandlerRegistry(unhandled)
         self.foreign: Callable[..., Any] | None = None
         self.reports = ReceiverReports(on_delivery, meter_provider)
         # Requests come in threads, too.

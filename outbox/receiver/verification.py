@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, get_args
 from uuid import UUID
 
 from outbox.core.delivery import signed_metadata
+from outbox.core.delivery.ed25519 import PUBLIC_PREFIX
 from outbox.core.delivery.signature import (
     ID_HEADER,
+    SECRET_PREFIX,
     SIGNATURE_HEADER,
     TIMESTAMP_HEADER,
     TOLERANCE_S,
@@ -102,7 +104,7 @@ class Verifier:
         clock: Callable[[], float] = time.time,
     ) -> None:
         texts = [secrets] if isinstance(secrets, str) else list(secrets or ())
-        self._keys = tuple(parse_key(text.strip()) for text in texts)
+        self._keys = tuple(map(_parse_key, texts))
         if not self._keys:
             raise UsageError("secret: at least one is required to verify signatures")
         self._tolerance_s = tolerance_s
@@ -234,6 +236,14 @@ def verify(
         clock=clock,
     )
     return verifier.verify(headers, body)
+
+
+def _parse_key(text: object) -> Key:
+    if not isinstance(text, str):
+        raise UsageError(f"secret: must be a text or a list of texts, not {type(text).__name__}")
+    if sum(map(text.count, (SECRET_PREFIX, PUBLIC_PREFIX))) > 1:
+        raise UsageError("secret: one text has several; give a list, such as text.split(',')")
+    return parse_key(text.strip())
 
 
 def _require_formats(given: Collection[str] | None) -> None:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from opentelemetry.metrics import MeterProvider
 
+    from outbox.receiver.handlers import Unhandled
     from outbox.receiver.inbox.inbox import Inbox
     from outbox.receiver.inbox.process import DeliveryResult
     from outbox.receiver.lane_order import StoredLane
@@ -98,6 +99,8 @@ class StreamReceiver:
             `Gaps.REPORT` processes the message, and reports them.
         on_refuse: what happens at an event that a handler refuses: `skip` records it, with an error
             in the log and a row in the inbox's `request` table; `stop` stops the lane.
+        unhandled: what happens to an event whose type has no handler: `refuse`, or `ignore`, which
+            records it without a word.
         header_prefix: prefix of the endpoint's header names, if it is not `X-`.
         parse: parses the JSON text of a payload, as of `AsyncReceiver`.
         batch_max: messages of a lane in one transaction.
@@ -121,6 +124,7 @@ class StreamReceiver:
         ca: str | Path | None = None,
         gaps: Gaps | str = Gaps.HOLD,
         on_refuse: OnRefuse = "skip",
+        unhandled: Unhandled = "refuse",
         header_prefix: str = DEFAULT_PREFIX,
         parse: Parse | None = None,
         batch_max: int = TRANSACTION_MESSAGES_MAX,
@@ -148,6 +152,7 @@ class StreamReceiver:
             inbox=inbox,
             gaps=gaps,
             on_refuse=on_refuse,
+            unhandled=unhandled,
             concurrency=concurrency,
         )
         self._header_prefix = header_prefix
@@ -184,7 +189,7 @@ class StreamReceiver:
             pattern: dot-separated; `*` is one segment, a last `**` one or more.
 
         Raises:
-            UsageError: the pattern is invalid.
+            UsageError: the pattern is invalid, or the handler cannot be called.
         """
         return self._processor.on(pattern)
 
