@@ -295,6 +295,6 @@ def _parse_with(parse: Parse, text: str) -> Any:
         raise UnreadablePayload(f"parse= does not read the payload: {reason}") from error
 
 
-def _not_held(number: str, why: str) -> str:
+def _not_held(number: str, reason: str) -> str:
     shown = number if len(number) <= _SHOWN_CHARACTERS else f"{number[:_SHOWN_CHARACTERS]}…"
-    return f"the payload has the number {shown}, which {why}: {_WAY_ON}"
+    return f"the payload has the number {shown}, which {reason}: {_WAY_ON}"

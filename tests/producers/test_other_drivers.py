@@ -113,8 +113,7 @@ def statements(*, arrays: bool) -> list[Statement]:
 
 def libpq(dsn: str) -> dict[str, str]:
     """Variables of libpq for a database."""
-    names = {"host": "PGHOST", "port": "PGPORT", "user": "PGUSER", "password": "PGPASSWORD"}
-    names["dbname"] = "PGDATABASE"
+    names = {"host": "PGHOST", "port": "PGPORT", "user": "PGUSER", "dbname": "PGDATABASE"}
     given = conninfo_to_dict(dsn)
     return {names[name]: str(value) for name, value in given.items() if name in names}
 

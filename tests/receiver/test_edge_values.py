@@ -11,6 +11,7 @@ import pytest
 
 from outbox.core.brokers.message import messages_of
 from outbox.core.delivery.batch import prepare_batch
+from outbox.core.delivery.signature import format_secret
 from outbox.core.model.headers import parse_lines
 from outbox.core.model.message_format import UNBATCHED, FormatName, MessageFormat
 from outbox.receiver import (
@@ -26,7 +27,7 @@ from outbox.receiver import (
 from tests.receiver.deliveries import DAY, SECRET, delivery, signed
 from tests.receiver.streams.rigs import Settings
 
-TEXT = "whsec_AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8="
+TEXT = format_secret(SECRET)
 REFUSED: Any = object()
 FORMATS = [name for name in get_args(FormatName) if name != "thin"]
 DEEP = "[" * 5000 + "]" * 5000

@@ -134,9 +134,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
 }  # fmt: skip
 for _address in (
-    "postgresql://me:hidden@localhost/shop",
-    "postgresql+psycopg://me:hidden@localhost/shop",
-    "host=localhost dbname=shop password=hidden",
+    "postgresql://me:password@localhost/shop",
+    "postgresql+psycopg://me:password@localhost/shop",
+    "host=localhost dbname=shop password=x",
     "dbname = shop",
 ):
     for _kind in (AsyncReceiver, Receiver):
@@ -153,7 +153,7 @@ def test_each_mistake_says_what_is_meant() -> None:
             wrong.append(f"{name}: accepted")
         except UsageError as error:
             text = str(error)
-            if reason not in text or "\n" in text or "hidden" in text or TEXT in text:
+            if reason not in text or "\n" in text or "password" in text or TEXT in text:
                 wrong.append(f"{name}: {text}")
     assert not wrong, "\n".join(wrong)
 
@@ -166,7 +166,7 @@ def test_several_secrets_are_a_list(tmp_path: Path) -> None:
     Receiver(TEXT, str(tmp_path / "host")).start()
 
 
-def response(receiver: Receiver, kind: str, sequence: int = 1) -> Any:
+def respond(receiver: Receiver, kind: str, sequence: int = 1) -> Any:
     headers, body = signed(delivery(sequence, type=kind))
     return receiver.handle(Request("POST", headers, body))
 
@@ -175,7 +175,7 @@ def test_an_event_type_without_a_handler_is_refused() -> None:
     receiver = Receiver(TEXT, MemoryDatabase())
     receiver.on("order.payed")(two)
     receiver.on("invoice.*")(Shop())
-    refused = response(receiver, "order.paid")
+    refused = respond(receiver, "order.paid")
     assert refused.status == 422
     assert refused.text == (
         "no handler for the event type order.paid; the receiver has order.payed (two), "
@@ -185,14 +185,14 @@ def test_an_event_type_without_a_handler_is_refused() -> None:
     # Nothing is recorded: the replay of the dead letter is processed once there is a handler.
     seen: list[Any] = []
     receiver.on("order.paid")(lambda message, _: seen.append(message.sequence))
-    assert response(receiver, "order.paid").text == "processed"
+    assert respond(receiver, "order.paid").text == "processed"
     assert seen == [1]
 
 
 def test_an_event_type_without_a_handler_can_be_ignored() -> None:
     receiver = Receiver(TEXT, MemoryDatabase(), unhandled="ignore")
-    assert response(receiver, "order.paid").text == "processed"
-    assert response(receiver, "order.paid").text == "processed before"
+    assert respond(receiver, "order.paid").text == "processed"
+    assert respond(receiver, "order.paid").text == "processed before"
 
 
 def test_a_batch_is_processed_up_to_the_type_without_a_handler() -> None:
@@ -205,5 +205,5 @@ def test_a_batch_is_processed_up_to_the_type_without_a_handler() -> None:
     headers = parse_lines(prepared.attempt(1, int(DAY.timestamp()), [SECRET]))
     receiver = Receiver(TEXT, MemoryDatabase(), tolerance_s=1e12)
     receiver.on("order.paid")(two)
-    answer = receiver.handle(Request("POST", headers, prepared.body))
-    assert (answer.status, dict(answer.headers)) == (422, {"X-Accepted-Through": "1"})
+    response = receiver.handle(Request("POST", headers, prepared.body))
+    assert (response.status, dict(response.headers)) == (422, {"X-Accepted-Through": "1"})
