@@ -50,6 +50,7 @@ _LONG, _SMALL = b"0" * 16, b"e-000"
 an exponent of two."""
 _SCANNER = json.JSONDecoder(parse_float=str, parse_int=str)
 """Finds the end of a value, and converts no number."""
+_SPACES = re.compile(rb"[ \t\r\n]*")
 _NUMBER_AT = re.compile(rb"[0-9.eE+-]+")
 _NUMBER = re.compile(rb"-?[0-9][0-9.]{15}[0-9.eE+-]*|-?[0-9][0-9.]*[eE]-[0-9]{3,}")
 """Numbers that a float may not hold, and whatever is like one in a string: it holds any number of
@@ -188,6 +189,8 @@ def _float(text: bytes) -> float:
 def _payload_spans(content: bytes) -> Iterator[Span | None]:
     """The place of the member `data` in an object, or in each element of an array."""
     wanted_level = 2 if content.lstrip().startswith(b"[") else 1
+    # One character for each byte.
+    characters = content.decode("latin-1")
     level = at = 0
     span: Span | None = None
     name = b""
@@ -202,17 +205,18 @@ def _payload_spans(content: bytes) -> Iterator[Span | None]:
                 yield span
             level -= 1
         elif level == wanted_level and text == b":" and _name(name) == "data":
-            span = _span_of_value(content, at)
+            span = _span_of_value(content, characters, at)
             at = span[1]
         elif level == wanted_level and text[:1] == b'"':
             name = text
 
 
-def _span_of_value(content: bytes, at: int) -> Span:
-    # Latin-1 has one character for each byte.
-    start = at + len(content[at:]) - len(content[at:].lstrip())
+def _span_of_value(content: bytes, characters: str, at: int) -> Span:
+    spaces = _SPACES.match(content, at)
+    assert spaces is not None
+    start = spaces.end()
     with suppress(json.JSONDecodeError, RecursionError):
-        return start, _SCANNER.raw_decode(content.decode("latin-1"), start)[1]
+        return start, _SCANNER.raw_decode(characters, start)[1]
     level = 0
     for found in _NESTED_TOKEN.finditer(content, start):
         level += _STEPS.get(found[0], 0)
