@@ -119,7 +119,8 @@ def _driver_of(kind: type) -> Driver:
             raise UsageError(f"connection: {type_name(kind)} is not a connection; {advice}")
     raise UsageError(
         f"connection: {type_name(kind)} is not a connection of asyncpg, psycopg, psycopg2, "
-        "SQLAlchemy, Django or sqlite3"
+        "SQLAlchemy, Django or sqlite3; use its driver's connection, or SQL: "
+        "SELECT relay.publish(…)"
     )
 
 
@@ -377,6 +378,10 @@ _NOT_CONNECTIONS = {
     ("sqlalchemy", "sessionmaker"): _OF_SESSIONS.format(""),
     ("sqlalchemy", "async_sessionmaker"): _OF_SESSIONS.format("async "),
     ("flask_sqlalchemy", "SQLAlchemy"): "use its session: `db.session`",
+    ("peewee", "Database"): "use `database.connection()`",
+    ("databases", "Database"): "use `database.connection().raw_connection`",
+    ("databases", "Connection"): "use `connection.raw_connection`",
+    ("piccolo", "PostgresTransaction"): "use `transaction.connection`",
     ("psycopg", "BaseCursor"): _OF_CURSOR,
     ("psycopg2", "cursor"): _OF_CURSOR,
     ("django", "CursorWrapper"): _OF_CURSOR,

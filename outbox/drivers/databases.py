@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 import sqlite3
 import threading
 from functools import partial
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     Openers: TypeAlias = Mapping[tuple[str, str], Callable[[Any], Any]]
 
 SQLITE_WAIT_S = 30.0
+_ADDRESS = re.compile(r"://|(?:^|\s)(?:host|hostaddr|dbname|user|service)\s*=")
 DIALECTS = ("postgresql", "sqlite")
 SUPPORTED = (
     "a pool, an engine, a sessionmaker, django.db.connection, a SQLite path, MemoryDatabase(), "
@@ -178,10 +180,17 @@ def _of_django(connection: Any) -> Any:
 
 
 def _of_path(path: str | Path) -> Transactions:
-    if "://" in str(path):
-        # Not shown: it may contain a password.
-        raise UsageError("database: a path of a SQLite file is no URL; use a pool or an engine")
     return SQLite(path).transaction
+
+
+def _check_address(database: Any) -> None:
+    """Refuse the address of a database, which is not shown: it may contain a password."""
+    if isinstance(database, str) and _ADDRESS.search(database):
+        raise UsageError(
+            "database: an address is no database; open it, such as by "
+            "asyncpg.create_pool(address), psycopg_pool.ConnectionPool(address) or "
+            "sqlalchemy.create_engine(address), and give what that returns"
+        )
 
 
 def _check_dialect(name: str) -> None:
@@ -251,6 +260,7 @@ def _opener_of(database: Any, *, is_async: bool) -> Callable[[Any], Any] | None:
     Raises:
         UsageError: its type is known to be wrong here.
     """
+    _check_address(database)
     openers, others = (_OF_ASYNCIO, _OF_THREADS) if is_async else (_OF_THREADS, _OF_ASYNCIO)
     names = names_of(type(database))
     for name in names:

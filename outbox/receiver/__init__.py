@@ -34,7 +34,8 @@ if TYPE_CHECKING:
         TimestampTooOld,
     )
     from outbox.receiver.asynchronous import AsyncReceiver
-    from outbox.receiver.decisions import Busy, Gaps, Refuse
+    from outbox.receiver.decisions import Gaps
+    from outbox.receiver.errors import Busy, Refuse, UnreadablePayload
     from outbox.receiver.fetch import CannotFetch, FetchClient
     from outbox.receiver.inbox.inbox import Inbox
     from outbox.receiver.inbox.memory import MemoryDatabase
@@ -65,7 +66,8 @@ _MODULES = {
     "outbox.receiver.inbox.memory": ("MemoryDatabase",),
     "outbox.receiver.inbox.process": ("DeliveryOutcome", "DeliveryResult"),
     "outbox.receiver.message": ("BadMessage", "Message"),
-    "outbox.receiver.decisions": ("Busy", "Gaps", "Refuse"),
+    "outbox.receiver.decisions": ("Gaps",),
+    "outbox.receiver.errors": ("Busy", "Refuse", "UnreadablePayload"),
     "outbox.receiver.requests": ("Response", "Request"),
     "outbox.receiver.streams.entries": ("read_message",),
     "outbox.receiver.streams.lane_reader": ("StopReason",),
@@ -105,6 +107,7 @@ __all__ = [
     "StreamUnavailable",
     "TimestampTooNew",
     "TimestampTooOld",
+    "UnreadablePayload",
     "Verified",
     "Verifier",
     "read_message",

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.drivers.blocking import resolve
 from outbox.drivers.databases import async_transactions
-from outbox.receiver.decisions import HELD_MAX, HOLD_S, Busy, Gaps
+from outbox.receiver.decisions import HELD_MAX, HOLD_S, Gaps
+from outbox.receiver.errors import Busy
 from outbox.receiver.pipeline import NOT_FETCHABLE_YET, ReceiverBase
 from outbox.receiver.processing import NotRecorded
 from outbox.receiver.reorder_buffer import ReorderBuffer
@@ -45,6 +46,10 @@ class AsyncReceiver(ReceiverBase):
         header_prefix: prefix of the endpoint's header names, if it is not `X-`; several while
             the endpoint's prefix is being changed.
         formats: the endpoint's format in a list, several while it is being changed; None: any.
+        parse: parses the JSON text of a payload when `Message.data` is read; None: orjson, without
+            rounding numbers.
+        unhandled: what happens to an event whose type has no handler: `refuse` responds 422, and
+            the event is a dead letter; `ignore` records it, and it is never processed.
         body_bytes_max: larger bodies get 413.
         in_flight_max: requests processed at once; more get 503.
         on_delivery: called after the commit with each `Message` and its `DeliveryResult`.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,10 @@ from outbox.core.delivery.batch import ACCEPTED_THROUGH
 from outbox.core.delivery.signature import TOLERANCE_S, SignatureError
 from outbox.core.model.headers import DEFAULT_PREFIX
 from outbox.drivers.errors import DatabaseCondition, condition_of
-from outbox.errors import OutboxError, UsageError
+from outbox.errors import UsageError
 from outbox.receiver.catch_up import FetchedOutcome
+from outbox.receiver.errors import Busy, HandlerFailed, Refuse
+from outbox.receiver.handlers import HandlerRegistry
 from outbox.receiver.inbox.process import DeliveryOutcome
 from outbox.receiver.message import BadMessage
 from outbox.receiver.reporting import ReceiverReports, log
@@ -36,14 +38,15 @@ from outbox.receiver.requests import (
 from outbox.receiver.verification import Verified, Verifier
 
 if TYPE_CHECKING:
-    import re
     from collections.abc import Callable, Collection, Iterator, Sequence
 
     from opentelemetry.metrics import MeterProvider
 
     from outbox.core.model.message_format import FormatName
+    from outbox.receiver.handlers import Unhandled
     from outbox.receiver.inbox.process import DeliveryResult
     from outbox.receiver.message import Message
+    from outbox.receiver.payload import Parse
     from outbox.receiver.requests import Request
 
 RECEIVER_IN_FLIGHT_MAX = 100
@@ -51,31 +54,6 @@ HELD_MAX = 1000
 HOLD_S = 5.0
 UNAVAILABLE_S = 5
 BUSY_RETRY_S = 1
-
-
-class Refuse(OutboxError):
-    """Raised by a handler when an event can never be processed.
-
-    The response is 422 with the message as its reason.  The sender makes the event a
-    dead letter, which an operator can inspect and replay.
-    """
-
-
-class Busy(OutboxError):
-    """Raised by a handler to postpone a delivery: the response is 503 with Retry-After.
-
-    Args:
-        reason: one line for the sender's log.
-        retry_after_s: hold-off in whole seconds.
-    """
-
-    def __init__(self, reason: str = "busy", *, retry_after_s: int = 1) -> None:
-        super().__init__(reason)
-        self.retry_after_s = retry_after_s
-
-
-class HandlerFailed(OutboxError):
-    """A handler raised an OSError: of its own I/O, not of the receiver's database."""
 
 
 class Gaps(StrEnum):
@@ -87,28 +65,6 @@ class Gaps(StrEnum):
     """Hold its request for up to `hold_s` seconds until the missing ones arrive."""
     CATCH_UP = "catch_up"
     """Fetch the missing ones from the relay and process them first."""
-
-
-@dataclass(slots=True)
-class HandlerRegistry:
-    """Registered handlers, each with a pattern of event types."""
-
-    _handlers: list[tuple[re.Pattern[str], Callable[..., Any]]] = field(default_factory=list)
-    _unhandled: set[str] = field(default_factory=set)
-
-    def add(self, pattern: re.Pattern[str], handler: Callable[..., Any]) -> None:
-        """Register a handler for the event types that match."""
-        self._handlers.append((pattern, handler))
-
-    def matching(self, event_type: str) -> Sequence[Callable[..., Any]]:
-        """Return the handlers of an event type, in registration order."""
-        matching = [handler for pattern, handler in self._handlers if pattern.fullmatch(event_type)]
-        if not matching and event_type not in self._unhandled and len(self._unhandled) < 1000:
-            self._unhandled.add(event_type)
-            log.warning(
-                "no handler for event type %r: its events are recorded, not processed", event_type
-            )
-        return matching
 
 
 class ReceiverRules:
@@ -125,6 +81,8 @@ class ReceiverRules:
         tolerance_s: float = TOLERANCE_S,
         header_prefix: str | Sequence[str] = DEFAULT_PREFIX,
         formats: Collection[FormatName] | None = None,
+        parse: Parse | None = None,
+        unhandled: Unhandled = "refuse",
         body_bytes_max: int = DELIVERY_BODY_BYTES_MAX,
         in_flight_max: int = RECEIVER_IN_FLIGHT_MAX,
         on_delivery: Callable[[Message, DeliveryResult], None] | None = None,
@@ -135,10 +93,14 @@ class ReceiverRules:
         if in_flight_max < 1:
             raise UsageError(f"in_flight_max: must be 1 or more, not {in_flight_max}")
         self.verifier = Verifier(
-            secrets, tolerance_s=tolerance_s, header_prefix=header_prefix, formats=formats
+            secrets,
+            tolerance_s=tolerance_s,
+            header_prefix=header_prefix,
+            formats=formats,
+            parse=parse,
         )
         self.body_bytes_max = body_bytes_max
-        self.handlers = HandlerRegistry()
+        self.handlers = HandlerRegistry(unhandled)
         self.foreign: Callable[..., Any] | None = None
         self.reports = ReceiverReports(on_delivery, meter_provider)
         # Requests come in threads, too.

@@ -10,21 +10,21 @@ from __future__ import annotations
 
 import re
 from base64 import b64decode
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
-
-import orjson
 
 from outbox.core.delivery import signed_metadata
 from outbox.core.model.headers import DEFAULT_PREFIX
 from outbox.core.model.message_format import JSON_TYPE
 from outbox.errors import OutboxError
+from outbox.receiver.payload import Body, Payload
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from outbox.core.model.message_format import FormatName
+    from outbox.receiver.payload import Parse
 
 
 class BadMessage(OutboxError, ValueError):
@@ -53,12 +53,26 @@ class Message:
     """This is the last delivery of its lane."""
     attempt: int | None
     """The header X-Attempt, which is not signed: for information only."""
-    data: Any
-    """The payload: parsed JSON, or bytes if there is a content type.  None also for a thin
-    message."""
     format: FormatName = "envelope"
     content_type: str | None = None
     """The content type of a payload that is not JSON; None: it is JSON."""
+    _payload: Payload = field(default=Payload(None), repr=False, compare=False)
+
+    @property
+    def data(self) -> Any:
+        """The payload: parsed JSON, or bytes if there is a content type.  None also for a thin
+        message.
+
+        Raises:
+            UnreadablePayload: it cannot be parsed without rounding a number; see
+                `outbox.receiver.payload`.
+        """
+        return self._payload.value
+
+    @property
+    def data_text(self) -> str | None:
+        """The JSON text of the payload as it was sent; None: there is no JSON payload."""
+        return self._payload.text
 
 
 def is_delivery(body: bytes) -> bool:
@@ -66,8 +80,8 @@ def is_delivery(body: bytes) -> bool:
     if not any(b'"%b"' % each.encode() in body for each in ("previous_sequence", _CE_PREVIOUS)):
         return False
     try:
-        content = orjson.loads(body)
-    except orjson.JSONDecodeError:
+        content = Body(body).parsed
+    except ValueError:
         return False
     elements = content if isinstance(content, list) else [content]
     return all(
@@ -94,6 +108,7 @@ def parse(
     header_prefix: str = DEFAULT_PREFIX,
     *,
     in_headers: bool = False,
+    read_payload: Parse | None = None,
 ) -> tuple[Message, ...]:
     """Parse the deliveries of a request and check that headers and body agree.
 
@@ -102,6 +117,7 @@ def parse(
         body: the request body.
         header_prefix: begins the names of the headers that describe a delivery.
         in_headers: the metadata is in the headers, whose signature was verified.
+        read_payload: parses JSON payloads when they are read; see `Payload`.
 
     Returns:
         One message, or those of a batch in order.
@@ -114,29 +130,32 @@ def parse(
     if in_headers:
         is_event = f"{signed_metadata.ATTRIBUTE_PREFIX}id" in headers
         format_name: FormatName = "cloudevents-binary" if is_event else "raw"
-        return (_message(read.envelope(body), request_id, attempt, format_name),)
+        envelope, payload = read.envelope(), read.payload(body, read_payload)
+        return (_message(envelope, payload, request_id, attempt, format_name),)
     try:
-        content = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
+        parsed = Body(body)
+    except ValueError as error:
         raise BadMessage(f"the body is not JSON: {error}") from None
+    content = parsed.parsed
     if isinstance(content, list):
-        messages = _batch(content, attempt)
+        messages = _batch(parsed, attempt, read_payload)
         read.require_match(messages[0], ("Last-Sequence", str(messages[-1].sequence)))
         return messages
-    message = _message(content, request_id, attempt)
+    message = _element(content, parsed, 0, read_payload, request_id, attempt)
     if message.delivery_id != request_id:
         raise BadMessage('the body\'s "id" differs from the header webhook-id')
     read.require_match(message, ("Event", message.type), ("Event-Id", message.event_id))
     return (message,)
 
 
-def _batch(content: list[Any], attempt: int | None) -> tuple[Message, ...]:
+def _batch(body: Body, attempt: int | None, read_payload: Parse | None) -> tuple[Message, ...]:
     messages: list[Message] = []
-    for element in content:
+    for n, element in enumerate(body.parsed):
         if not isinstance(element, dict):
             raise BadMessage("an element of the body's array is not an object")
         delivery_id = element.get("delivery")
-        message = _message(element, delivery_id, None if messages else attempt)
+        first_attempt = None if messages else attempt
+        message = _element(element, body, n, read_payload, delivery_id, first_attempt)
         if messages:
             before = messages[-1]
             follows = (message.lane, message.sequence - 1, message.previous_sequence)
@@ -150,20 +169,41 @@ def _batch(content: list[Any], attempt: int | None) -> tuple[Message, ...]:
     return tuple(messages)
 
 
-def _message(
+def _element(
     content: object,
+    body: Body,
+    index: int,
+    read_payload: Parse | None,
     delivery_id: Any,
     attempt: int | None,
-    format_name: FormatName = "envelope",
 ) -> Message:
+    """The message of a body, or of an element of a batch."""
     if not isinstance(content, dict):
         raise BadMessage("the body is neither a JSON object nor an array of them")
+    format_name: FormatName = "envelope"
     if "specversion" in content:
         delivery_id = content.get("id")
         format_name, content = "cloudevents", _envelope_of(content)
     elif "data" not in content and "data_base64" not in content:
         format_name = "thin"
-    data, content_type = _payload_of(content)
+    if "data_base64" in content:
+        payload = Payload(_decoded_payload(content))
+    elif "data" in content:
+        payload = Payload(content["data"], body, index, read_payload)
+    else:
+        payload = Payload(None)
+    return _message(content, payload, delivery_id, attempt, format_name)
+
+
+def _message(
+    content: Mapping[str, Any],
+    payload: Payload,
+    delivery_id: Any,
+    attempt: int | None,
+    format_name: FormatName,
+) -> Message:
+    # A thin message has the type alone.
+    content_type = _field(content, "content_type", str) if "content_type" in content else None
     message = Message(
         delivery_id=_uuid(delivery_id, "the X-Delivery in the body"),
         event_id=_field(content, "id", str),
@@ -178,24 +218,19 @@ def _message(
         backfill=_field(content, "backfill", int) if "backfill" in content else None,
         lane_ends=_field(content, "lane_ends", bool) if "lane_ends" in content else False,
         attempt=attempt,
-        data=data,
         format=format_name,
         content_type=content_type,
+        _payload=payload,
     )
     if not 0 <= message.previous_sequence < message.sequence:
         raise BadMessage(f"sequence {message.sequence} cannot follow {message.previous_sequence}")
     return message
 
 
-def _payload_of(content: Mapping[str, Any]) -> tuple[Any, str | None]:
-    """The payload of an envelope, and its content type if it is not JSON."""
-    if "data_base64" not in content:
-        # A thin message has the type alone.
-        content_type = _field(content, "content_type", str) if "content_type" in content else None
-        return content.get("data"), content_type
-    content_type = _field(content, "content_type", str)
+def _decoded_payload(content: Mapping[str, Any]) -> bytes:
+    _field(content, "content_type", str)
     try:
-        return b64decode(_field(content, "data_base64", str), validate=True), content_type
+        return b64decode(_field(content, "data_base64", str), validate=True)
     except ValueError:
         raise BadMessage('the body\'s "data_base64" is not Base64') from None
 
@@ -217,8 +252,8 @@ def _envelope_of(event: Mapping[str, Any]) -> dict[str, Any]:
             "data_base64": event["data_base64"],
             "content_type": event.get("datacontenttype"),
         }
-    else:
-        envelope["data"] = event.get("data")
+    elif "data" in event:
+        envelope["data"] = event["data"]
     for name, plain, encoded in _TEXTS_OF_EVENT:
         if plain in event:
             envelope[name] = event[plain]
@@ -324,14 +359,16 @@ class _DeliveryHeaders:
             if self._headers.get(header.lower()) != value:
                 raise BadMessage(f"the header {header} differs from the body")
 
-    def envelope(self, body: bytes) -> dict[str, Any]:
-        """The envelope's members, from verified headers and the payload."""
+    def envelope(self) -> dict[str, Any]:
+        """The envelope's members, from verified headers."""
         envelope: dict[str, Any] = {
             "id": self._get("Event-Id"),
             "type": self._get("Event"),
             "timestamp": self._get("Event-Time"),
             "lane": self._get("Lane"),
-        } | self._payload(body)
+        }
+        if (content_type := self._headers.get(signed_metadata.CONTENT_TYPE)) != JSON_TYPE:
+            envelope["content_type"] = content_type
         for name in ("Sequence", "Previous-Sequence"):
             number = _parse_number(self._get(name) or "", f"the header {self._prefix}{name}")
             envelope[name.lower().replace("-", "_")] = number
@@ -349,11 +386,12 @@ class _DeliveryHeaders:
     def _get(self, name: str) -> str | None:
         return self._headers.get(f"{self._prefix}{name}".lower())
 
-    def _payload(self, body: bytes) -> dict[str, Any]:
-        content_type = self._headers.get(signed_metadata.CONTENT_TYPE)
-        if content_type != JSON_TYPE:
-            return {"data": body, "content_type": content_type}
+    def payload(self, body: bytes, read_payload: Parse | None) -> Payload:
+        """The payload that is the body."""
+        if self._headers.get(signed_metadata.CONTENT_TYPE) != JSON_TYPE:
+            return Payload(body)
         try:
-            return {"data": orjson.loads(body)}
-        except orjson.JSONDecodeError as error:
+            whole = Body(body, is_payload=True)
+        except ValueError as error:
             raise BadMessage(f"the body is not JSON: {error}") from None
+        return Payload(whole.parsed, whole, None, read_payload)

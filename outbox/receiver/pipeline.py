@@ -29,14 +29,15 @@ from outbox.errors import UsageError
 from outbox.receiver.catch_up import CatchUpResult, FetchedOutcome, catch_up, lanes_behind
 from outbox.receiver.decisions import (
     UNAVAILABLE_S,
-    Busy,
     Gaps,
     ReceiverRules,
     can_share_transaction,
     parse_gaps,
     partial_response,
 )
+from outbox.receiver.errors import Busy
 from outbox.receiver.fetch import CannotFetch
+from outbox.receiver.handlers import FOREIGN_PARAMETERS
 from outbox.receiver.inbox.process import DeliveryOutcome, foreign_delivery_id
 from outbox.receiver.lane_order import LaneState
 from outbox.receiver.processing import DeliveryProcessor, NotRecorded
@@ -109,7 +110,7 @@ class ReceiverBase(DeliveryProcessor):
         It is called with the `Verified` request, its body and the connection.  These
         requests have no lanes, so they are deduplicated but not checked for order.
         """
-        self._check_handler(handler)
+        self._check_handler(handler, FOREIGN_PARAMETERS)
         self._rules.foreign = handler
         return handler
 

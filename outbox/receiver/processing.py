@@ -16,9 +16,9 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.model.pattern import parse as parse_pattern
 from outbox.errors import UsageError
-from outbox.receiver.decisions import HandlerFailed
+from outbox.receiver.errors import HandlerFailed
+from outbox.receiver.handlers import DELIVERY_PARAMETERS, check_handler, parse_types
 from outbox.receiver.inbox.inbox import EXPIRE_ROWS, Inbox
 from outbox.receiver.inbox.process import DeliveryOutcome
 from outbox.receiver.reporting import log
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
     from typing import TypeVar
 
-    from outbox.receiver.decisions import HandlerRegistry
+    from outbox.receiver.handlers import HandlerRegistry
     from outbox.receiver.inbox.process import DeliveryResult
     from outbox.receiver.message import Message
 
@@ -102,19 +102,20 @@ class DeliveryProcessor:
         Raises:
             UsageError: the pattern is invalid, or the handler does not fit this receiver.
         """
-        types = parse_pattern(pattern)
+        text, types = parse_types(pattern)
 
         def add(handler: Handler) -> Handler:
-            self._check_handler(handler)
-            self._handlers.add(types, handler)
+            self._check_handler(handler, DELIVERY_PARAMETERS)
+            self._handlers.add(text, types, handler)
             return handler
 
         return add
 
     # --------------------------------------------------------------- of each subclass
 
-    def _check_handler(self, handler: Callable[..., Any]) -> None:
+    def _check_handler(self, handler: Callable[..., Any], parameters: Sequence[str]) -> None:
         """Raise UsageError if this receiver cannot call the handler."""
+        check_handler(handler, parameters)
 
     async def _call(self, handler: Callable[..., Any], *arguments: Any) -> None:
         """Call a handler."""

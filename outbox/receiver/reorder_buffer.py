@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
-from outbox.receiver.decisions import Busy
+from outbox.receiver.errors import Busy
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator

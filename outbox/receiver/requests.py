@@ -5,7 +5,7 @@
 | 200 | processed, now or before | delivered |
 | 400, 401 | headers and body disagree; no valid signature | dead letter |
 | 405, 413 | not a POST; body too large | dead letter |
-| 422 | refused by a handler, or sequence number used by another delivery | dead letter |
+| 422 | refused by a handler, no handler, or sequence number of another delivery | dead letter |
 | 500 | a handler or the receiver failed | retried |
 | 503 | overloaded, no database, or earlier deliveries missing | retried after Retry-After |
 """

@@ -10,6 +10,7 @@ from outbox.drivers.blocking import as_async, run
 from outbox.drivers.databases import transactions
 from outbox.errors import UsageError
 from outbox.receiver.decisions import Gaps
+from outbox.receiver.handlers import is_coroutine_function
 from outbox.receiver.pipeline import ReceiverBase
 
 if TYPE_CHECKING:
@@ -78,8 +79,9 @@ class Receiver(ReceiverBase):
     async def _delivery(self, fetch: DeliverySource, lane: str, sequence: int) -> PageItem:
         return fetch.delivery(lane, sequence)
 
-    def _check_handler(self, handler: Callable[..., Any]) -> None:
-        if inspect.iscoroutinefunction(handler):
+    def _check_handler(self, handler: Callable[..., Any], parameters: Sequence[str]) -> None:
+        super()._check_handler(handler, parameters)
+        if is_coroutine_function(handler):
             raise UsageError("the handler is a coroutine function: use AsyncReceiver")
 
     async def _call(self, handler: Callable[..., Any], *arguments: Any) -> None:

@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, get_args
 from uuid import UUID
 
 from outbox.core.delivery import signed_metadata
+from outbox.core.delivery.ed25519 import PUBLIC_PREFIX
 from outbox.core.delivery.signature import (
     ID_HEADER,
+    SECRET_PREFIX,
     SIGNATURE_HEADER,
     TIMESTAMP_HEADER,
     TOLERANCE_S,
@@ -34,13 +36,15 @@ from outbox.core.model.message_format import FormatName, MessageFormat
 from outbox.core.model.setting_types import HeaderPrefix
 from outbox.core.model.text import quoted
 from outbox.errors import UsageError
-from outbox.receiver.message import BadMessage, Message, has_signed_metadata, is_delivery, parse
+from outbox.receiver.message import BadMessage, Message, has_signed_metadata, is_delivery
+from outbox.receiver.message import parse as parse_messages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from typing import TypeAlias
 
     from outbox.core.delivery.signature import Key, VerifiedSignature
+    from outbox.receiver.payload import Parse
 
     Headers: TypeAlias = Mapping[str, str] | Iterable[tuple[str, str]]
     """Names in any case; pairs preserve repeated headers, which are refused."""
@@ -81,6 +85,8 @@ class Verifier:
         formats: the endpoint's format; several while it is being changed; None: any.  An endpoint
             whose format is `raw` or `cloudevents-binary` needs it: otherwise a payload that looks
             like an envelope is read as one when headers are removed in transit.
+        parse: parses the JSON text of a payload when `Message.data` is read; None: orjson, without
+            rounding numbers.
         clock: returns epoch seconds.
 
     Raises:
@@ -94,10 +100,11 @@ class Verifier:
         tolerance_s: float = TOLERANCE_S,
         header_prefix: str | Sequence[str] = DEFAULT_PREFIX,
         formats: Collection[FormatName] | None = None,
+        parse: Parse | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         texts = [secrets] if isinstance(secrets, str) else list(secrets or ())
-        self._keys = tuple(parse_key(text.strip()) for text in texts)
+        self._keys = tuple(map(_parse_key, texts))
         if not self._keys:
             raise UsageError("secret: at least one is required to verify signatures")
         self._tolerance_s = tolerance_s
@@ -106,6 +113,7 @@ class Verifier:
         if formats is not None:
             self._formats = set(formats)
             self._fetched_formats = {MessageFormat(each).fetched.name for each in formats}
+        self._parse = parse
         self._clock = clock
         given = [header_prefix] if isinstance(header_prefix, str) else list(header_prefix or ())
         self.header_prefixes = tuple(HeaderPrefix().validate("header_prefix", p) for p in given)
@@ -137,7 +145,9 @@ class Verifier:
         # into a request of another sender.
         if found or is_delivery(body):
             prefix = (found or self.header_prefixes)[0]
-            messages = parse_signed(read, body, prefix, signed, self._keys)
+            messages = parse_signed(
+                read, body, prefix, signed, self._keys, read_payload=self._parse
+            )
             self._check_format(messages[0].format, fetched=fetched)
             return Verified(signed.message_id, signed.timestamp, messages)
         if _is_delivery_id(signed.message_id):
@@ -158,6 +168,8 @@ def parse_signed(
     prefix: str,
     signed: VerifiedSignature | None,
     keys: Sequence[Key],
+    *,
+    read_payload: Parse | None = None,
 ) -> tuple[Message, ...]:
     """Parse the deliveries of a request, and verify the signature of metadata in headers.
 
@@ -165,6 +177,7 @@ def parse_signed(
         headers: the request's headers, by lower-case name.
         prefix: begins the names of the headers that describe a delivery.
         signed: the verified signature of the body; None: nothing is verified.
+        read_payload: see `parse`.
 
     Raises:
         SignatureError: the signature of the metadata is not valid.
@@ -176,7 +189,7 @@ def parse_signed(
         signed_id = f"{signed_metadata.SIGNED_ID}{signed.message_id}.{signed.timestamp}."
         text = signed_metadata.signed_text(headers, prefix.lower())
         verify_signatures(header, headers[header], signed_id.encode() + text, keys)
-    return parse(headers, body, prefix, in_headers=in_headers)
+    return parse_messages(headers, body, prefix, in_headers=in_headers, read_payload=read_payload)
 
 
 def _is_delivery_id(text: str) -> bool:
@@ -194,6 +207,7 @@ def verify(
     tolerance_s: float = TOLERANCE_S,
     header_prefix: str | Sequence[str] = DEFAULT_PREFIX,
     formats: Collection[FormatName] | None = None,
+    parse: Parse | None = None,
     now: float | None = None,
 ) -> Verified:
     """Verify the signature of a request and parse its deliveries.
@@ -204,7 +218,7 @@ def verify(
         secrets: one or more of `whsec_…` and `whpk_…`; both the old and the new one
             while a secret is being rotated.
         tolerance_s: maximum difference between signature time and `now`, in seconds.
-        header_prefix, formats: see `Verifier`.
+        header_prefix, formats, parse: see `Verifier`.
         now: epoch seconds; None: the system clock.
 
     Raises:
@@ -218,9 +232,18 @@ def verify(
         tolerance_s=tolerance_s,
         header_prefix=header_prefix,
         formats=formats,
+        parse=parse,
         clock=clock,
     )
     return verifier.verify(headers, body)
+
+
+def _parse_key(text: object) -> Key:
+    if not isinstance(text, str):
+        raise UsageError(f"secret: must be a text or a list of texts, not {type(text).__name__}")
+    if sum(map(text.count, (SECRET_PREFIX, PUBLIC_PREFIX))) > 1:
+        raise UsageError("secret: one text has several; give a list, such as text.split(',')")
+    return parse_key(text.strip())
 
 
 def _require_formats(given: Collection[str] | None) -> None:

@@ -32,6 +32,10 @@ func (k *verificationKey) version() string {
 
 // parseKey decodes `whsec_…` or `whpk_…`.  Its errors never contain the text.
 func parseKey(text string) (*verificationKey, error) {
+	if strings.Count(text, secretPrefix)+strings.Count(text, publicKeyPrefix) > 1 {
+		return nil, errors.New("receiver: secret: one text has several; give each its own, such as " +
+			`strings.Split(text, ",")`)
+	}
 	text = strings.TrimSpace(text)
 	if strings.HasPrefix(text, publicKeyPrefix) {
 		public, err := parsePublicKey(text)

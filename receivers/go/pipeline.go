@@ -161,7 +161,11 @@ type transactionKey struct{}
 // callHandlers calls the handlers of a delivery, whose context has the transaction for IsNewest.
 func (r *Receiver) callHandlers(ctx context.Context, t transaction, message Message) error {
 	ctx = context.WithValue(ctx, transactionKey{}, handlerTransaction{r.inbox, t})
-	for _, handler := range r.matching(message.Type) {
+	handlers, err := r.matching(message.Type)
+	if err != nil {
+		return err
+	}
+	for _, handler := range handlers {
 		err := callHandler(ctx, handler, t, message)
 		if err == nil {
 			continue

@@ -8,6 +8,7 @@ import (
 	"io"
 	"log"
 	"net/http"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -44,6 +45,17 @@ const (
 	GapsCatchUp
 )
 
+// Unhandled is the policy for an event whose type has no handler.
+type Unhandled int
+
+// The policies for types without a handler.
+const (
+	// UnhandledRefuse refuses the event: 422, and the relay makes a dead letter.
+	UnhandledRefuse Unhandled = iota
+	// UnhandledIgnore records the event, which is then never processed.
+	UnhandledIgnore
+)
+
 // Options are the options of [New]; the zero value has the defaults.
 type Options struct {
 	// HeaderPrefixes, Formats, Tolerance and Clock are as of [VerifierOptions].
@@ -62,6 +74,8 @@ type Options struct {
 	Fetch DeliverySource
 	// Gaps is the policy for a delivery when deliveries before it are missing.
 	Gaps Gaps
+	// Unhandled is the policy for an event whose type has no handler.
+	Unhandled Unhandled
 	// LogRequests inserts each signed request into the table of requests; not with [Memory].
 	LogRequests bool
 	// OnDelivery is called after the commit with each delivery of a lane and its result.
@@ -80,12 +94,11 @@ type Receiver struct {
 	creation chan struct{}
 	isReady  atomic.Bool
 
-	mutex     sync.RWMutex
-	handlers  []registeredHandler
-	unhandled map[string]bool
-	inFlight  int
-	received  int
-	totals    Totals
+	mutex    sync.RWMutex
+	handlers []registeredHandler
+	inFlight int
+	received int
+	totals   Totals
 }
 
 type registeredHandler struct {
@@ -122,6 +135,9 @@ func New(secrets []string, store Store, options Options) (*Receiver, error) {
 	if options.Gaps != GapsReport && options.Gaps != GapsCatchUp {
 		return nil, fmt.Errorf("receiver: gaps: there is no policy %d", options.Gaps)
 	}
+	if options.Unhandled != UnhandledRefuse && options.Unhandled != UnhandledIgnore {
+		return nil, fmt.Errorf("receiver: unhandled: there is no policy %d", options.Unhandled)
+	}
 	if options.Gaps == GapsCatchUp && options.Fetch == nil {
 		return nil, errors.New("receiver: gaps: GapsCatchUp needs Options.Fetch")
 	}
@@ -130,8 +146,8 @@ func New(secrets []string, store Store, options Options) (*Receiver, error) {
 	}
 	return &Receiver{
 		options: options, verifier: verifier, store: store, inbox: newInbox(store),
-		creation: make(chan struct{}, 1), unhandled: map[string]bool{},
-		totals: Totals{Requests: map[Outcome]int64{}},
+		creation: make(chan struct{}, 1),
+		totals:   Totals{Requests: map[Outcome]int64{}},
 	}, nil
 }
 
@@ -153,20 +169,27 @@ func (r *Receiver) Handle(pattern string, handler Handler) {
 	r.handlers = append(r.handlers, registeredHandler{types, handler})
 }
 
-// matching returns the handlers of an event type.
-func (r *Receiver) matching(eventType string) []Handler {
+// matching returns the handlers of an event type; an error if there is none, and such events are
+// refused.
+func (r *Receiver) matching(eventType string) ([]Handler, error) {
 	var matching []Handler
+	var known []string
 	r.mutex.RLock()
+	defer r.mutex.RUnlock()
 	for _, each := range r.handlers {
+		known = append(known, each.pattern.text)
 		if each.pattern.matches(eventType) {
 			matching = append(matching, each.handler)
 		}
 	}
-	r.mutex.RUnlock()
-	if len(matching) == 0 {
-		r.warnUnhandled(eventType)
+	if len(matching) > 0 || r.options.Unhandled == UnhandledIgnore {
+		return matching, nil
 	}
-	return matching
+	if len(known) == 0 {
+		known = append(known, "none")
+	}
+	return nil, Refuse(fmt.Sprintf("no handler for the event type %s; the receiver has %s: add one, subscribe "+
+		"the endpoint by --type, or set Unhandled to UnhandledIgnore", eventType, strings.Join(known, ", ")))
 }
 
 // Start creates the missing tables; otherwise the first request does so.

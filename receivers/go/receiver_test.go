@@ -61,6 +61,49 @@ func TestEachDeliveryIsProcessedOnce(t *testing.T) {
 	}
 }
 
+func newTestStore(t *testing.T) Store {
+	store, err := Memory(MemoryOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return store
+}
+
+func TestATypeWithoutAHandlerIsRefusedOrIgnored(t *testing.T) {
+	r, _ := newTestReceiver(t, Options{})
+	r.Handle("order.payed", func(context.Context, *sql.Tx, Message) error { return nil })
+	r.Handle("invoice.*", func(context.Context, *sql.Tx, Message) error { return nil })
+	given := event(1)
+	response := process(t, r, given.request(), 422)
+	want := "no handler for the event type " + given["type"].(string) + "; the receiver has order.payed, invoice.*: add one, " +
+		"subscribe the endpoint by --type, or set Unhandled to UnhandledIgnore"
+	if response.Text != want {
+		t.Error(response.Text)
+	}
+	// Nothing is recorded: the replay of the dead letter is processed once there is a handler.
+	r.Handle("**", func(context.Context, *sql.Tx, Message) error { return nil })
+	if response := process(t, r, given.request(), 200); response.Text != "processed" {
+		t.Error(response.Text)
+	}
+	ignoring, _ := newTestReceiver(t, Options{Unhandled: UnhandledIgnore})
+	process(t, ignoring, event(1).request(), 200)
+	if _, err := New([]string{testKey}, newTestStore(t), Options{Unhandled: 7}); err == nil {
+		t.Error("another policy is accepted")
+	}
+}
+
+func TestSeveralSecretsInOneTextSayWhatIsMeant(t *testing.T) {
+	for _, text := range []string{testKey + "," + testKey, testKey + "\n" + testKey} {
+		_, err := New([]string{text}, newTestStore(t), Options{})
+		if err == nil || !strings.Contains(err.Error(), "strings.Split") || strings.Contains(err.Error(), testKey) {
+			t.Error(err)
+		}
+	}
+	if _, err := New(strings.Split(testKey+","+testKey+"\n", ","), newTestStore(t), Options{}); err != nil {
+		t.Error(err)
+	}
+}
+
 func TestErrorsOfHandlersRollBack(t *testing.T) {
 	r, written := newTestReceiver(t, Options{})
 	var fail func() error

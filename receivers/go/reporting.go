@@ -19,8 +19,6 @@ type Totals struct {
 	Overdue int64
 }
 
-const unhandledTypesMax = 1000
-
 // Totals returns a copy of the counters.
 func (r *Receiver) Totals() Totals {
 	r.mutex.RLock()
@@ -45,18 +43,6 @@ func (r *Receiver) countRequest(outcome Outcome) {
 
 func (r *Receiver) logf(format string, arguments ...any) {
 	r.options.Logger.Printf("receiver: "+format, arguments...)
-}
-
-func (r *Receiver) warnUnhandled(eventType string) {
-	r.mutex.Lock()
-	isNew := !r.unhandled[eventType] && len(r.unhandled) < unhandledTypesMax
-	if isNew {
-		r.unhandled[eventType] = true
-	}
-	r.mutex.Unlock()
-	if isNew {
-		r.logf("no handler for event type %q: its events are recorded, not processed", eventType)
-	}
 }
 
 // reportDelivery counts, logs and reports a committed delivery.

@@ -315,6 +315,7 @@ async def test_an_early_delivery_is_deferred_while_the_relay_is_unreachable(
     made = await add_endpoint(database, retry=QUICK_RETRY | {"attempts_max": 1000})
     nowhere = FetchClient("http://127.0.0.1:9", "obf_" + "A" * 43)
     receiver = AsyncReceiver(made.secret, MemoryDatabase(), fetch=nowhere, gaps=Gaps.CATCH_UP)
+    receiver.on("**")(lambda *_: None)
     wire = Wire(receiver)
     wire.lost = {2}
     async with running(database, wire):

@@ -246,7 +246,7 @@ def atomic() -> Any:
         (Receiver, lambda: Session(ENGINE), "or `sessions.begin`"),
         (Receiver, lambda: sqlite3.connect(":memory:"), "is one connection, for one request"),
         (Receiver, lambda: 7, "int is unsupported; use a"),
-        (Receiver, lambda: "postgresql://shop:password@db/shop", "no URL; use a pool"),
+        (Receiver, lambda: "postgresql://shop:password@db/shop", "an address is no database"),
         (Receiver, lambda: django_database("connections"), r'use one: `connections\["default"\]`'),
         (Receiver, atomic, "use django.db.connection"),
     ],

@@ -152,7 +152,6 @@ class Book:
             backfill=None,
             lane_ends=lane_ends,
             attempt=1,
-            data=None,
         )
         with self._database.transaction() as transaction:
             return self._inbox.receive(transaction, message).observation

@@ -211,6 +211,7 @@ async def test_held_requests_are_not_in_flight(metrics: Metrics) -> None:
     receiver = AsyncReceiver(
         TEXT, MemoryDatabase(), gaps=Gaps.HOLD, hold_s=30, meter_provider=metrics.provider
     )
+    receiver.on("**")(lambda *_: None)
     await receiver.handle(request(1))
     async with asyncio.TaskGroup() as tasks:
         early = tasks.create_task(receiver.handle(request(3)))
@@ -227,6 +228,7 @@ async def test_fetched_deliveries_are_not_requests(
 ) -> None:
     sender = FakeSender()
     receiver = kind(sender.secret, MemoryDatabase(), fetch=sender, meter_provider=metrics.provider)
+    receiver.on("**")(lambda *_: None)
     first, *_ = [sender.event("a.b", n) for n in range(5)]
     if isinstance(receiver, AsyncReceiver):
         await receiver.handle(first)
@@ -256,6 +258,7 @@ class _Broken(Provider):
 
 def test_a_failing_provider_does_not_fail_requests(caplog: pytest.LogCaptureFixture) -> None:
     receiver = Receiver(TEXT, MemoryDatabase(), in_flight_max=1, meter_provider=_Broken())
+    receiver.on("**")(lambda *_: None)
     assert [receiver.handle(request(n)).status for n in (1, 2, 4)] == [200, 200, 200]
     assert caplog.text.count("metrics are incomplete") == 1
 

@@ -577,7 +577,7 @@ def test_a_threaded_receiver_refuses_coroutine_handlers(caplog: pytest.LogCaptur
     """The delivery would be recorded without its effect."""
     receiver = Receiver(TEXT, MemoryDatabase())
 
-    async def handle(message: Any, connection: Any) -> None: ...
+    async def handle(*_: Any) -> None: ...
 
     for add in (receiver.on("**"), receiver.on_foreign):
         with pytest.raises(UsageError, match="coroutine function: use AsyncReceiver"):

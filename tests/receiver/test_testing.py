@@ -186,6 +186,7 @@ def test_a_seed_reproduces_the_network_faults() -> None:
 async def test_an_async_receiver_fetches_from_the_fake_sender() -> None:
     sender = FakeSender()
     receiver = AsyncReceiver(sender.secret, MemoryDatabase(), fetch=sender)
+    receiver.on("**")(lambda *_: None)
     sent = [sender.event("a.b", n) for n in range(250)]
     await receiver.handle(sent[0])
     (caught_up,) = await receiver.catch_up()

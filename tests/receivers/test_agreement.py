@@ -21,6 +21,7 @@ from outbox.receiver.message import BadMessage
 from outbox.receiver.verification import verify
 from outbox.testing.sender import SECRET, FakeSender
 from tests.core.test_message_formats import BATCHED, FORMATS, NOW, PLAIN, deliveries, sent
+from tests.receiver.test_edge_values import EDGES, REFUSED
 from tests.receivers.programs import LineProgram
 
 if TYPE_CHECKING:
@@ -32,6 +33,20 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.one_major
 
+ROUNDED_BY_JAVASCRIPT = {
+    "2^53 + 1",
+    "the largest signed integer of 64 bits",
+    "the largest integer of 64 bits",
+    # A double holds it, and prints other digits.
+    "one more",
+    "one below the smallest integer of 64 bits",
+    "a long negative integer",
+    "an integer of 30 digits",
+    "an integer of 309 digits",
+    "an integer of 4,300 digits",
+    "a number in a member",
+}
+"""Payloads that are exact in Python, and refused in JavaScript."""
 FIXTURES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 # ------------------------------------------------------------------ the order check
@@ -165,9 +180,10 @@ def by_python(
             "lane_ends": each.lane_ends,
             "format": each.format,
             "content_type": each.content_type,
+            "data_text": each.data_text,
             "data": {"base64": base64.b64encode(each.data).decode()}
-            if isinstance(each.data, bytes)
-            else each.data,
+            if each.data_text is None and each.data is not None
+            else None,
         }
         for each in verified.messages
     ]
@@ -194,6 +210,8 @@ def by_program(
         }
     )
     found.pop("text", None)
+    for message in found.get("messages", ()):
+        message.pop("refused", None)
     return found
 
 
@@ -219,6 +237,32 @@ def test_a_delivery_is_read_alike(
     expected = by_python(headers, body, [SECRET], **options)
     assert formats is not None or "messages" in expected
     assert by_program(verifier, headers, body, [SECRET], **options) == expected
+
+
+def test_the_text_of_a_payload_at_the_edge_is_read_alike(
+    verifier: LineProgram, language: Language
+) -> None:
+    """And where a language rounds numbers, it refuses what it would round."""
+    wrong = []
+    for name in FORMATS:
+        for edge, (text, expected) in EDGES.items():
+            if name == "thin":
+                continue
+            headers, body = sent(PLAIN._replace(payload=text.encode()), name)
+            given = {
+                "headers": dict(headers),
+                "body": base64.b64encode(body).decode(),
+                "secrets": [SECRET],
+                "now": NOW,
+            }
+            (message,) = verifier.exchange(given)["messages"]
+            if message["data_text"] != text:
+                wrong.append(f"{name}, {edge}: {message['data_text'][:60]}")
+            is_refused = message.get("refused") is not None
+            must_be = expected is REFUSED or edge in ROUNDED_BY_JAVASCRIPT
+            if language.name == "typescript" and is_refused is not must_be:
+                wrong.append(f"{name}, {edge}: {message['refused']}")
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.slow

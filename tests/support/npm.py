@@ -8,10 +8,14 @@ import shutil
 import subprocess
 import tempfile
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outbox.errors import CannotRun
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ROOT = Path(__file__).parents[2]
 _FETCH_S = 60
@@ -24,10 +28,24 @@ def npm_package(package: str, version: str) -> Path:
     Raises:
         CannotRun: there is no npm, or no registry that provides the package.
     """
-    target = ROOT / "build" / "npm" / f"{package}-{version}"
+    return npm_packages(f"{package}-{version}", f"{package}@{version}") / package
+
+
+def npm_packages(name: str, *packages: str) -> Path:
+    """The directory of several packages, for NODE_PATH.
+
+    Args:
+        name: of the directory; other packages of the same name are fetched beside it.
+        packages: `name@version`.
+
+    Raises:
+        CannotRun: there is no npm, or no registry that provides them.
+    """
+    digest = "" if len(packages) == 1 else f"-{sha256(' '.join(packages).encode()).hexdigest()[:8]}"
+    target = ROOT / "build" / "npm" / f"{name}{digest}"
     if not target.exists():
-        _install(_program("npm"), package, version, target)
-    return target / "node_modules" / package
+        _install(_program("npm"), packages, target)
+    return target / "node_modules"
 
 
 class NodeScript:
@@ -62,8 +80,8 @@ def _program(name: str) -> str:
     return found
 
 
-def _install(npm: str, package: str, version: str, target: Path) -> None:
-    """Fetch a package once; several processes may do so concurrently."""
+def _install(npm: str, packages: Sequence[str], target: Path) -> None:
+    """Fetch packages once; several processes may do so concurrently."""
     target.parent.mkdir(parents=True, exist_ok=True)
     options = (
         "--no-save --no-package-lock --ignore-scripts --no-audit --no-fund "
@@ -75,7 +93,7 @@ def _install(npm: str, package: str, version: str, target: Path) -> None:
         command = [npm, "install", *options.split(), "--prefix", str(fetched)]
         try:
             done = subprocess.run(
-                [*command, f"{package}@{version}"],
+                [*command, *packages],
                 capture_output=True,
                 text=True,
                 timeout=_FETCH_S,
@@ -85,7 +103,7 @@ def _install(npm: str, package: str, version: str, target: Path) -> None:
         if done.returncode:
             # The first line gives the error; those after it name hosts and files.
             reason = done.stderr.partition("\n")[0]
-            raise CannotRun(f"npm could not fetch {package}: {reason}")
+            raise CannotRun(f"npm could not fetch {' '.join(packages)}: {reason}")
         # Renamed when complete; another process may have been faster, with the same result.
         with suppress(OSError):
             fetched.rename(target)

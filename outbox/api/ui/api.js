@@ -40,7 +40,8 @@ async function send(method, path, body, signal) {
   let response;
   let text;
   try {
-    response = await fetch(path, {
+    // Relative to the page: a proxy may have it below a prefix.
+    response = await fetch(path.slice(1), {
       method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body),
     });
     text = await response.text();

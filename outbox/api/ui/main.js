@@ -64,7 +64,7 @@ function drawHeader() {
   const { place } = currentRoute();
   const parent = PARENTS[place] ?? place;
   show(document.getElementById("top"),
-    h("a", { class: "mark", href: "#/overview" }, h("img", { src: "/page/icon.svg", alt: "", width: 22, height: 22 }), "outbox",
+    h("a", { class: "mark", href: "#/overview" }, h("img", { src: "page/icon.svg", alt: "", width: 22, height: 22 }), "outbox",
       session.me && h("span", { class: "schema" }, session.tenant ?? session.me.schema)),
     session.may("read") && h("nav", { "aria-label": "Views" }, menu().map(([path, , label]) => h("a", {
       href: `#/${path}`, "aria-current": path === parent ? "page" : null }, label))),

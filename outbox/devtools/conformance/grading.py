@@ -14,6 +14,7 @@ import orjson
 from outbox.core.delivery.batch import ACCEPTED_THROUGH, accepted_through
 from outbox.devtools.conformance.suite import ExpectedResponse
 from outbox.errors import CannotRun
+from outbox.receiver.requests import one_line
 from outbox.receiver.verification import pairs_of
 
 if TYPE_CHECKING:
@@ -81,7 +82,8 @@ async def grade(
         grades: list[CaseGrade] = []
         for case in cases:
             failure = await receiver.failure(case)
-            if not grades and (reason := _NOT_FOUND.get(receiver.last_status)):
+            reason = receiver.refusal or _ADVICE.get(receiver.last_status)
+            if not grades and reason:
                 # All further cases would fail for the same reason.
                 raise CannotRun(f"{url} responded {receiver.last_status} to a delivery: {reason}")
             grades.append(CaseGrade(case.name, case.reason, failure))
@@ -89,7 +91,9 @@ async def grade(
     return grades
 
 
-_NOT_FOUND = {
+_REDIRECT = "a relay follows no redirect; check the slash at the end of the path"
+_ADVICE = {
+    **dict.fromkeys((301, 302, 303, 307, 308), _REDIRECT),
     401: "check the secret",
     403: "check the secret",
     404: "check the path",
@@ -104,6 +108,8 @@ class _Receiver:
         self._url = url
         self._processed_url = processed_url
         self.last_status = 0
+        self.refusal: str | None = None
+        """Why the last delivery was refused, if its type has no handler."""
 
     async def check_reachable(self) -> None:
         """Raise CannotRun if the receiver cannot be reached."""
@@ -163,6 +169,9 @@ class _Receiver:
                 allow_redirects=False,
             ) as response:
                 self.last_status = response.status
+                text = await response.content.read(500) if response.status == 422 else b""
+                is_unhandled = text.startswith(b"no handler for")
+                self.refusal = one_line(text.decode(errors="replace")) if is_unhandled else None
                 return _partial_success_error(request, response) or response.status
         except TimeoutError:
             return "no response in time"

@@ -1,8 +1,12 @@
 """ASGI adapter: FastAPI, Starlette, Litestar, or a standalone server.
 
-app.mount("/hooks", ASGI(receiver))                      mounted in an application
-app.add_middleware(Middleware, receiver=receiver, path="/hooks")
-uvicorn.run(ASGI(receiver))                              standalone
+app.add_middleware(Middleware, receiver=receiver, path="/hooks")   FastAPI, Starlette
+app = Middleware(app, receiver, "/hooks")                         around any application: Litestar
+Route("/hooks", ASGI(receiver))                                   a route of Starlette
+uvicorn.run(ASGI(receiver))                                       standalone
+
+`app.mount("/hooks", ASGI(receiver))` receives at `/hooks/` alone: Starlette redirects `/hooks`, and
+a relay follows no redirect.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+from outbox.receiver.adapters.path import ReceiverPath
 from outbox.receiver.asynchronous import AsyncReceiver
 from outbox.receiver.requests import Request, Response, not_post, too_large
 
@@ -51,16 +56,26 @@ class ASGI:
 
 
 class Middleware:
-    """Middleware that receives deliveries at one path and passes on all other requests."""
+    """Middleware that receives deliveries at one path and passes on all other requests.
+
+    Args:
+        path: the path, with or without the prefix below which a proxy or a mount has the
+            application.  A slash at the end makes no difference, here and in requests.
+
+    Raises:
+        UsageError: the path is none.
+    """
 
     def __init__(self, app: App, receiver: AsyncReceiver | Receiver, path: str) -> None:
         self._app = app
         self._receiver_app = ASGI(receiver)
-        self._path = path
+        self._path = ReceiverPath(path)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a delivery at the path, or pass the request on."""
-        is_delivery = scope["type"] == "http" and scope["path"] == self._path
+        is_delivery = scope["type"] == "http" and self._path.matches(
+            scope.get("root_path", ""), scope["path"]
+        )
         await (self._receiver_app if is_delivery else self._app)(scope, receive, send)
 
 

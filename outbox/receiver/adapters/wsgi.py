@@ -10,6 +10,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from outbox.errors import UsageError
+from outbox.receiver.adapters.path import ReceiverPath
 from outbox.receiver.requests import Request, Response, not_post, rejected, too_large
 from outbox.receiver.synchronous import Receiver
 
@@ -66,14 +67,23 @@ class WSGI:
 
 
 class Middleware:
-    """Middleware that receives deliveries at one path and passes on all other requests."""
+    """Middleware that receives deliveries at one path and passes on all other requests.
+
+    Args:
+        path: the path, with or without the prefix below which the application is mounted.  A slash
+            at the end makes no difference, here and in requests.
+
+    Raises:
+        UsageError: the path is none, or the receiver is an `AsyncReceiver`.
+    """
 
     def __init__(self, app: App, receiver: Receiver, path: str) -> None:
         self._app = app
         self._receiver_app = WSGI(receiver)
-        self._path = path
+        self._path = ReceiverPath(path)
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
         """Handle a delivery at the path, or pass the request on."""
-        path = environ.get("SCRIPT_NAME", "") + environ.get("PATH_INFO", "")
-        return (self._receiver_app if path == self._path else self._app)(environ, start_response)
+        prefix, path = environ.get("SCRIPT_NAME", ""), environ.get("PATH_INFO", "")
+        is_delivery = self._path.matches(prefix, prefix + path)
+        return (self._receiver_app if is_delivery else self._app)(environ, start_response)

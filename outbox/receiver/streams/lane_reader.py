@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Protocol
 from outbox.core.model.response import one_line
 from outbox.drivers.errors import condition_of
 from outbox.errors import OutboxError
-from outbox.receiver.decisions import Busy, HandlerFailed, Refuse, can_share_transaction
+from outbox.receiver.decisions import can_share_transaction
+from outbox.receiver.errors import Busy, HandlerFailed, Refuse
 from outbox.receiver.inbox.process import DeliveryOutcome
 from outbox.receiver.message import BadMessage, Message
 from outbox.receiver.processing import NotRecorded, is_cancelled
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
     from outbox.core.model.int_ranges import Range
     from outbox.receiver.inbox.process import DeliveryResult
+    from outbox.receiver.payload import Parse
     from outbox.receiver.streams.source import StoredEntry, StreamSource
 
 MESSAGE_WAIT_S = 5.0
@@ -140,6 +142,7 @@ class LaneReader:
         *,
         from_start: bool,
         header_prefix: str,
+        parse: Parse | None,
         count_max: int,
         hold_off_s_max: float,
     ) -> None:
@@ -148,6 +151,7 @@ class LaneReader:
         self._processor = processor
         self._from_start = from_start
         self._header_prefix = header_prefix
+        self._read_payload = parse
         # One at first: the size of its messages is not known.
         self._count_max, self._count = count_max, 1
         self._hold_off_s_max = hold_off_s_max
@@ -250,17 +254,13 @@ class LaneReader:
                 continue
             await self._process(messages)
             messages = []
-            if item is not None:
-                await self._end(item)
-                return
-            if entry.sequence is not None:
-                # A control entry of a later version.
-                self._advance(entry.sequence)
+            await self._end(item)
+            return
         await self._process(messages)
 
-    def _parse(self, entry: StoredEntry) -> Message | LaneEnd | None:
-        item = read_entry(entry.headers, entry.body, self._header_prefix)
-        if item is not None and (item.lane, item.sequence) != (self._lane, entry.sequence):
+    def _parse(self, entry: StoredEntry) -> Message | LaneEnd:
+        item = read_entry(entry.headers, entry.body, self._header_prefix, self._read_payload)
+        if (item.lane, item.sequence) != (self._lane, entry.sequence):
             raise BadMessage(f"it is sequence {item.sequence} of lane {item.lane[:100]}")
         if isinstance(item, Message) and item.lane_ends:
             # In a stream the end entry ends the lane, which also has the number of lanes.

@@ -337,7 +337,9 @@ class NatsSource:
             message = await consumer.messages.get()
             if message is None:
                 raise ConnectionError(self._cause)
-            status = (message.headers or {}).get("Status")
+            # An event may have a header of that name, but has its lane's subject.
+            is_status = message.subject == consumer.inbox
+            status = (message.headers or {}).get("Status") if is_status else None
             if status is None:
                 found.append(message)
             elif status in (_NO_MESSAGES, _PULL_ENDED):

@@ -9,7 +9,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from outbox.drivers.blocking import resolve
-from outbox.receiver.decisions import Gaps, HandlerRegistry
+from outbox.receiver.decisions import Gaps
+from outbox.receiver.handlers import HandlerRegistry
 from outbox.receiver.inbox.process import DeliveryOutcome
 from outbox.receiver.processing import DeliveryProcessor, NotRecorded
 from outbox.receiver.reporting import ReceiverReports, log
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractAsyncContextManager
 
-    from outbox.receiver.decisions import Refuse
+    from outbox.receiver.errors import Refuse
+    from outbox.receiver.handlers import Unhandled
     from outbox.receiver.inbox.inbox import Inbox
     from outbox.receiver.inbox.process import DeliveryResult
     from outbox.receiver.message import Message
@@ -89,10 +91,11 @@ class StreamProcessor(DeliveryProcessor):
         inbox: Inbox | None,
         gaps: Gaps,
         on_refuse: OnRefuse,
+        unhandled: Unhandled,
         concurrency: int,
     ) -> None:
         creation_lock = asyncio.Lock()
-        super().__init__(transaction, lambda: creation_lock, HandlerRegistry(), inbox)
+        super().__init__(transaction, lambda: creation_lock, HandlerRegistry(unhandled), inbox)
         self.reports = reports
         self.status: dict[str, LaneStatus] = {}
         """State of each lane, by name."""

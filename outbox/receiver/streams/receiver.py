@@ -39,10 +39,12 @@ if TYPE_CHECKING:
 
     from opentelemetry.metrics import MeterProvider
 
+    from outbox.receiver.handlers import Unhandled
     from outbox.receiver.inbox.inbox import Inbox
     from outbox.receiver.inbox.process import DeliveryResult
     from outbox.receiver.lane_order import StoredLane
     from outbox.receiver.message import Message
+    from outbox.receiver.payload import Parse
     from outbox.receiver.processing import Handler
     from outbox.receiver.reporting import ReceiverTotals
     from outbox.receiver.streams.processor import OnRefuse
@@ -97,7 +99,10 @@ class StreamReceiver:
             `Gaps.REPORT` processes the message, and reports them.
         on_refuse: what happens at an event that a handler refuses: `skip` records it, with an error
             in the log and a row in the inbox's `request` table; `stop` stops the lane.
+        unhandled: what happens to an event whose type has no handler: `refuse`, or `ignore`, which
+            records it without a word.
         header_prefix: prefix of the endpoint's header names, if it is not `X-`.
+        parse: parses the JSON text of a payload, as of `AsyncReceiver`.
         batch_max: messages of a lane in one transaction.
         concurrency: transactions at once; no more than the database pool has connections.
         hold_off_s_max: longest time until a stopped lane, or a broker, is read again, in seconds.
@@ -119,7 +124,9 @@ class StreamReceiver:
         ca: str | Path | None = None,
         gaps: Gaps | str = Gaps.HOLD,
         on_refuse: OnRefuse = "skip",
+        unhandled: Unhandled = "refuse",
         header_prefix: str = DEFAULT_PREFIX,
+        parse: Parse | None = None,
         batch_max: int = TRANSACTION_MESSAGES_MAX,
         concurrency: int = CONCURRENCY,
         hold_off_s_max: float = HOLD_OFF_S_MAX,
@@ -145,9 +152,11 @@ class StreamReceiver:
             inbox=inbox,
             gaps=gaps,
             on_refuse=on_refuse,
+            unhandled=unhandled,
             concurrency=concurrency,
         )
         self._header_prefix = header_prefix
+        self._parse = parse
         self._batch_max = batch_max
         self._hold_off_s_max = hold_off_s_max
         self._is_interrupted = False
@@ -180,7 +189,7 @@ class StreamReceiver:
             pattern: dot-separated; `*` is one segment, a last `**` one or more.
 
         Raises:
-            UsageError: the pattern is invalid.
+            UsageError: the pattern is invalid, or the handler cannot be called.
         """
         return self._processor.on(pattern)
 
@@ -354,6 +363,7 @@ class StreamReceiver:
                 self._processor,
                 from_start=is_new_to_inbox(lane, known),
                 header_prefix=self._header_prefix,
+                parse=self._parse,
                 count_max=self._batch_max,
                 hold_off_s_max=self._hold_off_s_max,
             )

@@ -164,6 +164,7 @@ class RedisSource:
 
 
 def _entry(id_: bytes, fields: dict[bytes, bytes] | None) -> StoredEntry:
+    # The relay writes the body last: of two fields with this name the client keeps the last one.
     fields = dict(fields or {})
     body = fields.pop(_BODY, b"")
     number, _, suffix = id_.partition(b"-")

@@ -6,6 +6,7 @@
  *     ├── SignatureError      no valid, recent signature: respond 401
  *     ├── MessageError        signed, but not a valid delivery: respond 400
  *     ├── Refuse              thrown by a handler: respond 422
+ *     │   └── UnreadablePayload   thrown by `message.data`: JavaScript would round a number of the payload
  *     ├── Busy                thrown by a handler: respond 503 with Retry-After
  *     └── FetchError          the relay's listener for receivers cannot be reached or rejects a request
  *
@@ -53,6 +54,12 @@ export class MessageError extends OutboxError {}
  * inspect and replay.
  */
 export class Refuse extends OutboxError {}
+
+/**
+ * Thrown when `message.data` is read: the payload cannot be parsed without rounding a number. A handler that does not
+ * catch it refuses the event.
+ */
+export class UnreadablePayload extends Refuse {}
 
 /** Thrown by a handler to postpone a delivery: the response is 503 with Retry-After. */
 export class Busy extends OutboxError {

@@ -8,7 +8,7 @@
 import { Buffer } from "node:buffer";
 
 import { FetchError, UsageError } from "./errors.js";
-import { RawJson, arraySources, decodeUtf8, memberOf, objectSources, parseJson, type JsonMember } from "./json.js";
+import { RawJson, arraySources, decodeUtf8, memberOf, objectSources, requireValidJson, type JsonMember } from "./json.js";
 import type { ReceiverRequest } from "./requests.js";
 import { decodeBase64, errorText, oneLine } from "./text.js";
 
@@ -197,7 +197,7 @@ class ResponseObject {
     let text: string;
     try {
       text = decodeUtf8(body);
-      parseJson(text);
+      requireValidJson(text);
     } catch {
       throw new FetchError("invalid response, not from a relay: no JSON");
     }

@@ -18,6 +18,7 @@ export {
   OutboxError,
   Refuse,
   SignatureError,
+  UnreadablePayload,
   UsageError,
   type SignatureProblem,
 } from "./errors.js";
@@ -44,9 +45,10 @@ export type {
 } from "./inbox/store.js";
 export { LaneOrder, type LaneState, type Observation, type OrderKind, type SequenceState } from "./lane-order.js";
 export { FORMATS, type FormatName, type Message } from "./message.js";
+export type { PayloadParser } from "./payload.js";
 export type { Range } from "./ranges.js";
 export { Receiver } from "./receiver.js";
-export type { ForeignHandler, GapPolicy, Handler, HttpReceiver, ReceiverOptions } from "./receiver-options.js";
+export type { ForeignHandler, GapPolicy, Handler, HttpReceiver, ReceiverOptions, UnhandledPolicy } from "./receiver-options.js";
 export type { DeliveryListener, Logger, ReceiverTotals } from "./reporting.js";
 export type { ReceiverRequest, ReceiverResponse, RequestOutcome } from "./requests.js";
 export { sign } from "./signature.js";

@@ -1,15 +1,16 @@
 /** Members of deliveries, with the checks that all formats share. Each function throws a `MessageError`. */
 
 import { MessageError } from "./errors.js";
-import { RawJson, decodeUtf8, memberOf, objectSources, parseJson, type JsonMember } from "./json.js";
+import { RawJson, decodeUtf8, memberOf, objectSources, requireValidJson, type JsonMember } from "./json.js";
 import { decodeText } from "./metadata.js";
 import { errorText } from "./text.js";
 
-/** Parse a body as JSON; returns its text, too. */
-export function requireJson(body: Uint8Array): { text: string; value: unknown } {
+/** The text of a body that must be JSON. */
+export function requireJson(body: Uint8Array): string {
   try {
     const text = decodeUtf8(body);
-    return { text, value: parseJson(text) };
+    requireValidJson(text);
+    return text;
   } catch (error) {
     throw new MessageError(`the body is not JSON: ${errorText(error)}`);
   }

@@ -7,7 +7,7 @@
  */
 
 import { MessageError } from "./errors.js";
-import { arraySources, decodeUtf8, memberOf, objectSources, parseJson, type JsonMember } from "./json.js";
+import { arraySources, decodeUtf8, memberOf, objectSources, requireValidJson, type JsonMember } from "./json.js";
 import {
   decodePercent,
   numberFromText,
@@ -21,6 +21,7 @@ import {
   requireUuid,
 } from "./message-fields.js";
 import { ATTRIBUTE_PREFIX, CONTENT_TYPE } from "./metadata.js";
+import { readPayload, type PayloadParser } from "./payload.js";
 import { decodeBase64 } from "./text.js";
 
 /** Message formats of an endpoint: how it wants its deliveries. */
@@ -59,8 +60,10 @@ export interface Message {
   /** From the header X-Attempt, which is not signed: for information only. */
   readonly attempt: number | null;
   /**
-   * The payload: parsed JSON, or bytes (`Uint8Array`) if there is a content type. Null also for a thin message. JSON
-   * numbers are those of JavaScript: integers above 2^53 are rounded, use `dataText` for exact ones.
+   * The payload: parsed JSON, or bytes (`Uint8Array`) if there is a content type. Null also for a thin message.
+   *
+   * It is parsed when it is read. No number is rounded: one that JavaScript cannot hold throws `UnreadablePayload`,
+   * unless the option `parse` reads it.
    */
   readonly data: unknown;
   /** The JSON text of the payload as it was sent; null: there is no JSON payload. */
@@ -77,7 +80,7 @@ export function isDelivery(body: Uint8Array): boolean {
     if (!text.includes('"previous_sequence"') && !text.includes('"previoussequence"')) {
       return false;
     }
-    parseJson(text);
+    requireValidJson(text);
     return (arraySources(text) ?? [text]).every((element) => {
       const members = objectSources(element);
       return members !== null && NUMBERED.some((names) => names.every((name) => members.has(name)));
@@ -98,6 +101,7 @@ const NUMBERED = [
  * @param headers by lower-case name.
  * @param prefix begins the names of the headers that describe a delivery.
  * @param inHeaders the metadata is in the headers, whose signature was verified.
+ * @param parse reads the JSON text of payloads.
  * @returns one message, or those of a batch in order.
  * @throws MessageError neither a delivery nor a batch, or headers and body differ.
  */
@@ -106,18 +110,19 @@ export function parseMessages(
   body: Uint8Array,
   prefix: string,
   inHeaders: boolean,
+  parse: PayloadParser | null = null,
 ): [Message, ...Message[]] {
   const read = new DeliveryHeaders(headers, prefix);
   const requestId = read.requestId();
   const attempt = read.attempt();
   if (inHeaders) {
     const format = headers.has(`${ATTRIBUTE_PREFIX}id`) ? "cloudevents-binary" : "raw";
-    return [messageOf(read.envelope(body), requestId, attempt, format)];
+    return [messageOf(read.envelope(body), requestId, attempt, format, parse)];
   }
-  const text = requireJson(body).text;
+  const text = requireJson(body);
   const elements = arraySources(text);
   if (elements !== null) {
-    const messages = parseBatch(elements, attempt);
+    const messages = parseBatch(elements, attempt, parse);
     const last = messages.at(-1) ?? messages[0];
     read.requireMatch(messages[0], ["Last-Sequence", last.sequence.toString()]);
     return messages;
@@ -126,7 +131,7 @@ export function parseMessages(
   if (members === null) {
     throw new MessageError("the body is neither a JSON object nor an array of them");
   }
-  const message = parseObject(members, requestId, attempt);
+  const message = parseObject(members, requestId, attempt, parse);
   if (message.deliveryId !== requestId) {
     throw new MessageError('the body\'s "id" differs from the header webhook-id');
   }
@@ -134,7 +139,11 @@ export function parseMessages(
   return [message];
 }
 
-function parseBatch(elements: readonly string[], attempt: number | null): [Message, ...Message[]] {
+function parseBatch(
+  elements: readonly string[],
+  attempt: number | null,
+  parse: PayloadParser | null,
+): [Message, ...Message[]] {
   const messages: Message[] = [];
   for (const source of elements) {
     const members = objectSources(source);
@@ -143,7 +152,7 @@ function parseBatch(elements: readonly string[], attempt: number | null): [Messa
     }
     const before = messages.at(-1);
     const deliveryId = memberOf(members.get("delivery") ?? "null");
-    const message = parseObject(members, deliveryId, before ? null : attempt);
+    const message = parseObject(members, deliveryId, before ? null : attempt, parse);
     const follows =
       before === undefined ||
       (message.lane === before.lane &&
@@ -164,15 +173,21 @@ function parseBatch(elements: readonly string[], attempt: number | null): [Messa
 /** The members that all formats have, under their names in the envelope. */
 interface Envelope {
   readonly fields: ReadonlyMap<string, JsonMember>;
-  readonly payload: Pick<Message, "data" | "dataText" | "contentType">;
+  /** `bytes`: of a payload that is not JSON. */
+  readonly payload: Pick<Message, "dataText" | "contentType"> & { readonly bytes: Uint8Array | null };
 }
 
 const TEXT_FIELDS = ["id", "type", "timestamp", "lane", "tenant", "key"];
 
-function parseObject(members: ReadonlyMap<string, string>, deliveryId: JsonMember, attempt: number | null): Message {
+function parseObject(
+  members: ReadonlyMap<string, string>,
+  deliveryId: JsonMember,
+  attempt: number | null,
+  parse: PayloadParser | null,
+): Message {
   if (members.has("specversion")) {
     const id = memberOf(members.get("id") ?? "null");
-    return messageOf(envelopeOfEvent(members), id, attempt, "cloudevents");
+    return messageOf(envelopeOfEvent(members), id, attempt, "cloudevents", parse);
   }
   const fields = new Map<string, JsonMember>();
   for (const name of [...TEXT_FIELDS, "sequence", "previous_sequence", "replay_of", "backfill", "lane_ends"]) {
@@ -183,11 +198,19 @@ function parseObject(members: ReadonlyMap<string, string>, deliveryId: JsonMembe
   }
   const isThin = !members.has("data") && !members.has("data_base64");
   const payload = payloadOf(members, "content_type");
-  return messageOf({ fields, payload }, deliveryId, attempt, isThin ? "thin" : "envelope");
+  return messageOf({ fields, payload }, deliveryId, attempt, isThin ? "thin" : "envelope", parse);
 }
 
-function messageOf(envelope: Envelope, deliveryId: JsonMember, attempt: number | null, format: FormatName): Message {
-  const { fields, payload } = envelope;
+function messageOf(
+  envelope: Envelope,
+  deliveryId: JsonMember,
+  attempt: number | null,
+  format: FormatName,
+  parse: PayloadParser | null,
+): Message {
+  const { fields } = envelope;
+  const { bytes, dataText, contentType } = envelope.payload;
+  let read: { readonly value: unknown } | null = null;
   const message: Message = {
     deliveryId: requireUuid(deliveryId, "the X-Delivery in the body"),
     eventId: requireText(fields, "id"),
@@ -203,7 +226,12 @@ function messageOf(envelope: Envelope, deliveryId: JsonMember, attempt: number |
     laneEnds: fields.has("lane_ends") ? requireBoolean(fields, "lane_ends") : false,
     attempt,
     format,
-    ...payload,
+    get data() {
+      read ??= { value: dataText === null ? bytes : readPayload(dataText, parse) };
+      return read.value;
+    },
+    dataText,
+    contentType,
   };
   if (message.previousSequence >= message.sequence) {
     throw new MessageError(`sequence ${message.sequence} cannot follow ${message.previousSequence}`);
@@ -219,20 +247,18 @@ function payloadOf(members: ReadonlyMap<string, string>, typeName: string): Enve
     // A thin message has the type alone. A CloudEvent with JSON has "application/json".
     const hasType = typeName === "content_type" && type !== undefined;
     const contentType = hasType ? requireText(new Map([[typeName, memberOf(type)]]), typeName) : null;
-    const source = members.get("data");
-    const data: unknown = source === undefined ? null : JSON.parse(source);
-    return { data, dataText: source ?? null, contentType };
+    return { bytes: null, dataText: members.get("data") ?? null, contentType };
   }
   const fields = new Map([
     [typeName, memberOf(type ?? "null")],
     ["data_base64", memberOf(base64)],
   ]);
   const contentType = requireText(fields, typeName);
-  const data = decodeBase64(requireText(fields, "data_base64"));
-  if (data === null) {
+  const bytes = decodeBase64(requireText(fields, "data_base64"));
+  if (bytes === null) {
     throw new MessageError('the body\'s "data_base64" is not Base64');
   }
-  return { data, dataText: null, contentType };
+  return { bytes, dataText: null, contentType };
 }
 
 /** The envelope's members, from a CloudEvent of a relay. */
@@ -355,9 +381,8 @@ class DeliveryHeaders {
     const fields = new Map<string, JsonMember>([["content_type", this.headers.get(CONTENT_TYPE) ?? null]]);
     const contentType = requireText(fields, "content_type");
     if (contentType !== JSON_TYPE) {
-      return { data: body, dataText: null, contentType };
+      return { bytes: body, dataText: null, contentType };
     }
-    const { text, value } = requireJson(body);
-    return { data: value, dataText: text, contentType: null };
+    return { bytes: null, dataText: requireJson(body), contentType: null };
   }
 }

@@ -50,6 +50,9 @@ export class PgStore implements Store<PoolClient> {
    * @throws UsageError the prefix is invalid.
    */
   constructor(pool: Pool, options: PgStoreOptions = {}) {
+    if (typeof (pool as Partial<Pool> | undefined)?.connect !== "function") {
+      throw new UsageError("pool: must be a pool, such as new pg.Pool({ connectionString: address })");
+    }
     this.#pool = pool;
     this.#sql = statementsOf(options.prefix ?? "outbox");
   }

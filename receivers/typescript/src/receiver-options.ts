@@ -26,6 +26,14 @@ export type ForeignHandler<Tx> = (verified: Verified, body: Uint8Array, tx: Tx) 
  */
 export type GapPolicy = "report" | "hold" | "catch_up";
 
+/**
+ * What happens to an event whose type has no handler.
+ *
+ * - `refuse`: the response is 422, and the event is a dead letter;
+ * - `ignore`: it is recorded, and never processed.
+ */
+export type UnhandledPolicy = "refuse" | "ignore";
+
 /** Options of a receiver. */
 export interface ReceiverOptions extends VerifierOptions {
   /** Retention and order options of the inbox. */
@@ -34,6 +42,8 @@ export interface ReceiverOptions extends VerifierOptions {
   readonly fetch?: DeliverySource | null;
   /** Policy for a delivery when deliveries before it are missing; `report` by default. */
   readonly gaps?: GapPolicy;
+  /** What happens to an event whose type has no handler; `refuse` by default. */
+  readonly unhandled?: UnhandledPolicy;
   /** With `hold`, how long a request is held, in seconds; 5 by default. */
   readonly holdS?: number;
   /** Requests held at once; more get 503; 1,000 by default. */

@@ -16,7 +16,7 @@
 
 import type { CatchUpResult } from "./catch-up.js";
 import { Busy, MessageError, SignatureError, UsageError } from "./errors.js";
-import { HandlerRegistry } from "./handlers.js";
+import { HandlerRegistry, requireForeignHandler } from "./handlers.js";
 import { Inbox } from "./inbox/inbox.js";
 import type { DeliveryResult } from "./inbox/process.js";
 import type { Store } from "./inbox/store.js";
@@ -77,6 +77,9 @@ export class Receiver<Tx> implements HttpReceiver {
    * @throws UsageError an argument is out of range.
    */
   constructor(secrets: string | readonly string[], store: Store<Tx>, options: ReceiverOptions = {}) {
+    if (typeof store !== "object" || store === null) {
+      throw new UsageError("store: must be a store, such as new PgStore(new pg.Pool({ connectionString: address }))");
+    }
     this.bodyBytesMax = atLeastOne("bodyBytesMax", options.bodyBytesMax ?? BODY_BYTES_MAX);
     this.#inFlightMax = atLeastOne("inFlightMax", options.inFlightMax ?? IN_FLIGHT_MAX);
     this.#gaps = options.gaps ?? "report";
@@ -89,7 +92,7 @@ export class Receiver<Tx> implements HttpReceiver {
     }
     this.logger = options.logger ?? consoleLogger;
     this.inbox = new Inbox(store, options.inbox);
-    this.#handlers = new HandlerRegistry(this.logger);
+    this.#handlers = new HandlerRegistry(options.unhandled ?? "refuse");
     this.#transactions = new ReceiverTransactions(store, this.inbox, this.#handlers, this.logger);
     this.#verifier = new Verifier(secrets, options);
     this.#reports = new ReceiverReports(this.logger, options.onDelivery ?? null);
@@ -118,7 +121,7 @@ export class Receiver<Tx> implements HttpReceiver {
    * order of their registration.
    *
    * @param pattern dot-separated; `*` is one segment, a last `**` one or more.
-   * @throws UsageError the pattern is invalid.
+   * @throws UsageError the pattern is invalid, or the handler cannot be called.
    */
   on(pattern: string, handler: Handler<Tx>): this {
     this.#handlers.add(pattern, handler);
@@ -130,6 +133,7 @@ export class Receiver<Tx> implements HttpReceiver {
    * `webhook-id` but not checked for order. Without a handler they get 400.
    */
   onForeign(handler: ForeignHandler<Tx>): this {
+    requireForeignHandler(handler);
     this.#foreignHandler = handler;
     return this;
   }

@@ -11,6 +11,7 @@ import { MessageError, UsageError } from "./errors.js";
 import { DEFAULT_PREFIX, foldHeaders, parsePrefixes, relayHeaders, type HeadersInput } from "./headers.js";
 import { isDeliveryId } from "./message-fields.js";
 import { FORMATS, isDelivery, parseMessages, type FormatName, type Message } from "./message.js";
+import type { PayloadParser } from "./payload.js";
 import { ATTRIBUTE_HEADERS, CONTENT_TYPE, METADATA_SIGNATURE_HEADER, signedMetadata } from "./metadata.js";
 import {
   ID_HEADER,
@@ -64,6 +65,11 @@ export interface VerifierOptions {
    * removed in transit.
    */
   readonly formats?: readonly FormatName[] | null;
+  /**
+   * Reads the JSON text of a payload when `message.data` is read. By default it is `JSON.parse`, except for numbers that
+   * this would round: they throw `UnreadablePayload`. Give `JSON.parse` to have them rounded.
+   */
+  readonly parse?: PayloadParser | null;
   /** Returns epoch seconds; the system clock by default. */
   readonly clock?: () => number;
 }
@@ -78,6 +84,7 @@ export class Verifier {
   readonly #formats: ReadonlySet<FormatName> | null;
   readonly #fetchedFormats: ReadonlySet<FormatName> | null;
   readonly #names: ReadonlySet<string>;
+  readonly #parse: PayloadParser | null;
 
   /**
    * @param secrets one or more of `whsec_…` (HMAC secret) and `whpk_…` (Ed25519 public key); both the old and the new
@@ -85,12 +92,13 @@ export class Verifier {
    * @throws UsageError no secret, an invalid one, or another invalid option; the message never shows a secret.
    */
   constructor(secrets: string | readonly string[], options: VerifierOptions = {}) {
-    this.#keys = (typeof secrets === "string" ? [secrets] : [...secrets]).map((text) => parseKey(text.trim()));
+    this.#keys = (typeof secrets === "string" ? [secrets] : [...(secrets ?? [])]).map(parseOneKey);
     if (this.#keys.length === 0) {
       throw new UsageError("secret: at least one is required to verify signatures");
     }
     this.headerPrefixes = parsePrefixes(options.headerPrefix ?? DEFAULT_PREFIX);
     this.#toleranceS = options.toleranceS ?? TOLERANCE_S;
+    this.#parse = options.parse ?? null;
     this.#clock = options.clock ?? (() => Date.now() / 1000);
     const formats = options.formats ?? null;
     requireFormats(formats);
@@ -121,7 +129,7 @@ export class Verifier {
         const signed = signedMetadata(headers, prefix.toLowerCase(), messageId, timestamp);
         verifyTextSignature(METADATA_SIGNATURE_HEADER, metadataSignature, signed, this.#keys);
       }
-      const messages = parseMessages(headers, body, prefix, metadataSignature !== undefined);
+      const messages = parseMessages(headers, body, prefix, metadataSignature !== undefined, this.#parse);
       this.#requireFormat(messages[0].format, options.fetched ?? false);
       return { messageId, timestamp, messages };
     }
@@ -157,6 +165,16 @@ export function verify(
   options: VerifierOptions = {},
 ): Verified {
   return new Verifier(secrets, options).verify(request);
+}
+
+function parseOneKey(text: unknown): VerificationKey {
+  if (typeof text !== "string") {
+    throw new UsageError(`secret: must be a text or an array of texts, not ${typeof text}`);
+  }
+  if ((text.match(/whsec_|whpk_/g) ?? []).length > 1) {
+    throw new UsageError('secret: one text has several; give an array, such as text.split(",")');
+  }
+  return parseKey(text.trim());
 }
 
 /** Whether a request has a header of a delivery. Other senders may number their attempts, too. */

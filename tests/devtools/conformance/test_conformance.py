@@ -257,13 +257,28 @@ async def test_a_correct_receiver_fails_only_optional_cases() -> None:
 
 
 @pytest.mark.system
-@pytest.mark.parametrize(("status", "says"), [(404, "check the path"), (401, "check the secret")])
+@pytest.mark.parametrize(
+    ("status", "says"),
+    [
+        (404, "check the path"),
+        (401, "check the secret"),
+        (307, "a relay follows no redirect"),
+    ],
+)
 async def test_a_wrong_path_or_secret_is_not_graded(status: int, says: str) -> None:
     async def response(_: web.Request) -> web.Response:
         return web.Response(status=status)
 
     with pytest.raises(CannotRun, match=f"responded {status} to a delivery: {says}"):
         await grades_of(response, [])
+
+
+@pytest.mark.system
+async def test_a_receiver_without_a_handler_is_not_graded() -> None:
+    receiver = AsyncReceiver(SECRET, MemoryDatabase())
+    receiver.on("order.*")(lambda *_: None)
+    with pytest.raises(CannotRun, match=r"422 .*no handler for the event type conform\.check; the"):
+        await grades_of(handler(receiver), [])
 
 
 @pytest.mark.system

@@ -12,7 +12,6 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from outbox.core.brokers.message import messages_of
-from outbox.core.brokers.port import Message as Entry
 from outbox.errors import UsageError
 from outbox.receiver import (
     Busy,
@@ -429,18 +428,6 @@ async def test_a_message_of_another_writer_stops_its_lane_without_a_loop(
         await shop.reader.skip(LANES[0], 4)
         await until(lambda: shop.stops() == {}, what="the end of the stop")
     assert await shop.effects() == {LANES[0]: [1, 2, 3]}
-
-
-async def test_unknown_control_entries_are_ignored(streams: Streams, pool: asyncpg.Pool) -> None:
-    await streams.write(LANES[0], 2)
-    headers = (
-        ("X-Delivery", "d"), ("X-Lane", LANES[0]), ("X-Sequence", "3"),
-        ("outbox-control", "later"),
-    )  # fmt: skip
-    await streams.append_raw(LANES[0], [Entry(3, "d", headers, b"{}")])
-    shop = Shop(streams, pool)
-    await shop.reader.drain()
-    assert await shop.effects() == {LANES[0]: [1, 2]}
 
 
 async def test_a_database_that_is_away_postpones_the_events(

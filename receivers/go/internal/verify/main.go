@@ -42,6 +42,7 @@ type message struct {
 	LaneEnds         bool            `json:"lane_ends"`
 	Format           receiver.Format `json:"format"`
 	ContentType      *string         `json:"content_type"`
+	DataText         *string         `json:"data_text"`
 	Data             any             `json:"data"`
 }
 
@@ -118,6 +119,10 @@ func describe(m receiver.Message) message {
 		PreviousSequence: m.PreviousSequence, Backfill: m.Backfill, LaneEnds: m.LaneEnds,
 		Format: m.Format,
 	}
+	if m.Data != nil {
+		text := string(m.Data)
+		described.DataText = &text
+	}
 	if m.ReplayOf != nil {
 		described.ReplayOf = []any{m.ReplayOf.Lane, m.ReplayOf.Sequence}
 	}
@@ -126,8 +131,6 @@ func describe(m receiver.Message) message {
 	}
 	if m.Binary != nil {
 		described.Data = map[string][]byte{"base64": m.Binary}
-	} else if m.Data != nil {
-		described.Data = m.Data
 	}
 	return described
 }

@@ -4,7 +4,7 @@ import { createInterface } from "node:readline";
 
 import { LaneOrder, type Range } from "outbox-receiver";
 
-import { arraySources, memberOf, objectSources, parseJson } from "./sources.js";
+import { arraySources, memberOf, objectSources, requireValidJson } from "./sources.js";
 
 for await (const line of createInterface({ input: process.stdin })) {
   if (line.trim() !== "") {
@@ -13,7 +13,7 @@ for await (const line of createInterface({ input: process.stdin })) {
 }
 
 function run(line: string): string {
-  parseJson(line);
+  requireValidJson(line);
   const members = objectSources(line) ?? new Map<string, string>();
   const lane = new LaneOrder({ fromStart: members.get("from_start") === "true" });
   const results = (arraySources(members.get("operations") ?? "[]") ?? []).map((operation) => apply(lane, operation));

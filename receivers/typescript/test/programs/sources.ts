@@ -4,8 +4,8 @@ export interface Json {
   arraySources(text: string): string[] | null;
   memberOf(source: string): unknown;
   objectSources(text: string): Map<string, string> | null;
-  parseJson(text: string): unknown;
+  requireValidJson(text: string): void;
 }
 
 const path = new URL("../../dist/json.js", import.meta.url).href;
-export const { arraySources, memberOf, objectSources, parseJson } = (await import(path)) as Json;
+export const { arraySources, memberOf, objectSources, requireValidJson } = (await import(path)) as Json;

@@ -3,7 +3,7 @@
 import { Buffer } from "node:buffer";
 import { createInterface } from "node:readline";
 
-import { MessageError, SignatureError, verify, type FormatName, type Message, type Verified } from "outbox-receiver";
+import { MessageError, SignatureError, UnreadablePayload, verify, type FormatName, type Message, type Verified } from "outbox-receiver";
 
 interface Input {
   readonly headers: Record<string, string>;
@@ -41,9 +41,22 @@ function formatVerified({ messages }: Verified): string {
   return `{"messages":[${messages.map(formatMessage).join(",")}]}`;
 }
 
+/** The payload, or why it cannot be read. */
+function read(message: Message): { data: unknown; refused: string | null } {
+  try {
+    return { data: message.data, refused: null };
+  } catch (error) {
+    if (error instanceof UnreadablePayload) {
+      return { data: null, refused: error.message };
+    }
+    throw error;
+  }
+}
+
 function formatMessage(message: Message): string {
-  const { replayOf, data, dataText } = message;
-  // Sources of JSON values: `JSON.stringify` does not accept `bigint`, and would round integers of payloads.
+  const { replayOf, dataText } = message;
+  const { data, refused } = read(message);
+  // Sources of JSON values: `JSON.stringify` does not accept `bigint`.
   const sources: Record<string, string> = {
     delivery_id: JSON.stringify(message.deliveryId),
     event_id: JSON.stringify(message.eventId),
@@ -59,11 +72,10 @@ function formatMessage(message: Message): string {
     lane_ends: `${message.laneEnds}`,
     format: JSON.stringify(message.format),
     content_type: JSON.stringify(message.contentType),
+    data_text: JSON.stringify(dataText),
+    refused: JSON.stringify(refused),
     data:
-      data instanceof Uint8Array
-        ? JSON.stringify({ base64: Buffer.from(data).toString("base64") })
-        : // In a line, JSON text has no line breaks: those between tokens are spaces as well.
-          (dataText ?? "null").replace(/[\r\n]+/g, " "),
+      data instanceof Uint8Array ? JSON.stringify({ base64: Buffer.from(data).toString("base64") }) : "null",
   };
   return `{${Object.entries(sources)
     .map(([name, source]) => `"${name}":${source}`)

@@ -1,7 +1,17 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { Busy, MemoryStore, Receiver, Refuse, type Handler, type MemoryTransaction, type ReceiverOptions } from "outbox-receiver";
+import {
+  Busy,
+  MemoryStore,
+  Receiver,
+  Refuse,
+  UsageError,
+  type Handler,
+  type MemoryTransaction,
+  type ReceiverOptions,
+} from "outbox-receiver";
+import { PgStore } from "outbox-receiver/pg";
 
 import { SECRET, batch, delivery, request, signed, silentLogger } from "./sender.js";
 
@@ -27,6 +37,51 @@ test("an event is processed once, also when copies arrive at the same time", asy
     [200, "processed before"],
   ]);
   assert.equal(processed.length, 1);
+});
+
+test("an event type without a handler is refused, or ignored", async () => {
+  const { receiver, processed } = collecting();
+  receiver.on("invoice.*", function settle() {});
+  const refused = await receiver.handle(request(delivery(1, { type: "ordr.paid" })));
+  assert.equal(refused.status, 422);
+  assert.equal(
+    refused.text,
+    "no handler for the event type ordr.paid; the receiver has order.* (a function), invoice.* (settle): add one, " +
+      'subscribe the endpoint by --type, or set unhandled: "ignore"',
+  );
+  assert.deepEqual(processed, []);
+  const ignoring = collecting({ unhandled: "ignore" }).receiver;
+  assert.equal((await ignoring.handle(request(delivery(1, { type: "ordr.paid" })))).text, "processed");
+});
+
+test("mistakes of the author are refused at once, in one line", () => {
+  const store = new MemoryStore();
+  const receiver = new Receiver(SECRET, store);
+  const mistakes: [string, () => unknown, RegExp][] = [
+    ["a handler with three arguments", () => receiver.on("a", ((_a: unknown, _b: unknown, _c: unknown) => undefined) as never), /takes 3 arguments/],
+    ["a generator", () => receiver.on("a", function* () {} as never), /is a generator/],
+    ["an asynchronous generator", () => receiver.on("a", async function* () {} as never), /is a generator/],
+    ["no handler", () => receiver.on("a", undefined as never), /is no function, but undefined/],
+    ["no pattern", () => receiver.on((() => undefined) as never, undefined as never), /needs a pattern/],
+    ["a foreign handler with four arguments", () => receiver.onForeign(((_a: 1, _b: 2, _c: 3, _d: 4) => undefined) as never), /takes 4/],
+    ["another policy", () => new Receiver(SECRET, store, { unhandled: "drop" as never }), /unhandled: must be refuse or ignore/],
+    ["two secrets", () => new Receiver(`${SECRET},${SECRET}`, store), /give an array, such as text.split/],
+    ["two secrets in an array", () => new Receiver([`${SECRET} ${SECRET}`], store), /give an array/],
+    ["no secret", () => new Receiver(undefined as never, store), /at least one is required/],
+    ["bytes", () => new Receiver([Buffer.from("x")] as never, store), /must be a text or an array of texts/],
+    ["an address as a store", () => new Receiver(SECRET, "postgresql://me:password@db/shop" as never), /store: must be a store, such as/],
+    ["an address as a pool", () => new PgStore("postgresql://me:password@db/shop" as never), /pool: must be a pool, such as/],
+  ];
+  for (const [name, make, text] of mistakes) {
+    assert.throws(make, (error: Error) => {
+      assert.ok(error instanceof UsageError, `${name}: ${error}`);
+      assert.match(error.message, text, name);
+      assert.doesNotMatch(error.message, /\n|password|whsec_d/, name);
+      return true;
+    });
+  }
+  receiver.on("b", (_message, _tx, more = 1) => void more).on("c", (..._: unknown[]) => undefined);
+  assert.ok(new Receiver(` ${SECRET},${SECRET}\n`.split(","), store));
 });
 
 test("errors of handlers roll back and have their status; details are not shown", async () => {

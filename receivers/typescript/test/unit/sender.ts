@@ -13,6 +13,8 @@ export interface Delivery {
   readonly lane: string;
   readonly sequence: bigint;
   readonly previous: bigint;
+  /** The payload, as JSON text. */
+  readonly data: string;
   /** More members of the envelope, as JSON text: `,"key":"k"`. */
   readonly more: string;
 }
@@ -30,6 +32,7 @@ export function delivery(sequence: bigint | number, given: Partial<Delivery> = {
     lane: "lane-1",
     sequence: BigInt(sequence),
     previous: BigInt(sequence) - 1n,
+    data: '{"n":1}',
     more: "",
     ...given,
   };
@@ -39,7 +42,7 @@ export function envelope(each: Delivery, inBatch = false): string {
   const id = inBatch ? `"delivery":"${each.deliveryId}",` : "";
   const numbers = `"sequence":${each.sequence},"previous_sequence":${each.previous}`;
   const texts = `"id":"${each.eventId}","type":"${each.type}","timestamp":"2026-01-31T12:00:00.000001Z"`;
-  return `{${id}${texts},"lane":"${each.lane}",${numbers},"data":{"n":1}${each.more}}`;
+  return `{${id}${texts},"lane":"${each.lane}",${numbers},"data":${each.data}${each.more}}`;
 }
 
 export function signed(
