@@ -117,7 +117,7 @@ def require(*programs: str, path: str | None = None) -> None:
         "fastapi",
         pytest.param("flask", marks=pytest.mark.full),
         pytest.param("psycopg", marks=pytest.mark.full),
-        "relay in an application",
+        pytest.param("relay in an application", marks=pytest.mark.full),
     ],
 )
 async def test_a_guide_leads_to_the_deliveries_that_it_shows(
@@ -158,6 +158,7 @@ async def test_the_tutorial_leads_to_the_event_in_the_reader_s_own_receiver(
     assert re.findall(r"^\d+ order.*\n", printed, re.MULTILINE) == [expected]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.one_major
 async def test_the_guide_to_sql_leads_to_the_deliveries_that_it_shows(

@@ -133,6 +133,7 @@ async def test_a_fetch_token_is_for_one_endpoint_and_can_be_revoked(
         await client.get(path, status=401)
 
 
+@pytest.mark.full
 async def test_both_secrets_sign_during_rotation(database: Database, db: Connection[Any]) -> None:
     made = await add_endpoint(database)
     async with running(database, Network()):
@@ -146,6 +147,7 @@ async def test_both_secrets_sign_during_rotation(database: Database, db: Connect
         verify(item["headers"], item["body"].encode(), secret)
 
 
+@pytest.mark.full
 async def test_an_erased_event_keeps_its_sequence(database: Database, db: Connection[Any]) -> None:
     await add_endpoint(database)
     async with running(database, Network()):
@@ -159,6 +161,7 @@ async def test_an_erased_event_keeps_its_sequence(database: Database, db: Connec
     assert second["sequence"] == 2
 
 
+@pytest.mark.full
 async def test_deliveries_beyond_retention_are_reported(
     database: Database, db: Connection[Any]
 ) -> None:

@@ -148,6 +148,7 @@ def test_an_operator_role_may_run_every_command(
     assert as_role("operator", "publish", "a.b").code == 3
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 def test_a_monitor_role_granted_as_the_doctor_says_sees_everything(
     outbox: Command, as_role: Callable[..., Result], filled: Database
@@ -166,6 +167,7 @@ def test_a_monitor_role_granted_as_the_doctor_says_sees_everything(
     assert [f["message"] for f in findings if "can read the secrets" in f["message"]] == []
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 def test_a_producer_role_is_not_advised_to_get_more_privileges(
     as_role: Callable[..., Result],

@@ -33,6 +33,7 @@ from tests.support.relay import (
     publish,
     running,
 )
+from tests.support.tiers import sampled
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -179,6 +180,7 @@ async def test_a_new_leader_continues_a_backfill(
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_an_aborted_backfill_adds_no_more_deliveries(
     database: Database, db: Connection[Any], unpaced: None
 ) -> None:
@@ -210,6 +212,7 @@ async def test_an_aborted_backfill_adds_no_more_deliveries(
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_an_aborted_replay_leaves_dead_letters_as_they_were(
     database: Database, db: Connection[Any], unpaced: None
 ) -> None:
@@ -234,7 +237,7 @@ async def test_an_aborted_replay_leaves_dead_letters_as_they_were(
     assert await exceptions(database) == {}
 
 
-@pytest.mark.parametrize("state", ["disabled", "removed", "unsubscribed"])
+@pytest.mark.parametrize("state", sampled(["disabled", "removed", "unsubscribed"]))
 async def test_a_backfill_ends_with_its_endpoint(
     database: Database, db: Connection[Any], unpaced: None, state: str
 ) -> None:
@@ -261,6 +264,7 @@ async def test_a_backfill_ends_with_its_endpoint(
         await request_backfill(db)
 
 
+@pytest.mark.full
 async def test_a_backfill_continues_after_a_lane_change(
     database: Database, db: Connection[Any], unpaced: None
 ) -> None:
@@ -288,6 +292,7 @@ async def test_a_backfill_continues_after_a_lane_change(
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_a_replayed_backfill_dead_letter_keeps_its_x_delivery(
     database: Database, db: Connection[Any]
 ) -> None:
@@ -310,6 +315,7 @@ async def test_a_replayed_backfill_dead_letter_keeps_its_x_delivery(
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_a_backfill_has_a_bounded_number_of_pending_deliveries(
     database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

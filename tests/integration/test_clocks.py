@@ -199,6 +199,7 @@ async def test_a_clock_set_back_does_not_delay_a_retry(
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_a_clock_set_forward_makes_a_retry_due(
     database: Database, shift_database_clock: Callable[[float], None]
 ) -> None:
@@ -211,6 +212,7 @@ async def test_a_clock_set_forward_makes_a_retry_due(
         await until(lambda: network.data() == ["late"], 20, "the retry")
 
 
+@pytest.mark.full
 async def test_a_clock_set_back_does_not_delay_a_probe(
     database: Database,
     shift_database_clock: Callable[[float], None],

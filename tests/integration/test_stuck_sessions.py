@@ -66,6 +66,7 @@ async def half_asked(database: Database, name: str, dsn: str | None = None) -> C
     return session
 
 
+@pytest.mark.full
 async def test_a_half_asked_session_without_a_replica_stops_nothing(
     database: Database, logs: list[Any]
 ) -> None:
@@ -86,6 +87,7 @@ async def test_a_half_asked_session_without_a_replica_stops_nothing(
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 @pytest.mark.pgbouncer
 async def test_a_half_asked_session_behind_a_proxy_stops_nothing(database: Database) -> None:
     await find_the_schema(database)

@@ -51,6 +51,7 @@ async def brokers() -> AsyncIterator[Brokers]:
     await made.aclose()
 
 
+@pytest.mark.full
 async def test_changed_lanes_end_in_their_streams(
     database: Database, broker_server: Valkey, brokers: Brokers
 ) -> None:
@@ -104,6 +105,7 @@ async def test_kills_of_the_relay_leave_no_hole_and_no_copy(
     await assert_complete(broker_server, database)
 
 
+@pytest.mark.full
 async def test_kills_of_the_server_leave_no_hole_and_no_copy(
     database: Database, broker_server: Valkey, brokers: Brokers
 ) -> None:
