@@ -109,15 +109,16 @@ def require(*programs: str, path: str | None = None) -> None:
             pytest.skip(f"{program} is not installed")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.one_major
 @pytest.mark.parametrize(
     "name",
     [
         "fastapi",
-        pytest.param("flask", marks=pytest.mark.full),
-        pytest.param("psycopg", marks=pytest.mark.full),
-        pytest.param("relay in an application", marks=pytest.mark.full),
+        "flask",
+        "psycopg",
+        "relay in an application",
     ],
 )
 async def test_a_guide_leads_to_the_deliveries_that_it_shows(

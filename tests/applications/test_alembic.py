@@ -294,6 +294,7 @@ async def locked(empty_database: Database, tmp_path: Path) -> AsyncIterator[tupl
         yield config, transaction
 
 
+@pytest.mark.full
 async def test_a_lock_is_awaited_in_short_attempts(
     empty_database: Database, locked: tuple[Config, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,6 +323,7 @@ async def test_a_lock_that_is_not_released_is_reported(
     assert await version(empty_database) == 4
 
 
+@pytest.mark.full
 async def test_a_schema_that_another_session_creates_meanwhile_is_used(
     empty_database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -374,6 +376,7 @@ async def test_wrong_revisions_are_refused(empty_database: Database, tmp_path: P
     assert await version(empty_database) == 0
 
 
+@pytest.mark.full
 async def test_a_downgrade_is_refused(empty_database: Database, tmp_path: Path) -> None:
     config = environment(empty_database, tmp_path, f"outbox.alembic.upgrade(op, to={NEWEST})")
     await upgrade(config)

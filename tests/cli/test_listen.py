@@ -128,6 +128,7 @@ async def test_missing_deliveries_are_reported_at_the_end() -> None:
     assert last["totals"]["order"]["missing"] == 2
 
 
+@pytest.mark.full
 @pytest.mark.slow
 async def test_an_unsigned_delivery_is_rejected() -> None:
     with listen(OUTBOX_SECRET=format_secret(SECRET)) as listening:

@@ -194,6 +194,7 @@ def test_a_read_role_changes_nothing_and_gets_advice(
     assert (exported.code, "(outbox migrate --operator ROLE)" in exported.error) == (3, True)
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 def test_the_owner_drops_emptied_partitions(
     outbox: Command, as_role: Callable[..., Result], filled: Database
@@ -223,6 +224,7 @@ def test_the_owner_drops_emptied_partitions(
     assert "dropped" not in outbox("migrate", OUTBOX_DSN=filled.dsn).out
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 def test_a_producer_role_publishes_and_cannot_read(as_role: Callable[..., Result]) -> None:
     assert as_role("producer", "publish", "a.b", "--once", "p").code == 0

@@ -164,6 +164,7 @@ def test_a_user_needs_the_permission_to_view() -> None:
         get(client, "outbox_relay/endpoint/", 403)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("site")
 def test_a_large_table_is_neither_counted_nor_read_as_a_whole(
     monkeypatch: pytest.MonkeyPatch,

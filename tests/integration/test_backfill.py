@@ -115,6 +115,7 @@ async def test_a_backfill_sends_events_before_the_endpoint_and_events_already_de
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_a_backfill_selects_events(database: Database, db: Connection[Any]) -> None:
     await add_endpoint(database, types=("a.*",), filter="@.n > 1")
     for n in range(6):
@@ -165,6 +166,7 @@ async def test_an_event_committed_late_in_a_gap_is_delivered_live_only(
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_a_new_leader_continues_a_backfill(
     database: Database, db: Connection[Any], unpaced: None
 ) -> None:

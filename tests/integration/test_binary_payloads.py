@@ -64,7 +64,7 @@ def read(sent: Sent, secret: str) -> tuple[Message, ...]:
     return verify(sent.request.headers, sent.request.body, secret).messages
 
 
-@pytest.mark.parametrize("batch_max", [None, 5])
+@pytest.mark.parametrize("batch_max", sampled([None, 5]))
 @pytest.mark.parametrize("name", sampled(FORMATS, 2))
 async def test_bytes_are_delivered_in_each_format(
     database: Database, name: FormatName, batch_max: int | None

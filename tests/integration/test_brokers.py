@@ -585,6 +585,7 @@ async def test_a_stream_of_another_history_is_held(database: Database, streams: 
     assert await fetchval(database, "SELECT sum(acked_seq) FROM lane_progress") == 2
 
 
+@pytest.mark.full
 async def test_a_resumed_lane_is_opened_again(database: Database, streams: Streams) -> None:
     await stream_endpoint(database)
     async with running(database, Network(), brokers=streams.connect):

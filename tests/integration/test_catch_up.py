@@ -313,6 +313,7 @@ async def test_expired_deliveries_are_skipped(database: Database, tmp_path: Path
         assert await asyncio.to_thread(ledger.receiver.catch_up) == []
 
 
+@pytest.mark.full
 async def test_an_early_delivery_is_deferred_while_the_relay_is_unreachable(
     database: Database,
 ) -> None:

@@ -185,6 +185,7 @@ def shift_database_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], N
     return be_ahead
 
 
+@pytest.mark.full
 async def test_a_clock_set_back_does_not_delay_a_retry(
     database: Database, shift_database_clock: Callable[[float], None]
 ) -> None:

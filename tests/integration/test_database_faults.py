@@ -195,6 +195,7 @@ SAYS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",

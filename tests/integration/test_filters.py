@@ -101,6 +101,7 @@ async def test_a_filter_that_fails_does_not_block_deliveries(
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 @pytest.mark.slow
 async def test_a_filter_that_times_out_matches_and_is_reported(
     database: Database,

@@ -70,6 +70,7 @@ async def logged(database: Database, endpoint_id: UUID | None) -> tuple[int, int
     return row["successes"], row["failures"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("batch_max", sampled([None, 20]))
 async def test_the_history_agrees_with_the_attempt_log(
     database: Database, rng: random.Random, batch_max: int | None

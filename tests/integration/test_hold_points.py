@@ -237,6 +237,7 @@ async def test_erasure(database: Database, target: ErasureTarget) -> None:
     assert not seen.hold_points, seen.report()
 
 
+@pytest.mark.full
 async def test_migration(empty_database: Database) -> None:
     await empty_database.server.execute("DROP ROLE IF EXISTS app", "CREATE ROLE app")
     async with in_lockstep(empty_database) as (seen, dsn):

@@ -138,6 +138,7 @@ async def test_a_delivery_that_expires_while_waiting_for_a_slot_is_not_sent(
         assert await connection.fetchval("SELECT reason FROM dead_letter") == "expired"
 
 
+@pytest.mark.full
 async def test_hanging_endpoints_do_not_delay_others(database: Database) -> None:
     for n in range(12):
         await add_endpoint(database, f"hang{n}", types=["hang"], lanes=4, timeout_s=60.0)

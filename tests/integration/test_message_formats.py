@@ -74,6 +74,7 @@ async def test_deliveries_and_retries_have_the_format(database: Database, name: 
     assert len({message.delivery_id for message in tried}) == 1
 
 
+@pytest.mark.full
 async def test_a_format_changes_while_deliveries_are_pending(database: Database) -> None:
     made = await add_endpoint(database, retry=QUICK_RETRY | {"attempts_max": 10_000})
     formats = cycle(FORMATS)
@@ -134,7 +135,7 @@ def comparable(headers: Any) -> list[tuple[str, str]]:
     return [each for each in headers if each[0] not in (*momentary, "X-Team")]
 
 
-@pytest.mark.parametrize("batch_max", [None, 5])
+@pytest.mark.parametrize("batch_max", sampled([None, 5]))
 @pytest.mark.parametrize("name", sampled(FORMATS, 2))
 async def test_a_preview_is_the_request_that_is_sent(
     database: Database, name: FormatName, batch_max: int | None

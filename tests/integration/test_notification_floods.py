@@ -182,6 +182,7 @@ async def typical_interval(
     return sorted(apart)[len(apart) // 2]
 
 
+@pytest.mark.full
 async def test_notifications_without_events_cause_few_reads(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:

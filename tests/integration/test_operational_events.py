@@ -347,6 +347,7 @@ async def test_only_ordinary_erased_events_are_reported(
     assert not {"event", "type"} & report.keys()
 
 
+@pytest.mark.full
 async def test_a_hold_off_and_its_end_are_reported_once_across_a_takeover(
     database: Database,
 ) -> None:
@@ -411,6 +412,7 @@ async def test_410_reports_the_disabled_endpoint_and_its_dead_letters(
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_a_day_without_success_is_reported_once_and_three_disable_the_endpoint(
     database: Database,
 ) -> None:

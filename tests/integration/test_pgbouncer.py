@@ -130,6 +130,7 @@ async def test_a_cancelled_statement_sends_no_cancel_request(database: Database)
         assert lines.attempts == 1
 
 
+@pytest.mark.full
 async def test_periods_rotate_without_session_locks(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:

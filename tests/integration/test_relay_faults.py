@@ -257,6 +257,7 @@ async def test_large_payloads_are_read_in_small_batches(database: Database) -> N
 # ------------------------------------------------------------- slow receivers
 
 
+@pytest.mark.full
 async def test_a_removal_in_progress_does_not_delay_other_endpoints(
     database: Database,
 ) -> None:

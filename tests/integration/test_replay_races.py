@@ -142,6 +142,7 @@ async def test_a_job_aborted_while_its_batch_is_planned_replays_nothing_more(
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", sampled(["dead", "history"]))
 async def test_replays_of_a_rejected_batch_are_planned_again(
     database: Database, db: Connection[Any], kind: str

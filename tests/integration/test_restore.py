@@ -175,6 +175,7 @@ async def test_a_dump_from_before_the_first_relay_begins_new_lanes(
         expect_unique_numbers(*known)
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 @pytest.mark.parametrize("request_sql", sampled(["identity = 'restored'", "timeline = 0"]))
 async def test_a_restored_snapshot_begins_new_lanes_on_request(

@@ -65,6 +65,7 @@ def vault(database: Database, key: str) -> Vault:
     return Vault.from_settings(settings_for(database, key=key))
 
 
+@pytest.mark.full
 async def test_deliveries_continue_during_a_key_rotation(database: Database) -> None:
     made = await add(database, OLD, headers={"X-Api-Key": "hunter2"})
     network = Network()

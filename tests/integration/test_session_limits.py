@@ -239,6 +239,7 @@ async def test_a_new_listener_ends_its_predecessor(database: Database) -> None:
         await until(is_replaced, 30, "the old listener's backend to end")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 async def test_a_full_queue_is_trimmed_by_the_write_that_fails(pg_major: int) -> None:
     """No listener is left, and still every NOTIFY fails until somebody asks for the share."""

@@ -157,6 +157,7 @@ async def test_a_request_in_flight_that_fails_is_the_last_one(database: Database
     assert [sent.body["data"] for sent in network.sent] == ["slow", "after"]
 
 
+@pytest.mark.full
 async def test_a_skip_without_a_relay_waits_for_the_next_one(database: Database) -> None:
     await add_endpoint(database, lanes=1)
     await publish(database, "never", "after")
@@ -231,6 +232,7 @@ async def test_only_the_next_delivery_of_a_lane_can_be_skipped(database: Databas
     assert await fetchval(database, "SELECT max(skip_seq) FROM lane") is None
 
 
+@pytest.mark.full
 async def test_a_blocked_lane_names_the_dead_letter_that_blocks_it(database: Database) -> None:
     await add_endpoint(database, lanes=1, on_dead_letter="block")
     async with running(database, Network(lambda _: REFUSED)):

@@ -63,6 +63,7 @@ async def holding_the_cursor(
             await transaction.rollback()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.one_major
 async def test_a_held_cursor_makes_every_replica_unready(
@@ -101,6 +102,7 @@ async def test_a_held_cursor_makes_every_replica_unready(
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 async def test_a_relay_that_cannot_take_the_lead_is_not_ready(database: Database) -> None:
     """No event waits yet."""

@@ -202,6 +202,7 @@ async def test_sessions_of_another_role_do_not_keep_a_replica(database: Database
         session.terminate()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 async def test_a_blocked_listener_is_terminated_by_another_relay(pg_major: int) -> None:
     """Over a socket of the machine the server has no time-out for a client that does not read."""

@@ -109,7 +109,7 @@ async def test_a_receiver_with_another_header_prefix_conforms() -> None:
 @pytest.mark.slow
 @pytest.mark.system
 @pytest.mark.parametrize("format_name", sampled(get_args(FormatName), 2))
-@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("is_known", sampled([True, False]))
 async def test_a_receiver_of_another_format_conforms(
     format_name: FormatName, is_known: bool
 ) -> None:
@@ -135,6 +135,7 @@ async def test_batches_need_a_format_that_has_them() -> None:
         all_cases(batches=True, format_name="raw")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.system
 async def test_wrong_batch_deduplication_and_partial_acceptance_are_found() -> None:

@@ -135,6 +135,7 @@ def permissions(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 async def test_stop_removes_the_temporary_directory(pg_major: int) -> None:
     server = quick_server(pg_major)
