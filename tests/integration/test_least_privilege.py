@@ -237,9 +237,9 @@ async def test_a_relay_that_lacks_one_privilege_ends_and_names_it(
 
 
 @pytest.mark.one_major
-@pytest.mark.parametrize("purposes", sampled([(), ("producer",), ("reader",), ("operator",)]))
+@pytest.mark.parametrize("purposes", sampled([[], ["producer"], ["reader"], ["operator"]]))
 async def test_a_relay_of_another_purpose_ends_and_names_the_grant(
-    database: Database, purposes: tuple[str, ...]
+    database: Database, purposes: list[str]
 ) -> None:
     async with role(database, *purposes) as name:
         expected = r"^permission denied for .*\(outbox migrate --relay ROLE\)"
