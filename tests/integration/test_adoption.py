@@ -104,7 +104,6 @@ async def test_a_stream_of_another_database_is_taken_over(
     assert await fetchval(database, LETTERS) == 0
 
 
-@pytest.mark.full
 async def test_a_stream_that_is_ahead_is_left_to_its_readers(
     database: Database, broker_server: Valkey, brokers: Brokers
 ) -> None:
@@ -162,7 +161,6 @@ async def test_entries_of_another_writer_must_be_deleted_first(
     assert await fetchval(database, LETTERS) == 0
 
 
-@pytest.mark.full
 async def test_what_was_stored_before_a_stream_was_trimmed_is_acknowledged(
     database: Database, broker_server: Valkey, brokers: Brokers
 ) -> None:

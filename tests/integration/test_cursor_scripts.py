@@ -70,7 +70,6 @@ async def test_the_cursor_is_correct_without_reading_its_own_lock(
     assert await _play(script, database, variants.MODEST, strict=True) == NO_VIOLATIONS
 
 
-@pytest.mark.full
 @pytest.mark.one_major
 @pytest.mark.parametrize("isolation", ["repeatable read", "serializable"])
 async def test_the_cursor_sets_its_own_isolation(isolation: str, database: Database) -> None:

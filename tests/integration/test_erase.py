@@ -186,7 +186,6 @@ async def test_an_event_erased_before_sequencing_is_not_sent(
     assert await exceptions(database) == {}
 
 
-@pytest.mark.full
 async def test_data_written_during_an_erasure_is_erased_within_an_hour(
     database: Database, db: Connection[Any]
 ) -> None:

@@ -354,7 +354,6 @@ async def test_dead_letters_outlive_their_events_and_can_be_replayed(
     assert await exceptions(database) == {}
 
 
-@pytest.mark.full
 @pytest.mark.one_major
 async def test_a_payload_copy_is_kept_for_a_replay_dead_lettered_in_a_range(
     database: Database, keeper: Maintainer
@@ -393,7 +392,6 @@ async def test_a_payload_copy_is_kept_for_a_replay_dead_lettered_in_a_range(
     assert await exceptions(database) == {}
 
 
-@pytest.mark.full
 @pytest.mark.one_major
 async def test_events_are_kept_for_the_rest_of_a_running_range_replay(
     database: Database, keeper: Maintainer

@@ -105,7 +105,6 @@ async def test_kills_of_the_relay_leave_no_hole_and_no_copy(
     await assert_complete(broker_server, database)
 
 
-@pytest.mark.full
 async def test_kills_of_the_server_leave_no_hole_and_no_copy(
     database: Database, broker_server: Valkey, brokers: Brokers
 ) -> None:

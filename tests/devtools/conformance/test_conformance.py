@@ -135,7 +135,6 @@ async def test_batches_need_a_format_that_has_them() -> None:
         all_cases(batches=True, format_name="raw")
 
 
-@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.system
 async def test_wrong_batch_deduplication_and_partial_acceptance_are_found() -> None:
