@@ -52,7 +52,7 @@ COMMANDS = ["demo", "test", "sim", "bench", "outbox", "docs", "fuzz", "audit", "
 UNIT = "unit"
 TIERS = ("", UNIT, "--full", "--soak")
 """The default tier has no name."""
-SIM_SEEDS = {"": "20", "--full": "200", "--soak": "2000"}
+SIM_SEEDS = {"": "8", "--full": "200", "--soak": "2000"}
 """Simulated hours of each tier."""
 REPOSITORY = "tests/repository"
 """Checks of the tree itself: they parse each file once, in one process."""
@@ -64,20 +64,11 @@ def checks(tier: str) -> tuple[list[Check], list[Check]]:
     """The commands of a tier: one after the other, and those beside them."""
     lint: list[Check] = [("ruff check", "."), ("ruff format", "--check", "--quiet", ".")]
     if tier == UNIT:
-        return [*lint, ("pytest", "--unit", "-n", "2", "--quiet")], []
-    options = [tier] if tier else []
+        return [*lint, ("pytest", "--unit", *in_processes(2), "--quiet")], []
+    options = ["--check-cases", *([tier] if tier else [])]
     return (
-        [
-            *lint,
-            # In a new checkout this also compiles the tests, once for all processes.
-            ("pytest --check-cases", "--quiet"),
-            # Three processes on two cores, because tests wait for I/O. Small chunks keep all of
-            # them busy until the end. The simulation's hours run on their own.
-            (
-                "pytest", "-n", "3", "--maxschedchunk", "1", "--sim-seeds", "2",
-                "--ignore", REPOSITORY, *options,
-            ),
-        ],
+        # Three processes on two cores, because tests wait for I/O.
+        [*lint, ("pytest", *in_processes(3), "--ignore", REPOSITORY, *options)],
         [
             ("mypy",),
             ("lint-imports",),
@@ -86,7 +77,14 @@ def checks(tier: str) -> tuple[list[Check], list[Check]]:
             # Last, so that a failing seed, which was drawn, stands beside the summary.
             ("python -m tests.sim", "--seeds", SIM_SEEDS[tier]),
         ],
-    )  # fmt: skip
+    )
+
+
+def in_processes(count: int) -> tuple[str, ...]:
+    """Options of pytest: this many processes, of one collection where a fork is safe."""
+    if sys.platform == "linux":
+        return "--forks", str(count)
+    return "-n", str(count), "--maxschedchunk", "1"
 
 
 OK, FAILED, USAGE, CANNOT_RUN, INTERRUPTED = 0, 1, 2, 3, 130

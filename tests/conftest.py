@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from tests.support.postgres import Database, Server, SharedServer
 
-pytest_plugins = ["tests.support.cases", "tests.support.unit_isolation"]
+pytest_plugins = ["tests.support.cases", "tests.support.forks", "tests.support.unit_isolation"]
 
 hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=False)
 hypothesis.settings.register_profile(

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 DATABASES = "SELECT datname FROM pg_database ORDER BY 1"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.system
 async def test_a_given_server_is_used_and_left_unchanged() -> None:

@@ -109,14 +109,15 @@ def require(*programs: str, path: str | None = None) -> None:
             pytest.skip(f"{program} is not installed")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.one_major
 @pytest.mark.parametrize(
     "name",
     [
         "fastapi",
-        pytest.param("flask", marks=pytest.mark.full),
-        pytest.param("psycopg", marks=pytest.mark.full),
+        "flask",
+        "psycopg",
         "relay in an application",
     ],
 )
@@ -158,6 +159,7 @@ async def test_the_tutorial_leads_to_the_event_in_the_reader_s_own_receiver(
     assert re.findall(r"^\d+ order.*\n", printed, re.MULTILINE) == [expected]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.one_major
 async def test_the_guide_to_sql_leads_to_the_deliveries_that_it_shows(

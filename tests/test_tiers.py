@@ -38,6 +38,16 @@ def test_a_module_is_left_out_of_unit_by_its_markers(
     assert tiers.has_unit_tests(module) is has_some
 
 
+def test_a_sample_leaves_its_other_rows_to_full() -> None:
+    kept, *others = tiers.sampled([1, (2, 3), pytest.param(4, id="four")])
+    assert kept == 1
+    assert [each.values for each in others] == [(2, 3), (4,)]
+    assert [[mark.name for mark in each.marks] for each in others] == [["full"]] * 2
+    assert others[1].id == "four"
+    first, second = tiers.sampled(["a", "b"], lambda row: row == "b")
+    assert (first.values, second) == (("a",), "b")
+
+
 ATTEMPTS = {
     "connects": "import socket\n    socket.create_connection(('127.0.0.1', 1))",
     "listens": "import socket\n    socket.socket().bind(('127.0.0.1', 0))",

@@ -361,6 +361,7 @@ async def test_a_loopback_listener_accepts_only_loopback_host_names(
             assert response.status == expected
 
 
+@pytest.mark.full
 async def test_another_listener_accepts_any_host_name_and_warns_once(
     database: Database, logs: list[MutableMapping[str, Any]]
 ) -> None:
@@ -529,6 +530,7 @@ async def test_a_request_succeeds_although_its_connection_cannot_be_reset(
     assert (await api.post("/v1/events", {"type": "a.b"})).status == 201
 
 
+@pytest.mark.full
 @pytest.mark.pgbouncer
 async def test_the_api_works_behind_a_transaction_pooler(
     database: Database,

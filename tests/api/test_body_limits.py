@@ -102,6 +102,7 @@ def test_one_body_of_a_token_may_be_larger_than_its_share() -> None:
         pass
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @only_on_linux
 async def test_payloads_of_4_mib_neither_pause_the_relay_nor_fill_its_memory(

@@ -41,6 +41,7 @@ async def dead_lettered(database: Database, count: int, **columns: Any) -> None:
         await all_ended(database)
 
 
+@pytest.mark.full
 async def test_a_listing_is_filtered_and_paged(database: Database, api: Api) -> None:
     await dead_lettered(database, 6, type="a.b", key="k")
     assert len(await api.items("/v1/dead-letters", limit=5)) == 12
@@ -62,6 +63,7 @@ async def test_a_listing_is_filtered_and_paged(database: Database, api: Api) -> 
     assert (await api.get("/v1/dead-letters", reason="bored")).status == 422
 
 
+@pytest.mark.full
 async def test_counts_and_a_single_dead_letter(database: Database, api: Api) -> None:
     await dead_lettered(database, 2)
     counts = (await api.get("/v1/dead-letters/counts")).json
@@ -79,6 +81,7 @@ async def test_counts_and_a_single_dead_letter(database: Database, api: Api) -> 
         assert (await api.get(f"/v1/dead-letters/{text}")).status == 404, text
 
 
+@pytest.mark.full
 async def test_a_listing_has_the_key_and_the_last_response(database: Database, api: Api) -> None:
     await dead_lettered(database, 1, key="k")
     rows = await api.items("/v1/dead-letters")
@@ -172,6 +175,7 @@ async def test_replaying_everything_requires_all(database: Database, api: Api) -
     assert len(await api.items("/v1/dead-letters")) == 2
 
 
+@pytest.mark.full
 async def test_dead_letters_are_discarded(database: Database, api: Api) -> None:
     await dead_lettered(database, 3)
     (first, *_) = await api.items("/v1/dead-letters", endpoint="shop")
@@ -187,6 +191,7 @@ async def test_dead_letters_are_discarded(database: Database, api: Api) -> None:
     assert len(await api.items("/v1/dead-letters", state="discarded")) == 6
 
 
+@pytest.mark.full
 async def test_a_backfill_replays_past_events(database: Database, api: Api) -> None:
     sent: list[Any] = []
 
@@ -244,6 +249,7 @@ async def test_a_listing_is_complete_while_dead_letters_are_added(
     assert len(found) == 14
 
 
+@pytest.mark.full
 async def test_a_tenant_that_skips_does_not_see_which_relay_owns_its_endpoint(
     database: Database, api: Api
 ) -> None:

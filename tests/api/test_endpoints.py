@@ -255,6 +255,7 @@ async def test_a_removal_with_pending_deliveries_requires_a_choice(
         await until(lambda: fetchval(database, none), 20, "the removal")
 
 
+@pytest.mark.full
 async def test_a_drain_is_polled_until_its_deliveries_are_done(
     database: Database, api: Api
 ) -> None:
@@ -306,6 +307,7 @@ async def test_a_preview_is_the_request_of_an_event(database: Database, api: Api
     assert (await api.get("/v1/endpoints/shop/preview")).status == 422
 
 
+@pytest.mark.full
 async def test_concurrent_test_deliveries_are_limited_also_by_tenant(
     database: Database, api: Api
 ) -> None:
@@ -566,6 +568,7 @@ async def test_a_tenant_token_cannot_open_a_network(database: Database, api: Api
     assert (await tenant.request("PATCH", "/v1/endpoints/acme.a", {"lanes": 2})).status == 200
 
 
+@pytest.mark.full
 async def test_no_endpoint_gets_a_hostile_url(database: Database, api: Api) -> None:
     await add_endpoint(database, "good")
     policy = EgressPolicy(["127.0.0.0/8"])  # As the API under test has it.

@@ -146,6 +146,7 @@ async def test_concurrent_requests_share_a_query(
         assert asked[3:] == [LIVE_ENDPOINTS], "nor does who asked for more then"
 
 
+@pytest.mark.full
 async def test_a_tenant_sees_only_its_own_endpoints(database: Database, api: Api) -> None:
     await add_endpoint(database, "acme", tenant="acme", retry=RETRY)
     await add_endpoint(database, "other", tenant="other", retry=RETRY)

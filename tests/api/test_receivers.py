@@ -134,6 +134,7 @@ async def test_a_fetch_token_is_for_one_endpoint_and_can_be_revoked(
         await client.get(path, status=401)
 
 
+@pytest.mark.full
 async def test_both_secrets_sign_during_rotation(database: Database, db: Connection[Any]) -> None:
     made = await add_endpoint(database)
     async with running(database, Network()):
@@ -173,6 +174,7 @@ async def test_an_event_without_payload_keeps_its_sequence_and_has_a_reason(
         assert (await client.get(path))["items"][2]["sequence"] == 3
 
 
+@pytest.mark.full
 async def test_deliveries_beyond_retention_are_reported(
     database: Database, db: Connection[Any]
 ) -> None:

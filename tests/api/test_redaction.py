@@ -244,6 +244,7 @@ async def test_responses_to_a_tenant_do_not_depend_on_other_tenants(server: Serv
     assert sum(status == 200 for status, _ in alone_.values()) >= 20
 
 
+@pytest.mark.full
 async def test_a_tenant_sees_actors_as_operator_or_relay(server: Server) -> None:
     async with server.database() as database, serving(database) as api:
         world = World(database, api, alone=True)

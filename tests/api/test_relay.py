@@ -80,6 +80,7 @@ async def test_a_failing_task_ends_the_server_with_its_error(database: Database)
             raise UsageError("no")
 
 
+@pytest.mark.full
 async def test_deliveries_continue_while_api_requests_use_the_database(
     database: Database,
 ) -> None:

@@ -7,6 +7,8 @@ from collections import Counter
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+import pytest
+
 from outbox.api.problem import Problem
 from outbox.api.request_slots import ADDRESS, MIB, TOKEN, RequestSlots
 from outbox.web.address import parse_address
@@ -63,6 +65,7 @@ def test_bodies_are_counted_by_their_bytes() -> None:
     assert refusal(slots, 1, "192.0.2.1", 8 * MIB) is None
 
 
+@pytest.mark.full
 async def test_six_hundred_dripping_bodies_of_a_valid_token_do_not_keep_others_out(
     database: Database, client: Api
 ) -> None:

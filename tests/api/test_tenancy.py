@@ -57,6 +57,7 @@ async def test_a_tenant_reads_its_own_rows(world: World) -> None:
     assert (await acme.get("/v1/me")).json["tenant"] == "acme"
 
 
+@pytest.mark.full
 async def test_rows_that_a_tenant_creates_belong_to_it(world: World) -> None:
     acme, database = world.acme, world.database
     made = await acme.post("/v1/endpoints", {"name": "acme.new", "url": URL})
@@ -101,6 +102,7 @@ async def test_idempotency_keys_are_separate_for_each_tenant(world: World) -> No
     assert (held["state"], held["event_id"]) == ("held", world.ids["globex"]["published"])
 
 
+@pytest.mark.full
 async def test_dead_letters_stay_with_the_former_tenant_of_an_endpoint(
     world: World, database: Database
 ) -> None:

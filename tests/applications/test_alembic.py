@@ -27,6 +27,7 @@ from outbox.store.connection.migration_files import migrations
 from outbox.store.connection.schema_status import status
 from tests.store.test_migrate import CATALOG
 from tests.support.relay import ADD_REPLICA, END_LEASES, fetchval
+from tests.support.tiers import sampled
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -133,7 +134,10 @@ BOTH = (
 DRIVERS = [("psycopg", False), ("psycopg2", False), ("asyncpg", True), ("psycopg", True)]
 
 
-@pytest.mark.parametrize(("driver", "is_async"), DRIVERS)
+@pytest.mark.parametrize(
+    ("driver", "is_async"),
+    sampled(DRIVERS, lambda row: row in (("psycopg", False), ("asyncpg", True))),
+)
 async def test_revisions_do_what_outbox_migrate_does(
     database: Database, empty_database: Database, tmp_path: Path, driver: str, is_async: bool
 ) -> None:
@@ -156,6 +160,7 @@ async def test_a_database_that_outbox_migrate_has_migrated_is_not_changed(
     assert await catalog(database) == before
 
 
+@pytest.mark.full
 async def test_outbox_migrate_goes_on_where_a_revision_ended(
     database: Database, empty_database: Database, tmp_path: Path
 ) -> None:
@@ -167,7 +172,7 @@ async def test_outbox_migrate_goes_on_where_a_revision_ended(
     assert await catalog(empty_database) == await catalog(database)
 
 
-@pytest.mark.parametrize("start", [0, 2, NEWEST])
+@pytest.mark.parametrize("start", sampled([0, 2, NEWEST]))
 async def test_the_printed_sql_works_from_any_version(
     database: Database, empty_database: Database, tmp_path: Path, start: int
 ) -> None:
@@ -195,6 +200,7 @@ def outbox_version(dsn: str) -> int:
         return int((row.fetchone() or (0,))[0])
 
 
+@pytest.mark.full
 async def test_another_schema_with_a_difficult_name(
     empty_database: Database, tmp_path: Path
 ) -> None:
@@ -238,7 +244,7 @@ async def lease(empty_database: Database, tmp_path: Path) -> AsyncIterator[Any]:
 REFUSAL = r"0009_binary_payloads was not applied: relays must stop first, and 1 is running: shop-1 "
 
 
-@pytest.mark.parametrize(("driver", "is_async"), DRIVERS)
+@pytest.mark.parametrize(("driver", "is_async"), sampled(DRIVERS))
 async def test_a_revision_is_refused_while_a_relay_that_must_stop_first_runs(
     empty_database: Database, lease: Any, tmp_path: Path, driver: str, is_async: bool
 ) -> None:
@@ -253,6 +259,7 @@ async def test_a_revision_is_refused_while_a_relay_that_must_stop_first_runs(
     assert await version(empty_database) == NEWEST
 
 
+@pytest.mark.full
 async def test_the_printed_sql_is_refused_while_a_relay_that_must_stop_first_runs(
     empty_database: Database, lease: Any, tmp_path: Path
 ) -> None:
@@ -287,6 +294,7 @@ async def locked(empty_database: Database, tmp_path: Path) -> AsyncIterator[tupl
         yield config, transaction
 
 
+@pytest.mark.full
 async def test_a_lock_is_awaited_in_short_attempts(
     empty_database: Database, locked: tuple[Config, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,6 +323,7 @@ async def test_a_lock_that_is_not_released_is_reported(
     assert await version(empty_database) == 4
 
 
+@pytest.mark.full
 async def test_a_schema_that_another_session_creates_meanwhile_is_used(
     empty_database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -367,6 +376,7 @@ async def test_wrong_revisions_are_refused(empty_database: Database, tmp_path: P
     assert await version(empty_database) == 0
 
 
+@pytest.mark.full
 async def test_a_downgrade_is_refused(empty_database: Database, tmp_path: Path) -> None:
     config = environment(empty_database, tmp_path, f"outbox.alembic.upgrade(op, to={NEWEST})")
     await upgrade(config)
@@ -388,7 +398,7 @@ async def test_a_schema_of_another_application_is_refused(
 # -------------------------------------------------------------------------- check
 
 
-@pytest.mark.parametrize("driver", ["psycopg", "psycopg2", "asyncpg"])
+@pytest.mark.parametrize("driver", sampled(["psycopg", "psycopg2", "asyncpg"]))
 async def test_check_reports_what_is_missing(
     empty_database: Database, tmp_path: Path, driver: str
 ) -> None:

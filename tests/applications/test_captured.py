@@ -17,7 +17,7 @@ from outbox import Event, NoTransaction, UsageError
 from outbox.errors import CannotRun, SchemaMissing
 from outbox.testing import CapturedEvent, captured
 from tests.producers.applications import (
-    APPLICATIONS,
+    EACH_APPLICATION,
     Application,
     Asyncpg,
     Psycopg,
@@ -96,7 +96,11 @@ async def captures_its_own(application: Application) -> None:
         assert len(events) == 5
 
 
-@pytest.mark.parametrize("kind", APPLICATIONS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind",
+    EACH_APPLICATION,
+    ids=lambda kind: kind.__name__,
+)
 async def test_every_driver_captures_what_its_transaction_wrote(
     database: Database, kind: type[Application]
 ) -> None:
@@ -144,7 +148,11 @@ async def captures_fields(application: Application) -> None:
     await application.rollback()
 
 
-@pytest.mark.parametrize("kind", APPLICATIONS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind",
+    EACH_APPLICATION,
+    ids=lambda kind: kind.__name__,
+)
 async def test_every_driver_reads_every_field(database: Database, kind: type[Application]) -> None:
     await play(kind(database.dsn), captures_fields)
 

@@ -19,6 +19,7 @@ from outbox.receiver import AsyncReceiver, MemoryDatabase, Receiver, verify
 from outbox.receiver.adapters import asgi, wsgi
 from outbox.testing import deliver_now, deliver_now_async, delivery_pass
 from tests.support.relay import Network, add_endpoint, exceptions, fetchval, publish, running
+from tests.support.tiers import sampled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -78,12 +79,14 @@ def flask_app(receiver: Receiver) -> Flask:
 
 @pytest.mark.parametrize(
     ("kind", "application"),
-    [
-        (AsyncReceiver, lambda receiver: receiver),
-        (Receiver, lambda receiver: receiver),
-        (AsyncReceiver, fastapi_app),
-        (Receiver, flask_app),
-    ],
+    sampled(
+        [
+            (AsyncReceiver, lambda receiver: receiver),
+            (Receiver, lambda receiver: receiver),
+            (AsyncReceiver, fastapi_app),
+            (Receiver, flask_app),
+        ]
+    ),
     ids=["AsyncReceiver", "Receiver", "ASGI", "WSGI"],
 )
 async def test_receivers_verify_what_the_relay_signed(
@@ -151,6 +154,7 @@ async def test_failures_are_left_for_a_retry_or_are_dead_letters(database: Datab
     assert [each.endpoint for each in report.pending] == ["shop"]
 
 
+@pytest.mark.full
 async def test_a_due_retry_is_sent(database: Database) -> None:
     await add_endpoint(database, "shop", retry=SLOW_RETRY)
     await publish(database, 1)
@@ -162,6 +166,7 @@ async def test_a_due_retry_is_sent(database: Database) -> None:
     assert report.pending == ()
 
 
+@pytest.mark.full
 async def test_what_a_receiver_raises_is_raised_after_the_pass(database: Database) -> None:
     await add_endpoint(database, "shop", retry=SLOW_RETRY)
     await publish(database, 1)
@@ -180,6 +185,7 @@ async def test_what_a_receiver_raises_is_raised_after_the_pass(database: Databas
     assert isinstance(report.requests[0].error, pytest.fail.Exception)
 
 
+@pytest.mark.full
 async def test_batches_and_paused_endpoints(database: Database) -> None:
     await add_endpoint(database, "shop", batch_max=10)
     await add_endpoint(database, "billing")
@@ -196,6 +202,7 @@ async def test_batches_and_paused_endpoints(database: Database) -> None:
     ]
 
 
+@pytest.mark.full
 async def test_a_delayed_event_is_left(database: Database) -> None:
     await add_endpoint(database, "shop")
     async with database.at_hand() as connection:
@@ -235,7 +242,7 @@ async def test_receivers_run_in_the_thread_of_the_test(
     assert outbox_deliver_now.args == (None,)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize("blocking", sampled([True, False]))
 async def test_a_receiver_may_run_out_of_prepared_responses(
     database: Database, blocking: bool
 ) -> None:
@@ -266,6 +273,7 @@ async def test_a_running_relay_is_named(database: Database) -> None:
             await deliver_now_async(database.dsn)
 
 
+@pytest.mark.full
 async def test_wrong_receivers_are_refused(database: Database) -> None:
     await add_endpoint(database, "shop")
     with pytest.raises(UsageError, match='no endpoint "shopp"; there are: shop'):
@@ -279,6 +287,7 @@ async def test_wrong_receivers_are_refused(database: Database) -> None:
         await deliver_now_async(database.dsn, lambda _: "ok")
 
 
+@pytest.mark.full
 async def test_a_pass_ends_although_a_receiver_does_not(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,6 +316,7 @@ async def test_a_pass_ends_although_a_receiver_does_not(
     assert data(await deliver_now_async(database.dsn)) == [1]
 
 
+@pytest.mark.full
 async def test_a_receivers_time_out_is_the_endpoints(database: Database) -> None:
     await add_endpoint(database, "shop", timeout_s=0.1, retry=SLOW_RETRY)
     await publish(database, 1)

@@ -23,6 +23,7 @@ from tests.support.relay import (
     publish,
 )
 from tests.support.schedules import add_schedule
+from tests.support.tiers import sampled
 
 if TYPE_CHECKING:
     from asyncpg import Connection
@@ -141,7 +142,7 @@ def delete_all(connection: sa.Connection) -> None:
 
 
 @pytest.mark.one_major
-@pytest.mark.parametrize("clean_up", [truncate_all, delete_all])
+@pytest.mark.parametrize("clean_up", sampled([truncate_all, delete_all]))
 async def test_the_clean_up_of_a_suite_needs_one_option_in_its_dsn(
     database: Database, clean_up: Any
 ) -> None:
@@ -161,6 +162,7 @@ async def test_the_clean_up_of_a_suite_needs_one_option_in_its_dsn(
     assert await fetchval(database, "SELECT count(*) FROM outbox") == 0
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 async def test_dropping_the_schema_is_not_refused(database: Database) -> None:
     """Suites that migrate anew for each run drop it, as after `alembic downgrade base`."""

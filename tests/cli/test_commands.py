@@ -544,6 +544,7 @@ def test_a_range_is_replayed_in_chunks(here: Command, database: Database) -> Non
     assert again.error == "dead letter 2 was replayed; see: outbox dead show 2"
 
 
+@pytest.mark.full
 def test_dead_letters_are_filtered(here: Command, database: Database) -> None:
     here("endpoint", "add", "a", URL)
     add_dead_letters(database, "a")
@@ -833,6 +834,7 @@ def test_doctor(here: Command, database: Database) -> None:
     assert by_check["relays"]["subject"] == "live health"
 
 
+@pytest.mark.full
 def test_doctor_applies_the_egress_settings(here: Command) -> None:
     opened = {"OUTBOX_ALLOW_NETWORKS": "127.0.0.0/8"}
     here("endpoint", "add", "near", "http://127.0.0.1:9/", **opened)
@@ -898,6 +900,7 @@ def test_a_narrow_terminal_breaks_no_word(
     assert narrow[3] == "not shown at this width: lane, status, attempts"
 
 
+@pytest.mark.full
 def test_doctor_wraps_findings_at_spaces(here: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     here("endpoint", "add", "a", URL)
     whole = here("doctor", NO_COLOR="1").out

@@ -37,6 +37,7 @@ async def test_a_receiver_is_graded_case_by_case(outbox: Command) -> None:
     assert response["cases"] == len(response["grades"]) > 40
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.system
 async def test_the_header_prefix_of_the_endpoint_is_used(outbox: Command) -> None:
@@ -49,6 +50,7 @@ async def test_the_header_prefix_of_the_endpoint_is_used(outbox: Command) -> Non
     assert "  failed  a delivery: " in unknown.out
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.system
 async def test_a_receiver_that_does_not_verify_signatures_fails(outbox: Command) -> None:

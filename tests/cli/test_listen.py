@@ -16,6 +16,7 @@ import pytest
 
 from outbox.core.delivery.signature import format_secret
 from tests.receiver.deliveries import OTHER, SECRET, delivery, signed
+from tests.support.tiers import sampled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -76,7 +77,7 @@ def listen(*args: str, **env: str) -> Iterator[Listening]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["flag", "variable", "file"])
+@pytest.mark.parametrize("how", sampled(["flag", "variable", "file"]))
 async def test_deliveries_are_verified_and_counted(how: str, tmp_path: Path) -> None:
     secret = format_secret(SECRET)
     path = tmp_path / "secret"
@@ -104,6 +105,7 @@ async def test_deliveries_are_verified_and_counted(how: str, tmp_path: Path) -> 
     ]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 async def test_the_end_of_a_lane_is_printed() -> None:
     with listen(OUTBOX_SECRET=format_secret(SECRET)) as listening:
@@ -126,6 +128,7 @@ async def test_missing_deliveries_are_reported_at_the_end() -> None:
     assert last["totals"]["order"]["missing"] == 2
 
 
+@pytest.mark.full
 @pytest.mark.slow
 async def test_an_unsigned_delivery_is_rejected() -> None:
     with listen(OUTBOX_SECRET=format_secret(SECRET)) as listening:
@@ -135,6 +138,7 @@ async def test_an_unsigned_delivery_is_rejected() -> None:
     assert "rejected  401: no signature matches" in lines[0]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 async def test_without_a_secret_a_warning_is_printed() -> None:
     with listen("--fail-rate", "1", "--latency", "1") as listening:

@@ -148,6 +148,7 @@ def test_an_operator_role_may_run_every_command(
     assert as_role("operator", "publish", "a.b").code == 3
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 def test_a_monitor_role_granted_as_the_doctor_says_sees_everything(
     outbox: Command, as_role: Callable[..., Result], filled: Database
@@ -166,6 +167,7 @@ def test_a_monitor_role_granted_as_the_doctor_says_sees_everything(
     assert [f["message"] for f in findings if "can read the secrets" in f["message"]] == []
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 def test_a_producer_role_is_not_advised_to_get_more_privileges(
     as_role: Callable[..., Result],
@@ -192,6 +194,7 @@ def test_a_read_role_changes_nothing_and_gets_advice(
     assert (exported.code, "(outbox migrate --operator ROLE)" in exported.error) == (3, True)
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 def test_the_owner_drops_emptied_partitions(
     outbox: Command, as_role: Callable[..., Result], filled: Database
@@ -221,6 +224,7 @@ def test_the_owner_drops_emptied_partitions(
     assert "dropped" not in outbox("migrate", OUTBOX_DSN=filled.dsn).out
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 def test_a_producer_role_publishes_and_cannot_read(as_role: Callable[..., Result]) -> None:
     assert as_role("producer", "publish", "a.b", "--once", "p").code == 0

@@ -117,6 +117,7 @@ def test_a_trace_as_json(outbox: Command, traced: Database) -> None:
     assert len(newest["diagnosis"]) == 1
 
 
+@pytest.mark.full
 def test_a_trace_of_one_endpoint(outbox: Command, traced: Database) -> None:
     def trace_endpoint(endpoint: str) -> Any:
         dsn = {"OUTBOX_DSN": traced.dsn}

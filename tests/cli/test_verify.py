@@ -80,6 +80,7 @@ def test_skipped_events_are_sequenced_on_request(here: Command, delivered: Datab
     assert here("verify").code == 0
 
 
+@pytest.mark.full
 def test_an_event_that_has_deliveries_is_not_sequenced_again(
     here: Command, delivered: Database
 ) -> None:

@@ -23,6 +23,7 @@ from outbox.core.sequencing.filter_budget import (
 from outbox.core.sequencing.router import RoutableEvent, Route, Router
 from outbox.relay.sequencing.filter_evaluator import FilterEvaluator
 from outbox.store.sequencing.filters import FilterStore
+from tests.support.tiers import sampled
 from tests.support.virtual_time import run_virtual
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ def test_a_filter_within_the_refill_is_not_stopped() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cost_s", [FILTER_TIMEOUT_S * 0.95, NOTICEABLE_S * 0.95, 0.009])
+@pytest.mark.parametrize("cost_s", sampled([FILTER_TIMEOUT_S * 0.95, NOTICEABLE_S * 0.95, 0.009]))
 @pytest.mark.parametrize("tenants", [1, 100])
 def test_a_hundred_filters_below_the_limit_use_no_more_than_the_account(
     cost_s: float, tenants: int
@@ -175,7 +176,7 @@ def test_a_hundred_filters_below_the_limit_use_no_more_than_the_account(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cost_s", [10.0, FILTER_TIMEOUT_S * 0.9, NOTICEABLE_S * 0.8])
+@pytest.mark.parametrize("cost_s", sampled([10.0, FILTER_TIMEOUT_S * 0.9, NOTICEABLE_S * 0.8]))
 @pytest.mark.parametrize("at_once", [1, 3])
 def test_changing_a_filter_refills_nothing_and_stops_no_other_tenants_filter(
     cost_s: float, at_once: int
@@ -250,6 +251,7 @@ def test_two_stalls_that_the_reference_condition_falls_between_stop_no_filter(ga
     run_virtual(main())
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @given(st.lists(st.tuples(st.floats(0.0, 2.0), st.floats(0.5, 20.0)), max_size=20))
 def test_a_database_that_stalls_again_and_again_stops_no_filter(
@@ -268,6 +270,7 @@ def test_a_database_that_stalls_again_and_again_stops_no_filter(
     run_virtual(main())
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_many_cheap_filters_in_a_backlog_are_not_stopped() -> None:
     async def main() -> None:

@@ -11,6 +11,7 @@ from outbox.core.admission.endpoint_queue import Slot, WaitReason
 from outbox.core.admission.request_scheduler import FAST_LATENCY_MAX_S as QUICK_MAX_S
 from outbox.core.admission.request_scheduler import PREEMPT_GRACE_S, PREEMPTED_MAX, RequestScheduler
 from tests.core.request_scheduler_model import Endpoint, Simulation
+from tests.support.tiers import sampled
 
 PLACES = 64
 QUICK_S, SLOW_S = 0.02, 15.0
@@ -120,7 +121,7 @@ ATTACKS = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tenant", [None, "idle"])
+@pytest.mark.parametrize("tenant", sampled([None, "idle"]))
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
 def test_an_idle_endpoint_is_not_delayed(attack: Attack, tenant: str | None) -> None:
     RNG.seed(1)

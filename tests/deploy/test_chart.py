@@ -84,6 +84,7 @@ def test_the_alert_rules_are_those_of_the_package() -> None:
     assert (CHART / "files/alerts.yml").read_bytes() == ALERTS.read_bytes()
 
 
+@pytest.mark.full
 @pytest.mark.system
 @pytest.mark.slow
 @pytest.mark.parametrize(

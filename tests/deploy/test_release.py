@@ -18,6 +18,7 @@ import pytest
 
 from outbox.version import __version__
 from tests.support.checkout import ROOT, export, git, require_checkout
+from tests.support.tiers import sampled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -153,7 +154,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str, str]] = {
 
 @pytest.mark.slow
 @pytest.mark.system
-@pytest.mark.parametrize("name", REFUSALS)
+@pytest.mark.parametrize("name", sampled(REFUSALS, 3))
 def test_a_tree_that_cannot_be_released_is_refused_with_one_line(small: Path, name: str) -> None:
     prepare, version, reason = REFUSALS[name]
     prepare(small)
@@ -165,6 +166,7 @@ def test_a_tree_that_cannot_be_released_is_refused_with_one_line(small: Path, na
     assert not (small / "dist").exists()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.system
 def test_a_failing_build_leaves_the_last_release_in_place(small: Path) -> None:

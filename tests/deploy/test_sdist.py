@@ -45,6 +45,7 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target / f"{NAME}.tar.gz"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_source_distribution_has_every_tracked_file_and_no_other(archive: Path) -> None:
     with tarfile.open(archive) as opened:

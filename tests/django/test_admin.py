@@ -127,6 +127,7 @@ def test_events_are_listed_searched_and_shown() -> None:
         assert '<input type="text"' not in shown.partition('id="main"')[2]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("site")
 def test_the_admin_changes_nothing() -> None:
     from outbox.django.models import Event
@@ -163,6 +164,7 @@ def test_a_user_needs_the_permission_to_view() -> None:
         get(client, "outbox_relay/endpoint/", 403)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("site")
 def test_a_large_table_is_neither_counted_nor_read_as_a_whole(
     monkeypatch: pytest.MonkeyPatch,
@@ -245,6 +247,7 @@ async def test_endpoints_and_dead_letters_are_shown_without_secrets(database: Da
     await in_project({"default": database}, run)
 
 
+@pytest.mark.full
 async def test_the_database_is_selected(database: Database, server: Server) -> None:
     def run() -> None:
         from outbox.django.models import Event

@@ -123,6 +123,7 @@ async def test_what_the_command_applied_is_recorded_and_left_as_it_is(database: 
     assert after == before
 
 
+@pytest.mark.full
 async def test_each_continues_where_the_other_one_stopped(empty_database: Database) -> None:
     await in_project({"default": empty_database}, lambda: run_migrate(APP_LABEL, "0003"))
     async with empty_database.connection() as connection:
@@ -135,6 +136,7 @@ async def test_each_continues_where_the_other_one_stopped(empty_database: Databa
     )
 
 
+@pytest.mark.full
 async def test_the_schema_and_the_databases_are_those_of_the_settings(
     empty_database: Database, server: Any
 ) -> None:
@@ -185,6 +187,7 @@ async def test_it_is_not_reversed_while_the_schema_exists(database: Database) ->
     assert await in_project({"default": database}, run) == []
 
 
+@pytest.mark.full
 async def test_it_does_not_wait_long_for_the_lock_of_a_producer(
     empty_database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,6 +252,7 @@ async def test_the_sql_of_a_migration_is_refused_while_a_relay_runs(
     assert len(await history(empty_database)) == 8
 
 
+@pytest.mark.full
 async def test_concurrent_migrators_apply_each_file_once(empty_database: Database) -> None:
     barrier = threading.Barrier(2)
 
@@ -293,6 +297,7 @@ async def test_tables_of_another_application_are_reported(empty_database: Databa
     await in_project({"default": empty_database}, run)
 
 
+@pytest.mark.full
 async def test_the_sql_of_a_migration_applies_it(empty_database: Database) -> None:
     def run() -> list[str]:
         scripts = []

@@ -104,6 +104,7 @@ async def add_endpoints(relays: Relays, number: int) -> None:
 # ---------------------------------------------- killed and stopped relays
 
 
+@pytest.mark.full
 @pytest.mark.slow
 async def test_deliveries_of_a_killed_relay_are_sent_by_another(relays: Relays) -> None:
     await add_endpoints(relays, 12)

@@ -25,6 +25,12 @@ def pytest_asyncio_loop_factories(
     return loops
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Leave uvloop to the tier `full`: one loop shows each behaviour."""
+    if "uvloop" in item.keywords or "[uvloop" in item.name or "-uvloop" in item.name:
+        item.add_marker(pytest.mark.full)
+
+
 @pytest.fixture(autouse=True)
 def _no_settings_of_the_developer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in os.environ:

@@ -19,6 +19,7 @@ from tests.in_process.receiver import subscribe
 from tests.support.process import environment
 from tests.support.relay import fetchval
 from tests.support.tcp import free_port
+from tests.support.tiers import sampled
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class Application:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("loop", sampled(["asyncio", "uvloop"]))
 async def test_a_request_publishes_and_the_application_delivers(
     loop: str, database: Database, receiver: Receiver, tmp_path: Path
 ) -> None:

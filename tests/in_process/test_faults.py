@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.one_major
 
 
+@pytest.mark.full
 async def test_the_database_restarts(private_database: Database, receiver: Receiver) -> None:
     database = private_database
     await subscribe(database, receiver)

@@ -21,6 +21,7 @@ from tests.in_process.receiver import relay_of, running_tasks, subscribe
 from tests.support.process import environment
 from tests.support.relay import publish
 from tests.support.tcp import listening, silent, through_lines
+from tests.support.tiers import sampled
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def test_a_database_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outbox.Relay(DSN, lease_s=3)
 
 
+@pytest.mark.full
 async def test_a_database_is_named_as_elsewhere(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,6 +103,7 @@ async def test_an_address_that_is_taken_is_an_error_at_once(database: Database) 
             await relay_of(database, health=f"127.0.0.1:{port}").__aenter__()
 
 
+@pytest.mark.full
 async def test_an_unexpected_error_at_the_start_is_raised(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +133,7 @@ async def test_an_application_starts_while_the_database_is_away(
             await until(lambda: relay.ready, 20, "readiness")
 
 
+@pytest.mark.full
 async def test_an_application_starts_while_the_database_does_not_respond(
     database: Database, receiver: Receiver, logs: Logs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,7 +173,7 @@ async def test_a_start_can_be_cancelled(database: Database) -> None:
         assert relay.unready_reason == "it is not running"
 
 
-@pytest.mark.parametrize("steps", range(6))
+@pytest.mark.parametrize("steps", sampled(range(6), 2))
 async def test_a_cancellation_as_the_relay_registers_leaves_nothing_running(
     database: Database, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:

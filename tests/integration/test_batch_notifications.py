@@ -49,6 +49,7 @@ async def two_relays(database: Database) -> AsyncIterator[tuple[Network, Network
         yield one, other
 
 
+@pytest.mark.full
 async def test_every_single_event_is_notified_at_once(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +144,7 @@ async def _is_deaf(
     return not await wake_event.wait(0)
 
 
+@pytest.mark.full
 async def test_producers_wake_the_next_leader(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,6 +127,7 @@ async def test_the_failing_delivery_of_a_batch_is_isolated(database: Database) -
     assert (after.seq, after.previous_seq) == (13, 11)
 
 
+@pytest.mark.full
 async def test_attempts_are_counted_for_single_deliveries_only(database: Database) -> None:
     await add_endpoint(database, batch_max=50, retry={"base_s": 0.01, "attempts_max": 3})
     network = Network(lambda sent: BUSY if 0 in numbers(sent) else OK)
@@ -139,6 +140,7 @@ async def test_attempts_are_counted_for_single_deliveries_only(database: Databas
         assert await connection.fetchval("SELECT attempts FROM dead_letter") == 4
 
 
+@pytest.mark.full
 async def test_batches_are_enabled_and_disabled_while_the_relay_runs(database: Database) -> None:
     await add_endpoint(database)
     network = Network()
@@ -165,6 +167,7 @@ async def test_batches_are_enabled_and_disabled_while_the_relay_runs(database: D
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_the_batch_size_grows_after_a_recovery(database: Database) -> None:
     """Lanes without failures are included."""
     await add_endpoint(database, batch_max=50, lanes=4)
@@ -234,6 +237,7 @@ async def test_a_batch_response_keeps_no_data_of_an_erased_event(
             assert "acme-secret" not in str(kept), table
 
 
+@pytest.mark.full
 async def test_a_batch_request_is_counted_once(database: Database) -> None:
     """Otherwise failures would be diluted: an alert uses their ratio."""
     await add_endpoint(database, batch_max=10)

@@ -29,6 +29,7 @@ from tests.support.relay import (
     publish,
     running,
 )
+from tests.support.tiers import sampled
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -63,8 +64,8 @@ def read(sent: Sent, secret: str) -> tuple[Message, ...]:
     return verify(sent.request.headers, sent.request.body, secret).messages
 
 
-@pytest.mark.parametrize("batch_max", [None, 5])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("batch_max", sampled([None, 5]))
+@pytest.mark.parametrize("name", sampled(FORMATS, 2))
 async def test_bytes_are_delivered_in_each_format(
     database: Database, name: FormatName, batch_max: int | None
 ) -> None:
@@ -94,6 +95,7 @@ async def test_bytes_are_delivered_in_each_format(
         assert network.accepted[2].request.body == large
 
 
+@pytest.mark.full
 async def test_a_dead_letter_has_the_bytes(database: Database, db: Connection[Any]) -> None:
     made = await add_endpoint(database, format="raw")
     await add_endpoint(database, name="good", format="raw")
@@ -123,6 +125,7 @@ async def test_a_dead_letter_has_the_bytes(database: Database, db: Connection[An
     assert (message.data, message.content_type) == (EVERY_BYTE, PNG)
 
 
+@pytest.mark.full
 async def test_a_backfill_sends_the_bytes_again(database: Database, db: Connection[Any]) -> None:
     await add_endpoint(database, format="raw")
     network = Network()
@@ -136,6 +139,7 @@ async def test_a_backfill_sends_the_bytes_again(database: Database, db: Connecti
     assert [sent.request.body for sent in network.accepted] == [EVERY_BYTE] * 2
 
 
+@pytest.mark.full
 async def test_delayed_bytes_are_published_when_they_are_due(
     database: Database, db: Connection[Any]
 ) -> None:
@@ -179,6 +183,7 @@ async def test_erasure_removes_the_bytes_everywhere(
     assert len(network.sent) == 1
 
 
+@pytest.mark.full
 async def test_a_filter_applies_to_json_only(database: Database, db: Connection[Any]) -> None:
     await add_endpoint(database, filter="@.n > 0")
     await add_endpoint(database, name="negated", filter="!(@.n > 0)")
@@ -194,6 +199,7 @@ async def test_a_filter_applies_to_json_only(database: Database, db: Connection[
     assert [check async for check in run_checks(db) if check.violations] == []
 
 
+@pytest.mark.full
 async def test_bytes_are_fetched_and_previewed(database: Database, db: Connection[Any]) -> None:
     made = await add_endpoint(database, format="raw")
     network = Network()

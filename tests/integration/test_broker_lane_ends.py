@@ -69,6 +69,7 @@ async def ended(database: Database) -> None:
     await until(lambda: fetchval(database, f"SELECT ({LACKING}) = 0"), what="the end entries")
 
 
+@pytest.mark.full
 async def test_a_lane_ends_also_if_nothing_was_delivered(
     database: Database, streams: Streams
 ) -> None:
@@ -168,6 +169,7 @@ async def test_a_lane_that_cannot_end_holds_the_new_ones(
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_a_lane_that_cannot_end_is_reported_as_stuck(
     database: Database, streams: Streams
 ) -> None:
@@ -185,6 +187,7 @@ async def test_a_lane_that_cannot_end_is_reported_as_stuck(
     assert report.keys() & {"event", "type", "skip"} == set()
 
 
+@pytest.mark.full
 async def test_an_end_in_flight_while_the_address_changes_is_written_to_the_new_server(
     database: Database,
 ) -> None:
@@ -233,6 +236,7 @@ async def test_a_lost_response_to_an_end_is_resolved(database: Database, streams
     assert contents(streams, 1) == [[1, "end", 1]]
 
 
+@pytest.mark.full
 async def test_an_end_entry_shows_that_the_broker_works_again(
     database: Database, streams: Streams
 ) -> None:

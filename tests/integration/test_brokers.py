@@ -30,6 +30,7 @@ from tests.support.relay import (
     remove_events,
     running,
 )
+from tests.support.tiers import sampled
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -165,6 +166,7 @@ async def test_deliveries_are_appended_in_order_with_their_metadata(
     assert await fetchval(database, "SELECT receipt FROM lane_receipt") == "receipt 20"
 
 
+@pytest.mark.full
 async def test_what_waits_goes_in_one_append(database: Database, streams: Streams) -> None:
     await stream_endpoint(database)
     await publish(database, *range(300))
@@ -301,7 +303,7 @@ async def forgetful(database: Database, streams: Streams, through: int) -> None:
     await until(lambda: last_failure(database), what="the failure")
 
 
-@pytest.mark.parametrize("through", [0, 6])
+@pytest.mark.parametrize("through", sampled([0, 6]))
 async def test_a_stream_that_lost_messages_is_held_until_it_is_refilled(
     database: Database, streams: Streams, through: int
 ) -> None:
@@ -343,6 +345,7 @@ async def test_a_stream_is_not_filled_again_around_events_that_retention_has_rem
     assert streams.sequences() == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.full
 async def test_a_message_that_is_refused_when_a_stream_is_filled_again_holds_its_lane_alone(
     database: Database, streams: Streams
 ) -> None:
@@ -365,6 +368,7 @@ async def test_a_message_that_is_refused_when_a_stream_is_filled_again_holds_its
     assert streams.sequences() == list(range(1, 12))
 
 
+@pytest.mark.full
 async def test_a_held_lane_is_not_opened_all_the_time_after_a_resume(
     database: Database, streams: Streams
 ) -> None:
@@ -397,6 +401,7 @@ async def adopt(database: Database, *, dry_run: bool = False) -> RequestedRepair
 REQUESTED = "SELECT count(*) FROM lane WHERE repair IS NOT NULL"
 
 
+@pytest.mark.full
 async def test_new_credentials_during_a_refill_open_the_lane_again(
     database: Database, streams: Streams
 ) -> None:
@@ -421,6 +426,7 @@ async def test_new_credentials_during_a_refill_open_the_lane_again(
     assert streams.sequences() == list(range(1, 12))
 
 
+@pytest.mark.full
 async def test_a_held_lane_is_opened_for_a_request_and_not_for_any_change_of_settings(
     database: Database, streams: Streams
 ) -> None:
@@ -487,7 +493,7 @@ async def test_a_lane_with_a_later_owner_in_its_stream_is_taken_over(
     assert await fetchval(database, "SELECT count(*) FROM dead_letter") == 0
 
 
-@pytest.mark.parametrize("sequence", [2, 99])
+@pytest.mark.parametrize("sequence", sampled([2, 99]))
 async def test_a_lane_that_does_not_fit_into_its_stream_is_abandoned(
     database: Database, streams: Streams, sequence: int
 ) -> None:
@@ -542,6 +548,7 @@ async def test_there_is_no_refill_without_a_loss(database: Database, streams: St
                 await request_refill(db, "relay", "shop", actor="test")
 
 
+@pytest.mark.full
 async def test_a_held_lane_does_not_hold_the_others(database: Database, streams: Streams) -> None:
     await add_endpoint(database, url=URL, lanes=4, retry=QUICK_RETRY)
     async with running(database, Network(), brokers=streams.connect):
@@ -578,6 +585,7 @@ async def test_a_stream_of_another_history_is_held(database: Database, streams: 
     assert await fetchval(database, "SELECT sum(acked_seq) FROM lane_progress") == 2
 
 
+@pytest.mark.full
 async def test_a_resumed_lane_is_opened_again(database: Database, streams: Streams) -> None:
     await stream_endpoint(database)
     async with running(database, Network(), brokers=streams.connect):
@@ -617,6 +625,7 @@ def _fields(settings: Any) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in settings.__slots__}
 
 
+@pytest.mark.full
 async def test_unusable_credentials_hold_the_endpoint_and_no_other(
     database: Database, streams: Streams
 ) -> None:
@@ -635,6 +644,7 @@ async def test_unusable_credentials_hold_the_endpoint_and_no_other(
     await brokers.aclose()
 
 
+@pytest.mark.full
 async def test_a_url_that_is_no_longer_valid_holds_the_endpoint_until_it_is_changed(
     database: Database, streams: Streams
 ) -> None:

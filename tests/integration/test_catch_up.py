@@ -237,6 +237,7 @@ async def test_the_payload_of_a_thin_message_is_fetched_while_it_is_processed(
         )
 
 
+@pytest.mark.full
 async def test_a_lane_started_after_the_backup_is_fetched_from_its_start(
     database: Database, tmp_path: Path
 ) -> None:
@@ -255,6 +256,7 @@ async def test_a_lane_started_after_the_backup_is_fetched_from_its_start(
     assert sorted(ledger.moved()) == list(range(30))
 
 
+@pytest.mark.full
 async def test_a_lane_of_another_endpoint_is_not_fetched(
     database: Database, tmp_path: Path
 ) -> None:
@@ -273,6 +275,7 @@ async def test_a_lane_of_another_endpoint_is_not_fetched(
     assert ledger.moved() == [30]
 
 
+@pytest.mark.full
 async def test_a_new_receiver_does_not_fetch_the_whole_history(
     database: Database, tmp_path: Path
 ) -> None:
@@ -291,6 +294,7 @@ async def test_a_new_receiver_does_not_fetch_the_whole_history(
     assert ledger.moved() == [1, 2, 3]
 
 
+@pytest.mark.full
 async def test_expired_deliveries_are_skipped(database: Database, tmp_path: Path) -> None:
     made = await add_endpoint(database)
     async with fetchable(database) as fetch:
@@ -309,6 +313,7 @@ async def test_expired_deliveries_are_skipped(database: Database, tmp_path: Path
         assert await asyncio.to_thread(ledger.receiver.catch_up) == []
 
 
+@pytest.mark.full
 async def test_an_early_delivery_is_deferred_while_the_relay_is_unreachable(
     database: Database,
 ) -> None:
@@ -332,6 +337,7 @@ async def test_an_early_delivery_is_deferred_while_the_relay_is_unreachable(
     assert (receiver.totals.requests["processed"], receiver.totals.fetched) == (2, 1)
 
 
+@pytest.mark.full
 async def test_a_rejected_delivery_is_skipped(database: Database, tmp_path: Path) -> None:
     made = await add_endpoint(database)
     async with fetchable(database) as fetch:
@@ -376,6 +382,7 @@ async def test_what_is_lost_at_the_end_of_a_lane_is_found_and_recorded(
         assert await asyncio.to_thread(ledger.receiver.catch_up) == []
 
 
+@pytest.mark.full
 async def test_a_processing_error_blocks_only_its_lane(database: Database, tmp_path: Path) -> None:
     made = await add_endpoint(database)
     async with fetchable(database) as fetch:
@@ -398,6 +405,7 @@ async def test_a_processing_error_blocks_only_its_lane(database: Database, tmp_p
     assert ledger.moved() == [1, 2]
 
 
+@pytest.mark.full
 async def test_a_wrong_token_or_secret_is_reported(database: Database) -> None:
     made = await add_endpoint(database)
     other = await add_endpoint(database, "other")

@@ -185,6 +185,7 @@ def shift_database_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], N
     return be_ahead
 
 
+@pytest.mark.full
 async def test_a_clock_set_back_does_not_delay_a_retry(
     database: Database, shift_database_clock: Callable[[float], None]
 ) -> None:
@@ -199,6 +200,7 @@ async def test_a_clock_set_back_does_not_delay_a_retry(
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_a_clock_set_forward_makes_a_retry_due(
     database: Database, shift_database_clock: Callable[[float], None]
 ) -> None:
@@ -211,6 +213,7 @@ async def test_a_clock_set_forward_makes_a_retry_due(
         await until(lambda: network.data() == ["late"], 20, "the retry")
 
 
+@pytest.mark.full
 async def test_a_clock_set_back_does_not_delay_a_probe(
     database: Database,
     shift_database_clock: Callable[[float], None],

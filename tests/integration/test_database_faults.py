@@ -59,6 +59,7 @@ def reasons(logs: Logs, event: str = LOST) -> list[str]:
 # --------------------------------------------------------- lost connections
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.usefixtures("_reconnects_soon")
 async def test_server_restarts_under_load(private_database: Database, logs: Logs) -> None:
@@ -121,6 +122,7 @@ def _closed(logs: Logs) -> int:
     return sum(each["event"] in NOT_LISTENING for each in logs)
 
 
+@pytest.mark.full
 async def test_losing_the_listening_connection_keeps_the_session(
     database: Database, logs: Logs
 ) -> None:
@@ -193,6 +195,7 @@ SAYS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
@@ -344,6 +347,7 @@ async def test_a_temporarily_missing_privilege(database: Database, logs: Logs) -
         await admin.execute("DROP OWNED BY plain; DROP ROLE plain")
 
 
+@pytest.mark.full
 async def test_a_database_error_in_the_background_is_logged_in_one_line(
     database: Database, logs: Logs
 ) -> None:

@@ -25,6 +25,7 @@ EVENTS = 100
 PACKAGE = f"{Path(outbox.__file__).parent}/"
 
 
+@pytest.mark.full
 async def test_a_delivery_of_a_run_passes_few_modules(database: Database) -> None:
     ways: list[frozenset[str]] = []
     modules: set[str] = set()

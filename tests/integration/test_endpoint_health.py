@@ -68,6 +68,7 @@ async def letters(database: Database) -> list[tuple[str, int, int]]:
     return [tuple(each) for each in orjson.loads(rows or "[]")]
 
 
+@pytest.mark.full
 async def test_a_burst_of_rejections_dead_letters_few_deliveries_and_keeps_the_order(
     database: Database,
 ) -> None:
@@ -100,6 +101,7 @@ async def test_the_next_owner_inherits_the_open_circuit_breaker(database: Databa
     assert len(await letters(database)) == 9
 
 
+@pytest.mark.full
 async def test_retry_after_holds_off_every_lane_of_the_endpoint(database: Database) -> None:
     await add_endpoint(database, lanes=8)
     loop = asyncio.get_running_loop()
@@ -122,6 +124,7 @@ async def test_retry_after_holds_off_every_lane_of_the_endpoint(database: Databa
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_the_next_owner_inherits_a_repeated_hold_off(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,6 +159,7 @@ async def test_one_failing_delivery_does_not_open_the_circuit_breaker(
     assert await letters(database) == []
 
 
+@pytest.mark.full
 async def test_a_probe_detects_recovery_before_the_next_attempt_is_due(database: Database) -> None:
     await add_endpoint(database, retry={**PATIENT, "base_s": 3600.0, "cap_s": 3600.0})
     broken = True
@@ -196,6 +200,7 @@ async def test_410_disables_the_endpoint_and_dead_letters_the_rest_as_one_range(
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_an_endpoint_without_a_success_is_disabled_after_its_timeout(
     database: Database,
 ) -> None:
@@ -217,6 +222,7 @@ async def test_an_endpoint_without_a_success_is_disabled_after_its_timeout(
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_rejections_that_drain_a_lane_do_not_disable_the_endpoint(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,6 +263,7 @@ async def test_a_backlog_over_its_limit_is_cut_and_the_gap_is_named(
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_a_growing_gap_starts_a_new_dead_letter_after_a_while(database: Database) -> None:
     """Otherwise the gap would never age, and its events would be kept forever."""
     await add_endpoint(database, lanes=1, retry=PATIENT)
@@ -282,6 +289,7 @@ async def test_a_growing_gap_starts_a_new_dead_letter_after_a_while(database: Da
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_a_backlog_over_its_age_limit_is_cut(database: Database) -> None:
     await add_endpoint(database, lanes=4, retry=PATIENT)
     await set_endpoint(database, backlog_age_s=0.4)

@@ -13,6 +13,7 @@ from outbox.core.model.response import AttemptResult
 from outbox.receiver import BadMessage
 from outbox.receiver import verify as verify_request
 from tests.support.relay import OK, Network, add_endpoint, all_ended, fetchval, publish, running
+from tests.support.tiers import sampled
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ async def test_a_request_uses_the_method_headers_and_timeouts_of_its_endpoint(
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize("batch_max", [None, 5])
+@pytest.mark.parametrize("batch_max", sampled([None, 5]))
 async def test_the_headers_of_a_delivery_have_the_prefix_of_its_endpoint(
     database: Database, batch_max: int | None
 ) -> None:
@@ -74,6 +75,7 @@ async def test_the_headers_of_a_delivery_have_the_prefix_of_its_endpoint(
             )
 
 
+@pytest.mark.full
 async def test_an_endpoint_sets_its_own_retryable_status_codes(database: Database) -> None:
     await add_endpoint(database)
     await fetchval(database, "UPDATE endpoint SET retryable = '{404}'")

@@ -27,6 +27,7 @@ from tests.support.relay import (
     publish,
     running,
 )
+from tests.support.tiers import sampled
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -72,7 +73,9 @@ def echo(status: int) -> Any:
     return response
 
 
-@pytest.mark.parametrize("target", [ErasureTarget(tenant="acme"), ErasureTarget(key="customer-1")])
+@pytest.mark.parametrize(
+    "target", sampled([ErasureTarget(tenant="acme"), ErasureTarget(key="customer-1")])
+)
 async def test_erasure_removes_event_data_and_keeps_delivery_history(
     database: Database, db: Connection[Any], target: ErasureTarget
 ) -> None:
@@ -219,6 +222,7 @@ async def drop_events(database: Database, db: Connection[Any]) -> None:
     await keeper.maintain_until_idle()
 
 
+@pytest.mark.full
 async def test_responses_to_a_dead_letter_are_erased_after_its_event_was_dropped(
     database: Database, db: Connection[Any]
 ) -> None:

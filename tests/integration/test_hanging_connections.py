@@ -82,9 +82,9 @@ def dead_lettered(logs: list[Any]) -> bool:
 @pytest.mark.parametrize(
     "kinds",
     [
-        OPENED[:3],
-        pytest.param(OPENED[3:6], marks=pytest.mark.full),
-        pytest.param(OPENED[6:], marks=pytest.mark.full),
+        OPENED[:1],
+        pytest.param(OPENED[1:4], marks=pytest.mark.full),
+        pytest.param(OPENED[4:], marks=pytest.mark.full),
     ],
     ids=" ".join,
 )
@@ -241,6 +241,7 @@ async def test_a_clean_stop_releases_the_locks_of_a_hanging_connection(server: S
     await run_concurrently(server, ("half", "nothing"), stop)
 
 
+@pytest.mark.full
 async def test_a_lock_wait_is_not_taken_for_a_hanging_connection(
     database: Database, logs: list[Any]
 ) -> None:
@@ -262,6 +263,7 @@ async def test_a_lock_wait_is_not_taken_for_a_hanging_connection(
     assert not dead_lettered(logs)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 async def test_a_slow_response_is_not_taken_for_a_hanging_connection(
     database: Database, logs: list[Any]
@@ -290,6 +292,7 @@ async def test_a_slow_response_is_not_taken_for_a_hanging_connection(
     assert not dead_lettered(logs)
 
 
+@pytest.mark.full
 async def test_a_failed_registration_is_retried(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,6 +319,7 @@ async def test_a_failed_registration_is_retried(
             await until(lambda: 2 in network.data(), 20, "the relay to go on")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 async def test_a_stop_does_not_wait_for_a_blocked_statement(server: Server) -> None:
     """The server reports the backend as active all the time."""

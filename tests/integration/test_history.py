@@ -31,6 +31,7 @@ from tests.support.relay import (
     register,
     running,
 )
+from tests.support.tiers import sampled
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ async def logged(database: Database, endpoint_id: UUID | None) -> tuple[int, int
     return row["successes"], row["failures"]
 
 
-@pytest.mark.parametrize("batch_max", [None, 20])
+@pytest.mark.full
+@pytest.mark.parametrize("batch_max", sampled([None, 20]))
 async def test_the_history_agrees_with_the_attempt_log(
     database: Database, rng: random.Random, batch_max: int | None
 ) -> None:
@@ -158,6 +160,7 @@ async def test_an_interval_replaces_that_of_the_day_before(database: Database) -
     assert later == 3
 
 
+@pytest.mark.full
 async def test_replicas_add_to_the_same_endpoints_at_once(database: Database) -> None:
     """Nothing is lost, and no deadlock: the row of the sum is shared by all, and endpoints move."""
     ids = [(await add_endpoint(database, f"e{n}")).id for n in range(20)]
@@ -196,6 +199,7 @@ async def test_a_fenced_replica_counts_nothing(database: Database) -> None:
     assert await fetchval(database, "SELECT count(*) FROM delivery_history") == 0
 
 
+@pytest.mark.full
 async def test_endpoints_are_listed_by_name_with_their_hours(database: Database) -> None:
     tenants = {"a": "acme", "b": None, "c": "acme"}
     for name, tenant in tenants.items():
@@ -219,6 +223,7 @@ async def test_endpoints_are_listed_by_name_with_their_hours(database: Database)
         await history_of(database, "aa")
 
 
+@pytest.mark.full
 async def test_the_history_of_a_removed_endpoint_is_deleted(database: Database) -> None:
     await add_endpoint(database)
     other = await add_endpoint(database, "other")

@@ -49,6 +49,7 @@ from tests.support.relay import (
     register,
     running,
 )
+from tests.support.tiers import sampled
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ async def test_start_deliveries_dead_letters_and_stop(database: Database) -> Non
     assert not seen.hold_points, seen.report()
 
 
+@pytest.mark.full
 async def test_expiry_schedules_delayed_events_and_disabling(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,7 +217,7 @@ async def test_maintenance(database: Database) -> None:
     assert not seen.hold_points, seen.report()
 
 
-@pytest.mark.parametrize("target", [ErasureTarget(tenant="acme"), ErasureTarget(key="k")])
+@pytest.mark.parametrize("target", sampled([ErasureTarget(tenant="acme"), ErasureTarget(key="k")]))
 async def test_erasure(database: Database, target: ErasureTarget) -> None:
     await add_endpoint(database, all_tenants=True)
     await add_endpoint(database, "bad", all_tenants=True)
@@ -235,6 +237,7 @@ async def test_erasure(database: Database, target: ErasureTarget) -> None:
     assert not seen.hold_points, seen.report()
 
 
+@pytest.mark.full
 async def test_migration(empty_database: Database) -> None:
     await empty_database.server.execute("DROP ROLE IF EXISTS app", "CREATE ROLE app")
     async with in_lockstep(empty_database) as (seen, dsn):

@@ -13,6 +13,7 @@ import pytest
 from outbox.relay.sequencing.cursor import BatchResult
 from tests.support.cursor_checks import NO_VIOLATIONS, check_cursor
 from tests.support.sequencers import REAL, Slow, Variant, add_endpoints, session, settings
+from tests.support.tiers import sampled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,7 +92,7 @@ async def _sequence_all(sequencer: Sequencer) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("store", [CountsGaps, CommitsDuringRead])
-@pytest.mark.parametrize("new_leader", [False, True], ids=["", "a new leader"])
+@pytest.mark.parametrize("new_leader", sampled([False, True]), ids=["", "a new leader"])
 async def test_its_events_are_sequenced_in_portions_before_later_ones(
     store: type[CountsGaps], new_leader: bool, database: Database
 ) -> None:

@@ -87,6 +87,7 @@ async def test_every_key_keeps_its_order_across_lane_changes_and_kills(
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_the_last_delivery_of_a_lane_marks_the_lane_end(
     database: Database, logs: Sequence[Mapping[str, Any]]
 ) -> None:
@@ -133,6 +134,7 @@ async def test_a_blocked_lane_blocks_the_next_generation(database: Database) -> 
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_a_disabled_endpoint_leaves_no_blocked_lane(
     database: Database,
 ) -> None:

@@ -322,6 +322,7 @@ async def slow_disk(pg_major: int) -> AsyncIterator[Database]:
         yield database
 
 
+@pytest.mark.full
 @pytest.mark.slow
 async def test_producers_that_contend_for_commits_need_not_notify(
     slow_disk: Database,

@@ -37,6 +37,7 @@ from tests.support.relay import (
     settings_for,
 )
 from tests.support.roles import dsn_of, role
+from tests.support.tiers import sampled
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -141,6 +142,7 @@ async def keeper_first(database: Database, kind: str) -> int:
     return int(await fetchval(database, sql, kind))
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 async def test_a_least_privilege_relay_takes_over_from_a_killed_one(database: Database) -> None:
     await add_endpoint(database)
@@ -156,6 +158,7 @@ async def test_a_least_privilege_relay_takes_over_from_a_killed_one(database: Da
     assert network.data() == [1, 2, 3]
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 async def test_the_api_reads_everything_and_changes_only_what_is_granted(
     database: Database,
@@ -192,6 +195,7 @@ async def database_grants(database: Database, name: str) -> None:
         await owner.execute(f"SELECT grant_operator('\"{name}\"'), grant_producer('\"{name}\"')")
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 async def test_receivers_fetch_through_a_least_privilege_relay(database: Database) -> None:
     await add_endpoint(database)
@@ -218,7 +222,7 @@ async def test_receivers_fetch_through_a_least_privilege_relay(database: Databas
 @pytest.mark.one_major
 @pytest.mark.parametrize(
     "lacking",
-    ["UPDATE ON cursor", "EXECUTE ON FUNCTION end_period", "UPDATE ON SEQUENCE wakeup"],
+    sampled(["UPDATE ON cursor", "EXECUTE ON FUNCTION end_period", "UPDATE ON SEQUENCE wakeup"]),
 )
 async def test_a_relay_that_lacks_one_privilege_ends_and_names_it(
     database: Database, lacking: str
@@ -233,9 +237,9 @@ async def test_a_relay_that_lacks_one_privilege_ends_and_names_it(
 
 
 @pytest.mark.one_major
-@pytest.mark.parametrize("purposes", [(), ("producer",), ("reader",), ("operator",)])
+@pytest.mark.parametrize("purposes", sampled([[], ["producer"], ["reader"], ["operator"]]))
 async def test_a_relay_of_another_purpose_ends_and_names_the_grant(
-    database: Database, purposes: tuple[str, ...]
+    database: Database, purposes: list[str]
 ) -> None:
     async with role(database, *purposes) as name:
         expected = r"^permission denied for .*\(outbox migrate --relay ROLE\)"
@@ -243,6 +247,7 @@ async def test_a_relay_of_another_purpose_ends_and_names_the_grant(
             await relay(database, Network(), dsn=dsn_of(database, name)).run()
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 async def test_a_relay_runs_with_an_overloaded_function(database: Database) -> None:
     """A later, compatible version of the schema may have one."""

@@ -68,6 +68,7 @@ async def test_the_concurrency_of_an_endpoint_is_limited(database: Database) -> 
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_a_rate_limit_affects_only_its_endpoint_until_it_is_removed(
     database: Database,
 ) -> None:
@@ -86,6 +87,7 @@ async def test_a_rate_limit_affects_only_its_endpoint_until_it_is_removed(
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_a_stop_does_not_wait_for_slots(database: Database) -> None:
     await add_endpoint(database, lanes=4, rate_per_s=0.001)
     network = Network()
@@ -99,6 +101,7 @@ async def test_a_stop_does_not_wait_for_slots(database: Database) -> None:
     assert len(network.sent) == 1
 
 
+@pytest.mark.full
 async def test_limits_apply_per_tenant(database: Database) -> None:
     for name, tenant in (("a1", "a"), ("a2", "a"), ("b1", "b"), ("free", None)):
         await add_endpoint(database, name, lanes=4, tenant=tenant)
@@ -115,6 +118,7 @@ async def test_limits_apply_per_tenant(database: Database) -> None:
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_a_delivery_that_expires_while_waiting_for_a_slot_is_not_sent(
     database: Database,
 ) -> None:
@@ -134,6 +138,7 @@ async def test_a_delivery_that_expires_while_waiting_for_a_slot_is_not_sent(
         assert await connection.fetchval("SELECT reason FROM dead_letter") == "expired"
 
 
+@pytest.mark.full
 async def test_hanging_endpoints_do_not_delay_others(database: Database) -> None:
     for n in range(12):
         await add_endpoint(database, f"hang{n}", types=["hang"], lanes=4, timeout_s=60.0)

@@ -29,6 +29,7 @@ from tests.support.relay import (
     publish,
     running,
 )
+from tests.support.tiers import sampled
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ async def set_format(database: Database, name: FormatName) -> None:
         )
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", sampled(FORMATS, 2))
 async def test_deliveries_and_retries_have_the_format(database: Database, name: FormatName) -> None:
     made = await add_endpoint(database, format=name, source="/test")
     network = Network(lambda sent: BUSY if sent.seq == 2 and sent.attempt < 3 else OK)
@@ -73,6 +74,7 @@ async def test_deliveries_and_retries_have_the_format(database: Database, name: 
     assert len({message.delivery_id for message in tried}) == 1
 
 
+@pytest.mark.full
 async def test_a_format_changes_while_deliveries_are_pending(database: Database) -> None:
     made = await add_endpoint(database, retry=QUICK_RETRY | {"attempts_max": 10_000})
     formats = cycle(FORMATS)
@@ -104,7 +106,7 @@ async def test_a_format_changes_while_deliveries_are_pending(database: Database)
     assert all(len(ids) == 1 for ids in by_number.values()), "the same X-Delivery in each format"
 
 
-@pytest.mark.parametrize("name", [each for each in FORMATS if each not in UNBATCHED])
+@pytest.mark.parametrize("name", sampled([each for each in FORMATS if each not in UNBATCHED]))
 async def test_batches_have_the_format(database: Database, name: FormatName) -> None:
     made = await add_endpoint(database, format=name, batch_max=10)
     await publish(database, *range(1, 26), key="k")
@@ -133,8 +135,8 @@ def comparable(headers: Any) -> list[tuple[str, str]]:
     return [each for each in headers if each[0] not in (*momentary, "X-Team")]
 
 
-@pytest.mark.parametrize("batch_max", [None, 5])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("batch_max", sampled([None, 5]))
+@pytest.mark.parametrize("name", sampled(FORMATS, 2))
 async def test_a_preview_is_the_request_that_is_sent(
     database: Database, name: FormatName, batch_max: int | None
 ) -> None:
@@ -159,6 +161,7 @@ async def test_a_preview_is_the_request_that_is_sent(
     assert orjson.loads(before.body) is not None
 
 
+@pytest.mark.full
 async def test_a_preview_is_of_the_newest_delivery(database: Database) -> None:
     """A replay has another number than the delivery that it replaces."""
     await add_endpoint(database, format="raw")

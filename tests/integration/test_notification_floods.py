@@ -108,6 +108,7 @@ async def test_a_flood_of_notifications_is_not_listened_to(
     assert len([each for each in logs if "retry_s" in each]) == 1
 
 
+@pytest.mark.full
 async def test_the_wait_after_a_flood_doubles_while_floods_continue(
     database: Database, logs: list[MutableMapping[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +182,7 @@ async def typical_interval(
     return sorted(apart)[len(apart) // 2]
 
 
+@pytest.mark.full
 async def test_notifications_without_events_cause_few_reads(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,6 +196,7 @@ async def test_notifications_without_events_cause_few_reads(
     assert await typical_interval(database, monkeypatch, read, notify) >= 0.05 * 0.9
 
 
+@pytest.mark.full
 async def test_forged_notifications_cause_few_reads(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:

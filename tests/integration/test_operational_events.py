@@ -30,6 +30,7 @@ from tests.support.relay import (
     publish,
     running,
 )
+from tests.support.tiers import sampled
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ async def count_of(database: Database, kind: str, wanted: int) -> bool:
 # --------------------------------------------------------------------- no feedback loops
 
 
-@pytest.mark.parametrize("response", [REFUSED, BUSY], ids=["refuses", "fails"])
+@pytest.mark.parametrize("response", sampled([REFUSED, BUSY]), ids=["refuses", "fails"])
 async def test_an_endpoint_that_takes_no_operational_events_causes_none(
     database: Database, response: AttemptResult
 ) -> None:
@@ -140,6 +141,7 @@ async def test_a_failing_endpoint_that_receives_its_own_events_causes_no_loop(
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_cutting_a_backlog_of_operational_events_creates_no_event(
     database: Database,
 ) -> None:
@@ -154,6 +156,7 @@ async def test_cutting_a_backlog_of_operational_events_creates_no_event(
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_a_block_of_operational_events_is_reported_once_an_ordinary_event_fails(
     database: Database,
 ) -> None:
@@ -182,6 +185,7 @@ async def test_a_block_of_operational_events_is_reported_once_an_ordinary_event_
     assert (await one(database, HELD, both.id, "both"))["state"] == "failing"
 
 
+@pytest.mark.full
 async def test_the_end_of_an_unreported_block_is_not_reported(database: Database) -> None:
     await add_endpoint(database, types=["order.*"])
     await add_endpoint(database, "ops", types=["outbox.**"], retry=FOR_EVER)
@@ -199,6 +203,7 @@ async def test_the_end_of_an_unreported_block_is_not_reported(database: Database
 # ----------------------------------------------------------------- subscribers only
 
 
+@pytest.mark.full
 async def test_an_event_without_subscribers_is_not_written(database: Database) -> None:
     await add_endpoint(database, types=["**"], backlog_max=3, retry=FOR_EVER)
     await add_endpoint(database, "blocks", types=["*.paid", "*.*.created"], on_dead_letter="block")
@@ -291,6 +296,7 @@ async def test_a_dead_letter_and_its_block_are_reported(database: Database) -> N
     assert SECRET not in orjson.dumps(await operational_events(database)).decode()
 
 
+@pytest.mark.full
 async def test_a_range_is_reported_once_it_contains_an_ordinary_event(database: Database) -> None:
     both = await add_endpoint(
         database, "both", types=["order.*", "outbox.**"], retry=FOR_EVER, backlog_max=1
@@ -323,6 +329,7 @@ async def test_a_range_is_reported_once_it_contains_an_ordinary_event(database: 
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_only_ordinary_erased_events_are_reported(
     database: Database,
 ) -> None:
@@ -340,6 +347,7 @@ async def test_only_ordinary_erased_events_are_reported(
     assert not {"event", "type"} & report.keys()
 
 
+@pytest.mark.full
 async def test_a_hold_off_and_its_end_are_reported_once_across_a_takeover(
     database: Database,
 ) -> None:
@@ -365,6 +373,7 @@ async def test_a_hold_off_and_its_end_are_reported_once_across_a_takeover(
     assert got(network, "ops") == [HELD, RECOVERED]
 
 
+@pytest.mark.full
 async def test_every_hold_off_is_reported(database: Database) -> None:
     await add_endpoint(database, types=["order.*"], lanes=4, retry=FOR_EVER)
     await add_endpoint(database, "ops", types=["outbox.endpoint.*"])
@@ -380,6 +389,7 @@ async def test_every_hold_off_is_reported(database: Database) -> None:
     assert await counted(database) == {HELD: 3, RECOVERED: 3}
 
 
+@pytest.mark.full
 async def test_410_reports_the_disabled_endpoint_and_its_dead_letters(
     database: Database,
 ) -> None:
@@ -402,6 +412,7 @@ async def test_410_reports_the_disabled_endpoint_and_its_dead_letters(
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_a_day_without_success_is_reported_once_and_three_disable_the_endpoint(
     database: Database,
 ) -> None:
@@ -486,6 +497,7 @@ async def test_a_lasting_backlog_is_reported_once_across_leaders(
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_a_long_transaction_does_not_count_as_lag(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -504,6 +516,7 @@ async def test_a_long_transaction_does_not_count_as_lag(
     assert await counted(database) == {}
 
 
+@pytest.mark.full
 async def test_lag_is_reported_once_an_endpoint_subscribes(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -572,6 +585,7 @@ async def _health(database: Database, name: str, state: str) -> bool:
     return bool(await fetchval(database, sql, name, state))
 
 
+@pytest.mark.full
 async def test_a_lane_with_a_delivery_that_fails_alone_is_reported_as_stuck(
     database: Database,
 ) -> None:
@@ -609,6 +623,7 @@ async def test_a_lane_with_a_delivery_that_fails_alone_is_reported_as_stuck(
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_operational_events_that_fail_are_not_reported_as_stuck(database: Database) -> None:
     await add_endpoint(database, types=["order.*"])
     await add_endpoint(database, "ops", types=["outbox.**"], lanes=1, retry=FOR_EVER)

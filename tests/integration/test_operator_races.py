@@ -100,6 +100,7 @@ async def test_a_delivery_waiting_for_a_slot_is_not_sent_after_a_pause(
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_a_delivery_waiting_for_a_slot_is_not_sent_during_a_hold_off(
     database: Database,
 ) -> None:

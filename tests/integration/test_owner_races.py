@@ -87,6 +87,7 @@ async def test_a_lane_blocked_during_a_poll_stays_blocked(
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_a_delivery_waiting_for_a_slot_obeys_a_pause(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,6 +164,7 @@ async def test_new_lanes_obey_a_pause_of_the_same_transaction(
     assert sorted(network.data()) == [1, 1, 2, 2, 3, 3]
 
 
+@pytest.mark.full
 async def test_a_delivery_waiting_for_a_slot_obeys_a_retry_after(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +228,7 @@ async def test_sending_is_bounded_while_the_log_cannot_be_written(
     assert [data for data in network.data() if data != "other"] == ["first", *range(20)]
 
 
+@pytest.mark.full
 async def test_the_work_of_one_endpoint_does_not_visit_the_others(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:

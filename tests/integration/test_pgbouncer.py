@@ -25,6 +25,7 @@ from tests.support.relay import (
     running,
 )
 from tests.support.tcp import through_lines
+from tests.support.tiers import sampled
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ async def test_a_cancelled_statement_sends_no_cancel_request(database: Database)
         assert lines.attempts == 1
 
 
+@pytest.mark.full
 async def test_periods_rotate_without_session_locks(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,11 +153,13 @@ async def test_periods_rotate_without_session_locks(
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [
-        ("synchronous_commit", "'off'"),
-        ("default_transaction_isolation", "'serializable'"),
-        ("default_transaction_read_only", "'on'"),
-    ],
+    sampled(
+        [
+            ("synchronous_commit", "'off'"),
+            ("default_transaction_isolation", "'serializable'"),
+            ("default_transaction_read_only", "'on'"),
+        ]
+    ),
 )
 async def test_a_role_with_unsafe_settings_is_refused(
     database: Database, setting: str, value: str
@@ -194,6 +198,7 @@ async def test_commands_work_through_the_proxy(database: Database) -> None:
         assert [each["check"] for each in bad] == ["relays"], bad
 
 
+@pytest.mark.full
 async def test_a_relay_waits_for_a_connection_of_an_exhausted_pool(database: Database) -> None:
     await find_the_schema(database)
     await add_endpoint(database)

@@ -39,6 +39,7 @@ ENDED = "SELECT bool_and(ended_at IS NOT NULL) FROM replay_job_endpoint"
 CHUNKS = "SELECT count(DISTINCT batch) FROM delivery WHERE replay_id IS NOT NULL"
 
 
+@pytest.mark.full
 async def test_an_owner_that_polls_is_not_fed_one_delivery_per_poll(database: Database) -> None:
     for n in range(ENDPOINTS):
         await add_endpoint(database, f"e{n}", lanes=1)

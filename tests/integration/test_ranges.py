@@ -28,6 +28,7 @@ from tests.support.relay import (
     remove_events,
     running,
 )
+from tests.support.tiers import sampled
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -161,6 +162,7 @@ async def test_each_sequence_number_of_a_range_is_replayed_once_while_relays_are
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_a_batch_takes_live_events_before_a_range(
     database: Database, db: Connection[Any], unpaced: None
 ) -> None:
@@ -186,6 +188,7 @@ async def test_a_batch_takes_live_events_before_a_range(
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_a_new_sequencer_continues_the_range_of_a_dead_one(
     database: Database, db: Connection[Any], unpaced: None
 ) -> None:
@@ -206,6 +209,7 @@ async def test_a_new_sequencer_continues_the_range_of_a_dead_one(
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_the_states_of_a_replayed_range(database: Database, db: Connection[Any]) -> None:
     await a_range(database, db, 9, lanes=3)
     await replays.start_replay(db, "relay", ALL, actor="test")
@@ -239,6 +243,7 @@ async def test_the_states_of_a_replayed_range(database: Database, db: Connection
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_a_range_is_pending_while_one_of_its_lanes_is_pending(
     database: Database, db: Connection[Any]
 ) -> None:
@@ -255,6 +260,7 @@ async def test_a_range_is_pending_while_one_of_its_lanes_is_pending(
     assert (await dead_letters.get_dead_letter(db, "relay", letter)).state == "replayed"
 
 
+@pytest.mark.full
 async def test_a_range_dead_lettered_before_its_replay_is_a_dead_letter_again(
     database: Database, db: Connection[Any]
 ) -> None:
@@ -308,7 +314,7 @@ async def test_missing_sequence_numbers_block_no_lane_and_are_reported(
     assert "replayed" in await exceptions(database)
 
 
-@pytest.mark.parametrize(("state", "goes_on"), [("paused", True), ("disabled", False)])
+@pytest.mark.parametrize(("state", "goes_on"), sampled([("paused", True), ("disabled", False)]))
 async def test_replays_of_a_paused_endpoint_are_sequenced_and_those_of_a_disabled_one_end(
     database: Database, db: Connection[Any], state: str, goes_on: bool
 ) -> None:
@@ -338,6 +344,7 @@ async def ids_of_dead(db: Connection[Any]) -> list[int]:
     return [row.id for row in await dead_letters.list_dead_letters(db, "relay")]
 
 
+@pytest.mark.full
 async def test_a_removal_stops_a_range(
     database: Database, db: Connection[Any], unpaced: None
 ) -> None:

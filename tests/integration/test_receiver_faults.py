@@ -231,6 +231,7 @@ async def test_faulty_receivers_do_not_delay_others_and_leak_no_resources(
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 @pytest.mark.slow
 async def test_failed_requests_release_their_slots(
     database: Database, monkeypatch: pytest.MonkeyPatch

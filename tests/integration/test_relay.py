@@ -145,6 +145,7 @@ async def test_a_missing_event_is_dead_lettered_and_named(database: Database) ->
     assert await fetchval(database, sql) == "(2,missing,)"
 
 
+@pytest.mark.full
 async def test_subscriptions_select_by_type_and_tenant(database: Database) -> None:
     await add_endpoint(database, "orders", types=["order.*"])
     await add_endpoint(database, "acme", tenant="acme")
@@ -190,6 +191,7 @@ async def test_nothing_is_lost_when_the_relay_is_killed_at_any_moment(database: 
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_retry_state_survives_a_relay_restart(database: Database) -> None:
     slow = {"base_s": 30.0, "factor": 2.0, "cap_s": 60.0, "attempts_max": 4, "jitter": "none"}
     await add_endpoint(database, retry=slow)
@@ -272,6 +274,7 @@ async def test_the_relay_recovers_from_a_database_restart(private_database: Data
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_the_relay_recovers_from_terminated_backends(database: Database) -> None:
     await add_endpoint(database)
     network = Network()
@@ -298,6 +301,7 @@ async def test_polling_delivers_without_notifications(database: Database) -> Non
         assert await fetchval(database, "SELECT pg_sequence_last_value('wakeup'::regclass)") == 1
 
 
+@pytest.mark.full
 async def test_without_notifications_relays_poll_for_each_other(database: Database) -> None:
     """The lease is so long that its polls find neither the other relay nor its batches in time."""
     for n in range(24):  # A relay has none of them once in 2^23 times.

@@ -191,6 +191,7 @@ async def test_an_unusable_endpoint_does_not_block_others(server: Server) -> Non
     await run_concurrently(server, UNUSABLE, break_one)
 
 
+@pytest.mark.full
 async def test_an_unusable_endpoint_can_be_removed(database: Database) -> None:
     bad = await add_endpoint(database, "bad")
     await fetchval(database, "UPDATE endpoint SET retry = '[1]' WHERE id = $1", bad.id)
@@ -203,6 +204,7 @@ async def test_an_unusable_endpoint_can_be_removed(database: Database) -> None:
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_the_removal_of_an_idle_endpoint_is_no_error(database: Database, logs: Logs) -> None:
     await add_endpoint(database, "old")
     async with running(database, Network()):
@@ -235,6 +237,7 @@ async def test_a_lane_with_a_missing_row_does_not_block_others(database: Databas
         assert held.got("bad") == ["a"]
 
 
+@pytest.mark.full
 async def test_large_payloads_are_read_in_small_batches(database: Database) -> None:
     endpoint = await add_endpoint(database)
     network = Network()
@@ -254,6 +257,7 @@ async def test_large_payloads_are_read_in_small_batches(database: Database) -> N
 # ------------------------------------------------------------- slow receivers
 
 
+@pytest.mark.full
 async def test_a_removal_in_progress_does_not_delay_other_endpoints(
     database: Database,
 ) -> None:
@@ -280,6 +284,7 @@ async def test_a_removal_in_progress_does_not_delay_other_endpoints(
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_a_removal_in_progress_does_not_delay_a_stop(
     database: Database,
 ) -> None:
@@ -304,6 +309,7 @@ async def test_a_removal_in_progress_does_not_delay_a_stop(
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_slow_receivers_do_not_delay_rebalancing_of_other_endpoints(
     database: Database,
 ) -> None:
@@ -344,6 +350,7 @@ async def _replay(database: Database) -> None:
         )
 
 
+@pytest.mark.full
 async def test_a_dead_lettered_replay_can_be_replayed(database: Database) -> None:
     await add_endpoint(database, lanes=3)
     network = Network(lambda _: REFUSED)
@@ -372,6 +379,7 @@ async def test_a_dead_lettered_replay_can_be_replayed(database: Database) -> Non
     }
 
 
+@pytest.mark.full
 async def test_a_removal_ends_waiting_and_running_replays(database: Database) -> None:
     await add_endpoint(database, "e", retry={**QUICK_RETRY, "base_s": 60.0, "cap_s": 60.0})
     network = Network(lambda _: REFUSED)
@@ -464,6 +472,7 @@ async def test_the_successor_of_a_dead_relay_writes_the_missing_checkpoints(
     assert idle.sent == []
 
 
+@pytest.mark.full
 async def test_checkpoints_are_written_under_continuous_load(database: Database) -> None:
     store, task = await _never_idle(database)
     await until(lambda: fetchval(database, "SELECT acked_seq > 0 FROM lane_progress"))
@@ -526,6 +535,7 @@ async def test_the_receipt_of_a_partial_append_is_written_without_a_later_succes
 # ----------------------------------------------------------- transient errors
 
 
+@pytest.mark.full
 async def test_changes_for_a_closing_dispatcher_are_no_error(database: Database) -> None:
     endpoint = await add_endpoint(database, lanes=2)
     for n in range(8):
@@ -574,6 +584,7 @@ async def test_changes_for_a_closing_dispatcher_are_no_error(database: Database)
     dispatcher.notify_new_deliveries({second.id: second.last_seq + 2})
 
 
+@pytest.mark.full
 async def test_a_cancelled_statement_ends_while_the_server_is_unreachable(
     database: Database,
 ) -> None:
@@ -686,6 +697,7 @@ async def test_a_statement_that_fails_intermittently_is_retried(
     await run_concurrently(server, [*REFUSALS][first::3], fail)
 
 
+@pytest.mark.full
 async def test_the_defaults_of_a_database_do_not_affect_a_relay(
     database: Database,
 ) -> None:

@@ -22,6 +22,7 @@ from tests.support.relay import (
     publish,
     running,
 )
+from tests.support.tiers import sampled
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -123,6 +124,7 @@ async def _at(db: Connection[Any], dead_id: int) -> Any:
     return await db.fetchval("SELECT at FROM dead_letter WHERE id = $1", dead_id)
 
 
+@pytest.mark.full
 async def test_a_job_aborted_while_its_batch_is_planned_replays_nothing_more(
     database: Database, db: Connection[Any]
 ) -> None:
@@ -140,7 +142,8 @@ async def test_a_job_aborted_while_its_batch_is_planned_replays_nothing_more(
     assert await exceptions(database) == {}
 
 
-@pytest.mark.parametrize("kind", ["dead", "history"])
+@pytest.mark.full
+@pytest.mark.parametrize("kind", sampled(["dead", "history"]))
 async def test_replays_of_a_rejected_batch_are_planned_again(
     database: Database, db: Connection[Any], kind: str
 ) -> None:
@@ -184,6 +187,7 @@ async def test_a_claim_in_doubt_is_continued_by_the_next_leader(
     assert await state_of(db, job) == ("done", 1)
 
 
+@pytest.mark.full
 async def test_a_locked_dead_letter_delays_its_replay_and_no_events(
     database: Database, db: Connection[Any]
 ) -> None:

@@ -29,6 +29,7 @@ from tests.support.relay import (
     publish,
     running,
 )
+from tests.support.tiers import sampled
 
 if TYPE_CHECKING:
     from tests.support.postgres import Database, Server
@@ -174,8 +175,9 @@ async def test_a_dump_from_before_the_first_relay_begins_new_lanes(
         expect_unique_numbers(*known)
 
 
+@pytest.mark.full
 @pytest.mark.one_major
-@pytest.mark.parametrize("request_sql", ["identity = 'restored'", "timeline = 0"])
+@pytest.mark.parametrize("request_sql", sampled(["identity = 'restored'", "timeline = 0"]))
 async def test_a_restored_snapshot_begins_new_lanes_on_request(
     request_sql: str, database: Database
 ) -> None:

@@ -153,6 +153,7 @@ async def test_delivered_periods_are_dropped_and_new_events_are_delivered(
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_periods_of_an_idle_outbox_are_dropped(
     database: Database, keeper: Maintainer
 ) -> None:
@@ -243,6 +244,7 @@ async def test_pending_deliveries_of_a_paused_endpoint_are_kept(
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 async def test_the_doctor_names_the_cause_of_old_periods(
     database: Database, keeper: Maintainer
@@ -303,6 +305,7 @@ async def test_a_range_keeps_its_events_until_its_replay(
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 async def test_an_unused_range_is_dropped_with_its_log(
     database: Database, keeper: Maintainer
@@ -430,6 +433,7 @@ async def test_events_are_kept_for_the_rest_of_a_running_range_replay(
     assert await keeper.first("events") > 0
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 async def test_an_attempt_log_may_be_dropped_before_its_events(
     database: Database, keeper: Maintainer
@@ -603,6 +607,7 @@ async def test_a_drop_waits_for_a_reader_and_blocks_no_session(
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_a_dump_of_hours_delays_only_the_drop_of_partitions(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -642,6 +647,7 @@ ALTER FUNCTION make_partition_really RENAME TO make_partition
 """
 
 
+@pytest.mark.full
 async def test_periods_are_dropped_while_no_partition_can_be_created(
     database: Database, keeper: Maintainer
 ) -> None:
@@ -702,6 +708,7 @@ async def test_a_batch_planned_before_a_period_began_is_not_written(
     assert not await writing
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 async def test_a_range_of_backfilled_events_keeps_them(
     database: Database, keeper: Maintainer

@@ -81,6 +81,7 @@ async def test_only_changed_lanes_are_checkpointed(
     assert len(checkpointed.lanes) == 1
 
 
+@pytest.mark.full
 async def test_a_takeover_writes_only_the_missing_checkpoints(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +156,7 @@ async def test_lanes_with_few_pending_deliveries_share_a_read() -> None:
     task.cancel()
 
 
+@pytest.mark.full
 async def test_endpoints_are_acquired_in_limited_batches(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,6 +182,7 @@ async def test_endpoints_are_acquired_in_limited_batches(
     assert portions == [3, 12, 12, 12, 12, 9]
 
 
+@pytest.mark.full
 async def test_settings_are_reloaded_in_limited_batches(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ from tests.support.relay import (
     running,
 )
 from tests.support.schedules import add_schedule, let_be_due, published
+from tests.support.tiers import sampled
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class DelayedNetwork(Network):
         return self.response
 
 
-@pytest.mark.parametrize("response", [OK, REFUSED])
+@pytest.mark.parametrize("response", sampled([OK, REFUSED]))
 async def test_a_run_waits_for_the_previous_run(
     database: Database,
     db: Connection[Any],
@@ -171,6 +172,7 @@ async def test_a_run_waits_for_the_previous_run(
         await all_ended(database)
 
 
+@pytest.mark.full
 async def test_a_run_without_deliveries_does_not_block_the_next_run(
     database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,6 +187,7 @@ async def test_a_run_without_deliveries_does_not_block_the_next_run(
         await until(both_ran, what="both runs")
 
 
+@pytest.mark.full
 async def test_a_schedule_error_in_the_database_does_not_delay_deliveries(
     database: Database, db: Connection[Any], logs: list[Any]
 ) -> None:
@@ -201,6 +204,7 @@ async def test_a_schedule_error_in_the_database_does_not_delay_deliveries(
         await until(lambda: network.accepted, what="the event")
 
 
+@pytest.mark.full
 @pytest.mark.pgbouncer
 async def test_schedules_run_behind_a_transaction_pooling_proxy(
     database: Database, db: Connection[Any]

@@ -38,6 +38,7 @@ from tests.support.relay import (
     running,
     settings_for,
 )
+from tests.support.tiers import sampled
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def vault(database: Database, key: str) -> Vault:
     return Vault.from_settings(settings_for(database, key=key))
 
 
+@pytest.mark.full
 async def test_deliveries_continue_during_a_key_rotation(database: Database) -> None:
     made = await add(database, OLD, headers={"X-Api-Key": "hunter2"})
     network = Network()
@@ -132,6 +134,7 @@ async def test_a_receiver_verifies_with_a_public_key_or_the_old_secret(
     assert older.startswith("v1,")
 
 
+@pytest.mark.full
 async def test_a_client_certificate_is_presented_on_request(database: Database) -> None:
     receiver_ca, relay_ca = trustme.CA(), trustme.CA()
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -228,7 +231,7 @@ SELECT array_agg(kind || ': ' || (data ->> 'reason') ORDER BY id) FROM journal
 LOADED = "SELECT bool_and(replica_id IS NOT NULL) FROM ownership"
 
 
-@pytest.mark.parametrize("alteration", ALTERATIONS)
+@pytest.mark.parametrize("alteration", sampled(ALTERATIONS))
 async def test_an_altered_secret_is_an_alarm_until_it_is_set_again(
     database: Database, alteration: str, logs: list[MutableMapping[str, Any]]
 ) -> None:
@@ -316,6 +319,7 @@ def errors(logs: list[MutableMapping[str, Any]]) -> list[MutableMapping[str, Any
     return [each for each in logs if each["event"].startswith("an endpoint cannot be used")]
 
 
+@pytest.mark.full
 async def test_the_api_names_an_altered_secret_and_a_missing_key(
     database: Database, logs: list[MutableMapping[str, Any]]
 ) -> None:

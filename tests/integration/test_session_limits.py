@@ -89,6 +89,7 @@ def stop_reading(connection: Any) -> None:
     connection._transport.pause_reading()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 async def test_every_session_has_its_limits(pg_major: int) -> None:
     with tcp_server(pg_major) as (server, host):
@@ -150,6 +151,7 @@ async def test_behind_a_proxy_the_limits_are_those_of_a_transaction(database: Da
         operator.terminate()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 async def test_a_session_with_an_unread_result_ends_and_holds_nothing(pg_major: int) -> None:
     """The backend is "active": no time-out of statements or transactions ends it."""
@@ -215,6 +217,7 @@ async def test_a_frozen_listener_does_not_make_producers_fail(pg_major: int) -> 
             listener.terminate()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 async def test_a_new_listener_ends_its_predecessor(database: Database) -> None:
     """The old connection was given up by the relay, and its server does not know."""
@@ -236,6 +239,7 @@ async def test_a_new_listener_ends_its_predecessor(database: Database) -> None:
         await until(is_replaced, 30, "the old listener's backend to end")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 async def test_a_full_queue_is_trimmed_by_the_write_that_fails(pg_major: int) -> None:
     """No listener is left, and still every NOTIFY fails until somebody asks for the share."""

@@ -92,6 +92,7 @@ async def test_a_skipped_delivery_is_a_dead_letter_and_its_lane_goes_on(
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_a_skipped_delivery_can_be_replayed(database: Database) -> None:
     await add_endpoint(database, lanes=1, retry=FOR_EVER)
     is_repaired = False
@@ -110,6 +111,7 @@ async def test_a_skipped_delivery_can_be_replayed(database: Database) -> None:
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_a_request_in_flight_that_succeeds_is_a_delivery(database: Database) -> None:
     await add_endpoint(database, lanes=1)
     respond = asyncio.Event()
@@ -155,6 +157,7 @@ async def test_a_request_in_flight_that_fails_is_the_last_one(database: Database
     assert [sent.body["data"] for sent in network.sent] == ["slow", "after"]
 
 
+@pytest.mark.full
 async def test_a_skip_without_a_relay_waits_for_the_next_one(database: Database) -> None:
     await add_endpoint(database, lanes=1)
     await publish(database, "never", "after")
@@ -169,6 +172,7 @@ async def test_a_skip_without_a_relay_waits_for_the_next_one(database: Database)
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_a_skip_survives_the_owner(database: Database) -> None:
     """The owner is killed while the request is in flight; the next owner sends it no more."""
     await add_endpoint(database, lanes=1, retry=FOR_EVER)
@@ -184,6 +188,7 @@ async def test_a_skip_survives_the_owner(database: Database) -> None:
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_a_paused_endpoint_skips_without_a_request(database: Database) -> None:
     await add_endpoint(database, lanes=1)
     network = Network()
@@ -227,6 +232,7 @@ async def test_only_the_next_delivery_of_a_lane_can_be_skipped(database: Databas
     assert await fetchval(database, "SELECT max(skip_seq) FROM lane") is None
 
 
+@pytest.mark.full
 async def test_a_blocked_lane_names_the_dead_letter_that_blocks_it(database: Database) -> None:
     await add_endpoint(database, lanes=1, on_dead_letter="block")
     async with running(database, Network(lambda _: REFUSED)):
@@ -236,6 +242,7 @@ async def test_a_blocked_lane_names_the_dead_letter_that_blocks_it(database: Dat
             await skipped(database, 2)
 
 
+@pytest.mark.full
 async def test_a_skip_after_a_change_of_lanes_is_of_the_old_lane(database: Database) -> None:
     await add_endpoint(database, lanes=1, retry=FOR_EVER)
     network = Network(poison)
@@ -253,6 +260,7 @@ async def test_a_skip_after_a_change_of_lanes_is_of_the_old_lane(database: Datab
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_a_lower_limit_of_attempts_ends_a_delivery_at_once(database: Database) -> None:
     """It has made as many attempts of its own already; the next one would be an hour away."""
     three = RetryPolicy(base_s=3600.0, attempts_max=3)
@@ -277,6 +285,7 @@ async def test_a_lower_limit_of_attempts_ends_a_delivery_at_once(database: Datab
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_the_status_names_the_event_and_the_command(database: Database) -> None:
     await add_endpoint(database, lanes=1, retry=FOR_EVER)
     network = Network(poison)

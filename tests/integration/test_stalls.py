@@ -26,6 +26,7 @@ from tests.support.relay import (
     running,
 )
 from tests.support.roles import dsn_of, role
+from tests.support.tiers import sampled
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ async def holding_the_cursor(
             await transaction.rollback()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.one_major
 async def test_a_held_cursor_makes_every_replica_unready(
@@ -100,6 +102,7 @@ async def test_a_held_cursor_makes_every_replica_unready(
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 async def test_a_relay_that_cannot_take_the_lead_is_not_ready(database: Database) -> None:
     """No event waits yet."""
@@ -131,6 +134,7 @@ async def test_a_holder_that_waits_itself_is_not_to_blame(database: Database) ->
         await asyncio.gather(waiting, return_exceptions=True)
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 async def test_standbys_see_that_the_leader_makes_no_progress(database: Database) -> None:
     await add_endpoint(database)
@@ -151,6 +155,7 @@ async def test_standbys_see_that_the_leader_makes_no_progress(database: Database
         await all_ended(database)
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 async def test_a_short_hold_is_not_reported(database: Database, logs: list[Any]) -> None:
     await add_endpoint(database)
@@ -166,6 +171,7 @@ async def test_a_short_hold_is_not_reported(database: Database, logs: list[Any])
     assert not [each for each in logs if each["event"] == STALLED]
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 async def test_a_stall_is_reported_by_an_operational_event(
     database: Database, monkeypatch: pytest.MonkeyPatch
@@ -274,7 +280,7 @@ async def test_status_and_doctor_name_the_holder(database: Database) -> None:
 
 
 @pytest.mark.one_major
-@pytest.mark.parametrize("table", ["batch", "outbox", "delivery"])
+@pytest.mark.parametrize("table", sampled(["batch", "outbox", "delivery"]))
 async def test_the_session_that_locks_a_table_is_named(
     database: Database, logs: list[Any], table: str
 ) -> None:

@@ -62,6 +62,7 @@ async def test_a_relay_of_a_standby_is_not_ready_and_delivers_after_its_promotio
     assert await exceptions(private_database) == {}
 
 
+@pytest.mark.full
 async def test_attempts_to_register_are_not_remembered(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:

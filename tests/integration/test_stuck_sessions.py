@@ -66,6 +66,7 @@ async def half_asked(database: Database, name: str, dsn: str | None = None) -> C
     return session
 
 
+@pytest.mark.full
 async def test_a_half_asked_session_without_a_replica_stops_nothing(
     database: Database, logs: list[Any]
 ) -> None:
@@ -86,6 +87,7 @@ async def test_a_half_asked_session_without_a_replica_stops_nothing(
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 @pytest.mark.pgbouncer
 async def test_a_half_asked_session_behind_a_proxy_stops_nothing(database: Database) -> None:
     await find_the_schema(database)
@@ -200,6 +202,7 @@ async def test_sessions_of_another_role_do_not_keep_a_replica(database: Database
         session.terminate()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 async def test_a_blocked_listener_is_terminated_by_another_relay(pg_major: int) -> None:
     """Over a socket of the machine the server has no time-out for a client that does not read."""

@@ -86,6 +86,7 @@ async def test_delivery_outcomes_are_counted(database: Database) -> None:
     assert set(found) == set(CATALOGUE), "nothing that is not in the table, and all that is"
 
 
+@pytest.mark.full
 async def test_the_log_of_a_dead_letter_has_the_response(database: Database) -> None:
     rejected = AttemptResult.completed(401, 0.001)
     await add_endpoint(database, "shop")
@@ -97,6 +98,7 @@ async def test_the_log_of_a_dead_letter_has_the_response(database: Database) -> 
     assert (logged["reason"], logged["status"]) == ("refused", 401)
 
 
+@pytest.mark.full
 async def test_a_long_transaction_does_not_count_as_latency(database: Database) -> None:
     await add_endpoint(database, "shop")
     async with running(database, Network()) as worker:
@@ -110,6 +112,7 @@ async def test_a_long_transaction_does_not_count_as_latency(database: Database) 
     assert latency.sum < 60
 
 
+@pytest.mark.full
 async def test_waiting_for_a_relay_counts_as_latency(database: Database) -> None:
     await add_endpoint(database, "shop")
     await inserted_an_hour_ago(database)
@@ -181,6 +184,7 @@ async def test_pending_deliveries_are_measured_with_their_age(
     assert found[catalogue.REPLICAS] == {("alive",): 1, ("lapsed",): 0}
 
 
+@pytest.mark.full
 async def test_open_transactions_are_measured_as_gap_and_horizon(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,6 +214,7 @@ async def test_open_transactions_are_measured_as_gap_and_horizon(
         await until(gone, 20, "the gap to be gone")
 
 
+@pytest.mark.full
 async def test_deliveries_dead_lettered_with_an_endpoint_are_counted(database: Database) -> None:
     # No delivery may end by itself while a slow machine measures the three.
     await add_endpoint(database, "shop", retry={**QUICK_RETRY, "attempts_max": 10_000})
@@ -250,6 +255,7 @@ async def test_a_relay_is_ready_while_it_reaches_the_database(database: Database
         await task
 
 
+@pytest.mark.full
 async def test_a_standby_replica_is_ready(database: Database) -> None:
     async with running(database, Network()) as first:
         await until(lambda: first.readiness().ready)
@@ -260,6 +266,7 @@ async def test_a_standby_replica_is_ready(database: Database) -> None:
             assert series[catalogue.RELAY_LAG] == {}
 
 
+@pytest.mark.full
 async def test_a_takeover_from_a_dead_replica_is_counted(database: Database) -> None:
     await add_endpoint(database, "shop")
     async with killed_at_the_end(database, Network()) as first:

@@ -271,6 +271,7 @@ async def test_the_lane_end_is_marked_before_sequencing_on_the_new_timeline(
 # ------------------------------------------------------------- no reported timeline
 
 
+@pytest.mark.full
 async def test_deliveries_work_without_a_known_timeline(database: Database) -> None:
     await set_timeline(database, None)
     await add_endpoint(database)

@@ -19,6 +19,7 @@ from tests.destinations.servers import OK, serving
 from tests.integration.test_delivery_runs import publish_backlog, run_deliveries
 from tests.support.doctor import findings_of
 from tests.support.relay import add_endpoint, all_ended, fetchval, publish, running
+from tests.support.tiers import sampled
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ async def test_after_one_sight_no_late_response_acknowledges_a_refused_delivery(
     assert await fetchval(database, JOURNALLED) == 1
 
 
+@pytest.mark.full
 async def test_a_receiver_that_responds_late_from_the_beginning_loses_one_delivery_at_most(
     database: Database,
 ) -> None:
@@ -158,7 +160,7 @@ class Surplus:
 
 
 @pytest.mark.parametrize("data", [OK, OK[:10], b"\n"], ids=["response", "part", "line end"])
-@pytest.mark.parametrize("segments", [1, 2])
+@pytest.mark.parametrize("segments", sampled([1, 2]))
 async def test_surplus_data_in_a_run_acknowledges_nothing_and_ends_runs(
     database: Database, data: bytes, segments: int
 ) -> None:
@@ -179,6 +181,7 @@ async def test_surplus_data_in_a_run_acknowledges_nothing_and_ends_runs(
     assert finding.severity is Severity.WARNING
 
 
+@pytest.mark.full
 async def test_another_relay_and_the_doctor_know_it(database: Database) -> None:
     receiver = TwiceResponding()
     async with serving(receiver.script) as server:
@@ -199,6 +202,7 @@ async def test_another_relay_and_the_doctor_know_it(database: Database) -> None:
     assert "outbox endpoint update shop --no-keep-alive" in str(finding.action)
 
 
+@pytest.mark.full
 async def test_connections_are_reused_again_after_a_day(database: Database) -> None:
     async def script(connection: Connection) -> None:
         while True:
@@ -218,6 +222,7 @@ async def test_connections_are_reused_again_after_a_day(database: Database) -> N
     assert finding.severity is Severity.OK
 
 
+@pytest.mark.full
 async def test_the_setting_keep_alive_off_gives_each_request_its_own_connection(
     database: Database,
 ) -> None:

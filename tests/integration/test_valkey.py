@@ -51,6 +51,7 @@ async def brokers() -> AsyncIterator[Brokers]:
     await made.aclose()
 
 
+@pytest.mark.full
 async def test_changed_lanes_end_in_their_streams(
     database: Database, broker_server: Valkey, brokers: Brokers
 ) -> None:

@@ -233,6 +233,7 @@ async def test_a_released_cursor_lock_needs_no_notification(database: Database) 
         await relay.sequenced(own_id)
 
 
+@pytest.mark.full
 async def test_the_flag_is_renewed_while_asleep(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,6 +279,7 @@ async def test_replicas_are_woken_for_every_event(
             producing.create_task(_produce_and_wait(database, random.Random(rng.random()), 8))
 
 
+@pytest.mark.full
 async def test_a_replica_that_dies_awake_is_replaced_at_the_next_poll(
     database: Database, rng: random.Random
 ) -> None:

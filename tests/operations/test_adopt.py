@@ -19,6 +19,7 @@ from outbox.operations.adopt.verify import verify_adoption
 from tests.support.legacy_outbox import LegacyOutbox
 from tests.support.postgres import Server
 from tests.support.relay import Network, add_endpoint, all_ended, exceptions, fetchval, running
+from tests.support.tiers import sampled
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -115,6 +116,7 @@ async def sent_some(legacy: LegacyOutbox) -> None:
     await until(lambda: len(legacy.sent) > before + 60, what="the old poller to go on")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "poller", ["locks-rows", pytest.param("marks-later", marks=pytest.mark.full)]
@@ -147,26 +149,28 @@ async def test_the_old_poller_may_go_on(
 
 @pytest.mark.parametrize(
     ("table", "settings", "pending", "mark"),
-    [
-        (
-            {"sent": "status text NOT NULL DEFAULT 'new'", "body": "text"},
-            {"sent_column": "status", "pending_value": "new", "sent_value": "it's done"},
-            "status = 'new'",
-            "status = 'it''s done'",
-        ),
-        (
-            {"sent": "done boolean NOT NULL DEFAULT false", "body": "json"},
-            {"sent_column": "done"},
-            "NOT done",
-            "done = true",
-        ),
-        (
-            {"sent": "twice bigint GENERATED ALWAYS AS (id * 2) STORED", "body": "jsonb"},
-            {"sent_column": None, "sent_deleted": True},
-            "true",
-            None,
-        ),
-    ],
+    sampled(
+        [
+            (
+                {"sent": "status text NOT NULL DEFAULT 'new'", "body": "text"},
+                {"sent_column": "status", "pending_value": "new", "sent_value": "it's done"},
+                "status = 'new'",
+                "status = 'it''s done'",
+            ),
+            (
+                {"sent": "done boolean NOT NULL DEFAULT false", "body": "json"},
+                {"sent_column": "done"},
+                "NOT done",
+                "done = true",
+            ),
+            (
+                {"sent": "twice bigint GENERATED ALWAYS AS (id * 2) STORED", "body": "jsonb"},
+                {"sent_column": None, "sent_deleted": True},
+                "true",
+                None,
+            ),
+        ]
+    ),
     ids=["status", "boolean", "deleted"],
 )
 @pytest.mark.usefixtures("endpoints")
@@ -524,6 +528,7 @@ async def test_a_writer_that_is_open_delays_the_boundary_and_nothing_else(
     assert await violations(db) == {}
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 async def test_a_cleaned_type_is_valid_or_rejected(db: Connection[Any], rng: random.Random) -> None:
     alphabet = "aZ0_.:/- !\u00e9\u4e2d\n'"

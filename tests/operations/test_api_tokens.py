@@ -26,6 +26,7 @@ from outbox.operations.events import PLAN_BY_ID
 from outbox.store.connection.connect import connect
 from outbox.store.connection.dsn import parse
 from tests.support.plans import explain
+from tests.support.tiers import sampled
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -69,7 +70,7 @@ async def db(database: Database) -> AsyncIterator[Connection[Any]]:
     await connection.close()
 
 
-@pytest.mark.parametrize("analyzed", [False, True])
+@pytest.mark.parametrize("analyzed", sampled([False, True]))
 async def test_authentication_uses_an_index(db: Connection[Any], analyzed: bool) -> None:
     if analyzed:
         await db.execute("ANALYZE")
@@ -102,6 +103,7 @@ async def test_authentication_uses_an_index(db: Connection[Any], analyzed: bool)
             assert plan.rows <= rows_max, f"{sql}\n{plan}"
 
 
+@pytest.mark.full
 async def test_listings_of_a_tenant_read_only_its_rows(
     db: Connection[Any],
 ) -> None:

@@ -23,6 +23,7 @@ from tests.support.relay import (
     publish,
     running,
 )
+from tests.support.tiers import sampled
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ async def test_a_refused_delivery_is_shown_and_replayed(
     assert await exceptions(database) == {}
 
 
-@pytest.mark.parametrize("to", [5, 9])
+@pytest.mark.parametrize("to", sampled([5, 9]))
 async def test_the_result_of_a_replay_is_shown(
     database: Database, db: Connection[Any], to: int
 ) -> None:
@@ -288,7 +289,9 @@ async def test_a_selection_by_filter(database: Database, db: Connection[Any]) ->
     ("decide", "number"),
     [(replays.start_replay, "replaying"), (discard.discard_dead_letters, "discarded")],
 )
-@pytest.mark.parametrize("which", [ALL, DeadLetterSelection(criteria=Criteria(endpoint="one"))])
+@pytest.mark.parametrize(
+    "which", sampled([ALL, DeadLetterSelection(criteria=Criteria(endpoint="one"))])
+)
 async def test_nothing_is_changed_that_a_dry_run_has_not_counted(
     database: Database, db: Connection[Any], decide: Any, number: str, which: DeadLetterSelection
 ) -> None:

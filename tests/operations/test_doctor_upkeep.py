@@ -95,6 +95,7 @@ async def test_a_lagging_replication_slot_is_reported(pg_major: int) -> None:
             assert await reported_findings(db, "horizon", limits=AT_ONCE) == []
 
 
+@pytest.mark.full
 @pytest.mark.costly
 async def test_a_standby_with_hot_standby_feedback_is_reported(pg_major: int) -> None:
     async with pair(pg_major) as database:
@@ -128,6 +129,7 @@ async def test_autovacuum_disabled_for_a_table_is_reported(db: Connection[Any]) 
     assert await reported_findings(db, "autovacuum") == []
 
 
+@pytest.mark.full
 @pytest.mark.costly
 async def test_autovacuum_disabled_for_the_server_is_reported(pg_major: int) -> None:
     server = Server(pg_major, {"autovacuum": False})

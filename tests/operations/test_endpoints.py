@@ -287,6 +287,7 @@ async def test_an_endpoint_with_pending_deliveries_is_not_removed(
     assert await exceptions(database) == {}
 
 
+@pytest.mark.full
 async def test_without_a_relay_the_removal_waits_for_one(
     database: Database, db: Connection[Any]
 ) -> None:

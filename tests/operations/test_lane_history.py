@@ -86,6 +86,7 @@ async def test_deliveries_are_fetched_as_they_were_sent(
             assert reported(some) == reported(found)[after : after + limit]
 
 
+@pytest.mark.full
 async def test_unacknowledged_deliveries_are_omitted(
     database: Database, db: Connection[Any]
 ) -> None:
@@ -108,6 +109,7 @@ async def test_unacknowledged_deliveries_are_omitted(
     ]
 
 
+@pytest.mark.full
 async def test_a_dead_lettered_range_is_listed_by_sequence(
     database: Database, db: Connection[Any]
 ) -> None:

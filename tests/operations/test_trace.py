@@ -112,6 +112,7 @@ async def test_a_tenants_own_once_key_is_found_after_an_ordering_key_of_the_same
         assert (match.by, match.outbox_ids) == found
 
 
+@pytest.mark.full
 async def test_a_trace_has_the_newest_attempts_of_each_delivery_and_a_limited_size(
     database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,6 +168,7 @@ async def test_events_of_a_key_are_paged_newest_first(
     assert (rest.outbox_ids, rest.more) == ((3, 2, 1), False)
 
 
+@pytest.mark.full
 async def test_a_key_is_found_among_many_without_reading_them(db: Connection[Any]) -> None:
     await db.execute("""
         INSERT INTO outbox (type, key, payload)
@@ -227,6 +229,7 @@ async def test_every_attempt_has_its_response(database: Database, db: Connection
     assert (await trace_of(db, "k")).event.payload is None
 
 
+@pytest.mark.full
 async def test_a_late_event_is_found_in_its_batch(database: Database, db: Connection[Any]) -> None:
     await add_endpoint(database)
     async with running(database, Network()):
@@ -285,6 +288,7 @@ async def test_a_dead_letter_and_its_replay_are_shown(
     assert await by(db, str(first.delivery_id)) == ("X-Delivery", (event_trace.event.outbox_id,))
 
 
+@pytest.mark.full
 async def test_a_sequence_in_a_range_has_its_dead_letter(
     database: Database, db: Connection[Any]
 ) -> None:
@@ -316,6 +320,7 @@ async def test_a_stopped_relay_is_a_cause(database: Database, db: Connection[Any
     )
 
 
+@pytest.mark.full
 async def test_an_earlier_failing_delivery_is_a_cause(
     database: Database, db: Connection[Any]
 ) -> None:
@@ -382,6 +387,7 @@ async def test_a_retry_after_of_the_receiver_is_a_cause(
     assert any("more: its receiver sent Retry-After" in reason for reason in reported)
 
 
+@pytest.mark.full
 async def test_pending_lanes_of_an_older_generation_are_a_cause(
     database: Database, db: Connection[Any]
 ) -> None:
@@ -432,6 +438,7 @@ async def test_endpoints_without_a_delivery_are_listed_with_the_rule(
     )
 
 
+@pytest.mark.full
 async def test_the_number_of_deliveries_is_limited(database: Database, db: Connection[Any]) -> None:
     for name in "abc":
         await add_endpoint(database, name)

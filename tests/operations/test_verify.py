@@ -213,6 +213,7 @@ ANALYZE outbox, batch, delivery;
 """
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 async def test_the_audit_of_a_long_log_uses_bounded_temporary_space(database: Database) -> None:
     """An array of all batches in every row of a join would take gigabytes."""

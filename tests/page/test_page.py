@@ -42,6 +42,7 @@ async def test_an_invalid_token_cannot_sign_in_and_a_revoked_one_is_signed_out(
         assert await page.evaluate("sessionStorage.length") == 0
 
 
+@pytest.mark.full
 @pytest.mark.slow
 async def test_the_overview_is_live(database: Database) -> None:
     async with shop(database) as here:

@@ -111,6 +111,7 @@ async def test_a_delivered_event_says_so(database: Database) -> None:
         await expect(page.locator(".success")).to_have_text(text)
 
 
+@pytest.mark.full
 async def test_an_unknown_event_is_searched_for_again(database: Database) -> None:
     async with shop(database) as here:
         visitor, page = here.visitor, here.visitor.page

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import outbox
 import outbox.sync
 from outbox.drivers.blocking import resolve, run
+from tests.support.tiers import sampled
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -374,6 +375,16 @@ APPLICATIONS = (
     SQLModelAsyncSession,
     Django,
 )
+ONE_OF_EACH_DRIVER = (
+    Asyncpg,
+    PsycopgAsync,
+    Psycopg,
+    Psycopg2,
+    SQLAlchemySession,
+    SQLAlchemyAsyncSession,
+    Django,
+)
+EACH_APPLICATION = sampled(APPLICATIONS, lambda kind: kind in ONE_OF_EACH_DRIVER)
 
 
 async def play(

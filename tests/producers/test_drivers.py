@@ -25,7 +25,7 @@ import outbox.sync
 from outbox import Event, InvalidEvent, NoTransaction, UsageError
 from outbox.errors import CannotRun, SchemaMissing
 from tests.producers.applications import (
-    APPLICATIONS,
+    EACH_APPLICATION,
     Application,
     Asyncpg,
     AsyncpgPool,
@@ -233,7 +233,11 @@ async def dsn(request: pytest.FixtureRequest, database: Database) -> AsyncIterat
         yield proxy.dsn()
 
 
-@pytest.mark.parametrize("kind", APPLICATIONS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind",
+    EACH_APPLICATION,
+    ids=lambda kind: kind.__name__,
+)
 async def test_what_is_committed_is_published(
     database: Database, dsn: str, kind: type[Application], subtests: pytest.Subtests
 ) -> None:
@@ -256,7 +260,11 @@ async def test_what_is_committed_is_published(
                     )
 
 
-@pytest.mark.parametrize("kind", APPLICATIONS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind",
+    EACH_APPLICATION,
+    ids=lambda kind: kind.__name__,
+)
 async def test_the_running_trace_goes_along(database: Database, kind: type[Application]) -> None:
     context = SpanContext(0xABC, 0xDEF, is_remote=False, trace_flags=TraceFlags(1))
 
@@ -276,7 +284,11 @@ async def test_the_running_trace_goes_along(database: Database, kind: type[Appli
 # ------------------------------------------------------- without a transaction
 
 
-@pytest.mark.parametrize("kind", APPLICATIONS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind",
+    EACH_APPLICATION,
+    ids=lambda kind: kind.__name__,
+)
 async def test_publishing_without_a_transaction_is_refused(
     database: Database, kind: type[Application]
 ) -> None:
@@ -346,7 +358,11 @@ async def test_psycopg2s_own_block_in_autocommit_is_a_transaction(database: Data
 # ------------------------------------------------------------------- failures
 
 
-@pytest.mark.parametrize("kind", APPLICATIONS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind",
+    EACH_APPLICATION,
+    ids=lambda kind: kind.__name__,
+)
 async def test_what_the_database_refuses_is_not_published(
     database: Database, kind: type[Application]
 ) -> None:
@@ -378,7 +394,11 @@ async def test_what_the_database_refuses_is_not_published(
     assert await numbers(database) == []
 
 
-@pytest.mark.parametrize("kind", APPLICATIONS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind",
+    EACH_APPLICATION,
+    ids=lambda kind: kind.__name__,
+)
 async def test_a_closed_connection_raises_the_error_of_its_driver(
     database: Database, kind: type[Application]
 ) -> None:

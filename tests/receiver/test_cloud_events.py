@@ -19,6 +19,7 @@ from outbox.core.model.headers import parse_lines
 from outbox.core.model.message_format import MessageFormat
 from outbox.errors import CannotRun
 from tests.support.npm import NodeScript
+from tests.support.tiers import sampled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -105,7 +106,7 @@ class Npm:
         return found
 
 
-@pytest.fixture(scope="session", params=[Pypi, Npm], ids=["pypi", "npm"])
+@pytest.fixture(scope="session", params=sampled([Pypi, Npm]), ids=["pypi", "npm"])
 def peer(request: pytest.FixtureRequest) -> Peer:
     try:
         made: Peer = request.param()

@@ -15,6 +15,7 @@ from outbox.drivers.errors import DatabaseCondition, condition_of
 from outbox.receiver import AsyncReceiver, Inbox, Message, Receiver, Response
 from tests.receiver.databases import DATABASES, DRIVERS, TEXT, Shop, execute, is_async, request
 from tests.support.tcp import free_port
+from tests.support.tiers import sampled
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -63,7 +64,7 @@ STATEMENTS = {
 }
 
 
-@pytest.mark.parametrize("name", DRIVERS)
+@pytest.mark.parametrize("name", sampled(DRIVERS, 3))
 async def test_an_error_of_the_database_has_the_response_of_its_kind(
     name: str, database: Database, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -89,7 +90,7 @@ async def test_an_error_of_the_database_has_the_response_of_its_kind(
             assert (await shop.handle(seq, attempt=2)).status == 200, error
 
 
-@pytest.mark.parametrize("name", DRIVERS)
+@pytest.mark.parametrize("name", sampled(DRIVERS, 3))
 async def test_a_mistake_is_never_an_unavailable_database(
     name: str, database: Database, caplog: pytest.LogCaptureFixture
 ) -> None:

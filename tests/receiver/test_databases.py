@@ -20,6 +20,7 @@ from outbox.receiver import AsyncReceiver, Message, Receiver
 from outbox.receiver.requests import RequestOutcome
 from tests.receiver.databases import (
     DATABASES,
+    DRIVERS,
     TEXT,
     Shop,
     django,
@@ -29,6 +30,7 @@ from tests.receiver.databases import (
     request,
     scoped_sessions,
 )
+from tests.support.tiers import sampled
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -64,7 +66,7 @@ async def pay(message: Message, connection: Any) -> None:
         raise LookupError
 
 
-@pytest.mark.parametrize("name", DATABASES)
+@pytest.mark.parametrize("name", sampled(DATABASES, lambda name: name in DRIVERS))
 async def test_an_effect_commits_with_its_delivery_on_every_database(
     name: str, shop_database: Database
 ) -> None:

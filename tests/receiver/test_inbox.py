@@ -19,13 +19,16 @@ from tests.receiver.connections import (
     OPENERS,
     AsyncMemory,
     Asyncpg,
+    Django,
     Memory,
     Opener,
     Psycopg,
+    SQLAlchemySession,
     SQLAlchemySQLite,
     SQLite,
 )
 from tests.receiver.deliveries import DAY, delivery, signed
+from tests.support.tiers import sampled
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,15 +50,17 @@ def message(seq: int, previous: int | None = None, **changes: Any) -> Message:
 
 DIRECT = (AsyncMemory, Memory, Asyncpg, Psycopg, SQLite)
 """Drivers that run every test by default; the others wrap one of them."""
+USUAL = (*DIRECT, SQLAlchemySession, Django)
+"""Drivers that run the central tests by default."""
 on_every_driver_if_full = pytest.mark.parametrize(
     "opener",
-    [kind if kind in DIRECT else pytest.param(kind, marks=pytest.mark.full) for kind in OPENERS],
+    sampled(OPENERS, lambda kind: kind in DIRECT),
     indirect=True,
     ids=lambda kind: kind.__name__,
 )
 
 
-@pytest.fixture(params=OPENERS, ids=lambda kind: kind.__name__)
+@pytest.fixture(params=sampled(OPENERS, lambda kind: kind in USUAL), ids=lambda kind: kind.__name__)
 async def opener(
     request: pytest.FixtureRequest, empty_database: Database, tmp_path: Path
 ) -> Opener:

@@ -31,6 +31,7 @@ from outbox.receiver.fetch import LanePage, LaneProgress, PageItem
 from outbox.receiver.inbox.memory import MemoryTransaction
 from outbox.receiver.lane_order import LaneState
 from tests.receiver.deliveries import SECRET, delivery, signed
+from tests.support.tiers import sampled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -304,7 +305,7 @@ class InOrder(World):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [World, InOrder])
+@pytest.mark.parametrize("world", sampled([World, InOrder]))
 def test_every_interleaving_gives_the_result_of_processing_in_order(world: type[World]) -> None:
     run_state_machine_as_test(world, settings=settings(stateful_step_count=60))
 

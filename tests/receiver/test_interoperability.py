@@ -12,6 +12,7 @@ from outbox.errors import CannotRun
 from outbox.receiver import verify
 from outbox.testing import sign
 from tests.receiver.deliveries import OTHER, SECRET, delivery, signed
+from tests.support.tiers import sampled
 from tests.support.webhooks import Npm, Peer, Pypi, ToSign, ToVerify
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ ID = "msg_1"
 BODY = '{"type":"order.paid","data":{"a":"é\\u2028 🛒"}}'.encode()
 
 
-@pytest.fixture(scope="session", params=[Pypi, Npm], ids=["pypi", "npm"])
+@pytest.fixture(scope="session", params=sampled([Pypi, Npm]), ids=["pypi", "npm"])
 def peer(request: pytest.FixtureRequest) -> Peer:
     try:
         return request.param()

@@ -30,6 +30,7 @@ from tests.sim.database.connection import Connection
 from tests.sim.database.tables import Database as Simulated
 from tests.sim.database.tables import Event
 from tests.support import ranges
+from tests.support.tiers import sampled
 
 if TYPE_CHECKING:
     from uuid import UUID
@@ -284,7 +285,7 @@ def stripped(payload: str) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in differs}
 
 
-@pytest.mark.parametrize("n", range(6))
+@pytest.mark.parametrize("n", sampled(range(6), 2))
 async def test_the_simulated_stores_return_what_the_real_ones_do(
     database: Database, rng: random.Random, n: int
 ) -> None:

@@ -42,6 +42,7 @@ def sim(*arguments: str | int) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.system
 def test_no_invariant_is_broken(rng: random.Random, pytestconfig: pytest.Config) -> None:
@@ -52,6 +53,7 @@ def test_no_invariant_is_broken(rng: random.Random, pytestconfig: pytest.Config)
     assert found.returncode == 0, found.stdout + found.stderr
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.system
 def test_a_seed_is_deterministic(rng: random.Random) -> None:

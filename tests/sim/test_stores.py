@@ -117,6 +117,7 @@ def test_a_simulated_command_has_the_signature_of_the_real_one(name: str) -> Non
     assert parameters_of(simulated) == parameters_of(real)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_scripts_of_the_agreement_call_everything_that_is_simulated() -> None:
     wanted = {f"{name}.{each}": f for name, (_, s) in PAIRS.items() for each, f in _own(s)}

@@ -96,6 +96,7 @@ async def test_producers_of_the_version_before_go_on(old: Database) -> None:
         await by_hand.execute(bodies)
 
 
+@pytest.mark.full
 async def test_what_uses_the_functions_of_the_version_before_is_kept(old: Database) -> None:
     async with old.connection() as admin:
         await admin.execute(
@@ -113,6 +114,7 @@ async def test_what_uses_the_functions_of_the_version_before_is_kept(old: Databa
 MANY_CALLS = "SELECT relay.publish(type => 'a.b', payload => '1') FROM generate_series(1, 3)"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("call", [MANY_CALLS, f"{MANY_CALLS.replace('publish', 'publish_text')}"])
 async def test_a_statement_that_waits_for_the_migration_goes_on(old: Database, call: str) -> None:
     """Its first call waits for the lock of the outbox, and its second one follows the commit."""
@@ -148,6 +150,7 @@ async def test_an_older_program_cannot_leave_a_body_of_an_erased_event(old: Data
             await admin.execute(erase, 1)
 
 
+@pytest.mark.full
 async def test_the_payload_limit_remains(old: Database) -> None:
     async with old.connection() as admin:
         await migrate(admin, "relay")

@@ -20,6 +20,7 @@ from tests.support import ranges
 from tests.support.doctor import PATH, findings_of
 from tests.support.relay import add_endpoint, fetchval, publish
 from tests.support.roles import role
+from tests.support.tiers import sampled
 
 if TYPE_CHECKING:
     from asyncpg import Connection
@@ -361,7 +362,7 @@ async def _privileges_of(
 
 
 @pytest.mark.one_major
-@pytest.mark.parametrize("purpose", PURPOSES)
+@pytest.mark.parametrize("purpose", sampled(PURPOSES))
 async def test_granting_again_changes_nothing_with_any_names(
     empty_database: Database, purpose: str
 ) -> None:
@@ -571,6 +572,7 @@ async def test_the_doctor_reports_relays_that_are_superusers(owner: Connection[A
     assert found.action == "create a role for relays, and run: outbox migrate --relay ROLE"
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 async def test_the_doctor_reports_missing_privileges(
     database: Database, owner: Connection[Any], subtests: pytest.Subtests
@@ -619,6 +621,7 @@ SECRET_GRANTS = (
 )
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 async def test_the_doctor_reports_unintended_readers_of_secrets(
     database: Database, owner: Connection[Any], subtests: pytest.Subtests

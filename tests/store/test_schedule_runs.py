@@ -16,6 +16,7 @@ from outbox.store.schedules import schedule_runs
 from outbox.store.schedules.schedule_runs import ScheduleRunStore
 from tests.support.plans import explain
 from tests.support.schedules import DAY, add_schedule, journal, let_be_due, published
+from tests.support.tiers import sampled
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -269,7 +270,7 @@ async def test_moving_future_events_waits_for_no_other_relay(
     assert await _numbers(db) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("analyzed", [False, True], ids=("unknown", "analyzed"))
+@pytest.mark.parametrize("analyzed", sampled([False, True]), ids=("unknown", "analyzed"))
 async def test_polls_are_cheap_with_many_future_events(
     database: Database, db: Connection[Any], analyzed: bool
 ) -> None:

@@ -78,6 +78,7 @@ async def journal(db: Connection[Any]) -> list[dict[str, Any]]:
     return [orjson.loads(row["data"]) for row in rows]
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 async def test_a_running_relay_reports_skipped_events_and_sequences_them_on_request(
     database: Database,

@@ -3,8 +3,8 @@
 A pytest plugin.  A test that is lost fails nowhere: a file that is no longer collected, a name that
 no longer begins with `test_`, a table of parameters that has become short.  `tests/cases.toml` has
 the cases that were ever made, by folder and tier, and each removal with the test that covers what
-the removed one did.  `--check-cases` compares it with each folder that is collected as a whole;
-`--write-cases` adds the new cases to it.
+the removed one did.  `--check-cases` compares it with each folder that a run collects as a whole;
+`--write-cases` adds the new cases to it, and runs nothing.
 """
 
 from __future__ import annotations
@@ -84,16 +84,17 @@ def whole_folders(config: pytest.Config) -> set[str]:
     if option.keyword or option.markexpr or option.deselect or option.lf:
         return set()
     asked = {Path(argument).resolve() for argument in config.args if "::" not in argument}
+    ignored = {Path(path).resolve() for path in option.ignore or ()}
     folders = {
         each.name
         for each in TESTS.iterdir()
-        if any(each.glob("**/test_*.py")) and asked & {each, *each.parents}
+        if each not in ignored and any(each.glob("**/test_*.py")) and asked & {each, *each.parents}
     }
     return folders | {TOP} if asked & {TESTS, *TESTS.parents} else folders
 
 
 class Cases:
-    """Counts what is collected, and runs nothing."""
+    """Counts what is collected."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -102,14 +103,16 @@ class Cases:
     @pytest.hookimpl(tryfirst=True)  # Before any test is left out.
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         there, folders = count(items), whole_folders(self._config)
-        if self._config.getoption("--write-cases"):
+        is_writing = self._config.getoption("--write-cases")
+        if is_writing:
             write(there, folders)
         wanted = expected(tomllib.loads(FILE.read_text("utf-8")))
         self._differences = differences(there, wanted, folders)
-        items.clear()
+        if is_writing:
+            items.clear()
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             session.exitstatus = pytest.ExitCode(bool(self._differences))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -145,7 +148,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--check-cases",
         action="store_true",
-        help="compare cases with tests/cases.toml, run nothing",
+        help="compare the cases with tests/cases.toml, too",
     )
     group.addoption(
         "--write-cases", action="store_true", help="add new cases to tests/cases.toml, run nothing"

@@ -45,6 +45,8 @@ _END_SESSIONS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE da
 _FIND_ROLES = """SELECT 1 FROM pg_shdepend JOIN pg_database d ON d.oid = dbid
  WHERE datname = %s AND refclassid = 'pg_authid'::regclass LIMIT 1"""
 _numbers = itertools.count(1)
+_READ_CLOSE_ITERATIONS = 5
+"""Iterations of the event loop in which a connection notes that the server has closed it."""
 
 
 async def _connect(dsn: str, **options: Any) -> asyncpg.Connection:
@@ -111,11 +113,9 @@ class Database:
     async def _taken(self) -> asyncpg.Connection:
         while self._at_hand and self._is_at_home():
             connection = self._at_hand.pop()
-            try:
-                await connection.execute("SELECT")  # It may have been closed meanwhile.
-            except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError):
-                connection.terminate()
-            else:
+            for _ in range(_READ_CLOSE_ITERATIONS):
+                await asyncio.sleep(0)
+            if not connection.is_closed():
                 return connection
         connection = await _connect(self.dsn, server_settings={"search_path": SCHEMA})
         if self._is_at_home():

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from _pytest.mark import ParameterSet
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
     from pathlib import Path
-
-    import pytest
 
 MARKERS = {
     "system": "starts a process or opens a socket: not in the tier `unit`",
@@ -66,7 +68,7 @@ class Tier:
 
 TIERS = {
     "unit": Tier("none", 2, 0.2, 4.0, 4.0, 8, "8", 1, 1, 15, is_unit=True),
-    "default": Tier("newest", 2, 0.2, 4.0, 4.0, 8, "8", 1, 1, 25),
+    "default": Tier("newest", 1, 0.2, 4.0, 4.0, 8, "4", 1, 1, 25),
     "full": Tier("installed", 3, 0.2, 6.0, 6.0, 20, "30", 2, 1, 100, is_full=True),
     "soak": Tier("all", 100, 10.0, 300.0, 120.0, 2000, "all", 20, 3, 1000, is_full=True),
 }
@@ -99,6 +101,24 @@ def is_unit(item: pytest.Item) -> bool:
     """Whether a test needs nothing but the program."""
     uses_database = "pg_major" in getattr(item, "fixturenames", ())
     return not uses_database and not any(map(item.get_closest_marker, MARKERS))
+
+
+def sampled(rows: Iterable[Any], kept: int | Callable[[Any], bool] = 1) -> list[Any]:
+    """Return parameters of which the default tier runs some, and --full all.
+
+    Args:
+        rows: the parameters; a tuple has the values of several names.
+        kept: how many of the first ones the default tier runs, or which.
+    """
+    rows = list(rows)
+    chosen = range(kept) if isinstance(kept, int) else [n for n, r in enumerate(rows) if kept(r)]
+    return [row if n in chosen else _only_full(row) for n, row in enumerate(rows)]
+
+
+def _only_full(row: Any) -> Any:
+    if isinstance(row, ParameterSet):
+        return pytest.param(*row.values, marks=[*row.marks, pytest.mark.full], id=row.id)
+    return pytest.param(*(row if type(row) is tuple else (row,)), marks=pytest.mark.full)
 
 
 def has_unit_tests(module: Path) -> bool:

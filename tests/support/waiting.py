@@ -15,6 +15,12 @@ T = TypeVar("T")
 LIVE_S = 60.0
 """For what happens soon: only a failure, or a machine that stands still, takes longer."""
 _POLL_S = 0.01
+_PAUSE_MAX_S = 0.1
+"""The longest pause after a short poll; after a longer poll, a pause is as long as the poll."""
+_PAUSE_SHARE = 1 / 8
+"""A pause is at least this share of the time waited so far."""
+_PAUSE_FACTOR = 4
+"""Pauses are this many times as long as polls: the code under test needs the processor, too."""
 _ITERATIONS = 1000
 """Iterations of the event loop in which a task ends after its last timer, at the latest."""
 
@@ -36,6 +42,7 @@ async def until(
     when `timeout_s` have passed.
     """
     loop = asyncio.get_running_loop()
+    began_at = loop.time()
     response: object = None
     try:
         async with asyncio.timeout(timeout_s):
@@ -45,8 +52,10 @@ async def until(
                 response = await asked if inspect.isawaitable(asked) else asked
                 if response:
                     return response
-                # The code under test needs the processor, too: it gets half of the time.
-                await asyncio.sleep(max(_POLL_S, loop.time() - requested_at))
+                now = loop.time()
+                took_s = now - requested_at
+                pause_s = max(_POLL_S, _PAUSE_SHARE * (now - began_at), _PAUSE_FACTOR * took_s)
+                await asyncio.sleep(max(took_s, min(_PAUSE_MAX_S, pause_s)))
     except TimeoutError:
         raise AssertionError(_too_long(what, timeout_s, response)) from None
 

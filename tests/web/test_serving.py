@@ -14,6 +14,7 @@ from aiohttp import web
 
 from outbox.web import health, serving
 from outbox.web.address import Address
+from tests.support.tiers import sampled
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -325,20 +326,22 @@ CHUNK = "POST /echo HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1\r
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "sent",
-    [
-        ("",),
-        (HALF_HEAD,),
-        (HALF_BODY,),
-        (WHOLE_REQUEST,),
-        (WHOLE_REQUEST + HALF_HEAD,),
-        (CHUNK,),
-        ("", HALF_HEAD, HALF_BODY, WHOLE_REQUEST, CHUNK),
-    ],
-    ids=["silence", "half a head", "half a body", "an idle client", "half a head later",
-         "a body that a handler reads", "all of these"],
+    sampled(
+        [
+            ["", HALF_HEAD, HALF_BODY, WHOLE_REQUEST, CHUNK],
+            [""],
+            [HALF_HEAD],
+            [HALF_BODY],
+            [WHOLE_REQUEST],
+            [WHOLE_REQUEST + HALF_HEAD],
+            [CHUNK],
+        ]
+    ),
+    ids=["all of these", "silence", "half a head", "half a body", "an idle client",
+         "half a head later", "a body that a handler reads"],
 )  # fmt: skip
 async def test_six_hundred_half_requests_do_not_keep_other_clients_out(
-    sent: tuple[str, ...], servers: list[serving._Server], monkeypatch: pytest.MonkeyPatch
+    sent: list[str], servers: list[serving._Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The rest of the bodies is awaited until the end of the test.
     monkeypatch.setattr(serving, "CLOSE_LINGER_S", 3600.0)

@@ -18,6 +18,7 @@ from outbox.operations import endpoint_states
 from outbox.operations.endpoint_changes import add_endpoint
 from outbox.store.connection import dsn
 from tests.support.processes import command_line, family, running
+from tests.support.tiers import sampled
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def commands() -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["half", "whole"])
-@pytest.mark.parametrize("command", ["pause", "resume", "change_lanes", "apply"])
+@pytest.mark.parametrize("command", sampled(["pause", "resume", "change_lanes", "apply"]))
 async def test_a_change_is_made_by_the_whole_message_and_not_by_half_of_it(
     run: Operators, database: Database, tmp_path: Path, command: str, whole: bool
 ) -> None:
@@ -91,7 +92,7 @@ async def test_a_replay_sends_all_the_messages_at_which_it_may_be_interrupted(
     assert await run.interrupt(command, "kill-command", LastPiece(whole=True))
 
 
-@pytest.mark.parametrize("way", ["half-command", "freeze-command", "kill-command"])
+@pytest.mark.parametrize("way", sampled(["half-command", "freeze-command", "kill-command"]))
 async def test_an_interrupted_command_does_not_stop_another_change(
     run: Operators, database: Database, way: str
 ) -> None:
@@ -107,6 +108,7 @@ async def test_an_interrupted_command_does_not_stop_another_change(
     assert running(left) == []
 
 
+@pytest.mark.full
 async def test_a_further_command_ends_the_oldest_that_hangs(
     run: Operators, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +120,7 @@ async def test_a_further_command_ends_the_oldest_that_hangs(
     assert len(commands()) == 1
 
 
+@pytest.mark.full
 async def test_a_command_that_ends_before_is_not_interrupted(run: Operators) -> None:
     command = OperatorCommand(("endpoint", "pause", "e0"), pieces=1000)
     assert await run.interrupt(command, "half-command", LastPiece(whole=False)) is None

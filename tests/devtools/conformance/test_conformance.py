@@ -26,6 +26,7 @@ from outbox.receiver.verification import pairs_of
 from outbox.testing.sender import SECRET
 from outbox.web.address import Address
 from outbox.web.serving import serving
+from tests.support.tiers import sampled
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Container
@@ -72,7 +73,7 @@ async def grades_of(
 
 @pytest.mark.slow
 @pytest.mark.system
-@pytest.mark.parametrize("gaps", list(Gaps))
+@pytest.mark.parametrize("gaps", sampled(list(Gaps)))
 async def test_the_receivers_of_this_library_conform(gaps: Gaps) -> None:
     processed: list[str] = []
 
@@ -107,8 +108,8 @@ async def test_a_receiver_with_another_header_prefix_conforms() -> None:
 
 @pytest.mark.slow
 @pytest.mark.system
-@pytest.mark.parametrize("format_name", get_args(FormatName))
-@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("format_name", sampled(get_args(FormatName), 2))
+@pytest.mark.parametrize("is_known", sampled([True, False]))
 async def test_a_receiver_of_another_format_conforms(
     format_name: FormatName, is_known: bool
 ) -> None:

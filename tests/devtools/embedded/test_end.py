@@ -98,6 +98,7 @@ def test_a_parent_killed_while_the_server_starts_leaves_no_process(pg_major: int
         until_sync(lambda: not running(started), what="what it started to end")
 
 
+@pytest.mark.full
 def test_ctrl_c_does_not_reach_the_server(pg_major: int) -> None:
     with holder(pg_major) as process:
         server = read_line(process)
@@ -109,6 +110,7 @@ def test_ctrl_c_does_not_reach_the_server(pg_major: int) -> None:
     assert not Path(server["data_dir"]).parent.exists()
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 def test_a_parent_that_exits_without_stopping_stops_the_server(pg_major: int) -> None:
     program = (

@@ -64,6 +64,7 @@ async def test_the_server_accepts_connections_and_has_the_requested_major(
     assert await query_server(quick, "SHOW fsync") == "off"
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 async def test_the_server_is_durable_by_default(pg_major: int) -> None:
     async with EmbeddedPostgres(pg_major) as server:
@@ -134,6 +135,7 @@ def permissions(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 async def test_stop_removes_the_temporary_directory(pg_major: int) -> None:
     server = quick_server(pg_major)
@@ -173,6 +175,7 @@ async def test_a_given_data_directory_is_kept(pg_major: int, open_directory: Pat
         pass
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 async def test_a_long_temporary_directory_does_not_break_the_socket(
     pg_major: int, tmp_path: Path
@@ -184,6 +187,7 @@ async def test_a_long_temporary_directory_does_not_break_the_socket(
         assert await query_server(server, "SELECT 1") == 1
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 async def test_environment_variables_do_not_affect_the_server(
     pg_major: int, monkeypatch: pytest.MonkeyPatch
@@ -221,6 +225,7 @@ def test_a_failed_start_is_a_one_line_error(pg_major: int) -> None:
         EmbeddedPostgres(pg_major, settings={"port": 5433})
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 async def test_a_cancelled_start_leaves_nothing(pg_major: int) -> None:
     server = quick_server(pg_major)
@@ -234,6 +239,7 @@ async def test_a_cancelled_start_leaves_nothing(pg_major: int) -> None:
         server.dsn()
 
 
+@pytest.mark.full
 @pytest.mark.one_major
 async def test_the_server_outlives_the_thread_that_started_it(pg_major: int) -> None:
     server = quick_server(pg_major)
@@ -288,6 +294,7 @@ def test_the_newest_major_is_the_default() -> None:
     assert find_binaries().major == max(installed_binaries())
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @AS_ROOT
 @pytest.mark.one_major

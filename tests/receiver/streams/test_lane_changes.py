@@ -171,6 +171,7 @@ async def test_a_lane_without_its_end_may_be_ended_by_an_operator(
     assert await shop.effects() == streams.written
 
 
+@pytest.mark.full
 async def test_a_reader_killed_between_the_ends_goes_on_in_order(
     streams: Streams, pool: asyncpg.Pool, rng: random.Random
 ) -> None:
