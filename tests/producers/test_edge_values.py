@@ -11,6 +11,7 @@ import pytest
 
 from outbox.operations import dead_letters, erase, events, trace
 from outbox.operations.criteria import Criteria
+from outbox.operations.rows import encode_other
 from outbox.store.connection.connect import connect
 from outbox.store.connection.dsn import parse
 from tests.core.test_marks import ATTACKS
@@ -51,9 +52,11 @@ def published(function: str, payload: str) -> str:
 
 
 @pytest.fixture
-async def db(database: Database) -> StoreConnection:
+async def db(database: Database) -> AsyncIterator[StoreConnection]:
     dsn = parse(database.dsn, source="test", env={})
-    return await connect(dsn, schema="relay", application_name="test")
+    connection = await connect(dsn, schema="relay", application_name="test")
+    yield connection
+    await connection.close()
 
 
 async def test_the_database_refuses_them(db: StoreConnection, subtests: pytest.Subtests) -> None:
@@ -167,7 +170,7 @@ async def test_old_rows_blind_no_reader(
     for name, outbox_id in ids.items():
         with subtests.test(trace=name):
             found = await trace.read_trace(db, "relay", outbox_id, payload=True)
-            assert orjson.dumps(found, default=str)
+            assert orjson.dumps(found, default=encode_other)
     letters = await dead_letters.list_dead_letters(db, "relay")
     async with serving(database) as client:
         api = client.with_token(await make_token(database))
