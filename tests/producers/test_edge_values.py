@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import asyncpg
@@ -16,6 +15,7 @@ from outbox.store.connection.connect import connect
 from outbox.store.connection.dsn import parse
 from tests.core.test_marks import ATTACKS
 from tests.support.api import make_token, serving
+from tests.support.old_rows import without_rules
 from tests.support.relay import REFUSED, Network, add_endpoint, all_ended, running
 
 if TYPE_CHECKING:
@@ -117,24 +117,6 @@ class Refusing(Network):
         return REFUSED
 
 
-@asynccontextmanager
-async def without_rules(db: StoreConnection, table: str) -> AsyncIterator[None]:
-    """Rows that an older version accepted: the rules are added again, NOT VALID."""
-    rules = await db.fetch(
-        "SELECT conname, pg_get_constraintdef(oid) AS definition FROM pg_constraint "
-        "WHERE conrelid = $1::regclass AND contype = 'c'",
-        table,
-    )
-    for each in rules:
-        await db.execute(f'ALTER TABLE {table} DROP CONSTRAINT "{each["conname"]}"')
-    yield
-    for each in rules:
-        definition = each["definition"].removesuffix(" NOT VALID")
-        await db.execute(
-            f'ALTER TABLE {table} ADD CONSTRAINT "{each["conname"]}" {definition} NOT VALID'
-        )
-
-
 OLD_ROWS = {
     "expires in 20000": ("expires_at", "'20000-01-01'"),
     "expires never": ("expires_at", "'infinity'"),
@@ -154,7 +136,7 @@ async def test_old_rows_blind_no_reader(
 ) -> None:
     """Lists, traces, dead letters and the API show each of them, and each can be erased."""
     await add_endpoint(database, "shop")
-    async with without_rules(db, "outbox"):
+    async with without_rules(db):
         for name, (column, value) in OLD_ROWS.items():
             row = {"type": "'a'", "payload": "'1'", "tenant": "NULL", "key": f"'{name}'"}
             row[column] = value
