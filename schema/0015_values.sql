@@ -1,27 +1,34 @@
 -- Relays stop first.
 --
 -- What publishers may write: event types as other systems have them, header names that nothing of
--- ours trusts, and values that every reader can represent.  An older relay fails with a type pattern
--- that has a "-".
+-- ours trusts, and values that readers can represent.  An older relay fails with a type pattern that
+-- has a "-".
 
--- The reserved names of headers, as a regular expression; see mark_problem() in
--- outbox/core/model/headers.py.
-CREATE FUNCTION reserved_header_names() RETURNS text
-LANGUAGE sql IMMUTABLE PARALLEL SAFE SET search_path FROM CURRENT AS $$
-    SELECT '^((outbox|x[-_]outbox|webhook|ce|nats)[-_]'
-           '|(body|content[-_]type|description|status'
-           '|x[-_](attempt|backfill|delivery|event|event[-_](id|key|tenant|time)|lane|sequence))$'
-           '|.*[-_](lane|lane[-_]ends|(last|previous)[-_]sequence|replay[-_]of|sequence)$)'
-$$;
-REVOKE ALL ON FUNCTION reserved_header_names FROM PUBLIC;
-
--- Headers without those that are reserved; NULL if none is left.
-CREATE FUNCTION without_reserved_names(headers jsonb) RETURNS jsonb
-LANGUAGE sql IMMUTABLE PARALLEL SAFE SET search_path FROM CURRENT AS $$
-    SELECT jsonb_object_agg(h.key, h.value) FROM jsonb_each(headers) h
-     WHERE h.key !~* reserved_header_names()
-$$;
-REVOKE ALL ON FUNCTION without_reserved_names FROM PUBLIC;
+-- Refuses headers of an event with a reserved name; see mark_problem() in
+-- outbox/core/model/headers.py.  A plain INSERT is not checked, because a constraint would cost each
+-- statement a tenth: what it has of such headers is left out at delivery.
+CREATE FUNCTION require_own_headers(headers jsonb) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    reserved text;
+BEGIN
+    IF jsonb_typeof(headers) <> 'object' THEN
+        RETURN;  -- A constraint refuses it.
+    ELSIF headers - '{traceparent,tracestate}'::text[] = '{}' THEN
+        RETURN;
+    END IF;
+    SELECT name INTO reserved FROM jsonb_object_keys(headers) AS name
+     WHERE name ~* ('^((outbox|x[-_]outbox|webhook|ce|nats)[-_]'
+                    '|(body|content[-_]type|description|status|x[-_](attempt|backfill|delivery|event'
+                    '|event[-_](id|key|tenant|time)))$'
+                    '|.*[-_](lane|lane[-_]ends|(last|previous)[-_]sequence|replay[-_]of|sequence)$)')
+     LIMIT 1;
+    IF FOUND THEN
+        RAISE EXCEPTION 'headers: "%" is set by the relay, and trusted by readers and receivers',
+            reserved USING ERRCODE = 'check_violation';
+    END IF;
+END $$;
+REVOKE ALL ON FUNCTION require_own_headers FROM PUBLIC;
 
 -- Why no reader can represent a payload, or NULL.  A number of 30 bytes can have 131,000 digits, so
 -- the text is measured; a shorter text has neither such a number nor such a depth.
@@ -52,6 +59,159 @@ REVOKE ALL ON FUNCTION require_readable FROM PUBLIC;
 
 -- ----------------------------------------------------------------- publish
 
+-- As in 0014_absence.sql, without reserved headers.
+CREATE OR REPLACE FUNCTION publish_event(
+    type         text,
+    payload      jsonb       DEFAULT NULL,
+    key          text        DEFAULT NULL,
+    tenant       text        DEFAULT NULL,
+    once         text        DEFAULT NULL,
+    expires_at   timestamptz DEFAULT NULL,
+    headers      jsonb       DEFAULT NULL,
+    deliver_at   timestamptz DEFAULT NULL,
+    claimed      boolean     DEFAULT false,
+    once_for     interval    DEFAULT NULL,
+    body         bytea       DEFAULT NULL,
+    content_type text        DEFAULT NULL
+) RETURNS uuid
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+#variable_conflict use_column
+DECLARE
+    new_id uuid := gen_random_uuid();
+    stored_id uuid;
+BEGIN
+    IF starts_with(publish_event.type, 'outbox.') THEN
+        RAISE EXCEPTION 'type: "outbox." is reserved for operational events'
+            USING ERRCODE = 'check_violation';
+    END IF;
+    IF publish_event.headers IS NOT NULL THEN
+        PERFORM require_own_headers(publish_event.headers);
+    END IF;
+    IF publish_event.once_for IS NOT NULL
+       AND (publish_event.once IS NULL OR publish_event.claimed) THEN
+        RAISE EXCEPTION 'once_for: requires an idempotency key (once) that is not claimed yet'
+            USING ERRCODE = 'check_violation';
+    END IF;
+    IF publish_event.claimed THEN
+        UPDATE idempotency_key AS o SET event_id = new_id
+         WHERE o.key = publish_event.once AND o.event_id IS NULL
+           AND o.expires_at > clock_timestamp();
+        IF NOT FOUND THEN
+            RAISE EXCEPTION 'once: the key is not claimed, or its event is already published'
+                USING ERRCODE = 'check_violation';
+        END IF;
+    ELSIF publish_event.once IS NOT NULL
+          AND NOT claim_once(publish_event.once, new_id, publish_event.once_for) THEN
+        RETURN NULL;
+    END IF;
+    -- RETURNING: PostgreSQL refuses such an INSERT if a rule replaces it by something else.
+    IF publish_event.deliver_at > clock_timestamp() THEN
+        INSERT INTO future_event (event_id, tenant, type, key, payload, headers, expires_at,
+                                  body, content_type, deliver_at)
+        VALUES (new_id, publish_event.tenant, publish_event.type, publish_event.key,
+                publish_event.payload, publish_event.headers, publish_event.expires_at,
+                publish_event.body, publish_event.content_type, publish_event.deliver_at)
+        RETURNING event_id INTO stored_id;
+    ELSE
+        INSERT INTO outbox (event_id, tenant, type, key, payload, headers, expires_at,
+                            body, content_type)
+        VALUES (new_id, publish_event.tenant, publish_event.type, publish_event.key,
+                publish_event.payload, publish_event.headers, publish_event.expires_at,
+                publish_event.body, publish_event.content_type)
+        RETURNING event_id INTO stored_id;
+    END IF;
+    IF stored_id IS NULL THEN
+        PERFORM require_stored(false, CASE WHEN publish_event.deliver_at > clock_timestamp()
+                                           THEN 'future_event'::regclass ELSE 'outbox' END);
+    END IF;
+    IF stored_id <> new_id THEN
+        RAISE EXCEPTION 'event_id: a trigger changed it, so the event could not be found'
+            USING ERRCODE = 'check_violation';
+    END IF;
+    RETURN new_id;
+END $$;
+
+-- As in 0014_absence.sql, without reserved headers.
+CREATE OR REPLACE FUNCTION publish_events(
+    types         text[],
+    payloads      jsonb[]       DEFAULT NULL,
+    keys          text[]        DEFAULT NULL,
+    tenants       text[]        DEFAULT NULL,
+    onces         text[]        DEFAULT NULL,
+    expires_at    timestamptz[] DEFAULT NULL,
+    headers       jsonb[]       DEFAULT NULL,
+    deliver_at    timestamptz[] DEFAULT NULL,
+    once_for      interval[]    DEFAULT NULL,
+    digests       bytea[]       DEFAULT NULL,
+    bodies        bytea[]       DEFAULT NULL,
+    content_types text[]        DEFAULT NULL
+) RETURNS uuid[]
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+#variable_conflict use_column
+DECLARE
+    event_ids uuid[];
+    unstored bigint;
+    unstored_later bigint;
+BEGIN
+    -- unnest() would fill a shorter array with NULL.
+    IF cardinality(types) <> ANY (ARRAY[
+           cardinality(payloads), cardinality(keys), cardinality(tenants), cardinality(onces),
+           cardinality(publish_events.expires_at), cardinality(publish_events.headers),
+           cardinality(publish_events.deliver_at), cardinality(publish_events.once_for),
+           cardinality(digests), cardinality(bodies), cardinality(content_types)]) THEN
+        RAISE EXCEPTION 'arrays: each must have one element for each of types, or be NULL'
+            USING ERRCODE = 'check_violation';
+    END IF;
+    IF EXISTS (SELECT FROM unnest(types) AS t WHERE starts_with(t, 'outbox.')) THEN
+        RAISE EXCEPTION 'type: "outbox." is reserved for operational events'
+            USING ERRCODE = 'check_violation';
+    END IF;
+    IF publish_events.headers IS NOT NULL THEN
+        PERFORM require_own_headers(h) FROM unnest(publish_events.headers) AS h WHERE h IS NOT NULL;
+    END IF;
+    -- requested: one row per event.  MATERIALIZED, because a second evaluation would
+    -- generate other event ids.  In the order of idempotency keys, in which accepted claims
+    -- them: otherwise two callers with the same keys in different orders would deadlock.
+    -- accepted: the rows whose idempotency key was claimed.
+    WITH requested AS MATERIALIZED (
+        SELECT e.*, gen_random_uuid() AS event_id,
+               coalesce(e.deliver_at > clock_timestamp(), false) AS is_delayed
+          FROM unnest(types, payloads, keys, tenants, onces,
+                      publish_events.expires_at, publish_events.headers, publish_events.deliver_at,
+                      publish_events.once_for, publish_events.digests, bodies, content_types)
+               WITH ORDINALITY AS e(type, payload, key, tenant, once, expires_at, headers,
+                                    deliver_at, once_for, digest, body, content_type, n)
+         ORDER BY e.once COLLATE "C", e.n),
+    accepted AS MATERIALIZED (
+        SELECT r.* FROM requested r
+         WHERE r.once IS NULL OR claim_once(r.once, r.event_id, r.once_for, r.digest)),
+    published AS (
+        INSERT INTO outbox (event_id, tenant, type, key, payload, headers, expires_at,
+                            body, content_type)
+        SELECT a.event_id, a.tenant, a.type, a.key, a.payload, a.headers, a.expires_at,
+               a.body, a.content_type
+          FROM accepted a WHERE NOT a.is_delayed ORDER BY a.n
+        RETURNING 1),
+    delayed AS (
+        INSERT INTO future_event (event_id, tenant, type, key, payload, headers, expires_at,
+                                  body, content_type, deliver_at)
+        SELECT a.event_id, a.tenant, a.type, a.key, a.payload, a.headers, a.expires_at,
+               a.body, a.content_type, a.deliver_at
+          FROM accepted a WHERE a.is_delayed ORDER BY a.n
+        RETURNING 1)
+    SELECT array_agg(a.event_id ORDER BY r.n),
+           count(*) FILTER (WHERE NOT a.is_delayed) - (SELECT count(*) FROM published),
+           count(*) FILTER (WHERE a.is_delayed) - (SELECT count(*) FROM delayed)
+      INTO event_ids, unstored, unstored_later
+      FROM requested r LEFT JOIN accepted a ON a.n = r.n;
+    IF unstored <> 0 OR unstored_later <> 0 THEN
+        PERFORM require_stored(false, CASE WHEN unstored <> 0 THEN 'outbox'::regclass
+                                           ELSE 'future_event' END);
+    END IF;
+    RETURN event_ids;
+END $$;
+
+-- This and publish_many() check payloads, because publish_text() needs their size, too.
 CREATE OR REPLACE FUNCTION publish(
     type       text,
     payload    jsonb,
@@ -161,74 +321,45 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
         WHEN e.payload IS NULL AND e.body IS NULL THEN 'the payload is not valid JSON'
         WHEN coalesce(octet_length(e.body), octet_length(e.payload::text)) > payload_bytes_max() THEN
             'the payload is larger than ' || payload_bytes_max() || ' bytes'
-        WHEN payload_fault(e.payload) IS NOT NULL THEN 'the payload has ' || payload_fault(e.payload)
+        WHEN payload_fault(e.payload) IS NOT NULL THEN
+            'the payload has ' || payload_fault(e.payload)
         WHEN octet_length(e.headers::text) > 8192 THEN 'the headers are larger than 8192 bytes'
-        WHEN e.headers IS NOT NULL
-             AND e.headers IS DISTINCT FROM coalesce(without_reserved_names(e.headers), '{}') THEN
-            'the headers have a name that is reserved'
     END
-$$;
-
--- As in 0012_adoption.sql; without reserved headers, which a row that is held already may have.
-CREATE OR REPLACE FUNCTION held_event(held adopted_row) RETURNS converted_event
-LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
-    -- Not jsonb_populate_record(): it would make SQL's NULL of a payload that is JSON's null.
-    SELECT ROW(event ->> 'type', event ->> 'key', event ->> 'tenant', event ->> 'once',
-               CASE WHEN held.body IS NULL THEN event -> 'payload' END, held.body,
-               event ->> 'content_type',
-               without_reserved_names(nullif(event -> 'headers', 'null')), NULL)::converted_event
-      FROM (SELECT held.event) h
 $$;
 
 -- ------------------------------------------------------------- constraints
 
--- Rows that an older version accepted are mended where they become events later.
-UPDATE future_event SET headers = without_reserved_names(headers)
- WHERE headers IS DISTINCT FROM without_reserved_names(headers);
-UPDATE schedule SET headers = without_reserved_names(headers)
- WHERE headers IS DISTINCT FROM without_reserved_names(headers);
-UPDATE future_event
-   SET created_at = greatest(least(created_at, '9999-12-30Z'), '0001-01-02Z'),
-       expires_at = greatest(least(expires_at, '9999-12-30Z'), '0001-01-02Z'),
-       deliver_at = least(deliver_at, '9999-12-29Z')
- WHERE greatest(created_at, expires_at, deliver_at) > '9999-12-30Z'
-    OR least(created_at, expires_at) < '0001-01-02Z';
+-- What an older version accepted is mended where it becomes an event later.  The range of times is
+-- that of every reader: Python's, in any time zone.
+UPDATE future_event SET deliver_at = greatest(least(deliver_at, '9999-12-29Z'), '0001-01-02Z'),
+                        expires_at = greatest(least(expires_at, '9999-12-30Z'), '0001-01-03Z')
+ WHERE greatest(deliver_at, expires_at) > '9999-12-30Z'
+    OR least(deliver_at, expires_at) < '0001-01-02Z';
+ALTER TABLE future_event
+    DROP CONSTRAINT deliver_at_must_be_finite,
+    ADD CONSTRAINT deliver_at_must_be_from_year_1_to_9999
+        CHECK (deliver_at BETWEEN '0001-01-02Z' AND '9999-12-30Z'),
+    ADD CONSTRAINT expires_at_must_be_from_year_1_to_9999
+        CHECK (expires_at BETWEEN '0001-01-02Z' AND '9999-12-30Z');
 
--- Each constraint is prepared for every statement of a producer, so names share one with types, and
--- one constraint checks all times.  NOT VALID: existing rows keep what they have.  It applies to
--- their UPDATE, so that of an erasure is excepted, which clears the other columns.
---
--- The range of times is that of every reader: Python's, in any time zone.
+-- Few constraints, and short ones, because each is prepared for every statement of a producer.
+-- NOT VALID: existing rows keep what they have.  A constraint applies to their UPDATE, so that of an
+-- erasure is excepted, which clears the other columns.
 DO $$
 DECLARE
     relation text;
-    types text := '^[A-Za-z0-9_][A-Za-z0-9_-]*(\.[A-Za-z0-9_][A-Za-z0-9_-]*)*$';
-    names text := format('$.keyvalue().key ? (@ like_regex %s flag "i")',
-                         to_jsonb(reserved_header_names()));
 BEGIN
     FOREACH relation IN ARRAY '{schedule,future_event,outbox}'::text[] LOOP
         EXECUTE format(
-            'ALTER TABLE %1$I
+            'ALTER TABLE %I
+                DROP CONSTRAINT type_must_be_at_most_255_bytes,
                 DROP CONSTRAINT type_must_be_dotted_segments_of_letters_digits_underscores,
-                ADD CONSTRAINT type_must_be_dotted_segments_of_letters_digits_underscore_dash
-                    CHECK (type ~ %2$L) %5$s,
-                DROP CONSTRAINT headers_must_be_an_object_of_strings,
-                ADD CONSTRAINT headers_must_be_an_object_of_strings_without_reserved_names
-                    CHECK (jsonb_typeof(headers) = ''object''
-                           AND NOT headers @? ''strict $.* ? (@.type() != "string")''
-                           AND NOT headers @? %3$L) %5$s,
-                ADD CONSTRAINT times_must_be_from_year_1_to_9999
-                    CHECK (%4$s) %5$s',
-            relation, types, names,
-            CASE relation
-                WHEN 'outbox' THEN
-                    'erased_at IS NOT NULL OR least(created_at, expires_at) >= ''0001-01-02Z'' '
-                    'AND greatest(created_at, expires_at) <= ''9999-12-30Z'''
-                WHEN 'future_event' THEN
-                    'least(created_at, expires_at) >= ''0001-01-02Z'' '
-                    'AND greatest(created_at, expires_at, deliver_at) <= ''9999-12-30Z'''
-                ELSE 'created_at BETWEEN ''0001-01-02Z'' AND ''9999-12-30Z'''
-            END,
+                ADD CONSTRAINT type_must_be_1_to_255_letters_digits_underscores_dots_dashes
+                    CHECK (octet_length(type) <= 255 AND type ~ %L) %s',
+            relation, '^[A-Za-z0-9_][A-Za-z0-9_-]*(\.[A-Za-z0-9_][A-Za-z0-9_-]*)*$',
             CASE relation WHEN 'outbox' THEN 'NOT VALID' ELSE '' END);
     END LOOP;
 END $$;
+
+ALTER TABLE outbox ADD CONSTRAINT expires_at_must_be_from_year_1_to_9999
+    CHECK (erased_at IS NOT NULL OR expires_at BETWEEN '0001-01-02Z' AND '9999-12-30Z') NOT VALID;
