@@ -99,7 +99,7 @@ class Variant:
 
         By default every event makes it busy, so that it falls asleep anew after each.
         """
-        bases = (Registered, self.store)
+        bases: tuple[type, ...] = (Registered, self.store)
         if store_mixin is not None:
             bases = (store_mixin, *bases)
         store_type = type(f"Registered{self.store.__name__}", bases, {})
