@@ -38,7 +38,7 @@ class JsonText:
 
 
 def encode_other(value: object) -> object:
-    """For `orjson.dumps`: what it does not know, such as asyncpg's UUID, as text."""
+    """Encode what `orjson.dumps` does not know: JSON as it is, other values as text."""
     return orjson.Fragment(value.text) if isinstance(value, JsonText) else str(value)
 
 

@@ -44,8 +44,8 @@ LOST = (
     asyncpg.CannotConnectNowError,
 )
 
-# Replica ids, as the table `replica` assigns them.
-replica_ids = itertools.count(1)
+# Replica ids that the table `replica` does not assign.
+replica_ids = itertools.count(1_000_000)
 
 _REGISTER = """
 INSERT INTO replica (id, label, name, version, lease_s, expires_at) OVERRIDING SYSTEM VALUE
