@@ -16,7 +16,7 @@ from outbox.store.connection.dsn import parse
 from tests.core.test_marks import ATTACKS
 from tests.support.api import make_token, serving
 from tests.support.old_rows import DEEP, NUMBER, OLD_ROWS, Refusing, insert_old_rows
-from tests.support.relay import add_endpoint, all_ended, running
+from tests.support.relay import Network, add_endpoint, all_ended, running
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -106,6 +106,50 @@ async def test_the_database_refuses_them(db: StoreConnection, subtests: pytest.S
             "1" * 2_000,
             orjson.dumps(harmless).decode(),
         )
+
+
+async def test_the_api_refuses_marks_and_publishes_numbers_exactly(
+    database: Database, db: StoreConnection, subtests: pytest.Subtests
+) -> None:
+    exact = "[18446744073709551616, 9007199254740993, 1234567890.12345678901234567890, 1.10]"
+    async with serving(database) as client:
+        api = client.with_token(await make_token(database))
+        for name in ATTACKS:
+            with subtests.test(header=name):
+                response = await api.post("/v1/events", {"type": "a", "headers": {name: "x"}})
+                assert response.status == 422
+                assert "is set by the relay" in response.detail
+        for payload in ("1e400", "[" * 2_000 + "]" * 2_000, '"\\u0000"', '"\\ud800"'):
+            with subtests.test(refused=payload[:10]):
+                body = f'{{"type": "a", "payload": {payload}}}'.encode()
+                response = await api.request("POST", "/v1/events", data=body)
+                assert response.status in (400, 422)
+        for at in ("9999-12-31T00:00:00Z", "+10000-01-01T00:00:00Z"):
+            with subtests.test(deliver_at=at):
+                response = await api.post("/v1/events", {"type": "a", "deliver_at": at})
+                assert response.status == 422
+        body = f'{{"type": "a", "payload": {exact}}}'.encode()
+        for _ in range(2):
+            response = await api.request(
+                "POST", "/v1/events", data=body, headers={"Idempotency-Key": "k"}
+            )
+            assert response.status in (200, 201)
+    stored = await db.fetchval("SELECT payload::text FROM outbox")
+    assert stored == exact.replace("1.10]", "1.1]")
+
+
+async def test_marks_of_a_plain_insert_are_not_sent(
+    database: Database, db: StoreConnection
+) -> None:
+    await add_endpoint(database)
+    headers = orjson.dumps(dict.fromkeys(ATTACKS, "forged") | {"X-Order": "7"}).decode()
+    await db.execute("INSERT INTO outbox (type, payload, headers) VALUES ('a', '1', $1)", headers)
+    network = Network()
+    async with running(database, network):
+        await all_ended(database)
+    (sent,) = network.accepted
+    assert "forged" not in sent.headers.values()
+    assert sent.headers["x-order"] == "7"
 
 
 async def test_old_rows_blind_no_reader(

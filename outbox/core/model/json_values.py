@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +19,18 @@ if TYPE_CHECKING:
 
 SCALE_MAX = 16383
 """Digits behind the decimal point of PostgreSQL's numeric."""
-# What may be a number that is not exact as a float, or no integer of 64 bits.  In a text it may
-# occur, too, which costs the time of the slower parser.
-_INEXACT = re.compile(rb"(?:^|[\[:,\s])-?(?:[0-9][0-9.]{15}|[0-9.]+[eE])")
+# What may be a number that is not exact as a float: 16 digits, or a negative exponent of three.
+# With fewer digits, a float has all of them.  A text may have both, and takes the slower parser.
+# Bytes are classified and searched at gigabytes per second, which a regular expression is not.
+_CLASS_OF = dict.fromkeys(b"0123456789.", ord("0")) | {
+    **dict.fromkeys(b"eE", ord("e")),
+    ord("-"): ord("-"),
+}
+_CLASSES = bytes.maketrans(
+    bytes(range(256)),
+    bytes(_CLASS_OF.get(byte, ord(" ")) for byte in range(256)),
+)
+_INEXACT = (b"0" * 16, b"e-000")
 
 
 def encode_json(value: Any, on_inexact: Callable[[], object], *, sort_keys: bool = False) -> bytes:
@@ -65,7 +73,8 @@ def decode_json(raw: bytes | bytearray) -> Any:
         orjson.JSONDecodeError: it is not JSON, or a number or the depth is beyond the limits.
     """
     value = orjson.loads(raw)
-    if _INEXACT.search(raw) is None:
+    classes = raw.translate(_CLASSES)
+    if not any(each in classes for each in _INEXACT):
         return value
     try:
         return json.loads(raw, parse_int=_integer, parse_float=_number)
