@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from outbox.core.model.event import encode_payload
 from outbox.core.model.json_values import decode_json
 from outbox.errors import InvalidEvent
+from outbox.producers.event import Event, _warn_inexact, encode_event
 
 MANY_DIGITS = "1234567890123456.123456789"
 
@@ -78,6 +79,19 @@ def test_values_are_encoded_exactly(subtests: pytest.Subtests) -> None:
                 encoded = encode_payload(value, lambda to=reported: to.append(None))
                 assert encoded.decode() == text
                 assert bool(reported) is not exact
+
+
+def test_publishing_warns_once_of_numbers_that_receivers_round(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _warn_inexact.cache_clear()
+    for payload in (2**53 - 1, Decimal("0.1"), "9007199254740993"):
+        encode_event(Event("a", payload), payload)
+    assert not caplog.records
+    for payload in (2**53, [Decimal(MANY_DIGITS)]):
+        encode_event(Event("a", payload), payload)
+    (record,) = caplog.records
+    assert "publish it as text" in record.getMessage()
 
 
 def test_what_cannot_be_represented_is_refused(subtests: pytest.Subtests) -> None:
