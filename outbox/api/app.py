@@ -32,6 +32,7 @@ from outbox.api.route import Call, DeferredReply, NoQuery, Page, Reply
 from outbox.api.routes import ROUTES
 from outbox.destinations.endpoint_tester import EndpointTester
 from outbox.destinations.endpoint_validation import policy_of
+from outbox.operations.rows import encode_other
 from outbox.store.connection.connect import in_one_line
 
 if TYPE_CHECKING:
@@ -226,5 +227,5 @@ def _response(response: Any, status: int) -> web.Response:
 
 def encode(value: Any) -> bytes:
     """Encode a result as JSON, like `--json`: RFC 3339 times, dataclasses as objects."""
-    # default=str: asyncpg has its own UUID class, which orjson does not encode.
-    return orjson.dumps(value, default=str, option=orjson.OPT_UTC_Z)
+    # default=encode_other: asyncpg has its own UUID class, which orjson does not encode.
+    return orjson.dumps(value, default=encode_other, option=orjson.OPT_UTC_Z)

@@ -33,6 +33,7 @@ from outbox.api.route import (
     id_cursor,
 )
 from outbox.core.model.event import deliver_at
+from outbox.core.model.json_values import encode_json
 from outbox.destinations.endpoint_validation import run_in_thread
 from outbox.drivers.connections import open_connection
 from outbox.errors import InvalidEvent, UsageError
@@ -209,7 +210,7 @@ def _digest(event: Event) -> bytes:
     # The payload by itself, because orjson limits the depth.
     encoded = event.payload
     if event.content_type is None:
-        encoded = orjson.dumps(encoded, option=orjson.OPT_SORT_KEYS)
+        encoded = encode_json(encoded, lambda: None, sort_keys=True)
     payload = sha256(encoded).hexdigest()
     values = {each.name: getattr(event, each.name) for each in fields(event)}
     values["deliver_at"] = deliver_at(event.deliver_at)  # In UTC: the same time, the same digest.

@@ -23,6 +23,7 @@ from outbox.api.rate_limit import LIMITED_TOKENS_MAX, too_many_requests
 from outbox.api.request_parsing import validate
 from outbox.api.route import SMALL_BYTES_MAX
 from outbox.core.admission.token_bucket import Allowance, TokenBuckets
+from outbox.core.model.json_values import decode_json
 from outbox.destinations.endpoint_validation import run_in_thread
 
 if TYPE_CHECKING:
@@ -175,7 +176,7 @@ def parse(raw: bytes | bytearray, model: type[RequestModel], values_max: int) ->
     """
     _check_value_count(raw, values_max)
     try:
-        values: Any = orjson.loads(raw)
+        values: Any = decode_json(raw)
     except orjson.JSONDecodeError as error:
         raise Problem(
             ProblemKind.BAD_REQUEST,

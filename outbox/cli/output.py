@@ -19,6 +19,7 @@ import orjson
 
 from outbox.core.model import duration
 from outbox.core.model.text import count, safe
+from outbox.operations.rows import JsonText, encode_other
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -41,7 +42,7 @@ _FOLD_CHARS_MIN = 30
 def emit_json(value: Any) -> None:
     """Print one line of JSON; times in RFC 3339, dataclasses as objects."""
     # asyncpg returns its own UUID class, which orjson does not serialize.
-    click.echo(orjson.dumps(value, default=str, option=orjson.OPT_UTC_Z).decode())
+    click.echo(orjson.dumps(value, default=encode_other, option=orjson.OPT_UTC_Z).decode())
 
 
 def emit_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], empty: str) -> None:
@@ -98,8 +99,8 @@ def cell(value: Any) -> str:
         return value.astimezone().isoformat(sep=" ", timespec="seconds")
     if isinstance(value, list | tuple):
         return " ".join(map(cell, value))
-    if isinstance(value, dict):
-        return safe(orjson.dumps(value, default=str).decode())
+    if isinstance(value, dict | JsonText):
+        return safe(orjson.dumps(value, default=encode_other).decode())
     return safe(str(value))
 
 

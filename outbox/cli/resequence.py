@@ -26,6 +26,8 @@ def _show(done: Resequenced) -> None:
         ids = ", ".join(map(str, done.first_ids))
         more = ", …" if done.events > len(done.first_ids) else ""
         click.echo(f"{count(done.events, 'skipped event')} {verb}: {ids}{more}")
+        if not done.dry_run:
+            click.echo("running relays register again; requests in flight may be repeated")
 
 
 @click.command(
@@ -43,8 +45,10 @@ def command(settings: Settings, dry_run: bool) -> Resequenced:
     The relay skips an id that no transaction can still commit. An event with such an
     id appears only if the sequence of outbox.id was altered, or if the event was
     inserted with an explicit id; `outbox doctor` and the relay's log report it. The
-    next batches sequence these events, after newer ones. Relays may keep running; they
-    register again. An event that has deliveries is not sequenced again.
+    next batches sequence these events, after newer ones. Relays may keep running: their
+    registrations end, and they register again within a second. Requests that are in
+    flight then may be repeated; the skipped events are sent once. An event that has
+    deliveries is not sequenced again.
     """
     return run_connected(
         settings,

@@ -41,10 +41,13 @@ def pairs(overview: Overview) -> list[tuple[str, Any]]:
 
 def _dead_letters(overview: Overview) -> str:
     dead, replaying = (overview.dead_letters.get(state, 0) for state in ("dead", "replaying"))
-    text = f"{dead}; see: outbox dead list" if dead else "0"
-    if not replaying:
-        return text
-    return f"{text}; {replaying} being replayed: outbox dead list --state replaying"
+    removed = overview.dead_letters_of_removed
+    texts = [f"{dead - removed}; see: outbox dead list" if dead > removed else "0"]
+    if removed:
+        texts.append(f"{removed} of removed endpoints, which can only be discarded")
+    if replaying:
+        texts.append(f"{replaying} being replayed: outbox dead list --state replaying")
+    return "; ".join(texts)
 
 
 def _sequenced(overview: Overview) -> str:

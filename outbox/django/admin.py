@@ -17,14 +17,15 @@ from uuid import UUID
 from django.contrib import admin
 from django.contrib.admin.views.main import ChangeList
 from django.db import connections, transaction
-from django.db.models.functions import Length
+from django.db.models import TextField
+from django.db.models.functions import Cast, Length
 from django.urls import reverse
 from django.utils.html import format_html
 from django.utils.http import urlencode
 from django.utils.timezone import template_localtime
 
 from outbox.core.model.stored_response import outcome_fields
-from outbox.core.model.text import count
+from outbox.core.model.text import count, indent_json
 from outbox.django.models import DeadLetter, Endpoint, Event
 from outbox.django.settings import APP_LABEL, page_link, read_databases
 
@@ -211,10 +212,12 @@ class LogAdmin(ReadOnlyAdmin):
 
 def readable_json(value: Any) -> str:
     """JSON on several lines."""
-    if value is None:
-        return "-"
-    text = json.dumps(value, indent=2, ensure_ascii=False)
-    return str(format_html('<pre class="outbox-json">{}</pre>', text))
+    return "-" if value is None else readable_json_text(json.dumps(value, ensure_ascii=False))
+
+
+def readable_json_text(text: str) -> str:
+    """JSON text on several lines."""
+    return str(format_html('<pre class="outbox-json">{}</pre>', indent_json(text)))
 
 
 def time_column(column: str, name: str) -> Callable[[Any], str]:
@@ -244,7 +247,7 @@ class _CopyOfEvent(LogAdmin):
     def get_queryset(self, request: Any) -> Any:
         """Rows with the size of a body in place of the body."""
         queryset = super().get_queryset(request)
-        return queryset.defer("body").annotate(body_bytes=Length("body"))
+        return queryset.defer("body", "payload").annotate(body_bytes=Length("body"))
 
     @admin.display(description="payload")
     def readable_payload(self, row: Any) -> str:
@@ -253,7 +256,10 @@ class _CopyOfEvent(LogAdmin):
             return f"erased at {template_localtime(row.erased_at):%Y-%m-%d %H:%M:%S}"
         if row.content_type is not None:
             return f"{count(row.body_bytes, 'byte')} of {row.content_type}"
-        return readable_json(row.payload)
+        # As it is stored: the parser rounds numbers with a fraction.
+        query = type(row).objects.using(row._state.db).filter(pk=row.pk)
+        text = query.values_list(Cast("payload", TextField()), flat=True).first()
+        return "-" if text is None else readable_json_text(text)
 
     @admin.display(description="headers")
     def readable_headers(self, row: Any) -> str:

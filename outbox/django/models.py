@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from django.db import models
 
 from outbox.core.model.sql_names import quote_ident
+from outbox.django.fields import EventTimeField, PayloadField, TextArrayField
 from outbox.django.settings import APP_LABEL, read_databases, read_schema
 from outbox.errors import UsageError
 
@@ -37,17 +38,6 @@ DEAD_LETTER = model_options("dead_letter", "dead letter", "dead letters")
 
 def _meta(options: dict[str, Any]) -> Any:
     return type("Meta", (), {**options, "app_label": APP_LABEL})
-
-
-class TextArrayField(models.Field):
-    """A column of type text[]; drivers return it as a list.
-
-    Django's ArrayField would require `django.contrib.postgres`.
-    """
-
-    def db_type(self, connection: Any) -> str:
-        """The type of the column."""
-        return "text[]"
 
 
 class ReadOnlyQuerySet(models.QuerySet):
@@ -109,12 +99,12 @@ class Event(ReadOnlyModel):
     tenant = models.TextField(null=True)
     type = models.TextField()
     key = models.TextField(null=True)
-    payload = models.JSONField(null=True)
+    payload = PayloadField(null=True)
     body = models.BinaryField(null=True)
     content_type = models.TextField("content type of the body", null=True)
     headers = models.JSONField(null=True)
-    expires_at = models.DateTimeField(null=True)
-    created_at = models.DateTimeField("published at")
+    expires_at = EventTimeField(null=True)
+    created_at = EventTimeField("published at")
     erased_at = models.DateTimeField(null=True)
 
     Meta = _meta(EVENT)
@@ -168,12 +158,12 @@ class DeadLetter(ReadOnlyModel):
     tenant = models.TextField(null=True)
     type = models.TextField(null=True)
     key = models.TextField(null=True)
-    payload = models.JSONField(null=True)
+    payload = PayloadField(null=True)
     body = models.BinaryField(null=True)
     content_type = models.TextField("content type of the body", null=True)
     headers = models.JSONField(null=True)
-    published_at = models.DateTimeField(null=True)
-    expires_at = models.DateTimeField(null=True)
+    published_at = EventTimeField(null=True)
+    expires_at = EventTimeField(null=True)
     reason = models.TextField()
     attempts = models.IntegerField()
     last_response = models.JSONField(null=True)

@@ -333,8 +333,8 @@ async def get_dead_letter(connection: Connection[Any], schema: str, dead_id: int
         if row is None:
             raise dead_letter_not_found(dead_id)
         replays = tuple(await list_replays(connection, dead_id))
-    parse = ("payload", "headers", "last_response")
-    return from_row(DeadLetter, row, parse=parse, replays=replays)
+    parse = ("headers", "last_response")
+    return from_row(DeadLetter, row, parse=parse, embed=("payload",), replays=replays)
 
 
 async def list_replays(connection: Connection[Any], dead_id: int) -> list[ReplayRow]:

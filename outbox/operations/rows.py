@@ -19,6 +19,29 @@ ID_MAX = 2**63 - 1
 """The largest id in a table, and the largest sequence number."""
 
 
+class JsonText:
+    """JSON of a publisher, which becomes part of an output as it is stored."""
+
+    __slots__ = ("text",)
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, JsonText) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __repr__(self) -> str:
+        return f"JsonText({self.text!r})"
+
+
+def encode_other(value: object) -> object:
+    """Encode what `orjson.dumps` does not know: JSON as it is, other values as text."""
+    return orjson.Fragment(value.text) if isinstance(value, JsonText) else str(value)
+
+
 class RowPage(list[Item]):
     """A page of rows, from up to `limit + 1` of them: an extra row shows that there are more."""
 
@@ -27,17 +50,31 @@ class RowPage(list[Item]):
         self.more = len(rows) > limit
 
 
-def from_row(kind: type[T], row: Any, *, parse: Collection[str] = (), **values: Any) -> T:
+def from_row(
+    kind: type[T],
+    row: Any,
+    *,
+    parse: Collection[str] = (),
+    embed: Collection[str] = (),
+    **values: Any,
+) -> T:
     """Build a dataclass from the columns that have the names of its fields.
 
     Args:
         parse: columns of JSON text.
+        embed: columns of JSON text from publishers, which become part of an output as they are.
+            No parser represents every number and depth that jsonb can have.
         values: fields that are not columns.
     """
     for each in fields(kind):
         name = each.name
         if each.init and name not in values:
-            values[name] = parse_json(row[name]) if name in parse else row[name]
+            value = row[name]
+            if name in parse:
+                value = parse_json(value)
+            elif name in embed:
+                value = None if value is None else JsonText(value)
+            values[name] = value
     return kind(**values)
 
 

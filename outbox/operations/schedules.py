@@ -182,7 +182,9 @@ async def read_schedule(connection: Connection[Any], name: str) -> Schedule:
     row = await connection.fetchrow(GET, name)
     if row is None:
         raise await schedule_not_found(connection, name)
-    return from_row(Schedule, row, parse=("payload", "headers"), next_runs=_next_runs(row))
+    return from_row(
+        Schedule, row, parse=("headers",), embed=("payload",), next_runs=_next_runs(row)
+    )
 
 
 async def schedule_not_found(connection: Connection[Any], name: str) -> NotFound:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.model.ids import lane_name
 from outbox.core.sequencing.partition_window import unsequenced_ids
 from outbox.operations import lanes
+from outbox.operations.dead_letters import LAST_REPLAY
 from outbox.operations.page_bytes import shorten_responses
 from outbox.operations.rows import from_row
 from outbox.store.connection.connect import map_errors
@@ -105,7 +106,29 @@ SELECT t.*, e.id, e.name, e.url, e.state, e.state_at, e.state_by, e.state_commen
  ORDER BY t.{lanes.RANK}
 """  # noqa: S608 (constants only)
 
-DEAD_LETTERS = "SELECT state, count(*) AS dead_letters FROM dead_letter GROUP BY state"
+REPLAYS_MAX = 10_000
+"""A replay is looked for among this many: each takes a look at its deliveries."""
+
+# Dead letters by state.  The stored state of one that was replayed does not change any more.
+#   running: those whose newest replay has pending deliveries.
+COUNT_DEAD_LETTERS = f"""
+WITH stored AS MATERIALIZED (
+    SELECT d.state, count(*) AS dead_letters,
+           count(*) FILTER (WHERE e.state = 'removed') AS of_removed
+      FROM dead_letter d JOIN endpoint e ON e.id = d.endpoint_id GROUP BY d.state),
+newest AS MATERIALIZED (SELECT DISTINCT dead_id FROM (
+    SELECT dead_id FROM replay ORDER BY id DESC LIMIT {REPLAYS_MAX}) r),
+running AS MATERIALIZED (
+    SELECT count(*) AS dead_letters
+      FROM newest n JOIN dead_letter d ON d.id = n.dead_id {LAST_REPLAY}
+     WHERE t.state = 'replaying')
+SELECT state, dead_letters, of_removed FROM stored WHERE state <> 'replaying'
+ UNION ALL
+SELECT 'replaying', dead_letters, 0 FROM running WHERE dead_letters > 0
+ UNION ALL
+SELECT 'replayed', s.dead_letters - r.dead_letters, 0 FROM stored s, running r
+ WHERE s.state = 'replaying' AND s.dead_letters > r.dead_letters
+"""  # noqa: S608 (constants only)
 
 # A monotonic counter, without a scan of the log partitions.
 COUNT_SEQUENCED = "SELECT coalesce(sum(last_seq), 0)::bigint FROM lane_counter"
@@ -248,7 +271,10 @@ class Overview:
     endpoints_total: int
     endpoints: tuple[EndpointStatus, ...]
     dead_letters: dict[str, int]
-    """The number of dead letters by state."""
+    """The number of dead letters by state: `replaying` while a new delivery is pending, and
+    `replayed` afterwards, whatever became of it."""
+    dead_letters_of_removed: int
+    """Those among the dead ones that belong to removed endpoints: they cannot be replayed."""
 
 
 async def read_overview(connection: Connection[Any], schema: str, *, limit: int = 100) -> Overview:
@@ -265,7 +291,7 @@ async def read_overview(connection: Connection[Any], schema: str, *, limit: int 
             gaps = await connection.fetchrow(GAPS)
             replicas = await connection.fetch(REPLICAS)
             endpoints = await connection.fetch(ENDPOINTS, limit, None)
-            dead = await connection.fetch(DEAD_LETTERS)
+            dead = await connection.fetch(COUNT_DEAD_LETTERS)
             unaccounted: int = await connection.fetchval(COUNT_UNACCOUNTED)
             sequenced: int = await connection.fetchval(COUNT_SEQUENCED)
     seen_at = cursor.pop("seen_at")
@@ -284,6 +310,7 @@ async def read_overview(connection: Connection[Any], schema: str, *, limit: int 
         endpoints=tuple(_endpoint(row) for row in endpoints),
         endpoints_total=endpoints[0]["endpoints_total"] if endpoints else 0,
         dead_letters={row["state"]: row["dead_letters"] for row in dead},
+        dead_letters_of_removed=sum(row["of_removed"] for row in dead if row["state"] == "dead"),
     )
 
 

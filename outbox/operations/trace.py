@@ -288,7 +288,7 @@ async def read_trace(
             row = await connection.fetchrow(READ_EVENT, outbox_id, payload)
             if row is None:
                 raise NotFound(f"there is no event with the outbox id {outbox_id}")
-            event = from_row(TracedEvent, row, parse=("headers", "payload"))
+            event = from_row(TracedEvent, row, parse=("headers",), embed=("payload",))
             row = await connection.fetchrow(READ_SEQUENCED, outbox_id)
             if row is None:
                 progress = await connection.fetchrow(READ_SEQUENCING, outbox_id)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from base64 import b64encode
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import orjson
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
 Parameters: TypeAlias = "dict[str, Any]"
 """SQL parameters by name."""
+
+logger = logging.getLogger("outbox.producers")
 
 _JSON = ("payload", "headers")
 
@@ -108,10 +112,20 @@ def _encode(event: Event, payload: Any) -> Parameters:
     """
     encoded = encode_metadata(event)
     if event.content_type is None:
-        encoded["payload"] = rules.encode_payload(payload)
+        encoded["payload"] = rules.encode_payload(payload, _warn_inexact)
     else:
         encoded["body"] = rules.check_body(payload)
     return encoded
+
+
+@cache
+def _warn_inexact() -> None:
+    """Warn once in a process."""
+    logger.warning(
+        "payload: has a number that receivers round which read numbers as doubles, such as those "
+        "in JavaScript: an integer beyond 2^53, or a Decimal of more than 15 digits; "
+        "publish it as text if they need each digit"
+    )
 
 
 def numbered(error: InvalidEvent, number: int) -> InvalidEvent:

@@ -59,8 +59,8 @@ def publish(
         connection: a connection of asyncpg, psycopg 3 or SQLAlchemy, or a session of SQLAlchemy or
             SQLModel, which is flushed first.  A transaction is open, or the driver begins one with
             its next statement, as psycopg and SQLAlchemy do.  Search path and codecs do not matter.
-        type: dot-separated segments of letters, digits and `_`, at most 255
-            bytes; `outbox.` is reserved.
+        type: dot-separated segments of letters, digits, `_` and `-`, not beginning with `-`;
+            at most 255 bytes; `outbox.` is reserved.
         payload: a JSON-serializable value, or bytes of JSON text; with `content_type`, any
             bytes.  A callable, synchronous or not, is called to compute it; with `once`, only if
             this call acquires the key.

@@ -41,6 +41,8 @@ logger = logging.getLogger("outbox.producers")
 # SQLSTATEs, see appendix A of the PostgreSQL documentation.
 _SCHEMA_MISSING = ("42883", "3F000")
 _CHECK_VIOLATION = "23514"
+_COLUMNS = ("expires_at", "deliver_at", "content_type")
+"""Columns with a constraint and a name of several words."""
 
 
 def driver_for(given: Any, *, is_async: bool, instead: str) -> Driver:
@@ -242,6 +244,9 @@ def _mapped(error: Exception, schema: str) -> OutboxError | None:
     if sqlstate == NOT_STORED:
         return EventSuppressed(message)
     if sqlstate == _CHECK_VIOLATION:
+        column, must, rule = (constraint or "").partition("_must_")
+        if must and column in _COLUMNS:
+            return InvalidEvent(column, "must " + rule.replace("_", " "))
         rule = constraint or message
         field, _, rest = rule.replace(":", " ").replace("_", " ").partition(" ")
         return InvalidEvent(field, rest.strip())

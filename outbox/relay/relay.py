@@ -194,7 +194,10 @@ class Relay:
             raise each if len(errors) == 1 else error
         first = errors[0]
         if isinstance(first, Fenced):
-            return "the lease ran out, another replica took over, or the server's timeline changed"
+            return (
+                "the lease ran out, another replica took over, outbox resequence ended the "
+                "registration, or the server's timeline changed"
+            )
         if isinstance(first, asyncpg.InsufficientPrivilegeError):
             return not_granted(first, "relay")
         if isinstance(first, asyncpg.ReadOnlySQLTransactionError):

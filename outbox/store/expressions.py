@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from outbox.core.model.event import EARLIEST, LATEST
 from outbox.core.model.response import HOLD_FAILURES, STREAM_HOLD_FAILURES
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ def epoch_s(column: str) -> str:
     rest of a row.
     """
     return f"""CASE WHEN {column} IS NOT NULL
-            THEN date_part('epoch', greatest(least({column}, '9999-12-30'), '0001-01-02')) END"""
+            THEN date_part('epoch', greatest(least({column}, '{LATEST.date()}'),
+                                             '{EARLIEST.date()}')) END"""
 
 
 def key_hash(key: str, event_id: str) -> str:

@@ -460,7 +460,7 @@ def test_dead_show(here: Command, database: Database) -> None:
     assert shown["last_response"] == {"status": 410, "body": "gone"}
     assert shown["replays"] == []
     text = here("dead", "show", 1).out
-    assert 'payload        {"n":7}' in text
+    assert 'payload        {"n": 7}' in text
     # What an application wrote does not steer the operator's terminal.
     assert "\x1b" not in text
     assert "key            k\N{REPLACEMENT CHARACTER}[31m" in text
@@ -669,6 +669,7 @@ def test_status(here: Command, database: Database) -> None:
     assert list(seen) == [
         "schema", "at", "cursor", "blocker", "open_gaps", "unaccounted_events", "replicas",
         "pending", "sequenced", "endpoints_total", "endpoints", "dead_letters",
+        "dead_letters_of_removed",
     ]  # fmt: skip
     assert (seen["cursor"]["high"], seen["cursor"]["last_id"], seen["cursor"]["lag"]) == (0, 1, 1)
     assert [e["name"] for e in seen["endpoints"]] == ["a"]

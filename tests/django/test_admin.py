@@ -16,6 +16,7 @@ from django.test.utils import CaptureQueriesContext, override_settings
 from outbox.django import publish
 from outbox.errors import UsageError
 from tests.django.test_migrations import in_project, run_migrate
+from tests.support.old_rows import OLD_ROWS, Refusing, insert_old_rows
 from tests.support.relay import OK, Network, add_endpoint, all_ended, running
 from tests.support.relay import publish as publish_event
 
@@ -186,6 +187,33 @@ def test_a_large_table_is_neither_counted_nor_read_as_a_whole(
             # Bounded by an id, or by a limit.
             assert re.search(r'"id" > \d+|LIMIT 1 OFFSET 10$', sql), sql
         assert "1 result" in text_of(get(client, "outbox_relay/event/?q=oldest"))
+
+
+async def test_old_rows_blind_neither_the_models_nor_the_admin(database: Database) -> None:
+    await add_endpoint(database)
+    async with database.connection() as connection:
+        await insert_old_rows(connection)
+    async with running(database, Refusing()):
+        await all_ended(database)
+
+    def run() -> None:
+        from outbox.django.models import DeadLetter, Event
+
+        with signed_in() as client:
+            for model, path in ((Event, "event"), (DeadLetter, "deadletter")):
+                listed = text_of(get(client, f"outbox_relay/{path}/"))
+                shown = {}
+                for row in model.objects.all():
+                    assert row.key in listed
+                    shown[row.key] = get(client, f"outbox_relay/{path}/{row.pk}/change/")
+                assert shown.keys() == OLD_ROWS.keys()
+                exact = shown["numbers that are rounded"]
+                for number in ("9007199254740993", "18446744073709551616", "0.10"):
+                    assert number in exact
+                assert "0" * 131_000 in shown["an endless number"]
+            get(client, "outbox_relay/event/?created_at__gte=2026-01-01%2000:00:00%2B00:00")
+
+    await in_project({"default": database}, run)
 
 
 async def test_endpoints_and_dead_letters_are_shown_without_secrets(database: Database) -> None:

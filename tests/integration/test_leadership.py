@@ -270,7 +270,7 @@ async def test_requesting_lanes_get_their_events_with_the_batch(
     for key in ("one", "two"):
         await producer.execute(
             "INSERT INTO relay.outbox (type, key, payload, expires_at)"
-            " VALUES ('app.any', $1, '{\"a\": 1}', 'infinity')",
+            " VALUES ('app.any', $1, '{\"a\": 1}', '9999-01-01')",
             key,
         )
     got = await returning.turn()

@@ -25,6 +25,7 @@ from outbox.store.delivery.lanes import LaneStore
 from outbox.store.delivery.records import RecordStore
 from outbox.store.errors import Fenced
 from tests.support.concurrent_cases import run_concurrently
+from tests.support.old_rows import without_rules
 from tests.support.operators import routing_transaction
 from tests.support.relay import (
     BUSY,
@@ -128,12 +129,12 @@ async def test_times_beyond_the_python_calendar_are_far_away(database: Database)
         "always": "'-infinity'",
         "no time": "NULL",
     }
-    for payload, at in times.items():
-        await fetchval(
-            database,
-            "INSERT INTO outbox (type, payload, created_at, expires_at) "
-            f"VALUES ('a.b', '\"{payload}\"', coalesce({at}, now()), {at})",
-        )
+    async with database.connection() as db, without_rules(db):
+        for payload, at in times.items():
+            await db.execute(
+                "INSERT INTO relay.outbox (type, payload, created_at, expires_at) "
+                f"VALUES ('a.b', '\"{payload}\"', coalesce({at}, now()), {at})",
+            )
     async with running(database, network):
         await all_ended(database)
     assert network.data() == ["far", "never", "no time"]

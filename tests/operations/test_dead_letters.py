@@ -93,7 +93,7 @@ async def test_a_refused_delivery_is_shown_and_replayed(
         assert (row.type, row.reason, row.status, row.attempts) == ("a.b", "refused", 400, 1)
         assert row.state == "dead"
         letter = await dead_letters.get_dead_letter(db, "relay", row.id)
-        assert (letter.key, letter.tenant, letter.payload) == ("k", None, {"n": 2})
+        assert (letter.key, letter.tenant, letter.payload.text) == ("k", None, '{"n": 2}')
         assert letter.headers == {"X-A": "b"}
         assert letter.last_response is not None
         assert letter.last_response["body"] == "no"

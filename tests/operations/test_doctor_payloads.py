@@ -1,4 +1,4 @@
-"""The doctor counts recent payloads that a driver has encoded twice, and no other text."""
+"""The doctor names payloads that receivers read as something else than was published."""
 
 from __future__ import annotations
 
@@ -51,13 +51,38 @@ async def test_payloads_that_were_encoded_twice_are_counted(database: Database) 
     assert all(counted.values()), counted
     finding = await the_one(db, "payloads")
     assert finding.message == (
-        "6 of the last 15 events have a payload that is a JSON string with the text of an object "
-        "or an array, such as order.paid: encoded twice?"
+        "6 of the last 14 events with JSON have a payload that is a string with the text of an "
+        "object or an array, such as order.paid: encoded twice?"
     )
-    assert "$n::text::jsonb" in (finding.action or "")
+    assert "publish_text" in (finding.action or "")
     # It reads the last 1,000 events, however many there are.
     await db.execute(
         "INSERT INTO outbox (type, payload) SELECT 'a.b', '{}' FROM generate_series(1, 1000)"
     )
     (passed,) = await findings_of(db, "payloads")
-    assert passed.message == "no recent payload is JSON that was encoded twice"
+    assert passed.message == "receivers can read the payloads of recent events"
+
+
+HARMLESS = ("{}", '"text"', '"{braces}"', "9007199254740991", "[1e15, 0.1]", '"[1"')
+REPORTED = {
+    r'"{\"total\": 500}"': "1 of the last 7 events with JSON have a payload that is a string",
+    "[9007199254740992]": "1 of the last 7 events with JSON have a number beyond 2^53",
+    '{"n": 1e400}': "1 of the last 7 events with JSON have a number beyond the range of a double",
+}
+
+
+async def test_payloads_that_receivers_misread_are_reported(
+    database: Database, subtests: pytest.Subtests
+) -> None:
+    db = await database.connect(**PATH)
+    insert = "INSERT INTO outbox (type, payload) SELECT 'a', unnest($1::jsonb[])"
+    await db.execute(insert, list(HARMLESS))
+    assert await reported_findings(db, "payloads") == []
+    for payload, message in REPORTED.items():
+        with subtests.test(payload):
+            async with db.transaction():
+                await db.execute(insert, [payload])
+                (finding,) = await reported_findings(db, "payloads")
+                assert finding.message.startswith(message)
+                assert finding.action
+                await db.execute("SET LOCAL relay.remove = 'on'; DELETE FROM outbox WHERE id > 6")

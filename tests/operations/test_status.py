@@ -6,15 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from outbox.cli.summary import pairs
 from outbox.errors import SchemaMissing
-from outbox.operations import status
+from outbox.operations import dead_letters, replays, status
+from outbox.operations.criteria import DeadLetterSelection
 from outbox.store.cluster.replicas import ReplicaStore
 from tests.support.doctor import findings_of
 from tests.support.relay import (
     BUSY,
     OK,
+    REFUSED,
     Network,
     add_endpoint,
+    all_ended,
     publish,
     register,
     running,
@@ -107,8 +111,37 @@ async def test_gaps_and_dead_letters(database: Database, db: Connection[Any]) ->
     """)
     seen = await status.read_overview(db, "relay")
     assert seen.open_gaps == 3
-    assert seen.dead_letters == {"dead": 1, "discarded": 2}
+    assert (seen.dead_letters, seen.dead_letters_of_removed) == ({"dead": 1, "discarded": 2}, 0)
     assert seen.endpoints[0].dead_letters == 1
+    assert dict(pairs(seen))["dead letters"] == "1; see: outbox dead list"
+    await db.execute("UPDATE endpoint SET state = 'removed'")
+    seen = await status.read_overview(db, "relay")
+    assert (seen.dead_letters, seen.dead_letters_of_removed) == ({"dead": 1, "discarded": 2}, 1)
+    text = dict(pairs(seen))["dead letters"]
+    assert text == "0; 1 of removed endpoints, which can only be discarded"
+
+
+@pytest.mark.one_major
+async def test_a_replay_runs_until_its_delivery_ended(
+    database: Database, db: Connection[Any]
+) -> None:
+    await add_endpoint(database)
+    responses = iter([REFUSED, OK])
+    async with running(database, Network(lambda _: next(responses))):
+        await publish(database, 1)
+        await all_ended(database)
+        (letter,) = await dead_letters.list_dead_letters(db, "relay")
+        selection = DeadLetterSelection(ids=(letter.id,))
+        await replays.start_replay(db, "relay", selection, actor="test")
+        await until(lambda: _is_replayed(db, letter.id), what="the replay to end")
+        seen = await status.read_overview(db, "relay")
+        assert seen.dead_letters == {"replayed": 1}
+        assert dict(pairs(seen))["dead letters"] == "0"
+
+
+async def _is_replayed(db: Connection[Any], dead_id: int) -> bool:
+    letter = await dead_letters.get_dead_letter(db, "relay", dead_id)
+    return letter.state == "replayed"
 
 
 @pytest.mark.one_major

@@ -204,10 +204,11 @@ async def test_every_attempt_has_its_response(database: Database, db: Connection
         await publish(database, 1, key="k", headers='{"X-A": "b"}')
         await all_ended(database)
     event_trace = await trace_of(db, "k", payload=True)
-    assert (event_trace.event.type, event_trace.event.headers, event_trace.event.payload) == (
+    event = event_trace.event
+    assert (event.type, event.headers, event.payload.text) == (
         "a.b",
         {"X-A": "b"},
-        1,
+        "1",
     )
     assert event_trace.sequenced is not None
     assert (event_trace.sequenced.batch, event_trace.sequenced.late) == (1, False)

@@ -44,8 +44,32 @@ LOST = (
     asyncpg.CannotConnectNowError,
 )
 
-# Replica ids, as the table `replica` assigns them.
-replica_ids = itertools.count(1)
+# Replica ids that the table `replica` does not assign.
+replica_ids = itertools.count(1_000_000)
+
+_REGISTER = """
+INSERT INTO replica (id, label, name, version, lease_s, expires_at) OVERRIDING SYSTEM VALUE
+VALUES ($1::bigint, 'sequencer ' || $1::bigint, 'test', '0', 1, clock_timestamp() + interval '1 s')
+    ON CONFLICT DO NOTHING
+"""
+
+
+_UNREGISTER = "DELETE FROM replica WHERE id = $1 AND name = 'test' AND label LIKE 'sequencer %'"
+
+
+class Registered(SequencingStore):
+    """Registers the replica for the moment in which it takes the leadership, which requires it.
+
+    A sequencer under test has no lease.
+    """
+
+    async def take_leadership(self, replica_id: int) -> bool:
+        await self._db.execute(_REGISTER, replica_id)
+        taken = await super().take_leadership(replica_id)
+        await self._db.execute(
+            "DELETE FROM replica WHERE id = $1 AND label = 'sequencer'", replica_id
+        )
+        return taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +99,10 @@ class Variant:
 
         By default every event makes it busy, so that it falls asleep anew after each.
         """
-        store_type = (
-            type(f"Watched{self.store.__name__}", (store_mixin, self.store), {})
-            if store_mixin
-            else self.store
-        )
+        bases: tuple[type, ...] = (Registered, self.store)
+        if store_mixin is not None:
+            bases = (store_mixin, *bases)
+        store_type = type(f"Registered{self.store.__name__}", bases, {})
         # The constructors read these settings.
         cursor_type = type(self.cursor.__name__, (self.cursor,), {"tracker_type": self.tracker})
         settled = {"cursor_type": cursor_type, "busy_events": busy_events}

@@ -1,5 +1,7 @@
 // API client.  The token is kept in sessionStorage, for this tab only.
 
+import { parse, stringify } from "./json.js";
+
 const KEY = "outbox-token";
 
 export const session = {
@@ -42,7 +44,7 @@ async function send(method, path, body, signal) {
   try {
     // Relative to the page: a proxy may have it below a prefix.
     response = await fetch(path.slice(1), {
-      method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body),
+      method, headers, signal, body: body === undefined ? undefined : stringify(body),
     });
     text = await response.text();
   } catch (error) {
@@ -57,7 +59,7 @@ async function send(method, path, body, signal) {
   }
   let result = null;
   try {
-    result = text ? JSON.parse(text) : null;
+    result = text ? parse(text) : null;
   } catch {
     throw new Problem(response.status, `the response is not JSON (status ${response.status})`);
   }

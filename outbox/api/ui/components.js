@@ -3,6 +3,7 @@
 import { session } from "./api.js";
 import { h } from "./dom.js";
 import { ago, time } from "./format.js";
+import { readable } from "./json.js";
 
 // Badge colour of each state.
 const TONE = {
@@ -46,8 +47,7 @@ export function definitionList(pairs) {
     h("dt", null, term), h("dd", null, value ?? "–"))));
 }
 
-export const code = (value) => h("pre", { tabindex: "0" },
-  typeof value === "string" ? value : JSON.stringify(value, null, 2));
+export const code = (value) => h("pre", { tabindex: "0" }, readable(value));
 
 // Relative time, with the absolute time as its tooltip.
 export const when = (at) => (at ? h("time", { datetime: at, title: time(at) }, ago(at, session.now())) : "never");

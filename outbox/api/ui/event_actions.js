@@ -3,15 +3,8 @@
 import { post, session } from "./api.js";
 import { h } from "./dom.js";
 import { confirm, field, notice } from "./dialogs.js";
+import { parsePayload } from "./json.js";
 import { link, navigate } from "./router.js";
-
-function parsePayload(text) {
-  try {
-    return text.trim() ? JSON.parse(text) : {};
-  } catch (error) {
-    throw new Error(`payload: is not JSON: ${error.message}`);
-  }
-}
 
 const text = (id, more) => h("input", { name: id, autocomplete: "off", spellcheck: "false", ...more });
 

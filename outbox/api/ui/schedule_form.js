@@ -3,20 +3,13 @@
 import { get, name, post, session } from "./api.js";
 import { h } from "./dom.js";
 import { confirm, field, notice, tryRequest } from "./dialogs.js";
+import { parsePayload, stringify } from "./json.js";
 
 const MISFIRE = [["once", "publish the newest missed run"], ["all", "publish every missed run"], ["skip", "skip a run that is too late"]];
 const OVERLAP = [["allow", "at once"], ["wait", "after the deliveries of the previous run"]];
 
 const text = (id, value, more = {}) => h("input", { name: id, value: value ?? "", autocomplete: "off", spellcheck: "false", ...more });
 const select = (id, value, options) => h("select", { name: id }, options.map(([key, label]) => h("option", { value: key, selected: key === value }, label)));
-
-function parsePayload(given) {
-  try {
-    return given.trim() ? JSON.parse(given) : {};
-  } catch (error) {
-    throw new Error(`payload: is not JSON: ${error.message}`);
-  }
-}
 
 function fields(schedule) {
   const known = schedule ?? { name: session.tenant ? `${session.tenant}.` : "", timezone: "UTC", misfire: "once", overlap: "allow", grace_s: 300, payload: {} };
@@ -28,7 +21,7 @@ function fields(schedule) {
       field("Type of the event", text("type", known.type, { required: true, placeholder: "report.nightly" })),
       field("Key", text("key", known.key, { placeholder: "none" })),
       session.tenant === null && field("Tenant", text("tenant", known.tenant, { placeholder: "none" }))),
-    field("Payload", h("textarea", { name: "payload", rows: 4, spellcheck: "false" }, JSON.stringify(known.payload, null, 2))),
+    field("Payload", h("textarea", { name: "payload", rows: 4, spellcheck: "false" }, stringify(known.payload, 2))),
     h("div", { class: "grid-form" },
       field("After missed runs", select("misfire", known.misfire, MISFIRE)),
       field("Too late after", text("grace", `${known.grace_s}s`), "For “skip a run that is too late”."),

@@ -2,6 +2,11 @@
 
 The metadata are the headers of an HTTP request without those of HTTP.  There is no signature: the
 broker's access rights say who may write to the stream.
+
+A control entry is no delivery.  It has a mark that no event can have (see `mark_problem` in
+`outbox.core.model.headers`), and everything else about it says so: its X-Delivery follows from the
+lane, it has neither an event's headers nor the attributes of a CloudEvent, and its headers repeat
+its body.  A message for which one of these does not hold is a delivery, whatever its mark says.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from outbox.core.model.ids import message_id
 from outbox.core.model.message_format import JSON_TYPE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from outbox.core.delivery.batch import RequestSettings
     from outbox.core.model.delivery import Delivery
@@ -35,6 +40,8 @@ END = "end"
 """The value of an end entry's control header."""
 _ENDS = UUID("6f1d9a52-52ab-5a43-9c3b-2f40f6cd0c0e")
 """Namespace of the X-Delivery of end entries (RFC 9562, 5.5)."""
+_OF_EVENTS = ("x-event", "ce-")
+"""Begin the names of headers that every delivery has, or every CloudEvent."""
 _OF_HTTP = frozenset({"user-agent", ID_HEADER, CREDENTIALS_HEADER})
 
 
@@ -108,6 +115,30 @@ def end_message(lane: str, sequence: int, previous_seq: int, lanes: int) -> Mess
                 "lanes": lanes,
             }
         ),
+    )
+
+
+def is_control_entry(headers: Mapping[str, str], body: bytes) -> bool:
+    """Whether a message is the end entry of a lane, and no delivery.
+
+    Args:
+        headers: names in any case.
+        body: the message's body.
+    """
+    named = {name.lower(): value for name, value in headers.items()}
+    if named.get(CONTROL_HEADER) != END:
+        return False
+    try:
+        content = orjson.loads(body)
+        lane, numbers = content["lane"], (content["sequence"], content["previous_sequence"])
+    except (orjson.JSONDecodeError, LookupError, TypeError):
+        return False
+    expected = {n.lower(): v for n, v in end_message(str(lane), *numbers, 0).headers}
+    # A broker adds headers of its own.
+    return (
+        content.get("control") == END
+        and expected.items() <= named.items()
+        and not any(name.startswith(_OF_EVENTS) for name in named)
     )
 
 

@@ -4,7 +4,7 @@ The table `outbox` has the same limits as CHECK constraints, because a plain INS
 producer as well.  Checking here costs no round trip and does not abort the caller's
 transaction.
 
-    type        dotted segments of letters, digits and _; 255 bytes
+    type        dotted segments of letters, digits, _ and -, not beginning with -; 255 bytes
     key         1 to 512 bytes
     tenant      1 to 255 bytes
     once        1 to 512 bytes; once_for: more than 0, at most a century
@@ -30,8 +30,9 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from outbox.core.model.headers import WIRE_COUNT_MAX, event_header_problem, normalize_name
+from outbox.core.model.json_values import encode_json
 from outbox.core.model.message_format import CLOUDEVENTS_TYPES, JSON_TYPE
-from outbox.core.model.pattern import RESERVED_PREFIX, TYPE_BYTES_MAX
+from outbox.core.model.pattern import RESERVED_PREFIX, TYPE, TYPE_BYTES_MAX
 from outbox.errors import InvalidEvent
 
 if TYPE_CHECKING:
@@ -42,9 +43,11 @@ TENANT_BYTES_MAX = 255
 ONCE_BYTES_MAX = 512
 HEADERS_BYTES_MAX = 8192
 CONTENT_TYPE_BYTES_MAX = 255
+EARLIEST = datetime(1, 1, 2, tzinfo=UTC)
+LATEST = datetime(9999, 12, 30, tzinfo=UTC)
+"""The range of an event's times: a day less than Python's, which leaves room for time zones."""
 CENTURY_S = 100 * 365.25 * 86400
 
-_TYPE = re.compile(r"[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*")
 _NAME = r"[-!#$%&'*+.^_`|~0-9A-Za-z]+"
 # RFC 9110, section 8.3.1.
 _CONTENT_TYPE = re.compile(rf"""{_NAME}/{_NAME}(?: *; *{_NAME}=(?:{_NAME}|"[] !#-[^-~]*"))*""")
@@ -59,9 +62,11 @@ def check_type(value: object) -> str:
         InvalidEvent: the type is malformed, too long or reserved.
     """
     text = _text("type", value, TYPE_BYTES_MAX)
-    if not _TYPE.fullmatch(text):
+    if not TYPE.fullmatch(text):
         raise InvalidEvent(
-            "type", f"{_short(text)} is not dot-separated segments of letters, digits and _"
+            "type",
+            f"{_short(text)} is not dot-separated segments of letters, digits, _ and -, which do "
+            "not begin with -",
         )
     if text.startswith(RESERVED_PREFIX):
         raise InvalidEvent("type", f'"{RESERVED_PREFIX}" is reserved for operational events')
@@ -160,6 +165,8 @@ def deliver_at(value: datetime | None) -> str | None:
         raise InvalidEvent("deliver_at", f"{type(value).__name__} is not a datetime")
     if value.utcoffset() is None:
         raise InvalidEvent("deliver_at", "has no time zone; use datetime.now(UTC) + …")
+    if value > LATEST:
+        raise InvalidEvent("deliver_at", f"is later than {LATEST.date()}")
     try:
         return value.astimezone(UTC).isoformat()
     except OverflowError:
@@ -202,11 +209,15 @@ def check_body(value: object) -> bytes:
     return bytes(value)
 
 
-def encode_payload(value: Any) -> bytes:
+def encode_payload(value: Any, on_inexact: Callable[[], object] = lambda: None) -> bytes:
     """Encode a payload as JSON text in UTF-8.
 
     Bytes are used as JSON text.  Other values are encoded by orjson: dicts with text keys,
-    lists, text, 64-bit numbers, booleans, None, datetime, UUID, dataclasses and enums.
+    lists, text, 64-bit numbers, booleans, None, datetime, UUID, dataclasses and enums; and
+    Decimal, as an exact number.
+
+    Args:
+        on_inexact: called for a number, unless in bytes, that many receivers round.
 
     Raises:
         InvalidEvent: the value is not JSON, or not valid as jsonb.
@@ -221,7 +232,7 @@ def encode_payload(value: Any) -> bytes:
             ) from None
     else:
         try:
-            raw = orjson.dumps(value)
+            raw = encode_json(value, on_inexact)
         except TypeError as error:
             raise InvalidEvent("payload", f"not JSON: {error}") from None
         # orjson encodes NaN as null, which would change the value.

@@ -10,6 +10,11 @@ An event goes to many endpoints, most of them unknown to its producer.  Its head
 therefore not be credentials, which would go to all endpoints, nor headers that a receiver
 trusts from its proxy, and they do not override the endpoint's headers.
 
+Marks are the names that a relay, a reader of a stream or a receiver looks up: of a control entry,
+of a signature, of a field of a broker.  `mark_problem` has all of them.  The table `outbox` refuses
+them as well; headers that were stored before are omitted at delivery.  The trace context
+(`traceparent`, `tracestate`) belongs to publishers.
+
 Their total size is limited, because servers limit it: most accept about 16 KiB and a hundred
 headers, including the relay's.  The endpoint's headers take precedence, because its receiver
 may require them; the event's headers beyond the limit are omitted.
@@ -64,10 +69,32 @@ def normalize_name(name: str) -> str:
     return name.lower().replace("_", "-")
 
 
-_RESERVED = relay_headers(DEFAULT_PREFIX) | frozenset(
+_MARKS = relay_headers(DEFAULT_PREFIX) | frozenset(
     {
-        # Set by the relay.
         "content-type",
+        # The field of a Redis entry that has the body.
+        "body",
+        # In a message of NATS, the end of a pull.
+        "description",
+        "status",
+    }
+)
+_MARK_PREFIXES = ("outbox-", "x-outbox-", "webhook-", "ce-", "nats-")
+"""Control entries, signatures, attributes of CloudEvents, commands to a NATS server."""
+_POSITION_SUFFIXES = (
+    "-lane",
+    "-lane-ends",
+    "-last-sequence",
+    "-previous-sequence",
+    "-replay-of",
+    "-sequence",
+)
+"""Names of a lane's position under any endpoint's prefix.
+
+A receiver that accepts several prefixes recognizes by them which one a delivery has.
+"""
+_RESERVED = frozenset(
+    {
         "user-agent",
         # Framing and routing of the request or response.
         "accept-encoding",
@@ -113,14 +140,20 @@ _OF_ENDPOINTS = frozenset(
 _OF_ENDPOINTS_PREFIX = "x-forwarded-"
 WIRE_BYTES_MAX, WIRE_COUNT_MAX = 12 * 1024, 64
 """Limits of the endpoint's and event's headers together, including colons and line ends."""
-_RESERVED_PREFIXES = ("webhook-", "ce-")
-"""Prefixes of signatures, and of the attributes of CloudEvents."""
+
+
+def mark_problem(name: str) -> str | None:
+    """Why a publisher may not set a header, because our own code trusts it; None: it may."""
+    plain = normalize_name(name)
+    if plain in _MARKS or plain.startswith(_MARK_PREFIXES) or plain.endswith(_POSITION_SUFFIXES):
+        return "is set by the relay, and trusted by readers and receivers"
+    return None
 
 
 def header_problem(name: str, value: object) -> str | None:
     """Why a header of an endpoint or event is not allowed; None: it is allowed."""
     plain = normalize_name(name)
-    if plain in _RESERVED or plain.startswith(_RESERVED_PREFIXES):
+    if plain in _MARKS or plain.startswith(_MARK_PREFIXES) or plain in _RESERVED:
         return "is set by the relay, or controls the framing or routing of the request"
     if not _TOKEN.fullmatch(name):
         return "is not a header name (RFC 9110: letters, digits and !#$%&'*+-.^_`|~)"
@@ -139,7 +172,7 @@ def event_header_problem(name: str, value: object) -> str | None:
     plain = normalize_name(name)
     if plain in _OF_ENDPOINTS or plain.startswith(_OF_ENDPOINTS_PREFIX):
         return "is allowed only in endpoint settings, because an event goes to many endpoints"
-    return header_problem(name, value)
+    return mark_problem(name) or header_problem(name, value)
 
 
 class EndpointHeaders(NamedTuple):

@@ -1,6 +1,6 @@
 """Subscription patterns: which event types a pattern matches.
 
-A type is dot-separated segments of letters, digits and underscores.  In a
+A type is dot-separated segments of letters, digits, `_` and `-`, which do not begin with `-`.  In a
 pattern `*` matches exactly one segment and a last `**` one or more:
 
     order.paid      only order.paid
@@ -24,8 +24,10 @@ RESERVED_PREFIX = "outbox."
 PROBE = f"{RESERVED_PREFIX}probe"
 """The event that the doctor publishes to measure the latency."""
 
-_SEGMENT = re.compile(r"[A-Za-z0-9_]+")
-_REGEX = {"*": r"\w+", "**": r"\w+(?:\.\w+)*"}
+_SEGMENT = r"[A-Za-z0-9_][A-Za-z0-9_-]*"
+TYPE = re.compile(rf"{_SEGMENT}(?:\.{_SEGMENT})*")
+"""Matches a type in full; the table has the same expression as a constraint."""
+_REGEX = {"*": _SEGMENT, "**": TYPE.pattern}
 
 
 def segments(pattern: str) -> list[str]:
@@ -39,10 +41,11 @@ def segments(pattern: str) -> list[str]:
         raise UsageError(f"type pattern: longer than {TYPE_BYTES_MAX} bytes: {pattern[:40]!r}…")
     parts = pattern.split(".")
     for segment in parts[:-1] if parts[-1] == "**" else parts:
-        if segment != "*" and not _SEGMENT.fullmatch(segment):
+        if segment != "*" and not re.fullmatch(_SEGMENT, segment):
             raise UsageError(
-                f"type pattern: {pattern!r} is invalid: use segments of letters, digits and _ "
-                'joined by dots, "*" for one segment, a last "**" for the rest'
+                f"type pattern: {pattern!r} is invalid: use segments of letters, digits, _ and - "
+                'joined by dots, not beginning with -, "*" for one segment, a last "**" for the '
+                "rest"
             )
     return parts
 

@@ -20,7 +20,12 @@ QUOTED_CHARS_MAX = 80
 
 COMPARED_MAX = 500
 
+INDENTED_MAX = 40
+"""Deeper levels of JSON are not indented further, because that would take megabytes."""
+
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+_JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{},:]|[^\s\[\]{},:"]+')
 
 _TRUNCATING_REPR = reprlib.Repr()
 _TRUNCATING_REPR.maxlevel = 2
@@ -60,6 +65,23 @@ def safe(text: str) -> str:
 def one_line(text: str) -> str:
     """Join lines and replace control characters, so that the text is one line."""
     return safe(" ".join(text.split()))
+
+
+def indent_json(text: str) -> str:
+    """Valid JSON text on several lines, with every value as it is written."""
+    parts: list[str] = []
+    depth = 0
+    before = ""
+    for part in _JSON_TOKEN.findall(text):
+        if part in "]}":
+            depth -= 1
+            parts.append("" if before in "[{" else "\n" + "  " * min(depth, INDENTED_MAX))
+        elif before and before in "[{,":
+            parts.append("\n" + "  " * min(depth, INDENTED_MAX))
+        parts.append(": " if part == ":" else part)
+        depth += part in "[{"
+        before = part
+    return "".join(parts)
 
 
 def count(number: int, noun: str) -> str:

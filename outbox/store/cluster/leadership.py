@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outbox.store.cluster.replicas import fence
 from outbox.store.connection.message import WriteStatement
 
 AWAKE = 1
 """Value of the wake-up flag while the relay polls without notifications."""
 
-# Takes the leadership, on the server at which this replica registered.  One row, unless the
-# cursor row is locked.
+# Takes the leadership, while the lease runs.  One row, unless the cursor row is locked.
+#   fence: a replica whose registration was ended would send what it sequences, could not record
+#     it, and would send it again.
 TAKE_LEADERSHIP = WriteStatement(
     "take_leadership",
-    """
-WITH locked AS MATERIALIZED (
-    SELECT FROM cursor WHERE $2::bigint IS NULL OR server_timeline() = $2
-       FOR UPDATE SKIP LOCKED)
+    f"""{fence("$2")},
+locked AS MATERIALIZED (SELECT FROM fence, cursor FOR UPDATE OF cursor SKIP LOCKED)
 UPDATE cursor SET writer = $1 FROM locked
-""",
+""",  # noqa: S608 (constants only)
 )
 
 # Releases the leadership, and lets producers not notify until the next leader sleeps.

@@ -17,6 +17,7 @@ from outbox.errors import CannotRun, DatabaseUnavailable, OutboxError, UsageErro
 from outbox.store.connection.pgbouncer import PooledWorker
 from outbox.store.connection.row_security import RowSecurityError, require_unprotected
 from outbox.store.connection.store_connection import StoreConnection
+from outbox.store.connection.time_range import limit_times
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -185,6 +186,7 @@ async def connect(
                 "responses may contain any character"
             )
         async with asyncio.timeout(dsn.connect_timeout_s):
+            await limit_times(connection)
             if pooled:
                 await _check_role(connection, schema)
             else:

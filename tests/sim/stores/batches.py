@@ -24,6 +24,7 @@ from tests.sim.stores.filters import FilterStore, stop_filters
 from tests.sim.stores.lanes import content_of, read_counters
 from tests.sim.stores.replay_feed import ReplayFeedStore
 from tests.sim.stores.replay_progress import write_progress
+from tests.sim.stores.replicas import fence
 from tests.sim.stores.routing import RoutingStore
 from tests.sim.stores.stalls import StallStore
 
@@ -163,8 +164,8 @@ def clear_leader(db: Database, tx: Transaction) -> Steps[None]:
     tx.change(db.cursor, 1, writer=None)
 
 
-def take_leadership(db: Database, tx: Transaction, me: int) -> bool:
-    if not tx.try_lock(db.cursor, 1, EXCLUSIVE):
+def take_leadership(db: Database, tx: Transaction, me: int) -> Steps[bool]:
+    if not (yield from fence(db, tx, me)) or not tx.try_lock(db.cursor, 1, EXCLUSIVE):
         return False
     tx.change(db.cursor, 1, writer=me)
     return True
