@@ -74,7 +74,7 @@ CREATE OR REPLACE FUNCTION publish_event(
     body         bytea       DEFAULT NULL,
     content_type text        DEFAULT NULL
 ) RETURNS uuid
-LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET row_security = off AS $$
 #variable_conflict use_column
 DECLARE
     new_id uuid := gen_random_uuid();
@@ -146,7 +146,7 @@ CREATE OR REPLACE FUNCTION publish_events(
     bodies        bytea[]       DEFAULT NULL,
     content_types text[]        DEFAULT NULL
 ) RETURNS uuid[]
-LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET row_security = off AS $$
 #variable_conflict use_column
 DECLARE
     event_ids uuid[];
@@ -224,7 +224,7 @@ CREATE OR REPLACE FUNCTION publish(
     claimed    boolean     DEFAULT false,
     once_for   interval    DEFAULT NULL
 ) RETURNS uuid
-LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET row_security = off AS $$
 BEGIN
     IF octet_length(publish.payload::text) > 2000 THEN
         PERFORM require_readable(publish.payload);
@@ -249,7 +249,7 @@ CREATE OR REPLACE FUNCTION publish_text(
     once_for_s   float8  DEFAULT NULL,
     claimed      boolean DEFAULT false
 ) RETURNS text[]
-LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET row_security = off AS $$
 DECLARE
     parsed jsonb       := publish_text.payload;
     size   integer     := octet_length(parsed::text);
@@ -280,7 +280,7 @@ CREATE OR REPLACE FUNCTION publish_many(
     once_for   interval[]    DEFAULT NULL,
     digests    bytea[]       DEFAULT NULL
 ) RETURNS uuid[]
-LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET row_security = off AS $$
 BEGIN
     PERFORM require_readable(p) FROM unnest(payloads) p WHERE octet_length(p::text) > 2000;
     RETURN publish_events(
