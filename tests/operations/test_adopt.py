@@ -533,11 +533,22 @@ async def test_a_writer_that_is_open_delays_the_boundary_and_nothing_else(
 async def test_a_cleaned_type_is_valid_or_rejected(db: Connection[Any], rng: random.Random) -> None:
     alphabet = "aZ0_.:/- !\u00e9\u4e2d\n'"
     names = ["".join(rng.choices(alphabet, k=rng.randrange(12))) for _ in range(3_000)]
-    names += ["order.paid", "a" * 248, "a" * 249, "outbox", "outboxes.full", "shadow.x"]
+    names += [
+        "payment-intent.created",
+        "-a:-b--c",
+        "order.paid",
+        "a" * 248,
+        "a" * 249,
+        "outbox",
+        "outboxes.full",
+        "shadow.x",
+    ]
     rows = await db.fetch(CLEANED, names)
     cleaned = {row["name"]: row["type"] for row in rows if row["fault"] is None}
     assert len(cleaned) > 1_000
     assert cleaned["order.paid"] == "order.paid"
+    assert cleaned["payment-intent.created"] == "payment-intent.created"
+    assert cleaned["-a:-b--c"] == "a.b--c"
     assert "a" * 248 in cleaned
     assert not {"a" * 249, "outbox", "shadow.x", ""} & set(cleaned)
     # The outbox accepts them, with the prefix of the dual run, too.

@@ -311,10 +311,7 @@ async def test_the_rules_of_the_outbox_apply_to_moved_events(
         (f"'a b', '1', {later}", "type_must_be_1_to_255"),
         (f"'a', '1', key => '', {later}", "key_must_be_1_to_512_bytes"),
         (f"'a', '1', tenant => '', {later}", "tenant_must_be_1_to_255_bytes"),
-        (
-            f"'a', '1', headers => '[]', {later}",
-            "headers_must_be_an_object_of_strings",
-        ),
+        (f"'a', '1', headers => '[]', {later}", "headers_must_be_an_object_of_strings"),
         (f"'a', to_jsonb(repeat('x', 262144)), {later}", "payload_must_be_at_most_262144_bytes"),
         (f"'outbox.a', '1', {later}", '"outbox." is reserved'),
         ("'a', '1', deliver_at => 'infinity'", "deliver_at_must_be_from_year_1_to_9999"),

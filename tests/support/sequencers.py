@@ -52,9 +52,7 @@ INSERT INTO replica (id, label, name, version, lease_s, expires_at) OVERRIDING S
 VALUES ($1::bigint, 'sequencer ' || $1::bigint, 'test', '0', 1, clock_timestamp() + interval '1 s')
     ON CONFLICT DO NOTHING
 """
-
-
-_UNREGISTER = "DELETE FROM replica WHERE id = $1 AND name = 'test' AND label LIKE 'sequencer %'"
+_UNREGISTER = "DELETE FROM replica WHERE id = $1 AND label = 'sequencer ' || $1::bigint"
 
 
 class Registered(SequencingStore):
@@ -66,9 +64,7 @@ class Registered(SequencingStore):
     async def take_leadership(self, replica_id: int) -> bool:
         await self._db.execute(_REGISTER, replica_id)
         taken = await super().take_leadership(replica_id)
-        await self._db.execute(
-            "DELETE FROM replica WHERE id = $1 AND label = 'sequencer'", replica_id
-        )
+        await self._db.execute(_UNREGISTER, replica_id)
         return taken
 
 
