@@ -23,6 +23,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from outbox.core.model.response import one_line
 from outbox.errors import UsageError
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 SESSIONS_MAX = 1024
 """Maximum number of servers whose TLS sessions a context keeps."""
 SESSION_AGE_S_MAX = 600.0
-"""Age of a session after which a full handshake follows."""
+"""Seconds after a full handshake in which its session is resumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,14 +157,16 @@ class ResumingContext(ssl.SSLContext):
 
     def __init__(self, *_: object) -> None:
         super().__init__()
-        # By server name, the least recently used first.
-        self._sessions: OrderedDict[str, ssl.SSLSession] = OrderedDict()
+        # By server name, the least recently used first; and when its certificate was verified.
+        self._sessions: OrderedDict[str, tuple[ssl.SSLSession, float]] = OrderedDict()
+        self._offered: WeakKeyDictionary[ssl.SSLObject, float] = WeakKeyDictionary()
 
     def remember(self, connection: ssl.SSLObject) -> None:
         """Keep the session of a connection, after its first response: tickets come with it."""
         name, session = connection.server_hostname, connection.session
         if name is not None and session is not None:
-            self._sessions[name] = session
+            at = self._offered.get(connection) if connection.session_reused else None
+            self._sessions[name] = session, time.monotonic() if at is None else at
             self._sessions.move_to_end(name)
             if len(self._sessions) > SESSIONS_MAX:
                 self._sessions.popitem(last=False)
@@ -176,12 +179,15 @@ class ResumingContext(ssl.SSLContext):
         server_hostname: str | bytes | None = None,
         session: ssl.SSLSession | None = None,
     ) -> ssl.SSLObject:
-        if isinstance(server_hostname, str):
-            session = self._sessions.get(server_hostname)
-            # The certificate is verified by a full handshake only.
-            if session is not None and session.time + SESSION_AGE_S_MAX < time.time():
-                session = None
-        return super().wrap_bio(incoming, outgoing, server_side, server_hostname, session)
+        # Each is offered once: with a server that fails on it, a full handshake follows.
+        found = self._sessions.pop(str(server_hostname), None)
+        # The certificate is verified by a full handshake only.
+        if found is None or found[1] + SESSION_AGE_S_MAX < time.monotonic():
+            return super().wrap_bio(incoming, outgoing, server_side, server_hostname, session)
+        session, at = found
+        connection = super().wrap_bio(incoming, outgoing, server_side, server_hostname, session)
+        self._offered[connection] = at
+        return connection
 
 
 def _strict(cadata: bytes | None) -> ssl.SSLContext:

@@ -66,7 +66,9 @@ def application(
     async def check_host(
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        if guarded and not is_loopback_header(request.headers.get("Host", "")):
+        # Browsers send a Host; probes of HTTP/1.0 may have none.
+        host = request.headers.get("Host")
+        if guarded and host is not None and not is_loopback_header(host):
             return _text(421, f"{WRONG_HOST}\n")
         return await handler(request)
 

@@ -12,7 +12,9 @@ const (
 	probeType       = reservedPrefix + "probe"
 )
 
-var patternSegment = regexp.MustCompile(`\A[A-Za-z0-9_]+\z`)
+const segmentOfType = `[A-Za-z0-9_][A-Za-z0-9_-]*`
+
+var patternSegment = regexp.MustCompile(`\A` + segmentOfType + `\z`)
 
 // pattern is a pattern of event types: `order.paid`, `order.*`, `**`.
 //
@@ -24,8 +26,8 @@ type pattern struct {
 }
 
 func parsePattern(text string) (pattern, error) {
-	invalid := fmt.Errorf("receiver: type pattern: %q is invalid: use segments of letters, digits and _ "+
-		`joined by dots, "*" for one segment, a last "**" for the rest`, text)
+	invalid := fmt.Errorf("receiver: type pattern: %q is invalid: use segments of letters, digits, _ and - "+
+		`joined by dots, not beginning with -, "*" for one segment, a last "**" for the rest`, text)
 	if len(text) > patternBytesMax {
 		return pattern{}, fmt.Errorf("receiver: type pattern: longer than %d bytes", patternBytesMax)
 	}
@@ -33,9 +35,9 @@ func parsePattern(text string) (pattern, error) {
 	for i, segment := range segments {
 		switch {
 		case segment == "**" && i == len(segments)-1:
-			segments[i] = `\w+(?:\.\w+)*`
+			segments[i] = segmentOfType + `(?:\.` + segmentOfType + `)*`
 		case segment == "*":
-			segments[i] = `\w+`
+			segments[i] = segmentOfType
 		case !patternSegment.MatchString(segment):
 			return pattern{}, invalid
 		}

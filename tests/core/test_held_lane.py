@@ -21,6 +21,7 @@ from outbox.core.delivery.commands import (
     Wait,
 )
 from outbox.core.delivery.lane import MISSING_POLL_S, Lane
+from outbox.core.model.response import AttemptResult
 from outbox.core.model.stored_response import missing_response
 from tests.core.lane_invariants import POLICY
 from tests.core.lane_steps import BUSY, NOW, attempt
@@ -93,6 +94,18 @@ def test_the_event_is_searched_for_again_and_reported_once() -> None:
     again = recorded(lane, LATER)
     assert (again.missing, again.stuck) == ((101,), False)
     assert lane.next(LATER) == Wait(LATER + MISSING_POLL_S)
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_an_event_that_was_missing_long_ago_is_searched_for_first(holds: bool) -> None:
+    """Otherwise the proof finds an event that was restored meanwhile, and ends the session."""
+    lane = holding(delivery(1), missing(2))
+    lane.holds_missing = holds
+    _, record = attempt(lane, AttemptResult.completed(200, 0.01))
+    lane.confirm_recorded(record)
+    assert lane.next(LATER) == Fetch(1, 1)
+    lane.append_fetched([missing(2)])
+    assert recorded(lane, LATER).missing == (102,)
 
 
 def test_a_new_owner_holds_the_lane_and_does_not_report_it_again() -> None:

@@ -19,7 +19,6 @@ from outbox.core.model.headers import (
     event_header_problem,
     header_problem,
     merge,
-    parse_lines,
     relay_headers,
 )
 from outbox.core.model.message_format import MessageFormat
@@ -173,40 +172,6 @@ def test_marks_of_old_events_are_left_out(subtests: pytest.Subtests) -> None:
                 assert len({each.lower() for each, _ in sent.headers}) == len(sent.headers)
     batch = prepare_batch([old], 1)
     assert orjson.loads(batch.body)[0]["headers"] == {"traceparent": "00-a"}
-
-
-def test_only_a_control_entry_is_recognised_as_one(subtests: pytest.Subtests) -> None:
-    lane = DELIVERY.lane
-    end = broker_message.end_message(lane, 5, 3, 4)
-    assert broker_message.is_control_entry(dict(end.headers), end.body)
-    changes: dict[str, dict[str, str | None]] = {
-        "no mark": {"outbox-control": None},
-        "X-Delivery of another lane": {"X-Delivery": broker_message.end_id(lane + "0")},
-        "a delivery's": {"X-Event": "order.paid"},
-        "a CloudEvent's": {"ce-id": "x"},
-        "another lane": {"X-Lane": lane + "0"},
-        "another sequence": {"X-Sequence": "4"},
-        "another previous sequence": {"X-Previous-Sequence": "2"},
-    }
-    for name, changed in changes.items():
-        with subtests.test(name=name):
-            headers = {**dict(end.headers), **changed}
-            given = {each: value for each, value in headers.items() if value is not None}
-            assert not broker_message.is_control_entry(given, end.body)
-    with subtests.test(name="another body"):
-        other = orjson.dumps(orjson.loads(end.body) | {"control": "other"})
-        assert not broker_message.is_control_entry(dict(end.headers), other)
-    # An event that was stored before its names were refused, with the body of an end entry.
-    stored = orjson.dumps(dict(end.headers))
-    forged = DELIVERY._replace(headers=stored, payload=end.body)
-    for name in FORMATS:
-        with subtests.test(format=name):
-            message_format = MessageFormat(name, "/shop")  # type: ignore[arg-type]
-            settings = _Endpoint(EndpointHeaders(), message_format)
-            (sent,) = broker_message.messages_of(settings, [forged], 4)  # type: ignore[arg-type]
-            assert not broker_message.is_control_entry(dict(sent.headers), sent.body)
-            lines = prepare(forged, 4, message_format=message_format).lines
-            assert not broker_message.is_control_entry(dict(parse_lines(lines)), end.body)
 
 
 class _Endpoint:

@@ -5,11 +5,13 @@ steady stream of requests does not stay on one connection for ever.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from time import monotonic
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from outbox.core.model.response import Failure
+from outbox.destinations.http.http1 import connection as connection_module
 from outbox.destinations.http.http1 import reuse_limits
 from tests.destinations.conformance import LONG_S, LOOPBACK, SHORT_S, closing, permission, to
 from tests.destinations.delivery_runs import Run, numbers
@@ -92,6 +94,51 @@ class ReusedConnections:
         assert (response.status, response.failure) == (None, Failure.RESET)
         assert bodies(server)[1:] == [b"second", b"second"]
 
+    async def test_a_response_to_the_second_copy_is_marked(self, transport: Transport) -> None:
+        """A 409 to it is not a refusal: the receiver has processed the first copy."""
+        conflict = b"HTTP/1.1 409 Conflict\r\nContent-Length: 0\r\n\r\n"
+
+        async def script(connection: Connection) -> None:
+            if server.connections == 1:
+                await closing_after(1)(connection)
+            else:
+                await connection.request()
+                await connection.send(conflict)
+                await connection.request()
+                await connection.send(OK)
+
+        async with serving(script) as server:
+            responses = [await transport.send(to(server)) for _ in range(3)]
+        assert [(each.status, each.resent) for each in responses] == [
+            (200, False), (409, True), (200, False),
+        ]  # fmt: skip
+        assert server.connections == 2
+
+    async def test_the_marks_of_a_run_are_those_of_its_requests(self, transport: Transport) -> None:
+        async with serving(closing_after(2)) as server:
+            run = Run(server, 5)
+            last = await run.send(transport)
+        assert [each.resent for each in [*run.responses, last]] == [
+            False, False, True, False, True,
+        ]  # fmt: skip
+
+    async def test_a_request_that_took_longer_is_not_sent_again(
+        self, transport: Transport, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The receiver may be processing it: the end is not the close of an idle connection."""
+        monkeypatch.setattr(connection_module, "RESEND_WITHIN_S", 0.0)
+        async with serving(closing_after(1)) as server:
+            assert (await transport.send(to(server))).status == 200
+            response = await transport.send(to(server))
+        assert (response.status, response.failure) == (None, Failure.RESET)
+        assert len(server.received) == 2
+
+    async def test_an_idle_connection_keeps_no_request(self, transport: Any) -> None:
+        async with serving(respond_with(OK)) as server:
+            await transport.send(to(server, body=b"x" * 100_000))
+            ((connection,),) = transport._client._pools._idle.values()
+            assert connection._request == b""
+
     async def test_a_run_goes_on_after_each_close(self, transport: Transport) -> None:
         async with serving(closing_after(3)) as server:
             run = Run(server, 10)
@@ -125,6 +172,30 @@ class ReusedConnections:
         response = await transport.send(to(server))
         await server.stop()
         assert (response.status, response.failure) == (None, Failure.CONNECT)
+
+    async def test_a_failed_second_copy_has_the_duration_of_its_request(
+        self, transport: Transport
+    ) -> None:
+        """Not that of the run, although the run began long before."""
+
+        async def script(connection: Connection) -> None:
+            for _ in range(2):
+                await connection.request()
+                await asyncio.sleep(0.2)
+                await connection.send(OK)
+            await connection.request()
+            listener.close()
+
+        server = RawServer(script)
+        listener = await asyncio.start_server(server.accept, "127.0.0.1", 0)
+        server.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}/"
+        started_at = monotonic()
+        run = Run(server)
+        response = await run.send(transport)
+        elapsed_s = monotonic() - started_at
+        await server.stop()
+        assert (response.failure, len(run.responses)) == (Failure.CONNECT, 2)
+        assert response.elapsed_s <= elapsed_s - sum(each.elapsed_s for each in run.responses)
 
     async def test_both_times_share_one_time_out(self, transport: Transport) -> None:
         async def script(connection: Connection) -> None:

@@ -8,6 +8,7 @@ import os
 import ssl
 import tempfile
 import threading
+import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -358,7 +359,7 @@ async def test_a_receiver_that_requires_a_client_certificate_is_reported(
 @pytest.mark.system
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
 async def test_a_new_connection_resumes_the_session_of_the_last_one(
-    authority: Authority, version: ssl.TLSVersion, monkeypatch: pytest.MonkeyPatch
+    authority: Authority, version: ssl.TLSVersion
 ) -> None:
     resumed: list[bool] = []
 
@@ -371,12 +372,40 @@ async def test_a_new_connection_resumes_the_session_of_the_last_one(
     context.maximum_version = context.minimum_version = version
     own = Tls(ca=authority.pem)
     async with closing(HttpTransport(LOOPBACK)) as transport, serving(script, context) as server:
-        for _ in range(3):
+        started_at = first_at = time.monotonic()
+        for n in range(3):
             assert (await transport.send(to(server, tls=own, keep_alive=False))).status == 200
-        # The certificate is verified again after a while.
-        monkeypatch.setattr(tls, "SESSION_AGE_S_MAX", -60.0)
+            first_at = first_at if n else time.monotonic()
+        # The certificate is verified again some time after it was verified last.
+        context = await transport._contexts.get(own)
+        assert isinstance(context, tls.ResumingContext)
+        ((name, (session, at)),) = context._sessions.items()
+        assert started_at <= at <= first_at, "resuming a session began its age anew"
+        context._sessions[name] = session, at - tls.SESSION_AGE_S_MAX
         assert (await transport.send(to(server, tls=own, keep_alive=False))).status == 200
     assert resumed == [False, True, True, False]
+
+
+@pytest.mark.system
+async def test_a_session_with_which_the_server_fails_is_offered_once(authority: Authority) -> None:
+    resumed: list[bool] = []
+
+    async def script(connection: Connection) -> None:
+        resumed.append(connection.tls.session_reused)
+        await connection.request()
+        if connection.tls.session_reused:
+            connection.reset()
+        else:
+            await connection.send(OK)
+
+    own = Tls(ca=authority.pem)
+    async with (
+        closing(HttpTransport(LOOPBACK)) as transport,
+        serving(script, authority.server("127.0.0.1")) as server,
+    ):
+        requests = [to(server, tls=own, keep_alive=False) for _ in range(3)]
+        assert [(await transport.send(each)).status for each in requests] == [200, None, 200]
+    assert resumed == [False, True, False]
 
 
 @pytest.mark.system

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import aiohttp
 import pytest
 
@@ -44,14 +46,19 @@ async def test_the_response_of_a_ready_relay_has_its_warning() -> None:
         ("127.0.0.1", "127.0.0.1", 200),
         ("127.0.0.1", "evil.example", 421),
         ("127.0.0.1", "", 421),
+        ("127.0.0.1", None, 200),  # A probe of HTTP/1.0.
         ("0.0.0.0", "relay.internal", 200),  # noqa: S104 (nothing listens there)
     ],
 )
 async def test_a_listener_on_loopback_has_no_other_name(
-    listener: str, host: str, status: int
+    listener: str, host: str | None, status: int
 ) -> None:
     health = application(Address(listener, 0), lambda: None, no_metrics)
-    async with serving(health, HERE) as address, aiohttp.ClientSession() as session:
+    line = "" if host is None else f"Host: {host}\r\n"
+    async with serving(health, HERE) as address:
         for path in ("metrics", "readyz", ""):
-            response = await session.get(f"{address.url}{path}", headers={"Host": host})
-            assert response.status == status
+            reader, writer = await asyncio.open_connection(address.host, address.port)
+            writer.write(f"GET /{path} HTTP/1.0\r\n{line}\r\n".encode())
+            first = await reader.readline()
+            writer.close()
+            assert first.split()[1] == str(status).encode()

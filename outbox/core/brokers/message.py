@@ -25,7 +25,7 @@ from outbox.core.model.ids import message_id
 from outbox.core.model.message_format import JSON_TYPE
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from outbox.core.delivery.batch import RequestSettings
     from outbox.core.model.delivery import Delivery
@@ -40,8 +40,6 @@ END = "end"
 """The value of an end entry's control header."""
 _ENDS = UUID("6f1d9a52-52ab-5a43-9c3b-2f40f6cd0c0e")
 """Namespace of the X-Delivery of end entries (RFC 9562, 5.5)."""
-_OF_EVENTS = ("x-event", "ce-")
-"""Begin the names of headers that every delivery has, or every CloudEvent."""
 _OF_HTTP = frozenset({"user-agent", ID_HEADER, CREDENTIALS_HEADER})
 
 
@@ -115,30 +113,6 @@ def end_message(lane: str, sequence: int, previous_seq: int, lanes: int) -> Mess
                 "lanes": lanes,
             }
         ),
-    )
-
-
-def is_control_entry(headers: Mapping[str, str], body: bytes) -> bool:
-    """Whether a message is the end entry of a lane, and no delivery.
-
-    Args:
-        headers: names in any case.
-        body: the message's body.
-    """
-    named = {name.lower(): value for name, value in headers.items()}
-    if named.get(CONTROL_HEADER) != END:
-        return False
-    try:
-        content = orjson.loads(body)
-        lane, numbers = content["lane"], (content["sequence"], content["previous_sequence"])
-    except (orjson.JSONDecodeError, LookupError, TypeError):
-        return False
-    expected = {n.lower(): v for n, v in end_message(str(lane), *numbers, 0).headers}
-    # A broker adds headers of its own.
-    return (
-        content.get("control") == END
-        and expected.items() <= named.items()
-        and not any(name.startswith(_OF_EVENTS) for name in named)
     )
 
 

@@ -135,6 +135,7 @@ class Lane:
         "_is_free_probe",
         "_is_held",
         "_last_seq",
+        "_missing_seq",
         "_openings",
         "_pending_cut",
         "_position",
@@ -215,6 +216,8 @@ class Lane:
         """Whether a delivery holds the lane if its event is gone."""
         # The row that holds the lane, as it was read last.
         self._held_event: MissingEvent | None = None
+        # The sequence whose event was missing in a read that was made when it was the next one.
+        self._missing_seq = 0
 
     # ---------------------------------------------------------------- state
 
@@ -393,6 +396,11 @@ class Lane:
             return self._dead_letter(first, "erased", None)
         if first.seq == self._skip_seq:
             return self._dead_letter(first, "skipped", None)
+        if first is not self._held_event and first.seq != self._missing_seq:
+            # It may have been read long ago, and exist again.
+            self._missing_seq = first.seq
+            self._buffer.reset(self._acked, self._floor_batch)
+            return self.fetch()
         return self._hold(first, now) if self.holds_missing else self._dead_letter_missing(first)
 
     def _hold(self, first: MissingEvent, now: float) -> Command:
@@ -537,6 +545,8 @@ class Lane:
 
     def append_fetched(self, deliveries: Sequence[Delivery | ErasedEvent]) -> None:
         """Add the result of a Fetch to the buffer."""
+        if deliveries and deliveries[0].seq == self._acked + 1:
+            self._missing_seq = self._acked + 1
         self._buffer.append_fetched(deliveries)
         self._last_seq = max(self._last_seq, self._buffer.fetched_seq)
 
@@ -633,8 +643,8 @@ class Lane:
             all were.
         """
         # A 409 for deliveries that were not sent before is not about a duplicate.
-        is_refusal = response.status == HTTPStatus.CONFLICT and not self._may_have_been_sent(
-            batch[0]
+        is_refusal = response.status == HTTPStatus.CONFLICT and not (
+            response.resent or self._may_have_been_sent(batch[0])
         )
         response = strip_batch_response(response)
         count = bisect_right(batch, accepted_seq, key=_SEQ)

@@ -79,6 +79,8 @@ class AttemptResult(NamedTuple):
     body: bytes
     """The first `RESPONSE_BODY_BYTES_MAX` of the body as received, never decompressed."""
     elapsed_s: float
+    resent: bool = False
+    """Whether the request was sent twice: the receiver may have processed it the first time."""
 
     @classmethod
     def completed(

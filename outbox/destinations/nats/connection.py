@@ -52,6 +52,8 @@ JETSTREAM_REPLY_BYTES = 2 * NATS_MESSAGE_BYTES_MAX
 UNASKED_BYTES = 64 * 1024
 """What the server may send unasked: the INFO of a connection, PINGs and PONGs."""
 UNASKED_BYTES_PER_S = 1024
+SPARE_BYTES_MAX = 256 * 1024
+"""What the server may send beyond the responses to requests in flight."""
 TOO_MUCH = "the server sent more than was asked for"
 RELAY_PING_S = 20
 """Interval of PINGs; a connection without a PONG for two of them is lost."""
@@ -187,7 +189,6 @@ class Connection:
             await self._client.subscribe(
                 f"{self._inbox}.*",
                 cb=self._on_response,
-                pending_bytes_limit=2 * JETSTREAM_REPLY_BYTES,
             )
             # A refused subscription is reported before the PONG.
             await self._client.flush(timeout=max(1, round(timeout_s)))
@@ -235,6 +236,7 @@ class Connection:
             raise self._ended(error) from None
         finally:
             self._requests.pop(token, None)
+            self._transport.request_ended(reply_bytes)
 
     async def publish(self, subject: str, body: bytes, headers: Mapping[str, str]) -> None:
         """Publish a message of a batch, which has no response.
@@ -336,6 +338,7 @@ class _SocketTransport(TcpTransport):
         self._aborted = False
         self._on_end = on_end
         self._bytes_left = float(UNASKED_BYTES)
+        self._bytes_awaited = 0
         self._read_at = monotonic()
 
     def __bool__(self) -> bool:
@@ -381,7 +384,7 @@ class _SocketTransport(TcpTransport):
         now = monotonic()
         left = self._bytes_left + (now - self._read_at) * UNASKED_BYTES_PER_S
         # Without a limit, responses that were shorter than allowed would add up.
-        self._bytes_left = min(left, 2 * JETSTREAM_REPLY_BYTES) - len(data)
+        self._bytes_left = min(left, self._bytes_awaited + SPARE_BYTES_MAX) - len(data)
         self._read_at = now
         if self._bytes_left < 0:
             self._on_end(TOO_MUCH)
@@ -391,8 +394,13 @@ class _SocketTransport(TcpTransport):
         return data  # type: ignore[no-any-return,unused-ignore]
 
     def expect(self, reply_bytes: int) -> None:
-        """Let the server send this much more."""
+        """Let the server send this much more for a request."""
         self._bytes_left += reply_bytes
+        self._bytes_awaited += reply_bytes
+
+    def request_ended(self, reply_bytes: int) -> None:
+        """Do not wait for a response any more."""
+        self._bytes_awaited -= reply_bytes
 
     def abort(self) -> None:
         """Close the socket without sending what is buffered."""

@@ -92,6 +92,8 @@ class StreamConnection(asyncio.Protocol):
         self._free_slots = list(range(SLOTS - 1, -1, -1))
         self.publishers: dict[int, Publisher] = {}
         self.subscriptions: dict[int, Callable[[bytes], None]] = {}
+        self.subscribed: set[int] = set()
+        """Subscriptions whose end the server has not confirmed: a chunk may be on its way."""
         self.frame_bytes_max = 0
         """Longest frame that the server accepts."""
         self.advertised: tuple[str, int] | None = None
@@ -217,7 +219,7 @@ class StreamConnection(asyncio.Protocol):
         del received[:place]
 
     def _frame_bytes_max(self) -> int:
-        if self.subscriptions:
+        if self.subscribed:
             return INBOUND_BYTES_MAX
         return STREAM_REPLY_BYTES_MAX if self._tuned.done() else AUTHENTICATION_BYTES_MAX
 

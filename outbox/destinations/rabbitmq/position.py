@@ -43,8 +43,9 @@ async def read_position(
         Stopped: the server refused something, or the last message is not readable yet.
         Lost: the connection ended.
     """
-    tail = _Tail()
+    tail = _Tail(connection)
     connection.subscriptions[slot] = tail.received
+    connection.subscribed.add(slot)
     try:
         # All in one system call: the server responds in this order.
         declared = connection.request(
@@ -74,13 +75,14 @@ async def read_position(
         _require(queried, f"the publisher's sequence of stream {stream}")
         _require(subscribed, f"reading stream {stream} (right to read)")
         sequence = cast("schema.QueryPublisherSequenceResponse", queried.result()).sequence
-        return await _compare(connection, slot, tail, stream, lane, sequence, force=force)
+        return await _compare(slot, tail, stream, lane, sequence, force=force)
     finally:
         connection.subscriptions.pop(slot, None)
 
 
 async def unsubscribe(connection: StreamConnection, slot: int) -> None:
     await connection.exchange(schema.Unsubscribe, schema.UnsubscribeResponse, subscription_id=slot)
+    connection.subscribed.discard(slot)
 
 
 async def delete_publisher(connection: StreamConnection, slot: int) -> None:
@@ -90,15 +92,26 @@ async def delete_publisher(connection: StreamConnection, slot: int) -> None:
 
 
 class _Tail:
-    """The chunks that a subscription has received."""
+    """The chunks that a subscription has received, each for one credit."""
 
-    def __init__(self) -> None:
+    def __init__(self, connection: StreamConnection) -> None:
+        self._connection = connection
+        self._credits = 1  # Of the subscription itself.
         self.chunks: asyncio.Queue[bytes] = asyncio.Queue()
 
-    def received(self, chunk: bytes) -> None:
-        self.chunks.put_nowait(chunk)
+    def request(self, slot: int) -> None:
+        """Let the server send one more."""
+        self._credits += 1
+        self._connection.send(encode_frame(schema.Credit(subscription_id=slot, credit=1)))
 
-    async def next(self, wait_s: float, connection: StreamConnection) -> bytes | None:
+    def received(self, chunk: bytes) -> None:
+        self._credits -= 1
+        if self._credits < 0:
+            self._connection.abort("the server sent a chunk that was not asked for")
+        else:
+            self.chunks.put_nowait(chunk)
+
+    async def next(self, wait_s: float) -> bytes | None:
         """The next chunk; None: it did not come."""
         if self.chunks.empty() and wait_s <= 0:
             return None
@@ -106,14 +119,13 @@ class _Tail:
             async with asyncio.timeout(wait_s):
                 chunk = await self.chunks.get()
         except TimeoutError:
-            if connection.lost is not None:
-                raise connection.lost from None
+            if self._connection.lost is not None:
+                raise self._connection.lost from None
             return None
         return chunk
 
 
 async def _compare(
-    connection: StreamConnection,
     slot: int,
     tail: _Tail,
     stream: str,
@@ -122,7 +134,7 @@ async def _compare(
     *,
     force: bool,
 ) -> Position | Foreign:
-    chunk = await tail.next(TRIMMED_WAIT_S if sequence else 0, connection)
+    chunk = await tail.next(TRIMMED_WAIT_S if sequence else 0)
     if chunk is None:
         return Position(sequence, None)
     loop = asyncio.get_running_loop()
@@ -132,8 +144,8 @@ async def _compare(
         if result is not None:
             return result
         # The server counts a message before all replicas have it, and delivers it after.
-        connection.send(encode_frame(schema.Credit(subscription_id=slot, credit=1)))
-        next_chunk = await tail.next(waits_until - loop.time(), connection)
+        tail.request(slot)
+        next_chunk = await tail.next(waits_until - loop.time())
         if next_chunk is None:
             raise Stopped(
                 StopKind.UNAVAILABLE,

@@ -46,7 +46,7 @@ def settle(
     endpoint, send, response = lane.runtime.endpoint, attempt.send, attempt.response
     if isinstance(send, Open | End):
         return _settle_without_delivery(lane, attempt, now, rng, telemetry)
-    before, retryable = send.maybe_sent_before, endpoint.retryable
+    before, retryable = send.maybe_sent_before or response.resent, endpoint.retryable
     if attempt.appended is not None:
         outcome, accepted_seq = append_outcome(attempt.appended), attempt.appended.through
     elif send.batch:

@@ -10,10 +10,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
+pytest.importorskip("rstream")
+
+from rstream.constants import Key
+
 from outbox.core.brokers.port import Message, Owner, Stop
 from outbox.core.model.response import DETAIL_CHARS_MAX
 from outbox.destinations.broker import BrokerAddress
 from outbox.destinations.brokers import Brokers
+from outbox.destinations.rabbitmq.connection import StreamConnection
+from outbox.destinations.rabbitmq.position import _Tail
 from outbox.network.egress import EgressPolicy
 from tests.support.waiting import until
 
@@ -134,3 +140,45 @@ async def test_a_server_that_sends_too_much_is_cut_off(name: str) -> None:
         await listener.wait_closed()
     assert server.connections >= 1
     assert server.written_bytes < WRITTEN_BYTES_MAX
+
+
+def delivered(size: int) -> bytes:
+    """A frame with a chunk of a stream of RabbitMQ."""
+    body = struct.pack(">HHB", Key.Deliver.value, 1, 0) + bytes(size)
+    return struct.pack(">I", len(body)) + body
+
+
+class _Nowhere:
+    def abort(self) -> None: ...
+
+
+def subscribed() -> tuple[StreamConnection, _Tail]:
+    """An authenticated connection with a subscription that waits for one chunk."""
+    connection = StreamConnection()
+    connection.connection_made(_Nowhere())  # type: ignore[arg-type]
+    connection._tuned.set_result(None)  # type: ignore[arg-type]
+    tail = _Tail(connection)
+    connection.subscriptions[0] = tail.received
+    connection.subscribed.add(0)
+    return connection, tail
+
+
+async def test_chunks_that_were_not_asked_for_are_not_kept() -> None:
+    connection, tail = subscribed()
+    for _ in range(3):
+        connection.data_received(delivered(5_000_000))
+    assert tail.chunks.qsize() == 1
+    assert "not asked for" in str(connection.lost)
+
+
+async def test_a_chunk_that_arrives_late_does_not_end_the_connection() -> None:
+    """Other lanes use it, too; a large frame is one only after the subscription has ended."""
+    connection, _ = subscribed()
+    chunk = delivered(2_000_000)
+    connection.data_received(chunk[:100_000])
+    del connection.subscriptions[0]
+    connection.data_received(chunk[100_000:])
+    assert connection.lost is None
+    connection.subscribed.clear()
+    connection.data_received(chunk)
+    assert connection.lost is not None

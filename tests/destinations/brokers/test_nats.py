@@ -160,6 +160,20 @@ async def test_an_append_is_stored_in_order_and_its_end_is_the_position(
     assert await server.sequences(LANE) == [*range(1, count + 1), count + 2]
 
 
+async def test_lanes_with_large_messages_are_opened_together(server: NatsServer) -> None:
+    """What the server may send is bounded by what was asked for, and that is much."""
+    lanes = [f"ep-g1-s{n}" for n in range(48)]
+    async with broker(server, timeout_s=30.0) as relay:
+        for lane in lanes:
+            await open_lane(relay, lane, OWNER)
+            stored = await relay.append(lane, OWNER, 0, [message(1, 100_000, lane=lane)])
+            assert stored.stop is None
+    async with broker(server, timeout_s=30.0) as relay:
+        later = Owner(OWNER.identity, 2)
+        standings = await asyncio.gather(*(relay.open(each, later, 1, None) for each in lanes))
+    assert standings == [Position(1, "d1")] * len(lanes)
+
+
 @pytest.mark.parametrize("count", [2, 60])
 async def test_a_former_owner_stores_nothing_after_the_fence(
     server: NatsServer, count: int

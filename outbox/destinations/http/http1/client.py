@@ -88,7 +88,7 @@ class Http1Client:
                 self._track(connection)
                 response = await pending
         except NotConnected as error:
-            return AttemptResult.failed(error.failure, error.detail, monotonic() - started_at)
+            return AttemptResult.failed(error.failure, error.detail, connection.elapsed_s)
         except asyncio.CancelledError:
             preempted = connection.cancel()
             # The response may have completed in the same loop iteration as the cancellation.

@@ -6,9 +6,9 @@ such a response (see `outbox.core.delivery.connection_reuse`).  Before a connect
 used, and before a request follows a response in a delivery run, its socket is polled.
 
 A receiver that closes an idle connection may do so while a request is on its way.  If a reused
-connection ends before the first byte of a response, its client sends the request again on a new
-connection (RFC 9112, 9.3.1: the request is idempotent, because receivers drop duplicates by their
-delivery id).
+connection ends soon after a request, and before the first byte of a response, its client sends
+the request again on a new connection (RFC 9112, 9.3.1: the request is idempotent, because receivers
+drop duplicates by their delivery id).  A receiver that takes longer may be processing the request.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from outbox.network.connector import Target
 
 
+RESEND_WITHIN_S = 2.0
+"""Seconds after a request in which the end of a reused connection is the close of an idle one."""
 _QUICKACK: int | None = getattr(socket, "TCP_QUICKACK", None)
 """Linux only."""
 
@@ -75,6 +77,7 @@ class Connection(asyncio.Protocol):
         "_poll",
         "_reader",
         "_request",
+        "_resent",
         "_response",
         "_reused",
         "_socket",
@@ -124,6 +127,8 @@ class Connection(asyncio.Protocol):
         self._reused = False
         # Of the request in flight.
         self._request = b""
+        # Whether that request was sent before, on another connection.
+        self._resent = False
         self._destination: Destination | None = None
         self._before_write: Callable[[], object] | None = None
         self._following: Following | None = None
@@ -140,6 +145,11 @@ class Connection(asyncio.Protocol):
     def reusable(self) -> bool:
         """Whether another request may be sent, by the connection's age and address, too."""
         return self.usable and self._is_current(self)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the start of the request in flight."""
+        return monotonic() - self._started_at
 
     @property
     def keep_alive_s(self) -> float | None:
@@ -178,6 +188,7 @@ class Connection(asyncio.Protocol):
             NotConnected: the connection was closed meanwhile.
         """
         self._request = encode_request(destination, request)
+        self._resent = False
         self._started_at, self._timeout_s = started_at, request.recipient.timeout_s
         self._destination = destination
         self._following = following if request.keep_alive else None
@@ -199,6 +210,8 @@ class Connection(asyncio.Protocol):
         self._before_write = ended._before_write
         self.deadline = ended.deadline
         self._on_unsolicited = ended._on_unsolicited
+        self._resent = True
+        ended._request = b""
         return self._send()
 
     def _send(self) -> asyncio.Future[AttemptResult]:
@@ -296,7 +309,12 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         if self._waiting is not None and not self._waiting.done():
-            self.resendable = self._reused and self._reader.untouched and self._response is None
+            self.resendable = (
+                self._reused
+                and self._reader.untouched
+                and self._response is None
+                and self.elapsed_s < RESEND_WITHIN_S
+            )
             if exc is None and self._reader.end():
                 self._settle(self._result(None))
             elif isinstance(exc, ssl.SSLError):
@@ -325,6 +343,7 @@ class Connection(asyncio.Protocol):
                 request = self._following.follow(response)
                 if request is not None:
                     self._request = encode_request(self._destination, request)
+                    self._resent = False
                     self._reader.begin()
                     self._started_at = monotonic()
                     self.deadline = self._loop.time() + request.recipient.timeout_s
@@ -412,13 +431,14 @@ class Connection(asyncio.Protocol):
         if self._response is not None:
             self._settle(self._response)
         elif self._reader.status is None:
-            elapsed_s = monotonic() - self._started_at
-            self._settle(AttemptResult.failed(failure, reason, elapsed_s))
+            self._settle(AttemptResult.failed(failure, reason, self.elapsed_s))
         else:
             self._settle(self._result(reason))
 
     def _settle(self, response: AttemptResult) -> None:
         waiting, self._response = self._waiting, None
+        if not self.resendable:
+            self._request = b""  # An idle connection needs no memory for it.
         # `cancel` handles a cancelled future.
         if waiting is not None and not waiting.done():
             self._waiting = None
@@ -427,8 +447,10 @@ class Connection(asyncio.Protocol):
     def _result(self, cut_by: str | None) -> AttemptResult:
         reader = self._reader
         assert reader.status is not None
-        elapsed_s = monotonic() - self._started_at
-        return completed_result(reader.status, elapsed_s, reader.headers(), reader.body, cut_by)
+        result = completed_result(
+            reader.status, self.elapsed_s, reader.headers(), reader.body, cut_by
+        )
+        return result._replace(resent=True) if self._resent else result
 
 
 class FollowUps:
