@@ -179,7 +179,7 @@ def by_python(
             "backfill": each.backfill,
             "lane_ends": each.lane_ends,
             "format": each.format,
-            "content_type": each.content_type,
+            "content_type": each.content_type or None,  # Go has "" for both.
             "data_text": each.data_text,
             "data": {"base64": base64.b64encode(each.data).decode()}
             if each.data_text is None and each.data is not None

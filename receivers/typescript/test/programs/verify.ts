@@ -71,7 +71,7 @@ function formatMessage(message: Message): string {
     backfill: `${message.backfill}`,
     lane_ends: `${message.laneEnds}`,
     format: JSON.stringify(message.format),
-    content_type: JSON.stringify(message.contentType),
+    content_type: JSON.stringify(message.contentType || null),
     data_text: JSON.stringify(dataText),
     refused: JSON.stringify(refused),
     data:
