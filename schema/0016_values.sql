@@ -2,7 +2,8 @@
 --
 -- What publishers may write: event types as other systems have them, header names that nothing of
 -- ours trusts, and values that readers can represent.  An older relay fails with a type pattern that
--- has a "-".
+-- has a "-".  An older version of the package fails with publish_text(), which is now another
+-- function, but not with its other statements.
 
 -- Refuses headers of an event with a reserved name; see mark_problem() in
 -- outbox/core/model/headers.py.  A plain INSERT is not checked, because a constraint would cost each
@@ -211,7 +212,6 @@ BEGIN
     RETURN event_ids;
 END $$;
 
--- This and publish_many() check payloads, because publish_text() needs their size, too.
 CREATE OR REPLACE FUNCTION publish(
     type       text,
     payload    jsonb,
@@ -226,6 +226,7 @@ CREATE OR REPLACE FUNCTION publish(
 ) RETURNS uuid
 LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET row_security = off AS $$
 BEGIN
+    -- Here and not in publish_event(), because publish_checked() needs the size, too.
     IF octet_length(publish.payload::text) > 2000 THEN
         PERFORM require_readable(publish.payload);
     END IF;
@@ -236,8 +237,12 @@ BEGIN
         claimed => publish.claimed, once_for => publish.once_for);
 END $$;
 
--- As in 0009_binary_payloads.sql.
-CREATE OR REPLACE FUNCTION publish_text(
+-- For the package's client library: reports a payload that is too large without an error; see
+-- 0001_outbox.sql.  Renamed and not dropped, because it keeps its privileges then, and a statement
+-- that calls it twice, or a function that calls it, goes on.
+ALTER FUNCTION publish_text(text, text, text, text, text, text, text, float8, float8, boolean)
+    RENAME TO publish_checked;
+CREATE OR REPLACE FUNCTION publish_checked(
     type         text,
     payload      text,
     key          text    DEFAULT NULL,
@@ -251,9 +256,9 @@ CREATE OR REPLACE FUNCTION publish_text(
 ) RETURNS text[]
 LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET row_security = off AS $$
 DECLARE
-    parsed jsonb       := publish_text.payload;
+    parsed jsonb       := publish_checked.payload;
     size   integer     := octet_length(parsed::text);
-    due    timestamptz := publish_text.deliver_at;
+    due    timestamptz := publish_checked.deliver_at;
 BEGIN
     IF size > payload_bytes_max() THEN
         RETURN ARRAY[NULL, size::text, payload_bytes_max()::text];
@@ -261,12 +266,65 @@ BEGIN
         PERFORM require_readable(parsed);
     END IF;
     RETURN ARRAY[publish_event(
-        type => publish_text.type, payload => parsed, key => publish_text.key,
-        tenant => publish_text.tenant, once => publish_text.once,
+        type => publish_checked.type, payload => parsed, key => publish_checked.key,
+        tenant => publish_checked.tenant, once => publish_checked.once,
         expires_at => greatest(clock_timestamp(), due) + make_interval(secs => expires_in_s),
-        headers => publish_text.headers::jsonb, deliver_at => due,
-        claimed => publish_text.claimed, once_for => make_interval(secs => once_for_s))::text];
+        headers => publish_checked.headers::jsonb, deliver_at => due,
+        claimed => publish_checked.claimed, once_for => make_interval(secs => once_for_s))::text];
 END $$;
+
+-- As publish(), with the payload and the headers as JSON text.  For programs in any language: some
+-- drivers encode a parameter of the type jsonb themselves, and make a JSON string of JSON text.
+CREATE FUNCTION publish_text(
+    type       text,
+    payload    text,
+    key        text        DEFAULT NULL,
+    tenant     text        DEFAULT NULL,
+    once       text        DEFAULT NULL,
+    expires_at timestamptz DEFAULT NULL,
+    headers    text        DEFAULT NULL,
+    deliver_at timestamptz DEFAULT NULL,
+    once_for   interval    DEFAULT NULL
+) RETURNS uuid
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET row_security = off AS $$
+BEGIN
+    RETURN publish(
+        type => publish_text.type, payload => publish_text.payload::jsonb,
+        key => publish_text.key, tenant => publish_text.tenant, once => publish_text.once,
+        expires_at => publish_text.expires_at, headers => publish_text.headers::jsonb,
+        deliver_at => publish_text.deliver_at, once_for => publish_text.once_for);
+END $$;
+REVOKE ALL ON FUNCTION publish_text FROM PUBLIC;
+
+-- Who could call the one may call the other, also a role that was granted it by hand.
+DO $$
+DECLARE
+    held record;
+BEGIN
+    FOR held IN
+        SELECT acl.grantee::regrole AS role, acl.is_grantable
+          FROM pg_proc p CROSS JOIN aclexplode(p.proacl) AS acl
+         WHERE p.oid = 'publish_checked'::regproc AND acl.grantee NOT IN (0, p.proowner)
+    LOOP
+        EXECUTE format('GRANT EXECUTE ON FUNCTION publish_text TO %s %s', held.role,
+                       CASE WHEN held.is_grantable THEN 'WITH GRANT OPTION' END);
+    END LOOP;
+END $$;
+
+-- As in 0007_roles.sql, with publish_checked().
+CREATE OR REPLACE FUNCTION producer_privileges() RETURNS SETOF required_privilege
+LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
+    VALUES
+        ('table', 'outbox', 'INSERT',
+         '{tenant,type,key,payload,headers,expires_at}'::text[], NULL::text[]),
+        ('function', 'publish', 'EXECUTE', NULL, NULL),
+        ('function', 'publish_text', 'EXECUTE', NULL, NULL),
+        ('function', 'publish_checked', 'EXECUTE', NULL, NULL),
+        ('function', 'publish_many', 'EXECUTE', NULL, NULL),
+        ('function', 'claim_once', 'EXECUTE', NULL, NULL),
+        ('function', 'reset_once', 'EXECUTE', NULL, NULL),
+        ('function', 'payload_bytes_max', 'EXECUTE', NULL, NULL)
+$$;
 
 CREATE OR REPLACE FUNCTION publish_many(
     types      text[],

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 PRODUCER_FUNCTIONS = (
     "publish",
     "publish_text",
+    "publish_checked",
     "publish_many",
     "claim_once",
     "reset_once",

@@ -8,7 +8,14 @@ from dataclasses import dataclass, field
 from outbox.store.connection.migration_files import migrations
 
 CALLED = {
-    "Publish": ("publish", "publish_many", "claim_once", "reset_once", "payload_bytes_max"),
+    "Publish": (
+        "publish",
+        "publish_text",
+        "publish_many",
+        "claim_once",
+        "reset_once",
+        "payload_bytes_max",
+    ),
     "Administer": (
         "set_payload_bytes_max",
         "grant_producer",
@@ -24,10 +31,12 @@ HEAD = """\
 # SQL
 
 The functions and tables of the schema, here `relay` (`OUTBOX_SCHEMA`). An application calls
-`publish`, or inserts into `outbox`; [Publish with SQL](../howto/publish-from-sql.md) is the guide.
+`publish_text` or `publish`, or inserts into `outbox`:
+[Publish with SQL](../howto/publish-from-sql.md) is the guide.
 [Grant database roles](../howto/grant-database-roles.md) says which role may do what.
 
-Call functions with named arguments: `SELECT relay.publish(type => 'order.paid', payload => '{}')`.
+Call functions with named arguments:
+`SELECT relay.publish_text(type => 'order.paid', payload => '{}')`.
 """
 
 TABLES_HEAD = """

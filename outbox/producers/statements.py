@@ -12,8 +12,8 @@ from functools import lru_cache
 
 from outbox.core.model.sql_names import quote_ident
 
-# Publishes one event; see schema/0001_outbox.sql.
-_PUBLISH = "SELECT {schema}.publish_text({arguments})"
+# Publishes one event; see schema/0016_values.sql.
+_PUBLISH = "SELECT {schema}.publish_checked({arguments})"
 _PUBLISH_TYPES = {
     "type": "text",
     "payload": "text",

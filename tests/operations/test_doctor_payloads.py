@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.system
 
-PUBLISH = "SELECT publish(type => $1, payload => $2::text::jsonb)"
+PUBLISH = "SELECT publish_text(type => $1, payload => $2)"
 TWICE = {
     "an object": {"total": 500},
     "an array": [1, 2],

@@ -59,7 +59,7 @@ async def db(database: Database) -> AsyncIterator[StoreConnection]:
 
 async def test_the_database_refuses_them(db: StoreConnection, subtests: pytest.Subtests) -> None:
     for name, payload in PAYLOADS.items():
-        for function in ("publish", "publish_text", "publish_many"):
+        for function in ("publish", "publish_text", "publish_checked", "publish_many"):
             with (
                 subtests.test(payload=name, function=function),
                 pytest.raises(asyncpg.CheckViolationError, match="payload: has"),
@@ -71,7 +71,8 @@ async def test_the_database_refuses_them(db: StoreConnection, subtests: pytest.S
             "publish": f"SELECT publish(type => 'a', payload => '1', expires_at => '{at}')",
             "publish_many": f"SELECT publish_many('{{a}}', '{{1}}', expires_at => '{{\"{at}\"}}')",
             "deliver_at": f"SELECT publish(type => 'a', payload => '1', deliver_at => '{at}')",
-            "deliver_at as text": f"SELECT publish_text('a', '1', deliver_at => '{at}')",
+            "deliver_at as text": f"SELECT publish_checked('a', '1', deliver_at => '{at}')",
+            "deliver_at of text": f"SELECT publish_text('a', '1', deliver_at => '{at}')",
         }
         for name, statement in statements.items():
             if name.startswith("deliver_at") and (at.startswith("-") or at.endswith("BC")):
@@ -85,6 +86,7 @@ async def test_the_database_refuses_them(db: StoreConnection, subtests: pytest.S
         statements = (
             f"SELECT publish(type => 'a', payload => '1', headers => '{headers}')",
             f"SELECT publish_text('a', '1', headers => '{headers}')",
+            f"SELECT publish_checked('a', '1', headers => '{headers}')",
             f"SELECT publish_many('{{a}}', '{{1}}', headers => ARRAY['{headers}'::jsonb])",
             "SELECT publish_event('a', body => '1', content_type => 'a/b', "
             f"headers => '{headers}')",

@@ -1,7 +1,8 @@
 """Drivers that the package does not know publish with the documented statements.
 
 How a driver writes a parameter depends on the parameter's type.  Some encode a parameter of the
-type jsonb, so that JSON text becomes a JSON string.  In the statements each payload is a text.
+type jsonb, so that JSON text becomes a JSON string.  In the statements each payload is a text: a
+parameter of publish_text(), or by a cast.
 """
 
 from __future__ import annotations
@@ -42,13 +43,16 @@ PAYLOADS: list[Any] = [
     None,
 ]
 
-ONE = "SELECT relay.publish(type => $1, payload => $2::text::jsonb, key => $3)"
+ONE = "SELECT relay.publish_text(type => $1, payload => $2, key => $3)"
+HEADERS = "SELECT relay.publish_text(type => $1, payload => $2, headers => $3)"
+LATER = "SELECT relay.publish_text(type => $1, payload => $2, deliver_at => $3::text::timestamptz)"
 INSERT = "INSERT INTO relay.outbox (type, payload, key) VALUES ($1, $2::text::jsonb, $3)"
 MANY = (
     "SELECT relay.publish_many(types => $1::text[], payloads => $2::text[]::jsonb[], "
     "keys => $3::text[])"
 )
 """As in publish-from-sql.md."""
+BYTES_MAX = 2000
 NODE_PACKAGES = (
     "pg@8.23.1",
     "postgres@3.4.9",
@@ -104,6 +108,9 @@ def statements(*, arrays: bool) -> list[Statement]:
         for number, payload in enumerate(PAYLOADS):
             kind = f"{'one' if text is ONE else 'insert'}.{number}"
             found.append(Statement(kind, text, [kind, json.dumps(payload), f"key-{number}"]))
+    found.append(Statement("headers", HEADERS, ["headers", "1", '{"X-A": "b"}']))
+    found.append(Statement("later", LATER, ["later", "1", "2999-01-01T00:00:00Z"]))
+    found.append(Statement("too large", ONE, ["large", json.dumps("x" * BYTES_MAX), "key"]))
     if arrays:
         kinds = [f"many.{n}" for n in range(len(PAYLOADS))]
         texts = [json.dumps(payload) for payload in PAYLOADS]
@@ -229,20 +236,33 @@ async def address(listening: tuple[Server, str]) -> AsyncIterator[tuple[Database
 
 
 @pytest.mark.parametrize("driver", DRIVERS)
-async def test_a_payload_is_stored_as_it_was_given(
+async def test_a_payload_is_stored_as_it_was_given_and_one_above_the_limit_raises(
     address: tuple[Database, str], driver: str
 ) -> None:
     database, url = address
+    async with database.connection() as connection:
+        await connection.execute(
+            f"SET search_path = relay; SELECT set_payload_bytes_max({BYTES_MAX})"
+        )
     given = statements(arrays=driver not in WITHOUT_ARRAYS)
     try:
         failures = await asyncio.to_thread(DRIVERS[driver], driver, url, given)
     except CannotRun as error:
         pytest.skip(f"{driver}: {error}")
-    assert failures == []
+    (too_large,) = failures
+    assert too_large.startswith("too large: ")
+    assert f"payload_must_be_at_most_{BYTES_MAX}_bytes" in too_large
     async with database.connection() as connection:
         rows = await connection.fetch(
-            "SELECT type, key, payload::text FROM relay.outbox ORDER BY id"
+            "SELECT type, key, payload::text FROM relay.outbox WHERE headers IS NULL ORDER BY id"
         )
+        headers = await connection.fetchval(
+            "SELECT headers ->> 'X-A' FROM relay.outbox WHERE type = 'headers'"
+        )
+        later = await connection.fetchval("SELECT deliver_at::text FROM relay.future_event")
+    assert headers == "b"
+    assert later.startswith("2999-01-01 ")
+    # Nothing of the type "large".
     found = {row["type"]: json.loads(row["payload"]) for row in rows}
     kinds = ("one", "insert") if driver in WITHOUT_ARRAYS else ("one", "insert", "many")
     assert found == {f"{kind}.{n}": each for kind in kinds for n, each in enumerate(PAYLOADS)}
@@ -254,7 +274,7 @@ async def test_the_type_jsonb_of_a_parameter_makes_a_string_of_json(
 ) -> None:
     """The reason for the statements: what `postgres` does with JSON text for a jsonb."""
     database, url = address
-    text = ONE.replace("::text::jsonb", "::jsonb")
+    text = "SELECT relay.publish(type => $1, payload => $2::jsonb, key => $3)"
     given = [Statement("one", text, ["order.paid", '{"total": 500}', "k"])]
     try:
         assert by_node("postgres, tagged", url, given) == []

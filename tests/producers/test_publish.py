@@ -545,6 +545,46 @@ def exact(text: str | bytes) -> Any:
     return json.loads(text, parse_int=decimal.Decimal, parse_float=decimal.Decimal)
 
 
+async def test_publish_text_is_publish_with_texts(database: Database, app: Connection[Any]) -> None:
+    text = "SELECT relay.publish_text(type => $1, payload => $2, key => $3)"
+    assert isinstance(await app.fetchval(text, "order.paid", '{"total": 5.10}', "k"), UUID)
+    with pytest.raises(asyncpg.InvalidTextRepresentationError, match="json"):
+        await app.execute(text, "a", "{", None)
+    with pytest.raises(asyncpg.CheckViolationError, match="payload"):
+        await app.execute(text, "a", None, None)
+    limit = await app.fetchval("SELECT relay.payload_bytes_max()")
+    with pytest.raises(asyncpg.CheckViolationError) as caught:
+        await app.execute(text, "a", json.dumps("x" * limit), None)
+    assert caught.value.constraint_name == f"payload_must_be_at_most_{limit}_bytes"
+    with pytest.raises(asyncpg.CheckViolationError, match="once_for: requires"):
+        await app.execute("SELECT relay.publish_text('a', '1', once_for => '1 hour')")
+    with pytest.raises(asyncpg.UndefinedFunctionError):
+        await app.execute("SELECT relay.publish_text('a', '1', once => 'k', claimed => true)")
+    every = (
+        "SELECT relay.publish_text(type => $1, payload => $2, key => $3, tenant => $4, once => $5,"
+        " headers => $6, expires_at => now() + interval '1 day', deliver_at => $7,"
+        " once_for => '1 hour')"
+    )
+    later = dt.datetime.now(dt.UTC) + dt.timedelta(hours=1)
+    for once, at in (("now", None), ("later", later)):
+        given = ("a", "[1]", "k", "t", once, '{"X-A": "b"}', at)
+        assert await app.fetchval(every, *given) is not None
+        assert await app.fetchval(every, *given) is None
+    stored = (
+        "SELECT type, payload::text, key, tenant, headers ->> 'X-A', expires_at > now()"
+        "  FROM relay.{} WHERE type = 'a'"
+    )
+    kept = "SELECT array_agg(key ORDER BY key) FROM relay.idempotency_key WHERE expires_at < $1"
+    async with database.connection() as admin:
+        for table in ("outbox", "future_event"):
+            rows = [tuple(row) for row in await admin.fetch(stored.format(table))]
+            assert rows == [("a", "[1]", "k", "t", "b", True)]
+        assert await admin.fetchval("SELECT deliver_at FROM relay.future_event") == later
+        assert await admin.fetchval(kept, later + dt.timedelta(minutes=1)) == ["later", "now"]
+        paid = "SELECT payload::text FROM relay.outbox WHERE type = 'order.paid'"
+        assert await admin.fetchval(paid) == '{"total": 5.10}'
+
+
 # --------------------------------------------------------------------- once
 
 
@@ -818,7 +858,7 @@ async def test_a_role_without_grants(database: Database) -> None:
     with pytest.raises(CannotRun) as caught:
         await outbox.publish(connection, "a", 1, autocommit=True)
     assert str(caught.value) == (
-        "permission denied for function publish_text: this role may not publish; "
+        "permission denied for function publish_checked: this role may not publish; "
         "run: outbox migrate --producer ROLE"
     )
     with pytest.raises(asyncpg.InsufficientPrivilegeError):

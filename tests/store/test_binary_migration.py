@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
 import asyncpg
 import pytest
 
+import outbox
+from outbox.store.connection import schema_status
 from outbox.store.connection.migrate import apply_statements, migrate
 from outbox.store.connection.migration_files import migrations
 from tests.support.waiting import until
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.one_major
 
 BEFORE, AFTER = 7, 9
+RENAMED = 16
+"""The migration after which publish_text() is another function."""
 SESSION = {"server_settings": {"search_path": "relay"}}
 
 # Every statement of producers that do not know the new columns, also without named arguments.
@@ -70,13 +75,17 @@ async def prepared(connection: Connection[Any]) -> list[Any]:
     return statements
 
 
-async def test_producers_of_the_version_before_go_on(old: Database) -> None:
+async def test_producers_of_the_version_before_go_on(
+    old: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
     granted, by_hand = await old.connect(user="app"), await old.connect(user="by_hand")
     statements = [await prepared(connection) for connection in (granted, by_hand)]
     for statement in statements[0]:
         await statement.fetch()
     async with old.connection() as admin:
-        assert len(await migrate(admin, "relay")) == len(migrations()) - BEFORE
+        with monkeypatch.context() as newest:
+            newest.setattr(schema_status, "migrations", lambda: migrations()[: RENAMED - 1])
+            assert len(await migrate(admin, "relay")) == RENAMED - 1 - BEFORE
         for each in statements:
             for statement in each:
                 await statement.fetch()
@@ -86,6 +95,11 @@ async def test_producers_of_the_version_before_go_on(old: Database) -> None:
         )
         assert rows["same"] == rows["of"] == 3 * EVENTS
         assert await admin.fetchval("SELECT count(*) FROM relay.future_event") == 3
+        await migrate(admin, "relay")
+        for each in statements:
+            for text, statement in zip(STATEMENTS, each, strict=True):
+                if "publish_text" not in text:
+                    await statement.fetch()
         # What was granted by hand can still be passed on.
         grantable = "has_function_privilege('by_hand', oid, 'EXECUTE WITH GRANT OPTION')"
         functions = f"SELECT proname FROM pg_proc WHERE proname LIKE 'publish%' AND {grantable}"
@@ -102,15 +116,52 @@ async def test_what_uses_the_functions_of_the_version_before_is_kept(old: Databa
         await admin.execute(
             "CREATE FUNCTION paid() RETURNS uuid BEGIN ATOMIC "
             "SELECT relay.publish(type => 'a.b', payload => '1', key => 'k'); END;"
+            "CREATE FUNCTION checked() RETURNS text[] BEGIN ATOMIC "
+            "SELECT relay.publish_text(type => 'a.b', payload => '1', claimed => false); END;"
             "ALTER FUNCTION relay.publish SET statement_timeout = '1min'"
         )
         await migrate(admin, "relay")
         assert await admin.fetchval("SELECT paid()") is not None
+        assert len(await admin.fetchval("SELECT checked()")) == 1
         before = await old.connect(user="app")
         calling = before.fetch(MANY_CALLS)
         assert len(await calling) == 3
 
 
+async def test_who_could_call_publish_text_may_call_both_functions_of_today(old: Database) -> None:
+    async with old.connection() as admin:
+        await admin.execute(
+            "SET search_path = relay;"
+            "GRANT EXECUTE ON FUNCTION publish_text TO by_hand WITH GRANT OPTION;"
+            "DROP ROLE IF EXISTS other; CREATE ROLE other LOGIN;"
+            "GRANT USAGE ON SCHEMA relay TO other"
+        )
+        await migrate(admin, "relay")
+        may = (
+            "SELECT role, right_, array_agg(proname::text ORDER BY proname)"
+            "  FROM pg_proc, unnest('{app,by_hand,other}'::text[]) role,"
+            "       unnest('{EXECUTE,EXECUTE WITH GRANT OPTION}'::text[]) right_"
+            " WHERE proname IN ('publish_text', 'publish_checked')"
+            "   AND has_function_privilege(role, pg_proc.oid, right_) GROUP BY 1, 2"
+        )
+        both = ["publish_checked", "publish_text"]
+        assert {tuple(row[:2]): row[2] for row in await admin.fetch(may)} == {
+            ("app", "EXECUTE"): both,
+            ("by_hand", "EXECUTE"): both,
+            ("by_hand", "EXECUTE WITH GRANT OPTION"): both,
+        }
+    for user in ("app", "by_hand"):
+        app = await old.connect(user=user)
+        assert isinstance(await app.fetchval(TEXT), UUID)
+        assert len(await app.fetchval(CHECKED)) == 1
+        await outbox.publish(app, "a.b", 1, autocommit=True)
+    stranger = await old.connect(user="other")
+    with pytest.raises(asyncpg.InsufficientPrivilegeError):
+        await stranger.fetchval(TEXT)
+
+
+TEXT = "SELECT relay.publish_text(type => 'a.b', payload => '1')"
+CHECKED = TEXT.replace("publish_text", "publish_checked")
 MANY_CALLS = "SELECT relay.publish(type => 'a.b', payload => '1') FROM generate_series(1, 3)"
 
 
@@ -171,7 +222,10 @@ async def test_the_payload_limit_remains(old: Database) -> None:
     )
 
 
-async def test_no_producer_fails_while_it_is_applied(old: Database) -> None:
+async def test_no_producer_fails_while_it_is_applied(
+    old: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schema_status, "migrations", lambda: migrations()[: RENAMED - 1])
     ended = asyncio.Event()
 
     async def produce(connection: Connection[Any]) -> int:

@@ -50,6 +50,7 @@ OWNERS_RIGHTS = {
     "publish_events",
     "publish_many",
     "publish_text",
+    "publish_checked",
     "reset_once",
     "sequences_behind",
     "notify_relay",

@@ -73,6 +73,7 @@ CALLS = {
     "publish": "SELECT publish('bad', '1')",
     "publish_event": "SELECT publish_event('bad', '1')",
     "publish_text": "SELECT publish_text('bad', '1')",
+    "publish_checked": "SELECT publish_checked('bad', '1')",
     "publish once": "SELECT publish('bad', '1', once => 'k')",
     "publish_many": "SELECT publish_many('{good,bad}', ARRAY['1', '2']::jsonb[])",
     "publish_events": "SELECT publish_events('{bad}', ARRAY['1']::jsonb[], onces => '{k}')",

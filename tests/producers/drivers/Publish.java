@@ -16,7 +16,8 @@ public class Publish {
                     }
                     statement.execute();
                 } catch (SQLException error) {
-                    failures.append(given[n]).append(": ").append(error.getMessage()).append('\n');
+                    String message = error.getMessage().replace('\n', ' ');
+                    failures.append(given[n]).append(": ").append(message).append('\n');
                 }
             }
         }

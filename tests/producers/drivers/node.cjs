@@ -81,7 +81,8 @@ async function main() {
         try {
             await run(statement);
         } catch (error) {
-            failures.push(`${statement.name}: ${error.message}`);
+            // Drizzle's error has PostgreSQL's as its cause.
+            failures.push(`${statement.name}: ${(error.cause ?? error).message}`);
         }
     }
     await end();
