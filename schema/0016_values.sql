@@ -39,7 +39,7 @@ LANGUAGE sql IMMUTABLE PARALLEL SAFE SET search_path FROM CURRENT AS $$
         WHEN octet_length(payload::text) <= 2000 THEN NULL
         WHEN payload @? 'strict $.** ? (@ >= 1e2000 || @ <= -1e2000)' THEN
             'a number of more than 2000 digits'
-        WHEN payload @? 'strict $.**{1024}' THEN 'more than 1024 levels of arrays and objects'
+        WHEN payload @? 'strict $.**{1024} ? (@.type() == "array" || @.type() == "object")' THEN 'more than 1024 levels of arrays and objects'
     END
 $$;
 REVOKE ALL ON FUNCTION payload_fault FROM PUBLIC;

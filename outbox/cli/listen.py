@@ -25,6 +25,7 @@ from outbox.devtools.development_receiver import (
     HandledRequest,
 )
 from outbox.errors import UsageError
+from outbox.operations.rows import JsonText
 from outbox.receiver.lane_order import OrderKind
 from outbox.receiver.proxy import open_proxy
 
@@ -219,7 +220,10 @@ def _as_json(handled: HandledRequest) -> dict[str, Any]:
     }
     if message is None:
         return {**fields, "reason": handled.reason}
-    fields |= asdict(message)
+    described = asdict(message)
+    del described["_payload"]
+    text = message.data_text
+    fields |= {**described, "data": message.data if text is None else JsonText(text)}
     if seen is not None:
         fields |= {"order": seen.kind, "missing": seen.missing, "holes": seen.holes}
         fields["lost"] = seen.lost

@@ -13,6 +13,10 @@ class Refuse(OutboxError):
     """
 
 
+class UnhandledType(Refuse):
+    """No handler has the type of an event; see `unhandled=`."""
+
+
 class UnreadablePayload(Refuse):
     """Raised by `Message.data`: the payload cannot be parsed without rounding a number.
 

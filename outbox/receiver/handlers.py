@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from outbox.core.model.pattern import parse as parse_pattern
 from outbox.errors import UsageError
-from outbox.receiver.errors import Refuse
+from outbox.receiver.errors import UnhandledType
 
 if TYPE_CHECKING:
     import re
@@ -52,12 +52,12 @@ class HandlerRegistry:
         """Return the handlers of an event type, in registration order.
 
         Raises:
-            Refuse: there is none, and such events are refused.
+            UnhandledType: there is none, and such events are refused.
         """
         matching = [each.handler for each in self._handlers if each.types.fullmatch(event_type)]
         if not matching and self.unhandled == "refuse":
             known = ", ".join(f"{each.pattern} ({_name(each.handler)})" for each in self._handlers)
-            raise Refuse(
+            raise UnhandledType(
                 f"no handler for the event type {event_type}; the receiver has {known or 'none'}: "
                 'add one, subscribe the endpoint by --type, or set unhandled="ignore"'
             )
@@ -92,7 +92,8 @@ def check_handler(handler: Any, parameters: Sequence[str]) -> None:
     if inspect.isgeneratorfunction(handler) or inspect.isasyncgenfunction(handler):
         raise UsageError(f"the handler {_name(handler)} has a yield: calling it would do nothing")
     try:
-        signature = inspect.signature(handler)
+        # Of the function that is called: a decorator may supply arguments of the one inside.
+        signature = inspect.signature(handler, follow_wrapped=False)
     except (TypeError, ValueError):
         # A function in C.
         return

@@ -56,7 +56,7 @@ class Message:
     format: FormatName = "envelope"
     content_type: str | None = None
     """The content type of a payload that is not JSON; None: it is JSON."""
-    _payload: Payload = field(default=Payload(None), repr=False, compare=False)
+    _payload: Payload = field(default=Payload(None), repr=False)
 
     @property
     def data(self) -> Any:

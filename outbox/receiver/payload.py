@@ -7,10 +7,13 @@ hold is refused; `parse=` reads it.
 
 | text | `data` | with `parse=` |
 |---|---|---|
-| integer up to 4,300 digits | `int`, exact | its own |
-| decimal that a float holds, that is, whose shortest form has the same value | `float` | its own |
+| integer up to 4,300 digits | exact: `int`, or `float` if a float has this value | its own |
+| decimal that a float holds | `float` | its own |
 | any other number | `UnreadablePayload` | its own |
 | more than 1,024 levels | `UnreadablePayload` | its own |
+
+A float holds a decimal that is its shortest form, or its form with 17 digits, in which programs in
+C, PHP and .NET write floats.
 """
 
 from __future__ import annotations
@@ -52,9 +55,6 @@ _SCANNER = json.JSONDecoder(parse_float=str, parse_int=str)
 """Finds the end of a value, and converts no number."""
 _SPACES = re.compile(rb"[ \t\r\n]*")
 _NUMBER_AT = re.compile(rb"[0-9.eE+-]+")
-_NUMBER = re.compile(rb"-?[0-9][0-9.]{15}[0-9.eE+-]*|-?[0-9][0-9.]*[eE]-[0-9]{3,}")
-"""Numbers that a float may not hold, and whatever is like one in a string: it holds any number of
-15 digits with an exponent of two."""
 _NUMBER = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|(-?[0-9][0-9.eE+-]*)', re.DOTALL)
 _WAY_ON = (
     "give the receiver parse=, such as functools.partial(json.loads, parse_float=decimal.Decimal), "
@@ -73,6 +73,14 @@ class Payload:
     """
 
     __slots__ = ("_body", "_index", "_is_read", "_parse", "_value")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Payload):
+            return NotImplemented
+        return (self.text, self._value) == (other.text, other._value)
+
+    def __hash__(self) -> int:
+        return hash(self.text)
 
     def __init__(
         self,
@@ -248,8 +256,10 @@ def _has_exact_numbers(content: bytes) -> bool:
 
 
 def _is_exact_float(text: str) -> bool:
+    """Whether a float holds a decimal: it has its value, or is how programs write that float."""
     try:
-        return Decimal(repr(float(text))) == Decimal(text)
+        number, exact = float(text), Decimal(text)
+        return exact == Decimal(repr(number)) or exact == Decimal(f"{number:.17g}")
     except (ValueError, InvalidOperation):
         # A part of a string, or an exponent of 19 digits.
         return False

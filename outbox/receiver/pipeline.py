@@ -35,7 +35,7 @@ from outbox.receiver.decisions import (
     parse_gaps,
     partial_response,
 )
-from outbox.receiver.errors import Busy
+from outbox.receiver.errors import Busy, UnhandledType, UnreadablePayload
 from outbox.receiver.fetch import CannotFetch
 from outbox.receiver.handlers import FOREIGN_PARAMETERS
 from outbox.receiver.inbox.process import DeliveryOutcome, foreign_delivery_id
@@ -242,8 +242,11 @@ class ReceiverBase(DeliveryProcessor):
             taken = await self._process(message, gaps=True)
         except Exception as error:
             response = self._rules.failed(error, message.delivery_id)
-            # The sender has already recorded it as delivered: it will not retry.
-            is_refused = response.outcome is RequestOutcome.REFUSED
+            # The sender has already recorded it as delivered: it will not retry.  A new version of
+            # the receiver may have the handler, or read the payload.
+            is_refused = response.outcome is RequestOutcome.REFUSED and not isinstance(
+                error, (UnhandledType, UnreadablePayload)
+            )
             return FetchedOutcome.REFUSED if is_refused else FetchedOutcome.RETRYABLE
         return self._rules.fetched(message, taken)
 

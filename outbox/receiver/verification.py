@@ -140,7 +140,10 @@ class Verifier:
         """
         read = fold(headers, self._names)
         signed = verify_signature(read, body, self._keys, self._clock(), self._tolerance_s)
-        found = [p for p in self.header_prefixes if not self._delivery_headers[p].isdisjoint(read)]
+        # Publishers cannot set the lane under any prefix, but other names of another prefix.
+        found = [p for p in self.header_prefixes if f"{p}lane".lower() in read] or [
+            p for p in self.header_prefixes if not self._delivery_headers[p].isdisjoint(read)
+        ]
         # Headers without a signature of their own can be removed: that must not turn a delivery
         # into a request of another sender.
         if found or is_delivery(body):

@@ -201,6 +201,11 @@ func (r *Receiver) processFetched(ctx context.Context, request Request) (fetched
 	}
 	results, err := r.process(ctx, []Message{message}, true)
 	if err != nil {
+		// A new version of the receiver may have the handler.
+		var unhandled unhandledType
+		if errors.As(err, &unhandled) {
+			return fetchedRetryable, nil
+		}
 		// The sender has already recorded it as delivered: it will not retry.
 		if r.failed(err, message.DeliveryID).Outcome == OutcomeRefused {
 			return fetchedRefused, nil

@@ -188,9 +188,14 @@ func (r *Receiver) matching(eventType string) ([]Handler, error) {
 	if len(known) == 0 {
 		known = append(known, "none")
 	}
-	return nil, Refuse(fmt.Sprintf("no handler for the event type %s; the receiver has %s: add one, subscribe "+
-		"the endpoint by --type, or set Unhandled to UnhandledIgnore", eventType, strings.Join(known, ", ")))
+	return nil, unhandledType{Refuse(fmt.Sprintf("no handler for the event type %s; the receiver has %s: add one, subscribe "+
+		"the endpoint by --type, or set Unhandled to UnhandledIgnore", eventType, strings.Join(known, ", ")))}
 }
+
+// unhandledType is the refusal of an event whose type has no handler.
+type unhandledType struct{ error }
+
+func (u unhandledType) Unwrap() error { return u.error }
 
 // Start creates the missing tables; otherwise the first request does so.
 func (r *Receiver) Start(ctx context.Context) error {

@@ -171,6 +171,12 @@ func (v *Verifier) verify(header http.Header, body []byte, fetched bool) (*Verif
 
 // describedBy returns the first prefix under which headers describe a delivery.
 func (v *Verifier) describedBy(headers map[string]string) (string, bool) {
+	// Publishers cannot set the lane under any prefix, but other names of another prefix.
+	for _, prefix := range v.prefixes {
+		if _, found := headers[strings.ToLower(prefix)+"lane"]; found {
+			return prefix, true
+		}
+	}
 	for _, prefix := range v.prefixes {
 		for _, name := range relayNames {
 			// Other senders may number their attempts, too.

@@ -95,3 +95,20 @@ def test_all_headers_share_a_limit_and_endpoint_headers_stay() -> None:
     many = {f"X-{n}": "1" for n in range(100)}
     assert len(merge(endpoint, many)) == WIRE_COUNT_MAX
     assert merge(endpoint, many)[:2] == tuple(endpoint.items())
+
+
+def test_the_operator_of_an_endpoint_may_set_what_a_publisher_may_not() -> None:
+    """Such as a token of its receiver; not what the relay sets itself, nor commands to NATS."""
+    for name in ("X-Outbox-Token", "Status", "Outbox-Key"):
+        assert header_problem(name, "1") is None, name
+        assert event_header_problem(name, "1") is not None, name
+    for name in (
+        "outbox-control",
+        "Outbox_Control",
+        "body",
+        "Nats-TTL",
+        "webhook-id",
+        "ce-id",
+        "X-Lane",
+    ):
+        assert header_problem(name, "1") is not None, name

@@ -115,3 +115,9 @@ def test_decoding_refuses_what_is_not_json(subtests: pytest.Subtests) -> None:
     with pytest.raises(orjson.JSONDecodeError):
         decode_json(deep)
     assert decode_json(b'{"a": "x,1e5", "b": 1e5}') == {"a": "x,1e5", "b": 100_000.0}
+
+
+@pytest.mark.parametrize("number", ["1e-99999999999999999999", "0e99999999999999999999"])
+def test_an_exponent_of_twenty_digits_is_an_error_of_the_text(number: str) -> None:
+    with pytest.raises(orjson.JSONDecodeError):
+        decode_json(b'{"n": %s, "m": 1234567890123456789012}' % number.encode())

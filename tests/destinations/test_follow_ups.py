@@ -41,8 +41,8 @@ class Wire:
         self.written: list[bytes] = []
         self.closed = False
 
-    def get_extra_info(self, _: str) -> socket.socket:
-        return self.socket
+    def get_extra_info(self, name: str) -> socket.socket | None:
+        return self.socket if name == "socket" else None
 
     def write(self, data: bytes) -> None:
         if self.closed:

@@ -12,6 +12,7 @@ from outbox.core.model.retry_policy import RetryPolicy
 from outbox.errors import Conflict, NotFound
 from outbox.operations import dead_letters, endpoint_changes, endpoint_states, replays, skip
 from outbox.operations.criteria import DeadLetterSelection
+from outbox.operations.rows import JsonText
 from outbox.operations.skip import LaneMoved, skip_delivery
 from outbox.operations.status import read_overview
 from tests.support.ranges import next_pending, sequence_all
@@ -83,7 +84,8 @@ async def test_a_skipped_delivery_is_a_dead_letter_and_its_lane_goes_on(
     assert done.dead_letter is not None
     async with database.at_hand() as db:
         letter = await dead_letters.get_dead_letter(db, "relay", done.dead_letter)
-        assert (letter.reason, letter.sequence, letter.payload) == ("skipped", 2, "poison")
+        assert (letter.reason, letter.sequence) == ("skipped", 2)
+        assert letter.payload == JsonText('"poison"')
         assert letter.event == done.event
         assert letter.attempts >= done.attempts
         assert letter.last_response is not None

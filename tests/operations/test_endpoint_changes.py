@@ -108,6 +108,7 @@ async def test_every_setting_can_be_changed_and_the_id_stays(
         "retry": PRESETS["stepped"],
         "retryable": ("429",),
         "on_dead_letter": "block",
+        "on_missing": "hold",
         "backlog_max": 5,
         "backlog_age_s": 60.0,
         "disable_after_s": 3600.0,

@@ -46,6 +46,7 @@ EDGES: dict[str, tuple[str, Any]] = {
     "a decimal with zeros at its end": ("12.50", 12.5),
     "the sum of two floats": ("0.30000000000000004", 0.1 + 0.2),
     "an average of PostgreSQL": ("3.3333333333333333", REFUSED),
+    "a float with 17 digits, as of C, PHP and .NET": ("0.10000000000000001", 0.1),
     "an exact decimal of 18 digits": ("100000000000000000.0", 1e17),
     "a decimal of 25 digits": ("1234567890123456.123456789", REFUSED),
     "a small decimal of 18 digits": ("0.0000000000000000123456789012345678", REFUSED),

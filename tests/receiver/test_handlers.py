@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,6 +17,7 @@ from outbox.receiver import (
     StreamReceiver,
     Verifier,
 )
+from outbox.receiver.handlers import check_handler
 from tests.receiver.deliveries import OTHER, SECRET, delivery, signed
 
 if TYPE_CHECKING:
@@ -94,6 +95,20 @@ def test_a_handler_that_cannot_be_called_is_refused(kind: Any) -> None:
             if kind is AsyncReceiver or "use AsyncReceiver" not in str(error):
                 wrong.append(f"{name}: {error}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_a_decorator_may_supply_an_argument() -> None:
+    def with_session(function: Any) -> Any:
+        @wraps(function)
+        def handler(delivery: Any, connection: Any) -> Any:
+            return function(delivery, connection, "session")
+
+        return handler
+
+    @with_session
+    def paid(delivery: Any, connection: Any, session: Any) -> None: ...
+
+    check_handler(paid, ("delivery", "connection"))
 
 
 def test_a_handler_of_other_senders_takes_three_arguments() -> None:

@@ -2,7 +2,7 @@
 // is kept as a marked text, and written as the number that it was.
 
 const MARK = "\u0000number ";
-const TOKEN = /"(?:[^"\\]|\\.)*"|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?/g;
+const TOKEN = /"[^"\\]*(?:\\.[^"\\]*)*"|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?/g;
 const NUMBER = /^(-?)(\d+)(?:\.(\d+))?(?:[eE]([+-]?\d+))?$/;
 const MARKED = /"\\u0000number (-?[\d.eE+-]+)"/g;
 
@@ -10,7 +10,12 @@ const MARKED = /"\\u0000number (-?[\d.eE+-]+)"/g;
 function normalize(text) {
   const [, sign, whole, fraction = "", exponent = "0"] = NUMBER.exec(text);
   const digits = (whole + fraction).replace(/^0+/, "");
-  const kept = digits.replace(/0+$/, "");
+  // A regular expression would be quadratic in a run of zeros that another digit follows.
+  let end = digits.length;
+  while (end > 0 && digits[end - 1] === "0") {
+    end -= 1;
+  }
+  const kept = digits.slice(0, end);
   return kept ? `${sign}${kept}e${Number(exponent) - fraction.length + digits.length - kept.length}` : "0";
 }
 

@@ -11,9 +11,9 @@ therefore not be credentials, which would go to all endpoints, nor headers that 
 trusts from its proxy, and they do not override the endpoint's headers.
 
 Marks are the names that a relay, a reader of a stream or a receiver looks up: of a control entry,
-of a signature, of a field of a broker.  `mark_problem` has all of them.  The table `outbox` refuses
-them as well; headers that were stored before are omitted at delivery.  The trace context
-(`traceparent`, `tracestate`) belongs to publishers.
+of a signature, of a field of a broker.  `mark_problem` has all of them.  The functions of SQL
+refuse them as well; those of a plain INSERT, and of events that were stored before, are omitted at
+delivery.  The trace context (`traceparent`, `tracestate`) belongs to publishers.
 
 Their total size is limited, because servers limit it: most accept about 16 KiB and a hundred
 headers, including the relay's.  The endpoint's headers take precedence, because its receiver
@@ -91,8 +91,11 @@ _POSITION_SUFFIXES = (
 )
 """Names of a lane's position under any endpoint's prefix.
 
-A receiver that accepts several prefixes recognizes by them which one a delivery has.
+A receiver that accepts several prefixes recognizes by the lane which one a delivery has.
 """
+_MARKS_OF_RELAY = relay_headers(DEFAULT_PREFIX) | {"body", "content-type", "outbox-control"}
+_MARK_PREFIXES_OF_RELAY = ("webhook-", "ce-", "nats-")
+"""What an endpoint may not set either: a request or message has it already."""
 _RESERVED = frozenset(
     {
         "user-agent",
@@ -153,7 +156,8 @@ def mark_problem(name: str) -> str | None:
 def header_problem(name: str, value: object) -> str | None:
     """Why a header of an endpoint or event is not allowed; None: it is allowed."""
     plain = normalize_name(name)
-    if plain in _MARKS or plain.startswith(_MARK_PREFIXES) or plain in _RESERVED:
+    is_set = plain in _MARKS_OF_RELAY or plain.startswith(_MARK_PREFIXES_OF_RELAY)
+    if is_set or plain in _RESERVED:
         return "is set by the relay, or controls the framing or routing of the request"
     if not _TOKEN.fullmatch(name):
         return "is not a header name (RFC 9110: letters, digits and !#$%&'*+-.^_`|~)"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -80,6 +80,8 @@ def decode_json(raw: bytes | bytearray) -> Any:
         return json.loads(raw, parse_int=_integer, parse_float=_number)
     except RecursionError:
         raise orjson.JSONDecodeError("depth limit exceeded", "", 0) from None
+    except InvalidOperation:
+        raise orjson.JSONDecodeError("number out of range", "", 0) from None
 
 
 def _reason(error: TypeError) -> TypeError:

@@ -32,7 +32,9 @@ SELECT count(*) AS events,
            AS rounded,
        count(*) FILTER (WHERE payload @? '$.** ? (@ > 1.7976931348623157e308
                                                || @ < -1.7976931348623157e308)'
-                           OR payload @? 'strict $.**{1024}') AS unreadable
+                           OR payload @? 'strict $.**{1024} ? (@.type() == "array"
+                                                               || @.type() == "object")')
+           AS unreadable
   FROM recent
 """
 

@@ -22,16 +22,13 @@ ROW_SECURITY_OFF = "SET LOCAL row_security = off"
 """The statement that begins a message behind a proxy that takes no startup parameters."""
 
 # Our tables whose policies apply to this role, or to their owner, with whose privileges functions
-# run.  FORCE applies to no superuser, and to no role with BYPASSRLS.
+# run.
 _READ_PROTECTED = """
 SELECT current_schema() AS schema, current_user AS role, array_agg(relname::text) AS tables
   FROM (SELECT c.relname FROM pg_class c
          WHERE c.relnamespace = quote_ident(current_schema())::regnamespace
            AND c.relkind IN ('r', 'p') AND c.relname = ANY ($1::text[])
-           AND (row_security_active(c.oid)
-                OR c.relrowsecurity AND c.relforcerowsecurity
-                   AND NOT EXISTS (SELECT FROM pg_roles o WHERE o.oid = c.relowner
-                                      AND (o.rolsuper OR o.rolbypassrls)))
+           AND (row_security_active(c.oid) OR c.relrowsecurity AND c.relforcerowsecurity)
          ORDER BY c.relname <> 'outbox', c.relname) protected
 """
 

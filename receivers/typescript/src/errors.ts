@@ -55,6 +55,9 @@ export class MessageError extends OutboxError {}
  */
 export class Refuse extends OutboxError {}
 
+/** No handler has the type of an event; see the option `unhandled`. */
+export class UnhandledType extends Refuse {}
+
 /**
  * Thrown when `message.data` is read: the payload cannot be parsed without rounding a number. A handler that does not
  * catch it refuses the event.

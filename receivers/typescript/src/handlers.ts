@@ -1,6 +1,6 @@
 /** Handlers of a receiver by event type, and how they are called. */
 
-import { OutboxError, Refuse, UsageError, causesOf, isSystemError } from "./errors.js";
+import { OutboxError, UnhandledType, UsageError, causesOf, isSystemError } from "./errors.js";
 import { parsePattern } from "./pattern.js";
 import type { Handler, UnhandledPolicy } from "./receiver-options.js";
 import { oneLine } from "./text.js";
@@ -37,13 +37,13 @@ export class HandlerRegistry<Tx> {
   /**
    * Return the handlers of an event type, in registration order.
    *
-   * @throws Refuse there is none, and such events are refused.
+   * @throws UnhandledType there is none, and such events are refused.
    */
   matching(type: string): Handler<Tx>[] {
     const handlers = this.#handlers.filter(({ types }) => types.test(type)).map(({ handler }) => handler);
     if (handlers.length === 0 && this.#unhandled === "refuse") {
       const known = this.#handlers.map(({ pattern, handler }) => `${pattern} (${nameOf(handler)})`).join(", ");
-      throw new Refuse(
+      throw new UnhandledType(
         oneLine(
           `no handler for the event type ${type}; the receiver has ${known || "none"}: ` +
             'add one, subscribe the endpoint by --type, or set unhandled: "ignore"',

@@ -54,12 +54,19 @@ function findRounded(text: string): string | null {
         i++;
       }
       const number = text.slice(start, i + 1);
-      if (canonical(number) !== canonical(String(Number(number)))) {
+      if (!isExact(number)) {
         return number;
       }
     }
   }
   return null;
+}
+
+/** Whether a double has the value, or its 17 digits are how programs write that double. */
+function isExact(number: string): boolean {
+  const value = Number(number);
+  const exact = canonical(number);
+  return exact === canonical(String(value)) || exact === canonical(value.toPrecision(17));
 }
 
 /** The significant digits of a decimal number, and the place of its point. */
@@ -73,5 +80,14 @@ function canonical(number: string): string {
     return digits === "" ? number : "0";
   }
   const place = integer.length - (digits.length - significant.length) + Number(exponent);
-  return `${sign}${significant.replace(/0+$/, "")}@${place}`;
+  return `${sign}${withoutTrailingZeros(significant)}@${place}`;
+}
+
+/** A regular expression would be quadratic in a run of zeros that another digit follows. */
+function withoutTrailingZeros(digits: string): string {
+  let end = digits.length;
+  while (end > 0 && digits.charCodeAt(end - 1) === 0x30) {
+    end--;
+  }
+  return digits.slice(0, end);
 }

@@ -1,7 +1,7 @@
 /** Catch-up of a receiver: fetches deliveries and payloads from the relay, and processes them as if received. */
 
 import { catchUpLane, lanesBehind, type CatchUpResult, type FetchedOutcome } from "./catch-up.js";
-import { Busy, FetchError, UsageError } from "./errors.js";
+import { Busy, FetchError, UnhandledType, UnreadablePayload, UsageError } from "./errors.js";
 import type { DeliverySource } from "./fetch-client.js";
 import type { Inbox } from "./inbox/inbox.js";
 import type { DeliveryResult } from "./inbox/process.js";
@@ -110,6 +110,10 @@ export class ReceiverCatchUp<Tx> {
     try {
       result = await this.#parts.process(message);
     } catch (error) {
+      // A new version of the receiver may have the handler, or read the payload.
+      if (error instanceof UnhandledType || error instanceof UnreadablePayload) {
+        return "retryable";
+      }
       // The sender has already recorded it as delivered: it will not retry.
       return this.#parts.failed(error, message.deliveryId).outcome === "refused" ? "refused" : "retryable";
     }

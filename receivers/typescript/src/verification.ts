@@ -119,7 +119,10 @@ export class Verifier {
     const { body } = request;
     const headers = foldHeaders(request.headers, this.#names);
     const { messageId, timestamp } = verifySignature(headers, body, this.#keys, this.#clock(), this.#toleranceS);
-    const found = this.headerPrefixes.find((prefix) => hasDeliveryHeader(headers, prefix));
+    // Publishers cannot set the lane under any prefix, but other names of another prefix.
+    const found =
+      this.headerPrefixes.find((prefix) => headers.has(`${prefix.toLowerCase()}lane`)) ??
+      this.headerPrefixes.find((prefix) => hasDeliveryHeader(headers, prefix));
     // Headers without a signature of their own can be removed: that must not turn a delivery into a request of another
     // sender.
     if (found !== undefined || isDelivery(body)) {
