@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from outbox.core.model.json_values import LONG_NUMBER, NUMBER_CLASSES, SMALL_NUMBER
 from outbox.receiver.errors import UnreadablePayload
 
 if TYPE_CHECKING:
@@ -44,13 +45,6 @@ _SHOWN_CHARACTERS = 40
 _STEPS = {b"[": 1, b"{": 1, b"]": -1, b"}": -1}
 _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},:"]', re.DOTALL)
 _NESTED_TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}"]', re.DOTALL)
-_CLASSES = bytes(
-    {**dict.fromkeys(b"0123456789.", ord("0")), ord("E"): ord("e")}.get(each, each)
-    for each in range(256)
-)
-_LONG, _SMALL = b"0" * 16, b"e-000"
-"""Parts of numbers that a float may not hold, by `_CLASSES`: it holds any number of 15 digits with
-an exponent of two."""
 _SCANNER = json.JSONDecoder(parse_float=str, parse_int=str)
 """Finds the end of a value, and converts no number."""
 _SPACES = re.compile(rb"[ \t\r\n]*")
@@ -240,10 +234,10 @@ def _name(text: bytes) -> Any:
 def _has_exact_numbers(content: bytes) -> bool:
     """Whether orjson's value of each number is exact; False also for some texts in strings."""
     # A regular expression takes twenty times as long as the parser.
-    classes = content.translate(_CLASSES)
-    if _SMALL in classes:
+    classes = content.translate(NUMBER_CLASSES)
+    if SMALL_NUMBER in classes:
         return False
-    at = classes.find(_LONG)
+    at = classes.find(LONG_NUMBER)
     while at >= 0:
         found = _NUMBER_AT.match(content, at)
         assert found is not None
@@ -251,7 +245,7 @@ def _has_exact_numbers(content: bytes) -> bool:
         is_integer = text.isdigit() and len(text) < 20 and int(text) < 2**63
         if not is_integer and not _is_exact_float(text.decode()):
             return False
-        at = classes.find(_LONG, found.end())
+        at = classes.find(LONG_NUMBER, found.end())
     return True
 
 
@@ -284,7 +278,7 @@ def _parse_exactly(text: bytes) -> Any:
 
 
 def _exact_float(text: str) -> float:
-    is_short = len(text) < len(_LONG) and "e" not in text.lower()
+    is_short = len(text) < len(LONG_NUMBER) and "e" not in text.lower()
     if not is_short and not _is_exact_float(text):
         raise UnreadablePayload(_not_held(text, "a float does not hold"))
     return float(text)

@@ -181,7 +181,6 @@ class ReusedConnections:
         async def script(connection: Connection) -> None:
             for _ in range(2):
                 await connection.request()
-                await asyncio.sleep(0.2)
                 await connection.send(OK)
             await connection.request()
             listener.close()

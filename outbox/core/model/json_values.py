@@ -19,18 +19,19 @@ if TYPE_CHECKING:
 
 SCALE_MAX = 16383
 """Digits behind the decimal point of PostgreSQL's numeric."""
-# What may be a number that is not exact as a float: 16 digits, or a negative exponent of three.
-# With fewer digits, a float has all of them.  A text may have both, and takes the slower parser.
-# Bytes are classified and searched at gigabytes per second, which a regular expression is not.
 _CLASS_OF = dict.fromkeys(b"0123456789.", ord("0")) | {
     **dict.fromkeys(b"eE", ord("e")),
     ord("-"): ord("-"),
 }
-_CLASSES = bytes.maketrans(
+NUMBER_CLASSES = bytes.maketrans(
     bytes(range(256)),
     bytes(_CLASS_OF.get(byte, ord(" ")) for byte in range(256)),
 )
-_INEXACT = (b"0" * 16, b"e-000")
+"""Classes of bytes in numbers, for `bytes.translate`: searched at gigabytes per second, which a
+regular expression is not."""
+LONG_NUMBER, SMALL_NUMBER = b"0" * 16, b"e-000"
+"""Parts, by `NUMBER_CLASSES`, of numbers that a float may not hold: it holds any number of 15
+digits with an exponent of two.  A text in a string may have them, too."""
 
 
 def encode_json(value: Any, on_inexact: Callable[[], object], *, sort_keys: bool = False) -> bytes:
@@ -73,8 +74,8 @@ def decode_json(raw: bytes | bytearray) -> Any:
         orjson.JSONDecodeError: it is not JSON, or a number or the depth is beyond the limits.
     """
     value = orjson.loads(raw)
-    classes = raw.translate(_CLASSES)
-    if not any(each in classes for each in _INEXACT):
+    classes = raw.translate(NUMBER_CLASSES)
+    if LONG_NUMBER not in classes and SMALL_NUMBER not in classes:
         return value
     try:
         return json.loads(raw, parse_int=_integer, parse_float=_number)

@@ -85,9 +85,11 @@ class ConnectionPools:
         """Close connections whose idle time-out has passed, or that may not be reused."""
         now = self._loop.time()
         for target, idle in list(self._idle.items()):
-            kept = [each for each in idle if each.idle_until > now and each.reusable]
+            kept = []
             for each in idle:
-                if each not in kept:
+                if each.idle_until > now and each.reusable:
+                    kept.append(each)
+                else:
                     each.close()
             idle[:] = kept
             if not idle:
