@@ -18,7 +18,15 @@ from outbox.errors import Conflict, SchemaMissing, UsageError
 from outbox.receiver import AsyncReceiver, MemoryDatabase, Receiver, verify
 from outbox.receiver.adapters import asgi, wsgi
 from outbox.testing import deliver_now, deliver_now_async, delivery_pass
-from tests.support.relay import Network, add_endpoint, exceptions, fetchval, publish, running
+from tests.support.relay import (
+    SLOW_RETRY,
+    Network,
+    add_endpoint,
+    exceptions,
+    fetchval,
+    publish,
+    running,
+)
 from tests.support.tiers import sampled
 
 if TYPE_CHECKING:
@@ -31,8 +39,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.system
 
 pytest_plugins = ["outbox.testing.fixtures"]
-
-SLOW_RETRY = {"base_s": 60.0, "factor": 2.0, "cap_s": 600.0, "attempts_max": 5}
 
 
 def data(report: DeliveryReport) -> list[Any]:

@@ -30,8 +30,8 @@ from tests.support.operators import routing_transaction
 from tests.support.relay import (
     BUSY,
     OK,
-    QUICK_RETRY,
     REFUSED,
+    SLOW_RETRY,
     Network,
     Sent,
     add_endpoint,
@@ -382,7 +382,7 @@ async def test_a_dead_lettered_replay_can_be_replayed(database: Database) -> Non
 
 @pytest.mark.full
 async def test_a_removal_ends_waiting_and_running_replays(database: Database) -> None:
-    await add_endpoint(database, "e", retry={**QUICK_RETRY, "base_s": 60.0, "cap_s": 60.0})
+    await add_endpoint(database, "e", retry=SLOW_RETRY)
     network = Network(lambda _: REFUSED)
     async with killed_at_the_end(database, network):
         await publish(database, "a", "b")

@@ -17,7 +17,16 @@ from outbox.errors import NotFound, SchemaMissing, UsageError
 from outbox.operations import endpoint_changes, endpoint_removal, endpoint_states, endpoints
 from outbox.operations.apply import apply_file
 from outbox.operations.endpoint_filter import EndpointFilter
-from tests.support.relay import BUSY, Network, add_endpoint, all_ended, exceptions, publish, running
+from tests.support.relay import (
+    BUSY,
+    SLOW_RETRY,
+    Network,
+    add_endpoint,
+    all_ended,
+    exceptions,
+    publish,
+    running,
+)
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -30,7 +39,6 @@ pytestmark = pytest.mark.one_major
 
 FROM_BATCH = "SELECT (data ->> 'from_batch')::bigint FROM journal WHERE kind = 'endpoint_added'"
 PATH = {"server_settings": {"search_path": "relay"}}
-SLOW_RETRY = {"base_s": 3600.0, "cap_s": 3600.0, "jitter": "none"}
 
 
 @pytest.fixture

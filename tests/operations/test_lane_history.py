@@ -15,8 +15,8 @@ from outbox.operations import lane_history
 from tests.support.relay import (
     BUSY,
     OK,
-    QUICK_RETRY,
     REFUSED,
+    SLOW_RETRY,
     Network,
     Sent,
     add_endpoint,
@@ -90,7 +90,7 @@ async def test_deliveries_are_fetched_as_they_were_sent(
 async def test_unacknowledged_deliveries_are_omitted(
     database: Database, db: Connection[Any]
 ) -> None:
-    await add_endpoint(database, retry=QUICK_RETRY | {"base_s": 600.0, "cap_s": 600.0})
+    await add_endpoint(database, retry=SLOW_RETRY)
     network = Network(lambda sent: BUSY if sent.seq == 3 else OK)
     async with running(database, network):
         await publish(database, 1, 2, 3, 4, key="k")

@@ -16,6 +16,7 @@ from tests.support.relay import (
     BUSY,
     OK,
     REFUSED,
+    SLOW_RETRY,
     Network,
     add_endpoint,
     all_ended,
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.system
 
 PATH = {"server_settings": {"search_path": "relay"}}
-SLOW_RETRY = {"base_s": 3600.0, "cap_s": 3600.0, "jitter": "none"}
 
 
 @pytest.fixture

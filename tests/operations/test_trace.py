@@ -26,8 +26,8 @@ from tests.support.plans import explain
 from tests.support.relay import (
     BUSY,
     OK,
-    QUICK_RETRY,
     REFUSED,
+    SLOW_RETRY,
     Network,
     add_endpoint,
     all_ended,
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.one_major
-
-SLOW_RETRY = QUICK_RETRY | {"base_s": 600.0, "cap_s": 600.0}
 
 
 @pytest.fixture

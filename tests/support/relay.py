@@ -48,6 +48,8 @@ VALUES ('outbox-relay:1', 'shop-1', '0', 60, clock_timestamp() + interval '60 s'
 """
 END_LEASES = "UPDATE relay.replica SET expires_at = clock_timestamp()"
 QUICK_RETRY = {"base_s": 0.02, "factor": 2.0, "cap_s": 0.1, "attempts_max": 4}
+# No second attempt during a test. Full jitter would draw a pause of a second now and then.
+SLOW_RETRY = {"base_s": 3600.0, "cap_s": 3600.0, "jitter": "none"}
 
 OK = AttemptResult.completed(204, 0.001)
 BUSY = AttemptResult.completed(503, 0.001, body=b"busy")
