@@ -47,8 +47,6 @@ class Replica:
 
     def __init__(self, tracker: GapTracker) -> None:
         self.tracker = tracker
-        # Time passes at the end of a batch only if a step of the history says so.
-        tracker.proof_every_s = 0.0
         self.state: CursorState | None = None
         self.quiet: dict[Range, int] = {}
         """Old gaps that were read, and the database's `ends` at that time."""
@@ -302,6 +300,7 @@ class Cursor:
         gaps = len(self.waiting()) + len(self.tables.young) + len(self.tables.old)
         portions = 2 * (gaps // self.gaps_max)
         for _ in range(len(self.waiting()) // self.limit_max + portions + 4):
+            self.tick(10)  # The proof is due.
             self.whole_batch(me=0)
         pending = sorted(row.id for row in self.waiting())
         expect(not pending, "events are never sequenced", pending)

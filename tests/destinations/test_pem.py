@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 MERSENNE = {2203: 2**2203 - 1, 2281: 2**2281 - 1, 4253: 2**4253 - 1, 4423: 2**4423 - 1}
 """Known primes, so that keys of any size are generated immediately."""
 CURVES = {"P-256": ec.SECP256R1(), "P-384": ec.SECP384R1(), "P-521": ec.SECP521R1()}
-CPU_S_MAX = 0.5
+CPU_S_MAX = 2.0
 """Time limit of a rejection in seconds; the fastest of the expensive checks took three."""
 
 

@@ -29,18 +29,19 @@ whose row is already visible.  Hence:
   Gaps that are left out stay due.
 * a read that reached its limit proves nothing about ids at or beyond its last
   one: gaps there stay due;
-* the message that declares ids dead proves that they are absent, at most four times a second
-  unless a read takes a portion; until then a gap without holders stays open;
+* the message that declares ids dead proves that they are absent, at most twice a second unless a
+  read takes a portion.  Until then a gap that was absent after the end of its holders stays open,
+  and is not read again before the proof reads it;
 * a gap becomes old only after a read that began after its holders were
   captured;
 * holders are memory, never state: a replica that was not the last writer
   drops all of them (`forget`) and starts from the tables.
 
-Young gaps are read with every batch.  After a second, or sooner if there are many,
-they become old and are read only when one of their holders has ended, so a transaction
-that stays open for an hour costs nothing per batch.  When it commits, all its gaps are
-due at once, perhaps hundreds of thousands: each batch handles a portion, and its cost
-does not depend on the number of all gaps.
+Young gaps are read with every batch, until they are absent.  After a second, or sooner if there
+are many, they become old and are read only when one of their holders has ended, so a transaction
+that stays open for an hour costs nothing per batch.  When it commits, all its gaps are due at
+once, perhaps hundreds of thousands: each batch handles a portion, and its cost does not depend on
+the number of all gaps.
 
 A prepared transaction that survived a crash holds its lock as `-1/xid`, a name
 that was not captured before the crash; it counts as a holder of every gap.
@@ -69,9 +70,9 @@ AGE_S = 1.0
 YOUNG_SHARE = 0.25
 """Young gaps become old sooner if they take more than this share of a read."""
 
-PROOF_EVERY_S = 0.25
-"""Minimum interval between batches that declare ids dead: each proves it, which costs the server as
-much as a quarter of a batch.  Until then such gaps stay open, and are read with every batch."""
+PROOF_EVERY_S = 0.5
+"""Minimum interval between batches that declare ids dead: each proves it, which costs the server
+nearly as much as a batch."""
 
 GAPS_SPARE = 100
 """A read takes this many gaps more than its batch can probably reach."""
@@ -115,6 +116,8 @@ class _Gap:
     old: bool
     holders: LockHolders | None
     seen_at: float
+    is_absent: bool = False
+    """Whether it was read after the end of its holders, and only the proof is missing."""
 
     @property
     def range(self) -> Range:
@@ -153,6 +156,8 @@ class GapTracker:
         # Old gaps to leave out.  By holders, so that a batch compares a few sets of holders
         # instead of a hundred thousand gaps.
         self._old: dict[LockHolders | None, list[_Gap]] = {}
+        # Gaps that await the proof, young and old.
+        self._absent: dict[Range, _Gap] = {}
         # Old gaps to read, highest first, so that the lowest are taken at the end.
         self._due: list[_Gap] = []
         # Gaps of the current read, ascending; None: not chosen yet.
@@ -176,7 +181,7 @@ class GapTracker:
     @property
     def has_gaps(self) -> bool:
         """Whether any gap is open."""
-        return bool(self._young or self._old or self._due or self._portion)
+        return bool(self._young or self._old or self._absent or self._due or self._portion)
 
     # ------------------------------------------------------------ one batch
 
@@ -194,6 +199,7 @@ class GapTracker:
             self._young = {r: _Gap(*r, False, None, now) for r in state.young}
             self._old = {None: [_Gap(*r, True, None, now) for r in state.old]}
             self._due, self._portion, self._forced = [], None, []
+            self._absent.clear()
             self._never_running.clear()
             self._known = True
         self._return_portion()
@@ -267,6 +273,8 @@ class GapTracker:
             found.extend(hits)
             for lo, hi in _without(gap.range, hits):
                 self._resolve_gap(replace(gap, lo=lo, hi=hi), limit, now, kept, dead)
+        if self._is_proof_due(now):
+            dead += self._absent
         if dead:
             self._proved_at = now
         self._adapt_portion(limit)
@@ -282,9 +290,13 @@ class GapTracker:
         for gap in self._portion or ():
             if not gap.old:
                 del self._young[gap.range]
+        for each in step.dead:
+            self._absent.pop(each, None)
         self._portion, self._forced = None, []
         for gap in step.memory.values():
-            if gap.old:
+            if gap.is_absent:
+                self._absent[gap.range] = gap
+            elif gap.old:
                 self._old.setdefault(gap.holders, []).append(gap)
             else:
                 self._young[gap.range] = gap
@@ -353,17 +365,19 @@ class GapTracker:
             kept.append(replace(gap, holders=self._before))
             return
         holders = self._still_held(gap.holders, self._before)
-        # While a portion is read, events above it wait for its end.
-        is_due = self.is_partial or now - self._proved_at >= self.proof_every_s
-        if not holders and is_due:
+        if not holders and self._is_proof_due(now):
             dead.append(gap.range)
         elif not holders:
-            kept.append(replace(gap, holders=holders))
+            kept.append(replace(gap, holders=holders, is_absent=True))
         else:
             # Its holders were captured by an earlier batch, so this read
             # began after that, and it may become old.
             old = gap.old or now - gap.seen_at > AGE_S or self._is_crowded
             kept.append(replace(gap, holders=holders, old=old))
+
+    def _is_proof_due(self, now: float) -> bool:
+        # While a portion is read, events above it wait for its end.
+        return self.is_partial or now - self._proved_at >= self.proof_every_s
 
     @staticmethod
     def _one_ended(holders: LockHolders, present: LockHolders) -> bool:
@@ -377,18 +391,24 @@ class GapTracker:
         self, high: int, kept: list[_Gap], found_ids: list[int], dead: list[Range]
     ) -> CursorChange:
         read = self._portion or ()
+        declared = {*dead}
+        young_before = self._young.keys() | {r for r, g in self._absent.items() if not g.old}
         read_young = {g.range for g in read if not g.old}
-        young = {*(self._young.keys() - read_young), *(g.range for g in kept if not g.old)}
-        old = {g.range for g in kept if g.old}
+        young = young_before - read_young - declared | {g.range for g in kept if not g.old}
         old_before = {g.range for g in read if g.old}
+        old = {g.range for g in kept if g.old}
+        old_absent = {r for r, g in self._absent.items() if g.old}
+        old_closed = old_before - old | old_absent & declared
         return CursorChange(
             high=high,
             young=tuple(sorted(young)),
             found=_as_ranges(sorted(found_ids)),
             dead=tuple(sorted(dead)),
-            old_closed=tuple(sorted(old_before - old)),
+            old_closed=tuple(sorted(old_closed)),
             old_opened=tuple(sorted(old - old_before)),
-            changed=high != self.high or young != self._young.keys() or old != old_before,
+            changed=high != self.high
+            or young != young_before
+            or bool(old_closed | old - old_before),
             memory={g.range: g for g in kept},
         )
 
