@@ -29,7 +29,7 @@ RUN = ("unit", "default", "full")
 TOP = "top"
 """The folder of modules that are in none."""
 
-_MAJOR = re.compile(r"\[pg\d+(-|\])")
+_MAJOR = re.compile(r"(?<=[\[-])pg\d+(?=[\]-])")
 _HEADER = """\
 # The cases of each tier that were ever made, by folder; `python3 run.py test --write-cases` adds
 # new ones.  A case that is removed, or leaves a tier, stays counted: [[removed]] says which tests
@@ -42,7 +42,7 @@ Counts = Counter[tuple[str, str]]
 
 def count(items: Iterable[pytest.Item]) -> Counts:
     """Count the cases of each tier; one that runs on several majors counts once."""
-    cases = {_MAJOR.sub(r"[\1", item.nodeid): item for item in items}
+    cases = {_MAJOR.sub("", item.nodeid): item for item in items}
     counts: Counts = Counter()
     for item in cases.values():
         folder = item.path.relative_to(TESTS).parts[0]
