@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -12,6 +14,9 @@ import structlog
 
 if TYPE_CHECKING:
     from outbox.config import Settings
+
+TELEMETRY_LOG_EVERY_S = 300.0
+"""Minimum interval between two lines of one logger of OpenTelemetry."""
 
 
 def configure(settings: Settings) -> None:
@@ -43,16 +48,26 @@ def configure(settings: Settings) -> None:
         logger_factory=factory,
         cache_logger_on_first_use=True,
     )
-    logging.basicConfig(level=logging.WARNING, handlers=[_Forward()], force=True)
+    logging.basicConfig(level=logging.WARNING, handlers=[ForwardToStructlog()], force=True)
     # OpenTelemetry logs a warning for every invalid tracestate header of a producer.
     logging.getLogger("opentelemetry.trace").setLevel(logging.ERROR)
 
 
-class _Forward(logging.Handler):
+class ForwardToStructlog(logging.Handler):
     """Forward log records of libraries to structlog."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._logged_at: dict[str, float] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
+            # The exporters of OpenTelemetry log every attempt while a collector does not respond.
+            if record.name.startswith("opentelemetry."):
+                now = time.monotonic()
+                if now - self._logged_at.get(record.name, -math.inf) < TELEMETRY_LOG_EVERY_S:
+                    return
+                self._logged_at[record.name] = now
             # Round to a level that structlog knows, and keep the message on one line.
             level = min(record.levelno // 10 * 10, logging.CRITICAL)
             text = " ".join(record.getMessage().split())

@@ -21,7 +21,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import structlog
-from opentelemetry.sdk.metrics.export import ConsoleMetricExporter, MetricExporter
+from opentelemetry.sdk.metrics.export import (
+    ConsoleMetricExporter,
+    MetricExporter,
+    MetricExportResult,
+    MetricsData,
+)
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import (
@@ -46,8 +51,8 @@ log = structlog.get_logger("outbox.telemetry")
 SERVICE_NAME = "outbox-relay"
 INTERVAL_MS, TIMEOUT_MS = 60_000, 30_000
 """OpenTelemetry's defaults."""
-FINAL_PUSH_TIMEOUT_S = 1.0
-"""Time-out of the final push at shutdown."""
+FINAL_PUSH_TIMEOUT_S = 0.4
+"""Time-out of the final push of metrics at shutdown, and of that of spans after it."""
 
 _SIGNALS = {"traces": "OTLPSpanExporter", "metrics": "OTLPMetricExporter"}
 _MODULES = {
@@ -77,29 +82,45 @@ class TelemetryExport:
     version: str
 
     async def push(self, collect: Callable[[], Awaitable[Snapshot]]) -> None:
-        """Push metrics until cancelled, and once more at the end; failures are logged."""
+        """Push metrics until cancelled, and once more at the end unless the last push failed.
+
+        The first failure of a row is logged, and the success after it.
+        """
         if self.metrics is None:
             return
         data = OtlpConverter(self.resource, self.version, delta=self.delta)
+        is_failing = False
         try:
             while True:
                 await asyncio.sleep(self.interval_s)
-                await self._push(data, collect, self.timeout_s)
+                reason = await self._push(data, collect, self.timeout_s)
+                if reason is not None and not is_failing:
+                    log.warning("pushing metrics fails", reason=reason)
+                elif reason is None and is_failing:
+                    log.info("metrics are pushed again")
+                is_failing = reason is not None
         finally:
-            await self._push(data, collect, min(FINAL_PUSH_TIMEOUT_S, self.timeout_s))
+            if not is_failing:
+                await self._push(data, collect, min(FINAL_PUSH_TIMEOUT_S, self.timeout_s))
 
     async def _push(
         self, data: OtlpConverter, collect: Callable[[], Awaitable[Snapshot]], timeout_s: float
-    ) -> None:
-        """Push once; an error is logged and must not stop the relay."""
+    ) -> str | None:
+        """Push once; return why that failed.  An error must not stop the relay."""
         assert self.metrics is not None
         try:
             pushed = data.convert(await collect())
             # An exporter may ignore its time-out.
             async with asyncio.timeout(timeout_s):
-                await run_in_daemon_thread(self.metrics.export, pushed, timeout_s * 1000)
+                await run_in_daemon_thread(self._export, pushed, timeout_s * 1000)
         except Exception as error:
-            log.warning("pushing metrics failed", reason=f"{type(error).__name__}: {error}")
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def _export(self, pushed: MetricsData, timeout_ms: float) -> None:
+        assert self.metrics is not None
+        if self.metrics.export(pushed, timeout_ms) is not MetricExportResult.SUCCESS:
+            raise OSError("the collector did not accept the metrics")
 
     async def close(self) -> None:
         """Push the remaining spans and shut down, within a bounded time."""

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
+from outbox.core.model import headers
 from outbox.core.model.headers import (
     WIRE_BYTES_MAX,
     WIRE_COUNT_MAX,
@@ -95,6 +96,21 @@ def test_all_headers_share_a_limit_and_endpoint_headers_stay() -> None:
     many = {f"X-{n}": "1" for n in range(100)}
     assert len(merge(endpoint, many)) == WIRE_COUNT_MAX
     assert merge(endpoint, many)[:2] == tuple(endpoint.items())
+
+
+def test_only_as_many_headers_as_an_event_may_have_are_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A plain INSERT writes up to 8 KiB of them, for which each delivery took milliseconds."""
+    checked: list[str] = []
+
+    def problem(name: str, _: object) -> str:
+        checked.append(name)
+        return "is counted"
+
+    monkeypatch.setattr(headers, "event_header_problem", problem)
+    assert merge({}, {f"n{n}": "" for n in range(900)}) == ()
+    assert len(checked) == WIRE_COUNT_MAX
 
 
 def test_the_operator_of_an_endpoint_may_set_what_a_publisher_may_not() -> None:

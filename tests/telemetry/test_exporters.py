@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import urllib3  # noqa: F401  (binds a socket when it is first imported)
 from opentelemetry.sdk.metrics.export import ConsoleMetricExporter, MetricExportResult
+from structlog.testing import capture_logs
 
 from outbox.errors import UsageError
 from outbox.telemetry.exporters import TelemetryExport, configure_export
@@ -99,6 +102,41 @@ def test_the_resource_names_the_service_and_the_replica(monkeypatch: pytest.Monk
     assert configure({"OTEL_SERVICE_NAME": "hooks"}).resource.attributes["service.name"] == "hooks"
 
 
+async def test_a_collector_that_fails_costs_one_line_and_no_final_push() -> None:
+    pushed: list[Any] = []
+    enough = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    class RefusingExporter(ConsoleMetricExporter):
+        def export(self, metrics_data: Any, *_: Any, **__: Any) -> MetricExportResult:
+            pushed.append(metrics_data)
+            if len(pushed) == 3:
+                loop.call_soon_threadsafe(enough.set)
+            return MetricExportResult.FAILURE
+
+    configured = replace(
+        configure({"OTEL_METRICS_EXPORTER": "console", "OTEL_METRIC_EXPORT_INTERVAL": "1"}),
+        metrics=RefusingExporter(),
+    )
+    started, release = asyncio.Event(), asyncio.Event()
+
+    async def collect() -> Snapshot:
+        if len(pushed) == 3:  # The last push has ended, and failed.
+            started.set()
+            await release.wait()
+        return Snapshot(0.0, 1.0, {})
+
+    with capture_logs() as logs:
+        task = asyncio.ensure_future(configured.push(collect))
+        await enough.wait()
+        await started.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    assert len(pushed) == 3
+    assert [each["event"] for each in logs] == ["pushing metrics fails"]
+    assert "did not accept" in logs[0]["reason"]
+
+
 async def test_metrics_are_pushed_periodically_and_at_shutdown() -> None:
     pushed: list[Any] = []
     enough = asyncio.Event()
@@ -107,22 +145,15 @@ async def test_metrics_are_pushed_periodically_and_at_shutdown() -> None:
     class ExporterThatFailsOnce(ConsoleMetricExporter):
         def export(self, metrics_data: Any, *_: Any, **__: Any) -> MetricExportResult:
             pushed.append(metrics_data)
-            if len(pushed) == 2:
+            if len(pushed) == 3:
                 loop.call_soon_threadsafe(enough.set)
             if len(pushed) == 1:
                 raise OSError("the collector is unavailable")
             return MetricExportResult.SUCCESS
 
-    configured = configure({"OTEL_METRICS_EXPORTER": "console", "OTEL_METRIC_EXPORT_INTERVAL": "1"})
-    configured = TelemetryExport(
-        configured.resource,
-        None,
-        None,
-        ExporterThatFailsOnce(),
-        configured.interval_s,
-        configured.timeout_s,
-        configured.delta,
-        "1",
+    configured = replace(
+        configure({"OTEL_METRICS_EXPORTER": "console", "OTEL_METRIC_EXPORT_INTERVAL": "1"}),
+        metrics=ExporterThatFailsOnce(),
     )
 
     async def collect() -> Snapshot:
@@ -132,5 +163,5 @@ async def test_metrics_are_pushed_periodically_and_at_shutdown() -> None:
     await enough.wait()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    assert len(pushed) >= 3, "a failed push is not repeated, and the last push is at the end"
+    assert len(pushed) >= 4, "a failed push is not repeated, and the last push is at the end"
     await configured.close()

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import orjson
@@ -201,7 +202,8 @@ def valid_headers(headers: Mapping[str, object], prefix: str = DEFAULT_PREFIX) -
 def merge(endpoint: EndpointHeaders, event: bytes | None, used_bytes: int = 0) -> Headers:
     """The endpoint's headers, then the event's; the endpoint's take precedence.
 
-    Headers of the event beyond the size limit are omitted, and those that the relay sets.
+    Headers of the event beyond the size limit are omitted, and those that the relay sets.  A plain
+    INSERT may write more headers than publishing allows; those beyond that number are ignored.
 
     Args:
         endpoint: the endpoint's headers, as `valid_headers` returned them.
@@ -214,7 +216,9 @@ def merge(endpoint: EndpointHeaders, event: bytes | None, used_bytes: int = 0) -
     merged = {normalize_name(name): (name, value) for name, value in own}
     bytes_left = WIRE_BYTES_MAX - used_bytes - sum(map(_wire_bytes, own))
     set_by_relay = relay_headers(prefix)
-    for plain, each in _select(orjson.loads(event).items(), event_header_problem).items():
+    for plain, each in _select(
+        islice(orjson.loads(event).items(), WIRE_COUNT_MAX), event_header_problem
+    ).items():
         size = _wire_bytes(each)
         if plain in merged or plain in set_by_relay:
             continue
