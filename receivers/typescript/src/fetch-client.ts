@@ -66,6 +66,8 @@ export interface FetchClientOptions {
   readonly responseBytesMax?: number;
 }
 
+const CLOSED: ReadonlySet<unknown> = new Set(["UND_ERR_SOCKET", "ECONNRESET", "EPIPE"]);
+
 /** Client of the relay's listener for receivers, for one endpoint. */
 export class FetchClient implements DeliverySource {
   readonly #url: string;
@@ -162,7 +164,7 @@ export class FetchClient implements DeliverySource {
     }
   }
 
-  async #request(url: string): Promise<{ status: number; retryAfter: string; body: Uint8Array }> {
+  async #request(url: string, isResent = false): Promise<{ status: number; retryAfter: string; body: Uint8Array }> {
     try {
       const response = await fetch(url, {
         headers: this.#headers,
@@ -176,6 +178,10 @@ export class FetchClient implements DeliverySource {
     } catch (error) {
       // `fetch` reports "fetch failed", and the reason as its cause.
       const cause = error instanceof Error && error.cause !== undefined ? error.cause : error;
+      // A connection that `fetch` reuses may have been closed by the relay, because it was idle.
+      if (!isResent && CLOSED.has((cause as { code?: unknown }).code)) {
+        return this.#request(url, true);
+      }
       throw new FetchError(`the relay at ${this.#url} cannot be reached: ${oneLine(errorText(cause))}`);
     }
   }

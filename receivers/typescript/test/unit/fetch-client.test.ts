@@ -62,6 +62,27 @@ function receiverAt(
   return { receiver, processed };
 }
 
+test("a request that meets the close of an idle connection is sent again, once", async () => {
+  const seen: string[] = [];
+  let closes = 1;
+  const url = await serve((given, response) => {
+    seen.push(given.url ?? "");
+    if (seen.length > 1 && closes > 0) {
+      closes -= 1;
+      given.socket.destroy();
+      return;
+    }
+    response.end('{"items":[],"next":null}');
+  });
+  const client = new FetchClient(url, "token");
+  assert.deepEqual(await client.lanes(), []);
+  assert.deepEqual(await client.lanes(), []);
+  assert.equal(seen.length, 3);
+  closes = 2;
+  await assert.rejects(client.lanes(), FetchError);
+  assert.equal(seen.length, 5);
+});
+
 test("missing deliveries and those after the highest are processed once and in order", async () => {
   const deliveries = [1, 2, 3, 4, 5, 6].map((n) => delivery(n));
   const { receiver, processed } = receiverAt(await relay(deliveries));
