@@ -28,11 +28,11 @@ INSERT INTO odometer_mark VALUES (0, clock_timestamp());
 -- later one.
 CREATE FUNCTION observed_before(seconds float8) RETURNS timestamptz
 LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
-    SELECT coalesce((
+    SELECT CASE WHEN observed_before.seconds <= 0 THEN 'infinity' ELSE coalesce((
         SELECT least(m.at + make_interval(secs => o.seconds - observed_before.seconds - m.seconds),
                      (SELECT min(later.at) FROM odometer_mark later WHERE later.seconds > m.seconds))
           FROM odometer o JOIN odometer_mark m ON m.seconds <= o.seconds - observed_before.seconds
-         ORDER BY m.seconds DESC LIMIT 1), '-infinity')
+         ORDER BY m.seconds DESC LIMIT 1), '-infinity') END
 $$;
 REVOKE ALL ON FUNCTION observed_before FROM PUBLIC;
 

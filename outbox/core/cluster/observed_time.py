@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 MARK_EVERY_S = 60.0
 """Observed seconds between two marks."""
-GRACE_RESPONSES, GRACE_S_MAX = 5, 600.0
+GRACE_RESPONSES, GRACE_PERIOD_S_MAX = 5, 600.0
 """What a new owner needs before something ends: completed attempts, and at most so many observed
 seconds.  With more, a receiver with long back-off steps would never end where relays are replaced
 every day."""
@@ -146,5 +146,5 @@ class GracePeriod:
         """
         if self._responses < min(GRACE_RESPONSES, policy.attempts_max):
             return False
-        period_s = min(policy.longest_delay_s, GRACE_S_MAX, limit_s)
+        period_s = min(policy.longest_delay_s, GRACE_PERIOD_S_MAX, limit_s)
         return observed_s - self._began_s >= period_s

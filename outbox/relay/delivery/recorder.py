@@ -42,8 +42,8 @@ PENDING_MAX = 4 * GROUP_MAX
 and their deliveries are sent again after a crash."""
 
 LANE_PENDING_MAX = 1_000
-"""The same for one lane.  The lease does not wait for the disk, so requests go on while writes do
-not, and each lane must leave few copies if the server crashes then."""
+"""Unwritten deliveries above which a lane waits.  Requests go on while writes wait for the disk,
+because the lease does not, and each lane must leave few copies if the server crashes then."""
 
 
 class PendingRecord:

@@ -81,7 +81,7 @@ READ_NAMES = "SELECT name FROM replica WHERE expires_at > clock_timestamp() ORDE
 # the odometer, if the replica is its adder.
 #   meter: the odometer, if this replica is its adder, or becomes it, because it counts nothing yet
 #     ($3 is NULL) and the lease of the adder has ended.  SKIP LOCKED: the lease must not wait for a
-#     session that holds the row; the next addition has the time of this one.
+#     session that holds the row; its time is not counted.
 #   last: the last mark.
 #   marked: a mark once a minute, and when what follows would be counted from a time that is too
 #     early (a new adder) or too late (the clock was set back).

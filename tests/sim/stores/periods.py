@@ -182,14 +182,14 @@ def is_observed(db: Database, tx: Transaction, kind: WindowKind, n: int, keep: R
     row, keep_s = tx.get(db.period, (kind, n)), keep.retention_s(kind)
     assert row is not None
     assert keep_s is not None
-    return db.observed_time(tx).since(row["ended_at"]) > min(keep_s, OBSERVED_S_MIN)
+    return db.observed_time(tx).since(row["ended_at"]) >= min(keep_s, OBSERVED_S_MIN)
 
 
 def is_kept(db: Database, tx: Transaction, at: float, keep_s: float) -> bool:
     """Whether what has this time is kept."""
     if at > db.wall() - keep_s:
         return True
-    return db.observed_time(tx).since(at) <= min(keep_s, OBSERVED_S_MIN)
+    return db.observed_time(tx).since(at) < min(keep_s, OBSERVED_S_MIN)
 
 
 def has_pending_lanes(db: Database, tx: Transaction, last_batch: int) -> bool:
