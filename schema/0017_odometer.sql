@@ -24,14 +24,15 @@ INSERT INTO odometer_mark VALUES (0, clock_timestamp());
 
 -- The time before which a stored time has been observed for so many seconds: the same lookup as
 -- `Odometer.since` in outbox/core/cluster/observed_time.py, for statements that compare many rows.
--- A reading that a later mark repeats with an earlier time (the clock was set back) counts from the
--- later one.
+-- A mark counts only if no later one has an earlier time, because the clock was set back.
 CREATE FUNCTION observed_before(seconds float8) RETURNS timestamptz
 LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
     SELECT CASE WHEN observed_before.seconds <= 0 THEN 'infinity' ELSE coalesce((
         SELECT least(m.at + make_interval(secs => o.seconds - observed_before.seconds - m.seconds),
                      (SELECT min(later.at) FROM odometer_mark later WHERE later.seconds > m.seconds))
           FROM odometer o JOIN odometer_mark m ON m.seconds <= o.seconds - observed_before.seconds
+         WHERE NOT EXISTS (SELECT FROM odometer_mark later
+                            WHERE later.seconds > m.seconds AND later.at <= m.at)
          ORDER BY m.seconds DESC LIMIT 1), '-infinity') END
 $$;
 REVOKE ALL ON FUNCTION observed_before FROM PUBLIC;
