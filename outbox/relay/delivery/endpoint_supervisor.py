@@ -134,9 +134,11 @@ class EndpointSupervisor:
                 await asyncio.sleep(0)
             if owned.endpoint.ends or owned.stopped:
                 continue
-            limit_s = owned.endpoint.disable_after_s
             stalled = _stalled_lanes(owned)
             owned.reported = owned.reported.record_stalls([since for since, _ in stalled])
+            if not stalled:
+                continue
+            limit_s = owned.endpoint.disable_after_s
             may_end = owned.may_end(limit_s)
             if any(
                 self._odometer.since(since) >= limit_s and (may_end or not lane.is_tried)
@@ -144,7 +146,7 @@ class EndpointSupervisor:
             ):
                 allowed = timedelta(seconds=limit_s)
                 await self._disable(owned, f"a lane had no success for {allowed}")
-            elif stalled:
+            else:
                 await self._report_stall(owned, stalled)
                 await self._enforce_backlog_limits(owned)
 

@@ -41,7 +41,7 @@ PENDING_MAX = 4 * GROUP_MAX
 """Number of waiting rows above which lanes wait, too (backpressure): unwritten records take memory,
 and their deliveries are sent again after a crash."""
 
-LANE_PENDING_MAX = 1_000
+LANE_PENDING_MAX = 2_000
 """Unwritten deliveries above which a lane waits.  Requests go on while writes wait for the disk,
 because the lease does not, and each lane must leave few copies if the server crashes then."""
 

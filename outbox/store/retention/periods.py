@@ -115,10 +115,11 @@ SELECT {rows_hidden("lane_progress", "lane_counter")} OR EXISTS (
      WHERE c.last_seq > p.acked_seq AND p.floor_batch <= $1)
 """  # noqa: S608 (constants only)
 
-# Whether a period ended so many observed seconds ago.
-IS_OBSERVED = """
-SELECT ended_at < observed_before($3) FROM period WHERE kind = $1 AND number = $2
-"""
+# Whether a period whose retention is $3 seconds was observed for long enough after its end.
+IS_OBSERVED = f"""
+SELECT ended_at < observed_before(least($3::float8, {OBSERVED_S_MIN}))
+  FROM period WHERE kind = $1 AND number = $2
+"""  # noqa: S608 (a constant only)
 
 # Whether a replay was requested for a dead letter `d` and has not reached it.
 _REPLAY_REQUESTED = """
@@ -447,9 +448,7 @@ class RetentionStore:
     async def _drop(self, period: PartitionWindow) -> bool:
         last_batch = period.last_batch if period.kind == "events" else period.end - 1
         retention_s = self._keep.retention_s(period.kind)
-        assert retention_s is not None
-        observed_s = min(retention_s, OBSERVED_S_MIN)
-        if not await self._db.fetchval(IS_OBSERVED, period.kind, period.number, observed_s):
+        if not await self._db.fetchval(IS_OBSERVED, period.kind, period.number, retention_s):
             return False
         keep_s = self._keep.dead_letters_s
         # Expensive checks run before the lock is taken.  They remain valid: pending deliveries
