@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from outbox.config import Settings
     from outbox.relay.cluster.connections import Connections
-    from outbox.store.cluster.replicas import ReplicaStore
+    from outbox.store.cluster.replicas import ClockReading, ReplicaStore
     from outbox.store.connection.secrets import Vault
     from outbox.store.connection.worker import Worker
 
@@ -57,8 +57,8 @@ class Registered:
     """The server's timeline; None: unknown."""
     started_at: float
     """The replica's steady clock before the registration was sent."""
-    server_time: float
-    """The database's clock after the registration, in epoch seconds."""
+    reading: ClockReading
+    """The database's clock after the registration, and the odometer."""
     asked_at: float
     """The replica's steady clock before that time was asked for."""
 
@@ -207,8 +207,8 @@ class Registration:
                 if not await replicas.renew(replica_id):
                     raise Fenced
             asked_at = clock()
-            clock_s = await replicas.read_clock()
-        return Registered(replica_id, label, workers, timeline, started_at, clock_s, asked_at)
+            reading = await replicas.read_clock()
+        return Registered(replica_id, label, workers, timeline, started_at, reading, asked_at)
 
     async def _expire_former(self, replicas: ReplicaStore, label: str) -> None:
         """Release the endpoints of this process's former replicas, whose sessions have ended."""

@@ -15,6 +15,7 @@ import structlog
 from outbox.core.admission.adaptive_scheduler import AdaptiveRequestScheduler
 from outbox.core.cluster.database_clock import DatabaseClock
 from outbox.core.cluster.lease import Lease
+from outbox.core.cluster.observed_time import Odometer
 from outbox.core.sequencing.batch_notifications import READ_BATCHES
 from outbox.relay.cluster.lease_renewal import keep_lease
 from outbox.relay.cluster.listener import Listener
@@ -87,7 +88,10 @@ def build_session(
     listening = settings.notify and not settings.pooled
     lease = Lease(settings.lease_s)
     lease.renewed(registered.started_at)
-    time = DatabaseClock(registered.server_time, registered.asked_at, clock())
+    reading = registered.reading
+    time = DatabaseClock(reading.now, registered.asked_at, clock())
+    odometer = Odometer()
+    odometer.update(reading.observed_s, reading.marks)
 
     records = stores.records(workers.records, me, here)
     sequencing = stores.sequencing(workers.cursor, here)
@@ -120,6 +124,7 @@ def build_session(
         on_idle=wake_ownership.set,
         wake_supervisor=wake_supervisor.set,
         now=now,
+        odometer=odometer,
         rng=rng,
         telemetry=telemetry,
         brokers=brokers,
@@ -201,6 +206,7 @@ def build_session(
         dispatcher,
         wake_supervisor,
         now,
+        odometer,
         lambda: sequencer.cursor.leads,
     )
 
@@ -213,7 +219,16 @@ def build_session(
     background = [
         watchdog.run(),
         sample_loop_lag(scheduler),
-        keep_lease(stores.replicas(workers.renewal, here), me, lease, clock, adjust_clock),
+        keep_lease(
+            stores.replicas(workers.renewal, here),
+            me,
+            lease,
+            odometer,
+            clock,
+            adjust_clock,
+            # Behind a pooler a client does not notice the crash that has lost a renewal.
+            durable=settings.pooled,
+        ),
         recorder.run(),
         supervisor.run(),
         schedule_runner.run(),

@@ -37,6 +37,8 @@ INSERT INTO lock (name) VALUES ('future events'), ('maintenance');
 INSERT INTO period (kind, number) VALUES ('events', 0), ('log', 0);
 INSERT INTO batch (batch, high) VALUES (0, 0);
 INSERT INTO event_account DEFAULT VALUES;
+INSERT INTO odometer DEFAULT VALUES;
+INSERT INTO odometer_mark VALUES (0, clock_timestamp());
 DO $$ BEGIN PERFORM setval('wakeup', 1); END $$;
 """
 

@@ -356,6 +356,7 @@ class World(Watch):
             now=self.now,
             u=u,
             blocks=blocks,
+            observed_s=self.started_at - (self.lane.first_attempt_at or self.started_at),
         )
         expect(record.seq == seq, "another number was completed", record)
         expect(record.blocks == (blocks and record.dead is not None), "does it block?", record)

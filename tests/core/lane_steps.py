@@ -36,6 +36,7 @@ def attempt(
     assert isinstance(send, Send)
     assert lane.next(now) is None
     outcome = classify(response, maybe_sent_before=send.maybe_sent_before)
+    observed_s = now - (lane.first_attempt_at or now)
     return send, lane.record_result(
-        outcome, response, POLICY, started_at=now, now=now, u=0.5, **more
+        outcome, response, POLICY, started_at=now, now=now, u=0.5, observed_s=observed_s, **more
     )

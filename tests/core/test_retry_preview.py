@@ -53,7 +53,13 @@ def attempts(policy: RetryPolicy, u: float, *, late_s: float = 0.0) -> tuple[lis
         elif isinstance(command, Send):
             times.append(now - START)
             record = lane.record_result(
-                AttemptOutcome.RETRY, BUSY, policy, started_at=now, now=now, u=u
+                AttemptOutcome.RETRY,
+                BUSY,
+                policy,
+                started_at=now,
+                now=now,
+                u=u,
+                observed_s=now - (lane.first_attempt_at or now),
             )
             assert isinstance(record, Record)
             if record.dead is not None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from outbox.core.cluster.lease import Lease
+from outbox.core.cluster.observed_time import Odometer
 from outbox.relay.cluster.lease_clock import steady
 from outbox.relay.cluster.lease_renewal import keep_lease
-from outbox.store.cluster.replicas import ReplicaStore
+from outbox.store.cluster.replicas import ClockReading, Renewal, ReplicaStore
 from outbox.store.errors import Fenced
 from tests.support.relay import (
     BUSY,
@@ -50,14 +52,16 @@ class Renewals:
     def __init__(self, took_s: float = 0.01) -> None:
         self.took_s = took_s
         self.begun = 0
+        self.observed_s = 0.0
 
-    async def renew(self, _: int) -> bool:
+    async def renew(self, _: int, observed_s: float | None, *, durable: bool) -> Renewal:
         self.begun += 1
         await asyncio.sleep(self.took_s)
-        return True
+        self.observed_s += observed_s or 0.0
+        return Renewal.ADDER
 
-    async def read_clock(self) -> float:
-        return 0.0
+    async def read_clock(self, marked_s: float) -> ClockReading:
+        return ClockReading(0.0, self.observed_s, [])
 
 
 class SuspendableClock:
@@ -70,13 +74,17 @@ class SuspendableClock:
         return asyncio.get_running_loop().time() + self.slept_s
 
 
+async def _keep(store: Any, lease: Lease, clock: Callable[[], float]) -> None:
+    await keep_lease(store, 1, lease, Odometer(), clock, lambda *_: None, durable=True)
+
+
 async def _lapses_after(
     store: Renewals, clock: SuspendableClock, sleep_at: float, slept_s: float = HOUR_S
 ) -> float:
     """Suspend the machine; the seconds on the loop's clock until the lease is lost."""
     lease = Lease(LEASE_S)
     lease.renewed(clock())
-    task = asyncio.create_task(keep_lease(store, 1, lease, clock, lambda *_: None))
+    task = asyncio.create_task(_keep(store, lease, clock))
     loop = asyncio.get_running_loop()
     await asyncio.sleep(sleep_at)
     clock.slept_s += slept_s
@@ -111,11 +119,13 @@ def test_a_suspend_shorter_than_the_lease_keeps_the_lease() -> None:
         store, clock = Renewals(), SuspendableClock()
         lease = Lease(LEASE_S)
         lease.renewed(clock())
-        task = asyncio.create_task(keep_lease(store, 1, lease, clock, lambda *_: None))
+        task = asyncio.create_task(_keep(store, lease, clock))
         for _ in range(10):
             await asyncio.sleep(2)
             clock.slept_s += LEASE_S / 2
         assert not task.done()
+        # A suspended relay tries nothing: of each suspend at most one renewal interval counts.
+        assert 15 <= store.observed_s <= 30
         task.cancel()
 
     run_virtual(main())
@@ -174,8 +184,9 @@ def shift_database_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], N
     ahead_s = 0.0
     read_clock = ReplicaStore.read_clock
 
-    async def shifted_clock(self: ReplicaStore) -> float:
-        return await read_clock(self) + ahead_s
+    async def shifted_clock(self: ReplicaStore, marked_s: float = 0.0) -> ClockReading:
+        reading = await read_clock(self, marked_s)
+        return replace(reading, now=reading.now + ahead_s)
 
     def be_ahead(by_s: float) -> None:
         nonlocal ahead_s

@@ -10,6 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from outbox.core.admission.request_scheduler import RequestScheduler
+from outbox.core.cluster.observed_time import Odometer
 from outbox.core.delivery.circuit_breaker import BreakerRecord
 from outbox.core.delivery.commands import ErasedEvent, Fetch, Progress, Record, Send
 from outbox.core.delivery.connection_reuse import ConnectionReuse
@@ -63,7 +64,9 @@ class Owner:
     def __init__(self) -> None:
         self.now = EPOCH_S
         line = RequestScheduler(8).add_endpoint(None, None, None)
-        self.home = EndpointRuntime(endpoint(), 1, self.now, Meters().acquire("shop"), line)
+        self.home = EndpointRuntime(
+            endpoint(), 1, self.now, Meters().acquire("shop"), line, Odometer()
+        )
         loaded = LoadedLane(
             1, ENDPOINT, "lane", 1, False, False, 0, LAST_SEQ, self.now, Progress(), ()
         )  # fmt: skip

@@ -36,6 +36,7 @@ from outbox.store.retention.partitions import MAINTENANCE_LEASE_S, PARENTS, Part
 from outbox.store.retention.periods import RetentionStore
 from outbox.store.sequencing.batches import SequencingStore
 from tests.support import doctor, ranges
+from tests.support.observed import observe
 from tests.support.relay import (
     REFUSED,
     Network,
@@ -271,10 +272,13 @@ async def test_the_doctor_names_the_cause_of_old_periods(
         assert log.endswith('they have pending deliveries to "paused"')
         await endpoint_states.resume_endpoints(keeper.db, "relay", ["paused"], actor="test")
         await checkpointed(database)
-        assert [message.rpartition(": ")[2] for message in await old_data_messages()] == [
-            "no relay has dropped them",
-            "no relay has dropped them",
-        ]
+
+        async def reasons() -> list[str]:
+            return [message.rpartition(": ")[2] for message in await old_data_messages()]
+
+        assert await reasons() == 2 * ["no relay has run for a day since they ended"]
+        await observe(database, 2 * 86400)
+        assert await reasons() == 2 * ["no relay has dropped them"]
         await keeper.maintain_until_idle()
         assert await old_data_messages() == []
 

@@ -10,6 +10,7 @@ from uuid import UUID
 
 import pytest
 
+from outbox.core.cluster.observed_time import Odometer
 from outbox.core.delivery.commands import Fetch
 from outbox.operations import endpoint_changes
 from outbox.relay.cluster import ownership
@@ -235,6 +236,7 @@ async def test_the_event_loop_is_shared_during_a_full_poll() -> None:
         SimpleNamespace(owned=lambda: homes),  # type: ignore[arg-type]
         WakeEvent(),
         lambda: 0.0,
+        Odometer(),
         lambda: False,
     )
     turns = 0

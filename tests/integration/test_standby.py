@@ -3,34 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
 import pytest
 
+from outbox.errors import CannotRun
 from outbox.operations.doctor import DoctorLimits, Severity
+from outbox.relay.cluster.connections import SESSION_SETTINGS
+from outbox.relay.delivery import recorder
 from outbox.relay.relay import SESSION_UNAVAILABLE
 from outbox.relay.session_state import Readiness
 from outbox.store.cluster.replicas import ReplicaStore
 from outbox.store.connection.connect import READ_ONLY
 from tests.support.doctor import PATH, findings, findings_of
+from tests.support.pgbouncer import find_the_schema, pgbouncer
 from tests.support.relay import (
+    OK,
     Network,
     add_endpoint,
     all_ended,
+    connections_for,
     exceptions,
     fetchval,
     publish,
     register,
     running,
+    settings_for,
 )
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from outbox.core.model.response import AttemptResult
     from tests.support.postgres import Database
+    from tests.support.relay import Sent
 
 pytestmark = pytest.mark.one_major
 
@@ -109,16 +118,80 @@ async def test_commits_that_no_standby_confirms_do_not_use_up_the_connections(
     monkeypatch.setattr("outbox.relay.relay.RETRY_MAX_S", 0.1)
     await add_endpoint(private_database)
     network = Network()
-    async with running(private_database, network, lease_s=1.0, drain_s=1.0):
-        await publish(private_database, 1)
-        await all_ended(private_database)
-        async with _absent_standby(private_database):
+    await publish(private_database, 1)
+    async with AsyncExitStack() as absent:
+        await absent.enter_async_context(_absent_standby(private_database))
+        async with running(private_database, network, lease_s=1.0, drain_s=1.0):
             await until(lambda: _losses(logs) > 4, 30, "several attempts to register")
             assert await fetchval(private_database, UNCONFIRMED) <= 2
-        await publish(private_database, 2)
-        await all_ended(private_database)
+            await absent.aclose()
+            await publish(private_database, 2)
+            await all_ended(private_database)
+            assert await fetchval(private_database, UNCONFIRMED) == 0
     assert network.data() == [1, 2]
     assert await exceptions(private_database) == {}
+
+
+async def test_a_lease_does_not_wait_for_the_disk(
+    private_database: Database, logs: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests go on while no commit returns, so many that a crash would leave few copies."""
+    monkeypatch.setattr(recorder, "LANE_PENDING_MAX", 100)
+    await add_endpoint(private_database, lanes=1)
+    released = asyncio.Event()
+
+    async def respond(_: Sent) -> AttemptResult:
+        await released.wait()
+        return OK
+
+    network = Network(respond)
+    async with running(private_database, network, lease_s=1.0) as worker:
+        await publish(private_database, *range(150), key="k")
+        await until(lambda: fetchval(private_database, "SELECT max(seq) = 150 FROM delivery"))
+        async with _absent_standby(private_database):
+            released.set()
+            await until(lambda: len(network.accepted) > 100, what="requests")
+            renewals = await fetchval(private_database, "SELECT renewals FROM replica")
+            later = "SELECT renewals > $1 FROM replica"
+            await until(lambda: fetchval(private_database, later, renewals + 15), what="renewals")
+            assert len(network.accepted) <= 110
+            assert worker.readiness().ready
+        await all_ended(private_database)
+        assert await fetchval(private_database, "SELECT id FROM replica") == 1
+    assert network.data() == [*range(150)]
+    assert _losses(logs) == 0
+    assert await exceptions(private_database) == {}
+
+
+@pytest.mark.full
+@pytest.mark.pgbouncer
+async def test_a_lease_behind_a_pooler_waits_for_the_disk(
+    private_database: Database, logs: list[Any]
+) -> None:
+    """A client of a pooler does not notice the crash of the server that has lost its renewal."""
+    await find_the_schema(private_database)
+    async with pgbouncer(private_database, pool_size=20) as proxy:
+        settings = {"dsn": proxy.dsn(), "pooled": True, "poll_s": 0.1, "lease_s": 1.0}
+        async with running(private_database, Network(), **settings) as worker:
+            await worker.started.wait()
+            async with _absent_standby(private_database):
+                await until(lambda: _losses(logs) > 0, what="the lease to end")
+
+
+@pytest.mark.pgbouncer
+async def test_a_pooler_without_the_setting_is_refused(database: Database) -> None:
+    ignored = [
+        *("search_path", "jit", "array_nulls", "row_security", "idle_session_timeout"),
+        *("tcp_keepalives_idle", "tcp_keepalives_interval", "tcp_keepalives_count"),
+        *("tcp_user_timeout", "idle_in_transaction_session_timeout", *SESSION_SETTINGS),
+    ]
+    await find_the_schema(database)
+    async with pgbouncer(database, mode="session", ignored=ignored) as proxy:
+        values = settings_for(database, dsn=proxy.dsn())
+        with pytest.raises(CannotRun, match="is a pooler; set OUTBOX_POOLED=true"):
+            await connections_for(values).worker("outbox-relay:test")
+    direct = await connections_for(settings_for(database)).worker("outbox-relay:test")
+    direct.terminate()
 
 
 @pytest.mark.full

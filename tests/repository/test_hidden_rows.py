@@ -35,13 +35,14 @@ UNGUARDED = {
         schedules.schedule_runs.READ_DUE sequencing.skipped_events.FIND_SKIPPED_EVENTS
     """,
     "nothing is written: it waits until the row is returned": """
-        cluster.replicas.READ_EPOCHS cluster.replicas.READ_OWNERSHIP
+        cluster.replicas.READ_CLOCK cluster.replicas.READ_EPOCHS cluster.replicas.READ_OWNERSHIP
         delivery.endpoint_state.READ_HAS_PENDING_ORDINARY delivery.endpoint_state.READ_OVER_AGE
         delivery.endpoint_state.READ_OVER_COUNT delivery.lanes.READ_DELIVERY_AT
         delivery.lanes.READ_LAST_BATCH delivery.lanes.READ_NEW_BATCHES delivery.lanes.READ_REPAIR
         delivery.lanes.READ_REPAIRS delivery.lanes.READ_SKIPPED retention.erasure.READ_ERASED
         retention.partitions.READ_DROPPABLE retention.partitions.READ_MISSING
-        retention.periods.EVENTS_WRITTEN retention.periods.LOG_WRITTEN
+        retention.periods.EVENTS_WRITTEN retention.periods.IS_OBSERVED
+        retention.periods.LOG_WRITTEN
         retention.periods.READ_PERIODS schedules.schedule_runs.READ_DUE_IN
         schedules.schedule_runs.READ_POSTPONED
     """,

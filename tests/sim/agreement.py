@@ -359,13 +359,14 @@ class Script:
         me = self._rng.choice(self._ids)
         if self._rng.random() < 0.3:
             await self._side.expire_lease(me)
-        renewed = await self._replicas.renew(me)
+        renewed = await self._replicas.renew(me, self._rng.choice((None, 0.5, 700.0)))
+        observed_s = (await self._replicas.read_clock()).observed_s
         snapshot = await self._replicas.read_cluster()
         peers = sorted((peer.id, peer.renewals, peer.lease_s) for peer in snapshot.peers)
         read = await self._replicas.read_ownership(me)
         mine = sorted(self._n(each) for each in read.mine)
         cluster = (snapshot.version, snapshot.unowned, snapshot.sequencer_pids)
-        return renewed, peers, cluster, read.owned, mine
+        return renewed, observed_s, peers, cluster, read.owned, mine
 
     async def _health(self) -> Any:
         # A server returns rows in any order.
@@ -437,7 +438,7 @@ class Script:
         registered = await self._replicas.terminate_former_sessions(registered)
         assert await self._replicas.terminate_stuck_sessions(60) == []
         claimed = sorted((self._n(e), epoch) for e, epoch in epochs.items())
-        return now > 0, claimed, registered
+        return now.now > 0, claimed, registered
 
     async def _hold_cursor(self) -> Any:
         """Change the cursor in a transaction that is rolled back."""

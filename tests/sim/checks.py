@@ -17,7 +17,7 @@ from tests.sim import moments
 from tests.sim.books import Attempt, LaneBook, Sent, Violation
 from tests.sim.database.engine import SHARE
 from tests.sim.database.inserts import OUTBOX_LOCK
-from tests.sim.limits import Limits
+from tests.sim.limits import RESOLUTION_S, Limits
 from tests.sim.operational import RESERVED, Operational
 from tests.sim.received import Received
 from tests.sim.replayed import Replayed
@@ -119,6 +119,8 @@ class Checker:
         self.harmed_until = 0.0
         self.violations: list[Violation] = []
         self.moments = moments.Moments()
+        # The end of the time that the odometer has counted.
+        self._observed_until = 0.0
         # By the server's clock, while it is not shifted.
         self._committed_at: dict[int, float] = {}
         self._skew_s = database.skew_s
@@ -163,6 +165,8 @@ class Checker:
                     self._attempts(what)
                 case "checkpoint":
                     self._fenced(*what)
+                case "observed":
+                    self._observed(*what)
         self.replayed.settled(tx)
         for row in (tx.writes.get(db.dead_letter) or {}).values():
             if row is not None:
@@ -289,6 +293,13 @@ class Checker:
         waited_s = self.world.now - since
         if waited_s > self._latency_s and visible_at > self.troubled_until:
             raise Violation("wake-up", f"event {event_id} waited {waited_s:.2f} s for its batch")
+
+    def _observed(self, since: float, until: float) -> None:
+        """What the odometer counts was not counted before."""
+        if since < self._observed_until - RESOLUTION_S:
+            twice_s = self._observed_until - since
+            raise Violation("observed time", f"{twice_s:.3f} s are counted twice")
+        self._observed_until = until
 
     def _fenced(self, replica_id: int, lane_id: int) -> None:
         book = self._by_id[lane_id]

@@ -81,6 +81,8 @@ TABLES = {
                                 FROM replay_job_endpoint p
                                 JOIN endpoint e ON e.id = p.endpoint_id ORDER BY 1, 2""",
     "replica": "SELECT id, renewals FROM replica ORDER BY 1",
+    "odometer": "SELECT seconds, adder FROM odometer",
+    "odometer_mark": "SELECT seconds FROM odometer_mark ORDER BY 1",
     "cursor": "SELECT writer, version, lagging FROM cursor, lag_report",
     "gap": "SELECT lo, hi FROM gap ORDER BY 1",
     "batch": """SELECT batch, high, array(SELECT unnest(lanes) ORDER BY 1) FROM batch
@@ -252,6 +254,8 @@ class SimulatedSide:
                 for p in db.replay_job_endpoint.rows.values()
             ),
             "replica": rows(db.replica, "id", "renewals"),
+            "odometer": rows(db.odometer, "seconds", "adder"),
+            "odometer_mark": rows(db.odometer_mark, "seconds"),
             "cursor": [
                 (*row, *report)
                 for row in rows(db.cursor, "writer", "version")

@@ -527,7 +527,7 @@ async def _backlog_over_its_age(log: LongLog) -> Case:
 
 
 async def _renewal(log: LongLog) -> Case:
-    return Case(replicas.RENEW.sql, (log.replica, 1), 1, 10)
+    return Case(replicas.RENEW.sql, (log.replica, 1, 1.0), 1, 10)
 
 
 async def _read_status(log: LongLog) -> Case:

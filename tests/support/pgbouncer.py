@@ -19,7 +19,7 @@ from tests.support.tcp import free_port
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Collection
 
     from tests.support.postgres import Database
 
@@ -37,7 +37,8 @@ unix_socket_dir = {room}
 auth_type = trust
 auth_file = {users}
 admin_users = postgres
-pool_mode = transaction
+pool_mode = {mode}
+ignore_startup_parameters = {ignored}
 default_pool_size = {pool_size}
 max_client_conn = 200
 server_lifetime = {server_lifetime_s}
@@ -117,9 +118,18 @@ class PgBouncer:
 
 @asynccontextmanager
 async def pgbouncer(
-    database: Database, *, pool_size: int = 5, server_lifetime_s: int = 3600
+    database: Database,
+    *,
+    pool_size: int = 5,
+    server_lifetime_s: int = 3600,
+    mode: str = "transaction",
+    ignored: Collection[str] = (),
 ) -> AsyncIterator[PgBouncer]:
-    """A PgBouncer during the block; every role may use it."""
+    """A PgBouncer during the block; every role may use it.
+
+    Args:
+        ignored: startup parameters that it ignores instead of refusing the connection.
+    """
     users = await _roles(database)
     account = account_for(None)
     with tempfile.TemporaryDirectory(prefix="pgbouncer-") as name:
@@ -133,6 +143,8 @@ async def pgbouncer(
                 users=room / "users",
                 pool_size=pool_size,
                 server_lifetime_s=server_lifetime_s,
+                mode=mode,
+                ignored=",".join(ignored),
                 log=room / "pgbouncer.log",
             )
         )

@@ -265,6 +265,11 @@ class Lane:
         return self._committed.acked_seq
 
     @property
+    def unwritten(self) -> int:
+        """The number of deliveries whose end is not durable yet."""
+        return self._acked - self._committed.acked_seq
+
+    @property
     def floor_batch(self) -> int:
         """No pending delivery has a batch below this one."""
         return self._floor_batch
@@ -323,9 +328,19 @@ class Lane:
         return self._retry.attempts > 0
 
     @property
+    def first_attempt_at(self) -> float | None:
+        """When the first failed attempt of the next delivery began; None: none has failed."""
+        return self._retry.first_attempt_at
+
+    @property
     def blocked(self) -> bool:
         """Whether the lane waits for an operator after a dead letter."""
         return self._blocked
+
+    @property
+    def held(self) -> bool:
+        """Whether its stream or the event of its next delivery needs a person."""
+        return self._is_held or self._retry.is_missing
 
     def checkpoint(self) -> Progress:
         """The durable progress, for writing a checkpoint."""
@@ -563,12 +578,15 @@ class Lane:
         preempted: bool = False,
         endpoint_healthy: bool = False,
         held: bool = False,
+        observed_s: float = 0.0,
     ) -> Record:
         """Record the result of a Send with one delivery, or of an Open or End that failed.
 
         Args:
             started_at: when the request began, in epoch seconds.
             u: uniform in [0, 1), for the jitter.
+            observed_s: observed seconds from the start of the delivery's first attempt to the
+                start of this one.
             blocks: whether the lane waits for an operator if this dead-letters the delivery.
             preempted: the request was cancelled by admission control before it got a response.
             endpoint_healthy: the circuit breaker is closed, so the delivery fails and not the
@@ -611,7 +629,7 @@ class Lane:
             self._postpone(policy, now, u, held=held)
             return self._record_retry(first, row, stuck=is_new_hold)
         if not self._is_free_probe and retry.charge_attempt(
-            policy, started_at=started_at, now=now, u=u, preempted=preempted
+            policy, now=now, u=u, observed_s=observed_s, preempted=preempted
         ):
             return self._dead_letter(first, "exhausted", row, blocks=blocks)
         stuck = endpoint_healthy and retry.should_report_stuck()

@@ -104,21 +104,21 @@ class RetryState:
         self,
         policy: RetryPolicy,
         *,
-        started_at: float,
         now: float,
         u: float,
+        observed_s: float,
         preempted: bool = False,
     ) -> bool:
         """Charge the last attempt to the budget; returns whether the budget is exhausted.
 
         Args:
             u: uniform in [0, 1), for the jitter.
+            observed_s: observed seconds from the start of the first attempt to that of this one.
             preempted: admission control cancelled the request.  It costs no attempt; the
                 budget of time still applies.
         """
-        assert self.first_attempt_at is not None
         self.spent += not preempted
-        if policy.exhausted(self.spent, started_at - self.first_attempt_at):
+        if policy.exhausted(self.spent, observed_s):
             return True
         self.next_attempt_at = now + policy.delay_s(max(self.spent, 1), u)
         return False

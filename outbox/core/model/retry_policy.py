@@ -92,7 +92,8 @@ class RetryPolicy:
     """The share of the delay for `proportional` jitter: 0.15 is up to 15 % earlier or later."""
     attempts_max: int = 12
     age_max_s: float = 86400.0
-    """Seconds since the start of the first attempt; the first attempt after it is the last one."""
+    """Observed seconds since the start of the first attempt (see `core.cluster.observed_time`); the
+    first attempt after them is the last one."""
 
     def __post_init__(self) -> None:
         _bounded("base_s", self.base_s, 0.0, DELAY_S_MAX)
@@ -133,13 +134,18 @@ class RetryPolicy:
             return delay_s * (1.0 - self.jitter_ratio), delay_s * (1.0 + self.jitter_ratio)
         return delay_s, delay_s
 
+    @property
+    def longest_delay_s(self) -> float:
+        """The longest delay in seconds between two attempts."""
+        return self.delay_bounds_s(max(self.attempts_max - 1, 1))[1]
+
     def exhausted(self, attempts: int, elapsed_s: float) -> bool:
         """Whether the budget is exhausted after an attempt.
 
         Args:
             attempts: the number of attempts, including this one.
-            elapsed_s: the time from the start of the first attempt to the start of this one, so the
-                budget of time ends only with an attempt that was made after it.
+            elapsed_s: the observed time from the start of the first attempt to the start of this
+                one, so the budget of time ends only with an attempt that was made after it.
         """
         return bool(_retrying(self).stop(_after(self, attempts, elapsed_s)))
 

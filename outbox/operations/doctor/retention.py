@@ -16,7 +16,12 @@ from outbox.operations.doctor.check import (
     warning,
 )
 from outbox.store.retention.partitions import PARENTS
-from outbox.store.retention.periods import PINNED_BY_RANGES, PINNED_BY_REPLAYS, READ_PERIODS
+from outbox.store.retention.periods import (
+    IS_OBSERVED,
+    PINNED_BY_RANGES,
+    PINNED_BY_REPLAYS,
+    READ_PERIODS,
+)
 
 DROP_GRACE_S = 3600.0
 """A relay drops a period within minutes of its due time, unless it is pinned."""
@@ -86,6 +91,9 @@ async def _find_blocker(context: DoctorContext, period: PartitionWindow) -> tupl
             "they are being replayed, or were dead-lettered again and can be replayed",
             "see outbox replay list and outbox dead list",
         )
+    keep_s = context.keep.retention_s(period.kind)
+    if not await context.db.fetchval(IS_OBSERVED, period.kind, period.number, keep_s):
+        return "no relay has run for a day since they ended", "keep a relay running"
     return "no relay has dropped them", "run outbox relay; its log has the error"
 
 

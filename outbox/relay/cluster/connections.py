@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from outbox.errors import DatabaseUnavailable
+from outbox.errors import CannotRun, DatabaseUnavailable
 from outbox.relay.cluster.stores import Stores
 from outbox.store.cluster.sessions import LISTENER_SUFFIX, WATCHDOG_NAME, terminate_former_listeners
 from outbox.store.connection.connect import (
@@ -99,6 +99,8 @@ class Connections:
                     await check_settings(connection)
                     bounded |= transaction_settings(connection, transaction_timeout_s)
                     connection.set_transaction_settings(settings.schema_name, bounded)
+                else:
+                    await _require_direct(connection, self._dsn)
         except BaseException as error:
             connection.terminate()
             if isinstance(error, TimeoutError):
@@ -158,3 +160,13 @@ class Connections:
             connection.terminate()
             raise
         return connection
+
+
+async def _require_direct(connection: Connection[Any], dsn: Dsn) -> None:
+    """Require a session of its own: a pooler hides the crash of a server from its client.
+
+    A pooler gives its clients keys of their own, with which they cancel statements; the process id
+    in it is not that of the server's backend.
+    """
+    if await connection.fetchval("SELECT pg_backend_pid()") != connection.get_server_pid():
+        raise CannotRun(f"{dsn} is a pooler; set OUTBOX_POOLED=true, or connect to the server")

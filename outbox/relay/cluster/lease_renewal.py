@@ -5,25 +5,34 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from outbox.core.cluster.observed_time import OdometerAdder
+from outbox.store.cluster.replicas import Renewal
 from outbox.store.errors import Fenced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from outbox.core.cluster.lease import Lease
+    from outbox.core.cluster.observed_time import Odometer
     from outbox.store.cluster.replicas import ReplicaStore
 
 T = TypeVar("T")
+
+ADDITION_RENEWALS_MAX = 2
+"""Maximum of one addition to the odometer, in intervals between two renewals: one that was late."""
 
 
 async def keep_lease(
     store: ReplicaStore,
     replica_id: int,
     lease: Lease,
+    odometer: Odometer,
     clock: Callable[[], float],
     on_time: Callable[[float, float, float], None],
+    *,
+    durable: bool,
 ) -> None:
-    """Renew the lease until cancelled, on a connection used for nothing else.
+    """Renew the lease and read the odometer until cancelled, on a connection used for nothing else.
 
     The lease is checked at every wake-up, by its own clock.  The loop's timers may have
     stopped while the machine was suspended, so no single wait is longer than the time
@@ -33,6 +42,7 @@ async def keep_lease(
         clock: seconds of the steady clock.
         on_time: called with the database's time in epoch seconds, and the steady times
             of the request and the response.
+        durable: whether renewals wait for the disk.
 
     Raises:
         Fenced: the lease expired; requests in flight must be closed.
@@ -54,12 +64,18 @@ async def keep_lease(
             task.cancel()
         return task.result()
 
+    adder = OdometerAdder(ADDITION_RENEWALS_MAX * lease.renew_every_s)
     while True:
         await asyncio.sleep(wait_s())
         started_at = clock()
-        if not await within_lease(store.renew(replica_id)):
+        addition_s = adder.addition_s(started_at)
+        renewal = await within_lease(store.renew(replica_id, addition_s, durable=durable))
+        if renewal is Renewal.FENCED:
             raise Fenced
         lease.renewed(started_at)
         # A message that writes returns no time.
         asked_at = clock()
-        on_time(await within_lease(store.read_clock()), asked_at, clock())
+        adder.renewed(started_at, asked_at, adds=renewal is Renewal.ADDER)
+        reading = await within_lease(store.read_clock(odometer.marked_s))
+        odometer.update(reading.observed_s, reading.marks)
+        on_time(reading.now, asked_at, clock())

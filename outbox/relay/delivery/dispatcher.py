@@ -14,6 +14,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
+from outbox.core.cluster.observed_time import Odometer
 from outbox.core.delivery.commands import End, Fetch, Open, Record, Send, Wait
 from outbox.relay.delivery.admission import AdmissionQueue
 from outbox.relay.delivery.attempt import AttemptSender
@@ -51,6 +52,7 @@ class Dispatcher:
         on_idle: called when a stopped lane has no request in flight any more.
         wake_supervisor: called when an endpoint's state changed.
         now: epoch seconds.
+        odometer: the observed time.
         rng: the source of the jitter of retries and probes.
     """
 
@@ -64,6 +66,7 @@ class Dispatcher:
         on_idle: Callable[[], None] = lambda: None,
         wake_supervisor: Callable[[], None] = lambda: None,
         now: Callable[[], float] = time.time,
+        odometer: Odometer | None = None,
         rng: random.Random | None = None,
         telemetry: DeliveryTelemetry | None = None,
         brokers: BrokerFactory | None = None,
@@ -85,6 +88,7 @@ class Dispatcher:
         self._on_idle = on_idle
         self._wake_supervisor = wake_supervisor
         self._now = now
+        self._odometer = odometer or Odometer()
         self._rng = rng or random.Random()  # noqa: S311 (jitter needs no secrecy)
         self._owned: dict[UUID, EndpointRuntime] = {}
         self._lanes: dict[int, LaneRuntime] = {}
@@ -131,7 +135,7 @@ class Dispatcher:
                 endpoint.tenant, endpoint.in_flight_max, endpoint.rate_per_s
             )
             self._owned[endpoint_id] = EndpointRuntime(
-                endpoint, epoch, self._now(), meters, queue,
+                endpoint, epoch, self._now(), meters, queue, self._odometer,
                 partial(self._record_unsolicited, endpoint_id), self._brokers,
             )  # fmt: skip
         self._add_lanes(loaded, sent_through_batch)
@@ -399,7 +403,7 @@ class Dispatcher:
         if record is None or not record.urgent:
             if record is not None:
                 recorder.add(lane.state, runtime.epoch, record)
-            if not recorder.full:
+            if not recorder.is_full(lane.state):
                 return now
             await recorder.flush()
             return self._now()

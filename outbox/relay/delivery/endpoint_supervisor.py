@@ -22,8 +22,9 @@ from outbox.store.delivery.endpoint_state import EndpointState
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from outbox.core.cluster.observed_time import Odometer
     from outbox.relay.delivery.dispatcher import Dispatcher
-    from outbox.relay.delivery.owned_endpoints import EndpointRuntime
+    from outbox.relay.delivery.owned_endpoints import EndpointRuntime, LaneRuntime
     from outbox.relay.wake_event import WakeEvent
     from outbox.store.database_stats import DatabaseStats
     from outbox.store.delivery.endpoint_state import EndpointStateStore
@@ -49,6 +50,7 @@ class EndpointSupervisor:
     Args:
         wake_event: set when the state of an endpoint changed.
         now: epoch seconds.
+        odometer: the observed time, by which endpoints and backlogs end.
         leads: whether this replica leads, and also samples the database statistics.
     """
 
@@ -58,12 +60,14 @@ class EndpointSupervisor:
         dispatcher: Dispatcher,
         wake_event: WakeEvent,
         now: Callable[[], float],
+        odometer: Odometer,
         leads: Callable[[], bool],
     ) -> None:
         self._store = store
         self._dispatcher = dispatcher
         self._wake_event = wake_event
         self._now = now
+        self._odometer = odometer
         self._leads = leads
         self.survey: DatabaseStats | None = None
         """The last database statistics; None: another replica leads."""
@@ -122,7 +126,6 @@ class EndpointSupervisor:
             owned.stored = (kept.health, kept.reported)
 
     async def _check_endpoints(self) -> None:
-        now = self._now()
         visited = 0
         for owned in self._dispatcher.owned():
             visited += 1 + len(owned.lanes)
@@ -131,37 +134,44 @@ class EndpointSupervisor:
                 await asyncio.sleep(0)
             if owned.endpoint.ends or owned.stopped:
                 continue
-            stalled = [
-                lane.state.stalled_since
-                for lane in owned.lanes.values()
-                # A lane that waits for a slot has stalled only if its next delivery has failed.
-                if lane.state.stalled_since is not None
-                and (lane.state.failing or not lane.slot.waiting)
-            ]
-            owned.reported = owned.reported.record_stalls(stalled)
-            if stalled and now - min(stalled) >= owned.endpoint.disable_after_s:
-                allowed = timedelta(seconds=owned.endpoint.disable_after_s)
+            stalled = _stalled_lanes(owned)
+            owned.reported = owned.reported.record_stalls([since for since, _ in stalled])
+            if not stalled:
+                continue
+            limit_s = owned.endpoint.disable_after_s
+            may_end = owned.may_end(limit_s)
+            if any(
+                self._odometer.since(since) >= limit_s and (may_end or not lane.is_tried)
+                for since, lane in stalled
+            ):
+                allowed = timedelta(seconds=limit_s)
                 await self._disable(owned, f"a lane had no success for {allowed}")
-            elif stalled:
-                await self._report_stall(owned, min(stalled), now)
+            else:
+                await self._report_stall(owned, stalled)
                 await self._enforce_backlog_limits(owned)
 
-    async def _report_stall(self, owned: EndpointRuntime, stalled_since: float, now: float) -> None:
+    async def _report_stall(
+        self, owned: EndpointRuntime, stalled: Sequence[tuple[float, LaneRuntime]]
+    ) -> None:
         """Report a stall once, if the stalled lanes have pending ordinary events."""
         endpoint = owned.endpoint
-        if not owned.reported.should_report_stall(now - stalled_since, endpoint.disable_after_s):
+        stalled_since = min(since for since, _ in stalled)
+        stalled_s = self._odometer.since(stalled_since)
+        if not owned.reported.should_report_stall(stalled_s, endpoint.disable_after_s):
             return
         lanes = [
             (lane.loaded.id, lane.state.floor_batch, lane.state.acked_seq)
-            for lane in owned.lanes.values()
-            if (since := lane.state.stalled_since) is not None
-            and now - since >= WARN_AFTER_S
-            and (lane.state.failing or not lane.slot.waiting)
+            for since, lane in stalled
+            if self._odometer.since(since) >= WARN_AFTER_S
         ]
         if await self._store.has_pending_ordinary(lanes):
+            now = self._now()
             owned.reported = replace(owned.reported, stalled_at=now)
             health = owned.breaker.record()
-            kept = EndpointState(endpoint, owned.epoch, health, owned.reported, stalled_since)
+            kept = EndpointState(
+                endpoint, owned.epoch, health, owned.reported, stalled_since,
+                disabled_at=now + endpoint.disable_after_s - stalled_s,
+            )  # fmt: skip
             await self._store_states([(owned, kept)])
 
     async def _disable(self, owned: EndpointRuntime, reason: str) -> None:
@@ -178,19 +188,39 @@ class EndpointSupervisor:
         if endpoint.backlog_age_s is None and endpoint.backlog_max is None:
             return
         stuck = owned.breaker.state in STUCK
-        lanes = [
-            (lane.loaded.id, lane.state.floor_batch, lane.state.acked_seq)
+        without_progress = [
+            lane
             for lane in owned.lanes.values()
             if lane.state.pending and (stuck or lane.state.failing or lane.state.blocked)
         ]
-        if not lanes:
+        if not without_progress:
             return
         if endpoint.backlog_age_s is not None:
-            through = await self._store.read_over_age(lanes, endpoint.backlog_age_s)
-            self._dispatcher.dead_letter_through(owned, through)
+            may_end = owned.may_end(endpoint.backlog_age_s)
+            aging = [lane for lane in without_progress if may_end or not lane.is_tried]
+            if aging:
+                through = await self._store.read_over_age(_positions(aging), endpoint.backlog_age_s)
+                self._dispatcher.dead_letter_through(owned, through)
         if endpoint.backlog_max is not None:
             pending = sum(lane.state.pending for lane in owned.lanes.values())
             excess = min(pending - endpoint.backlog_max, DEAD_LETTER_MAX)
             if excess > 0:
-                through = await self._store.read_over_count(lanes, excess)
+                through = await self._store.read_over_count(_positions(without_progress), excess)
                 self._dispatcher.dead_letter_through(owned, through)
+
+
+def _stalled_lanes(owned: EndpointRuntime) -> list[tuple[float, LaneRuntime]]:
+    """The lanes with pending deliveries, and since when each has had no success.
+
+    A lane that waits for a slot has stalled only if its next delivery has failed.
+    """
+    return [
+        (since, lane)
+        for lane in owned.lanes.values()
+        if (since := lane.state.stalled_since) is not None
+        and (lane.state.failing or not lane.slot.waiting)
+    ]
+
+
+def _positions(lanes: Iterable[LaneRuntime]) -> list[tuple[int, int, int]]:
+    return [(lane.loaded.id, lane.state.floor_batch, lane.state.acked_seq) for lane in lanes]

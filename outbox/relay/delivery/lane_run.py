@@ -85,7 +85,7 @@ class LaneRun:
     def follow(self, response: AttemptResult) -> Request | None:
         """See `Following.follow`."""
         lane, run = self._lane, self.run
-        if lane.runtime.endpoint is not self._endpoint or self._recorder.full:
+        if lane.runtime.endpoint is not self._endpoint or self._recorder.is_full(lane.state):
             return None
         if response.headers is not self._headers or response.body is not self._body:
             self._headers, self._body = response.headers, response.body

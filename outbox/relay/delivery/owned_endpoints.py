@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from outbox.core.admission.endpoint_queue import Slot
+from outbox.core.cluster.observed_time import GracePeriod
 from outbox.core.delivery.batch import prepare_request
-from outbox.core.delivery.circuit_breaker import CircuitBreaker
+from outbox.core.delivery.circuit_breaker import BreakerState, CircuitBreaker
 from outbox.core.delivery.commands import Gate
 from outbox.core.delivery.lane import Lane
 from outbox.core.delivery.lane_generations import LaneGenerations
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from outbox.core.admission.endpoint_queue import EndpointQueue
     from outbox.core.brokers.repair import Repair
+    from outbox.core.cluster.observed_time import Odometer
     from outbox.core.delivery.commands import Send
     from outbox.core.delivery.message import Prepared
     from outbox.core.delivery.signature import SigningKey
@@ -116,6 +118,18 @@ class LaneRuntime:
         return self.runtime.breaker.admit(self.loaded.id, now)
 
     @property
+    def is_tried(self) -> bool:
+        """Whether its next delivery is sent in time, without an operator."""
+        runtime = self.runtime
+        return (
+            runtime.endpoint.usable
+            and runtime.breaker.state is not BreakerState.PAUSED
+            and not self.state.blocked
+            and not self.state.held
+            and runtime.generations.may_send(self.loaded.generation)
+        )
+
+    @property
     def runs_dry(self) -> bool:
         """Whether new payloads can be appended directly: no unread rows, endpoint usable."""
         return self.state.needs_refill and self.runtime.endpoint.usable
@@ -179,6 +193,7 @@ class EndpointRuntime:
     """An endpoint: settings, circuit breaker, and the lanes of all generations.
 
     Args:
+        odometer: the observed time.
         on_unsolicited: called when its receiver sent data that belongs to no request.
         brokers: makes the endpoint's broker, if its URL names one.
     """
@@ -191,8 +206,10 @@ class EndpointRuntime:
         "endpoint",
         "epoch",
         "generations",
+        "grace",
         "lanes",
         "meters",
+        "odometer",
         "queue",
         "recipient",
         "redactor",
@@ -211,6 +228,7 @@ class EndpointRuntime:
         now: float,
         meters: EndpointMeters,
         queue: EndpointQueue,
+        odometer: Odometer,
         on_unsolicited: Callable[[], object] | None = None,
         brokers: BrokerFactory | None = None,
     ) -> None:
@@ -225,6 +243,8 @@ class EndpointRuntime:
         self.queue = queue
         self.meters = meters
         self.epoch = epoch
+        self.odometer = odometer
+        self.grace = GracePeriod(odometer.observed_s)
         self.breaker = CircuitBreaker(endpoint.health)
         self.breaker.clamp_times(now)
         if endpoint.resumes != endpoint.applied_resumes:
@@ -270,6 +290,16 @@ class EndpointRuntime:
     def _make_broker(self) -> Broker | None:
         address = broker_address(self.endpoint)
         return None if address is None or self._brokers is None else self._brokers(address)
+
+    def may_end(self, limit_s: float) -> bool:
+        """Whether what is tried here may end after this limit: its owner has tried for itself."""
+        return self.grace.is_over(self.endpoint.retry, limit_s, self.odometer.observed_s)
+
+    def budget_s(self, first_attempt_at: float | None, started_at: float) -> float:
+        """How much of a delivery's budget of time is used up by an attempt that began then."""
+        if first_attempt_at is None or not self.may_end(self.endpoint.retry.age_max_s):
+            return 0.0
+        return self.odometer.between(first_attempt_at, started_at)
 
     def signing_keys(self, now: float) -> list[SigningKey]:
         """The valid signing keys."""

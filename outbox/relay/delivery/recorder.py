@@ -41,6 +41,10 @@ PENDING_MAX = 4 * GROUP_MAX
 """Number of waiting rows above which lanes wait, too (backpressure): unwritten records take memory,
 and their deliveries are sent again after a crash."""
 
+LANE_PENDING_MAX = 2_000
+"""Unwritten deliveries above which a lane waits.  Requests go on while writes wait for the disk,
+because the lease does not, and each lane must leave few copies if the server crashes then."""
+
 
 class PendingRecord:
     """A record, or the results of a delivery run, that is not durable yet; `done` exists only if
@@ -99,10 +103,9 @@ class Recorder:
         # Receipts of brokers that are not written yet: epoch and receipt, by lane.
         self._receipts: dict[int, tuple[int, str]] = {}
 
-    @property
-    def full(self) -> bool:
-        """Whether callers of `add` should wait for `flush`."""
-        return self._pending_rows > PENDING_MAX
+    def is_full(self, lane: Lane) -> bool:
+        """Whether callers of `add` for this lane should wait for `flush`."""
+        return self._pending_rows > PENDING_MAX or lane.unwritten > LANE_PENDING_MAX
 
     def add(self, lane: Lane, epoch: int, record: Record) -> None:
         """Queue a success; it is durable within about `group_s`."""

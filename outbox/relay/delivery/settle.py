@@ -12,7 +12,7 @@ from outbox.core.delivery.batch import classify_batch
 from outbox.core.delivery.circuit_breaker import PROBED_STATES, BreakerState
 from outbox.core.delivery.commands import End, Open
 from outbox.core.delivery.operational_events import is_operational
-from outbox.core.model.response import STREAM_HOLD_FAILURES, Failure
+from outbox.core.model.response import OWN_FAILURES, STREAM_HOLD_FAILURES, Failure
 from outbox.core.model.response_policy import (
     AttemptOutcome,
     classify,
@@ -44,6 +44,8 @@ def settle(
         rng: the source of the jitter of retries and probes.
     """
     endpoint, send, response = lane.runtime.endpoint, attempt.send, attempt.response
+    if not attempt.preempted and response.failure not in OWN_FAILURES:
+        lane.runtime.grace.record_response()
     if isinstance(send, Open | End):
         return _settle_without_delivery(lane, attempt, now, rng, telemetry)
     before, retryable = send.maybe_sent_before or response.resent, endpoint.retryable
@@ -65,9 +67,12 @@ def settle(
         )  # fmt: skip
         telemetry.batch_completed(lane, send, response, accepted, failed, attempt.span)
         return Settlement(outcome, accepted, failed, effect)
+    observed_s = 0.0
+    if outcome is not _DELIVERED:
+        observed_s = lane.runtime.budget_s(lane.state.first_attempt_at, attempt.started_at)
     record = lane.state.record_result(
         outcome, response, policy,
-        started_at=attempt.started_at, now=now, u=u,
+        started_at=attempt.started_at, now=now, u=u, observed_s=observed_s,
         blocks=endpoint.blocks, preempted=attempt.preempted,
         endpoint_healthy=lane.runtime.breaker.state is _HEALTHY,
     )  # fmt: skip

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
 
 from outbox.core.cluster.lease import Peer
+from outbox.core.cluster.observed_time import MARK_EVERY_S
 from outbox.store.cluster.sessions import (
     AWAIT_SESSIONS,
     BUSY_SESSION_END_MAX_S,
@@ -75,18 +77,54 @@ READ_REGISTERED_LABELS = "SELECT label FROM replica WHERE label = ANY ($1) ORDER
 # The names of the replicas whose lease runs, in the order of their registration.
 READ_NAMES = "SELECT name FROM replica WHERE expires_at > clock_timestamp() ORDER BY id"
 
-# Renews the lease; not one that has expired: the replica has to register again.
+# Renews the lease, not one that has expired: the replica has to register again.  Adds $3 seconds to
+# the odometer, if the replica is its adder.
+#   meter: the odometer, if this replica is its adder, or becomes it, because it counts nothing yet
+#     ($3 is NULL) and the lease of the adder has ended.  SKIP LOCKED: the lease must not wait for a
+#     session that holds the row; its time is not counted.
+#   last: the last mark.
+#   marked: a mark once a minute, and when what follows would be counted from a time that is too
+#     early (a new adder) or too late (the clock was set back).
+# As many rows as a Renewal has.
 RENEW = WriteStatement(
     "renew_lease",
     f"""
-UPDATE replica
-   SET renewals = renewals + 1,
-       expires_at = clock_timestamp() + make_interval(secs => lease_s)
- WHERE {OWN_ROW.format("$2")}
+WITH renewed AS (
+    UPDATE replica
+       SET renewals = renewals + 1,
+           expires_at = clock_timestamp() + make_interval(secs => lease_s)
+     WHERE {OWN_ROW.format("$2")}
+    RETURNING id),
+meter AS MATERIALIZED (
+    SELECT o.one, o.adder IS DISTINCT FROM renewed.id AS is_new
+      FROM renewed, odometer o
+     WHERE o.adder = renewed.id
+        OR $3::float8 IS NULL AND NOT EXISTS (
+             SELECT FROM replica r WHERE r.id = o.adder AND r.expires_at > clock_timestamp())
+       FOR NO KEY UPDATE OF o SKIP LOCKED),
+added AS (
+    UPDATE odometer o SET seconds = o.seconds + coalesce($3::float8, 0), adder = renewed.id
+      FROM meter, renewed WHERE o.one = meter.one
+    RETURNING o.seconds),
+last AS (SELECT seconds, at FROM odometer_mark ORDER BY seconds DESC LIMIT 1),
+marked AS (
+    INSERT INTO odometer_mark AS m (seconds, at)
+    SELECT added.seconds, clock_timestamp() FROM added, meter LEFT JOIN last ON true
+     WHERE meter.is_new OR last.at IS NULL OR last.at > clock_timestamp()
+        OR added.seconds >= last.seconds + {MARK_EVERY_S}
+        ON CONFLICT (seconds) DO UPDATE SET at = excluded.at)
+SELECT FROM renewed UNION ALL SELECT FROM added
 """,  # noqa: S608 (constants only)
 )
 
-READ_CLOCK = "SELECT extract(epoch FROM clock_timestamp())::float8"
+# The database's time, the odometer's reading, and its marks from the reading $1 on.
+READ_CLOCK = """
+SELECT extract(epoch FROM clock_timestamp())::float8 AS now,
+       coalesce((SELECT seconds FROM odometer), 0) AS observed_s, m.readings, m.times
+  FROM (SELECT array_agg(seconds ORDER BY seconds) AS readings,
+               array_agg(extract(epoch FROM at)::float8 ORDER BY seconds) AS times
+          FROM odometer_mark WHERE seconds >= $1) m
+"""
 
 # Locks the row of a replica that is to be expired.  FOR UPDATE waits for acknowledgements that are
 # being written, and fences off all later writes.
@@ -230,6 +268,28 @@ CLAIM_LOCK_TIMEOUT_S = 1.0
 """Limit for the locks of a claim that are not skipped; the next poll claims again."""
 
 
+class Renewal(IntEnum):
+    """The result of the renewal of a lease."""
+
+    FENCED = 0
+    """The lease has expired."""
+    RENEWED = 1
+    ADDER = 2
+    """It was renewed, and the replica is the odometer's adder."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClockReading:
+    """The database's time, and observed time."""
+
+    now: float
+    """Epoch seconds."""
+    observed_s: float
+    """The odometer's reading."""
+    marks: list[tuple[float, float]]
+    """Marks of the odometer: reading and epoch seconds."""
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterSnapshot:
     """The state of the cluster at one moment."""
@@ -301,14 +361,30 @@ class ReplicaStore:
         replica_id: int = await self._db.fetchval(READ_REGISTERED, label)
         return replica_id
 
-    async def renew(self, replica_id: int) -> bool:
-        """Renew the lease; returns False if it has expired."""
-        return bool(await self._db.write(RENEW, replica_id, self._timeline))
+    async def renew(
+        self, replica_id: int, observed_s: float | None = None, *, durable: bool = True
+    ) -> Renewal:
+        """Renew the lease, unless it has expired.
 
-    async def read_clock(self) -> float:
-        """The database's time in epoch seconds."""
-        now: float = await self._db.fetchval(READ_CLOCK)
-        return now
+        Args:
+            observed_s: what the replica adds to the odometer if it is the adder; None: it counts
+                nothing yet, and may become the adder.
+            durable: whether the commit waits for the disk.  A crash of the server that loses a
+                renewal ends the replica's session as well, so the lease need not wait for it.
+        """
+        return Renewal(
+            await self._db.write(RENEW, replica_id, self._timeline, observed_s, durable=durable)
+        )
+
+    async def read_clock(self, marked_s: float = 0.0) -> ClockReading:
+        """Read the database's time and the odometer.
+
+        Args:
+            marked_s: the reading from which on marks are read.
+        """
+        row = await self._db.fetchrow(READ_CLOCK, marked_s)
+        marks = zip(row["readings"] or (), row["times"] or (), strict=True)
+        return ClockReading(row["now"], row["observed_s"], list(marks))
 
     async def read_cluster(self) -> ClusterSnapshot:
         """Read the cluster's state."""

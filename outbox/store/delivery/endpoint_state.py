@@ -146,12 +146,11 @@ SELECT lane_id, max(seq) AS seq
  GROUP BY lane_id
 """
 
-# Up to which sequence number each lane has deliveries sequenced more than $4 seconds ago.
-# statement_timestamp(), because clock_timestamp() is volatile and cannot use an index.
+# Up to which sequence number each lane has deliveries sequenced more than $4 observed seconds ago.
 #   old: the newest batch of that age; MATERIALIZED, so that it is read once.
 READ_OVER_AGE = """
 WITH old AS MATERIALIZED (
-    SELECT batch FROM batch WHERE at < statement_timestamp() - make_interval(secs => $4)
+    SELECT batch FROM batch WHERE at < (SELECT observed_before($4))
      ORDER BY at DESC LIMIT 1)
 SELECT lane.id AS lane_id, d.seq
   FROM old, unnest($1::bigint[], $2::bigint[], $3::bigint[]) AS lane(id, floor_batch, acked_seq)
@@ -177,6 +176,8 @@ class EndpointState:
     reported: ReportedState
     stalled_since: float | None = None
     """The time since which a lane has had no success (epoch), if a stall is reported."""
+    disabled_at: float | None = None
+    """When the endpoint will be disabled (epoch), if a stall is reported and a relay runs."""
 
 
 class EndpointStateStore:
@@ -215,8 +216,7 @@ class EndpointStateStore:
                 "reported_held_since": _time(row.reported.held_since),
                 "reported_stalled_at": _time(row.reported.stalled_at),
                 "stalled_since": _time(row.stalled_since),
-                "disabled_at": row.stalled_since
-                and _time(row.stalled_since + row.endpoint.disable_after_s),
+                "disabled_at": _time(row.disabled_at),
             }
             for row in rows
         ]
@@ -282,7 +282,9 @@ class EndpointStateStore:
         return {r["lane_id"]: r["seq"] for r in rows}
 
     async def read_over_age(self, lanes: LanePositions, age_max_s: float) -> dict[int, int]:
-        """The sequence number up to which each lane has deliveries older than `age_max_s`."""
+        """The sequence number up to which each lane has deliveries older than `age_max_s`, in
+        observed seconds.
+        """
         rows = await self._db.fetch(READ_OVER_AGE, *_columns(lanes), age_max_s)
         return {r["lane_id"]: r["seq"] for r in rows}
 

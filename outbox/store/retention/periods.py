@@ -10,8 +10,8 @@ each of them, repeatedly and after a crash:
 2. *Settle* (events).  Ids of an ended period may have been allocated to transactions that are
    still open.  When none of them can appear any more, and all that did are sequenced, the
    newest batch is the last one that can contain any.
-3. *Decide* that the oldest period is dropped: it is old enough, no lane has pending deliveries
-   in it, and no dead letter or replay needs it.
+3. *Decide* that the oldest period is dropped: it is old enough and was observed for a day, no lane
+   has pending deliveries in it, and no dead letter or replay needs it.
 4. *Drop* its partitions (`outbox.store.retention.partitions`).
 
 A transaction that was open before a partition was attached may never see it: PostgreSQL looks
@@ -46,6 +46,21 @@ if TYPE_CHECKING:
     from outbox.store.connection.store_connection import StoreConnection
 
 ACTOR = "retention"
+
+OBSERVED_S_MIN = 86400
+"""Observed seconds for which everything is kept, if its retention is not shorter.  Otherwise a
+clock that is a month ahead, or a dump of last month, would drop what nobody could have seen."""
+
+
+def _kept_since(keep_s: str) -> str:
+    """The time before which nothing is kept any more.
+
+    Args:
+        keep_s: the parameter with the retention in seconds.
+    """
+    return f"""(SELECT least(clock_timestamp() - make_interval(secs => {keep_s}),
+                        observed_before(least({keep_s}, {OBSERVED_S_MIN}))))"""
+
 
 # Periods that are not dropped.
 READ_PERIODS = """
@@ -100,6 +115,12 @@ SELECT {rows_hidden("lane_progress", "lane_counter")} OR EXISTS (
      WHERE c.last_seq > p.acked_seq AND p.floor_batch <= $1)
 """  # noqa: S608 (constants only)
 
+# Whether a period whose retention is $3 seconds was observed for long enough after its end.
+IS_OBSERVED = f"""
+SELECT ended_at < observed_before(least($3::float8, {OBSERVED_S_MIN}))
+  FROM period WHERE kind = $1 AND number = $2
+"""  # noqa: S608 (a constant only)
+
 # Whether a replay was requested for a dead letter `d` and has not reached it.
 _REPLAY_REQUESTED = """
     EXISTS (SELECT FROM replay_job_endpoint p
@@ -119,7 +140,7 @@ def _open_range(keep_s: str) -> str:
     d.outbox_id IS NULL AND d.state = 'dead'
     AND d.endpoint_id NOT IN (SELECT id FROM endpoint WHERE state = 'removed')
     AND ({keep_s}::float8 IS NULL
-         OR d.began_at > clock_timestamp() - make_interval(secs => {keep_s})
+         OR d.began_at > {_kept_since(keep_s + "::float8")}
          OR {_REPLAY_REQUESTED})
 """  # noqa: S608 (constants only)
 
@@ -218,7 +239,7 @@ DELETE_DEAD_LETTERS = WriteStatement(
     f"""
 WITH old AS MATERIALIZED (
     SELECT d.id FROM dead_letter d
-     WHERE d.at < clock_timestamp() - make_interval(secs => $1)
+     WHERE d.at < {_kept_since("$1::float8")}
        AND d.batch < (SELECT min(number) * {WIDTH} FROM period
                        WHERE kind = 'log' AND dropped_at IS NULL)
        AND NOT EXISTS (SELECT FROM lane_block b WHERE b.lane_id = d.lane_id AND b.seq = d.seq)
@@ -299,6 +320,26 @@ DELETE FROM delivery_history WHERE ctid = ANY(ARRAY(
 """,  # noqa: S608
 )
 
+# Thins the marks of the odometer: one a minute of the last observed day, one in 30 minutes of two
+# months, and one a day before.  Stored times between two marks count less, at most by that.  A mark
+# after the clock was set back is kept: without it, earlier times would count more.
+THIN_MARKS = WriteStatement(
+    "thin_marks",
+    """
+DELETE FROM odometer_mark WHERE seconds = ANY (ARRAY(
+    SELECT seconds
+      FROM (SELECT m.seconds, m.at, lag(m.seconds) OVER earlier AS earlier_s,
+                   lag(m.at) OVER earlier AS earlier_at,
+                   CASE WHEN m.seconds > o.seconds - 86400 THEN 60
+                        WHEN m.seconds > o.seconds - 60 * 86400 THEN 1800
+                        ELSE 86400 END AS every_s
+              FROM odometer o, odometer_mark m
+            WINDOW earlier AS (ORDER BY m.seconds)) mark
+     WHERE floor(seconds / every_s) = floor(earlier_s / every_s)
+       AND at - earlier_at > make_interval(secs => seconds - earlier_s - 1)))
+""",
+)
+
 
 class RetentionStore:
     """Retention, on the maintenance connection.
@@ -355,6 +396,7 @@ class RetentionStore:
             deleted = await self._db.write(DELETE_HISTORY)
             deleted_rows += deleted
         await self._classify()
+        await self._db.write(THIN_MARKS)
         return deleted_rows
 
     async def _classify(self) -> None:
@@ -405,6 +447,9 @@ class RetentionStore:
 
     async def _drop(self, period: PartitionWindow) -> bool:
         last_batch = period.last_batch if period.kind == "events" else period.end - 1
+        retention_s = self._keep.retention_s(period.kind)
+        if not await self._db.fetchval(IS_OBSERVED, period.kind, period.number, retention_s):
+            return False
         keep_s = self._keep.dead_letters_s
         # Expensive checks run before the lock is taken.  They remain valid: pending deliveries
         # and replays in old batches only decrease, unless a replay advances meanwhile.

@@ -53,6 +53,11 @@ class Connection(Client):
         """When the last statement is at the server, unless the connection hangs."""
 
     @property
+    def now(self) -> float:
+        """The virtual time."""
+        return self._world.now
+
+    @property
     def waiting_s(self) -> float:
         """Seconds since the current statement was sent; 0 when there is none."""
         return 0.0 if self._started_at is None else self._world.now - self._started_at

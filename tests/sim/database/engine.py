@@ -87,6 +87,7 @@ class Transaction:
         "appends",
         "began_at",
         "committing",
+        "durable",
         "explicit",
         "failed",
         "lock_timeout_s",
@@ -116,6 +117,8 @@ class Transaction:
         self.lock_timeout_s = 0.0
         self.failed = False
         self.committing = False
+        # Whether its commit waits for the disk.
+        self.durable = True
         # Whether it has an id, because it wrote something.
         self.written = False
         # Under REPEATABLE READ: the snapshot of its first statement.
@@ -213,6 +216,8 @@ class Engine:
             tuple[str, Any], deque[tuple[Transaction, str, Callable[[], None]]]
         ] = {}
         self._pids = 1000
+        # The rows before the commits that did not wait for the disk: table, key, row.
+        self.unflushed: list[tuple[Table, Any, Row | None]] = []
         self._listening: dict[str, dict[int, None]] = {}
         self.statements = 0
         # Messages that the proof of absence aborted, because its second read found an event.
@@ -307,6 +312,10 @@ class Engine:
 
     def apply(self, tx: Transaction) -> None:
         """Commit: make everything visible at this moment."""
+        if not tx.durable:
+            self.unflushed += [
+                (table, key, table.rows.get(key)) for table, own in tx.writes.items() for key in own
+            ]
         for table, own in tx.writes.items():
             rows = table.rows
             for key, row in own.items():
@@ -322,11 +331,21 @@ class Engine:
         for channel, payload in tx.notifications:
             for pid in self._listening.get(channel, ()):
                 self.backends[pid].send_notification(channel, payload, tx)
-        if tx.written:
+        if tx.written and tx.durable:
             self.flushed()
 
     def flushed(self) -> None:
         """A commit, and everything before it, has reached the disk."""
+        self.unflushed.clear()
+
+    def lose_unflushed(self) -> None:
+        """A crash loses the commits that did not wait for the disk."""
+        for table, key, row in reversed(self.unflushed):
+            if row is None:
+                table.rows.pop(key, None)
+            else:
+                table.rows[key] = row
+        self.unflushed.clear()
 
     def abort(self, tx: Transaction) -> None:
         """Roll back a transaction."""

@@ -13,6 +13,7 @@ from zlib import crc32
 
 from asyncpg import InFailedSQLTransactionError
 
+from outbox.core.cluster.observed_time import Odometer
 from outbox.core.sequencing import partition_window
 from tests.sim.database.engine import Engine, Table
 
@@ -148,6 +149,10 @@ class Database(Engine):
         self.replay_job_endpoint = Table("replay_job_endpoint")
         self.replay = Table("replay")
         self.replica = Table("replica")
+        self.odometer = Table("odometer")
+        self.odometer.rows[1] = {"seconds": 0.0, "adder": None}
+        self.odometer_mark = Table("odometer_mark")
+        self.odometer_mark.rows[0.0] = {"seconds": 0.0, "at": self.wall()}
         self.ownership = Table("ownership")
         self.schedule = Table("schedule")
         self.future_event = Table("future_event")
@@ -204,6 +209,7 @@ class Database(Engine):
         return n
 
     def flushed(self) -> None:
+        super().flushed()
         self.wakeup_on_disk = self.wakeup
 
     def crash(self) -> None:
@@ -212,6 +218,16 @@ class Database(Engine):
         # Its write does not wait for the disk.
         if self.rng.random() < 0.5:
             self.wakeup = self.wakeup_on_disk
+        if self.rng.random() < 0.5:
+            self.lose_unflushed()
+
+    def observed_time(self, tx: Transaction) -> Odometer:
+        """The odometer and its marks."""
+        odometer, meter = Odometer(), tx.get(self.odometer, 1)
+        assert meter is not None
+        marks = sorted((row["seconds"], row["at"]) for row in tx.rows(self.odometer_mark))
+        odometer.update(meter["seconds"], marks)
+        return odometer
 
     # ------------------------------------------------------------- retention
 

@@ -79,7 +79,6 @@ def write_health(
         assert old is not None
         if old["epoch"] != state.epoch:
             continue
-        since = state.stalled_since
         new = {
             "resumes": endpoint.resumes,
             "state": record.state.value,
@@ -88,10 +87,9 @@ def write_health(
             "last_response": record.last_response,
             "reported_held_since": state.reported.held_since,
             "reported_stalled_at": state.reported.stalled_at,
-            "stalled_since": since,
+            "stalled_since": state.stalled_since,
         }
-        disabled_at = None if since is None else since + endpoint.disable_after_s
-        held_since = yield from publish_health(db, tx, old, new, disabled_at)
+        held_since = yield from publish_health(db, tx, old, new, state.disabled_at)
         tx.change(db.endpoint_health, endpoint.id, **{**new, "reported_held_since": held_since})
         if new["state"] != "recovering":
             add_to_journal(db, tx, "endpoint_health", f"replica {me}", endpoint.id, {})
@@ -191,13 +189,13 @@ def find_over_count(
 def find_over_age(
     db: Database, tx: Transaction, lanes: LanePositions, age_max_s: float
 ) -> dict[int, int]:
-    limit = db.wall() - age_max_s
+    odometer = db.observed_time(tx)
     last: dict[int, int] = {}
     for lane_id, _, seq in lanes:
         old = [
             g.seq
             for g in db.deliveries.get(lane_id, ())
-            if g.seq > seq and db.batch(g.batch).at.timestamp() < limit
+            if g.seq > seq and odometer.since(db.batch(g.batch).at.timestamp()) > age_max_s
         ]
         if old:
             last[lane_id] = max(old)

@@ -14,7 +14,7 @@ from outbox.core.sequencing.partition_window import (
 )
 from outbox.store.absence_proof import AbsenceProof
 from outbox.store.retention import periods as retention
-from outbox.store.retention.periods import ACTOR
+from outbox.store.retention.periods import ACTOR, OBSERVED_S_MIN
 from tests.sim.database.engine import UPDATE, Wait, perform
 from tests.sim.database.tables import KINDS, Batch
 from tests.sim.stores import batches, channels, routing_change
@@ -75,6 +75,8 @@ class RetentionStore(retention.RetentionStore):
         db, keep_s, events = self._db, self._keep.dead_letters_s, period.kind == "events"
         last_batch = period.last_batch if events else period.end - 1
         assert last_batch is not None
+        if not await db.call(is_observed, period.kind, period.number, self._keep):
+            return False
         progress = await db.call(read_replay_progress)
         if await db.call(has_pending_lanes, last_batch):
             return False
@@ -175,6 +177,21 @@ def mark_settled(db: Database, tx: Transaction, number: int) -> bool:
 # ------------------------------------------------------------------------- drop
 
 
+def is_observed(db: Database, tx: Transaction, kind: WindowKind, n: int, keep: Retention) -> bool:
+    """Whether a period ended so many observed seconds ago."""
+    row, keep_s = tx.get(db.period, (kind, n)), keep.retention_s(kind)
+    assert row is not None
+    assert keep_s is not None
+    return db.observed_time(tx).since(row["ended_at"]) >= min(keep_s, OBSERVED_S_MIN)
+
+
+def is_kept(db: Database, tx: Transaction, at: float, keep_s: float) -> bool:
+    """Whether what has this time is kept."""
+    if at > db.wall() - keep_s:
+        return True
+    return db.observed_time(tx).since(at) < min(keep_s, OBSERVED_S_MIN)
+
+
 def has_pending_lanes(db: Database, tx: Transaction, last_batch: int) -> bool:
     """Whether a lane may have a pending delivery of a batch up to this one."""
     for p in tx.rows(db.lane_progress):
@@ -205,7 +222,7 @@ def _open_ranges(db: Database, tx: Transaction, keep_s: float | None) -> list[Ro
         for row in tx.rows(db.dead_letter)
         if row["outbox_id"] is None
         and row["state"] == "dead"
-        and (keep_s is None or row["began_at"] > db.wall() - keep_s or is_ahead(row))
+        and (keep_s is None or is_kept(db, tx, row["began_at"], keep_s) or is_ahead(row))
     ]
 
 

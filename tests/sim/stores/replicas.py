@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 
 from outbox.core.cluster.lease import Peer
+from outbox.core.cluster.observed_time import MARK_EVERY_S
 from outbox.store.cluster import replicas
-from outbox.store.cluster.replicas import CLAIM_LOCK_TIMEOUT_S, ClusterSnapshot, OwnershipSnapshot
+from outbox.store.cluster.replicas import (
+    CLAIM_LOCK_TIMEOUT_S,
+    ClockReading,
+    ClusterSnapshot,
+    OwnershipSnapshot,
+    Renewal,
+)
 from outbox.store.cluster.sessions import BUSY_SESSION_END_MAX_S
 from tests.sim.database.engine import EXCLUSIVE, SHARE, UPDATE, Wait, perform
 from tests.sim.stores.routing_change import add_to_journal
@@ -56,11 +63,14 @@ class ReplicaStore(replicas.ReplicaStore):
         replica_id: int = await self._db.call(read_registered, label)
         return replica_id
 
-    async def renew(self, replica_id: int) -> bool:
-        return await self._db.call(renew_lease, replica_id)
+    async def renew(
+        self, replica_id: int, observed_s: float | None = None, *, durable: bool = True
+    ) -> Renewal:
+        began_at = self._db.now
+        return await self._db.call(renew_lease, replica_id, observed_s, began_at, durable)
 
-    async def read_clock(self) -> float:
-        return await self._db.call(read_clock)
+    async def read_clock(self, marked_s: float = 0.0) -> ClockReading:
+        return await self._db.call(read_clock, marked_s)
 
     async def read_cluster(self) -> ClusterSnapshot:
         return await self._db.call(read_cluster)
@@ -162,21 +172,65 @@ def read_registered(db: Database, tx: Transaction, label: str) -> Any:
     return next((row["id"] for row in tx.rows(db.replica) if row["label"] == label), None)
 
 
-def renew_lease(db: Database, tx: Transaction, me: int) -> Steps[bool]:
+def renew_lease(
+    db: Database,
+    tx: Transaction,
+    me: int,
+    observed_s: float | None,
+    began_at: float,
+    durable: bool,
+) -> Steps[Renewal]:
+    tx.durable = durable
     row = tx.get(db.replica, me)
     if row is None or row["expires_at"] <= db.wall():
-        return False
+        return Renewal.FENCED
     yield Wait(db.replica, me, UPDATE)
     row = tx.get(db.replica, me)
     if row is None or row["expires_at"] <= db.wall():
-        return False
+        return Renewal.FENCED
     expires_at = db.wall() + row["lease_s"]
     tx.change(db.replica, me, renewals=row["renewals"] + 1, expires_at=expires_at)
+    return Renewal.ADDER if add_observed(db, tx, me, observed_s, began_at) else Renewal.RENEWED
+
+
+def add_observed(
+    db: Database, tx: Transaction, me: int, observed_s: float | None, began_at: float
+) -> bool:
+    """Add to the odometer, if the replica is its adder or becomes it.
+
+    Args:
+        began_at: when the renewal began, in virtual seconds, for the checker.
+    """
+    if not may_add(db, tx, me, observed_s) or not tx.try_lock(db.odometer, 1, UPDATE):
+        return False
+    if not may_add(db, tx, me, observed_s):
+        return False
+    meter, now = tx.get(db.odometer, 1), db.wall()
+    assert meter is not None
+    seconds = meter["seconds"] + (observed_s or 0.0)
+    tx.change(db.odometer, 1, seconds=seconds, adder=me)
+    if observed_s:
+        tx.notes.append(("observed", (began_at - observed_s, began_at)))
+    last = max(tx.rows(db.odometer_mark), key=itemgetter("seconds"))
+    if meter["adder"] != me or last["at"] > now or seconds >= last["seconds"] + MARK_EVERY_S:
+        tx.put(db.odometer_mark, seconds, {"seconds": seconds, "at": now})
     return True
 
 
-def read_clock(db: Database, tx: Transaction) -> float:
-    return db.wall()
+def may_add(db: Database, tx: Transaction, me: int, observed_s: float | None) -> bool:
+    """Whether the replica is the adder of the odometer, or may become it."""
+    meter = tx.get(db.odometer, 1)
+    assert meter is not None
+    if meter["adder"] == me:
+        return True
+    adder = tx.get(db.replica, meter["adder"])
+    return observed_s is None and (adder is None or bool(adder["expires_at"] <= db.wall()))
+
+
+def read_clock(db: Database, tx: Transaction, marked_s: float) -> ClockReading:
+    marks = sorted((row["seconds"], row["at"]) for row in tx.rows(db.odometer_mark))
+    observed_s = db.observed_time(tx).observed_s
+    return ClockReading(db.wall(), observed_s, [m for m in marks if m[0] >= marked_s])
 
 
 # ------------------------------------------------------------- ends of replicas
