@@ -13,7 +13,7 @@ from annotated_types import Ge, Gt, Le
 
 from outbox.api.problem import ProblemKind
 from outbox.cli.main import PROGRAM, cli
-from outbox.config import Settings, secret_fields, variable_of
+from outbox.config import INTERNAL_FIELDS, Settings, secret_fields, variable_of
 from outbox.core.model.dead_letter_reason import DeadLetterReason
 from outbox.core.model.setting_types import OTHERS
 from outbox.docs import schema_page
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 REFERENCE = Path(__file__).parent / "reference"
 HELP_WIDTH = 100
-INTERNAL_SETTINGS = {"dsn_source"}
 
 COMMANDS_HEAD = """\
 # Command line
@@ -160,7 +159,7 @@ def _command_sections(
 
 def settings_page() -> str:
     """The settings as Markdown."""
-    shown = [item for item in Settings.model_fields.items() if item[0] not in INTERNAL_SETTINGS]
+    shown = [item for item in Settings.model_fields.items() if item[0] not in INTERNAL_FIELDS]
     return SETTINGS_HEAD + "".join(_setting_row(*item) + "\n" for item in shown) + SETTINGS_FOOT
 
 

@@ -15,6 +15,7 @@ import structlog
 from outbox.core.admission.adaptive_scheduler import AdaptiveRequestScheduler
 from outbox.core.cluster.database_clock import DatabaseClock
 from outbox.core.cluster.lease import Lease
+from outbox.core.delivery.signing_clock import ClockDifference
 from outbox.core.sequencing.batch_notifications import READ_BATCHES
 from outbox.relay.cluster.lease_renewal import keep_lease
 from outbox.relay.cluster.listener import Listener
@@ -74,12 +75,14 @@ def build_session(
     vault: Vault,
     telemetry: DeliveryTelemetry,
     clock: Callable[[], float],
+    wall: Callable[[], float],
     rng: random.Random,
 ) -> SessionParts:
     """Wire the parts of a registered replica.
 
     Args:
         clock: seconds of the steady clock; wall-clock time comes from the database.
+        wall: this machine's clock in epoch seconds, for comparison with the database's.
         rng: the source of the jitter of retries and probes.
     """
     me, here, workers = registered.replica_id, registered.timeline, registered.workers
@@ -88,6 +91,7 @@ def build_session(
     lease = Lease(settings.lease_s)
     lease.renewed(registered.started_at)
     time = DatabaseClock(registered.server_time, registered.asked_at, clock())
+    clocks = ClockDifference()
 
     records = stores.records(workers.records, me, here)
     sequencing = stores.sequencing(workers.cursor, here)
@@ -101,6 +105,15 @@ def build_session(
     def now() -> float:
         return time.now(clock())
 
+    def compare_clocks() -> None:
+        if clocks.measure(wall(), now()):
+            if clocks.matters:
+                ahead_s = round(clocks.ahead_s)
+                log.warning("the clocks of relay and database differ", ahead_s=ahead_s)
+            else:
+                log.info("the clocks of relay and database agree again")
+
+    compare_clocks()
     published, wake_ownership, wake_supervisor = WakeEvent(), WakeEvent(), WakeEvent()
     recorder = Recorder(
         records,
@@ -123,6 +136,7 @@ def build_session(
         rng=rng,
         telemetry=telemetry,
         brokers=brokers,
+        clocks=clocks,
     )
     replicas, lanes = stores.replicas(workers.control, here), stores.lanes(workers.control, vault)
     feed = BatchFeed(
@@ -151,7 +165,11 @@ def build_session(
         clock=clock,
         telemetry=telemetry,
     )
-    schedule_runner = ScheduleRunner(stores.schedule_runs(workers.schedules, me), settings.poll_s)
+    schedule_runner = ScheduleRunner(
+        stores.schedule_runs(workers.schedules, me),
+        stores.put_off(workers.schedules, me),
+        settings.poll_s,
+    )
 
     def lead(leads: bool) -> None:
         listener.listen_to_producers(wanted=leads)
@@ -209,6 +227,9 @@ def build_session(
         if abs(moved_s) >= CLOCK_JUMP_S:
             log.warning("database clock jumped", by_s=round(moved_s, 3))
             dispatcher.clock_jumped()
+            if moved_s < 0:
+                schedule_runner.clock_set_back()
+        compare_clocks()
 
     background = [
         watchdog.run(),
@@ -231,6 +252,8 @@ def build_session(
         dispatcher,
         ownership,
         sequencer,
-        RunningSession(settings, dispatcher, sequencer, supervisor, watchdog, lease_left_s, now),
+        RunningSession(
+            settings, dispatcher, sequencer, supervisor, watchdog, clocks, lease_left_s, now
+        ),
         background,
     )

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.config import Settings
-    from outbox.store.connection.dsn import Dsn
+    from outbox.store.connection.current_settings import CurrentSettings
     from outbox.store.sequencing.stalls import Blocker
 
 IDLE_IN_TRANSACTION_SHARE = 0.8
@@ -62,11 +62,16 @@ class Connections:
     asyncpg's errors, and those of `outbox.store.connection.connect.connect`, pass through.
     """
 
-    def __init__(self, dsn: Dsn, settings: Settings) -> None:
-        self._dsn = dsn
-        self._settings = settings
+    def __init__(self, current: CurrentSettings) -> None:
+        self._current = current
+        self._settings = current.settings
         self.stores = Stores()
         """Stores of the sessions on these connections."""
+
+    def reread_secrets(self) -> Settings:
+        """Read secrets again for a new session, and return the settings with them."""
+        self._current.reread()
+        return self._current.settings
 
     async def worker(self, name: str, *, long: bool = False) -> Worker:
         """Open a connection for statements.
@@ -81,8 +86,7 @@ class Connections:
         bounded = {**SESSION_SETTINGS, "idle_in_transaction_session_timeout": milliseconds(idle_s)}
         if long:
             bounded["lock_timeout"] = milliseconds(MAINTENANCE_LOCK_TIMEOUT_S)
-        connection: Any = await connect(
-            self._dsn,
+        connection: Any = await self._connect(
             schema=settings.schema_name,
             application_name=name,
             connection_class=PooledWorker if settings.pooled else Worker,
@@ -93,7 +97,7 @@ class Connections:
             transaction_timeout_s=transaction_timeout_s,
         )
         try:
-            async with asyncio.timeout(self._dsn.connect_timeout_s):
+            async with asyncio.timeout(self._current.address.connect_timeout_s):
                 await load_types(connection)
                 if settings.pooled:
                     await check_settings(connection)
@@ -102,10 +106,15 @@ class Connections:
         except BaseException as error:
             connection.terminate()
             if isinstance(error, TimeoutError):
-                raise DatabaseUnavailable(f"{self._dsn} does not respond after login") from error
+                raise DatabaseUnavailable(
+                    f"{self._current.address} does not respond after login"
+                ) from error
             raise
         worker: Worker = connection
         return worker
+
+    async def _connect(self, **options: Any) -> Connection[Any]:
+        return await self._current.log_in(lambda address: connect(address, **options))
 
     @property
     def find_busy_backends(
@@ -118,15 +127,14 @@ class Connections:
         return None if self._settings.pooled else self._query_busy_backends
 
     async def _query_busy_backends(self, pids: Collection[int]) -> Mapping[int, Blocker | None]:
-        connection = await connect(
-            self._dsn,
+        connection = await self._connect(
             schema=self._settings.schema_name,
             application_name=WATCHDOG_NAME,
             server_settings={"application_name": WATCHDOG_NAME},
             send_timeout_s=self._settings.lease_s,
         )
         try:
-            async with asyncio.timeout(self._dsn.connect_timeout_s):
+            async with asyncio.timeout(self._current.address.connect_timeout_s):
                 busy = await read_busy_backends(connection, pids)
                 return {pid: await read_blocker_of(connection, pid) for pid in busy}
         finally:
@@ -140,8 +148,7 @@ class Connections:
         listener that is silent for one lease, and the next one ends its predecessor.
         """
         name, lease_s = label + LISTENER_SUFFIX, self._settings.lease_s
-        connection = await connect(
-            self._dsn,
+        connection = await self._connect(
             schema=self._settings.schema_name,
             application_name=name,
             # Overrides the DSN's name: `outbox doctor` finds the connection by this one.
@@ -152,7 +159,7 @@ class Connections:
             send_timeout_s=lease_s,
         )
         try:
-            async with asyncio.timeout(self._dsn.connect_timeout_s):
+            async with asyncio.timeout(self._current.address.connect_timeout_s):
                 await terminate_former_listeners(connection, name)
         except BaseException:
             connection.terminate()

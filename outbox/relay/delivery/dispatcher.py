@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from outbox.core.admission.request_scheduler import RequestScheduler
     from outbox.core.brokers.repair import Repair
     from outbox.core.delivery.lane import Lane
+    from outbox.core.delivery.signing_clock import ClockDifference
     from outbox.core.model.delivery import Delivery
     from outbox.destinations.broker import Broker, BrokerFactory
     from outbox.destinations.interface import Transport
@@ -52,6 +53,7 @@ class Dispatcher:
         wake_supervisor: called when an endpoint's state changed.
         now: epoch seconds.
         rng: the source of the jitter of retries and probes.
+        clocks: how far the relay's clock is from the database's; None: they agree.
     """
 
     def __init__(
@@ -67,8 +69,10 @@ class Dispatcher:
         rng: random.Random | None = None,
         telemetry: DeliveryTelemetry | None = None,
         brokers: BrokerFactory | None = None,
+        clocks: ClockDifference | None = None,
     ) -> None:
         self._brokers = brokers
+        self._clocks = clocks
         reading = asyncio.Lock()
         self._fetcher = DeliveryFetcher(store, reading, self._activate)
         self._recorder = recorder
@@ -132,7 +136,7 @@ class Dispatcher:
             )
             self._owned[endpoint_id] = EndpointRuntime(
                 endpoint, epoch, self._now(), meters, queue,
-                partial(self._record_unsolicited, endpoint_id), self._brokers,
+                partial(self._record_unsolicited, endpoint_id), self._brokers, self._clocks,
             )  # fmt: skip
         self._add_lanes(loaded, sent_through_batch)
 
