@@ -86,7 +86,9 @@ class Connections:
         bounded = {**SESSION_SETTINGS, "idle_in_transaction_session_timeout": milliseconds(idle_s)}
         if long:
             bounded["lock_timeout"] = milliseconds(MAINTENANCE_LOCK_TIMEOUT_S)
-        connection: Any = await self._connect(
+        # If the login is refused, the next session reads all secrets again.
+        connection: Any = await connect(
+            self._current.address,
             schema=settings.schema_name,
             application_name=name,
             connection_class=PooledWorker if settings.pooled else Worker,
@@ -114,6 +116,7 @@ class Connections:
         return worker
 
     async def _connect(self, **options: Any) -> Connection[Any]:
+        """Open a further connection of a session, which may be older than the password."""
         return await self._current.log_in(lambda address: connect(address, **options))
 
     @property
