@@ -189,6 +189,15 @@ def restart_at(cron: Cron, next_at: datetime, now: datetime) -> datetime | None:
     return first if decided > now + AHEAD_MAX else None
 
 
+def ticks_from(last_at: datetime | None, now: datetime) -> datetime:
+    """The time after which the ticks of a changed schedule count: now, or its last published tick.
+
+    A later one was published before the clock was set back a little; one that is far ahead, by a
+    wrong clock.
+    """
+    return max(now, last_at) if last_at is not None and last_at <= now + AHEAD_MAX else now
+
+
 def overlap_poll_s(going_s: float) -> float:
     """Seconds until the next poll of a run that another one waits for.
 
