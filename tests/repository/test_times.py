@@ -21,7 +21,17 @@ if TYPE_CHECKING:
 
     from tests.support.postgres import Database
 
-KINDS = {"promise", "observed", "bounded", "monotonic", "measured", "shown", "setting", "other", "open"}
+KINDS = {
+    "promise",
+    "observed",
+    "bounded",
+    "monotonic",
+    "measured",
+    "shown",
+    "setting",
+    "other",
+    "open",
+}
 NEEDS_BOUND, NEEDS_STEP = {"bounded"}, {"promise", "bounded", "observed", "open"}
 TIME_NAME = r"(^|_)(s|at|until|since)$"
 TIME_TYPE = re.compile(r"\b(datetime|timedelta)\b")
@@ -35,7 +45,7 @@ SELECT c.relname || '.' || a.attname
  WHERE c.relnamespace = 'relay'::regnamespace AND c.relkind IN ('r', 'p') AND NOT c.relispartition
    AND (format_type(a.atttypid, NULL) ~ '^(timestamp|date|time|interval|tstz|ts)'
         OR a.attname ~ '{TIME_NAME}')
-"""  # noqa: S608 (constants only)
+"""
 
 TABLE: dict[str, Any] = tomllib.loads((ROOT / "tests/repository/times.toml").read_text())
 

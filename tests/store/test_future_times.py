@@ -17,7 +17,9 @@ from outbox.core.schedules.schedule import AHEAD_MAX, restart_at, ticks_from
 from outbox.core.sequencing.filter_budget import AGAIN_AFTER_S
 from outbox.operations import api_tokens, fetch_tokens
 from outbox.store.cluster import sessions
-from outbox.store.cluster.replicas import ReplicaStore
+from outbox.store.cluster.replicas import ReplicaStore, read_names
+from outbox.store.connection.migrate import REQUIRE_STOPPED_RELAYS
+from outbox.store.connection.secrets import READ_RELAYS_WITHOUT_KEY
 from outbox.store.operational_events import PUBLISH_LAGGING
 from outbox.store.retention.partitions import PartitionStore
 from outbox.store.schedules.put_off import PutOffStore
@@ -158,6 +160,17 @@ async def test_the_maintenance_lease_of_a_wrong_clock_has_expired(database: Data
     await fetchval(database, later)
     assert await second.renew_lease()
     assert not await first.renew_lease()
+
+
+async def test_a_lease_of_a_wrong_clock_has_ended(database: Database, db: Connection[Any]) -> None:
+    """Nobody waits for a killed replica for as long as its clock was ahead."""
+    await register(ReplicaStore(db), name="killed")
+    assert await read_names(db) == ["killed"]
+    await db.execute("UPDATE replica SET expires_at = expires_at + interval '30 days'")
+    assert await read_names(db) == []
+    assert await db.fetch(READ_RELAYS_WITHOUT_KEY, "a key") == []
+    await db.execute(REQUIRE_STOPPED_RELAYS.replace("{migration}", "0099"))
+    assert await db.fetchval("SELECT expires_at = 'epoch' FROM replica")
 
 
 async def test_a_filter_that_a_wrong_clock_stopped_is_evaluated(
