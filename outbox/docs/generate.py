@@ -42,8 +42,11 @@ SETTINGS_HEAD = """\
 # Settings
 
 Flags, then `OUTBOX_*` variables, then `outbox.toml`. A secret can also be read from a file:
-`OUTBOX_DSN_FILE` is the path of a file with the DSN. In `outbox.toml` a setting has the name of its
-variable in lower case, without `outbox_`. The [command line](command-line.md) has the flags.
+`OUTBOX_DSN_FILE` is the path of a file with the DSN, which is [read again][rotate] after a
+rotation. In `outbox.toml` a setting has the name of its variable in lower case, without `outbox_`.
+The [command line](command-line.md) has the flags.
+
+[rotate]: ../howto/encrypt-secrets.md#rotate-a-password-or-a-key
 
 An unknown `OUTBOX_*` variable is an error, except those that Kubernetes sets for a Service
 (`OUTBOX_SERVICE_HOST`, `OUTBOX_PORT=tcp://…`). An `outbox.toml` in the working directory is

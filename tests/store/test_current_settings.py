@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from outbox.store.connection.dsn import Dsn
 
+# As in the addresses.
+BEFORE, AFTER = "old", "new"
 OLD, NEW = (
     "host=db1 user=app dbname=shop password=old",
     "host=db1 user=app dbname=shop password=new",
@@ -85,7 +87,7 @@ def test_changed_secrets_are_used(files: Files) -> None:
     files.write(NEW, both)
     with capture_logs() as logs:
         assert files.current.reread()
-    assert files.password == "new"
+    assert files.password == AFTER
     assert len(files.key_ids) == 2
     assert set(old_ids) < set(files.key_ids)
     assert [line["changed"] for line in logs] == [["dsn", "key"]]
@@ -126,7 +128,7 @@ async def test_a_refused_login_is_tried_again_with_a_new_password(files: Files) 
 
     async def connect(address: Dsn) -> str:
         tried.append(address.password)
-        if address.password != "new":
+        if address.password != AFTER:
             raise DatabaseUnavailable("refused") from asyncpg.InvalidPasswordError("no")
         return "a connection"
 
@@ -146,7 +148,7 @@ async def test_other_failures_do_not_read_the_files(files: Files) -> None:
     files.write(NEW, files.key)
     with pytest.raises(DatabaseUnavailable, match="no server"):
         await files.current.log_in(connect)
-    assert files.password == "old"
+    assert files.password == BEFORE
 
 
 async def test_another_server_is_used_by_the_next_session_only(files: Files) -> None:

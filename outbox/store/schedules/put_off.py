@@ -115,7 +115,7 @@ def journal_data(restart: Restart) -> dict[str, str]:
 
 
 def decide_restart(row: Record) -> Restart | None:
-    """From which tick a schedule goes on; None: it was not put off, or cannot be parsed.
+    """The tick from which a schedule goes on; None: it was not put off, or cannot be parsed.
 
     Args:
         row: the schedule, with the database's time as `now`.
