@@ -151,6 +151,28 @@ async def test_other_failures_do_not_read_the_files(files: Files) -> None:
     assert files.password == BEFORE
 
 
+def test_neither_the_environment_nor_a_server_that_is_down_changes_the_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An application removes a password from its environment; the local server restarts."""
+    for name in dsn.ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PGPASSWORD", BEFORE)
+    monkeypatch.setattr(dsn, "_local_host", lambda: "/run/postgresql")
+    file = tmp_path / "dsn"
+    file.write_text("user=app dbname=shop")
+    settings = load(env={"OUTBOX_DSN_FILE": str(file)})
+    current = CurrentSettings(settings, dsn.from_settings(settings))
+    monkeypatch.delenv("PGPASSWORD")
+    monkeypatch.setattr(dsn, "_local_host", lambda: "localhost")
+    assert not current.reread()
+    file.write_text("user=other dbname=shop")
+    assert current.reread()
+    found = current.address
+    assert (found.user, found.password) == ("other", BEFORE)
+    assert found.addresses == (("/run/postgresql", 5432),)
+
+
 async def test_another_server_is_used_by_the_next_session_only(files: Files) -> None:
     """All connections of a session lead to the same database."""
 

@@ -10,6 +10,8 @@ still be valid.
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 import asyncpg
@@ -36,6 +38,12 @@ class CurrentSettings:
     def __init__(self, settings: Settings, address: Dsn) -> None:
         self.settings = settings
         self.address = address
+        # An application may change its environment after the start.
+        self._environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith("PG") or name == "HOME"
+        }
         # Why the files could not be used the last time.
         self._problem: str | None = None
 
@@ -48,7 +56,7 @@ class CurrentSettings:
         """
         try:
             settings = reread_secrets(self.settings)
-            address = dsn.from_settings(settings) if settings.dsn_source else self.address
+            address = self._parse(settings)
         except OutboxError as error:
             if str(error) != self._problem:
                 self._problem = str(error)
@@ -63,6 +71,18 @@ class CurrentSettings:
         if changed or was != address:
             log.info("secrets were read again", changed=changed or [address.source])
         return was != address
+
+    def _parse(self, settings: Settings) -> Dsn:
+        """The address, whose host is the same if none is named.
+
+        While a local server restarts, another one may be found in its place.
+        """
+        if not settings.dsn_source:
+            return self.address
+        address = dsn.from_settings(settings, self._environment)
+        if address.names_host or self.address.names_host:
+            return address
+        return replace(address, addresses=self.address.addresses)
 
     async def log_in(self, connect: Callable[[Dsn], Awaitable[C]]) -> C:
         """Connect; if the login is refused and the secrets have changed, once more with those.
