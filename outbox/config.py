@@ -7,8 +7,9 @@
 An unknown variable or key is refused, see `outbox.setting_sources`.
 
 Importing this module reads no settings; `load` reads them once, and the result is
-immutable.  Field names carry their unit.  Importing pydantic takes 0.1 s, so this
-module is imported only by code that needs settings.  pydantic-settings is not used,
+immutable.  A secret that has a file of its own is read again by `reread_secrets`, because it may
+be rotated while the process runs.  Field names carry their unit.  Importing pydantic takes 0.1 s,
+so this module is imported only by code that needs settings.  pydantic-settings is not used,
 because it does not record the source of a value, which error messages name.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
@@ -25,7 +27,14 @@ from outbox.core.model.sql_names import schema_name
 from outbox.core.model.text import is_text, quoted, truncate
 from outbox.core.sequencing.partition_window import Retention
 from outbox.errors import UsageError
-from outbox.setting_sources import CONFIG_VARIABLE, ENV_PREFIX, read_environment, read_file
+from outbox.setting_sources import (
+    CONFIG_VARIABLE,
+    ENV_PREFIX,
+    FILE_SUFFIX,
+    read_environment,
+    read_file,
+    read_secret,
+)
 from outbox.web.address import Address, parse_address
 from outbox.web.proxy import Proxy, parse_proxy
 
@@ -43,6 +52,8 @@ _FLAGS = {
     "drain_s": "--drain",
     "tenant_rate_per_s": "--tenant-rate",
 }
+INTERNAL_FIELDS = ("dsn_source", "secret_files")
+"""Fields that are no settings: `load` sets them."""
 # libpq variables that select a database; with one of them set, --dsn is optional.
 _LIBPQ = ("PGHOST", "PGHOSTADDR", "PGDATABASE", "PGSERVICE")
 
@@ -59,6 +70,9 @@ class Settings(BaseModel):
         description="Database DSN, as a URL or key=value. Empty: libpq's PG* variables.",
     )
     dsn_source: str = Field(default="", description="Source of dsn, for messages. Set by load().")
+    secret_files: dict[str, str] = Field(
+        default_factory=dict, description="Files of secrets, by field. Set by load()."
+    )
     pooled: bool = Field(
         default=False,
         description="The database is behind a transaction pooler such as PgBouncer: no session "
@@ -293,11 +307,33 @@ def load(
     add_missing(*read_environment(env, variables, secret_fields()))
     add_missing(*read_file(config or env.get(CONFIG_VARIABLE), keys))
     _find_database(values, origins, env)
+    files = {
+        # Not resolved: Kubernetes replaces a link when it updates a file.
+        name: str(Path(env[origin]).absolute())
+        for name, origin in origins.items()
+        if origin == variables.get(name, "") + FILE_SUFFIX
+    }
+    found = {"dsn_source": origins.get("dsn", ""), "secret_files": files}
+    return _validate(values | found, origins)
+
+
+def reread_secrets(settings: Settings) -> Settings:
+    """The settings with those secrets read again that have a file of their own.
+
+    Raises:
+        UsageError: as in `load`.
+    """
+    variables = {name: variable_of(name) + FILE_SUFFIX for name in settings.secret_files}
+    fresh = {name: read_secret(variables[name], p) for name, p in settings.secret_files.items()}
+    return _validate({**dict(settings), **fresh}, variables)
+
+
+def _validate(values: Mapping[str, Any], origins: Mapping[str, str]) -> Settings:
     for name, value in values.items():
         if isinstance(value, str) and not is_text(value):
             raise UsageError(f"{origins[name]}: not UTF-8 text")
     try:
-        return Settings(**values, dsn_source=origins.get("dsn", ""))
+        return Settings(**values)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         name = str(first["loc"][0])
@@ -306,7 +342,7 @@ def load(
 
 def field_names() -> dict[str, str]:
     """The fields by the names of their settings, as in outbox.toml."""
-    fields = (name for name in Settings.model_fields if name != "dsn_source")
+    fields = (name for name in Settings.model_fields if name not in INTERNAL_FIELDS)
     return {"schema" if name == "schema_name" else name: name for name in fields}
 
 

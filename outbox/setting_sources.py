@@ -69,14 +69,23 @@ def read_environment(
             continue
         if name in values:
             raise UsageError(f"{origins[name]} and {variable} are both set; keep one")
-        try:
-            values[name] = Path(env[variable]).read_text(encoding="utf-8").strip()
-        except (OSError, ValueError) as error:
-            raise UsageError(f"{variable}: {env[variable]}: {_unreadable_reason(error)}") from None
-        if not values[name]:
-            raise UsageError(f"{variable}: the file {env[variable]} is empty")
-        origins[name] = variable
+        values[name], origins[name] = read_secret(variable, env[variable]), variable
     return origins, values
+
+
+def read_secret(variable: str, path: str) -> str:
+    """Read the file that a variable OUTBOX_…_FILE names.
+
+    Raises:
+        UsageError: it is unreadable or empty.
+    """
+    try:
+        value = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{variable}: {path}: {_unreadable_reason(error)}") from None
+    if not value:
+        raise UsageError(f"{variable}: the file {path} is empty")
+    return value
 
 
 def read_file(

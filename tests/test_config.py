@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from outbox import setting_sources
-from outbox.config import Settings, load, secret_fields, variable_of
+from outbox.config import INTERNAL_FIELDS, Settings, load, secret_fields, variable_of
 from outbox.core.model.encryption_keys import format_key
 from outbox.errors import UsageError
 from outbox.web.address import Address
@@ -64,7 +64,7 @@ def test_every_field_has_a_variable_and_a_description() -> None:
         "log_format": "JSON",
         "log_level": "Debug",
     }
-    names = [name for name in Settings.model_fields if name != "dsn_source"]
+    names = [name for name in Settings.model_fields if name not in INTERNAL_FIELDS]
     env = {variable_of(name): values.get(name, "2") for name in names}
     settings = load(env=env)
     defaults = load(env={})

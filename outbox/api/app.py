@@ -88,7 +88,6 @@ class _RouteHandlers:
         limits: RateLimiter,
         clock: Callable[[], float],
     ) -> None:
-        self._settings = settings
         self._database = database
         self._authenticator = authenticator
         self._limits = limits
@@ -161,7 +160,7 @@ class _RouteHandlers:
                 call: Call[Any, Any] = Call(
                     caller,
                     connection,
-                    self._settings,
+                    self._database.settings,
                     path,
                     request.headers,
                     query,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.config import Settings
-    from outbox.store.connection.dsn import Dsn
+    from outbox.store.connection.current_settings import CurrentSettings
 
 APPLICATION_NAME = "outbox-admin"
 REQUESTS_MAX, LONG_MAX = 4, 2
@@ -54,16 +54,20 @@ SESSION_SETTINGS = {
 class Database:
     """Connections for requests; valid within `opened`."""
 
-    def __init__(self, dsn: Dsn, settings: Settings) -> None:
-        self._dsn = dsn
-        self._settings = settings
+    def __init__(self, current: CurrentSettings) -> None:
+        self._current = current
         self._requests: Any = None
         self._logins: Any = None
         self._long = asyncio.Semaphore(LONG_MAX)
 
     @property
+    def settings(self) -> Settings:
+        """The settings, with secrets as their files were read last."""
+        return self._current.settings
+
+    @property
     def schema(self) -> str:
-        return self._settings.schema_name
+        return self.settings.schema_name
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
@@ -117,7 +121,7 @@ class Database:
             max_inactive_connection_lifetime=IDLE_S,
             connect=self._connect,
             # Behind a pooler there is no session state to reset.
-            reset=_skip_reset if self._settings.pooled else reset,
+            reset=_skip_reset if self.settings.pooled else reset,
         )
         await pool
         try:
@@ -140,7 +144,7 @@ class Database:
                 f"respond, or {size_max} requests are already running; try again"
             ) from None
         try:
-            if self._settings.pooled:
+            if self.settings.pooled:
                 await require_unprotected(cast("Connection[Any]", connection))
             yield cast("Connection[Any]", connection)
         finally:
@@ -150,12 +154,14 @@ class Database:
                 await pool.release(connection, timeout=RELEASE_S)
 
     async def _connect(self, *_: Any, **__: Any) -> Connection[Any]:
-        return await connect_current(
-            self._dsn,
-            self._settings,
-            APPLICATION_NAME,
-            # Overrides application_name of the DSN, so that pg_stat_activity shows the API.
-            server_settings={**SESSION_SETTINGS, "application_name": APPLICATION_NAME},
+        return await self._current.log_in(
+            lambda address: connect_current(
+                address,
+                self.settings,
+                APPLICATION_NAME,
+                # Overrides application_name of the DSN, so that pg_stat_activity shows the API.
+                server_settings={**SESSION_SETTINGS, "application_name": APPLICATION_NAME},
+            )
         )
 
 

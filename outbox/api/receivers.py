@@ -32,7 +32,7 @@ from outbox.core.model.api_token import digest, is_fetch_token
 from outbox.core.model.headers import parse_lines
 from outbox.errors import NotFound
 from outbox.operations import fetch_tokens, lane_history
-from outbox.store.connection.secrets import CLEAR, Vault
+from outbox.store.connection.secrets import Vault
 from outbox.store.delivery.endpoints import read_endpoints, require_usable
 from outbox.web.loopback_hosts import is_loopback
 
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 
     from outbox.api.database import Database
     from outbox.api.login_failures import FailedLogins
-    from outbox.config import Settings
     from outbox.operations.fetch_tokens import Fetcher
     from outbox.operations.lane_history import FetchedDelivery, LaneHistory
+    from outbox.store.connection.current_settings import CurrentSettings
     from outbox.store.delivery.endpoints import Endpoint
     from outbox.web.address import Address
 
@@ -60,19 +60,18 @@ _CHALLENGE = {"WWW-Authenticate": 'Bearer realm="outbox"'}
 
 
 @asynccontextmanager
-async def running(settings: Settings, address: Address) -> AsyncIterator[Address]:
+async def running(current: CurrentSettings, address: Address) -> AsyncIterator[Address]:
     """Serve receivers while the context lasts; yields the bound address.
 
     Raises:
         CannotRun: the address cannot be bound.
     """
-    limits = RateLimiter(settings.api_rate_max, time.monotonic)
-    vault = Vault.from_settings(settings)
+    limits = RateLimiter(current.settings.api_rate_max, time.monotonic)
 
     def receivers(database: Database, failures: FailedLogins) -> web.Application:
-        return application(database, failures, limits, vault)
+        return application(database, failures, limits)
 
-    async with listening(settings, address, receivers) as at:
+    async with listening(current, address, receivers) as at:
         log.info("listening for receivers", url=at.url)
         if not is_loopback(address.host):
             log.warning(
@@ -86,12 +85,11 @@ def application(
     database: Database,
     failures: FailedLogins,
     limits: RateLimiter,
-    vault: Vault = CLEAR,
     *,
     clock: Callable[[], float] = time.time,
 ) -> web.Application:
     """Create the application; `clock` returns epoch seconds for signatures."""
-    receivers = _Receivers(database, failures, limits, vault, clock)
+    receivers = _Receivers(database, failures, limits, clock)
     app = web.Application(middlewares=[problem_middleware("no such path; see /v1/lanes")])
     app.router.add_get("/v1/lanes", receivers.handler(receivers.lanes))
     deliveries = "/v1/lanes/{lane}/deliveries"
@@ -108,11 +106,9 @@ class _Receivers:
         database: Database,
         failures: FailedLogins,
         limits: RateLimiter,
-        vault: Vault,
         clock: Callable[[], float],
     ) -> None:
         self._database = database
-        self._vault = vault
         self._failures = failures
         self._limits = limits
         self._slots = RequestSlots()
@@ -188,7 +184,8 @@ class _Receivers:
         return _item(lane, found, endpoint, self._clock())
 
     async def _read_endpoint(self, connection: Connection[Any], fetcher: Fetcher) -> Endpoint:
-        endpoints = await read_endpoints(connection, [fetcher.endpoint_id], self._vault)
+        vault = Vault.from_settings(self._database.settings)
+        endpoints = await read_endpoints(connection, [fetcher.endpoint_id], vault)
         if not endpoints:
             raise NotFound("the endpoint is removed")
         require_usable(endpoints[0])

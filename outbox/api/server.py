@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from outbox.store.connection import dsn
 from outbox.web.serving import serving
 
 if TYPE_CHECKING:
@@ -18,14 +17,14 @@ if TYPE_CHECKING:
 
     from outbox.api.database import Database
     from outbox.api.login_failures import FailedLogins
-    from outbox.config import Settings
+    from outbox.store.connection.current_settings import CurrentSettings
     from outbox.web.address import Address
 
 log = structlog.get_logger("outbox.api")
 
 
 @asynccontextmanager
-async def running(settings: Settings, address: Address) -> AsyncIterator[Address]:
+async def running(current: CurrentSettings, address: Address) -> AsyncIterator[Address]:
     """Serve the API while the context lasts; yields the bound address.
 
     Raises:
@@ -36,9 +35,9 @@ async def running(settings: Settings, address: Address) -> AsyncIterator[Address
     from outbox.web.loopback_hosts import is_loopback
 
     def api(database: Database, failures: FailedLogins) -> web.Application:
-        return application(settings, address, database, failures)
+        return application(current.settings, address, database, failures)
 
-    async with listening(settings, address, api) as at:
+    async with listening(current, address, api) as at:
         log.info("the API listens", url=at.url)
         if not is_loopback(address.host):
             log.warning(
@@ -50,7 +49,7 @@ async def running(settings: Settings, address: Address) -> AsyncIterator[Address
 
 @asynccontextmanager
 async def listening(
-    settings: Settings,
+    current: CurrentSettings,
     address: Address,
     make: Callable[[Database, FailedLogins], web.Application],
 ) -> AsyncIterator[Address]:
@@ -62,7 +61,7 @@ async def listening(
     from outbox.api.database import Database
     from outbox.api.login_failures import FailedLogins
 
-    database = Database(dsn.from_settings(settings), settings)
+    database = Database(current)
     failures = FailedLogins(database)
     async with database.opened():
         writing = asyncio.ensure_future(failures.run())

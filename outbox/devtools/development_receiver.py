@@ -35,6 +35,7 @@ from outbox.receiver.inbox.inbox import Inbox
 from outbox.receiver.inbox.memory import MemoryDatabase
 from outbox.receiver.lane_order import OrderKind, SequenceState
 from outbox.receiver.proxy import describe_status
+from outbox.receiver.requests import unverified
 from outbox.receiver.verification import parse_signed
 from outbox.web.address import Address
 from outbox.web.serving import serving
@@ -246,7 +247,8 @@ class DevelopmentReceiver:
             headers = {name.lower(): value for name, value in request.headers.items()}
             messages = parse_signed(headers, body, self._prefix, signed, self.secrets)
         except SignatureError as error:
-            return self._reject(401, str(error))
+            response = unverified(error)
+            return self._reject(response.status, response.text, response.headers)
         except ValueError as error:
             return self._reject(400, str(error))
         fault, late = self._draw_fault()
@@ -300,9 +302,11 @@ class DevelopmentReceiver:
         status = 200 if fault is None else _STATUS[fault]
         return HandledRequest(outcome, status, message, observation, fault)
 
-    def _reject(self, status: int, reason: str) -> web.Response:
+    def _reject(
+        self, status: int, reason: str, headers: tuple[tuple[str, str], ...] = ()
+    ) -> web.Response:
         self._count(HandledRequest(HandledOutcome.REJECTED, status, reason=reason))
-        return web.Response(status=status, text=f"{reason}\n")
+        return web.Response(status=status, text=f"{reason}\n", headers=dict(headers))
 
     def _count(self, handled: HandledRequest) -> None:
         self._outcomes[handled.outcome] += 1

@@ -13,7 +13,7 @@ from annotated_types import Ge, Gt, Le
 
 from outbox.api.problem import ProblemKind
 from outbox.cli.main import PROGRAM, cli
-from outbox.config import Settings, secret_fields, variable_of
+from outbox.config import INTERNAL_FIELDS, Settings, secret_fields, variable_of
 from outbox.core.model.dead_letter_reason import DeadLetterReason
 from outbox.core.model.setting_types import OTHERS
 from outbox.docs import schema_page
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 REFERENCE = Path(__file__).parent / "reference"
 HELP_WIDTH = 100
-INTERNAL_SETTINGS = {"dsn_source"}
 
 COMMANDS_HEAD = """\
 # Command line
@@ -43,8 +42,11 @@ SETTINGS_HEAD = """\
 # Settings
 
 Flags, then `OUTBOX_*` variables, then `outbox.toml`. A secret can also be read from a file:
-`OUTBOX_DSN_FILE` is the path of a file with the DSN. In `outbox.toml` a setting has the name of its
-variable in lower case, without `outbox_`. The [command line](command-line.md) has the flags.
+`OUTBOX_DSN_FILE` is the path of a file with the DSN, which is [read again][rotate] after a
+rotation. In `outbox.toml` a setting has the name of its variable in lower case, without `outbox_`.
+The [command line](command-line.md) has the flags.
+
+[rotate]: ../howto/encrypt-secrets.md#rotate-a-password-or-a-key
 
 An unknown `OUTBOX_*` variable is an error, except those that Kubernetes sets for a Service
 (`OUTBOX_SERVICE_HOST`, `OUTBOX_PORT=tcp://…`). An `outbox.toml` in the working directory is
@@ -160,7 +162,7 @@ def _command_sections(
 
 def settings_page() -> str:
     """The settings as Markdown."""
-    shown = [item for item in Settings.model_fields.items() if item[0] not in INTERNAL_SETTINGS]
+    shown = [item for item in Settings.model_fields.items() if item[0] not in INTERNAL_FIELDS]
     return SETTINGS_HEAD + "".join(_setting_row(*item) + "\n" for item in shown) + SETTINGS_FOOT
 
 

@@ -23,6 +23,7 @@ from outbox.relay.cluster.connections import Connections
 from outbox.relay.delivery.telemetry import DeliveryTelemetry
 from outbox.relay.relay import Relay
 from outbox.store.connection import dsn
+from outbox.store.connection.current_settings import CurrentSettings
 from outbox.telemetry.exposition_cache import ExpositionCache
 from outbox.telemetry.meters import Meters
 from outbox.telemetry.prometheus import PrometheusRenderer
@@ -62,6 +63,7 @@ async def hosted_relay(
         OutboxError: the DSN is invalid, or an address cannot be bound.
     """
     address = dsn.from_settings(settings)
+    current = CurrentSettings(settings, address)
     for warning in (*address.warnings, *network_warnings(SETTING, settings.allow_networks)):
         warn(warning)
     async with AsyncExitStack() as stack:
@@ -72,9 +74,8 @@ async def hosted_relay(
         stack.push_async_callback(brokers.aclose)
         meters = Meters(time.time(), settings.metrics_endpoints_max)
         relay = Relay(
-            settings,
             transport,
-            Connections(address, settings),
+            Connections(current),
             name=name,
             telemetry=DeliveryTelemetry(meters, telemetry.tracing),
             brokers=brokers.connect,
@@ -86,12 +87,12 @@ async def hosted_relay(
             )
             log.info("health and metrics", url=where.url)
         if settings.admin is not None:
-            await stack.enter_async_context(admin(settings, settings.admin))
+            await stack.enter_async_context(admin(current, settings.admin))
         if settings.receivers is not None:
             # Imported here, because most relays have no receivers' listener.
             from outbox.api import receivers
 
-            await stack.enter_async_context(receivers.running(settings, settings.receivers))
+            await stack.enter_async_context(receivers.running(current, settings.receivers))
         yield relay
 
 

@@ -45,10 +45,12 @@ SELECT {_COLUMNS}
  ORDER BY id LIMIT $3
 """  # noqa: S608 (constants only)
 
-# By the unique index of hashes.  `stale`: last_used_at is older than a minute.
+# By the unique index of hashes.  `stale`: last_used_at is older than a minute, or in
+# the future, by a clock that was wrong.
 FIND_TOKEN = f"""
 SELECT {_COLUMNS}, hash,
-       last_used_at IS NULL OR last_used_at < clock_timestamp() - interval '1 minute' AS stale
+       coalesce(last_used_at NOT BETWEEN clock_timestamp() - interval '1 minute'
+                                      AND clock_timestamp(), true) AS stale
   FROM token WHERE hash = $1
 """  # noqa: S608 (constants only)
 
@@ -58,7 +60,8 @@ NOTE_USE = WriteStatement(
     """
 UPDATE token SET last_used_at = clock_timestamp()
  WHERE id = $1
-   AND (last_used_at IS NULL OR last_used_at < clock_timestamp() - interval '1 minute')
+   AND coalesce(last_used_at NOT BETWEEN clock_timestamp() - interval '1 minute'
+                                     AND clock_timestamp(), true)
 """,
 )
 

@@ -70,10 +70,12 @@ SELECT abort_unless((SELECT count(*) FROM revoked) = $2)
 """,
 )
 
-# The endpoint of a token, unless it is removed.  `stale`: last_used_at is older than a minute.
+# The endpoint of a token, unless it is removed.  `stale`: last_used_at is older than a minute, or
+# in the future, by a clock that was wrong.
 FIND_TOKEN = """
 SELECT t.id, t.endpoint_id, e.name, t.hash,
-       t.last_used_at IS NULL OR t.last_used_at < clock_timestamp() - interval '1 minute' AS stale
+       coalesce(t.last_used_at NOT BETWEEN clock_timestamp() - interval '1 minute'
+                                      AND clock_timestamp(), true) AS stale
   FROM fetch_token t JOIN endpoint e ON e.id = t.endpoint_id AND e.state <> 'removed'
  WHERE t.hash = $1 AND (t.expires_at IS NULL OR t.expires_at > clock_timestamp())
 """  # noqa: S105
@@ -83,7 +85,8 @@ NOTE_USE = WriteStatement(
     """
 UPDATE fetch_token SET last_used_at = clock_timestamp()
  WHERE id = $1
-   AND (last_used_at IS NULL OR last_used_at < clock_timestamp() - interval '1 minute')
+   AND coalesce(last_used_at NOT BETWEEN clock_timestamp() - interval '1 minute'
+                                     AND clock_timestamp(), true)
 """,
 )
 

@@ -41,7 +41,8 @@ SELECT {subject} AS endpoint_id,
        sum(h.successes)::bigint AS successes, sum(h.failures)::bigint AS failures,
        ARRAY[{_LATENCIES}] AS latencies
   FROM delivery_history h
- WHERE h.endpoint_id = ANY ($1::uuid[]) AND h.began_at > clock_timestamp() - interval '24 hours'
+ WHERE h.endpoint_id = ANY ($1::uuid[])
+   AND h.began_at BETWEEN clock_timestamp() - interval '24 hours' AND clock_timestamp()
  GROUP BY 1, 2 ORDER BY 1, 2
 """  # noqa: S608 (constants only)
 

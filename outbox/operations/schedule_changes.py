@@ -18,6 +18,7 @@ import asyncpg
 import orjson
 
 from outbox.core.schedules.cron import Cron
+from outbox.core.schedules.schedule import ticks_from
 from outbox.drivers.errors import NOT_STORED
 from outbox.errors import Conflict, EventSuppressed, UsageError
 from outbox.operations.schedules import read_schedule, schedule_not_found
@@ -263,13 +264,9 @@ async def _read_back(db: Any, _: UUID, name: str) -> Schedule:
 
 
 async def _ticks_from(change: Change, row: Record | None) -> datetime:
-    """The time to compute the next run from: now, but not before the last published run.
-
-    The clock may have been set back.
-    """
+    """The time to compute the next run from."""
     now: datetime = await change.db.fetchval(READ_NOW)
-    last_at: datetime | None = row and row["last_at"]
-    return now if last_at is None else max(now, last_at)
+    return ticks_from(row and row["last_at"], now)
 
 
 async def _find(change: Change, names: Sequence[str]) -> list[Record]:

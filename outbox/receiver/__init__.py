@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         RepeatedHeader,
         SignatureError,
         SignatureMismatch,
+        TimestampRefused,
         TimestampTooNew,
         TimestampTooOld,
     )
@@ -57,6 +58,7 @@ _MODULES = {
         "RepeatedHeader",
         "SignatureError",
         "SignatureMismatch",
+        "TimestampRefused",
         "TimestampTooNew",
         "TimestampTooOld",
     ),
@@ -105,6 +107,7 @@ __all__ = [
     "StopReason",
     "StreamReceiver",
     "StreamUnavailable",
+    "TimestampRefused",
     "TimestampTooNew",
     "TimestampTooOld",
     "UnreadablePayload",

@@ -34,6 +34,7 @@ from outbox.receiver.requests import (
     put_off,
     rejected,
     too_large,
+    unverified,
 )
 from outbox.receiver.verification import Verified, Verifier
 
@@ -151,7 +152,7 @@ class ReceiverRules:
             fetched: see `Verifier.verify`.
 
         Returns:
-            The verified request, or the 4xx response that rejects it.
+            The verified request, or the response that rejects it.
         """
         if request.method != "POST":
             return not_post()
@@ -160,7 +161,7 @@ class ReceiverRules:
         try:
             verified = self.verifier.verify(request.headers, request.body, fetched=fetched)
         except SignatureError as error:
-            return rejected(401, str(error))
+            return unverified(error)
         except BadMessage as error:
             return rejected(400, str(error))
         if not verified.messages and self.foreign is None:

@@ -8,6 +8,7 @@
 | 422 | refused by a handler, no handler, or sequence number of another delivery | dead letter |
 | 500 | a handler or the receiver failed | retried |
 | 503 | overloaded, no database, or earlier deliveries missing | retried after Retry-After |
+| 503, `X-Refused: timestamp` | valid signature, time not tolerated | signed and sent again |
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from outbox.core.delivery.signature import REFUSED_TIMESTAMP, TimestampRefused
+
 if TYPE_CHECKING:
+    from outbox.core.delivery.signature import SignatureError
     from outbox.receiver.verification import Headers
 
 DELIVERY_BODY_BYTES_MAX = 1024 * 1024
@@ -73,8 +77,18 @@ class Response:
 
 
 def rejected(status: int, reason: str, *headers: tuple[str, str]) -> Response:
-    """Build a 4xx response for a request that is not a valid delivery."""
+    """Build a response for a request that is not a valid delivery."""
     return Response(RequestOutcome.REJECTED, status, reason, headers)
+
+
+def unverified(error: SignatureError) -> Response:
+    """Build the 401 response, or 503 if the signature is valid and only its time is not tolerated.
+
+    A forged request must not get a status that makes its sender keep and repeat it.
+    """
+    if isinstance(error, TimestampRefused):
+        return rejected(503, str(error), REFUSED_TIMESTAMP)
+    return rejected(401, str(error))
 
 
 def put_off(reason: str, retry_after_s: int) -> Response:

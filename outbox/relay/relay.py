@@ -12,7 +12,7 @@ import asyncpg
 import structlog
 
 from outbox.errors import DatabaseUnavailable, OutboxError
-from outbox.relay.cluster.lease_clock import steady
+from outbox.relay.cluster.lease_clock import steady, wall
 from outbox.relay.delivery.telemetry import DeliveryTelemetry
 from outbox.relay.session import Session
 from outbox.relay.session_state import Readiness
@@ -29,7 +29,6 @@ from outbox.version import __version__
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from outbox.config import Settings
     from outbox.destinations.broker import BrokerFactory
     from outbox.destinations.interface import Transport
     from outbox.relay.cluster.connections import Connections
@@ -51,8 +50,10 @@ class Relay:
 
     Args:
         transport: shared by all sessions; the caller closes it.
+        connections: they have the settings, whose secrets are read again for each session.
         name: the replica's name; default: host and process id.
         clock: monotonic seconds that include the time in which the machine is suspended.
+        wall: this machine's clock in epoch seconds, for comparison with the database's.
         rng: the source of the jitter of retries and probes.
         telemetry: receives logs, metrics and traces of deliveries.
         brokers: makes the brokers of endpoints; None: there are only HTTP receivers.
@@ -62,18 +63,17 @@ class Relay:
 
     def __init__(
         self,
-        settings: Settings,
         transport: Transport,
         connections: Connections,
         *,
         name: str | None = None,
         clock: Callable[[], float] = steady,
+        wall: Callable[[], float] = wall,
         rng: random.Random | None = None,
         telemetry: DeliveryTelemetry | None = None,
         brokers: BrokerFactory | None = None,
         wait_for_database: bool = False,
     ) -> None:
-        self._settings = settings
         self._transport = transport
         self._brokers = brokers
         self._connections = connections
@@ -90,6 +90,7 @@ class Relay:
         # Why there is no session.
         self._down_reason = "it has not reached the database yet"
         self._clock = clock
+        self._wall = wall
         self._rng = rng or random.Random()  # noqa: S311 (jitter needs no secrecy)
         self._stop = asyncio.Event()
 
@@ -129,7 +130,7 @@ class Relay:
         delay_s = RETRY_MIN_S
         while not self._stop.is_set():
             session = Session(
-                self._settings,
+                self._connections.reread_secrets(),
                 self._transport,
                 self._brokers,
                 self._connections,
@@ -137,6 +138,7 @@ class Relay:
                 __version__,
                 former=self._former,
                 clock=self._clock,
+                wall=self._wall,
                 rng=self._rng,
                 telemetry=self._telemetry,
                 on_registered=self._mark_registered,

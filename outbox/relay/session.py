@@ -44,6 +44,7 @@ class Session:
     Args:
         former: labels of this process's earlier replicas, see `Registration`.
         clock: steady seconds for the lease; wall-clock time comes from the database.
+        wall: this machine's clock in epoch seconds, for comparison with the database's.
         rng: the source of the label, and of the jitter of retries and probes.
         telemetry: receives logs, metrics and traces of deliveries.
         on_registered: called after the registration.
@@ -59,6 +60,7 @@ class Session:
         version: str,
         former: list[str],
         clock: Callable[[], float],
+        wall: Callable[[], float],
         rng: random.Random,
         telemetry: DeliveryTelemetry,
         on_registered: Callable[[], object],
@@ -69,6 +71,7 @@ class Session:
         self._connections = connections
         self._opened = SessionConnections(connections)
         self._clock = clock
+        self._wall = wall
         self._rng = rng
         self._telemetry = telemetry
         self._on_registered = on_registered
@@ -106,7 +109,8 @@ class Session:
         log.info("replica registered", replica=me, lease_s=settings.lease_s)
         parts = build_session(
             settings, registered, self._connections, self._transport,
-            self._brokers, self._vault, self._telemetry, self._clock, self._rng,
+            self._brokers, self._vault, self._telemetry, self._clock, self._wall,
+            self._rng,
         )  # fmt: skip
         self._telemetry.meters.begin()
         self.running = parts.running

@@ -16,6 +16,7 @@ from outbox.core.admission.adaptive_scheduler import AdaptiveRequestScheduler
 from outbox.core.cluster.database_clock import DatabaseClock
 from outbox.core.cluster.lease import Lease
 from outbox.core.cluster.observed_time import Odometer
+from outbox.core.delivery.signing_clock import ClockDifference
 from outbox.core.sequencing.batch_notifications import READ_BATCHES
 from outbox.relay.cluster.lease_renewal import keep_lease
 from outbox.relay.cluster.listener import Listener
@@ -75,12 +76,14 @@ def build_session(
     vault: Vault,
     telemetry: DeliveryTelemetry,
     clock: Callable[[], float],
+    wall: Callable[[], float],
     rng: random.Random,
 ) -> SessionParts:
     """Wire the parts of a registered replica.
 
     Args:
         clock: seconds of the steady clock; wall-clock time comes from the database.
+        wall: this machine's clock in epoch seconds, for comparison with the database's.
         rng: the source of the jitter of retries and probes.
     """
     me, here, workers = registered.replica_id, registered.timeline, registered.workers
@@ -92,6 +95,7 @@ def build_session(
     time = DatabaseClock(reading.now, registered.asked_at, clock())
     odometer = Odometer()
     odometer.update(reading.observed_s, reading.marks)
+    clocks = ClockDifference()
 
     records = stores.records(workers.records, me, here)
     sequencing = stores.sequencing(workers.cursor, here)
@@ -105,6 +109,15 @@ def build_session(
     def now() -> float:
         return time.now(clock())
 
+    def compare_clocks() -> None:
+        if clocks.measure(wall(), now()):
+            if clocks.matters:
+                ahead_s = round(clocks.ahead_s)
+                log.warning("the clocks of relay and database differ", ahead_s=ahead_s)
+            else:
+                log.info("the clocks of relay and database agree again")
+
+    compare_clocks()
     published, wake_ownership, wake_supervisor = WakeEvent(), WakeEvent(), WakeEvent()
     recorder = Recorder(
         records,
@@ -128,6 +141,7 @@ def build_session(
         rng=rng,
         telemetry=telemetry,
         brokers=brokers,
+        clocks=clocks,
     )
     replicas, lanes = stores.replicas(workers.control, here), stores.lanes(workers.control, vault)
     feed = BatchFeed(
@@ -156,7 +170,11 @@ def build_session(
         clock=clock,
         telemetry=telemetry,
     )
-    schedule_runner = ScheduleRunner(stores.schedule_runs(workers.schedules, me), settings.poll_s)
+    schedule_runner = ScheduleRunner(
+        stores.schedule_runs(workers.schedules, me),
+        stores.put_off(workers.schedules, me),
+        settings.poll_s,
+    )
 
     def lead(leads: bool) -> None:
         listener.listen_to_producers(wanted=leads)
@@ -215,6 +233,9 @@ def build_session(
         if abs(moved_s) >= CLOCK_JUMP_S:
             log.warning("database clock jumped", by_s=round(moved_s, 3))
             dispatcher.clock_jumped()
+            if moved_s < 0:
+                schedule_runner.clock_set_back()
+        compare_clocks()
 
     background = [
         watchdog.run(),
@@ -246,6 +267,8 @@ def build_session(
         dispatcher,
         ownership,
         sequencer,
-        RunningSession(settings, dispatcher, sequencer, supervisor, watchdog, lease_left_s, now),
+        RunningSession(
+            settings, dispatcher, sequencer, supervisor, watchdog, clocks, lease_left_s, now
+        ),
         background,
     )

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from outbox.config import Settings
+    from outbox.core.delivery.signing_clock import ClockDifference
     from outbox.relay.cluster.watchdog import Watchdog
     from outbox.relay.delivery.dispatcher import Dispatcher
     from outbox.relay.delivery.endpoint_supervisor import EndpointSupervisor
@@ -54,6 +55,7 @@ class RunningSession:
     sequencer: Sequencer
     supervisor: EndpointSupervisor
     watchdog: Watchdog
+    clocks: ClockDifference
     lease_left_s: Callable[[], float]
     now: Callable[[], float]
     """Epoch seconds, by the database's clock."""
@@ -82,6 +84,9 @@ class RunningSession:
             return Readiness(
                 ready=True, reason=f"{found} missing or superfluous; see outbox doctor"
             )
+        if self.clocks.matters:
+            # Ready: every relay sees the same clock of the database.
+            return Readiness(ready=True, reason=f"{self.clocks.describe()}; see outbox doctor")
         return Readiness(ready=True)
 
     async def gauges(self, meters: Meters) -> dict[Metric, Series]:

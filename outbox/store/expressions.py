@@ -16,6 +16,12 @@ PAYLOAD_BYTES = "coalesce(body, convert_to(payload::text, 'UTF8'))"
 """The bytes of a payload, JSON or not; NULL: the event was erased."""
 PAYLOAD_SIZE = "coalesce(octet_length(body), octet_length(payload::text))"
 """Their number."""
+LEASE_RUNS = """expires_at BETWEEN clock_timestamp()
+                              AND clock_timestamp() + make_interval(secs => 2 * lease_s)"""
+"""Whether the lease of a replica runs.
+
+One that ends later than a lease can was renewed by a clock that has been set back, and a living
+replica renews it soon; twice its length, for small steps back."""
 
 
 def epoch_s(column: str) -> str:

@@ -108,7 +108,9 @@ PUBLISH_LAGGING = WriteStatement(
 WITH report AS MATERIALIZED (
     SELECT FROM lag_report
      WHERE NOT lagging
-       AND (lagging_at IS NULL OR lagging_at < clock_timestamp() - make_interval(secs => $3))
+       AND (lagging_at IS NULL
+            OR lagging_at NOT BETWEEN clock_timestamp() - make_interval(secs => $3)
+                                  AND clock_timestamp())
        AND EXISTS (SELECT FROM cursor
                     WHERE (writer = $1 OR $5::text IS NOT NULL)
                       AND ($4::bigint IS NULL OR server_timeline() = $4))

@@ -25,6 +25,7 @@ from outbox.relay.cluster.connections import Connections
 from outbox.relay.relay import Relay
 from outbox.store.connection import dsn as addresses
 from outbox.store.connection.connect import connect, map_errors
+from outbox.store.connection.current_settings import CurrentSettings
 from outbox.store.connection.schema_status import require_current
 from outbox.testing.receivers import InProcessTransport, LocalEndpoint
 
@@ -242,9 +243,8 @@ async def _deliver(
             last_dead = await connection.fetchval(READ_LAST_DEAD)
             transport = InProcessTransport(endpoints, receivers, run_blocking)
             relay = Relay(
-                settings,
                 transport,
-                Connections(address, settings),
+                Connections(CurrentSettings(settings, address)),
                 name="deliver_now",
                 rng=_LatestRetry(),
             )

@@ -18,12 +18,21 @@ var (
 	// ErrTimestampTooOld: signed longer ago than tolerated; a replayed request, or the clocks differ.
 	ErrTimestampTooOld = errors.New("the signature is too old")
 	// ErrTimestampTooNew: signed further in the future than tolerated; the clocks differ.
+	// The signature itself is valid; see [IsTimestampRefused].
 	ErrTimestampTooNew = errors.New("the signature is from the future")
 	// ErrSignatureMismatch: another secret, or a body or a header was changed.
 	ErrSignatureMismatch = errors.New("no signature matches")
 )
 
-// SignatureError reports a request without a valid, recent signature: 401.
+// IsTimestampRefused reports whether the signature of a request is valid and only its time is not
+// tolerated.  The response is then 503 with X-Refused: timestamp, because the sender signs each
+// attempt anew.
+func IsTimestampRefused(err error) bool {
+	return errors.Is(err, ErrTimestampTooOld) || errors.Is(err, ErrTimestampTooNew)
+}
+
+// SignatureError reports a request without a valid, recent signature: 401, or 503 if
+// [IsTimestampRefused].
 //
 // Its text is one line without secrets, and may be sent to the sender.
 type SignatureError struct {

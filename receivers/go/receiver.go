@@ -293,7 +293,7 @@ func (r *Receiver) release() {
 	r.inFlight--
 }
 
-// read verifies a request, and returns it or the 4xx response that rejects it.
+// read verifies a request, and returns it or the response that rejects it.
 func (r *Receiver) read(request Request, fetched bool) (*Verified, *Response) {
 	if request.Method != http.MethodPost {
 		return nil, notPost()
@@ -307,7 +307,7 @@ func (r *Receiver) read(request Request, fetched bool) (*Verified, *Response) {
 		return nil, rejected(http.StatusBadRequest, bad.Error())
 	}
 	if err != nil {
-		return nil, rejected(http.StatusUnauthorized, err.Error())
+		return nil, unverified(err)
 	}
 	if len(verified.Messages) == 0 {
 		prefix := r.verifier.prefixes[0]

@@ -189,6 +189,11 @@ func TestHTTP(t *testing.T) {
 	}
 	foreign := http.Header{}
 	foreign.Set(idHeader, "msg_1")
+	sign(foreign, []byte("{}"), testTime.Add(-time.Hour))
+	if response := send(http.MethodPost, strings.NewReader("{}"), foreign); response.StatusCode != 503 ||
+		response.Header.Get("X-Refused") != "timestamp" {
+		t.Error(response)
+	}
 	sign(foreign, []byte("{}"), testTime)
 	if response := send(http.MethodPost, strings.NewReader("{}"), foreign); response.StatusCode != 400 {
 		t.Error(response)

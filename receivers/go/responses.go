@@ -12,6 +12,7 @@ const (
 	busyRetryAfter        = time.Second
 	unavailableRetryAfter = 5 * time.Second
 	acceptedThroughHeader = "X-Accepted-Through"
+	refusedHeader         = "X-Refused"
 	lineCharactersMax     = 500
 )
 
@@ -36,7 +37,8 @@ const (
 	// OutcomeConflict: 422, its sequence number was used by another delivery.
 	OutcomeConflict Outcome = "conflict"
 	// OutcomeRejected: 400, 401, 405 or 413: no valid signature, headers and body disagree, not a
-	// POST, or too large.
+	// POST, or too large; 503 with X-Refused: timestamp if only the time of the signature is not
+	// tolerated.
 	OutcomeRejected Outcome = "rejected"
 	// OutcomeRefused: 422, a handler returned [Refuse].
 	OutcomeRefused Outcome = "refused"
@@ -49,7 +51,8 @@ const (
 
 // Response is the HTTP response to a request.
 //
-// A relay makes a dead letter of 400, 401, 405, 413 and 422, and retries 500 and 503.
+// A relay makes a dead letter of 400, 401, 405, 413 and 422, and retries 500 and 503.  It signs each
+// attempt anew, so a request whose time was not tolerated may be accepted later.
 type Response struct {
 	Outcome Outcome
 	Status  int
@@ -72,6 +75,17 @@ func newResponse(outcome Outcome, status int, text string) Response {
 func rejected(status int, reason string) *Response {
 	response := newResponse(OutcomeRejected, status, reason)
 	return &response
+}
+
+// unverified returns the 401 response, or 503 if the signature is valid and only its time is not
+// tolerated.  A forged request must not get a status that makes its sender keep and repeat it.
+func unverified(err error) *Response {
+	if !IsTimestampRefused(err) {
+		return rejected(http.StatusUnauthorized, err.Error())
+	}
+	response := rejected(http.StatusServiceUnavailable, err.Error())
+	response.Header.Set(refusedHeader, "timestamp")
+	return response
 }
 
 func notPost() *Response {

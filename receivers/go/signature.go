@@ -74,11 +74,12 @@ func verifyBody(headers map[string]string, body []byte, keys []*verificationKey,
 		return signedRequest{}, headerError(ErrMalformedHeader, timestampHeader,
 			"is not a number of epoch seconds")
 	}
-	if err := checkAge(time.Unix(timestamp, 0), now, tolerance); err != nil {
-		return signedRequest{}, err
-	}
 	signed := append([]byte(id+"."+text+"."), body...)
 	if err := requireMatch(signed, candidates, keys); err != nil {
+		return signedRequest{}, err
+	}
+	// Last, so that the error of a time shows that the request has a valid signature.
+	if err := checkAge(time.Unix(timestamp, 0), now, tolerance); err != nil {
 		return signedRequest{}, err
 	}
 	return signedRequest{id: id, timestamp: timestamp}, nil

@@ -71,6 +71,10 @@ func TestSignatureAge(t *testing.T) {
 		if _, err := v.Verify(request.Header, request.Body); !errors.Is(err, cause) {
 			t.Errorf("%s: %v, not %v", offset, err, cause)
 		}
+		// A forged request is not refused for its time: its sender would keep and repeat it.
+		if _, err := v.Verify(request.Header, []byte("{}")); !errors.Is(err, ErrSignatureMismatch) {
+			t.Errorf("%s, forged: %v", offset, err)
+		}
 	}
 }
 

@@ -18,13 +18,12 @@ from outbox.api.problem import DATABASE_UNAVAILABLE, SCHEMA_MISSING
 from outbox.api.route import PAYLOAD_BODY_BYTES_MAX
 from outbox.errors import CannotRun
 from outbox.operations import api_tokens, erase, status
-from outbox.store.connection import dsn
 from outbox.web import loopback_hosts
 from outbox.web.address import Address
 from outbox.web.serving import serving as listening
 from tests.support.api import Api, make_token, serving
 from tests.support.pgbouncer import find_the_schema, pgbouncer
-from tests.support.relay import fetchval, settings_for
+from tests.support.relay import current, fetchval, settings_for
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ async def test_an_expired_token_is_rejected(database: Database, client: Api) -> 
 async def test_a_revoked_token_is_rejected_when_the_cache_expires(database: Database) -> None:
     now = 100.0
     settings = settings_for(database, dsn_source="test")
-    connections = Connections(dsn.from_settings(settings), settings)
+    connections = Connections(current(settings))
     failed = FailedLogins(connections)
     app = application(settings, Address("127.0.0.1", 0), connections, failed, clock=lambda: now)
     secret = await make_token(database, "gone")
@@ -152,7 +151,7 @@ async def test_failed_logins_are_one_journal_entry(
 
 async def test_failed_logins_name_a_few_addresses_and_count_the_others(database: Database) -> None:
     settings = settings_for(database, dsn_source="test")
-    connections = Connections(dsn.from_settings(settings), settings)
+    connections = Connections(current(settings))
     failed = FailedLogins(connections)
     for n in range(100):
         failed.record_failure(f"10.0.0.{n}", "the token is unknown")
@@ -500,7 +499,7 @@ async def test_a_statement_that_takes_too_long_is_cancelled(
 
 async def test_sessions_have_time_outs(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = settings_for(database, dsn_source="test")
-    connections = Connections(dsn.from_settings(settings), settings)
+    connections = Connections(current(settings))
     async with connections.opened(), connections.connection() as db:
         assert await db.fetchval("SHOW statement_timeout") == "30s"
         assert await db.fetchval("SHOW lock_timeout") == "10s"

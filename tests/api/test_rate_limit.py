@@ -17,11 +17,10 @@ from outbox.api.rate_limit import FAILURES, RateLimiter
 from outbox.core.model.api_token import digest
 from outbox.operations import api_tokens, fetch_tokens
 from outbox.receiver import fetch as fetching
-from outbox.store.connection import dsn
 from outbox.web.address import Address
 from outbox.web.serving import serving
 from tests.support.api import Api, make_token
-from tests.support.relay import add_endpoint, settings_for
+from tests.support.relay import add_endpoint, current, settings_for
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -61,7 +60,7 @@ class Asked:
 @asynccontextmanager
 async def api_of(database: Database, clock: Clock, **options: Any) -> AsyncIterator[Api]:
     settings = settings_for(database, dsn_source="test", **options)
-    connections = Connections(dsn.from_settings(settings), settings)
+    connections = Connections(current(settings))
     app = application(settings, HERE, connections, FailedLogins(connections), clock=clock)
     async with (
         connections.opened(),
@@ -133,7 +132,7 @@ async def test_the_receiver_listener_has_the_same_limits(
     async with database.connection(server_settings={"search_path": "relay"}) as db:
         token = (await fetch_tokens.add_fetch_token(db, "relay", "shop", actor="test")).token
     settings = settings_for(database, dsn_source="test")
-    connections = Connections(dsn.from_settings(settings), settings)
+    connections = Connections(current(settings))
     app = receivers.application(connections, FailedLogins(connections), RateLimiter(2, clock))
     async with (
         connections.opened(),
@@ -175,7 +174,7 @@ async def test_a_receiver_over_its_limit_waits_and_continues(
     async with database.connection(server_settings={"search_path": "relay"}) as db:
         token = (await fetch_tokens.add_fetch_token(db, "relay", "shop", actor="test")).token
     settings = settings_for(database, dsn_source="test")
-    connections = Connections(dsn.from_settings(settings), settings)
+    connections = Connections(current(settings))
     app = receivers.application(connections, FailedLogins(connections), RateLimiter(1, clock))
     async with connections.opened(), serving(app, HERE) as at:
         fetch = fetching.FetchClient(at.url, token)

@@ -20,6 +20,7 @@ from tests.support.relay import (
     Network,
     add_endpoint,
     all_ended,
+    current,
     fetchval,
     publish,
     remove_events,
@@ -59,8 +60,9 @@ class Client:
 
 @asynccontextmanager
 async def listening(database: Database, token: str) -> AsyncIterator[Client]:
+    given = settings_for(database, dsn_source="test")
     async with (
-        receivers.running(settings_for(database, dsn_source="test"), Address("127.0.0.1", 0)) as at,
+        receivers.running(current(given), Address("127.0.0.1", 0)) as at,
         aiohttp.ClientSession() as session,
     ):
         yield Client(session, at.url.rstrip("/"), token)

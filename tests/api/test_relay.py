@@ -18,6 +18,7 @@ from tests.support.relay import (
     Network,
     add_endpoint,
     all_ended,
+    current,
     fetchval,
     publish,
     running,
@@ -76,7 +77,7 @@ def test_an_invalid_address_is_reported_with_its_setting() -> None:
 async def test_a_failing_task_ends_the_server_with_its_error(database: Database) -> None:
     settings = settings_for(database, dsn_source="test")
     with pytest.raises(UsageError, match="no"):
-        async with server.running(settings, Address("127.0.0.1", 0)):
+        async with server.running(current(settings), Address("127.0.0.1", 0)):
             raise UsageError("no")
 
 
@@ -117,5 +118,5 @@ async def test_deliveries_continue_while_api_requests_use_the_database(
         assert {task.result().status for task in asking} <= {200, 503}
         await all_ended(database)
 
-    async with server.running(settings, Address("127.0.0.1", 0)) as address:
+    async with server.running(current(settings), Address("127.0.0.1", 0)) as address:
         await work(address)

@@ -41,7 +41,7 @@ READERS = (
     "outbox/core/delivery/signed_metadata.py",
 )
 """Modules that look up headers of messages which may have a publisher's headers."""
-RESPONSES = {"retry-after", "x-accepted-through"}
+RESPONSES = {"retry-after", "x-accepted-through", "x-refused"}
 """Headers of responses, which no publisher sets."""
 CREDENTIALS = {"authorization"}
 NO_HEADERS = {"streams"}

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from outbox.core.cluster.lease import Lease
 from outbox.core.cluster.observed_time import Odometer
+from outbox.core.delivery.signature import TOLERANCE_S
+from outbox.core.model.response import AttemptResult
 from outbox.relay.cluster.lease_clock import steady
 from outbox.relay.cluster.lease_renewal import keep_lease
 from outbox.store.cluster.replicas import ClockReading, Renewal, ReplicaStore
@@ -17,6 +21,7 @@ from outbox.store.errors import Fenced
 from tests.support.relay import (
     BUSY,
     OK,
+    REFUSED,
     Network,
     add_endpoint,
     all_ended,
@@ -26,13 +31,14 @@ from tests.support.relay import (
     relay,
     running,
 )
+from tests.support.tiers import sampled
 from tests.support.virtual_time import run_virtual
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from outbox.core.model.response import AttemptResult
+    from outbox.relay.relay import Relay
     from tests.support.postgres import Database
     from tests.support.relay import Sent
 
@@ -288,6 +294,98 @@ async def test_the_local_clock_is_not_used(
     now = await fetchval(database, "SELECT extract(epoch FROM now())::float8")
     assert abs(int(sent.headers["webhook-timestamp"]) - now) < 60
     assert await fetchval(database, "SELECT reason FROM dead_letter") == "expired"
+
+
+# ------------------------------------------------------------------ two clocks
+
+REFUSALS = {
+    "ours": AttemptResult.completed(503, 0.0, headers=(("X-Refused", "timestamp"),)),
+    "bad-request": AttemptResult.completed(400, 0.0, body=b"invalid signature"),
+    "unauthorized": AttemptResult.completed(401, 0.0),
+    "forbidden": AttemptResult.completed(403, 0.0),
+    "batches": AttemptResult.completed(401, 0.0),
+}
+"""How receivers refuse the time of a signature, by endpoint."""
+
+
+def refusing_wrong_times(sent: Sent) -> AttemptResult:
+    signed_at = int(sent.headers["webhook-timestamp"])
+    wrong = abs(signed_at - time.time()) > TOLERANCE_S
+    return REFUSALS[sent.url.rpartition("/")[2]] if wrong else OK
+
+
+@pytest.mark.parametrize("off_s", sampled([600.0, -600.0]))
+async def test_a_wrong_clock_of_the_database_dead_letters_nothing(
+    database: Database, shift_database_clock: Callable[[float], None], off_s: float
+) -> None:
+    """It is wrong from the start, right for a while, and wrong again; the relay's is right."""
+    for name in REFUSALS:
+        await add_endpoint(database, name, batch_max=10 if name == "batches" else None)
+    network = Network(refusing_wrong_times)
+    shift_database_clock(off_s)
+    async with running(database, network, lease_s=5.0) as worker:
+        refused: list[int] = []
+        for n, shift_s in enumerate((off_s, 0.0, off_s)):
+            shift_database_clock(shift_s)
+            differ = bool(shift_s)
+            await until(lambda d=differ: _clocks_differ(worker) is d, 20, "the relay to notice")
+            before = len(network.sent) - len(network.accepted)
+            for data in range(20):
+                await publish(database, 20 * n + data, key=f"k{data % 10}")
+            await all_ended(database)
+            refused.append(len(network.sent) - len(network.accepted) - before)
+    assert await fetchval(database, "SELECT count(*) FROM dead_letter") == 0
+    delivered = "SELECT count(*) FROM attempt WHERE outcome = 'delivered'"
+    assert await fetchval(database, delivered) == 60 * len(REFUSALS)
+    # At most once for each lane: then the other clock has been found.
+    assert refused[1] == 0
+    for count in refused:
+        assert count <= 4 * len(REFUSALS)
+    attempts = "SELECT started_at FROM attempt WHERE seq = 1 LIMIT 1"
+    started_at = (await fetchval(database, attempts)).timestamp()
+    assert abs(started_at - time.time() - off_s) < 200, "attempts have the database's time"
+    assert await exceptions(database) == {}
+
+
+@pytest.mark.parametrize("off_s", sampled([600.0, -600.0]))
+async def test_a_wrong_clock_of_the_relay_has_no_effect(database: Database, off_s: float) -> None:
+    await add_endpoint(database, "unauthorized")
+    network = Network(refusing_wrong_times)
+    worker = relay(database, network)
+    worker._wall = lambda: time.time() + off_s
+    with capture_logs() as logs:
+        task = asyncio.create_task(worker.run())
+        for n in range(20):
+            await publish(database, n, key=f"k{n}")
+        await all_ended(database)
+        assert _clocks_differ(worker)
+        worker.stop()
+        await task
+    assert len(network.sent) == len(network.accepted) == 20
+    lines = [line for line in logs if "clocks" in line["event"]]
+    assert [line.get("ahead_s") for line in lines] == [off_s], "said once"
+
+
+@pytest.mark.full
+async def test_a_refusal_for_another_reason_is_final_once_the_clocks_agree(
+    database: Database, shift_database_clock: Callable[[float], None]
+) -> None:
+    await add_endpoint(database, retry={"base_s": 1.0, "cap_s": 1.0, "attempts_max": 100})
+    network = Network(lambda sent: REFUSED if sent.body["data"] == "bad" else OK)
+    shift_database_clock(-600.0)
+    async with running(database, network):
+        await publish(database, "bad", "good", key="k")
+        await until(lambda: len(network.sent) > 2, 20, "retries of the refused one")
+        assert await fetchval(database, "SELECT count(*) FROM dead_letter") == 0
+        shift_database_clock(0.0)
+        await all_ended(database)
+    assert await fetchval(database, "SELECT reason FROM dead_letter") == "refused"
+    assert network.data() == ["good"]
+
+
+def _clocks_differ(worker: Relay) -> bool:
+    condition = worker.readiness()
+    return condition.ready and "clock" in condition.reason
 
 
 async def _waits(database: Database) -> bool:

@@ -325,9 +325,7 @@ async def test_without_a_lease_nothing_follows(database: Database, network: Inte
 
     network.call = call
     values = settings_for(database)
-    worker = Relay(
-        values, network, connections_for(values), clock=lambda: time.monotonic() + ahead_s
-    )
+    worker = Relay(network, connections_for(values), clock=lambda: time.monotonic() + ahead_s)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(worker.run())
         await until(lambda: network.accepted and network.accepted[-1].seq == 100, 20, "all")

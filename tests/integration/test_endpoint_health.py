@@ -286,6 +286,10 @@ async def test_a_growing_gap_starts_a_new_dead_letter_after_a_while(database: Da
         older = "UPDATE dead_letter SET began_at = began_at - make_interval(secs => $1)"
         await fetchval(database, older, RANGE_GROWTH_MAX_S)
         await dead_lettered(3, [6, 3])
+        # Begun by a clock that was ahead.
+        later = "UPDATE dead_letter SET began_at = now() + interval '30 days'"
+        await fetchval(database, later)
+        await dead_lettered(3, [6, 3, 3])
     assert await exceptions(database) == {}
 
 

@@ -14,6 +14,7 @@ from outbox.relay.cluster.connections import Connections
 from outbox.store.channels import NOTIFY_ALL
 from outbox.store.cluster.sessions import session_label
 from outbox.store.connection import dsn
+from outbox.store.connection.current_settings import CurrentSettings
 from outbox.store.connection.operator import connect_operator
 from outbox.store.connection.store_connection import StoreConnection
 from tests.support.pgbouncer import find_the_schema, pgbouncer
@@ -77,7 +78,7 @@ def connections_of(
     database: Database, host: str | None = None, **settings: Any
 ) -> tuple[Connections, Settings]:
     values = settings_for(database, **{"lease_s": LEASE_S, **settings})
-    return Connections(address_of(database, host), values), values
+    return Connections(CurrentSettings(values, address_of(database, host))), values
 
 
 async def limits_of(connection: Connection[Any]) -> dict[str, str]:
@@ -137,7 +138,7 @@ async def test_behind_a_proxy_the_limits_are_those_of_a_transaction(database: Da
     async with pgbouncer(database, pool_size=1) as proxy:
         settings = settings_for(database, dsn=proxy.dsn(), pooled=True, lease_s=LEASE_S)
         address = dsn.parse(proxy.dsn(), source="test", env={})
-        worker = await Connections(address, settings).worker(label())
+        worker = await Connections(CurrentSettings(settings, address)).worker(label())
         operator = await connect_operator(address, settings, "test")
         for connection, idle in ((worker, "800"), (operator, "10000")):
             async with connection.transaction():

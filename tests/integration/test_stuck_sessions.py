@@ -14,6 +14,7 @@ from outbox.relay.cluster.connections import Connections
 from outbox.store.cluster.replicas import ReplicaStore
 from outbox.store.cluster.sessions import LISTENER_SUFFIX, session_label
 from outbox.store.connection import dsn
+from outbox.store.connection.current_settings import CurrentSettings
 from outbox.store.connection.store_connection import StoreConnection
 from tests.support.pgbouncer import find_the_schema, pgbouncer
 from tests.support.postgres import Server
@@ -215,7 +216,7 @@ async def test_a_blocked_listener_is_terminated_by_another_relay(pg_major: int) 
             values = settings_for(database, lease_s=60.0)
             address = dsn.parse(database.dsn, source="test", env={})
             name = label()
-            listener: Any = await Connections(address, values).listener(name)
+            listener: Any = await Connections(CurrentSettings(values, address)).listener(name)
             await listener.add_listener("relay", lambda *_: None)
             listener._transport.pause_reading()
             blocked = f"""

@@ -23,6 +23,7 @@ from outbox.relay.cluster.connections import Connections
 from outbox.relay.relay import Relay
 from outbox.store.cluster.replicas import ReplicaStore
 from outbox.store.connection import dsn
+from outbox.store.connection.current_settings import CurrentSettings
 from outbox.store.connection.migration_files import migrations
 from outbox.store.connection.secrets import CLEAR, Vault
 from tests.support.doctor import PATH, findings, findings_of, reported_findings, sql_of, the_one
@@ -421,7 +422,7 @@ async def test_a_listener_is_found_although_the_dsn_sets_an_application_name(
 ) -> None:
     joined = "&" if "?" in database.dsn else "?"
     address = dsn.parse(f"{database.dsn}{joined}application_name=mine", source="test", env={})
-    worker = Relay(Settings(), Network(), Connections(address, Settings()))
+    worker = Relay(Network(), Connections(CurrentSettings(Settings(), address)))
     task = asyncio.create_task(worker.run())
     try:
         await until(lambda: _listens(db), what="the listener")

@@ -341,7 +341,8 @@ async def test_a_handler_can_refuse_or_postpone(pool: asyncpg.Pool) -> None:
     ("change", "status", "says"),
     [
         ({"secret": OTHER}, 401, "no signature matches"),
-        ({"timestamp": 1}, 401, "s ago"),
+        ({"timestamp": 1}, 503, "s ago"),
+        ({"timestamp": 1, "secret": OTHER}, 401, "no signature matches"),
         ({"method": "GET"}, 405, "POST"),
         ({"payload": b'"%s"' % (b"x" * 2000)}, 413, "larger than 1500 bytes"),
     ],
@@ -353,6 +354,7 @@ async def test_invalid_requests_are_rejected(
     response = await shop.handle(1, **change)
     assert (response.status, response.outcome) == (status, RequestOutcome.REJECTED)
     assert says in response.text
+    assert (("X-Refused", "timestamp") in response.headers) is (status == 503)
     assert await shop.effects() == []
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from outbox.core.delivery.batch import prepare_batch
 from outbox.core.delivery.ed25519 import parse_private_key
 from outbox.core.delivery.message import prepare
-from outbox.core.delivery.signature import SignatureError, parse_secret
+from outbox.core.delivery.signature import SignatureError, TimestampRefused, parse_secret
 from outbox.core.model.headers import parse_lines
 from outbox.core.model.message_format import FormatName, MessageFormat
 from outbox.receiver.lane_order import LaneOrder
@@ -160,8 +160,8 @@ def by_python(
     """What Python reads, in the form of the program."""
     try:
         verified = verify(headers, body, secrets, now=NOW, **options)
-    except SignatureError:
-        return {"error": "signature"}
+    except SignatureError as error:
+        return {"error": "timestamp" if isinstance(error, TimestampRefused) else "signature"}
     except BadMessage:
         return {"error": "message"}
     messages = [

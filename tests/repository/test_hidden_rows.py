@@ -42,9 +42,8 @@ UNGUARDED = {
         delivery.lanes.READ_REPAIRS delivery.lanes.READ_SKIPPED retention.erasure.READ_ERASED
         retention.partitions.READ_DROPPABLE retention.partitions.READ_MISSING
         retention.periods.EVENTS_WRITTEN retention.periods.IS_OBSERVED
-        retention.periods.LOG_WRITTEN
-        retention.periods.READ_PERIODS schedules.schedule_runs.READ_DUE_IN
-        schedules.schedule_runs.READ_POSTPONED
+        retention.periods.LOG_WRITTEN retention.periods.READ_PERIODS schedules.put_off.READ_PUT_OFF
+        schedules.schedule_runs.READ_DUE_IN schedules.schedule_runs.READ_POSTPONED
     """,
     "the read before it, of the same lanes, is guarded for its table": """
         delivery.lanes.READ_ACKNOWLEDGED

@@ -59,6 +59,8 @@ class Sent:
     began_at: float
     attempts: tuple[Attempt, ...]
     is_array: bool
+    signed_at: int
+    """The time in its signature, in epoch seconds."""
 
     @property
     def first(self) -> Attempt:

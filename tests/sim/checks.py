@@ -20,6 +20,7 @@ from tests.sim.database.inserts import OUTBOX_LOCK
 from tests.sim.limits import RESOLUTION_S, Limits
 from tests.sim.operational import RESERVED, Operational
 from tests.sim.received import Received
+from tests.sim.receivers import WRONG_TIME
 from tests.sim.replayed import Replayed
 from tests.sim.timetable import Timetable
 
@@ -319,6 +320,8 @@ class Checker:
         if row["reason"] == "erased":
             where = f"lane {row['lane_id']}: {row['seq']}"
             raise Violation("retention", f"the event of {where} was dropped, and pending")
+        if (row["last_response"] or {}).get("status") == WRONG_TIME and row["reason"] == "refused":
+            raise Violation("clock", f"lane {row['lane_id']}: {row['seq']} died of its signed time")
         if row["reason"] == "skipped" and (row["lane_id"], row["seq"]) not in self._skips:
             raise Violation("skip", f"lane {row['lane_id']}: no operator skipped {row['seq']}")
         for seq in range(row["seq"], row["to_seq"] + 1):
@@ -376,6 +379,7 @@ class Checker:
             self.world.now,
             attempts,
             is_array,
+            int(headers["webhook-timestamp"]),
         )
         self.moments.come(moments.REQUEST, process.name)
         self._check_content(sent, headers)

@@ -48,6 +48,9 @@ class SimulatedConnections:
         self._fleet = fleet
         self._process = process
 
+    def reread_secrets(self) -> Settings:
+        return self._fleet.settings
+
     async def worker(self, name: str, *, long: bool = False) -> Connection:
         connection = Connection(self._fleet.database, self._process, name)
         return await self._open(connection, self._fleet.settings.lease_s * 0.8)
@@ -122,11 +125,11 @@ class Fleet:
         rng = random.Random(self._rng.random())
         transport = Transport(self.world, process, self._receivers, self.checker, rng)
         relay = Relay(
-            self.settings,
             transport,
             SimulatedConnections(self, process),  # type: ignore[arg-type]
             name=name,
             clock=lambda: self.world.now,
+            wall=self.world.wall,
             rng=random.Random(self._rng.random()),
         )
         task = process.run(relay.run())

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from tests.sim.clockwork import Process, World
 
 
+TOLERANCE_S = 300
+WRONG_TIME = 401
+"""The response to a signature whose time is not tolerated, and to nothing else."""
+
+
 @dataclass
 class Receiver:
     """The receiver of an endpoint; the shares are shares of its requests."""
@@ -185,6 +190,8 @@ class Transport:
             u -= share
         if what == "busy":
             return completed(503, body=b"busy")
+        if abs(sent.signed_at - self._world.wall()) > TOLERANCE_S:
+            return completed(WRONG_TIME)
         if what == "garbage":
             return failed(Failure.PROTOCOL, "not HTTP")
         # It accepts a part of the batch.

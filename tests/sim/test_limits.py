@@ -34,7 +34,7 @@ def limits(per_s: float) -> Limits:
 
 
 def sent(began_at: float) -> Sent:
-    return Sent(PROCESS, ENDPOINT, "lane", 1, began_at, (ATTEMPT,), is_array=False)
+    return Sent(PROCESS, ENDPOINT, "lane", 1, began_at, (ATTEMPT,), is_array=False, signed_at=0)
 
 
 def admitted(per_s: float, first_at: float) -> list[float]:

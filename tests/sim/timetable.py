@@ -81,6 +81,11 @@ class Book:
     skipped: list[tuple[float, float]] = field(default_factory=list)
     """Skipped ticks by the journal: the first one, and the first one after them."""
 
+    def restart(self, at: float) -> None:
+        """Forget what was decided for this time and later."""
+        self.published = {tick for tick in self.published if tick < at}
+        self.skipped = [(first, min(before, at)) for first, before in self.skipped if first < at]
+
     def missing(self, until: float) -> list[float]:
         """Ticks before a time that are neither published nor journalled as skipped."""
         return [
@@ -145,6 +150,10 @@ class Timetable:
                 first, before = (data[each].timestamp() for each in ("from", "before"))
                 row = next(r for r in self._db.schedule.rows.values() if r["name"] == data["name"])
                 self._books[row["id"]].skipped.append((first, before))
+            elif kind == "schedule_restarted":
+                at = datetime.fromisoformat(data["next"]).timestamp()
+                row = next(r for r in self._db.schedule.rows.values() if r["name"] == data["name"])
+                self._books[row["id"]].restart(at)
         self._read = len(self._db.journal)
 
     def _changed(self, schedule_id: int, next_at: datetime) -> None:

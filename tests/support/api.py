@@ -20,7 +20,7 @@ from outbox.api.routes import ROUTES
 from outbox.core.model.api_token import TokenSettings
 from outbox.operations import api_tokens
 from outbox.web.address import Address
-from tests.support.relay import settings_for
+from tests.support.relay import current, settings_for
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -198,7 +198,7 @@ async def serving(database: Database, **settings: Any) -> AsyncIterator[Api]:
     usual = {"dsn_source": "test", "allow_networks": ("127.0.0.0/8",)}
     given = settings_for(database, **usual | settings)
     async with (
-        server.running(given, given.admin or HERE) as at,
+        server.running(current(given), given.admin or HERE) as at,
         aiohttp.ClientSession() as session,
     ):
         yield Api(session, at.url, None)

@@ -21,6 +21,7 @@ from outbox.relay.cluster.connections import Connections
 from outbox.relay.relay import Relay
 from outbox.store.cluster.sessions import session_label
 from outbox.store.connection import dsn
+from outbox.store.connection.current_settings import CurrentSettings
 from tests.support.runs import send_run
 from tests.support.waiting import until
 
@@ -162,6 +163,11 @@ def settings_for(database: Database, **settings: Any) -> Settings:
     return Settings(**given)
 
 
+def current(values: Settings) -> CurrentSettings:
+    """Settings with the address that they name, as a process has them."""
+    return CurrentSettings(values, dsn.from_settings(values))
+
+
 def relay(
     database: Database,
     transport: Transport,
@@ -172,13 +178,13 @@ def relay(
 ) -> Relay:
     """A relay that is not started."""
     values = settings_for(database, **settings)
-    return Relay(values, transport, connections_for(values), name=name, brokers=brokers)
+    return Relay(transport, connections_for(values), name=name, brokers=brokers)
 
 
 def connections_for(values: Settings) -> Connections:
     """The connections of a relay with these settings."""
     address = dsn.parse(values.dsn.get_secret_value(), source="test", env={})
-    return Connections(address, values)
+    return Connections(CurrentSettings(values, address))
 
 
 async def register(

@@ -12,9 +12,10 @@ Version `v1` is HMAC-SHA256 with a shared secret, `v1a` is ed25519
     ├── MissingHeader        one of the three headers is missing
     ├── RepeatedHeader       a header occurs twice, so the signed one is unknown
     ├── MalformedHeader      a header has an invalid value
-    ├── TimestampTooOld      a replayed request, or the clocks differ
-    ├── TimestampTooNew      the clocks differ
-    └── SignatureMismatch    another secret, or a changed body or header
+    ├── SignatureMismatch    another secret, or a changed body or header
+    └── TimestampRefused     a valid signature, but its time is not tolerated
+        ├── TimestampTooOld      a replayed request, or the clocks differ
+        └── TimestampTooNew      the clocks differ
 """
 
 from __future__ import annotations
@@ -60,6 +61,9 @@ senders can cause it."""
 ID_HEADER = "webhook-id"
 TIMESTAMP_HEADER = "webhook-timestamp"
 SIGNATURE_HEADER = "webhook-signature"
+REFUSED_TIMESTAMP = ("X-Refused", "timestamp")
+"""The header of a 503 response to a request whose signature is valid and whose time is not
+tolerated."""
 
 _HMAC, _ED25519 = "v1", "v1a"
 _BLOCK_BYTES = 64
@@ -96,11 +100,18 @@ class MalformedHeader(SignatureError):
         self.header = header
 
 
-class TimestampTooOld(SignatureError):
+class TimestampRefused(SignatureError):
+    """The signature is valid, but its time is not tolerated: respond 503, with REFUSED_TIMESTAMP.
+
+    The sender signs each attempt anew, so a later one may be accepted.
+    """
+
+
+class TimestampTooOld(TimestampRefused):
     """Signed longer ago than tolerated: replayed, or the clocks differ."""
 
 
-class TimestampTooNew(SignatureError):
+class TimestampTooNew(TimestampRefused):
     """Signed further in the future than tolerated: the clocks differ."""
 
 
@@ -213,6 +224,8 @@ def verify(
         raise UsageError("secret: at least one is needed to verify a signature")
     message_id, timestamp_text, signatures = _signed_headers(headers)
     candidates = _candidates(signatures, keys)
+    _require_match(_bytes(ID_HEADER, f"{message_id}.{timestamp_text}.") + body, candidates, keys)
+    # Last, so that the error of a time shows that the request has a valid signature.
     timestamp = int(timestamp_text)
     if timestamp < now - tolerance_s:
         raise TimestampTooOld(
@@ -222,7 +235,6 @@ def verify(
         raise TimestampTooNew(
             f"signed {timestamp - now:.0f} s in the future; {tolerance_s:g} s are tolerated"
         )
-    _require_match(_bytes(ID_HEADER, f"{message_id}.{timestamp_text}.") + body, candidates, keys)
     return VerifiedSignature(message_id, timestamp)
 
 

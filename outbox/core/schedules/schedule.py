@@ -15,6 +15,9 @@ one.  When a relay finds due ticks:
               lane, no tick is decided, and due ticks become late
 
 A relay that polls in time finds one tick, which is published.
+
+A clock that was ahead for a moment has decided future ticks.  Once it is right, a schedule whose
+last decided tick is far ahead goes on with the next tick from now (`restart_at`).
 """
 
 from __future__ import annotations
@@ -55,6 +58,9 @@ MISFIRE_GRACE_S = 60.0
 GRACE_S_MAX = 366 * 86400.0
 SCHEDULE_HEADERS_BYTES_MAX = 7680
 """An event's limit, minus the size of the schedule's own headers."""
+AHEAD_MAX = timedelta(hours=1)
+"""How far ahead of the clock the last decided tick may be.  Small steps back of a clock must not
+publish ticks again; after larger ones a schedule must not be silent until that tick."""
 OVERLAP_POLL_MIN_S, OVERLAP_POLL_MAX_S, POLL_SHARE = 1.0, 30.0, 0.1
 """Interval of the polls that check whether the last run is delivered: a share of its duration
 so far, within bounds."""
@@ -165,6 +171,31 @@ def due_ticks(
     ticks = (start, *islice(cron.between(start, now), ticks_max - 1)) if start <= now else ()
     missed = (next_at, start) if start > next_at else None
     return DueTicks(ticks, cron.next(ticks[-1]) if ticks else start, missed)
+
+
+def restart_at(cron: Cron, next_at: datetime, now: datetime) -> datetime | None:
+    """The tick from which a schedule goes on, if a wrong clock has decided future ticks.
+
+    Args:
+        next_at: the first undecided tick.
+
+    Returns:
+        None: the last decided tick is at most `AHEAD_MAX` ahead.
+    """
+    first = cron.next(now)
+    if next_at <= first:
+        return None
+    decided = cron.latest_before(first, next_at - timedelta.resolution)
+    return first if decided > now + AHEAD_MAX else None
+
+
+def ticks_from(last_at: datetime | None, now: datetime) -> datetime:
+    """The time after which the ticks of a changed schedule count: now, or its last published tick.
+
+    A later one was published before the clock was set back a little; one that is far ahead, by a
+    wrong clock.
+    """
+    return max(now, last_at) if last_at is not None and last_at <= now + AHEAD_MAX else now
 
 
 def overlap_poll_s(going_s: float) -> float:

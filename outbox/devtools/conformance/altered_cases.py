@@ -30,20 +30,25 @@ HUGE_BYTES = 20 * 1024 * 1024
 
 
 def add_signatures(suite: Suite) -> None:
-    def forged(name: str, reason: str, spoil: Callable[[Request], Request]) -> None:
+    def forged(
+        name: str,
+        reason: str,
+        spoil: Callable[[Request], Request],
+        expected: ExpectedResponse = ExpectedResponse.REFUSED,
+    ) -> None:
         """The forgery is refused, and the original delivery is accepted."""
         case = suite.case(name, reason)
         case.taken(case.event(0))
         true = case.event(1)
-        case.refused(spoil(true))
+        case.step(spoil(true), expected)
         case.taken(true)
         case.end()
 
     def with_header(name: str, value: str | None) -> Callable[[Request], Request]:
         return lambda request: with_headers(request, {name: value})
 
-    def signed_at(offset_s: int) -> Callable[[Request], Request]:
-        return lambda request: signed(request, suite.secret, int(suite.clock()) + offset_s)
+    def signed_at(offset_s: int, secret: str = suite.secret) -> Callable[[Request], Request]:
+        return lambda request: signed(request, secret, int(suite.clock()) + offset_s)
 
     forgeable = "anyone can forge events"
     forged("another secret", forgeable, lambda r: signed(r, suite.other_secret))
@@ -62,8 +67,10 @@ def add_signatures(suite: Suite) -> None:
         forged(
             f"no time but {text!r}", "it fails, or accepts it", with_header(TIMESTAMP_HEADER, text)
         )
-    forged("an old request", replayable, signed_at(-900))
-    forged("a request of the future", replayable, signed_at(900))
+    forged("an old request", replayable, signed_at(-900), ExpectedResponse.STALE)
+    forged("a request of the future", replayable, signed_at(900), ExpectedResponse.STALE)
+    repeated = "a relay keeps and repeats forged requests"
+    forged("an old forged request", repeated, signed_at(-900, suite.other_secret))
     forged("a changed time", replayable, changed_time)
 
     case = suite.case("two signatures", "it refuses everything while a secret is rotated")

@@ -5,7 +5,8 @@ response:
 
     taken       2xx: the event was accepted
     refused     4xx that a relay does not retry: the request had no effect
-    cut         the same, or the connection is closed before the whole request was sent
+    stale       the same, or 503: a valid signature whose time is not tolerated
+    cut         as refused, or the connection is closed before the whole request was sent
     either      any response in time
     eventually  2xx, or 409, 429 or 5xx at first, and 2xx on a retry
 

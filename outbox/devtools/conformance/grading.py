@@ -6,6 +6,7 @@ import asyncio
 import io
 from collections import Counter
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -220,9 +221,11 @@ def _response_error(expected: ExpectedResponse, response: int | str) -> str | No
             return None
         return f"expected a response, got {response}"
     match expected:
+        case ExpectedResponse.STALE if response == HTTPStatus.SERVICE_UNAVAILABLE:
+            return None
         case ExpectedResponse.TAKEN if not 200 <= response < 300:
             return f"expected 2xx, got {response}"
-        case ExpectedResponse.REFUSED | ExpectedResponse.CUT:
+        case ExpectedResponse.REFUSED | ExpectedResponse.STALE | ExpectedResponse.CUT:
             if response == GONE:
                 return "got 410, which disables the endpoint"
             if response in RETRIED:

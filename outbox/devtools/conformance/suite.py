@@ -28,6 +28,7 @@ class ExpectedResponse(StrEnum):
 
     TAKEN = "taken"
     REFUSED = "refused"
+    STALE = "stale"
     CUT = "cut"
     EITHER = "either"
     EVENTUALLY = "eventually"

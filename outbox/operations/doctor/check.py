@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from outbox.core.delivery.signing_clock import CLOCKS_DIFFER_S
 from outbox.core.model.schema_name import migrate_command
 from outbox.core.model.sql_names import quote_ident
 from outbox.core.sequencing.partition_window import Retention
@@ -79,8 +80,9 @@ class DoctorLimits:
     """Thresholds of the checks."""
 
     clock_warning_s: float = 5.0
-    clock_problem_s: float = 120.0
-    """Receivers reject a signature whose timestamp is off by five minutes."""
+    clock_problem_s: float = CLOCKS_DIFFER_S
+    """Receivers refuse a signature whose time is off by five minutes, and relays then try the other
+    clock."""
     standby_s: float = 5.0
     """Time for a synchronous standby to confirm a commit."""
     connections_free_min: int = RELAY_CONNECTIONS_MAX

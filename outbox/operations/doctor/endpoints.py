@@ -315,7 +315,8 @@ SELECT e.name, s.filter_stopped_reason AS reason,
        extract(epoch FROM clock_timestamp() - s.filter_stopped_at)::float8 AS since_s
   FROM subscription s JOIN endpoint e ON e.id = s.endpoint_id
  WHERE s.to_batch IS NULL
-   AND s.filter_stopped_at > clock_timestamp() - make_interval(secs => {AGAIN_AFTER_S})
+   AND s.filter_stopped_at BETWEEN clock_timestamp() - make_interval(secs => {AGAIN_AFTER_S})
+                               AND clock_timestamp()
    AND e.state IN ('active', 'paused')
  ORDER BY s.filter_stopped_at
 """  # noqa: S608 (a constant only)

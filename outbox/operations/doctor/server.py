@@ -174,7 +174,11 @@ async def clock(context: DoctorContext) -> Results:
     message = f"this machine is {rounded(abs(off_s))} {where} the server"
     do = "synchronize both clocks by NTP; if relays run elsewhere, run outbox doctor there, too"
     if surely_s > context.limits.clock_problem_s:
-        yield problem(f"{message}: receivers reject signatures with such a timestamp", do)
+        yield problem(
+            f"{message}: receivers refuse what the wrong one of these clocks signs; then relays "
+            "sign with the other one",
+            do,
+        )
     elif surely_s > context.limits.clock_warning_s:
         yield warning(message, do)
     else:

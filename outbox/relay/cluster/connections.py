@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.config import Settings
+    from outbox.store.connection.current_settings import CurrentSettings
     from outbox.store.connection.dsn import Dsn
     from outbox.store.sequencing.stalls import Blocker
 
@@ -62,11 +63,16 @@ class Connections:
     asyncpg's errors, and those of `outbox.store.connection.connect.connect`, pass through.
     """
 
-    def __init__(self, dsn: Dsn, settings: Settings) -> None:
-        self._dsn = dsn
-        self._settings = settings
+    def __init__(self, current: CurrentSettings) -> None:
+        self._current = current
+        self._settings = current.settings
         self.stores = Stores()
         """Stores of the sessions on these connections."""
+
+    def reread_secrets(self) -> Settings:
+        """Read secrets again for a new session, and return the settings with them."""
+        self._current.reread()
+        return self._current.settings
 
     async def worker(self, name: str, *, long: bool = False) -> Worker:
         """Open a connection for statements.
@@ -81,8 +87,9 @@ class Connections:
         bounded = {**SESSION_SETTINGS, "idle_in_transaction_session_timeout": milliseconds(idle_s)}
         if long:
             bounded["lock_timeout"] = milliseconds(MAINTENANCE_LOCK_TIMEOUT_S)
+        # If the login is refused, the next session reads all secrets again.
         connection: Any = await connect(
-            self._dsn,
+            self._current.address,
             schema=settings.schema_name,
             application_name=name,
             connection_class=PooledWorker if settings.pooled else Worker,
@@ -93,21 +100,27 @@ class Connections:
             transaction_timeout_s=transaction_timeout_s,
         )
         try:
-            async with asyncio.timeout(self._dsn.connect_timeout_s):
+            async with asyncio.timeout(self._current.address.connect_timeout_s):
                 await load_types(connection)
                 if settings.pooled:
                     await check_settings(connection)
                     bounded |= transaction_settings(connection, transaction_timeout_s)
                     connection.set_transaction_settings(settings.schema_name, bounded)
                 else:
-                    await _require_direct(connection, self._dsn)
+                    await _require_direct(connection, self._current.address)
         except BaseException as error:
             connection.terminate()
             if isinstance(error, TimeoutError):
-                raise DatabaseUnavailable(f"{self._dsn} does not respond after login") from error
+                raise DatabaseUnavailable(
+                    f"{self._current.address} does not respond after login"
+                ) from error
             raise
         worker: Worker = connection
         return worker
+
+    async def _connect(self, **options: Any) -> Connection[Any]:
+        """Open a further connection of a session, which may be older than the password."""
+        return await self._current.log_in(lambda address: connect(address, **options))
 
     @property
     def find_busy_backends(
@@ -120,15 +133,14 @@ class Connections:
         return None if self._settings.pooled else self._query_busy_backends
 
     async def _query_busy_backends(self, pids: Collection[int]) -> Mapping[int, Blocker | None]:
-        connection = await connect(
-            self._dsn,
+        connection = await self._connect(
             schema=self._settings.schema_name,
             application_name=WATCHDOG_NAME,
             server_settings={"application_name": WATCHDOG_NAME},
             send_timeout_s=self._settings.lease_s,
         )
         try:
-            async with asyncio.timeout(self._dsn.connect_timeout_s):
+            async with asyncio.timeout(self._current.address.connect_timeout_s):
                 busy = await read_busy_backends(connection, pids)
                 return {pid: await read_blocker_of(connection, pid) for pid in busy}
         finally:
@@ -142,8 +154,7 @@ class Connections:
         listener that is silent for one lease, and the next one ends its predecessor.
         """
         name, lease_s = label + LISTENER_SUFFIX, self._settings.lease_s
-        connection = await connect(
-            self._dsn,
+        connection = await self._connect(
             schema=self._settings.schema_name,
             application_name=name,
             # Overrides the DSN's name: `outbox doctor` finds the connection by this one.
@@ -154,7 +165,7 @@ class Connections:
             send_timeout_s=lease_s,
         )
         try:
-            async with asyncio.timeout(self._dsn.connect_timeout_s):
+            async with asyncio.timeout(self._current.address.connect_timeout_s):
                 await terminate_former_listeners(connection, name)
         except BaseException:
             connection.terminate()

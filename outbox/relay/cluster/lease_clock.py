@@ -1,4 +1,4 @@
-"""The monotonic clock of a lease.
+"""The clocks of a relay's machine; first of all the monotonic clock of a lease.
 
 It must advance while the machine is suspended, so that a replica notices on resume
 that its lease has expired.  On Linux that is CLOCK_BOOTTIME; on macOS CLOCK_MONOTONIC
@@ -16,6 +16,11 @@ from __future__ import annotations
 import time
 
 _NUMBER: int | None = getattr(time, "CLOCK_BOOTTIME", getattr(time, "CLOCK_MONOTONIC", None))
+
+
+def wall() -> float:
+    """This machine's clock in epoch seconds, which may be wrong and may be set."""
+    return time.time()
 
 
 def steady() -> float:

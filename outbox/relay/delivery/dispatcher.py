@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from outbox.core.admission.request_scheduler import RequestScheduler
     from outbox.core.brokers.repair import Repair
     from outbox.core.delivery.lane import Lane
+    from outbox.core.delivery.signing_clock import ClockDifference
     from outbox.core.model.delivery import Delivery
     from outbox.destinations.broker import Broker, BrokerFactory
     from outbox.destinations.interface import Transport
@@ -54,6 +55,7 @@ class Dispatcher:
         now: epoch seconds.
         odometer: the observed time.
         rng: the source of the jitter of retries and probes.
+        clocks: how far the relay's clock is from the database's; None: they agree.
     """
 
     def __init__(
@@ -70,8 +72,10 @@ class Dispatcher:
         rng: random.Random | None = None,
         telemetry: DeliveryTelemetry | None = None,
         brokers: BrokerFactory | None = None,
+        clocks: ClockDifference | None = None,
     ) -> None:
         self._brokers = brokers
+        self._clocks = clocks
         reading = asyncio.Lock()
         self._fetcher = DeliveryFetcher(store, reading, self._activate)
         self._recorder = recorder
@@ -136,7 +140,7 @@ class Dispatcher:
             )
             self._owned[endpoint_id] = EndpointRuntime(
                 endpoint, epoch, self._now(), meters, queue, self._odometer,
-                partial(self._record_unsolicited, endpoint_id), self._brokers,
+                partial(self._record_unsolicited, endpoint_id), self._brokers, self._clocks,
             )  # fmt: skip
         self._add_lanes(loaded, sent_through_batch)
 

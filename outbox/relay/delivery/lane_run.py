@@ -91,6 +91,8 @@ class LaneRun:
             self._headers, self._body = response.headers, response.body
             redacted = response if self._redactor is None else self._redactor.redact(response)
             self._stored = stored_success(redacted)
+        if lane.signed_by is not None:
+            lane.runtime.signing.record(lane.signed_by, response)
         now, done = self._now(), run.send
         prefetched = lane.prefetched
         known = None if prefetched is None else prefetched.send

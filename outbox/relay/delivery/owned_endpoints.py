@@ -13,6 +13,7 @@ from outbox.core.delivery.circuit_breaker import BreakerState, CircuitBreaker
 from outbox.core.delivery.commands import Gate
 from outbox.core.delivery.lane import Lane
 from outbox.core.delivery.lane_generations import LaneGenerations
+from outbox.core.delivery.signing_clock import ClockDifference, SigningClock
 from outbox.core.model.redaction import SecretRedactor
 from outbox.destinations.broker_address import broker_address
 from outbox.destinations.http.request import recipient_of, signed_request
@@ -71,6 +72,7 @@ class LaneRuntime:
         "repair",
         "repaired",
         "runtime",
+        "signed_by",
         "slot",
         "state",
         "task",
@@ -110,6 +112,8 @@ class LaneRuntime:
         self.prepared: tuple[int, bool, Prepared] | None = None
         # The request that follows when the current delivery succeeds.
         self.prefetched: PreparedRequest | None = None
+        # The choice of `SigningClock` for the request in flight, or the last one.
+        self.signed_by: float | None = None
 
     def gate(self, now: float) -> Gate:
         """What lane generations and the circuit breaker allow the lane."""
@@ -135,15 +139,17 @@ class LaneRuntime:
         return self.state.needs_refill and self.runtime.endpoint.usable
 
     def request(self, send: Send, started_at: float) -> Request:
-        """Build an attempt's request, signed for its start time."""
+        """Build an attempt's request, signed now."""
         runtime, delivery = self.runtime, send.delivery
+        self.signed_by = runtime.signing.choose()
+        signed_at_s = int(started_at + (self.signed_by or 0.0))
         keep_alive = runtime.may_reuse(started_at)
         keys = runtime.signing_keys(started_at)
         known, prefetched, self.prefetched = self.prepared, self.prefetched, None
         if prefetched is not None and prefetched.matches(send):
             known = self.prepared = delivery.seq, send.lane_ends, prefetched.prepared
             request = prefetched.request
-            if (prefetched.at_s, request.keep_alive) == (int(started_at), keep_alive) and (
+            if (prefetched.at_s, request.keep_alive) == (signed_at_s, keep_alive) and (
                 prefetched.keys == keys
             ):
                 return request
@@ -151,7 +157,7 @@ class LaneRuntime:
             known = delivery.seq, send.lane_ends, self._prepare(send)
             self.prepared = known if len(send.batch) <= 1 else None
         return signed_request(
-            runtime.recipient, known[2], send.attempt, int(started_at), keys, keep_alive=keep_alive
+            runtime.recipient, known[2], send.attempt, signed_at_s, keys, keep_alive=keep_alive
         )
 
     def prefetch_next(self, now: float) -> None:
@@ -159,7 +165,8 @@ class LaneRuntime:
         send = self.state.peek_next_send()
         if send is None or self.prefetched is not None:
             return
-        runtime, prepared, at_s = self.runtime, self._prepare(send), int(now)
+        runtime, prepared = self.runtime, self._prepare(send)
+        at_s = int(now + (runtime.signing.choose() or 0.0))
         keys = runtime.signing_keys(now)
         request = signed_request(
             runtime.recipient, prepared, send.attempt, at_s, keys,
@@ -196,6 +203,7 @@ class EndpointRuntime:
         odometer: the observed time.
         on_unsolicited: called when its receiver sent data that belongs to no request.
         brokers: makes the endpoint's broker, if its URL names one.
+        clocks: how far the relay's clock is from the database's.
     """
 
     __slots__ = (
@@ -215,6 +223,7 @@ class EndpointRuntime:
         "redactor",
         "reported",
         "reuse",
+        "signing",
         "stopped",
         "stored",
         "stored_unsolicited_at",
@@ -231,8 +240,10 @@ class EndpointRuntime:
         odometer: Odometer,
         on_unsolicited: Callable[[], object] | None = None,
         brokers: BrokerFactory | None = None,
+        clocks: ClockDifference | None = None,
     ) -> None:
         self.endpoint = endpoint
+        self.signing = SigningClock(clocks or ClockDifference())
         self._brokers = brokers
         # None: the destination is an HTTP receiver.
         self.broker = self._make_broker()

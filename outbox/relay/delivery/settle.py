@@ -48,7 +48,9 @@ def settle(
         lane.runtime.grace.record_response()
     if isinstance(send, Open | End):
         return _settle_without_delivery(lane, attempt, now, rng, telemetry)
-    before, retryable = send.maybe_sent_before or response.resent, endpoint.retryable
+    before, signing = send.maybe_sent_before or response.resent, lane.runtime.signing
+    retryable = signing.retryable(lane.signed_by, response, endpoint.retryable)
+    signing.record(lane.signed_by, response)
     if attempt.appended is not None:
         outcome, accepted_seq = append_outcome(attempt.appended), attempt.appended.through
     elif send.batch:

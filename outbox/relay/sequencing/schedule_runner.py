@@ -15,6 +15,7 @@ from outbox.relay.wake_event import WakeEvent
 from outbox.store.connection.connect import in_one_line
 
 if TYPE_CHECKING:
+    from outbox.store.schedules.put_off import PutOffStore
     from outbox.store.schedules.schedule_runs import ScheduleRunStore
 
 log = structlog.get_logger("outbox.schedule_runner")
@@ -30,18 +31,26 @@ class ScheduleRunner:
         poll_s: polling interval; new schedules are found after this time.
     """
 
-    def __init__(self, store: ScheduleRunStore, poll_s: float) -> None:
+    def __init__(self, store: ScheduleRunStore, put_off: PutOffStore, poll_s: float) -> None:
         self._store = store
+        self._put_off = put_off
         self._poll_s = poll_s
         self._wake_event = WakeEvent()
         self._leads = False
+        # What a wrong clock has put off may wait to be found.
+        self._search = True
         self._postponed = 0
 
     def set_leader(self, leads: bool) -> None:
         """Enable or disable the runner."""
         if leads and not self._leads:
-            self._wake_event.set()
+            self.clock_set_back()
         self._leads = leads
+
+    def clock_set_back(self) -> None:
+        """Search for what a clock that was ahead has put off."""
+        self._search = True
+        self._wake_event.set()
 
     async def run(self) -> None:
         """Run schedules until cancelled; a lost connection ends it.
@@ -63,6 +72,8 @@ class ScheduleRunner:
 
     async def _run_due(self) -> float:
         """Publish what is due; return the seconds until the next poll."""
+        if self._search:
+            await self._restart_put_off()
         due_in_s = await self._store.due_in_s()
         if due_in_s is None:
             return self._poll_s
@@ -79,6 +90,18 @@ class ScheduleRunner:
             await self._report_postponed()
         # Otherwise another replica holds the lock; poll again later.
         return 0.0 if ticked.schedules or moved else self._poll_s
+
+    async def _restart_put_off(self) -> None:
+        """Let schedules go on that a wrong clock has put off."""
+        self._search = False
+        complete = False
+        try:
+            names, complete = await self._put_off.restart()
+        finally:
+            # The clock may be set back once more meanwhile.
+            self._search |= not complete
+        for name in names:
+            log.warning("a schedule goes on that a wrong clock had put off", schedule=name)
 
     async def _report_postponed(self) -> None:
         """Log delayed events that were not stored, when their number has changed."""

@@ -74,9 +74,10 @@ SELECT count(pg_terminate_backend(pid, $2)) FROM pg_stat_activity
 
 # Sessions of relays of this role for which the server has waited longer than a lease ($1, or the
 # replica's own) while they hold something: a transaction, or what is notified to a listener.
-# Slow clients get more time to read a result.  Those that were found the last time ($2 and $3)
-# and have not changed since are terminated: a backend may wait for its client for a moment after
-# a long statement.
+# A time in the future is that of a clock that was set back: how long the session has waited is not
+# known, so it counts as long.  Slow clients get more time to read a result.  Those that were found
+# the last time ($2 and $3) and have not changed since are terminated: a backend may wait for its
+# client for a moment after a long statement.
 TERMINATE_STUCK_SESSIONS = f"""
 SELECT a.pid, a.application_name AS label, a.state, a.state_change,
        extract(epoch FROM clock_timestamp() - a.state_change)::float8 AS waiting_s,
@@ -87,10 +88,12 @@ SELECT a.pid, a.application_name AS label, a.state, a.state_change,
  WHERE a.application_name LIKE '{SESSION_NAME}%' AND a.usename = session_user
    AND a.datname = current_database() AND a.pid <> pg_backend_pid()
    AND a.wait_event_type = 'Client'
-   AND a.state_change < clock_timestamp() - make_interval(secs => greatest($1, r.lease_s))
+   AND a.state_change NOT BETWEEN clock_timestamp() - make_interval(secs => greatest($1, r.lease_s))
+                              AND clock_timestamp()
    AND CASE WHEN a.wait_event = 'ClientWrite' THEN
                 a.state = 'idle'
-                OR a.state_change < clock_timestamp() - interval '{SENDING_MAX_S} s'
+                OR a.state_change NOT BETWEEN clock_timestamp() - interval '{SENDING_MAX_S} s'
+                                          AND clock_timestamp()
             ELSE a.state <> 'idle' END
 """  # noqa: S608 (constants only)
 

@@ -115,6 +115,8 @@ class Dsn:
     statement_cache: bool = True
     """Whether statements are prepared; False behind a transaction-pooling proxy."""
     extra: Mapping[str, str] = field(default_factory=dict)
+    names_host: bool = True
+    """False: the host is that of a local server, as it was found."""
     warnings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -256,6 +258,7 @@ def _build(given: dict[str, str], source: str, warnings: list[str]) -> Dsn:
         statement_cache=_number(source, "statement_cache_size", given.get("statement_cache_size"))
         != 0,
         extra={name: given[name] for name in ("krbsrvname", "gsslib") if name in given},
+        names_host="host" in given or "hostaddr" in given,
         warnings=tuple(warnings),
     )
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.encryption_keys import KEY_BYTES, format_key, parse_keys
 from outbox.errors import CannotRun, Conflict
+from outbox.store.expressions import LEASE_RUNS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -43,10 +44,10 @@ READ_KEYS_IN_USE = "SELECT DISTINCT key_id FROM endpoint_secret WHERE key_id IS 
 
 
 # Running relays that do not have a key.
-READ_RELAYS_WITHOUT_KEY = """
-SELECT name FROM replica WHERE expires_at > clock_timestamp() AND NOT $1 = ANY (keys)
+READ_RELAYS_WITHOUT_KEY = f"""
+SELECT name FROM replica WHERE {LEASE_RUNS} AND NOT $1 = ANY (keys)
  ORDER BY name
-"""
+"""  # noqa: S608 (constants only)
 
 
 class UnreadableSecret(CannotRun):

@@ -34,7 +34,8 @@ SELECT pid FROM pg_stat_activity
  WHERE pid = ANY ($1)
    AND CASE WHEN state = 'disabled' THEN true
             WHEN wait_event = 'ClientWrite' THEN
-                query_start > clock_timestamp() - interval '{SENDING_MAX_S} s'
+                query_start BETWEEN clock_timestamp() - interval '{SENDING_MAX_S} s'
+                                AND clock_timestamp()
             ELSE state = 'active' AND wait_event_type IS DISTINCT FROM 'Client' END
 """  # noqa: S608 (a constant only)
 

@@ -136,7 +136,8 @@ preceding AS MATERIALIZED (
             ORDER BY seq DESC LIMIT 1 FOR NO KEY UPDATE SKIP LOCKED) x
      WHERE g.outbox_id IS NULL AND x.to_seq = g.seq - 1 AND x.outbox_id IS NULL
        AND x.reason = g.reason AND x.state = 'dead'
-       AND x.began_at > clock_timestamp() - make_interval(secs => {RANGE_GROWTH_MAX_S})),
+       AND x.began_at BETWEEN clock_timestamp() - make_interval(secs => {RANGE_GROWTH_MAX_S})
+                          AND clock_timestamp()),
 extended AS (
     UPDATE dead_letter x SET to_seq = p.to_seq, at = clock_timestamp()
       FROM preceding p WHERE x.id = p.id
@@ -198,8 +199,8 @@ SELECT FROM moved WHERE (SELECT count(*) FROM ({PUBLISH_REPORTED_EVENTS}) publis
 
 # Advances checkpoints of lanes: they only move forward, and only in the owner's epoch (fencing).
 #   counted: adds to the delivery history, in the interval that the database's clock is in.  A row
-#     of the day before is replaced; if the clock was set back, nothing is added.  In the order of
-#     the endpoints, because replicas write the row of the sum, and an endpoint may have moved.
+#     of another day is replaced: it is of the day before, or a wrong clock wrote it.  In the order
+#     of the endpoints, because replicas write the row of the sum, and an endpoint may have moved.
 WRITE_LANE_CHECKPOINTS = WriteStatement(
     "write_lane_checkpoints",
     f"""{fence("$3")},
@@ -217,11 +218,10 @@ counted AS (
        SET began_at = excluded.began_at,
            successes = excluded.successes + h.successes * (h.began_at = excluded.began_at)::int,
            failures = excluded.failures + h.failures * (h.began_at = excluded.began_at)::int,
-           latencies = CASE WHEN h.began_at < excluded.began_at THEN excluded.latencies
+           latencies = CASE WHEN h.began_at <> excluded.began_at THEN excluded.latencies
                 ELSE (SELECT array_agg(was + added ORDER BY n)
                         FROM unnest(h.latencies, excluded.latencies)
-                             WITH ORDINALITY AS bucket(was, added, n)) END
-     WHERE h.began_at <= excluded.began_at)
+                             WITH ORDINALITY AS bucket(was, added, n)) END)
 UPDATE lane_progress p
    SET acked_seq = v.acked_seq, delivered_seq = v.delivered_seq, floor_batch = v.floor_batch,
        retry_seq = NULL, attempts = 0, spent = 0, first_attempt_at = NULL,

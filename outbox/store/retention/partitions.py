@@ -52,13 +52,17 @@ MAINTENANCE_LEASE_S = 120.0
 """Time after which another session maintains, if one hangs."""
 
 # Takes or renews the maintenance lease, by the database's clock; one row if this session has it.
-# One that expired is renewed if no other session has taken it.
+# One that expired is renewed if no other session has taken it.  One that expires later than a new
+# one would was taken by a clock that has been set back, and has expired as well.
 TAKE_LEASE = WriteStatement(
     "take_maintenance_lease",
     """
 UPDATE lock SET holder = current_setting('application_name'), token = $1,
                 expires_at = clock_timestamp() + make_interval(secs => $2)
- WHERE name = 'maintenance' AND (token = $1 OR coalesce(expires_at < clock_timestamp(), true))
+ WHERE name = 'maintenance'
+   AND (token = $1
+        OR coalesce(expires_at NOT BETWEEN clock_timestamp()
+                                       AND clock_timestamp() + make_interval(secs => $2), true))
 """,
 )
 RELEASE_LEASE = WriteStatement(

@@ -68,7 +68,8 @@ WITH stopped AS (
      WHERE to_batch IS NULL AND subscription.filter = f.filter
        AND subscription.tenant IS NOT DISTINCT FROM f.tenant
        AND (filter_stopped_at IS NULL
-            OR filter_stopped_at < clock_timestamp() - make_interval(secs => $5))
+            OR filter_stopped_at NOT BETWEEN clock_timestamp() - make_interval(secs => $5)
+                                         AND clock_timestamp())
     RETURNING endpoint_id, f.filter, f.detail, f.reason),
 journalled AS (
     INSERT INTO journal (kind, actor, endpoint_id, data)

@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
 
 # Current subscriptions with their lanes.  Deliveries of a paused endpoint are sequenced, but
-# not sent.  A filter that was stopped less than $1 seconds ago matches everything.  A row without
-# values if row security may have hidden some.
+# not sent.  A filter that was stopped less than $1 seconds ago matches everything; not one that a
+# wrong clock has stopped in the future.  A row without values if row security may have hidden some.
 READ_ROUTES = f"""
 SELECT s.endpoint_id, s.types, s.tenant, s.all_tenants,
-       CASE WHEN s.filter_stopped_at > clock_timestamp() - make_interval(secs => $1) THEN NULL
+       CASE WHEN s.filter_stopped_at BETWEEN clock_timestamp() - make_interval(secs => $1)
+                                         AND clock_timestamp() THEN NULL
             ELSE s.filter END AS filter,
        array(SELECT l.id FROM lane l
               WHERE l.endpoint_id = e.id AND l.generation = e.generation

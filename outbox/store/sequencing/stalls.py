@@ -86,7 +86,8 @@ READ_LOCK_BLOCKER = f"""{SESSION_COLUMNS}
           FROM pg_locks w CROSS JOIN LATERAL unnest(pg_blocking_pids(w.pid)) AS b(pid)
          WHERE w.locktype = 'relation' AND NOT w.granted
            AND w.mode IN ('AccessShareLock', 'RowShareLock', 'RowExclusiveLock')
-           AND w.waitstart < clock_timestamp() - make_interval(secs => $1)
+           AND w.waitstart NOT BETWEEN clock_timestamp() - make_interval(secs => $1)
+                                   AND clock_timestamp()
            AND w.database = (SELECT oid FROM pg_database WHERE datname = current_database())
            AND w.relation IN (
                SELECT oid FROM pg_class

@@ -3,7 +3,7 @@
  *
  *     OutboxError
  *     ├── UsageError          a wrong argument or setting
- *     ├── SignatureError      no valid, recent signature: respond 401
+ *     ├── SignatureError      no valid, recent signature: respond 401, or 503 if only the time is refused
  *     ├── MessageError        signed, but not a valid delivery: respond 400
  *     ├── Refuse              thrown by a handler: respond 422
  *     │   └── UnreadablePayload   thrown by `message.data`: JavaScript would round a number of the payload
@@ -33,7 +33,9 @@ export type SignatureProblem =
   | "timestamp_too_new"
   | "mismatch";
 
-/** The request has no valid, recent signature. Respond 401. */
+/**
+ * The request has no valid, recent signature. Respond 401, or 503 with `X-Refused: timestamp` if `timestampRefused`.
+ */
 export class SignatureError extends OutboxError {
   constructor(
     /** The cause, for metrics and tests. */
@@ -41,6 +43,11 @@ export class SignatureError extends OutboxError {
     message: string,
   ) {
     super(message);
+  }
+
+  /** The signature is valid and only its time is not tolerated: the sender signs each attempt anew. */
+  get timestampRefused(): boolean {
+    return this.problem === "timestamp_too_old" || this.problem === "timestamp_too_new";
   }
 }
 

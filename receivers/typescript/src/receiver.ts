@@ -30,6 +30,7 @@ import {
   notPost,
   putOff,
   rejected,
+  unverified,
   responseOf,
   tooLarge,
   type ReceiverRequest,
@@ -198,7 +199,7 @@ export class Receiver<Tx> implements HttpReceiver {
 
   // ------------------------------------------------------------------------------------------------------- requests
 
-  /** Verify a request; returns the 4xx response that rejects it, if it is invalid. */
+  /** Verify a request; returns the response that rejects it, if it is invalid. */
   #read(request: ReceiverRequest, fetched: boolean): Verified | ReceiverResponse {
     if (request.method !== "POST") {
       return notPost();
@@ -211,7 +212,7 @@ export class Receiver<Tx> implements HttpReceiver {
       verified = this.#verifier.verify(request, { fetched });
     } catch (error) {
       if (error instanceof SignatureError) {
-        return rejected(401, error.message);
+        return unverified(error);
       }
       if (error instanceof MessageError) {
         return rejected(400, error.message);

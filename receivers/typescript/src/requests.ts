@@ -9,10 +9,12 @@
  * | 422 | refused by a handler, or sequence number used by another delivery | dead letter |
  * | 500 | a handler or the receiver failed | retried |
  * | 503 | overloaded, no database, or earlier deliveries missing | retried after Retry-After |
+ * | 503, `X-Refused: timestamp` | a valid signature whose time is not tolerated | signed and sent again |
  */
 
 import { Buffer } from "node:buffer";
 
+import type { SignatureError } from "./errors.js";
 import type { HeadersInput } from "./headers.js";
 import { oneLine } from "./text.js";
 
@@ -78,9 +80,19 @@ export function responseOf(
   };
 }
 
-/** Build a 4xx response for a request that is not a valid delivery. */
+/** Build a response for a request that is not a valid delivery. */
 export function rejected(status: number, reason: string, headers: Readonly<Record<string, string>> = {}) {
   return responseOf("rejected", status, reason, headers);
+}
+
+/**
+ * Build the 401 response, or 503 if the signature is valid and only its time is not tolerated. A forged request must
+ * not get a status that makes its sender keep and repeat it.
+ */
+export function unverified(error: SignatureError): ReceiverResponse {
+  return error.timestampRefused
+    ? rejected(503, error.message, { "X-Refused": "timestamp" })
+    : rejected(401, error.message);
 }
 
 /** Build a 503 response with Retry-After. */

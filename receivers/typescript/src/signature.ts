@@ -102,6 +102,8 @@ export function verifySignature(
     throw malformed(TIMESTAMP_HEADER, "is not a number of epoch seconds");
   }
   const candidates = candidatesOf(SIGNATURE_HEADER, signatures, keys);
+  requireMatch([Buffer.from(`${messageId}.${timestampText}.`), body], candidates, keys);
+  // Last, so that the error of a time shows that the request has a valid signature.
   const timestamp = Number(timestampText);
   if (timestamp < now - toleranceS) {
     const ago = Math.round(now - timestamp);
@@ -111,7 +113,6 @@ export function verifySignature(
     const ahead = Math.round(timestamp - now);
     throw new SignatureError("timestamp_too_new", `signed ${ahead} s in the future; ${toleranceS} s are tolerated`);
   }
-  requireMatch([Buffer.from(`${messageId}.${timestampText}.`), body], candidates, keys);
   return { messageId, timestamp };
 }
 

@@ -158,7 +158,7 @@ export class Verifier {
  *
  * @param request headers and raw body.
  * @param secrets as of `Verifier`.
- * @throws SignatureError no valid signature: respond 401.
+ * @throws SignatureError no valid signature: respond 401, or 503 if only its time is refused.
  * @throws MessageError signed, but headers and body differ: respond 400.
  * @throws UsageError no secret, or an invalid one.
  */

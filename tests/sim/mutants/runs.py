@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.admission import adaptive_scheduler, request_scheduler
-from outbox.core.delivery import circuit_breaker, delivery_run
+from outbox.core.delivery import circuit_breaker, delivery_run, signing_clock
 from outbox.relay.delivery import lane_run, owned_endpoints, recorder
 from tests.sim.mutants.catalogue import mutant, swap
 
@@ -39,6 +39,12 @@ def run_continues_after_failure(sim: Simulation) -> None:
 def run_continues_after_unsolicited_data(sim: Simulation) -> None:
     """A run does not ask whether connections are still reused."""
     swap(owned_endpoints.EndpointRuntime, "may_reuse", lambda self, now: True)
+
+
+@mutant
+def refused_time_is_final(sim: Simulation) -> None:
+    """A refusal dead-letters its delivery although the clocks differ."""
+    swap(signing_clock.SigningClock, "retryable", lambda self, choice, response, given: given)
 
 
 @mutant

@@ -21,6 +21,7 @@ from tests.sim.stores.endpoint_state import EndpointStateStore
 from tests.sim.stores.lanes import LaneStore
 from tests.sim.stores.partitions import PartitionStore
 from tests.sim.stores.periods import RetentionStore
+from tests.sim.stores.put_off import PutOffStore
 from tests.sim.stores.records import RecordStore
 from tests.sim.stores.replicas import ReplicaStore
 from tests.sim.stores.schedule_runs import ScheduleRunStore
@@ -33,6 +34,7 @@ STORES = Stores(
     sequencing=SequencingStore,
     endpoint_state=EndpointStateStore,
     schedule_runs=ScheduleRunStore,
+    put_off=PutOffStore,
     partitions=PartitionStore,
     retention=RetentionStore,
     skipped_events=SkippedEventStore,

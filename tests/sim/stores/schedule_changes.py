@@ -9,6 +9,7 @@ import asyncpg
 import orjson
 
 from outbox.core.schedules.cron import Cron
+from outbox.core.schedules.schedule import ticks_from
 from outbox.errors import Conflict, NotFound
 from outbox.operations.schedule_changes import ScheduleRun
 from outbox.operations.schedules import Schedule, next_runs
@@ -126,9 +127,8 @@ async def _read_back(db: Connection, _: UUID, name: str) -> Schedule:
 
 
 async def _ticks_from(change: Change, row: Row | None) -> datetime:
-    """The time from which ticks count: now, or the last published tick if that is later."""
-    now = await change.db.call(read_now)
-    return now if row is None or row["last_at"] is None else max(now, row["last_at"])
+    """The time to compute the next run from."""
+    return ticks_from(None if row is None else row["last_at"], await change.db.call(read_now))
 
 
 async def _find(change: Change, names: Sequence[str]) -> list[Row]:

@@ -87,6 +87,9 @@ func run(line []byte) (map[string]any, error) {
 		return map[string]any{"error": "usage", "text": err.Error()}, nil
 	}
 	verified, err := verifier.Verify(header, given.Body)
+	if receiver.IsTimestampRefused(err) {
+		return map[string]any{"error": "timestamp", "text": err.Error()}, nil
+	}
 	var badSignature *receiver.SignatureError
 	if errors.As(err, &badSignature) {
 		return map[string]any{"error": "signature", "text": err.Error()}, nil

@@ -30,7 +30,8 @@ function run(input: Input): string {
     return formatVerified(verified);
   } catch (error) {
     if (error instanceof SignatureError || error instanceof MessageError) {
-      const kind = error instanceof SignatureError ? "signature" : "message";
+      const signature = error instanceof SignatureError;
+      const kind = !signature ? "message" : error.timestampRefused ? "timestamp" : "signature";
       return JSON.stringify({ error: kind, text: error.message });
     }
     throw error;

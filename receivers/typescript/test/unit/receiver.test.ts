@@ -168,6 +168,8 @@ test("other requests are rejected before anything is recorded", async () => {
   assert.equal((await receiver.handle({ ...given, body: Buffer.alloc(1001) })).status, 413);
   assert.equal((await receiver.handle({ ...given, body: Buffer.from("{}") })).status, 401);
   assert.equal((await receiver.handle(signed("msg_1", "{}"))).status, 400);
+  const old = await receiver.handle(signed("msg_1", "{}", {}, Math.floor(Date.now() / 1000) - 3600));
+  assert.deepEqual([old.status, old.outcome, old.headers["X-Refused"]], [503, "rejected", "timestamp"]);
   assert.equal((await receiver.handle(given)).text, "processed");
 });
 

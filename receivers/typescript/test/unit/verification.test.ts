@@ -85,6 +85,8 @@ test("missing, repeated and malformed headers, and old and new timestamps are re
   assert.equal(problemOf(() => verify(given, SECRET, { clock: () => at + 301 })), "timestamp_too_old");
   assert.equal(problemOf(() => verify(given, SECRET, { clock: () => at - 301 })), "timestamp_too_new");
   assert.equal(problemOf(() => verify(given, SECRET, { clock: () => at + 300 })), "none");
+  const forged = { ...given, body: Buffer.from("{}") };
+  assert.equal(problemOf(() => verify(forged, SECRET, { clock: () => at + 301 })), "mismatch");
 });
 
 test("headers that differ from the body are rejected", () => {
