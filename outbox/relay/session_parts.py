@@ -82,7 +82,7 @@ def build_session(
         clock: seconds of the steady clock; wall-clock time comes from the database.
         rng: the source of the jitter of retries and probes.
     """
-    me, here, workers = registered.replica_id, registered.timeline, registered.workers
+    me, here, workers = registered.replica_id, registered.server_fence, registered.workers
     stores, actor = connections.stores, f"replica {registered.replica_id}"
     listening = settings.notify and not settings.pooled
     lease = Lease(settings.lease_s)

@@ -17,6 +17,18 @@ PAYLOAD_BYTES = "coalesce(body, convert_to(payload::text, 'UTF8'))"
 PAYLOAD_SIZE = "coalesce(octet_length(body), octet_length(payload::text))"
 """Their number."""
 
+CURRENT_XID = "pg_current_xact_id()::xid::text::bigint"
+"""The id of this transaction, as the column xmin of the rows that it writes has it."""
+
+
+def proves_itself(row: str) -> str:
+    """Whether a row of `incarnation` or `lane_counter` was written here, and not restored.
+
+    Args:
+        row: its alias.
+    """
+    return f"({row}.by_xid IS NOT DISTINCT FROM {row}.xmin::text::bigint)"
+
 
 def epoch_s(column: str) -> str:
     """A timestamp in epoch seconds, limited to the range of Python's datetime.

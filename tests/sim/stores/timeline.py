@@ -11,13 +11,13 @@ from tests.sim.stores import channels
 from tests.sim.stores.routing_change import add_to_journal
 
 if TYPE_CHECKING:
-    from outbox.store.sequencing.batches import CursorRow
+    from outbox.store.cluster.timeline import CursorRow
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Steps, Transaction
     from tests.sim.database.tables import Database
 
 
-async def read_timeline(connection: Connection) -> int | None:
+async def read_server_fence(connection: Connection) -> int | None:
     return await connection.call(report_timeline)
 
 
