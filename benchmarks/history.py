@@ -58,7 +58,10 @@ SELECT b + 1, least((b + 1) * {PER_BATCH}, $1::int), {PER_BATCH}, {PER_BATCH},
        1, now() - ($1::int - b * {PER_BATCH}) * interval '1 second'
   FROM generate_series(0, ($1::int - 1) / {PER_BATCH}) b
 """
-COUNTERS = "UPDATE lane_counter SET last_seq = ($1::int - lane_id) / $2::int + 1"
+COUNTERS = """
+UPDATE lane_counter
+   SET last_seq = ($1::int - lane_id) / $2::int + 1, by_xid = txid_current()
+"""
 PROGRESS = f"""
 UPDATE lane_progress
    SET acked_seq = ($1::int - lane_id) / $2::int + 1,

@@ -48,7 +48,7 @@ REST = (
      ORDER BY e.id, slot
     """,
     """
-    INSERT INTO lane_counter (lane_id) SELECT id FROM lane l
+    INSERT INTO lane_counter (lane_id, by_xid) SELECT id, txid_current() FROM lane l
      WHERE NOT EXISTS (SELECT FROM lane_counter WHERE lane_id = l.id)
     """,
     """

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.model.endpoint_settings import SETTINGS
 from outbox.store.change import document
 from outbox.store.connection.message import Private, WriteStatement
+from outbox.store.expressions import CURRENT_XID
 from outbox.store.routing_change import NEXT_BATCH
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ added AS (
      WHERE e.id = ANY ($1::uuid[])
     RETURNING id, endpoint_id),
 counted AS (
-    INSERT INTO lane_counter (lane_id) SELECT id FROM added)
+    INSERT INTO lane_counter (lane_id, by_xid) SELECT id, {CURRENT_XID} FROM added)
 INSERT INTO lane_progress (lane_id, endpoint_id, floor_batch, epoch)
 SELECT a.id, a.endpoint_id, {NEXT_BATCH}, o.epoch FROM added a JOIN owned o USING (endpoint_id)
 """,  # noqa: S608 (constants only)

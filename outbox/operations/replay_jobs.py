@@ -33,12 +33,16 @@ JobState = Literal["running", "done", "aborted"]
 STATES: tuple[JobState, ...] = get_args(JobState)
 
 # $1: the columns as a JSON object; $2: gaps of a backfill.
+#   id: from the clock, like that of the first generation in a new history, because it is a part of
+#     the X-Delivery of a backfill.  A restored sequence would assign the ids of lost jobs again.
 ADD_JOB = WriteStatement(
     "add_replay_job",
     """
-INSERT INTO replay_job (kind, endpoint, types, tenant, reason, since, until, rate_per_s,
+INSERT INTO replay_job (id, kind, endpoint, types, tenant, reason, since, until, rate_per_s,
                         requested_by, gaps)
-SELECT kind, endpoint, types, tenant, reason, since, until, rate_per_s, requested_by, $2
+OVERRIDING SYSTEM VALUE
+SELECT setval('replay_job_id_seq', first_generation((SELECT coalesce(max(id), 0) FROM replay_job))),
+       kind, endpoint, types, tenant, reason, since, until, rate_per_s, requested_by, $2
   FROM jsonb_populate_record(NULL::replay_job, $1::text::jsonb)
 """,
 )

@@ -53,8 +53,8 @@ class Registered:
     label: str
     """The application_name of its sessions."""
     workers: Workers
-    timeline: int | None
-    """The server's timeline; None: unknown."""
+    server_fence: int | None
+    """The server's timeline and the incarnation, as one number; None: unknown."""
     started_at: float
     """The replica's steady clock before the registration was sent."""
     reading: ClockReading
@@ -173,16 +173,16 @@ class Registration:
             await stores.require_relay_privileges(control, settings.schema_name)
             # An earlier session may have ended because the queue was full.
             await stores.trim_notification_queue(control)
-            # Before the first write: if a proxy switches to another server after this,
-            # the fence rejects the write.
-            timeline = await stores.read_timeline(control)
+            # Before the first write: if a proxy switches to another server after this, or the
+            # state is restored, the fence rejects the write.
+            server_fence = await stores.read_server_fence(control)
         others = [
             await self._opened.connect(label, long=n == WORKERS - 1) for n in range(1, WORKERS)
         ]
         workers = Workers(*[control, *others])
         # A proxy shares its backends.
         sequencer_pid = None if settings.pooled else workers.cursor.get_server_pid()
-        replicas = stores.replicas(control, timeline)
+        replicas = stores.replicas(control, server_fence)
         with response_deadline(control, settings.lease_s, "register a replica"):
             # Only the registered ones: while no replica can be registered, for hours on a standby,
             # each attempt adds a label.
@@ -208,7 +208,7 @@ class Registration:
                     raise Fenced
             asked_at = clock()
             reading = await replicas.read_clock()
-        return Registered(replica_id, label, workers, timeline, started_at, reading, asked_at)
+        return Registered(replica_id, label, workers, server_fence, started_at, reading, asked_at)
 
     async def _expire_former(self, replicas: ReplicaStore, label: str) -> None:
         """Release the endpoints of this process's former replicas, whose sessions have ended."""

@@ -198,7 +198,7 @@ class Relay:
         if isinstance(first, Fenced):
             return (
                 "the lease ran out, another replica took over, outbox resequence ended the "
-                "registration, or the server's timeline changed"
+                "registration, the server's timeline changed, or the database was restored"
             )
         if isinstance(first, asyncpg.InsufficientPrivilegeError):
             return not_granted(first, "relay")

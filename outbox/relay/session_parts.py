@@ -86,7 +86,7 @@ def build_session(
         wall: this machine's clock in epoch seconds, for comparison with the database's.
         rng: the source of the jitter of retries and probes.
     """
-    me, here, workers = registered.replica_id, registered.timeline, registered.workers
+    me, here, workers = registered.replica_id, registered.server_fence, registered.workers
     stores, actor = connections.stores, f"replica {registered.replica_id}"
     listening = settings.notify and not settings.pooled
     lease = Lease(settings.lease_s)

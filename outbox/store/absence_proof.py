@@ -25,7 +25,7 @@ from outbox.core.model.sql_names import quote_ident
 from outbox.core.sequencing.partition_window import WIDTH
 from outbox.errors import CursorBroken, SchemaMissing
 from outbox.store.connection.message import WriteStatement, is_aborted
-from outbox.store.connection.row_security import read_row_security_reason
+from outbox.store.connection.row_security import read_row_security_reason, stop_empty
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -218,7 +218,10 @@ class AbsenceProof:
             if row is None or row["sequence"] is None:
                 raise SchemaMissing('outbox.id has no sequence; was "outbox migrate" run?')
             self._table, self.sequence = row["oid"], row["sequence"]
-        await self._check_conditions(await self._db.fetchval(READ_UNSETTLED))
+        unsettled = await self._db.fetchval(READ_UNSETTLED)
+        if unsettled == "{}":
+            await stop_empty(self._db, "period")
+        await self._check_conditions(unsettled)
 
     async def write(
         self, missing: Sequence[Range], *calls: WriteCall, was_read: bool = True

@@ -23,6 +23,18 @@ LEASE_RUNS = """expires_at BETWEEN clock_timestamp()
 One that ends later than a lease can was renewed by a clock that has been set back, and a living
 replica renews it soon; twice its length, for small steps back."""
 
+CURRENT_XID = "pg_current_xact_id()::xid::text::bigint"
+"""The id of this transaction, as the column xmin of the rows that it writes has it."""
+
+
+def proves_itself(row: str) -> str:
+    """Whether a row of `incarnation` or `lane_counter` was written here, and not restored.
+
+    Args:
+        row: its alias.
+    """
+    return f"({row}.by_xid IS NOT DISTINCT FROM {row}.xmin::text::bigint)"
+
 
 def epoch_s(column: str) -> str:
     """A timestamp in epoch seconds, limited to the range of Python's datetime.

@@ -113,7 +113,7 @@ WITH report AS MATERIALIZED (
                                   AND clock_timestamp())
        AND EXISTS (SELECT FROM cursor
                     WHERE (writer = $1 OR $5::text IS NOT NULL)
-                      AND ($4::bigint IS NULL OR server_timeline() = $4))
+                      AND ($4::bigint IS NULL OR server_fence() = $4))
        FOR NO KEY UPDATE SKIP LOCKED),
 late AS MATERIALIZED (
     SELECT extract(epoch FROM clock_timestamp() - o.created_at) AS waiting_s

@@ -20,7 +20,7 @@ SKIP_THE_SECOND = "UPDATE batch SET dead = '{[2,3)}' WHERE batch = 1"
 FORGET_ITS_DELIVERY = """
 DELETE FROM attempt WHERE seq = 3;
 DELETE FROM delivery WHERE seq = 3;
-UPDATE lane_counter SET last_seq = 2;
+UPDATE lane_counter SET last_seq = 2, by_xid = txid_current();
 UPDATE lane_progress SET acked_seq = 2;
 UPDATE batch SET dead = '{[3,4)}' WHERE batch = 1
 """
@@ -53,11 +53,17 @@ def test_a_violation_is_listed_with_what_to_do(here: Command, delivered: Databas
     whole = here("verify")
     assert whole.code == 0
     assert "no violations; checked 3 events" in whole.out
-    execute(delivered, "UPDATE lane_counter SET last_seq = 1")
+    execute(
+        delivered,
+        "UPDATE lane_counter SET last_seq = 1, by_xid = txid_current()",
+    )
     found = here("verify")
     assert found.code == 1
     assert "contiguous: lane 1: counter 1, 3 deliveries from 1 to 3\n" in found.out
-    assert "    → restore the tables delivery and lane_counter from the same backup" in found.out
+    assert (
+        "    → start new lanes: outbox endpoint update NAME --lanes N, or restore the whole"
+        in found.out
+    )
     report = here("verify", "--json").json
     assert report["violations"] == 2
     (check,) = [each for each in report["checks"] if each["name"] == "contiguous"]

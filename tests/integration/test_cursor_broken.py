@@ -75,7 +75,9 @@ async def test_a_batch_is_not_written_with_counters_that_are_not_current(
     await store.check()
     await producer.execute(INSERT)
     assert await relay.sequence_batch() is BatchResult.WRITTEN
-    await producer.execute("UPDATE relay.lane_counter SET last_seq = last_seq + 5")
+    await producer.execute(
+        "UPDATE relay.lane_counter SET last_seq = last_seq + 5, by_xid = txid_current()"
+    )
     await producer.execute(INSERT)
     with pytest.raises(asyncpg.RaiseError, match="the last sequence number of lane"):
         await relay.sequence_batch()

@@ -6,20 +6,17 @@ went on after that, so receivers have seen numbers that the restored one does no
 
 from __future__ import annotations
 
-import asyncio
-import subprocess
 from collections import defaultdict
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
 import pytest
 
-from outbox.devtools.embedded.binaries import find_binaries
 from outbox.operations import endpoint_changes
 from outbox.operations.doctor import Severity
 from tests.support.doctor import findings_of, the_one
+from tests.support.dumps import dump, restore
 from tests.support.relay import (
     Network,
     add_endpoint,
@@ -40,32 +37,6 @@ PATH = {"server_settings": {"search_path": "relay"}}
 
 CHANGES = "SELECT array_agg(data::text) FROM journal WHERE kind = 'timeline_changed'"
 LANES = "SELECT array_agg(DISTINCT generation) FROM lane"
-
-
-def run(database: Database, program: str, *arguments: str, stdin: str | None = None) -> str:
-    """Run a program of PostgreSQL."""
-    path = find_binaries(database.major).path(program)
-    if not Path(path).exists():
-        pytest.skip(f"{program} is not installed")
-    result = subprocess.run(
-        [path, "-d", database.dsn, *arguments],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
-async def dump(database: Database) -> str:
-    return await asyncio.to_thread(run, database, "pg_dump", "--schema", "relay")
-
-
-async def restore(database: Database, dumped: str) -> None:
-    await asyncio.to_thread(
-        run, database, "psql", "-qX", "-v", "ON_ERROR_STOP=1", "-f", "-", stdin=dumped
-    )
 
 
 async def set_lanes(database: Database, lanes: int) -> None:

@@ -50,6 +50,8 @@ CREATE OR REPLACE FUNCTION relay.server_timeline() RETURNS bigint
 LANGUAGE plpgsql STABLE AS $$ BEGIN RETURN {}; END $$
 """
 
+WRITTEN_BY = "SELECT by_xid FROM incarnation"
+
 LANES = """
 SELECT array_agg(format('%s-%s', l.generation, l.slot) ORDER BY l.id)
   FROM lane l JOIN endpoint e ON e.id = l.endpoint_id WHERE e.name = $1
@@ -80,7 +82,7 @@ class Leader:
 
     async def begin(self) -> Leader:
         self.db: Connection[Any] = await self.database.connect(**SESSION)
-        here = await timeline.read_timeline(self.db)
+        here = await timeline.read_server_fence(self.db)
         self.replicas = ReplicaStore(self.db, here)
         self.id = await register(self.replicas)
         self.timeline = here
@@ -105,7 +107,10 @@ async def batches(database: Database) -> int:
 
 async def test_the_timeline_of_the_server_is_read(database: Database) -> None:
     async with database.connection(**SESSION) as connection:
-        assert await timeline.read_timeline(connection) == 1
+        fence = await timeline.read_server_fence(connection)
+        assert fence is not None
+        assert fence >> 32 == 1
+        assert fence % 2**32 == await connection.fetchval(WRITTEN_BY)
 
 
 async def test_a_missing_privilege_to_read_the_timeline_is_tolerated(database: Database) -> None:
@@ -117,7 +122,8 @@ async def test_a_missing_privilege_to_read_the_timeline_is_tolerated(database: D
             "CREATE ROLE nobody_special; SELECT relay.grant_relay('nobody_special');"
             "SET LOCAL ROLE nobody_special"
         )
-        assert await timeline.read_timeline(connection) is None
+        fence = await timeline.read_server_fence(connection)
+        assert fence == await connection.fetchval(WRITTEN_BY)
         await transaction.rollback()
 
 
@@ -373,7 +379,7 @@ async def test_a_leader_without_its_last_batch_writes_nothing_and_reloads(
     async with database.connection(**SESSION) as db:
         await db.execute(
             "DELETE FROM batch WHERE batch = 2; DELETE FROM delivery WHERE batch = 2;"
-            "UPDATE lane_counter SET last_seq = 1"
+            "UPDATE lane_counter SET last_seq = 1, by_xid = txid_current()"
         )
     await publish(database, 3)
     assert await leader.turn() is BatchResult.STALE

@@ -353,7 +353,7 @@ async def test_dead_letters_are_counted_by_state(database: Database, db: Connect
     first = [("one", "expired", "discarded", 1, 1)]
     assert await counted() == [*first, ("one", "refused", "replaying", 3, 3), *other]
     # The first was sent and given up again, the second delivered, the third is pending.
-    await db.execute("UPDATE lane_counter SET last_seq = 10")
+    await db.execute("UPDATE lane_counter SET last_seq = 10, by_xid = txid_current()")
     await ranges.sequence_all(database)
     await db.execute("UPDATE lane_progress SET acked_seq = 11 WHERE endpoint_id = $1", one.id)
     await db.execute(

@@ -128,6 +128,12 @@ DAMAGE = {
     "a checkpoint is beyond its counter": ("UPDATE lane_progress SET acked_seq = 40", {"whole"}),
     "an endpoint has no row in ownership": ("DELETE FROM ownership", {"whole"}),
     "an endpoint has no circuit breaker": ("DELETE FROM endpoint_health", {"whole"}),
+    "the counter of a lane was restored": (
+        "UPDATE lane_counter SET last_seq = last_seq",
+        {"restored"},
+    ),
+    "the state was restored": ("UPDATE incarnation SET id = id", {"restored"}),
+    "the incarnation was lost": ("DELETE FROM incarnation", {"restored"}),
     "a lane is blocked by a discarded dead letter": (
         """WITH decided AS (UPDATE dead_letter SET state = 'discarded')
            INSERT INTO lane_block (lane_id, seq) SELECT lane_id, 5 FROM dead_letter""",

@@ -132,7 +132,7 @@ class Script:
         await stores.privileges.require_relay_privileges(db, SCHEMA)
         await stores.altered_secrets.journal_altered_secrets(db, [], "script", 1)
         # A real server may report a timeline.
-        await stores.timeline.read_timeline(db)
+        await stores.timeline.read_server_fence(db)
         self._replicas = stores.replicas.ReplicaStore(db)
         self._lanes = stores.lanes.LaneStore(db)
         self._store = stores.batches.SequencingStore(db)

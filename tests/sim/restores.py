@@ -71,13 +71,14 @@ class Restores:
         events = {str(event.event_id) for event in db.outbox.values()}
         # A snapshot of the disks has the identity of the original, so an operator requests the
         # new lanes.
-        is_snapshot = self._rng.random() < 0.3
-        dumps.restore(db, dumped, db.identity if is_snapshot else f"1/{db.restores + 2}")
-        if is_snapshot:
-            db.cursor.rows[1] = {**db.cursor.rows[1], "identity": "restored"}
+        # A dump that is restored into the same database has its identity, too, but no incarnation.
+        kind = self._rng.choices(("dump", "snapshot", "dump in place"), (4, 3, 3))[0]
+        identity = f"1/{db.restores + 2}" if kind == "dump" else db.identity
+        dumps.restore(db, dumped, identity)
+        shown = {"identity": "restored"} if kind == "snapshot" else {"incarnation": False}
+        db.cursor.rows[1] = {**db.cursor.rows[1], **shown}
         # Together, because they refer to the same records of lanes.
         for each, values in zip(self._parts, deepcopy(records), strict=True):
             vars(each).update(values)
         sim.checker.restored(events)
-        what = "a snapshot" if is_snapshot else "a dump"
-        sim.faults.record(f"{what} of the database is restored in {down_s:.1f} s")
+        sim.faults.record(f"a {kind} of the database is restored in {down_s:.1f} s")

@@ -61,7 +61,7 @@ UPDATE endpoint SET
     filter = '$.a == "' || repeat('f', 1000) || '"', ca = :ca, headers = :headers;
 UPDATE endpoint_health SET last_response = :response;
 UPDATE lane_progress SET last_response = :response, retry_seq = 1, attempts = 1;
-UPDATE lane_counter SET last_seq = :rows;
+UPDATE lane_counter SET last_seq = :rows, by_xid = txid_current();
 
 INSERT INTO journal (kind, actor, endpoint_id, data)
 SELECT kind, 'replica 1', id, jsonb_build_object(

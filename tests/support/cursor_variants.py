@@ -280,7 +280,9 @@ UNFENCED = Variant(
     store=UnfencedStore,
     prepare="""
 CREATE OR REPLACE FUNCTION relay.advance_lane_counter(lane bigint, old_seq bigint, new_seq bigint)
-RETURNS void LANGUAGE sql AS 'UPDATE relay.lane_counter SET last_seq = $3 WHERE lane_id = $1'
+RETURNS void LANGUAGE sql AS
+    'UPDATE relay.lane_counter SET last_seq = $3, by_xid = txid_current()
+      WHERE lane_id = $1'
 """,
 )
 LOCK_RECHECK = Variant(store=LockStore)

@@ -182,7 +182,10 @@ async def _write_rest(db: Connection[Any], lanes: list[int]) -> None:
         lanes,
         BATCHES,
     )
-    await db.execute("UPDATE lane_counter SET last_seq = $1", NUMBERS)
+    await db.execute(
+        "UPDATE lane_counter SET last_seq = $1, by_xid = txid_current()",
+        NUMBERS,
+    )
     await db.execute(
         "UPDATE lane_progress SET acked_seq = n, delivered_seq = n, floor_batch = f "
         "FROM (VALUES (true, $2::bigint, $3::bigint), (false, $4, $5)) AS v(stuck, n, f) "

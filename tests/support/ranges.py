@@ -58,7 +58,7 @@ added AS (
     SELECT e.id, e.generation, slot FROM e, generate_series(0, $2 - 1) AS slot
     RETURNING id, endpoint_id),
 counted AS (
-    INSERT INTO lane_counter (lane_id) SELECT id FROM added)
+    INSERT INTO lane_counter (lane_id, by_xid) SELECT id, txid_current() FROM added)
 INSERT INTO lane_progress (lane_id, endpoint_id, floor_batch, epoch)
 SELECT added.id, added.endpoint_id, $3, o.epoch
   FROM added JOIN ownership o ON o.endpoint_id = added.endpoint_id

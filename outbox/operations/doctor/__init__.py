@@ -70,6 +70,7 @@ PRECONDITIONS = (
     server.timeline,
     server.connections,
     server.clock,
+    schema.missing_rows,
     schema.sequence,
     schema.hidden_events,
     events.sequences,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from outbox.core.model.duration import rounded
 from outbox.core.model.schema_name import migrate_command
 from outbox.core.model.sql_names import quote_ident
@@ -11,11 +13,13 @@ from outbox.operations.doctor.check import (
     DoctorContext,
     Results,
     check,
+    check_rows,
     ok,
     problem,
     warning,
 )
 from outbox.store.absence_proof import AbsenceProof
+from outbox.store.cluster.timeline import MISSING_ROWS
 from outbox.store.connection import schema_status
 from outbox.store.connection.row_security import read_protected_reason
 from outbox.store.retention.partitions import PARENTS, PartitionStore
@@ -69,6 +73,15 @@ async def initial_rows(context: DoctorContext) -> Results:
             f"DROP SCHEMA {quote_ident(context.schema)} CASCADE; then run: "
             f"{migrate_command(context.schema)}",
         )
+
+
+@check_rows("complete", MISSING_ROWS, "every endpoint and lane has its rows", see="outbox verify")
+def missing_rows(row: Any) -> CheckResult:
+    """No row without which an endpoint or lane is skipped is missing, as in half a restore."""
+    return problem(
+        row["what"],
+        "finish the restore, with all tables of one backup; if none is in progress: outbox verify",
+    )
 
 
 # Properties of the sequence behind outbox.id that the sequencer relies on.

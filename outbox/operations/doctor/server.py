@@ -15,6 +15,7 @@ from outbox.operations.doctor.check import (
     warning,
 )
 from outbox.store.cluster.sessions import SESSION_NAME
+from outbox.store.cluster.timeline import INCARNATION, INCOMPLETE, RESTORE_PROBLEM
 from outbox.store.connection.connect import SERVER_VERSION_MIN
 
 SERVER_VERSION_TESTED = 18
@@ -69,16 +70,17 @@ async def durability(context: DoctorContext) -> Results:
         )
 
 
-TIMELINE = """
+TIMELINE = f"""
 SELECT server_timeline() AS server, timeline AS known, current_user AS role,
-       coalesce(identity <> server_identity(), false) AS copied,
+       coalesce(identity <> server_identity(), false) OR {INCARNATION} IS NOT TRUE AS copied,
+       ({RESTORE_PROBLEM}) AS problem,
        extract(epoch FROM clock_timestamp() - timeline_at)::float8 AS since_s,
        CASE WHEN timeline_at IS NOT NULL THEN (
            SELECT data ? 'restored' FROM journal
             WHERE endpoint_id IS NULL AND kind = 'timeline_changed'
             ORDER BY id DESC LIMIT 1) END AS restored
   FROM cursor
-"""
+"""  # noqa: S608 (constants only)
 
 
 @check("timeline")
@@ -86,7 +88,12 @@ async def timeline(context: DoctorContext) -> Results:
     """A failover is detected, and starts new lanes, because commits may have been lost."""
     row = await context.db.fetchrow(TIMELINE)
     new_lanes = "a running relay starts new lanes automatically; if none runs: outbox relay"
-    if row["server"] is None:
+    if row["copied"] and row["problem"] is not None:
+        yield problem(
+            f"nothing is sequenced: {INCOMPLETE.format(row['problem'])}",
+            "the relay begins new lanes as soon as the state is complete",
+        )
+    elif row["server"] is None:
         yield warning(
             "the server does not report its timeline: after a failover that loses commits, "
             "sequence numbers that receivers have seen may be used again for other events",

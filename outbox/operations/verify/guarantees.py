@@ -11,7 +11,8 @@ from outbox.core.sequencing.partition_window import WIDTH
 from outbox.operations.verify.inconsistent_rows import (
     ABANDONED_CLAIMS,
     DECIDED_BLOCKS,
-    MISSING_ROWS,
+    INCOMPLETE_ROWS,
+    RESTORED_STATE,
     ROWS_OF_REMOVED_ENDPOINTS,
 )
 from outbox.store.sequencing.skipped_events import SKIPPED_EVENTS
@@ -76,6 +77,13 @@ sequenced AS MATERIALIZED (
 """  # noqa: S608
 
 
+RESTORE_ALL = (
+    "restore the whole schema from one backup: a single table does not fit to the rest, and begins "
+    "new lanes at best"
+)
+NEW_LANES = "start new lanes: outbox endpoint update NAME --lanes N"
+
+
 @dataclass(frozen=True, slots=True)
 class AuditCheck:
     """An invariant, and the query that returns its violations."""
@@ -136,8 +144,7 @@ CHECKS: tuple[AuditCheck, ...] = (
     AuditCheck(
         "complete",
         "each committed event has exactly one delivery per subscribed endpoint",
-        "see outbox trace ID; publish an event without a delivery again, or restore the table "
-        "delivery from a backup",
+        "see outbox trace ID; publish an event without a delivery again",
         f"""
         WITH {_SEQUENCED}, {_SUBSCRIBED}
         SELECT format('event %s has %s deliveries for endpoint %s', id, sum(actual),
@@ -160,7 +167,7 @@ CHECKS: tuple[AuditCheck, ...] = (
     AuditCheck(
         "real",
         "each delivery refers to a committed event that its endpoint subscribed to",
-        "restore the tables outbox and delivery from the same backup; see outbox trace ID",
+        f"{NEW_LANES}; see outbox trace ID",
         f"""
         WITH {_KEPT}
         SELECT format('lane %s sequence %s: event %s', d.lane_id, d.seq, d.outbox_id)
@@ -263,8 +270,7 @@ CHECKS: tuple[AuditCheck, ...] = (
     AuditCheck(
         "contiguous",
         "the sequence numbers of each lane are 1, 2, 3, ... without holes",
-        "restore the tables delivery and lane_counter from the same backup, or start new "
-        "lanes: outbox endpoint update NAME --lanes N",
+        f"{NEW_LANES}, or {RESTORE_ALL}",
         f"""
         WITH {_KEPT}
         SELECT format('lane %s: counter %s, %s deliveries from %s to %s', c.lane_id, c.last_seq,
@@ -282,8 +288,8 @@ CHECKS: tuple[AuditCheck, ...] = (
     AuditCheck(
         "accounted",
         "each sequence at or below a checkpoint was either delivered or dead-lettered",
-        "restore the tables attempt and dead_letter from a backup; ask the receiver whether "
-        "it has the sequence",
+        "ask the receiver whether it has the sequence, and publish the event again if not; see "
+        "outbox trace ID",
         f"""
         WITH {_KEPT}
         SELECT format('lane %s sequence %s: %s successes, %s dead letters', d.lane_id, d.seq,
@@ -304,8 +310,7 @@ CHECKS: tuple[AuditCheck, ...] = (
     AuditCheck(
         "in order",
         "acknowledged sequences after a checkpoint are contiguous",
-        "restore the tables attempt and lane_progress from the same backup, or start new "
-        "lanes: outbox endpoint update NAME --lanes N",
+        f"{NEW_LANES}, or {RESTORE_ALL}",
         """
         SELECT format('lane %s: acknowledged %s after checkpoint %s', t.lane_id, t.seq, t.acked_seq)
           FROM (SELECT p.lane_id, p.acked_seq, a.seq,
@@ -319,8 +324,7 @@ CHECKS: tuple[AuditCheck, ...] = (
     AuditCheck(
         "gaps",
         "open gaps are below the cursor and do not overlap",
-        "the leader removes a gap that it has read; if the violation remains, restore the "
-        "tables gap and batch from the same backup",
+        f"the leader removes a gap that it has read; if the violation remains, {RESTORE_ALL}",
         """
         WITH open AS (
             SELECT int8range(lo, hi, '[]') AS ids FROM gap
@@ -365,14 +369,21 @@ CHECKS: tuple[AuditCheck, ...] = (
     AuditCheck(
         "whole",
         "no row that an endpoint or a lane requires is missing",
-        "restore the rows from a backup, or remove the endpoint and add it again",
-        MISSING_ROWS,
+        f"remove the endpoint and add it again, or {RESTORE_ALL}",
+        INCOMPLETE_ROWS,
+    ),
+    AuditCheck(
+        "restored",
+        "the relays of this database have written the sequence numbers that they continue",
+        "finish the restore, and start a relay: it begins new lanes, and then this is resolved",
+        RESTORED_STATE,
     ),
     AuditCheck(
         "decided",
         "a lane is blocked only by a dead letter that awaits a decision",
         "outbox endpoint resume NAME",
         DECIDED_BLOCKS,
+        INCOMPLETE_ROWS,
     ),
     AuditCheck(
         "cleared",

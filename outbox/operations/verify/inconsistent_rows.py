@@ -5,28 +5,32 @@ For the checks of `outbox verify`: each statement returns the violations as text
 
 from __future__ import annotations
 
+from outbox.store.cluster.timeline import INCARNATION, MISSING_ROWS
+from outbox.store.expressions import proves_itself
+
 UNUSED_CLAIM_S = 86400
 """Time after which a claimed idempotency key without an event is considered abandoned."""
 
-# Listings and the sequencer join these tables, so a lane or endpoint with a missing row is
-# skipped silently; and a lane whose checkpoint is beyond its counter sends nothing.
-MISSING_ROWS = """
-SELECT format('lane %s of endpoint %s has no counter or no checkpoint', l.id, e.name) AS what
-  FROM lane l JOIN endpoint e ON e.id = l.endpoint_id
- WHERE NOT EXISTS (SELECT FROM lane_counter WHERE lane_id = l.id)
-    OR NOT EXISTS (SELECT FROM lane_progress WHERE lane_id = l.id)
+# A lane whose checkpoint is beyond its counter sends nothing.
+INCOMPLETE_ROWS = f"""
+{MISSING_ROWS}
  UNION ALL
 SELECT format('lane %s: checkpoint %s is beyond its counter %s', lane_id, acked_seq, last_seq)
   FROM lane_progress JOIN lane_counter USING (lane_id) WHERE acked_seq > last_seq
+"""  # noqa: S608 (constants only)
+
+# Only the lanes into which the next batches are sequenced: the counters of older ones stay.
+RESTORED_STATE = f"""
+SELECT 'this state was restored: its incarnation was not written here'
+ WHERE {INCARNATION} IS NOT TRUE
  UNION ALL
-SELECT format('endpoint %s has no row in ownership', e.name)
+SELECT format('the counter of lane %s of endpoint %s was restored, or changed by hand', l.id,
+              e.name)
   FROM endpoint e
- WHERE e.state <> 'removed' AND NOT EXISTS (SELECT FROM ownership WHERE endpoint_id = e.id)
- UNION ALL
-SELECT format('endpoint %s: no row in endpoint_health', e.name)
-  FROM endpoint e
- WHERE e.state <> 'removed' AND NOT EXISTS (SELECT FROM endpoint_health WHERE endpoint_id = e.id)
-"""
+  JOIN lane l ON l.endpoint_id = e.id AND l.generation = e.generation
+  JOIN lane_counter c ON c.lane_id = l.id AND NOT {proves_itself("c")}
+ WHERE e.state NOT IN ('removing', 'removed')
+"""  # noqa: S608 (constants only)
 
 DECIDED_BLOCKS = """
 SELECT format('lane %s is blocked by sequence %s, which %s', b.lane_id, b.seq,

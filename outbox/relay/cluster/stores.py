@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.store.channels import trim_notification_queue, wake_all, wake_owners
 from outbox.store.cluster.replicas import ReplicaStore
-from outbox.store.cluster.timeline import read_timeline
+from outbox.store.cluster.timeline import read_server_fence
 from outbox.store.connection.schema_status import require_current
 from outbox.store.delivery.altered_secrets import journal_altered_secrets
 from outbox.store.delivery.endpoint_state import EndpointStateStore
@@ -54,7 +54,7 @@ class Stores:
     require_relay_privileges: Callable[[Connection[Any], str], Awaitable[None]] = (
         require_relay_privileges
     )
-    read_timeline: Callable[[Connection[Any]], Awaitable[int | None]] = read_timeline
+    read_server_fence: Callable[[Connection[Any]], Awaitable[int | None]] = read_server_fence
     trim_notification_queue: Callable[[Connection[Any]], Awaitable[float]] = trim_notification_queue
     journal_altered_secrets: Callable[
         [StoreConnection, Sequence[Endpoint], str, int], Awaitable[None]

@@ -3,10 +3,10 @@
 The replica that is named in the cursor row *leads*.  It uses optimistic concurrency: it reads
 without a lock, computes the batch, and writes it in one message that locks the cursor row and
 does nothing unless leader and routing version are unchanged.  All inputs of a batch change only
-together with one of the two, or by a failover that loses commits, which the message checks as
-well (server timeline); `outbox.store.replays.replay_feed` has the exceptions for replays.  So this
-is equivalent to holding the row, and a replica that hangs between two messages holds nothing that
-others wait for.
+together with one of the two, or by a failover that loses commits or a restore, which the message
+checks as well (`server_fence`); `outbox.store.replays.replay_feed` has the exceptions for replays.
+So this is equivalent to holding the row, and a replica that hangs between two messages holds
+nothing that others wait for.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from outbox.core.sequencing.batch_notifications import READ_BATCHES
 from outbox.core.sequencing.filter_budget import AGAIN_AFTER_S
 from outbox.core.sequencing.gaps import CursorChange, CursorState, GapTracker, LockHolders
 from outbox.core.sequencing.router import Deliveries, Router, assign_sequences
+from outbox.errors import CursorBroken
 from outbox.relay.sequencing.filter_evaluator import FilterEvaluator
 from outbox.relay.sequencing.replay_feeder import ReplayFeeder
 from outbox.store.cluster.leadership import AWAKE
@@ -41,6 +42,10 @@ if TYPE_CHECKING:
     from outbox.store.sequencing.event_reads import Reading
 
 log = structlog.get_logger("outbox.sequencer")
+
+RESTORE_WAIT_S = 60.0
+"""How long the table `incarnation` may be empty until its row is taken for lost: a restore writes
+it before some of the tables that new lanes need."""
 
 
 class BatchResult(Enum):
@@ -154,6 +159,8 @@ class Cursor:
         self._holders: LockHolders | None = None
         # Start of the last read that reached no limit, by the database's clock.
         self._complete_at: datetime | None = None
+        # When the row of the incarnation was first missing, by the loop's clock.
+        self._absent_since: float | None = None
         self.leads = False
         """Whether this replica was the leader at its last poll."""
         self.awake = True
@@ -237,9 +244,11 @@ class Cursor:
     async def _load_state(self) -> bool:
         """Load state and routes if they are not current; returns False if another leads."""
         row = await self._store.cursor_row()
-        if row.leader == self._me and row.history.updated_from(row.server) != row.history:
+        if row.leader == self._me and not row.is_current:
             # A failover or a restore may have lost batches of the old lanes.
-            if not row.history.continues_as(row.server):
+            if row.incarnation is None:
+                self._await_incarnation()
+            if row.begins_history:
                 log.warning(
                     "the server was promoted, or the database restored; starting new lanes",
                     old=row.history.timeline,
@@ -251,7 +260,7 @@ class Cursor:
         if row.leader != self._me:
             self.leads = False
             return False
-        if row.history.updated_from(row.server) != row.history:
+        if not row.is_current:
             # Another change was made meanwhile, so no new lanes were begun: try again.
             return False
         if self._state is None or self._state.batch != row.batch:
@@ -267,6 +276,16 @@ class Cursor:
             # The age of older events is unknown; the lag counts from now on.
             self.complete_at = asyncio.get_running_loop().time()
         return True
+
+    def _await_incarnation(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if self._absent_since is None:
+            self._absent_since = now
+        if (left_s := self._absent_since + RESTORE_WAIT_S - now) > 0:
+            raise CursorBroken(
+                "the table incarnation is empty, as in the middle of a restore; unless its row "
+                f"comes back, new lanes begin in {left_s:.0f} s"
+            )
 
     def _lose_routes(self) -> BatchResult:
         """Load the state before the next batch: nothing was written."""

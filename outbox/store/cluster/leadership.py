@@ -27,7 +27,7 @@ RELEASE_LEADERSHIP = WriteStatement(
     f"""
 WITH locked AS MATERIALIZED (
     SELECT setval('wakeup', {AWAKE}) FROM (
-        SELECT FROM cursor WHERE writer = $1 AND ($2::bigint IS NULL OR server_timeline() = $2)
+        SELECT FROM cursor WHERE writer = $1 AND ($2::bigint IS NULL OR server_fence() = $2)
            FOR UPDATE SKIP LOCKED) held)
 UPDATE cursor SET writer = NULL FROM locked
 """,  # noqa: S608 (constants only)
@@ -44,7 +44,7 @@ REQUIRE_LEADER = WriteStatement(
     """
 WITH locked AS MATERIALIZED (
     SELECT FROM cursor
-     WHERE writer = $1 AND version = $2 AND ($3::bigint IS NULL OR server_timeline() = $3)
+     WHERE writer = $1 AND version = $2 AND ($3::bigint IS NULL OR server_fence() = $3)
        FOR UPDATE SKIP LOCKED)
 SELECT abort_unless(EXISTS (SELECT FROM locked))
 """,
@@ -57,7 +57,7 @@ FALL_ASLEEP = WriteStatement(
     "fall_asleep",
     """
 WITH locked AS MATERIALIZED (
-    SELECT FROM cursor WHERE writer = $1 AND ($3::bigint IS NULL OR server_timeline() = $3)
+    SELECT FROM cursor WHERE writer = $1 AND ($3::bigint IS NULL OR server_fence() = $3)
        FOR UPDATE SKIP LOCKED),
 asleep AS MATERIALIZED (
     SELECT setval('wakeup', extract(epoch FROM clock_timestamp())::bigint + $2::bigint)

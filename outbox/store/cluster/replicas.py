@@ -37,25 +37,25 @@ if TYPE_CHECKING:
 
     from outbox.store.connection.store_connection import StoreConnection
 
-# A replica's own row, while its lease runs ($1 is the replica), on the server at which it
-# registered: after a failover behind a proxy, its id may belong to another replica, and its
-# lanes may have other pending deliveries.
+# A replica's own row, while its lease runs ($1 is the replica), on the server and in the state in
+# which it registered: after a failover behind a proxy, or a restore, its id may belong to another
+# replica, and its lanes may have other pending deliveries.
 OWN_ROW = """id = $1 AND expires_at > clock_timestamp()
-       AND ({0}::bigint IS NULL OR server_timeline() = {0})"""
+       AND ({0}::bigint IS NULL OR server_fence() = {0})"""
 
 
-def fence(timeline: str) -> str:
+def fence(server_fence: str) -> str:
     """The fence: the first CTE of every write of a replica locks its own row.
 
     MATERIALIZED: the lock is taken once.  FOR KEY SHARE: it conflicts with the deletion of
     the row (expiry), but not with the renewal of the lease.
 
     Args:
-        timeline: the parameter with the server's timeline when the replica registered.
+        server_fence: the parameter with `server_fence()` when the replica registered.
     """
     return f"""
 WITH fence AS MATERIALIZED (
-    SELECT 1 FROM replica WHERE {OWN_ROW.format(timeline)} FOR KEY SHARE)"""  # noqa: S608
+    SELECT 1 FROM replica WHERE {OWN_ROW.format(server_fence)} FOR KEY SHARE)"""  # noqa: S608
 
 
 # The ids of a database that was copied without its sequences would be used twice.
@@ -330,12 +330,12 @@ class ReplicaStore:
     Not safe for concurrent use; asyncpg's errors propagate.
 
     Args:
-        timeline: the server's timeline when the replica registered; None: not known.
+        server_fence: `server_fence()` when the replica registered; None: not known.
     """
 
-    def __init__(self, connection: StoreConnection, timeline: int | None = None) -> None:
+    def __init__(self, connection: StoreConnection, server_fence: int | None = None) -> None:
         self._db = connection
-        self._timeline = timeline
+        self._fence = server_fence
         self._stuck_sessions = StuckSessions(connection)
 
     async def register(
@@ -374,7 +374,7 @@ class ReplicaStore:
                 renewal ends the replica's session as well, so the lease need not wait for it.
         """
         return Renewal(
-            await self._db.write(RENEW, replica_id, self._timeline, observed_s, durable=durable)
+            await self._db.write(RENEW, replica_id, self._fence, observed_s, durable=durable)
         )
 
     async def read_clock(self, marked_s: float = 0.0) -> ClockReading:
@@ -514,8 +514,8 @@ class ReplicaStore:
         """Claim unowned endpoints; returns the epochs of those that were claimed."""
         try:
             written = await self._db.write_together(
-                (CLAIM_ENDPOINTS, replica_id, endpoint_ids, actor, self._timeline),
-                (WRITE_EPOCHS, replica_id, endpoint_ids, self._timeline),
+                (CLAIM_ENDPOINTS, replica_id, endpoint_ids, actor, self._fence),
+                (WRITE_EPOCHS, replica_id, endpoint_ids, self._fence),
                 lock_timeout_s=CLAIM_LOCK_TIMEOUT_S,
             )
         except asyncpg.LockNotAvailableError:
@@ -530,5 +530,5 @@ class ReplicaStore:
     ) -> None:
         """Release endpoints, after everything in their lanes is written."""
         await self._db.write(
-            RELEASE_ENDPOINTS, replica_id, endpoint_ids, actor, reason, self._timeline
+            RELEASE_ENDPOINTS, replica_id, endpoint_ids, actor, reason, self._fence
         )

@@ -15,12 +15,19 @@ A dump that is restored into another cluster or another database is also the sta
 moment, and receivers may have seen what came after it, on the same timeline.  It is detected by
 the *identity* of the database, and treated alike.
 
-Fences of writes compare the timeline only, not the identity.  A fence protects from a session
-that a proxy moves to another server while a lease runs.  A promotion happens without an
-operator, and the standby has the replica's row with its lease.  A restored database is new: a
-session reaches it only if an operator directs a proxy to it, and the guide has them stop the relays
-before.  That is needed: replica ids continue from the dump there, so another relay may have the
-id of the session with a running lease, and the fence would let the session write.
+A dump that is restored into the same database has the same identity.  It is detected by the
+*incarnation*, a row that says which transaction wrote it (schema/0018_incarnation.sql), and by each
+lane's counter, which says the same: a dump of an older version has no incarnation, and a single
+table may be restored.  The leader that finds such a counter withdraws the incarnation, which ends
+all sessions, and the next one begins new lanes.
+
+Fences of writes compare the timeline and the incarnation, not the identity.  A fence protects
+from a session that a proxy moves to another server while a lease runs, and from one that goes on
+while the state under it is restored: both have the replica's row with its lease.  Another database
+is reached only if an operator directs a proxy to it, and the guide has them stop the relays before.
+
+A restore is seen before it is complete.  Lanes that are begun in the middle of it lack what is
+restored later, and nothing would repair that, so the message proves that the state is whole.
 """
 
 from __future__ import annotations
@@ -29,12 +36,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outbox.store.channels import NOTIFY_ALL
+from outbox.store.cluster.replicas import ADVANCE_SEQUENCES
 from outbox.store.connection.message import WriteCall, WriteStatement
+from outbox.store.expressions import CURRENT_XID, proves_itself
 
 if TYPE_CHECKING:
     from asyncpg import Connection
 
-READ_TIMELINE = "SELECT server_timeline()"
+READ_SERVER_FENCE = "SELECT server_fence()"
 
 SET_FIRST_TIMELINE = WriteStatement(
     "set_first_timeline",
@@ -60,6 +69,79 @@ SELECT abort_unless(EXISTS (SELECT FROM changed))
 """,
 )
 
+COUNTER_RESTORED = "OB002"
+"""The error code of `advance_lane_counter` for a counter that does not prove itself."""
+
+INCOMPLETE = "this state was restored, and is not complete: {}; finish the restore"
+"""Why no new lanes are begun."""
+
+# Whether the row of the incarnation was written here; NULL: there is no row.
+INCARNATION = f"(SELECT {proves_itself('i')} FROM incarnation i)"  # noqa: S608 (constants only)
+
+READ_CURSOR = f"""
+SELECT writer, version, timeline, identity, server_timeline() AS server_timeline,
+       server_identity() AS server_identity, server_fence() AS server_fence,
+       {INCARNATION} AS incarnation, (SELECT max(batch) FROM batch) AS batch
+  FROM cursor
+"""  # noqa: S608 (a constant only)
+
+# Rows without which an endpoint or one of its lanes is skipped silently.
+MISSING_ROWS = """
+SELECT format('lane %s of endpoint %s has no counter or no checkpoint', l.id, e.name) AS what
+  FROM lane l JOIN endpoint e ON e.id = l.endpoint_id
+ WHERE NOT EXISTS (SELECT FROM lane_counter WHERE lane_id = l.id)
+    OR NOT EXISTS (SELECT FROM lane_progress WHERE lane_id = l.id)
+ UNION ALL
+SELECT format('endpoint %s has %s of its %s lanes', e.name, there.lanes, e.lanes)
+  FROM endpoint e
+ CROSS JOIN LATERAL (
+       SELECT count(*) AS lanes FROM lane l
+        WHERE l.endpoint_id = e.id AND l.generation = e.generation) there
+ WHERE e.state <> 'removed' AND there.lanes < e.lanes
+ UNION ALL
+SELECT format('endpoint %s has no row in %s', e.name, part.name)
+  FROM endpoint e
+ CROSS JOIN LATERAL (
+       SELECT 'ownership' WHERE NOT EXISTS (SELECT FROM ownership WHERE endpoint_id = e.id)
+        UNION ALL
+       SELECT 'endpoint_health'
+        WHERE NOT EXISTS (SELECT FROM endpoint_health WHERE endpoint_id = e.id)
+        UNION ALL
+       SELECT 'subscription'
+        WHERE NOT EXISTS (SELECT FROM subscription WHERE endpoint_id = e.id)) part(name)
+ WHERE e.state <> 'removed'
+ UNION ALL
+SELECT format('no period of %s is left', kind) FROM unnest('{events,log}'::text[]) AS k(kind)
+ WHERE NOT EXISTS (SELECT FROM period p WHERE p.kind = k.kind AND dropped_at IS NULL)
+"""
+
+# Why a restored state may still change.  The name of a session is a hint; the rows are the proof.
+RESTORE_PROBLEM = f"""
+SELECT coalesce((SELECT 'pg_restore is running'
+                   FROM pg_stat_activity
+                  WHERE datname = current_database() AND application_name = 'pg_restore' LIMIT 1),
+                (SELECT what FROM ({MISSING_ROWS}) missing LIMIT 1))
+"""  # noqa: S608 (constants only)
+REQUIRE_WHOLE = WriteStatement(
+    "require_whole",
+    f"SELECT abort_unless(({RESTORE_PROBLEM}) IS NULL)",
+)
+
+# Only if it does not hold: a new incarnation ends all sessions, the leader's, too.
+BEGIN_INCARNATION = WriteStatement(
+    "begin_incarnation",
+    f"""
+INSERT INTO incarnation AS i (by_xid) VALUES ({CURRENT_XID})
+    ON CONFLICT (one) DO UPDATE SET id = excluded.id, by_xid = excluded.by_xid
+                      WHERE NOT {proves_itself("i")}
+""",  # noqa: S608 (constants only)
+)
+
+# Says that the state was restored; the sessions of all relays end, because their fence changes.
+WITHDRAW_INCARNATION = WriteStatement(
+    "withdraw_incarnation", "UPDATE incarnation SET by_xid = NULL"
+)
+
 # Locks all ownership rows: claims wait for the change, as for a change of lanes.  In endpoint
 # order, as every statement that locks several, to avoid deadlocks.
 LOCK_EPOCHS = WriteStatement(
@@ -72,7 +154,7 @@ LOCK_EPOCHS = WriteStatement(
 #   changed, and the final INSERT: journal entries.
 BEGIN_GENERATIONS = WriteStatement(
     "begin_generations",
-    """
+    f"""
 WITH renewed AS (
     UPDATE endpoint SET generation = first_generation(generation)
      WHERE state NOT IN ('removing', 'removed')
@@ -83,7 +165,7 @@ added AS (
      ORDER BY id, slot
     RETURNING id, endpoint_id),
 counted AS (
-    INSERT INTO lane_counter (lane_id) SELECT id FROM added),
+    INSERT INTO lane_counter (lane_id, by_xid) SELECT id, {CURRENT_XID} FROM added),
 begun AS (
     INSERT INTO lane_progress (lane_id, endpoint_id, floor_batch, epoch)
     SELECT a.id, a.endpoint_id, $1::bigint, o.epoch
@@ -93,20 +175,20 @@ changed AS (
     SELECT 'timeline_changed', $2,
            jsonb_build_object('old', $3::bigint, 'new', $4::bigint, 'from_batch', $1::bigint,
                               'endpoints', (SELECT count(*) FROM renewed))
-               || CASE WHEN $5 THEN '{"restored": true}'::jsonb ELSE '{}' END)
+               || CASE WHEN $5 THEN '{{"restored": true}}'::jsonb ELSE '{{}}' END)
 INSERT INTO journal (kind, actor, endpoint_id, data)
 SELECT 'endpoint_lanes_renewed', $2, id,
        jsonb_build_object('generation', generation, 'lanes', lanes, 'from_batch', $1::bigint,
                           'timeline', $4::bigint)
   FROM renewed
-""",
+""",  # noqa: S608 (a constant only)
 )
 
 
-async def read_timeline(connection: Connection[Any]) -> int | None:
-    """The server's timeline; None if the server does not report it."""
-    timeline: int | None = await connection.fetchval(READ_TIMELINE)
-    return timeline
+async def read_server_fence(connection: Connection[Any]) -> int | None:
+    """The server's timeline and the incarnation, as one number."""
+    server_fence: int = await connection.fetchval(READ_SERVER_FENCE)
+    return server_fence
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,25 +211,48 @@ class History:
         )
 
 
-def begin_timeline(
-    replica_id: int, from_batch: int, version: int, known: History, server: History, actor: str
-) -> list[WriteCall]:
+@dataclass(frozen=True, slots=True)
+class CursorRow:
+    """The cursor row, and the newest batch."""
+
+    leader: int | None
+    version: int
+    history: History
+    """The history of the last batch."""
+    server: History
+    """The history of the server."""
+    batch: int
+    incarnation: bool | None = True
+    """Whether this state was written here; False: it was restored; None: that is not known, because
+    the row is missing."""
+
+    @property
+    def begins_history(self) -> bool:
+        """Whether the server was promoted, or the state restored, since the last batch."""
+        return not (self.incarnation and self.history.continues_as(self.server))
+
+    @property
+    def is_current(self) -> bool:
+        """Whether all that the server reports is stored."""
+        return self.incarnation is True and (self.history.updated_from(self.server) == self.history)
+
+
+def begin_timeline(replica_id: int, row: CursorRow, actor: str) -> list[WriteCall]:
     """The message by which the leader begins new lanes in a new history, journalled.
 
-    It does nothing if the leader or the routing version has changed.  The first timeline and
-    the first identity that become known begin no lanes.
-
-    Args:
-        known: the history of the last batch.
-        server: that of the server.
+    It does nothing if the leader or the routing version has changed, or a restore is not complete.
+    The first timeline and the first identity that become known begin no lanes.
     """
+    known, server, version = row.history, row.server, row.version
     new = known.updated_from(server)
-    if known.continues_as(server):
+    if not row.begins_history:
         return [(SET_FIRST_TIMELINE, new.timeline, new.identity, replica_id, version)]
-    restored = not History(None, known.identity).continues_as(server)
+    restored = not (row.incarnation and History(None, known.identity).continues_as(server))
+    whole: list[WriteCall] = [(REQUIRE_WHOLE,), (ADVANCE_SEQUENCES,), (BEGIN_INCARNATION,)]
     return [
         (CHANGE_TIMELINE, new.timeline, new.identity, replica_id, version),
         (LOCK_EPOCHS,),
-        (BEGIN_GENERATIONS, from_batch, actor, known.timeline, new.timeline, restored),
+        *(whole if restored else ()),
+        (BEGIN_GENERATIONS, row.batch + 1, actor, known.timeline, new.timeline, restored),
         (NOTIFY_ALL,),
     ]

@@ -186,7 +186,7 @@ class EndpointStateStore:
     Not safe for concurrent use; asyncpg's errors propagate.
 
     Args:
-        timeline: the server's timeline when the replica registered; None: not known.
+        server_fence: `server_fence()` when the replica registered; None: not known.
     """
 
     def __init__(
@@ -194,10 +194,10 @@ class EndpointStateStore:
         connection: StoreConnection,
         schema: str,
         replica_id: int,
-        timeline: int | None = None,
+        server_fence: int | None = None,
     ) -> None:
         self._db = connection
-        self._timeline = timeline
+        self._fence = server_fence
         self._schema = schema
         self._replica_id = replica_id
         self._actor = f"replica {replica_id}"
@@ -221,7 +221,7 @@ class EndpointStateStore:
             for row in rows
         ]
         documents = [orjson.dumps(row).decode() for row in health]
-        await self._db.write(WRITE_HEALTH, self._replica_id, documents, self._timeline)
+        await self._db.write(WRITE_HEALTH, self._replica_id, documents, self._fence)
 
     async def write_unsolicited(self, rows: Sequence[tuple[UUID, int, float]]) -> None:
         """Write when receivers sent unsolicited data; skips endpoints that this replica lost.
@@ -235,7 +235,7 @@ class EndpointStateStore:
             [endpoint_id for endpoint_id, _, _ in rows],
             [epoch for _, epoch, _ in rows],
             [_time(at) for _, _, at in rows],
-            self._timeline,
+            self._fence,
         )
 
     async def disable(self, endpoint_id: UUID, reason: str, details: Mapping[str, Any]) -> bool:
@@ -257,7 +257,7 @@ class EndpointStateStore:
             disabled = await self._db.write_unless_aborted(
                 (BEGIN_CHANGE,),
                 (
-                    *(BEGIN_DISABLING, self._replica_id, endpoint_id, self._timeline),
+                    *(BEGIN_DISABLING, self._replica_id, endpoint_id, self._fence),
                     *(self._actor, reason, data),
                 ),
                 (

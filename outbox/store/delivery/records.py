@@ -360,7 +360,7 @@ class RecordStore:
     """Writes attempts, checkpoints of lanes and dead letters, on one connection.
 
     Args:
-        timeline: the server's timeline when the replica registered; None: not known.
+        server_fence: `server_fence()` when the replica registered; None: not known.
 
     Raises:
         Fenced: some or all rows were not written, because this replica is no longer the
@@ -368,11 +368,11 @@ class RecordStore:
     """
 
     def __init__(
-        self, connection: StoreConnection, replica_id: int, timeline: int | None = None
+        self, connection: StoreConnection, replica_id: int, server_fence: int | None = None
     ) -> None:
         self._db = connection
         self._replica_id = replica_id
-        self._timeline = timeline
+        self._fence = server_fence
         self.proof = AbsenceProof(connection, of_events=True)
 
     async def write(
@@ -397,7 +397,7 @@ class RecordStore:
         urgent = [(r, e) for r, e in zip(records, epochs, strict=True) if r.progress is not None]
         if not urgent:
             written = await self._db.write(
-                WRITE_ACKNOWLEDGEMENTS, self._replica_id, attempts, self._timeline
+                WRITE_ACKNOWLEDGEMENTS, self._replica_id, attempts, self._fence
             )
             if written != len(records) + sum(len(results) for _, results in runs):
                 raise Fenced
@@ -409,7 +409,7 @@ class RecordStore:
         )
         dead = [_json(_dead_row(r, r.dead)) for r, _ in urgent if r.dead is not None]
         stuck = [record.lane_id for record, _ in urgent if record.stuck]
-        call = (WRITE_RECORDS, self._replica_id, attempts, progress, dead, self._timeline, stuck)
+        call = (WRITE_RECORDS, self._replica_id, attempts, progress, dead, self._fence, stuck)
         if missing := [(event_id, event_id) for r, _ in urgent for event_id in r.missing]:
             before = self.proof.contradictions
             moved = await self.proof.write(missing, *await self.proof.prove(missing), call)
@@ -430,7 +430,7 @@ class RecordStore:
             at: epoch seconds.
         """
         moved = await self._db.write(
-            WRITE_FOUND, self._replica_id, lane_id, epoch, through_seq, batch, at, self._timeline
+            WRITE_FOUND, self._replica_id, lane_id, epoch, through_seq, batch, at, self._fence
         )
         if not moved:
             raise Fenced
@@ -441,9 +441,7 @@ class RecordStore:
         Args:
             seq: the sequence of the end entry.
         """
-        if not await self._db.write(
-            WRITE_END, self._replica_id, lane_id, epoch, seq, self._timeline
-        ):
+        if not await self._db.write(WRITE_END, self._replica_id, lane_id, epoch, seq, self._fence):
             raise Fenced
 
     async def write_repaired(self, lane_id: int, epoch: int, repair: Repair) -> None:
@@ -455,7 +453,7 @@ class RecordStore:
             epoch,
             repair.kind.value,
             repair.delivered_seq,
-            self._timeline,
+            self._fence,
         )
 
     async def write_receipts(self, rows: Sequence[tuple[int, int, str]]) -> None:
@@ -466,7 +464,7 @@ class RecordStore:
             [lane_id for lane_id, _, _ in rows],
             [epoch for _, epoch, _ in rows],
             [receipt for _, _, receipt in rows],
-            self._timeline,
+            self._fence,
         )
 
     async def checkpoint(
@@ -492,7 +490,7 @@ class RecordStore:
             for each in history
         ]
         written = await self._db.write(
-            WRITE_LANE_CHECKPOINTS, self._replica_id, progress, self._timeline, counted
+            WRITE_LANE_CHECKPOINTS, self._replica_id, progress, self._fence, counted
         )
         lane_ids = [lane_id for lane_id, _, _ in rows]
         if written == len(rows):
@@ -513,7 +511,7 @@ class RecordStore:
             endpoint_id,
             [lane_id for lane_id, _ in lanes],
             [acked for _, acked in lanes],
-            self._timeline,
+            self._fence,
         )
         if not finished:
             raise Fenced

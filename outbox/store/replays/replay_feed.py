@@ -250,12 +250,12 @@ class ReplayFeedStore:
     """Reads replay jobs and claims their dead letters, on the sequencer's connection.
 
     Args:
-        timeline: the server's timeline when this replica registered; None: not known.
+        server_fence: `server_fence()` when this replica registered; None: not known.
     """
 
-    def __init__(self, connection: StoreConnection, timeline: int | None = None) -> None:
+    def __init__(self, connection: StoreConnection, server_fence: int | None = None) -> None:
         self._db = connection
-        self._timeline = timeline
+        self._fence = server_fence
 
     async def _fetch(self, statement: str, *arguments: Any) -> list[dict[str, Any]]:
         """The rows of a read from which the end of a job may be concluded.
@@ -330,7 +330,7 @@ class ReplayFeedStore:
         chosen = [(part[0], i) for part, each in chunks.items() for i in each.chosen]
         unblocks = any(chunk.blocks for chunk in chunks.values())
         passed = [(*key, c.old_id, c.next_id, c.erased) for key, c in chunks.items()]
-        calls: list[WriteCall] = [(REQUIRE_LEADER, leader, version, self._timeline)]
+        calls: list[WriteCall] = [(REQUIRE_LEADER, leader, version, self._fence)]
         if unblocks:
             calls.append((BEGIN_CHANGE,))
         calls += [

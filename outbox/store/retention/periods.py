@@ -35,7 +35,7 @@ from outbox.store.absence_proof import AbsenceProof
 from outbox.store.channels import NOTIFY_ALL
 from outbox.store.cluster.leadership import CLEAR_LEADER
 from outbox.store.connection.message import WriteCall, WriteStatement
-from outbox.store.connection.row_security import rows_hidden
+from outbox.store.connection.row_security import rows_hidden, stop_empty
 from outbox.store.retention.erasure import erase_leftovers
 from outbox.store.routing_change import LOCK_CURSOR
 from outbox.store.sequencing.accounting import ACCOUNT_BATCHES, BATCHES_PER_STEP
@@ -360,10 +360,16 @@ class RetentionStore:
         self._writers: tuple[int, LockHolders] | None = None
 
     async def advance_periods(self) -> list[PartitionWindow]:
-        """Begin, settle and decide what is due; returns the periods to drop."""
+        """Begin, settle and decide what is due; returns the periods to drop.
+
+        Raises:
+            CursorBroken: the table `period` was emptied.
+        """
         dropped = []
         periods = [PartitionWindow(**dict(row)) for row in await self._db.fetch(READ_PERIODS)]
         kinds: tuple[WindowKind, ...] = ("events", "log")
+        if not {period.kind for period in periods}.issuperset(kinds):
+            await stop_empty(self._db, "period")
         for kind in kinds:
             found = due_windows(kind, periods, self._keep.retention_s(kind), self._length_s(kind))
             if found.ends is not None:

@@ -8,12 +8,14 @@ the message that writes a batch checks that nothing has changed since.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import orjson
+import structlog
+from asyncpg import PostgresError
 
 from outbox.core.sequencing.gaps import CursorChange, CursorState, LockHolders, Range
+from outbox.errors import CursorBroken
 from outbox.store.absence_proof import AbsenceProof, multirange
 from outbox.store.channels import OWNERS_SUFFIX, QUEUE_HAS_ROOM
 from outbox.store.cluster import timeline
@@ -22,10 +24,11 @@ from outbox.store.cluster.leadership import (
     FALL_ASLEEP,
     READ_LEADER_STATUS,
     RELEASE_LEADERSHIP,
+    REQUIRE_LEADER,
     TAKE_LEADERSHIP,
     LeaderStatus,
 )
-from outbox.store.cluster.timeline import History
+from outbox.store.cluster.timeline import COUNTER_RESTORED, CursorRow, History
 from outbox.store.connection.message import WriteStatement
 from outbox.store.connection.row_security import rows_hidden, stop_empty, stop_hidden
 from outbox.store.delivery.lanes import READ_COUNTERS
@@ -55,11 +58,7 @@ if TYPE_CHECKING:
     from outbox.store.replays.replay_progress import ReplayBatch
     from outbox.store.sequencing.event_reads import Reading
 
-READ_CURSOR = """
-SELECT writer, version, timeline, identity, server_timeline() AS server_timeline,
-       server_identity() AS server_identity, (SELECT max(batch) FROM batch) AS batch
-  FROM cursor
-"""
+log = structlog.get_logger("outbox.sequencer")
 
 # The newest batch is the cursor's position.
 READ_STATE = f"""
@@ -90,7 +89,7 @@ WRITE_BATCH = WriteStatement(
     f"""
 WITH locked AS MATERIALIZED (
     SELECT FROM cursor
-     WHERE writer = $5 AND version = $6 AND ($7::bigint IS NULL OR server_timeline() = $7)
+     WHERE writer = $5 AND version = $6 AND ($7::bigint IS NULL OR server_fence() = $7)
        AND ($8::bigint IS NULL OR erasures = $8)
        AND EXISTS (SELECT FROM batch WHERE batch = $1::bigint - 1)
        FOR UPDATE SKIP LOCKED),
@@ -135,40 +134,27 @@ OPEN_OLD_GAPS = WriteStatement(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class CursorRow:
-    """The cursor row, and the newest batch."""
-
-    leader: int | None
-    version: int
-    history: History
-    """The history of the last batch."""
-    server: History
-    """The history of the server."""
-    batch: int
-
-
 class SequencingStore:
     """The sequencer's database operations, on one connection.
 
     Not safe for concurrent use; asyncpg's errors propagate.
 
     Args:
-        timeline: the server's timeline when this replica registered; None: not known.
+        server_fence: `server_fence()` when this replica registered; None: not known.
 
     Raises:
-        Fenced: (from `cursor_row` and `read`) this server is on another timeline, on
-            which this replica is not registered.
+        Fenced: (from `cursor_row` and `read`) this replica is not registered on this timeline and
+            in this state.
     """
 
-    def __init__(self, connection: StoreConnection, timeline: int | None = None) -> None:
+    def __init__(self, connection: StoreConnection, server_fence: int | None = None) -> None:
         self._db = connection
-        self._timeline = timeline
+        self._fence = server_fence
         self.proof = AbsenceProof(connection)
         self.routing = RoutingStore(connection)
-        self.replay_feed = ReplayFeedStore(connection, timeline)
+        self.replay_feed = ReplayFeedStore(connection, server_fence)
         self.filters = FilterStore(connection)
-        self.stalls = StallStore(connection, timeline)
+        self.stalls = StallStore(connection, server_fence)
 
     async def check(self) -> None:
         """Check the conditions under which absent rows prove anything.
@@ -180,21 +166,21 @@ class SequencingStore:
 
     async def cursor_row(self) -> CursorRow:
         """Read the cursor row, without a lock."""
-        row = await self._db.fetchrow(READ_CURSOR)
+        row = await self._db.fetchrow(timeline.READ_CURSOR)
         if row is None:
             await stop_empty(self._db, "cursor")
         return self._checked_row(row)
 
     async def take_leadership(self, replica_id: int) -> bool:
         """Take the leadership; returns False while another session holds the cursor row."""
-        return bool(await self._db.write(TAKE_LEADERSHIP, replica_id, self._timeline))
+        return bool(await self._db.write(TAKE_LEADERSHIP, replica_id, self._fence))
 
     async def release_leadership(self, replica_id: int) -> bool:
         """Let another replica lead at once.
 
         Returns False if this one does not lead, or another session holds the cursor row.
         """
-        return bool(await self._db.write(RELEASE_LEADERSHIP, replica_id, self._timeline))
+        return bool(await self._db.write(RELEASE_LEADERSHIP, replica_id, self._fence))
 
     async def fall_asleep(self, replica_id: int, for_s: int) -> bool:
         """Announce that the leader may be asleep for the next seconds.
@@ -203,7 +189,7 @@ class SequencingStore:
         """
         # It changes no row, so no crash can undo it: it need not wait for the disk.
         return bool(
-            await self._db.write(FALL_ASLEEP, replica_id, for_s, self._timeline, durable=False)
+            await self._db.write(FALL_ASLEEP, replica_id, for_s, self._fence, durable=False)
         )
 
     async def state(self) -> CursorState:
@@ -254,7 +240,7 @@ class SequencingStore:
         reading = parse_reading(rows, with_content=with_content)
         if reading is None:
             await stop_empty(self._db, "cursor")
-        self._check_timeline(reading.server_timeline)
+        self._check_fence(reading.server_fence)
         if reading.hidden:
             await stop_hidden(self._db)
         return reading
@@ -265,9 +251,18 @@ class SequencingStore:
         return frozenset(r["virtualtransaction"] for r in rows)
 
     async def counters(self, lane_ids: Collection[int]) -> dict[int, int]:
-        """The last sequence number of each lane."""
+        """The last sequence number of each lane.
+
+        Raises:
+            CursorBroken: a lane has no counter.
+        """
         rows = await self._db.fetch(READ_COUNTERS, list(lane_ids))
-        return {r["lane_id"]: r["last_seq"] for r in rows}
+        counters = {r["lane_id"]: r["last_seq"] for r in rows}
+        if missing := set(lane_ids) - counters.keys():
+            raise CursorBroken(
+                f"lane {min(missing)} has no row in lane_counter; restore that table from a backup"
+            )
+        return counters
 
     async def leader_status(self, me: int) -> LeaderStatus:
         """The status of the leader, for replica `me`."""
@@ -311,6 +306,7 @@ class SequencingStore:
 
         Raises:
             CursorBroken: rows that were not read may be hidden; nothing was written.
+            Fenced: the counter of a lane was restored; nothing was written.
         """
         new = Counter(deliveries.lane_ids)
         advanced = number_rows(
@@ -334,7 +330,7 @@ class SequencingStore:
             number_rows(deliveries.rows()),
             writer,
             version,
-            self._timeline,
+            self._fence,
             erasures,
             awake,
             notification,
@@ -348,35 +344,47 @@ class SequencingStore:
         if stopped:
             further.append(stop_filters(batch, stopped, actor))
         required: WriteCall = (REQUIRE_BATCH, batch, writer)
-        if step.dead:
-            proof = await self.proof.prove(step.dead)
-            return bool(await self.proof.write(step.dead, call, required, *further, *proof))
-        if further:
-            # Also at the end, because the rows of the last statement are the result.
-            further = [required, *further, required]
-        return bool(await self._db.write_unless_aborted(call, *further))
+        try:
+            if step.dead:
+                proof = await self.proof.prove(step.dead)
+                return bool(await self.proof.write(step.dead, call, required, *further, *proof))
+            if further:
+                # Also at the end, because the rows of the last statement are the result.
+                further = [required, *further, required]
+            return bool(await self._db.write_unless_aborted(call, *further))
+        except PostgresError as error:
+            if error.sqlstate != COUNTER_RESTORED:
+                raise
+        log.warning("the counter of a lane was restored, or changed by hand")
+        leader = REQUIRE_LEADER, writer, version, self._fence
+        await self._db.write_unless_aborted(leader, (timeline.WITHDRAW_INCARNATION,))
+        raise Fenced
 
     async def begin_timeline(self, replica_id: int, row: CursorRow, actor: str) -> None:
         """Continue in the server's history, with new lanes if it is another one.
 
         Has no effect unless this replica leads and the cursor row is unchanged.
+
+        Raises:
+            CursorBroken: the state is restored, and not complete.
         """
-        await self._db.write_unless_aborted(
-            *timeline.begin_timeline(
-                replica_id, row.batch + 1, row.version, row.history, row.server, actor
-            )
-        )
+        calls = timeline.begin_timeline(replica_id, row, actor)
+        if not await self._db.write_unless_aborted(*calls) and row.begins_history:
+            problem = await self._db.fetchval(timeline.RESTORE_PROBLEM)
+            if problem is not None:
+                raise CursorBroken(timeline.INCOMPLETE.format(problem))
 
     def _checked_row(self, row: Any) -> CursorRow:
-        self._check_timeline(row["server_timeline"])
+        self._check_fence(row["server_fence"])
         return CursorRow(
             row["writer"],
             row["version"],
             History(row["timeline"], row["identity"]),
             History(row["server_timeline"], row["server_identity"]),
             row["batch"],
+            row["incarnation"],
         )
 
-    def _check_timeline(self, server_timeline: int | None) -> None:
-        if self._timeline is not None and server_timeline != self._timeline:
+    def _check_fence(self, server_fence: int | None) -> None:
+        if self._fence is not None and server_fence != self._fence:
             raise Fenced

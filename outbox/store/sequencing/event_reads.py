@@ -110,7 +110,7 @@ def _with_state(events: str, content: str = "", no_content: str = "") -> str:
 WITH event AS MATERIALIZED ({events})
 SELECT id, tenant, type, key_hash, NULL::bigint AS last_id, NULL::bigint AS wakeup,
        NULL::bigint AS waiting, NULL::text[] AS holders, NULL::bigint AS leader,
-       NULL::bigint AS version, NULL::bigint AS erasures, NULL::bigint AS server_timeline,
+       NULL::bigint AS version, NULL::bigint AS erasures, NULL::bigint AS server_fence,
        NULL::timestamptz AS began_at, NULL::boolean AS hidden{content}
   FROM event
  UNION ALL
@@ -124,7 +124,7 @@ SELECT NULL, NULL, NULL, NULL,
        CASE WHEN cardinality($2) > 0 OR $6
                  OR (SELECT count(*) < max(id) - $1 FROM event WHERE id > $1)
             THEN array({_LOCK_HOLDERS}$5) END,
-       writer, version, erasures, server_timeline(), statement_timestamp(),
+       writer, version, erasures, server_fence(), statement_timestamp(),
        {rows_hidden("outbox")}{no_content}
   FROM cursor
 """  # noqa: S608 (constants only)
@@ -155,8 +155,8 @@ class Reading:
     version: int
     erasures: int = 0
     """A number that increases when payloads are erased."""
-    server_timeline: int | None = None
-    """The server's timeline; None: the server does not report it."""
+    server_fence: int | None = None
+    """The server's timeline and the incarnation, as one number."""
     began_at: datetime | None = None
     """The database's time before the read: what it did not see was committed later."""
     contents: Mapping[int, EventContent] = field(default_factory=dict)
@@ -213,7 +213,7 @@ def parse_reading(rows: Sequence[Any], *, with_content: bool = False) -> Reading
         status["leader"],
         status["version"],
         status["erasures"],
-        status["server_timeline"],
+        status["server_fence"],
         status["began_at"],
         {r["id"]: _content(r) for r in rows if r["payload"] is not None} if with_content else {},
         status["hidden"],

@@ -202,12 +202,12 @@ class StallStore:
     Not safe for concurrent use; asyncpg's errors propagate.
 
     Args:
-        timeline: the server's timeline when the replica registered; None: not known.
+        server_fence: `server_fence()` when the replica registered; None: not known.
     """
 
-    def __init__(self, connection: StoreConnection, timeline: int | None = None) -> None:
+    def __init__(self, connection: StoreConnection, server_fence: int | None = None) -> None:
         self._db = connection
-        self._timeline = timeline
+        self._fence = server_fence
 
     async def read_blocker(self) -> Blocker | None:
         """See `read_cursor_blocker`."""
@@ -221,7 +221,7 @@ class StallStore:
         """
         details = None if blocker is None else orjson.dumps(blocker).decode()
         published = await self._db.write(
-            PUBLISH_LAGGING, replica_id, LAGGING_S, LAGGING_EVERY_S, self._timeline, details
+            PUBLISH_LAGGING, replica_id, LAGGING_S, LAGGING_EVERY_S, self._fence, details
         )
         return bool(published)
 

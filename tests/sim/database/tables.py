@@ -133,6 +133,7 @@ class Database(Engine):
             "version": 1,
             "erasures": 0,
             "identity": None,
+            "incarnation": True,
         }
         self.lag_report = Table("lag_report")
         self.lag_report.rows[1] = {"lagging": False, "lagging_at": None}

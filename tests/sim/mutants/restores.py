@@ -16,6 +16,13 @@ if TYPE_CHECKING:
 def restore_not_noticed(sim: Simulation) -> None:
     """The identity of the database is not compared with that of the last batch."""
     swap(timeline, "history_of_server", lambda db: History(None, None))
+    swap(timeline, "incarnation_holds", lambda db, tx: True)
+
+
+@mutant
+def restore_in_place_not_noticed(sim: Simulation) -> None:
+    """Only the identity is compared, which a restore into the same database does not change."""
+    swap(timeline, "incarnation_holds", lambda db, tx: True)
 
 
 @mutant

@@ -12,9 +12,9 @@ from outbox.core.sequencing.gaps import CursorState
 from outbox.core.sequencing.router import RoutableEvent
 from outbox.store.absence_proof import AbsenceProof
 from outbox.store.cluster.leadership import LeaderStatus
+from outbox.store.cluster.timeline import CursorRow
 from outbox.store.connection.message import is_aborted
 from outbox.store.sequencing import batches as real
-from outbox.store.sequencing.batches import CursorRow
 from outbox.store.sequencing.event_reads import CONTENT_EVENTS_MAX, Reading
 from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait, abort_unless
 from tests.sim.database.tables import AWAKE, Batch, Given
@@ -49,8 +49,8 @@ class SequencingStore(real.SequencingStore):
     filters: FilterStore
     stalls: StallStore
 
-    def __init__(self, connection: Any, timeline: int | None = None) -> None:
-        assert timeline is None
+    def __init__(self, connection: Any, server_fence: int | None = None) -> None:
+        assert server_fence is None
         self._db: Connection = connection  # type: ignore[assignment]
         self.routing = RoutingStore(connection)
         self.replay_feed = ReplayFeedStore(connection)
@@ -139,7 +139,7 @@ class SequencingStore(real.SequencingStore):
             return False
 
     async def begin_timeline(self, replica_id: int, row: CursorRow, actor: str) -> None:
-        if row.history.continues_as(row.server):
+        if not row.begins_history:
             await self._db.call(timeline.set_first_history, replica_id, row)
         else:
             await self._db.call(timeline.change_history, replica_id, row, actor)
@@ -156,7 +156,9 @@ def read_cursor(db: Database, tx: Transaction) -> CursorRow:
     row = tx.get(db.cursor, 1)
     assert row is not None
     known, server = timeline.history_of_cursor(db, tx), timeline.history_of_server(db)
-    return CursorRow(row["writer"], row["version"], known, server, db.batches[-1].batch)
+    incarnation = timeline.incarnation_holds(db, tx)
+    batch = db.batches[-1].batch
+    return CursorRow(row["writer"], row["version"], known, server, batch, incarnation)
 
 
 def clear_leader(db: Database, tx: Transaction) -> Steps[None]:

@@ -31,9 +31,9 @@ class EndpointStateStore(endpoint_state.EndpointStateStore):
     """Stands in for `outbox.store.delivery.endpoint_state.EndpointStateStore`."""
 
     def __init__(
-        self, connection: Any, schema: str, replica_id: int, timeline: int | None = None
+        self, connection: Any, schema: str, replica_id: int, server_fence: int | None = None
     ) -> None:
-        assert timeline is None
+        assert server_fence is None
         self._db: Connection = connection  # type: ignore[assignment]
         self._schema = schema
         self._me = replica_id

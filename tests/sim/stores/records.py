@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class RecordStore(real.RecordStore):
     """Stands in for `outbox.store.delivery.records.RecordStore`."""
 
-    def __init__(self, connection: Any, replica_id: int, timeline: int | None = None) -> None:
-        assert timeline is None
+    def __init__(self, connection: Any, replica_id: int, server_fence: int | None = None) -> None:
+        assert server_fence is None
         self._db: Connection = connection  # type: ignore[assignment]
         self._me = replica_id
         self.proof = AbsenceProof(connection)

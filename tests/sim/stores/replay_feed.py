@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class ReplayFeedStore(replay_feed.ReplayFeedStore):
     """Stands in for `outbox.store.replays.replay_feed.ReplayFeedStore`."""
 
-    def __init__(self, connection: Any, timeline: int | None = None) -> None:
-        assert timeline is None
+    def __init__(self, connection: Any, server_fence: int | None = None) -> None:
+        assert server_fence is None
         self._db: Connection = connection  # type: ignore[assignment]
 
     async def read_parts(self) -> list[JobPart]:

@@ -12,6 +12,7 @@ from outbox.operations.replays import ReplayCandidates, ReplayReport
 from outbox.store.connection.connect import map_errors
 from tests.sim.database.engine import EXCLUSIVE, Wait, abort_unless
 from tests.sim.stores.change import make_change_and_read, new_job
+from tests.sim.stores.timeline import first_generation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -162,8 +163,12 @@ def find_new_job(db: Database, tx: Transaction, request: UUID) -> int:
     return job
 
 
+def next_job_id(db: Database, tx: Transaction) -> int:
+    return first_generation(db, max((job["id"] for job in tx.rows(db.replay_job)), default=0))
+
+
 def add_replay_job(db: Database, tx: Transaction, columns: Row) -> None:
-    new = db.serial(db.replay_job)
+    new = next_job_id(db, tx)
     tx.put(db.replay_job, new, {**columns, "id": new, "state": "running", "ended_at": None})
 
 

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 class ReplicaStore(replicas.ReplicaStore):
     """Stands in for `outbox.store.cluster.replicas.ReplicaStore`."""
 
-    def __init__(self, connection: Any, timeline: int | None = None) -> None:
-        assert timeline is None
+    def __init__(self, connection: Any, server_fence: int | None = None) -> None:
+        assert server_fence is None
         self._db: Connection = connection  # type: ignore[assignment]
         self._stuck: list[tuple[int, float]] = []
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class StallStore(real.StallStore):
     """Stands in for `outbox.store.sequencing.stalls.StallStore`."""
 
-    def __init__(self, connection: Any, timeline: int | None = None) -> None:
-        assert timeline is None
+    def __init__(self, connection: Any, server_fence: int | None = None) -> None:
+        assert server_fence is None
         self._db: Connection = connection  # type: ignore[assignment]
 
     async def read_blocker(self) -> Blocker | None:

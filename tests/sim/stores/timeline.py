@@ -11,13 +11,13 @@ from tests.sim.stores import channels
 from tests.sim.stores.routing_change import add_to_journal
 
 if TYPE_CHECKING:
-    from outbox.store.sequencing.batches import CursorRow
+    from outbox.store.cluster.timeline import CursorRow
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Steps, Transaction
     from tests.sim.database.tables import Database
 
 
-async def read_timeline(connection: Connection) -> int | None:
+async def read_server_fence(connection: Connection) -> int | None:
     return await connection.call(report_timeline)
 
 
@@ -36,9 +36,18 @@ def history_of_cursor(db: Database, tx: Transaction) -> History:
     return History(None, row["identity"])
 
 
+def incarnation_holds(db: Database, tx: Transaction) -> bool:
+    """Whether the state was written here; a column of the cursor row stands in for the table."""
+    row = tx.get(db.cursor, 1)
+    assert row is not None
+    return bool(row["incarnation"])
+
+
 def history_changed(db: Database, tx: Transaction) -> bool:
     """Whether the database was restored since the last batch."""
-    return not history_of_cursor(db, tx).continues_as(history_of_server(db))
+    return not (
+        incarnation_holds(db, tx) and history_of_cursor(db, tx).continues_as(history_of_server(db))
+    )
 
 
 def first_generation(db: Database, generation: int) -> int:
@@ -70,7 +79,8 @@ def change_history(
         return
     if not new.continues_as(history_of_server(db)):
         return
-    tx.change(db.cursor, 1, identity=new.identity, version=row["version"] + 1)
+    changed = {"identity": new.identity, "incarnation": True, "version": row["version"] + 1}
+    tx.change(db.cursor, 1, **changed)
     for endpoint_id in sorted(each["endpoint_id"] for each in tx.rows(db.ownership)):
         yield Wait(db.ownership, endpoint_id, UPDATE)
     yield db.pause_s()
