@@ -32,7 +32,8 @@ UNGUARDED = {
     "the message that follows writes the same table, and fails or aborts": """
         change.IS_MADE cluster.replicas.READ_REGISTERED delivery.lanes.READ_COUNTERS
         delivery.records.READ_LANE_CHECKPOINTS retention.periods.READ_UNCLASSIFIED
-        schedules.schedule_runs.READ_DUE sequencing.skipped_events.FIND_SKIPPED_EVENTS
+        schedules.schedule_runs.READ_DUE schedules.schedule_runs.READ_DUE_FUTURE
+        sequencing.skipped_events.FIND_SKIPPED_EVENTS
     """,
     "nothing is written: it waits until the row is returned": """
         cluster.replicas.READ_EPOCHS cluster.replicas.READ_OWNERSHIP

@@ -284,8 +284,13 @@ CHECKS: tuple[AuditCheck, ...] = (
         "each sequence at or below a checkpoint was either delivered or dead-lettered",
         "restore the tables attempt and dead_letter from a backup; ask the receiver whether "
         "it has the sequence",
+        # The journal has the attempts that a trigger or constraint kept out of the log.
         f"""
-        WITH {_KEPT}
+        WITH {_KEPT},
+        refused AS MATERIALIZED (
+            SELECT (data ->> 'lane')::bigint AS lane_id, (data ->> 'sequence')::bigint AS seq,
+                   (data ->> 'to_sequence')::bigint AS to_seq
+              FROM journal WHERE kind = 'row_refused' AND data ->> 'row' = 'attempt')
         SELECT format('lane %s sequence %s: %s successes, %s dead letters', d.lane_id, d.seq,
                       (a.n > 0)::int, x.n)
           FROM lane_progress p
@@ -299,6 +304,9 @@ CHECKS: tuple[AuditCheck, ...] = (
                SELECT count(*) AS n FROM dead_letter x
                 WHERE x.lane_id = d.lane_id AND d.seq BETWEEN x.seq AND x.to_seq) x
          WHERE (a.n > 0)::int + x.n <> 1
+           AND (a.n + x.n > 0 OR NOT EXISTS (
+                 SELECT FROM refused r
+                  WHERE r.lane_id = d.lane_id AND d.seq BETWEEN r.seq AND r.to_seq))
         """,  # noqa: S608
     ),
     AuditCheck(

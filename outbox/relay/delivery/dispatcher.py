@@ -358,9 +358,9 @@ class Dispatcher:
                         attempt = await self._attempts.send(lane, send, now)
                         now = self._now() if attempt is None else await self._finish(lane, attempt)
                     case Record() as record:
-                        await self._recorder.write(lane_state, runtime.epoch, record)
+                        written = await self._record(lane, record)
                         now = self._now()
-                        self._telemetry.recorded_unsent(lane, record, now)
+                        self._telemetry.recorded_unsent(lane, written, now)
                     case Fetch() as fetch:
                         self._fetcher.request(lane, fetch)
                         return
@@ -403,12 +403,23 @@ class Dispatcher:
                 return now
             await recorder.flush()
             return self._now()
-        await recorder.write(lane.state, runtime.epoch, record)
+        record = await self._record(lane, record)
         if record.dead is None:
             self._telemetry.attempt_failed(lane, attempt, settlement.outcome, record, now)
         else:
             self._telemetry.dead_lettered(lane, record, record.dead, now)
         return self._now()
+
+    async def _record(self, lane: LaneRuntime, record: Record) -> Record:
+        """Write a record; its lane waits if the database refuses its dead letter.
+
+        Returns:
+            What was written.
+        """
+        written = await self._recorder.write(lane.state, lane.runtime.epoch, record)
+        if written is not record:
+            self._telemetry.dead_letter_refused(lane, lane.state.hold_refused(self._now()))
+        return written
 
     def _follow_breaker(self, runtime: EndpointRuntime, effect: BreakerEffect) -> None:
         """Act on what a result changed about the endpoint's circuit breaker."""

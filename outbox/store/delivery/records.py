@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from outbox.core.brokers.repair import Repair
     from outbox.core.delivery.commands import DeadLetter, Progress, Record, RunResults
     from outbox.core.delivery.delivery_history import CountedDeliveries
+    from outbox.store.connection.message import WriteCall
     from outbox.store.connection.store_connection import StoreConnection
+    from outbox.store.refused_rows import RefusedRow
 
 RANGE_GROWTH_MAX_S = 3600
 """Maximum time for which a dead-letter range is extended; it bounds how much too early the
@@ -248,7 +250,7 @@ FOUND_DETAIL = "found in the stream when the lane was opened"
 
 # Acknowledges the deliveries that a broker's stream has, although their responses were lost.
 #   moved: advances the lane's progress, fenced by epoch.
-#   logged: an attempt for each of the deliveries, after those that were logged.
+#   logged: an attempt for each of the deliveries, after those that were logged; if $8.
 # One row, unless this replica is fenced.
 WRITE_FOUND = WriteStatement(
     "write_found",
@@ -272,7 +274,7 @@ logged AS (
       LEFT JOIN LATERAL (
            SELECT max(attempt) AS attempt, bool_or(outcome = 'delivered') AS delivered
              FROM attempt WHERE lane_id = $2 AND batch = d.batch AND seq = d.seq) a ON true
-     WHERE NOT coalesce(a.delivered, false))
+     WHERE NOT coalesce(a.delivered, false) AND $8::boolean)
 SELECT FROM moved
 """,  # noqa: S608 (constants only)
 )
@@ -380,6 +382,7 @@ class RecordStore:
         records: Sequence[Record],
         epochs: Sequence[int],
         runs: Sequence[tuple[int, RunResults]] = (),
+        refused: RefusedRow | None = None,
     ) -> None:
         """Write a group of results atomically; when fenced, none is written.
 
@@ -388,6 +391,7 @@ class RecordStore:
         Args:
             epochs: the epochs of the records.
             runs: pairs of lane id and results of a delivery run; written before the records.
+            refused: a row that the records leave out, which is reported.
 
         Raises:
             CursorBroken: missing events may be hidden; nothing was written.
@@ -416,24 +420,36 @@ class RecordStore:
             if self.proof.contradictions > before:
                 raise CannotRun("events that were missing exist; they are read again")
         else:
-            moved = await self._db.write_together(call)
+            moved = await self._db.write_together(*self._reports(refused), call)
         if moved != len(urgent):
             raise Fenced
 
     async def write_found(
-        self, lane_id: int, epoch: int, through_seq: int, batch: int, at: float
+        self,
+        lane_id: int,
+        epoch: int,
+        through_seq: int,
+        batch: int,
+        at: float,
+        refused: RefusedRow | None = None,
     ) -> None:
         """Acknowledge a lane's pending deliveries that its stream has, up to `through_seq`.
 
         Args:
             batch: the batch of the delivery `through_seq`.
             at: epoch seconds.
+            refused: their attempts, which are reported instead of logged.
         """
-        moved = await self._db.write(
-            WRITE_FOUND, self._replica_id, lane_id, epoch, through_seq, batch, at, self._timeline
+        progress = (lane_id, epoch, through_seq, batch, at)
+        moved = await self._db.write_together(
+            *self._reports(refused),
+            (WRITE_FOUND, self._replica_id, *progress, self._timeline, refused is None),
         )
         if not moved:
             raise Fenced
+
+    def _reports(self, refused: RefusedRow | None) -> list[WriteCall]:
+        return [] if refused is None else [refused.report(f"replica {self._replica_id}")]
 
     async def write_end(self, lane_id: int, epoch: int, seq: int) -> None:
         """Record that a broker's stream has the end entry of a lane.
