@@ -52,6 +52,12 @@ async def replicas(context: DoctorContext) -> Results:
         owns = f"owns {count(row['endpoints'], 'endpoint')}"
         if row["alive"]:
             yield ok(f"{who} {owns}; its lease expires in {rounded(row['left_s'])}")
+            if row["problem"]:
+                yield problem(
+                    f"{who} lacks resources for connections: {row['problem']}; it sends fewer "
+                    "requests at a time",
+                    "raise the limit of its process, such as LimitNOFILE of a systemd unit",
+                )
         else:
             yield warning(
                 f"{who} {owns}, but its lease expired {rounded(-row['left_s'])} ago",

@@ -72,7 +72,7 @@ class Dispatcher:
         reading = asyncio.Lock()
         self._fetcher = DeliveryFetcher(store, reading, self._activate)
         self._recorder = recorder
-        self._admission = AdmissionQueue(scheduler)
+        self._admission = AdmissionQueue(scheduler, wake_supervisor)
         self._telemetry = telemetry or DeliveryTelemetry()
         self._attempts = AttemptSender(
             transport, self._admission, self._fetcher, recorder, self._telemetry,
@@ -436,6 +436,11 @@ class Dispatcher:
         """Cancel the endpoint's waiting requests, so that each lane decides again."""
         if runtime.queue.waiting:
             self._admission.cancel_waiting(list(runtime.queue.waiting))
+
+    @property
+    def exhausted(self) -> str | None:
+        """What this process has lacked for connections just now; None: nothing."""
+        return self._admission.exhausted
 
     def wait_reason(self, runtime: EndpointRuntime) -> WaitReason | None:
         """Why the sendable lanes of an endpoint wait for a slot; None: none waits."""
