@@ -125,8 +125,11 @@ async def lag(context: DoctorContext) -> Results:
     if row["oldest_s"] < context.limits.lag_warning_s:
         yield ok(message)
         return
+    if not row["relay"]:
+        yield problem(f"{message}, and no relay is alive", START)
+        return
     blocker = await read_cursor_blocker(context.db)
-    action = "see the relay's log" if row["relay"] else START
+    action = "see the relay's log"
     if blocker is not None:
         message += f", blocked by {blocker.describe()}"
         action = f"end it in its application, or {blocker.end_command}"

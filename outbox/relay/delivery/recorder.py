@@ -283,6 +283,13 @@ class Recorder:
         async with self._writing:
             await self._store.write_end(lane.id, epoch, seq)
 
+    async def journal_refill(
+        self, lane_id: int, endpoint_id: UUID, first_seq: int, last_seq: int
+    ) -> None:
+        """Record that a stream was refilled as its endpoint's setting says."""
+        async with self._writing:
+            await self._store.journal_refill(lane_id, endpoint_id, first_seq, last_seq)
+
     async def finish_repair(self, lane: Lane, epoch: int, repair: Repair) -> None:
         """Delete an operator's request that was carried out."""
         async with self._writing:

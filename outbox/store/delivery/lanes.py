@@ -181,11 +181,18 @@ READ_REPAIRS = """
 SELECT id, repair, repair_seq FROM lane WHERE endpoint_id = ANY ($1) AND repair IS NOT NULL
 """
 
-# Which sequences of a lane were delivered, by the attempt log.
+# Which sequences of a lane were delivered, by the attempt log, or by the journal, which has those
+# that a trigger or constraint kept out of the log.
 READ_DELIVERED = f"""
 SELECT DISTINCT seq FROM attempt
  WHERE lane_id = $1 AND batch >= $2 AND seq BETWEEN $3 AND $4 AND outcome = 'delivered'
- UNION ALL SELECT NULL WHERE {rows_hidden("attempt")}
+ UNION
+SELECT n FROM journal j, generate_series(greatest((j.data ->> 'sequence')::bigint, $3),
+                                         least((j.data ->> 'to_sequence')::bigint, $4)) AS n
+ WHERE j.kind = 'row_refused' AND j.data ->> 'row' = 'attempt'
+   AND (j.data ->> 'lane')::bigint = $1
+   AND NOT EXISTS (SELECT FROM dead_letter WHERE lane_id = $1 AND n BETWEEN seq AND to_seq)
+ UNION ALL SELECT NULL WHERE {rows_hidden("attempt", "dead_letter", "journal")}
 """  # noqa: S608 (constants only)
 
 # Lanes blocked by a dead letter.

@@ -29,6 +29,7 @@ from outbox.store.operational_events import (
     LANE_STUCK_EVENT,
     PUBLISH_REPORTED_EVENTS,
 )
+from outbox.store.routing_change import ADD_TO_JOURNAL
 from outbox.store.row_params import composite_array, composite_number, composite_text
 
 if TYPE_CHECKING:
@@ -473,6 +474,14 @@ class RecordStore:
             repair.delivered_seq,
             self._timeline,
         )
+
+    async def journal_refill(
+        self, lane_id: int, endpoint_id: UUID, first_seq: int, last_seq: int
+    ) -> None:
+        """Record that a stream was refilled as its endpoint's setting says."""
+        data = _json({"lane": lane_id, "sequence": first_seq, "to_sequence": last_seq})
+        actor = f"replica {self._replica_id}"
+        await self._db.write(ADD_TO_JOURNAL, "stream_refilled", actor, endpoint_id, data)
 
     async def write_receipts(self, rows: Sequence[tuple[int, int, str]]) -> None:
         """Write receipts (lane, epoch, receipt); those of lanes that moved are not written."""
