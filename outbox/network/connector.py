@@ -220,6 +220,7 @@ def _to_not_connected(error: Exception, host: str, port: int) -> NotConnected:
 
 def _message(error: Exception) -> str:
     """The system's message, without asyncio's addition."""
-    number = getattr(error, "errno", None)
-    message = os.strerror(number) if number else str(error) or "out of memory"
+    if isinstance(error, MemoryError):
+        return "out of memory"
+    message = os.strerror(number) if (number := getattr(error, "errno", None)) else str(error)
     return message[:1].lower() + message[1:]

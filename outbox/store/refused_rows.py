@@ -27,6 +27,13 @@ if TYPE_CHECKING:
 REPORT_AGAIN_S = 600.0
 """Minimum seconds between two operational events of a process about the same kind of row."""
 
+ATTEMPT, DEAD_LETTER = "attempt", "dead letter"
+"""Kinds of rows of a lane."""
+
+# The journal's entries about successes that are not in the attempt log.
+IS_REFUSED_SUCCESS = f"""
+    kind = 'row_refused' AND data ->> 'row' = '{ATTEMPT}' AND data ->> 'outcome' = 'delivered'"""
+
 _ABOUT_THE_SESSION = ("25", "26", "XX")
 """Classes of errors that no row causes: the transaction's state, an unknown prepared statement, a
 damaged index."""
@@ -77,24 +84,36 @@ class RefusedRow(NamedTuple):
         else:
             assert dead is not None
             first = dead.delivery
-        return cls.of_sequences(
-            kind, record.lane_id, first.batch, (first.seq, record.seq), reason, sqlstate, publish
-        )
+        outcome = record.attempt.outcome if record.attempt and kind == ATTEMPT else None
+        place = (record.lane_id, first.batch, first.seq, record.seq)
+        return cls.of_sequences(kind, place, outcome, reason, sqlstate, publish=publish)
 
     @classmethod
     def of_sequences(
         cls,
         kind: str,
-        lane_id: int,
-        batch: int,
-        sequences: tuple[int, int],
+        place: tuple[int, int, int, int],
+        outcome: str | None,
         reason: str,
         sqlstate: str,
+        *,
         publish: bool = True,
     ) -> RefusedRow:
-        """Rows of the sequences of a lane, the first and the last."""
-        first, last = sequences
-        identity = {"lane": lane_id, "batch": batch, "sequence": first, "to_sequence": last}
+        """Rows of some sequences of a lane.
+
+        Args:
+            place: lane, batch, the first and the last sequence.
+            outcome: that of an attempt.
+        """
+        lane_id, batch, first, last = place
+        identity: dict[str, object] = {
+            "lane": lane_id,
+            "batch": batch,
+            "sequence": first,
+            "to_sequence": last,
+        }
+        if outcome is not None:
+            identity |= {"outcome": outcome}
         return cls(kind, orjson.dumps(identity).decode(), reason, sqlstate, publish)
 
     def report(self, actor: str) -> WriteCall:

@@ -375,6 +375,33 @@ async def test_a_stream_is_not_refilled_without_a_person_unless_all_is_kept(
     assert streams.sequences() == [1, 2, 3, 4, 5, 6]
 
 
+async def test_a_refill_has_what_a_trigger_kept_out_of_the_attempt_log(
+    database: Database, streams: Streams
+) -> None:
+    """Also where the success was found in the stream, because its response was lost."""
+    await stream_endpoint(database, on_forgotten="refill")
+    async with database.at_hand() as db:
+        await db.execute("""
+            CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS
+                'BEGIN RAISE EXCEPTION ''no''; END';
+            CREATE TRIGGER refuse BEFORE INSERT ON attempt FOR EACH ROW
+                WHEN (NEW.seq IN (3, 11)) EXECUTE FUNCTION refuse()
+        """)
+    async with running(database, Network(), brokers=streams.connect):
+        await publish(database, *range(1, 11))
+        acked = "SELECT min(acked_seq) = {} FROM lane_progress"
+        await until(lambda: fetchval(database, acked.format(10)), what="the deliveries")
+        streams.lost_responses = 1
+        await publish(database, 11)
+        await until(lambda: fetchval(database, acked.format(11)), what="the one that was found")
+        (stream,) = streams.streams.values()
+        del stream[2:]
+        await publish(database, 12)
+        await until(lambda: fetchval(database, acked.format(12)), what="the next one")
+    assert streams.sequences() == list(range(1, 13))
+    assert await exceptions(database) == {}
+
+
 async def test_another_writers_stream_is_not_refilled(database: Database, streams: Streams) -> None:
     """It stands below what was delivered, too, but at a message of another database."""
     await stream_endpoint(database, on_forgotten="refill")

@@ -371,3 +371,26 @@ async def _none_pending(database: Database) -> bool:
 async def execute(database: Database, statements: str) -> None:
     async with database.at_hand() as db:
         await db.execute(statements)
+
+
+async def test_a_delivery_without_any_record_is_still_a_violation(database: Database) -> None:
+    """The journal's entry of a failed attempt excuses no success that is missing."""
+    failed = set()
+
+    def script(sent: Sent) -> Any:
+        again = sent.seq in failed
+        failed.add(sent.seq)
+        return OK if again else BUSY
+
+    await add_endpoint(database, lanes=1)
+    await execute(database, trigger("attempt", "NEW.outcome <> 'delivered'"))
+    await publish(database, 1)
+    network = Network(script)
+    async with running(database, network, poll_s=0.05):
+        await until(lambda: network.data() == [1], what="the delivery")
+        await all_ended(database)
+    refused = "SELECT data ->> 'outcome' FROM journal WHERE kind = 'row_refused'"
+    assert await fetchval(database, refused) == "retry"
+    assert await exceptions(database) == {}
+    await execute(database, "DELETE FROM attempt")
+    assert set(await exceptions(database)) == {"accounted"}

@@ -14,6 +14,7 @@ from outbox.operations.verify.inconsistent_rows import (
     MISSING_ROWS,
     ROWS_OF_REMOVED_ENDPOINTS,
 )
+from outbox.store.refused_rows import IS_REFUSED_SUCCESS
 from outbox.store.sequencing.skipped_events import SKIPPED_EVENTS
 from outbox.store.type_match import FILTER_MET, MATCHES
 
@@ -290,7 +291,7 @@ CHECKS: tuple[AuditCheck, ...] = (
         refused AS MATERIALIZED (
             SELECT (data ->> 'lane')::bigint AS lane_id, (data ->> 'sequence')::bigint AS seq,
                    (data ->> 'to_sequence')::bigint AS to_seq
-              FROM journal WHERE kind = 'row_refused' AND data ->> 'row' = 'attempt')
+              FROM journal WHERE {IS_REFUSED_SUCCESS})
         SELECT format('lane %s sequence %s: %s successes, %s dead letters', d.lane_id, d.seq,
                       (a.n > 0)::int, x.n)
           FROM lane_progress p

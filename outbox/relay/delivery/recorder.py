@@ -19,7 +19,7 @@ from outbox.core.model.delivery import Delivery
 from outbox.relay.delivery.pending_record import PendingRecord
 from outbox.relay.delivery.refused_records import RefusedRecords
 from outbox.store.errors import Fenced
-from outbox.store.refused_rows import RefusedRow, is_refused, reason_of
+from outbox.store.refused_rows import ATTEMPT, RefusedRow, is_refused, reason_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -268,9 +268,9 @@ class Recorder:
             except asyncpg.PostgresError as error:
                 if not is_refused(error):
                     raise
-                rows = (lane.id, lane.floor_batch, (lane.acked_seq + 1, through_seq))
+                place = (lane.id, lane.floor_batch, lane.acked_seq + 1, through_seq)
                 refused = RefusedRow.of_sequences(
-                    "attempt", *rows, reason_of(error), error.sqlstate
+                    ATTEMPT, place, "delivered", reason_of(error), error.sqlstate
                 )
                 await self._store.write_found(*found, refused)
 

@@ -18,7 +18,14 @@ import asyncpg
 import structlog
 
 from outbox.core.delivery.commands import Progress, Record
-from outbox.store.refused_rows import REPORT_AGAIN_S, RefusedRow, is_refused, reason_of
+from outbox.store.refused_rows import (
+    ATTEMPT,
+    DEAD_LETTER,
+    REPORT_AGAIN_S,
+    RefusedRow,
+    is_refused,
+    reason_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,8 +34,6 @@ if TYPE_CHECKING:
     from outbox.store.delivery.records import RecordStore
 
 log = structlog.get_logger("outbox.recorder")
-
-ATTEMPT, DEAD_LETTER = "attempt", "dead letter"
 
 
 class RefusedRecords:

@@ -20,6 +20,7 @@ from outbox.store.connection.row_security import (
 from outbox.store.connection.secrets import CLEAR
 from outbox.store.delivery.endpoints import read_endpoints
 from outbox.store.expressions import PAYLOAD_BYTES, epoch_s
+from outbox.store.refused_rows import IS_REFUSED_SUCCESS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -187,12 +188,10 @@ READ_DELIVERED = f"""
 SELECT DISTINCT seq FROM attempt
  WHERE lane_id = $1 AND batch >= $2 AND seq BETWEEN $3 AND $4 AND outcome = 'delivered'
  UNION
-SELECT n FROM journal j, generate_series(greatest((j.data ->> 'sequence')::bigint, $3),
-                                         least((j.data ->> 'to_sequence')::bigint, $4)) AS n
- WHERE j.kind = 'row_refused' AND j.data ->> 'row' = 'attempt'
-   AND (j.data ->> 'lane')::bigint = $1
-   AND NOT EXISTS (SELECT FROM dead_letter WHERE lane_id = $1 AND n BETWEEN seq AND to_seq)
- UNION ALL SELECT NULL WHERE {rows_hidden("attempt", "dead_letter", "journal")}
+SELECT n FROM journal, generate_series(greatest((data ->> 'sequence')::bigint, $3),
+                                       least((data ->> 'to_sequence')::bigint, $4)) AS n
+ WHERE {IS_REFUSED_SUCCESS} AND (data ->> 'lane')::bigint = $1
+ UNION ALL SELECT NULL WHERE {rows_hidden("attempt", "journal")}
 """  # noqa: S608 (constants only)
 
 # Lanes blocked by a dead letter.
