@@ -107,6 +107,12 @@ def notes(overview: Overview) -> Iterator[str]:
             f"{count(overview.unaccounted_events, 'event')} missing or superfluous, by a "
             "comparison of all ids with the table; see: outbox doctor"
         )
+    for each in overview.replicas:
+        if each.alive and each.problem:
+            yield (
+                f"relay {each.name} lacks resources for connections: {each.problem}; see: outbox "
+                "doctor"
+            )
     for endpoint in overview.endpoints:
         for note in _notes(endpoint, overview.at):
             yield f"{endpoint.name}: {note}"

@@ -55,5 +55,7 @@ class BrokerOpener:
 
 def stop_of(error: NotConnected) -> Stop:
     """Why nothing can be sent without a connection."""
+    if error.failure is Failure.LOCAL:
+        return Stop(StopKind.LOCAL, error.detail)
     kind = StopKind.MISCONFIGURED if error.failure in _NEEDS_A_PERSON else StopKind.UNAVAILABLE
     return Stop(kind, error.detail)

@@ -19,7 +19,7 @@ from outbox.core.model.response import Failure
 from outbox.errors import UsageError
 from outbox.network.dns import Unresolved
 from outbox.network.egress import literal
-from outbox.network.errors import NotConnected
+from outbox.network.errors import NotConnected, is_own_failure
 from outbox.network.proxy_tunnel import Tunnel
 from outbox.network.tls import ssl_error_reason, system_context
 
@@ -98,7 +98,7 @@ class ConnectionOpener:
             if not limit.expired():
                 raise _to_not_connected(error, target.host, target.port) from error
             raise NotConnected(Failure.TIMEOUT, f"no connection within {timeout_s:g} s") from None
-        except (OSError, UsageError) as error:
+        except (OSError, UsageError, MemoryError) as error:
             raise _to_not_connected(error, target.host, target.port) from error
 
     async def _connect_directly(self, target: Target, factory: Callable[[], P]) -> P:
@@ -128,6 +128,8 @@ class ConnectionOpener:
         except (OSError, NotConnected) as error:
             failed = error if isinstance(error, NotConnected) else None
             failed = failed or _to_not_connected(error, proxy.host, proxy.port)
+            if failed.failure is Failure.LOCAL:
+                raise failed from error
             raise NotConnected(Failure.CONNECT, f"the proxy: {failed.detail}") from error
         try:
             await tunnel.open(proxy, target.host, target.port)
@@ -163,11 +165,17 @@ class ConnectionOpener:
             refused = refused or reason or ""
         if not allowed:
             raise NotConnected(Failure.EGRESS_REFUSED, refused)
-        connection = await start_connection(
-            [_address_info(address, port) for address in allowed[:ADDRESSES_TRIED_MAX]],
-            happy_eyeballs_delay=ATTEMPT_DELAY_S,
-            loop=self._loop,
-        )
+        tried = allowed[:ADDRESSES_TRIED_MAX]
+        try:
+            connection = await start_connection(
+                [_address_info(address, port) for address in tried],
+                happy_eyeballs_delay=ATTEMPT_DELAY_S,
+                loop=self._loop,
+            )
+        except OSError as error:
+            if is_own_failure(error, tried):
+                raise NotConnected(Failure.LOCAL, _message(error)) from error
+            raise
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
         return connection
 
@@ -205,6 +213,14 @@ def _to_not_connected(error: Exception, host: str, port: int) -> NotConnected:
         return NotConnected(Failure.TLS, f"{ssl_error_reason(error)} at {host}:{port}")
     if isinstance(error, UsageError):
         return NotConnected(Failure.TLS, str(error))
-    # The system's message, without asyncio's addition.
+    if is_own_failure(error):
+        return NotConnected(Failure.LOCAL, _message(error))
+    return NotConnected(Failure.CONNECT, f"{_message(error)} at {host}:{port}")
+
+
+def _message(error: Exception) -> str:
+    """The system's message, without asyncio's addition."""
+    if isinstance(error, MemoryError):
+        return "out of memory"
     message = os.strerror(number) if (number := getattr(error, "errno", None)) else str(error)
-    return NotConnected(Failure.CONNECT, f"{message[:1].lower()}{message[1:]} at {host}:{port}")
+    return message[:1].lower() + message[1:]

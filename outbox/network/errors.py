@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+import errno
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from outbox.core.model.response import Failure
 
 TRANSPORT_CLOSED = "the transport is closed"
+
+
+_OWN_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+
+def is_own_failure(error: BaseException, addresses: Sequence[str] = ()) -> bool:
+    """Whether this process lacks resources for a connection, whatever the peer is.
+
+    Args:
+        addresses: what it was to be connected to.  EADDRNOTAVAIL means that no local port is left;
+            but for an IPv6 address, also that this host has none.
+    """
+    if isinstance(error, MemoryError):
+        return True
+    number = error.errno if isinstance(error, OSError) else None
+    if number == errno.EADDRNOTAVAIL:
+        return any(":" not in address for address in addresses)
+    return number in _OWN_ERRORS
 
 
 class NotConnected(Exception):

@@ -13,6 +13,7 @@ from outbox.operations.page_bytes import shorten_responses
 from outbox.operations.rows import from_row
 from outbox.store.connection.connect import map_errors
 from outbox.store.database_stats import COUNT_UNACCOUNTED
+from outbox.store.delivery.endpoint_state import EXHAUSTED_EVERY_S
 from outbox.store.routing_change import READ_NOW
 from outbox.store.sequencing.stalls import Blocker, read_cursor_blocker
 
@@ -50,14 +51,20 @@ SELECT count(*) AS gaps, min(lo) AS oldest,
   FROM open
 """
 
-REPLICAS = """
+# Relays.  problem: what its process has lacked lately, among the last entries of the journal.
+REPLICAS = f"""
 SELECT r.id, r.name, r.version, r.started_at, r.expires_at > clock_timestamp() AS alive,
+       (SELECT j.data ->> 'reason'
+          FROM (SELECT kind, actor, at, data FROM journal ORDER BY id DESC LIMIT 1000) j
+         WHERE j.kind = 'resources_exhausted' AND j.actor = 'replica ' || r.id
+           AND j.at > clock_timestamp() - make_interval(secs => {2 * EXHAUSTED_EVERY_S})
+         LIMIT 1) AS problem,
        extract(epoch FROM r.expires_at - clock_timestamp())::float8 AS left_s,
        r.id IS NOT DISTINCT FROM (SELECT writer FROM cursor) AS leads,
        (SELECT count(*) FROM ownership o JOIN endpoint e ON e.id = o.endpoint_id
          WHERE o.replica_id = r.id AND e.state <> 'removed') AS endpoints
   FROM replica r ORDER BY r.id
-"""
+"""  # noqa: S608 (a constant only)
 
 # Endpoints of a tenant ($2; NULL: all), those that fail first, then those with the most pending
 # deliveries.  Retry state and age are of the lane that has been failing or pending longest.
@@ -165,6 +172,8 @@ class ReplicaStatus:
     """This relay is the leader, which sequences events."""
     endpoints: int
     started_at: datetime
+    problem: str | None
+    """What its process has lacked for connections within the last minutes; None: nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,6 +101,13 @@ async def _once(partitions: PartitionStore, retention: RetentionStore, *, hourly
         created = await partitions.extend()
         if created:
             log.info("partitions added", partitions=created)
+    with _step("creating partitions for the last id"):
+        if (last_id := await partitions.last_id_beyond()) is not None:
+            log.error(
+                "the sequence of event ids is beyond the last partition, so producers fail; see "
+                "outbox doctor",
+                last_id=last_id,
+            )
     with _step("guarding events"):
         if await partitions.guard():
             log.warning("triggers that refuse the removal of events were missing or disabled")

@@ -30,6 +30,9 @@ MISSED_POLLS_MAX = 3
 """Cursor polls that may be missed, on top of the lease, before the replica is not ready."""
 
 
+LACKS_RESOURCES = "its process lacks resources for connections"
+
+
 @dataclass(frozen=True, slots=True)
 class Readiness:
     """Whether a replica is ready, and why not."""
@@ -77,6 +80,8 @@ class RunningSession:
         if stall.stalled_s > STALLED_LEASES * lease_s:
             stalled = f"events could not be sequenced for {stall.stalled_s:.0f} s"
             return _blocked(stalled, stall.blocker or blocker)
+        if (lacking := self.dispatcher.exhausted) is not None:
+            return Readiness(ready=False, reason=f"{LACKS_RESOURCES}: {lacking}")
         survey = self.supervisor.survey
         if survey is not None and survey.unaccounted_events:
             # Ready: no restart or rollback would repair it.

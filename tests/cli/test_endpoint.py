@@ -133,6 +133,7 @@ def test_every_setting_has_a_flag(here: Command) -> None:
         "retryable": ["429", "5xx"],
         "on_dead_letter": "block",
         "on_missing": "hold",
+        "on_forgotten": "hold",
         "backlog_max": 1000,
         "backlog_age": "2d",
         "disable_after": "12h",

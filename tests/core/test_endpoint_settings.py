@@ -52,6 +52,7 @@ def test_omitted_settings_have_the_defaults_of_the_contract() -> None:
     assert default.retry == STANDARD
     assert default.retryable is None
     assert (default.on_dead_letter, default.on_missing) == ("continue", "dead_letter")
+    assert default.on_forgotten == "hold"
     assert default.lanes == 1
     assert (default.backlog_max, default.backlog_age_s) == (None, None)
     assert default.disable_after_s == 3 * 86400
@@ -124,6 +125,8 @@ def test_values_are_normalised() -> None:
         ({"retryable": "5xx"}, "retryable: must be a list"),
         ({"on_dead_letter": "stop"}, "on_dead_letter: must be one of continue, block"),
         ({"on_missing": "wait"}, "on_missing: must be one of dead_letter, hold"),
+        ({"on_forgotten": "wait"}, "on_forgotten: must be one of hold, refill"),
+        ({"on_forgotten": "refill"}, "on_forgotten: is for brokers"),
         ({"backlog_max": 0}, "backlog_max: must be between 1 and"),
         ({"backlog_max": 1.5}, "backlog_max: must be between 1 and"),
         ({"backlog_age_s": -1}, "backlog_age: must be longer than 0 s"),

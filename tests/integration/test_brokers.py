@@ -17,6 +17,7 @@ from outbox.operations.criteria import Criteria, DeadLetterSelection
 from outbox.operations.repair import request_adoption, request_refill
 from outbox.operations.replays import start_replay
 from outbox.operations.skip import skip_delivery
+from outbox.relay.delivery import broker_attempts
 from tests.support.ranges import next_pending
 from tests.support.relay import (
     QUICK_RETRY,
@@ -327,6 +328,93 @@ async def test_a_stream_that_lost_messages_is_held_until_it_is_refilled(
     journalled = "SELECT data ->> 'comment' FROM journal WHERE kind = 'refill_requested'"
     assert await fetchval(database, journalled) == "restored"
     assert await exceptions(database) == {}
+
+
+@pytest.mark.parametrize("through", sampled([0, 6]))
+async def test_a_stream_that_lost_messages_is_refilled_without_a_person(
+    database: Database, streams: Streams, through: int
+) -> None:
+    """If its endpoint says so: with the same sequences, and once in a while only."""
+    await stream_endpoint(database, on_forgotten="refill")
+    streams.refuses = lambda message: message.body.endswith(b'"data":9}')
+    async with running(database, Network(), brokers=streams.connect):
+        await publish(database, *range(1, 11))
+        await all_ended(database)
+        (stream,) = streams.streams.values()
+        del stream[through:]
+        await publish(database, 11)
+        await all_ended(database)
+        complete = [1, 2, 3, 4, 5, 6, 7, 8, 10, 11]
+        assert streams.sequences() == complete
+        journalled = "SELECT count(*) FROM journal WHERE kind = 'stream_refilled'"
+        assert await fetchval(database, journalled) == 1
+        assert await exceptions(database) == {}
+        # A broker that forgets again at once needs a person.
+        del stream[through:]
+        await publish(database, 12)
+        await until(lambda: last_failure(database), what="the failure")
+        assert await last_failure(database) == "forgot"
+        assert streams.sequences() == complete[:through]
+
+
+async def test_a_stream_is_not_refilled_without_a_person_unless_all_is_kept(
+    database: Database, streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even the part that is."""
+    monkeypatch.setattr(broker_attempts, "APPEND_MAX", 2)
+    await stream_endpoint(database, on_forgotten="refill")
+    async with running(database, Network(), brokers=streams.connect):
+        await publish(database, *range(1, 11))
+        await all_ended(database)
+        await remove_events(database, "id IN (SELECT outbox_id FROM delivery WHERE seq = 9)")
+        (stream,) = streams.streams.values()
+        del stream[6:]
+        await publish(database, 11)
+        await until(lambda: last_failure(database), what="the failure")
+        assert await last_failure(database) == "forgot"
+    assert streams.sequences() == [1, 2, 3, 4, 5, 6]
+
+
+async def test_a_refill_has_what_a_trigger_kept_out_of_the_attempt_log(
+    database: Database, streams: Streams
+) -> None:
+    """Also where the success was found in the stream, because its response was lost."""
+    await stream_endpoint(database, on_forgotten="refill")
+    async with database.at_hand() as db:
+        await db.execute("""
+            CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS
+                'BEGIN RAISE EXCEPTION ''no''; END';
+            CREATE TRIGGER refuse BEFORE INSERT ON attempt FOR EACH ROW
+                WHEN (NEW.seq IN (3, 11)) EXECUTE FUNCTION refuse()
+        """)
+    async with running(database, Network(), brokers=streams.connect):
+        await publish(database, *range(1, 11))
+        acked = "SELECT min(acked_seq) = {} FROM lane_progress"
+        await until(lambda: fetchval(database, acked.format(10)), what="the deliveries")
+        streams.lost_responses = 1
+        await publish(database, 11)
+        await until(lambda: fetchval(database, acked.format(11)), what="the one that was found")
+        (stream,) = streams.streams.values()
+        del stream[2:]
+        await publish(database, 12)
+        await until(lambda: fetchval(database, acked.format(12)), what="the next one")
+    assert streams.sequences() == list(range(1, 13))
+    assert await exceptions(database) == {}
+
+
+async def test_another_writers_stream_is_not_refilled(database: Database, streams: Streams) -> None:
+    """It stands below what was delivered, too, but at a message of another database."""
+    await stream_endpoint(database, on_forgotten="refill")
+    async with running(database, Network(), brokers=streams.connect):
+        await publish(database, *range(1, 11))
+        await all_ended(database)
+        (stream,) = streams.streams.values()
+        del stream[6:]
+        stream[5] = stream[5]._replace(delivery="another")
+        await publish(database, 11)
+        await until(lambda: last_failure(database), what="the failure")
+        assert await last_failure(database) == "foreign"
+    assert streams.sequences() == [1, 2, 3, 4, 5, 6]
 
 
 async def test_a_stream_is_not_filled_again_around_events_that_retention_has_removed(

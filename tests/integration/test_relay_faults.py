@@ -49,7 +49,7 @@ from tests.support.tcp import listening
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import MutableMapping, Sequence
     from uuid import UUID
 
     from outbox.core.model.response import AttemptResult
@@ -739,6 +739,29 @@ async def test_the_defaults_of_a_database_do_not_affect_a_relay(
             batches = await connection.fetchval("SELECT count(*) FROM batch")
     assert replicas == 1
     assert batches > 1
+
+
+async def test_a_time_out_of_the_role_does_not_interrupt_listening(
+    database: Database, logs: list[MutableMapping[str, Any]]
+) -> None:
+    """It would poll for ever."""
+    async with database.at_hand() as connection:
+        owner = await connection.fetchval("SELECT current_user")
+    for name in ("statement_timeout", "lock_timeout"):
+        await database.server.execute(
+            f'ALTER ROLE "{owner}" IN DATABASE {database.name} SET {name} = 1'
+        )
+    await_listener = """
+        SELECT count(*) FROM pg_stat_activity
+         WHERE datname = current_database() AND application_name LIKE '%listen%'
+           AND query LIKE 'LISTEN%' AND state = 'idle'
+    """
+    async with running(database, Network()) as worker:
+        await until(lambda: worker.started.is_set(), what="the relay")
+        async with database.connection(server_settings={"statement_timeout": "0"}) as connection:
+            await until(lambda: connection.fetchval(await_listener), what="the listener")
+    interrupted = [each for each in logs if each["event"] == "listening was interrupted"]
+    assert interrupted == []
 
 
 async def test_an_unexpected_error_that_ends_a_relay_is_logged_with_its_place(

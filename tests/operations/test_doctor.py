@@ -437,8 +437,10 @@ async def test_unsequenced_events_are_a_problem(database: Database, db: Connecti
     assert await reported_findings(db, "sequencing") == []
     await db.execute("UPDATE outbox SET created_at = now() - interval '20 s'")
     found = await the_one(db, "sequencing")
-    assert (found.severity, found.action) == (Severity.WARNING, "start one: outbox relay")
+    assert (found.severity, found.action) == (Severity.PROBLEM, "start one: outbox relay")
+    assert "no relay is alive" in found.message
     await db.execute(REPLICA)
+    assert (await the_one(db, "sequencing")).severity is Severity.WARNING
     await db.execute("UPDATE outbox SET created_at = now() - interval '3 h'")
     found = await the_one(db, "sequencing")
     assert found.severity is Severity.PROBLEM

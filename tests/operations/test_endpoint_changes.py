@@ -117,7 +117,7 @@ async def test_every_setting_can_be_changed_and_the_id_stays(
     done = await update(db, **values)
     found = await endpoints.get_endpoint(db, "relay", "store")
     assert (done.id, found.endpoint.id) == (made.id, made.id)
-    unset = {"all_tenants"}  # Excluded by the tenant.
+    unset = {"all_tenants", "on_forgotten"}  # Excluded by the tenant, and for brokers.
     assert values.keys() | unset == {each.field for each in SETTINGS.values()}
     ((_, stored),) = await endpoints.list_settings(db, "relay", limit=10)
     assert stored == EndpointSettings(**values)

@@ -33,7 +33,8 @@ UNGUARDED = {
         change.IS_MADE cluster.replicas.READ_REGISTERED cluster.timeline.MISSING_ROWS
         cluster.timeline.RESTORE_PROBLEM delivery.lanes.READ_COUNTERS
         delivery.records.READ_LANE_CHECKPOINTS retention.periods.READ_UNCLASSIFIED
-        schedules.schedule_runs.READ_DUE sequencing.skipped_events.FIND_SKIPPED_EVENTS
+        schedules.schedule_runs.READ_DUE schedules.schedule_runs.READ_DUE_FUTURE
+        sequencing.skipped_events.FIND_SKIPPED_EVENTS
     """,
     "nothing is written: it waits until the row is returned": """
         cluster.replicas.READ_CLOCK cluster.replicas.READ_EPOCHS cluster.replicas.READ_OWNERSHIP

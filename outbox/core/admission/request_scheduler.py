@@ -41,6 +41,10 @@ without tenants, for such an endpoint): while `others` like it wait, a fast one 
 `slots` are those of the class, of the fast class without those on probation; preempted requests
 must end at once.  The bound depends neither on the receivers' latency nor on time-outs.
 
+**Own resources.**  A request may fail because this process has no descriptors, ports or buffers
+left.  Then fewer requests are open at a time, at first half as many, and a quarter more for each
+`RECOVERY_S` without such a failure (AIMD).
+
 Endpoints and tenants also have limits of their own, on open requests and on requests started
 per second.  Requests that wait for these limits delay no others.
 
@@ -51,6 +55,7 @@ seconds of any monotonic clock.
 from __future__ import annotations
 
 from collections import OrderedDict
+from math import inf
 from typing import TYPE_CHECKING
 
 from outbox.core.admission.endpoint_queue import (
@@ -80,6 +85,9 @@ PREEMPT_GRACE_S = 30.0
 """A slow request is not preempted before this time, regardless of waiting requests."""
 PREEMPTED_MAX = 2
 """Preemptions in a row after which a lane needs a slow slot."""
+
+RECOVERY_S = 0.5
+"""Seconds without a failure of our own until more requests may be open, or one again."""
 
 RUN_S, ROTATION_S = 0.05, 0.1
 """Duration of a delivery run, and of one run of each lane that waits for the same slots: see
@@ -112,6 +120,9 @@ class RequestScheduler:
         tenant_rate_per_s: float | None = None,
     ) -> None:
         self.in_flight_max = in_flight_max
+        self.open_max = in_flight_max
+        """Limit of open requests, which is lower while this process lacks resources."""
+        self._lowered_at, self._recovers_at = -inf, 0.0
         self.fast_max = in_flight_max - in_flight_max // 2
         self.probation_max = max(self.fast_max // 2, 1)
         self.slow_max = max(in_flight_max // 4, 1)
@@ -208,6 +219,8 @@ class RequestScheduler:
         Returns:
             The slots of the requests that start now: this one and maybe others, or none.
         """
+        if self.open_max < self.in_flight_max:
+            self._recover(now)
         if not self.waiting:
             self._age(now)
             if self._is_fast_path(slot, now):
@@ -272,6 +285,24 @@ class RequestScheduler:
         if queue.tenant.waiting:
             self._place(queue, now)
         return self._grant(now)
+
+    def record_exhausted(self, slot: Slot, now: float) -> None:
+        """Record that an open request failed, because this process lacks resources; before `end`.
+
+        Others that were open at that time lower the limit no further.
+        """
+        assert slot.open
+        if slot.started_at > self._lowered_at:
+            self._lowered_at = now
+            self.open_max = min(self.open_max, self.open - 1) // 2
+        self._recovers_at = now + RECOVERY_S
+
+    def _recover(self, now: float) -> None:
+        """Let more requests be open, some time after the last failure of our own."""
+        while self.open_max < self.in_flight_max and now + RESOLUTION_S >= self._recovers_at:
+            more = self.open_max + max(self.open_max // 4, 1)
+            self.open_max = min(more, self.in_flight_max)
+            self._recovers_at += RECOVERY_S
 
     def continue_run(self, slot: Slot, began_at: float, now: float) -> bool:
         """Start the lane's next request in the slot that it has, if the limits have room and no
@@ -363,6 +394,7 @@ class RequestScheduler:
 
     def wake(self, now: float) -> list[Slot]:
         """Process expired timers; return the slots of the requests that start now."""
+        self._recover(now)
         self._age(now)
         due = self._timers.pop_due(now + RESOLUTION_S)
         # All are removed before any is added again, so the loop ends for any new times.
@@ -389,6 +421,8 @@ class RequestScheduler:
         if not self.waiting:
             return None
         at = self._timers.next_at()
+        if self.open_max < self.in_flight_max:
+            at = self._recovers_at if at is None else min(at, self._recovers_at)
         if self._by_age:
             old_at = next(iter(self._by_age)).started_at + FAST_LATENCY_MAX_S
             at = old_at if at is None else min(at, old_at)
@@ -426,7 +460,7 @@ class RequestScheduler:
         return (
             usage < self.share_max
             and usage < self.fast_max - self.fast
-            and usage < self.in_flight_max - self.open
+            and usage < self.open_max - self.open
         )
 
     def _begin(self, slot: Slot, capacity_class: CapacityClass, now: float) -> None:
@@ -560,7 +594,7 @@ class RequestScheduler:
             if capacity_class is _PROBATION:
                 capacity = min(capacity, self.probation_max - self.probation)
         # Preempted requests take slots until they end.
-        return min(capacity, self.in_flight_max - self.open)
+        return min(capacity, self.open_max - self.open)
 
     def _has_capacity(self, queue: EndpointQueue, capacity_class: CapacityClass) -> bool:
         tenants, no_tenant = self._tenant_queues[capacity_class], self._no_tenant

@@ -82,6 +82,8 @@ class StopKind(Enum):
     """The broker stores nothing until a person acts: no right, no stream, a wrong password."""
     MOVED = "moved"
     """The lane does not stand where the append said, or the owner is fenced: open it."""
+    LOCAL = "local"
+    """Nothing was sent: this process has no descriptors, ports, buffers or memory left."""
     UNKNOWN = "unknown"
     """The response was lost; a prefix of the messages may be stored: open the lane."""
 

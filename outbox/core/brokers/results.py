@@ -22,6 +22,7 @@ _FAILURES = {
     StopKind.MISCONFIGURED: Failure.MISCONFIGURED,
     StopKind.MOVED: Failure.MOVED,
     StopKind.UNKNOWN: Failure.UNKNOWN,
+    StopKind.LOCAL: Failure.LOCAL,
 }
 _HOLDS = {
     HoldReason.FORGOT: Failure.FORGOT,
@@ -29,7 +30,7 @@ _HOLDS = {
     HoldReason.FOREIGN: Failure.FOREIGN,
     HoldReason.FENCED: Failure.FENCED,
 }
-BROKER_FAILURES = STREAM_HOLD_FAILURES | frozenset(_FAILURES.values())
+BROKER_FAILURES = (STREAM_HOLD_FAILURES | frozenset(_FAILURES.values())) - {Failure.LOCAL}
 """Failures that only brokers have; they are never the fault of a delivery."""
 
 

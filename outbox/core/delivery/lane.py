@@ -33,6 +33,10 @@ its own, also if nothing was delivered: readers need it to know that the newer l
 dead-lettered, or, with `holds_missing`, holds the lane: it is read again every `MISSING_POLL_S`,
 until its event exists again, or the delivery is skipped or dead-lettered by a limit, or the
 setting changes.  Both are written only with the proof that the event is gone.
+
+**Refused dead letters.**  The database may refuse the row of a dead letter, by a trigger or a
+constraint.  The record is taken back (`refuse_dead_letter`), so the delivery is pending again, and
+the lane waits before its next command, longer each time in a row.
 """
 
 from __future__ import annotations
@@ -96,6 +100,9 @@ _OPEN, _SHUT, _DELIVERED = Gate.OPEN, Gate.SHUT, AttemptOutcome.DELIVERED
 MISSING_POLL_S = 10.0
 """Seconds after which a delivery whose event is gone is read again, while it holds its lane."""
 
+REFUSED_RETRY_S_MIN, REFUSED_RETRY_S_MAX = 10.0, 600.0
+"""Seconds for which a lane waits after its dead letter was refused, doubled each time in a row."""
+
 BROKER_RETRY_S_MAX = 60.0
 """Maximum delay between two attempts of a broker's lane, which cost no budget."""
 
@@ -121,6 +128,7 @@ class Lane:
     __slots__ = (
         "_acked",
         "_batch_size",
+        "_before_dead",
         "_blocked",
         "_buffer",
         "_busy",
@@ -141,7 +149,9 @@ class Lane:
         "_position",
         "_receipt",
         "_receipts",
+        "_refusals",
         "_reopened_at",
+        "_resumes_at",
         "_retry",
         "_sent_through_batch",
         "_skip_seq",
@@ -212,6 +222,11 @@ class Lane:
             known = [at for at in (pending_since, self._success_at) if at is not None]
             self._stalled_since = max(known, default=None)
         self._retry = RetryState.from_progress(progress)
+        # What the last dead letter changed, until it is durable.
+        self._before_dead = (self._acked, self._floor_batch, self._retry, self._stalled_since)
+        # Dead letters that the database refused in a row, and until when the lane waits for it.
+        self._refusals = 0
+        self._resumes_at = -inf
         self.holds_missing = False
         """Whether a delivery holds the lane if its event is gone."""
         # The row that holds the lane, as it was read last.
@@ -357,6 +372,8 @@ class Lane:
         """
         if self._busy is not None or self._stopped:
             return None
+        if now < self._resumes_at:
+            return Wait(self._resumes_at)
         buffer = self._buffer
         if buffer.outdated:
             buffer.reset(self._acked, self._floor_batch)
@@ -773,8 +790,34 @@ class Lane:
         if record.progress is not None:
             self._committed = record.progress
             self._busy = None
+            if record.dead is not None:
+                self._refusals = 0
         elif row is not None:
             self._confirm_success(seq, row.batch, row.started_at + row.elapsed_s)
+
+    def refuse_dead_letter(self, record: Record) -> Record:
+        """Take back a record whose dead letter the database refused.
+
+        Returns:
+            What to record instead: the attempt, with the delivery pending.
+        """
+        dead = record.dead
+        assert dead is not None
+        self._acked, self._floor_batch, self._retry, self._stalled_since = self._before_dead
+        self._blocked = self._blocked and not record.blocks
+        self._buffer.invalidate()
+        self._refusals += 1
+        if isinstance(dead, DeadLetter):
+            return self._record_retry(dead.delivery, record.attempt)
+        if dead.reason != "missing":
+            self._pending_cut = (dead.to_seq, dead.reason)
+        return self._record_retry(LaneEnd(dead.seq, dead.batch), None)
+
+    def hold_refused(self, now: float) -> float:
+        """Wait before the refused dead letter is tried again; returns the seconds."""
+        wait_s: float = min(REFUSED_RETRY_S_MIN * 2 ** (self._refusals - 1), REFUSED_RETRY_S_MAX)
+        self._resumes_at = now + wait_s
+        return wait_s
 
     def confirm_run(self, results: RunResults) -> None:
         """Report that the successes of a run and all earlier records are durable."""
@@ -788,6 +831,7 @@ class Lane:
     def clamp_times(self, policy: RetryPolicy, now: float) -> None:
         """Limit stored times to what is possible at `now`, after the clock was set back."""
         self._retry.clamp_delay(policy, now)
+        self._resumes_at = min(self._resumes_at, now + REFUSED_RETRY_S_MAX)
         if self._stalled_since is not None:
             self._stalled_since = min(self._stalled_since, now)
 
@@ -962,6 +1006,7 @@ class Lane:
         blocks: bool,
     ) -> Record:
         """Advance past dead letters; the lane waits until they are durable."""
+        self._before_dead = (self._acked, self._floor_batch, self._retry, self._stalled_since)
         self._advance(seq, batch, delivered=False)
         if not self.pending:
             self._stalled_since = None

@@ -9,18 +9,20 @@
     outbox.endpoint.disabled     an endpoint gets no deliveries until an operator enables it
     outbox.filter.stopped        a slow or failing filter is not evaluated and counts as met
     outbox.relay.lagging         events wait for a sequence although a replica leads
+    outbox.row.refused           a trigger or constraint refused a row: postponed or left out
 
 They are delivered like any other event: sequenced, retried, dead-lettered.
 
 **Operational events never cause further ones without end.**  The result of delivering an
 operational event is not reported.  A dead letter or a block is reported if it concerns an
 ordinary event, a range if it contains one; a stuck lane likewise, after every
-`STUCK_EVERY` attempts of the delivery's own.  An open breaker is reported at the first failure
-of an ordinary delivery while it is open, and its recovery only if it was reported; a stall if
-an ordinary event is pending in the lane.  Every report therefore needs an ordinary delivery
-that failed or waits, and each such delivery causes at most a few.  Two are reported whatever
-their cause: a disabled endpoint and a stopped filter.  Neither repeats by itself: only an
-operator enables an endpoint, and a filter is evaluated again after a change or after a day.
+`STUCK_EVERY` attempts of the delivery's own; a refused row if it is of an ordinary event.  An
+open breaker is reported at the first failure of an ordinary delivery while it is open, and its
+recovery only if it was reported; a stall if an ordinary event is pending in the lane.  Every
+report therefore needs an ordinary delivery that failed or waits, and each such delivery causes at
+most a few.  Two are reported whatever their cause: a disabled endpoint and a stopped filter.
+Neither repeats by itself: only an operator enables an endpoint, and a filter is evaluated again
+after a change or after a day.
 
 `ReportedState` is stored with the state of the endpoint, so that the next owner neither repeats
 a report nor reports an end without its beginning.
@@ -47,6 +49,7 @@ ENDPOINT_STALLED = f"{RESERVED_PREFIX}endpoint.stalled"
 ENDPOINT_DISABLED = f"{RESERVED_PREFIX}endpoint.disabled"
 FILTER_STOPPED = f"{RESERVED_PREFIX}filter.stopped"
 RELAY_LAGGING = f"{RESERVED_PREFIX}relay.lagging"
+ROW_REFUSED = f"{RESERVED_PREFIX}row.refused"
 
 WARN_AFTER_S = 86400.0
 """Seconds without a success after which a lane has stalled.  Not reported if the endpoint is

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 Method = Literal["POST", "PUT", "PATCH"]
 OnDeadLetter = Literal["continue", "block"]
 OnMissing = Literal["dead_letter", "hold"]
+OnForgotten = Literal["hold", "refill"]
 Section = Literal["Subscription", "Requests", "Failures"]
 
 ENDPOINT_LANES_MAX = 1024
@@ -316,6 +317,15 @@ class EndpointSettings:
             "delivery is skipped.",
         ),
     )
+    on_forgotten: OnForgotten = field(
+        default="hold",
+        metadata=_metadata(
+            setting_types.Choice(get_args(OnForgotten)),
+            _FAILURES,
+            "If a broker has lost messages that it had acknowledged: hold the lane until a person "
+            "acts, or refill the stream with what is missing, if all of it is still kept.",
+        ),
+    )
     backlog_max: int | None = field(
         default=None,
         metadata=_metadata(
@@ -356,6 +366,8 @@ class EndpointSettings:
             for name in HTTP_ONLY:
                 if (each := SETTINGS[name]).public(self) != each.public_default:
                     raise UsageError(f"{name}: is for HTTP receivers; a broker has no such setting")
+        elif self.on_forgotten != "hold":
+            raise UsageError("on_forgotten: is for brokers; an HTTP receiver has no stream")
         for name in self.headers:
             if normalize_name(name) in relay_headers(self.header_prefix):
                 raise UsageError(f"headers: {quoted(name)} is set by the relay")

@@ -37,6 +37,10 @@ class Failure(StrEnum):
     INTERNAL = "internal"
     """A fault of the relay; the detail describes it."""
 
+    LOCAL = "local"
+    """The relay's process has no descriptors, ports, buffers or memory left: nothing was sent, and
+    it is no attempt."""
+
     # Of brokers, see `outbox.core.brokers`.
     REFUSED = "refused"
     """The broker will never store the message."""

@@ -85,6 +85,7 @@ _FAILURE_TEXTS = {
     Failure.EGRESS_REFUSED: "its address is not allowed",
     Failure.PROTOCOL: "the response is not HTTP",
     Failure.INTERNAL: "a fault of the relay",
+    Failure.LOCAL: "the relay has no resources left for a connection",
     Failure.REFUSED: "the broker refused the message",
     Failure.UNAVAILABLE: "the broker stores nothing now",
     Failure.MISCONFIGURED: "the broker stores nothing until a person acts",

@@ -259,6 +259,11 @@ class ReplayThrottle:
         lasts_s = min(share.per_lane * mean_ms / 1000, CHUNK_POLL_MAX_S)
         self._schedule_poll(endpoint_id, endpoint, now + max(lasts_s, POLL_FIRST_S))
 
+    def postpone(self, share: Share, until: float) -> None:
+        """Replay nothing at the share's endpoint until then: the database refused its batch."""
+        self.record_taken(share, 0, until)
+        self._schedule_poll(share.part.endpoint_id, self._endpoints[share.part.endpoint_id], until)
+
     def end_part(self, share: Share) -> None:
         """Remove the share's part, of which nothing is left."""
         part = share.part

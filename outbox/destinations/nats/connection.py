@@ -28,6 +28,7 @@ from outbox.core.brokers.port import Stop, StopKind
 from outbox.core.model.response import one_line
 from outbox.network.dns import Unresolved
 from outbox.network.egress import OPTION, literal
+from outbox.network.errors import is_own_failure
 from outbox.network.tls import ssl_error_reason
 
 if TYPE_CHECKING:
@@ -104,13 +105,16 @@ async def open_socket(
         refused = refused or reason or ""
     if not allowed:
         raise Stopped(StopKind.MISCONFIGURED, refused)
+    tried = allowed[:ADDRESSES_TRIED_MAX]
     try:
         sock = await start_connection(
-            [_address_info(address, target.port) for address in allowed[:ADDRESSES_TRIED_MAX]],
+            [_address_info(address, target.port) for address in tried],
             happy_eyeballs_delay=ATTEMPT_DELAY_S,
         )
     except OSError as error:
         reason = error.strerror or str(error)
+        if is_own_failure(error, tried):
+            raise Stopped(StopKind.LOCAL, reason) from None
         raise Stopped(StopKind.UNAVAILABLE, f"{reason} at {host}:{target.port}") from None
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock

@@ -53,6 +53,8 @@ def rejected(code: int, what: str) -> Stop:
 
 def not_connected(error: NotConnected) -> Stop:
     """No connection was established."""
+    if error.failure is Failure.LOCAL:
+        return Stop(StopKind.LOCAL, error.detail)
     person = error.failure is Failure.EGRESS_REFUSED or (
         # A handshake that was cut is an outage; a certificate or a setting needs a person.
         error.failure is Failure.TLS and not _was_cut(error.__cause__)

@@ -81,6 +81,7 @@ PRECONDITIONS = (
     events.filters,
     schema.wakeup_flag,
     schema.partitions,
+    schema.other_objects,
     roles.privileges,
     tables.autovacuum,
     endpoints.secrets,

@@ -52,6 +52,12 @@ async def replicas(context: DoctorContext) -> Results:
         owns = f"owns {count(row['endpoints'], 'endpoint')}"
         if row["alive"]:
             yield ok(f"{who} {owns}; its lease expires in {rounded(row['left_s'])}")
+            if row["problem"]:
+                yield problem(
+                    f"{who} lacks resources for connections: {row['problem']}; it sends fewer "
+                    "requests at a time",
+                    "raise the limit of its process, such as LimitNOFILE of a systemd unit",
+                )
         else:
             yield warning(
                 f"{who} {owns}, but its lease expired {rounded(-row['left_s'])} ago",
@@ -119,8 +125,11 @@ async def lag(context: DoctorContext) -> Results:
     if row["oldest_s"] < context.limits.lag_warning_s:
         yield ok(message)
         return
+    if not row["relay"]:
+        yield problem(f"{message}, and no relay is alive", START)
+        return
     blocker = await read_cursor_blocker(context.db)
-    action = "see the relay's log" if row["relay"] else START
+    action = "see the relay's log"
     if blocker is not None:
         message += f", blocked by {blocker.describe()}"
         action = f"end it in its application, or {blocker.end_command}"
@@ -201,6 +210,19 @@ SELECT name, cron, extract(epoch FROM clock_timestamp() - next_at)::float8 AS si
  ORDER BY next_at, id
 """
 
+# Schedules that the relay postponed because the database refused them, which the journal explains.
+REFUSED = """
+SELECT name, cron, extract(epoch FROM clock_timestamp() - next_at)::float8 AS since_s,
+       (SELECT j.data ->> 'reason' FROM journal j
+         WHERE j.kind = 'row_refused' AND j.data ->> 'schedule' = s.name
+         ORDER BY j.id DESC LIMIT 1) AS reason
+  FROM schedule s
+ WHERE state = 'active' AND (overlap <> 'wait' OR last_outbox_id IS NULL)
+   AND due_at > greatest(next_at, clock_timestamp())
+   AND next_at < clock_timestamp() - make_interval(secs => $1)
+ ORDER BY next_at, id
+"""
+
 FUTURE = """
 SELECT extract(epoch FROM clock_timestamp() - deliver_at)::float8 AS since_s
   FROM future_event WHERE problem IS NULL ORDER BY coalesce(retry_at, deliver_at), id LIMIT 1
@@ -211,7 +233,11 @@ SELECT extract(epoch FROM clock_timestamp() - deliver_at)::float8 AS since_s
 async def schedules(context: DoctorContext) -> Results:
     """Schedules and future events are published on time."""
     late_s = context.limits.overdue_s
-    for query, describe in ((OVERDUE, _overdue_schedule), (WAITING, _waiting_schedule)):
+    for query, describe in (
+        (OVERDUE, _overdue_schedule),
+        (WAITING, _waiting_schedule),
+        (REFUSED, _refused_schedule),
+    ):
         for result in await report_rows(context, describe, "outbox schedule list", query, late_s):
             yield result
     since_s = await context.db.fetchval(FUTURE)
@@ -223,8 +249,8 @@ async def schedules(context: DoctorContext) -> Results:
     if row["events"]:
         yield problem(
             f"{count(row['events'], 'future event')} could not be published: {row['reason']}",
-            "correct what suppresses them; the relay tries again every "
-            f"{rounded(BROKEN_RETRY.total_seconds())}",
+            "correct the trigger, constraint or rule that refuses them; the relay tries again at "
+            f"least every {rounded(BROKEN_RETRY.total_seconds())}",
         )
 
 
@@ -240,6 +266,15 @@ def _waiting_schedule(row: Any) -> CheckResult:
         f'schedule "{row["name"]}" ({row["cron"]}) has been due for '
         f"{rounded(row['since_s'])}, and waits until its last run is delivered",
         f"see what blocks that run: outbox trace {row['last_event_id']}",
+    )
+
+
+def _refused_schedule(row: Any) -> CheckResult:
+    return problem(
+        f'schedule "{row["name"]}" ({row["cron"]}) has been due for {rounded(row["since_s"])}, and '
+        f"cannot run: {row['reason'] or 'see the log of the relay'}",
+        "correct the trigger, constraint or rule that refuses its event; the relay "
+        f"tries again at least every {rounded(BROKEN_RETRY.total_seconds())}",
     )
 
 

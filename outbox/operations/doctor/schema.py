@@ -22,7 +22,7 @@ from outbox.store.absence_proof import AbsenceProof
 from outbox.store.cluster.timeline import MISSING_ROWS
 from outbox.store.connection import schema_status
 from outbox.store.connection.row_security import read_protected_reason
-from outbox.store.retention.partitions import PARENTS, PartitionStore
+from outbox.store.retention.partitions import PARENTS, READ_REFERENCES, PartitionStore
 
 
 @check("row security", passed="no policy applies to these tables")
@@ -236,6 +236,15 @@ TABLE_EXISTS = "SELECT to_regclass($1) IS NOT NULL"
 async def partitions(context: DoctorContext) -> Results:
     """Events, deliveries and attempts can be inserted now and in the next period."""
     written = dict(await context.db.fetch(WRITTEN_PERIODS))
+    if (last_id := await PartitionStore(context.db).last_id_beyond()) is not None:
+        sequence = await context.db.fetchval("SELECT pg_get_serial_sequence('outbox', 'id')")
+        used = max(await context.db.fetchval(LAST_EVENT) or 0, await context.db.fetchval(LAST_READ))
+        yield problem(
+            f"{sequence} is at {last_id}, beyond every partition: inserts fail",
+            f"set it back to the last id in use: SELECT setval('{sequence}', {max(used, 1)})",
+        )
+        return
+    written["events"] = max(written["events"], await context.db.fetchval(LAST_GIVEN) // WIDTH)
     store = PartitionStore(context.db)
     for kind, parents in PARENTS.items():
         for parent in parents:
@@ -246,6 +255,33 @@ async def partitions(context: DoctorContext) -> Results:
                 yield await _missing_partition(context, parent, current, now=True)
             elif current + 1 not in numbers:
                 yield await _missing_partition(context, parent, current + 1, now=False)
+
+
+# Columns of an application in the outbox whose values PostgreSQL computes.
+GENERATED = """
+SELECT array_agg(attname::text ORDER BY attnum) FROM pg_attribute
+ WHERE attrelid = 'outbox'::regclass AND attgenerated <> '' AND NOT attisdropped
+"""
+
+
+@check("other objects", passed="no foreign key refers to these tables")
+async def other_objects(context: DoctorContext) -> Results:
+    """What an application has added to the tables does not wait for maintenance."""
+    for parents in PARENTS.values():
+        for parent in parents:
+            for row in await context.db.fetch(READ_REFERENCES, parent):
+                key = quote_ident(row["name"])
+                yield warning(
+                    f"{row['relation']} has a foreign key ({row['name']}) to "
+                    f"{context.qualify(parent)}: a period is kept while rows refer to it, and "
+                    "partitions are made and dropped only while none writes to that table",
+                    f"ALTER TABLE {row['relation']} DROP CONSTRAINT {key}",
+                )
+    if generated := await context.db.fetchval(GENERATED):
+        yield ok(
+            f"{context.qualify('outbox')} has generated columns ({', '.join(generated)}), and so "
+            "has each new partition"
+        )
 
 
 async def _missing_partition(

@@ -15,6 +15,7 @@ from outbox.operations.verify.inconsistent_rows import (
     RESTORED_STATE,
     ROWS_OF_REMOVED_ENDPOINTS,
 )
+from outbox.store.refused_rows import IS_REFUSED_SUCCESS
 from outbox.store.sequencing.skipped_events import SKIPPED_EVENTS
 from outbox.store.type_match import FILTER_MET, MATCHES
 
@@ -290,8 +291,13 @@ CHECKS: tuple[AuditCheck, ...] = (
         "each sequence at or below a checkpoint was either delivered or dead-lettered",
         "ask the receiver whether it has the sequence, and publish the event again if not; see "
         "outbox trace ID",
+        # The journal has the attempts that a trigger or constraint kept out of the log.
         f"""
-        WITH {_KEPT}
+        WITH {_KEPT},
+        refused AS MATERIALIZED (
+            SELECT (data ->> 'lane')::bigint AS lane_id, (data ->> 'sequence')::bigint AS seq,
+                   (data ->> 'to_sequence')::bigint AS to_seq
+              FROM journal WHERE {IS_REFUSED_SUCCESS})
         SELECT format('lane %s sequence %s: %s successes, %s dead letters', d.lane_id, d.seq,
                       (a.n > 0)::int, x.n)
           FROM lane_progress p
@@ -305,6 +311,9 @@ CHECKS: tuple[AuditCheck, ...] = (
                SELECT count(*) AS n FROM dead_letter x
                 WHERE x.lane_id = d.lane_id AND d.seq BETWEEN x.seq AND x.to_seq) x
          WHERE (a.n > 0)::int + x.n <> 1
+           AND (a.n + x.n > 0 OR NOT EXISTS (
+                 SELECT FROM refused r
+                  WHERE r.lane_id = d.lane_id AND d.seq BETWEEN r.seq AND r.to_seq))
         """,  # noqa: S608
     ),
     AuditCheck(

@@ -161,6 +161,9 @@ class Connections:
             server_settings={
                 "application_name": name,
                 "idle_session_timeout": milliseconds(lease_s),
+                # Those of the role would interrupt LISTEN.
+                "statement_timeout": "0",
+                "lock_timeout": "0",
             },
             send_timeout_s=lease_s,
         )

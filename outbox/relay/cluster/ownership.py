@@ -33,6 +33,8 @@ log = structlog.get_logger("outbox.ownership")
 RELEASE_LOCK_TIMEOUT_S = 1.0
 SEARCHES_PER_LEASE = 3
 """How often a replica searches for sessions that hang; each must be found twice."""
+FINISH_RETRY_S = 60.0
+"""Delay before an endpoint that ends, and whose dead letters the database refuses, is finished."""
 CLAIMED_ENDPOINTS_MAX, CLAIMED_LANES_MAX = 500, 4_000
 """Claimed in one step, as far as the number of lanes can be estimated."""
 
@@ -86,6 +88,8 @@ class Ownership:
         self._stopping = False
         # Stopped endpoints, released as soon as none of their requests is in flight.
         self._stopped: set[UUID] = set()
+        # When to finish endpoints whose rows the database refused.
+        self._refused: dict[UUID, float] = {}
         # The replicas among which the endpoints were last balanced, and when to do it again.
         self._balanced_among: set[int] = set()
         self._balance_at = 0.0
@@ -98,7 +102,7 @@ class Ownership:
         # Replicas that have endpoints for this new one release them without waiting for a poll.
         await self._wake_replicas()
         while not self._stopping:
-            if self._clock() >= self._poll_at or self._dispatcher.drained_endpoints(self._stopped):
+            if self._clock() >= self._poll_at or self._drained():
                 # A `poll_now` from here on causes another poll.
                 self._poll_at = inf
                 next_poll_at = self._clock() + self._poll_s
@@ -248,23 +252,44 @@ class Ownership:
 
         This does not wait for receivers: a slow one delays only its own endpoint.
         """
-        drained = self._dispatcher.drained_endpoints(self._stopped)
+        drained = self._drained()
         if not drained:
             return
         await self._recorder.flush()
         await self._recorder.checkpoint()
+        drained = [e for e in drained if not e.ends or await self._finish(e)]
         for endpoint in drained:
             lanes = self._dispatcher.drop([endpoint.id])
             self._stopped.discard(endpoint.id)
             if endpoint.ends:
-                await self._recorder.finish_endpoint(
-                    endpoint.id, [(lane.id, lane.acked_seq) for lane in lanes]
-                )
                 self._telemetry.endpoint_ended(endpoint, lanes)
+        if not drained:
+            return
         reason = "moved to another replica, or ended"
         await self._replicas.release(self._me, [e.id for e in drained], self._actor, reason)
         await self._wake_replicas()
         log.info("endpoints released", endpoints=len(drained))
+
+    def _drained(self) -> list[Endpoint]:
+        """The stopped endpoints without requests in flight that may be released now."""
+        now = self._clock()
+        drained = self._dispatcher.drained_endpoints(self._stopped)
+        return [each for each in drained if not each.ends or self._refused.get(each.id, 0) <= now]
+
+    async def _finish(self, endpoint: Endpoint) -> bool:
+        """Dead-letter what is pending at an endpoint that ends; False: it is tried again later."""
+        (runtime,) = [each for each in self._dispatcher.owned() if each.endpoint.id == endpoint.id]
+        lanes = [(lane.loaded.id, lane.state.acked_seq) for lane in runtime.lanes.values()]
+        reason = await self._recorder.finish_endpoint(endpoint.id, lanes)
+        if reason is None:
+            self._refused.pop(endpoint.id, None)
+            return True
+        self._refused[endpoint.id] = self._clock() + FINISH_RETRY_S
+        log.error(
+            "the database refuses the dead letters of an endpoint that ends",
+            endpoint=endpoint.name, reason=reason, retry_s=FINISH_RETRY_S,
+        )  # fmt: skip
+        return False
 
     async def _apply_changes(self, version: int) -> None:
         if version == self._version:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from math import inf
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import structlog
 
 from outbox.core.model.response import AttemptResult, Failure
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterable
+    from collections.abc import Callable, Coroutine, Iterable
 
     from outbox.core.admission.endpoint_queue import EndpointQueue, Slot, WaitReason
     from outbox.core.admission.request_scheduler import RequestScheduler
@@ -17,16 +20,28 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+log = structlog.get_logger("outbox.dispatcher")
+
+EXHAUSTED_S = 10.0
+"""Time after a failure of our own for which the relay is not ready; then it is logged again."""
+
 PREEMPTED_DETAIL = "no response yet; preempted to free its slot"
 PREEMPTED = "preempted"
 """Message of the cancellation that ends a request to free its slot."""
 
 
 class AdmissionQueue:
-    """The tasks that wait for slots, the tasks that send, and the scheduler's timer."""
+    """The tasks that wait for slots, the tasks that send, and the scheduler's timer.
 
-    def __init__(self, scheduler: RequestScheduler) -> None:
+    Args:
+        on_exhausted: called when requests fail, because this process lacks resources.
+    """
+
+    def __init__(
+        self, scheduler: RequestScheduler, on_exhausted: Callable[[], None] = lambda: None
+    ) -> None:
         self.scheduler = scheduler
+        self._on_exhausted = on_exhausted
         # Kept, because `get_running_loop` makes a system call (getpid) each time.
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[Slot, asyncio.Future[bool]] = {}
@@ -34,6 +49,7 @@ class AdmissionQueue:
         self._timer: asyncio.TimerHandle | None = None
         # Not `TimerHandle.when`, which uvloop's handle of a time in the past does not have.
         self._timer_at = 0.0
+        self._exhausted_at, self._exhausted_detail = -inf, ""
 
     def begin(self, slot: Slot) -> bool:
         """Start a request if a slot is free; otherwise return False, and call `wait`."""
@@ -99,6 +115,30 @@ class AdmissionQueue:
         granted = self.scheduler.end(slot, self._loop.time(), responded=responded)
         if granted or self._has_waiting_or_preempted:
             self.start_granted(granted)
+
+    def record_exhausted(self, slot: Slot, detail: str) -> None:
+        """Record that a request failed, because this process lacks resources; before `end`.
+
+        Args:
+            detail: the system's message.
+        """
+        now = self._loop.time()
+        self.scheduler.record_exhausted(slot, now)
+        is_new = now >= self._exhausted_at + EXHAUSTED_S
+        self._exhausted_at, self._exhausted_detail = now, detail
+        if is_new:
+            self._on_exhausted()
+            log.error(
+                "this process lacks resources for connections; fewer requests are open",
+                reason=detail,
+                open_max=self.scheduler.open_max,
+            )
+
+    @property
+    def exhausted(self) -> str | None:
+        """What this process has lacked just now; None: nothing."""
+        is_recent = self._loop.time() < self._exhausted_at + EXHAUSTED_S
+        return self._exhausted_detail if is_recent else None
 
     @property
     def _has_waiting_or_preempted(self) -> bool:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from outbox.core.delivery.circuit_breaker import BreakerState
 from outbox.core.delivery.commands import End, Open, Send
 from outbox.core.delivery.delivery_run import DeliveryRun
+from outbox.core.model.response import Failure
 from outbox.relay.delivery.attempts import Attempt
 from outbox.relay.delivery.lane_run import LaneRun
 from outbox.store.errors import Fenced
@@ -99,6 +100,12 @@ class AttemptSender:
             else:
                 assert isinstance(send, Send)
                 attempt = await self._request(lane, send, started_at, state)
+            if attempt is not None and self._is_own_failure(lane, attempt):
+                # Nothing was sent, so it is no attempt: the lane waits for fewer open requests.
+                self._admission.record_exhausted(lane.slot, attempt.response.detail)
+                lane.runtime.breaker.released(lane.loaded.id)
+                lane.state.cancel_send()
+                return None
             responded = attempt is None or not attempt.preempted
         finally:
             if started:
@@ -159,9 +166,19 @@ class AttemptSender:
             # The request that the response is for.
             send, span, started_at = run.send, run.span, run.started_at
         preempted = not self._admission.has_response(lane.slot, response)
+        if response.failure is Failure.LOCAL:
+            self._telemetry.attempt_abandoned(span, self._now())
         if redactor is not None:
             response = redactor.redact(response)
         return Attempt(send, started_at, response, preempted, span)
+
+    @staticmethod
+    def _is_own_failure(lane: LaneRuntime, attempt: Attempt) -> bool:
+        """Whether nothing was sent, because this process lacks resources."""
+        appended = attempt.appended
+        return attempt.response.failure is Failure.LOCAL and (
+            appended is None or appended.through == lane.state.position
+        )
 
     def _require_lease(self) -> None:
         """Raise Fenced without a lease.

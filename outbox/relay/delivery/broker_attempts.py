@@ -51,6 +51,10 @@ class _Opened(NamedTuple):
     standing: Standing
 
 
+REFILL_EVERY_S = 600.0
+"""Minimum seconds between two refills of a lane that no operator has requested."""
+
+
 class BrokerAttempts:
     """Opens lanes and appends to them.
 
@@ -96,6 +100,8 @@ class BrokerAttempts:
             repair = await self._read(self._store.repair(lane.loaded.id))
             if repair is not None and repair.delivered_seq == lane.state.delivered_seq:
                 opened = await self._repair(lane, broker, owner, opened, repair)
+            elif lane.runtime.endpoint.refills_forgotten and _is_forgotten(opened):
+                opened = await self._refill_unasked(lane, broker, owner, opened)
         if isinstance(opened, AttemptResult):
             return opened
         decision, found, _ = opened
@@ -185,6 +191,41 @@ class BrokerAttempts:
                 decision=type(adopted).__name__.lower(),
             )  # fmt: skip
         return opened._replace(decision=adopted)
+
+    async def _refill_unasked(
+        self, lane: LaneRuntime, broker: Broker, owner: Owner, opened: _Opened
+    ) -> _Opened | AttemptResult:
+        """Refill a stream as its endpoint's setting says, if all of it can be.
+
+        Not again for a while: a broker that forgets each time needs a person.
+        """
+        assert isinstance(opened.standing, Position)
+        position, through = opened.standing.sequence, lane.state.delivered_seq
+        now = self._steady()
+        if now < lane.refilled_at + REFILL_EVERY_S or not await self._has_all(lane, position):
+            return opened
+        lane.refilled_at = now
+        stopped = await self._refill(lane, broker, owner, position)
+        if isinstance(stopped, AttemptResult):
+            return stopped
+        if stopped is not None:
+            return opened._replace(decision=stopped)
+        endpoint_id = lane.runtime.endpoint.id
+        await self._recorder.journal_refill(lane.state.id, endpoint_id, position + 1, through)
+        return opened._replace(decision=Proceed(through))
+
+    async def _has_all(self, lane: LaneRuntime, position: int) -> bool:
+        """Whether everything that the stream has lost is kept, and its last message not erased."""
+        at, last_seq, through = position, position, lane.state.delivered_seq
+        while at < through:
+            lost = await self._read(
+                self._store.lost_deliveries(lane.loaded, at, through, APPEND_MAX, BATCH_BYTES_MAX)
+            )
+            if lost is None:
+                return False
+            at = lost.through_seq
+            last_seq = lost.deliveries[-1].seq if lost.deliveries else last_seq
+        return last_seq == through
 
     async def _finish_repair(self, lane: LaneRuntime) -> None:
         """Delete the request that was carried out, if there is one."""
@@ -344,3 +385,18 @@ class BrokerAttempts:
         if self._identity is None:
             self._identity = await self._read(self._store.identity())
         return Owner(self._identity, lane.runtime.epoch, lane.state.openings)
+
+
+def _is_forgotten(opened: _Opened) -> bool:
+    """Whether the stream has certainly lost messages of this lane, and nothing else is wrong: the
+    message at which it stands is that of the database, or it is empty.
+    """
+    decision, found, standing = opened
+    if not (isinstance(decision, Hold) and decision.reason is HoldReason.FORGOT):
+        return False
+    if not isinstance(standing, Position):
+        return False
+    expected = None if found is None else found.delivery
+    return standing.sequence == 0 or (
+        standing.delivery is not None and standing.delivery == expected
+    )

@@ -79,7 +79,7 @@ class Dispatcher:
         reading = asyncio.Lock()
         self._fetcher = DeliveryFetcher(store, reading, self._activate)
         self._recorder = recorder
-        self._admission = AdmissionQueue(scheduler)
+        self._admission = AdmissionQueue(scheduler, wake_supervisor)
         self._telemetry = telemetry or DeliveryTelemetry()
         self._attempts = AttemptSender(
             transport, self._admission, self._fetcher, recorder, self._telemetry,
@@ -366,9 +366,9 @@ class Dispatcher:
                         attempt = await self._attempts.send(lane, send, now)
                         now = self._now() if attempt is None else await self._finish(lane, attempt)
                     case Record() as record:
-                        await self._recorder.write(lane_state, runtime.epoch, record)
+                        written = await self._record(lane, record)
                         now = self._now()
-                        self._telemetry.recorded_unsent(lane, record, now)
+                        self._telemetry.recorded_unsent(lane, written, now)
                     case Fetch() as fetch:
                         self._fetcher.request(lane, fetch)
                         return
@@ -411,12 +411,23 @@ class Dispatcher:
                 return now
             await recorder.flush()
             return self._now()
-        await recorder.write(lane.state, runtime.epoch, record)
+        record = await self._record(lane, record)
         if record.dead is None:
             self._telemetry.attempt_failed(lane, attempt, settlement.outcome, record, now)
         else:
             self._telemetry.dead_lettered(lane, record, record.dead, now)
         return self._now()
+
+    async def _record(self, lane: LaneRuntime, record: Record) -> Record:
+        """Write a record; its lane waits if the database refuses its dead letter.
+
+        Returns:
+            What was written.
+        """
+        written = await self._recorder.write(lane.state, lane.runtime.epoch, record)
+        if written is not record:
+            self._telemetry.dead_letter_refused(lane, lane.state.hold_refused(self._now()))
+        return written
 
     def _follow_breaker(self, runtime: EndpointRuntime, effect: BreakerEffect) -> None:
         """Act on what a result changed about the endpoint's circuit breaker."""
@@ -433,6 +444,11 @@ class Dispatcher:
         """Cancel the endpoint's waiting requests, so that each lane decides again."""
         if runtime.queue.waiting:
             self._admission.cancel_waiting(list(runtime.queue.waiting))
+
+    @property
+    def exhausted(self) -> str | None:
+        """What this process has lacked for connections just now; None: nothing."""
+        return self._admission.exhausted
 
     def wait_reason(self, runtime: EndpointRuntime) -> WaitReason | None:
         """Why the sendable lanes of an endpoint wait for a slot; None: none waits."""

@@ -17,7 +17,7 @@ import structlog
 
 from outbox.core.delivery.circuit_breaker import BreakerState
 from outbox.core.delivery.operational_events import WARN_AFTER_S
-from outbox.store.delivery.endpoint_state import EndpointState
+from outbox.store.delivery.endpoint_state import EXHAUSTED_EVERY_S, EndpointState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -75,8 +75,12 @@ class EndpointSupervisor:
     async def run(self) -> None:
         """Check periodically, and at once after a wake event; asyncpg's errors end it."""
         clock = asyncio.get_running_loop().time
-        check_at = survey_at = clock()
+        check_at = survey_at = exhausted_at = clock()
         while True:
+            lacking = self._dispatcher.exhausted
+            if lacking is not None and clock() >= exhausted_at:
+                await self._store.journal_exhausted(lacking)
+                exhausted_at = clock() + EXHAUSTED_EVERY_S
             await self._write_health(self._dispatcher.pop_changed())
             if clock() >= check_at:
                 await self._write_health(self._dispatcher.owned())

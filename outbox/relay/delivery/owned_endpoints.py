@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from outbox.core.admission.endpoint_queue import Slot
@@ -69,6 +70,7 @@ class LaneRuntime:
         "payload_bytes",
         "prefetched",
         "prepared",
+        "refilled_at",
         "repair",
         "repaired",
         "runtime",
@@ -106,6 +108,8 @@ class LaneRuntime:
         # deleted yet.
         self.repair: Repair | None = None
         self.repaired: Repair | None = None
+        # When its stream was last refilled without a request, by the loop's clock.
+        self.refilled_at = -inf
         self.task: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
         # Body and headers of the next delivery, reused by its retries; not for batches.

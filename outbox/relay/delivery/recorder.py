@@ -12,9 +12,14 @@ import asyncio
 from math import inf
 from typing import TYPE_CHECKING
 
+import asyncpg
+
 from outbox.core.delivery.commands import DeadLetter, Record, RunResults
 from outbox.core.model.delivery import Delivery
+from outbox.relay.delivery.pending_record import PendingRecord
+from outbox.relay.delivery.refused_records import RefusedRecords
 from outbox.store.errors import Fenced
+from outbox.store.refused_rows import ATTEMPT, RefusedRow, is_refused, reason_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,31 +51,6 @@ LANE_PENDING_MAX = 2_000
 because the lease does not, and each lane must leave few copies if the server crashes then."""
 
 
-class PendingRecord:
-    """A record, or the results of a delivery run, that is not durable yet; `done` exists only if
-    a task waits for it.
-    """
-
-    __slots__ = ("done", "epoch", "lane", "record")
-
-    def __init__(self, lane: Lane, epoch: int, record: Record | RunResults) -> None:
-        self.lane = lane
-        self.epoch = epoch
-        self.record = record
-        self.done: asyncio.Future[None] | None = None
-
-    async def written(self) -> None:
-        """Wait until it is durable; cancelling one waiter does not affect others."""
-        if self.done is None:
-            self.done = asyncio.get_running_loop().create_future()
-        await asyncio.shield(self.done)
-
-    @property
-    def rows(self) -> int:
-        """Rows of the attempt log, at most."""
-        return len(self.record) if isinstance(self.record, RunResults) else 1
-
-
 class Recorder:
     """Groups records and writes them until cancelled.
 
@@ -88,6 +68,7 @@ class Recorder:
         history: DeliveryHistory,
     ) -> None:
         self._store = store
+        self._refused = RefusedRecords(store)
         self._history = history
         self._group_s = group_s
         self._lease_left_s = lease_left_s
@@ -115,8 +96,11 @@ class Recorder:
         """Queue the successes of a run or a batch, before any later record of the lane."""
         self._append(PendingRecord(lane, epoch, results))
 
-    async def write(self, lane: Lane, epoch: int, record: Record) -> None:
+    async def write(self, lane: Lane, epoch: int, record: Record) -> Record:
         """Write a record that must be durable before its lane continues.
+
+        Returns:
+            The record, or another one if the database refused its dead letter.
 
         Raises:
             Fenced: this replica is no longer the owner.
@@ -125,6 +109,8 @@ class Recorder:
         self._append(entry)
         self._urgent.set()
         await entry.written()
+        assert isinstance(entry.record, Record)
+        return entry.record
 
     async def flush(self) -> None:
         """Wait until all queued records are durable."""
@@ -196,11 +182,16 @@ class Recorder:
             if self._lease_left_s() <= 0:
                 raise Fenced
             async with self._writing:
-                await self._store.write(
-                    [e.record for e in group if isinstance(e.record, Record)],
-                    [e.epoch for e in group if isinstance(e.record, Record)],
-                    [(e.lane.id, e.record) for e in group if isinstance(e.record, RunResults)],
-                )
+                try:
+                    await self._store.write(
+                        [e.record for e in group if isinstance(e.record, Record)],
+                        [e.epoch for e in group if isinstance(e.record, Record)],
+                        [(e.lane.id, e.record) for e in group if isinstance(e.record, RunResults)],
+                    )
+                except asyncpg.PostgresError as error:
+                    if not is_refused(error):
+                        raise
+                    await self._refused.write(group)
         except BaseException as error:
             for entry in group:
                 if entry.done is not None and not entry.done.done():
@@ -238,17 +229,28 @@ class Recorder:
                 break
         return size
 
-    async def finish_endpoint(self, endpoint_id: UUID, lanes: Sequence[tuple[int, int]]) -> None:
+    async def finish_endpoint(
+        self, endpoint_id: UUID, lanes: Sequence[tuple[int, int]]
+    ) -> str | None:
         """Dead-letter the pending deliveries of an endpoint that ends.
 
         Args:
             lanes: pairs of lane id and acknowledged sequence number.
 
+        Returns:
+            Why the database refuses a row of it; None: it is finished.
+
         Raises:
             Fenced: this replica is no longer the owner.
         """
         async with self._writing:
-            await self._store.finish_endpoint(endpoint_id, lanes)
+            try:
+                await self._store.finish_endpoint(endpoint_id, lanes)
+            except asyncpg.PostgresError as error:
+                if not is_refused(error):
+                    raise
+                return reason_of(error)
+        return None
 
     async def acknowledge_found(
         self, lane: Lane, epoch: int, through_seq: int, batch: int, at: float
@@ -262,8 +264,18 @@ class Recorder:
         Raises:
             Fenced: this replica is no longer the owner.
         """
+        found = (lane.id, epoch, through_seq, batch, at)
         async with self._writing:
-            await self._store.write_found(lane.id, epoch, through_seq, batch, at)
+            try:
+                await self._store.write_found(*found)
+            except asyncpg.PostgresError as error:
+                if not is_refused(error):
+                    raise
+                place = (lane.id, lane.floor_batch, lane.acked_seq + 1, through_seq)
+                refused = RefusedRow.of_sequences(
+                    ATTEMPT, place, "delivered", reason_of(error), error.sqlstate
+                )
+                await self._store.write_found(*found, refused)
 
     async def write_end(self, lane: Lane, epoch: int, seq: int) -> None:
         """Record that the stream of a lane has its end entry, with this sequence.
@@ -273,6 +285,13 @@ class Recorder:
         """
         async with self._writing:
             await self._store.write_end(lane.id, epoch, seq)
+
+    async def journal_refill(
+        self, lane_id: int, endpoint_id: UUID, first_seq: int, last_seq: int
+    ) -> None:
+        """Record that a stream was refilled as its endpoint's setting says."""
+        async with self._writing:
+            await self._store.journal_refill(lane_id, endpoint_id, first_seq, last_seq)
 
     async def finish_repair(self, lane: Lane, epoch: int, repair: Repair) -> None:
         """Delete an operator's request that was carried out."""

@@ -213,6 +213,11 @@ class DeliveryTelemetry:
                 outbox_id=record.missing[0],
             )
 
+    def dead_letter_refused(self, lane: LaneRuntime, wait_s: float) -> None:
+        """Report that the database refused the dead letter of a lane, which waits."""
+        where = _where(lane, lane.state.acked_seq + 1)
+        log.error("the database refuses a dead letter; its lane waits", **where, retry_s=wait_s)
+
     def dead_lettered(
         self, lane: LaneRuntime, record: Record, dead: DeadLetter | DeadRange, now: float
     ) -> None:

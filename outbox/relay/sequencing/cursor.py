@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
+import asyncpg
 import structlog
 
 from outbox.core.delivery.inline_deliveries import INLINE_DELIVERIES_MAX, inline_deliveries
@@ -322,7 +323,13 @@ class Cursor:
             self._replays.committed(replays)
             return BatchResult.EMPTY
         inline_lanes = self._needed_content(draft)
-        if not await self._write(state, draft, inline_lanes):
+        try:
+            written = await self._write(state, draft, inline_lanes)
+        except asyncpg.PostgresError as error:
+            # Live events do not wait for replays that are refused.
+            self._replays.refused(replays, error)
+            return self._lose_routes()
+        if not written:
             self._replays.rejected(replays)
             return await self._refused()
         self._batch_committed(state, draft, inline_lanes)

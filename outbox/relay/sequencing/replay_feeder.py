@@ -6,10 +6,12 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import asyncpg
 import structlog
 
 from outbox.core.sequencing.replay_throttle import ReplayThrottle
 from outbox.core.sequencing.router import Replay, count_fitting
+from outbox.store.refused_rows import is_refused, reason_of
 from outbox.store.replays.replay_progress import PartProgress, ReplayBatch
 
 if TYPE_CHECKING:
@@ -26,6 +28,10 @@ if TYPE_CHECKING:
     """Evaluates filters: returns the events that do not match, and the stopped filters."""
 
 log = structlog.get_logger("outbox.sequencer")
+
+
+REPLAY_RETRY_S = 60.0
+"""Delay before replays that the database refused are tried again."""
 
 
 class ReplayFeeder:
@@ -50,6 +56,8 @@ class ReplayFeeder:
         self._evaluate = evaluate
         self._notice_s = notice_s
         self._throttle = self.throttle_type(notice_s)
+        # How many of the next batches have the replays of one part only.
+        self._batches_alone = 0
         self.ready = False
         """Whether the next batch may contain replays."""
 
@@ -94,10 +102,19 @@ class ReplayFeeder:
         """
         planned = ReplayBatch()
         shares = self._throttle.shares(_now())
+        if self._batches_alone and shares:
+            self._batches_alone -= 1
+            self._return(shares[1:])
+            del shares[1:]
         planned.ends += [share for share in shares if share.part.end_reason is not None]
         shares = [share for share in shares if share.part.end_reason is None]
         numbered = [share for share in shares if share.part.kind == "dead"]
-        if numbered and not await self._take_sequences(numbered, planned, leader, version):
+        try:
+            claimed = not numbered or await self._take_sequences(numbered, planned, leader, version)
+        except asyncpg.PostgresError as error:
+            self._refuse([*shares, *planned.ends], error)
+            return ReplayBatch()
+        if not claimed:
             self._return(shares)
             self._return(planned.ends)
             return None
@@ -117,8 +134,34 @@ class ReplayFeeder:
 
     def rejected(self, planned: ReplayBatch) -> None:
         """Forget a batch that was not written."""
-        self._return(planned.ends)
-        self._return([move.share for move in planned.moves])
+        self._return(_shares(planned))
+
+    def refused(self, planned: ReplayBatch, error: asyncpg.PostgresError) -> None:
+        """Go on without a batch's replays, because the database refused them.
+
+        Raises:
+            asyncpg.PostgresError: the error is not about a row, or the batch has no replays.
+        """
+        self._refuse(_shares(planned), error)
+
+    def _refuse(self, shares: Sequence[Share], error: asyncpg.PostgresError) -> None:
+        """Postpone the part whose replays the database refused, when it is found."""
+        if not shares or not is_refused(error):
+            raise error
+        self.ready = False
+        if len(shares) > 1:
+            self._batches_alone = len(shares)
+            self._return(shares)
+            return
+        part = shares[0].part
+        self._throttle.postpone(shares[0], _now() + REPLAY_RETRY_S)
+        log.error(
+            "the database refuses replays",
+            job=part.job_id,
+            endpoint_id=str(part.endpoint_id),
+            reason=reason_of(error),
+            retry_s=REPLAY_RETRY_S,
+        )
 
     def _return(self, shares: Sequence[Share]) -> None:
         for share in shares:
@@ -177,6 +220,10 @@ class ReplayFeeder:
         else:
             from_id = placements[0][1] if n else next_id
             planned.moves.append(PartProgress(share, next_id, n, from_id=from_id))
+
+
+def _shares(planned: ReplayBatch) -> list[Share]:
+    return [*planned.ends, *(move.share for move in planned.moves)]
 
 
 def _now() -> float:

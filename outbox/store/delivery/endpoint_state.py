@@ -20,7 +20,7 @@ from outbox.store.operational_events import (
     PUBLISH_ENDPOINT_RECOVERED,
     PUBLISH_ENDPOINT_STALLED,
 )
-from outbox.store.routing_change import BEGIN_CHANGE
+from outbox.store.routing_change import ADD_TO_JOURNAL, BEGIN_CHANGE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from outbox.store.connection.store_connection import StoreConnection
     from outbox.store.database_stats import DatabaseStats
     from outbox.store.delivery.endpoints import Endpoint
+
+EXHAUSTED_EVERY_S = 60.0
+"""Interval of the journal's entries while a relay's process lacks resources."""
 
 # Writes the circuit breaker's state; only in the owner's epoch, like a lane's progress.
 #   health: the new rows, with the old ones locked, so that nothing is reported that is not
@@ -267,6 +270,12 @@ class EndpointStateStore:
                 (NOTIFY_ALL,),
             )
         return bool(disabled)
+
+    async def journal_exhausted(self, reason: str) -> None:
+        """Record that this relay's process lacks resources for connections."""
+        data = orjson.dumps({"reason": reason}).decode()
+        actor = f"replica {self._replica_id}"
+        await self._db.write(ADD_TO_JOURNAL, "resources_exhausted", actor, None, data)
 
     async def read_database_stats(self) -> DatabaseStats:
         """Statistics of the database as a whole."""

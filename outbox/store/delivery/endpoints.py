@@ -55,7 +55,7 @@ SELECT e.id, e.name, e.tenant, e.state, e.url, e.method, e.headers::text AS head
        e.header_prefix, e.format, e.source,
        e.connect_timeout_s, e.timeout_s, e.in_flight_max, e.rate_per_s, e.batch_max,
        e.allow_networks, e.ca, e.identity, e.retry::text AS retry, e.retryable, e.on_dead_letter,
-       e.on_missing, e.backlog_max, e.backlog_age_s, e.disable_after_s,
+       e.on_missing, e.on_forgotten, e.backlog_max, e.backlog_age_s, e.disable_after_s,
        e.keep_alive, e.generation, e.lanes, e.resumes, h.state AS health,
        h.resumes AS applied_resumes, h.since, h.held_until,
        h.last_response::text AS last_response, h.reported_held_since, h.reported_stalled_at,
@@ -123,6 +123,7 @@ class Endpoint:
     reuse: ConnectionReuse
     """Whether its connections are reused."""
     holds_missing: bool = False
+    refills_forgotten: bool = False
     """A delivery whose event is gone holds its lane, instead of being dead-lettered."""
     message_format: MessageFormat = ENVELOPE
     lanes: int = 1
@@ -271,6 +272,7 @@ def _endpoint(row: Any, vault: Vault) -> Endpoint:
         retryable=retryable,
         blocks=row["on_dead_letter"] == "block",
         holds_missing=row["on_missing"] == "hold",
+        refills_forgotten=row["on_forgotten"] == "refill",
         backlog_max=row["backlog_max"],
         backlog_age_s=row["backlog_age_s"],
         disable_after_s=row["disable_after_s"],

@@ -20,6 +20,7 @@ from outbox.store.connection.row_security import (
 from outbox.store.connection.secrets import CLEAR
 from outbox.store.delivery.endpoints import read_endpoints
 from outbox.store.expressions import PAYLOAD_BYTES, epoch_s
+from outbox.store.refused_rows import IS_REFUSED_SUCCESS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -181,11 +182,16 @@ READ_REPAIRS = """
 SELECT id, repair, repair_seq FROM lane WHERE endpoint_id = ANY ($1) AND repair IS NOT NULL
 """
 
-# Which sequences of a lane were delivered, by the attempt log.
+# Which sequences of a lane were delivered, by the attempt log, or by the journal, which has those
+# that a trigger or constraint kept out of the log.
 READ_DELIVERED = f"""
 SELECT DISTINCT seq FROM attempt
  WHERE lane_id = $1 AND batch >= $2 AND seq BETWEEN $3 AND $4 AND outcome = 'delivered'
- UNION ALL SELECT NULL WHERE {rows_hidden("attempt")}
+ UNION
+SELECT n FROM journal, generate_series(greatest((data ->> 'sequence')::bigint, $3),
+                                       least((data ->> 'to_sequence')::bigint, $4)) AS n
+ WHERE {IS_REFUSED_SUCCESS} AND (data ->> 'lane')::bigint = $1
+ UNION ALL SELECT NULL WHERE {rows_hidden("attempt", "journal")}
 """  # noqa: S608 (constants only)
 
 # Lanes blocked by a dead letter.

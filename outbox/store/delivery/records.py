@@ -29,6 +29,7 @@ from outbox.store.operational_events import (
     LANE_STUCK_EVENT,
     PUBLISH_REPORTED_EVENTS,
 )
+from outbox.store.routing_change import ADD_TO_JOURNAL
 from outbox.store.row_params import composite_array, composite_number, composite_text
 
 if TYPE_CHECKING:
@@ -38,7 +39,9 @@ if TYPE_CHECKING:
     from outbox.core.brokers.repair import Repair
     from outbox.core.delivery.commands import DeadLetter, Progress, Record, RunResults
     from outbox.core.delivery.delivery_history import CountedDeliveries
+    from outbox.store.connection.message import WriteCall
     from outbox.store.connection.store_connection import StoreConnection
+    from outbox.store.refused_rows import RefusedRow
 
 RANGE_GROWTH_MAX_S = 3600
 """Maximum time for which a dead-letter range is extended; it bounds how much too early the
@@ -248,7 +251,7 @@ FOUND_DETAIL = "found in the stream when the lane was opened"
 
 # Acknowledges the deliveries that a broker's stream has, although their responses were lost.
 #   moved: advances the lane's progress, fenced by epoch.
-#   logged: an attempt for each of the deliveries, after those that were logged.
+#   logged: an attempt for each of the deliveries, after those that were logged; if $8.
 # One row, unless this replica is fenced.
 WRITE_FOUND = WriteStatement(
     "write_found",
@@ -272,7 +275,7 @@ logged AS (
       LEFT JOIN LATERAL (
            SELECT max(attempt) AS attempt, bool_or(outcome = 'delivered') AS delivered
              FROM attempt WHERE lane_id = $2 AND batch = d.batch AND seq = d.seq) a ON true
-     WHERE NOT coalesce(a.delivered, false))
+     WHERE NOT coalesce(a.delivered, false) AND $8::boolean)
 SELECT FROM moved
 """,  # noqa: S608 (constants only)
 )
@@ -380,6 +383,7 @@ class RecordStore:
         records: Sequence[Record],
         epochs: Sequence[int],
         runs: Sequence[tuple[int, RunResults]] = (),
+        refused: RefusedRow | None = None,
     ) -> None:
         """Write a group of results atomically; when fenced, none is written.
 
@@ -388,6 +392,7 @@ class RecordStore:
         Args:
             epochs: the epochs of the records.
             runs: pairs of lane id and results of a delivery run; written before the records.
+            refused: a row that the records leave out, which is reported.
 
         Raises:
             CursorBroken: missing events may be hidden; nothing was written.
@@ -416,24 +421,36 @@ class RecordStore:
             if self.proof.contradictions > before:
                 raise CannotRun("events that were missing exist; they are read again")
         else:
-            moved = await self._db.write_together(call)
+            moved = await self._db.write_together(*self._reports(refused), call)
         if moved != len(urgent):
             raise Fenced
 
     async def write_found(
-        self, lane_id: int, epoch: int, through_seq: int, batch: int, at: float
+        self,
+        lane_id: int,
+        epoch: int,
+        through_seq: int,
+        batch: int,
+        at: float,
+        refused: RefusedRow | None = None,
     ) -> None:
         """Acknowledge a lane's pending deliveries that its stream has, up to `through_seq`.
 
         Args:
             batch: the batch of the delivery `through_seq`.
             at: epoch seconds.
+            refused: their attempts, which are reported instead of logged.
         """
-        moved = await self._db.write(
-            WRITE_FOUND, self._replica_id, lane_id, epoch, through_seq, batch, at, self._fence
+        progress = (lane_id, epoch, through_seq, batch, at)
+        moved = await self._db.write_together(
+            *self._reports(refused),
+            (WRITE_FOUND, self._replica_id, *progress, self._fence, refused is None),
         )
         if not moved:
             raise Fenced
+
+    def _reports(self, refused: RefusedRow | None) -> list[WriteCall]:
+        return [] if refused is None else [refused.report(f"replica {self._replica_id}")]
 
     async def write_end(self, lane_id: int, epoch: int, seq: int) -> None:
         """Record that a broker's stream has the end entry of a lane.
@@ -455,6 +472,14 @@ class RecordStore:
             repair.delivered_seq,
             self._fence,
         )
+
+    async def journal_refill(
+        self, lane_id: int, endpoint_id: UUID, first_seq: int, last_seq: int
+    ) -> None:
+        """Record that a stream was refilled as its endpoint's setting says."""
+        data = _json({"lane": lane_id, "sequence": first_seq, "to_sequence": last_seq})
+        actor = f"replica {self._replica_id}"
+        await self._db.write(ADD_TO_JOURNAL, "stream_refilled", actor, endpoint_id, data)
 
     async def write_receipts(self, rows: Sequence[tuple[int, int, str]]) -> None:
         """Write receipts (lane, epoch, receipt); those of lanes that moved are not written."""

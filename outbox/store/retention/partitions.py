@@ -1,7 +1,10 @@
 """Partitions of periods: created in advance, dropped with their period.
 
 Neither blocks producers: the lock of ATTACH PARTITION does not conflict with theirs, and DETACH
-CONCURRENTLY waits for them, not they for it.
+CONCURRENTLY waits for them, not they for it.  But both lock a table of the application that has a
+foreign key to ours, and what waits for such a lock blocks those who write to that table.  So each
+lock is awaited for a tenth of a second, again and again with a pause (`lock_retry`), and DETACH,
+which searches such a table for references, is limited as a whole.
 
 A relay need not own the tables: operations that require the owner are SECURITY DEFINER functions
 (schema/0007_roles.sql).  But DETACH CONCURRENTLY cannot run in a function, and without it
@@ -24,6 +27,7 @@ safe then:
 
 from __future__ import annotations
 
+import asyncio
 import re
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -33,11 +37,12 @@ from uuid import uuid4
 import asyncpg
 
 from outbox.core.model.sql_names import quote_ident
-from outbox.core.sequencing.partition_window import AHEAD
+from outbox.core.sequencing.partition_window import AHEAD, WIDTH
+from outbox.store.connection.lock_retry import MESSAGE_LOCK_TIMEOUT_S, PAUSE_S, RETRY_FOR_S
 from outbox.store.connection.message import WriteStatement
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
     from outbox.core.sequencing.partition_window import WindowKind
     from outbox.store.connection.store_connection import StoreConnection
@@ -47,6 +52,9 @@ PARENTS: Mapping[WindowKind, tuple[str, ...]] = {
     "log": ("attempt", "delivery", "batch"),
 }
 """The partitioned tables of each kind of period."""
+
+ADDED_MAX = 10
+"""Partitions that the function add_partition() creates beyond the current period."""
 
 MAINTENANCE_LEASE_S = 120.0
 """Time after which another session maintains, if one hangs."""
@@ -78,13 +86,32 @@ SELECT c.relname AS name, pg_get_expr(c.relpartbound, c.oid) AS bound,
  WHERE i.inhparent = $1::text::regclass
 """
 
-# Periods of a kind that lack a partition of this table.
-READ_MISSING = """
+# Periods of a kind that lack a partition of this table: the coming ones, and those up to the one
+# after the last id, which somebody may have set.
+READ_MISSING = f"""
 SELECT n AS number
   FROM (SELECT max(number) AS number FROM period WHERE kind = $2) p,
-       generate_series(p.number, p.number + $3::bigint) AS n
+       generate_series(p.number, least(p.number + {ADDED_MAX}, greatest(p.number + $3::bigint, 1 + (
+           SELECT CASE $2 WHEN 'events' THEN coalesce(pg_sequence_last_value(
+                       pg_get_serial_sequence('outbox', 'id')::regclass), 0) / {WIDTH} ELSE 0 END
+       )))) AS n
  WHERE to_regclass(quote_ident($1 || '_' || n)) IS NULL
  ORDER BY n
+"""  # noqa: S608 (constants only)
+
+# The last id, if no partition can have it.
+READ_BEYOND = f"""
+SELECT last.id
+  FROM (SELECT coalesce(pg_sequence_last_value(pg_get_serial_sequence('outbox', 'id')::regclass), 0)
+               AS id) last
+ WHERE last.id / {WIDTH} > (SELECT max(number) + {ADDED_MAX} FROM period WHERE kind = 'events')
+"""  # noqa: S608 (constants only)
+
+# Foreign keys of other tables to this one.
+READ_REFERENCES = """
+SELECT conrelid::regclass::text AS relation, conname::text AS name FROM pg_constraint
+ WHERE contype = 'f' AND confrelid = $1::text::regclass AND conparentid = 0
+ ORDER BY 1, 2
 """
 ADD_PARTITION = WriteStatement("add_partition", "SELECT add_partition($1::text::regclass, $2)")
 
@@ -137,6 +164,16 @@ GUARD_EVENTS = WriteStatement("guard_events", "SELECT guard_events()")
 
 ANALYZE = WriteStatement("analyze_parent", "SELECT analyze_parent($1::text::regclass)")
 
+# Whether a DETACH of a partition was interrupted.
+READ_DETACHING = "SELECT inhdetachpending FROM pg_inherits WHERE inhrelid = $1::text::regclass"
+
+DETACH_TIMEOUTS = (f"{int(MESSAGE_LOCK_TIMEOUT_S * 1000)}ms", "1s")
+"""For one lock, and for one attempt to detach a partition to which another table refers."""
+READ_TIMEOUTS = "SELECT current_setting('lock_timeout'), current_setting('statement_timeout')"
+SET_TIMEOUTS = (
+    "SELECT set_config('lock_timeout', $1, false), set_config('statement_timeout', $2, false)"
+)
+
 _BOUND = re.compile(r"FROM \('?(\d+)'?\) TO \('?(\d+)'?\)")
 
 
@@ -180,13 +217,33 @@ class PartitionStore:
 
     async def extend(self) -> int:
         """Create the partitions of the coming periods; returns their number."""
-        made = 0
+        made, failure = 0, None
         for kind, parents in PARENTS.items():
             for parent in parents:
-                for row in await self._db.fetch(READ_MISSING, parent, kind, AHEAD):
-                    await self._db.write(ADD_PARTITION, parent, row["number"])
-                    made += 1
+                try:
+                    for row in await self._db.fetch(READ_MISSING, parent, kind, AHEAD):
+                        await self._add(parent, row["number"])
+                        made += 1
+                except asyncpg.PostgresConnectionError:
+                    raise
+                except asyncpg.PostgresError as error:
+                    # The other tables do not wait for this one.
+                    failure = failure or error
+        if failure is not None:
+            raise failure
         return made
+
+    async def _add(self, parent: str, number: int) -> None:
+        await _until_granted(
+            lambda: self._db.write(
+                ADD_PARTITION, parent, number, lock_timeout_s=MESSAGE_LOCK_TIMEOUT_S
+            )
+        )
+
+    async def last_id_beyond(self) -> int | None:
+        """The last id of an event, if it is so far away that no partition is made for it."""
+        last_id: int | None = await self._db.fetchval(READ_BEYOND)
+        return last_id
 
     async def drop(self) -> tuple[int, int, list[str]]:
         """Drop the tables of dropped periods, and empty those of another owner.
@@ -196,16 +253,30 @@ class PartitionStore:
         Returns:
             The number of dropped and of emptied tables, and the names of tables that are kept,
             because they were detached by somebody else.
+
+        Raises:
+            asyncpg.PostgresError: the first failure; the other tables were dropped.
         """
-        dropped, emptied, kept = 0, 0, []
+        dropped, emptied, kept, failure = 0, 0, [], None
         for row in await self._droppable():
             if not row["ours"]:
                 kept.append(row["name"])
-            elif row["owned"]:
-                await self._drop(row)
-                dropped += 1
-            elif await self._db.write(EMPTY_PARTITION, row["parent"], row["number"]):
-                emptied += 1
+                continue
+            try:
+                if row["owned"]:
+                    await self._drop(row)
+                    dropped += 1
+                elif await self._db.write(EMPTY_PARTITION, row["parent"], row["number"]):
+                    emptied += 1
+            except (asyncpg.PostgresConnectionError, asyncpg.LockNotAvailableError):
+                raise
+            except (asyncpg.UndefinedTableError, asyncpg.ObjectNotInPrerequisiteStateError):
+                continue  # Another maintainer detaches it, or has dropped it.
+            except asyncpg.PostgresError as error:
+                # Such as: rows of another table refer to it.
+                failure = failure or error
+        if failure is not None:
+            raise failure
         return dropped, emptied, kept
 
     async def drop_owned(self) -> int:
@@ -227,9 +298,43 @@ class PartitionStore:
         name = quote_ident(row["name"])
         if row["detaching"] is not None:
             await self._db.write(RECORD_DETACHING, row["kind"], row["number"], row["oid"])
-            mode = "FINALIZE" if row["detaching"] else "CONCURRENTLY"
-            await self._db.execute(f"ALTER TABLE {row['parent']} DETACH PARTITION {name} {mode}")
+            await self._detach(row["parent"], name)
         await self._db.execute(f"DROP TABLE {name}")
+
+    async def _detach(self, parent: str, name: str) -> None:
+        """Detach a partition; it waits for all transactions that use the table.
+
+        Nothing waits for it meanwhile, unless another table has a foreign key to this one: that
+        table is locked and searched, so each attempt is short.  Behind a proxy, a limit cannot be
+        set for a statement that takes several transactions, so `outbox migrate` has to do it.
+        """
+        detach = f"ALTER TABLE {parent} DETACH PARTITION {name} "
+        if not await self._db.fetch(READ_REFERENCES, parent):
+            mode = "FINALIZE" if await self._is_detaching(name) else "CONCURRENTLY"
+            await self._db.execute(detach + mode)
+            return
+        if self._db.message_settings:
+            raise asyncpg.LockNotAvailableError(
+                f"another table has a foreign key to {parent}; run outbox migrate without the proxy"
+            )
+        before = await self._db.fetchrow(READ_TIMEOUTS)
+        try:
+            await self._db.fetch(SET_TIMEOUTS, *DETACH_TIMEOUTS)
+            await _until_granted(lambda: self._try_to_detach(detach, name))
+        finally:
+            if not self._db.is_closed():
+                await self._db.fetch(SET_TIMEOUTS, *before)
+
+    async def _try_to_detach(self, detach: str, name: str) -> None:
+        # An attempt that was interrupted is finished by another statement.
+        mode = "FINALIZE" if await self._is_detaching(name) else "CONCURRENTLY"
+        try:
+            await self._db.execute(detach + mode)
+        except asyncpg.QueryCanceledError as error:
+            raise asyncpg.LockNotAvailableError(f"DETACH PARTITION {name}: {error}") from error
+
+    async def _is_detaching(self, name: str) -> bool:
+        return bool(await self._db.fetchval(READ_DETACHING, name))
 
     async def guard(self) -> bool:
         """Repair the triggers that refuse the removal of events; True: one was missing."""
@@ -257,3 +362,18 @@ class PartitionStore:
             if match is not None:
                 found.append(Partition(row["name"], int(match[1]), int(match[2]), row["detaching"]))
         return sorted(found, key=lambda p: p.lo)
+
+
+async def _until_granted(attempt: Callable[[], Awaitable[object]]) -> None:
+    """Repeat an attempt until its locks are granted, for `RETRY_FOR_S` at most."""
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + RETRY_FOR_S
+    while True:
+        try:
+            await attempt()
+        except (asyncpg.LockNotAvailableError, asyncpg.DeadlockDetectedError):
+            if clock() >= deadline:
+                raise
+        else:
+            return
+        await asyncio.sleep(PAUSE_S)

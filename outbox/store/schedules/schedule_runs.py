@@ -4,12 +4,17 @@ Any number of replicas may do this concurrently.  A run is decided from what was
 in one message, which locks its schedule, checks that it is unchanged, writes the event and
 advances `next_at`.  So it is published exactly once; if the message fails, it is still due.  A
 delayed event is moved by one message, too.
+
+A schedule or a delayed event that the database refuses, by a trigger or a constraint, is postponed
+alone (see `outbox.store.refused_rows`), for as long as it has been due.
 """
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from datetime import timedelta
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
@@ -25,10 +30,10 @@ from outbox.core.schedules.schedule import (
     due_ticks,
     overlap_poll_s,
 )
-from outbox.drivers.errors import NOT_STORED
 from outbox.errors import UsageError
 from outbox.store.connection.message import WriteStatement
 from outbox.store.connection.row_security import rows_hidden
+from outbox.store.refused_rows import REPORT_AGAIN_S, RefusedRow, is_refused, reason_of
 from outbox.store.routing_change import ADD_TO_JOURNAL
 
 if TYPE_CHECKING:
@@ -47,7 +52,9 @@ RUNS_MAX = 100
 DELAYED_EVENTS_MAX = 200
 """Maximum number of delayed events per statement."""
 BROKEN_RETRY = timedelta(minutes=10)
-"""Delay before a schedule that cannot be parsed, or an event that is not stored, is tried again."""
+"""Delay before a schedule that cannot be parsed is tried again; the maximum for a refused one."""
+REFUSED_RETRY_MIN = timedelta(seconds=10)
+"""Minimum delay before what was refused is tried again."""
 
 # Seconds until the first schedule or delayed event is due; each is the first entry of an index.
 READ_DUE_IN = """
@@ -174,43 +181,45 @@ SELECT abort_unless(EXISTS (SELECT FROM locked))
 """,
 )
 
-# Moves due delayed events to the outbox, and postpones those that a trigger suppressed.  A
-# separate statement: its snapshot begins after the lock was granted.  An array of ids is looked up
-# in the index, whatever row count the planner estimates; a join may read the whole table for one
-# row.
-#   due: FOR UPDATE, because an operator may delete them.
-#   stored: those in the outbox.  If a trigger changed their event ids, all must be there.
-#   postponed: fails if others were stored, which cannot be told apart then.
-#   $2: seconds until the others are tried again.
+# Due delayed events, in the order of their delivery.
+READ_DUE_FUTURE = """
+SELECT id FROM future_event WHERE coalesce(retry_at, deliver_at) <= statement_timestamp()
+ ORDER BY coalesce(retry_at, deliver_at), id LIMIT $1
+"""
+
+# Moves delayed events that are still due to the outbox.  A separate statement: its snapshot begins
+# after the lock was granted.  It fails unless all were stored.
+#   due: FOR UPDATE, because an operator may delete them.  clock_timestamp() is volatile, so that
+#     the array of ids is what is looked up in an index.
 MOVE_FUTURE = WriteStatement(
     "move_future",
     """
 WITH due AS MATERIALIZED (
-    SELECT * FROM future_event WHERE id = ANY(ARRAY(
-        SELECT id FROM future_event
-         WHERE coalesce(retry_at, deliver_at) <= statement_timestamp()
-         ORDER BY coalesce(retry_at, deliver_at), id LIMIT $1))
+    SELECT * FROM future_event
+     WHERE id = ANY ($1::bigint[]) AND coalesce(retry_at, deliver_at) <= clock_timestamp()
        FOR UPDATE),
 written AS (
     INSERT INTO outbox (event_id, tenant, type, key, payload, body, content_type, headers,
                         expires_at)
     SELECT event_id, tenant, type, key, payload, body, content_type, headers, expires_at
       FROM due ORDER BY deliver_at, id
-    RETURNING event_id),
-stored AS MATERIALIZED (
-    SELECT id FROM due
-     WHERE event_id IN (SELECT event_id FROM written)
-        OR (SELECT count(*) FROM written) = (SELECT count(*) FROM due)),
+    RETURNING 1),
 moved AS (
-    DELETE FROM future_event WHERE id = ANY(ARRAY(SELECT id FROM stored))),
-postponed AS (
-    UPDATE future_event
-       SET retry_at = clock_timestamp() + make_interval(secs => $2),
-           problem = CASE WHEN (SELECT count(*) FROM stored) = (SELECT count(*) FROM written)
-                          THEN suppressed_insert('outbox')
-                          ELSE require_stored(false, 'outbox')::text END
-     WHERE id = ANY(ARRAY(SELECT id FROM due EXCEPT SELECT id FROM stored)))
-SELECT FROM due
+    DELETE FROM future_event WHERE id = ANY (ARRAY(SELECT id FROM due)))
+SELECT require_stored((SELECT count(*) FROM written) = (SELECT count(*) FROM due), 'outbox')
+  FROM due
+""",
+)
+
+# Postpones delayed events, each for as long as it has been due, within $3 and $4 seconds.
+POSTPONE_FUTURE = WriteStatement(
+    "postpone_future",
+    """
+UPDATE future_event f
+   SET problem = p.problem,
+       retry_at = clock_timestamp() + least(greatest(
+           clock_timestamp() - f.deliver_at, make_interval(secs => $3)), make_interval(secs => $4))
+  FROM unnest($1::bigint[], $2::text[]) AS p(id, problem) WHERE f.id = p.id
 """,
 )
 
@@ -229,6 +238,8 @@ class ScheduleDecision:
     due_at: datetime
     problem: str | None = None
     """Why no run can be published."""
+    sqlstate: str | None = None
+    """The error with which the database refused it; None: it was not refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +249,7 @@ class ScheduleRunResult:
     schedules: int
     """Number of due schedules that were processed."""
     broken: tuple[tuple[str, str], ...] = ()
-    """Schedules that cannot be parsed, or whose events are not stored: name and reason."""
+    """Schedules that cannot be parsed, or that the database refuses: name and reason."""
 
 
 class ScheduleRunStore:
@@ -250,6 +261,8 @@ class ScheduleRunStore:
     def __init__(self, connection: StoreConnection, replica_id: int) -> None:
         self._db = connection
         self._actor = f"replica {replica_id}"
+        # When the next operational event may be published, by the kind of row.
+        self._report_at: dict[str, float] = {}
 
     async def due_in_s(self) -> float | None:
         """Seconds until something is due, by the database's clock; None: nothing is planned."""
@@ -271,10 +284,9 @@ class ScheduleRunStore:
             found = await self._db.fetch(READ_ENDED, waited_for)
             ended = {row["outbox_id"] for row in found}
         decided = [decide_run(row, ended) for row in rows]
-        if (written := await self._write(decided)) is None:
-            return ScheduleRunResult(0)
-        broken = tuple((d.schedule["name"], d.problem) for d in written if d.problem is not None)
-        return ScheduleRunResult(len(rows), broken)
+        broken: list[tuple[str, str]] = []
+        written = await self._write(decided, broken)
+        return ScheduleRunResult(written, tuple(broken))
 
     async def move_future_events(self) -> int:
         """Move due delayed events, up to `DELAYED_EVENTS_MAX`, or postpone them.
@@ -282,38 +294,89 @@ class ScheduleRunStore:
         Returns:
             Their number.
         """
-        return await self._db.write_unless_aborted(
-            (LOCK_FUTURE,), (MOVE_FUTURE, DELAYED_EVENTS_MAX, BROKEN_RETRY.total_seconds())
-        )
+        ids = [row["id"] for row in await self._db.fetch(READ_DUE_FUTURE, DELAYED_EVENTS_MAX)]
+        refused: dict[int, asyncpg.PostgresError] = {}
+        moved = await self._move(ids, refused) if ids else 0
+        if refused:
+            reasons = [reason_of(error) for error in refused.values()]
+            limits = REFUSED_RETRY_MIN.total_seconds(), BROKEN_RETRY.total_seconds()
+            identity = orjson.dumps({"events": len(refused)}).decode()
+            sqlstate = next(iter(refused.values())).sqlstate
+            await self._db.write_together(
+                self._report("delayed event", identity, reasons[0], sqlstate),
+                (POSTPONE_FUTURE, list(refused), reasons, *limits),
+            )
+        return moved + len(refused)
+
+    async def _move(self, ids: list[int], refused: dict[int, asyncpg.PostgresError]) -> int:
+        """Move delayed events; returns how many were moved.
+
+        Args:
+            refused: those that the database refuses are added to it.
+        """
+        try:
+            return await self._db.write_unless_aborted((LOCK_FUTURE,), (MOVE_FUTURE, ids))
+        except asyncpg.PostgresError as error:
+            if not is_refused(error):
+                raise
+            if len(ids) == 1:
+                refused[ids[0]] = error
+                return 0
+        middle = len(ids) // 2
+        return await self._move(ids[:middle], refused) + await self._move(ids[middle:], refused)
+
+    def _report(self, kind: str, identity: str, reason: str, sqlstate: str) -> WriteCall:
+        """Report a refused row, and publish an operational event now and then."""
+        now = asyncio.get_running_loop().time()
+        publish = now >= self._report_at.get(kind, -inf)
+        if publish:
+            self._report_at[kind] = now + REPORT_AGAIN_S
+        return RefusedRow(kind, identity, reason, sqlstate, publish).report(self._actor)
 
     async def postponed(self) -> tuple[int, str | None]:
         """Read how many delayed events were not stored, and a reason."""
         row = await self._db.fetchrow(READ_POSTPONED)
         return row["events"], row["reason"]
 
-    async def _write(self, decided: list[ScheduleDecision]) -> list[ScheduleDecision] | None:
-        """Write the decisions; those whose events are not stored become broken ones.
+    async def _write(self, decided: list[ScheduleDecision], broken: list[tuple[str, str]]) -> int:
+        """Write decisions; those that the database refuses become broken ones.
+
+        Args:
+            broken: name and reason of broken ones are added to it.
 
         Returns:
-            What was written; None if a schedule was changed meanwhile.
+            How many were written: none if a schedule was changed meanwhile.
         """
         try:
-            return decided if await self._write_all(decided) else None
+            written = await self._write_all(decided)
         except asyncpg.PostgresError as error:
-            if error.sqlstate != NOT_STORED:
+            if not is_refused(error):
                 raise
             if len(decided) > 1:
-                written = [await self._write([each]) for each in decided]
-                return [each for some in written for each in some or ()]
-            row = decided[0].schedule
-            due_at = row["now"] + BROKEN_RETRY
+                return sum([await self._write([each], broken) for each in decided])
+            row, reason = decided[0].schedule, reason_of(error)
+            if decided[0].sqlstate is not None:
+                # It cannot even be postponed.
+                broken.append((row["name"], reason))
+                return 0
+            due_s = row["now"] - row["next_at"]
+            due_at = row["now"] + min(max(due_s, REFUSED_RETRY_MIN), BROKEN_RETRY)
             none_due = DueTicks((), row["next_at"])
-            return await self._write([ScheduleDecision(row, none_due, due_at, str(error))])
+            postponed = ScheduleDecision(row, none_due, due_at, reason, error.sqlstate)
+            return await self._write([postponed], broken)
+        if not written:
+            return 0
+        broken += [(d.schedule["name"], d.problem) for d in decided if d.problem is not None]
+        return len(decided)
 
     async def _write_all(self, decided: Sequence[ScheduleDecision]) -> bool:
         """Write decisions in one message; returns False if a schedule was changed meanwhile."""
         ids = [d.schedule["id"] for d in decided]
         calls: list[WriteCall] = [(LOCK_SCHEDULES, ids, [d.schedule["revision"] for d in decided])]
+        for each in decided:
+            if each.problem is not None and each.sqlstate is not None:
+                identity = orjson.dumps({"schedule": each.schedule["name"]}).decode()
+                calls.append(self._report("schedule", identity, each.problem, each.sqlstate))
         # In chronological order over all schedules.
         ticks = sorted((at, d.schedule["id"]) for d in decided for at in d.due.ticks)
         if ticks:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.delivery import lane
 from outbox.core.model.response_policy import AttemptOutcome
 from outbox.relay.delivery import recorder
+from outbox.relay.delivery.pending_record import PendingRecord
 from tests.sim.mutants.catalogue import mutant, swap
 
 if TYPE_CHECKING:
@@ -34,11 +35,12 @@ def retry_state_only_in_memory(sim: Simulation) -> None:
     """A failure is not written if there will be another attempt."""
     write = recorder.Recorder.write
 
-    async def patched(self: Any, lane_state: Any, epoch: int, record: Any) -> None:
+    async def patched(self: Any, lane_state: Any, epoch: int, record: Any) -> Any:
         if record.dead is None:
             lane_state.confirm_recorded(record)
         else:
             await write(self, lane_state, epoch, record)
+        return record
 
     swap(recorder.Recorder, "write", patched)
 
@@ -48,12 +50,13 @@ def dead_letter_waits_for_next_group(sim: Simulation) -> None:
     """The lane continues before its dead letter is durable."""
     write = recorder.Recorder.write
 
-    async def patched(self: Any, lane_state: Any, epoch: int, record: Any) -> None:
+    async def patched(self: Any, lane_state: Any, epoch: int, record: Any) -> Any:
         if record.dead is None:
             await write(self, lane_state, epoch, record)
         else:
-            self._append(recorder.PendingRecord(lane_state, epoch, record))
+            self._append(PendingRecord(lane_state, epoch, record))
             lane_state._busy = None
+        return record
 
     swap(recorder.Recorder, "write", patched)
 
@@ -63,12 +66,12 @@ def dead_letter_written_before_acknowledgements(sim: Simulation) -> None:
     """A dead letter is written before the acknowledgements that precede it."""
     write = recorder.Recorder.write
 
-    async def patched(self: Any, lane_state: Any, epoch: int, record: Any) -> None:
+    async def patched(self: Any, lane_state: Any, epoch: int, record: Any) -> Any:
         if record.dead is None:
-            await write(self, lane_state, epoch, record)
-            return
+            return await write(self, lane_state, epoch, record)
         async with self._writing:
             await self._store.write([record], [epoch])
         lane_state.confirm_recorded(record)
+        return record
 
     swap(recorder.Recorder, "write", patched)

@@ -45,6 +45,10 @@ class PartitionStore(partitions.PartitionStore):
                 await self._db.call(read_nothing)
         return 0
 
+    async def last_id_beyond(self) -> int | None:
+        await self._db.call(read_nothing)
+        return None
+
     async def drop(self) -> tuple[int, int, list[str]]:
         for _ in PARENTS:
             await self._db.call(read_nothing)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from outbox.core.delivery.commands import Record, RunResults
     from outbox.core.delivery.delivery_history import CountedDeliveries
+    from outbox.store.refused_rows import RefusedRow
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Row, Steps, Transaction
     from tests.sim.database.tables import Database
@@ -41,7 +42,9 @@ class RecordStore(real.RecordStore):
         records: Sequence[Record],
         epochs: Sequence[int],
         runs: Sequence[tuple[int, RunResults]] = (),
+        refused: RefusedRow | None = None,
     ) -> None:
+        assert refused is None
         rows = attempt_rows(runs, records, self._me)
         urgent = sum(record.urgent for record in records)
         if not urgent:

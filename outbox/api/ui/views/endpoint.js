@@ -120,6 +120,7 @@ export function view(place, [endpoint]) {
         ["Retry", typeof settings.retry === "string" ? settings.retry : JSON.stringify(settings.retry)],
         ["On dead letter", settings.on_dead_letter === "block" ? "block the lane" : "continue the lane"],
         settings.on_missing === "hold" && ["On missing event", "hold the lane"],
+        settings.on_forgotten === "refill" && ["On forgotten messages", "refill the stream"],
         ["Format", settings.format],
         isBroker ? ["Credentials", hasCredentials(settings) ? "set" : "none"] : ["Secrets", detail.secrets.map((s) => (s.expires_at ? `old secret until ${time(s.expires_at)}` : `since ${time(s.created_at)}`)).join("; ")],
         detail.certificate && ["Client certificate", `${detail.certificate.subject ?? "set"}`],

@@ -75,6 +75,8 @@ class Http1Client:
         except Exception as error:
             if connection is not None:
                 connection.close()
+            elif isinstance(error, MemoryError):
+                return AttemptResult.failed(Failure.LOCAL, "out of memory", 0.0)
             reason = f"{type(error).__name__}: {error}"
             return AttemptResult.failed(Failure.INTERNAL, reason, monotonic() - started_at)
         self._track(connection)
@@ -88,7 +90,9 @@ class Http1Client:
                 self._track(connection)
                 response = await pending
         except NotConnected as error:
-            return AttemptResult.failed(error.failure, error.detail, connection.elapsed_s)
+            # The receiver may have got the request, so it was an attempt.
+            failure = Failure.RESET if error.failure is Failure.LOCAL else error.failure
+            return AttemptResult.failed(failure, error.detail, connection.elapsed_s)
         except asyncio.CancelledError:
             preempted = connection.cancel()
             # The response may have completed in the same loop iteration as the cancellation.
@@ -134,6 +138,11 @@ class Http1Client:
         except TimeoutError:
             reason = timeout_detail(request.recipient.timeout_s)
             raise NotConnected(Failure.TIMEOUT, reason) from None
+        except NotConnected as error:
+            if error.failure is Failure.LOCAL:
+                # Idle connections have what it lacks.
+                self._pools.close()
+            raise
         if self._closed:  # The client was closed meanwhile.
             connection.close()
             raise NotConnected(Failure.RESET, TRANSPORT_CLOSED)

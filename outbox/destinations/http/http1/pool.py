@@ -76,6 +76,7 @@ class ConnectionPools:
         """Close all idle connections."""
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
         for idle in self._idle.values():
             for each in idle:
                 each.close()

@@ -1,0 +1,123 @@
+"""Records that the database refuses, by a trigger or a constraint of the application's.
+
+A group is one message, and one refused row undoes all of it.  Then its records are written in
+halves, in their order, until the refused one is alone.  That one is written without what is
+refused: progress is never lost.
+
+- An attempt is left out of the log.  Its success is recorded as the progress of its lane.
+- A dead letter is postponed: the delivery is pending again, and its lane waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from math import inf
+from typing import TYPE_CHECKING
+
+import asyncpg
+import structlog
+
+from outbox.core.delivery.commands import Progress, Record
+from outbox.store.refused_rows import (
+    ATTEMPT,
+    DEAD_LETTER,
+    REPORT_AGAIN_S,
+    RefusedRow,
+    is_refused,
+    reason_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from outbox.relay.delivery.pending_record import PendingRecord
+    from outbox.store.delivery.records import RecordStore
+
+log = structlog.get_logger("outbox.recorder")
+
+
+class RefusedRecords:
+    """Writes groups that contain refused rows."""
+
+    def __init__(self, store: RecordStore) -> None:
+        self._store = store
+        # When the next operational event may be published, by the kind of row.
+        self._report_at: dict[str, float] = {}
+
+    async def write(self, group: Sequence[PendingRecord]) -> None:
+        """Write a group; the record of a postponed dead letter is replaced.
+
+        Raises:
+            Fenced: this replica is no longer the owner.
+            asyncpg.PostgresError: the progress of a lane is refused, too.
+        """
+        await self._write_halves([row for entry in group for row in _rows(entry)])
+
+    async def _write_halves(self, rows: Sequence[tuple[PendingRecord, Record]]) -> None:
+        try:
+            await self._store.write([r for _, r in rows], [entry.epoch for entry, _ in rows])
+        except asyncpg.PostgresError as error:
+            if not is_refused(error):
+                raise
+            if len(rows) == 1:
+                return await self._write_without(*rows[0], error)
+        else:
+            return None
+        middle = len(rows) // 2
+        await self._write_halves(rows[:middle])
+        await self._write_halves(rows[middle:])
+        return None
+
+    async def _write_without(
+        self, entry: PendingRecord, record: Record, error: asyncpg.PostgresError
+    ) -> None:
+        """Write a record without the row that is refused."""
+        now, reason = asyncio.get_running_loop().time(), reason_of(error)
+        for kind, other in _weaker(entry, record):
+            publish = now >= self._report_at.get(kind, -inf)
+            refused = RefusedRow.of_lane(kind, record, reason, error.sqlstate, publish=publish)
+            try:
+                await self._store.write([other], [entry.epoch], refused=refused)
+            except asyncpg.PostgresError as again:
+                if not is_refused(again):
+                    raise
+                continue
+            if publish:
+                self._report_at[kind] = now + REPORT_AGAIN_S
+                log.error("the database refuses rows", row=kind, lane=record.lane_id, reason=reason)
+            if kind == DEAD_LETTER:
+                entry.record = other
+            return
+        raise error
+
+
+def _rows(entry: PendingRecord) -> Iterator[tuple[PendingRecord, Record]]:
+    """The records of an entry, one for each row of the attempt log."""
+    record = entry.record
+    if isinstance(record, Record):
+        yield entry, record
+        return
+    for index, seq in enumerate(record.seqs):
+        yield entry, Record(entry.lane.id, seq, record.row(index))
+
+
+def _weaker(entry: PendingRecord, record: Record) -> Iterator[tuple[str, Record]]:
+    """Other records of the same result: what each does not write, and the record."""
+    row = record.attempt
+    if record.progress is None:
+        assert row is not None
+        at = row.started_at + row.elapsed_s
+        yield (
+            ATTEMPT,
+            record._replace(
+                attempt=None, progress=Progress(record.seq, record.seq, row.batch, success_at=at)
+            ),
+        )
+        return
+    if row is not None:
+        yield ATTEMPT, record._replace(attempt=None)
+    if record.dead is not None:
+        pending = entry.lane.refuse_dead_letter(record)
+        yield DEAD_LETTER, pending
+        if row is not None:
+            yield DEAD_LETTER, pending._replace(attempt=None)

@@ -1,0 +1,136 @@
+"""Rows that the database refuses: a trigger, a constraint or a rule of the application's.
+
+A message writes many rows, and one that is refused undoes all.  So its rows are then written in
+halves, until the refused one is alone: it is postponed or left out, and the others are written.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import orjson
+
+from outbox.core.delivery.commands import DeadRange
+from outbox.core.delivery.operational_events import ROW_REFUSED
+from outbox.drivers.errors import condition_of
+from outbox.store.connection.message import WriteStatement, is_aborted
+from outbox.store.connection.row_security import RowSecurityError
+from outbox.store.operational_events import HAS_OPERATIONAL_SUBSCRIBER
+
+if TYPE_CHECKING:
+    from asyncpg import PostgresError
+
+    from outbox.core.delivery.commands import AttemptRow, ErasedEvent, Record
+    from outbox.core.model.delivery import Delivery
+    from outbox.store.connection.message import WriteCall
+
+REPORT_AGAIN_S = 600.0
+"""Minimum seconds between two operational events of a process about the same kind of row."""
+
+ATTEMPT, DEAD_LETTER = "attempt", "dead letter"
+"""Kinds of rows of a lane."""
+
+# The journal's entries about successes that are not in the attempt log.
+IS_REFUSED_SUCCESS = f"""
+    kind = 'row_refused' AND data ->> 'row' = '{ATTEMPT}' AND data ->> 'outcome' = 'delivered'"""
+
+_ABOUT_THE_SESSION = ("25", "26", "XX")
+"""Classes of errors that no row causes: the transaction's state, an unknown prepared statement, a
+damaged index."""
+
+# Reports a refused row.  The operational event has no endpoint, so tenants do not receive it, and
+# not the database's message, which may quote a payload.
+#   $1: the kind of the row.  $2: what identifies it.  $3, $4: reason and SQLSTATE.  $5: actor.
+#   $6: whether to publish the event.
+REPORT_REFUSED_ROW = WriteStatement(
+    "report_refused_row",
+    f"""
+WITH journalled AS (
+    INSERT INTO journal (kind, actor, data)
+    VALUES ('row_refused', $5,
+            jsonb_build_object('row', $1::text, 'reason', $3::text) || $2::jsonb))
+SELECT publish_operational_event('{ROW_REFUSED}', NULL, jsonb_build_object(
+           'row', $1::text, 'sqlstate', $4::text) || $2::jsonb)
+ WHERE $6::boolean AND {HAS_OPERATIONAL_SUBSCRIBER}
+   AND ($2::jsonb ->> 'lane' IS NULL OR contains_ordinary_event(
+            ($2::jsonb ->> 'lane')::bigint, ($2::jsonb ->> 'batch')::bigint,
+            ($2::jsonb ->> 'sequence')::bigint, ($2::jsonb ->> 'to_sequence')::bigint))
+""",  # noqa: S608 (constants only)
+)
+
+
+class RefusedRow(NamedTuple):
+    """A row that the database refused."""
+
+    kind: str
+    """`delayed event`, `schedule`, `attempt` or `dead letter`."""
+    identity: str
+    """What identifies it, as a JSON object."""
+    reason: str
+    sqlstate: str
+    publish: bool = True
+    """Whether to publish an operational event."""
+
+    @classmethod
+    def of_lane(
+        cls, kind: str, record: Record, reason: str, sqlstate: str, *, publish: bool
+    ) -> RefusedRow:
+        """The row of a record that is not written."""
+        dead = record.dead
+        if isinstance(dead, DeadRange):
+            first: DeadRange | AttemptRow | Delivery | ErasedEvent = dead
+        elif record.attempt is not None:
+            first = record.attempt
+        else:
+            assert dead is not None
+            first = dead.delivery
+        outcome = record.attempt.outcome if record.attempt and kind == ATTEMPT else None
+        place = (record.lane_id, first.batch, first.seq, record.seq)
+        return cls.of_sequences(kind, place, outcome, reason, sqlstate, publish=publish)
+
+    @classmethod
+    def of_sequences(
+        cls,
+        kind: str,
+        place: tuple[int, int, int, int],
+        outcome: str | None,
+        reason: str,
+        sqlstate: str,
+        *,
+        publish: bool = True,
+    ) -> RefusedRow:
+        """Rows of some sequences of a lane.
+
+        Args:
+            place: lane, batch, the first and the last sequence.
+            outcome: that of an attempt.
+        """
+        lane_id, batch, first, last = place
+        identity: dict[str, object] = {
+            "lane": lane_id,
+            "batch": batch,
+            "sequence": first,
+            "to_sequence": last,
+        }
+        if outcome is not None:
+            identity |= {"outcome": outcome}
+        return cls(kind, orjson.dumps(identity).decode(), reason, sqlstate, publish)
+
+    def report(self, actor: str) -> WriteCall:
+        """The call that reports it."""
+        return (REPORT_REFUSED_ROW, *self[:4], actor, self.publish)
+
+
+def is_refused(error: PostgresError) -> bool:
+    """Whether an error may be about a row, and not about the session, the server or a lock."""
+    return (
+        condition_of(error) is None
+        and not is_aborted(error)
+        and not isinstance(error, RowSecurityError)
+        and error.sqlstate[:2] not in _ABOUT_THE_SESSION
+    )
+
+
+def reason_of(error: PostgresError) -> str:
+    """The first line of the database's message."""
+    return str(error).partition("\n")[0]
