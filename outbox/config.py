@@ -52,6 +52,8 @@ _FLAGS = {
     "drain_s": "--drain",
     "tenant_rate_per_s": "--tenant-rate",
 }
+REREAD_FIELDS = ("dsn", "key")
+"""Secrets that each session uses anew."""
 INTERNAL_FIELDS = ("dsn_source", "secret_files")
 """Fields that are no settings: `load` sets them."""
 # libpq variables that select a database; with one of them set, --dsn is optional.
@@ -318,13 +320,14 @@ def load(
 
 
 def reread_secrets(settings: Settings) -> Settings:
-    """The settings with those secrets read again that have a file of their own.
+    """The settings with those of `REREAD_FIELDS` read again that have a file of their own.
 
     Raises:
         UsageError: as in `load`.
     """
-    variables = {name: variable_of(name) + FILE_SUFFIX for name in settings.secret_files}
-    fresh = {name: read_secret(variables[name], p) for name, p in settings.secret_files.items()}
+    files = {name: p for name, p in settings.secret_files.items() if name in REREAD_FIELDS}
+    variables = {name: variable_of(name) + FILE_SUFFIX for name in files}
+    fresh = {name: read_secret(variables[name], path) for name, path in files.items()}
     return _validate({**dict(settings), **fresh}, variables)
 
 

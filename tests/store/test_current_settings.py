@@ -77,7 +77,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Files:
 
 def test_nothing_changes_while_the_files_do_not(files: Files) -> None:
     with capture_logs() as logs:
-        assert not files.current.reread()
+        files.current.reread()
     assert (files.password, logs) == ("old", [])
 
 
@@ -86,7 +86,7 @@ def test_changed_secrets_are_used(files: Files) -> None:
     both = f"{new_key()} {files.key}"
     files.write(NEW, both)
     with capture_logs() as logs:
-        assert files.current.reread()
+        files.current.reread()
     assert files.password == AFTER
     assert len(files.key_ids) == 2
     assert set(old_ids) < set(files.key_ids)
@@ -113,14 +113,15 @@ def test_an_invalid_file_is_reported_once_and_changes_nothing(files: Files, name
         file.write(written)
     with capture_logs() as logs:
         for _ in range(3):
-            assert not files.current.reread()
+            files.current.reread()
     (line,) = logs
     assert line["log_level"] == "error"
     assert says in line["reason"]
     assert "password" not in line["reason"]
     assert (files.password, files.key_ids) == ("old", before)
     files.write(NEW, files.key)
-    assert files.current.reread(), "the next one is used"
+    files.current.reread()
+    assert files.password == AFTER, "the next one is used"
 
 
 async def test_a_refused_login_is_tried_again_with_a_new_password(files: Files) -> None:
@@ -139,6 +140,21 @@ async def test_a_refused_login_is_tried_again_with_a_new_password(files: Files) 
     assert await files.current.log_in(connect) == "a connection"
     assert await files.current.log_in(connect) == "a connection"
     assert tried == ["old", "old", "new", "new"]
+
+
+async def test_a_password_that_another_connection_has_read_is_used(files: Files) -> None:
+    tried: list[str | None] = []
+
+    async def connect(address: Dsn) -> str:
+        tried.append(address.password)
+        if len(tried) == 1:
+            files.write(NEW, files.key)
+            files.current.reread()
+            raise DatabaseUnavailable("refused") from asyncpg.InvalidPasswordError("no")
+        return "a connection"
+
+    assert await files.current.log_in(connect) == "a connection"
+    assert tried == ["old", "new"]
 
 
 async def test_other_failures_do_not_read_the_files(files: Files) -> None:
@@ -165,9 +181,10 @@ def test_neither_the_environment_nor_a_server_that_is_down_changes_the_address(
     current = CurrentSettings(settings, dsn.from_settings(settings))
     monkeypatch.delenv("PGPASSWORD")
     monkeypatch.setattr(dsn, "_local_host", lambda: "localhost")
-    assert not current.reread()
+    current.reread()
+    assert current.address.password == BEFORE
     file.write_text("user=other dbname=shop")
-    assert current.reread()
+    current.reread()
     found = current.address
     assert (found.user, found.password) == ("other", BEFORE)
     assert found.addresses == (("/run/postgresql", 5432),)
@@ -183,5 +200,5 @@ async def test_another_server_is_used_by_the_next_session_only(files: Files) -> 
     with pytest.raises(DatabaseUnavailable, match="refused"):
         await files.current.log_in(connect)
     assert files.current.address.addresses == (("db1", 5432),)
-    assert files.current.reread()
+    files.current.reread()
     assert files.current.address.addresses == (("db2", 5432),)

@@ -1,6 +1,6 @@
 """The settings of a process whose secrets may be rotated while it runs.
 
-Files of secrets (OUTBOX_DSN_FILE, OUTBOX_KEY_FILE, …) and the files that libpq's parameters name
+OUTBOX_DSN_FILE, OUTBOX_KEY_FILE and the files that libpq's parameters name
 (service, password, certificates) are read when the process starts, when a session of the relay
 begins, and after a refused login.  So a new password in the file is enough: nothing is restarted.
 
@@ -47,8 +47,8 @@ class CurrentSettings:
         # Why the files could not be used the last time.
         self._problem: str | None = None
 
-    def reread(self, *, within_session: bool = False) -> bool:
-        """Read secrets again; returns whether the database's address or password has changed.
+    def reread(self, *, within_session: bool = False) -> None:
+        """Read secrets again.
 
         Args:
             within_session: keep the old ones if they name another server or database, because all
@@ -61,16 +61,15 @@ class CurrentSettings:
             if str(error) != self._problem:
                 self._problem = str(error)
                 log.error("secrets cannot be read again; the old ones are used", reason=str(error))
-            return False
+            return
         self._problem = None
         if within_session and _database_of(address) != _database_of(self.address):
-            return False
+            return
         before, self.settings = self.settings, settings
         was, self.address = self.address, address
         changed = [name for name in settings.secret_files if _differs(name, before, settings)]
         if changed or was != address:
             log.info("secrets were read again", changed=changed or [address.source])
-        return was != address
 
     def _parse(self, settings: Settings) -> Dsn:
         """The address, whose host is the same if none is named.
@@ -90,11 +89,15 @@ class CurrentSettings:
         Raises:
             OutboxError: see `outbox.store.connection.connect.connect`.
         """
+        tried = self.address
         try:
-            return await connect(self.address)
+            return await connect(tried)
         except DatabaseUnavailable as error:
-            refused = isinstance(error.__cause__, asyncpg.InvalidAuthorizationSpecificationError)
-            if not refused or not self.reread(within_session=True):
+            if not isinstance(error.__cause__, asyncpg.InvalidAuthorizationSpecificationError):
+                raise
+            self.reread(within_session=True)
+            # Another connection may have read them meanwhile.
+            if self.address == tried:
                 raise
         return await connect(self.address)
 

@@ -116,7 +116,7 @@ class Dsn:
     """Whether statements are prepared; False behind a transaction-pooling proxy."""
     extra: Mapping[str, str] = field(default_factory=dict)
     names_host: bool = True
-    """False: the host is that of a local server, as it was found."""
+    """Whether a host was named; otherwise it is that of a local server, as it was found."""
     warnings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
