@@ -90,6 +90,7 @@ VOLATILE = (
     (r"\S+:\d+$", "<process>"),
     (r"[+]?\b\d+(\.\d)? ?(ms|[smhd])( \d+[smh])?(?!\S)", "<moment>"),
     (r"\bafter \d+ attempts", "after <n> attempts"),
+    (r"\breplay job \d+", "replay job <id>"),
     (r" +", " "),
 )
 """Output that differs between runs."""

@@ -68,7 +68,7 @@ class Failure(StrEnum):
 
 STREAM_HOLD_FAILURES = frozenset({Failure.FORGOT, Failure.AHEAD, Failure.FOREIGN, Failure.FENCED})
 """Failures of a broker's lane that end only when a person acts."""
-OWN_FAILURES = frozenset({Failure.INTERNAL})
+OWN_FAILURES = frozenset({Failure.INTERNAL, Failure.LOCAL})
 """Failures of the relay itself, which say nothing about a receiver."""
 HOLD_FAILURES = STREAM_HOLD_FAILURES | {Failure.MISSING}
 """Failures of a lane that end only when a person acts."""

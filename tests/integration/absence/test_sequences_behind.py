@@ -11,9 +11,9 @@ import pytest
 from outbox.core.sequencing.partition_window import WIDTH
 from outbox.operations.doctor import Severity
 from outbox.store.connection.migrate import migrate
-from tests.integration.test_restore import restore, run
 from tests.support.doctor import findings, reported_findings, sql_of, the_one
 from tests.support.documents import ROOT
+from tests.support.dumps import restore, run
 from tests.support.postgres import Server
 from tests.support.relay import (
     OK,
