@@ -502,6 +502,7 @@ class Script:
             # The partition of a period must exist before the period begins.
             await partitions.extend()
             dropped = await retention.advance_periods()
+            await partitions.last_id_beyond()
             await partitions.guard()
             await partitions.summarize()
             await partitions.drop()

@@ -26,11 +26,14 @@ REAL, SIMULATED = modules_of(*REAL_PACKAGES), modules_of("tests.sim.stores")
 NOT_SIMULATED = {
     "PartitionStore.drop_owned",
     "PartitionStore.partitions",
+    # No simulated process lacks resources.
+    "EndpointStateStore.journal_exhausted",
     # Of brokers, which tests/models/broker_protocol.py simulates.
     "LaneStore.delivery_at",
     "LaneStore.identity",
     "LaneStore.lost_deliveries",
     "LaneStore.repair",
+    "RecordStore.journal_refill",
     "RecordStore.write_end",
     "RecordStore.write_found",
     "RecordStore.write_receipts",

@@ -168,7 +168,8 @@ ANALYZE = WriteStatement("analyze_parent", "SELECT analyze_parent($1::text::regc
 READ_DETACHING = "SELECT inhdetachpending FROM pg_inherits WHERE inhrelid = $1::text::regclass"
 
 DETACH_TIMEOUTS = (f"{int(MESSAGE_LOCK_TIMEOUT_S * 1000)}ms", "1s")
-"""For one lock, and for one attempt to detach a partition to which another table refers."""
+"""Time limits for one lock, and for one attempt to detach a partition to which another table
+refers."""
 READ_TIMEOUTS = "SELECT current_setting('lock_timeout'), current_setting('statement_timeout')"
 SET_TIMEOUTS = (
     "SELECT set_config('lock_timeout', $1, false), set_config('statement_timeout', $2, false)"
