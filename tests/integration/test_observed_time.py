@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
@@ -12,8 +13,9 @@ import pytest
 from outbox.core.cluster.observed_time import GRACE_RESPONSES, GracePeriod, Odometer
 from outbox.core.model.response import AttemptResult, Failure
 from outbox.core.sequencing.partition_window import Retention
+from outbox.operations.endpoint_changes import update_endpoint
 from outbox.relay.delivery.endpoint_supervisor import EndpointSupervisor
-from outbox.relay.delivery.owned_endpoints import LaneRuntime
+from outbox.relay.delivery.owned_endpoints import EndpointRuntime
 from outbox.store.cluster import replicas
 from outbox.store.cluster.replicas import Renewal, ReplicaStore
 from outbox.store.connection.message import WriteStatement
@@ -37,6 +39,7 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     import random
 
+    from outbox.core.model.endpoint_settings import EndpointSettings
     from outbox.store.connection.store_connection import StoreConnection
     from tests.support.postgres import Database
     from tests.support.relay import Sent
@@ -296,11 +299,34 @@ async def test_without_a_grace_period_an_owner_ends_what_it_has_not_tried(
     assert await _ends_untried(database)
 
 
+async def test_new_lanes_behind_a_lane_that_is_blocked_end_by_observed_time_alone(
+    database: Database,
+) -> None:
+    """Nothing is tried: the blocked lane has nothing pending, and the others wait for it."""
+    await add_endpoint(database, "disabled", lanes=1, on_dead_letter="block", disable_after_s=60)
+    async with running(database, Network(lambda _: REFUSED)):
+        await publish(database, 1)
+        await until(lambda: fetchval(database, "SELECT true FROM lane_block"), what="the block")
+
+        def more_lanes(settings: EndpointSettings) -> EndpointSettings:
+            return replace(settings, lanes=2)
+
+        async with database.at_hand() as db:
+            await update_endpoint(db, "relay", "disabled", more_lanes, actor="test")
+        await publish(database, 2)
+        pending = "SELECT true FROM lane_counter WHERE last_seq = 1 AND lane_id > 1"
+        await until(lambda: fetchval(database, pending), what="a delivery")
+        assert await fetchval(database, "SELECT state = 'active' FROM endpoint")
+        await observe(database, 61)
+        disabled = "SELECT state = 'disabled' FROM endpoint"
+        await until(lambda: fetchval(database, disabled), what="the endpoint to be disabled")
+
+
 @pytest.mark.full
 async def test_a_grace_period_of_paused_lanes_would_never_be_over(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LaneRuntime, "is_tried", True)
+    monkeypatch.setattr(EndpointRuntime, "untried_lanes", lambda _: ())
     assert not await _ends_untried(database, paused=True)
 
 

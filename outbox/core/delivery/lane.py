@@ -736,6 +736,7 @@ class Lane:
     def record_position(self, position: int) -> None:
         """Record the result of an Open: where the lane stands in the stream."""
         self._position = position
+        self._is_held = False
         self._busy = None
 
     def record_found(self, seq: int, batch: int, now: float) -> None:
@@ -747,6 +748,7 @@ class Lane:
         """
         self._success_at = now
         self._position = seq
+        self._is_held = False
         self._advance(seq, batch, delivered=True)
         self._floor_batch = batch
         self._committed = Progress(seq, seq, batch, success_at=now)

@@ -143,9 +143,9 @@ class EndpointSupervisor:
             if not stalled:
                 continue
             limit_s = owned.endpoint.disable_after_s
-            may_end = owned.may_end(limit_s)
+            endable = owned.endable_lanes(limit_s)
             if any(
-                self._odometer.since(since) >= limit_s and (may_end or not lane.is_tried)
+                lane.loaded.id in endable and self._odometer.since(since) >= limit_s
                 for since, lane in stalled
             ):
                 allowed = timedelta(seconds=limit_s)
@@ -200,8 +200,8 @@ class EndpointSupervisor:
         if not without_progress:
             return
         if endpoint.backlog_age_s is not None:
-            may_end = owned.may_end(endpoint.backlog_age_s)
-            aging = [lane for lane in without_progress if may_end or not lane.is_tried]
+            endable = owned.endable_lanes(endpoint.backlog_age_s)
+            aging = [lane for lane in without_progress if lane.loaded.id in endable]
             if aging:
                 through = await self._store.read_over_age(_positions(aging), endpoint.backlog_age_s)
                 self._dispatcher.dead_letter_through(owned, through)

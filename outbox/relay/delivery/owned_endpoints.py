@@ -20,7 +20,7 @@ from outbox.destinations.broker_address import broker_address
 from outbox.destinations.http.request import recipient_of, signed_request
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from outbox.core.admission.endpoint_queue import EndpointQueue
     from outbox.core.brokers.repair import Repair
@@ -124,18 +124,6 @@ class LaneRuntime:
         if not self.runtime.generations.may_send(self.loaded.generation):
             return Gate.SHUT
         return self.runtime.breaker.admit(self.loaded.id, now)
-
-    @property
-    def is_tried(self) -> bool:
-        """Whether its next delivery is sent in time, without an operator."""
-        runtime = self.runtime
-        return (
-            runtime.endpoint.usable
-            and runtime.breaker.state is not BreakerState.PAUSED
-            and not self.state.blocked
-            and not self.state.held
-            and runtime.generations.may_send(self.loaded.generation)
-        )
 
     @property
     def runs_dry(self) -> bool:
@@ -306,15 +294,33 @@ class EndpointRuntime:
         address = broker_address(self.endpoint)
         return None if address is None or self._brokers is None else self._brokers(address)
 
-    def may_end(self, limit_s: float) -> bool:
-        """Whether what is tried here may end after this limit: its owner has tried for itself."""
-        return self.grace.is_over(self.endpoint.retry, limit_s, self.odometer.observed_s)
+    def endable_lanes(self, limit_s: float) -> Collection[int]:
+        """The lanes whose deliveries may end after a time: see `GracePeriod`."""
+        return self.lanes.keys() if self._has_tried(limit_s) else self.untried_lanes()
+
+    def untried_lanes(self) -> Collection[int]:
+        """The lanes whose next delivery is not sent before an operator acts."""
+        if not self.endpoint.usable or self.breaker.state is BreakerState.PAUSED:
+            return self.lanes.keys()
+        stopped, sending, later = set(), False, set()
+        for lane_id, lane in self.lanes.items():
+            if lane.state.blocked or lane.state.held:
+                stopped.add(lane_id)
+            elif not self.generations.may_send(lane.loaded.generation):
+                later.add(lane_id)
+            else:
+                sending = sending or lane.state.has_work
+        # Lanes of later generations wait for those of earlier ones, maybe only for stopped ones.
+        return stopped if sending else stopped | later
 
     def budget_s(self, first_attempt_at: float | None, started_at: float) -> float:
         """How much of a delivery's budget of time is used up by an attempt that began then."""
-        if first_attempt_at is None or not self.may_end(self.endpoint.retry.age_max_s):
+        if first_attempt_at is None or not self._has_tried(self.endpoint.retry.age_max_s):
             return 0.0
         return self.odometer.between(first_attempt_at, started_at)
+
+    def _has_tried(self, limit_s: float) -> bool:
+        return self.grace.is_over(self.endpoint.retry, limit_s, self.odometer.observed_s)
 
     def signing_keys(self, now: float) -> list[SigningKey]:
         """The valid signing keys."""

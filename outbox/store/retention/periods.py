@@ -401,8 +401,8 @@ class RetentionStore:
         while deleted == STEP:
             deleted = await self._db.write(DELETE_HISTORY)
             deleted_rows += deleted
-        await self._classify()
         await self._db.write(THIN_MARKS)
+        await self._classify()
         return deleted_rows
 
     async def _classify(self) -> None:
