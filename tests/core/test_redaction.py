@@ -162,10 +162,10 @@ class Forms(tuple[Any, ...]):
 class Counted(dict[str, Any]):
     """The forms by their first characters, which counts positions and comparisons."""
 
-    looked_up = compared = 0
+    positions = compared = 0
 
     def __contains__(self, head: object) -> bool:
-        self.looked_up += 1
+        self.positions += 1
         return super().__contains__(head)
 
     def __getitem__(self, head: str) -> Forms:
@@ -195,7 +195,7 @@ def test_a_long_response_is_searched_in_one_pass(text: str) -> None:
     secrets = (f"Bearer {'4711-secret-' * 4}", "4711-secret-" * 4)
     response = AttemptResult.completed(500, 0.001, body=long_body(text))
     found = counted(secrets, response)
-    assert KEPT_BODY_BYTES - SECRET_CHARS_MIN < found.looked_up <= KEPT_BODY_BYTES
+    assert KEPT_BODY_BYTES - SECRET_CHARS_MIN < found.positions <= KEPT_BODY_BYTES
     assert found.compared <= COMPARISONS_MAX + len(secrets)
 
 
@@ -242,7 +242,7 @@ def test_as_many_header_values_as_an_endpoint_may_have_are_searched_in_one_pass(
     body = long_body('{"message": "accepted for processing"} ')
     response = AttemptResult.completed(500, 0.001, body=body)
     secrets = [f"{n}-" + "+<" * (size // 2 - 3) for n in range(WIRE_COUNT_MAX)]
-    assert counted(secrets, response).looked_up <= KEPT_BODY_BYTES
+    assert counted(secrets, response).positions <= KEPT_BODY_BYTES
 
 
 def test_the_forms_of_an_endpoints_secrets_are_built_once(
