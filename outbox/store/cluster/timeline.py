@@ -74,9 +74,12 @@ COUNTER_RESTORED = "OB002"
 
 INCOMPLETE = "this state was restored, and is not complete: {}; finish the restore"
 """Why no new lanes are begun."""
+NOT_BEGUN = "this state was restored, and new lanes have not begun"
 
 # Whether the row of the incarnation was written here; NULL: there is no row.
 INCARNATION = f"(SELECT {proves_itself('i')} FROM incarnation i)"  # noqa: S608 (constants only)
+# Whether the state is that of a dump or a copy, of the columns of `cursor`.
+IS_RESTORED = f"(coalesce(identity <> server_identity(), false) OR {INCARNATION} IS NOT TRUE)"
 
 READ_CURSOR = f"""
 SELECT writer, version, timeline, identity, server_timeline() AS server_timeline,
@@ -91,6 +94,9 @@ SELECT format('lane %s of endpoint %s has no counter or no checkpoint', l.id, e.
   FROM lane l JOIN endpoint e ON e.id = l.endpoint_id
  WHERE NOT EXISTS (SELECT FROM lane_counter WHERE lane_id = l.id)
     OR NOT EXISTS (SELECT FROM lane_progress WHERE lane_id = l.id)
+ UNION ALL
+SELECT format('lane %s has no endpoint', id) FROM lane l
+ WHERE NOT EXISTS (SELECT FROM endpoint WHERE id = l.endpoint_id)
  UNION ALL
 SELECT format('endpoint %s has %s of its %s lanes', e.name, there.lanes, e.lanes)
   FROM endpoint e
@@ -124,6 +130,11 @@ SELECT coalesce((SELECT 'pg_restore is running'
                   WHERE datname = current_database() AND application_name = 'pg_restore' LIMIT 1),
                 (SELECT what FROM ({MISSING_ROWS}) missing LIMIT 1))
 """  # noqa: S608 (constants only)
+# The same, if the state is restored, and '' if it is whole; NULL: it is not restored.
+READ_RESTORED = f"""
+SELECT CASE WHEN {IS_RESTORED} THEN coalesce(({RESTORE_PROBLEM}), '') END FROM cursor
+"""  # noqa: S608 (constants only)
+
 REQUIRE_WHOLE = WriteStatement(
     "require_whole",
     f"SELECT abort_unless(({RESTORE_PROBLEM}) IS NULL)",
@@ -137,6 +148,15 @@ INSERT INTO incarnation AS i (by_xid) VALUES ({CURRENT_XID})
     ON CONFLICT (one) DO UPDATE SET id = excluded.id, by_xid = excluded.by_xid
                       WHERE NOT {proves_itself("i")}
 """,  # noqa: S608 (constants only)
+)
+
+# A dump of an older version has no odometer, and none would count any more.
+BEGIN_ODOMETER = WriteStatement(
+    "begin_odometer",
+    """
+INSERT INTO odometer (seconds) SELECT coalesce(max(seconds), 0) FROM odometer_mark
+    ON CONFLICT DO NOTHING
+""",
 )
 
 # Says that the state was restored; the sessions of all relays end, because their fence changes.
@@ -191,6 +211,12 @@ async def read_server_fence(connection: Connection[Any]) -> int | None:
     """The server's timeline and the incarnation, as one number."""
     server_fence: int = await connection.fetchval(READ_SERVER_FENCE)
     return server_fence
+
+
+async def read_stopped(connection: Connection[Any]) -> str | None:
+    """Why no leader sequences in a restored state; None: it is not restored, or goes on already."""
+    problem = await connection.fetchval(READ_RESTORED)
+    return INCOMPLETE.format(problem) if problem else None if problem is None else NOT_BEGUN
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +276,12 @@ def begin_timeline(replica_id: int, row: CursorRow, actor: str) -> list[WriteCal
     if not row.begins_history:
         return [(SET_FIRST_TIMELINE, new.timeline, new.identity, replica_id, version)]
     restored = not (row.incarnation and History(None, known.identity).continues_as(server))
-    whole: list[WriteCall] = [(REQUIRE_WHOLE,), (ADVANCE_SEQUENCES,), (BEGIN_INCARNATION,)]
+    whole: list[WriteCall] = [
+        (REQUIRE_WHOLE,),
+        (ADVANCE_SEQUENCES,),
+        (BEGIN_INCARNATION,),
+        (BEGIN_ODOMETER,),
+    ]
     return [
         (CHANGE_TIMELINE, new.timeline, new.identity, replica_id, version),
         (LOCK_EPOCHS,),
