@@ -17,6 +17,7 @@ from outbox.errors import CursorBroken
 from outbox.operations import backfill
 from outbox.operations.criteria import Criteria
 from outbox.operations.doctor import Severity
+from outbox.operations.endpoint_removal import drain_endpoint
 from outbox.operations.status import read_overview
 from outbox.relay.sequencing import cursor as cursor_module
 from outbox.store.errors import Fenced
@@ -29,7 +30,7 @@ from tests.integration.test_restore import (
     expect_unique_numbers,
 )
 from tests.integration.test_timeline import Leader
-from tests.support.doctor import findings_of, the_one
+from tests.support.doctor import findings_of, reported_findings, the_one
 from tests.support.dumps import dump, parts, restore, truncate, without_column
 from tests.support.relay import (
     Network,
@@ -226,6 +227,21 @@ async def test_nothing_begins_while_pg_restore_runs(database: Database) -> None:
         assert "pg_restore is running" in finding.message
         assert "pg_restore is running" in (await status_notes(database))
     assert await fetchval(database, CHANGES) is None
+    network = await deliver(database, 2)
+    assert network.data() == [2]
+    assert len(await fetchval(database, CHANGES)) == 1
+
+
+async def test_an_endpoint_that_is_drained_lacks_nothing(database: Database) -> None:
+    """Its subscription has ended, and it is active as long as a lane of it is blocked."""
+    for name in ("shop", "leaving"):
+        await add_endpoint(database, name)
+    await deliver(database, 1)
+    async with database.connection(**PATH) as db:
+        await drain_endpoint(db, "relay", "leaving", actor="test")
+        assert await reported_findings(db, "complete") == []
+    assert await exceptions(database) == {}
+    await fetchval(database, "UPDATE incarnation SET by_xid = NULL RETURNING 1")
     network = await deliver(database, 2)
     assert network.data() == [2]
     assert len(await fetchval(database, CHANGES)) == 1

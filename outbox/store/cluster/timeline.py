@@ -88,7 +88,8 @@ SELECT writer, version, timeline, identity, server_timeline() AS server_timeline
   FROM cursor
 """  # noqa: S608 (a constant only)
 
-# Rows without which an endpoint or one of its lanes is skipped silently.
+# Rows without which an endpoint or one of its lanes is skipped silently.  A subscription that has
+# ended suffices: an endpoint that is drained keeps its state.
 MISSING_ROWS = """
 SELECT format('lane %s of endpoint %s has no counter or no checkpoint', l.id, e.name) AS what
   FROM lane l JOIN endpoint e ON e.id = l.endpoint_id
@@ -114,9 +115,7 @@ SELECT format('endpoint %s has no row in %s', e.name, part.name)
         WHERE NOT EXISTS (SELECT FROM endpoint_health WHERE endpoint_id = e.id)
         UNION ALL
        SELECT 'subscription'
-        WHERE e.state IN ('active', 'paused')
-          AND NOT EXISTS (
-              SELECT FROM subscription WHERE endpoint_id = e.id AND to_batch IS NULL)) part(name)
+        WHERE NOT EXISTS (SELECT FROM subscription WHERE endpoint_id = e.id)) part(name)
  WHERE e.state <> 'removed'
  UNION ALL
 SELECT format('no period of %s is left', kind) FROM unnest('{events,log}'::text[]) AS k(kind)
