@@ -20,6 +20,7 @@ from outbox.operations.doctor import Severity
 from outbox.operations.endpoint_removal import drain_endpoint
 from outbox.operations.status import read_overview
 from outbox.relay.sequencing import cursor as cursor_module
+from outbox.relay.sequencing import sequencer
 from outbox.store.errors import Fenced
 from tests.integration.test_backfill import LONG_AGO
 from tests.integration.test_restore import (
@@ -274,7 +275,9 @@ async def test_a_lost_incarnation_is_awaited_and_then_replaced(
     with pytest.raises(CursorBroken, match="incarnation is empty"):
         await try_to_lead(database)
     assert "nothing is sequenced: this state was restored" in await status_notes(database)
-    monkeypatch.setattr(cursor_module, "RESTORE_WAIT_S", 0.0)
+    # Longer than several attempts to sequence.
+    monkeypatch.setattr(cursor_module, "RESTORE_WAIT_S", 1.0)
+    monkeypatch.setattr(sequencer, "BROKEN_RETRY_S", 0.1)
     network = await deliver(database, 2)
     assert network.data() == [2]
     assert await fetchval(database, "SELECT incarnation_holds()")
