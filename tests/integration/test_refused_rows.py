@@ -294,6 +294,33 @@ async def test_a_refused_dead_letter_holds_its_lane_alone(
     assert await exceptions(database) == {}
 
 
+async def test_refused_progress_of_a_lane_stops_no_other_endpoint(
+    database: Database, logs: list[MutableMapping[str, Any]]
+) -> None:
+    """Neither a checkpoint, nor the claim of the next owner."""
+    for name in ("good", "bad"):
+        await add_endpoint(database, name, lanes=1)
+    lane = await fetchval(database, LANE_OF, "bad")
+    acked = f"SELECT acked_seq FROM lane_progress WHERE lane_id <> {lane}"
+    network = Network()
+    async with running(database, network, poll_s=0.05):
+        await publish(database, 1)
+        await until(lambda: network.data() == [1, 1], what="the first deliveries")
+        await execute(database, trigger("lane_progress", f"NEW.lane_id = {lane}", "BEFORE UPDATE"))
+        await publish(database, 2)
+        await until(lambda: network.data() == [1, 1, 2, 2], what="the next deliveries")
+        await until(lambda: _is(database, acked, 2), what="the checkpoint of the other lane")
+    async with running(database, network, poll_s=0.05):
+        await publish(database, 3)
+        await until(lambda: _is(database, acked, 3), what="the other endpoint")
+        assert network.data() == [1, 1, 2, 2, 3]
+        await execute(database, "DROP FUNCTION refuse CASCADE")
+        await until(lambda: network.data() == [1, 1, 2, 2, 3, 3], what="the rest")
+        await all_ended(database)
+    assert session_losses(logs) == []
+    assert await exceptions(database) == {}
+
+
 @pytest.mark.parametrize("refuse", [trigger, suppressing])
 async def test_refused_dead_letters_of_a_removed_endpoint_end_no_session(
     database: Database,
