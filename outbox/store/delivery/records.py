@@ -261,8 +261,8 @@ FOUND_DETAIL = "found in the stream when the lane was opened"
 
 # Acknowledges the deliveries that a broker's stream has, although their responses were lost.
 #   moved: advances the lane's progress, fenced by epoch.
-#   logged: an attempt for each of the deliveries, after those that were logged; if $8.
-# One row, unless this replica is fenced.
+#   unlogged, logged: an attempt for each of the deliveries, after those that were logged; if $8.
+# One row, unless this replica is fenced.  It fails if a trigger suppresses an attempt.
 WRITE_FOUND = WriteStatement(
     "write_found",
     f"""{fence("$7")},
@@ -274,19 +274,23 @@ moved AS (
       FROM fence, (SELECT floor_batch, acked_seq FROM lane_progress WHERE lane_id = $2) was
      WHERE p.lane_id = $2 AND p.epoch = $3 AND p.acked_seq < $4
     RETURNING was.floor_batch, was.acked_seq),
-logged AS (
-    INSERT INTO attempt (lane_id, batch, seq, attempt, outcome, error, started_at, elapsed_ms,
-                         replica_id)
-    SELECT $2, d.batch, d.seq, coalesce(a.attempt, 0) + 1, 'delivered', '{FOUND_DETAIL}',
-           to_timestamp($6::float8), 0, $1
+unlogged AS MATERIALIZED (
+    SELECT d.batch, d.seq, coalesce(a.attempt, 0) + 1 AS attempt
       FROM moved
       JOIN delivery d ON d.lane_id = $2 AND d.batch >= moved.floor_batch
                      AND d.seq > moved.acked_seq AND d.seq <= $4
       LEFT JOIN LATERAL (
            SELECT max(attempt) AS attempt, bool_or(outcome = 'delivered') AS delivered
              FROM attempt WHERE lane_id = $2 AND batch = d.batch AND seq = d.seq) a ON true
-     WHERE NOT coalesce(a.delivered, false) AND $8::boolean)
-SELECT FROM moved
+     WHERE NOT coalesce(a.delivered, false) AND $8::boolean),
+logged AS (
+    INSERT INTO attempt (lane_id, batch, seq, attempt, outcome, error, started_at, elapsed_ms,
+                         replica_id)
+    SELECT $2, batch, seq, attempt, 'delivered', '{FOUND_DETAIL}', to_timestamp($6::float8), 0, $1
+      FROM unlogged
+    RETURNING 1)
+SELECT require_stored((SELECT count(*) FROM logged) = (SELECT count(*) FROM unlogged), 'attempt')
+  FROM moved
 """,  # noqa: S608 (constants only)
 )
 
