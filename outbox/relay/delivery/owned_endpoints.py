@@ -247,7 +247,7 @@ class EndpointRuntime:
         self.meters = meters
         self.epoch = epoch
         self.odometer = odometer
-        self.grace = GracePeriod(odometer.observed_s)
+        self.begin_grace()
         self.breaker = CircuitBreaker(endpoint.health)
         self.breaker.clamp_times(now)
         if endpoint.resumes != endpoint.applied_resumes:
@@ -293,6 +293,10 @@ class EndpointRuntime:
     def _make_broker(self) -> Broker | None:
         address = broker_address(self.endpoint)
         return None if address is None or self._brokers is None else self._brokers(address)
+
+    def begin_grace(self) -> None:
+        """Let nothing end before this owner has tried again: see `GracePeriod`."""
+        self.grace = GracePeriod(self.odometer.observed_s)
 
     def endable_lanes(self, limit_s: float) -> Collection[int]:
         """The lanes whose deliveries may end after a time: see `GracePeriod`."""
