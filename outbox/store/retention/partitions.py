@@ -119,8 +119,8 @@ ADD_PARTITION = WriteStatement("add_partition", "SELECT add_partition($1::text::
 # it is not attached.  ours: it is attached, or maintenance has detached it; somebody else may have
 # detached another one with events that were never read.  owned: this role may drop the table;
 # others are listed while they have data and may be emptied: an hour after the decision, or if that
-# is more than an hour ahead, because the clock was set back.  OFFSET 0: the privilege is checked once
-# per table.
+# is more than an hour ahead, because the clock was set back.  OFFSET 0: the privilege is checked
+# once per table.
 READ_DROPPABLE = """
 SELECT parent, p.kind, p.number, c.relname AS name, c.oid::bigint AS oid,
        i.inhdetachpending AS detaching, o.owned,
