@@ -16,6 +16,7 @@ from outbox.core.schedules.cron import Cron
 from outbox.core.schedules.schedule import AHEAD_MAX, restart_at, ticks_from
 from outbox.core.sequencing.filter_budget import AGAIN_AFTER_S
 from outbox.operations import api_tokens, fetch_tokens
+from outbox.operations.replay_jobs import FIND_RELAY
 from outbox.store.cluster import sessions
 from outbox.store.cluster.replicas import ReplicaStore, read_names
 from outbox.store.connection.migrate import REQUIRE_STOPPED_RELAYS
@@ -25,6 +26,7 @@ from outbox.store.retention.partitions import PartitionStore
 from outbox.store.schedules.put_off import PutOffStore
 from outbox.store.schedules.schedule_runs import ScheduleRunStore
 from outbox.store.sequencing.routing import RoutingStore
+from tests.support.doctor import findings_of
 from tests.support.relay import (
     Network,
     add_endpoint,
@@ -169,6 +171,9 @@ async def test_a_lease_of_a_wrong_clock_has_ended(database: Database, db: Connec
     await db.execute("UPDATE replica SET expires_at = expires_at + interval '30 days'")
     assert await read_names(db) == []
     assert await db.fetch(READ_RELAYS_WITHOUT_KEY, "a key") == []
+    assert not await db.fetchval(FIND_RELAY)
+    (found,) = [f for f in await findings_of(db, "relays") if "killed" in f.message]
+    assert found.message.endswith("its lease was last renewed by a clock that was ahead")
     await db.execute(REQUIRE_STOPPED_RELAYS.replace("{migration}", "0099"))
     assert await db.fetchval("SELECT expires_at = 'epoch' FROM replica")
 
