@@ -565,7 +565,7 @@ async def test_the_doctor_reports_relays_that_are_superusers(owner: Connection[A
     await owner.execute("""
         SET application_name = 'outbox-relay:r1';
         INSERT INTO replica (name, version, label, lease_s, expires_at)
-        VALUES ('r1', '1', 'outbox-relay:r1', 5, clock_timestamp() + interval '1 h')
+        VALUES ('r1', '1', 'outbox-relay:r1', 3600, clock_timestamp() + interval '1 h')
     """)
     (found,) = await _says(owner)
     assert found.severity == "warning"
