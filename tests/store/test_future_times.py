@@ -118,6 +118,21 @@ async def test_a_schedule_runs_again_after_a_clock_that_was_ahead(
     assert await published(db, "yearly") == []
 
 
+async def test_a_schedule_that_was_added_or_resumed_by_a_wrong_clock_goes_on(
+    database: Database, db: Connection[Any]
+) -> None:
+    """It has not run since, so only its next run tells."""
+    await add_schedule(db, "new", cron="* * * * *")
+    await add_schedule(db, "resumed", cron="* * * * *")
+    await add_schedule(db, "yearly", cron="@yearly")
+    await db.execute("UPDATE schedule SET last_at = now() - interval '1 day' WHERE name <> 'new'")
+    ahead = "date_trunc('minute', now()) + interval '30 days'"
+    await db.execute(f"UPDATE schedule SET next_at = {ahead}, due_at = {ahead}"
+                     " WHERE name <> 'yearly'")  # fmt: skip
+    assert await PutOffStore(db, 1).restart() == (["new", "resumed"], True)
+    assert await PutOffStore(db, 1).restart() == ([], True)
+
+
 async def test_a_poll_that_was_put_off_is_due_again(
     database: Database, db: Connection[Any]
 ) -> None:
