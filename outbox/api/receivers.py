@@ -8,9 +8,9 @@ A receiver authenticates with the fetch token of its endpoint and has access to 
 only.  Fetched deliveries have headers and body with a new signature, so that a receiver can
 verify and process them like sent ones.
 
-They are signed by the database's clock.  While that differs from this machine's, the responses to
-an endpoint are signed by both in turn: a receiver that refuses the time of a signature does not
-report it to this listener, but it fetches again.
+They are signed by the database's clock.  While that differs from this machine's, a request that an
+endpoint repeats is signed by the other one, and so are those after it: a receiver that refuses the
+time of a signature does not report it to this listener, but it fetches the same again.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ log = structlog.get_logger("outbox.receivers")
 READ_NOW = "SELECT extract(epoch FROM clock_timestamp())::float8"
 
 FETCH_REQUEST_TIMEOUT_S = 30.0
+SIGNED_MAX = 100
+"""The last requests of an endpoint in which a repeated one is recognized, while clocks differ."""
 LIMIT = 100
 _CHALLENGE = {"WWW-Authenticate": 'Bearer realm="outbox"'}
 
@@ -136,8 +138,8 @@ class _Receivers:
         self._slots = RequestSlots()
         self._wall = wall
         self._clocks = ClockDifference()
-        # Endpoints whose next response is signed by this machine's clock.
-        self._local: set[UUID] = set()
+        # Whether this machine's clock signs for an endpoint, and the requests that it has signed.
+        self._signed: dict[UUID, tuple[bool, tuple[str, ...]]] = {}
 
     def handler(self, respond: LaneHandler) -> Handler:
         """Create the handler of a route."""
@@ -186,7 +188,7 @@ class _Receivers:
             connection, schema, fetcher.endpoint_id, request.match_info["lane"]
         )
         found = await lane_history.list_fetched_deliveries(connection, schema, lane, after, limit)
-        sign = await self._signer(connection, fetcher)
+        sign = await self._signer(request, connection, fetcher)
         last = found[-1].sequence if found else max(after, lane.acknowledged)
         return _lane(lane) | {
             # Earlier deliveries were removed by retention.
@@ -205,9 +207,11 @@ class _Receivers:
             connection, schema, fetcher.endpoint_id, request.match_info["lane"]
         )
         found = await lane_history.get_delivery(connection, schema, lane, sequence)
-        return _item(lane, found, await self._signer(connection, fetcher))
+        return _item(lane, found, await self._signer(request, connection, fetcher))
 
-    async def _signer(self, connection: Connection[Any], fetcher: Fetcher) -> _Signer:
+    async def _signer(
+        self, request: web.Request, connection: Connection[Any], fetcher: Fetcher
+    ) -> _Signer:
         vault = Vault.from_settings(self._database.settings)
         endpoints = await read_endpoints(connection, [fetcher.endpoint_id], vault)
         if not endpoints:
@@ -215,14 +219,19 @@ class _Receivers:
         require_usable(endpoints[0])
         now: float = await connection.fetchval(READ_NOW)
         self._clocks.measure(self._wall(), now)
-        at = now
-        if not self._clocks.matters:
-            self._local.clear()
-        else:
-            if fetcher.endpoint_id in self._local:
-                at += self._clocks.ahead_s
-            self._local ^= {fetcher.endpoint_id}
+        is_local = self._signs_locally(fetcher.endpoint_id, request.path_qs)
+        at = now + self._clocks.ahead_s if is_local else now
         return _Signer(endpoints[0], endpoints[0].secrets_at(now), int(at))
+
+    def _signs_locally(self, endpoint_id: UUID, request: str) -> bool:
+        if not self._clocks.matters:
+            self._signed.clear()
+            return False
+        is_local, signed = self._signed.get(endpoint_id, (False, ()))
+        if request in signed:
+            is_local, signed = not is_local, ()
+        self._signed[endpoint_id] = is_local, (*signed, request)[-SIGNED_MAX:]
+        return is_local
 
     async def _authenticate(self, request: web.Request) -> Fetcher:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
