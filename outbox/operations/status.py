@@ -58,7 +58,8 @@ SELECT r.id, r.name, r.version, r.started_at, {lease_runs("r")} AS alive,
        (SELECT j.data ->> 'reason'
           FROM (SELECT kind, actor, at, data FROM journal ORDER BY id DESC LIMIT 1000) j
          WHERE j.kind = 'resources_exhausted' AND j.actor = 'replica ' || r.id
-           AND j.at > clock_timestamp() - make_interval(secs => {2 * EXHAUSTED_EVERY_S})
+           AND j.at BETWEEN clock_timestamp() - make_interval(secs => {2 * EXHAUSTED_EVERY_S})
+                        AND clock_timestamp()
          LIMIT 1) AS problem,
        extract(epoch FROM r.expires_at - clock_timestamp())::float8 AS left_s,
        r.id IS NOT DISTINCT FROM (SELECT writer FROM cursor) AS leads,

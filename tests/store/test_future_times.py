@@ -17,6 +17,7 @@ from outbox.core.schedules.schedule import AHEAD_MAX, restart_at, ticks_from
 from outbox.core.sequencing.filter_budget import AGAIN_AFTER_S
 from outbox.operations import api_tokens, fetch_tokens
 from outbox.operations.replay_jobs import FIND_RELAY
+from outbox.operations.status import read_overview
 from outbox.store.cluster import sessions
 from outbox.store.cluster.replicas import ReplicaStore, read_names
 from outbox.store.connection.migrate import REQUIRE_STOPPED_RELAYS
@@ -191,6 +192,18 @@ async def test_a_lease_of_a_wrong_clock_has_ended(database: Database, db: Connec
     assert found.message.endswith("its lease was last renewed by a clock that was ahead")
     await db.execute(REQUIRE_STOPPED_RELAYS.replace("{migration}", "0099"))
     assert await db.fetchval("SELECT expires_at = 'epoch' FROM replica")
+
+
+async def test_what_a_relay_lacked_by_a_wrong_clock_is_not_reported(db: Connection[Any]) -> None:
+    replica = await register(ReplicaStore(db))
+    for at, reason in (("now() + interval '30 days'", None), ("now()", "no descriptor")):
+        await db.execute(
+            f"""INSERT INTO journal (kind, actor, at, data)
+                VALUES ('resources_exhausted', 'replica {replica}', {at},
+                        '{{"reason": "no descriptor"}}')"""
+        )
+        (found,) = (await read_overview(db, "relay")).replicas
+        assert found.problem == reason
 
 
 async def test_a_filter_that_a_wrong_clock_stopped_is_evaluated(
