@@ -23,6 +23,40 @@ BEGIN
                    parent, child, number * width, (number + 1) * width);
 END $$;
 
+-- As in 0014_absence.sql; a time more than an hour ahead, which a clock wrote that was set back, does
+-- not count.
+CREATE OR REPLACE FUNCTION empty_partition(parent regclass, number bigint) RETURNS boolean
+LANGUAGE plpgsql SECURITY DEFINER
+SET search_path FROM CURRENT SET lock_timeout = '100ms' SET row_security = off AS $$
+DECLARE
+    period_kind text := CASE parent WHEN 'outbox'::regclass THEN 'events' ELSE 'log' END;
+    child regclass := to_regclass(quote_ident(
+        (SELECT relname FROM pg_class WHERE oid = parent) || '_' || number));
+    setting text := regexp_replace(current_schema(), '^[0-9]|[^A-Za-z0-9_]', '_', 'g') || '.remove';
+    before text := coalesce(current_setting(setting, true), '');
+BEGIN
+    IF parent <> ALL ('{outbox,batch,delivery,attempt}'::regclass[]) OR child IS NULL
+       OR NOT EXISTS (SELECT FROM period p
+                       WHERE p.kind = period_kind AND p.number = empty_partition.number
+                         AND p.dropped_at NOT BETWEEN clock_timestamp() - interval '1 hour'
+                                                  AND clock_timestamp() + interval '1 hour'
+                         AND (child::oid = ANY (p.detaching)
+                              OR EXISTS (SELECT FROM pg_inherits i
+                                          WHERE i.inhrelid = child AND i.inhparent = parent))) THEN
+        RAISE EXCEPTION 'partition % of % does not belong to a period that was dropped at least an hour ago',
+            number, parent USING ERRCODE = 'invalid_parameter_value';
+    END IF;
+    IF pg_relation_size(child) = 0 THEN
+        RETURN false;
+    END IF;
+    PERFORM set_config(setting, 'on', true);
+    EXECUTE format('TRUNCATE ONLY %s', child);
+    PERFORM set_config(setting, before, true);
+    RETURN true;
+EXCEPTION WHEN lock_not_available THEN
+    RETURN false;
+END $$;
+
 -- What becomes of a lane whose broker has lost messages that it had acknowledged: it waits for a
 -- person, or the relay appends them again from the log.
 ALTER TABLE endpoint ADD COLUMN on_forgotten text NOT NULL DEFAULT 'hold'

@@ -7,6 +7,10 @@
 A receiver authenticates with the fetch token of its endpoint and has access to that endpoint
 only.  Fetched deliveries have headers and body with a new signature, so that a receiver can
 verify and process them like sent ones.
+
+They are signed by the database's clock.  While that differs from this machine's, a request that an
+endpoint repeats is signed by the other one, and so are those after it: a receiver that refuses the
+time of a signature does not report it to this listener, but it fetches the same again.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 import structlog
@@ -28,6 +32,7 @@ from outbox.api.rate_limit import RateLimiter
 from outbox.api.request_slots import RequestSlots
 from outbox.api.server import listening
 from outbox.core.delivery.message import encode_body, prepare
+from outbox.core.delivery.signing_clock import ClockDifference
 from outbox.core.model.api_token import digest, is_fetch_token
 from outbox.core.model.headers import parse_lines
 from outbox.errors import NotFound
@@ -38,11 +43,13 @@ from outbox.web.loopback_hosts import is_loopback
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
+    from uuid import UUID
 
     from asyncpg import Connection
 
     from outbox.api.database import Database
     from outbox.api.login_failures import FailedLogins
+    from outbox.core.delivery.signature import SigningKey
     from outbox.operations.fetch_tokens import Fetcher
     from outbox.operations.lane_history import FetchedDelivery, LaneHistory
     from outbox.store.connection.current_settings import CurrentSettings
@@ -54,14 +61,23 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("outbox.receivers")
 
+READ_NOW = "SELECT extract(epoch FROM clock_timestamp())::float8"
+
 FETCH_REQUEST_TIMEOUT_S = 30.0
+SIGNED_MAX = 100
+"""The last requests of an endpoint in which a repeated one is recognized, while clocks differ."""
 LIMIT = 100
 _CHALLENGE = {"WWW-Authenticate": 'Bearer realm="outbox"'}
 
 
 @asynccontextmanager
-async def running(current: CurrentSettings, address: Address) -> AsyncIterator[Address]:
+async def running(
+    current: CurrentSettings, address: Address, *, wall: Callable[[], float] = time.time
+) -> AsyncIterator[Address]:
     """Serve receivers while the context lasts; yields the bound address.
+
+    Args:
+        wall: this machine's clock in epoch seconds, for comparison with the database's.
 
     Raises:
         CannotRun: the address cannot be bound.
@@ -69,7 +85,7 @@ async def running(current: CurrentSettings, address: Address) -> AsyncIterator[A
     limits = RateLimiter(current.settings.api_rate_max, time.monotonic)
 
     def receivers(database: Database, failures: FailedLogins) -> web.Application:
-        return application(database, failures, limits)
+        return application(database, failures, limits, wall)
 
     async with listening(current, address, receivers) as at:
         log.info("listening for receivers", url=at.url)
@@ -85,17 +101,25 @@ def application(
     database: Database,
     failures: FailedLogins,
     limits: RateLimiter,
-    *,
-    clock: Callable[[], float] = time.time,
+    wall: Callable[[], float] = time.time,
 ) -> web.Application:
-    """Create the application; `clock` returns epoch seconds for signatures."""
-    receivers = _Receivers(database, failures, limits, clock)
+    """Create the application; for `wall` see `running`."""
+    receivers = _Receivers(database, failures, limits, wall)
     app = web.Application(middlewares=[problem_middleware("no such path; see /v1/lanes")])
     app.router.add_get("/v1/lanes", receivers.handler(receivers.lanes))
     deliveries = "/v1/lanes/{lane}/deliveries"
     app.router.add_get(deliveries, receivers.handler(receivers.deliveries))
     app.router.add_get(deliveries + "/{sequence}", receivers.handler(receivers.delivery))
     return app
+
+
+class _Signer(NamedTuple):
+    """Signs the deliveries of one response."""
+
+    endpoint: Endpoint
+    keys: list[SigningKey]
+    at_s: int
+    """The time of the signature, in epoch seconds."""
 
 
 class _Receivers:
@@ -106,13 +130,16 @@ class _Receivers:
         database: Database,
         failures: FailedLogins,
         limits: RateLimiter,
-        clock: Callable[[], float],
+        wall: Callable[[], float],
     ) -> None:
         self._database = database
         self._failures = failures
         self._limits = limits
         self._slots = RequestSlots()
-        self._clock = clock
+        self._wall = wall
+        self._clocks = ClockDifference()
+        # Whether this machine's clock signs for an endpoint, and the requests that it has signed.
+        self._signed: dict[UUID, tuple[bool, tuple[str, ...]]] = {}
 
     def handler(self, respond: LaneHandler) -> Handler:
         """Create the handler of a route."""
@@ -161,12 +188,12 @@ class _Receivers:
             connection, schema, fetcher.endpoint_id, request.match_info["lane"]
         )
         found = await lane_history.list_fetched_deliveries(connection, schema, lane, after, limit)
-        endpoint = await self._read_endpoint(connection, fetcher)
+        sign = await self._signer(request, connection, fetcher)
         last = found[-1].sequence if found else max(after, lane.acknowledged)
         return _lane(lane) | {
             # Earlier deliveries were removed by retention.
             "kept_from": found[0].sequence if found else last + 1,
-            "items": [_item(lane, each, endpoint, self._clock()) for each in found],
+            "items": [_item(lane, each, sign) for each in found],
             "next": last if last < lane.acknowledged else None,
         }
 
@@ -180,16 +207,31 @@ class _Receivers:
             connection, schema, fetcher.endpoint_id, request.match_info["lane"]
         )
         found = await lane_history.get_delivery(connection, schema, lane, sequence)
-        endpoint = await self._read_endpoint(connection, fetcher)
-        return _item(lane, found, endpoint, self._clock())
+        return _item(lane, found, await self._signer(request, connection, fetcher))
 
-    async def _read_endpoint(self, connection: Connection[Any], fetcher: Fetcher) -> Endpoint:
+    async def _signer(
+        self, request: web.Request, connection: Connection[Any], fetcher: Fetcher
+    ) -> _Signer:
         vault = Vault.from_settings(self._database.settings)
         endpoints = await read_endpoints(connection, [fetcher.endpoint_id], vault)
         if not endpoints:
             raise NotFound("the endpoint is removed")
         require_usable(endpoints[0])
-        return endpoints[0]
+        now: float = await connection.fetchval(READ_NOW)
+        self._clocks.measure(self._wall(), now)
+        is_local = self._signs_locally(fetcher.endpoint_id, request.path_qs)
+        at = now + self._clocks.ahead_s if is_local else now
+        return _Signer(endpoints[0], endpoints[0].secrets_at(now), int(at))
+
+    def _signs_locally(self, endpoint_id: UUID, request: str) -> bool:
+        if not self._clocks.matters:
+            self._signed.clear()
+            return False
+        is_local, signed = self._signed.get(endpoint_id, (False, ()))
+        if request in signed:
+            is_local, signed = not is_local, ()
+        self._signed[endpoint_id] = is_local, (*signed, request)[-SIGNED_MAX:]
+        return is_local
 
     async def _authenticate(self, request: web.Request) -> Fetcher:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
@@ -227,9 +269,7 @@ def _lane(lane: LaneHistory) -> dict[str, object]:
     }
 
 
-def _item(
-    lane: LaneHistory, fetched: FetchedDelivery, endpoint: Endpoint, now: float
-) -> dict[str, object]:
+def _item(lane: LaneHistory, fetched: FetchedDelivery, sign: _Signer) -> dict[str, object]:
     item: dict[str, object] = {"sequence": fetched.sequence}
     if fetched.dead_lettered is not None:
         item["dead_lettered"] = fetched.dead_lettered
@@ -241,11 +281,11 @@ def _item(
         fetched.previous_sequence,
         lane_ends=lane.ended and fetched.sequence == lane.last,
         # Its own headers may be credentials.
-        headers=endpoint.headers._replace(own=()),
-        message_format=endpoint.message_format.fetched,
+        headers=sign.endpoint.headers._replace(own=()),
+        message_format=sign.endpoint.message_format.fetched,
     )
     # Attempt 0: fetching is not a delivery attempt.
-    lines = prepared.attempt(0, int(now), endpoint.secrets_at(now))
+    lines = prepared.attempt(0, sign.at_s, sign.keys)
     return item | {"headers": dict(parse_lines(lines)), **encode_body(prepared, fetched.delivery)}
 
 

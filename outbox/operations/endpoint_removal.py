@@ -19,6 +19,7 @@ from outbox.operations.rows import from_row
 from outbox.store.change import make_change
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.message import WriteStatement
+from outbox.store.expressions import lease_runs
 from outbox.store.replays.replay_feed import CANCEL_REPLAYS
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ SELECT e.id, e.name, e.state, {PENDING} +
          WHERE r.endpoint_id = e.id AND r.next_seq <= r.to_seq) AS pending,
        (SELECT count(*) FROM lane_block b JOIN lane l ON l.id = b.lane_id
          WHERE l.endpoint_id = e.id) AS blocked,
-       EXISTS (SELECT FROM replica r WHERE r.expires_at > clock_timestamp()) AS relay,
+       EXISTS (SELECT FROM replica r WHERE {lease_runs("r")}) AS relay,
        {SUBSCRIBED} AS subscribed
   FROM endpoint e WHERE e.id = $1
 """  # noqa: S608

@@ -17,6 +17,7 @@ from outbox.operations.tenancy import JOB_IS_OWN
 from outbox.store.change import NEW_JOB, document, make_change_and_read
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.message import WriteStatement
+from outbox.store.expressions import lease_runs
 from outbox.store.replays.replay_feed import CANCEL_REPLAYS
 
 if TYPE_CHECKING:
@@ -107,7 +108,9 @@ SELECT abort_unless(EXISTS (SELECT FROM aborted))
 """,
 )
 
-FIND_RELAY = "SELECT EXISTS (SELECT FROM replica WHERE expires_at > clock_timestamp())"
+FIND_RELAY = f"""
+SELECT EXISTS (SELECT FROM replica WHERE {lease_runs("replica")})
+"""  # noqa: S608 (constants only)
 
 
 @dataclass(frozen=True, slots=True)

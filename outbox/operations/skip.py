@@ -24,6 +24,7 @@ from outbox.operations.rows import from_row
 from outbox.store.change import make_change
 from outbox.store.connection.connect import LOST_ERRORS, map_errors
 from outbox.store.connection.message import WriteStatement
+from outbox.store.expressions import lease_runs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -58,7 +59,7 @@ SELECT l.acked_seq, l.last_seq, d.id AS dead_letter, d.reason, b.seq AS blocked_
          JOIN outbox o ON o.id = head.outbox_id
         WHERE head.seq = $2) n ON true
   LEFT JOIN ownership w ON w.endpoint_id = l.endpoint_id
-  LEFT JOIN replica r ON r.id = w.replica_id AND r.expires_at > clock_timestamp()
+  LEFT JOIN replica r ON r.id = w.replica_id AND {lease_runs("r")}
 """  # noqa: S608 (constants only)
 
 # Whether the delivery has ended since, and how.

@@ -16,6 +16,7 @@ from outbox.store.connection.connect import map_errors
 from outbox.store.connection.row_security import stop_empty
 from outbox.store.database_stats import COUNT_UNACCOUNTED
 from outbox.store.delivery.endpoint_state import EXHAUSTED_EVERY_S
+from outbox.store.expressions import lease_runs
 from outbox.store.routing_change import READ_NOW
 from outbox.store.sequencing.stalls import Blocker, read_cursor_blocker
 
@@ -55,11 +56,12 @@ SELECT count(*) AS gaps, min(lo) AS oldest,
 
 # Relays.  problem: what its process has lacked lately, among the last entries of the journal.
 REPLICAS = f"""
-SELECT r.id, r.name, r.version, r.started_at, r.expires_at > clock_timestamp() AS alive,
+SELECT r.id, r.name, r.version, r.started_at, {lease_runs("r")} AS alive,
        (SELECT j.data ->> 'reason'
           FROM (SELECT kind, actor, at, data FROM journal ORDER BY id DESC LIMIT 1000) j
          WHERE j.kind = 'resources_exhausted' AND j.actor = 'replica ' || r.id
-           AND j.at > clock_timestamp() - make_interval(secs => {2 * EXHAUSTED_EVERY_S})
+           AND j.at BETWEEN clock_timestamp() - make_interval(secs => {2 * EXHAUSTED_EVERY_S})
+                        AND clock_timestamp()
          LIMIT 1) AS problem,
        extract(epoch FROM r.expires_at - clock_timestamp())::float8 AS left_s,
        r.id IS NOT DISTINCT FROM (SELECT writer FROM cursor) AS leads,

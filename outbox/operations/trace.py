@@ -34,7 +34,7 @@ from outbox.operations.rows import ID_MAX, from_row
 from outbox.operations.trace_diagnosis import add_diagnosis
 from outbox.store.connection.connect import map_errors
 from outbox.store.delivery.lanes import lacks_end
-from outbox.store.expressions import PAYLOAD_SIZE
+from outbox.store.expressions import PAYLOAD_SIZE, lease_runs
 from outbox.store.retention.erasure import PLAN_BY_INDEX
 from outbox.store.routing_change import READ_NOW
 from outbox.store.type_match import FILTER_MET, TENANT_MATCHES, TYPE_MATCHES
@@ -58,13 +58,13 @@ SELECT id AS outbox_id, event_id, type, tenant, key, created_at AS published_at,
  LIMIT 1
 """  # noqa: S608 (a constant only)
 
-READ_SEQUENCING = """
+READ_SEQUENCING = f"""
 SELECT b.high,
        EXISTS (SELECT FROM gap WHERE $1 BETWEEN lo AND hi) OR b.young @> $1::bigint AS in_gap,
-       (SELECT count(*) FROM replica WHERE expires_at > clock_timestamp()) AS relays,
+       (SELECT count(*) FROM replica WHERE {lease_runs("replica")}) AS relays,
        (SELECT r.name FROM replica r JOIN cursor c ON c.writer = r.id) AS leader
   FROM (SELECT high, young FROM batch ORDER BY batch DESC LIMIT 1) b
-"""
+"""  # noqa: S608 (constants only)
 
 # The first batch whose `high` reaches the event; or, if the event was an open gap then, the
 # batch that found it, which follows the end of the producer's transaction closely.  The first
@@ -148,7 +148,7 @@ SELECT s.lane_id, s.acked_seq, s.retry_seq, s.attempts, s.spent, s.next_attempt_
        coalesce(h.state, 'healthy') AS health, coalesce(h.since, e.created_at) AS health_since,
        h.held_until, b.at AS blocked_since, {BLOCKED_BY} AS blocked_by,
        (SELECT r.name FROM ownership o JOIN replica r ON r.id = o.replica_id
-         WHERE o.endpoint_id = e.id AND r.expires_at > clock_timestamp()) AS relay,
+         WHERE o.endpoint_id = e.id AND {lease_runs("r")}) AS relay,
        older.pending AS older_pending, older.unended AS older_unended,
        (SELECT o.event_id FROM delivery d JOIN outbox o ON o.id = d.outbox_id
          WHERE d.lane_id = s.lane_id AND d.batch >= s.floor_batch AND d.seq = s.acked_seq + 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from outbox.store.expressions import lease_runs
+
 if TYPE_CHECKING:
     from asyncpg import Connection
 
@@ -41,8 +43,8 @@ SELECT (SELECT count(*)
            AS horizon_age_s,
        pg_notification_queue_usage() AS notification_queue_share,
        ({COUNT_UNACCOUNTED}) AS unaccounted_events,
-       (SELECT count(*) FROM replica WHERE expires_at > clock_timestamp()) AS alive,
-       (SELECT count(*) FROM replica WHERE expires_at <= clock_timestamp()) AS lapsed
+       (SELECT count(*) FROM replica WHERE {lease_runs("replica")}) AS alive,
+       (SELECT count(*) FROM replica WHERE NOT {lease_runs("replica")}) AS lapsed
 """  # noqa: S608 (constants only)
 
 

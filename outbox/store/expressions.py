@@ -16,15 +16,21 @@ PAYLOAD_BYTES = "coalesce(body, convert_to(payload::text, 'UTF8'))"
 """The bytes of a payload, JSON or not; NULL: the event was erased."""
 PAYLOAD_SIZE = "coalesce(octet_length(body), octet_length(payload::text))"
 """Their number."""
-LEASE_RUNS = """expires_at BETWEEN clock_timestamp()
-                              AND clock_timestamp() + make_interval(secs => 2 * lease_s)"""
-"""Whether the lease of a replica runs.
-
-One that ends later than a lease can was renewed by a clock that has been set back, and a living
-replica renews it soon; twice its length, for small steps back."""
-
 CURRENT_XID = "pg_current_xact_id()::xid::text::bigint"
 """The id of this transaction, as the column xmin of the rows that it writes has it."""
+
+
+def lease_runs(row: str) -> str:
+    """Whether the lease of a replica runs.
+
+    One that ends later than a lease can was renewed by a clock that has been set back, and a living
+    replica renews it soon; twice its length, for small steps back.
+
+    Args:
+        row: its alias.
+    """
+    return f"""({row}.expires_at BETWEEN clock_timestamp()
+            AND clock_timestamp() + make_interval(secs => 2 * {row}.lease_s))"""
 
 
 def proves_itself(row: str) -> str:

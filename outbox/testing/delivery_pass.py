@@ -23,6 +23,7 @@ from outbox.operations import lanes
 from outbox.operations.dead_letters import list_dead_letters
 from outbox.relay.cluster.connections import Connections
 from outbox.relay.relay import Relay
+from outbox.store.cluster.replicas import read_names
 from outbox.store.connection import dsn as addresses
 from outbox.store.connection.connect import connect, map_errors
 from outbox.store.connection.current_settings import CurrentSettings
@@ -48,9 +49,6 @@ PASS_POLL_S = 0.02
 PASS_DRAIN_S = 1.0
 """Time that requests in flight have when the time of the pass is up."""
 _SILENT = "the database does not respond"
-
-# Relays that may own the endpoints: their lease has not expired.
-READ_REPLICAS = "SELECT name FROM replica WHERE expires_at > clock_timestamp() ORDER BY id"
 
 READ_ENDPOINTS = "SELECT id, name, header_prefix FROM endpoint WHERE state <> 'removed'"
 
@@ -230,9 +228,9 @@ async def _deliver(
     try:
         with map_errors(settings.schema_name):
             await require_current(connection, settings.schema_name)
-            if running := await connection.fetch(READ_REPLICAS):
+            if running := await read_names(connection):
                 raise Conflict(
-                    f'the relay "{running[0]["name"]}" is running on this database and delivers '
+                    f'the relay "{running[0]}" is running on this database and delivers '
                     "its events; stop it, or use another database for the test (a killed relay "
                     "counts until its lease expires)"
                 )

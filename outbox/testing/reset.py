@@ -17,6 +17,7 @@ import asyncpg
 from outbox.config import load
 from outbox.core.model.sql_names import quote_ident, setting_name
 from outbox.errors import CannotRun, Conflict, UsageError
+from outbox.store.cluster.replicas import read_names
 from outbox.store.connection import dsn as addresses
 from outbox.store.connection.connect import connect, map_errors
 from outbox.store.connection.migration_files import table_names
@@ -26,9 +27,6 @@ from outbox.store.retention.partitions import PartitionStore
 
 if TYPE_CHECKING:
     from outbox.store.connection.store_connection import StoreConnection
-
-# Relays that may run: their lease has not expired.
-READ_RELAYS = "SELECT name FROM replica WHERE expires_at > clock_timestamp() ORDER BY id LIMIT 1"
 
 # The rows that migrations wrote.
 WRITE_INITIAL_ROWS = f"""
@@ -81,10 +79,10 @@ async def reset_async(dsn: str | None = None, *, schema: str | None = None) -> N
     try:
         with map_errors(settings.schema_name):
             await require_current(connection, settings.schema_name)
-            if running := await connection.fetchval(READ_RELAYS):
+            if running := await read_names(connection):
                 raise Conflict(
-                    f'the relay "{running}" is running on this database; stop it, or use another '
-                    "database for the test (a killed relay counts until its lease expires)"
+                    f'the relay "{running[0]}" is running on this database; stop it, or use '
+                    "another database for the test (a killed relay counts until its lease expires)"
                 )
             await _empty(connection, settings.schema_name)
     finally:

@@ -130,6 +130,7 @@ func TestPatterns(t *testing.T) {
 		"order.**":   {"order.paid": true, "order.item.added": true, "order": false},
 		"**":         {"order": true, "a.b.c": true, "outbox.lane.stuck": false, "a b": false},
 		"outbox.**":  {"outbox.lane.stuck": true, "outbox.probe": false},
+		"a-b.*":      {"a-b.c-d": true, "a-b.-c": false, "a.c": false},
 	} {
 		parsed, err := parsePattern(text)
 		if err != nil {
@@ -141,7 +142,7 @@ func TestPatterns(t *testing.T) {
 			}
 		}
 	}
-	for _, text := range []string{"", "a..b", "**.a", "a.**.b", "a-b", "a.*x"} {
+	for _, text := range []string{"", "a..b", "**.a", "a.**.b", "-a", "a.-b", "a.*x"} {
 		if _, err := parsePattern(text); err == nil {
 			t.Errorf("%q is no error", text)
 		}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +31,7 @@ from tests.support.relay import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from asyncpg import Connection
 
@@ -59,10 +61,12 @@ class Client:
 
 
 @asynccontextmanager
-async def listening(database: Database, token: str) -> AsyncIterator[Client]:
+async def listening(
+    database: Database, token: str, wall: Callable[[], float] = time.time
+) -> AsyncIterator[Client]:
     given = settings_for(database, dsn_source="test")
     async with (
-        receivers.running(current(given), Address("127.0.0.1", 0)) as at,
+        receivers.running(current(given), Address("127.0.0.1", 0), wall=wall) as at,
         aiohttp.ClientSession() as session,
     ):
         yield Client(session, at.url.rstrip("/"), token)
@@ -134,6 +138,32 @@ async def test_a_fetch_token_is_for_one_endpoint_and_can_be_revoked(
             pass
         await db.execute("UPDATE endpoint SET state = 'removed' WHERE name = 'shop'")
         await client.get(path, status=401)
+
+
+async def test_one_of_two_clocks_signs_what_a_receiver_accepts(
+    database: Database, db: Connection[Any]
+) -> None:
+    """Nobody says which one is right; keys expire by the database's."""
+    made = await add_endpoint(database)
+    async with running(database, Network()):
+        await publish(database, 1, 2, 3, key="k")
+        await all_ended(database)
+    rotated = await endpoint_secrets.rotate_secret(db, "relay", "shop", actor="test")
+    wall_ahead_s = 2 * 86400.0
+    async with listening(
+        database, await token_of(db), lambda: time.time() + wall_ahead_s
+    ) as client:
+        (lane,) = (await client.get("lanes"))["items"]
+        path = f"lanes/{lane['lane']}/deliveries/"
+        # The receiver refuses the first one, and later, with another clock, the fourth one.
+        items = [await client.get(f"{path}{n}") for n in (1, 1, 2, 3, 3)]
+        wall_ahead_s = 0.0
+        items.append(await client.get(f"{path}3"))
+    ahead = [int(item["headers"]["webhook-timestamp"]) - time.time() for item in items]
+    assert [round(each / 86400) for each in ahead] == [0, 2, 2, 2, 0, 0]
+    for item, secret in itertools.product(items, (made.secret, rotated.secret)):
+        at = int(item["headers"]["webhook-timestamp"])
+        verify(item["headers"], item["body"].encode(), secret, now=at)
 
 
 @pytest.mark.full

@@ -689,7 +689,7 @@ def test_status(here: Command, database: Database) -> None:
         UPDATE lane_progress SET retry_seq = 1, attempts = 3, spent = 3, next_attempt_at = now(),
                last_response = '{"failure": "timeout"}';
         INSERT INTO replica (name, version, label, lease_s, expires_at)
-        VALUES ('r1', '1', 'outbox-relay:r1', 5, now() + interval '1 hour') RETURNING id
+        VALUES ('r1', '1', 'outbox-relay:r1', 3600, now() + interval '1 hour') RETURNING id
         """,
     )
     text = here("status").out
@@ -788,7 +788,7 @@ def test_status_names_problems_and_the_commands_that_resolve_them(
          WHERE l.id = c.lane_id AND e.name = 'sick';
         UPDATE endpoint SET generation = 2 WHERE name = 'sick';
         INSERT INTO replica (name, version, label, lease_s, expires_at)
-        VALUES ('r1', '1', 'outbox-relay:r1', 5, now() + interval '1 h'),
+        VALUES ('r1', '1', 'outbox-relay:r1', 3600, now() + interval '1 h'),
                ('r2', '1', 'outbox-relay:r2', 5, now() - interval '1 h') RETURNING id;
         UPDATE cursor SET writer = (SELECT id FROM replica WHERE name = 'r1')
         """,

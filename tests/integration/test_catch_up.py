@@ -37,6 +37,7 @@ from tests.support.relay import (
     Sent,
     add_endpoint,
     all_ended,
+    current,
     publish,
     remove_events,
     running,
@@ -60,7 +61,7 @@ async def fetchable(database: Database, name: str = "shop") -> AsyncIterator[Fet
     connection = await database.connect(server_settings={"search_path": "relay"})
     made = await fetch_tokens.add_fetch_token(connection, "relay", name, actor="test")
     settings = settings_for(database, dsn_source="test")
-    async with receivers.running(settings, Address("127.0.0.1", 0)) as at:
+    async with receivers.running(current(settings), Address("127.0.0.1", 0)) as at:
         yield FetchClient(at.url, made.token)
 
 

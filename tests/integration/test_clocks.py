@@ -366,6 +366,27 @@ async def test_a_wrong_clock_of_the_relay_has_no_effect(database: Database, off_
     assert [line.get("ahead_s") for line in lines] == [off_s], "said once"
 
 
+async def test_one_refusal_in_a_run_does_not_change_the_clock(
+    database: Database, shift_database_clock: Callable[[float], None]
+) -> None:
+    await add_endpoint(database, "unauthorized", lanes=1, retry={"base_s": 0.1, "cap_s": 0.1})
+    await publish(database, *range(30))
+    refused: list[object] = []
+
+    def response(sent: Sent) -> AttemptResult:
+        result = refusing_wrong_times(sent)
+        if sent.body["data"] == 10 and 10 not in refused:
+            result = REFUSALS["unauthorized"]
+        if result is not OK:
+            refused.append(sent.body["data"])
+        return result
+
+    shift_database_clock(-600.0)
+    async with running(database, Network(response)):
+        await all_ended(database)
+    assert refused == [0, 10], "the first one for its time, the other one for itself"
+
+
 @pytest.mark.full
 async def test_a_refusal_for_another_reason_is_final_once_the_clocks_agree(
     database: Database, shift_database_clock: Callable[[float], None]

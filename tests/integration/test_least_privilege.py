@@ -28,6 +28,7 @@ from tests.support.relay import (
     Sent,
     add_endpoint,
     all_ended,
+    current,
     exceptions,
     fetchval,
     killed_at_the_end,
@@ -207,7 +208,7 @@ async def test_receivers_fetch_through_a_least_privilege_relay(database: Databas
         settings = settings_for(database, dsn=dsn, dsn_source="test")
         async with (
             running(database, network, dsn=dsn),
-            receivers.running(settings, Address("127.0.0.1", 0)) as at,
+            receivers.running(current(settings), Address("127.0.0.1", 0)) as at,
             aiohttp.ClientSession(headers={"Authorization": f"Bearer {token}"}) as session,
         ):
             await publish(database, 1, 2)

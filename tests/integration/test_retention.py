@@ -673,22 +673,22 @@ async def test_periods_are_dropped_while_no_partition_can_be_created(
 
 
 SLOW = """
-CREATE OR REPLACE FUNCTION server_timeline() RETURNS bigint LANGUAGE plpgsql AS
-$$ BEGIN PERFORM pg_sleep(0.5); RETURN 1; END $$
+CREATE OR REPLACE FUNCTION server_fence() RETURNS bigint LANGUAGE plpgsql AS
+$$ BEGIN PERFORM pg_sleep(0.5); RETURN {}; END $$
 """
 
 
 async def test_a_batch_planned_before_a_period_began_is_not_written(
     database: Database, keeper: Maintainer
 ) -> None:
-    db = await database.connect(**SESSION)
-    leader = SequencingStore(db, await timeline.read_server_fence(db))
+    fence = await timeline.read_server_fence(keeper.db)
+    leader = SequencingStore(await database.connect(**SESSION), fence)
     await ranges.sequence_all(database)
     await publish(database, 1)
     await ranges.sequence_all(database)
     await keeper.db.execute("UPDATE cursor SET writer = 7")
     row, state = await leader.cursor_row(), await leader.state()
-    await keeper.db.execute(SLOW)
+    await keeper.db.execute(SLOW.format(fence))
     sleeping = "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE wait_event = 'PgSleep')"
     writing = asyncio.create_task(
         leader.write(

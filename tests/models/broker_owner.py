@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from outbox.core.brokers.port import Appended, Owner, Stop, StopKind
+from outbox.core.cluster.observed_time import GracePeriod
 from outbox.core.delivery.circuit_breaker import BreakerState
 from outbox.core.delivery.commands import End, Fetch, Open, Record, Send, Wait
 from outbox.core.model.headers import NO_HEADERS
@@ -208,6 +209,7 @@ class LaneOwner:
             ),
             breaker=_Breaker(),
             reported=_Reported(),
+            grace=GracePeriod(0.0),
             lanes={},
             stopped=False,
         )  # fmt: skip

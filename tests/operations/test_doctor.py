@@ -43,7 +43,7 @@ AT_ONCE = DoctorLimits(
 )
 REPLICA = """
 INSERT INTO replica (name, version, label, lease_s, started_at, expires_at)
-VALUES ('r1', '1', 'outbox-relay:r1', 5, now() - interval '1 h', clock_timestamp() + interval '1 h')
+VALUES ('r1', '1', 'outbox-relay:r1', 3600, now() - interval '1 h', now() + interval '1 h')
 RETURNING id
 """
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.system
 ALIVE = "SELECT EXISTS (SELECT FROM replica WHERE expires_at > clock_timestamp())"
 REPLICA = """
 INSERT INTO replica (name, version, label, lease_s, expires_at)
-VALUES ('r1', '1', 'outbox-relay:r1', 5, clock_timestamp() + interval '1 h')
+VALUES ('r1', '1', 'outbox-relay:r1', 3600, clock_timestamp() + interval '1 h')
 """
 
 

@@ -30,9 +30,8 @@ KINDS = {
     "shown",
     "setting",
     "other",
-    "open",
 }
-NEEDS_BOUND, NEEDS_STEP = {"bounded"}, {"promise", "bounded", "observed", "open"}
+NEEDS_BOUND, NEEDS_STEP = {"bounded"}, {"promise", "bounded", "observed"}
 TIME_NAME = r"(^|_)(s|at|until|since)$"
 TIME_TYPE = re.compile(r"\b(datetime|timedelta)\b")
 FOLDERS = {"docs"}

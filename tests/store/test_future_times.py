@@ -16,6 +16,8 @@ from outbox.core.schedules.cron import Cron
 from outbox.core.schedules.schedule import AHEAD_MAX, restart_at, ticks_from
 from outbox.core.sequencing.filter_budget import AGAIN_AFTER_S
 from outbox.operations import api_tokens, fetch_tokens
+from outbox.operations.replay_jobs import FIND_RELAY
+from outbox.operations.status import read_overview
 from outbox.store.cluster import sessions
 from outbox.store.cluster.replicas import ReplicaStore, read_names
 from outbox.store.connection.migrate import REQUIRE_STOPPED_RELAYS
@@ -25,6 +27,7 @@ from outbox.store.retention.partitions import PartitionStore
 from outbox.store.schedules.put_off import PutOffStore
 from outbox.store.schedules.schedule_runs import ScheduleRunStore
 from outbox.store.sequencing.routing import RoutingStore
+from tests.support.doctor import findings_of
 from tests.support.relay import (
     Network,
     add_endpoint,
@@ -116,6 +119,21 @@ async def test_a_schedule_runs_again_after_a_clock_that_was_ahead(
     assert await published(db, "yearly") == []
 
 
+async def test_a_schedule_that_was_added_or_resumed_by_a_wrong_clock_goes_on(
+    database: Database, db: Connection[Any]
+) -> None:
+    """It has not run since, so only its next run tells."""
+    await add_schedule(db, "new", cron="* * * * *")
+    await add_schedule(db, "resumed", cron="* * * * *")
+    await add_schedule(db, "yearly", cron="@yearly")
+    await db.execute("UPDATE schedule SET last_at = now() - interval '1 day' WHERE name <> 'new'")
+    ahead = "date_trunc('minute', now()) + interval '30 days'"
+    await db.execute(f"UPDATE schedule SET next_at = {ahead}, due_at = {ahead}"
+                     " WHERE name <> 'yearly'")  # fmt: skip
+    assert await PutOffStore(db, 1).restart() == (["new", "resumed"], True)
+    assert await PutOffStore(db, 1).restart() == ([], True)
+
+
 async def test_a_poll_that_was_put_off_is_due_again(
     database: Database, db: Connection[Any]
 ) -> None:
@@ -169,8 +187,23 @@ async def test_a_lease_of_a_wrong_clock_has_ended(database: Database, db: Connec
     await db.execute("UPDATE replica SET expires_at = expires_at + interval '30 days'")
     assert await read_names(db) == []
     assert await db.fetch(READ_RELAYS_WITHOUT_KEY, "a key") == []
+    assert not await db.fetchval(FIND_RELAY)
+    (found,) = [f for f in await findings_of(db, "relays") if "killed" in f.message]
+    assert found.message.endswith("its lease was last renewed by a clock that was ahead")
     await db.execute(REQUIRE_STOPPED_RELAYS.replace("{migration}", "0099"))
     assert await db.fetchval("SELECT expires_at = 'epoch' FROM replica")
+
+
+async def test_what_a_relay_lacked_by_a_wrong_clock_is_not_reported(db: Connection[Any]) -> None:
+    replica = await register(ReplicaStore(db))
+    for at, reason in (("now() + interval '30 days'", None), ("now()", "no descriptor")):
+        await db.execute(
+            f"""INSERT INTO journal (kind, actor, at, data)
+                VALUES ('resources_exhausted', 'replica {replica}', {at},
+                        '{{"reason": "no descriptor"}}')"""
+        )
+        (found,) = (await read_overview(db, "relay")).replicas
+        assert found.problem == reason
 
 
 async def test_a_filter_that_a_wrong_clock_stopped_is_evaluated(

@@ -775,7 +775,7 @@ async def _check(log: LongLog, case: Case, settings: Mapping[str, str], *, gener
     settings = {"search_path": "relay", "jit": "off", **settings}
     async with log.database.connection(server_settings=settings) as connection:
         # The server reads a function's body once in a session, which is no cost of a plan.
-        await connection.execute(READ_SERVER_FENCE)
+        await connection.execute(f"{READ_SERVER_FENCE}, observed_before(1)")
         transaction = connection.transaction()
         await transaction.start()
         for sql in case.before:
@@ -812,6 +812,9 @@ class Received:
     async def write(self, statement: WriteStatement, *arguments: Any) -> int:
         self.asked.append((statement.sql, arguments))
         return 0
+
+    async def write_together(self, *calls: WriteCall) -> int:
+        return await self.write_unless_aborted(*calls)
 
     async def write_unless_aborted(self, *calls: WriteCall) -> int:
         self.asked += [(statement.sql, tuple(arguments)) for statement, *arguments in calls]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shlex
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
@@ -564,7 +565,7 @@ async def test_the_doctor_reports_relays_that_are_superusers(owner: Connection[A
     await owner.execute("""
         SET application_name = 'outbox-relay:r1';
         INSERT INTO replica (name, version, label, lease_s, expires_at)
-        VALUES ('r1', '1', 'outbox-relay:r1', 5, clock_timestamp() + interval '1 h')
+        VALUES ('r1', '1', 'outbox-relay:r1', 3600, clock_timestamp() + interval '1 h')
     """)
     (found,) = await _says(owner)
     assert found.severity == "warning"
@@ -764,6 +765,24 @@ async def test_emptied_partitions_are_reported_and_dropped_by_their_owner(
         assert await PartitionStore(owner).drop_owned() == 1
         (found,) = await _says(relay, "old periods")
         assert found.message == "no partition of a dropped period is left"
+
+
+@pytest.mark.one_major
+async def test_a_partition_is_emptied_although_a_wrong_clock_decided_it(
+    database: Database, owner: Connection[Any]
+) -> None:
+    decided = "UPDATE period SET dropped_at = now() + $1::interval WHERE dropped_at IS NOT NULL"
+    await publish(database, 1)
+    await _drop_first_events(owner)
+    async with role(database, "relay") as name:
+        relay = await _as(database, name)
+        for ahead, empties in ((timedelta(minutes=30), False), (timedelta(days=30), True)):
+            await owner.execute(decided, ahead)
+            assert await PartitionStore(relay).drop() == (0, int(empties), [])
+            if not empties:
+                assert not await _empties(relay)
+        (found,) = await _says(relay, "old periods")
+        assert "1 partition of dropped periods is empty and still attached" in found.message
 
 
 @pytest.mark.one_major

@@ -34,12 +34,13 @@ from outbox.operations.doctor.check import (
 from outbox.operations.rotate_key import COUNT_SECRETS
 from outbox.store.delivery.altered_secrets import read_altered_secrets
 from outbox.store.delivery.endpoints import read_endpoints
+from outbox.store.expressions import lease_runs
 
 # Live relays that lack one of the keys that secrets are encrypted with.
-RELAYS_WITHOUT_KEYS = """
+RELAYS_WITHOUT_KEYS = f"""
 SELECT name FROM replica
- WHERE expires_at > clock_timestamp() AND NOT keys @> $1::text[] ORDER BY name
-"""
+ WHERE {lease_runs("replica")} AND NOT keys @> $1::text[] ORDER BY name
+"""  # noqa: S608 (constants only)
 
 
 @check("secrets")

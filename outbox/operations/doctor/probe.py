@@ -23,16 +23,17 @@ from outbox.operations.doctor.check import (
     problem,
     warning,
 )
+from outbox.store.expressions import lease_runs
 
 STEPS = ("insert", "commit", "notification", "sequenced")
 
 PROBE_POLL_MIN_S, PROBE_POLL_MAX_S = 0.002, 0.1
 """Poll interval for the cursor."""
 
-ABOUT = """
-SELECT EXISTS (SELECT FROM replica WHERE expires_at > clock_timestamp()) AS relay,
+ABOUT = f"""
+SELECT EXISTS (SELECT FROM replica WHERE {lease_runs("replica")}) AS relay,
        'outbox-probe-' || pg_backend_pid() AS channel
-"""
+"""  # noqa: S608 (constants only)
 
 # With an event_id of version 8, as a reserved type has.
 PUBLISH = f"""

@@ -19,6 +19,7 @@ from outbox.operations.doctor.check import (
 )
 from outbox.operations.status import REPLICAS
 from outbox.store.cluster.sessions import LISTENER_SUFFIX
+from outbox.store.expressions import lease_runs
 from outbox.store.schedules.schedule_runs import BROKEN_RETRY, READ_POSTPONED
 from outbox.store.sequencing.skipped_events import (
     BATCHES_PER_SEARCH,
@@ -59,8 +60,12 @@ async def replicas(context: DoctorContext) -> Results:
                     "raise the limit of its process, such as LimitNOFILE of a systemd unit",
                 )
         else:
+            left_s = row["left_s"]
+            expired = f"its lease expired {rounded(-left_s)} ago"
+            if left_s > 0:
+                expired = "its lease was last renewed by a clock that was ahead"
             yield warning(
-                f"{who} {owns}, but its lease expired {rounded(-row['left_s'])} ago",
+                f"{who} {owns}, but {expired}",
                 "another relay takes over automatically; if none runs, " + START,
             )
 
@@ -69,7 +74,7 @@ async def replicas(context: DoctorContext) -> Results:
 NOT_LISTENING = f"""
 SELECT r.id, r.name
   FROM replica r
- WHERE r.expires_at > clock_timestamp()
+ WHERE {lease_runs("r")}
    AND r.started_at < clock_timestamp() - make_interval(secs => $1)
    AND NOT EXISTS (SELECT FROM pg_stat_activity a
                     WHERE a.datname = current_database()
@@ -100,14 +105,14 @@ def _missing_listener(row: Any) -> CheckResult:
 
 UNSEQUENCED_COUNT_MAX = 10_000
 
-UNSEQUENCED = """
+UNSEQUENCED = f"""
 SELECT (SELECT count(*) FROM (SELECT FROM outbox o WHERE o.id > b.high LIMIT $1) w) AS events,
        (SELECT extract(epoch FROM clock_timestamp() - o.created_at)::float8
           FROM outbox o WHERE o.id > b.high ORDER BY o.id LIMIT 1) AS oldest_s,
-       EXISTS (SELECT FROM replica WHERE expires_at > clock_timestamp()) AS relay,
+       EXISTS (SELECT FROM replica WHERE {lease_runs("replica")}) AS relay,
        b.high
   FROM batch b ORDER BY b.batch DESC LIMIT 1
-"""
+"""  # noqa: S608 (constants only)
 
 
 @check("sequencing")
@@ -125,14 +130,14 @@ async def lag(context: DoctorContext) -> Results:
     if row["oldest_s"] < context.limits.lag_warning_s:
         yield ok(message)
         return
-    if not row["relay"]:
-        yield problem(f"{message}, and no relay is alive", START)
-        return
     blocker = await read_cursor_blocker(context.db)
-    action = "see the relay's log"
+    action = "see the relay's log" if row["relay"] else START
     if blocker is not None:
         message += f", blocked by {blocker.describe()}"
         action = f"end it in its application, or {blocker.end_command}"
+    if not row["relay"]:
+        yield problem(f"{message}, and no relay is alive", action)
+        return
     make_result = problem if row["oldest_s"] > context.limits.lag_problem_s else warning
     yield make_result(message, action)
 
@@ -279,15 +284,15 @@ def _refused_schedule(row: Any) -> CheckResult:
 
 
 # Empty unless a relay is running: without one, the check of replicas reports the cause.
-OWNERLESS = """
+OWNERLESS = f"""
 SELECT e.name, o.replica_id
   FROM endpoint e
   LEFT JOIN ownership o ON o.endpoint_id = e.id
-  LEFT JOIN replica r ON r.id = o.replica_id AND r.expires_at > clock_timestamp()
+  LEFT JOIN replica r ON r.id = o.replica_id AND {lease_runs("r")}
  WHERE e.state <> 'removed' AND r.id IS NULL
-   AND EXISTS (SELECT FROM replica WHERE expires_at > clock_timestamp())
+   AND EXISTS (SELECT FROM replica WHERE {lease_runs("replica")})
  ORDER BY e.name COLLATE "C"
-"""
+"""  # noqa: S608 (constants only)
 
 
 @check("owners", passed="every endpoint is owned by a running relay")

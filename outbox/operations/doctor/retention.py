@@ -99,7 +99,7 @@ async def _find_blocker(context: DoctorContext, period: PartitionWindow) -> tupl
     return "no relay has dropped them", "run outbox relay; its log has the error"
 
 
-# Partitions still attached a day after their period was dropped.
+# Partitions still attached a day after their period was dropped, or whose time of that is wrong.
 EMPTY_PARTITIONS = """
 SELECT count(*)
   FROM period p
@@ -107,7 +107,7 @@ SELECT count(*)
    AND c.relname = ANY (CASE p.kind WHEN 'events' THEN ARRAY['outbox_' || p.number]
                         ELSE ARRAY['attempt_' || p.number, 'batch_' || p.number,
                                    'delivery_' || p.number] END)
- WHERE p.dropped_at < clock_timestamp() - interval '1 day'
+ WHERE p.dropped_at NOT BETWEEN clock_timestamp() - interval '1 day' AND clock_timestamp()
 """
 
 

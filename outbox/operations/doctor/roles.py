@@ -15,23 +15,24 @@ from outbox.operations.doctor.check import (
     problem,
     warning,
 )
+from outbox.store.expressions import lease_runs
 from outbox.store.privileges import missing_privileges
 
 # Superusers among the roles of running relays; without a relay, the current role.  All roles may
 # read the role of a session.
-SUPERUSERS = """
+SUPERUSERS = f"""
 WITH seen AS (
     SELECT DISTINCT r.rolname, r.rolsuper
       FROM replica p
       JOIN pg_stat_activity a ON a.application_name = p.label
       JOIN pg_roles r ON r.oid = a.usesysid
-     WHERE p.expires_at > clock_timestamp())
+     WHERE {lease_runs("p")})
 SELECT rolname AS role, 'a relay connects' AS who FROM seen WHERE rolsuper
 UNION ALL
 SELECT rolname, 'a relay would connect' FROM pg_roles
  WHERE rolname = current_user AND rolsuper AND NOT EXISTS (SELECT FROM seen)
  ORDER BY role
-"""
+"""  # noqa: S608 (constants only)
 
 # A role with CREATE could define objects that the schema's functions run with the owner's
 # rights.

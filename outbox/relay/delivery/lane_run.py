@@ -91,14 +91,14 @@ class LaneRun:
             self._headers, self._body = response.headers, response.body
             redacted = response if self._redactor is None else self._redactor.redact(response)
             self._stored = stored_success(redacted)
-        if lane.signed_by is not None:
-            lane.runtime.signing.record(lane.signed_by, response)
         now, done = self._now(), run.send
         prefetched = lane.prefetched
         known = None if prefetched is None else prefetched.send
         send = run.advance(response, self._stored, known, now=now, admission_now=self._loop_time())
         if send is None:
             return None
+        if lane.signed_by is not None:
+            lane.runtime.signing.record(lane.signed_by, response)
         if self.span is not None:
             self._telemetry.run_attempt_traced(lane, done.delivery, run, response, self.span)
         request, self.span = self._telemetry.attempt_started(

@@ -28,7 +28,7 @@ from outbox.store.cluster.sessions import (
 )
 from outbox.store.connection.message import WriteStatement
 from outbox.store.connection.row_security import stop_empty
-from outbox.store.expressions import LEASE_RUNS
+from outbox.store.expressions import lease_runs
 from outbox.store.refused_rows import is_refused, reason_of
 
 if TYPE_CHECKING:
@@ -80,7 +80,9 @@ READ_REGISTERED = "SELECT id FROM replica WHERE label = $1"
 READ_REGISTERED_LABELS = "SELECT label FROM replica WHERE label = ANY ($1) ORDER BY id"
 
 # The names of the replicas whose lease runs, in the order of their registration.
-READ_NAMES = f"SELECT name FROM replica WHERE {LEASE_RUNS} ORDER BY id"  # noqa: S608
+READ_NAMES = f"""
+SELECT name FROM replica WHERE {lease_runs("replica")} ORDER BY id
+"""  # noqa: S608 (constants only)
 
 # Renews the lease, not one that has expired: the replica has to register again.  Adds $3 seconds to
 # the odometer, if the replica is its adder.

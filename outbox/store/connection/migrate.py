@@ -21,7 +21,7 @@ from outbox.store.connection.message import ABORTED, is_aborted
 from outbox.store.connection.migration_files import Migration, migrations
 from outbox.store.connection.row_security import ROW_SECURITY_OFF
 from outbox.store.connection.schema_status import not_ours, status
-from outbox.store.expressions import LEASE_RUNS
+from outbox.store.expressions import lease_runs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -78,7 +78,7 @@ BEGIN
              FILTER (WHERE n <= 5)
       INTO running, left_s, names
       FROM (SELECT name, version, expires_at, row_number() OVER (ORDER BY id) AS n
-              FROM replica WHERE {LEASE_RUNS}) r;
+              FROM replica WHERE {lease_runs("replica")}) r;
     IF running > 0 THEN
         RAISE EXCEPTION USING ERRCODE = '{RELAYS_RUN}', MESSAGE = format(
             '{{migration}} was not applied: relays must stop first, and %s running: %s; stop them, '

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.encryption_keys import KEY_BYTES, format_key, parse_keys
 from outbox.errors import CannotRun, Conflict
-from outbox.store.expressions import LEASE_RUNS
+from outbox.store.expressions import lease_runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -45,7 +45,7 @@ READ_KEYS_IN_USE = "SELECT DISTINCT key_id FROM endpoint_secret WHERE key_id IS 
 
 # Running relays that do not have a key.
 READ_RELAYS_WITHOUT_KEY = f"""
-SELECT name FROM replica WHERE {LEASE_RUNS} AND NOT $1 = ANY (keys)
+SELECT name FROM replica WHERE {lease_runs("replica")} AND NOT $1 = ANY (keys)
  ORDER BY name
 """  # noqa: S608 (constants only)
 

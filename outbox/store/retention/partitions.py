@@ -118,7 +118,8 @@ ADD_PARTITION = WriteStatement("add_partition", "SELECT add_partition($1::text::
 # Tables of dropped periods, oldest first.  detaching: true if a DETACH was interrupted, NULL if
 # it is not attached.  ours: it is attached, or maintenance has detached it; somebody else may have
 # detached another one with events that were never read.  owned: this role may drop the table;
-# others are listed while they have data and may be emptied.  OFFSET 0: the privilege is checked
+# others are listed while they have data and may be emptied: an hour after the decision, or if that
+# is more than an hour ahead, because the clock was set back.  OFFSET 0: the privilege is checked
 # once per table.
 READ_DROPPABLE = """
 SELECT parent, p.kind, p.number, c.relname AS name, c.oid::bigint AS oid,
@@ -129,7 +130,8 @@ SELECT parent, p.kind, p.number, c.relname AS name, c.oid::bigint AS oid,
  CROSS JOIN LATERAL (SELECT pg_has_role(c.relowner, 'USAGE') AS owned OFFSET 0) o
   LEFT JOIN pg_inherits i ON i.inhrelid = c.oid AND i.inhparent = to_regclass(parent)
  WHERE p.kind = $1 AND p.dropped_at IS NOT NULL AND c.relname = parent || '_' || p.number
-   AND (o.owned OR p.dropped_at < clock_timestamp() - interval '1 hour'
+   AND (o.owned OR p.dropped_at NOT BETWEEN clock_timestamp() - interval '1 hour'
+                                        AND clock_timestamp() + interval '1 hour'
                    AND pg_relation_size(c.oid) > 0)
  ORDER BY p.number, array_position($2, parent)
 """

@@ -34,15 +34,14 @@ if TYPE_CHECKING:
     from outbox.store.connection.message import WriteCall
     from outbox.store.connection.store_connection import StoreConnection
 
-# Schedules whose last run, or next poll, is further ahead than the clock can have decided.  What
-# `skip` has decided is in next_at alone.
+# Schedules whose next run, or next poll, may be further ahead than the clock can have decided.  The
+# last run tells nothing of a schedule that was added or resumed by a wrong clock.
 READ_PUT_OFF = """
 SELECT id, name, cron, timezone, next_at, due_at, statement_timestamp() AS now,
        xmin::text AS revision
   FROM schedule
  WHERE state = 'active' AND id > $1
-   AND (last_at > statement_timestamp() + make_interval(secs => $2)
-        OR misfire = 'skip' AND next_at > statement_timestamp() + make_interval(secs => $2)
+   AND (next_at > statement_timestamp() + make_interval(secs => $2)
         OR due_at > greatest(next_at, statement_timestamp() + make_interval(secs => $3)))
  ORDER BY id LIMIT $4
 """

@@ -41,8 +41,7 @@ def read_put_off(db: Database, tx: Transaction) -> list[Any]:
     return [
         {**row, "now": now, "revision": row}
         for row in active_schedules(db, tx)
-        if ((row["last_at"] or now) > now + AHEAD_MAX)
-        or (row["misfire"] == "skip" and row["next_at"] > now + AHEAD_MAX)
+        if row["next_at"] > now + AHEAD_MAX
         or row["due_at"] > max(row["next_at"], now + BROKEN_RETRY)
     ]
 
