@@ -11,7 +11,7 @@ import outbox as library
 from tests.api.test_endpoints import identity
 from tests.support.lockstep import in_lockstep
 from tests.support.ranges import dead_letter_pending, next_pending, sequence_all
-from tests.support.relay import add_endpoint, publish
+from tests.support.relay import add_endpoint, fetchval, publish
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,6 +70,9 @@ async def test_no_command_holds_locks_while_it_waits_for_its_client(
             assert not seen.hold_points, (args, seen.report())
             return str(done.out)
 
+        async def newest_job() -> str:
+            return str(await fetchval(database, "SELECT max(id) FROM replay_job"))
+
         await run("endpoint", "add", "shop", "https://example.com/", "--header", "X-Key: hunter2")
         await run("endpoint", "update", "shop", "--lanes", "4", "--type", "a.*", "--name", "shop2")
         await run("endpoint", "update", "shop2", "--header", "X-Key: hunter3")
@@ -88,9 +91,9 @@ async def test_no_command_holds_locks_while_it_waits_for_its_client(
         await run("endpoint", "remove", "shop2")
         await run("apply", "-f", str(file))
         await run("dead", "replay", "1", "--detach")
-        await run("replay", "abort", "1")
+        await run("replay", "abort", await newest_job())
         await run("dead", "replay", "--all", "--detach")
-        await run("replay", "abort", "2")
+        await run("replay", "abort", await newest_job())
         await run("dead", "discard", "1")
         await run("dead", "discard", "--all")
         await run("replay", "--endpoint", "moved", "--since", "1h", "--detach")

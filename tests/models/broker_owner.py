@@ -16,6 +16,7 @@ from outbox.core.brokers.port import Appended, Owner, Stop, StopKind
 from outbox.core.cluster.observed_time import GracePeriod
 from outbox.core.delivery.circuit_breaker import BreakerState
 from outbox.core.delivery.commands import End, Fetch, Open, Record, Send, Wait
+from outbox.core.delivery.signing_clock import ClockDifference, SigningClock
 from outbox.core.model.headers import NO_HEADERS
 from outbox.core.model.message_format import ENVELOPE
 from outbox.core.model.response import AttemptResult, Failure
@@ -210,6 +211,7 @@ class LaneOwner:
             breaker=_Breaker(),
             reported=_Reported(),
             grace=GracePeriod(0.0),
+            signing=SigningClock(ClockDifference()),
             lanes={},
             stopped=False,
         )  # fmt: skip
@@ -217,7 +219,7 @@ class LaneOwner:
             "Any",
             SimpleNamespace(
                 state=self.lane, loaded=SimpleNamespace(id=1, name=LANE, lanes=1), slot=None,
-                runtime=self.runtime, repair=None, repaired=None,
+                runtime=self.runtime, repair=None, repaired=None, signed_by=Clock.DATABASE,
             ),
         )  # fmt: skip
         self.lease_left_s = 1.0
