@@ -21,6 +21,7 @@ from outbox.store.connection import dsn as addresses
 from outbox.store.connection.connect import connect, map_errors
 from outbox.store.connection.migration_files import table_names
 from outbox.store.connection.schema_status import require_current
+from outbox.store.expressions import CURRENT_XID
 from outbox.store.retention.partitions import PartitionStore
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 READ_RELAYS = "SELECT name FROM replica WHERE expires_at > clock_timestamp() ORDER BY id LIMIT 1"
 
 # The rows that migrations wrote.
-WRITE_INITIAL_ROWS = """
+WRITE_INITIAL_ROWS = f"""
 INSERT INTO cursor DEFAULT VALUES;
 INSERT INTO lag_report DEFAULT VALUES;
 INSERT INTO lock (name) VALUES ('future events'), ('maintenance');
@@ -39,8 +40,9 @@ INSERT INTO batch (batch, high) VALUES (0, 0);
 INSERT INTO event_account DEFAULT VALUES;
 INSERT INTO odometer DEFAULT VALUES;
 INSERT INTO odometer_mark VALUES (0, clock_timestamp());
+INSERT INTO incarnation (by_xid) VALUES ({CURRENT_XID});
 DO $$ BEGIN PERFORM setval('wakeup', 1); END $$;
-"""
+"""  # noqa: S608 (a constant only)
 
 
 def reset(dsn: str | None = None, *, schema: str | None = None) -> None:
