@@ -113,6 +113,7 @@ BEGIN
                        ('relay', 'table', 'future_event', 'UPDATE', '{retry_at,problem}'),
                        ('relay', 'function', 'guard_events', 'EXECUTE', NULL),
                        ('relay', 'function', 'advance_sequences', 'EXECUTE', NULL),
+                       ('relay', 'table', 'odometer', 'INSERT', NULL),
                        ('relay', 'table', 'odometer', 'UPDATE', NULL),
                        ('relay', 'table', 'odometer_mark', 'INSERT', NULL),
                        ('relay', 'table', 'odometer_mark', 'UPDATE', NULL),

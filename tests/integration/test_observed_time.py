@@ -350,7 +350,10 @@ async def test_a_fault_of_the_relay_is_no_response_of_the_receiver(database: Dat
 MONTH = Retention(30 * 86400.0, 30 * 86400.0, 30 * 86400.0)
 
 
-async def test_nothing_is_dropped_that_was_not_observed_for_a_day(database: Database) -> None:
+@pytest.mark.parametrize("restored", [False, True])
+async def test_nothing_is_dropped_that_was_not_observed_for_a_day(
+    database: Database, restored: bool
+) -> None:
     await add_endpoint(database, lanes=1)
     async with running(database, Network(lambda _: REFUSED)):
         await publish(database, 1)
@@ -368,11 +371,20 @@ async def test_nothing_is_dropped_that_was_not_observed_for_a_day(database: Data
         return bool(await db.fetchval(ended))
 
     await until(have_ended, what="the first periods to end")
-    # A clock that is two months ahead.
+    if restored:
+        # What was observed before the dump comes back with it.
+        await observe(database, 10 * 86_400)
+        await fetchval(database, "UPDATE incarnation SET by_xid = NULL RETURNING 1")
+    # Otherwise a clock that is two months ahead.
     await age(database, "60 days")
     for _ in range(2):
         assert await retention.advance_periods() == []
     assert await retention.delete_expired() == 0
+    if restored:
+        async with running(database, Network()):
+            holds = "SELECT incarnation_holds()"
+            await until(lambda: fetchval(database, holds), what="the new incarnation")
+        assert await retention.advance_periods() == []
     await observe(database, 86_000)
     assert await retention.advance_periods() == []
     await observe(database, 500)

@@ -137,6 +137,16 @@ INSERT INTO incarnation AS i (by_xid) VALUES ({CURRENT_XID})
 """,  # noqa: S608 (constants only)
 )
 
+# What is kept for a while was not there to be seen before it was restored.  A dump of an older
+# version has no odometer.
+BEGIN_OBSERVATION = WriteStatement(
+    "begin_observation",
+    """
+INSERT INTO odometer AS o DEFAULT VALUES
+    ON CONFLICT (one) DO UPDATE SET began_s = o.seconds
+""",
+)
+
 # Says that the state was restored; the sessions of all relays end, because their fence changes.
 WITHDRAW_INCARNATION = WriteStatement(
     "withdraw_incarnation", "UPDATE incarnation SET by_xid = NULL"
@@ -248,7 +258,12 @@ def begin_timeline(replica_id: int, row: CursorRow, actor: str) -> list[WriteCal
     if not row.begins_history:
         return [(SET_FIRST_TIMELINE, new.timeline, new.identity, replica_id, version)]
     restored = not (row.incarnation and History(None, known.identity).continues_as(server))
-    whole: list[WriteCall] = [(REQUIRE_WHOLE,), (ADVANCE_SEQUENCES,), (BEGIN_INCARNATION,)]
+    whole: list[WriteCall] = [
+        (REQUIRE_WHOLE,),
+        (ADVANCE_SEQUENCES,),
+        (BEGIN_INCARNATION,),
+        (BEGIN_OBSERVATION,),
+    ]
     return [
         (CHANGE_TIMELINE, new.timeline, new.identity, replica_id, version),
         (LOCK_EPOCHS,),

@@ -17,7 +17,7 @@ from outbox.store.retention import periods as retention
 from outbox.store.retention.periods import ACTOR, OBSERVED_S_MIN
 from tests.sim.database.engine import UPDATE, Wait, perform
 from tests.sim.database.tables import KINDS, Batch
-from tests.sim.stores import batches, channels, routing_change
+from tests.sim.stores import batches, channels, routing_change, timeline
 
 if TYPE_CHECKING:
     from outbox.core.sequencing.gaps import LockHolders
@@ -182,14 +182,23 @@ def is_observed(db: Database, tx: Transaction, kind: WindowKind, n: int, keep: R
     row, keep_s = tx.get(db.period, (kind, n)), keep.retention_s(kind)
     assert row is not None
     assert keep_s is not None
-    return db.observed_time(tx).since(row["ended_at"]) >= min(keep_s, OBSERVED_S_MIN)
+    return _is_observed(db, tx, row["ended_at"], keep_s)
 
 
 def is_kept(db: Database, tx: Transaction, at: float, keep_s: float) -> bool:
     """Whether what has this time is kept."""
     if at > db.wall() - keep_s:
         return True
-    return db.observed_time(tx).since(at) < min(keep_s, OBSERVED_S_MIN)
+    return not _is_observed(db, tx, at, keep_s)
+
+
+def _is_observed(db: Database, tx: Transaction, at: float, keep_s: float) -> bool:
+    """Whether what has this time was observed for long enough since the last restore."""
+    meter, limit_s = tx.get(db.odometer, 1), min(keep_s, OBSERVED_S_MIN)
+    assert meter is not None
+    if meter["seconds"] - meter["began_s"] < limit_s or not timeline.incarnation_holds(db, tx):
+        return False
+    return db.observed_time(tx).since(at) >= limit_s
 
 
 def has_pending_lanes(db: Database, tx: Transaction, last_batch: int) -> bool:
