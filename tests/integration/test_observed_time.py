@@ -345,6 +345,40 @@ async def test_a_fault_of_the_relay_is_no_response_of_the_receiver(database: Dat
         await until(lambda: fetchval(database, disabled), what="the endpoint to be disabled")
 
 
+async def test_time_in_which_a_relay_lacks_resources_ends_nothing(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outbox.core.admission.request_scheduler.RECOVERY_S", 0.05)
+    await add_endpoint(database, "disabled", retry=PATIENT, lanes=1, disable_after_s=60.0)
+    lacks, attempts, checks = False, 0, 0
+    check = EndpointSupervisor._check_endpoints
+
+    def respond(_: Sent) -> AttemptResult:
+        nonlocal attempts
+        attempts += lacks
+        return AttemptResult.failed(Failure.LOCAL, "no descriptors", 0.01) if lacks else BUSY
+
+    async def counted(self: EndpointSupervisor) -> None:
+        nonlocal checks
+        await check(self)
+        checks += 1
+
+    monkeypatch.setattr(EndpointSupervisor, "_check_endpoints", counted)
+    async with running(database, Network(respond)):
+        await publish(database, 1)
+        # The grace period after the claim is over.
+        await _fails(database, 2 * GRACE_RESPONSES)
+        lacks = True
+        await until(lambda: attempts >= 3, what="attempts without resources")
+        await observe(database, 1000)
+        checks = 0
+        await until(lambda: checks >= 20, what="checks")
+        assert await fetchval(database, "SELECT state = 'active' FROM endpoint")
+        lacks = False
+        disabled = "SELECT state = 'disabled' FROM endpoint"
+        await until(lambda: fetchval(database, disabled), what="the endpoint to be disabled")
+
+
 # ------------------------------------------------------------------------ retention
 
 MONTH = Retention(30 * 86400.0, 30 * 86400.0, 30 * 86400.0)

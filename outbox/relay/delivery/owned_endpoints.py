@@ -247,7 +247,7 @@ class EndpointRuntime:
         self.meters = meters
         self.epoch = epoch
         self.odometer = odometer
-        self.grace = GracePeriod(odometer.observed_s)
+        self.restart_grace()
         self.breaker = CircuitBreaker(endpoint.health)
         self.breaker.clamp_times(now)
         if endpoint.resumes != endpoint.applied_resumes:
@@ -318,6 +318,10 @@ class EndpointRuntime:
         if first_attempt_at is None or not self._has_tried(self.endpoint.retry.age_max_s):
             return 0.0
         return self.odometer.between(first_attempt_at, started_at)
+
+    def restart_grace(self) -> None:
+        """Begin the grace period: until now, this relay has not tried, or could not."""
+        self.grace = GracePeriod(self.odometer.observed_s)
 
     def _has_tried(self, limit_s: float) -> bool:
         return self.grace.is_over(self.endpoint.retry, limit_s, self.odometer.observed_s)
