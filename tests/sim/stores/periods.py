@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from itertools import pairwise
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.sequencing import partition_window
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from tests.sim.database.tables import Database
 
     ReplayProgress = tuple[int | None, int, int]
+
+
+DAY_S = 86400
 
 
 class RetentionStore(retention.RetentionStore):
@@ -59,6 +64,7 @@ class RetentionStore(retention.RetentionStore):
         for keep_s in (self._keep.dead_letters_s, self._keep.events_s):
             if keep_s is not None:
                 await self._db.call(delete_none)
+        await self._db.call(thin_marks)
         return 0
 
     async def _begin(self, period: PartitionWindow) -> None:
@@ -87,6 +93,19 @@ class RetentionStore(retention.RetentionStore):
 
 def delete_none(db: Database, tx: Transaction) -> None:
     """The simulation keeps all dead letters and has no idempotency keys."""
+
+
+def thin_marks(db: Database, tx: Transaction) -> None:
+    """Thin the marks of the odometer, but for those after the clock was set back."""
+    meter = tx.get(db.odometer, 1)
+    assert meter is not None
+    marks = sorted(tx.rows(db.odometer_mark), key=itemgetter("seconds"))
+    for earlier, mark in pairwise(marks):
+        ago_s, passed_s = meter["seconds"] - mark["seconds"], mark["seconds"] - earlier["seconds"]
+        every_s = 60 if ago_s < DAY_S else 1800 if ago_s < 60 * DAY_S else DAY_S
+        is_same = mark["seconds"] // every_s == earlier["seconds"] // every_s
+        if is_same and mark["at"] - earlier["at"] > passed_s - 1:
+            tx.put(db.odometer_mark, mark["seconds"], None)
 
 
 # -------------------------------------------------------------- begin and settle
