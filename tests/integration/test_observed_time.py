@@ -182,15 +182,18 @@ async def test_a_mark_is_written_each_minute_and_when_the_clock_was_set_back(
     assert await fetchval(database, marks) == [0]
     await adder.renew(59.0)
     assert await fetchval(database, marks) == [0, 60]
+    # The clock has moved by less, so it was set back, although not before the last mark.
+    await adder.renew(30.0)
+    assert await fetchval(database, marks) == [0, 60, 90]
     await fetchval(database, "UPDATE odometer_mark SET at = at + interval '1 day'")
     for _ in range(2):
         await adder.renew(1.0)
-    assert await fetchval(database, marks) == [0, 60, 61]
+    assert await fetchval(database, marks) == [0, 60, 90, 91]
     # A new adder's time begins now, however long nobody has run.
     await adder.store.release_all(adder.id, "test")
     await age(database, "4 days")
     assert await (await _replica(database)).renew() is Renewal.ADDER
-    assert await fetchval(database, marks) == [0, 60, 61, 62]
+    assert await fetchval(database, marks) == [0, 60, 90, 91, 92]
 
 
 # --------------------------------------------------------------- what ends something
