@@ -73,6 +73,12 @@ async def initial_rows(context: DoctorContext) -> Results:
             f"DROP SCHEMA {quote_ident(context.schema)} CASCADE; then run: "
             f"{migrate_command(context.schema)}",
         )
+    if not await context.db.fetchval("SELECT EXISTS (SELECT FROM odometer)"):
+        odometer = context.qualify("odometer")
+        yield warning(
+            f"{odometer} was emptied: no endpoint is disabled and nothing is dropped for its age",
+            f"run: INSERT INTO {odometer} DEFAULT VALUES",
+        )
 
 
 @check_rows("complete", MISSING_ROWS, "every endpoint and lane has its rows", see="outbox verify")
