@@ -108,7 +108,8 @@ async def test_dead_letters_are_replayed_by_id(database: Database, api: Api) -> 
     }
     assert await fetchval(database, "SELECT count(*) FROM replay_job") == 0
     done = await api.post("/v1/dead-letters/replay", {"ids": ids})
-    assert (done.json["replaying"], done.json["job"]) == (2, 1)
+    job = await fetchval(database, "SELECT id FROM replay_job")
+    assert (done.json["replaying"], done.json["job"]) == (2, job)
     assert await fetchval(database, "SELECT requested_by FROM replay_job") == "token all"
     again = await api.post("/v1/dead-letters/replay", {"ids": ids})
     assert (again.status, "being replayed already" in again.detail) == (409, True)

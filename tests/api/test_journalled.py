@@ -71,7 +71,7 @@ WALK: dict[str, tuple[str, Any]] = {
     "POST /v1/dead-letters/replay": ("/v1/dead-letters/replay", {"ids": [1]}),
     "POST /v1/dead-letters/discard": ("/v1/dead-letters/discard", {"ids": [2]}),
     "POST /v1/replays": ("/v1/replays", {"endpoint": "shop", "since": "1h"}),
-    "POST /v1/replays/{id}/abort": ("/v1/replays/2/abort", None),
+    "POST /v1/replays/{id}/abort": ("/v1/replays/{job}/abort", None),
     "POST /v1/schedules": (
         "/v1/schedules",
         {"name": "nightly", "cron": "@daily", "type": "a.b"},
@@ -131,6 +131,8 @@ async def test_a_change_is_journalled_with_the_token(database: Database, client:
             body = {"lane": lane, "sequence": sequence}
         if body is CERTIFICATE:
             body = {"pem": identity()}
+        job = await fetchval(database, "SELECT max(id) FROM replay_job")
+        path = path.replace("{job}", str(job))
         response = await api.request(route.partition(" ")[0], path, body)
         assert response.status in (200, 201), (route, response.raw)
         found = await fetchval(database, by, before)

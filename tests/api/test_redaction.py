@@ -57,7 +57,9 @@ def plain(reported: Any, name: str = "") -> Any:
     if isinstance(reported, str):
         reported = re.sub(r"\d{4}-\d\d-\d\d[T ][0-9:.]+(Z|\+00:00)", "a time", reported)
         reported = re.sub(r"[0-9a-f]{8}-[0-9a-f-]{27}", "a uuid", reported)
-        reported = re.sub(r"(dead letter|dead replay|dead discard|job) \d+", r"\1 N", reported)
+        reported = re.sub(
+            r"(dead letter |dead replay |dead discard |job |/replays/)\d+", r"\1N", reported
+        )
         reported = re.sub(r"\b[0-9a-f]{12}-\d+-\d+\b|\d+ [smhd]\b|a moment", "…", reported)
     return reported
 

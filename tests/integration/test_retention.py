@@ -30,6 +30,7 @@ from outbox.operations.criteria import Criteria, DeadLetterSelection
 from outbox.relay import maintenance
 from outbox.relay.cluster import connections
 from outbox.relay.delivery import recorder
+from outbox.store.cluster import timeline
 from outbox.store.replays.replay_progress import ReplayBatch
 from outbox.store.retention import periods as retention
 from outbox.store.retention.partitions import MAINTENANCE_LEASE_S, PARENTS, PartitionStore
@@ -681,7 +682,8 @@ $$ BEGIN PERFORM pg_sleep(0.5); RETURN 1; END $$
 async def test_a_batch_planned_before_a_period_began_is_not_written(
     database: Database, keeper: Maintainer
 ) -> None:
-    leader = SequencingStore(await database.connect(**SESSION), timeline=1)
+    db = await database.connect(**SESSION)
+    leader = SequencingStore(db, await timeline.read_server_fence(db))
     await ranges.sequence_all(database)
     await publish(database, 1)
     await ranges.sequence_all(database)

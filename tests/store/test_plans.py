@@ -39,7 +39,7 @@ from outbox.operations.erase import ERASE_EVENTS
 from outbox.relay.cluster.connections import SESSION_SETTINGS
 from outbox.store import database_stats, operational_events
 from outbox.store.cluster import leadership, replicas
-from outbox.store.cluster.timeline import READ_TIMELINE
+from outbox.store.cluster.timeline import READ_SERVER_FENCE
 from outbox.store.delivery import endpoint_state, lanes, records
 from outbox.store.delivery import endpoints as destinations
 from outbox.store.errors import Fenced
@@ -292,7 +292,7 @@ async def _batch(log: LongLog) -> Case:
         deliveries.counters[lane] = NUMBERS + 1
     step = CursorChange(NEXT, tuple(GAPS[-20:]), (), (), (), (), True, {})
     received = Received()
-    await sequencing.SequencingStore(received, timeline=1).write(
+    await sequencing.SequencingStore(received, server_fence=1).write(
         BATCHES,
         step,
         100,
@@ -422,7 +422,7 @@ def _attempt(outcome: Any = "delivered") -> AttemptRow:
 
 async def _written(log: LongLog, group: Sequence[Record]) -> tuple[str, tuple[Any, ...]]:
     received = Received()
-    store = records.RecordStore(received, log.replica, timeline=1)
+    store = records.RecordStore(received, log.replica, server_fence=1)
     with suppress(Fenced):
         await store.write(group, [0] * len(group))
     return received.asked[0]
@@ -492,7 +492,7 @@ async def _lag(log: LongLog) -> Case:
 
 async def _checkpoints(log: LongLog) -> Case:
     received = Received()
-    store = records.RecordStore(received, log.replica, timeline=1)
+    store = records.RecordStore(received, log.replica, server_fence=1)
     progress = Progress(acked_seq=ACKED, floor_batch=batch_of(ACKED + 1))
     await store.checkpoint([(lane, 0, progress) for lane in log.lanes[:100]])
     return Case(*received.asked[0], LANES + 1, 20 * 100)
@@ -775,7 +775,7 @@ async def _check(log: LongLog, case: Case, settings: Mapping[str, str], *, gener
     settings = {"search_path": "relay", "jit": "off", **settings}
     async with log.database.connection(server_settings=settings) as connection:
         # The server reads a function's body once in a session, which is no cost of a plan.
-        await connection.execute(READ_TIMELINE)
+        await connection.execute(READ_SERVER_FENCE)
         transaction = connection.transaction()
         await transaction.start()
         for sql in case.before:

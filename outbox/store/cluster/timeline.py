@@ -108,7 +108,9 @@ SELECT format('endpoint %s has no row in %s', e.name, part.name)
         WHERE NOT EXISTS (SELECT FROM endpoint_health WHERE endpoint_id = e.id)
         UNION ALL
        SELECT 'subscription'
-        WHERE NOT EXISTS (SELECT FROM subscription WHERE endpoint_id = e.id)) part(name)
+        WHERE e.state IN ('active', 'paused')
+          AND NOT EXISTS (
+              SELECT FROM subscription WHERE endpoint_id = e.id AND to_batch IS NULL)) part(name)
  WHERE e.state <> 'removed'
  UNION ALL
 SELECT format('no period of %s is left', kind) FROM unnest('{events,log}'::text[]) AS k(kind)
