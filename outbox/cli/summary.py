@@ -102,6 +102,8 @@ def notes(overview: Overview) -> Iterator[str]:
     """Notes on problems, of sequencing and per endpoint, with the command that resolves each."""
     if (blocker := overview.blocker) is not None:
         yield (f"sequencing is blocked by {blocker.describe()}; to end it: {blocker.end_command}")
+    if overview.stopped is not None:
+        yield f"nothing is sequenced: {overview.stopped}; see: outbox doctor"
     if overview.unaccounted_events:
         yield (
             f"{count(overview.unaccounted_events, 'event')} missing or superfluous, by a "

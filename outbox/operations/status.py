@@ -11,7 +11,9 @@ from outbox.operations import lanes
 from outbox.operations.dead_letters import LAST_REPLAY
 from outbox.operations.page_bytes import shorten_responses
 from outbox.operations.rows import from_row
+from outbox.store.cluster.timeline import read_stopped
 from outbox.store.connection.connect import map_errors
+from outbox.store.connection.row_security import stop_empty
 from outbox.store.database_stats import COUNT_UNACCOUNTED
 from outbox.store.delivery.endpoint_state import EXHAUSTED_EVERY_S
 from outbox.store.routing_change import READ_NOW
@@ -270,6 +272,8 @@ class Overview:
     cursor: CursorStatus
     blocker: Blocker | None
     """The session for which sequencing waits, while events wait; None: there is none."""
+    stopped: str | None
+    """Why relays sequence nothing: the state was restored, and what it lacks; None: they do."""
     open_gaps: int
     unaccounted_events: int
     """Events that are missing or superfluous, by a comparison with all ids."""
@@ -294,7 +298,11 @@ async def read_overview(connection: Connection[Any], schema: str, *, limit: int 
     """
     with map_errors(schema):
         async with connection.transaction(isolation="repeatable_read", readonly=True):
-            cursor = dict(await connection.fetchrow(CURSOR))
+            row = await connection.fetchrow(CURSOR)
+            if row is None:
+                await stop_empty(connection, "cursor or batch")
+            cursor = dict(row)
+            stopped = await read_stopped(connection)
             waits = (cursor["waiting_s"] or 0.0) >= BLOCKED_AFTER_S
             blocker = await read_cursor_blocker(connection) if waits else None
             gaps = await connection.fetchrow(GAPS)
@@ -313,6 +321,7 @@ async def read_overview(connection: Connection[Any], schema: str, *, limit: int 
         pending=endpoints[0]["pending_total"] if endpoints else 0,
         cursor=CursorStatus(**cursor, lag=lag),
         blocker=blocker,
+        stopped=stopped,
         open_gaps=gaps["gaps"],
         unaccounted_events=unaccounted,
         replicas=tuple(from_row(ReplicaStatus, row) for row in replicas),

@@ -42,7 +42,7 @@ INSERT INTO odometer DEFAULT VALUES;
 INSERT INTO odometer_mark VALUES (0, clock_timestamp());
 INSERT INTO incarnation (by_xid) VALUES ({CURRENT_XID});
 DO $$ BEGIN PERFORM setval('wakeup', 1); END $$;
-"""  # noqa: S608 (a constant only)
+"""  # noqa: S608 (constants only)
 
 
 def reset(dsn: str | None = None, *, schema: str | None = None) -> None:

@@ -44,23 +44,28 @@ PARTITIONS = """
 SELECT inhrelid::regclass::text, pg_get_expr(c.relpartbound, c.oid)
   FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid WHERE c.relkind = 'r' ORDER BY 1
 """
-VARIABLE = {"applied_at", "at", "began_at", "by_xid", "committed_at", "created_at"}
-INCARNATION = "SELECT incarnation_holds(), count(*) FROM incarnation"
+TIMES = {"applied_at", "at", "began_at", "committed_at", "created_at"}
+WRITTEN_BY = {("incarnation", "id"), ("incarnation", "by_xid")}
+"""Columns that are not the same in two new databases, but for times."""
 
 
 async def content(db: Connection[Any]) -> dict[str, Any]:
-    """All rows of the schema, but for what each has of its own; its sequences and partitions."""
+    """All rows of the schema, but for times; its sequences and partitions."""
     found: dict[str, Any] = {
+        "holds": await db.fetchval("SELECT incarnation_holds()"),
         "sequences": await db.fetch(SEQUENCES),
         "partitions": await db.fetch(PARTITIONS),
-        "incarnation": await db.fetch(INCARNATION),
     }
     for (table,) in await db.fetch(TABLES, "relay"):
-        if table in found:
-            continue
         rows = await db.fetch(f"SELECT * FROM {table}")
         found[table] = sorted(
-            str({name: value for name, value in row.items() if name not in VARIABLE})
+            str(
+                {
+                    name: value
+                    for name, value in row.items()
+                    if name not in TIMES and (table, name) not in WRITTEN_BY
+                }
+            )
             for row in rows
         )
     return found

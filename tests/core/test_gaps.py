@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from outbox.core.sequencing.gaps import PROOF_EVERY_S, CursorState, GapTracker
+from outbox.core.sequencing.gaps import PROOF_EVERY_S, CursorChange, CursorState, GapTracker
 from tests.core.cursor_model import Cursor
 from tests.core.database_model import Database
 from tests.core.random_walk import hunt_cursor
@@ -231,6 +231,33 @@ def test_ids_are_declared_dead_at_most_twice_a_second() -> None:
     assert 3 <= len(dead_at) <= 4
     assert dead == list(range(2, dead[-1] + 1, 2))
     assert all(later - at >= PROOF_EVERY_S for at, later in pairwise(dead_at))
+
+
+def test_a_row_that_the_proof_found_is_read_by_the_next_batch() -> None:
+    """It was hidden from the read before; as young gap, and as old one."""
+    tracker = GapTracker()
+    state = CursorState(batch=1, high=9, young=((2, 4),), old=((6, 6),))
+
+    def batch(now: float, ids: tuple[int, ...] = ()) -> CursorChange:
+        tracker.begin_batch(state, frozenset(), now)
+        ranges = tracker.ranges(1000)
+        read = [i for i in ids if any(lo <= i <= hi for lo, hi in ranges)]
+        return tracker.close_batch(read, False, frozenset(), now)
+
+    now = 10.0
+    tracker.committed(batch(now))
+    dead = batch(now)
+    assert dead.dead == ((2, 4), (6, 6))
+    # The message was aborted; until the proof is due again, the gaps only await it.
+    tracker.committed(batch(now + 0.1))
+    assert tracker.has_gaps
+    # And once more: now the proof reads gaps that the batch does not.
+    assert set(batch(now + PROOF_EVERY_S).dead) == {(2, 4), (6, 6)}
+    change = batch(now + PROOF_EVERY_S, (3, 6))
+    assert change.found == ((3, 3), (6, 6))
+    assert change.old_closed == ((6, 6),)
+    tracker.committed(change)
+    assert set(batch(now + 2 * PROOF_EVERY_S).dead) == {(2, 2), (4, 4)}
 
 
 def test_due_gaps_are_read_in_portions_the_lowest_first() -> None:

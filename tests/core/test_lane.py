@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from outbox.core.delivery.commands import (
     DeadLetter,
+    DeadRange,
     ErasedEvent,
     Fetch,
     Gate,
@@ -220,6 +221,43 @@ def test_previous_sequence_skips_dead_letters() -> None:
         lane.confirm_recorded(record)
     send, _ = attempt(lane, OK)
     assert (send.delivery.seq, send.previous_seq) == (4, 1)
+
+
+def test_a_refused_dead_letter_is_pending_again_and_waits_longer_each_time() -> None:
+    """For weeks, too; and from the beginning after a delivery that ended."""
+    lane = lane_with(delivery(1), delivery(2), delivery(3))
+    now, waits = NOW, []
+    for _ in range(1_100):
+        _, record = attempt(lane, NO, now)
+        pending = lane.refuse_dead_letter(record)
+        assert pending.dead is None
+        assert pending.progress is not None
+        assert (pending.progress.acked_seq, pending.progress.retry_seq) == (0, 1)
+        lane.confirm_recorded(pending)
+        waits.append(lane.hold_refused(now))
+        assert lane.next(now) == Wait(now + waits[-1])
+        now += waits[-1]
+        assert lane.next(now) == Fetch(0, 1)
+        lane.append_fetched([delivery(1), delivery(2), delivery(3)])
+    assert waits[:8] == [10, 20, 40, 80, 160, 320, 600, 600]
+    _, record = attempt(lane, OK, now)
+    lane.confirm_recorded(record)
+    _, record = attempt(lane, NO, now)
+    lane.confirm_recorded(lane.refuse_dead_letter(record))
+    assert lane.hold_refused(now) == 10
+
+
+def test_a_refused_range_is_cut_again_as_far_as_was_decided_meanwhile() -> None:
+    lane = lane_with(*map(delivery, range(1, 10)))
+    lane.dead_letter_through(3, "backlog")
+    record = lane.next(NOW)
+    assert isinstance(record, Record)
+    lane.dead_letter_through(5, "backlog")
+    lane.confirm_recorded(lane.refuse_dead_letter(record))
+    again = lane.next(NOW)
+    assert isinstance(again, Record)
+    assert isinstance(again.dead, DeadRange)
+    assert (again.dead.seq, again.dead.to_seq) == (1, 5)
 
 
 def test_a_budget_ends_only_after_an_attempt() -> None:

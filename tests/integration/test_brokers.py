@@ -383,7 +383,7 @@ async def test_a_refill_has_what_a_trigger_kept_out_of_the_attempt_log(
     async with database.at_hand() as db:
         await db.execute("""
             CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS
-                'BEGIN RAISE EXCEPTION ''no''; END';
+                'BEGIN IF NEW.seq = 3 THEN RAISE EXCEPTION ''no''; END IF; RETURN NULL; END';
             CREATE TRIGGER refuse BEFORE INSERT ON attempt FOR EACH ROW
                 WHEN (NEW.seq IN (3, 11)) EXECUTE FUNCTION refuse()
         """)

@@ -351,6 +351,8 @@ async def test_a_fault_of_the_relay_is_no_response_of_the_receiver(database: Dat
 async def test_time_in_which_a_relay_lacks_resources_ends_nothing(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also if no check of the endpoints sees it, because they are further apart."""
+    monkeypatch.setattr("outbox.relay.delivery.admission.EXHAUSTED_S", 0.0)
     monkeypatch.setattr("outbox.core.admission.request_scheduler.RECOVERY_S", 0.05)
     await add_endpoint(database, "disabled", retry=PATIENT, lanes=1, disable_after_s=60.0)
     lacks, attempts, checks = False, 0, 0
@@ -378,6 +380,29 @@ async def test_time_in_which_a_relay_lacks_resources_ends_nothing(
         await until(lambda: checks >= 20, what="checks")
         assert await fetchval(database, "SELECT state = 'active' FROM endpoint")
         lacks = False
+        disabled = "SELECT state = 'disabled' FROM endpoint"
+        await until(lambda: fetchval(database, disabled), what="the endpoint to be disabled")
+
+
+async def test_a_lack_of_own_resources_ends_nothing_after_responses_of_the_receiver(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its grace period was over when the relay ran out of descriptors, and begins anew."""
+    monkeypatch.setattr("outbox.relay.delivery.admission.EXHAUSTED_S", 3.0)
+    await add_endpoint(database, "disabled", retry=PATIENT, lanes=1, disable_after_s=50)
+    response = BUSY
+    network = Network(lambda _: response)
+    async with running(database, network):
+        await publish(database, 1)
+        await _fails(database, 2 * GRACE_RESPONSES)
+        tried = len(network.sent)
+        response = AttemptResult.failed(Failure.LOCAL, "too many open files", 0.0)
+        await until(lambda: len(network.sent) > tried + 2, what="requests without descriptors")
+        await observe(database, 60)
+        tried = len(network.sent)
+        await until(lambda: len(network.sent) > tried + 8, what="more of them")
+        assert await fetchval(database, "SELECT state = 'active' FROM endpoint")
+        response = BUSY
         disabled = "SELECT state = 'disabled' FROM endpoint"
         await until(lambda: fetchval(database, disabled), what="the endpoint to be disabled")
 

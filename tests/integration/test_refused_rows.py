@@ -34,7 +34,7 @@ from tests.support.schedules import add_schedule, let_be_due, published
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping
+    from collections.abc import Callable, MutableMapping
 
     from asyncpg import Connection
 
@@ -52,8 +52,19 @@ CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS
 TRIGGER = "CREATE {} TRIGGER refuse {} ON {} {} FOR EACH ROW WHEN ({}) EXECUTE FUNCTION refuse();"
 
 
+SUPPRESS = "CREATE FUNCTION {} RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END';"
+
+
 def trigger(table: str, condition: str, event: str = "BEFORE INSERT") -> str:
     return REFUSE + TRIGGER.format("", event, table, "", condition)
+
+
+def suppressing(table: str, condition: str) -> str:
+    """Leaves neither a row nor an error."""
+    return (
+        f"{SUPPRESS.format('suppress()')} CREATE TRIGGER suppress BEFORE INSERT ON {table} "
+        f"FOR EACH ROW WHEN ({condition}) EXECUTE FUNCTION suppress()"
+    )
 
 
 BAD_EVENT = {
@@ -204,7 +215,7 @@ def session_losses(logs: list[MutableMapping[str, Any]]) -> list[Any]:
 async def test_a_refused_attempt_is_left_out_and_its_progress_is_kept(
     database: Database, logs: list[MutableMapping[str, Any]]
 ) -> None:
-    """Successes and failures; alone, in runs and in batches."""
+    """Successes and failures; alone, in runs and in batches; with an error, and suppressed."""
     failed = set()
 
     def script(sent: Sent) -> Any:
@@ -217,7 +228,8 @@ async def test_a_refused_attempt_is_left_out_and_its_progress_is_kept(
     await add_endpoint(database, "batches", lanes=1, batch_max=10)
     await add_endpoint(database, "oncall", types=[ROW_REFUSED])
     await publish(database, *range(40))
-    await execute(database, trigger("attempt", "NEW.seq % 3 = 1"))
+    await execute(database, trigger("attempt", "NEW.seq % 6 = 1"))
+    await execute(database, suppressing("attempt", "NEW.seq % 6 = 4"))
     network = Network(script)
     async with running(database, network, poll_s=0.05):
         await until(lambda: reports(network), what="the operational event")
@@ -228,7 +240,7 @@ async def test_a_refused_attempt_is_left_out_and_its_progress_is_kept(
         got = [data for url, data in received if url.endswith(name)]
         assert sorted(got) == list(range(40))
     assert {report["row"] for report in reports(network)} == {"attempt"}
-    assert {report["sqlstate"] for report in reports(network)} == {"AP001"}
+    assert {report["sqlstate"] for report in reports(network)} <= {"AP001", "OB003"}
     assert await fetchval(database, "SELECT count(*) FROM attempt WHERE seq % 3 = 1") == 0
     assert await exceptions(database) == {}
     # A successor does not send again what was recorded.
@@ -239,8 +251,12 @@ async def test_a_refused_attempt_is_left_out_and_its_progress_is_kept(
     assert [payload(each) for each in network.accepted[accepted:]] == [40] * 3
 
 
+@pytest.mark.parametrize("refuse", [trigger, suppressing])
 async def test_a_refused_dead_letter_holds_its_lane_alone(
-    database: Database, logs: list[MutableMapping[str, Any]], monkeypatch: pytest.MonkeyPatch
+    database: Database,
+    logs: list[MutableMapping[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    refuse: Callable[[str, str], str],
 ) -> None:
     """Until the database accepts it; nothing is lost, and the order holds."""
     monkeypatch.setattr(lanes, "REFUSED_RETRY_S_MIN", 0.2)
@@ -249,7 +265,7 @@ async def test_a_refused_dead_letter_holds_its_lane_alone(
     await add_endpoint(database, "bad", lanes=1)
     await add_endpoint(database, "oncall", types=[ROW_REFUSED])
     await publish(database, *range(5))
-    await execute(database, trigger("dead_letter", "true"))
+    await execute(database, refuse("dead_letter", "true"))
 
     def script(sent: Sent) -> Any:
         return REFUSED if sent.url.endswith("/bad") and payload(sent) == 1 else OK
@@ -268,7 +284,7 @@ async def test_a_refused_dead_letter_holds_its_lane_alone(
         progress = """SELECT retry_seq FROM lane_progress p JOIN endpoint e ON e.id = endpoint_id
                        WHERE e.name = 'bad'"""
         await until(lambda: _is(database, progress, 2), what="the retry state")
-        await execute(database, "DROP FUNCTION refuse CASCADE")
+        await execute(database, "DROP FUNCTION IF EXISTS refuse, suppress CASCADE")
         await until(lambda: len(received["/bad"]()) == 4, what="the rest")
         await all_ended(database)
     assert received["/bad"]() == [0, 2, 3, 4]
@@ -278,8 +294,39 @@ async def test_a_refused_dead_letter_holds_its_lane_alone(
     assert await exceptions(database) == {}
 
 
+async def test_refused_progress_of_a_lane_stops_no_other_endpoint(
+    database: Database, logs: list[MutableMapping[str, Any]]
+) -> None:
+    """Neither a checkpoint, nor the claim of the next owner."""
+    for name in ("good", "bad"):
+        await add_endpoint(database, name, lanes=1)
+    lane = await fetchval(database, LANE_OF, "bad")
+    acked = f"SELECT acked_seq FROM lane_progress WHERE lane_id <> {lane}"
+    network = Network()
+    async with running(database, network, poll_s=0.05):
+        await publish(database, 1)
+        await until(lambda: network.data() == [1, 1], what="the first deliveries")
+        await execute(database, trigger("lane_progress", f"NEW.lane_id = {lane}", "BEFORE UPDATE"))
+        await publish(database, 2)
+        await until(lambda: network.data() == [1, 1, 2, 2], what="the next deliveries")
+        await until(lambda: _is(database, acked, 2), what="the checkpoint of the other lane")
+    async with running(database, network, poll_s=0.05):
+        await publish(database, 3)
+        await until(lambda: _is(database, acked, 3), what="the other endpoint")
+        assert network.data() == [1, 1, 2, 2, 3]
+        await execute(database, "DROP FUNCTION refuse CASCADE")
+        await until(lambda: network.data() == [1, 1, 2, 2, 3, 3], what="the rest")
+        await all_ended(database)
+    assert session_losses(logs) == []
+    assert await exceptions(database) == {}
+
+
+@pytest.mark.parametrize("refuse", [trigger, suppressing])
 async def test_refused_dead_letters_of_a_removed_endpoint_end_no_session(
-    database: Database, logs: list[MutableMapping[str, Any]], monkeypatch: pytest.MonkeyPatch
+    database: Database,
+    logs: list[MutableMapping[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    refuse: Callable[[str, str], str],
 ) -> None:
     monkeypatch.setattr(ownership, "FINISH_RETRY_S", 0.2)
     await add_endpoint(database, "good")
@@ -287,7 +334,7 @@ async def test_refused_dead_letters_of_a_removed_endpoint_end_no_session(
     async with database.at_hand() as db:
         await endpoint_states.pause_endpoints(db, "relay", ["bad"], actor="test")
     await publish(database, 1)
-    await execute(database, trigger("dead_letter", "true"))
+    await execute(database, refuse("dead_letter", "true"))
     network = Network()
     async with running(database, network, poll_s=0.05):
         await until(lambda: network.data() == [1], what="the delivery")
@@ -299,7 +346,7 @@ async def test_refused_dead_letters_of_a_removed_endpoint_end_no_session(
         await until(lambda: len([e for e in logs if e["event"] == refused]) > 1, what="retries")
         await publish(database, 2)
         await until(lambda: network.data() == [1, 2], what="the next delivery")
-        await execute(database, "DROP FUNCTION refuse CASCADE")
+        await execute(database, "DROP FUNCTION IF EXISTS refuse, suppress CASCADE")
         removed = "SELECT state FROM endpoint WHERE name LIKE 'bad%' OR state = 'removed'"
         await until(lambda: _is(database, removed, "removed"), what="the end of the endpoint")
     assert session_losses(logs) == []

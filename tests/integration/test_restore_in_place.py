@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from outbox.cli.summary import notes
 from outbox.errors import CursorBroken
 from outbox.operations import backfill
 from outbox.operations.criteria import Criteria
 from outbox.operations.doctor import Severity
+from outbox.operations.endpoint_removal import drain_endpoint
+from outbox.operations.status import read_overview
 from outbox.relay.sequencing import cursor as cursor_module
+from outbox.relay.sequencing import sequencer
 from outbox.store.errors import Fenced
 from tests.integration.test_backfill import LONG_AGO
 from tests.integration.test_restore import (
@@ -27,7 +31,7 @@ from tests.integration.test_restore import (
     expect_unique_numbers,
 )
 from tests.integration.test_timeline import Leader
-from tests.support.doctor import findings_of, the_one
+from tests.support.doctor import findings_of, reported_findings, the_one
 from tests.support.dumps import dump, parts, restore, truncate, without_column
 from tests.support.relay import (
     Network,
@@ -37,6 +41,7 @@ from tests.support.relay import (
     publish,
     running,
 )
+from tests.support.roles import dsn_of, role
 from tests.support.tiers import sampled
 from tests.support.waiting import until
 
@@ -68,8 +73,8 @@ async def drop_schema(database: Database) -> None:
 
 
 async def dump_of_an_older_version(database: Database) -> str:
-    later = ("incarnation", "odometer", "odometer_mark")
-    dumped = await dump(database, DATA, *(f"--exclude-table=relay.{name}" for name in later))
+    newer = ("incarnation", "odometer", "odometer_mark")
+    dumped = await dump(database, DATA, *(f"--exclude-table=relay.{table}" for table in newer))
     return without_column(dumped, "lane_counter", "by_xid")
 
 
@@ -144,8 +149,8 @@ async def test_no_number_gets_another_event(way: str, runs: bool, database: Data
         return
     assert len(await fetchval(database, CHANGES)) == 1
     assert max(await fetchval(database, LANES)) > NEW_LANES_MIN
-    assert await fetchval(database, "SELECT began_s <= seconds FROM odometer")
     assert "restored" not in await exceptions(database)
+    assert await fetchval(database, "SELECT count(*) FROM odometer") == 1
     async with database.connection(**PATH) as db:
         (found,) = await findings_of(db, "timeline")
         assert found.severity is Severity.OK
@@ -175,6 +180,11 @@ async def test_no_history_begins_on_half_a_restore(database: Database) -> None:
     assert network.data() == ["new 1", "new 2"]
     expect_unique_numbers(known, after, network)
     assert await exceptions(database) == {}
+
+
+async def status_notes(database: Database, **options: Any) -> str:
+    async with database.connection(**PATH, **options) as db:
+        return "\n".join(notes(await read_overview(db, "relay")))
 
 
 async def try_to_lead(database: Database) -> None:
@@ -216,10 +226,44 @@ async def test_nothing_begins_while_pg_restore_runs(database: Database) -> None:
             finding = await the_one(db, "timeline")
         assert finding.severity is Severity.PROBLEM
         assert "pg_restore is running" in finding.message
+        assert "pg_restore is running" in (await status_notes(database))
     assert await fetchval(database, CHANGES) is None
     network = await deliver(database, 2)
     assert network.data() == [2]
     assert len(await fetchval(database, CHANGES)) == 1
+
+
+async def test_an_endpoint_that_is_drained_lacks_nothing(database: Database) -> None:
+    """Its subscription has ended, and it is active as long as a lane of it is blocked."""
+    for name in ("shop", "leaving"):
+        await add_endpoint(database, name)
+    await deliver(database, 1)
+    async with database.connection(**PATH) as db:
+        await drain_endpoint(db, "relay", "leaving", actor="test")
+        assert await reported_findings(db, "complete") == []
+    assert await exceptions(database) == {}
+    await fetchval(database, "UPDATE incarnation SET by_xid = NULL RETURNING 1")
+    network = await deliver(database, 2)
+    assert network.data() == [2]
+    assert len(await fetchval(database, CHANGES)) == 1
+
+
+async def test_least_privilege_suffices(database: Database) -> None:
+    """For the beginning of new lanes in a restored state, and for the status before."""
+    await add_endpoint(database)
+    known = await deliver(database, 1)
+    await fetchval(database, "DELETE FROM odometer RETURNING 1")
+    await fetchval(database, "UPDATE incarnation SET by_xid = NULL RETURNING 1")
+    async with role(database, "reader") as reader, role(database, "relay") as relay:
+        assert "new lanes have not begun" in await status_notes(database, user=reader)
+        network = Network()
+        async with running(database, network, dsn=dsn_of(database, relay)):
+            await publish(database, 2)
+            await until(lambda: network.data() == [2], what="the new event")
+        assert await status_notes(database, user=reader) == ""
+    expect_unique_numbers(known, network)
+    assert len(await fetchval(database, CHANGES)) == 1
+    assert await fetchval(database, "SELECT count(*) FROM odometer") == 1
 
 
 async def test_a_lost_incarnation_is_awaited_and_then_replaced(
@@ -230,10 +274,14 @@ async def test_a_lost_incarnation_is_awaited_and_then_replaced(
     await fetchval(database, "DELETE FROM incarnation RETURNING 1")
     with pytest.raises(CursorBroken, match="incarnation is empty"):
         await try_to_lead(database)
-    monkeypatch.setattr(cursor_module, "RESTORE_WAIT_S", 0.0)
+    assert "nothing is sequenced: this state was restored" in await status_notes(database)
+    # Longer than several attempts to sequence.
+    monkeypatch.setattr(cursor_module, "RESTORE_WAIT_S", 1.0)
+    monkeypatch.setattr(sequencer, "BROKEN_RETRY_S", 0.1)
     network = await deliver(database, 2)
     assert network.data() == [2]
     assert await fetchval(database, "SELECT incarnation_holds()")
+    assert await status_notes(database) == ""
 
 
 # --------------------------------------------------------------------- no restore
@@ -259,6 +307,20 @@ async def test_rewritten_tables_begin_no_lanes(database: Database) -> None:
         assert await fetchval(database, LANES) == [1], rewrite
     assert await fetchval(database, CHANGES) is None
     assert await exceptions(database) == {}
+
+
+async def test_a_schema_without_its_first_rows_is_named(database: Database) -> None:
+    """Also where the state is restored, so that the leader would begin new lanes."""
+    await add_endpoint(database)
+    await fetchval(database, "UPDATE incarnation SET by_xid = NULL RETURNING 1")
+    leader = await Leader(database).begin()
+    for table in ("batch", "cursor"):
+        await fetchval(database, f"WITH gone AS (DELETE FROM {table} RETURNING 1) TABLE gone")
+        with pytest.raises(CursorBroken, match=f"the table {table} was emptied"):
+            await leader.turn()
+        with pytest.raises(CursorBroken, match="was emptied"):
+            await status_notes(database)
+    await leader.db.close()
 
 
 @pytest.mark.parametrize("kind", ["period", "lane_counter"])

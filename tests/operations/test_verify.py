@@ -125,6 +125,11 @@ DAMAGE = {
         {"whole"},
     ),
     "a lane has no checkpoint": ("DELETE FROM lane_progress", {"whole"}),
+    "a table was emptied": ("DELETE FROM cursor", {"whole"}),
+    "the endpoints of lanes are gone": (
+        "SET LOCAL session_replication_role = replica; DELETE FROM endpoint",
+        {"whole"},
+    ),
     "a checkpoint is beyond its counter": ("UPDATE lane_progress SET acked_seq = 40", {"whole"}),
     "an endpoint has no row in ownership": ("DELETE FROM ownership", {"whole"}),
     "an endpoint has no circuit breaker": ("DELETE FROM endpoint_health", {"whole"}),
@@ -238,3 +243,7 @@ async def test_the_audit_of_a_long_log_uses_bounded_temporary_space(database: Da
 
 def test_every_check_has_a_violation_that_it_detects() -> None:
     assert {name for _, names in DAMAGE.values() for name in names} == {c.name for c in CHECKS}
+
+
+def test_what_is_executed_before_a_check_is_a_setting() -> None:
+    assert {check.settings[:10] for check in CHECKS} <= {"", "SET LOCAL "}

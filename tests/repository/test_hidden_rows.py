@@ -51,6 +51,7 @@ UNGUARDED = {
         delivery.lanes.READ_ACKNOWLEDGED
     """,
     "it is a report, a gauge or a hint": """
+        cluster.timeline.READ_RESTORED
         retention.partitions.READ_BEYOND
         cluster.replicas.READ_NAMES cluster.replicas.READ_REGISTERED_LABELS
         cluster.sessions.AWAIT_SESSIONS cluster.sessions.COUNT_SESSIONS

@@ -205,7 +205,7 @@ async def test_an_error_of_the_plan_is_the_result(database: Database) -> None:
 async def test_a_truncated_table_is_named(table: str, database: Database) -> None:
     db = await database.connect(**SESSION)
     await db.execute(f"TRUNCATE {table}")
-    with pytest.raises(CursorBroken, match=f"^the table {table} was emptied; restore it"):
+    with pytest.raises(CursorBroken, match=f"^the table {table} was emptied; restore the"):
         await add(db)
 
 

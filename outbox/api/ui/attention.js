@@ -20,14 +20,14 @@ const deadLetters = (values, text) => h("a", { class: "button", href: link("dead
 // A new element for each item.
 const runChecks = () => h("a", { class: "button", href: link("replicas", [], { checks: "run" }) }, "Run checks");
 
-function relayItems({ replicas, cursor, blocker }) {
+function relayItems({ replicas, cursor, blocker, stopped }) {
   const alive = replicas.filter((each) => each.alive);
   const lapsed = replicas.length - alive.length;
   return [
     !alive.length && { rank: 0, key: "relays", text: ["No relay is running: nothing is delivered."], action: runChecks() },
     alive.length && cursor.waiting_s > WAITING_S_MAX && { rank: 1, key: "sequencing",
       text: [`Sequencing stands still: the oldest unsequenced event is ${duration(cursor.waiting_s)} old`,
-        blocker ? ", because a database session blocks it." : "."], action: runChecks() },
+        stopped ? `: ${stopped}.` : blocker ? ", because a database session blocks it." : "."], action: runChecks() },
     alive.length && lapsed > 0 && { rank: 6, key: "lapsed",
       text: [`${plural(lapsed, "relay")} with an expired lease; ${count(alive.length)} running.`], action: runChecks() },
   ];

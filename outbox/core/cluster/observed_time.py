@@ -120,9 +120,8 @@ class OdometerAdder:
 class GracePeriod:
     """What an owner must have tried at an endpoint before something ends there.
 
-    It begins with each claim, and anew when an attempt fails because the relay lacks resources:
-    meanwhile nobody could try.  It does not apply to lanes that are not tried (paused, blocked,
-    held): it would never be over for them.
+    It begins with each claim, and anew while the relay lacks resources for connections.  It does
+    not apply to lanes that are not tried (paused, blocked, held): it would never be over for them.
 
     Args:
         observed_s: the odometer's reading at the claim.

@@ -149,7 +149,7 @@ class Lane:
         "_position",
         "_receipt",
         "_receipts",
-        "_refusals",
+        "_refused_wait_s",
         "_reopened_at",
         "_resumes_at",
         "_retry",
@@ -224,8 +224,9 @@ class Lane:
         self._retry = RetryState.from_progress(progress)
         # What the last dead letter changed, until it is durable.
         self._before_dead = (self._acked, self._floor_batch, self._retry, self._stalled_since)
-        # Dead letters that the database refused in a row, and until when the lane waits for it.
-        self._refusals = 0
+        # The last wait for a dead letter that the database refused, and until when it lasts; 0: the
+        # last delivery that ended was not refused.
+        self._refused_wait_s = 0.0
         self._resumes_at = -inf
         self.holds_missing = False
         """Whether a delivery holds the lane if its event is gone."""
@@ -793,7 +794,7 @@ class Lane:
             self._committed = record.progress
             self._busy = None
             if record.dead is not None:
-                self._refusals = 0
+                self._refused_wait_s = 0.0
         elif row is not None:
             self._confirm_success(seq, row.batch, row.started_at + row.elapsed_s)
 
@@ -808,17 +809,17 @@ class Lane:
         self._acked, self._floor_batch, self._retry, self._stalled_since = self._before_dead
         self._blocked = self._blocked and not record.blocks
         self._buffer.invalidate()
-        self._refusals += 1
         if isinstance(dead, DeadLetter):
             return self._record_retry(dead.delivery, record.attempt)
         if dead.reason != "missing":
-            self._pending_cut = (dead.to_seq, dead.reason)
+            # Another one that was made meanwhile is longer.
+            self._pending_cut = self._pending_cut or (dead.to_seq, dead.reason)
         return self._record_retry(LaneEnd(dead.seq, dead.batch), None)
 
     def hold_refused(self, now: float) -> float:
         """Wait before the refused dead letter is tried again; returns the seconds."""
-        wait_s: float = min(REFUSED_RETRY_S_MIN * 2 ** (self._refusals - 1), REFUSED_RETRY_S_MAX)
-        self._resumes_at = now + wait_s
+        wait_s = min(self._refused_wait_s * 2 or REFUSED_RETRY_S_MIN, REFUSED_RETRY_S_MAX)
+        self._refused_wait_s, self._resumes_at = wait_s, now + wait_s
         return wait_s
 
     def confirm_run(self, results: RunResults) -> None:
@@ -960,6 +961,7 @@ class Lane:
         self._floor_batch = batch if last_batch is None else last_batch
         if delivered:
             self._delivered = seq
+            self._refused_wait_s = 0.0
             if self._has_position and self._position is not None:
                 self._position = seq
         if self._retry.attempts:

@@ -31,7 +31,8 @@ whose row is already visible.  Hence:
   one: gaps there stay due;
 * the message that declares ids dead proves that they are absent, at most twice a second unless a
   read takes a portion.  Until then a gap that was absent after the end of its holders stays open,
-  and is not read again before the proof reads it;
+  and is not read again before the proof reads it.  If that finds a row, nothing is written, and
+  the next batch reads all of them again;
 * a gap becomes old only after a read that began after its holders were
   captured;
 * holders are memory, never state: a replica that was not the last writer
@@ -158,6 +159,8 @@ class GapTracker:
         self._old: dict[LockHolders | None, list[_Gap]] = {}
         # Gaps that await the proof, young and old.
         self._absent: dict[Range, _Gap] = {}
+        # Whether the last batch proved them, and is not committed.
+        self._is_proving = False
         # Old gaps to read, highest first, so that the lowest are taken at the end.
         self._due: list[_Gap] = []
         # Gaps of the current read, ascending; None: not chosen yet.
@@ -203,6 +206,8 @@ class GapTracker:
             self._never_running.clear()
             self._known = True
         self._return_portion()
+        if self._is_proving:
+            self._return_absent()
         # Also gaps without holders: not captured yet, or none left.
         self._make_due({h for h in self._old if not h or self._one_ended(h, before)})
         if not self._due:
@@ -275,6 +280,7 @@ class GapTracker:
                 self._resolve_gap(replace(gap, lo=lo, hi=hi), limit, now, kept, dead)
         if self._is_proof_due(now):
             dead += self._absent
+            self._is_proving = True
         if dead:
             self._proved_at = now
         self._adapt_portion(limit)
@@ -292,6 +298,7 @@ class GapTracker:
                 del self._young[gap.range]
         for each in step.dead:
             self._absent.pop(each, None)
+        self._is_proving = False
         self._portion, self._forced = None, []
         for gap in step.memory.values():
             if gap.is_absent:
@@ -336,6 +343,14 @@ class GapTracker:
             forced = {gap.lo for gap in self._forced}
             self._add_due([gap for gap in self._portion if gap.old and gap.lo not in forced])
             self._portion = None
+
+    def _return_absent(self) -> None:
+        """Read the gaps again that await the proof: it may have found a row in one."""
+        self._is_proving = False
+        gaps = [replace(gap, is_absent=False) for gap in self._absent.values()]
+        self._absent.clear()
+        self._young |= {gap.range: gap for gap in gaps if not gap.old}
+        self._add_due([gap for gap in gaps if gap.old])
 
     def _make_due(self, groups: Iterable[LockHolders | None]) -> None:
         for holders in groups:

@@ -15,7 +15,7 @@ from outbox.operations.doctor.check import (
     warning,
 )
 from outbox.store.cluster.sessions import SESSION_NAME
-from outbox.store.cluster.timeline import INCARNATION, INCOMPLETE, RESTORE_PROBLEM
+from outbox.store.cluster.timeline import INCOMPLETE, IS_RESTORED, RESTORE_PROBLEM
 from outbox.store.connection.connect import SERVER_VERSION_MIN
 
 SERVER_VERSION_TESTED = 18
@@ -72,7 +72,7 @@ async def durability(context: DoctorContext) -> Results:
 
 TIMELINE = f"""
 SELECT server_timeline() AS server, timeline AS known, current_user AS role,
-       coalesce(identity <> server_identity(), false) OR {INCARNATION} IS NOT TRUE AS copied,
+       {IS_RESTORED} AS copied,
        ({RESTORE_PROBLEM}) AS problem,
        extract(epoch FROM clock_timestamp() - timeline_at)::float8 AS since_s,
        CASE WHEN timeline_at IS NOT NULL THEN (

@@ -392,7 +392,6 @@ CHECKS: tuple[AuditCheck, ...] = (
         "a lane is blocked only by a dead letter that awaits a decision",
         "outbox endpoint resume NAME",
         DECIDED_BLOCKS,
-        INCOMPLETE_ROWS,
     ),
     AuditCheck(
         "cleared",

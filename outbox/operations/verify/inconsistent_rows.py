@@ -5,6 +5,7 @@ For the checks of `outbox verify`: each statement returns the violations as text
 
 from __future__ import annotations
 
+from outbox.operations.doctor.schema import EMPTIED
 from outbox.store.cluster.timeline import INCARNATION, MISSING_ROWS
 from outbox.store.expressions import proves_itself
 
@@ -13,6 +14,8 @@ UNUSED_CLAIM_S = 86400
 
 # A lane whose checkpoint is beyond its counter sends nothing.
 INCOMPLETE_ROWS = f"""
+SELECT format('the table %s was emptied', name) FROM unnest(({EMPTIED})) AS e(name)
+ UNION ALL
 {MISSING_ROWS}
  UNION ALL
 SELECT format('lane %s: checkpoint %s is beyond its counter %s', lane_id, acked_seq, last_seq)

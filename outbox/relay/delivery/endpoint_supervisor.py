@@ -131,7 +131,11 @@ class EndpointSupervisor:
 
     async def _check_endpoints(self) -> None:
         visited = 0
+        lacks_resources = self._dispatcher.exhausted is not None
         for owned in self._dispatcher.owned():
+            if lacks_resources:
+                # Whether receivers respond is unknown, however long this lasts.
+                owned.begin_grace()
             visited += 1 + len(owned.lanes)
             if visited >= LANES_AT_ONCE:
                 visited = 0

@@ -247,7 +247,7 @@ class EndpointRuntime:
         self.meters = meters
         self.epoch = epoch
         self.odometer = odometer
-        self.restart_grace()
+        self.begin_grace()
         self.breaker = CircuitBreaker(endpoint.health)
         self.breaker.clamp_times(now)
         if endpoint.resumes != endpoint.applied_resumes:
@@ -294,6 +294,10 @@ class EndpointRuntime:
         address = broker_address(self.endpoint)
         return None if address is None or self._brokers is None else self._brokers(address)
 
+    def begin_grace(self) -> None:
+        """Let nothing end before this owner has tried again: see `GracePeriod`."""
+        self.grace = GracePeriod(self.odometer.observed_s)
+
     def endable_lanes(self, limit_s: float) -> Collection[int]:
         """The lanes whose deliveries may end after a time: see `GracePeriod`."""
         return self.lanes.keys() if self._has_tried(limit_s) else self.untried_lanes()
@@ -318,10 +322,6 @@ class EndpointRuntime:
         if first_attempt_at is None or not self._has_tried(self.endpoint.retry.age_max_s):
             return 0.0
         return self.odometer.between(first_attempt_at, started_at)
-
-    def restart_grace(self) -> None:
-        """Begin the grace period: until now, this relay has not tried, or could not."""
-        self.grace = GracePeriod(self.odometer.observed_s)
 
     def _has_tried(self, limit_s: float) -> bool:
         return self.grace.is_over(self.endpoint.retry, limit_s, self.odometer.observed_s)

@@ -320,7 +320,7 @@ class Recorder:
             if self._lease_left_s() <= 0:
                 raise Fenced
             if moved or counted:
-                await self._store.checkpoint(
+                await self._refused.checkpoint(
                     [(lane_id, *at) for lane_id, at in moved.items()], counted
                 )
             if receipts:

@@ -6,6 +6,7 @@ refused: progress is never lost.
 
 - An attempt is left out of the log.  Its success is recorded as the progress of its lane.
 - A dead letter is postponed: the delivery is pending again, and its lane waits.
+- A checkpoint is left out: the attempt log has what came after the last one.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from outbox.store.refused_rows import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from outbox.core.delivery.delivery_history import CountedDeliveries
     from outbox.relay.delivery.pending_record import PendingRecord
     from outbox.store.delivery.records import RecordStore
 
@@ -53,6 +55,30 @@ class RefusedRecords:
         """
         await self._write_halves([row for entry in group for row in _rows(entry)])
 
+    async def checkpoint(
+        self, rows: Sequence[tuple[int, int, Progress]], history: Sequence[CountedDeliveries]
+    ) -> None:
+        """Write checkpoints of lanes and the delivery history, except those that are refused.
+
+        Raises:
+            asyncpg.PostgresError: the error is not about a row.
+        """
+        try:
+            await self._store.checkpoint(rows, history)
+        except asyncpg.PostgresError as error:
+            if not is_refused(error):
+                raise
+            if rows and history:
+                parts = [(rows, ()), ((), history)]
+            elif len(rows) > 1:
+                middle = len(rows) // 2
+                parts = [(rows[:middle], ()), (rows[middle:], ())]
+            else:
+                self._log_refused("checkpoint", rows[0][0] if rows else None, reason_of(error))
+                return
+            for part in parts:
+                await self.checkpoint(*part)
+
     async def _write_halves(self, rows: Sequence[tuple[PendingRecord, Record]]) -> None:
         try:
             await self._store.write([r for _, r in rows], [entry.epoch for entry, _ in rows])
@@ -72,9 +98,9 @@ class RefusedRecords:
         self, entry: PendingRecord, record: Record, error: asyncpg.PostgresError
     ) -> None:
         """Write a record without the row that is refused."""
-        now, reason = asyncio.get_running_loop().time(), reason_of(error)
+        reason = reason_of(error)
         for kind, other in _weaker(entry, record):
-            publish = now >= self._report_at.get(kind, -inf)
+            publish = _now() >= self._report_at.get(kind, -inf)
             refused = RefusedRow.of_lane(kind, record, reason, error.sqlstate, publish=publish)
             try:
                 await self._store.write([other], [entry.epoch], refused=refused)
@@ -82,13 +108,21 @@ class RefusedRecords:
                 if not is_refused(again):
                     raise
                 continue
-            if publish:
-                self._report_at[kind] = now + REPORT_AGAIN_S
-                log.error("the database refuses rows", row=kind, lane=record.lane_id, reason=reason)
+            self._log_refused(kind, record.lane_id, reason)
             if kind == DEAD_LETTER:
                 entry.record = other
             return
         raise error
+
+    def _log_refused(self, kind: str, lane_id: int | None, reason: str) -> None:
+        now = _now()
+        if now >= self._report_at.get(kind, -inf):
+            self._report_at[kind] = now + REPORT_AGAIN_S
+            log.error("the database refuses rows", row=kind, lane=lane_id, reason=reason)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _rows(entry: PendingRecord) -> Iterator[tuple[PendingRecord, Record]]:

@@ -11,6 +11,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
+import structlog
 
 from outbox.core.cluster.lease import Peer
 from outbox.core.cluster.observed_time import MARK_EVERY_S
@@ -28,6 +29,7 @@ from outbox.store.cluster.sessions import (
 from outbox.store.connection.message import WriteStatement
 from outbox.store.connection.row_security import stop_empty
 from outbox.store.expressions import LEASE_RUNS
+from outbox.store.refused_rows import is_refused, reason_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.store.connection.store_connection import StoreConnection
+
+log = structlog.get_logger("outbox.ownership")
 
 # A replica's own row, while its lease runs ($1 is the replica), on the server and in the state in
 # which it registered: after a failover behind a proxy, or a restore, its id may belong to another
@@ -512,7 +516,11 @@ class ReplicaStore:
     async def claim(
         self, replica_id: int, endpoint_ids: Sequence[UUID], actor: str
     ) -> dict[UUID, int]:
-        """Claim unowned endpoints; returns the epochs of those that were claimed."""
+        """Claim unowned endpoints, except those of which the database refuses a row.
+
+        Returns:
+            The epochs of those that were claimed.
+        """
         try:
             written = await self._db.write_together(
                 (CLAIM_ENDPOINTS, replica_id, endpoint_ids, actor, self._fence),
@@ -521,6 +529,21 @@ class ReplicaStore:
             )
         except asyncpg.LockNotAvailableError:
             return {}
+        except asyncpg.PostgresError as error:
+            if not is_refused(error):
+                raise
+            if len(endpoint_ids) == 1:
+                log.error(
+                    "the database refuses that an endpoint is claimed, so nothing is sent to it",
+                    endpoint_id=str(endpoint_ids[0]),
+                    reason=reason_of(error),
+                )
+                return {}
+            middle = len(endpoint_ids) // 2
+            return {
+                **await self.claim(replica_id, endpoint_ids[:middle], actor),
+                **await self.claim(replica_id, endpoint_ids[middle:], actor),
+            }
         if not written:
             return {}
         rows = await self._db.fetch(READ_EPOCHS, replica_id, endpoint_ids)

@@ -74,9 +74,12 @@ COUNTER_RESTORED = "OB002"
 
 INCOMPLETE = "this state was restored, and is not complete: {}; finish the restore"
 """Why no new lanes are begun."""
+NOT_BEGUN = "this state was restored, and new lanes have not begun"
 
 # Whether the row of the incarnation was written here; NULL: there is no row.
 INCARNATION = f"(SELECT {proves_itself('i')} FROM incarnation i)"  # noqa: S608 (constants only)
+# Whether the state is that of a dump or a copy, of the columns of `cursor`.
+IS_RESTORED = f"(coalesce(identity <> server_identity(), false) OR {INCARNATION} IS NOT TRUE)"
 
 READ_CURSOR = f"""
 SELECT writer, version, timeline, identity, server_timeline() AS server_timeline,
@@ -85,12 +88,16 @@ SELECT writer, version, timeline, identity, server_timeline() AS server_timeline
   FROM cursor
 """  # noqa: S608 (a constant only)
 
-# Rows without which an endpoint or one of its lanes is skipped silently.
+# Rows without which an endpoint or one of its lanes is skipped silently.  A subscription that has
+# ended suffices: an endpoint that is drained keeps its state.
 MISSING_ROWS = """
 SELECT format('lane %s of endpoint %s has no counter or no checkpoint', l.id, e.name) AS what
   FROM lane l JOIN endpoint e ON e.id = l.endpoint_id
  WHERE NOT EXISTS (SELECT FROM lane_counter WHERE lane_id = l.id)
     OR NOT EXISTS (SELECT FROM lane_progress WHERE lane_id = l.id)
+ UNION ALL
+SELECT format('lane %s has no endpoint', id) FROM lane l
+ WHERE NOT EXISTS (SELECT FROM endpoint WHERE id = l.endpoint_id)
  UNION ALL
 SELECT format('endpoint %s has %s of its %s lanes', e.name, there.lanes, e.lanes)
   FROM endpoint e
@@ -108,9 +115,7 @@ SELECT format('endpoint %s has no row in %s', e.name, part.name)
         WHERE NOT EXISTS (SELECT FROM endpoint_health WHERE endpoint_id = e.id)
         UNION ALL
        SELECT 'subscription'
-        WHERE e.state IN ('active', 'paused')
-          AND NOT EXISTS (
-              SELECT FROM subscription WHERE endpoint_id = e.id AND to_batch IS NULL)) part(name)
+        WHERE NOT EXISTS (SELECT FROM subscription WHERE endpoint_id = e.id)) part(name)
  WHERE e.state <> 'removed'
  UNION ALL
 SELECT format('no period of %s is left', kind) FROM unnest('{events,log}'::text[]) AS k(kind)
@@ -124,6 +129,11 @@ SELECT coalesce((SELECT 'pg_restore is running'
                   WHERE datname = current_database() AND application_name = 'pg_restore' LIMIT 1),
                 (SELECT what FROM ({MISSING_ROWS}) missing LIMIT 1))
 """  # noqa: S608 (constants only)
+# The same, if the state is restored, and '' if it is whole; NULL: it is not restored.
+READ_RESTORED = f"""
+SELECT CASE WHEN {IS_RESTORED} THEN coalesce(({RESTORE_PROBLEM}), '') END FROM cursor
+"""  # noqa: S608 (constants only)
+
 REQUIRE_WHOLE = WriteStatement(
     "require_whole",
     f"SELECT abort_unless(({RESTORE_PROBLEM}) IS NULL)",
@@ -139,12 +149,13 @@ INSERT INTO incarnation AS i (by_xid) VALUES ({CURRENT_XID})
 """,  # noqa: S608 (constants only)
 )
 
-# What is kept for a while was not there to be seen before it was restored.  A dump of an older
-# version has no odometer.
-BEGIN_OBSERVATION = WriteStatement(
-    "begin_observation",
+# Retention counts from the restore: what a dump brings back was not there to be seen before.  A
+# dump of an older version has no odometer, and none would count any more.
+BEGIN_ODOMETER = WriteStatement(
+    "begin_odometer",
     """
-INSERT INTO odometer AS o DEFAULT VALUES
+INSERT INTO odometer AS o (seconds, began_s)
+SELECT seconds, seconds FROM (SELECT coalesce(max(seconds), 0) AS seconds FROM odometer_mark) m
     ON CONFLICT (one) DO UPDATE SET began_s = o.seconds
 """,
 )
@@ -201,6 +212,12 @@ async def read_server_fence(connection: Connection[Any]) -> int | None:
     """The server's timeline and the incarnation, as one number."""
     server_fence: int = await connection.fetchval(READ_SERVER_FENCE)
     return server_fence
+
+
+async def read_stopped(connection: Connection[Any]) -> str | None:
+    """Why no leader sequences in a restored state; None: it is not restored, or goes on already."""
+    problem = await connection.fetchval(READ_RESTORED)
+    return INCOMPLETE.format(problem) if problem else None if problem is None else NOT_BEGUN
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +281,7 @@ def begin_timeline(replica_id: int, row: CursorRow, actor: str) -> list[WriteCal
         (REQUIRE_WHOLE,),
         (ADVANCE_SEQUENCES,),
         (BEGIN_INCARNATION,),
-        (BEGIN_OBSERVATION,),
+        (BEGIN_ODOMETER,),
     ]
     return [
         (CHANGE_TIMELINE, new.timeline, new.identity, replica_id, version),

@@ -74,7 +74,7 @@ async def stop_empty(connection: Connection[Any], table: str) -> NoReturn:
     """
     raise CursorBroken(
         await read_protected_reason(connection)
-        or f"the table {table} was emptied; restore it from a backup"
+        or f"the table {table} was emptied; restore the whole schema from a backup"
     )
 
 

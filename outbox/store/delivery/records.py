@@ -54,13 +54,17 @@ _ATTEMPTS = """
           FROM unnest($2::attempt_row[])) AS a
 """
 
-# Writes a group of acknowledgements: successful attempts only.  One row for each.
+# Writes a group of acknowledgements: $4 successful attempts.  It fails if a trigger suppresses one.
+# One row, unless this replica is fenced.
 WRITE_ACKNOWLEDGEMENTS = WriteStatement(
     "write_acknowledgements",
-    f"""{fence("$3")}
-INSERT INTO attempt (lane_id, batch, seq, attempt, outcome, status, error, started_at,
-                     elapsed_ms, response, replica_id)
-SELECT a.*, $1::bigint FROM fence, {_ATTEMPTS}
+    f"""{fence("$3")},
+logged AS (
+    INSERT INTO attempt (lane_id, batch, seq, attempt, outcome, status, error, started_at,
+                         elapsed_ms, response, replica_id)
+    SELECT a.*, $1::bigint FROM fence, {_ATTEMPTS}
+    RETURNING 1)
+SELECT require_stored((SELECT count(*) FROM logged) = $4::bigint, 'attempt') FROM fence
 """,  # noqa: S608 (constants only)
 )
 
@@ -84,7 +88,8 @@ SELECT a.*, $1::bigint FROM fence, {_ATTEMPTS}
 #   stuck: the lanes to report as stuck ($6), with what their deliveries were read from; an end
 #     entry is no delivery.
 #   reported: the operational events for them.
-# One row for each lane that was moved.
+# One row for each lane that was moved.  It fails if a trigger suppresses a dead letter, or one of
+# the $7 attempts while all lanes are moved.
 WRITE_RECORDS = WriteStatement(
     "write_records",
     f"""{fence("$5")},
@@ -105,7 +110,8 @@ logged AS (
                          elapsed_ms, response, replica_id)
     SELECT a.*, $1 FROM fence, {_ATTEMPTS}
      WHERE a.lane_id NOT IN (SELECT lane_id FROM progress)
-        OR a.lane_id IN (SELECT lane_id FROM moved)),
+        OR a.lane_id IN (SELECT lane_id FROM moved)
+    RETURNING 1),
 dead_lettered AS (
     SELECT d.*, moved.endpoint_id, event.*
       FROM unnest($4::json[]) AS document CROSS JOIN json_to_record(document)
@@ -196,7 +202,11 @@ reported(type, endpoint_id, details) AS (
      UNION ALL
     SELECT {LANE_BLOCKED_EVENT}
       FROM new x JOIN blocked USING (lane_id) JOIN lane l ON l.id = x.lane_id)
-SELECT FROM moved WHERE (SELECT count(*) FROM ({PUBLISH_REPORTED_EVENTS}) published) >= 0
+SELECT require_stored((SELECT count(*) FROM logged) = $7::bigint
+                      OR (SELECT count(*) FROM moved) < (SELECT count(*) FROM progress), 'attempt'),
+       require_stored((SELECT count(*) FROM created) + (SELECT count(*) FROM extended)
+                      = (SELECT count(*) FROM dead_lettered), 'dead_letter')
+  FROM moved WHERE (SELECT count(*) FROM ({PUBLISH_REPORTED_EVENTS}) published) >= 0
 """,  # noqa: S608 (constants only)
 )
 
@@ -251,8 +261,8 @@ FOUND_DETAIL = "found in the stream when the lane was opened"
 
 # Acknowledges the deliveries that a broker's stream has, although their responses were lost.
 #   moved: advances the lane's progress, fenced by epoch.
-#   logged: an attempt for each of the deliveries, after those that were logged; if $8.
-# One row, unless this replica is fenced.
+#   unlogged, logged: an attempt for each of the deliveries, after those that were logged; if $8.
+# One row, unless this replica is fenced.  It fails if a trigger suppresses an attempt.
 WRITE_FOUND = WriteStatement(
     "write_found",
     f"""{fence("$7")},
@@ -264,19 +274,23 @@ moved AS (
       FROM fence, (SELECT floor_batch, acked_seq FROM lane_progress WHERE lane_id = $2) was
      WHERE p.lane_id = $2 AND p.epoch = $3 AND p.acked_seq < $4
     RETURNING was.floor_batch, was.acked_seq),
-logged AS (
-    INSERT INTO attempt (lane_id, batch, seq, attempt, outcome, error, started_at, elapsed_ms,
-                         replica_id)
-    SELECT $2, d.batch, d.seq, coalesce(a.attempt, 0) + 1, 'delivered', '{FOUND_DETAIL}',
-           to_timestamp($6::float8), 0, $1
+unlogged AS MATERIALIZED (
+    SELECT d.batch, d.seq, coalesce(a.attempt, 0) + 1 AS attempt
       FROM moved
       JOIN delivery d ON d.lane_id = $2 AND d.batch >= moved.floor_batch
                      AND d.seq > moved.acked_seq AND d.seq <= $4
       LEFT JOIN LATERAL (
            SELECT max(attempt) AS attempt, bool_or(outcome = 'delivered') AS delivered
              FROM attempt WHERE lane_id = $2 AND batch = d.batch AND seq = d.seq) a ON true
-     WHERE NOT coalesce(a.delivered, false) AND $8::boolean)
-SELECT FROM moved
+     WHERE NOT coalesce(a.delivered, false) AND $8::boolean),
+logged AS (
+    INSERT INTO attempt (lane_id, batch, seq, attempt, outcome, error, started_at, elapsed_ms,
+                         replica_id)
+    SELECT $2, batch, seq, attempt, 'delivered', '{FOUND_DETAIL}', to_timestamp($6::float8), 0, $1
+      FROM unlogged
+    RETURNING 1)
+SELECT require_stored((SELECT count(*) FROM logged) = (SELECT count(*) FROM unlogged), 'attempt')
+  FROM moved
 """,  # noqa: S608 (constants only)
 )
 
@@ -316,7 +330,7 @@ SELECT lane_id FROM lane_progress
 #     statement locks them.
 #   unblocked, deleted_secrets: removes lane blocks, and the secrets of a removed endpoint.
 #   journalled, reported: journal entry and operational events.
-# One row, unless this replica is fenced.
+# One row, unless this replica is fenced.  It fails if a trigger suppresses a dead letter.
 FINISH_ENDPOINT = WriteStatement(
     "finish_endpoint",
     f"""{fence("$5")},
@@ -354,7 +368,9 @@ reported(type, endpoint_id, details) AS (
     SELECT {DEAD_LETTER_CREATED_EVENT}
       FROM created x JOIN lane l ON l.id = x.lane_id
      WHERE {HAS_OPERATIONAL_SUBSCRIBER} AND {IS_ORDINARY})
-SELECT FROM fence WHERE (SELECT count(*) FROM ({PUBLISH_REPORTED_EVENTS}) published) >= 0
+SELECT require_stored(
+           (SELECT count(*) FROM created) = (SELECT count(*) FROM pending), 'dead_letter')
+  FROM fence WHERE (SELECT count(*) FROM ({PUBLISH_REPORTED_EVENTS}) published) >= 0
 """,  # noqa: S608 (constants only)
 )
 
@@ -399,12 +415,12 @@ class RecordStore:
             CannotRun: missing events exist; nothing was written.
         """
         attempts = _attempts(runs, records)
+        logged = sum(r.attempt is not None for r in records) + sum(len(run) for _, run in runs)
         urgent = [(r, e) for r, e in zip(records, epochs, strict=True) if r.progress is not None]
         if not urgent:
-            written = await self._db.write(
-                WRITE_ACKNOWLEDGEMENTS, self._replica_id, attempts, self._fence
-            )
-            if written != len(records) + sum(len(results) for _, results in runs):
+            if not await self._db.write(
+                WRITE_ACKNOWLEDGEMENTS, self._replica_id, attempts, self._fence, logged
+            ):
                 raise Fenced
             return
         progress = composite_array(
@@ -414,7 +430,9 @@ class RecordStore:
         )
         dead = [_json(_dead_row(r, r.dead)) for r, _ in urgent if r.dead is not None]
         stuck = [record.lane_id for record, _ in urgent if record.stuck]
-        call = (WRITE_RECORDS, self._replica_id, attempts, progress, dead, self._fence, stuck)
+        call = (
+            WRITE_RECORDS, self._replica_id, attempts, progress, dead, self._fence, stuck, logged
+        )  # fmt: skip
         if missing := [(event_id, event_id) for r, _ in urgent for event_id in r.missing]:
             before = self.proof.contradictions
             moved = await self.proof.write(missing, *await self.proof.prove(missing), call)

@@ -169,6 +169,8 @@ class SequencingStore:
         row = await self._db.fetchrow(timeline.READ_CURSOR)
         if row is None:
             await stop_empty(self._db, "cursor")
+        if row["batch"] is None:
+            await stop_empty(self._db, "batch")
         return self._checked_row(row)
 
     async def take_leadership(self, replica_id: int) -> bool:
@@ -259,9 +261,7 @@ class SequencingStore:
         rows = await self._db.fetch(READ_COUNTERS, list(lane_ids))
         counters = {r["lane_id"]: r["last_seq"] for r in rows}
         if missing := set(lane_ids) - counters.keys():
-            raise CursorBroken(
-                f"lane {min(missing)} has no row in lane_counter; restore that table from a backup"
-            )
+            raise CursorBroken(f"lane {min(missing)} has no row in lane_counter; see outbox verify")
         return counters
 
     async def leader_status(self, me: int) -> LeaderStatus:
