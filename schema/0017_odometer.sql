@@ -9,7 +9,9 @@
 CREATE TABLE odometer (
     one     boolean PRIMARY KEY DEFAULT true CHECK (one),
     seconds float8  NOT NULL DEFAULT 0,
-    adder   bigint  -- no reference: it remains after its replica has ended
+    adder   bigint, -- no reference: it remains after its replica has ended
+    -- The reading when this state was restored: nobody could look at it before.
+    began_s float8  NOT NULL DEFAULT 0
 );
 INSERT INTO odometer DEFAULT VALUES;
 

@@ -182,15 +182,18 @@ async def test_a_mark_is_written_each_minute_and_when_the_clock_was_set_back(
     assert await fetchval(database, marks) == [0]
     await adder.renew(59.0)
     assert await fetchval(database, marks) == [0, 60]
+    # The clock has moved by less, so it was set back, although not before the last mark.
+    await adder.renew(30.0)
+    assert await fetchval(database, marks) == [0, 60, 90]
     await fetchval(database, "UPDATE odometer_mark SET at = at + interval '1 day'")
     for _ in range(2):
         await adder.renew(1.0)
-    assert await fetchval(database, marks) == [0, 60, 61]
+    assert await fetchval(database, marks) == [0, 60, 90, 91]
     # A new adder's time begins now, however long nobody has run.
     await adder.store.release_all(adder.id, "test")
     await age(database, "4 days")
     assert await (await _replica(database)).renew() is Renewal.ADDER
-    assert await fetchval(database, marks) == [0, 60, 61, 62]
+    assert await fetchval(database, marks) == [0, 60, 90, 91, 92]
 
 
 # --------------------------------------------------------------- what ends something
@@ -345,6 +348,42 @@ async def test_a_fault_of_the_relay_is_no_response_of_the_receiver(database: Dat
         await until(lambda: fetchval(database, disabled), what="the endpoint to be disabled")
 
 
+async def test_time_in_which_a_relay_lacks_resources_ends_nothing(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if no check of the endpoints sees it, because they are further apart."""
+    monkeypatch.setattr("outbox.relay.delivery.admission.EXHAUSTED_S", 0.0)
+    monkeypatch.setattr("outbox.core.admission.request_scheduler.RECOVERY_S", 0.05)
+    await add_endpoint(database, "disabled", retry=PATIENT, lanes=1, disable_after_s=60.0)
+    lacks, attempts, checks = False, 0, 0
+    check = EndpointSupervisor._check_endpoints
+
+    def respond(_: Sent) -> AttemptResult:
+        nonlocal attempts
+        attempts += lacks
+        return AttemptResult.failed(Failure.LOCAL, "no descriptors", 0.01) if lacks else BUSY
+
+    async def counted(self: EndpointSupervisor) -> None:
+        nonlocal checks
+        await check(self)
+        checks += 1
+
+    monkeypatch.setattr(EndpointSupervisor, "_check_endpoints", counted)
+    async with running(database, Network(respond)):
+        await publish(database, 1)
+        # The grace period after the claim is over.
+        await _fails(database, 2 * GRACE_RESPONSES)
+        lacks = True
+        await until(lambda: attempts >= 3, what="attempts without resources")
+        await observe(database, 1000)
+        checks = 0
+        await until(lambda: checks >= 20, what="checks")
+        assert await fetchval(database, "SELECT state = 'active' FROM endpoint")
+        lacks = False
+        disabled = "SELECT state = 'disabled' FROM endpoint"
+        await until(lambda: fetchval(database, disabled), what="the endpoint to be disabled")
+
+
 async def test_a_lack_of_own_resources_ends_nothing_after_responses_of_the_receiver(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -373,7 +412,10 @@ async def test_a_lack_of_own_resources_ends_nothing_after_responses_of_the_recei
 MONTH = Retention(30 * 86400.0, 30 * 86400.0, 30 * 86400.0)
 
 
-async def test_nothing_is_dropped_that_was_not_observed_for_a_day(database: Database) -> None:
+@pytest.mark.parametrize("restored", [False, True])
+async def test_nothing_is_dropped_that_was_not_observed_for_a_day(
+    database: Database, restored: bool
+) -> None:
     await add_endpoint(database, lanes=1)
     async with running(database, Network(lambda _: REFUSED)):
         await publish(database, 1)
@@ -391,11 +433,20 @@ async def test_nothing_is_dropped_that_was_not_observed_for_a_day(database: Data
         return bool(await db.fetchval(ended))
 
     await until(have_ended, what="the first periods to end")
-    # A clock that is two months ahead.
+    if restored:
+        # What was observed before the dump comes back with it.
+        await observe(database, 10 * 86_400)
+        await fetchval(database, "UPDATE incarnation SET by_xid = NULL RETURNING 1")
+    # Otherwise a clock that is two months ahead.
     await age(database, "60 days")
     for _ in range(2):
         assert await retention.advance_periods() == []
     assert await retention.delete_expired() == 0
+    if restored:
+        async with running(database, Network()):
+            holds = "SELECT incarnation_holds()"
+            await until(lambda: fetchval(database, holds), what="the new incarnation")
+        assert await retention.advance_periods() == []
     await observe(database, 86_000)
     assert await retention.advance_periods() == []
     await observe(database, 500)

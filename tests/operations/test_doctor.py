@@ -227,6 +227,15 @@ async def test_a_truncated_table_is_a_problem(db: Connection[Any]) -> None:
 
 
 @pytest.mark.one_major
+async def test_an_emptied_odometer_is_named(db: Connection[Any]) -> None:
+    await db.execute("TRUNCATE odometer")
+    found = await the_one(db, "rows")
+    assert found.message.startswith("relay.odometer was emptied")
+    await db.execute(sql_of(found))
+    assert await reported_findings(db, "rows") == []
+
+
+@pytest.mark.one_major
 async def test_a_table_with_the_name_of_a_partition_is_a_problem(db: Connection[Any]) -> None:
     await db.execute("DROP TABLE attempt_1; CREATE TABLE attempt_1 (backup int)")
     found = await the_one(db, "partitions")

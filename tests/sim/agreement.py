@@ -359,7 +359,7 @@ class Script:
         me = self._rng.choice(self._ids)
         if self._rng.random() < 0.3:
             await self._side.expire_lease(me)
-        renewed = await self._replicas.renew(me, self._rng.choice((None, 0.5, 700.0)))
+        renewed = await self._replicas.renew(me, self._rng.choice((None, 0.001, 700.0)))
         observed_s = (await self._replicas.read_clock()).observed_s
         snapshot = await self._replicas.read_cluster()
         peers = sorted((peer.id, peer.renewals, peer.lease_s) for peer in snapshot.peers)

@@ -292,7 +292,7 @@ async def _batch(log: LongLog) -> Case:
         deliveries.counters[lane] = NUMBERS + 1
     step = CursorChange(NEXT, tuple(GAPS[-20:]), (), (), (), (), True, {})
     received = Received()
-    await sequencing.SequencingStore(received, server_fence=1).write(
+    await sequencing.SequencingStore(received, log.server_fence).write(
         BATCHES,
         step,
         100,
@@ -422,7 +422,7 @@ def _attempt(outcome: Any = "delivered") -> AttemptRow:
 
 async def _written(log: LongLog, group: Sequence[Record]) -> tuple[str, tuple[Any, ...]]:
     received = Received()
-    store = records.RecordStore(received, log.replica, server_fence=1)
+    store = records.RecordStore(received, log.replica, log.server_fence)
     with suppress(Fenced):
         await store.write(group, [0] * len(group))
     return received.asked[0]
@@ -492,7 +492,7 @@ async def _lag(log: LongLog) -> Case:
 
 async def _checkpoints(log: LongLog) -> Case:
     received = Received()
-    store = records.RecordStore(received, log.replica, server_fence=1)
+    store = records.RecordStore(received, log.replica, log.server_fence)
     progress = Progress(acked_seq=ACKED, floor_batch=batch_of(ACKED + 1))
     await store.checkpoint([(lane, 0, progress) for lane in log.lanes[:100]])
     return Case(*received.asked[0], LANES + 1, 20 * 100)
@@ -523,11 +523,14 @@ async def _backlog_over_its_count(log: LongLog) -> Case:
 
 
 async def _backlog_over_its_age(log: LongLog) -> Case:
-    return Case(endpoint_state.READ_OVER_AGE, (*_stuck(log), 3600.0), 10, 100)
+    # The body of the function is read once in a session.
+    before = ("SELECT observed_before(1)",)
+    # One row of each partition of `batch`, and one of each lane.
+    return Case(endpoint_state.READ_OVER_AGE, (*_stuck(log), 3600.0), 12 + 10, 100, before=before)
 
 
 async def _renewal(log: LongLog) -> Case:
-    return Case(replicas.RENEW.sql, (log.replica, 1, 1.0), 1, 10)
+    return Case(replicas.RENEW.sql, (log.replica, log.server_fence, 1.0), 3, 10)
 
 
 async def _read_status(log: LongLog) -> Case:

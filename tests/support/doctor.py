@@ -45,6 +45,8 @@ def sql_of(finding: DoctorFinding) -> str:
     """The statement of a finding, ready to run."""
     assert finding.action
     begin = min(
-        i for word in ("ALTER ", "GRANT ", "SELECT ") if (i := finding.action.find(word)) >= 0
+        i
+        for word in ("ALTER ", "GRANT ", "INSERT ", "SELECT ")
+        if (i := finding.action.find(word)) >= 0
     )
     return finding.action[begin:].partition("; then")[0]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from outbox.store.cluster.timeline import read_server_fence
 from tests.support.relay import add_endpoint
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class LongLog:
         """All lanes, in the order of `i % 2000`."""
         self.replica = 0
         """The replica that owns all endpoints."""
+        self.server_fence: int | None = None
 
     def lanes_of(self, endpoint: int) -> list[int]:
         """The lanes of one endpoint."""
@@ -80,6 +82,9 @@ class LongLog:
     async def fill(self) -> None:
         """Write everything; the statistics are `of one lane`."""
         async with self.database.connection(server_settings={"search_path": "relay"}) as db:
+            self.server_fence = await read_server_fence(db)
+            # A relay has run for a day.
+            await db.execute("UPDATE odometer SET seconds = 86400")
             await _make_partitions(db)
             # Only this module sets the statistics.
             for table in await db.fetch(

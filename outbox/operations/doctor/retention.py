@@ -95,7 +95,10 @@ async def _find_blocker(context: DoctorContext, period: PartitionWindow) -> tupl
         )
     keep_s = context.keep.retention_s(period.kind)
     if not await context.db.fetchval(IS_OBSERVED, period.kind, period.number, keep_s):
-        return "no relay has run for a day since they ended", "keep a relay running"
+        return (
+            "no relay has run for a day since they ended, or since the last restore",
+            "keep a relay running",
+        )
     return "no relay has dropped them", "run outbox relay; its log has the error"
 
 

@@ -73,6 +73,13 @@ async def initial_rows(context: DoctorContext) -> Results:
             f"DROP SCHEMA {quote_ident(context.schema)} CASCADE; then run: "
             f"{migrate_command(context.schema)}",
         )
+    if not await context.db.fetchval("SELECT EXISTS (SELECT FROM odometer)"):
+        odometer = context.qualify("odometer")
+        yield warning(
+            f"{odometer} was emptied: no endpoint is disabled and nothing is dropped for its age",
+            f"run: INSERT INTO {odometer} (seconds) SELECT coalesce(max(seconds), 0) "
+            f"FROM {odometer}_mark",  # noqa: S608 (the schema's name, quoted)
+        )
 
 
 @check_rows("complete", MISSING_ROWS, "every endpoint and lane has its rows", see="outbox verify")

@@ -103,6 +103,7 @@ class AttemptSender:
             if attempt is not None and self._is_own_failure(lane, attempt):
                 # Nothing was sent, so it is no attempt: the lane waits for fewer open requests.
                 self._admission.record_exhausted(lane.slot, attempt.response.detail)
+                lane.runtime.begin_grace()
                 lane.runtime.breaker.released(lane.loaded.id)
                 lane.state.cancel_send()
                 return None

@@ -117,7 +117,8 @@ last AS (SELECT seconds, at FROM odometer_mark ORDER BY seconds DESC LIMIT 1),
 marked AS (
     INSERT INTO odometer_mark AS m (seconds, at)
     SELECT added.seconds, clock_timestamp() FROM added, meter LEFT JOIN last ON true
-     WHERE meter.is_new OR last.at IS NULL OR last.at > clock_timestamp()
+     WHERE meter.is_new OR last.at IS NULL
+        OR last.at + make_interval(secs => added.seconds - last.seconds - 1) > clock_timestamp()
         OR added.seconds >= last.seconds + {MARK_EVERY_S}
         ON CONFLICT (seconds) DO UPDATE SET at = excluded.at)
 SELECT FROM renewed UNION ALL SELECT FROM added

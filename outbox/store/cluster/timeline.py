@@ -149,12 +149,14 @@ INSERT INTO incarnation AS i (by_xid) VALUES ({CURRENT_XID})
 """,  # noqa: S608 (constants only)
 )
 
-# A dump of an older version has no odometer, and none would count any more.
+# Retention counts from the restore: what a dump brings back was not there to be seen before.  A
+# dump of an older version has no odometer, and none would count any more.
 BEGIN_ODOMETER = WriteStatement(
     "begin_odometer",
     """
-INSERT INTO odometer (seconds) SELECT coalesce(max(seconds), 0) FROM odometer_mark
-    ON CONFLICT DO NOTHING
+INSERT INTO odometer AS o (seconds, began_s)
+SELECT seconds, seconds FROM (SELECT coalesce(max(seconds), 0) AS seconds FROM odometer_mark) m
+    ON CONFLICT (one) DO UPDATE SET began_s = o.seconds
 """,
 )
 

@@ -52,6 +52,19 @@ OBSERVED_S_MIN = 86400
 clock that is a month ahead, or a dump of last month, would drop what nobody could have seen."""
 
 
+def _observed_before(keep_s: str) -> str:
+    """The time before which everything was observed for long enough.
+
+    A dump brings back what was observed before it, so the time counts from the restore.
+
+    Args:
+        keep_s: the parameter with the retention in seconds.
+    """
+    observed_s = f"least({keep_s}, {OBSERVED_S_MIN})"
+    return f"""coalesce((SELECT observed_before({observed_s}) FROM odometer
+                  WHERE seconds - began_s >= {observed_s} AND incarnation_holds()), '-infinity')"""  # noqa: S608
+
+
 def _kept_since(keep_s: str) -> str:
     """The time before which nothing is kept any more.
 
@@ -59,7 +72,7 @@ def _kept_since(keep_s: str) -> str:
         keep_s: the parameter with the retention in seconds.
     """
     return f"""(SELECT least(clock_timestamp() - make_interval(secs => {keep_s}),
-                        observed_before(least({keep_s}, {OBSERVED_S_MIN}))))"""
+                        {_observed_before(keep_s)}))"""
 
 
 # Periods that are not dropped.
@@ -117,9 +130,9 @@ SELECT {rows_hidden("lane_progress", "lane_counter")} OR EXISTS (
 
 # Whether a period whose retention is $3 seconds was observed for long enough after its end.
 IS_OBSERVED = f"""
-SELECT ended_at < observed_before(least($3::float8, {OBSERVED_S_MIN}))
+SELECT ended_at < {_observed_before("$3::float8")}
   FROM period WHERE kind = $1 AND number = $2
-"""  # noqa: S608 (a constant only)
+"""  # noqa: S608 (constants only)
 
 # Whether a replay was requested for a dead letter `d` and has not reached it.
 _REPLAY_REQUESTED = """

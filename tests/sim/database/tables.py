@@ -151,7 +151,7 @@ class Database(Engine):
         self.replay = Table("replay")
         self.replica = Table("replica")
         self.odometer = Table("odometer")
-        self.odometer.rows[1] = {"seconds": 0.0, "adder": None}
+        self.odometer.rows[1] = {"seconds": 0.0, "adder": None, "began_s": 0.0}
         self.odometer_mark = Table("odometer_mark")
         self.odometer_mark.rows[0.0] = {"seconds": 0.0, "at": self.wall()}
         self.ownership = Table("ownership")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from itertools import pairwise
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.sequencing import partition_window
@@ -17,7 +19,7 @@ from outbox.store.retention import periods as retention
 from outbox.store.retention.periods import ACTOR, OBSERVED_S_MIN
 from tests.sim.database.engine import UPDATE, Wait, perform
 from tests.sim.database.tables import KINDS, Batch
-from tests.sim.stores import batches, channels, routing_change
+from tests.sim.stores import batches, channels, routing_change, timeline
 
 if TYPE_CHECKING:
     from outbox.core.sequencing.gaps import LockHolders
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from tests.sim.database.tables import Database
 
     ReplayProgress = tuple[int | None, int, int]
+
+
+DAY_S = 86400
 
 
 class RetentionStore(retention.RetentionStore):
@@ -59,6 +64,7 @@ class RetentionStore(retention.RetentionStore):
         for keep_s in (self._keep.dead_letters_s, self._keep.events_s):
             if keep_s is not None:
                 await self._db.call(delete_none)
+        await self._db.call(thin_marks)
         return 0
 
     async def _begin(self, period: PartitionWindow) -> None:
@@ -87,6 +93,19 @@ class RetentionStore(retention.RetentionStore):
 
 def delete_none(db: Database, tx: Transaction) -> None:
     """The simulation keeps all dead letters and has no idempotency keys."""
+
+
+def thin_marks(db: Database, tx: Transaction) -> None:
+    """Thin the marks of the odometer, but for those after the clock was set back."""
+    meter = tx.get(db.odometer, 1)
+    assert meter is not None
+    marks = sorted(tx.rows(db.odometer_mark), key=itemgetter("seconds"))
+    for earlier, mark in pairwise(marks):
+        ago_s, passed_s = meter["seconds"] - mark["seconds"], mark["seconds"] - earlier["seconds"]
+        every_s = 60 if ago_s < DAY_S else 1800 if ago_s < 60 * DAY_S else DAY_S
+        is_same = mark["seconds"] // every_s == earlier["seconds"] // every_s
+        if is_same and mark["at"] - earlier["at"] > passed_s - 1:
+            tx.put(db.odometer_mark, mark["seconds"], None)
 
 
 # -------------------------------------------------------------- begin and settle
@@ -182,14 +201,23 @@ def is_observed(db: Database, tx: Transaction, kind: WindowKind, n: int, keep: R
     row, keep_s = tx.get(db.period, (kind, n)), keep.retention_s(kind)
     assert row is not None
     assert keep_s is not None
-    return db.observed_time(tx).since(row["ended_at"]) >= min(keep_s, OBSERVED_S_MIN)
+    return _is_observed(db, tx, row["ended_at"], keep_s)
 
 
 def is_kept(db: Database, tx: Transaction, at: float, keep_s: float) -> bool:
     """Whether what has this time is kept."""
     if at > db.wall() - keep_s:
         return True
-    return db.observed_time(tx).since(at) < min(keep_s, OBSERVED_S_MIN)
+    return not _is_observed(db, tx, at, keep_s)
+
+
+def _is_observed(db: Database, tx: Transaction, at: float, keep_s: float) -> bool:
+    """Whether what has this time was observed for long enough since the last restore."""
+    meter, limit_s = tx.get(db.odometer, 1), min(keep_s, OBSERVED_S_MIN)
+    assert meter is not None
+    if meter["seconds"] - meter["began_s"] < limit_s or not timeline.incarnation_holds(db, tx):
+        return False
+    return db.observed_time(tx).since(at) >= limit_s
 
 
 def has_pending_lanes(db: Database, tx: Transaction, last_batch: int) -> bool:

@@ -212,7 +212,8 @@ def add_observed(
     if observed_s:
         tx.notes.append(("observed", (began_at - observed_s, began_at)))
     last = max(tx.rows(db.odometer_mark), key=itemgetter("seconds"))
-    if meter["adder"] != me or last["at"] > now or seconds >= last["seconds"] + MARK_EVERY_S:
+    passed_s = seconds - last["seconds"]
+    if meter["adder"] != me or now - last["at"] < passed_s - 1 or passed_s >= MARK_EVERY_S:
         tx.put(db.odometer_mark, seconds, {"seconds": seconds, "at": now})
     return True
 

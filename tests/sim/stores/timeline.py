@@ -83,6 +83,10 @@ def change_history(
     tx.change(db.cursor, 1, **changed)
     for endpoint_id in sorted(each["endpoint_id"] for each in tx.rows(db.ownership)):
         yield Wait(db.ownership, endpoint_id, UPDATE)
+    yield Wait(db.odometer, 1, UPDATE)
+    meter = tx.get(db.odometer, 1)
+    assert meter is not None
+    tx.change(db.odometer, 1, began_s=meter["seconds"])
     yield db.pause_s()
     from_batch, begun = read.batch + 1, 0
     for e in sorted(tx.rows(db.endpoint), key=lambda e: str(e["id"])):
