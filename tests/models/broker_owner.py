@@ -219,7 +219,7 @@ class LaneOwner:
             "Any",
             SimpleNamespace(
                 state=self.lane, loaded=SimpleNamespace(id=1, name=LANE, lanes=1), slot=None,
-                runtime=self.runtime, repair=None, repaired=None, signed_by=Clock.DATABASE,
+                runtime=self.runtime, repair=None, repaired=None, signed_by=None,
             ),
         )  # fmt: skip
         self.lease_left_s = 1.0

@@ -78,7 +78,7 @@ async def initial_rows(context: DoctorContext) -> Results:
         yield warning(
             f"{odometer} was emptied: no endpoint is disabled and nothing is dropped for its age",
             f"run: INSERT INTO {odometer} (seconds) SELECT coalesce(max(seconds), 0) "
-            f"FROM {odometer}_mark",  # noqa: S608 (the schema's name, quoted)
+            f"FROM {odometer}_mark",
         )
 
 
