@@ -206,11 +206,12 @@ class LaneOwner:
             broker=Wire(),
             endpoint=SimpleNamespace(
                 name="shop", headers=NO_HEADERS, message_format=ENVELOPE, retryable=RETRYABLE,
-                retry=POLICY, blocks=False,
+                retry=POLICY, blocks=False, refills_forgotten=False,
             ),
             breaker=_Breaker(),
             reported=_Reported(),
             grace=GracePeriod(0.0),
+            budget_s=lambda since, at: 0.0 if since is None else at - since,
             signing=SigningClock(ClockDifference()),
             lanes={},
             stopped=False,
