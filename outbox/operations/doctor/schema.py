@@ -77,8 +77,8 @@ async def initial_rows(context: DoctorContext) -> Results:
         odometer = context.qualify("odometer")
         yield warning(
             f"{odometer} was emptied: no endpoint is disabled and nothing is dropped for its age",
-            f"run: INSERT INTO {odometer} (seconds) SELECT coalesce(max(seconds), 0) "
-            f"FROM {odometer}_mark",  # noqa: S608 (the schema's name, quoted)
+            f"run: INSERT INTO {odometer} (seconds) SELECT coalesce(max(seconds), 0) "  # noqa: S608
+            f"FROM {odometer}_mark",
         )
 
 
