@@ -233,7 +233,7 @@ async def test_the_event_loop_is_shared_during_a_full_poll() -> None:
     ]
     caretaker = EndpointSupervisor(
         None,  # type: ignore[arg-type]
-        SimpleNamespace(owned=lambda: homes),  # type: ignore[arg-type]
+        SimpleNamespace(owned=lambda: homes, exhausted=None),  # type: ignore[arg-type]
         WakeEvent(),
         lambda: 0.0,
         Odometer(),

@@ -7,6 +7,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tests.support.postgres import Database
 
+MARK = """
+INSERT INTO odometer_mark SELECT seconds, clock_timestamp() FROM odometer
+    ON CONFLICT (seconds) DO UPDATE SET at = excluded.at
+"""
 OBSERVE = "UPDATE odometer SET seconds = seconds + $1"
 
 AGE = (
@@ -21,8 +25,10 @@ AGE_MARKS = "UPDATE odometer_mark SET at = at - $1::interval"
 
 
 async def observe(database: Database, seconds: float) -> None:
-    """Relays have run for so many seconds, since the last mark."""
+    """Relays have run for so many seconds since everything that is stored."""
     async with database.at_hand() as connection:
+        # The last mark may be that of the template, which is minutes old.
+        await connection.execute(MARK)
         await connection.execute(OBSERVE, seconds)
 
 
