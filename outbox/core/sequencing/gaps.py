@@ -181,10 +181,12 @@ class GapTracker:
         """Drop all memory: another replica wrote, or a commit is in doubt."""
         self._known = False
 
-    @property
-    def has_gaps(self) -> bool:
-        """Whether any gap is open."""
-        return bool(self._young or self._old or self._absent or self._due or self._portion)
+    def reads_gaps(self, state: CursorState) -> bool:
+        """Whether the next read includes gaps, so that the lock holders must be known before it."""
+        if not self._known:
+            return bool(state.young or state.old)
+        absent = self._is_proving and self._absent
+        return bool(self._young or self._old or self._due or self._portion or absent)
 
     # ------------------------------------------------------------ one batch
 

@@ -344,7 +344,7 @@ class Cursor:
         before: LockHolders = frozenset()
         if watch:
             before = self.watched = await store.holders()
-        elif state.young or state.old or tracker.has_gaps:
+        elif tracker.reads_gaps(state):
             # The holders of the last read suffice: a gap is declared dead one batch later.
             before = await store.holders() if self._holders is None else self._holders
         tracker.begin_batch(state, before, clock())
