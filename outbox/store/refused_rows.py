@@ -6,6 +6,7 @@ halves, until the refused one is alone: it is postponed or left out, and the oth
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 import orjson
@@ -119,6 +120,21 @@ class RefusedRow(NamedTuple):
     def report(self, actor: str) -> WriteCall:
         """The call that reports it."""
         return (REPORT_REFUSED_ROW, *self[:4], actor, self.publish)
+
+
+class RefusedRowReports:
+    """Limits operational events to one in `REPORT_AGAIN_S` for each kind of row; steady clock."""
+
+    def __init__(self) -> None:
+        self._due_at: dict[str, float] = {}
+
+    def is_due(self, kind: str, now: float) -> bool:
+        """Whether an event about this kind of row may be published."""
+        return now >= self._due_at.get(kind, -inf)
+
+    def record(self, kind: str, now: float) -> None:
+        """Record that one was published."""
+        self._due_at[kind] = now + REPORT_AGAIN_S
 
 
 def is_refused(error: PostgresError) -> bool:

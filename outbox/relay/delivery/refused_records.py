@@ -12,7 +12,6 @@ refused: progress is never lost.
 from __future__ import annotations
 
 import asyncio
-from math import inf
 from typing import TYPE_CHECKING
 
 import asyncpg
@@ -22,8 +21,8 @@ from outbox.core.delivery.commands import Progress, Record
 from outbox.store.refused_rows import (
     ATTEMPT,
     DEAD_LETTER,
-    REPORT_AGAIN_S,
     RefusedRow,
+    RefusedRowReports,
     is_refused,
     reason_of,
 )
@@ -43,8 +42,7 @@ class RefusedRecords:
 
     def __init__(self, store: RecordStore) -> None:
         self._store = store
-        # When the next operational event may be published, by the kind of row.
-        self._report_at: dict[str, float] = {}
+        self._reports = RefusedRowReports()
 
     async def write(self, group: Sequence[PendingRecord]) -> None:
         """Write a group; the record of a postponed dead letter is replaced.
@@ -100,7 +98,7 @@ class RefusedRecords:
         """Write a record without the row that is refused."""
         reason = reason_of(error)
         for kind, other in _weaker(entry, record):
-            publish = _now() >= self._report_at.get(kind, -inf)
+            publish = self._reports.is_due(kind, _now())
             refused = RefusedRow.of_lane(kind, record, reason, error.sqlstate, publish=publish)
             try:
                 await self._store.write([other], [entry.epoch], refused=refused)
@@ -116,8 +114,8 @@ class RefusedRecords:
 
     def _log_refused(self, kind: str, lane_id: int | None, reason: str) -> None:
         now = _now()
-        if now >= self._report_at.get(kind, -inf):
-            self._report_at[kind] = now + REPORT_AGAIN_S
+        if self._reports.is_due(kind, now):
+            self._reports.record(kind, now)
             log.error("the database refuses rows", row=kind, lane=lane_id, reason=reason)
 
 

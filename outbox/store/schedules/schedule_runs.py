@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from datetime import timedelta
-from math import inf
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
@@ -33,7 +32,7 @@ from outbox.core.schedules.schedule import (
 from outbox.errors import UsageError
 from outbox.store.connection.message import WriteStatement
 from outbox.store.connection.row_security import rows_hidden
-from outbox.store.refused_rows import REPORT_AGAIN_S, RefusedRow, is_refused, reason_of
+from outbox.store.refused_rows import RefusedRow, RefusedRowReports, is_refused, reason_of
 from outbox.store.routing_change import ADD_TO_JOURNAL
 
 if TYPE_CHECKING:
@@ -261,8 +260,7 @@ class ScheduleRunStore:
     def __init__(self, connection: StoreConnection, replica_id: int) -> None:
         self._db = connection
         self._actor = f"replica {replica_id}"
-        # When the next operational event may be published, by the kind of row.
-        self._report_at: dict[str, float] = {}
+        self._reports = RefusedRowReports()
 
     async def due_in_s(self) -> float | None:
         """Seconds until something is due, by the database's clock; None: nothing is planned."""
@@ -328,9 +326,9 @@ class ScheduleRunStore:
     def _report(self, kind: str, identity: str, reason: str, sqlstate: str) -> WriteCall:
         """Report a refused row, and publish an operational event now and then."""
         now = asyncio.get_running_loop().time()
-        publish = now >= self._report_at.get(kind, -inf)
+        publish = self._reports.is_due(kind, now)
         if publish:
-            self._report_at[kind] = now + REPORT_AGAIN_S
+            self._reports.record(kind, now)
         return RefusedRow(kind, identity, reason, sqlstate, publish).report(self._actor)
 
     async def postponed(self) -> tuple[int, str | None]:
