@@ -251,6 +251,26 @@ async def test_a_refused_attempt_is_left_out_and_its_progress_is_kept(
     assert [payload(each) for each in network.accepted[accepted:]] == [40] * 3
 
 
+async def test_a_trigger_that_is_made_while_a_relay_runs_suppresses_no_attempt_silently(
+    database: Database, logs: list[MutableMapping[str, Any]]
+) -> None:
+    """Groups of attempts are counted only where a trigger exists when the session begins."""
+    await add_endpoint(database, "shop", lanes=1)
+    await add_endpoint(database, "oncall", types=[ROW_REFUSED])
+    network = Network()
+    async with running(database, network, poll_s=0.05):
+        await publish(database, 0)
+        await until(lambda: _none_pending(database), what="the first delivery")
+        await execute(database, suppressing("attempt", "NEW.seq % 2 = 0"))
+        await publish(database, *range(1, 21))
+        await until(lambda: reports(network), what="the operational event")
+        await until(lambda: _none_pending(database), what="all deliveries")
+    first_seen = dict.fromkeys(payload(s) for s in network.accepted if s.url.endswith("shop"))
+    assert list(first_seen) == list(range(21))
+    assert await fetchval(database, "SELECT count(*) FROM attempt WHERE seq % 2 = 0") == 0
+    assert await exceptions(database) == {}
+
+
 @pytest.mark.parametrize("refuse", [trigger, suppressing])
 async def test_a_refused_dead_letter_holds_its_lane_alone(
     database: Database,
