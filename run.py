@@ -163,9 +163,14 @@ def set_up(*, for_unit: bool = False) -> None:
 
 def stamp() -> list[str]:
     version = ".".join(map(str, sys.version_info[:3]))
-    project = (ROOT / "pyproject.toml").read_bytes()
+    project = b"".join(file.read_bytes() for file in project_files())
     pinned = pins().read_bytes() if pins().exists() else b""
     return [f"Python {version} in {ROOT}", hashlib.sha256(project + pinned).hexdigest()]
+
+
+def project_files() -> list[Path]:
+    """The files `pyproject.toml`: the package's, and those of its leaves."""
+    return [ROOT / "pyproject.toml", *sorted((ROOT / "packages").glob("*/pyproject.toml"))]
 
 
 def pins() -> Path:
@@ -203,9 +208,13 @@ def install(wanted: list[str]) -> None:
     import tomllib
 
     pip = [*find_pip(), "--python", str(PYTHON), "--disable-pip-version-check"]
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    extras = UNIT if UNIT_ONLY in wanted else ",".join(project.get("optional-dependencies", {}))
-    command = [*pip, "install", "--quiet", "--editable", f"{ROOT}[{extras}]"]
+    command = [*pip, "install", "--quiet"]
+    # In one command, because pip would look for the other packages in the index.
+    for file in project_files():
+        extras = tomllib.loads(file.read_text("utf-8"))["project"].get("optional-dependencies", {})
+        chosen = [each for each in extras if each == UNIT or UNIT_ONLY not in wanted]
+        suffix = f"[{','.join(chosen)}]" if chosen else ""
+        command += ["--editable", f"{file.parent}{suffix}"]
     say("installing the packages of pyproject.toml (about a minute the first time)")
     STAMP.write_text("unfinished\n")
     started = time.monotonic()

@@ -11,6 +11,7 @@ index that was used, and the tests run with others.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,8 @@ BUILDS = ("editables",)
 """What hatchling requires for an editable install."""
 FIRST_PATCHES = ("async-timeout",)
 """What dependencies require on the first patch releases of Python 3.11, such as Debian's."""
+
+_NAME = re.compile(r"[a-z0-9-]+")
 
 HEADER = """\
 # The exact versions that everything is tested with; run.py installs them.
@@ -59,11 +62,19 @@ def resolve(pip: list[str], python: str) -> dict[str, str]:
 
 
 def wanted() -> list[str]:
-    """The requirements of the package, of all extras and of the build."""
-    read = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
-    extras = read["project"]["optional-dependencies"].values()
-    dependencies = [*read["project"]["dependencies"], *(each for extra in extras for each in extra)]
-    return [*dependencies, *read["build-system"]["requires"], *BUILDS, *FIRST_PATCHES]
+    """The requirements of the package and its leaves, of all extras and of the build."""
+    files = [ROOT / "pyproject.toml", *sorted((ROOT / "packages").glob("*/pyproject.toml"))]
+    read = [tomllib.loads(file.read_text("utf-8")) for file in files]
+    projects = [each["project"] for each in read]
+    own = {each["name"] for each in projects}
+    dependencies = [
+        text
+        for project in projects
+        for texts in (project["dependencies"], *project.get("optional-dependencies", {}).values())
+        for text in texts
+        if _NAME.match(text)[0] not in own
+    ]
+    return [*dependencies, *read[0]["build-system"]["requires"], *BUILDS, *FIRST_PATCHES]
 
 
 def lines(found: dict[str, dict[str, str]]) -> list[str]:

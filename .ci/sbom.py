@@ -123,6 +123,8 @@ def collect(requirements: Iterable[str], packages: dict[str, Package]) -> set[st
         if not applies(requirement, frozenset()):
             continue
         name = canonicalize_name(requirement.name)
+        if name == NAME:
+            continue
         requires.add(name)
         extras = frozenset(requirement.extras)
         if (name, extras) in seen:

@@ -17,10 +17,10 @@ import aiohttp
 
 from benchmarks.figures import Rounds, Row, Target
 from benchmarks.stage import search
-from outbox.devtools.embedded.launch import command
 from outbox.errors import CannotRun
 from outbox.receiver.verification import pairs_of
 from outbox.testing import FakeSender
+from outbox_devtools.embedded.launch import command
 from tests.support.process import environment
 from tests.support.tcp import free_port
 

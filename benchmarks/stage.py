@@ -18,9 +18,9 @@ import orjson
 from benchmarks.given import GivenServer, given
 from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.model.retry_policy import STANDARD
-from outbox.devtools.embedded.launch import command
 from outbox.errors import CannotRun
 from outbox.operations import endpoint_changes
+from outbox_devtools.embedded.launch import command
 from tests.support.postgres import SCHEMA, Database, Server, memory
 from tests.support.process import RelayProcess, environment, relay_process
 from tests.support.relay import SHARED_OUT
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from outbox.core.model.message_format import FormatName
     from outbox.core.model.retry_policy import RetryPolicy
-    from outbox.devtools.embedded import Setting
+    from outbox_devtools.embedded import Setting
 
 # All settings for durable commits are on. In memory they cost little, so that other costs are more
 # visible.

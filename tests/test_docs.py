@@ -28,12 +28,12 @@ from outbox import receiver as receiver_library
 from outbox.cli.main import COMMANDS, cli
 from outbox.core.brokers.message import messages_of
 from outbox.core.model.response import AttemptResult
-from outbox.devtools.embedded.binaries import find_binaries
 from outbox.docs.generate import PAGES, REFERENCE
 from outbox.errors import UsageError
 from outbox.receiver import AsyncReceiver, MemoryDatabase, Receiver
 from outbox.store.connection.schema_status import status
 from outbox.testing import FakeSender
+from outbox_devtools.embedded.binaries import find_binaries
 from tests.receiver.deliveries import delivery
 from tests.receiver.streams.rigs import Settings as StreamSettings
 from tests.receiver.streams.rigs import lane, streams_of

@@ -18,7 +18,7 @@ import structlog
 from packaging.requirements import Requirement
 
 from outbox.core.model.sql_names import quote_ident
-from outbox.devtools.embedded.binaries import find_binaries
+from outbox_devtools.embedded.binaries import find_binaries
 from tests.support.documents import GUIDES, Session, blocks, examples, normalized, read
 from tests.support.relay import all_ended, fetchval
 from tests.support.roles import dsn_of

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from outbox.devtools.embedded import installed_binaries
 from outbox.errors import CannotRun
+from outbox_devtools.embedded import installed_binaries
 from tests.support import majors
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import signal
 import subprocess
 import sys
@@ -184,11 +185,15 @@ def test_every_extra_is_installed(run: ModuleType, monkeypatch: pytest.MonkeyPat
     run.VENV.mkdir()
     pyproject = (ROOT / "pyproject.toml").read_text()
     (run.ROOT / "pyproject.toml").write_text(pyproject)
+    leaf = run.ROOT / "packages" / "devtools"
+    leaf.mkdir(parents=True)
+    shutil.copy(ROOT / "packages/devtools/pyproject.toml", leaf)
     monkeypatch.setattr(run, "find_pip", lambda: ["pip"])
     monkeypatch.setattr(run, "call", call)
     run.install(run.stamp())
     extras = ",".join(tomllib.loads(pyproject)["project"]["optional-dependencies"])
-    assert called[0][-1] == f"{run.ROOT}[{extras}]"
+    editable = ("--editable", f"{run.ROOT}[{extras}]", "--editable", f"{leaf}[postgres]")
+    assert called[0][-4:] == [*editable]
     assert run.STAMP.read_text().splitlines() == run.stamp()
 
 

@@ -25,6 +25,7 @@ import click
 
 from outbox import __version__
 from outbox.errors import OutboxError, UsageError
+from outbox.leaves import DEVTOOLS, Leaf
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,17 +41,33 @@ EXIT_BROKEN_PIPE = 141
 
 @dataclass(frozen=True, slots=True)
 class CommandEntry:
-    """A command in the list; the module `outbox.cli.<name>` defines it as `command`."""
+    """A command in the list; the module `<name>` of a package `cli` defines it as `command`."""
 
     name: str
     help: str
     section: str
+    leaf: Leaf | None = None
+    """Where its package `cli` is; None: here."""
+
+    def load(self) -> click.Command:
+        """Import the command.
+
+        Raises:
+            CannotRun: it is in a leaf that is not installed.
+        """
+        if self.leaf is None:
+            module = importlib.import_module(f"outbox.cli.{self.name}")
+        else:
+            module = self.leaf.load(f"cli.{self.name}")
+        command = module.command
+        assert isinstance(command, click.Command)
+        return command
 
 
 _SET_UP, _WORK, _INSPECT = "Set up", "Publish and deliver", "Inspect"
 
 COMMANDS = (
-    CommandEntry("demo", "Run a complete example on a temporary database.", _SET_UP),
+    CommandEntry("demo", "Run a complete example on a temporary database.", _SET_UP, DEVTOOLS),
     CommandEntry("migrate", "Create the schema, or upgrade it.", _SET_UP),
     CommandEntry("endpoint", "Add, change, pause, test and remove destinations.", _SET_UP),
     CommandEntry("apply", "Apply endpoints from a declaration file.", _SET_UP),
@@ -62,8 +79,10 @@ COMMANDS = (
     CommandEntry("publish", "Publish one event.", _WORK),
     CommandEntry("schedule", "Publish events on a cron schedule.", _WORK),
     CommandEntry("relay", "Run the relay, which delivers published events.", _WORK),
-    CommandEntry("listen", "Run a receiver for development.", _WORK),
-    CommandEntry("conform", "Test a receiver in any language against the protocol.", _WORK),
+    CommandEntry("listen", "Run a receiver for development.", _WORK, DEVTOOLS),
+    CommandEntry(
+        "conform", "Test a receiver in any language against the protocol.", _WORK, DEVTOOLS
+    ),
     CommandEntry("status", "Show relays, pending deliveries and failing endpoints.", _INSPECT),
     CommandEntry("trace", "Trace an event, and explain why it is not delivered.", _INSPECT),
     CommandEntry("doctor", "Check the configuration and health, and suggest fixes.", _INSPECT),
@@ -73,7 +92,9 @@ COMMANDS = (
     CommandEntry("journal", "List changes, with the user, token or relay of each.", _INSPECT),
     CommandEntry("once", "List, show and reset idempotency keys.", _INSPECT),
     CommandEntry("erase", "Erase the payloads of a tenant's or a key's events.", _INSPECT),
-    CommandEntry("prove", "Run relays under injected faults, and check the result.", _INSPECT),
+    CommandEntry(
+        "prove", "Run relays under injected faults, and check the result.", _INSPECT, DEVTOOLS
+    ),
     CommandEntry("verify", "Check the tables for lost, duplicate or misordered events.", _INSPECT),
     CommandEntry("resequence", "Sequence committed events that were skipped.", _INSPECT),
 )
@@ -86,11 +107,7 @@ class LazyGroup(click.Group):
         return [entry.name for entry in COMMANDS]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in self.list_commands(ctx):
-            return None
-        command = importlib.import_module(f"outbox.cli.{cmd_name}").command
-        assert isinstance(command, click.Command)
-        return command
+        return next((entry.load() for entry in COMMANDS if entry.name == cmd_name), None)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -15,8 +15,8 @@ from outbox.core.model.response import AttemptResult
 from outbox.destinations import endpoint_tester, endpoint_validation
 from outbox.destinations.endpoint_tester import CONCURRENT_MAX, TENANT_MAX
 from outbox.destinations.http.transport import HttpTransport
-from outbox.devtools.development_receiver import DevelopmentReceiver
 from outbox.network.egress import EgressPolicy
+from outbox_devtools.development_receiver import DevelopmentReceiver
 from tests.destinations import hostile
 from tests.destinations.servers import OK, Connection
 from tests.destinations.servers import serving as receiver

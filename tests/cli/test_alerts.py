@@ -14,7 +14,7 @@ from tests.telemetry.alerts.names import TELEMETRY
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.cli.conftest import Command
+    from tests.support.commands import Command
 
 
 def test_alert_files_are_printed_unchanged(outbox: Command) -> None:

@@ -13,7 +13,7 @@ from tests.support.tiers import sampled
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.cli.conftest import Command
+    from tests.support.commands import Command
 
 pytestmark = pytest.mark.one_major
 

@@ -14,7 +14,7 @@ from outbox.store.connection import lock_retry
 from outbox.store.connection.migration_files import migrations
 
 if TYPE_CHECKING:
-    from tests.cli.conftest import Command
+    from tests.support.commands import Command
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.one_major

@@ -14,7 +14,7 @@ from outbox.store.connection.connect import READ_ONLY
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.cli.conftest import Command
+    from tests.support.commands import Command
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.one_major

@@ -23,11 +23,11 @@ from outbox.core.delivery.retry_preview import markdown
 from outbox.core.delivery.signature import parse_secret, verify
 from outbox.operations import endpoint_states
 from outbox.store.cluster.replicas import ReplicaStore
-from tests.cli.conftest import Result
 from tests.cli.test_commands import execute
 from tests.destinations import hostile
 from tests.destinations.authority import Authority
 from tests.support import process
+from tests.support.commands import Result
 from tests.support.relay import (
     OK,
     Network,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
     from outbox.core.model.response import AttemptResult
-    from tests.cli.conftest import Command
+    from tests.support.commands import Command
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.one_major

@@ -11,7 +11,7 @@ import pytest
 from tests.support.relay import fetchval, publish
 
 if TYPE_CHECKING:
-    from tests.cli.conftest import Command
+    from tests.support.commands import Command
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.one_major

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tests.cli.conftest import Command
+    from tests.support.commands import Command
 
 pytestmark = pytest.mark.one_major
 

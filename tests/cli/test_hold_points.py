@@ -16,7 +16,7 @@ from tests.support.relay import add_endpoint, fetchval, publish
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.cli.conftest import Command
+    from tests.support.commands import Command
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.one_major

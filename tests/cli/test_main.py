@@ -17,7 +17,7 @@ from outbox.cli.main import COMMANDS, cli
 from outbox.errors import CannotRun
 
 if TYPE_CHECKING:
-    from tests.cli.conftest import Command
+    from tests.support.commands import Command
 
 ROOT = Path(__file__).parents[2]
 GROUPS = {
@@ -179,14 +179,14 @@ def test_failures_are_one_line_and_an_exit_code(
     def broken() -> None:
         raise error
 
-    monkeypatch.setitem(sys.modules, "outbox.cli.demo", types.SimpleNamespace(command=broken))
-    result = outbox("demo")
+    monkeypatch.setitem(sys.modules, "outbox.cli.status", types.SimpleNamespace(command=broken))
+    result = outbox("status")
     assert result.code == code
     if says is None:
         assert (result.out, result.err) == ("", "")
         return
     assert says in result.error
-    debugged = outbox("demo", OUTBOX_DEBUG="1")
+    debugged = outbox("status", OUTBOX_DEBUG="1")
     assert debugged.code == code
     assert "Traceback" in debugged.err
 

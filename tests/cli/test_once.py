@@ -15,7 +15,7 @@ from tests.support.relay import remove_events
 if TYPE_CHECKING:
     from uuid import UUID
 
-    from tests.cli.conftest import Command
+    from tests.support.commands import Command
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.one_major

@@ -10,7 +10,7 @@ from outbox.core.model.encryption_keys import parse_keys
 from tests.cli.test_commands import execute
 
 if TYPE_CHECKING:
-    from tests.cli.conftest import Command
+    from tests.support.commands import Command
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.one_major

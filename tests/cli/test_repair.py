@@ -13,7 +13,7 @@ from tests.support.relay import add_endpoint, fetchval, publish
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from tests.cli.conftest import Command, Result
+    from tests.support.commands import Command, Result
     from tests.support.postgres import Database
 
     Run = Callable[..., Awaitable[Result]]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from tests.cli.conftest import Command, Result
+    from tests.support.commands import Command, Result
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.system

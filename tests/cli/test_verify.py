@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from tests.support.relay import Network, add_endpoint, all_ended, fetchval, publish, running
 
 if TYPE_CHECKING:
-    from tests.cli.conftest import Command
+    from tests.support.commands import Command
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.one_major

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from outbox.devtools.development_receiver import DevelopmentReceiver
+from outbox_devtools.development_receiver import DevelopmentReceiver
 from tests.support.checkout import ROOT
 from tests.support.process import relay_process
 from tests.support.prometheus import prometheus

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
-from outbox.devtools.embedded.binaries import find_binaries
+from outbox_devtools.embedded.binaries import find_binaries
 from tests.django.projects import ROOT, database_settings
 from tests.django.test_migrations import in_project
 from tests.support.documents import normalized, read

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from outbox.core.delivery.signature import parse_secret
-from outbox.devtools.development_receiver import DevelopmentReceiver, HandledOutcome, HandledRequest
+from outbox_devtools.development_receiver import DevelopmentReceiver, HandledOutcome, HandledRequest
 from tests.support.legacy_outbox import KEYS, LegacyOutbox
 from tests.support.process import Ended, relay_process
 from tests.support.process import outbox as command

@@ -14,7 +14,7 @@ import pytest
 
 import outbox
 from outbox.core.delivery.signature import parse_secret
-from outbox.devtools.development_receiver import DevelopmentReceiver, HandledOutcome, HandledRequest
+from outbox_devtools.development_receiver import DevelopmentReceiver, HandledOutcome, HandledRequest
 from tests.support.pgbouncer import find_the_schema, pgbouncer
 from tests.support.process import outbox as command
 from tests.support.process import relay_process

@@ -14,7 +14,7 @@ import pytest
 from starlette.applications import Starlette
 
 import outbox.fastapi
-from outbox.devtools.embedded.launch import command
+from outbox_devtools.embedded.launch import command
 from tests.in_process.receiver import subscribe
 from tests.support.process import environment
 from tests.support.relay import fetchval

@@ -14,11 +14,11 @@ import pytest
 from outbox.core.delivery.signature import parse_secret
 from outbox.core.model.response import AttemptResult
 from outbox.destinations.http.transport import HttpTransport
-from outbox.devtools.development_receiver import DevelopmentReceiver
 from outbox.network.egress import EgressPolicy
 from outbox.operations import endpoint_changes, erase
 from outbox.operations.erase import ErasureTarget
 from outbox.telemetry import catalogue
+from outbox_devtools.development_receiver import DevelopmentReceiver
 from tests.support.relay import (
     BUSY,
     OK,

@@ -15,12 +15,6 @@ from aiohttp import web
 from outbox.core.delivery.batch import prepare_batch
 from outbox.core.delivery.signature import format_secret
 from outbox.core.model.headers import parse_lines
-from outbox.devtools.development_receiver import (
-    DevelopmentReceiver,
-    HandledOutcome,
-    HandledRequest,
-    ReceiverFault,
-)
 from outbox.receiver import (
     AsyncReceiver,
     BadMessage,
@@ -39,6 +33,12 @@ from outbox.receiver.requests import RequestOutcome
 from outbox.testing import FakeSender
 from outbox.web.address import Address
 from outbox.web.serving import serving
+from outbox_devtools.development_receiver import (
+    DevelopmentReceiver,
+    HandledOutcome,
+    HandledRequest,
+    ReceiverFault,
+)
 from tests.receiver.deliveries import SECRET, delivery
 from tests.support.waiting import until
 

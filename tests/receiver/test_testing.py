@@ -195,7 +195,7 @@ async def test_an_async_receiver_fetches_from_the_fake_sender() -> None:
 
 @pytest.mark.system
 async def test_a_request_is_posted_as_it_is() -> None:
-    from outbox.devtools.development_receiver import DevelopmentReceiver
+    from outbox_devtools.development_receiver import DevelopmentReceiver
 
     sender = FakeSender()
     receiver = DevelopmentReceiver()

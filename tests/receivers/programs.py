@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import orjson
 
-from outbox.devtools.embedded.launch import command
 from outbox.errors import CannotRun
+from outbox_devtools.embedded.launch import command
 from tests.support.receiver_process import ReceiverProcess
 
 if TYPE_CHECKING:

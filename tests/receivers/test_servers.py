@@ -15,10 +15,10 @@ import pytest
 
 import outbox
 from outbox.core.model.message_format import UNBATCHED, FormatName
-from outbox.devtools.conformance import grading
-from outbox.devtools.conformance.cases import cases
 from outbox.receiver import AsyncReceiver
 from outbox.testing.sender import SECRET, FakeSender
+from outbox_devtools.conformance import grading
+from outbox_devtools.conformance.cases import cases
 from tests.receivers.programs import (
     EFFECTS,
     LANGUAGES,

@@ -12,8 +12,16 @@ from tests.support.checkout import ROOT, git
 if TYPE_CHECKING:
     from pathlib import Path
 
-PROGRAM = sorted((ROOT / "outbox").rglob("*.py"))
-TESTS = sorted(path for folder in ("benchmarks", "tests") for path in (ROOT / folder).rglob("*.py"))
+PACKAGES = (ROOT / "outbox", *sorted(ROOT.glob("packages/*/outbox_*")))
+"""The root packages: the product's, and those of its leaves."""
+OWN = frozenset(each.name for each in PACKAGES)
+"""Their names."""
+PROGRAM = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
+_TEST_FOLDERS = (ROOT / "benchmarks", ROOT / "tests", *ROOT.glob("packages/*/tests"))
+TESTS = [
+    ROOT / "conftest.py",
+    *sorted(path for folder in _TEST_FOLDERS for path in folder.rglob("*.py")),
+]
 
 
 @cache

@@ -16,6 +16,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from outbox.version import __version__
+from tests.repository.sources import OWN as OWN_PACKAGES
 from tests.repository.sources import PROGRAM, ROOT, nodes, nodes_of
 
 if TYPE_CHECKING:
@@ -24,7 +26,11 @@ if TYPE_CHECKING:
 
 FILE = ROOT / ".ci" / "constraints.txt"
 RENEW = "renew it with: python3 run.py pin"
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PROJECTS = [
+    tomllib.loads(file.read_text())["project"]
+    for file in (ROOT / "pyproject.toml", *ROOT.glob("packages/*/pyproject.toml"))
+]
+OWN = {project["name"] for project in PROJECTS}
 
 
 def script(name: str) -> ModuleType:
@@ -46,10 +52,18 @@ def pinned() -> dict[str, str]:
 
 
 def requirements() -> list[Requirement]:
-    """Return the project's dependencies with all extras."""
-    extras = PROJECT["optional-dependencies"].values()
-    texts = [*PROJECT["dependencies"], *(each for extra in extras for each in extra)]
-    return [Requirement(each) for each in texts]
+    """Return the dependencies of the package and its leaves, with all extras."""
+    return [each for each in stated() if each.name not in OWN]
+
+
+def stated() -> list[Requirement]:
+    """Return the same with those on each other."""
+    return [
+        Requirement(text)
+        for project in PROJECTS
+        for texts in (project["dependencies"], *project.get("optional-dependencies", {}).values())
+        for text in texts
+    ]
 
 
 def needed() -> set[str]:
@@ -92,7 +106,7 @@ def imported(tree: Sequence[ast.AST]) -> Iterator[str]:
 def test_every_imported_package_is_a_named_dependency() -> None:
     distributions = importlib.metadata.packages_distributions()
     # The type checker brings `_typeshed`.
-    known = {"outbox", "_typeshed", *sys.stdlib_module_names}
+    known = {*OWN_PACKAGES, "_typeshed", *sys.stdlib_module_names}
     named = {canonicalize_name(each.name) for each in requirements()}
     missing = {
         f"{package} in {path.relative_to(ROOT)}"
@@ -102,6 +116,11 @@ def test_every_imported_package_is_a_named_dependency() -> None:
         and named.isdisjoint(map(canonicalize_name, distributions.get(package, (package,))))
     }
     assert not missing, "a dependency of a dependency may disappear: name it in pyproject.toml"
+
+
+def test_the_packages_of_a_release_require_the_same_version_of_each_other() -> None:
+    between = {str(each.specifier) for each in stated() if each.name in OWN}
+    assert between == {f"=={__version__}"}
 
 
 def test_every_form_of_import_is_found() -> None:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.repository.sources import PROGRAM, ROOT, nodes, nodes_of
+from tests.repository.sources import OWN, PROGRAM, ROOT, nodes, nodes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-OWN = {"outbox", *sys.stdlib_module_names}
+UNCHECKED = {*OWN, *sys.stdlib_module_names}
 KNOWN = {
     "outbox/django/publishing.py": ["getattr(_from_testcase)"],
     # Neither client lets its caller open the connection, where the egress policy is asked.
@@ -109,7 +109,7 @@ def library_names(tree: Sequence[ast.AST]) -> tuple[dict[str, str], list[str]]:
                 continue
         for path, name in paths:
             root, *rest = path.split(".")
-            if root not in OWN:
+            if root not in UNCHECKED:
                 libraries[name] = root
                 private += [path] if any(is_private(each) for each in rest) else []
     return libraries, private

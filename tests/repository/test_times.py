@@ -107,6 +107,8 @@ def _declared(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
 def attributes() -> list[Attribute]:
     found = []
     for path in PROGRAM:
+        if "packages" in path.relative_to(ROOT).parts:
+            continue  # Tools for development.
         parts = path.relative_to(ROOT / "outbox").with_suffix("").parts
         if parts[0] not in FOLDERS:
             found += attributes_of(".".join(parts), nodes(path))

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 import pytest
 
-from outbox.devtools.embedded import binaries
 from outbox.errors import CannotRun, SchemaMissing, SchemaTooNew, UsageError
 from outbox.store.cluster.replicas import ReplicaStore
 from outbox.store.connection import lock_retry, schema_status
@@ -21,6 +20,7 @@ from outbox.store.connection.dsn import parse
 from outbox.store.connection.migrate import migrate, sql
 from outbox.store.connection.migration_files import Migration, migrations, read_works_from
 from outbox.store.connection.schema_status import require_current, status
+from outbox_devtools.embedded import binaries
 from tests.support.relay import (
     Network,
     add_endpoint,

@@ -22,12 +22,14 @@ from tests.support.tiers import is_unit
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-TESTS = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
+TESTS = ROOT / "tests"
+LEAVES = ROOT / "packages"
 FILE = TESTS / "cases.toml"
 RUN = ("unit", "default", "full")
 """The tiers that have a figure; --soak has the cases of --full."""
 TOP = "top"
-"""The folder of modules that are in none."""
+"""The name for modules that are in no folder."""
 
 _MAJOR = re.compile(r"(?<=[\[-])pg\d+(?=[\]-])")
 _HEADER = """\
@@ -45,12 +47,25 @@ def count(items: Iterable[pytest.Item]) -> Counts:
     cases = {_MAJOR.sub("", item.nodeid): item for item in items}
     counts: Counts = Counter()
     for item in cases.values():
-        folder = item.path.relative_to(TESTS).parts[0]
-        folder = TOP if folder.endswith(".py") else folder
+        folder = _folder(item.path)
         is_full = item.get_closest_marker("full") is not None
         here = {"unit": is_unit(item), "default": not is_full, "full": True}
         counts.update((folder, tier) for tier in RUN if here[tier])
     return counts
+
+
+def _folder(path: Path) -> str:
+    """Return a folder of tests by name, or the name of a leaf."""
+    above, name = path.relative_to(ROOT).parts[:2]
+    assert above in (TESTS.name, LEAVES.name), path
+    return TOP if name.endswith(".py") else name
+
+
+def folders() -> dict[str, Path]:
+    """Return all folders of tests, by name."""
+    places = {each.name: each for each in TESTS.iterdir()}
+    places |= {each.parent.name: each for each in LEAVES.glob("*/tests")}
+    return {name: each for name, each in places.items() if any(each.glob("**/test_*.py"))}
 
 
 def expected(content: Mapping[str, Any]) -> Counts:
@@ -70,7 +85,7 @@ def expected(content: Mapping[str, Any]) -> Counts:
 def differences(there: Counts, wanted: Counts, folders: Iterable[str]) -> list[str]:
     """Return a line for each figure of these folders that differs."""
     return [
-        f"tests/{folder}, tier {tier}: {there[folder, tier]} cases, "
+        f"{folder}, tier {tier}: {there[folder, tier]} cases, "
         f"{wanted[folder, tier]} in tests/cases.toml"
         for folder in sorted(folders)
         for tier in RUN
@@ -85,12 +100,12 @@ def whole_folders(config: pytest.Config) -> set[str]:
         return set()
     asked = {Path(argument).resolve() for argument in config.args if "::" not in argument}
     ignored = {Path(path).resolve() for path in option.ignore or ()}
-    folders = {
-        each.name
-        for each in TESTS.iterdir()
-        if each not in ignored and any(each.glob("**/test_*.py")) and asked & {each, *each.parents}
+    whole = {
+        name
+        for name, each in folders().items()
+        if each not in ignored and asked & {each, *each.parents}
     }
-    return folders | {TOP} if asked & {TESTS, *TESTS.parents} else folders
+    return whole | {TOP} if asked & {TESTS, *TESTS.parents} else whole
 
 
 class Cases:

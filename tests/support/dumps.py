@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from outbox.devtools.embedded.binaries import find_binaries
+from outbox_devtools.embedded.binaries import find_binaries
 
 if TYPE_CHECKING:
     from tests.support.postgres import Database

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import asyncpg
 
-from outbox.devtools.embedded import EmbeddedPostgres
 from outbox.store.connection.migrate import migrate
+from outbox_devtools.embedded import EmbeddedPostgres
 from tests.support.postgres import SCHEMA, TEST_SETTINGS, Database, Server, memory
 from tests.support.waiting import until
 

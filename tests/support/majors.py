@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import run
-from outbox.devtools.embedded import installed_binaries
 from outbox.errors import CannotRun
+from outbox_devtools.embedded import installed_binaries
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import asyncpg
 
-from outbox.devtools.embedded.launch import command, environment
-from outbox.devtools.embedded.run_as_user import account_for, change_owner
+from outbox_devtools.embedded.launch import command, environment
+from outbox_devtools.embedded.run_as_user import account_for, change_owner
 from tests.support.tcp import free_port
 from tests.support.waiting import until
 

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 import psycopg
 
-from outbox.devtools.embedded import EmbeddedPostgres
 from outbox.store.connection.migrate import migrate
 from outbox.store.connection.store_connection import StoreConnection
+from outbox_devtools.embedded import EmbeddedPostgres
 from tests.support import clones
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping
 
-    from outbox.devtools.embedded import Setting
+    from outbox_devtools.embedded import Setting
 
 SCHEMA = "relay"
 

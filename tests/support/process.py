@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from outbox.devtools.embedded.launch import command
+from outbox_devtools.embedded.launch import command
 from tests.support import forking
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
-from outbox.devtools.embedded.launch import command
+from outbox_devtools.embedded.launch import command
 from tests.support.tcp import free_port
 from tests.support.waiting import until
 

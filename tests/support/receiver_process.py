@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 
-from outbox.devtools.embedded.launch import command
+from outbox_devtools.embedded.launch import command
 from tests.support.process import environment
 from tests.support.tcp import free_port
 from tests.support.waiting import until

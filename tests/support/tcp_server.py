@@ -13,7 +13,7 @@ from tests.support.postgres import Server
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from outbox.devtools.embedded import Setting
+    from outbox_devtools.embedded import Setting
 
 
 @contextmanager

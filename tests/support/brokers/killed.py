@@ -9,7 +9,7 @@ import subprocess
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Protocol
 
-from outbox.devtools.embedded.launch import command, spawn_thread
+from outbox_devtools.embedded.launch import command, spawn_thread
 from tests.support.brokers.guarantees import (
     StreamMessage,
     check_at_most_once,

@@ -1,0 +1,50 @@
+"""Parts of the product that are packages of their own.
+
+A leaf is imported when it is used, and nothing here needs it.  Leaves and this package are released
+together: one of another version is refused, because it was tested with other internals.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING, NamedTuple
+
+from outbox.errors import CannotRun
+from outbox.version import __version__
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+
+class Leaf(NamedTuple):
+    """A package beside this one."""
+
+    distribution: str
+    extra: str
+    """The extra of outbox-relay that installs it."""
+
+    @property
+    def package(self) -> str:
+        """Its root module."""
+        return self.distribution.replace("-", "_")
+
+    def load(self, module: str) -> ModuleType:
+        """Import a module of the leaf.
+
+        Raises:
+            CannotRun: it is not installed, or another version of it is.
+        """
+        install = f'pip install "outbox-relay[{self.extra}]=={__version__}"'
+        try:
+            found = metadata.version(self.distribution)
+        except metadata.PackageNotFoundError:
+            raise CannotRun(f"{self.distribution} is not installed: {install}") from None
+        if found != __version__:
+            raise CannotRun(
+                f"{self.distribution} has version {found}, outbox-relay {__version__}: {install}"
+            )
+        return import_module(f"{self.package}.{module}")
+
+
+DEVTOOLS = Leaf("outbox-devtools", "demo")
+"""`outbox demo`, `listen`, `conform` and `prove`, and an embedded PostgreSQL."""
