@@ -46,5 +46,7 @@ class Leaf(NamedTuple):
         return import_module(f"{self.package}.{module}")
 
 
+ADOPT = Leaf("outbox-adopt", "adopt")
+"""`outbox adopt`."""
 DEVTOOLS = Leaf("outbox-devtools", "demo")
 """`outbox demo`, `listen`, `conform` and `prove`, and an embedded PostgreSQL."""

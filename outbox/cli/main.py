@@ -25,7 +25,7 @@ import click
 
 from outbox import __version__
 from outbox.errors import OutboxError, UsageError
-from outbox.leaves import DEVTOOLS, Leaf
+from outbox.leaves import ADOPT, DEVTOOLS, Leaf
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,7 +71,7 @@ COMMANDS = (
     CommandEntry("migrate", "Create the schema, or upgrade it.", _SET_UP),
     CommandEntry("endpoint", "Add, change, pause, test and remove destinations.", _SET_UP),
     CommandEntry("apply", "Apply endpoints from a declaration file.", _SET_UP),
-    CommandEntry("adopt", "Move in from another outbox table, step by step.", _SET_UP),
+    CommandEntry("adopt", "Move in from another outbox table, step by step.", _SET_UP, ADOPT),
     CommandEntry(
         "rekey", "Encrypt secrets in the database, or rotate the encryption key.", _SET_UP
     ),

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from outbox.operations.adopt.adoption import find_adoption
-from outbox.store.adoption.source_sql import SourceSql
-from outbox.store.adoption.source_table import check_mapping, read_source
 from outbox.store.connection.connect import map_errors
 from outbox.store.type_match import TYPE_MATCHES
+from outbox_adopt.adoption import find_adoption
+from outbox_adopt.source_sql import SourceSql
+from outbox_adopt.source_table import check_mapping, read_source
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from asyncpg import Connection
 
-    from outbox.core.adoption.mapping import SourceMapping
+    from outbox_adopt.mapping import SourceMapping
 
 PLANNED_TYPES_MAX = 50
 FAULT_EXAMPLES_MAX = 3

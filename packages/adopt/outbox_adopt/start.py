@@ -10,25 +10,25 @@ import orjson
 
 from outbox.core.model.sql_names import quote_literal
 from outbox.errors import Conflict
-from outbox.operations.adopt.adoption import (
+from outbox.store.connection.connect import map_errors
+from outbox_adopt.adoption import (
     DESCRIBED,
     add_to_journal,
     find_adoption,
     require_phase,
     send_message,
 )
-from outbox.operations.adopt.end import remove_ledger
-from outbox.operations.adopt.plan import plan_adoption
-from outbox.store.adoption.source_sql import SourceSql
-from outbox.store.adoption.source_table import ORDERED_TYPES, read_source
-from outbox.store.connection.connect import map_errors
+from outbox_adopt.end import remove_ledger
+from outbox_adopt.plan import plan_adoption
+from outbox_adopt.source_sql import SourceSql
+from outbox_adopt.source_table import ORDERED_TYPES, read_source
 
 if TYPE_CHECKING:
     from asyncpg import Connection
 
-    from outbox.core.adoption.mapping import SourceMapping
-    from outbox.operations.adopt.adoption import Adoption
-    from outbox.operations.adopt.plan import AdoptionPlan
+    from outbox_adopt.adoption import Adoption
+    from outbox_adopt.mapping import SourceMapping
+    from outbox_adopt.plan import AdoptionPlan
 
 # The adoption's id is allocated first, because the trigger's function has it.
 NEXT_ID = "SELECT nextval(pg_get_serial_sequence('adoption', 'id'))"

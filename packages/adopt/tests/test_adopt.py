@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.core.adoption.mapping import SourceMapping, parse_mapping
 from outbox.errors import CannotRun, Conflict, NotFound, UsageError
-from outbox.operations.adopt.cut_over import CutOver, Progress, cut_over
-from outbox.operations.adopt.end import retire_adoption, undo_adoption
-from outbox.operations.adopt.plan import plan_adoption
-from outbox.operations.adopt.start import start_adoption
-from outbox.operations.adopt.status import list_adoptions
-from outbox.operations.adopt.verify import verify_adoption
-from tests.support.legacy_outbox import LegacyOutbox
+from outbox_adopt.cut_over import CutOver, Progress, cut_over
+from outbox_adopt.end import retire_adoption, undo_adoption
+from outbox_adopt.mapping import SourceMapping, parse_mapping
+from outbox_adopt.plan import plan_adoption
+from outbox_adopt.start import start_adoption
+from outbox_adopt.status import list_adoptions
+from outbox_adopt.verify import verify_adoption
+from packages.adopt.tests.legacy_outbox import LegacyOutbox
 from tests.support.postgres import Server
 from tests.support.relay import Network, add_endpoint, all_ended, exceptions, fetchval, running
 from tests.support.tiers import sampled

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.model.sql_names import quote_ident
 from outbox.core.model.text import count
 from outbox.errors import CannotRun, Conflict
-from outbox.operations.adopt.adoption import (
+from outbox.store.connection.connect import map_errors
+from outbox_adopt.adoption import (
     PLAN_BY_HASH,
     add_to_journal,
     count_states,
@@ -18,14 +19,13 @@ from outbox.operations.adopt.adoption import (
     send_message,
     set_phase,
 )
-from outbox.store.connection.connect import map_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from asyncpg import Connection
 
-    from outbox.operations.adopt.adoption import Adoption
+    from outbox_adopt.adoption import Adoption
 
 LEDGER_BATCH = 20_000
 END_POLL_S = 0.5

@@ -6,19 +6,19 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outbox.cli.adopt.group import command, table_argument
-from outbox.cli.adopt.mapping_options import mapping_options
 from outbox.cli.common import actor, print_result, run_connected
 from outbox.cli.output import emit_pairs, emit_table
 from outbox.core.model.text import count, safe
-from outbox.operations.adopt.plan import plan_adoption
-from outbox.operations.adopt.start import start_adoption
+from outbox_adopt.cli.group import command, table_argument
+from outbox_adopt.cli.mapping_options import mapping_options
+from outbox_adopt.plan import plan_adoption
+from outbox_adopt.start import start_adoption
 
 if TYPE_CHECKING:
     from outbox.config import Settings
-    from outbox.core.adoption.mapping import SourceMapping
-    from outbox.operations.adopt.plan import AdoptionPlan
-    from outbox.operations.adopt.start import Started
+    from outbox_adopt.mapping import SourceMapping
+    from outbox_adopt.plan import AdoptionPlan
+    from outbox_adopt.start import Started
 
 
 def show_plan(plan: AdoptionPlan) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from outbox.core.delivery.signature import parse_secret
 from outbox_devtools.development_receiver import DevelopmentReceiver, HandledOutcome, HandledRequest
-from tests.support.legacy_outbox import KEYS, LegacyOutbox
+from packages.adopt.tests.legacy_outbox import KEYS, LegacyOutbox
 from tests.support.process import Ended, relay_process
 from tests.support.process import outbox as command
 from tests.support.relay import exceptions, fetchval

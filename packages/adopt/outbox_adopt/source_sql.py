@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outbox.core.model.sql_names import quote_ident, quote_literal, search_path
-from outbox.store.adoption.source_table import TIME_TYPES
+from outbox_adopt.source_table import TIME_TYPES
 
 if TYPE_CHECKING:
-    from outbox.core.adoption.mapping import SourceMapping
-    from outbox.store.adoption.source_table import SourceTable
+    from outbox_adopt.mapping import SourceMapping
+    from outbox_adopt.source_table import SourceTable
 
 TRIGGERS = ("outbox_adoption", "outbox_adoption_returned", "outbox_adoption_sent")
 

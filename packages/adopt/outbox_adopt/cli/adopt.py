@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outbox.cli.adopt import begin, checks, cut_over, end
-from outbox.cli.adopt.group import command
+from outbox_adopt.cli import begin, checks, cut_over, end
+from outbox_adopt.cli.group import command
 
 __all__ = ["begin", "checks", "command", "cut_over", "end"]

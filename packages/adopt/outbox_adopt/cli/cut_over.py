@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from outbox.cli.adopt.begin import show_plan
-from outbox.cli.adopt.group import command, table_argument
 from outbox.cli.common import actor, duration_s, print_result, run_connected
 from outbox.cli.progress import progress_bar
 from outbox.core.model.text import count
-from outbox.operations.adopt.cut_over import Poller, cut_over
+from outbox_adopt.cli.begin import show_plan
+from outbox_adopt.cli.group import command, table_argument
+from outbox_adopt.cut_over import Poller, cut_over
 
 if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.config import Settings
-    from outbox.operations.adopt.cut_over import CutOver, Progress
+    from outbox_adopt.cut_over import CutOver, Progress
 
 
 def _show(done: CutOver) -> None:

@@ -12,7 +12,7 @@ from outbox.errors import CannotRun, NotFound, UsageError
 if TYPE_CHECKING:
     from asyncpg import Connection
 
-    from outbox.core.adoption.mapping import SourceMapping
+    from outbox_adopt.mapping import SourceMapping
 
 READ_TABLE = """
 SELECT c.oid, format('%I.%I', n.nspname, c.relname) AS name, c.relkind::text AS kind,

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from outbox.cli.document import read_document
-from outbox.core.adoption.mapping import LAYOUTS, parse_mapping
 from outbox.core.model.event import check_content_type
 from outbox.core.model.headers import event_header_problem
 from outbox.core.model.text import quoted
 from outbox.errors import UsageError
+from outbox_adopt.mapping import LAYOUTS, parse_mapping
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from outbox.core.adoption.mapping import SourceMapping
+    from outbox_adopt.mapping import SourceMapping
 
 R = TypeVar("R")
 

@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outbox.cli.adopt.group import command, table_argument
 from outbox.cli.common import actor, duration_s, print_result, run_connected, warn
 from outbox.cli.progress import confirm, progress_bar, require_terminal
 from outbox.core.model.text import count
-from outbox.operations.adopt.end import retire_adoption, undo_adoption
+from outbox_adopt.cli.group import command, table_argument
+from outbox_adopt.end import retire_adoption, undo_adoption
 
 if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.config import Settings
-    from outbox.operations.adopt.end import Ended
+    from outbox_adopt.end import Ended
 
 
 def _show_undone(ended: Ended) -> None:

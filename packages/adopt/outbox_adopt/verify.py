@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.sql_names import quote_literal
-from outbox.operations.adopt.adoption import PLAN_BY_HASH, count_states, require_adoption
-from outbox.store.adoption.source_table import ORDERED_TYPES
 from outbox.store.connection.connect import map_errors
+from outbox_adopt.adoption import PLAN_BY_HASH, count_states, require_adoption
+from outbox_adopt.source_table import ORDERED_TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.operations.adopt.adoption import Adoption
+    from outbox_adopt.adoption import Adoption
 
 EXAMPLES_MAX = 5
 

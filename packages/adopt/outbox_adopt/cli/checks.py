@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outbox.cli.adopt.group import command, table_argument
 from outbox.cli.common import print_result, run_connected, run_operation
 from outbox.cli.output import emit_table
 from outbox.core.model.text import count, safe
-from outbox.operations.adopt.adoption import DESCRIBED
-from outbox.operations.adopt.status import list_adoptions
-from outbox.operations.adopt.verify import verify_adoption
+from outbox_adopt.adoption import DESCRIBED
+from outbox_adopt.cli.group import command, table_argument
+from outbox_adopt.status import list_adoptions
+from outbox_adopt.verify import verify_adoption
 
 if TYPE_CHECKING:
     from outbox.config import Settings
-    from outbox.operations.adopt.status import AdoptionRow
-    from outbox.operations.adopt.verify import AdoptionReport
+    from outbox_adopt.status import AdoptionRow
+    from outbox_adopt.verify import AdoptionReport
 
 
 def _describe_rows(rows: dict[str, int]) -> str:

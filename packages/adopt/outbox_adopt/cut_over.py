@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from outbox.core.model.sql_names import quote_ident
 from outbox.core.model.text import count
 from outbox.errors import CannotRun, Conflict, UsageError
-from outbox.operations.adopt.adoption import (
+from outbox.store.connection.connect import map_errors
+from outbox_adopt.adoption import (
     PLAN_BY_HASH,
     Adoption,
     add_to_journal,
@@ -19,15 +20,14 @@ from outbox.operations.adopt.adoption import (
     send_message,
     set_phase,
 )
-from outbox.operations.adopt.plan import plan_adoption
-from outbox.store.connection.connect import map_errors
+from outbox_adopt.plan import plan_adoption
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from asyncpg import Connection
 
-    from outbox.operations.adopt.plan import AdoptionPlan
+    from outbox_adopt.plan import AdoptionPlan
 
 Poller = Literal["stopped", "locks-rows", "marks-later"]
 """How the old poller is known not to send a row that is held: it was stopped; it locks rows with

@@ -1,1 +1,0 @@
-"""Adoption of another outbox table: which of its columns an event is made of."""
