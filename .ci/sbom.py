@@ -39,7 +39,6 @@ RUNTIME_EXTRAS = ("demo", "kafka", "nats", "otlp", "rabbitmq", "redis")
 
 OWN_FILES = {
     "page": "outbox/api/ui: HTML, CSS and JavaScript modules of the relay's page",
-    "documents": "outbox/docs: documentation, with example receivers in Python",
     "schema": "outbox/schema: migrations in SQL",
 }
 """What the wheel has beside Python modules; all of it is written for this project."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCS = "outbox/docs/"
+DOCS = "docs/"
 INDEX = DOCS + "README.md"
 OUTSIDE = "repository/"
 

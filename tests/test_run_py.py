@@ -266,6 +266,8 @@ def test_the_tier_unit_needs_the_fewest_packages(
 def test_the_tier_unit_installs_one_extra(run: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[list[str]] = []
     run.VENV.mkdir()
+    with (run.ROOT / "pyproject.toml").open("a") as file:
+        file.write("[project.optional-dependencies]\nunit = []\ntest = []\n")
     monkeypatch.setattr(run, "find_pip", lambda: ["pip"])
     monkeypatch.setattr(run, "call", lambda command, **_: called.append(command) or 0)
     run.install([*run.stamp(), run.UNIT_ONLY])

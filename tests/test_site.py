@@ -13,7 +13,7 @@ from urllib.parse import unquote, urldefrag
 
 import pytest
 
-from outbox.docs.pictures import ASSETS, PICTURES
+from docs.tools.pictures import ASSETS, PICTURES
 from tests.support.chromium import browsing, chromium
 from tests.support.documents import ROOT, read
 
@@ -216,7 +216,7 @@ async def test_the_reference_has_the_columns_of_the_migrated_tables(database: Da
             " AND NOT c.relispartition AND c.relname <> 'migration'"
         )
     documented = set()
-    for part in read("outbox/docs/reference/sql.md").split("\n### ")[1:]:
+    for part in read("docs/reference/sql.md").split("\n### ")[1:]:
         name = part.partition("\n")[0]
         documented |= {(name, each) for each in re.findall(r"^\| `(\w+)` \|", part, re.MULTILINE)}
     assert documented == {(row["name"], row["column"]) for row in rows}
@@ -225,4 +225,4 @@ async def test_the_reference_has_the_columns_of_the_migrated_tables(database: Da
 @pytest.mark.parametrize("name", PICTURES)
 def test_a_picture_is_the_generated_one(name: str) -> None:
     made = PICTURES[name]().svg()
-    assert (ASSETS / name).read_text("utf-8") == made, "run: python -m outbox.docs.pictures"
+    assert (ASSETS / name).read_text("utf-8") == made, "run: python -m docs.tools.pictures"

@@ -98,8 +98,8 @@ def test_a_lost_case_and_a_new_one_are_reported() -> None:
     there["core", "unit"] -= 1
     there["core", "full"] += 1
     assert cases.differences(there, wanted, ["core"]) == [
-        "tests/core, tier unit: 7 cases, 8 in tests/cases.toml",
-        "tests/core, tier full: 14 cases, 13 in tests/cases.toml",
+        "core, tier unit: 7 cases, 8 in tests/cases.toml",
+        "core, tier full: 14 cases, 13 in tests/cases.toml",
     ]
 
 

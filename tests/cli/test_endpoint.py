@@ -11,14 +11,12 @@ import signal
 import threading
 import time
 from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
 import pytest
 from aiohttp import web
 
-import outbox
 from outbox.core.delivery.retry_preview import markdown
 from outbox.core.delivery.signature import parse_secret, verify
 from outbox.operations import endpoint_states
@@ -27,6 +25,7 @@ from tests.cli.test_commands import execute
 from tests.destinations import hostile
 from tests.destinations.authority import Authority
 from tests.support import process
+from tests.support.checkout import ROOT
 from tests.support.commands import Result
 from tests.support.relay import (
     OK,
@@ -45,6 +44,7 @@ from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
+    from pathlib import Path
 
     from outbox.core.model.response import AttemptResult
     from tests.support.commands import Command
@@ -55,7 +55,7 @@ pytestmark = pytest.mark.one_major
 URL = "https://example.com/hooks"
 OTHER = "https://example.com/other"
 
-GUIDE = (Path(outbox.__file__).parent / "docs" / "reference" / "retry-policies.md").read_text()
+GUIDE = (ROOT / "docs/reference/retry-policies.md").read_text()
 
 
 # ----------------------------------------------------------------- policies

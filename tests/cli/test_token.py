@@ -108,5 +108,5 @@ def test_the_help_explains_the_scopes(outbox: Command) -> None:
     reported = outbox("token", "add", "--help").out
     for word in ("read", "publish", "operate", "independent of each other", "tenant"):
         assert word in reported
-    # As outbox/docs/concepts/security.md has it, and the API does.
+    # As docs/concepts/security.md has it, and the API does.
     assert "including payloads, except receivers' responses" in reported

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from uuid import UUID
 
 import pytest
 
-import outbox
 from outbox.core.delivery.commands import Fetch, Progress, Record, Send, Wait
 from outbox.core.delivery.lane import Lane
 from outbox.core.delivery.retry_preview import markdown, schedule
@@ -15,6 +13,7 @@ from outbox.core.model.delivery import Delivery
 from outbox.core.model.response import AttemptResult
 from outbox.core.model.response_policy import AttemptOutcome
 from outbox.core.model.retry_policy import PRESETS, RetryPolicy, parse
+from tests.support.checkout import ROOT
 
 BUSY = AttemptResult.completed(503, 0.0)
 START = 1_800_000_000.0
@@ -120,10 +119,10 @@ def test_a_schedule_ends_with_its_longest_delays() -> None:
 
 
 def test_the_guide_has_the_schedule_of_every_preset() -> None:
-    guide = (Path(outbox.__file__).parent / "docs" / "reference" / "retry-policies.md").read_text()
+    guide = (ROOT / "docs/reference/retry-policies.md").read_text()
     _, _, rest = guide.partition("<!-- schedules -->\n")
     documented, _, _ = rest.partition("<!-- end of schedules -->")
     assert documented.strip() == markdown().strip(), (
         "a preset changed: put the output of `outbox endpoint policies --markdown` between the "
-        "marks in outbox/docs/reference/retry-policies.md"
+        "marks in docs/reference/retry-policies.md"
     )

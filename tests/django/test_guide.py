@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.one_major
 
-GUIDE = "outbox/docs/howto/publish-from-django.md"
+GUIDE = "docs/howto/publish-from-django.md"
 
 BACKGROUND = {
     "outbox listen": "listening",

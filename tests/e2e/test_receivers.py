@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tests.support.postgres import Database
 
 ROOT = Path(__file__).parents[2]
-HERE = ROOT / "outbox" / "docs" / "receivers"
+HERE = ROOT / "examples" / "receivers"
 SECRET = "whsec_" + "dGVzdGluZyBvbmx5LCBub3QgYSBzZWNyZXQ="
 
 COMMANDS = {

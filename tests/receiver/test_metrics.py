@@ -38,7 +38,7 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ROOT = Path(library.__file__).parents[1]
+ROOT = Path(library.__file__).parents[2]
 TEXT = format_secret(SECRET)
 
 
@@ -281,7 +281,7 @@ receiver.handle(sender.event("a.b", 1))
 print(scope.scope.name, len(scope.metrics))
 """
     output = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT.parent, capture_output=True, text=True, check=True
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert output.stdout == "outbox.receiver 7\n"
 

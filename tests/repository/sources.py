@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 PACKAGES = (ROOT / "outbox", *sorted(ROOT.glob("packages/*/outbox_*")))
 """The root packages: the product's, and those of its leaves."""
-OWN = frozenset(each.name for each in PACKAGES)
+OWN = frozenset(["docs", *(each.name for each in PACKAGES)])
 """Their names."""
-PROGRAM = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
+PROGRAM = sorted(path for each in (*PACKAGES, ROOT / "docs") for path in each.rglob("*.py"))
 _TEST_FOLDERS = (ROOT / "benchmarks", ROOT / "tests", *ROOT.glob("packages/*/tests"))
 TESTS = [
     ROOT / "conftest.py",

@@ -34,9 +34,6 @@ KINDS = {
 NEEDS_BOUND, NEEDS_STEP = {"bounded"}, {"promise", "bounded", "observed"}
 TIME_NAME = r"(^|_)(s|at|until|since)$"
 TIME_TYPE = re.compile(r"\b(datetime|timedelta)\b")
-FOLDERS = {"docs"}
-"""Examples, which the relay does not run."""
-
 COLUMNS = f"""
 SELECT c.relname || '.' || a.attname
   FROM pg_class c
@@ -107,10 +104,8 @@ def _declared(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
 def attributes() -> list[Attribute]:
     found = []
     for path in PROGRAM:
-        if "packages" in path.relative_to(ROOT).parts:
-            continue  # Tools for development.
-        parts = path.relative_to(ROOT / "outbox").with_suffix("").parts
-        if parts[0] not in FOLDERS:
+        folder, *parts = path.relative_to(ROOT).with_suffix("").parts
+        if folder == "outbox":
             found += attributes_of(".".join(parts), nodes(path))
     return found
 

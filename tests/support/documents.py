@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix()
-    for path in (*ROOT.glob("*.md"), *(ROOT / "outbox" / "docs").rglob("*.md"))
+    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))
 )
 
 EXECUTED = {"console", "go", "java", "javascript", "json", "python", "sh", "sql", "yaml"}
@@ -43,11 +43,10 @@ it.
 """
 
 GUIDES = {
-    name: f"outbox/docs/howto/publish-from-{name}.md"
-    for name in ("fastapi", "flask", "psycopg", "sql")
+    name: f"docs/howto/publish-from-{name}.md" for name in ("fastapi", "flask", "psycopg", "sql")
 } | {
-    "first event": "outbox/docs/tutorial/first-event.md",
-    "relay in an application": "outbox/docs/howto/run-the-relay-in-an-application.md",
+    "first event": "docs/tutorial/first-event.md",
+    "relay in an application": "docs/howto/run-the-relay-in-an-application.md",
 }
 """Documents that start in an empty directory; tests/test_guides.py follows them."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import gc
-import importlib
 import os
 import selectors
 import signal
@@ -203,7 +202,7 @@ def _main() -> None:
     from outbox.cli import main
 
     for entry in main.COMMANDS:
-        importlib.import_module(f"outbox.cli.{entry.name}")
+        entry.load()
     # Freeze the heap: the garbage collector would otherwise copy each page that it touches.
     gc.freeze()
     _serve(socket.socket(fileno=int(sys.argv[1])))

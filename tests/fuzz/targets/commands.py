@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import os
 import re
@@ -31,9 +30,9 @@ async def _no_database(*_: Any, **__: Any) -> None:
 def _prepare() -> None:
     """Use no database, no settings of the environment, and an empty directory."""
     for entry in COMMANDS:
-        importlib.import_module(f"outbox.cli.{entry.name}")
+        entry.load()
     for name, module in list(sys.modules.items()):
-        if name.startswith("outbox.cli") and hasattr(module, "connect"):
+        if name.partition(".")[2].startswith("cli") and hasattr(module, "connect"):
             module.connect = _no_database  # type: ignore[attr-defined]
     for variable in [
         name for name in os.environ if name.startswith(("OUTBOX_", "PG", "DATABASE_"))

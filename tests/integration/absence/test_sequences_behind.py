@@ -180,7 +180,7 @@ SELECT bool_and(srsubstate = 'r') AND count(*) > 30 FROM pg_subscription_rel
 CAUGHT_UP = """
 SELECT confirmed_flush_lsn >= $1::text::pg_lsn FROM pg_replication_slots WHERE slot_name = 'move'
 """
-GUIDE = ROOT / "outbox/docs/howto/move-by-logical-replication.md"
+GUIDE = ROOT / "docs/howto/move-by-logical-replication.md"
 
 
 def _publications() -> str:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import orjson
 import pytest
 
-from outbox.cli import conform
 from outbox.core.delivery.signature import format_secret
 from outbox.receiver import verify
-from tests.cli.test_listen import listen
+from outbox_devtools.cli import conform
+from packages.devtools.tests.cli.test_listen import listen
 from tests.receiver.deliveries import SECRET
 
 if TYPE_CHECKING:

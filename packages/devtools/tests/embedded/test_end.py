@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.system
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 ON_LINUX = pytest.mark.skipif(
     sys.platform != "linux", reason="the parent-death signal is Linux's; elsewhere see sweep"
 )
@@ -138,7 +138,8 @@ def test_the_server_runs_as_an_ordinary_user(pg_major: int, open_directory: Path
         pytest.skip(f"user nobody does not reach {programs}")
     # The user may not be able to read our files either, so it gets a copy.
     shutil.copytree(ROOT / "outbox", open_directory / "outbox")
-    helpers = Path("tests", "devtools", "embedded")
+    shutil.copytree(ROOT / "packages/devtools/outbox_devtools", open_directory / "outbox_devtools")
+    helpers = Path("packages/devtools/tests/embedded")
     shutil.copytree(ROOT / helpers, open_directory / helpers)
     with holder(
         pg_major,

@@ -1,6 +1,6 @@
 """Reference pages that are generated from code: commands, settings, metrics, SQL and errors.
 
-`python -m outbox.docs.generate` writes them; a test compares the files with the generated text.
+`python -m docs.tools.generate` writes them; a test compares the files with the generated text.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 import click
 from annotated_types import Ge, Gt, Le
 
+from docs.tools import schema_page
 from outbox.api.problem import ProblemKind
 from outbox.cli.main import PROGRAM, cli
 from outbox.config import INTERNAL_FIELDS, Settings, secret_fields, variable_of
 from outbox.core.model.dead_letter_reason import DeadLetterReason
 from outbox.core.model.setting_types import OTHERS
-from outbox.docs import schema_page
 from outbox.errors import OutboxError
 from outbox.setting_sources import FILE_SUFFIX
 from outbox.telemetry.catalogue import CATALOGUE, Metric, MetricKind
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from pydantic.fields import FieldInfo
 
-REFERENCE = Path(__file__).parent / "reference"
+REFERENCE = Path(__file__).parents[1] / "reference"
 HELP_WIDTH = 100
 
 COMMANDS_HEAD = """\

@@ -1,6 +1,6 @@
 """The pictures of the concepts, as SVG that is legible on light and dark pages.
 
-`python -m outbox.docs.pictures` writes them into `assets/`; a test compares the files.
+`python -m docs.tools.pictures` writes them into `assets/`; a test compares the files.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ASSETS = Path(__file__).parent / "assets"
+ASSETS = Path(__file__).parents[1] / "assets"
 
 # An image follows the scheme of the browser, not the one that is chosen on the page, so each
 # picture has a background of its own.

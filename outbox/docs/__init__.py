@@ -1,1 +1,0 @@
-"""The documentation, by kind, and the generator of its reference pages."""
