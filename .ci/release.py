@@ -6,8 +6,9 @@
 `outbox/version.py` is the only source of the version, so that a source distribution, a shallow
 clone and a checkout without tags have it as well; a release checks the tag against it.  The
 packages are built from an export of HEAD, twice, in different directories; both builds must have
-the same bytes.  The results are in `dist/outbox-relay-VERSION`: the source distribution, the wheel,
-a software bill of materials (CycloneDX) and SHA256SUMS.  Nothing is uploaded.
+the same bytes.  The results are in `dist/outbox-relay-VERSION`: source distribution and wheel of
+outbox-relay and of each leaf in `packages/`, a software bill of materials (CycloneDX) and
+SHA256SUMS.  Nothing is uploaded.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ def build_release(version: str, commit: str) -> Path:
             build_packages(directory, epoch)
         packages = require_same_bytes(first / "dist", second / "dist")
         run_tool("twine", "check", "--strict", *map(str, packages))
-        (wheel,) = (each for each in packages if each.suffix == ".whl")
+        (wheel,) = (first / "dist").glob("outbox_relay-*.whl")
         bill = first / "dist" / f"{wheel.name.partition('-py3')[0]}.cdx.json"
         pyproject = (first / "tree" / "pyproject.toml").read_text("utf-8")
         bill.write_text(sbom_json(pyproject, version, int(epoch), sha256(wheel)), "utf-8")
@@ -177,14 +178,15 @@ def build_release(version: str, commit: str) -> Path:
 
 
 def build_packages(directory: Path, epoch: str) -> None:
-    """Build the source distribution, and the wheel from it, of an export of HEAD."""
+    """Build the source distributions, and a wheel from each, of an export of HEAD."""
     tree = directory / "tree"
     # The index is HEAD, because the checkout is clean. Files that git ignores stay outside.
     git("checkout-index", "--all", f"--prefix={tree}/")
-    run_tool(
-        "build", "--no-isolation", "--outdir", str(directory / "dist"), str(tree),
-        env={"SOURCE_DATE_EPOCH": epoch},
-    )  # fmt: skip
+    for project in (tree, *(file.parent for file in tree.glob("packages/*/pyproject.toml"))):
+        run_tool(
+            "build", "--no-isolation", "--outdir", str(directory / "dist"), str(project),
+            env={"SOURCE_DATE_EPOCH": epoch},
+        )  # fmt: skip
 
 
 def require_same_bytes(first: Path, second: Path) -> list[Path]:
