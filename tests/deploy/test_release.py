@@ -251,7 +251,16 @@ def test_the_project_can_be_released(tmp_path: Path) -> None:
     _commit(tree)
     ended = _release(tree, "--version", __version__)
     assert ended.returncode == 0, ended.stderr
-    (wheel,) = (tree / f"dist/outbox-relay-{__version__}").glob("*.whl")
+    dist = tree / f"dist/outbox-relay-{__version__}"
+    (wheel,) = dist.glob("outbox_relay-*.whl")
+    for package in tree.glob("packages/*/outbox_*"):
+        (leaf,) = dist.glob(f"{package.name}-{__version__}-*.whl")
+        with zipfile.ZipFile(leaf) as opened:
+            names = {name for name in opened.namelist() if ".dist-info/" not in name}
+        assert names == {
+            path.removeprefix(f"packages/{package.parent.name}/")
+            for path in git("ls-files", str(package.relative_to(tree)), cwd=tree).splitlines()
+        }
     with zipfile.ZipFile(wheel) as opened:
         names = set(opened.namelist())
         texts = {n: opened.read(n).decode() for n in names if n.endswith((".js", ".css", ".html"))}
