@@ -32,7 +32,7 @@ from outbox.devtools.embedded.binaries import find_binaries
 from outbox.docs.generate import PAGES, REFERENCE
 from outbox.errors import UsageError
 from outbox.receiver import AsyncReceiver, MemoryDatabase, Receiver
-from outbox.store.connection.schema_status import status
+from outbox.store.connection.current_schema import status
 from outbox.testing import FakeSender
 from tests.receiver.deliveries import delivery
 from tests.receiver.streams.rigs import Settings as StreamSettings

@@ -17,7 +17,7 @@ import pytest
 
 from outbox.core.delivery.signature import parse_secret
 from outbox.devtools.development_receiver import DevelopmentReceiver, HandledOutcome, HandledRequest
-from outbox.store.connection.migration_files import migrations
+from outbox.store.schema.migration_files import migrations
 from tests.support.checkout import commit_before, export, last_release, require_checkout
 from tests.support.newer_version import LAST, ROLLING, STOP_FIRST, newer_version
 from tests.support.process import RelayProcess, relay_process
