@@ -204,7 +204,8 @@ def install(wanted: list[str]) -> None:
 
     pip = [*find_pip(), "--python", str(PYTHON), "--disable-pip-version-check"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    extras = UNIT if UNIT_ONLY in wanted else ",".join(project.get("optional-dependencies", {}))
+    optional = project.get("optional-dependencies", {})
+    extras = ",".join(("relay", UNIT) if UNIT_ONLY in wanted else optional)
     command = [*pip, "install", "--quiet", "--editable", f"{ROOT}[{extras}]"]
     say("installing the packages of pyproject.toml (about a minute the first time)")
     STAMP.write_text("unfinished\n")

@@ -62,7 +62,9 @@ def wanted() -> list[str]:
     """The requirements of the package, of all extras and of the build."""
     read = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
     extras = read["project"]["optional-dependencies"].values()
-    dependencies = [*read["project"]["dependencies"], *(each for extra in extras for each in extra)]
+    own = read["project"]["name"]
+    further = (each for extra in extras for each in extra if not each.startswith(f"{own}["))
+    dependencies = [*read["project"]["dependencies"], *further]
     return [*dependencies, *read["build-system"]["requires"], *BUILDS, *FIRST_PATCHES]
 
 

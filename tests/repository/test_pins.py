@@ -49,7 +49,8 @@ def requirements() -> list[Requirement]:
     """Return the project's dependencies with all extras."""
     extras = PROJECT["optional-dependencies"].values()
     texts = [*PROJECT["dependencies"], *(each for extra in extras for each in extra)]
-    return [Requirement(each) for each in texts]
+    # An extra may require another one.
+    return [r for r in map(Requirement, texts) if r.name != PROJECT["name"]]
 
 
 def needed() -> set[str]:
