@@ -50,6 +50,8 @@ UNIT_ONLY = "for the tier unit only"
 
 COMMANDS = ["demo", "test", "sim", "bench", "outbox", "docs", "fuzz", "audit", "pin", "release"]
 UNIT = "unit"
+FOR_UNIT = ("relay", UNIT)
+"""Extras that the tier `unit` needs."""
 TIERS = ("", UNIT, "--full", "--soak")
 """The default tier has no name."""
 SIM_SEEDS = {"": "8", "--full": "200", "--soak": "2000"}
@@ -212,7 +214,7 @@ def install(wanted: list[str]) -> None:
     # In one command, because pip would look for the other packages in the index.
     for file in project_files():
         extras = tomllib.loads(file.read_text("utf-8"))["project"].get("optional-dependencies", {})
-        chosen = [each for each in extras if each == UNIT or UNIT_ONLY not in wanted]
+        chosen = [each for each in extras if each in FOR_UNIT or UNIT_ONLY not in wanted]
         suffix = f"[{','.join(chosen)}]" if chosen else ""
         command += ["--editable", f"{file.parent}{suffix}"]
     say("installing the packages of pyproject.toml (about a minute the first time)")

@@ -1,7 +1,7 @@
 """The software bill of materials of a release, in CycloneDX's JSON.
 
-It has the package, the dependencies of the default installation and of the extras that a relay or
-an application installs, with the versions that the release was tested with, and their licences as
+It has the package, the dependencies of an application and of the extras that a relay or an
+application adds, with the versions that the release was tested with, and their licences as
 their metadata names them.  Everything else in the wheel is the project's own: the page's modules
 are written by hand, and no library is bundled.  The receiver packages for TypeScript and Go have no
 dependencies and are not in the wheel.
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 NAME = "outbox-relay"
 LICENCE = "MIT"
-RUNTIME_EXTRAS = ("demo", "kafka", "nats", "otlp", "rabbitmq", "redis")
+RUNTIME_EXTRAS = ("demo", "ed25519", "kafka", "nats", "otlp", "rabbitmq", "redis", "relay")
 """Extras of users; the others are tools of the project."""
 
 OWN_FILES = {
@@ -114,7 +114,7 @@ def collect(requirements: Iterable[str], packages: dict[str, Package]) -> set[st
     """Add installed packages that satisfy requirements, recursively; return the direct names."""
     direct = set()
     pending: list[tuple[Requirement, set[str]]] = [
-        (Requirement(each), direct) for each in requirements
+        (each, direct) for each in map(Requirement, requirements) if each.name != NAME
     ]
     seen: set[tuple[str, frozenset[str]]] = set()
     while pending:

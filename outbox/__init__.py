@@ -7,7 +7,8 @@
         await outbox.publish(connection, "order.paid", {"order": 7}, key="order-7")
 
 The public names for applications.  They are imported on first use, so importing a
-subpackage does not load the others.
+subpackage does not load the others.  `Relay` and `fastapi.lifespan` need the extra `[relay]`, and
+without it their use is an error that says so.
 """
 
 from __future__ import annotations
@@ -53,5 +54,11 @@ def __getattr__(name: str) -> Any:
         return import_module(f"outbox.{name}")
     if name not in _ORIGIN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_ORIGIN[name]), name)
+    from outbox.extras import load_name
+
+    value = globals()[name] = load_name(_ORIGIN[name], name, f"outbox.{name}")
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -20,11 +20,11 @@ from outbox.drivers.connections import open_connection
 from outbox.drivers.errors import CREATED_MEANWHILE, server_error
 from outbox.errors import CannotRun, NoTransaction, UsageError
 from outbox.producers.publishing import driver_for
-from outbox.store.connection.lock_retry import retry_until_granted
-from outbox.store.connection.migrate import RELAYS_RUN
-from outbox.store.connection.migrate_in_transaction import statements_for
-from outbox.store.connection.migration_files import migrations
-from outbox.store.connection.schema_status import not_ours, read_status, require_applied
+from outbox.store.schema.lock_attempts import retry_until_granted
+from outbox.store.schema.migrate_in_transaction import statements_for
+from outbox.store.schema.migration_files import migrations
+from outbox.store.schema.migration_statements import RELAYS_RUN
+from outbox.store.schema.schema_status import not_ours, read_status, require_applied
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from alembic.runtime.migration import MigrationContext
     from sqlalchemy import Connection
 
-    from outbox.store.connection.schema_status import SchemaStatus
+    from outbox.store.schema.schema_status import SchemaStatus
     from outbox.sync import ConnectionLike
 
     NameFilter: TypeAlias = Callable[[str | None, str, Any], bool]

@@ -10,6 +10,7 @@
         ├── DatabaseUnavailable
         ├── SchemaMissing        `outbox migrate` was not run
         ├── SchemaTooNew         the database was migrated by a later version
+        ├── MissingExtra         a package of an extra is not installed
         └── CursorBroken         the id sequence cannot be trusted any more
 
 The message is one line with the problem and the next step.  Exit code 1 ("the
@@ -72,6 +73,10 @@ class SchemaMissing(CannotRun):
 
 class SchemaTooNew(CannotRun):
     """The schema was migrated by a later version of this package."""
+
+
+class MissingExtra(CannotRun):
+    """A package is not installed, which an extra of this package installs."""
 
 
 class CursorBroken(CannotRun):

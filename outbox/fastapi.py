@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from outbox.hosting.in_process import Relay
+from outbox.extras import RELAY, needs_extra
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -31,7 +31,12 @@ def lifespan(
         around: the application's own lifespan.  It begins before the relay, ends after the relay
             has drained, and its state is passed on.
         settings: see `outbox.Relay`.
+
+    Raises:
+        MissingExtra: `[relay]` is not installed.
     """
+    with needs_extra(RELAY, "outbox.fastapi.lifespan"):
+        from outbox.hosting.in_process import Relay
 
     @asynccontextmanager
     async def run(app: Any) -> AsyncIterator[Any]:

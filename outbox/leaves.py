@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, NamedTuple
 
-from outbox.errors import CannotRun
+from outbox.errors import MissingExtra
 from outbox.version import __version__
 
 if TYPE_CHECKING:
@@ -32,16 +32,16 @@ class Leaf(NamedTuple):
         """Import a module of the leaf.
 
         Raises:
-            CannotRun: it is not installed, or another version of it is.
+            MissingExtra: it is not installed, or another version of it is.
         """
-        install = f'pip install "outbox-relay[{self.extra}]=={__version__}"'
+        install = f"run: pip install 'outbox-relay[{self.extra}]=={__version__}'"
         try:
             found = metadata.version(self.distribution)
         except metadata.PackageNotFoundError:
-            raise CannotRun(f"{self.distribution} is not installed: {install}") from None
+            raise MissingExtra(f"{self.distribution} is not installed; {install}") from None
         if found != __version__:
-            raise CannotRun(
-                f"{self.distribution} has version {found}, outbox-relay {__version__}: {install}"
+            raise MissingExtra(
+                f"{self.distribution} has version {found}, outbox-relay {__version__}; {install}"
             )
         return import_module(f"{self.package}.{module}")
 

@@ -31,7 +31,7 @@ from outbox.core.brokers.message import messages_of
 from outbox.core.model.response import AttemptResult
 from outbox.errors import UsageError
 from outbox.receiver import AsyncReceiver, MemoryDatabase, Receiver
-from outbox.store.connection.schema_status import status
+from outbox.store.connection.current_schema import status
 from outbox.testing import FakeSender
 from outbox_devtools.embedded.binaries import find_binaries
 from tests.receiver.deliveries import delivery

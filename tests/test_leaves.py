@@ -63,8 +63,8 @@ def test_a_command_names_the_leaf_that_it_needs(
         result = outbox(*arguments)
         assert result.code == CannotRun.exit_code
         assert result.error == (
-            f"{leaf.distribution} {VERSIONS[version]}: "
-            f'pip install "outbox-relay[{leaf.extra}]=={__version__}"'
+            f"{leaf.distribution} {VERSIONS[version]}; "
+            f"run: pip install 'outbox-relay[{leaf.extra}]=={__version__}'"
         )
 
 

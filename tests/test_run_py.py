@@ -263,7 +263,9 @@ def test_the_tier_unit_needs_the_fewest_packages(
     assert run.STAMP.read_text().splitlines() == run.stamp()
 
 
-def test_the_tier_unit_installs_one_extra(run: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tier_unit_installs_the_relay_and_its_own_extra(
+    run: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     called: list[list[str]] = []
     run.VENV.mkdir()
     with (run.ROOT / "pyproject.toml").open("a") as file:
@@ -271,7 +273,7 @@ def test_the_tier_unit_installs_one_extra(run: ModuleType, monkeypatch: pytest.M
     monkeypatch.setattr(run, "find_pip", lambda: ["pip"])
     monkeypatch.setattr(run, "call", lambda command, **_: called.append(command) or 0)
     run.install([*run.stamp(), run.UNIT_ONLY])
-    assert called[0][-1] == f"{run.ROOT}[unit]"
+    assert called[0][-1] == f"{run.ROOT}[relay,unit]"
 
 
 @pytest.mark.system

@@ -149,7 +149,8 @@ async def test_copied_commands_have_neither_prompts_nor_output(site: Path) -> No
             " const commands = each.closest('[data-copy]');"
             " return commands ? commands.dataset.copy : each.innerText.trimEnd(); })",
         )
-    assert "createdb shop\npython3 -m venv .venv\n.venv/bin/pip install outbox-relay" in copied
+    install = ".venv/bin/pip install 'outbox-relay[relay]'"
+    assert f"createdb shop\npython3 -m venv .venv\n{install}" in copied
     (migrate,) = (each for each in copied if each.startswith("outbox migrate"))
     assert migrate.split("\n") == [
         "outbox migrate",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from outbox.store.connection.migration_files import migrations
+from outbox.store.schema.migration_files import migrations
 
 CALLED = {
     "Publish": (

@@ -11,7 +11,7 @@ from outbox.cli.common import database, json_option, run_connected, settings_opt
 from outbox.cli.output import emit_json
 from outbox.core.model.schema_name import migrate_command
 from outbox.errors import UsageError
-from outbox.store.connection import migrate, schema_status
+from outbox.store.connection import current_schema, migrate
 from outbox.store.retention.partitions import PartitionStore
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.config import Settings
-    from outbox.store.connection.migration_files import Migration
+    from outbox.store.schema.migration_files import Migration
 
 _MAY = {
     "producer": "may publish",
@@ -132,7 +132,7 @@ def command(
 def _check(settings: Settings, as_json: bool) -> None:
     status = run_connected(
         settings,
-        lambda connection: schema_status.status(connection, settings.schema_name),
+        lambda connection: current_schema.status(connection, settings.schema_name),
         current=False,
     )
     pending = [str(migration) for migration in status.pending]
@@ -168,7 +168,7 @@ def _migrate(
             open_observer=lambda: database(settings, current=False),
         )
         dropped = await _drop_partitions(connection)
-        return done, dropped, (await schema_status.status(connection, schema)).version
+        return done, dropped, (await current_schema.status(connection, schema)).version
 
     done, dropped, version = run_connected(settings, apply, current=False, long=True)
     applied = [str(migration) for migration in done]

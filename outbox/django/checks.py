@@ -111,7 +111,7 @@ def _migrate_hint(alias: str) -> str:
     """The command that migrates, also where Django has recorded migrations that are not there."""
     from django.db.migrations.recorder import MigrationRecorder
 
-    from outbox.store.connection.migration_files import migrations
+    from outbox.store.schema.migration_files import migrations
 
     recorded = MigrationRecorder(connections[alias]).applied_migrations()
     if (APP_LABEL, str(migrations()[-1])) in recorded:

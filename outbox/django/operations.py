@@ -76,15 +76,15 @@ class ApplyFile(Operation):
 
     def describe(self) -> str:
         """The line of `manage.py migrate --plan`."""
-        from outbox.store.connection.migration_files import migrations
+        from outbox.store.schema.migration_files import migrations
 
         return f"Apply {migrations()[self.version - 1]}.sql of the outbox"
 
     def _sql(self) -> str:
         """The statements, also for `manage.py sqlmigrate`."""
-        from outbox.store.connection.lock_retry import lock_message
-        from outbox.store.connection.migrate import apply_statements
-        from outbox.store.connection.migration_files import migrations
+        from outbox.store.schema.lock_attempts import lock_message
+        from outbox.store.schema.migration_files import migrations
+        from outbox.store.schema.migration_statements import apply_statements
 
         migration = migrations()[self.version - 1]
         creates = self.version == 1

@@ -15,20 +15,20 @@ from outbox.drivers.blocking import run
 from outbox.drivers.connections import open_connection
 from outbox.drivers.errors import CREATED_MEANWHILE, NO_PRIVILEGE, server_error
 from outbox.errors import CannotRun, UsageError
-from outbox.store.connection.lock_retry import lock_message, retry_until_granted
-from outbox.store.connection.message import ABORTED
-from outbox.store.connection.migrate import (
+from outbox.store.errors import ABORTED
+from outbox.store.schema.lock_attempts import lock_message, retry_until_granted
+from outbox.store.schema.migration_statements import (
     READ_CURRENT_ROLE,
     RELAYS_RUN,
     apply_statements,
     may_not_create_schema,
 )
-from outbox.store.connection.schema_status import not_ours
-from outbox.store.connection.schema_status import read_status as read_status_plan
+from outbox.store.schema.schema_status import not_ours
+from outbox.store.schema.schema_status import read_status as read_status_plan
 
 if TYPE_CHECKING:
-    from outbox.store.connection.migration_files import Migration
-    from outbox.store.connection.schema_status import SchemaStatus
+    from outbox.store.schema.migration_files import Migration
+    from outbox.store.schema.schema_status import SchemaStatus
 
 PRODUCER_FUNCTIONS = (
     "publish",

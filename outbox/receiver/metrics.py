@@ -1,6 +1,7 @@
 """OpenTelemetry metrics of a receiver.
 
-Only the OpenTelemetry API is used: without a MeterProvider the instruments are no-ops.
+Only the OpenTelemetry API is used: without it, or without a MeterProvider, the instruments are
+no-ops.
 The only attribute is `outcome`, with the values of `RequestOutcome`; lanes, types and ids
 have unbounded cardinality and are not attributes.
 """
@@ -8,9 +9,7 @@ have unbounded cardinality and are not attributes.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
-
-from opentelemetry.metrics import get_meter
+from typing import TYPE_CHECKING, Any
 
 from outbox.receiver.requests import RequestOutcome
 
@@ -26,6 +25,24 @@ PROCESSING_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 
 _OUTCOMES = {each: {"outcome": each.value} for each in RequestOutcome}
 
 
+class _NoMeter:
+    """A meter and its instruments, each call of which does nothing."""
+
+    def __getattr__(self, name: str) -> _NoMeter:
+        return self
+
+    def __call__(self, *_: object, **__: object) -> _NoMeter:
+        return self
+
+
+def _get_meter(provider: MeterProvider | None) -> Any:
+    try:
+        from opentelemetry.metrics import get_meter
+    except ImportError:
+        return _NoMeter()
+    return get_meter("outbox.receiver", meter_provider=provider)
+
+
 class ReceiverMetrics:
     """A receiver's instruments; their errors are logged, never raised.
 
@@ -34,7 +51,7 @@ class ReceiverMetrics:
     """
 
     def __init__(self, provider: MeterProvider | None = None) -> None:
-        meter = get_meter("outbox.receiver", meter_provider=provider)
+        meter = _get_meter(provider)
         self._requests = meter.create_counter(
             "outbox.receiver.requests",
             "{request}",
@@ -45,12 +62,17 @@ class ReceiverMetrics:
             "{request}",
             "Requests being processed, without those held for earlier deliveries.",
         )
-        self._duration = meter.create_histogram(
+        duration = (
             "outbox.receiver.request.duration",
             "s",
             "Time from a request to its response, including the time it was held.",
-            explicit_bucket_boundaries_advisory=PROCESSING_BOUNDS_S,
         )
+        try:
+            self._duration = meter.create_histogram(
+                *duration, explicit_bucket_boundaries_advisory=PROCESSING_BOUNDS_S
+            )
+        except TypeError:  # An older API: the application sets the boundaries by a view.
+            self._duration = meter.create_histogram(*duration)
         self._gaps = meter.create_counter(
             "outbox.receiver.gaps",
             "{delivery}",

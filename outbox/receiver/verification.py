@@ -31,9 +31,8 @@ from outbox.core.delivery.signature import (
     verify_signatures,
 )
 from outbox.core.delivery.signature import verify as verify_signature
-from outbox.core.model.headers import DEFAULT_PREFIX, relay_headers
+from outbox.core.model.headers import DEFAULT_PREFIX, check_prefix, relay_headers
 from outbox.core.model.message_format import FormatName, MessageFormat
-from outbox.core.model.setting_types import HeaderPrefix
 from outbox.core.model.text import quoted
 from outbox.errors import UsageError
 from outbox.receiver.message import BadMessage, Message, has_signed_metadata, is_delivery
@@ -116,7 +115,7 @@ class Verifier:
         self._parse = parse
         self._clock = clock
         given = [header_prefix] if isinstance(header_prefix, str) else list(header_prefix or ())
-        self.header_prefixes = tuple(HeaderPrefix().validate("header_prefix", p) for p in given)
+        self.header_prefixes = tuple(check_prefix("header_prefix", p) for p in given)
         if not self.header_prefixes:
             raise UsageError("header_prefix: at least one is required")
         self._names = _SIGNED.union(*map(relay_headers, self.header_prefixes))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+ABORTED = "OB001"
+"""The error code of the SQL function `abort_unless`."""
+
 
 class Fenced(Exception):
     """The write was rejected by the fence: this replica is no longer the owner."""

@@ -21,13 +21,15 @@ Dropped deliveries can be fetched from the sender, which implements the relay's 
 API: `AsyncReceiver(…, fetch=sender)`.  `send` posts a request to a URL.  pytest fixtures:
 `pytest_plugins = ["outbox.testing.fixtures"]`.
 
-Names are imported on first use: `deliver_now` loads a relay, `send` an HTTP client.
+Names are imported on first use: `deliver_now` loads a relay, `send` an HTTP client.  Those two and
+`reset` need the extra `[relay]`, and without it their use is an error that says so.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from outbox.extras import load_name
 
 if TYPE_CHECKING:
     from outbox.testing.captured_events import CapturedEvent, CapturedEvents, captured
@@ -75,6 +77,9 @@ _ORIGIN = {name: module for module, names in _MODULES.items() for name in names}
 def __getattr__(name: str) -> Any:
     if name not in _ORIGIN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(f"{__name__}.{_ORIGIN[name]}")
-    value = globals()[name] = getattr(module, name)
+    value = globals()[name] = load_name(f"{__name__}.{_ORIGIN[name]}", name, f"{__name__}.{name}")
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

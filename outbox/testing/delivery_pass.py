@@ -26,8 +26,8 @@ from outbox.relay.relay import Relay
 from outbox.store.cluster.replicas import read_names
 from outbox.store.connection import dsn as addresses
 from outbox.store.connection.connect import connect, map_errors
+from outbox.store.connection.current_schema import require_current
 from outbox.store.connection.current_settings import CurrentSettings
-from outbox.store.connection.schema_status import require_current
 from outbox.testing.receivers import InProcessTransport, LocalEndpoint
 
 if TYPE_CHECKING:

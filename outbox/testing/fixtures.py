@@ -36,6 +36,6 @@ def outbox_dsn() -> str | None:
 @pytest.fixture
 def outbox_deliver_now(outbox_dsn: str | None) -> Callable[..., DeliveryReport]:
     """`outbox.testing.deliver_now` on the database of `outbox_dsn`."""
-    from outbox.testing.delivery_pass import deliver_now
+    from outbox.testing import deliver_now
 
     return partial(deliver_now, outbox_dsn)

@@ -20,10 +20,10 @@ from outbox.errors import CannotRun, Conflict, UsageError
 from outbox.store.cluster.replicas import read_names
 from outbox.store.connection import dsn as addresses
 from outbox.store.connection.connect import connect, map_errors
-from outbox.store.connection.migration_files import table_names
-from outbox.store.connection.schema_status import require_current
+from outbox.store.connection.current_schema import require_current
 from outbox.store.expressions import CURRENT_XID
 from outbox.store.retention.partitions import PartitionStore
+from outbox.store.schema.migration_files import table_names
 
 if TYPE_CHECKING:
     from outbox.store.connection.store_connection import StoreConnection

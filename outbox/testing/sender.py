@@ -21,10 +21,14 @@ from outbox.core.delivery.signature import (
 from outbox.core.delivery.signature import sign as sign_hmac
 from outbox.core.model.delivery import Delivery
 from outbox.core.model.event import check_body, check_content_type
-from outbox.core.model.headers import DEFAULT_PREFIX, EndpointHeaders, parse_lines
+from outbox.core.model.headers import (
+    DEFAULT_PREFIX,
+    EndpointHeaders,
+    check_prefix,
+    parse_lines,
+)
 from outbox.core.model.ids import lane_name
 from outbox.core.model.message_format import MessageFormat
-from outbox.core.model.setting_types import HeaderPrefix
 from outbox.receiver.fetch import CannotFetch, LanePage, LaneProgress, PageItem
 from outbox.receiver.requests import Request
 from outbox.receiver.verification import pairs_of
@@ -94,7 +98,7 @@ class FakeSender:
         self._endpoint_id = endpoint_id or uuid.uuid4()
         self._clock = clock
         self._new_id = new_id
-        prefix = HeaderPrefix().validate("header_prefix", header_prefix)
+        prefix = check_prefix("header_prefix", header_prefix)
         self._headers = EndpointHeaders(prefix=prefix)
         self._format = MessageFormat(format_name)
         self._lanes: dict[str, list[_SequencedDelivery]] = {}

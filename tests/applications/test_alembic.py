@@ -22,10 +22,10 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 import outbox.alembic
 from outbox.errors import CannotRun, NoTransaction, SchemaMissing, SchemaTooNew, UsageError
-from outbox.store.connection import lock_retry, migrate_in_transaction
+from outbox.store.connection.current_schema import status
 from outbox.store.connection.migrate import migrate
-from outbox.store.connection.migration_files import migrations
-from outbox.store.connection.schema_status import status
+from outbox.store.schema import lock_attempts, migrate_in_transaction
+from outbox.store.schema.migration_files import migrations
 from tests.store.test_migrate import CATALOG
 from tests.support.relay import ADD_REPLICA, END_LEASES, fetchval
 from tests.support.tiers import sampled
@@ -309,7 +309,7 @@ async def test_a_lock_is_awaited_in_short_attempts(
             asyncio.run_coroutine_threadsafe(transaction.rollback(), loop).result()
 
     clock = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
-    monkeypatch.setattr(lock_retry, "time", clock)
+    monkeypatch.setattr(lock_attempts, "time", clock)
     await upgrade(config)
     assert len(pauses) == 2
     assert await version(empty_database) == NEWEST
@@ -318,7 +318,7 @@ async def test_a_lock_is_awaited_in_short_attempts(
 async def test_a_lock_that_is_not_released_is_reported(
     empty_database: Database, locked: tuple[Config, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lock_retry, "RETRY_FOR_S", 0.0)
+    monkeypatch.setattr(lock_attempts, "RETRY_FOR_S", 0.0)
     with pytest.raises(CannotRun, match=r"was not migrated: .* another session still holds a lock"):
         await upgrade(locked[0])
     assert await version(empty_database) == 4

@@ -10,8 +10,8 @@ from uuid import UUID
 
 import pytest
 
-from outbox.store.connection import lock_retry
-from outbox.store.connection.migration_files import migrations
+from outbox.store.schema import lock_attempts
+from outbox.store.schema.migration_files import migrations
 
 if TYPE_CHECKING:
     from tests.support.commands import Command
@@ -117,7 +117,7 @@ def test_migrate_rejects_a_newer_schema(here: Command, database: Database) -> No
 async def test_migrate_names_the_blocking_session(
     here: Command, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lock_retry, "RETRY_FOR_S", 3.0)
+    monkeypatch.setattr(lock_attempts, "RETRY_FOR_S", 3.0)
     async with database.connection() as producer:
         await producer.execute("BEGIN; INSERT INTO relay.outbox (type, payload) VALUES ('a', '1')")
         result = await asyncio.to_thread(here, "migrate", "--payload-bytes-max", "5000")

@@ -19,8 +19,8 @@ from outbox.core.delivery.commands import ErasedEvent, Fetch, Progress, Send
 from outbox.core.delivery.envelope import envelope
 from outbox.core.delivery.lane import Lane
 from outbox.core.delivery.message import prepare
-from outbox.core.model.endpoint_settings import BATCH_MAX
 from outbox.core.model.headers import EndpointHeaders, parse_lines
+from outbox.core.model.message_format import BATCH_MAX
 from outbox.core.model.response import AttemptResult, Failure
 from outbox.core.model.response_policy import RETRYABLE, AttemptOutcome
 from tests.core.lane_invariants import POLICY

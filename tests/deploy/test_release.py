@@ -225,7 +225,8 @@ def _check_bill(bill: dict[str, Any], wheel_sha256: str) -> None:
     components = {each["name"]: each for each in bill["components"]}
     assert {"asyncpg", "pydantic-core", "nats-py", "protobuf"} <= set(components)
     assert not {"pytest", "mypy", "hatchling", "twine", "atheris"} & set(components)
-    assert components["yarl"]["scope"] == "required"
+    assert components["orjson"]["scope"] == "required"
+    assert components["yarl"]["scope"] == "optional"
     assert components["nats-py"]["scope"] == "optional"
     for name, each in components.items():
         assert each["version"] == installed_version(name)

@@ -8,7 +8,7 @@ import pytest
 
 from outbox.django.checks import check_databases, check_settings
 from outbox.store.connection import migrate
-from outbox.store.connection.migration_files import migrations
+from outbox.store.schema.migration_files import migrations
 from tests.django.projects import database_settings, project
 from tests.django.test_migrations import in_project, run_migrate
 

@@ -16,8 +16,8 @@ from django.db.migrations.recorder import MigrationRecorder
 
 from outbox.django.operations import ApplyFile
 from outbox.django.settings import APP_LABEL
-from outbox.store.connection import migrate, schema_status
-from outbox.store.connection.migration_files import migrations
+from outbox.store.connection import current_schema, migrate
+from outbox.store.schema.migration_files import migrations
 from tests.django.projects import database_settings, project
 from tests.support.relay import ADD_REPLICA, END_LEASES
 
@@ -127,7 +127,7 @@ async def test_what_the_command_applied_is_recorded_and_left_as_it_is(database: 
 async def test_each_continues_where_the_other_one_stopped(empty_database: Database) -> None:
     await in_project({"default": empty_database}, lambda: run_migrate(APP_LABEL, "0003"))
     async with empty_database.connection() as connection:
-        assert (await schema_status.status(connection, "relay")).version == 3
+        assert (await current_schema.status(connection, "relay")).version == 3
         applied = await migrate.migrate(connection, "relay")
         assert [each.version for each in applied] == list(range(4, len(migrations()) + 1))
     assert (
@@ -192,7 +192,7 @@ async def test_it_does_not_wait_long_for_the_lock_of_a_producer(
     empty_database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await in_project({"default": empty_database}, lambda: run_migrate(APP_LABEL, "0002"))
-    monkeypatch.setattr("outbox.store.connection.lock_retry.RETRY_FOR_S", 0.3)
+    monkeypatch.setattr("outbox.store.schema.lock_attempts.RETRY_FOR_S", 0.3)
     async with empty_database.connection() as producer:
         transaction = producer.transaction()
         await transaction.start()
@@ -311,7 +311,7 @@ async def test_the_sql_of_a_migration_applies_it(empty_database: Database) -> No
     async with empty_database.connection() as connection:
         for script in scripts:
             await connection.execute(f"{script}; SELECT 1")  # It ends with a comment.
-        assert (await schema_status.status(connection, "relay")).pending == ()
+        assert (await current_schema.status(connection, "relay")).pending == ()
 
 
 async def test_makemigrations_finds_nothing_to_do(database: Database) -> None:

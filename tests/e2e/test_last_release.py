@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from outbox.core.delivery.signature import parse_secret
-from outbox.store.connection.migration_files import migrations
+from outbox.store.schema.migration_files import migrations
 from outbox_devtools.development_receiver import DevelopmentReceiver, HandledOutcome, HandledRequest
 from tests.support.checkout import commit_before, export, last_release, require_checkout
 from tests.support.newer_version import LAST, ROLLING, STOP_FIRST, newer_version

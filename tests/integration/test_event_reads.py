@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.delivery.batch import BATCH_BYTES_MAX
 from outbox.core.delivery.commands import Fetch
-from outbox.core.model.endpoint_settings import BATCH_MAX
+from outbox.core.model.message_format import BATCH_MAX
 from outbox.relay.delivery.fetcher import ROWS_PER_LANE, ROWS_PER_READ, DeliveryFetcher
 from tests.core.lane_tables import delivery
 

@@ -24,8 +24,8 @@ from outbox.relay.relay import Relay
 from outbox.store.cluster.replicas import ReplicaStore
 from outbox.store.connection import dsn
 from outbox.store.connection.current_settings import CurrentSettings
-from outbox.store.connection.migration_files import migrations
 from outbox.store.connection.secrets import CLEAR, Vault
+from outbox.store.schema.migration_files import migrations
 from tests.support.doctor import PATH, findings, findings_of, reported_findings, sql_of, the_one
 from tests.support.relay import BUSY, Network, add_endpoint, all_ended, publish, register, running
 from tests.support.schedules import add_schedule, let_be_due

@@ -12,7 +12,7 @@ import pkgutil
 import re
 
 from outbox import store
-from outbox.store.connection.migration_files import table_names
+from outbox.store.schema.migration_files import table_names
 
 # Reads without `rows_hidden`, by what an absent row leads to.
 UNGUARDED = {

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import orjson
 
-from outbox.store.connection.lock_retry import MESSAGE_LOCK_TIMEOUT_S
+from outbox.store.schema.lock_attempts import MESSAGE_LOCK_TIMEOUT_S
 from tests.sim import moments
 from tests.sim.books import Attempt, LaneBook, Sent, Violation
 from tests.sim.database.engine import SHARE

@@ -10,9 +10,10 @@ import asyncpg
 import pytest
 
 import outbox
-from outbox.store.connection import schema_status
-from outbox.store.connection.migrate import apply_statements, migrate
-from outbox.store.connection.migration_files import migrations
+from outbox.store.connection.migrate import migrate
+from outbox.store.schema import schema_status
+from outbox.store.schema.migration_files import migrations
+from outbox.store.schema.migration_statements import apply_statements
 from tests.support.waiting import until
 
 if TYPE_CHECKING:

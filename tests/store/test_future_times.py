@@ -20,12 +20,12 @@ from outbox.operations.replay_jobs import FIND_RELAY
 from outbox.operations.status import read_overview
 from outbox.store.cluster import sessions
 from outbox.store.cluster.replicas import ReplicaStore, read_names
-from outbox.store.connection.migrate import REQUIRE_STOPPED_RELAYS
 from outbox.store.connection.secrets import READ_RELAYS_WITHOUT_KEY
 from outbox.store.operational_events import PUBLISH_LAGGING
 from outbox.store.retention.partitions import PartitionStore
 from outbox.store.schedules.put_off import PutOffStore
 from outbox.store.schedules.schedule_runs import ScheduleRunStore
+from outbox.store.schema.migration_statements import REQUIRE_STOPPED_RELAYS
 from outbox.store.sequencing.routing import RoutingStore
 from tests.support.doctor import findings_of
 from tests.support.relay import (

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from outbox.store.connection.migrate_in_transaction import statements_for
+from outbox.store.schema.migrate_in_transaction import statements_for
 
 if TYPE_CHECKING:
     from tests.support.postgres import Database

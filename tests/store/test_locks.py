@@ -10,11 +10,11 @@ import asyncpg
 import pytest
 
 import outbox
-from outbox.store.connection import schema_status
 from outbox.store.connection.migrate import PURPOSES, migrate
-from outbox.store.connection.migration_files import Migration, migrations
 from outbox.store.retention.partitions import PartitionStore
 from outbox.store.schedules.schedule_runs import ScheduleRunStore
+from outbox.store.schema import schema_status
+from outbox.store.schema.migration_files import Migration, migrations
 from tests.support.roles import role
 
 if TYPE_CHECKING:

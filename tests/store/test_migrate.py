@@ -13,13 +13,13 @@ import pytest
 
 from outbox.errors import CannotRun, SchemaMissing, SchemaTooNew, UsageError
 from outbox.store.cluster.replicas import ReplicaStore
-from outbox.store.connection import lock_retry, schema_status
 from outbox.store.connection import migrate as module
 from outbox.store.connection.connect import connect
+from outbox.store.connection.current_schema import require_current, status
 from outbox.store.connection.dsn import parse
 from outbox.store.connection.migrate import migrate, sql
-from outbox.store.connection.migration_files import Migration, migrations, read_works_from
-from outbox.store.connection.schema_status import require_current, status
+from outbox.store.schema import lock_attempts, schema_status
+from outbox.store.schema.migration_files import Migration, migrations, read_works_from
 from outbox_devtools.embedded import binaries
 from tests.support.relay import (
     Network,
@@ -385,7 +385,7 @@ async def test_a_frozen_relay_does_not_write_after_a_migration_before_which_rela
 async def test_a_migration_waits_for_a_write_that_began_before_the_end_of_the_lease(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lock_retry, "RETRY_FOR_S", 0.0)
+    monkeypatch.setattr(lock_attempts, "RETRY_FOR_S", 0.0)
     connection, writer = await opened(database), await opened(database)
     me = await register(ReplicaStore(connection))
     _with_more(monkeypatch, f"{STOP_FIRST}SELECT 1;")
@@ -567,7 +567,7 @@ async def test_a_waiting_migration_does_not_block_producers(
 async def test_a_migration_without_its_lock_names_the_holder(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lock_retry, "RETRY_FOR_S", 3.0)
+    monkeypatch.setattr(lock_attempts, "RETRY_FOR_S", 3.0)
     _with_more(monkeypatch, "CREATE TABLE later (); ALTER TABLE outbox ADD COLUMN later int;")
     connection, holder = await opened(database), await opened(database)
     await holder.execute(f"SET application_name = 'billing'; BEGIN; {PUBLISH}")

@@ -13,10 +13,10 @@ import pytest
 from outbox.core.model.sql_names import quote_ident
 from outbox.core.sequencing.partition_window import WIDTH
 from outbox.operations import journal
-from outbox.store.connection import schema_status
 from outbox.store.connection.migrate import PURPOSES, migrate
-from outbox.store.connection.migration_files import Migration, migrations
 from outbox.store.retention.partitions import PartitionStore
+from outbox.store.schema import schema_status
+from outbox.store.schema.migration_files import Migration, migrations
 from tests.support import ranges
 from tests.support.doctor import PATH, findings_of
 from tests.support.relay import add_endpoint, fetchval, publish

@@ -6,7 +6,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 import outbox
-from outbox.store.connection.migration_files import migrations
+from outbox.store.schema.migration_files import migrations
 from tests.support.checkout import ROOT
 
 if TYPE_CHECKING:

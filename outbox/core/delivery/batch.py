@@ -44,9 +44,8 @@ from outbox.core.delivery import cloud_event
 from outbox.core.delivery.envelope import envelope
 from outbox.core.delivery.message import USER_AGENT, Prepared, prepare
 from outbox.core.delivery.signature import ID_HEADER
-from outbox.core.model.endpoint_settings import BATCH_MAX
 from outbox.core.model.headers import NO_HEADERS, format_lines, merge, normalize_name
-from outbox.core.model.message_format import ENVELOPE, JSON_TYPE, UNBATCHED
+from outbox.core.model.message_format import BATCH_MAX, ENVELOPE, JSON_TYPE, UNBATCHED
 from outbox.core.model.response_policy import AttemptOutcome, classify
 
 if TYPE_CHECKING:

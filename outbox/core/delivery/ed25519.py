@@ -14,6 +14,7 @@ import binascii
 from typing import TYPE_CHECKING
 
 from outbox.errors import UsageError
+from outbox.extras import needs_extra
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import (
@@ -81,8 +82,10 @@ def parse_public_key(text: str) -> PublicKey:
     Raises:
         UsageError: the text is not a public key, or the key has small order: anybody can
             create signatures that verify with such a key.
+        MissingExtra: `cryptography` is not installed.
     """
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    with needs_extra("ed25519", "a public key, whpk_…,"):
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
     key = _key(text, PUBLIC_PREFIX, (KEY_BYTES,))
     if int.from_bytes(key, "little") & ~_SIGN_BIT in _SMALL_ORDER_Y:
@@ -100,8 +103,10 @@ def parse_private_key(text: str) -> PrivateKey:
 
     Raises:
         UsageError: the text is not a private key; the message never contains it.
+        MissingExtra: `cryptography` is not installed.
     """
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    with needs_extra("ed25519", "a private key, whsk_…,"):
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     key = _key(text, PRIVATE_PREFIX, (KEY_BYTES, PAIR_BYTES))
     return PrivateKey(Ed25519PrivateKey.from_private_bytes(key[:KEY_BYTES]))

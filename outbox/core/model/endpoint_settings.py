@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from outbox.core.model import setting_types
 from outbox.core.model.destination import broker_of
 from outbox.core.model.headers import DEFAULT_PREFIX, normalize_name, relay_headers
-from outbox.core.model.message_format import DEFAULT_SOURCE, UNBATCHED, FormatName
+from outbox.core.model.message_format import BATCH_MAX, DEFAULT_SOURCE, UNBATCHED, FormatName
 from outbox.core.model.retry_policy import PRESETS, STANDARD, RetryPolicy
 from outbox.core.model.setting_types import EVERYTHING, SettingType
 from outbox.core.model.text import quoted
@@ -34,8 +34,6 @@ IN_FLIGHT_MAX = 1024
 TIMEOUT_S_MAX = 3600.0
 AGE_S_MAX = 3650 * 86400.0
 BACKLOG_DELIVERIES_MAX = 2**63 - 1
-BATCH_MAX = 1000
-"""Deliveries per request."""
 
 HTTP_ONLY = (
     "method",

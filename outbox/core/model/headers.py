@@ -29,6 +29,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import orjson
 
+from outbox.core.model.text import quoted
+from outbox.errors import UsageError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
@@ -38,6 +41,9 @@ _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _VALUE = re.compile(r"[\x20-\x7e\t]*")
 
 DEFAULT_PREFIX = "X-"
+_PREFIX = re.compile(r"[A-Za-z](?:[A-Za-z0-9-]{0,38}[A-Za-z0-9])?-")
+_FOREIGN_PREFIXES = ("webhook-", "x-forwarded-", "proxy-", "sec-", "content-", "accept-", "ce-")
+"""Prefixes with a meaning of their own."""
 _RELAY_NAMES = (
     "attempt",
     "backfill",
@@ -54,6 +60,22 @@ _RELAY_NAMES = (
     "replay-of",
     "sequence",
 )
+
+
+def check_prefix(name: str, value: object) -> str:
+    """Return the prefix of an endpoint's header names.
+
+    Raises:
+        UsageError: it is not one; the message starts with `name`.
+    """
+    if not isinstance(value, str):
+        raise UsageError(f"{name}: must be a text, not {quoted(value)}")
+    if not _PREFIX.fullmatch(value) or value.lower().startswith(_FOREIGN_PREFIXES):
+        raise UsageError(
+            f"{name}: {quoted(value)} must be letters, digits and dashes, such as X-Acme-, "
+            f"and not begin with {', '.join(_FOREIGN_PREFIXES)}"
+        )
+    return value
 
 
 @lru_cache(1024)

@@ -19,6 +19,8 @@ CLOUDEVENTS_TYPES = "application/cloudevents"
 """Begins the content types of whole CloudEvents, which no payload can have."""
 UNBATCHED: tuple[FormatName, ...] = ("raw", "cloudevents-binary")
 """Their body is one payload, so a request has one delivery."""
+BATCH_MAX = 1000
+"""Deliveries per request."""
 DEFAULT_SOURCE = "/outbox"
 
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from outbox.core.model import duration, pattern, retry_policy, retryable_statuses
 from outbox.core.model.event import TENANT_BYTES_MAX, check_text, encode_headers
 from outbox.core.model.filter import validate_filter
-from outbox.core.model.headers import header_problem
+from outbox.core.model.headers import check_prefix, header_problem
 from outbox.core.model.retry_policy import RetryPolicy
 from outbox.core.model.text import quoted
 from outbox.errors import UsageError
@@ -37,9 +37,6 @@ _URI_REFERENCE = re.compile(
     rf"(?=.{{1,{URI_BYTES_MAX}}}$)(?:[A-Za-z][A-Za-z0-9+.-]*:|(?![^/?#]*:))"
     rf"{_CHARACTER}*(?:#{_CHARACTER}*)?"
 )
-_HEADER_PREFIX = re.compile(r"[A-Za-z](?:[A-Za-z0-9-]{0,38}[A-Za-z0-9])?-")
-_FOREIGN_PREFIXES = ("webhook-", "x-forwarded-", "proxy-", "sec-", "content-", "accept-", "ce-")
-"""Prefixes with a meaning of their own."""
 _CERTIFICATE = "-----BEGIN CERTIFICATE-----"
 
 
@@ -290,13 +287,7 @@ class HeaderPrefix(SettingType):
     metavar = "PREFIX"
 
     def validate(self, name: str, value: Any) -> str:
-        text = _text(name, value)
-        if not _HEADER_PREFIX.fullmatch(text) or text.lower().startswith(_FOREIGN_PREFIXES):
-            raise UsageError(
-                f"{name}: {quoted(text)} must be letters, digits and dashes, such as X-Acme-, "
-                f"and not begin with {', '.join(_FOREIGN_PREFIXES)}"
-            )
-        return text
+        return check_prefix(name, value)
 
 
 class HeaderMap(SettingType):

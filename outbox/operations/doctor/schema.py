@@ -20,7 +20,7 @@ from outbox.operations.doctor.check import (
 )
 from outbox.store.absence_proof import AbsenceProof
 from outbox.store.cluster.timeline import MISSING_ROWS
-from outbox.store.connection import schema_status
+from outbox.store.connection import current_schema
 from outbox.store.connection.row_security import read_protected_reason
 from outbox.store.retention.partitions import PARENTS, READ_REFERENCES, PartitionStore
 
@@ -35,7 +35,7 @@ async def row_security(context: DoctorContext) -> Results:
 @check("schema")
 async def version(context: DoctorContext) -> Results:
     """The migrations of this version are applied."""
-    status = await schema_status.status(context.db, context.schema)
+    status = await current_schema.status(context.db, context.schema)
     run = f"run: {migrate_command(context.schema)}"
     is_at = f"is at version {status.version}"
     if not status.applied:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.store.channels import trim_notification_queue, wake_all, wake_owners
 from outbox.store.cluster.replicas import ReplicaStore
 from outbox.store.cluster.timeline import read_server_fence
-from outbox.store.connection.schema_status import require_current
+from outbox.store.connection.current_schema import require_current
 from outbox.store.delivery.altered_secrets import journal_altered_secrets
 from outbox.store.delivery.endpoint_state import EndpointStateStore
 from outbox.store.delivery.lanes import LaneStore

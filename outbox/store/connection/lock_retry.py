@@ -1,17 +1,9 @@
-"""Messages that take locks for which producers would wait.
-
-A session that waits for a lock blocks every later one whose lock conflicts with the awaited one:
-behind a long transaction of one producer all others would wait for as long as it lasts.  So such a
-message waits for a lock for a tenth of a second at most, and is sent again after a pause, in which
-the others proceed.  A message that takes several locks should take the one that producers need
-last, because it waits for each.
-"""
+"""Messages that take locks, sent again until those are granted, and who holds them meanwhile."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 
 from outbox.core.model.sql_names import quote_literal
-from outbox.drivers.errors import LOCK_NOT_GRANTED, server_error
 from outbox.errors import CannotRun, OutboxError
 from outbox.store.connection.connect import CONNECTION_ERRORS
+from outbox.store.schema import lock_attempts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,13 +22,7 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-MESSAGE_LOCK_TIMEOUT_S = 0.1
-"""Maximum wait for each lock of a message."""
-RETRY_FOR_S = 10.0
-"""Time after which a message is not sent again."""
-PAUSE_S = 0.2
-"""Time between two attempts, for those that have waited behind the last one."""
-OBSERVE_EVERY_S = MESSAGE_LOCK_TIMEOUT_S / 4
+OBSERVE_EVERY_S = lock_attempts.MESSAGE_LOCK_TIMEOUT_S / 4
 
 # Who holds what a session waits for, the oldest transaction first.  Every role sees the process,
 # its user and its application; the rest requires pg_read_all_stats.  Process 0 is a prepared
@@ -83,45 +69,6 @@ class LockHolder:
         return f"wait for its end, or end it: SELECT pg_terminate_backend({self.pid})"
 
 
-def lock_message(statements: list[str]) -> str:
-    """Statements as one message, which waits for a lock for `MESSAGE_LOCK_TIMEOUT_S` at most."""
-    return ";\n".join(
-        [
-            # Whatever the session's default: each statement must see what was committed
-            # before its locks were granted.
-            "SET LOCAL transaction_isolation = 'read committed'",
-            f"SET LOCAL lock_timeout = {int(MESSAGE_LOCK_TIMEOUT_S * 1000)}",
-            *statements,
-        ]
-    )
-
-
-def retry_until_granted(attempt: Callable[[], None], failure: str) -> None:
-    """Repeat an attempt of a blocking driver until its locks are granted.
-
-    Args:
-        attempt: sends statements that wait for a lock for `MESSAGE_LOCK_TIMEOUT_S` at most; an
-            attempt that fails changes nothing.
-        failure: what was not done if the locks are not granted, for the error.
-
-    Raises:
-        CannotRun: a lock was not granted within `RETRY_FOR_S`; nothing was changed.
-        Exception: any other error of the attempt.
-    """
-    deadline = time.monotonic() + RETRY_FOR_S
-    while True:
-        try:
-            attempt()
-        except Exception as error:
-            if server_error(error).sqlstate not in LOCK_NOT_GRANTED:
-                raise
-            if time.monotonic() >= deadline:
-                raise CannotRun(lock_failure(failure)) from error
-        else:
-            return
-        time.sleep(PAUSE_S)
-
-
 class LockRetry:
     """Sends messages until their locks are granted.
 
@@ -150,9 +97,11 @@ class LockRetry:
             asyncpg.PostgresError, OSError: otherwise.
         """
         name = f"outbox-lock-retry:{secrets.token_hex(4)}"
-        message = lock_message([f"SET LOCAL application_name = {quote_literal(name)}", *statements])
+        message = lock_attempts.lock_message(
+            [f"SET LOCAL application_name = {quote_literal(name)}", *statements]
+        )
         clock = asyncio.get_running_loop().time
-        deadline = clock() + RETRY_FOR_S
+        deadline = clock() + lock_attempts.RETRY_FOR_S
         async with AsyncExitStack() as stack:
             observer = holder = None
             while True:
@@ -163,13 +112,14 @@ class LockRetry:
                     # A deadlock, where deadlock_timeout is shorter than lock_timeout.
                     holder = observed.holder or holder
                     if clock() >= deadline:
-                        raise CannotRun(lock_failure(failure, holder)) from None
+                        known = () if holder is None else (str(holder), holder.remedy)
+                        raise CannotRun(lock_attempts.lock_failure(failure, *known)) from None
                 else:
                     return
                 if observer is None and self._open_observer is not None:
                     with suppress(OutboxError):  # Such as: too many connections.
                         observer = await stack.enter_async_context(self._open_observer())
-                await asyncio.sleep(PAUSE_S)
+                await asyncio.sleep(lock_attempts.PAUSE_S)
 
 
 class _Observation:
@@ -200,9 +150,3 @@ class _Observation:
                     self.holder = LockHolder(**dict(rows[0]))
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._ended.wait(), OBSERVE_EVERY_S)
-
-
-def lock_failure(failure: str, holder: LockHolder | None = None) -> str:
-    """The error when a lock was not granted in time, with what to do."""
-    who, remedy = ("another session", "run it again") if holder is None else (holder, holder.remedy)
-    return f"{failure}: after {RETRY_FOR_S:g} s {who} still holds a lock that it needs; {remedy}"

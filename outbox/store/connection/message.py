@@ -21,6 +21,7 @@ from uuid import UUID
 from asyncpg import CharacterNotInRepertoireError, DataError, PostgresError, Range
 
 from outbox.core.model.sql_names import quote_literal
+from outbox.store.errors import ABORTED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,9 +83,6 @@ class SettingArgument:
 
 WriteCall: TypeAlias = "tuple[WriteStatement, *tuple[object, ...]]"
 """A statement and its arguments."""
-
-ABORTED = "OB001"
-"""The error code of the SQL function `abort_unless`."""
 
 
 def is_aborted(error: PostgresError) -> bool:

@@ -18,7 +18,7 @@ from outbox.store.connection.connect import (
     set_if_supported,
     transaction_settings,
 )
-from outbox.store.connection.schema_status import require_current
+from outbox.store.connection.current_schema import require_current
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

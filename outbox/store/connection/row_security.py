@@ -13,13 +13,10 @@ from asyncpg import InsufficientPrivilegeError
 
 from outbox.core.model.sql_names import quote_ident
 from outbox.errors import CursorBroken
-from outbox.store.connection.migration_files import table_names
+from outbox.store.schema.migration_files import table_names
 
 if TYPE_CHECKING:
     from asyncpg import Connection
-
-ROW_SECURITY_OFF = "SET LOCAL row_security = off"
-"""The statement that begins a message behind a proxy that takes no startup parameters."""
 
 # Our tables whose policies apply to this role, or to their owner, with whose privileges functions
 # run.

@@ -10,9 +10,9 @@ from outbox.core.sequencing.replay_throttle import JobPart
 from outbox.errors import CursorBroken
 from outbox.store.connection.connect import connect
 from outbox.store.connection.dsn import parse
-from outbox.store.connection.migration_files import table_names
 from outbox.store.delivery.lanes import LaneStore
 from outbox.store.replays.replay_feed import ReplayFeedStore
+from outbox.store.schema.migration_files import table_names
 from outbox.store.sequencing.filters import FilterStore
 from tests.integration.absence.test_damages import relay_settings
 from tests.support.doctor import reported_findings

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import asyncpg
 
-from outbox.store.connection.message import ABORTED
+from outbox.store.errors import ABORTED
 
 if TYPE_CHECKING:
     import random

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outbox.store.connection import lock_retry
+from outbox.store.schema import lock_attempts
 from tests.sim.database.engine import perform
 from tests.sim.mutants.catalogue import mutant, swap
 from tests.sim.stores import change, routing_change
@@ -52,4 +52,4 @@ def an_operator_holds_the_cursor(sim: Simulation) -> None:
 @mutant
 def migration_waits_without_limit(sim: Simulation) -> None:
     """A migration waits for its lock as long as it takes, and all producers wait behind it."""
-    swap(lock_retry, "MESSAGE_LOCK_TIMEOUT_S", 0.0)
+    swap(lock_attempts, "MESSAGE_LOCK_TIMEOUT_S", 0.0)

@@ -64,9 +64,15 @@ class Command(BaseCommand):
 
 
 def _forward(database: str | None, arguments: Sequence[str]) -> int:
-    from outbox.cli.main import run
     from outbox.django.schema import require_postgresql
-    from outbox.errors import UsageError
+    from outbox.errors import MissingExtra, UsageError
+    from outbox.extras import RELAY, needs_extra
+
+    try:
+        with needs_extra(RELAY, "manage.py outbox"):
+            from outbox.cli.main import run
+    except MissingExtra as error:
+        raise CommandError(str(error), returncode=error.exit_code) from error
 
     aliases = read_databases()
     alias = database or (DEFAULT_DB_ALIAS if DEFAULT_DB_ALIAS in aliases else aliases[0])

@@ -126,7 +126,9 @@ def _show(report: ChaosReport) -> None:
             "  export OUTBOX_DSN=postgresql://localhost/app\n"
             f"  {us} migrate\n"
             f"  {us} endpoint add billing https://example.com/hooks --type 'order.*'\n"
-            f"  {us} relay"
+            f"  {us} relay\n"
+            "An application that publishes or receives installs one package:\n"
+            "  pip install outbox-relay"
         )
 
 

@@ -12,13 +12,17 @@ from typing import TYPE_CHECKING
 
 from outbox.core.model.sql_names import quote_ident, quote_literal, schema_name, search_path
 from outbox.errors import UsageError
-from outbox.store.connection.lock_retry import MESSAGE_LOCK_TIMEOUT_S
-from outbox.store.connection.migrate import CREATE_HISTORY, LOCK, statements_of
-from outbox.store.connection.migration_files import migrations
-from outbox.store.connection.row_security import ROW_SECURITY_OFF
+from outbox.store.schema.lock_attempts import MESSAGE_LOCK_TIMEOUT_S
+from outbox.store.schema.migration_files import migrations
+from outbox.store.schema.migration_statements import (
+    CREATE_HISTORY,
+    LOCK,
+    ROW_SECURITY_OFF,
+    statements_of,
+)
 
 if TYPE_CHECKING:
-    from outbox.store.connection.migration_files import Migration
+    from outbox.store.schema.migration_files import Migration
 
 # The transaction goes on after the migrations, with its own search path, limits and row security.
 # They are kept in settings of the same transaction, because a printed script has no other place.

@@ -6,21 +6,14 @@ Reading it changes nothing, on a connection of any driver.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import asyncpg
-
-from outbox.core.model.schema_name import migrate_command
-from outbox.drivers.connections import open_connection
 from outbox.drivers.statement import Call
 from outbox.errors import CannotRun, SchemaMissing, SchemaTooNew
 from outbox.producers.statements import in_schema
-from outbox.store.connection.connect import map_errors
-from outbox.store.connection.migration_files import Migration, migrations
+from outbox.store.schema.migration_files import Migration, migrations
 
 if TYPE_CHECKING:
-    from asyncpg import Connection
-
     from outbox.drivers.statement import Plan
 
 # Whether this schema has a history table, independently of the search path.
@@ -53,32 +46,13 @@ class _Applied:
     works_from: int
 
 
-async def status(
-    connection: Connection[Any], schema: str, purpose: str | None = None
-) -> SchemaStatus:
-    """Read which migrations are applied and which are pending; changes nothing.
-
-    Args:
-        purpose: see `map_errors`.
+def read_status(schema: str) -> Plan[SchemaStatus]:
+    """Read which migrations are applied, on a connection of any driver.
 
     Raises:
         SchemaTooNew: a newer, incompatible version of this package migrated the schema.
         CannotRun: an applied file differs from this program's, or the schema belongs to another
             application.
-        DatabaseUnavailable: the connection was lost.
-    """
-    with map_errors(schema, purpose):
-        try:
-            return await (await open_connection(connection)).execute_plan(read_status(schema))
-        except asyncpg.UndefinedColumnError as error:
-            raise not_ours(schema) from error
-
-
-def read_status(schema: str) -> Plan[SchemaStatus]:
-    """Read which migrations are applied, on a connection of any driver.
-
-    Raises:
-        SchemaTooNew, CannotRun: as in `status`.
     """
     history: dict[int, _Applied] = {}
     ((exists,),) = yield Call(FIND_HISTORY, {"schema": schema})
@@ -112,22 +86,6 @@ def _status_of(schema: str, history: dict[int, _Applied]) -> SchemaStatus:
             f'the history of schema "{schema}" lacks {pending[0]}, but has later migrations'
         )
     return SchemaStatus(schema, version, done, pending)
-
-
-async def require_current(
-    connection: Connection[Any], schema: str, purpose: str | None = None
-) -> None:
-    """Check that the schema is compatible with this program.
-
-    Args:
-        purpose: see `map_errors`.
-
-    Raises:
-        SchemaMissing: it does not exist, or is older than this program.
-        SchemaTooNew: it is newer and incompatible.
-        CannotRun: as in `status`.
-    """
-    require_applied(await status(connection, schema, purpose), f"run: {migrate_command(schema)}")
 
 
 def require_applied(found: SchemaStatus, remedy: str) -> None:

@@ -8,7 +8,7 @@ The first line of a file says what becomes of older programs:
   A file of the first twelve without the other line means the same.
 
 A file is applied while producers publish: what it locks it locks for a moment, and the outbox last
-(`lock_retry`).
+(`lock_attempts`).
 """
 
 from __future__ import annotations

@@ -1,0 +1,59 @@
+"""Extras: what is installed beside publishing and the receiver library, such as `[relay]`.
+
+A name that needs an extra is always there, and importing it does not fail: its use does, with the
+command that installs the extra.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from outbox.errors import MissingExtra
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+RELAY = "relay"
+
+
+@contextmanager
+def needs_extra(extra: str, what: str) -> Iterator[None]:
+    """Import the packages of an extra in the block.
+
+    Args:
+        what: needs the extra, for the error.
+
+    Raises:
+        MissingExtra: one of them is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or __package__).partition(".")[0]
+        if package == __package__:
+            raise
+        raise MissingExtra(
+            f"{what} needs the package {package}, which is not installed; run: pip install "
+            f"'outbox-relay[{extra}]'"
+        ) from error
+
+
+def load_name(module: str, name: str, what: str) -> Any:
+    """Import a public name from the module that defines it.
+
+    Returns:
+        It, or if it needs `[relay]` and that is not installed, a class of that name: creating an
+        instance, as a call of a function does, raises MissingExtra.
+    """
+    try:
+        with needs_extra(RELAY, what):
+            return getattr(import_module(module), name)
+    except MissingExtra as error:
+        message = str(error)
+
+    def raise_missing(*_: object, **__: object) -> NoReturn:
+        raise MissingExtra(message)
+
+    return type(name, (), {"__new__": raise_missing, "__doc__": message, "__module__": module})
