@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from outbox.relay.cluster.watchdog import ResponseOverdue, response_deadline
 from outbox.store.cluster.sessions import WORKERS, session_label
-from outbox.store.errors import CommitUnconfirmed, Fenced
+from outbox.store.errors import Fenced
+from outbox.store.sequencing.stalls import CommitUnconfirmed
 
 if TYPE_CHECKING:
     import random

@@ -23,7 +23,8 @@ from outbox.store.connection.connect import (
     is_temporary,
     not_granted,
 )
-from outbox.store.errors import CommitUnconfirmed, Fenced
+from outbox.store.errors import Fenced
+from outbox.store.sequencing.stalls import CommitUnconfirmed
 from outbox.version import __version__
 
 if TYPE_CHECKING:

@@ -106,7 +106,9 @@ def test_every_setting_has_a_flag(here: Command) -> None:
         "--backlog-max", 1000, "--backlog-age", "2d", "--disable-after", "12h",
         "--json",
     )  # fmt: skip
-    assert list(made.json) == ["id", "name", "url", "secret", "lanes", "types", "waiting"]
+    assert list(made.json) == [
+        *("id", "name", "url", "secret", "lanes", "types", "waiting", "warnings"),
+    ]
     shown = here("endpoint", "show", "a", "--json")
     assert "hunter2" not in shown.out
     assert shown.json["settings"] == {

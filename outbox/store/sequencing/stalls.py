@@ -14,6 +14,7 @@ import orjson
 
 from outbox.core.delivery.operational_events import LAGGING_EVERY_S, LAGGING_S
 from outbox.core.model.sql_names import quote_literal
+from outbox.errors import DatabaseUnavailable
 from outbox.store.operational_events import END_LAGGING, PUBLISH_LAGGING
 
 if TYPE_CHECKING:
@@ -172,6 +173,19 @@ class StandbyWait:
         """
         of = f" (synchronous_standby_names: {self.standbys})" if names else ""
         return f"a synchronous standby that confirms no commit{of}"
+
+
+class CommitUnconfirmed(DatabaseUnavailable):
+    """A commit waits for a synchronous standby.
+
+    Args:
+        overdue: what was waited for, and how long.
+    """
+
+    def __init__(self, overdue: str, wait: StandbyWait) -> None:
+        self.public_reason = f"{overdue}, blocked by {wait.describe(names=False)}"
+        """The reason without the names of standbys."""
+        super().__init__(f"{overdue}, blocked by {wait.describe()}; to end it: {wait.end_command}")
 
 
 WaitReason: TypeAlias = Blocker | StandbyWait
