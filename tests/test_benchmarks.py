@@ -153,13 +153,13 @@ async def test_requests_race_with_the_idle_close_of_the_servers_that_are_install
 ) -> None:
     chosen = [each for each in SERVERS if each.name == "Python http.server"]
     absent = HttpServer("Another", ("another-server",))
-    said: list[str] = []
-    stage: Any = SimpleNamespace(directory=tmp_path, say=said.append)
+    lines: list[str] = []
+    stage: Any = SimpleNamespace(directory=tmp_path, say=lines.append)
     failed, again, missing = await keepalive.run(stage, [*chosen, absent], 6, 1)
     assert (failed.ours.values, failed.baseline.values, failed.met) == ((0,), (6,), True)
     assert again.name.startswith("Python http.server")
     assert missing.missing_reason == "another-server is not in PATH"
-    assert "of 6 requests, 0 failed, " in said[0]
+    assert "of 6 requests, 0 failed, " in lines[0]
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,8 @@ async def test_a_lease_does_not_wait_for_the_disk(
             assert "absent" in worker.readiness().reason
             assert "absent" not in worker.readiness().public_reason
         await all_ended(private_database)
+        # Also while nothing else is recorded.
+        await until(lambda: worker.readiness() == Readiness(ready=True), what="readiness")
         assert await fetchval(private_database, "SELECT id FROM replica") == 1
     assert network.data() == [*range(151)]
     assert _losses(logs) == 0

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 ENCODED_BYTES_MAX = 4096
-"""Bytes that are decoded: compressed, what is stored of a body is not longer."""
+"""Bytes that are decoded: enough for the characters that are stored."""
 NAMES_BYTES_MAX = 40
 """Bytes of `Content-Encoding` that are read; the known values are shorter."""
 _FORMATS = {

@@ -98,7 +98,9 @@ class Watchdog:
     def blocker(self, name: str) -> WaitReason | None:
         """What a connection's statement waits for, as of its last check."""
         question, blocker = self._blockers.get(name, (0, None))
-        return blocker if question == self._watched[name].statements_started else None
+        connection = self._watched[name]
+        waits = connection.waiting_s and question == connection.statements_started
+        return blocker if waits else None
 
     async def run(self) -> None:
         """Watch until cancelled.
