@@ -6,8 +6,6 @@ import gzip
 import os
 import zlib
 
-import pytest
-
 from outbox.core.model.redaction import KEPT_BODY_BYTES
 from outbox.destinations.http.encoded_body import ENCODED_BYTES_MAX, readable_body
 
@@ -48,9 +46,12 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize(("body", "encodings", "kept"), BODIES.values(), ids=BODIES)
-def test_the_start_of_an_error_is_decoded(body: bytes, encodings: list[bytes], kept: bytes) -> None:
-    assert readable_body(body, encodings, is_error=True) == kept
+def test_the_start_of_an_error_is_decoded() -> None:
+    found = {
+        name: readable_body(body, encodings, is_error=True)
+        for name, (body, encodings, _) in BODIES.items()
+    }
+    assert found == {name: kept for name, (_, _, kept) in BODIES.items()}
 
 
 def test_what_is_stored_of_an_error_that_does_not_compress_is_decoded() -> None:
