@@ -34,6 +34,7 @@ from benchmarks import (
     replicas,
     watched,
 )
+from benchmarks.connections import exchanges, keepalive
 from benchmarks.peers import section as peers
 from benchmarks.picture import draw
 from benchmarks.report import compared, machine, table, target, target_result
@@ -70,6 +71,8 @@ SECTIONS: dict[str, Callable[..., Awaitable[list[Row]]]] = {
     "horizon": horizon.measure,
     "receiving": receiving.measure,
     "hostile": hostile.measure,
+    "keepalive": keepalive.measure,
+    "exchanges": exchanges.measure,
     "scale": scale.measure,
     "fair": fair.measure,
 }

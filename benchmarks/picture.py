@@ -68,6 +68,8 @@ AXES = {
     "horizon": "times the same without a pinned horizon; less is better",
     "hostile": "times the same without the attack; less is better, but more for deliveries",
     "scale": "times the same where there is little, or MB more; less is better",
+    "keepalive": "share of the requests; less is better",
+    "exchanges": "times the baseline; less is better",
     "fair": "times the quiet endpoint's own; less is better",
     "memory": "MB more than a relay with nothing to do; less is better",
 }
@@ -104,7 +106,7 @@ def _section(parts: list[str], section: str, rows: list[Row], y: int) -> int:
     measured = [row for row in rows if not row.missing_reason]
     bounds = [row.compared.high for row in measured]
     bounds += [row.target.value for row in measured if row.target]
-    longest = min(max(bounds, default=1.0), LONGEST.get(section, inf))
+    longest = min(max(bounds, default=0.0) or 1.0, LONGEST.get(section, inf))
     scale = BARS / (longest * 1.02)
     for row in rows:
         _row(parts, row, y, scale)

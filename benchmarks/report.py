@@ -154,6 +154,20 @@ TITLES = {
         "`/healthz` on a new connection, the relay's resident size, and deliveries per second of a "
         "backlog with the notifications alone.",
     ),
+    "keepalive": (
+        "Requests that meet the close of an idle connection",
+        "Servers of other projects close connections that were idle for a second; 1,200 requests "
+        "to each are timed around that moment, over 60 connections of the relay's transport. A "
+        "failed one would count as an attempt and wait for the back-off. One that is sent again on "
+        "a new connection does not, and receivers recognize it.",
+    ),
+    "exchanges": (
+        "Exchanges",
+        "Requests in sequence, with the relay's transport, to servers that send head and body "
+        "apart, compared with 5 ms for each: a delayed acknowledgement takes 40 ms. And "
+        "the median request on a new TLS connection that resumes a session, compared with one that "
+        "makes a full handshake, alternating.",
+    ),
     "fair": (
         "Fairness",
         "Milliseconds from sending COMMIT to a quiet endpoint's receiver, 4 lanes, 100 events a "

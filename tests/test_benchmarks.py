@@ -34,6 +34,8 @@ from benchmarks import (
     replicas,
     watched,
 )
+from benchmarks.connections import exchanges, keepalive
+from benchmarks.connections.servers import SERVERS, HttpServer
 from benchmarks.deliveries import Load
 from benchmarks.figures import Row, Samples, Target
 from benchmarks.history import Past
@@ -104,12 +106,14 @@ def test_the_benchmark_measures_every_section_and_writes_a_table_and_a_picture(
             *await horizon.run(stage, 0.4, 1, 0.4),
             *await receiving.measure(stage, 1, quick=True),
             *await hostile.run(stage, 1, hostile.Attack(50, 80, 0.4, 0.4, Load("2 lanes", 2, 50))),
+            *await exchanges.measure(stage, rounds, quick=True),
             *await scale.run(stage, rounds, SMALL),
             *await fair.run(stage, rounds, 0.3, 100, fair.OTHERS[1:2]),
         ]
 
     monkeypatch.setattr(bench, "SECTIONS", {"everything": everything})
     monkeypatch.setattr(contestants, "python_packages", cannot_be_had)
+    monkeypatch.setattr(exchanges, "APART", ("Python http.server",))
     monkeypatch.setattr(
         commits, "find_pgbench", lambda: None
     )  # The file has a resolution of whole seconds.
@@ -124,7 +128,8 @@ def test_the_benchmark_measures_every_section_and_writes_a_table_and_a_picture(
     assert Counter(section for section, _ in rows) == {
         "deliveries": 1, "peers": 6, "peers-latency": 2, "watched": 1, "commits": 3, "majors": 3,
         "latency": 1, "memory": 1, "million": 4, "outage": 5, "replicas": 2, "failover": 1,
-        "commands": 1, "horizon": 1, "receiving": 1, "hostile": 4, "scale": 7, "fair": 2,
+        "commands": 1, "horizon": 1, "receiving": 1, "hostile": 4, "exchanges": 2,
+        "scale": 7, "fair": 2,
     }  # fmt: skip
     assert all(value > 0 for each in report["rows"] for value in each["ours"])
     assert ended.exit_code == any(each["met"] is False for each in report["rows"])
@@ -140,6 +145,21 @@ def test_the_benchmark_measures_every_section_and_writes_a_table_and_a_picture(
     assert f"| {ABSENT.name} | not measured: pip could not fetch it |" in written
     assert {each["name"] for each in absent[3:]} == {"PostgreSQL 9, 16 writers"}
     assert len(bars) == 1 + len(report["rows"]) - len(absent)
+
+
+@pytest.mark.full
+async def test_requests_race_with_the_idle_close_of_the_servers_that_are_installed(
+    tmp_path: Path,
+) -> None:
+    chosen = [each for each in SERVERS if each.name == "Python http.server"]
+    absent = HttpServer("Another", ("another-server",))
+    lines: list[str] = []
+    stage: Any = SimpleNamespace(directory=tmp_path, say=lines.append)
+    failed, again, missing = await keepalive.run(stage, [*chosen, absent], 6, 1)
+    assert (failed.ours.values, failed.baseline.values, failed.met) == ((0,), (6,), True)
+    assert again.name.startswith("Python http.server")
+    assert missing.missing_reason == "another-server is not in PATH"
+    assert "of 6 requests, 0 failed, " in lines[0]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from outbox.cli.common import (
     actor,
     print_result,
     run_operation,
+    warn,
     warn_about_networks,
 )
 from outbox.cli.document import read_document
@@ -114,12 +115,13 @@ def command(
         )
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
-    opened = {
-        step.name
-        for step in report.endpoints
-        if step.action == "add" or "allow_networks" in step.changed
+    changed = {
+        step.name: None if step.action == "add" else step.changed for step in report.endpoints
     }
     for each in declared:
-        if each.settings.name in opened:
+        names = changed.get(each.settings.name, ())
+        if names is None or "allow_networks" in names:
             warn_about_networks(f"{each.place}.allow_networks", each.settings.allow_networks)
+        for warning in each.settings.warnings if names is None or "headers" in names else ():
+            warn(f"{each.place}.{warning}")
     return report

@@ -110,8 +110,8 @@ class Transport(Protocol):
         * Network and receiver errors do not raise: they are an `AttemptResult` with
           a `Failure`.
         * Once the response head is complete, its status decides, even if the body
-          fails.  At most `RESPONSE_BODY_BYTES_MAX` of the body are read, never decompressed;
-          `HEADER_BYTES_MAX` bounds the stored headers.
+          fails.  At most `RESPONSE_BODY_BYTES_MAX` of the body are read; `readable_body` says
+          what is kept of a compressed one.  `HEADER_BYTES_MAX` bounds the stored headers.
         * Redirects are responses; they are not followed.
         * Each request ends within `timeout_s`, however slowly the receiver sends.
         * The egress policy checks every address immediately before the connect.

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("outbox.destinations")
 
-CACHE_S = 10.0
-"""Lifetime of a cached result with a shorter TTL, or without one."""
+CACHE_S = 8.0
+"""Lifetime of a cached result with a shorter TTL, or without one.  A connection is checked each
+second, so that a stream of requests follows a changed name within its TTL and 10 s."""
 CACHE_MAX_S = 60.0
 """Maximum lifetime of a cached result."""
 CACHED_NAMES_MAX = 4096

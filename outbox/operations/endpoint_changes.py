@@ -75,6 +75,8 @@ class NewEndpoint:
     waiting: int | None
     """Upper bound of events that are not sequenced yet, and that the endpoint receives if they
     match; null for tenant tokens."""
+    warnings: tuple[str, ...]
+    """What receivers may refuse."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,8 @@ class Updated:
     name: str
     changed: Mapping[str, tuple[str, str]]
     """Old and new value by setting; empty: nothing was changed."""
+    warnings: tuple[str, ...]
+    """What receivers may refuse, if it is new."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +183,7 @@ async def add_endpoint(
             lanes=settings.lanes,
             types=settings.types,
             waiting=unsequenced_ids(high, last),
+            warnings=settings.warnings,
         )
 
     return await make_change(connection, schema, actor, plan)
@@ -216,7 +221,8 @@ async def update_endpoint(
             if planned.renames:
                 await _require_free_name(change.db, settings.name)
             write_updates(change, [planned])
-        return Updated(endpoint.id, settings.name, planned.changed)
+        warnings = settings.warnings if "headers" in planned.changed else ()
+        return Updated(endpoint.id, settings.name, planned.changed, warnings)
 
     return await make_change(connection, schema, actor, plan)
 

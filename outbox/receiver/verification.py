@@ -77,7 +77,8 @@ class Verifier:
     """Verifies requests with a fixed set of keys.
 
     Args:
-        secrets: one or more of `whsec_…` (HMAC secret) and `whpk_…` (ed25519 public key).
+        secrets: one or more of `whsec_…` (HMAC secret, also without its prefix) and `whpk_…`
+            (ed25519 public key).
         tolerance_s: maximum difference between signature time and clock, in seconds.
         header_prefix: prefix of the endpoint's header names, if it is not `X-`; several while
             the endpoint's prefix is being changed.

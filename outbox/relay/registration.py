@@ -10,9 +10,10 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from outbox.relay.cluster.watchdog import response_deadline
+from outbox.relay.cluster.watchdog import ResponseOverdue, response_deadline
 from outbox.store.cluster.sessions import WORKERS, session_label
 from outbox.store.errors import Fenced
+from outbox.store.sequencing.stalls import CommitUnconfirmed
 
 if TYPE_CHECKING:
     import random
@@ -131,7 +132,7 @@ class Registration:
         rng: random.Random,
     ) -> None:
         self._settings = settings
-        self._stores = connections.stores
+        self._connections = connections
         self._opened = opened
         self._vault = vault
         self._name = name
@@ -165,8 +166,17 @@ class Registration:
         return registered
 
     async def _register(self) -> Registered:
-        settings, clock, stores = self._settings, self._clock, self._stores
         label = session_label(self._rng.getrandbits(32))
+        try:
+            return await self._register_as(label)
+        except ResponseOverdue as error:
+            wait = await self._connections.find_standby_wait(label)
+            if wait is None:
+                raise
+            raise CommitUnconfirmed(str(error), wait) from error.__cause__
+
+    async def _register_as(self, label: str) -> Registered:
+        settings, clock, stores = self._settings, self._clock, self._connections.stores
         control = await self._opened.connect(label)
         with response_deadline(control, REGISTER_S, "register a replica"):
             await stores.require_current(control, settings.schema_name, "relay")

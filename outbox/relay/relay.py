@@ -24,6 +24,7 @@ from outbox.store.connection.connect import (
     not_granted,
 )
 from outbox.store.errors import Fenced
+from outbox.store.sequencing.stalls import CommitUnconfirmed
 from outbox.version import __version__
 
 if TYPE_CHECKING:
@@ -87,8 +88,9 @@ class Relay:
         # Labels of this relay's earlier replicas.
         self._former: list[str] = []
         self._session: Session | None = None
-        # Why there is no session.
+        # Why there is no session; and the same for unauthenticated clients.
         self._down_reason = "it has not reached the database yet"
+        self._down_public_reason = SESSION_UNAVAILABLE
         self._clock = clock
         self._wall = wall
         self._rng = rng or random.Random()  # noqa: S311 (jitter needs no secrecy)
@@ -105,7 +107,7 @@ class Relay:
         working = None if self._session is None else self._session.running
         if working is None:
             return Readiness(
-                ready=False, reason=self._down_reason, redacted_reason=SESSION_UNAVAILABLE
+                ready=False, reason=self._down_reason, redacted_reason=self._down_public_reason
             )
         return working.readiness()
 
@@ -195,6 +197,9 @@ class Relay:
                 log.error("an unexpected error ends the relay", exc_info=error)
             raise each if len(errors) == 1 else error
         first = errors[0]
+        self._down_public_reason = SESSION_UNAVAILABLE
+        if isinstance(first, CommitUnconfirmed):
+            self._down_public_reason = first.public_reason
         if isinstance(first, Fenced):
             return (
                 "the lease ran out, another replica took over, outbox resequence ended the "

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from outbox.core.model.text import count
 from outbox.relay import gauges
+from outbox.store.sequencing.stalls import StandbyWait
 from outbox.telemetry import catalogue
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from outbox.relay.delivery.dispatcher import Dispatcher
     from outbox.relay.delivery.endpoint_supervisor import EndpointSupervisor
     from outbox.relay.sequencing.sequencer import Sequencer
-    from outbox.store.sequencing.stalls import Blocker
+    from outbox.store.sequencing.stalls import WaitReason
     from outbox.telemetry.catalogue import Metric
     from outbox.telemetry.meters import Meters
     from outbox.telemetry.snapshot import Series
@@ -82,6 +83,9 @@ class RunningSession:
             return _blocked(stalled, stall.blocker or blocker)
         if (lacking := self.dispatcher.exhausted) is not None:
             return Readiness(ready=False, reason=f"{LACKS_RESOURCES}: {lacking}")
+        if isinstance(standby := self.watchdog.blocker("recording"), StandbyWait):
+            # Ready: it keeps its lease, and no other relay could commit either.
+            return replace(_blocked("attempts are not recorded", standby), ready=True)
         survey = self.supervisor.survey
         if survey is not None and survey.unaccounted_events:
             # Ready: no restart or rollback would repair it.
@@ -105,8 +109,8 @@ class RunningSession:
         return {**gauges_read, **stalled, **leading}
 
 
-def _blocked(cause: str, blocker: Blocker | None) -> Readiness:
-    """Not ready, because of a session if it is known."""
+def _blocked(cause: str, blocker: WaitReason | None) -> Readiness:
+    """Not ready, because of a session or a standby if it is known."""
     if blocker is None:
         return Readiness(ready=False, reason=cause)
 

@@ -30,7 +30,8 @@ func (k *verificationKey) version() string {
 	return versionHMAC
 }
 
-// parseKey decodes `whsec_…` or `whpk_…`.  Its errors never contain the text.
+// parseKey decodes `whsec_…`, the base64 of a secret alone, or `whpk_…`.  Its errors never contain the
+// text.
 func parseKey(text string) (*verificationKey, error) {
 	if strings.Count(text, secretPrefix)+strings.Count(text, publicKeyPrefix) > 1 {
 		return nil, errors.New("receiver: secret: one text has several; give each its own, such as " +
@@ -44,14 +45,11 @@ func parseKey(text string) (*verificationKey, error) {
 		}
 		return &verificationKey{public: public}, nil
 	}
-	if !strings.HasPrefix(text, secretPrefix) {
-		return nil, fmt.Errorf(
-			"receiver: secret: must start with %q, followed by %d to %d bytes in base64, or with %q",
-			secretPrefix, secretBytesMin, secretBytesMax, publicKeyPrefix)
-	}
 	secret, err := decodeUnpadded(strings.TrimPrefix(text, secretPrefix))
 	if err != nil {
-		return nil, fmt.Errorf("receiver: secret: what follows %q is not base64", secretPrefix)
+		return nil, fmt.Errorf(
+			"receiver: secret: must be %d to %d bytes in base64, with or without %q before it, or %q and a public key",
+			secretBytesMin, secretBytesMax, secretPrefix, publicKeyPrefix)
 	}
 	if len(secret) < secretBytesMin || len(secret) > secretBytesMax {
 		return nil, fmt.Errorf("receiver: secret: must hold %d to %d bytes, not %d",

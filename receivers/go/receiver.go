@@ -108,8 +108,8 @@ type registeredHandler struct {
 
 // New returns a receiver.
 //
-// The secrets are one or more of whsec_… (HMAC) and whpk_… (Ed25519 public key): both the old and
-// the new one while a secret is being rotated.  It returns an error if there is no secret, or an
+// The secrets are one or more of whsec_… (HMAC, also without its prefix) and whpk_… (Ed25519 public
+// key): both the old and the new one while a secret is being rotated.  It returns an error if there is no secret, or an
 // argument is out of range; the error never contains a secret.
 func New(secrets []string, store Store, options Options) (*Receiver, error) {
 	verifier, err := NewVerifier(secrets, VerifierOptions{HeaderPrefixes: options.HeaderPrefixes,

@@ -50,8 +50,8 @@ type Verifier struct {
 
 // NewVerifier returns a Verifier.
 //
-// The secrets are one or more of whsec_… (HMAC) and whpk_… (Ed25519 public key): both the old and
-// the new one while a secret is being rotated.  It returns an error if there is no secret, or an
+// The secrets are one or more of whsec_… (HMAC, also without its prefix) and whpk_… (Ed25519 public
+// key): both the old and the new one while a secret is being rotated.  It returns an error if there is no secret, or an
 // option is invalid; the error never contains a secret.
 func NewVerifier(secrets []string, options VerifierOptions) (*Verifier, error) {
 	v := &Verifier{

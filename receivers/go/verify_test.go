@@ -98,6 +98,16 @@ func TestPublicKeys(t *testing.T) {
 	}
 }
 
+func TestASecretMayLackItsPrefix(t *testing.T) {
+	request := event(1).request()
+	bare := strings.TrimPrefix(testKey, secretPrefix)
+	for _, text := range []string{bare, strings.TrimRight(bare, "="), " " + bare + "\n"} {
+		if _, err := testVerifier(t, VerifierOptions{}, text).Verify(request.Header, request.Body); err != nil {
+			t.Errorf("%q: %v", text, err)
+		}
+	}
+}
+
 func TestInvalidSecretsAreNotInErrors(t *testing.T) {
 	// Two points of small order, of libsodium's list.
 	for _, order8 := range []string{"26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05",

@@ -70,6 +70,7 @@ async def test_an_endpoint_is_added_with_its_settings(database: Database, api: A
     )
     assert response.status == 201
     assert response.json["secret"].startswith("whsec_")
+    assert response.json["warnings"] == []
     assert await actors(database, "endpoint_added") == ["token all"]
     shown = (await api.get("/v1/endpoints/a%2Fb%20shop")).json
     assert shown["endpoint"]["id"] == response.json["id"]
@@ -83,6 +84,17 @@ async def test_an_endpoint_is_added_with_its_settings(database: Database, api: A
     assert reported["headers"] == {"X-Shop": None, "Authorization": None}
     assert len(shown["lanes"]) == 4
     assert response.json["secret"] not in str(shown)
+
+
+async def test_headers_that_some_servers_refuse_cause_a_warning(
+    database: Database, api: Api
+) -> None:
+    large = {"name": "a", "url": URL, "headers": {"X-A": "a" * 7500}}
+    says = "headers: the headers have 7507 bytes: Jetty, lighttpd and Tomcat refuse requests"
+    assert (await api.post("/v1/endpoints", large)).json["warnings"][0].startswith(says)
+    assert (await api.request("PATCH", "/v1/endpoints/a", {"lanes": 2})).json["warnings"] == []
+    changed = await api.request("PATCH", "/v1/endpoints/a", {"headers": {"X-A": "b" * 7500}})
+    assert changed.json["warnings"][0].startswith(says)
 
 
 INVALID_ENDPOINTS = (
@@ -129,6 +141,7 @@ async def test_an_update_changes_the_given_fields_and_null_is_the_default(
             "filter": ["@.a == 1", "none"],
             "timeout": ["15s", "20s"],
         },
+        "warnings": [],
     }
     assert (await api.get("/v1/endpoints/shop")).status == 404
     reported = (await api.get("/v1/endpoints/store")).json["settings"]

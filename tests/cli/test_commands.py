@@ -273,7 +273,9 @@ def test_endpoint_add_shows_the_secret_once(here: Command) -> None:
     response = here("endpoint", "add", "billing", URL, "--type", "order.*", "--lanes", 2, "--json")
     assert response.err == ""
     made = response.json
-    assert list(made) == ["id", "name", "url", "secret", "lanes", "types", "waiting"]
+    assert list(made) == [
+        *("id", "name", "url", "secret", "lanes", "types", "waiting", "warnings"),
+    ]
     assert (made["name"], made["url"], made["lanes"]) == ("billing", URL, 2)
     assert made["secret"].startswith("whsec_")
     UUID(made["id"])

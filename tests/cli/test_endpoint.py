@@ -106,7 +106,9 @@ def test_every_setting_has_a_flag(here: Command) -> None:
         "--backlog-max", 1000, "--backlog-age", "2d", "--disable-after", "12h",
         "--json",
     )  # fmt: skip
-    assert list(made.json) == ["id", "name", "url", "secret", "lanes", "types", "waiting"]
+    assert list(made.json) == [
+        *("id", "name", "url", "secret", "lanes", "types", "waiting", "warnings"),
+    ]
     shown = here("endpoint", "show", "a", "--json")
     assert "hunter2" not in shown.out
     assert shown.json["settings"] == {
@@ -222,6 +224,27 @@ def test_update_prints_the_changed_settings(here: Command) -> None:
     assert (row["tenant"], row["all_tenants"], row["generation"]) == ("u", False, 2)
     here("endpoint", "update", "b", "--reset", "tenant")
     assert here("endpoint", "show", "b", "--json").json["endpoint"]["tenant"] is None
+
+
+def test_headers_that_some_servers_refuse_cause_a_warning(here: Command, tmp_path: Path) -> None:
+    def header(size: int) -> str:
+        """With colon and line end, of this size on the wire."""
+        return "X-A: " + "a" * (size - 7)
+
+    added = here("endpoint", "add", "a", URL, "--header", header(7168), "--json")
+    says = "headers: the headers have 7168 bytes: Jetty, lighttpd and Tomcat refuse requests with"
+    assert says in added.err
+    assert added.json["warnings"][0].startswith(says)
+    assert "headers" not in here("endpoint", "update", "a", "--lanes", 2).err
+    assert "7169 bytes" in here("endpoint", "update", "a", "--header", header(7169)).err
+    assert "headers" not in here("endpoint", "add", "b", URL, "--header", header(7167)).err
+    file = tmp_path / "endpoints.json"
+    value = header(7170).partition(": ")[2]
+    declared = [{"name": "b", "url": URL, "headers": {"X-A": value}}]
+    file.write_text(orjson.dumps({"endpoints": declared}).decode())
+    warned = f"endpoints[0].{says}".replace("7168", "7170")
+    assert warned in here("apply", "-f", file).err
+    assert "headers" not in here("apply", "-f", file).err
 
 
 def test_update_merges_headers_and_replaces_lists(here: Command, database: Database) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pytest
 
 from outbox.core.model.headers import format_lines
+from outbox.core.model.redaction import KEPT_BODY_BYTES, redact
 from outbox.core.model.response import (
     DETAIL_CHARS_MAX,
     RESPONSE_BODY_BYTES_MAX,
@@ -283,12 +284,27 @@ class TransportConformance:
             assert response.detail == "", "it was not read until the time was out"
             await until(lambda: server.closed_by_peer == 1, what="the connection to be closed")
 
-    async def test_a_compression_bomb_is_not_decompressed(self, transport: Transport) -> None:
-        bomb = gzip.compress(b"\0" * 10_000_000)[:RESPONSE_BODY_BYTES_MAX]
-        head = f"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: {len(bomb)}\r\n\r\n"
-        async with serving(respond_with(head.encode() + bomb)) as server:
+    @pytest.mark.parametrize(
+        ("status", "kept"), [(200, b"(encoded: gzip)"), (503, b"x" * KEPT_BODY_BYTES)]
+    )
+    async def test_of_a_compression_bomb_an_excerpt_is_decoded(
+        self, transport: Transport, status: int, kept: bytes
+    ) -> None:
+        bomb = gzip.compress(b"x" * 10_000_000)[:RESPONSE_BODY_BYTES_MAX]
+        async with serving(respond_with(compressed(status, bomb))) as server:
             response = await transport.send(to(server))
-        assert (response.status, response.body) == (200, bomb[:RESPONSE_BODY_BYTES_MAX])
+        assert (response.status, response.body) == (status, kept)
+
+    async def test_a_secret_in_a_compressed_error_can_be_redacted(
+        self, transport: Transport
+    ) -> None:
+        """Twice: the second response is one that was parsed before."""
+        error = gzip.compress(b"the key hunter2-hunter2 is unknown")
+        async with serving(respond_with(compressed(401, error))) as server:
+            responses = [await transport.send(to(server)) for _ in range(2)]
+        assert [redact(each, ["hunter2-hunter2"]).body for each in responses] == [
+            b"the key (not kept) is unknown"
+        ] * 2
 
     @pytest.mark.parametrize("end", ["close", "reset"])
     @pytest.mark.parametrize("status", [200, 503])
@@ -869,6 +885,12 @@ class TransportConformance:
                 responses.append(await transport.send(to(server)))
         for response in responses:
             assert stored_response(response)["elapsed_ms"] > 0
+
+
+def compressed(status: int, body: bytes) -> bytes:
+    """A response whose body is in gzip."""
+    length = f"Content-Length: {len(body)}\r\n"
+    return f"HTTP/1.1 {status} X\r\ncontent-Encoding: gzip\r\n{length}\r\n".encode() + body
 
 
 async def drain_in_flight(transport: Transport) -> None:

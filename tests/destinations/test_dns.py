@@ -82,6 +82,30 @@ async def test_addresses_are_cached_for_the_lifetime_of_their_records(
             await until(lambda: names.current("moving.example") == ["192.0.2.1"])
 
 
+@pytest.mark.full
+@pytest.mark.slow
+async def test_a_steady_stream_follows_a_changed_name_within_its_ttl_and_10_s() -> None:
+    ttl_s = 1
+    hosts = {"moving.example": ["127.0.0.1"]}
+    async with (
+        naming(hosts) as names_server,
+        serving(respond_with(OK)) as old,
+        serving(respond_with(OK), host="127.0.0.2", port=old.port) as new,
+        resolver(**names_server.options) as names,
+        closing(HttpTransport(LOOPBACK, resolver=names)) as transport,
+    ):
+        names_server.ttl_s = ttl_s
+        request = to(f"http://moving.example:{old.port}/")
+        assert (await transport.send(request)).status == 200
+        hosts["moving.example"] = ["127.0.0.2"]
+        async with asyncio.timeout(ttl_s + 10):
+            while not new.received:
+                assert (await transport.send(request)).status == 200
+                await asyncio.sleep(0.02)
+        assert old.connections == 1, "the stream was not on one connection"
+        assert len(old.received) > 50
+
+
 @pytest.mark.system
 async def test_a_name_that_does_not_resolve_has_no_current_addresses() -> None:
     async with naming({}) as server, resolver(**server.options) as names:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.one_major
 
 LOST = ("not registered yet", "the session was lost")
+STANDBY = "blocked by a synchronous standby that confirms no commit"
 UNCONFIRMED = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'SyncRep'"
 
 
@@ -121,9 +122,17 @@ async def test_commits_that_no_standby_confirms_do_not_use_up_the_connections(
     await publish(private_database, 1)
     async with AsyncExitStack() as absent:
         await absent.enter_async_context(_absent_standby(private_database))
-        async with running(private_database, network, lease_s=1.0, drain_s=1.0):
+        async with running(private_database, network, lease_s=1.0, drain_s=1.0) as worker:
             await until(lambda: _losses(logs) > 4, 30, "several attempts to register")
             assert await fetchval(private_database, UNCONFIRMED) <= 2
+            assert worker.readiness() == Readiness(
+                ready=False,
+                reason="no response within 1 s to register a replica, blocked by a synchronous "
+                "standby that confirms no commit (synchronous_standby_names: absent); to end it: "
+                "bring back a standby of synchronous_standby_names, or change that setting",
+                redacted_reason="no response within 1 s to register a replica, blocked by a "
+                "synchronous standby that confirms no commit",
+            )
             await absent.aclose()
             await publish(private_database, 2)
             await all_ended(private_database)
@@ -155,10 +164,22 @@ async def test_a_lease_does_not_wait_for_the_disk(
             later = "SELECT renewals > $1 FROM replica"
             await until(lambda: fetchval(private_database, later, renewals + 15), what="renewals")
             assert len(network.accepted) <= 110
+            await until(lambda: STANDBY in worker.readiness().public_reason, what="the reason")
             assert worker.readiness().ready
+            assert worker.readiness().reason.startswith(f"attempts are not recorded, {STANDBY}")
+            # The producer's commit does not wait, but that of the sequencer does.
+            async with private_database.connection(**PATH) as producer:
+                await producer.execute("SET synchronous_commit = off")
+                await producer.execute("SELECT publish(type => 'a', key => 'k', payload => '150')")
+            await until(lambda: not worker.readiness().ready, what="sequencing to stop")
+            await until(lambda: STANDBY in worker.readiness().public_reason, what="the reason")
+            assert "absent" in worker.readiness().reason
+            assert "absent" not in worker.readiness().public_reason
         await all_ended(private_database)
+        # Also while nothing else is recorded.
+        await until(lambda: worker.readiness() == Readiness(ready=True), what="readiness")
         assert await fetchval(private_database, "SELECT id FROM replica") == 1
-    assert network.data() == [*range(150)]
+    assert network.data() == [*range(151)]
     assert _losses(logs) == 0
     assert await exceptions(private_database) == {}
 

@@ -106,6 +106,7 @@ def cases() -> Iterator[Case]:
     yield Case("an empty body", sign(TEXT, ID, b""), True, body=b"")
     yield Case("no JSON", sign(TEXT, ID, b"\n{"), True, body=b"\n{")
     yield Case("secret: another", good, secret=ANOTHER)
+    yield Case("secret: without its prefix", good, True, secret=TEXT.removeprefix("whsec_"))
     yield Case("body: changed", good, body=BODY.replace(b"paid", b"Paid"))
     yield Case("body: longer", good, body=BODY + b"\n")
     yield Case("body: gone", good, body=b"")

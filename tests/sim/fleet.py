@@ -73,6 +73,9 @@ class SimulatedConnections:
         finally:
             connection.terminate()
 
+    async def find_standby_wait(self, _: str) -> None:
+        """No simulated server has a standby."""
+
     async def listener(self, label: str) -> Connection:
         name = label + LISTENER_SUFFIX
         listener = ListenerConnection(self._fleet.database, self._process, name)

@@ -122,6 +122,8 @@ def add(
             "only OUTBOX_ALLOW_NETWORKS opens this address: set it for every relay, too, or give "
             "the endpoint --allow-network"
         )
+    for warning in added.warnings:
+        warn(warning)
     if added.waiting:
         verb = "is" if added.waiting == 1 else "are"
         warn(
@@ -166,4 +168,6 @@ def update(
         settings, endpoint_changes.update_endpoint, name, edited, actor=actor(), vault=vault
     )
     warn_about_networks("--allow-network", opened)
+    for warning in done.warnings:
+        warn(warning)
     return done

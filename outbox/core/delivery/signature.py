@@ -128,22 +128,21 @@ class VerifiedSignature:
 
 
 def parse_secret(text: str) -> bytes:
-    """Decode a shared secret, `whsec_…`.
+    """Decode a shared secret: `whsec_…`, or its base64 alone.
+
+    Other senders' tools print secrets without the prefix or the padding.
 
     Raises:
         UsageError: the text is not a secret; the message never contains it.
     """
-    if not text.startswith(SECRET_PREFIX):
-        raise UsageError(
-            f"secret: must start with {SECRET_PREFIX!r}, followed by "
-            f"{SECRET_BYTES_MIN} to {SECRET_BYTES_MAX} bytes in base64"
-        )
-    encoded = text[len(SECRET_PREFIX) :]
+    encoded = text.removeprefix(SECRET_PREFIX)
     try:
-        # Other senders' tools print secrets without padding.
         secret = base64.b64decode(encoded + "=" * (-len(encoded) % 4), validate=True)
     except (binascii.Error, ValueError):
-        raise UsageError(f"secret: what follows {SECRET_PREFIX!r} is not base64") from None
+        raise UsageError(
+            f"secret: must be {SECRET_BYTES_MIN} to {SECRET_BYTES_MAX} bytes in base64, with or "
+            f"without {SECRET_PREFIX!r} before it"
+        ) from None
     if not SECRET_BYTES_MIN <= len(secret) <= SECRET_BYTES_MAX:
         raise UsageError(
             f"secret: must hold {SECRET_BYTES_MIN} to {SECRET_BYTES_MAX} bytes, not {len(secret)}"

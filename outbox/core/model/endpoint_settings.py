@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from outbox.core.model import setting_types
 from outbox.core.model.destination import broker_of
-from outbox.core.model.headers import DEFAULT_PREFIX, normalize_name, relay_headers
+from outbox.core.model.headers import DEFAULT_PREFIX, normalize_name, relay_headers, size_warning
 from outbox.core.model.message_format import BATCH_MAX, DEFAULT_SOURCE, UNBATCHED, FormatName
 from outbox.core.model.retry_policy import PRESETS, STANDARD, RetryPolicy
 from outbox.core.model.setting_types import EVERYTHING, SettingType
@@ -374,6 +374,12 @@ class EndpointSettings:
     def subscription(self) -> tuple[tuple[str, ...], str | None, bool, str | None]:
         """The settings that select its events: types, tenant, all_tenants, filter."""
         return self.types, self.tenant, self.all_tenants, self.filter
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What receivers may refuse, although it is allowed."""
+        warning = size_warning(self.headers) if broker_of(self.url) is None else None
+        return () if warning is None else (f"headers: {warning}",)
 
     def to_dict(self) -> dict[str, Any]:
         """All settings by field name, as JSON values; `from_dict` reads them."""

@@ -167,6 +167,10 @@ _OF_ENDPOINTS_PREFIX = "x-forwarded-"
 WIRE_BYTES_MAX, WIRE_COUNT_MAX = 12 * 1024, 64
 """Limits of the endpoint's and event's headers together, including colons and line ends."""
 
+WIDELY_ACCEPTED_BYTES = 7 * 1024
+"""Bytes of these headers that all usual servers accept: Jetty and lighttpd refuse requests with
+more than 8 KiB of headers (431), and Tomcat (400); the relay's own take up to 1 KiB."""
+
 
 def mark_problem(name: str) -> str | None:
     """Why a publisher may not set a header, because our own code trusts it; None: it may."""
@@ -248,6 +252,17 @@ def merge(endpoint: EndpointHeaders, event: bytes | None, used_bytes: int = 0) -
             merged[plain] = each
             bytes_left -= size
     return tuple(merged.values())
+
+
+def size_warning(headers: Mapping[str, str]) -> str | None:
+    """Why some servers refuse requests with so many bytes of headers; None: they do not."""
+    size = sum(map(_wire_bytes, headers.items()))
+    if size < WIDELY_ACCEPTED_BYTES:
+        return None
+    return (
+        f"the headers have {size} bytes: Jetty, lighttpd and Tomcat refuse requests with 8 KiB of "
+        "headers, those of the relay included, unless they are configured for more"
+    )
 
 
 def format_lines(headers: Headers) -> str:

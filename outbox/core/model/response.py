@@ -83,7 +83,8 @@ class AttemptResult(NamedTuple):
     """One bounded line of text; may be empty."""
     headers: Headers
     body: bytes
-    """The first `RESPONSE_BODY_BYTES_MAX` of the body as received, never decompressed."""
+    """The first `RESPONSE_BODY_BYTES_MAX` of the body.  Of a compressed one, a decoded start of an
+    error, otherwise a note that names the encoding."""
     elapsed_s: float
     resent: bool = False
     """Whether the request was sent twice: the receiver may have processed it the first time."""

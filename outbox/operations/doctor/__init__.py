@@ -18,6 +18,7 @@ from outbox.errors import CannotRun, DatabaseUnavailable
 from outbox.operations.doctor import (
     endpoints,
     events,
+    headers,
     lanes,
     payloads,
     probe,
@@ -87,6 +88,7 @@ PRECONDITIONS = (
     endpoints.secrets,
     endpoints.altered_secrets,
     endpoints.networks,
+    headers.sizes,
     endpoints.brokers,
     endpoints.certificates,
 )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from outbox.errors import CannotRun, DatabaseUnavailable
+from outbox.errors import CannotRun, DatabaseUnavailable, OutboxError
 from outbox.relay.cluster.stores import Stores
 from outbox.store.cluster.sessions import LISTENER_SUFFIX, WATCHDOG_NAME, terminate_former_listeners
 from outbox.store.connection.connect import (
+    CONNECTION_ERRORS,
     TRANSACTION_TIMEOUT_S,
     connect,
     milliseconds,
@@ -17,17 +19,17 @@ from outbox.store.connection.connect import (
 from outbox.store.connection.pgbouncer import PooledWorker, check_settings
 from outbox.store.connection.type_cache import load_types
 from outbox.store.connection.worker import Worker, read_busy_backends
-from outbox.store.sequencing.stalls import read_blocker_of
+from outbox.store.sequencing.stalls import read_standby_wait, read_wait_of
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 
     from asyncpg import Connection
 
     from outbox.config import Settings
     from outbox.store.connection.current_settings import CurrentSettings
     from outbox.store.connection.dsn import Dsn
-    from outbox.store.sequencing.stalls import Blocker
+    from outbox.store.sequencing.stalls import StandbyWait, WaitReason
 
 IDLE_IN_TRANSACTION_SHARE = 0.8
 """Share of the lease.  A frozen replica must not sit on a row lock for longer."""
@@ -125,14 +127,29 @@ class Connections:
     @property
     def find_busy_backends(
         self,
-    ) -> Callable[[Collection[int]], Awaitable[Mapping[int, Blocker | None]]] | None:
+    ) -> Callable[[Collection[int]], Awaitable[Mapping[int, WaitReason | None]]] | None:
         """Finds the busy ones among some backends, and what they wait for.
 
         None behind a proxy, which hides them.
         """
         return None if self._settings.pooled else self._query_busy_backends
 
-    async def _query_busy_backends(self, pids: Collection[int]) -> Mapping[int, Blocker | None]:
+    async def _query_busy_backends(self, pids: Collection[int]) -> Mapping[int, WaitReason | None]:
+        async with self._watching() as connection:
+            busy = await read_busy_backends(connection, pids)
+            return {pid: await read_wait_of(connection, pid) for pid in busy}
+
+    async def find_standby_wait(self, label: str) -> StandbyWait | None:
+        """The standby for which a commit of a replica's sessions waits; None: unknown, or none."""
+        try:
+            async with self._watching() as connection:
+                return await read_standby_wait(connection, label=label)
+        except (*CONNECTION_ERRORS, OutboxError):
+            return None
+
+    @asynccontextmanager
+    async def _watching(self) -> AsyncIterator[Connection[Any]]:
+        """Open a connection beside those of a session, for a few reads."""
         connection = await self._connect(
             schema=self._settings.schema_name,
             application_name=WATCHDOG_NAME,
@@ -141,8 +158,7 @@ class Connections:
         )
         try:
             async with asyncio.timeout(self._current.address.connect_timeout_s):
-                busy = await read_busy_backends(connection, pids)
-                return {pid: await read_blocker_of(connection, pid) for pid in busy}
+                yield connection
         finally:
             connection.terminate()
 

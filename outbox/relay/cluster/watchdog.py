@@ -28,11 +28,12 @@ import structlog
 
 from outbox.errors import DatabaseUnavailable, OutboxError
 from outbox.store.connection.connect import CONNECTION_ERRORS, in_one_line
+from outbox.store.sequencing.stalls import StandbyWait
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 
-    from outbox.store.sequencing.stalls import Blocker
+    from outbox.store.sequencing.stalls import WaitReason
 
 log = structlog.get_logger("outbox.relay")
 
@@ -70,14 +71,14 @@ class Watchdog:
 
     Args:
         watched: connections by purpose.
-        find_busy_backends: finds the busy ones among some backends, and the sessions for which
-            they wait; None: unknown (proxy).
+        find_busy_backends: finds the busy ones among some backends, and the sessions or standbys
+            for which they wait; None: unknown (proxy).
     """
 
     def __init__(
         self,
         watched: Mapping[str, Watched],
-        find_busy_backends: Callable[[Collection[int]], Awaitable[Mapping[int, Blocker | None]]]
+        find_busy_backends: Callable[[Collection[int]], Awaitable[Mapping[int, WaitReason | None]]]
         | None,
         lease_s: float,
     ) -> None:
@@ -90,14 +91,16 @@ class Watchdog:
         self._idle_statements: dict[str, int] = {}
         # By connection, a statement whose backend was busy, and its age at the next check.
         self._busy_statements: dict[str, tuple[int, float]] = {}
-        # By connection, a statement that waits for another session, and that session.
-        self._blockers: dict[str, tuple[int, Blocker]] = {}
+        # By connection, a statement that waits for a session or a standby, and which one.
+        self._blockers: dict[str, tuple[int, WaitReason]] = {}
         self._warned = False
 
-    def blocker(self, name: str) -> Blocker | None:
-        """The session for which a connection's statement waits, as of its last check."""
+    def blocker(self, name: str) -> WaitReason | None:
+        """What a connection's statement waits for, as of its last check."""
         question, blocker = self._blockers.get(name, (0, None))
-        return blocker if question == self._watched[name].statements_started else None
+        connection = self._watched[name]
+        waits = connection.waiting_s and question == connection.statements_started
+        return blocker if waits else None
 
     async def run(self) -> None:
         """Watch until cancelled.
@@ -150,7 +153,7 @@ class Watchdog:
             else:
                 self._idle_statements[name] = question
 
-    def _record_blocker(self, name: str, question: int, blocker: Blocker | None) -> None:
+    def _record_blocker(self, name: str, question: int, blocker: WaitReason | None) -> None:
         self._blockers.pop(name, None)
         if blocker is None:
             return
@@ -159,14 +162,16 @@ class Watchdog:
         # Maintenance may wait for the longest transaction in the database.
         if waited_s >= self._lease_s and name != "maintenance":
             log.warning(
-                "a statement waits for another session",
+                "a commit waits for a synchronous standby"
+                if isinstance(blocker, StandbyWait)
+                else "a statement waits for another session",
                 connection=name,
                 waited_s=round(waited_s, 1),
                 blocked_by=blocker.describe(),
                 action=blocker.end_command,
             )
 
-    async def _busy_backends(self, pids: Collection[int]) -> Mapping[int, Blocker | None] | None:
+    async def _busy_backends(self, pids: Collection[int]) -> Mapping[int, WaitReason | None] | None:
         """The busy ones among the backends, and what they wait for; None: unknown."""
         if self._find_busy_backends is None:
             return None
@@ -186,6 +191,10 @@ class Watchdog:
         )
 
 
+class ResponseOverdue(DatabaseUnavailable):
+    """The server did not respond to a statement in time."""
+
+
 @contextmanager
 def response_deadline(connection: Watched, within_s: float, what: str) -> Iterator[None]:
     """Terminate the connection if the block takes longer; used before the watchdog runs.
@@ -194,7 +203,7 @@ def response_deadline(connection: Watched, within_s: float, what: str) -> Iterat
     transaction waits for its rollback.
 
     Raises:
-        DatabaseUnavailable: the connection was terminated.
+        ResponseOverdue: the connection was terminated.
     """
     cut = False
 
@@ -209,6 +218,6 @@ def response_deadline(connection: Watched, within_s: float, what: str) -> Iterat
     except CONNECTION_ERRORS as error:
         if not cut:
             raise
-        raise DatabaseUnavailable(f"no response within {within_s:g} s to {what}") from error
+        raise ResponseOverdue(f"no response within {within_s:g} s to {what}") from error
     finally:
         timer.cancel()

@@ -8,12 +8,13 @@ of another role is doing is visible to members of pg_read_all_stats only.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import orjson
 
 from outbox.core.delivery.operational_events import LAGGING_EVERY_S, LAGGING_S
 from outbox.core.model.sql_names import quote_literal
+from outbox.errors import DatabaseUnavailable
 from outbox.store.operational_events import END_LAGGING, PUBLISH_LAGGING
 
 if TYPE_CHECKING:
@@ -96,6 +97,12 @@ READ_LOCK_BLOCKER = f"""{SESSION_COLUMNS}
            AND b.pid > 0 AND b.pid <> pg_backend_pid()
          ORDER BY w.waitstart LIMIT 1) l {SESSION_JOINS}
 """  # noqa: S608 (constants only)
+# A commit of a backend, or of the sessions with a label, that waits for a synchronous standby.  It
+# goes on waiting after its client has closed the connection.
+READ_STANDBY_WAIT = """
+SELECT current_setting('synchronous_standby_names') FROM pg_stat_activity
+ WHERE (pid = $1 OR application_name = $2) AND wait_event = 'SyncRep' LIMIT 1
+"""
 BLOCKER_AGE_MIN_S = 1.0
 CHAIN_MAX = 10
 """Sessions that wait for each other are followed that far."""
@@ -148,6 +155,43 @@ class Blocker:
         return f"{who}, {state}{since}"
 
 
+@dataclass(frozen=True, slots=True)
+class StandbyWait:
+    """A commit that waits for a synchronous standby."""
+
+    standbys: str
+    """The setting synchronous_standby_names."""
+    end_command: ClassVar[str] = (
+        "bring back a standby of synchronous_standby_names, or change that setting"
+    )
+
+    def describe(self, *, names: bool = True) -> str:
+        """What it waits for, for a message.
+
+        Args:
+            names: whether it has the names of the standbys.
+        """
+        of = f" (synchronous_standby_names: {self.standbys})" if names else ""
+        return f"a synchronous standby that confirms no commit{of}"
+
+
+class CommitUnconfirmed(DatabaseUnavailable):
+    """A commit waits for a synchronous standby.
+
+    Args:
+        overdue: what was waited for, and how long.
+    """
+
+    def __init__(self, overdue: str, wait: StandbyWait) -> None:
+        self.public_reason = f"{overdue}, blocked by {wait.describe(names=False)}"
+        """The reason without the names of standbys."""
+        super().__init__(f"{overdue}, blocked by {wait.describe()}; to end it: {wait.end_command}")
+
+
+WaitReason: TypeAlias = Blocker | StandbyWait
+"""What a backend waits for."""
+
+
 async def read_cursor_blocker(
     connection: Connection[Any], *, age_min_s: float = BLOCKER_AGE_MIN_S
 ) -> Blocker | None:
@@ -179,9 +223,23 @@ async def read_lock_blocker(
     return await _follow_chain(connection, await connection.fetchrow(READ_LOCK_BLOCKER, wait_min_s))
 
 
-async def read_blocker_of(connection: Connection[Any], pid: int) -> Blocker | None:
-    """The session for which a backend waits; None: it does not wait for one."""
-    return await _follow_chain(connection, await connection.fetchrow(READ_WAITS_FOR, pid))
+async def read_wait_of(connection: Connection[Any], pid: int) -> WaitReason | None:
+    """The session or standby for which a backend waits; None: it waits for neither."""
+    row = await connection.fetchrow(READ_WAITS_FOR, pid)
+    return await _follow_chain(connection, row) or await read_standby_wait(connection, pid=pid)
+
+
+async def read_standby_wait(
+    connection: Connection[Any], *, pid: int | None = None, label: str | None = None
+) -> StandbyWait | None:
+    """The standby for which a commit waits; None: there is no such commit.
+
+    Args:
+        pid: a backend.
+        label: the application_name of a replica's sessions.
+    """
+    standbys = await connection.fetchval(READ_STANDBY_WAIT, pid, label)
+    return None if standbys is None else StandbyWait(standbys)
 
 
 async def _follow_chain(connection: Connection[Any], row: Any) -> Blocker | None:

@@ -44,7 +44,7 @@ export interface VerifiedSignature {
 }
 
 /**
- * Decode a shared secret `whsec_…` or an Ed25519 public key `whpk_…`.
+ * Decode a shared secret, `whsec_…` or its base64 alone, or an Ed25519 public key `whpk_…`.
  *
  * @throws UsageError the text is neither; the message never contains it.
  */
@@ -214,12 +214,9 @@ function decodeUnpadded(text: string): Uint8Array | null {
 
 function parseSecret(text: string): Uint8Array {
   const size = `${SECRET_BYTES_MIN} to ${SECRET_BYTES_MAX} bytes`;
-  if (!text.startsWith(SECRET_PREFIX)) {
-    throw new UsageError(`secret: must start with "${SECRET_PREFIX}", followed by ${size} in base64`);
-  }
-  const secret = decodeUnpadded(text.slice(SECRET_PREFIX.length));
+  const secret = decodeUnpadded(text.startsWith(SECRET_PREFIX) ? text.slice(SECRET_PREFIX.length) : text);
   if (secret === null) {
-    throw new UsageError(`secret: what follows "${SECRET_PREFIX}" is not base64`);
+    throw new UsageError(`secret: must be ${size} in base64, with or without "${SECRET_PREFIX}" before it`);
   }
   if (secret.length < SECRET_BYTES_MIN || secret.length > SECRET_BYTES_MAX) {
     throw new UsageError(`secret: must hold ${size}, not ${secret.length}`);

@@ -87,8 +87,8 @@ export class Verifier {
   readonly #parse: PayloadParser | null;
 
   /**
-   * @param secrets one or more of `whsec_…` (HMAC secret) and `whpk_…` (Ed25519 public key); both the old and the new
-   *   one while a secret is being rotated.
+   * @param secrets one or more of `whsec_…` (HMAC secret, also without its prefix) and `whpk_…` (Ed25519 public key);
+   *   both the old and the new one while a secret is being rotated.
    * @throws UsageError no secret, an invalid one, or another invalid option; the message never shows a secret.
    */
   constructor(secrets: string | readonly string[], options: VerifierOptions = {}) {

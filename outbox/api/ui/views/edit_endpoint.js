@@ -5,6 +5,7 @@ import { h, show } from "../dom.js";
 import { row, table } from "../components.js";
 import { confirm, notice, tryRequest } from "../dialogs.js";
 import { endpointForm } from "../endpoint_form.js";
+import { sentence } from "../format.js";
 import { once } from "../live.js";
 import { link, navigate } from "../router.js";
 import { labelOf, showValue } from "../setting_fields.js";
@@ -37,7 +38,9 @@ async function save(endpoint, described, form, before) {
   if (!await confirm(`Change ${endpoint}?`, summary(described, changes, before, detail.settings), { yes: "Save" })) return undefined;
   try {
     const updated = await patch(`/v1/endpoints/${name(endpoint)}`, changes);
-    navigate(link("endpoint", [updated.name]), () => notice(`${updated.name} was changed: ${Object.keys(updated.changed).map(labelOf).join(", ") || "nothing"}.`));
+    const warnings = updated.warnings.map(sentence).join(" ");
+    navigate(link("endpoint", [updated.name]), () => notice(
+      `${updated.name} was changed: ${Object.keys(updated.changed).map(labelOf).join(", ") || "nothing"}. ${warnings}`.trim(), warnings ? "bad" : "good"));
   } catch (error) {
     if (!(error instanceof Problem)) throw error;
     form.showProblem(error.message);

@@ -22,6 +22,7 @@ async function create(form) {
     return;
   }
   let failure = "";
+  const warnings = made.warnings.map(sentence).join(" ");
   if (form.isBroker() && form.credentials()) {
     try {
       await put(`/v1/endpoints/${name(made.name)}/credentials`, { credentials: form.credentials() });
@@ -33,7 +34,7 @@ async function create(form) {
   if (!form.isBroker()) await showSecret(made.name, made.secret);
   navigate(link("endpoint", [made.name]), () => (failure
     ? notice(`${made.name} was created without its credentials. ${failure}`, "bad")
-    : notice(`${made.name} was created. It receives new events.`)));
+    : notice(`${made.name} was created. It receives new events. ${warnings}`.trim(), warnings ? "bad" : "good")));
 }
 
 export function view(place) {

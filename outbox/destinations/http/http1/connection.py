@@ -448,7 +448,7 @@ class Connection(asyncio.Protocol):
         reader = self._reader
         assert reader.status is not None
         result = completed_result(
-            reader.status, self.elapsed_s, reader.headers(), reader.body, cut_by
+            reader.status, self.elapsed_s, reader.headers(), reader.content(), cut_by
         )
         return result._replace(resent=True) if self._resent else result
 

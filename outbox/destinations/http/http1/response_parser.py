@@ -14,6 +14,7 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 from outbox.core.model.response import RESPONSE_BODY_BYTES_MAX
 from outbox.destinations.http.attempt_results import kept_headers
+from outbox.destinations.http.encoded_body import readable_body
 from outbox.destinations.http.limits import (
     BODY_RAW_BYTES_MAX,
     HEADER_COUNT_MAX,
@@ -126,7 +127,8 @@ class ResponseReader:
         if self.reusable and self.status is not None:
             if len(self._cached) >= CACHED_RESPONSES_MAX:
                 self._cached.clear()
-            self._cached[data] = self.status, self.headers(), bytes(self.body), self.keep_alive_s
+            body = bytes(self.content())
+            self._cached[data] = self.status, self.headers(), body, self.keep_alive_s
         return over
 
     def _feed(self, data: bytes) -> bool:
@@ -168,6 +170,21 @@ class ResponseReader:
         if self._headers is not None:
             return self._headers
         return kept_headers(self._raw)
+
+    def content(self) -> bytes | bytearray:
+        """Return what is kept of the body: see `readable_body`."""
+        if not self.body or self._headers is not None:  # Cached: it was readable.
+            return self.body
+        encodings = [
+            value
+            for name, value in self._raw
+            # The length first: most headers have another one.
+            if len(name) == len(b"content-encoding") and name.lower() == b"content-encoding"
+        ]
+        if not encodings:
+            return self.body
+        is_error = self.status is None or not 200 <= self.status < 300
+        return readable_body(self.body, encodings, is_error=is_error)
 
     def close(self) -> None:
         self._parser = None  # Breaks the reference cycle with the parser.

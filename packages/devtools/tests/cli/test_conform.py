@@ -81,7 +81,7 @@ def test_exported_vectors_equal_the_cases(outbox: Command) -> None:
         (["x"], 2, "does not start with http"),
         (["http://127.0.0.1:9/", "--header-prefix", "X"], 2, "--header-prefix: 'X' must be"),
         (["http://127.0.0.1:9/"], 2, "--secret"),
-        (["http://127.0.0.1:9/", "--secret", "x"], 2, "secret: must start with"),
+        (["http://127.0.0.1:9/", "--secret", "x"], 2, "secret: must be 24 to 64 bytes in base64"),
         (["http://127.0.0.1:9/", "--secret", TEXT], 3, "http://127.0.0.1:9/ cannot be reached"),
     ],
 )

@@ -161,7 +161,7 @@ async def test_without_a_secret_a_warning_is_printed() -> None:
 @pytest.mark.parametrize(
     ("args", "code", "says"),
     [
-        (["--secret", "hunter2"], 2, "secret: must start with 'whsec_'"),
+        (["--secret", "hunter2"], 2, "secret: must hold 24 to 64 bytes, not 5"),
         (["--secret", "whsec_aHVudGVyMg=="], 2, "secret: must hold 24 to 64 bytes, not 7"),
         (["--fail-rate", "2"], 2, "fail rate: must be between 0 and 1, not 2"),
         (["--fail-rate", "x"], 2, "'x' is not a valid float"),

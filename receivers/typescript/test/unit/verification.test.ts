@@ -61,6 +61,13 @@ test("an Ed25519 signature is verified with the public key", () => {
   assert.equal(problemOf(() => verify(given, whpk)), "malformed_header");
 });
 
+test("a secret may lack its prefix, as other senders print it", () => {
+  const bare = SECRET.replace("whsec_", "");
+  for (const text of [bare, bare.replace(/=+$/, ""), ` ${bare}\n`]) {
+    assert.equal(verify(request(delivery(1)), text).messages.length, 1);
+  }
+});
+
 test("keys that cannot be used are refused without showing them", () => {
   const smallOrder = `whpk_${Buffer.alloc(32, 0).fill(1, 0, 1).toString("base64")}`;
   for (const secret of ["whsec_c2hvcnQ=", "whsec_not base64 at all, you see", "plain text", "whpk_AAAA", smallOrder]) {
