@@ -211,6 +211,12 @@ IN_FLIGHT = Metric(
     "{request}",
     "Requests in flight.",
 )
+BUFFERED = Metric(
+    "outbox.buffer.usage",
+    MetricKind.GAUGE,
+    "By",
+    "Memory that deliveries and unwritten responses hold, of OUTBOX_BUFFER_BYTES_MAX.",
+)
 WAITING = Metric(
     "outbox.requests.waiting",
     MetricKind.GAUGE,
@@ -292,6 +298,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ENDPOINT_TROUBLE,
     DEAD_LETTERS,
     IN_FLIGHT,
+    BUFFERED,
     WAITING,
     EVENTS,
     LEADS,
