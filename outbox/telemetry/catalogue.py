@@ -52,6 +52,9 @@ class MetricKind(StrEnum):
     HISTOGRAM = "histogram"
 
 
+_PROMETHEUS_UNITS = {"s": "_seconds", "By": "_bytes"}
+
+
 @dataclass(frozen=True, slots=True)
 class Metric:
     name: str
@@ -66,9 +69,7 @@ class Metric:
     @property
     def prometheus(self) -> str:
         """The name in Prometheus, by OpenTelemetry's compatibility rules."""
-        name = self.name.replace(".", "_")
-        if self.unit == "s":
-            name += "_seconds"
+        name = self.name.replace(".", "_") + _PROMETHEUS_UNITS.get(self.unit, "")
         return name + "_total" if self.kind is MetricKind.COUNTER else name
 
 

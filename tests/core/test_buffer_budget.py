@@ -239,7 +239,7 @@ def test_a_full_budget_leaves_one_row_at_a_time() -> None:
     """No read ahead, and no wait for what others hold."""
     budget = BufferBudget(1 << 20)
     others = budget.share_of("b")
-    others.take(1 << 30)
+    others.take_bytes(1 << 30)
     lane = Lane(7, Progress(), (), 9, 0, share=budget.share_of("a"))
     for seq in range(1, 4):
         assert lane.next(NOW) == Fetch(seq - 1, int(seq > 1))

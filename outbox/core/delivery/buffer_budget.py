@@ -16,11 +16,12 @@ the room of the others.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakValueDictionary
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Iterator
 
     from outbox.core.model.delivery import Delivery
 
@@ -46,7 +47,7 @@ class ReadBounds(NamedTuple):
 
     rows_max: int
     bytes_max: int
-    """Of payloads and headers."""
+    """The largest sum of its payloads and headers."""
 
 
 def row_bytes(delivery: Delivery) -> int:
@@ -102,15 +103,24 @@ class BufferShare:
         # What is taken is no longer free.
         return (SHARE_FACTOR * free - self.held) // (SHARE_FACTOR + 1)
 
-    def take(self, count: int) -> None:
+    def take_bytes(self, count: int) -> None:
         """Count bytes as held."""
         self.held += count
         self._budget.held += count
 
-    def give_back(self, count: int) -> None:
+    def give_bytes_back(self, count: int) -> None:
         """Count bytes as held no more."""
         self.held -= count
         self._budget.held -= count
+
+    @contextmanager
+    def holding(self, count: int) -> Iterator[None]:
+        """Hold bytes during a block."""
+        self.take_bytes(count)
+        try:
+            yield
+        finally:
+            self.give_bytes_back(count)
 
     def take_beyond(self, count: int) -> None:
         """Count a guaranteed row, or, if negative, that it is held no more."""

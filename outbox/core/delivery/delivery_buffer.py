@@ -92,8 +92,8 @@ class DeliveryBuffer:
     def set_share(self, share: BufferShare) -> None:
         """Count what is held for another holder, because the tenant was changed."""
         held = self._bytes - self._beyond + self.reserved
-        self._share.give_back(held)
-        share.take(held)
+        self._share.give_bytes_back(held)
+        share.take_bytes(held)
         self._share = share
 
     @property
@@ -161,7 +161,7 @@ class DeliveryBuffer:
         room = max(self._share.room, 0)
         bounds = read_bounds(room, rows_max, self._mean_bytes, bytes_max)
         self.reserved = min(room, bounds.rows_max * ROW_BYTES + COPIES * bounds.bytes_max)
-        self._share.take(self.reserved)
+        self._share.take_bytes(self.reserved)
         return bounds
 
     def append(self, deliveries: Iterable[Delivery]) -> None:
@@ -173,7 +173,7 @@ class DeliveryBuffer:
         for delivery in deliveries:
             if delivery.seq == self.fetched_seq + 1:
                 count = row_bytes(delivery)
-                if not self._take(delivery.seq, count):
+                if not self._take_row(delivery.seq, count):
                     return
                 self._append(delivery, count)
 
@@ -196,10 +196,10 @@ class DeliveryBuffer:
             count = row_bytes(delivery) if isinstance(delivery, Delivery) else 0
             if count <= reserved:
                 reserved -= count
-            elif not self._take(delivery.seq, count):
+            elif not self._take_row(delivery.seq, count):
                 break
             self._append(delivery, count)
-        self._share.give_back(reserved)
+        self._share.give_bytes_back(reserved)
         if deliveries:
             mean = (self._bytes - held) // len(deliveries)
             self._mean_bytes = max((mean - ROW_BYTES) // COPIES, 1)
@@ -238,13 +238,13 @@ class DeliveryBuffer:
                 self._share.take_beyond(-count)
                 self._beyond_seq = self._beyond = 0
             else:
-                self._share.give_back(count)
+                self._share.give_bytes_back(count)
         return first
 
-    def _take(self, seq: int, count: int) -> bool:
+    def _take_row(self, seq: int, count: int) -> bool:
         """Take the bytes of a row; whether there is room, or it is the one that is guaranteed."""
         if count <= self._share.room:
-            self._share.take(count)
+            self._share.take_bytes(count)
         elif self.queue:
             return False
         else:
@@ -259,7 +259,7 @@ class DeliveryBuffer:
         self._read_from_batch = delivery.batch
 
     def _give_back_all(self) -> None:
-        self._share.give_back(self._bytes - self._beyond)
+        self._share.give_bytes_back(self._bytes - self._beyond)
         self._share.take_beyond(-self._beyond)
         self._bytes = self._beyond_seq = self._beyond = 0
 
