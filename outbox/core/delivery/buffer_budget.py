@@ -36,8 +36,9 @@ ROW_BYTES = 1024
 """What a buffered delivery takes besides its content: objects, ids, key and times."""
 READ_BYTES_MAX = 512 << 10
 """Content that a lane reads at once, except one that is larger and the first."""
-
-
+UNREAD_BYTES = 64 << 10
+"""Assumed content of a row before the first read of its lane, which converts all rows that it may
+return on the server."""
 RESPONSES_PART = 8
 """One such part of the budget is for responses that are not written to the log yet."""
 

@@ -19,6 +19,7 @@ from outbox.core.delivery.buffer_budget import (
     COPIES,
     READ_BYTES_MAX,
     ROW_BYTES,
+    UNREAD_BYTES,
     BufferBudget,
     ReadBounds,
     read_bounds,
@@ -83,7 +84,7 @@ class DeliveryBuffer:
         self.reserved = 0
         """What the read in progress may add to it, at most."""
         # Mean content of the rows of the last read.
-        self._mean_bytes = 1
+        self._mean_bytes = UNREAD_BYTES
         self._read_from_batch = floor_batch
         self._fetching = False
         # The buffer is stale; the result of a Fetch from before the reset is discarded.
