@@ -1,12 +1,15 @@
 """Memory of the relay process, compared with an idle relay.
 
-The peak resident size until it settles: with ten thousand endpoints without events, and while a
-million events accumulate for a receiver that is down.
+The peak resident size until it settles: with ten thousand endpoints without events, while a
+million events accumulate for a receiver that is down; and with large events for a receiver that is
+down, or accepts requests without a response, by the number of lanes and by how well the events
+compress.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -18,7 +21,7 @@ from benchmarks.stage import add_endpoint, search, until
 from tests.support.tcp import free_port
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
 
     from benchmarks.stage import Stage
 
@@ -30,6 +33,31 @@ SETTLE_S = 3.0
 SAMPLE_S = 0.05
 MB = 1e6
 TARGET = Target("under", 200.0)
+LARGE_EVENTS_PER_LANE = 32
+LARGE_FILLER = {
+    "compressible": "repeat('x', 244 * 1024)",
+    "JSON, 6:1": "string_agg(repeat(md5(n::text), 6), '') FROM generate_series(1, 1300) AS n",
+    "incompressible": "string_agg(md5(n::text), '') FROM generate_series(1, 7800) AS n",
+}
+"""Expressions of 244 KiB of text each."""
+LARGE_LOADS = (
+    (64, "compressible", "down"),
+    (64, "JSON, 6:1", "down"),
+    (64, "incompressible", "down"),
+    (256, "JSON, 6:1", "down"),
+    (64, "JSON, 6:1", "silent"),
+    (256, "JSON, 6:1", "silent"),
+)
+"""Lanes, kind of the events, and what is wrong with the receiver."""
+LARGE_TARGET = Target("under", 220.0)
+LARGE_SETTLE_S = 20.0
+"""Long enough for several attempts of each lane."""
+
+LARGE_BACKLOG = """
+INSERT INTO outbox (type, key, payload)
+SELECT 'order.paid', 'order-' || n, jsonb_build_object('n', n, 'filler', filler)
+  FROM generate_series(1, $1) AS n, (SELECT {filler}) AS made(filler)
+"""
 
 SEQUENCED = """
 SELECT (SELECT max(id) FROM outbox) <= (SELECT high FROM batch ORDER BY batch DESC LIMIT 1)
@@ -42,10 +70,17 @@ async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
         stage,
         QUICK_ENDPOINTS if quick else ENDPOINTS,
         QUICK_BACKLOG_EVENTS if quick else BACKLOG_EVENTS,
+        LARGE_LOADS[:1] if quick else LARGE_LOADS,
     )
 
 
-async def run(stage: Stage, endpoints: int, events: int) -> list[Row]:
+async def run(
+    stage: Stage,
+    endpoints: int,
+    events: int,
+    large_loads: Sequence[tuple[int, str, str]],
+    large_settle_s: float = LARGE_SETTLE_S,
+) -> list[Row]:
     """Run with other numbers."""
     empty = await peak_mb(stage, 0, 0)
     stage.say(f"memory, nothing to do: {empty:.0f} MB")
@@ -53,6 +88,15 @@ async def run(stage: Stage, endpoints: int, events: int) -> list[Row]:
     stage.say(f"memory, {endpoints:,} idle endpoints: {idle:.0f} MB")
     behind = await peak_mb(stage, 1, events)
     stage.say(f"memory, backlog of {events:,} events: {behind:.0f} MB")
+    measured = [
+        (f"{endpoints:,} idle endpoints", idle, TARGET),
+        (f"backlog of {events:,} events", behind, TARGET),
+    ]
+    for lanes, kind, receiver in large_loads:
+        found = await large_peak_mb(stage, lanes, kind, receiver, large_settle_s)
+        name = f"{lanes} lanes, events of 244 KiB ({kind}), receiver {receiver}"
+        stage.say(f"memory, {name}: {found:.0f} MB")
+        measured.append((name, found, LARGE_TARGET))
     return [
         Row(
             "memory",
@@ -62,13 +106,32 @@ async def run(stage: Stage, endpoints: int, events: int) -> list[Row]:
             "a relay with nothing to do",
             Samples((empty,)),
             relation="difference",
-            target=TARGET,
+            target=target,
         )
-        for name, found in (
-            (f"{endpoints:,} idle endpoints", idle),
-            (f"backlog of {events:,} events", behind),
-        )
+        for name, found, target in measured
     ]
+
+
+async def large_peak_mb(
+    stage: Stage, lanes: int, kind: str, receiver: str, settle_s: float
+) -> float:
+    """Return the relay's peak resident size with large events for a receiver in trouble."""
+    async with (
+        _silent_receiver() as silent_port,
+        stage.server.database() as database,
+        search(database) as connection,
+    ):
+        port = silent_port if receiver == "silent" else free_port()
+        await add_endpoint(connection, f"http://127.0.0.1:{port}/", lanes=lanes)
+        statement = LARGE_BACKLOG.format(filler=LARGE_FILLER[kind])
+        await connection.execute(statement, lanes * LARGE_EVENTS_PER_LANE, timeout=600)
+        await connection.execute("ANALYZE")
+        async with stage.relay(database) as relay:
+            assert relay.process is not None
+            async with _peak(relay.process.pid) as peak:
+                await until(connection, SEQUENCED, relay, poll_s=0.5)
+                await asyncio.sleep(settle_s)
+            return peak[0] / MB
 
 
 async def peak_mb(stage: Stage, endpoints: int, events: int) -> float:
@@ -88,6 +151,13 @@ async def peak_mb(stage: Stage, endpoints: int, events: int) -> float:
                     await until(connection, SEQUENCED, relay, poll_s=0.5)
                 await asyncio.sleep(SETTLE_S)
             return peak[0] / MB
+
+
+@asynccontextmanager
+async def _silent_receiver() -> AsyncIterator[int]:
+    """Accept connections on a port, and neither read nor respond."""
+    with socket.create_server(("127.0.0.1", 0), backlog=1024) as listening:
+        yield listening.getsockname()[1]
 
 
 @asynccontextmanager

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
+from outbox.core.delivery.buffer_budget import BUFFER_BYTES_MAX
 from outbox.core.model.encryption_keys import parse_keys
 from outbox.core.model.sql_names import schema_name
 from outbox.core.model.text import is_text, quoted, truncate
@@ -124,6 +125,13 @@ class Settings(BaseModel):
         le=10_000,
         description="Maximum number of concurrent requests per relay, over all endpoints; half are "
         "reserved for fast endpoints, and some are kept free for new requests.",
+    )
+    buffer_bytes_max: int = Field(
+        default=BUFFER_BYTES_MAX,
+        ge=1 << 20,
+        le=1 << 40,
+        description="Maximum size in bytes of the deliveries and responses that a relay holds in "
+        "memory, over all lanes and uncompressed; every lane that sends has at least one delivery.",
     )
     tenant_in_flight_max: int | None = Field(
         default=None,

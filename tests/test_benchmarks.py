@@ -96,7 +96,7 @@ def test_the_benchmark_measures_every_section_and_writes_a_table_and_a_picture(
             *await commits.run(stage, stage.server, rounds, (2,), 0.2),
             *await majors.run(stage, rounds, (stage.server.major, 9), 0.2),
             *await latency.run(stage, rounds, (100,), 0.2),
-            *await memory.run(stage, 2, 50),
+            *await memory.run(stage, 2, 50, [(2, "JSON, 6:1", "silent")], large_settle_s=0),
             *await million.run(stage, 1_000),
             *await outage.run(stage, rounds, outage.Outage(0.2, 200, 0.05)),
             *await replicas.run(stage, rounds, [replicas.Load("some", 200, 400)], (1, 2), 6),

@@ -56,6 +56,7 @@ def test_every_field_has_a_variable_and_a_description() -> None:
         "secret": "whsec_x",
         "key": KEY,
         "notify": "off",
+        "buffer_bytes_max": "2000000",
         "allow_networks": "10.0.0.0/8,::1",
         "proxy": "http://proxy.internal:4750",
         "health": "localhost:9090",

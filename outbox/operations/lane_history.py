@@ -199,7 +199,7 @@ async def list_fetched_deliveries(
         found = await connection.fetchrow(FIND_BATCH, lane.id, after + 1)
         if found["hidden"]:
             await stop_hidden(connection)
-        arguments = [lane.id], [found["batch"]], [after], [limit], PAGE_BYTES_MAX
+        arguments = [lane.id], [found["batch"]], [after], [limit], [PAGE_BYTES_MAX]
         rows = await _read_deliveries(connection, *arguments)
         rows = [row for row in rows if row["seq"] <= through]
         if not rows:

@@ -16,6 +16,7 @@ from outbox.core.admission.adaptive_scheduler import AdaptiveRequestScheduler
 from outbox.core.cluster.database_clock import DatabaseClock
 from outbox.core.cluster.lease import Lease
 from outbox.core.cluster.observed_time import Odometer
+from outbox.core.delivery.buffer_budget import BufferBudget
 from outbox.core.delivery.signing_clock import ClockDifference
 from outbox.core.sequencing.batch_notifications import READ_BATCHES
 from outbox.relay.cluster.lease_renewal import keep_lease
@@ -119,11 +120,13 @@ def build_session(
 
     compare_clocks()
     published, wake_ownership, wake_supervisor = WakeEvent(), WakeEvent(), WakeEvent()
+    budget = BufferBudget(settings.buffer_bytes_max)
     recorder = Recorder(
         records,
         settings.ack_group_ms / 1000,
         lease_left_s,
         telemetry.history,
+        budget.responses_bytes_max,
     )
     scheduler = AdaptiveRequestScheduler(
         settings.in_flight_max, settings.tenant_in_flight_max, settings.tenant_rate_per_s
@@ -142,6 +145,7 @@ def build_session(
         telemetry=telemetry,
         brokers=brokers,
         clocks=clocks,
+        budget=budget,
     )
     replicas, lanes = stores.replicas(workers.control, here), stores.lanes(workers.control, vault)
     feed = BatchFeed(

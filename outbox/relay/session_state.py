@@ -104,9 +104,12 @@ class RunningSession:
         gauges_read = await gauges.endpoint_gauges(
             dispatcher.owned(), meters, self.now(), dispatcher.wait_reason
         )
-        stalled: dict[Metric, Series] = {catalogue.STALLED: {(): self.sequencer.stall.stalled_s}}
+        own: dict[Metric, Series] = {
+            catalogue.STALLED: {(): self.sequencer.stall.stalled_s},
+            catalogue.BUFFERED: {(): dispatcher.buffered_bytes},
+        }
         leading = gauges.leader_gauges(self.sequencer.lag_s, self.supervisor.survey)
-        return {**gauges_read, **stalled, **leading}
+        return {**gauges_read, **own, **leading}
 
 
 def _blocked(cause: str, blocker: WaitReason | None) -> Readiness:

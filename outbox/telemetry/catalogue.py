@@ -52,6 +52,9 @@ class MetricKind(StrEnum):
     HISTOGRAM = "histogram"
 
 
+_PROMETHEUS_UNITS = {"s": "_seconds", "By": "_bytes"}
+
+
 @dataclass(frozen=True, slots=True)
 class Metric:
     name: str
@@ -66,9 +69,7 @@ class Metric:
     @property
     def prometheus(self) -> str:
         """The name in Prometheus, by OpenTelemetry's compatibility rules."""
-        name = self.name.replace(".", "_")
-        if self.unit == "s":
-            name += "_seconds"
+        name = self.name.replace(".", "_") + _PROMETHEUS_UNITS.get(self.unit, "")
         return name + "_total" if self.kind is MetricKind.COUNTER else name
 
 
@@ -211,6 +212,12 @@ IN_FLIGHT = Metric(
     "{request}",
     "Requests in flight.",
 )
+BUFFERED = Metric(
+    "outbox.buffer.usage",
+    MetricKind.GAUGE,
+    "By",
+    "Memory that deliveries and unwritten responses hold, of OUTBOX_BUFFER_BYTES_MAX.",
+)
 WAITING = Metric(
     "outbox.requests.waiting",
     MetricKind.GAUGE,
@@ -292,6 +299,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ENDPOINT_TROUBLE,
     DEAD_LETTERS,
     IN_FLIGHT,
+    BUFFERED,
     WAITING,
     EVENTS,
     LEADS,

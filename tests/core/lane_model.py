@@ -229,6 +229,14 @@ class World(Watch):
         self._rereads = True
         self._reported_erased |= self.disk.erased
 
+    def release(self) -> None:
+        """Release the content of a lane that waits."""
+        if self.lane.in_flight or self._rereads:
+            return
+        self._stray = self.fetching is not None and (self._stray or self.lane.is_buffered)
+        self._buffered = self._over
+        self.lane.release_content()
+
     def tick(self, seconds: float) -> None:
         self.now += seconds
 

@@ -95,6 +95,7 @@ def _walk_lane(world: World, rng: random.Random, steps: int) -> None:
         (0.5, lambda: world.offer(2, expires_in_s=5 * rng.random())),
         (0.3, lambda: world.erase(below(4))),
         (0.3, world.reread),
+        (0.5, world.release),
         (16, world.proceed),
         (4, lambda: world.proceed(rng.choice((Gate.PROBE, Gate.PROBE, Gate.SHUT)))),
         (6, lambda: world.fetched(1 + below(12))),

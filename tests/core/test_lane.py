@@ -65,6 +65,10 @@ class LaneMachine(RuleBasedStateMachine):
     def reread(self) -> None:
         self.world.reread()
 
+    @rule()
+    def release(self) -> None:
+        self.world.release()
+
     @rule(gate=st.sampled_from([Gate.OPEN, Gate.OPEN, Gate.PROBE, Gate.SHUT]))
     def proceed(self, gate: Gate) -> None:
         self.world.proceed(gate)

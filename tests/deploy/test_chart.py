@@ -75,9 +75,28 @@ def test_the_chart_accepts_each_setting_and_no_other() -> None:
     assert set(accepted[1]["properties"]) == {variable_of(name) for name in secrets}
 
 
-def test_the_default_of_the_graceful_shutdown_is_that_of_the_relay() -> None:
-    drain_s = Settings(dsn="postgresql://localhost/x").drain_s
-    assert _load("values.yaml")["settings"] == {"OUTBOX_DRAIN_S": drain_s}
+def test_the_defaults_of_the_settings_are_those_of_the_relay() -> None:
+    settings = Settings(dsn="postgresql://localhost/x")
+    assert _load("values.yaml")["settings"] == {
+        "OUTBOX_BUFFER_BYTES_MAX": settings.buffer_bytes_max,
+        "OUTBOX_DRAIN_S": settings.drain_s,
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.system
+def test_the_memory_limit_follows_from_the_buffer(helm: Helm) -> None:
+    """It is the formula of the guide, unless the values have another limit."""
+    for given, limits in (
+        ({}, {"memory": "512Mi"}),
+        ({"settings": {"OUTBOX_BUFFER_BYTES_MAX": 1 << 30}}, {"memory": "1408Mi"}),
+        ({"resources": {"limits": {"memory": "2Gi", "cpu": 1}}}, {"memory": "2Gi", "cpu": 1}),
+    ):
+        (container,) = _render(helm, {**MINIMAL, **given})["Deployment"]["spec"]["template"][
+            "spec"
+        ]["containers"]
+        assert container["resources"]["limits"] == limits
+        assert container["resources"]["requests"]["memory"] == "128Mi"
 
 
 def test_the_alert_rules_are_those_of_the_package() -> None:

@@ -3,44 +3,48 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.delivery.batch import BATCH_BYTES_MAX
-from outbox.core.delivery.commands import Fetch
+import pytest
+
+from outbox.core.delivery.buffer_budget import COPIES, READ_BYTES_MAX, ROW_BYTES, BufferBudget
+from outbox.core.delivery.circuit_breaker import FAILURES_MAX, CircuitBreaker
+from outbox.core.delivery.commands import Progress
+from outbox.core.delivery.lane import Lane
 from outbox.core.model.message_format import BATCH_MAX
+from outbox.core.model.response_policy import AttemptOutcome
 from outbox.relay.delivery.fetcher import ROWS_PER_LANE, ROWS_PER_READ, DeliveryFetcher
+from tests.core.lane_steps import NOW
 from tests.core.lane_tables import delivery
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-@dataclass(eq=False)
+PENDING = 10_000
+
+
 class WaitingLane:
     """A lane that waits for its pending deliveries."""
 
-    id: int
-    batch_max: int | None
-    got: int = 0
-    payload_bytes: int = 1
+    def __init__(
+        self, lane_id: int, batch_max: int | None, budget: BufferBudget | None = None
+    ) -> None:
+        self.id = lane_id
+        share = (budget or BufferBudget()).share_of("shop")
+        self.state = Lane(lane_id, Progress(), (), PENDING, 0, batch_max=batch_max, share=share)
+        self.read = None
+        endpoint = SimpleNamespace(id=lane_id % 7, tenant=None, batch_max=batch_max)
+        self.runtime = SimpleNamespace(endpoint=endpoint, breaker=CircuitBreaker(), stopped=False)
 
     @property
     def loaded(self) -> Any:
         return self
 
     @property
-    def runtime(self) -> Any:
-        endpoint = SimpleNamespace(id=self.id % 7, tenant=None, batch_max=self.batch_max)
-        return SimpleNamespace(endpoint=endpoint)
-
-    @property
-    def state(self) -> Any:
-        return SimpleNamespace(append_fetched=self.fetched, pending=10_000)
-
-    def fetched(self, rows: Any) -> None:
-        self.got = len(rows)
+    def got(self) -> int:
+        return len(self.state._buffer.queue)
 
 
 class FullLanes:
@@ -51,43 +55,72 @@ class FullLanes:
         self._payload = payload
 
     async def deliveries(
-        self, lanes: Any, _: Any, __: Any, rows_max: Sequence[int], ___: int
+        self, lanes: Any, _: Any, after: Sequence[int], rows: Sequence[int], room: Sequence[int]
     ) -> Any:
-        self.reads.append(sum(rows_max))
-        rows = [delivery(n + 1)._replace(payload=self._payload) for n in range(max(rows_max))]
-        return {lane.id: rows[:most] for lane, most in zip(lanes, rows_max, strict=True)}
+        self.reads.append(sum(rows))
+        found = {}
+        for lane, after_seq, rows_max, bytes_max in zip(lanes, after, rows, room, strict=True):
+            count = max(min(rows_max, bytes_max // len(self._payload)), 1)
+            found[lane.id] = [
+                delivery(after_seq + 1 + n)._replace(payload=self._payload) for n in range(count)
+            ]
+        return found
 
 
 async def test_a_large_batch_limit_does_not_delay_other_lanes() -> None:
     """A read is at most as large as one for lanes that send one by one."""
     lanes = [WaitingLane(n, (None, 1000, 10)[n % 3]) for n in range(99)]
+    await read_again(lanes, FullLanes())
     store = FullLanes()
     await read(lanes, store)
     # The last event may have the largest allowed size.
     assert max(store.reads) < ROWS_PER_READ + BATCH_MAX
-    assert {lane.got for lane in lanes if lane.batch_max != 1000} == {ROWS_PER_LANE}
-    assert {lane.got for lane in lanes if lane.batch_max == 1000} == {1000}
-
-
-async def test_compressed_payloads_are_bounded_by_their_size_in_memory() -> None:
-    """Otherwise well-compressed payloads would take fifty times as much of the relay's memory."""
-    large = b'"%b"' % (b"x" * 20_000)
-    lanes = [WaitingLane(1, 1000), WaitingLane(2, None)]
-    await read(lanes, FullLanes(large))
-    assert [lane.got for lane in lanes] == [BATCH_BYTES_MAX // len(large), ROWS_PER_LANE]
-    # As many as any lane may always have.
-    await read(lanes[:1], FullLanes(large * 10))
-    assert lanes[0].got == ROWS_PER_LANE
+    assert {lane.got for lane in lanes if lane.id % 3 != 1} == {ROWS_PER_LANE}
+    assert {lane.got for lane in lanes if lane.id % 3 == 1} == {1000}
 
 
 async def test_large_payloads_reduce_the_rows_per_read() -> None:
-    """The size of a read is known afterwards, and the next read is smaller."""
+    """The size of a row is known afterwards, and the next read is smaller."""
     lanes = [WaitingLane(n, None) for n in range(16)]
     store = FullLanes(b'"%b"' % (b"x" * 250_000))
+    await read_again(lanes, store)
+    await read_again(lanes, store)
+    assert store.reads == [16 * 9, 16 * 3]
     await read(lanes, store)
+    assert {lane.got for lane in lanes} == {READ_BYTES_MAX // 250_002}
+
+
+async def test_all_reads_share_one_budget() -> None:
+    """The lanes that find no room get one delivery each, and are not behind the others."""
+    payload = b'"%b"' % (b"x" * 100_000)
+    budget = BufferBudget(16 << 20)
+    lanes = [WaitingLane(n, 100, budget) for n in range(100)]
+    await read(lanes, FullLanes(payload))
+    assert budget.held <= budget.bytes_max
+    row = ROW_BYTES + COPIES * len(payload)
+    held = sum(lane.got for lane in lanes) * row
+    assert budget.held + budget.beyond == held < budget.bytes_max + 100 * row
+    assert min(lane.got for lane in lanes) == 1
+
+
+@pytest.mark.parametrize("trouble", ["failing", "rejected"])
+async def test_a_lane_in_trouble_reads_one_delivery(trouble: str) -> None:
+    lane = WaitingLane(1, None)
+    if trouble == "rejected":
+        for _ in range(FAILURES_MAX):
+            lane.runtime.breaker.record_result(AttemptOutcome.RETRY, NOW, 0.0)
+    else:
+        progress = Progress(retry_seq=1, attempts=1, spent=1, next_attempt_at=NOW)
+        lane.state = Lane(1, progress, (), PENDING, 0)
+    await read([lane], store := FullLanes())
+    assert store.reads == [1]
+
+
+async def read_again(lanes: Sequence[WaitingLane], store: FullLanes) -> None:
+    """Read once for all lanes, and discard what was read."""
     await read(lanes, store)
-    # A request contains four of them.
-    assert store.reads == [16 * ROWS_PER_LANE, 16 * 4]
+    for lane in lanes:
+        lane.state.close()
 
 
 async def read(lanes: Sequence[WaitingLane], store: FullLanes) -> None:
@@ -101,7 +134,7 @@ async def read(lanes: Sequence[WaitingLane], store: FullLanes) -> None:
 
     reader = DeliveryFetcher(store, asyncio.Lock(), on_rows)  # type: ignore[arg-type]
     for lane in lanes:
-        reader.request(lane, Fetch(0, 0))  # type: ignore[arg-type]
+        reader.refill(lane)  # type: ignore[arg-type]
     task = asyncio.create_task(reader.run())
     async with asyncio.timeout(20):
         await done.wait()

@@ -11,7 +11,9 @@ from uuid import UUID
 import pytest
 
 from outbox.core.cluster.observed_time import Odometer
-from outbox.core.delivery.commands import Fetch
+from outbox.core.delivery.circuit_breaker import CircuitBreaker
+from outbox.core.delivery.commands import Fetch, Progress
+from outbox.core.delivery.lane import Lane
 from outbox.operations import endpoint_changes
 from outbox.relay.cluster import ownership
 from outbox.relay.delivery import endpoint_supervisor, fetcher
@@ -33,7 +35,6 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from outbox.core.delivery.commands import Progress
     from outbox.store.delivery.endpoints import Endpoint
     from outbox.store.delivery.lanes import LoadedLane
     from tests.support.postgres import Database
@@ -117,10 +118,10 @@ class Reads:
 def lane(lane_id: int, endpoint_id: int, tenant: str | None, pending: int = 1000) -> Any:
     endpoint = SimpleNamespace(id=UUID(int=endpoint_id), tenant=tenant, batch_max=None)
     return SimpleNamespace(
-        runtime=SimpleNamespace(endpoint=endpoint, stopped=True),
+        runtime=SimpleNamespace(endpoint=endpoint, stopped=True, breaker=CircuitBreaker()),
         loaded=SimpleNamespace(id=lane_id),
-        payload_bytes=1,
-        state=SimpleNamespace(append_fetched=lambda _: None, pending=pending),
+        read=None,
+        state=Lane(lane_id, Progress(), (), pending, 0),
     )
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from outbox.core.brokers.port import Appended, Owner, Stop, StopKind
 from outbox.core.cluster.observed_time import GracePeriod
+from outbox.core.delivery.buffer_budget import BufferBudget
 from outbox.core.delivery.circuit_breaker import BreakerState
 from outbox.core.delivery.commands import End, Fetch, Open, Record, Send, Wait
 from outbox.core.delivery.signing_clock import ClockDifference, SigningClock
@@ -202,6 +203,7 @@ class LaneOwner:
         self.holds = 0
         """How often it was held for that since."""
         self.runtime = SimpleNamespace(
+            share=BufferBudget().share_of(1),
             epoch=self.epoch,
             broker=Wire(),
             endpoint=SimpleNamespace(

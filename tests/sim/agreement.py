@@ -247,7 +247,7 @@ class Script:
             [lane.progress.floor_batch for lane in loaded],
             [lane.progress.acked_seq for lane in loaded],
             [3] * len(loaded),
-            1 << 20,
+            [1 << 20] * len(loaded),
         )
         given = {i: [(d.seq, d.batch, d.outbox_id) for d in found] for i, found in rows.items()}
         return results, given
@@ -270,7 +270,7 @@ class Script:
         fetch = lane.fetch()
         if fetch is not None:
             rows = await self._lanes.deliveries(
-                [chosen], [fetch.floor_batch], [fetch.after_seq], [3], 1 << 20
+                [chosen], [fetch.floor_batch], [fetch.after_seq], [3], [1 << 20]
             )
             lane.append_fetched(rows[chosen.id])
         epoch = self._epochs[endpoint_id] - (rng.random() < 0.1)

@@ -366,7 +366,7 @@ async def _deliveries(log: LongLog) -> Case:
     pending = (NUMBERS - ACKED) * len(ids)
     return Case(
         lanes.READ_DELIVERIES,
-        (*_columns(ids, batch_of(ACKED + 1), ACKED, 32), 1 << 20),
+        _columns(ids, batch_of(ACKED + 1), ACKED, 32, 1 << 20),
         3 * pending,
         3 * FOUR * pending,
         {"delivery": NEWEST, "outbox": NEWEST, "batch": NEWEST},
@@ -384,7 +384,7 @@ async def _deliveries_of_a_lane_that_stands_still(log: LongLog) -> Case:
     last = batch_of(STUCK + limit + 1) // WIDTHS["delivery"]
     return Case(
         lanes.READ_DELIVERIES,
-        (*_columns(ids, floor, STUCK, limit), 1 << 20),
+        _columns(ids, floor, STUCK, limit, 1 << 20),
         3 * limit * len(ids),
         3 * FOUR * limit * len(ids),
         {each: range(first, last + 1) for each in ("delivery", "outbox", "batch")},
@@ -394,7 +394,7 @@ async def _deliveries_of_a_lane_that_stands_still(log: LongLog) -> Case:
 async def _deliveries_of_lanes_without_backlog(log: LongLog) -> Case:
     return Case(
         lanes.READ_DELIVERIES,
-        (*_columns(log.lanes, BATCHES, NUMBERS, 32), 1 << 20),
+        _columns(log.lanes, BATCHES, NUMBERS, 32, 1 << 20),
         0,
         3 * LANES * len(NEWEST),
         {"delivery": NEWEST},

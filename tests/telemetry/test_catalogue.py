@@ -18,7 +18,7 @@ def test_every_metric_is_in_the_catalogue_once() -> None:
 def test_names_and_units_follow_opentelemetry() -> None:
     for metric in CATALOGUE:
         assert re.fullmatch(r"outbox(\.[a-z]+(_[a-z]+)*)+", metric.name), metric.name
-        assert re.fullmatch(r"s|\{[a-z_]+\}", metric.unit), metric.name
+        assert re.fullmatch(r"s|By|\{[a-z_]+\}", metric.unit), metric.name
         assert metric.description.endswith("."), metric.name
         # Neither unit nor type is part of the name: exporters add both.
         assert not re.search(r"_?(total|seconds|count|bucket|sum)$", metric.name), metric.name
@@ -29,4 +29,5 @@ def test_names_and_units_follow_opentelemetry() -> None:
 def test_prometheus_names_contain_unit_and_type() -> None:
     assert catalogue.ATTEMPT_DURATION.prometheus == "outbox_attempt_duration_seconds"
     assert catalogue.DELIVERIES.prometheus == "outbox_deliveries_total"
+    assert catalogue.BUFFERED.prometheus == "outbox_buffer_usage_bytes"
     assert catalogue.DEAD_LETTERS.prometheus == "outbox_dead_letters"

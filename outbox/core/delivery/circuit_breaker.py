@@ -209,6 +209,10 @@ class CircuitBreaker:
             return Gate.OPEN
         return Gate.PROBE
 
+    def is_admitted(self, lane_id: int) -> bool:
+        """Whether the lane has an unused admission."""
+        return lane_id in self._admitted
+
     def started(self, lane_id: int) -> None:
         """Record that an admitted lane sent its request."""
         self._in_flight += 1

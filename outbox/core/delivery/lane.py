@@ -81,6 +81,7 @@ from outbox.core.model.stored_response import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from outbox.core.delivery.buffer_budget import BufferShare, ReadBounds
     from outbox.core.delivery.commands import Command
     from outbox.core.model.dead_letter_reason import LaneDeadLetterReason
     from outbox.core.model.response import AttemptResult
@@ -123,6 +124,7 @@ class Lane:
         has_position: the destination is a broker, where the lane must be opened.
         receipt: the receipt of the last durable append to a broker.
         end_written: whether its broker's stream has the lane's end entry.
+        share: the share of its tenant in the buffer budget; None: there is no budget.
     """
 
     __slots__ = (
@@ -178,6 +180,7 @@ class Lane:
         has_position: bool = False,
         receipt: str | None = None,
         end_written: bool = False,
+        share: BufferShare | None = None,
     ) -> None:
         self.id = lane_id
         self._batch_size = BatchSize()
@@ -200,7 +203,7 @@ class Lane:
         self._blocked = blocked
         self._ended = ended
         self._skip_seq = skip_seq
-        self._buffer = DeliveryBuffer(self._acked, self._floor_batch, batch_max)
+        self._buffer = DeliveryBuffer(self._acked, self._floor_batch, batch_max, share)
         self._busy: _Busy | None = None
         self._is_free_probe = False
         self._stopped = False
@@ -317,6 +320,11 @@ class Lane:
         return not self._stopped and buffer.fetched_seq >= self._last_seq and buffer.is_low
 
     @property
+    def is_buffered(self) -> bool:
+        """Whether the next delivery is in memory."""
+        return bool(self._buffer.queue)
+
+    @property
     def drained(self) -> bool:
         """Whether nothing is pending or being written, and the lane is not blocked."""
         return not self.has_work and self._busy is None and not self._blocked
@@ -397,19 +405,26 @@ class Lane:
             requests = self._retry.requests
             self._retry = RetryState(attempts=requests, spent=requests)
         retry = self._retry
-        if first.seq == self._skip_seq:
-            return self._dead_letter(first, "skipped", None)
         expires_at = inf if first.expires_at is None else first.expires_at
-        if expires_at <= now:
-            return self._dead_letter(first, "expired", None)
-        if retry.exhausted:
-            return self._dead_letter(first, "exhausted", None, blocks=retry.blocks)
+        ends: LaneDeadLetterReason | None = None
+        if first.seq == self._skip_seq:
+            ends = "skipped"
+        elif expires_at <= now:
+            ends = "expired"
+        elif retry.exhausted:
+            ends = "exhausted"
         is_due = retry.is_due(now)
-        if gate is _SHUT or (gate is _OPEN and not is_due):
+        if ends is None and (gate is _SHUT or (gate is _OPEN and not is_due)):
             due_at = inf if gate is _SHUT else retry.next_attempt_at or now
             # Wake up at the expiry as well: an expired event must not block the lane.
             until = min(due_at, expires_at)
             return None if until == inf else Wait(until)
+        if buffer.stub is not None:
+            buffer.reset(self._acked, self._floor_batch)
+            return self.fetch()
+        if ends is not None:
+            blocks = ends == "exhausted" and retry.blocks
+            return self._dead_letter(first, ends, None, blocks=blocks)
         self._busy = _SENDING
         self._is_free_probe = not is_due
         batch = () if buffer.batch_max is None else self._select_batch(buffer.batch_max, gate, now)
@@ -550,7 +565,7 @@ class Lane:
 
         Equals `record_result` and `next`, but the record is the run's.
         """
-        done = self._buffer.queue.popleft()
+        done = self._buffer.pop_first()
         self._acked = self._delivered = done.seq
         self._floor_batch = done.batch
         self._success_at = self._stalled_since = now
@@ -558,6 +573,10 @@ class Lane:
     def fetch(self) -> Fetch | None:
         """The next Fetch, if the delivery buffer is low and there is more to read."""
         return None if self._stopped else self._buffer.fetch(self._last_seq)
+
+    def reserve(self, rows_max: int) -> ReadBounds:
+        """Reserve room for the result of a Fetch, whose read begins now."""
+        return self._buffer.reserve(rows_max)
 
     # --------------------------------------------------------------- events
 
@@ -865,7 +884,7 @@ class Lane:
 
     def set_batch_max(self, batch_max: int | None) -> None:
         """Set the deliveries per request, from the next request on; None: no batches."""
-        self._buffer.set_batch_max(batch_max)
+        self._buffer.batch_max = batch_max
 
     def reset_batch_size(self) -> None:
         """Let batches grow from one delivery again, after a failure of the endpoint."""
@@ -874,6 +893,18 @@ class Lane:
     def invalidate_buffer(self) -> None:
         """Read the buffered deliveries again before the next Send, because they may be stale."""
         self._buffer.invalidate()
+
+    def release_content(self) -> None:
+        """Release the content of the buffered deliveries, because the lane waits long."""
+        self._buffer.release()
+
+    def set_share(self, share: BufferShare) -> None:
+        """Use the share of another tenant in the buffer budget."""
+        self._buffer.set_share(share)
+
+    def close(self) -> None:
+        """Give everything back to the buffer budget: the lane is owned no more."""
+        self._buffer.reset(self._acked, self._floor_batch)
 
     def mark_ended(self) -> None:
         """Record that a newer generation replaced the lane, so that no delivery is added."""

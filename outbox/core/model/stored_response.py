@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from sys import getsizeof
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.response import HOLD_FAILURES, Failure, one_line, several_lines
@@ -21,6 +22,9 @@ STORED_SUCCESS_BODY_CHARS_MAX = 256
 """Characters that are stored of a success.  They are fewer, because there are many more
 successes."""
 STORED_HEADER_CHARS_MAX = 256
+
+STORED_OBJECT_BYTES = 512
+"""What a stored response takes besides its text."""
 
 # These identify a request in the receiver's logs.
 _TRACE_HEADERS = frozenset(
@@ -162,6 +166,14 @@ def stored_success(response: AttemptResult) -> dict[str, Any] | None:
     """The stored form of a success: trace headers and the start of the body; None: neither."""
     content = _stored_content(response, _TRACE_HEADERS, STORED_SUCCESS_BODY_CHARS_MAX)
     return {"version": STORED_VERSION, **content} if content else None
+
+
+def stored_bytes(stored: Mapping[str, Any] | None) -> int:
+    """The bytes that a stored response takes in memory, about."""
+    if stored is None:
+        return 0
+    texts = stored.get("body", ""), stored.get("detail", ""), *stored.get("headers", {}).values()
+    return STORED_OBJECT_BYTES + sum(map(getsizeof, texts))
 
 
 def strip_batch_response(response: AttemptResult) -> AttemptResult:

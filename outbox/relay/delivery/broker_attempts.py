@@ -20,6 +20,7 @@ from outbox.core.brokers.take_over import (
     decide,
 )
 from outbox.core.delivery.batch import BATCH_BYTES_MAX
+from outbox.core.delivery.buffer_budget import COPIES, row_bytes
 from outbox.core.model.response import AttemptResult
 from outbox.store.errors import Fenced
 
@@ -241,11 +242,13 @@ class BrokerAttempts:
 
         The lane's progress does not change.  Erased events are left out.
         """
-        loaded, through = lane.loaded, lane.state.delivered_seq
+        loaded, through, share = lane.loaded, lane.state.delivered_seq, lane.runtime.share
         at = previous_seq = position
         while at < through:
+            # A broker that has lost its data makes all lanes read at once.
+            bytes_max = min(max(share.room, 0) // COPIES, BATCH_BYTES_MAX)
             lost = await self._read(
-                self._store.lost_deliveries(loaded, at, through, APPEND_MAX, BATCH_BYTES_MAX)
+                self._store.lost_deliveries(loaded, at, through, APPEND_MAX, bytes_max)
             )
             if lost is None:
                 return Hold(
@@ -257,7 +260,8 @@ class BrokerAttempts:
                 if lane.runtime.broker is not broker:
                     return Stop(StopKind.MOVED, "the endpoint's address was changed")
                 messages = messages_of(lane.runtime.endpoint, lost.deliveries, previous_seq)
-                appended = await self._append(lane, broker, owner, previous_seq, messages)
+                with share.holding(sum(map(row_bytes, lost.deliveries))):
+                    appended = await self._append(lane, broker, owner, previous_seq, messages)
                 if isinstance(appended, AttemptResult):
                     return appended
                 if appended.stop is not None and appended.stop.kind is StopKind.REFUSED:

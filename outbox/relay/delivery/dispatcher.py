@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from outbox.core.cluster.observed_time import Odometer
+from outbox.core.delivery.buffer_budget import BufferBudget
 from outbox.core.delivery.commands import End, Fetch, Open, Record, Send, Wait
 from outbox.relay.delivery.admission import AdmissionQueue
 from outbox.relay.delivery.attempt import AttemptSender
@@ -42,6 +43,10 @@ if TYPE_CHECKING:
     from outbox.store.delivery.lanes import LaneStore, LoadedLane
 
 
+RELEASE_WAIT_S = 1.0
+"""A lane that waits longer releases the content of its deliveries, and reads it again later."""
+
+
 class Dispatcher:
     """Sends the pending deliveries of owned lanes.
 
@@ -56,6 +61,7 @@ class Dispatcher:
         odometer: the observed time.
         rng: the source of the jitter of retries and probes.
         clocks: how far the relay's clock is from the database's; None: they agree.
+        budget: what all lanes may hold in memory; None: the default.
     """
 
     def __init__(
@@ -73,7 +79,9 @@ class Dispatcher:
         telemetry: DeliveryTelemetry | None = None,
         brokers: BrokerFactory | None = None,
         clocks: ClockDifference | None = None,
+        budget: BufferBudget | None = None,
     ) -> None:
+        self._budget = budget or BufferBudget()
         self._brokers = brokers
         self._clocks = clocks
         reading = asyncio.Lock()
@@ -141,6 +149,7 @@ class Dispatcher:
             self._owned[endpoint_id] = EndpointRuntime(
                 endpoint, epoch, self._now(), meters, queue, self._odometer,
                 partial(self._record_unsolicited, endpoint_id), self._brokers, self._clocks,
+                self._budget,
             )  # fmt: skip
         self._add_lanes(loaded, sent_through_batch)
 
@@ -249,6 +258,7 @@ class Dispatcher:
             self._close_broker(runtime.broker)
             for lane in runtime.lanes.values():
                 del self._lanes[lane.loaded.id]
+                lane.state.close()
                 dropped.append(lane.state)
         return dropped
 
@@ -369,14 +379,24 @@ class Dispatcher:
                         written = await self._record(lane, record)
                         now = self._now()
                         self._telemetry.recorded_unsent(lane, written, now)
+                    case Fetch() as fetch if runtime.breaker.is_admitted(lane.loaded.id):
+                        # Its admission stays its own: every other lane would have to read, too.
+                        await self._fetcher.read(lane, fetch)
+                        if not lane_state.is_buffered:
+                            return
+                        now = self._now()
                     case Fetch() as fetch:
                         self._fetcher.request(lane, fetch)
                         return
                     case Wait(until=until):
-                        lane.timer = call_later(until - self._now(), self._activate, lane)
+                        wait_s = until - self._now()
+                        if wait_s > RELEASE_WAIT_S:
+                            lane.release_content()
+                        lane.timer = call_later(wait_s, self._activate, lane)
                         return
                     case None:
-                        return
+                        break
+            lane.release_content()
         except BaseException:
             # The task group is ending and accepts no more tasks.
             self._tasks = None
@@ -444,6 +464,11 @@ class Dispatcher:
         """Cancel the endpoint's waiting requests, so that each lane decides again."""
         if runtime.queue.waiting:
             self._admission.cancel_waiting(list(runtime.queue.waiting))
+
+    @property
+    def buffered_bytes(self) -> int:
+        """What deliveries and unwritten responses hold in memory."""
+        return self._budget.held + self._budget.beyond + self._recorder.response_bytes
 
     @property
     def exhausted(self) -> str | None:

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 import structlog
 
 from outbox.core.admission.round_robin import RoundRobin
-from outbox.core.delivery.batch import BATCH_BYTES_MAX
-from outbox.core.delivery.commands import ErasedEvent
+from outbox.core.delivery.circuit_breaker import BreakerState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
-    from outbox.core.delivery.commands import Fetch
+    from outbox.core.delivery.commands import ErasedEvent, Fetch
     from outbox.core.model.delivery import Delivery
     from outbox.relay.delivery.owned_endpoints import LaneRuntime
     from outbox.store.delivery.lanes import LaneStore
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 log = structlog.get_logger("outbox.dispatcher")
 
 ROWS_PER_LANE = 32
-BYTES_PER_LANE = 512 << 10
 ROWS_PER_READ = 512
 """Bounded because processing the rows blocks the event loop."""
 LANES_PER_READ = 32
@@ -57,6 +55,12 @@ class DeliveryFetcher:
         if (fetch := lane.state.fetch()) is not None:
             self.request(lane, fetch)
 
+    async def read(self, lane: LaneRuntime, fetch: Fetch) -> None:
+        """Queue a read for the lane, and wait until it has completed."""
+        lane.read = asyncio.get_running_loop().create_future()
+        self.request(lane, fetch)
+        await asyncio.shield(lane.read)
+
     def request(self, lane: LaneRuntime, fetch: Fetch) -> None:
         """Queue a read for the lane."""
         endpoint = lane.runtime.endpoint
@@ -72,20 +76,27 @@ class DeliveryFetcher:
             if not self._requests:
                 self._requested.clear()
             async with self._reading:
+                bounds = [lane.state.reserve(_rows_max(lane)) for lane, _ in requested]
                 rows = await self._store.deliveries(
                     [lane.loaded for lane, _ in requested],
                     [fetch.floor_batch for _, fetch in requested],
                     [fetch.after_seq for _, fetch in requested],
-                    [_rows_max(lane) for lane, _ in requested],
-                    BYTES_PER_LANE,
+                    [bound.rows_max for bound in bounds],
+                    [bound.bytes_max for bound in bounds],
                 )
             for lane, fetch in requested:
-                following = _following(fetch.after_seq, rows[lane.loaded.id])
-                lane.payload_bytes = _mean_bytes(following) or lane.payload_bytes
+                following = _following(fetch.after_seq, rows.pop(lane.loaded.id))
                 lane.state.append_fetched(following)
-                if following:
+                if lane.read is not None:
+                    lane.read.set_result(None)
+                    lane.read = None
+                elif following:
                     self._on_rows(lane)
-                elif not lane.runtime.stopped and lane.state.acked_seq <= fetch.after_seq:
+                if (
+                    not following
+                    and not lane.runtime.stopped
+                    and lane.state.acked_seq <= fetch.after_seq
+                ):
                     log.error(
                         "pending deliveries of a lane are missing; run outbox verify",
                         lane=lane.loaded.name,
@@ -94,34 +105,19 @@ class DeliveryFetcher:
 
 
 def _rows_max(lane: LaneRuntime) -> int:
-    """Rows per read of a lane: at least one batch of the endpoint, and fewer if the payloads
-    of the last read were large.
+    """Rows that a lane needs: at least one batch of the endpoint.  A retry, and a lane that waits
+    for the circuit breaker, need one.
     """
-    rows_max = max(ROWS_PER_LANE, lane.runtime.endpoint.batch_max or 0)
-    return min(rows_max, BATCH_BYTES_MAX // lane.payload_bytes + 1)
-
-
-def _mean_bytes(rows: Sequence[Delivery | ErasedEvent]) -> int:
-    """Mean size of a payload in memory; a read is bounded by the stored, compressed size,
-    which may be much smaller.
-    """
-    sizes = [len(row.payload) for row in rows if not isinstance(row, ErasedEvent)]
-    return sum(sizes) // len(sizes) if sizes else 0
+    if lane.state.failing or lane.runtime.breaker.state is not BreakerState.HEALTHY:
+        return 1
+    return max(ROWS_PER_LANE, lane.runtime.endpoint.batch_max or 0)
 
 
 def _following(seq: int, rows: Iterable[Delivery | ErasedEvent]) -> list[Delivery | ErasedEvent]:
-    """The rows before the first missing sequence number, which must be sent first.
-
-    Large payloads can be small when compressed.  No more of them are kept than fit into one
-    request, or than `ROWS_PER_LANE`.
-    """
+    """The rows before the first missing sequence number, which must be sent first."""
     following: list[Delivery | ErasedEvent] = []
-    room_bytes = BATCH_BYTES_MAX
     for row in rows:
         if row.seq != seq + len(following) + 1:
-            break
-        room_bytes -= 0 if isinstance(row, ErasedEvent) else len(row.payload)
-        if room_bytes < 0 and len(following) >= ROWS_PER_LANE:
             break
         following.append(row)
     return following

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from outbox.core.admission.endpoint_queue import Slot
 from outbox.core.cluster.observed_time import GracePeriod
 from outbox.core.delivery.batch import prepare_request
+from outbox.core.delivery.buffer_budget import BufferBudget
 from outbox.core.delivery.circuit_breaker import BreakerState, CircuitBreaker
 from outbox.core.delivery.commands import Gate
 from outbox.core.delivery.lane import Lane
@@ -67,9 +68,8 @@ class LaneRuntime:
 
     __slots__ = (
         "loaded",
-        "payload_bytes",
         "prefetched",
-        "prepared",
+        "read",
         "refilled_at",
         "repair",
         "repaired",
@@ -100,10 +100,9 @@ class LaneRuntime:
             has_position=runtime.broker is not None,
             receipt=loaded.receipt,
             end_written=loaded.end_written,
+            share=runtime.share,
         )
         self.slot = Slot(runtime.queue)
-        # Mean size of the payloads that were read last.
-        self.payload_bytes = 1
         # What an operator has requested for the lane, and what was carried out of that but is not
         # deleted yet.
         self.repair: Repair | None = None
@@ -112,8 +111,8 @@ class LaneRuntime:
         self.refilled_at = -inf
         self.task: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
-        # Body and headers of the next delivery, reused by its retries; not for batches.
-        self.prepared: tuple[int, bool, Prepared] | None = None
+        # Set while its task waits for a read.
+        self.read: asyncio.Future[None] | None = None
         # The request that follows when the current delivery succeeds.
         self.prefetched: PreparedRequest | None = None
         # The choice of `SigningClock` for the request in flight, or the last one.
@@ -132,25 +131,23 @@ class LaneRuntime:
 
     def request(self, send: Send, started_at: float) -> Request:
         """Build an attempt's request, signed now."""
-        runtime, delivery = self.runtime, send.delivery
+        runtime = self.runtime
         self.signed_by = runtime.signing.choose()
         signed_at_s = int(started_at + (self.signed_by or 0.0))
         keep_alive = runtime.may_reuse(started_at)
         keys = runtime.signing_keys(started_at)
-        known, prefetched, self.prefetched = self.prepared, self.prefetched, None
+        prepared: Prepared | None = None
+        prefetched, self.prefetched = self.prefetched, None
         if prefetched is not None and prefetched.matches(send):
-            known = self.prepared = delivery.seq, send.lane_ends, prefetched.prepared
-            request = prefetched.request
+            prepared, request = prefetched.prepared, prefetched.request
             if (prefetched.at_s, request.keep_alive) == (signed_at_s, keep_alive) and (
                 prefetched.keys == keys
             ):
                 return request
-        if known is None or known[0] != delivery.seq or known[1] != send.lane_ends:
-            known = delivery.seq, send.lane_ends, self._prepare(send)
-            self.prepared = known if len(send.batch) <= 1 else None
         return signed_request(
-            runtime.recipient, known[2], send.attempt, signed_at_s, keys, keep_alive=keep_alive
-        )
+            runtime.recipient, prepared or self._prepare(send), send.attempt, signed_at_s, keys,
+            keep_alive=keep_alive,
+        )  # fmt: skip
 
     def prefetch_next(self, now: float) -> None:
         """Build the following request while the current one is in flight."""
@@ -175,6 +172,11 @@ class LaneRuntime:
             in_array=bool(send.batch),
         )
 
+    def release_content(self) -> None:
+        """Release what is in memory to be sent, because the lane waits long."""
+        self.prefetched = None
+        self.state.release_content()
+
     def request_repair(self, repair: Repair, now: float) -> None:
         """Open the lane again at once, if this is a new request of an operator."""
         if repair != self.repair:
@@ -196,10 +198,12 @@ class EndpointRuntime:
         on_unsolicited: called when its receiver sent data that belongs to no request.
         brokers: makes the endpoint's broker, if its URL names one.
         clocks: how far the relay's clock is from the database's.
+        budget: what all lanes of the relay may hold in memory.
     """
 
     __slots__ = (
         "_brokers",
+        "_budget",
         "_keys",
         "breaker",
         "broker",
@@ -215,6 +219,7 @@ class EndpointRuntime:
         "redactor",
         "reported",
         "reuse",
+        "share",
         "signing",
         "stopped",
         "stored",
@@ -233,8 +238,12 @@ class EndpointRuntime:
         on_unsolicited: Callable[[], object] | None = None,
         brokers: BrokerFactory | None = None,
         clocks: ClockDifference | None = None,
+        budget: BufferBudget | None = None,
     ) -> None:
         self.endpoint = endpoint
+        self._budget = budget or BufferBudget()
+        # Of its tenant, which it may share with other endpoints.
+        self.share = self._budget.share_of(endpoint.tenant or endpoint.id)
         self.signing = SigningClock(clocks or ClockDifference())
         self._brokers = brokers
         # None: the destination is an HTTP receiver.
@@ -349,8 +358,10 @@ class EndpointRuntime:
         if was.headers != endpoint.headers:
             self.redactor = _redactor_of(endpoint)
         self.reuse = replace(self.reuse, keep_alive=endpoint.reuse.keep_alive)
+        self.share = self._budget.share_of(endpoint.tenant or endpoint.id)
         for lane in self.lanes.values():
-            lane.prepared = lane.prefetched = None
+            lane.prefetched = None
+            lane.state.set_share(self.share)
             lane.state.set_batch_max(endpoint.batch_max)
             lane.state.apply_policy(endpoint.retry, blocks=endpoint.blocks)
             lane.state.holds_missing = endpoint.holds_missing

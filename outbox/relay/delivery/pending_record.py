@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from outbox.core.delivery.commands import RunResults
+from outbox.core.model.stored_response import stored_bytes
 
 if TYPE_CHECKING:
     from outbox.core.delivery.commands import Record
@@ -17,12 +18,14 @@ class PendingRecord:
     a task waits for it.
     """
 
-    __slots__ = ("done", "epoch", "lane", "record")
+    __slots__ = ("done", "epoch", "lane", "record", "response_bytes")
 
     def __init__(self, lane: Lane, epoch: int, record: Record | RunResults) -> None:
         self.lane = lane
         self.epoch = epoch
         self.record = record
+        self.response_bytes = _response_bytes(record)
+        """What its responses take in memory."""
         self.done: asyncio.Future[None] | None = None
 
     async def written(self) -> None:
@@ -35,3 +38,11 @@ class PendingRecord:
     def rows(self) -> int:
         """Rows of the attempt log, at most."""
         return len(self.record) if isinstance(self.record, RunResults) else 1
+
+
+def _response_bytes(record: Record | RunResults) -> int:
+    if not isinstance(record, RunResults):
+        return 0 if record.attempt is None else stored_bytes(record.attempt.response)
+    # Receivers repeat the same response, which is one object.
+    counted = {id(each): each for each in record.responses}
+    return sum(map(stored_bytes, counted.values()))

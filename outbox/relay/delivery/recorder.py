@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import asyncpg
 
+from outbox.core.delivery.buffer_budget import BUFFER_BYTES_MAX, RESPONSES_PART
 from outbox.core.delivery.commands import DeadLetter, Record, RunResults
 from outbox.core.model.delivery import Delivery
 from outbox.relay.delivery.pending_record import PendingRecord
@@ -58,6 +59,7 @@ class Recorder:
         group_s: how long a success may wait for more records, in seconds.
         lease_left_s: remaining lease; when it is not positive, writing raises Fenced.
         history: written with checkpoints, at most every `HISTORY_EVERY_S`.
+        response_bytes_max: what the responses of waiting rows may take in memory; lanes wait above.
     """
 
     def __init__(
@@ -66,7 +68,11 @@ class Recorder:
         group_s: float,
         lease_left_s: Callable[[], float],
         history: DeliveryHistory,
+        response_bytes_max: int = BUFFER_BYTES_MAX // RESPONSES_PART,
     ) -> None:
+        self._response_bytes_max = response_bytes_max
+        self.response_bytes = 0
+        """What the responses of waiting rows take in memory."""
         self._store = store
         self._refused = RefusedRecords(store)
         self._history = history
@@ -86,7 +92,11 @@ class Recorder:
 
     def is_full(self, lane: Lane) -> bool:
         """Whether callers of `add` for this lane should wait for `flush`."""
-        return self._pending_rows > PENDING_MAX or lane.unwritten > LANE_PENDING_MAX
+        return (
+            self._pending_rows > PENDING_MAX
+            or self.response_bytes > self._response_bytes_max
+            or lane.unwritten > LANE_PENDING_MAX
+        )
 
     def add(self, lane: Lane, epoch: int, record: Record) -> None:
         """Queue a success; it is durable within about `group_s`."""
@@ -128,6 +138,7 @@ class Recorder:
     def _append(self, entry: PendingRecord) -> None:
         self._pending.append(entry)
         self._pending_rows += entry.rows
+        self.response_bytes += entry.response_bytes
         self._newest = entry
         self._arrived.set()
 
@@ -175,6 +186,7 @@ class Recorder:
         size = self._group_size()
         group, self._pending = self._pending[:size], self._pending[size:]
         self._pending_rows = sum(entry.rows for entry in self._pending)
+        self.response_bytes = sum(entry.response_bytes for entry in self._pending)
         if not self._pending:
             self._arrived.clear()
             self._urgent.clear()

@@ -108,9 +108,10 @@ EVENT_COLUMNS = f"""event_id, type, tenant, key,
 # Deliveries with their events.  `batch >=` limits each lane to the partitions that can contain
 # its deliveries.  An event whose row is gone is taken from the dead letter's copy, and is
 # otherwise empty; is_recorded: it was erased, or dropped with its period.  LIMIT 1 keeps the event
-# an index lookup: a join would hash the whole outbox.  bytes_before bounds a chunk by the stored
-# size of its payloads.  hidden: row security may have hidden events.  The columns have the order
-# of `build_delivery`.
+# an index lookup: a join would hash the whole outbox.  bytes_before bounds a chunk by the size that
+# its payloads and headers have in memory, which may be a hundred times the compressed one; OFFSET 0
+# converts each of them once.  hidden: row security may have hidden events.  The columns have the
+# order of `build_delivery`.
 READ_DELIVERIES = f"""
 SELECT lane_id, seq, batch, outbox_id, {EVENT_COLUMNS},
        backfill_id, date_part('epoch', committed_after) AS committed_after,
@@ -120,26 +121,26 @@ SELECT lane_id, seq, batch, outbox_id, {EVENT_COLUMNS},
                  SELECT FROM period WHERE kind = 'events' AND number = outbox_id / {WIDTH}
                                       AND dropped_at IS NOT NULL) END AS is_recorded,
        {rows_hidden("outbox", "dead_letter", "period")} AS hidden
-  FROM (SELECT lane.id AS lane_id, d.batch, d.seq, d.outbox_id, d.backfill_id,
+  FROM (SELECT lane.id AS lane_id, lane.bytes_max, d.batch, d.seq, d.outbox_id, d.backfill_id,
                coalesce(o.event_id, x.event_id) AS event_id,
                coalesce(o.tenant, x.tenant) AS tenant,
                coalesce(o.type, x.type) AS type,
                coalesce(o.key, x.key) AS key,
-               coalesce(o.payload, x.payload) AS payload,
-               coalesce(o.body, x.body) AS body,
+               NULL::jsonb AS payload,
+               content.body,
                coalesce(o.content_type, x.content_type) AS content_type,
-               coalesce(o.headers, x.headers) AS headers,
+               content.headers,
                coalesce(o.created_at, x.published_at) AS published_at,
                o.erased_at IS NOT NULL OR x.erased_at IS NOT NULL AS is_erased,
                CASE WHEN coalesce(d.replay_id, d.backfill_id) IS NULL THEN o.expires_at END
                    AS expires_at,
                w.was_endpoint_id, w.was_generation, w.was_slot, w.was_seq, b.committed_after,
-               sum(coalesce(pg_column_size(o.payload), pg_column_size(o.body),
-                            pg_column_size(x.payload), pg_column_size(x.body))) OVER (
+               content.bytes,
+               sum(content.bytes) OVER (
                    PARTITION BY lane.id ORDER BY d.seq
                    ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS bytes_before
-          FROM unnest($1::bigint[], $2::bigint[], $3::bigint[], $4::int[])
-               AS lane(id, floor_batch, after_seq, rows_max)
+          FROM unnest($1::bigint[], $2::bigint[], $3::bigint[], $4::int[], $5::bigint[])
+               AS lane(id, floor_batch, after_seq, rows_max, bytes_max)
          CROSS JOIN LATERAL (
                SELECT batch, seq, outbox_id, replay_id, replay_seq, backfill_id, copy_id
                  FROM delivery
@@ -158,8 +159,15 @@ SELECT lane_id, seq, batch, outbox_id, {EVENT_COLUMNS},
                  FROM replay
                  JOIN dead_letter dead ON dead.id = replay.dead_id
                  JOIN lane was ON was.id = dead.lane_id
-                WHERE replay.id = d.replay_id LIMIT 1) w ON true) found
- WHERE coalesce(bytes_before, 0) < $5
+                WHERE replay.id = d.replay_id LIMIT 1) w ON true
+         CROSS JOIN LATERAL (
+               SELECT body, headers,
+                      coalesce(octet_length(body), 0) + coalesce(octet_length(headers), 0) AS bytes
+                 FROM (SELECT coalesce(o.body, x.body, convert_to(
+                                  coalesce(o.payload, x.payload)::text, 'UTF8')) AS body,
+                              coalesce(o.headers, x.headers)::text AS headers
+                       OFFSET 0) converted) content) found
+ WHERE bytes_before IS NULL OR bytes_before + bytes <= bytes_max
  ORDER BY lane_id, seq
 """  # noqa: S608 (constants only)
 
@@ -355,14 +363,14 @@ class LaneStore:
         floor_batches: Sequence[int],
         after_seqs: Sequence[int],
         rows_max: Sequence[int],
-        bytes_max: int,
+        bytes_max: Sequence[int],
     ) -> dict[int, list[Delivery | ErasedEvent]]:
         """The next deliveries of each lane.
 
         Args:
             rows_max: maximum number per lane.
-            bytes_max: each lane gets further deliveries until their payloads, as stored, have
-                this size; at least one.
+            bytes_max: maximum bytes of payloads and headers per lane, uncompressed; at least
+                one delivery, whatever its size.
         """
         names = {lane.id: lane for lane in lanes}
         found: dict[int, list[Delivery | ErasedEvent]] = {lane.id: [] for lane in lanes}
@@ -412,7 +420,7 @@ class LaneStore:
         found = await self.delivery_at(lane, after_seq + 1)
         if found is None:
             return None
-        some = await self.deliveries([lane], [found.batch], [after_seq], [rows_max], bytes_max)
+        some = await self.deliveries([lane], [found.batch], [after_seq], [rows_max], [bytes_max])
         rows = [row for row in some[lane.id] if row.seq <= through_seq]
         if not rows or rows[0].seq != after_seq + 1:
             return None

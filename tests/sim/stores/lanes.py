@@ -64,7 +64,7 @@ class LaneStore(real.LaneStore):
         floor_batches: Sequence[int],
         after_seqs: Sequence[int],
         rows_max: Sequence[int],
-        bytes_max: int,
+        bytes_max: Sequence[int],
     ) -> dict[int, list[Delivery | ErasedEvent]]:
         requests = list(zip(lanes, floor_batches, after_seqs, rows_max, strict=True))
         return await self._db.call(read_deliveries, requests)

@@ -54,7 +54,9 @@ env:
   {{- with .Values.extraEnv }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
-resources: {{ toYaml .Values.resources | nindent 2 }}
+{{- $bytes := add (int64 .Values.settings.OUTBOX_BUFFER_BYTES_MAX) (mul 384 1048576) }}
+{{- $limits := dict "limits" (dict "memory" (printf "%dMi" (div $bytes 1048576))) }}
+resources: {{ merge (deepCopy .Values.resources) $limits | toYaml | nindent 2 }}
 securityContext:
   allowPrivilegeEscalation: false
   readOnlyRootFilesystem: true
