@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 from outbox.core.brokers.port import Stop, StopKind
-from outbox.core.model.response import Failure
+from outbox.core.model.response import Failure, one_line
 from outbox.network.connector import ConnectionOpener, Target
 from outbox.network.tls_contexts import ContextCache
 
@@ -56,6 +56,6 @@ class BrokerOpener:
 def stop_of(error: NotConnected) -> Stop:
     """Why nothing can be sent without a connection."""
     if error.failure is Failure.LOCAL:
-        return Stop(StopKind.LOCAL, error.detail)
+        return Stop(StopKind.LOCAL, one_line(error.detail))
     kind = StopKind.MISCONFIGURED if error.failure in _NEEDS_A_PERSON else StopKind.UNAVAILABLE
-    return Stop(kind, error.detail)
+    return Stop(kind, one_line(error.detail))

@@ -27,6 +27,7 @@ from outbox.core.brokers.port import (
     Stop,
     StopKind,
 )
+from outbox.core.model.text import quoted
 from outbox.destinations.broker import BrokerFinding, stopped_finding
 from outbox.destinations.nats.checks import check_stream, refusal_of_stream
 from outbox.destinations.nats.connection import Connection, Stopped, open_socket
@@ -416,10 +417,10 @@ def _other_owner(fence: StoredMessage, owner: Owner) -> Foreign | Fenced | None:
     try:
         content = json.loads(fence.body)
         identity, epoch = str(content["identity"]), int(content["epoch"])
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return Foreign("the lane's fence is not of an outbox relay")
     if identity != owner.identity:
-        return Foreign(f"the lane belongs to the database {identity[:80]!r}")
+        return Foreign(f"the lane belongs to the database {quoted(identity)}")
     return Fenced(epoch) if epoch > owner.epoch else None
 
 

@@ -23,6 +23,7 @@ from aiohappyeyeballs import start_connection
 from nats import errors
 from nats.aio.client import Client, RawCredentials
 from nats.aio.transport import TcpTransport
+from nats.protocol.parser import Parser
 
 from outbox.core.brokers.port import Stop, StopKind
 from outbox.core.model.response import one_line
@@ -128,7 +129,7 @@ class Connection:
 
     def __init__(self, target: NatsTarget) -> None:
         self._target = target
-        self._client = Client()
+        self._client = _Client()
         self._transport: _SocketTransport | None = None
         self._inbox = ""
         self._requests: dict[str, tuple[str, asyncio.Future[Msg]]] = {}
@@ -322,6 +323,34 @@ class Connection:
 
     def _on_end(self, reason: str = "the server closed it") -> None:
         self.drop(self._cause or reason)
+
+
+class _Client(Client):
+    """nats-py's client, which parses no more of what a server sends than is used here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ps = _Parser(self)
+
+    async def _process_info(self, info: Any, initial_connection: bool = False) -> None:
+        """Ignore the servers of an INFO: they are for the library's reconnects, which are switched
+        off.  It compares each with all others.
+        """
+
+    async def _process_headers(self, headers: bytes | None) -> dict[str, str] | None:
+        if headers is not None and len(headers) > ACKNOWLEDGEMENT_BYTES:
+            raise errors.ProtocolError
+        found: dict[str, str] | None = await super()._process_headers(headers)
+        return found
+
+
+class _Parser(Parser):
+    async def parse(self, data: bytes = b"") -> None:
+        """Parse; the library logs other errors with what caused them, and reads no more."""
+        try:
+            await super().parse(data)
+        except (ValueError, TypeError, LookupError, RecursionError) as error:
+            raise errors.ProtocolError from error
 
 
 class _SocketTransport(TcpTransport):

@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from rstream import schema
 from rstream.constants import Key
-from rstream.encoding import decode_frame, encode_frame
+from rstream.encoding import encode_frame
+
+from outbox.destinations.rabbitmq.frames import decode_frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,12 +32,14 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=schema.Frame)
 
-INBOUND_BYTES_MAX = 64 * 1024 * 1024
-"""Longest frame that is accepted of a subscription, whose chunks are the longest ones."""
-STREAM_REPLY_BYTES_MAX = 1024 * 1024
-"""Longest frame that is accepted without one; the longest describes the nodes of many streams."""
-AUTHENTICATION_BYTES_MAX = 64 * 1024
-"""Longest frame that is accepted until the server has sent its limits."""
+CHUNK_BYTES_MAX = 64 * 1024 * 1024
+"""Longest frame with a chunk of a stream, if a subscription awaits one."""
+FRAME_BYTES_MAX = 64 * 1024
+"""Longest other frame that is accepted: decoding it takes the event loop some milliseconds."""
+UNASKED_FRAMES = 100
+"""Frames that the server may send beside those that are awaited, such as heartbeats."""
+UNASKED_FRAMES_PER_S = 2
+TOO_MANY = "the server sent more frames than were asked for"
 SLOTS = 256
 """Publishers of a connection: the protocol numbers them with one byte."""
 SILENT_HEARTBEATS = 2.5
@@ -67,7 +71,10 @@ class Rejected(Exception):
 class Publisher(Protocol):
     """Receives what the server says of one publisher."""
 
-    def confirmed(self, ids: tuple[int, ...]) -> None: ...
+    def confirmed(self, ids: tuple[int, ...]) -> bool:
+        """Take confirms; returns whether any of them was awaited."""
+        ...
+
     def failed(self, errors: list[tuple[int, int]]) -> None:
         """Publishing ids and their codes; the connection ends after this call."""
 
@@ -89,6 +96,8 @@ class StreamConnection(asyncio.Protocol):
         self._heartbeat: asyncio.TimerHandle | None = None
         self._heartbeat_s = 0.0
         self._received_at = self._loop.time()
+        self._unasked_left = float(UNASKED_FRAMES)
+        self._unasked_at = self._received_at
         self._free_slots = list(range(SLOTS - 1, -1, -1))
         self.publishers: dict[int, Publisher] = {}
         self.subscriptions: dict[int, Callable[[bytes], None]] = {}
@@ -204,7 +213,7 @@ class StreamConnection(asyncio.Protocol):
         place = 0
         while self.lost is None and len(received) - place >= _HEADER.size:
             size, key, _ = _HEADER.unpack_from(received, place)
-            if not 4 <= size <= self._frame_bytes_max():
+            if not 4 <= size <= self._frame_bytes_max(key):
                 self.abort(f"the server sent a frame of {size} bytes: is it the stream port?")
                 return
             if len(received) - place < 4 + size:
@@ -218,10 +227,17 @@ class StreamConnection(asyncio.Protocol):
                 self.abort(f"the server sent a malformed frame ({type(error).__name__})", error)
         del received[:place]
 
-    def _frame_bytes_max(self) -> int:
-        if self.subscribed:
-            return INBOUND_BYTES_MAX
-        return STREAM_REPLY_BYTES_MAX if self._tuned.done() else AUTHENTICATION_BYTES_MAX
+    def _frame_bytes_max(self, key: int) -> int:
+        is_chunk = bool(self.subscribed) and key == Key.Deliver.value
+        return CHUNK_BYTES_MAX if is_chunk else FRAME_BYTES_MAX
+
+    def _count_unasked(self) -> None:
+        """End the connection if the server sends frames that nothing awaits again and again."""
+        now = self._received_at
+        left = self._unasked_left + (now - self._unasked_at) * UNASKED_FRAMES_PER_S
+        self._unasked_left, self._unasked_at = min(left, UNASKED_FRAMES) - 1, now
+        if self._unasked_left < 0:
+            self.abort(TOO_MANY)
 
     def _frame_received(self, key: int, frame: bytes) -> None:
         if key & _RESPONSE:
@@ -229,13 +245,16 @@ class StreamConnection(asyncio.Protocol):
         elif key == Key.PublishConfirm.value:
             publisher, count = frame[4], int.from_bytes(frame[5:9])
             ids = struct.unpack_from(f">{count}Q", frame, 9)
-            if (listener := self.publishers.get(publisher)) is not None:
-                listener.confirmed(ids)
+            listener = self.publishers.get(publisher)
+            if listener is None or not listener.confirmed(ids):
+                self._count_unasked()
         elif key == Key.PublishError.value:
             self._publish_failed(frame[4], [*struct.iter_unpack(">QH", frame[9:])])
         elif key == Key.Deliver.value:
             if (receive := self.subscriptions.get(frame[4])) is not None:
                 receive(frame[5:])
+            else:
+                self._count_unasked()
         elif key == Key.MetadataUpdate.value:
             update = cast("schema.MetadataUpdate", decode_frame(frame)).metadata_info
             self.abort(f"stream {update.stream} was deleted, or its leader ended or moved")
@@ -245,7 +264,11 @@ class StreamConnection(asyncio.Protocol):
         elif key == Key.Tune.value:
             if not self._tuned.done():
                 self._tuned.set_result(cast("schema.Tune", decode_frame(frame)))
-        elif key != Key.Heartbeat.value:
+            else:
+                self._count_unasked()
+        elif key == Key.Heartbeat.value:
+            self._count_unasked()
+        else:
             self.abort(f"the server sent an unknown frame ({key})")
 
     def _publish_failed(self, publisher: int, errors: list[tuple[int, int]]) -> None:
@@ -257,6 +280,7 @@ class StreamConnection(asyncio.Protocol):
     def _response_received(self, key: int, frame: bytes) -> None:
         pending = self._requests.pop(int.from_bytes(frame[4:8]), None)
         if pending is None or pending.done():
+            self._count_unasked()
             return
         # Only Metadata has a code for each stream.  Of the others, the rest is absent if the
         # request failed.

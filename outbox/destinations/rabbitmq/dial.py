@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 BROKER_HEARTBEAT_S = 20
 """Longest interval of heartbeats; the server's limit is 60 s by default."""
+PORT_DIGITS_MAX = 5
 UNLIMITED_BYTES = 2**31 - 1
 """Longest frame for a server without a limit."""
 
@@ -137,11 +138,9 @@ class Dialer:
                 f"virtual host {self._target.vhost}: {code_name(error.code)}",
             ) from None
         properties = {each.key: each.value for each in opened.properties}
-        if "advertised_host" in properties and properties.get("advertised_port", "").isdecimal():
-            connection.advertised = (
-                properties["advertised_host"],
-                int(properties["advertised_port"]),
-            )
+        port = properties.get("advertised_port", "")
+        if "advertised_host" in properties and port.isdecimal() and len(port) <= PORT_DIGITS_MAX:
+            connection.advertised = (properties["advertised_host"], int(port))
 
     def _plain(self) -> bytes:
         # A client certificate is in addition to this: RabbitMQ 3.10 fails at the mechanism

@@ -20,7 +20,6 @@ the same stream.
 
 from __future__ import annotations
 
-import reprlib
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +36,7 @@ from outbox.core.brokers.port import (
 )
 from outbox.core.brokers.redis_target import parse_url
 from outbox.core.model.response import one_line
+from outbox.core.model.text import QUOTED_CHARS_MAX, quoted
 from outbox.destinations.broker import stopped_finding
 from outbox.destinations.broker_connection import BrokerOpener, stop_of
 from outbox.destinations.redis.checks import WHAT_TO_DO, findings_of
@@ -206,9 +206,9 @@ def _stop(error: NotSent | ResponseLost | RedisError) -> Stop:
 
 def _strange(response: object) -> Stop:
     """The failure for a response that the script does not give."""
-    text = f"not a response of the script: {reprlib.repr(response)}"
-    return Stop(StopKind.MISCONFIGURED, one_line(text))
+    return Stop(StopKind.MISCONFIGURED, f"not a response of the script: {type(response).__name__}")
 
 
 def _text(value: object) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+    text = value.decode("utf-8", "replace") if isinstance(value, bytes) else quoted(value)
+    return one_line(text, QUOTED_CHARS_MAX)

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 REDIS_REPLY_BYTES_MAX = 64 * 1024
-"""Bytes that the server may send for a call, and for the authentication."""
+"""Bytes that the server may send for one call, and for the authentication."""
+USUAL_REPLY_BYTES = 1024
+"""Bytes that it may send for each further call of a group."""
 GROUP_BYTES = 4 << 20
 """Bytes after which a group takes no further call."""
 _CLOSED = "the endpoint's broker was closed"
@@ -66,7 +68,7 @@ class BoundedProtocol(asyncio.StreamReaderProtocol):
 
     def expect(self, replies: int) -> None:
         """Bound what the server sends from now on."""
-        self._bytes_left = replies * REDIS_REPLY_BYTES_MAX
+        self._bytes_left = REDIS_REPLY_BYTES_MAX + (replies - 1) * USUAL_REPLY_BYTES
 
     def streams(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """The streams of the connection that was made."""
@@ -285,7 +287,10 @@ class GroupedConnection:
             await connection.abort()
             if isinstance(error.__cause__, NotConnected):
                 raise error.__cause__ from None
-            if isinstance(error, (OSError, TimeoutError, RedisError)) and not is_response(error):
+            if isinstance(error, NotConnected) or not isinstance(error, Exception):
+                raise
+            if not is_response(error):
+                # Also whatever a response of another form leads to inside the library.
                 raise unreachable(error) from error
             raise
         self._connection = connection

@@ -24,7 +24,7 @@ from outbox.destinations.brokers import Brokers
 from outbox.destinations.rabbitmq.connection import StreamConnection
 from outbox.destinations.rabbitmq.position import _Tail
 from outbox.network.egress import EgressPolicy
-from tests.support.brokers.hostile import ATTACKS, RABBITMQ, attacking
+from tests.support.brokers.hostile import ATTACKS, attacking
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -37,71 +37,9 @@ WRITTEN_BYTES_MAX = 8 << 20
 CHUNK_BYTES_MAX = 72 << 20
 """The same where a chunk of a stream is awaited."""
 LANE = "events-1-0"
+AT_ONCE = 16
 PAUSE_S_MAX = 5.0
 """An attack that does not end lasts longer; usual ones take some milliseconds."""
-
-
-FAILING = frozenset(
-    {
-        "redis: a position that is no number",
-        "redis: a position of 5,000 digits",
-        "redis: numbers for texts",
-        "redis: an epoch that is no number",
-        "redis: a value with escapes",
-        "redis: a value with escapes, for an append",
-        "nats: INFO of nesting, later",
-        "nats: INFO with limits that are texts",
-        "nats: nesting for STREAM.NAMES",
-        "nats: a list for STREAM.NAMES",
-        "nats: a number for STREAM.NAMES",
-        "nats: an error that is a text for STREAM.NAMES",
-        "nats: an error of another form for STREAM.NAMES",
-        "nats: nesting for STREAM.INFO",
-        "nats: a list for STREAM.INFO",
-        "nats: a number for STREAM.INFO",
-        "nats: an error that is a text for STREAM.INFO",
-        "nats: an error of another form for STREAM.INFO",
-        "nats: nesting for STREAM.MSG.GET",
-        "nats: a list for STREAM.MSG.GET",
-        "nats: a number for STREAM.MSG.GET",
-        "nats: an error that is a text for STREAM.MSG.GET",
-        "nats: an error of another form for STREAM.MSG.GET",
-        "nats: nesting for ack",
-        "nats: a list for ack",
-        "nats: a number for ack",
-        "nats: an error that is a text for ack",
-        "nats: an error of another form for ack",
-        "nats: no JSON for ack",
-        "nats: streams that are a number",
-        "nats: a state that is a text",
-        "nats: a configuration of texts",
-        "nats: a message that is a number",
-        "nats: a message without a sequence",
-        "nats: a sequence that is a text",
-        "nats: an acknowledgement without a sequence",
-        "nats: headers of another form",
-        "rabbitmq: an advertised port of 5,000 digits",
-        "rabbitmq: a node at port 4,294,967,295",
-        "kafka: a response of 90 MB",
-    }
-)
-"""Attacks that still end a session."""
-ENDLESS = frozenset(
-    {
-        "rabbitmq: 4,294,967,295 properties before the authentication",
-        "rabbitmq: 4,294,967,295 mechanisms",
-        "rabbitmq: 4,294,967,295 properties of a virtual host",
-        "rabbitmq: 4,294,967,295 nodes",
-        "nats: INFO with 80,000 servers twice for a response",
-    }
-)
-"""Attacks that still occupy the event loop for ever, and all memory."""
-
-
-def marked(name: str) -> object:
-    if name not in FAILING | ENDLESS:
-        return name
-    return pytest.param(name, marks=pytest.mark.xfail(strict=True, run=name not in ENDLESS))
 
 
 async def open_or_append(broker: Broker) -> Stop | object:
@@ -113,16 +51,44 @@ async def open_or_append(broker: Broker) -> Stop | object:
     return (await broker.append(LANE, owner, 0, [message])).stop
 
 
-@pytest.mark.parametrize("name", [marked(each) for each in ATTACKS])
+@pytest.mark.full
+@pytest.mark.parametrize("name", ATTACKS)
 async def test_a_hostile_broker_costs_little_and_ends_no_session(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever it sends: the call returns, in time, with one line that is safe to display."""
-    attack = ATTACKS[name]
-    brokers = Brokers(EgressPolicy(["127.0.0.0/8"]))
     pauses = asyncio.create_task(longest_pause())
-    async with attacking(attack) as server, asyncio.timeout(30):
-        credentials = "user:password" if attack.url is RABBITMQ else None
+    await attack(name)
+    pauses.cancel()
+    await asyncio.wait([pauses])
+    assert pauses.result() < PAUSE_S_MAX
+    assert errors_in(caplog) == []
+
+
+@pytest.mark.parametrize("broker", ["redis", "nats", "rabbitmq", "kafka"])
+async def test_all_attacks_of_a_broker_at_once(
+    broker: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = [name for name in ATTACKS if name.startswith(broker)]
+    places = asyncio.Semaphore(AT_ONCE)
+
+    async def run(name: str) -> str | None:
+        async with places:
+            try:
+                await attack(name)
+            except Exception as error:
+                return f"{name}: {type(error).__name__}: {error}"
+            return None
+
+    found = await asyncio.gather(*map(run, names))
+    assert [each for each in found if each is not None] == []
+    assert errors_in(caplog) == []
+
+
+async def attack(name: str) -> None:
+    brokers = Brokers(EgressPolicy(["127.0.0.0/8"]))
+    async with attacking(ATTACKS[name]) as server, asyncio.timeout(30):
+        credentials = "user:password" if name.startswith("rabbitmq") else None
         address = BrokerAddress(server.url, credentials, timeout_s=1, connect_timeout_s=1)
         broker = brokers.connect(address)
         try:
@@ -135,12 +101,12 @@ async def test_a_hostile_broker_costs_little_and_ends_no_session(
             await brokers.aclose()
         await until(lambda: not server.open)
     assert server.connections >= 1
-    may_chunk = "chunk" in name
-    assert server.written_bytes < (CHUNK_BYTES_MAX if may_chunk else WRITTEN_BYTES_MAX)
-    pauses.cancel()
-    await asyncio.wait([pauses])
-    assert pauses.result() < PAUSE_S_MAX
-    assert [each.getMessage() for each in caplog.records if each.levelno >= logging.ERROR] == []
+    is_chunk = "chunk" in name
+    assert server.written_bytes < (CHUNK_BYTES_MAX if is_chunk else WRITTEN_BYTES_MAX)
+
+
+def errors_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.levelno >= logging.ERROR]
 
 
 async def longest_pause() -> float:
@@ -180,7 +146,7 @@ async def test_chunks_that_were_not_asked_for_are_not_kept() -> None:
     connection, tail = subscribed()
     for _ in range(3):
         connection.data_received(delivered(5_000_000))
-    assert tail.chunks.qsize() == 1
+    assert tail.entries.qsize() == 1
     assert "not asked for" in str(connection.lost)
 
 

@@ -8,6 +8,7 @@ responses of another form.
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import re
 import socket
@@ -233,7 +234,7 @@ def _nats(replies: Mapping[str, bytes], info: bytes = INFO, unasked: bytes = b""
                 await peer.reader.readexactly(int(found[4]) + 2)
                 subject, reply = found[2].decode(), found[3]
                 method = next((each for each in _POLITE if each in subject), _ACK)
-                payload = (_POLITE | replies)[method]
+                payload = replies.get(method, _POLITE[method])
                 if payload.startswith(b"INFO "):
                     await peer.send(payload)
                 elif payload.startswith(b"NATS/"):
@@ -246,8 +247,6 @@ def _nats(replies: Mapping[str, bytes], info: bytes = INFO, unasked: bytes = b""
 
 
 def _hdrs(raw: bytes) -> bytes:
-    import base64
-
     message = {"seq": 1, "hdrs": base64.b64encode(raw).decode(), "data": ""}
     return json.dumps({"message": message}).encode()
 
@@ -420,7 +419,7 @@ _RABBITMQ_FORMS: dict[str, Script] = {
             + _text(b"advertised_port")
             + _text(b"9" * 5000),
         )
-    ),  # fmt: skip
+    ),
     "a reason with escapes": _rabbitmq(
         {_OPEN: lambda _: frame(_CLOSE, struct.pack(">IH", 1, 2) + _text(b"\x1b[31m\x00"))}
     ),
@@ -446,7 +445,20 @@ _RABBITMQ_FORMS: dict[str, Script] = {
         _delivering(
             _entry(_PROPERTIES + b"\xd1" + struct.pack(">II", 30_004, 2) + b"\xc0\x02\x01" * 10_000)
         )
-    ),  # fmt: skip
+    ),
+    "a property with an array of 4,294,967,295 nulls": _rabbitmq(
+        _delivering(
+            _entry(
+                _PROPERTIES
+                + b"\xd1"
+                + struct.pack(">II", 4 + 3 + 10, 2)
+                + b"\xa1\x01x"
+                + b"\xf0"
+                + struct.pack(">II", 5, 0xFFFFFFFF)
+                + b"\x40"
+            )
+        )
+    ),
     "a chunk with fewer entries than it says": _rabbitmq(_delivering(_entry(b"x"), 60_000)),
 }
 
