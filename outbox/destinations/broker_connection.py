@@ -6,15 +6,16 @@ address needs TLS; on any port, because brokers have their own.
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, TypeVar
 
 from outbox.core.brokers.port import Stop, StopKind
 from outbox.core.model.response import Failure, one_line
 from outbox.network.connector import ConnectionOpener, Target
+from outbox.network.reuse_limits import ReuseLimits
 from outbox.network.tls_contexts import ContextCache
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Callable
 
     from outbox.destinations.broker import BrokerAddress
@@ -32,6 +33,7 @@ class BrokerOpener:
 
     def __init__(self, address: BrokerAddress, policy: EgressPolicy, resolver: Resolver) -> None:
         self._address = address
+        self._resolver = resolver
         self._contexts = ContextCache()
         self._opener = ConnectionOpener(policy, resolver, self._contexts)
 
@@ -47,6 +49,10 @@ class BrokerOpener:
             via_proxy=False, endpoint=None, any_port=True,
         )  # fmt: skip
         return await self._opener.open(target, factory, address.connect_timeout_s)
+
+    def limits(self, host: str) -> ReuseLimits:
+        """The limits of a connection to a host that is opened now."""
+        return ReuseLimits(self._resolver, asyncio.get_running_loop(), host)
 
     def close(self) -> None:
         """Release what connections shared."""

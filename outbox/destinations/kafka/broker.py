@@ -19,7 +19,7 @@ from confluent_kafka import KafkaError, KafkaException
 from outbox.core.brokers.port import Appended, Capabilities, Stop, StopKind
 from outbox.destinations.broker import BrokerFinding
 from outbox.destinations.kafka.check import check_topic
-from outbox.destinations.kafka.egress import ServerChecks
+from outbox.destinations.kafka.egress import ClientLimits, ServerChecks
 from outbox.destinations.kafka.failures import (
     ABSENT,
     MISCONFIGURED,
@@ -65,6 +65,10 @@ class KafkaBroker:
         self._reader: Reader | None = None
         self._topic: Topic | None = None
         self._producer: IdempotentProducer | None = None
+        self._replaced: list[IdempotentProducer] = []
+        """Producers with messages in flight that another one replaces."""
+        self._limits: ClientLimits | None = None
+        """Of reader and producer together; None: there are none."""
         self._absent_since: float | None = None
         self._is_closed = False
 
@@ -105,8 +109,9 @@ class KafkaBroker:
 
     async def aclose(self) -> None:
         self._is_closed = True
-        if self._producer is not None:
-            self._discard(self._producer)
+        for producer in (*self._replaced, self._producer):
+            if producer is not None:
+                self._discard(producer)
         if (reader := self._reader) is not None:
             reader.discard()
             await asyncio.wait([reader.ended], timeout=READER_CLOSE_S)
@@ -118,6 +123,7 @@ class KafkaBroker:
             partition = partition_of(lane)
         except UsageError as error:
             return Stop(StopKind.MISCONFIGURED, str(error))
+        self._retire_old()
         if self._topic is None or partition >= self._topic.partitions:
             self._topic = None
         if (stop := await self._connect_reader(partition, deadline)) is not None:
@@ -168,6 +174,7 @@ class KafkaBroker:
                     return self._absent()
                 self._absent_since = None
                 self._topic = topic
+                self._limits = self._limits or self._checks.limits()
         if partition >= self._topic.partitions:
             return Stop(
                 StopKind.MISCONFIGURED,
@@ -175,6 +182,23 @@ class KafkaBroker:
                 f"needs partition {partition}: add partitions, or use fewer lanes",
             )
         return None
+
+    def _retire_old(self) -> None:
+        """Replace the clients if they are too old, or an address has left its name.
+
+        Calls in flight end with the old ones.  The lanes' positions belong to the topic.
+        """
+        if self._limits is None or self._limits.allow():
+            return
+        self._limits = self._topic = None
+        if self._reader is not None:
+            self._reader.retire()
+            self._reader = None
+        if self._producer is not None:
+            self._producer.retire()
+            self._replaced = [each for each in self._replaced if not each.has_ended]
+            self._replaced.append(self._producer)
+            self._producer = None
 
     def _absent(self) -> Stop:
         now = time.monotonic()
@@ -187,6 +211,7 @@ class KafkaBroker:
         )
 
     async def _connect(self, partition: int) -> IdempotentProducer | Stop:
+        self._retire_old()
         deadline = time.monotonic() + self._address.timeout_s
         is_there = self._topic is not None and partition < self._topic.partitions
         if not is_there and (stop := await self._connect_reader(partition, deadline)) is not None:
@@ -218,6 +243,12 @@ class KafkaBroker:
         rest = messages
         is_single = False
         while rest:
+            if producer.is_retired:
+                # Between two batches: everything before is stored.
+                replacing = await self._connect(partition)
+                if isinstance(replacing, Stop):
+                    return result._replace(stop=replacing)
+                producer = replacing
             count = 1 if is_single or not producer.is_known(partition) else len(rest)
             batch = producer.send(partition, rest[:count])
             try:

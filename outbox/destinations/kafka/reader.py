@@ -137,6 +137,10 @@ class Reader:
         self._closed.set()
         self._requests.put(None)
 
+    def retire(self) -> None:
+        """End the thread after the requests that it has."""
+        self._requests.put(None)
+
     async def topic(self, deadline: float) -> Topic | Stop:
         """Ask for the cluster's servers and the topic's partitions.
 

@@ -46,6 +46,9 @@ def client_settings(target: KafkaTarget, address: BrokerAddress) -> Settings:
         "socket.connection.setup.timeout.ms": max(1000, int(address.connect_timeout_s * 1000)),
         "socket.keepalive.enable": True,
         "socket.nagle.disable": True,
+        # Besides this, the driver replaces its clients, see `ClientLimits`.
+        "connections.max.idle.ms": 60_000,
+        "broker.address.ttl": 1000,
         "reconnect.backoff.ms": 100,
         "reconnect.backoff.max.ms": 2000,
         "enable.metrics.push": False,

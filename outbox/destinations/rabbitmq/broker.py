@@ -114,6 +114,12 @@ class RabbitMqBroker:
         attempt = _Opening()
         try:
             async with asyncio.timeout(self._timeout_s):
+                try:
+                    return await self._open(attempt, lane, owner, after, force=force)
+                except Lost as error:
+                    if not error.while_idle:
+                        raise
+                # Opening a lane only reads.
                 return await self._open(attempt, lane, owner, after, force=force)
         except Stopped as error:
             return error.stop
@@ -132,9 +138,9 @@ class RabbitMqBroker:
     ) -> Appended:
         """Publish the messages; those that no frame can hold end the append before them."""
         state = self._lanes.get(lane)
-        if state is None or state.connection.lost is not None or state.identity != owner.identity:
+        if state is None or not state.connection.is_usable or state.identity != owner.identity:
             self._lanes.pop(lane, None)
-            return _moved(after, "the lane's connection was closed: open the lane")
+            return _moved(after, "the lane's connection has ended: open the lane")
         if state.position != after:
             # The server would confirm lower sequences, and drop them.
             return _moved(after, f"the lane stands at {state.position}, not at {after}")
@@ -276,8 +282,7 @@ class RabbitMqBroker:
         self, lane: str, state: OpenLane, publishing: Publishing, frames: bytes, after: int
     ) -> tuple[int, Stop | None]:
         connection = state.connection
-        connection.publishers[state.slot] = publishing
-        connection.send(frames)
+        connection.publish(state.slot, publishing, frames)
         timed_out = False
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -303,8 +308,9 @@ class RabbitMqBroker:
             return through, Stop(kind, f"publishing: {code_name(code)}")
         if timed_out:
             return through, Stop(StopKind.UNKNOWN, f"no confirm within {self._timeout_s:g} s")
-        detail = "the connection ended" if publishing.error is None else publishing.error.detail
-        return through, Stop(StopKind.UNKNOWN, one_line(detail))
+        lost = publishing.error or Lost("the connection ended")
+        kind = StopKind.MOVED if lost.while_idle else StopKind.UNKNOWN
+        return through, Stop(kind, one_line(lost.detail))
 
 
 def _own_contexts(target: StreamTarget) -> ContextCache:

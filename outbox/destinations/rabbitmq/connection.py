@@ -24,9 +24,12 @@ from rstream.constants import Key
 from rstream.encoding import encode_frame
 
 from outbox.destinations.rabbitmq.frames import decode_frame
+from outbox.network.reuse_limits import RESEND_WITHIN_S, peer_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from outbox.network.reuse_limits import ReuseLimits
 
     Pending = asyncio.Future["schema.Frame"]
 
@@ -36,6 +39,8 @@ CHUNK_BYTES_MAX = 64 * 1024 * 1024
 """Longest frame with a chunk of a stream, if a subscription awaits one."""
 FRAME_BYTES_MAX = 64 * 1024
 """Longest other frame that is accepted: decoding it takes the event loop some milliseconds."""
+RETIRED_CHECK_S = 0.5
+"""Interval at which a connection that is too old ends if nothing is awaited on it."""
 UNASKED_FRAMES = 100
 """Frames that the server may send beside those that are awaited, such as heartbeats."""
 UNASKED_FRAMES_PER_S = 2
@@ -57,6 +62,8 @@ class Lost(Exception):
         super().__init__(detail)
         self.detail = detail
         self.error = error
+        self.while_idle = False
+        """Whether the server closed the idle connection while a request was on its way."""
 
 
 class Rejected(Exception):
@@ -108,8 +115,36 @@ class StreamConnection(asyncio.Protocol):
         self.advertised: tuple[str, int] | None = None
         """Host and port of the node, as it names itself to clients; None: it does not."""
         self.secure = False
+        self.limits: ReuseLimits | None = None
+        self._is_retired = False
+        self._has_served = False
+        """Whether it had responses since it was established."""
+        self._sent_at = 0.0
+        """When it was idle last."""
         self.lost: Lost | None = None
         """Why the connection ended; None: it is open."""
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it may carry another call; one that may not ends when nothing is awaited."""
+        if self.lost is not None or self._is_retired:
+            return False
+        if self.limits is None or self.limits.allow(self):
+            return True
+        self._is_retired = True
+        self._end_retired()
+        return False
+
+    @property
+    def address(self) -> str | None:
+        """IP address of the node."""
+        return peer_address(self._transport)
+
+    def _end_retired(self) -> None:
+        if self.lost is None and (self._requests or self.publishers or self.subscribed):
+            self._loop.call_later(RETIRED_CHECK_S, self._end_retired)
+        else:
+            self.abort("another connection replaces it")
 
     # ------------------------------------------------------------------ slots
 
@@ -132,6 +167,7 @@ class StreamConnection(asyncio.Protocol):
         if self.lost is not None:
             pending.set_exception(self.lost)
             return pending
+        self._begin()
         self._correlation += 1
         self._requests[self._correlation] = pending
         self.send(encode_frame(frame_type(correlation_id=self._correlation, **fields)))
@@ -142,6 +178,17 @@ class StreamConnection(asyncio.Protocol):
     ) -> F:
         """Send a request and return its response."""
         return cast("F", await self.request(frame_type, **fields))
+
+    def publish(self, slot: int, publisher: Publisher, frames: bytes) -> None:
+        """Send messages, whose results the publisher receives."""
+        self._begin()
+        self.publishers[slot] = publisher
+        self.send(frames)
+
+    def _begin(self) -> None:
+        """Note when the first of the requests is sent whose responses are awaited."""
+        if not (self._requests or self.publishers):
+            self._sent_at = self._loop.time()
 
     def send(self, data: bytes) -> None:
         """Send frames, together with all others of this iteration of the event loop."""
@@ -178,9 +225,12 @@ class StreamConnection(asyncio.Protocol):
 
     def abort(self, detail: str, error: BaseException | None = None) -> None:
         """End the connection; nothing is sent after this call."""
+        self._end(Lost(detail, error))
+
+    def _end(self, lost: Lost) -> None:
         if self.lost is not None:
             return
-        self.lost = Lost(detail, error)
+        self.lost = lost
         self._unsent.clear()
         if self._heartbeat is not None:
             self._heartbeat.cancel()
@@ -204,7 +254,11 @@ class StreamConnection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.abort("the connection was closed", exc)
+        now = self._loop.time()
+        is_sudden = self._received_at <= self._sent_at and now < self._sent_at + RESEND_WITHIN_S
+        lost = Lost("the connection was closed", exc)
+        lost.while_idle = self._has_served and is_sudden
+        self._end(lost)
 
     def data_received(self, data: bytes) -> None:
         self._received_at = self._loop.time()
@@ -246,6 +300,7 @@ class StreamConnection(asyncio.Protocol):
             publisher, count = frame[4], int.from_bytes(frame[5:9])
             ids = struct.unpack_from(f">{count}Q", frame, 9)
             listener = self.publishers.get(publisher)
+            self._has_served = True
             if listener is None or not listener.confirmed(ids):
                 self._count_unasked()
         elif key == Key.PublishError.value:
@@ -285,6 +340,7 @@ class StreamConnection(asyncio.Protocol):
         # Only Metadata has a code for each stream.  Of the others, the rest is absent if the
         # request failed.
         code = _OK if key == Key.Metadata.value else int.from_bytes(frame[8:10])
+        self._has_served = self.limits is not None
         if code == _OK:
             pending.set_result(decode_frame(frame))
         else:

@@ -14,6 +14,7 @@ from outbox.destinations.rabbitmq.connection import Lost, Rejected, StreamConnec
 from outbox.destinations.rabbitmq.stops import Stopped, code_name, not_connected, rejected
 from outbox.network.connector import ConnectionOpener, Target
 from outbox.network.errors import NotConnected
+from outbox.network.reuse_limits import ReuseLimits
 from outbox.version import __version__
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Dialer:
         self._target = target
         # Brokers are reached directly: the proxy for webhooks connects to https ports only.
         self._opener = ConnectionOpener(policy, resolver, contexts)
+        self._resolver = resolver
 
     async def connect(self, host: str, port: int) -> StreamConnection:
         """Open a connection; the egress policy checks the address of this host too.
@@ -71,6 +73,8 @@ class Dialer:
                     address.connect_timeout_s,
                 )
                 await self._authenticate(connection)
+                loop = asyncio.get_running_loop()
+                connection.limits = ReuseLimits(self._resolver, loop, host)
         except BaseException as error:
             if connection is not None:
                 connection.abort("the connection was not established")

@@ -78,7 +78,7 @@ class Nodes:
             alive = [each for each in self._connections[node] if each.lost is None]
             self._connections[node] = alive
             for connection in alive:
-                if not (with_slot and connection.is_full):
+                if connection.is_usable and not (with_slot and connection.is_full):
                     return connection
             if self._closed:
                 raise Stopped(StopKind.UNAVAILABLE, "the destination was closed")

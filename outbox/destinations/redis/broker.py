@@ -21,6 +21,7 @@ the same stream.
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import RedisError
@@ -40,7 +41,13 @@ from outbox.core.model.text import QUOTED_CHARS_MAX, quoted
 from outbox.destinations.broker import stopped_finding
 from outbox.destinations.broker_connection import BrokerOpener, stop_of
 from outbox.destinations.redis.checks import WHAT_TO_DO, findings_of
-from outbox.destinations.redis.connection import GroupedConnection, NotSent, ResponseLost, code_of
+from outbox.destinations.redis.connection import (
+    ClosedWhileIdle,
+    GroupedConnection,
+    NotSent,
+    ResponseLost,
+    code_of,
+)
 from outbox.destinations.redis.script import DIGEST, FORCE, OPEN, SCRIPT, packed, packed_call
 from outbox.network.errors import NotConnected
 
@@ -77,6 +84,7 @@ class RedisBroker:
         user, separator, password = (address.credentials or "").partition(":")
         self._connection = GroupedConnection(
             self._open,
+            partial(self._opener.limits, target.host),
             address.timeout_s,
             address.connect_timeout_s,
             host=target.host,  # For the library's messages.
@@ -140,20 +148,31 @@ class RedisBroker:
     async def _run(
         self, lane: str, owner: Owner, after: str, messages: Sequence[Message]
     ) -> Any | Stop:
-        """Run the script; the second time with its text, if the server does not have it."""
-        given = self._target, lane, owner, after, messages
+        """Run the script, again if the server closed the idle connection meanwhile: opening a lane
+        twice is harmless, and one whose append may be stored is opened first.
+        """
         deadline = self._connection.deadline()
         try:
             try:
-                return await self._connection.call(
-                    packed_call(("EVALSHA", DIGEST), *given), deadline
-                )
-            except RedisError as error:
-                if code_of(error) != "NOSCRIPT":
-                    raise
-                return await self._connection.call(packed_call(("EVAL", SCRIPT), *given), deadline)
+                return await self._run_once(lane, owner, after, messages, deadline)
+            except ClosedWhileIdle as error:
+                if messages:
+                    return Stop(StopKind.MOVED, one_line(str(error)))
+                return await self._run_once(lane, owner, after, messages, deadline)
         except (NotSent, ResponseLost, RedisError) as error:
             return _stop(error)
+
+    async def _run_once(
+        self, lane: str, owner: Owner, after: str, messages: Sequence[Message], deadline: float
+    ) -> Any:
+        """Run the script; the second time with its text, if the server does not have it."""
+        given = self._target, lane, owner, after, messages
+        try:
+            return await self._connection.call(packed_call(("EVALSHA", DIGEST), *given), deadline)
+        except RedisError as error:
+            if code_of(error) != "NOSCRIPT":
+                raise
+            return await self._connection.call(packed_call(("EVAL", SCRIPT), *given), deadline)
 
     async def _register(self, lane: str) -> None:
         """Add a lane to the set of the lanes; without the right, consumers do not find it.
