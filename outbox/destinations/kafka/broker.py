@@ -25,8 +25,8 @@ from outbox.destinations.kafka.failures import (
     MISCONFIGURED,
     REFUSED,
     describe,
-    error_of,
     stop_before_sending,
+    stop_without_client,
 )
 from outbox.destinations.kafka.loops import build_client
 from outbox.destinations.kafka.producer import IdempotentProducer
@@ -80,11 +80,9 @@ class KafkaBroker:
             async with asyncio.timeout(self._address.timeout_s):
                 return await self._open(lane, receipt, deadline)
         except TimeoutError:
-            reader = self._reader
-            suffix = "" if reader is None else reader.troubles.suffix()
-            return Stop(
-                StopKind.UNAVAILABLE, f"no response within {self._address.timeout_s:g} s{suffix}"
-            )
+            if self._reader is None:
+                return self._no_response(StopKind.UNAVAILABLE, None)
+            return self._reader.troubles.stop(None, self._address.timeout_s)
 
     async def append(
         self, lane: str, owner: Owner, after: int, messages: Sequence[Message]
@@ -96,7 +94,7 @@ class KafkaBroker:
             async with asyncio.timeout(self._address.timeout_s):
                 producer = await self._connect(partition_of(lane))
         except TimeoutError:
-            return Appended(after, self._no_response(StopKind.UNAVAILABLE))
+            return Appended(after, self._no_response(StopKind.UNAVAILABLE, self._producer))
         if isinstance(producer, Stop):
             return Appended(after, producer)
         return await self._append(producer, partition_of(lane), after, messages, deadline)
@@ -158,8 +156,8 @@ class KafkaBroker:
                             self._target.topic,
                         )
                     )
-                except KafkaException as exception:
-                    return Stop(StopKind.MISCONFIGURED, describe(error_of(exception)))
+                except (KafkaException, OSError, MemoryError, RuntimeError) as error:
+                    return stop_without_client(error)
             if self._topic is None:
                 topic = await self._reader.topic(
                     min(deadline, time.monotonic() + self._address.connect_timeout_s)
@@ -221,14 +219,17 @@ class KafkaBroker:
         async with self._connecting:
             if self._producer is None or not self._producer.is_usable:
                 assert self._settings is not None
-                self._producer = await build_client(
-                    partial(
-                        IdempotentProducer,
-                        asyncio.get_running_loop(),
-                        self._settings,
-                        self._target.topic,
+                try:
+                    self._producer = await build_client(
+                        partial(
+                            IdempotentProducer,
+                            asyncio.get_running_loop(),
+                            self._settings,
+                            self._target.topic,
+                        )
                     )
-                )
+                except (KafkaException, OSError, MemoryError, RuntimeError) as error:
+                    return stop_without_client(error)
             return self._producer
 
     async def _append(
@@ -309,11 +310,14 @@ class KafkaBroker:
             self._topic = None
             return Stop(StopKind.UNAVAILABLE, describe(error))
         if error.code() == KafkaError._IN_PROGRESS:
-            return self._no_response(StopKind.UNKNOWN)
+            kind = StopKind.UNKNOWN
+            if producer.lacks_resources(self._address.timeout_s):
+                kind = StopKind.LOCAL
+            return self._no_response(kind, producer)
         return Stop(StopKind.UNKNOWN, describe(error))
 
-    def _no_response(self, kind: StopKind) -> Stop:
-        troubles = self._producer.troubles.suffix() if self._producer is not None else ""
+    def _no_response(self, kind: StopKind, producer: IdempotentProducer | None) -> Stop:
+        troubles = producer.troubles.suffix() if producer is not None else ""
         return Stop(kind, f"no response within {self._address.timeout_s:g} s{troubles}")
 
     def _discard(self, producer: IdempotentProducer) -> None:

@@ -134,6 +134,11 @@ class IdempotentProducer:
         """Whether the broker knows this producer in the partition."""
         return time.monotonic() < self._known.get(partition, -KNOWN_S) + KNOWN_S
 
+    def lacks_resources(self, waited_s: float) -> bool:
+        """Whether it never had a connection, because of this process: nothing was sent."""
+        troubles = self.troubles
+        return not self._known and troubles.are_local and troubles.is_local(waited_s)
+
     def mark_known(self, partition: int) -> None:
         """Take note that the broker has stored a message of this producer in the partition."""
         self._known[partition] = time.monotonic()
