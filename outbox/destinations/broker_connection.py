@@ -7,6 +7,7 @@ address needs TLS; on any port, because brokers have their own.
 from __future__ import annotations
 
 import asyncio
+import ssl
 from typing import TYPE_CHECKING, TypeVar
 
 from outbox.core.brokers.port import Stop, StopKind
@@ -31,10 +32,12 @@ _NEEDS_A_PERSON = (Failure.EGRESS_REFUSED, Failure.TLS)
 class BrokerOpener:
     """Opens the connections of one endpoint."""
 
-    def __init__(self, address: BrokerAddress, policy: EgressPolicy, resolver: Resolver) -> None:
+    def __init__(
+        self, address: BrokerAddress, policy: EgressPolicy, resolver: Resolver, *, secure: bool
+    ) -> None:
         self._address = address
         self._resolver = resolver
-        self._contexts = ContextCache()
+        self._contexts = own_contexts(secure=secure)
         self._opener = ConnectionOpener(policy, resolver, self._contexts)
 
     async def open(self, host: str, port: int, factory: Callable[[], P], *, secure: bool) -> P:
@@ -57,6 +60,14 @@ class BrokerOpener:
     def close(self) -> None:
         """Release what connections shared."""
         self._contexts.close()
+
+
+def own_contexts(*, secure: bool) -> ContextCache:
+    """The TLS contexts of one endpoint.
+
+    Without TLS none is used: reading the system trust store would occupy the event loop.
+    """
+    return ContextCache(None if secure else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
 
 
 def stop_of(error: NotConnected) -> Stop:

@@ -24,7 +24,7 @@ from aiohappyeyeballs import start_connection
 from nats import errors
 from nats.aio.client import Client, RawCredentials
 from nats.aio.transport import TcpTransport
-from nats.protocol.parser import Parser
+from nats.protocol.parser import AWAITING_CONTROL_LINE, Parser
 
 from outbox.core.brokers.port import Stop, StopKind
 from outbox.core.model.response import one_line
@@ -408,6 +408,9 @@ class _Parser(Parser):
             await super().parse(data)
         except (ValueError, TypeError, LookupError, RecursionError) as error:
             raise errors.ProtocolError from error
+        if self.state == AWAITING_CONTROL_LINE and len(self.buf) > UNASKED_BYTES:
+            # The library looks for the end of the line again with each read.
+            raise errors.ProtocolError
 
 
 class _SocketTransport(TcpTransport):

@@ -80,7 +80,7 @@ class RedisBroker:
 
     def __init__(self, address: BrokerAddress, policy: EgressPolicy, resolver: Resolver) -> None:
         self._target = target = parse_url(address.url)
-        self._opener = BrokerOpener(address, policy, resolver)
+        self._opener = BrokerOpener(address, policy, resolver, secure=target.secure)
         user, separator, password = (address.credentials or "").partition(":")
         self._connection = GroupedConnection(
             self._open,

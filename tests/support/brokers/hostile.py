@@ -492,6 +492,8 @@ def _kafka_metadata(content: bytes) -> Script:
     return _kafka(body)
 
 
+HEAVY = ("rabbitmq: 60 MiB in a chunk",)
+"""Attacks for which the server needs more memory than a benchmark of many gives it."""
 ATTACKS: dict[str, Attack] = {
     "redis: a value of 3.9 GB": Attack(REDIS, _floods(b"", b"$3900000000\r\n", bytes(65536))),
     "redis: a line without an end": Attack(REDIS, _floods(b"", b"+", b"x" * 65536)),
