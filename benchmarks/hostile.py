@@ -1,11 +1,11 @@
 """Live events to a good receiver, with hostile receivers, hostile clients and a flood of NOTIFY.
 
 Every kind of `tests.support.hostile` is several endpoints: they drip, flood, hang, lie about
-lengths, and send compression bombs. All of them always have pending deliveries. At the same time
-the clients of `benchmarks.hostile_clients` occupy the relay's listeners, and a role without any
-right floods its channels. Alternates with the same relay without them, each in a database of its
-own. The hostile processes also take their share of the machine: in a third kind of turn they attack
-another relay on the same cores.
+lengths, and send compression bombs. Every attack of `tests.support.brokers.hostile` is one. All of
+them always have pending deliveries. At the same time the clients of `benchmarks.hostile_clients`
+occupy the relay's listeners, and a role without any right floods its channels. Alternates with the
+same relay without them, each in a database of its own. The hostile processes also take their share
+of the machine: in a third kind of turn they attack another relay on the same cores.
 
 The flood alone, with a backlog: deliveries per second, with and without it.
 """
@@ -61,6 +61,8 @@ class Attack:
     settle_s: float = 20.0
     """Longer than a time-out, so that the slowest requests have ended, too."""
     backlog: Load = Load("64 lanes", 64, 24_000)  # noqa: RUF009 (immutable)
+    brokers: int = 1000
+    """At most; every attack is one."""
 
 
 FULL = Attack()
@@ -114,7 +116,7 @@ async def run(stage: Stage, rounds: int, attack: Attack) -> list[Row]:
             f"{flooded.values['backlog'][-1]:,.0f}/s during a flood of NOTIFY, "
             f"{quiet.values['backlog'][-1]:,.0f}/s without"
         )
-    several = f"{attack.receivers} receivers, {attack.clients} clients, NOTIFY"
+    several = f"{attack.receivers} receivers, the brokers, {attack.clients} clients, NOTIFY"
 
     beside = found[Attacked.ITSELF]
 
@@ -167,14 +169,15 @@ class _Installation:
 
 async def _turn(stage: Stage, attack: Attack, attacked: Attacked) -> dict[str, float]:
     async with child("hostility") as receivers, AsyncExitStack() as stack:
-        urls = (await receivers.response())["urls"]
-        hostile = attack.receivers if attacked is Attacked.ITSELF else 0
-        live = target = await _install(stage, stack, urls, hostile)
+        given = await receivers.response()
+        urls = [f"{url}?{n}" for n, url in zip(range(attack.receivers), cycle(given["urls"]))]
+        urls += given["brokers"][: attack.brokers]
+        live = target = await _install(stage, stack, urls if attacked is Attacked.ITSELF else ())
         if attacked is Attacked.ANOTHER:
-            target = await _install(stage, stack, urls, attack.receivers)
+            target = await _install(stage, stack, urls)
         clients: Child | None = None
         if attacked is not Attacked.NOTHING:
-            await stack.enter_async_context(_hostile_load(target.database, attack.receivers))
+            await stack.enter_async_context(_hostile_load(target.database, len(urls)))
             clients = await _clients(stack, target.database, attack.clients, target.listeners)
             await stack.enter_async_context(_flood(stage, target.database))
         await asyncio.sleep(attack.settle_s)
@@ -189,10 +192,8 @@ async def _turn(stage: Stage, attack: Attack, attacked: Attacked) -> dict[str, f
         return found
 
 
-async def _install(
-    stage: Stage, stack: AsyncExitStack, urls: Sequence[str], hostile: int
-) -> _Installation:
-    """Run a relay with a good endpoint, and this number of hostile ones."""
+async def _install(stage: Stage, stack: AsyncExitStack, urls: Sequence[str]) -> _Installation:
+    """Run a relay with a good endpoint, and hostile ones."""
     listeners = {
         f"OUTBOX_{name}": f"127.0.0.1:{free_port()}" for name in ("HEALTH", "ADMIN", "RECEIVERS")
     }
@@ -201,10 +202,13 @@ async def _install(
         await connection.execute(MAKE_ACCOUNTS)
         url = stage.urls["http"]
         await add_endpoint(connection, url, lanes=LANES, types=("order.paid",), name="good")
-        for n in range(hostile):
-            url = f"{urls[n % len(urls)]}?{n}"
-            await add_endpoint(connection, url, name=f"hostile-{n}", types=(f"hostile.n{n}",))
-    relay = await stack.enter_async_context(stage.relay(database, owns=True, **listeners))
+        for n, url in enumerate(urls):
+            name, types = f"hostile-{n}", (f"hostile.n{n}",)
+            # Only a server of RabbitMQ needs them to be attacking at all.
+            given = "user:password" if url.startswith("rabbitmq") else None
+            await add_endpoint(connection, url, name=name, types=types, credentials=given)
+    opened = {"OUTBOX_ALLOW_NETWORKS": "127.0.0.0/8"}
+    relay = await stack.enter_async_context(stage.relay(database, owns=True, **listeners, **opened))
     return _Installation(database, relay, listeners)
 
 

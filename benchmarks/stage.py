@@ -18,6 +18,7 @@ import orjson
 from benchmarks.given import GivenServer, given
 from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.model.retry_policy import STANDARD
+from outbox.destinations.broker_address import credentials_header
 from outbox.errors import CannotRun
 from outbox.operations import endpoint_changes
 from outbox_devtools.embedded.launch import command
@@ -273,9 +274,12 @@ async def add_endpoint(
     batch_max: int | None = None,
     format_name: FormatName = "envelope",
     retry: RetryPolicy = STANDARD,
+    credentials: str | None = None,
 ) -> None:
     """Add an endpoint; without types it gets all events."""
+    headers = {} if credentials is None else {"Authorization": credentials_header(credentials)}
     settings = EndpointSettings(
+        headers=headers,
         name=name,
         url=url,
         lanes=lanes,

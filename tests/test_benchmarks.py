@@ -63,6 +63,7 @@ def cannot_be_had(_: object) -> Path:
     raise CannotRun("pip could not fetch it")
 
 
+HOSTILE = hostile.Attack(50, 80, 0.4, 0.4, Load("2 lanes", 2, 50), brokers=40)
 SMALL = scale.plan(
     endpoints=12,
     lanes=Crowd(2, 6),
@@ -105,7 +106,7 @@ def test_the_benchmark_measures_every_section_and_writes_a_table_and_a_picture(
             *await commands.run(stage, 1, Past(200, 20, 10)),
             *await horizon.run(stage, 0.4, 1, 0.4),
             *await receiving.measure(stage, 1, quick=True),
-            *await hostile.run(stage, 1, hostile.Attack(50, 80, 0.4, 0.4, Load("2 lanes", 2, 50))),
+            *await hostile.run(stage, 1, HOSTILE),
             *await exchanges.measure(stage, rounds, quick=True),
             *await scale.run(stage, rounds, SMALL),
             *await fair.run(stage, rounds, 0.3, 100, fair.OTHERS[1:2]),

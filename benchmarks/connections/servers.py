@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outbox_devtools.embedded.launch import command
 from outbox.errors import CannotRun
+from outbox_devtools.embedded.launch import command
 from tests.support.process import environment
 from tests.support.tcp import free_port
 

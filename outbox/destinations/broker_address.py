@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from outbox.core.model.headers import EndpointHeaders
     from outbox.network.egress import Network
 
+BROKER_TIMEOUT_S_MAX = 60.0
+"""Longest time-out of a call to a broker, and so the time for which its server can hold one."""
 CREDS_HEADER = "-----BEGIN NATS USER JWT-----"
 CREDENTIALS_FORMS = (
     '"Authorization: Basic <base64 of user:password>", "Authorization: Bearer <token>", or for '
@@ -60,8 +62,9 @@ def broker_address(endpoint: BrokerSettings) -> BrokerAddress | None:
     return BrokerAddress(
         endpoint.url,
         credentials,
-        endpoint.connect_timeout_s,
-        endpoint.timeout_s,
+        # Endpoints of earlier versions may have longer ones.
+        min(endpoint.connect_timeout_s, BROKER_TIMEOUT_S_MAX),
+        min(endpoint.timeout_s, BROKER_TIMEOUT_S_MAX),
         endpoint.networks,
         Tls(endpoint.ca, endpoint.identity) if endpoint.ca or endpoint.identity else None,
         problem,

@@ -6,15 +6,17 @@ address needs TLS; on any port, because brokers have their own.
 
 from __future__ import annotations
 
+import asyncio
+import ssl
 from typing import TYPE_CHECKING, TypeVar
 
 from outbox.core.brokers.port import Stop, StopKind
-from outbox.core.model.response import Failure
+from outbox.core.model.response import Failure, one_line
 from outbox.network.connector import ConnectionOpener, Target
+from outbox.network.reuse_limits import ReuseLimits
 from outbox.network.tls_contexts import ContextCache
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Callable
 
     from outbox.destinations.broker import BrokerAddress
@@ -30,9 +32,12 @@ _NEEDS_A_PERSON = (Failure.EGRESS_REFUSED, Failure.TLS)
 class BrokerOpener:
     """Opens the connections of one endpoint."""
 
-    def __init__(self, address: BrokerAddress, policy: EgressPolicy, resolver: Resolver) -> None:
+    def __init__(
+        self, address: BrokerAddress, policy: EgressPolicy, resolver: Resolver, *, secure: bool
+    ) -> None:
         self._address = address
-        self._contexts = ContextCache()
+        self._resolver = resolver
+        self._contexts = own_contexts(secure=secure)
         self._opener = ConnectionOpener(policy, resolver, self._contexts)
 
     async def open(self, host: str, port: int, factory: Callable[[], P], *, secure: bool) -> P:
@@ -48,14 +53,26 @@ class BrokerOpener:
         )  # fmt: skip
         return await self._opener.open(target, factory, address.connect_timeout_s)
 
+    def limits(self, host: str) -> ReuseLimits:
+        """The limits of a connection to a host that is opened now."""
+        return ReuseLimits(self._resolver, asyncio.get_running_loop(), host)
+
     def close(self) -> None:
         """Release what connections shared."""
         self._contexts.close()
 
 
+def own_contexts(*, secure: bool) -> ContextCache:
+    """The TLS contexts of one endpoint.
+
+    Without TLS none is used: reading the system trust store would occupy the event loop.
+    """
+    return ContextCache(None if secure else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+
+
 def stop_of(error: NotConnected) -> Stop:
     """Why nothing can be sent without a connection."""
     if error.failure is Failure.LOCAL:
-        return Stop(StopKind.LOCAL, error.detail)
+        return Stop(StopKind.LOCAL, one_line(error.detail))
     kind = StopKind.MISCONFIGURED if error.failure in _NEEDS_A_PERSON else StopKind.UNAVAILABLE
-    return Stop(kind, error.detail)
+    return Stop(kind, one_line(error.detail))

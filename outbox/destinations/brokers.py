@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from outbox.core.brokers.port import Appended, Capabilities, Stop, StopKind
 from outbox.core.model.destination import broker_of
 from outbox.destinations.broker import BrokerFinding
+from outbox.destinations.guarded_broker import GuardedBroker
 from outbox.errors import OutboxError, UsageError
 from outbox.network.dns import CachingResolver
 
@@ -103,7 +104,7 @@ class Brokers:
         broker: Broker = getattr(module, DRIVERS[name].class_name)(
             address, self._policy, self._resolver
         )
-        return broker
+        return GuardedBroker(broker)
 
     async def aclose(self) -> None:
         """Close what the brokers share; they are closed by their owners."""

@@ -8,7 +8,7 @@ from contextvars import copy_context
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from outbox.core.model.destination import broker_of
-from outbox.destinations.broker_address import find_credentials
+from outbox.destinations.broker_address import BROKER_TIMEOUT_S_MAX, find_credentials
 from outbox.destinations.brokers import check_broker_url
 from outbox.errors import UsageError
 from outbox.network.egress import EgressPolicy, parse_networks
@@ -68,8 +68,15 @@ def check_reachable(
     route = (wanted.url, wanted.allow_networks)
     if current is None or route != (current.url, current.allow_networks):
         check_url(wanted.url, policy, _networks(wanted))
-    if broker_of(wanted.url) is not None and (current is None or wanted.headers != current.headers):
+    if broker_of(wanted.url) is None:
+        return
+    if current is None or wanted.headers != current.headers:
         find_credentials(wanted.headers.items())
+    times = (wanted.url, wanted.connect_timeout_s, wanted.timeout_s)
+    if current is not None and times == (current.url, current.connect_timeout_s, current.timeout_s):
+        return
+    if max(times[1:]) > BROKER_TIMEOUT_S_MAX:
+        raise UsageError(f"time-outs: must be at most {BROKER_TIMEOUT_S_MAX:g} s for a broker")
 
 
 def check_url(url: str, policy: EgressPolicy, networks: tuple[Network, ...]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import socket
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 TRANSPORT_CLOSED = "the transport is closed"
 
 
-_OWN_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+OWN_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 def is_own_failure(error: BaseException, addresses: Sequence[str] = ()) -> bool:
@@ -28,7 +29,16 @@ def is_own_failure(error: BaseException, addresses: Sequence[str] = ()) -> bool:
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.EADDRNOTAVAIL:
         return any(":" not in address for address in addresses)
-    return number in _OWN_ERRORS
+    return number in OWN_ERRORS
+
+
+def lacks_descriptors() -> bool:
+    """Whether this process can open no socket now."""
+    try:
+        socket.socket().close()
+    except OSError as error:
+        return is_own_failure(error)
+    return False
 
 
 class NotConnected(Exception):

@@ -19,14 +19,14 @@ from confluent_kafka import KafkaError, KafkaException
 from outbox.core.brokers.port import Appended, Capabilities, Stop, StopKind
 from outbox.destinations.broker import BrokerFinding
 from outbox.destinations.kafka.check import check_topic
-from outbox.destinations.kafka.egress import ServerChecks
+from outbox.destinations.kafka.egress import ClientLimits, ServerChecks
 from outbox.destinations.kafka.failures import (
     ABSENT,
     MISCONFIGURED,
     REFUSED,
     describe,
-    error_of,
     stop_before_sending,
+    stop_without_client,
 )
 from outbox.destinations.kafka.loops import build_client
 from outbox.destinations.kafka.producer import IdempotentProducer
@@ -65,6 +65,10 @@ class KafkaBroker:
         self._reader: Reader | None = None
         self._topic: Topic | None = None
         self._producer: IdempotentProducer | None = None
+        self._replaced: list[IdempotentProducer] = []
+        """Producers with messages in flight that another one replaces."""
+        self._limits: ClientLimits | None = None
+        """Of reader and producer together; None: there are none."""
         self._absent_since: float | None = None
         self._is_closed = False
 
@@ -76,11 +80,9 @@ class KafkaBroker:
             async with asyncio.timeout(self._address.timeout_s):
                 return await self._open(lane, receipt, deadline)
         except TimeoutError:
-            reader = self._reader
-            suffix = "" if reader is None else reader.troubles.suffix()
-            return Stop(
-                StopKind.UNAVAILABLE, f"no response within {self._address.timeout_s:g} s{suffix}"
-            )
+            if self._reader is None:
+                return self._no_response(StopKind.UNAVAILABLE, None)
+            return self._reader.troubles.stop(None, self._address.timeout_s)
 
     async def append(
         self, lane: str, owner: Owner, after: int, messages: Sequence[Message]
@@ -92,7 +94,7 @@ class KafkaBroker:
             async with asyncio.timeout(self._address.timeout_s):
                 producer = await self._connect(partition_of(lane))
         except TimeoutError:
-            return Appended(after, self._no_response(StopKind.UNAVAILABLE))
+            return Appended(after, self._no_response(StopKind.UNAVAILABLE, self._producer))
         if isinstance(producer, Stop):
             return Appended(after, producer)
         return await self._append(producer, partition_of(lane), after, messages, deadline)
@@ -105,8 +107,9 @@ class KafkaBroker:
 
     async def aclose(self) -> None:
         self._is_closed = True
-        if self._producer is not None:
-            self._discard(self._producer)
+        for producer in (*self._replaced, self._producer):
+            if producer is not None:
+                self._discard(producer)
         if (reader := self._reader) is not None:
             reader.discard()
             await asyncio.wait([reader.ended], timeout=READER_CLOSE_S)
@@ -118,6 +121,7 @@ class KafkaBroker:
             partition = partition_of(lane)
         except UsageError as error:
             return Stop(StopKind.MISCONFIGURED, str(error))
+        self._retire_old()
         if self._topic is None or partition >= self._topic.partitions:
             self._topic = None
         if (stop := await self._connect_reader(partition, deadline)) is not None:
@@ -152,8 +156,8 @@ class KafkaBroker:
                             self._target.topic,
                         )
                     )
-                except KafkaException as exception:
-                    return Stop(StopKind.MISCONFIGURED, describe(error_of(exception)))
+                except (KafkaException, OSError, MemoryError, RuntimeError) as error:
+                    return stop_without_client(error)
             if self._topic is None:
                 topic = await self._reader.topic(
                     min(deadline, time.monotonic() + self._address.connect_timeout_s)
@@ -168,6 +172,7 @@ class KafkaBroker:
                     return self._absent()
                 self._absent_since = None
                 self._topic = topic
+                self._limits = self._limits or self._checks.limits()
         if partition >= self._topic.partitions:
             return Stop(
                 StopKind.MISCONFIGURED,
@@ -175,6 +180,23 @@ class KafkaBroker:
                 f"needs partition {partition}: add partitions, or use fewer lanes",
             )
         return None
+
+    def _retire_old(self) -> None:
+        """Replace the clients if they are too old, or an address has left its name.
+
+        Calls in flight end with the old ones.  The lanes' positions belong to the topic.
+        """
+        if self._limits is None or self._limits.allow():
+            return
+        self._limits = self._topic = None
+        if self._reader is not None:
+            self._reader.retire()
+            self._reader = None
+        if self._producer is not None:
+            self._producer.retire()
+            self._replaced = [each for each in self._replaced if not each.has_ended]
+            self._replaced.append(self._producer)
+            self._producer = None
 
     def _absent(self) -> Stop:
         now = time.monotonic()
@@ -187,6 +209,7 @@ class KafkaBroker:
         )
 
     async def _connect(self, partition: int) -> IdempotentProducer | Stop:
+        self._retire_old()
         deadline = time.monotonic() + self._address.timeout_s
         is_there = self._topic is not None and partition < self._topic.partitions
         if not is_there and (stop := await self._connect_reader(partition, deadline)) is not None:
@@ -196,14 +219,17 @@ class KafkaBroker:
         async with self._connecting:
             if self._producer is None or not self._producer.is_usable:
                 assert self._settings is not None
-                self._producer = await build_client(
-                    partial(
-                        IdempotentProducer,
-                        asyncio.get_running_loop(),
-                        self._settings,
-                        self._target.topic,
+                try:
+                    self._producer = await build_client(
+                        partial(
+                            IdempotentProducer,
+                            asyncio.get_running_loop(),
+                            self._settings,
+                            self._target.topic,
+                        )
                     )
-                )
+                except (KafkaException, OSError, MemoryError, RuntimeError) as error:
+                    return stop_without_client(error)
             return self._producer
 
     async def _append(
@@ -218,6 +244,12 @@ class KafkaBroker:
         rest = messages
         is_single = False
         while rest:
+            if producer.is_retired:
+                # Between two batches: everything before is stored.
+                replacing = await self._connect(partition)
+                if isinstance(replacing, Stop):
+                    return result._replace(stop=replacing)
+                producer = replacing
             count = 1 if is_single or not producer.is_known(partition) else len(rest)
             batch = producer.send(partition, rest[:count])
             try:
@@ -278,11 +310,14 @@ class KafkaBroker:
             self._topic = None
             return Stop(StopKind.UNAVAILABLE, describe(error))
         if error.code() == KafkaError._IN_PROGRESS:
-            return self._no_response(StopKind.UNKNOWN)
+            kind = StopKind.UNKNOWN
+            if producer.lacks_resources(self._address.timeout_s):
+                kind = StopKind.LOCAL
+            return self._no_response(kind, producer)
         return Stop(StopKind.UNKNOWN, describe(error))
 
-    def _no_response(self, kind: StopKind) -> Stop:
-        troubles = self._producer.troubles.suffix() if self._producer is not None else ""
+    def _no_response(self, kind: StopKind, producer: IdempotentProducer | None) -> Stop:
+        troubles = producer.troubles.suffix() if producer is not None else ""
         return Stop(kind, f"no response within {self._address.timeout_s:g} s{troubles}")
 
     def _discard(self, producer: IdempotentProducer) -> None:

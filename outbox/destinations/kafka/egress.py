@@ -12,19 +12,46 @@ and the credentials if there are any.  So this driver is for endpoints of the op
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+from typing import TYPE_CHECKING, NamedTuple
 
 from outbox.core.brokers.port import Stop, StopKind
 from outbox.core.model.response import one_line
 from outbox.network.dns import Unresolved
 from outbox.network.egress import OPTION, SETTING, literal
+from outbox.network.reuse_limits import ReuseLimits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping, Sequence
 
     from outbox.core.brokers.broker_url import Server
     from outbox.network.dns import Resolver
     from outbox.network.egress import EgressPolicy, Network
+
+
+class _Peer(NamedTuple):
+    address: str
+
+
+class ClientLimits:
+    """How long a client of the library may be used.
+
+    librdkafka keeps a busy connection for ever, and a name is resolved only when it connects.  To
+    which of a name's addresses it is connected, it does not say: all must still be the name's.
+    """
+
+    def __init__(self, resolver: Resolver, found: Mapping[str, Sequence[str]]) -> None:
+        loop = asyncio.get_running_loop()
+        self._limits = [
+            (ReuseLimits(resolver, loop, host), _Peer(address))
+            for host, addresses in found.items()
+            for address in addresses
+        ]
+
+    def allow(self) -> bool:
+        """Whether it may carry another call."""
+        return all(limits.allow(peer) for limits, peer in self._limits)
+
 
 _PORT = 0
 """A placeholder: the port is not checked, because a broker may have any."""
@@ -45,6 +72,8 @@ class ServerChecks:
         self._resolver = resolver
         self._networks = networks
         self._secure = secure
+        self._found: dict[str, tuple[str, ...]] = {}
+        """The addresses that were checked, by name."""
 
     async def check(self, servers: Iterable[Server]) -> Stop | None:
         """Return why a server must not be connected to; None: all are allowed.
@@ -62,10 +91,16 @@ class ServerChecks:
                 unresolved = Stop(StopKind.UNAVAILABLE, one_line(f"{host}: {error}"))
                 continue
             is_any_resolved = True
+            self._found[host] = tuple(addresses)
             for address in addresses:
                 if (reason := self._refusal(address)) is not None:
                     return Stop(StopKind.MISCONFIGURED, one_line(f"{server}: {reason}"))
         return None if is_any_resolved else unresolved
+
+    def limits(self) -> ClientLimits:
+        """The limits of a client that is made now for the servers that were checked."""
+        found, self._found = self._found, {}
+        return ClientLimits(self._resolver, found)
 
     def _refusal(self, address: str) -> str | None:
         reason = self._policy.refusal(

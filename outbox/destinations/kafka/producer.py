@@ -109,6 +109,8 @@ class IdempotentProducer:
         """Batches to report; used by the thread only."""
         self._known: dict[int, float] = {}
         self._discarded = threading.Event()
+        self.is_retired = False
+        """Whether another producer replaces it when its messages have results."""
         self.troubles = Troubles()
         self.fatal: KafkaError | None = None
         """Why it can send nothing any more."""
@@ -121,7 +123,7 @@ class IdempotentProducer:
     @property
     def is_usable(self) -> bool:
         """Whether it can send."""
-        return self.fatal is None and not self._discarded.is_set()
+        return self.fatal is None and not self.is_retired and not self._discarded.is_set()
 
     @property
     def has_ended(self) -> bool:
@@ -131,6 +133,11 @@ class IdempotentProducer:
     def is_known(self, partition: int) -> bool:
         """Whether the broker knows this producer in the partition."""
         return time.monotonic() < self._known.get(partition, -KNOWN_S) + KNOWN_S
+
+    def lacks_resources(self, waited_s: float) -> bool:
+        """Whether it never had a connection, because of this process: nothing was sent."""
+        troubles = self.troubles
+        return not self._known and troubles.are_local and troubles.is_local(waited_s)
 
     def mark_known(self, partition: int) -> None:
         """Take note that the broker has stored a message of this producer in the partition."""
@@ -171,6 +178,12 @@ class IdempotentProducer:
         if batch.is_complete:
             self._finish([batch])
         return batch
+
+    def retire(self) -> None:
+        """Send nothing new; messages in flight get their results."""
+        self.is_retired = True
+        if not self._pending:
+            self.discard()
 
     def discard(self) -> None:
         """Send nothing any more; messages in flight have no result."""
@@ -221,7 +234,7 @@ class IdempotentProducer:
         for batch in complete:
             batch.finish()
             self._pending.discard(batch)
-        if self.fatal is not None:
+        if self.fatal is not None or (self.is_retired and not self._pending):
             self.discard()
 
 

@@ -137,6 +137,10 @@ class Reader:
         self._closed.set()
         self._requests.put(None)
 
+    def retire(self) -> None:
+        """End the thread after the requests that it has."""
+        self._requests.put(None)
+
     async def topic(self, deadline: float) -> Topic | Stop:
         """Ask for the cluster's servers and the topic's partitions.
 
@@ -188,7 +192,7 @@ class Reader:
                 self._topic, timeout=max(0.01, request.deadline - started)
             )
         except KafkaException as exception:
-            self._consumer.poll(0)
+            self._consumer.poll(0)  # Reports the errors of connections.
             return self.troubles.stop(error_of(exception), round(time.monotonic() - started, 1))
         topic = found.topics[self._topic]
         partitions = list(topic.partitions.values())
@@ -210,9 +214,11 @@ class Reader:
             )
             return self._scan(request, low, high)
         except KafkaException as exception:
+            self._consumer.poll(0)  # Reports the errors of connections.
             error = error_of(exception)
-            if error.code() == KafkaError._TIMED_OUT:
-                return self.troubles.stop(error, round(time.monotonic() - started, 1))
+            waited_s = round(time.monotonic() - started, 1)
+            if error.code() == KafkaError._TIMED_OUT or self.troubles.is_local(waited_s):
+                return self.troubles.stop(error, waited_s)
             return stop_before_sending(error)
         finally:
             self._consumer.unassign()

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 CLIENT_ID = "outbox"
 MESSAGE_BYTES_MAX = 16 * 1024 * 1024
 """Limit of librdkafka for one record; the topic's own limit is usually lower."""
+PRODUCER_REPLY_BYTES_MAX = 4 * 1024 * 1024
+"""Limit for a response to a producer: the longest one describes the partitions of the topic."""
+CONSUMER_REPLY_BYTES_MAX = MESSAGE_BYTES_MAX + 1024 * 1024
+"""Limit for a response to a consumer, which has at least one record."""
 GROUP = "outbox-position"
 """Consumers need the name of a group.  Nothing is committed to it, and it is not joined."""
 
@@ -42,6 +46,9 @@ def client_settings(target: KafkaTarget, address: BrokerAddress) -> Settings:
         "socket.connection.setup.timeout.ms": max(1000, int(address.connect_timeout_s * 1000)),
         "socket.keepalive.enable": True,
         "socket.nagle.disable": True,
+        # Besides this, the driver replaces its clients, see `ClientLimits`.
+        "connections.max.idle.ms": 60_000,
+        "broker.address.ttl": 1000,
         "reconnect.backoff.ms": 100,
         "reconnect.backoff.max.ms": 2000,
         "enable.metrics.push": False,
@@ -74,6 +81,7 @@ def producer_settings(shared: Settings, on_error: Callable[[KafkaError], None]) 
         "max.in.flight.requests.per.connection": 5,
         "message.timeout.ms": 0,
         "message.max.bytes": MESSAGE_BYTES_MAX,
+        "receive.message.max.bytes": PRODUCER_REPLY_BYTES_MAX,
         "linger.ms": 0,
         "retry.backoff.ms": 100,
         "retry.backoff.max.ms": 1000,
@@ -95,6 +103,8 @@ def consumer_settings(shared: Settings, on_error: Callable[[KafkaError], None]) 
         "fetch.wait.max.ms": 10,
         "fetch.error.backoff.ms": 50,
         "queued.max.messages.kbytes": 8192,
+        "fetch.max.bytes": MESSAGE_BYTES_MAX,
+        "receive.message.max.bytes": CONSUMER_REPLY_BYTES_MAX,
         "error_cb": on_error,
     }
 

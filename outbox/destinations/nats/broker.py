@@ -27,6 +27,7 @@ from outbox.core.brokers.port import (
     Stop,
     StopKind,
 )
+from outbox.core.model.text import quoted
 from outbox.destinations.broker import BrokerFinding, stopped_finding
 from outbox.destinations.nats.checks import check_stream, refusal_of_stream
 from outbox.destinations.nats.connection import Connection, Stopped, open_socket
@@ -42,6 +43,7 @@ from outbox.destinations.nats.stream_api import (
     stream_info,
 )
 from outbox.errors import UsageError
+from outbox.network.reuse_limits import ReuseLimits
 from outbox.network.tls import endpoint_context, system_context
 
 if TYPE_CHECKING:
@@ -121,8 +123,13 @@ class NatsBroker:
         self._lanes.pop(lane, None)
         try:
             async with asyncio.timeout(self._address.timeout_s):
-                link = await self._connect()
-                return await self._open(link, lane, owner, after, receipt, force=force)
+                try:
+                    return await self._connect_and_open(lane, owner, after, receipt, force=force)
+                except Stopped as stopped:
+                    if stopped.stop.kind is not StopKind.MOVED:
+                        raise
+                # The server closed the idle connection; opening a lane twice is harmless.
+                return await self._connect_and_open(lane, owner, after, receipt, force=force)
         except TimeoutError:
             return Stop(StopKind.UNKNOWN, self._no_response())
         except Stopped as stopped:
@@ -134,8 +141,8 @@ class NatsBroker:
         state = self._lanes.get(lane)
         if state is None or state.owner != owner or state.sequence != after:
             return Appended(after, Stop(StopKind.MOVED, f"lane {lane} is not open at {after}"))
-        link = self._link
-        if link is None or link.connection.is_lost:
+        link = self._usable_link()
+        if link is None:
             # The lanes' stream sequences belong to the stream, not to the connection.  A lane with
             # a message in flight when the connection ended is no longer in `_lanes`.
             try:
@@ -148,7 +155,8 @@ class NatsBroker:
         stop: Stop | None
         try:
             async with asyncio.timeout(self._address.timeout_s):
-                stop = await self._append(link, lane, state, messages)
+                with link.connection.call():
+                    stop = await self._append(link, lane, state, messages)
         except TimeoutError:
             stop = Stop(StopKind.UNKNOWN, self._no_response())
         except Stopped as stopped:
@@ -171,7 +179,8 @@ class NatsBroker:
         try:
             async with asyncio.timeout(self._address.timeout_s):
                 link = await self._connect(checked=False)
-                info = await stream_info(link.connection, link.info.name)
+                with link.connection.call():
+                    info = await stream_info(link.connection, link.info.name)
         except TimeoutError:
             return [BrokerFinding(True, self._no_response(), _WHAT_TO_DO, is_away=True)]
         except Stopped as stopped:
@@ -263,6 +272,13 @@ class NatsBroker:
             state.seq = int(ack["seq"])
             state.sequence = message.sequence
 
+    async def _connect_and_open(
+        self, lane: str, owner: Owner, after: int, receipt: str | None, *, force: bool
+    ) -> Standing:
+        link = await self._connect()
+        with link.connection.call():
+            return await self._open(link, lane, owner, after, receipt, force=force)
+
     async def _open(
         self,
         link: _Link,
@@ -326,17 +342,10 @@ class NatsBroker:
 
     async def _connect(self, *, checked: bool = True) -> _Link:
         """Return the connection; all calls that wait for one share the attempt."""
-        while True:
-            if self._closed:
-                raise Stopped(StopKind.UNAVAILABLE, "the destination was closed")
-            link = self._link
-            if link is not None and not link.connection.is_lost:
-                reason = refusal_of_stream(link.info, link.connection.version)
-                if checked and reason is not None:
-                    # Asked again by the next call: the stream may have been edited.
-                    link.connection.drop(reason)
-                    raise Stopped(StopKind.MISCONFIGURED, reason)
-                return link
+        if self._closed:
+            raise Stopped(StopKind.UNAVAILABLE, "the destination was closed")
+        link = self._usable_link()
+        if link is None:
             if self._connecting is None:
                 self._connecting = asyncio.create_task(self._start_link())
                 self._connecting.add_done_callback(self._connected)
@@ -345,15 +354,32 @@ class NatsBroker:
                 raise Stopped(StopKind.UNAVAILABLE, "the destination was closed")
             if (error := task.exception()) is not None:
                 raise error
+            link = task.result()
+        reason = refusal_of_stream(link.info, link.connection.version)
+        if checked and reason is not None:
+            # Asked again by the next call: the stream may have been edited.
+            link.connection.drop(reason)
+            raise Stopped(StopKind.MISCONFIGURED, reason)
+        return link
+
+    def _usable_link(self) -> _Link | None:
+        """The connection that there is, if it may carry another call."""
+        link = self._link
+        return link if link is not None and link.connection.is_usable else None
 
     def _connected(self, task: asyncio.Task[_Link]) -> None:
         self._connecting = None
-        if not task.cancelled() and task.exception() is None:
-            self._link = task.result()
+        if task.cancelled() or task.exception() is not None:
+            return
+        before, self._link = self._link, task.result()
+        if before is not None and before.info.created != self._link.info.created:
+            # The name leads to another stream, where the lanes have other stream sequences.
+            self._lanes.clear()
 
     async def _start_link(self) -> _Link:
         timeout_s = self._address.connect_timeout_s
-        connection = Connection(self._target)
+        limits = ReuseLimits(self._resolver, asyncio.get_running_loop(), self._target.host)
+        connection = Connection(self._target, limits)
         try:
             async with asyncio.timeout(timeout_s):
                 context = await self._tls_context() if self._target.secure else None
@@ -416,10 +442,10 @@ def _other_owner(fence: StoredMessage, owner: Owner) -> Foreign | Fenced | None:
     try:
         content = json.loads(fence.body)
         identity, epoch = str(content["identity"]), int(content["epoch"])
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return Foreign("the lane's fence is not of an outbox relay")
     if identity != owner.identity:
-        return Foreign(f"the lane belongs to the database {identity[:80]!r}")
+        return Foreign(f"the lane belongs to the database {quoted(identity)}")
     return Fenced(epoch) if epoch > owner.epoch else None
 
 

@@ -16,6 +16,7 @@ import asyncio
 import re
 import socket
 import ssl
+from contextlib import contextmanager
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -23,16 +24,18 @@ from aiohappyeyeballs import start_connection
 from nats import errors
 from nats.aio.client import Client, RawCredentials
 from nats.aio.transport import TcpTransport
+from nats.protocol.parser import AWAITING_CONTROL_LINE, Parser
 
 from outbox.core.brokers.port import Stop, StopKind
 from outbox.core.model.response import one_line
 from outbox.network.dns import Unresolved
 from outbox.network.egress import OPTION, literal
 from outbox.network.errors import is_own_failure
+from outbox.network.reuse_limits import RESEND_WITHIN_S, peer_address
 from outbox.network.tls import ssl_error_reason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from urllib.parse import ParseResult
 
     from nats.aio.msg import Msg
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from outbox.core.brokers.nats_target import NatsCredentials, NatsTarget
     from outbox.network.dns import Resolver
     from outbox.network.egress import EgressPolicy, Network
+    from outbox.network.reuse_limits import ReuseLimits
 
 ADDRESSES_TRIED_MAX = 4
 ATTEMPT_DELAY_S = 0.25
@@ -126,9 +130,16 @@ class Connection:
     Its end, for whatever reason, ends all of them with `UNKNOWN`.
     """
 
-    def __init__(self, target: NatsTarget) -> None:
+    def __init__(self, target: NatsTarget, limits: ReuseLimits) -> None:
         self._target = target
-        self._client = Client()
+        self._limits = limits
+        self._calls = 0
+        self._is_retired = False
+        self._has_served = False
+        """Whether it had responses before."""
+        self._sent_at = 0.0
+        """When it was idle last."""
+        self._client = _Client()
         self._transport: _SocketTransport | None = None
         self._inbox = ""
         self._requests: dict[str, tuple[str, asyncio.Future[Msg]]] = {}
@@ -140,8 +151,36 @@ class Connection:
         """The last error that the client library reported."""
 
     @property
-    def is_lost(self) -> bool:
-        return bool(self._lost)
+    def is_usable(self) -> bool:
+        """Whether it may carry another call; one that may not ends with its last call."""
+        if self._lost or self._is_retired:
+            return False
+        if self._limits.allow(self):
+            return True
+        self._is_retired = True
+        self._end_retired()
+        return False
+
+    @property
+    def address(self) -> str | None:
+        """IP address of the server."""
+        transport = self._transport
+        writer = None if transport is None else transport._bare_io_writer
+        return peer_address(None if writer is None else writer.transport)
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Keep the connection for a call of several requests."""
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            self._end_retired()
+
+    def _end_retired(self) -> None:
+        if self._is_retired and not self._calls:
+            self.drop("another connection replaces it")
 
     @property
     def version(self) -> str:
@@ -224,6 +263,7 @@ class Connection:
                 message for a missing right, UNKNOWN if the response was lost.
         """
         self._check()
+        self._begin()
         self._count += 1
         token = str(self._count)
         response: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
@@ -249,6 +289,7 @@ class Connection:
             Stopped: see `request`.
         """
         self._check()
+        self._begin()
         try:
             await self._client.publish(subject, body, headers=dict(headers))
         except (errors.Error, asyncio.CancelledError) as error:
@@ -266,10 +307,26 @@ class Connection:
         for _, response in self._requests.values():
             if not response.done():
                 response.set_exception(
-                    Stopped(StopKind.UNKNOWN, f"the response was lost: {self._cause or reason}")
+                    Stopped(self._lost_kind, f"the response was lost: {self._cause or reason}")
                 )
         _closing.add(task := asyncio.ensure_future(_close(self._client)))
         task.add_done_callback(_closing.discard)
+
+    def _begin(self) -> None:
+        """Note when the first of the messages is sent whose responses are awaited."""
+        if not self._requests and self._transport is not None:
+            self._transport.is_untouched = True
+            self._sent_at = monotonic()
+
+    @property
+    def _lost_kind(self) -> StopKind:
+        """What the loss of a response means: MOVED, if the server closed the idle connection while
+        the request was on its way.  The lane is then opened at once.
+        """
+        is_untouched = self._transport is not None and self._transport.is_untouched
+        is_sudden = monotonic() - self._sent_at < RESEND_WITHIN_S
+        closed_while_idle = is_untouched and is_sudden and self._has_served
+        return StopKind.MOVED if closed_while_idle else StopKind.UNKNOWN
 
     def _check(self) -> None:
         if self._lost:
@@ -283,7 +340,7 @@ class Connection:
             self.drop("a call was cancelled or timed out")
             return error
         self.drop(str(error))
-        return Stopped(StopKind.UNKNOWN, f"the connection was lost: {error}")
+        return Stopped(self._lost_kind, f"the connection was lost: {error}")
 
     def _explain(self, error: Exception) -> Stopped:
         if isinstance(error, Stopped):
@@ -305,6 +362,7 @@ class Connection:
     async def _on_response(self, message: Msg) -> None:
         entry = self._requests.get(message.subject.rpartition(".")[2])
         if entry is not None and not entry[1].done():
+            self._has_served = True
             entry[1].set_result(message)
 
     async def _on_error(self, error: Exception) -> None:
@@ -322,6 +380,37 @@ class Connection:
 
     def _on_end(self, reason: str = "the server closed it") -> None:
         self.drop(self._cause or reason)
+
+
+class _Client(Client):
+    """nats-py's client, which parses no more of what a server sends than is used here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ps = _Parser(self)
+
+    async def _process_info(self, info: Any, initial_connection: bool = False) -> None:
+        """Ignore the servers of an INFO: they are for the library's reconnects, which are switched
+        off.  It compares each with all others.
+        """
+
+    async def _process_headers(self, headers: bytes | None) -> dict[str, str] | None:
+        if headers is not None and len(headers) > ACKNOWLEDGEMENT_BYTES:
+            raise errors.ProtocolError
+        found: dict[str, str] | None = await super()._process_headers(headers)
+        return found
+
+
+class _Parser(Parser):
+    async def parse(self, data: bytes = b"") -> None:
+        """Parse; the library logs other errors with what caused them, and reads no more."""
+        try:
+            await super().parse(data)
+        except (ValueError, TypeError, LookupError, RecursionError) as error:
+            raise errors.ProtocolError from error
+        if self.state == AWAITING_CONTROL_LINE and len(self.buf) > UNASKED_BYTES:
+            # The library looks for the end of the line again with each read.
+            raise errors.ProtocolError
 
 
 class _SocketTransport(TcpTransport):
@@ -343,6 +432,8 @@ class _SocketTransport(TcpTransport):
         self._on_end = on_end
         self._bytes_left = float(UNASKED_BYTES)
         self._bytes_awaited = 0
+        self.is_untouched = True
+        """Whether the server has sent nothing since this was set."""
         self._read_at = monotonic()
 
     def __bool__(self) -> bool:
@@ -385,6 +476,7 @@ class _SocketTransport(TcpTransport):
         except OSError:
             self._on_end()
             raise
+        self.is_untouched = self.is_untouched and not data
         now = monotonic()
         left = self._bytes_left + (now - self._read_at) * UNASKED_BYTES_PER_S
         # Without a limit, responses that were shorter than allowed would add up.

@@ -21,7 +21,6 @@ What follows from that:
 from __future__ import annotations
 
 import asyncio
-import ssl
 from contextlib import suppress
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -36,6 +35,7 @@ from outbox.core.brokers.port import (
 )
 from outbox.core.model.response import one_line
 from outbox.destinations.broker import BrokerFinding, stopped_finding
+from outbox.destinations.broker_connection import own_contexts
 from outbox.destinations.rabbitmq.checks import check_streams
 from outbox.destinations.rabbitmq.connection import Lost, Rejected
 from outbox.destinations.rabbitmq.dial import Dialer
@@ -55,7 +55,6 @@ from outbox.destinations.rabbitmq.stops import (
     rejected,
 )
 from outbox.destinations.rabbitmq.target import STREAM_NAME_BYTES_MAX, parse_url
-from outbox.network.tls_contexts import ContextCache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,9 +62,9 @@ if TYPE_CHECKING:
     from outbox.core.brokers.port import Message, Owner, Standing
     from outbox.destinations.broker import BrokerAddress
     from outbox.destinations.rabbitmq.connection import StreamConnection
-    from outbox.destinations.rabbitmq.target import StreamTarget
     from outbox.network.dns import Resolver
     from outbox.network.egress import EgressPolicy
+    from outbox.network.tls_contexts import ContextCache
 
 _WHAT_TO_DO = (
     "check the URL, the credentials (outbox endpoint credentials) and that the server has the "
@@ -91,7 +90,7 @@ class RabbitMqBroker:
     ) -> None:
         self._target = parse_url(address.url)
         self._timeout_s = address.timeout_s
-        self._own_contexts = _own_contexts(self._target) if contexts is None else None
+        self._own_contexts = own_contexts(secure=self._target.secure) if contexts is None else None
         used = contexts or self._own_contexts
         assert used is not None
         dialer = Dialer(address, self._target, policy, resolver, used)
@@ -114,6 +113,12 @@ class RabbitMqBroker:
         attempt = _Opening()
         try:
             async with asyncio.timeout(self._timeout_s):
+                try:
+                    return await self._open(attempt, lane, owner, after, force=force)
+                except Lost as error:
+                    if not error.while_idle:
+                        raise
+                # Opening a lane only reads.
                 return await self._open(attempt, lane, owner, after, force=force)
         except Stopped as error:
             return error.stop
@@ -132,9 +137,9 @@ class RabbitMqBroker:
     ) -> Appended:
         """Publish the messages; those that no frame can hold end the append before them."""
         state = self._lanes.get(lane)
-        if state is None or state.connection.lost is not None or state.identity != owner.identity:
+        if state is None or not state.connection.is_usable or state.identity != owner.identity:
             self._lanes.pop(lane, None)
-            return _moved(after, "the lane's connection was closed: open the lane")
+            return _moved(after, "the lane's connection has ended: open the lane")
         if state.position != after:
             # The server would confirm lower sequences, and drop them.
             return _moved(after, f"the lane stands at {state.position}, not at {after}")
@@ -276,8 +281,7 @@ class RabbitMqBroker:
         self, lane: str, state: OpenLane, publishing: Publishing, frames: bytes, after: int
     ) -> tuple[int, Stop | None]:
         connection = state.connection
-        connection.publishers[state.slot] = publishing
-        connection.send(frames)
+        connection.publish(state.slot, publishing, frames)
         timed_out = False
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -303,13 +307,9 @@ class RabbitMqBroker:
             return through, Stop(kind, f"publishing: {code_name(code)}")
         if timed_out:
             return through, Stop(StopKind.UNKNOWN, f"no confirm within {self._timeout_s:g} s")
-        detail = "the connection ended" if publishing.error is None else publishing.error.detail
-        return through, Stop(StopKind.UNKNOWN, one_line(detail))
-
-
-def _own_contexts(target: StreamTarget) -> ContextCache:
-    # Without TLS none is used, and the system trust store would take its time.
-    return ContextCache(None if target.secure else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+        lost = publishing.error or Lost("the connection ended")
+        kind = StopKind.MOVED if lost.while_idle else StopKind.UNKNOWN
+        return through, Stop(kind, one_line(lost.detail))
 
 
 class _Opening:

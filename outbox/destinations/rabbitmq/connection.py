@@ -21,21 +21,30 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from rstream import schema
 from rstream.constants import Key
-from rstream.encoding import decode_frame, encode_frame
+from rstream.encoding import encode_frame
+
+from outbox.destinations.rabbitmq.frames import decode_frame
+from outbox.network.reuse_limits import RESEND_WITHIN_S, peer_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from outbox.network.reuse_limits import ReuseLimits
 
     Pending = asyncio.Future["schema.Frame"]
 
 F = TypeVar("F", bound=schema.Frame)
 
-INBOUND_BYTES_MAX = 64 * 1024 * 1024
-"""Longest frame that is accepted of a subscription, whose chunks are the longest ones."""
-STREAM_REPLY_BYTES_MAX = 1024 * 1024
-"""Longest frame that is accepted without one; the longest describes the nodes of many streams."""
-AUTHENTICATION_BYTES_MAX = 64 * 1024
-"""Longest frame that is accepted until the server has sent its limits."""
+CHUNK_BYTES_MAX = 64 * 1024 * 1024
+"""Longest frame with a chunk of a stream, if a subscription awaits one."""
+FRAME_BYTES_MAX = 64 * 1024
+"""Longest other frame that is accepted: decoding it takes the event loop some milliseconds."""
+RETIRED_CHECK_S = 0.5
+"""Interval at which a connection that is too old ends if nothing is awaited on it."""
+UNASKED_FRAMES = 100
+"""Frames that the server may send beside those that are awaited, such as heartbeats."""
+UNASKED_FRAMES_PER_S = 2
+TOO_MANY = "the server sent more frames than were asked for"
 SLOTS = 256
 """Publishers of a connection: the protocol numbers them with one byte."""
 SILENT_HEARTBEATS = 2.5
@@ -53,6 +62,8 @@ class Lost(Exception):
         super().__init__(detail)
         self.detail = detail
         self.error = error
+        self.while_idle = False
+        """Whether the server closed the idle connection while a request was on its way."""
 
 
 class Rejected(Exception):
@@ -67,7 +78,10 @@ class Rejected(Exception):
 class Publisher(Protocol):
     """Receives what the server says of one publisher."""
 
-    def confirmed(self, ids: tuple[int, ...]) -> None: ...
+    def confirmed(self, ids: tuple[int, ...]) -> bool:
+        """Take confirms; returns whether any of them was awaited."""
+        ...
+
     def failed(self, errors: list[tuple[int, int]]) -> None:
         """Publishing ids and their codes; the connection ends after this call."""
 
@@ -89,6 +103,8 @@ class StreamConnection(asyncio.Protocol):
         self._heartbeat: asyncio.TimerHandle | None = None
         self._heartbeat_s = 0.0
         self._received_at = self._loop.time()
+        self._unasked_left = float(UNASKED_FRAMES)
+        self._unasked_at = self._received_at
         self._free_slots = list(range(SLOTS - 1, -1, -1))
         self.publishers: dict[int, Publisher] = {}
         self.subscriptions: dict[int, Callable[[bytes], None]] = {}
@@ -99,8 +115,36 @@ class StreamConnection(asyncio.Protocol):
         self.advertised: tuple[str, int] | None = None
         """Host and port of the node, as it names itself to clients; None: it does not."""
         self.secure = False
+        self.limits: ReuseLimits | None = None
+        self._is_retired = False
+        self._has_served = False
+        """Whether it had responses since it was established."""
+        self._sent_at = 0.0
+        """When it was idle last."""
         self.lost: Lost | None = None
         """Why the connection ended; None: it is open."""
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it may carry another call; one that may not ends when nothing is awaited."""
+        if self.lost is not None or self._is_retired:
+            return False
+        if self.limits is None or self.limits.allow(self):
+            return True
+        self._is_retired = True
+        self._end_retired()
+        return False
+
+    @property
+    def address(self) -> str | None:
+        """IP address of the node."""
+        return peer_address(self._transport)
+
+    def _end_retired(self) -> None:
+        if self.lost is None and (self._requests or self.publishers or self.subscribed):
+            self._loop.call_later(RETIRED_CHECK_S, self._end_retired)
+        else:
+            self.abort("another connection replaces it")
 
     # ------------------------------------------------------------------ slots
 
@@ -123,6 +167,7 @@ class StreamConnection(asyncio.Protocol):
         if self.lost is not None:
             pending.set_exception(self.lost)
             return pending
+        self._begin()
         self._correlation += 1
         self._requests[self._correlation] = pending
         self.send(encode_frame(frame_type(correlation_id=self._correlation, **fields)))
@@ -133,6 +178,17 @@ class StreamConnection(asyncio.Protocol):
     ) -> F:
         """Send a request and return its response."""
         return cast("F", await self.request(frame_type, **fields))
+
+    def publish(self, slot: int, publisher: Publisher, frames: bytes) -> None:
+        """Send messages, whose results the publisher receives."""
+        self._begin()
+        self.publishers[slot] = publisher
+        self.send(frames)
+
+    def _begin(self) -> None:
+        """Note when the first of the requests is sent whose responses are awaited."""
+        if not (self._requests or self.publishers):
+            self._sent_at = self._loop.time()
 
     def send(self, data: bytes) -> None:
         """Send frames, together with all others of this iteration of the event loop."""
@@ -169,9 +225,12 @@ class StreamConnection(asyncio.Protocol):
 
     def abort(self, detail: str, error: BaseException | None = None) -> None:
         """End the connection; nothing is sent after this call."""
+        self._end(Lost(detail, error))
+
+    def _end(self, lost: Lost) -> None:
         if self.lost is not None:
             return
-        self.lost = Lost(detail, error)
+        self.lost = lost
         self._unsent.clear()
         if self._heartbeat is not None:
             self._heartbeat.cancel()
@@ -195,7 +254,11 @@ class StreamConnection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.abort("the connection was closed", exc)
+        now = self._loop.time()
+        is_sudden = self._received_at <= self._sent_at and now < self._sent_at + RESEND_WITHIN_S
+        lost = Lost("the connection was closed", exc)
+        lost.while_idle = self._has_served and is_sudden
+        self._end(lost)
 
     def data_received(self, data: bytes) -> None:
         self._received_at = self._loop.time()
@@ -204,7 +267,7 @@ class StreamConnection(asyncio.Protocol):
         place = 0
         while self.lost is None and len(received) - place >= _HEADER.size:
             size, key, _ = _HEADER.unpack_from(received, place)
-            if not 4 <= size <= self._frame_bytes_max():
+            if not 4 <= size <= self._frame_bytes_max(key):
                 self.abort(f"the server sent a frame of {size} bytes: is it the stream port?")
                 return
             if len(received) - place < 4 + size:
@@ -218,10 +281,17 @@ class StreamConnection(asyncio.Protocol):
                 self.abort(f"the server sent a malformed frame ({type(error).__name__})", error)
         del received[:place]
 
-    def _frame_bytes_max(self) -> int:
-        if self.subscribed:
-            return INBOUND_BYTES_MAX
-        return STREAM_REPLY_BYTES_MAX if self._tuned.done() else AUTHENTICATION_BYTES_MAX
+    def _frame_bytes_max(self, key: int) -> int:
+        is_chunk = bool(self.subscribed) and key == Key.Deliver.value
+        return CHUNK_BYTES_MAX if is_chunk else FRAME_BYTES_MAX
+
+    def _count_unasked(self) -> None:
+        """End the connection if the server sends frames that nothing awaits again and again."""
+        now = self._received_at
+        left = self._unasked_left + (now - self._unasked_at) * UNASKED_FRAMES_PER_S
+        self._unasked_left, self._unasked_at = min(left, UNASKED_FRAMES) - 1, now
+        if self._unasked_left < 0:
+            self.abort(TOO_MANY)
 
     def _frame_received(self, key: int, frame: bytes) -> None:
         if key & _RESPONSE:
@@ -229,13 +299,17 @@ class StreamConnection(asyncio.Protocol):
         elif key == Key.PublishConfirm.value:
             publisher, count = frame[4], int.from_bytes(frame[5:9])
             ids = struct.unpack_from(f">{count}Q", frame, 9)
-            if (listener := self.publishers.get(publisher)) is not None:
-                listener.confirmed(ids)
+            listener = self.publishers.get(publisher)
+            self._has_served = True
+            if listener is None or not listener.confirmed(ids):
+                self._count_unasked()
         elif key == Key.PublishError.value:
             self._publish_failed(frame[4], [*struct.iter_unpack(">QH", frame[9:])])
         elif key == Key.Deliver.value:
             if (receive := self.subscriptions.get(frame[4])) is not None:
                 receive(frame[5:])
+            else:
+                self._count_unasked()
         elif key == Key.MetadataUpdate.value:
             update = cast("schema.MetadataUpdate", decode_frame(frame)).metadata_info
             self.abort(f"stream {update.stream} was deleted, or its leader ended or moved")
@@ -245,7 +319,11 @@ class StreamConnection(asyncio.Protocol):
         elif key == Key.Tune.value:
             if not self._tuned.done():
                 self._tuned.set_result(cast("schema.Tune", decode_frame(frame)))
-        elif key != Key.Heartbeat.value:
+            else:
+                self._count_unasked()
+        elif key == Key.Heartbeat.value:
+            self._count_unasked()
+        else:
             self.abort(f"the server sent an unknown frame ({key})")
 
     def _publish_failed(self, publisher: int, errors: list[tuple[int, int]]) -> None:
@@ -257,10 +335,12 @@ class StreamConnection(asyncio.Protocol):
     def _response_received(self, key: int, frame: bytes) -> None:
         pending = self._requests.pop(int.from_bytes(frame[4:8]), None)
         if pending is None or pending.done():
+            self._count_unasked()
             return
         # Only Metadata has a code for each stream.  Of the others, the rest is absent if the
         # request failed.
         code = _OK if key == Key.Metadata.value else int.from_bytes(frame[8:10])
+        self._has_served = self.limits is not None
         if code == _OK:
             pending.set_result(decode_frame(frame))
         else:

@@ -14,6 +14,7 @@ from outbox.destinations.rabbitmq.connection import Lost, Rejected, StreamConnec
 from outbox.destinations.rabbitmq.stops import Stopped, code_name, not_connected, rejected
 from outbox.network.connector import ConnectionOpener, Target
 from outbox.network.errors import NotConnected
+from outbox.network.reuse_limits import ReuseLimits
 from outbox.version import __version__
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 BROKER_HEARTBEAT_S = 20
 """Longest interval of heartbeats; the server's limit is 60 s by default."""
+PORT_DIGITS_MAX = 5
 UNLIMITED_BYTES = 2**31 - 1
 """Longest frame for a server without a limit."""
 
@@ -44,6 +46,7 @@ class Dialer:
         self._target = target
         # Brokers are reached directly: the proxy for webhooks connects to https ports only.
         self._opener = ConnectionOpener(policy, resolver, contexts)
+        self._resolver = resolver
 
     async def connect(self, host: str, port: int) -> StreamConnection:
         """Open a connection; the egress policy checks the address of this host too.
@@ -70,6 +73,8 @@ class Dialer:
                     address.connect_timeout_s,
                 )
                 await self._authenticate(connection)
+                loop = asyncio.get_running_loop()
+                connection.limits = ReuseLimits(self._resolver, loop, host)
         except BaseException as error:
             if connection is not None:
                 connection.abort("the connection was not established")
@@ -137,11 +142,9 @@ class Dialer:
                 f"virtual host {self._target.vhost}: {code_name(error.code)}",
             ) from None
         properties = {each.key: each.value for each in opened.properties}
-        if "advertised_host" in properties and properties.get("advertised_port", "").isdecimal():
-            connection.advertised = (
-                properties["advertised_host"],
-                int(properties["advertised_port"]),
-            )
+        port = properties.get("advertised_port", "")
+        if "advertised_host" in properties and port.isdecimal() and len(port) <= PORT_DIGITS_MAX:
+            connection.advertised = (properties["advertised_host"], int(port))
 
     def _plain(self) -> bytes:
         # A client certificate is in addition to this: RabbitMQ 3.10 fails at the mechanism

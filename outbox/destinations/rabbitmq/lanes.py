@@ -74,10 +74,12 @@ class Publishing:
         """Whether nothing is in doubt."""
         return self._unconfirmed <= self.failed_ids.keys()
 
-    def confirmed(self, ids: tuple[int, ...]) -> None:
+    def confirmed(self, ids: tuple[int, ...]) -> bool:
+        unconfirmed = len(self._unconfirmed)
         self._unconfirmed.difference_update(ids)
         if not self._unconfirmed:
             self._end()
+        return len(self._unconfirmed) < unconfirmed
 
     def failed(self, errors: list[tuple[int, int]]) -> None:
         self.failed_ids.update(errors)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 Node: TypeAlias = tuple[str, int]
 """Host and port."""
 NO_LEADER = 0xFFFF
+HOST_CHARS_MAX = 253
+"""Longest name of a host (RFC 1035)."""
 
 
 class Placement(NamedTuple):
@@ -76,11 +78,18 @@ class Nodes:
             alive = [each for each in self._connections[node] if each.lost is None]
             self._connections[node] = alive
             for connection in alive:
-                if not (with_slot and connection.is_full):
+                if connection.is_usable and not (with_slot and connection.is_full):
                     return connection
             if self._closed:
                 raise Stopped(StopKind.UNAVAILABLE, "the destination was closed")
-            connection = await self._dialer.connect(*node)
+            try:
+                connection = await self._dialer.connect(*node)
+            except BaseException:
+                # The server names the nodes: what it names without an end is not kept.
+                if not self._connections[node]:
+                    del self._connections[node]
+                    self._dialing.pop(node, None)
+                raise
             if self._closed:
                 connection.abort("the destination was closed")
                 raise Stopped(StopKind.UNAVAILABLE, "the destination was closed")
@@ -113,6 +122,8 @@ def placement_of(response: schema.MetadataResponse, stream: str) -> Placement | 
         stop = rejected(found.response_code, f"stream {stream}")
         raise Stopped(stop.kind, stop.detail)
     brokers = {each.reference: (each.host, each.port) for each in response.brokers}
+    if any(len(host) > HOST_CHARS_MAX or not 0 < port < 65536 for host, port in brokers.values()):
+        raise Stopped(StopKind.MISCONFIGURED, f"stream {stream}: a node's address is not valid")
     if found.leader_ref == NO_LEADER or found.leader_ref not in brokers:
         raise Stopped(StopKind.UNAVAILABLE, f"stream {stream} has no leader now")
     return Placement(brokers[found.leader_ref], len(found.replicas_refs))

@@ -11,8 +11,6 @@ import struct
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from rstream.amqp import amqp_decoder
-
 if TYPE_CHECKING:
     from outbox.core.brokers.port import Message
 
@@ -27,6 +25,12 @@ _MAGIC = 5
 _USER_DATA = 0
 _BATCHED = 0x80
 """First bit of an entry that has several messages."""
+IDENTIFIED_BYTES_MAX = 64 * 1024
+"""Bytes at the start of a message in which its properties are looked for."""
+# By the first half of a type's code (AMQP 1.0, 1.2).
+_FIXED_BYTES = {0x4: 0, 0x5: 1, 0x6: 2, 0x7: 4, 0x8: 8, 0x9: 16}
+_SIZE_BYTES = {0xA: 1, 0xB: 4, 0xC: 1, 0xD: 4, 0xE: 1, 0xF: 4}
+"""Bytes of the size, and of the number of values, of types of variable size."""
 
 
 class Stored(NamedTuple):
@@ -86,16 +90,52 @@ def last_entry(chunk: bytes) -> bytes | None:
 def identify(entry: bytes) -> Stored | None:
     """Read what a message says of itself; None: it is not a delivery of this relay."""
     try:
-        properties = amqp_decoder(entry).application_properties or {}
-        found = {_text(name).lower(): _text(value) for name, value in properties.items()}
+        found = _application_properties(entry[:IDENTIFIED_BYTES_MAX])
         return Stored(found["x-lane"], int(found["x-sequence"]), found["x-delivery"])
-    # Another writer's message may have any bytes, and the decoder raises what they lead to.
-    except Exception:
+    except (IndexError, KeyError, ValueError):
+        # Another writer's message may have any bytes.
         return None
 
 
-def _text(value: object) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
+def _application_properties(entry: bytes) -> dict[str, str]:
+    """The texts among a message's application properties, by their names in lower case.
+
+    Each step passes at least one byte, which rstream's decoder does not promise: an array of
+    4,294,967,295 nulls has some bytes.
+    """
+    place = 0
+    while entry[place] == 0:
+        descriptor = place + 1
+        place = _end(entry, descriptor)
+        if int.from_bytes(entry[descriptor + 1 : place]) == _APPLICATION_PROPERTIES[-1]:
+            break
+        place = _end(entry, place)
+    width = _SIZE_BYTES[entry[place] >> 4]
+    name, end = place + 1 + 2 * width, _end(entry, place)
+    found: dict[str, str] = {}
+    while name < end:
+        value = _end(entry, name)
+        found[_text(entry, name).lower()] = _text(entry, value)
+        name = _end(entry, value)
+    return found
+
+
+def _text(data: bytes, place: int) -> str:
+    """The text at a place; empty if the value there is of another type."""
+    kind = data[place] >> 4
+    if kind not in (0xA, 0xB):
+        return ""
+    return data[place + 1 + _SIZE_BYTES[kind] : _end(data, place)].decode()
+
+
+def _end(data: bytes, place: int) -> int:
+    """The end of the value at a place."""
+    kind = data[place] >> 4
+    place += 1
+    if kind in _FIXED_BYTES:
+        return place + _FIXED_BYTES[kind]
+    size_bytes = _SIZE_BYTES[kind]
+    return place + size_bytes + int.from_bytes(data[place : place + size_bytes])
 
 
 def _string(text: str) -> bytes:

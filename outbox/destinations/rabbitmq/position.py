@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from rstream import schema
 from rstream.constants import OffsetType
 from rstream.encoding import encode_frame
 
 from outbox.core.brokers.port import Foreign, Position, StopKind
+from outbox.core.model.text import quoted
 from outbox.destinations.rabbitmq.connection import Lost, Rejected
 from outbox.destinations.rabbitmq.leader import placement_of, require_leader
-from outbox.destinations.rabbitmq.messages import MalformedChunk, identify, last_entry
+from outbox.destinations.rabbitmq.messages import (
+    IDENTIFIED_BYTES_MAX,
+    MalformedChunk,
+    identify,
+    last_entry,
+)
 from outbox.destinations.rabbitmq.stops import Stopped, rejected
 
 if TYPE_CHECKING:
@@ -91,13 +97,22 @@ async def delete_publisher(connection: StreamConnection, slot: int) -> None:
     )
 
 
+class _Last(NamedTuple):
+    """The last message of a chunk."""
+
+    entry: bytes | None
+    problem: str | None = None
+    """Why the chunk could not be read."""
+
+
 class _Tail:
     """The chunks that a subscription has received, each for one credit."""
 
     def __init__(self, connection: StreamConnection) -> None:
         self._connection = connection
         self._credits = 1  # Of the subscription itself.
-        self.chunks: asyncio.Queue[bytes] = asyncio.Queue()
+        self.entries: asyncio.Queue[_Last] = asyncio.Queue()
+        """The start of the last message of each: a chunk may have 64 MiB."""
 
     def request(self, slot: int) -> None:
         """Let the server send one more."""
@@ -108,21 +123,25 @@ class _Tail:
         self._credits -= 1
         if self._credits < 0:
             self._connection.abort("the server sent a chunk that was not asked for")
-        else:
-            self.chunks.put_nowait(chunk)
+            return
+        try:
+            entry = last_entry(chunk)
+            last = _Last(None if entry is None else entry[:IDENTIFIED_BYTES_MAX])
+        except (MalformedChunk, IndexError) as error:
+            last = _Last(None, str(error))
+        self.entries.put_nowait(last)
 
-    async def next(self, wait_s: float) -> bytes | None:
-        """The next chunk; None: it did not come."""
-        if self.chunks.empty() and wait_s <= 0:
+    async def next(self, wait_s: float) -> _Last | None:
+        """The last message of the next chunk; None: it did not come."""
+        if self.entries.empty() and wait_s <= 0:
             return None
         try:
             async with asyncio.timeout(wait_s):
-                chunk = await self.chunks.get()
+                return await self.entries.get()
         except TimeoutError:
             if self._connection.lost is not None:
                 raise self._connection.lost from None
             return None
-        return chunk
 
 
 async def _compare(
@@ -134,39 +153,36 @@ async def _compare(
     *,
     force: bool,
 ) -> Position | Foreign:
-    chunk = await tail.next(TRIMMED_WAIT_S if sequence else 0)
-    if chunk is None:
+    last = await tail.next(TRIMMED_WAIT_S if sequence else 0)
+    if last is None:
         return Position(sequence, None)
     loop = asyncio.get_running_loop()
     waits_until = loop.time() + COMMIT_WAIT_S
     while True:
-        result = _check_last(chunk, stream, lane, sequence, force=force)
+        result = _check_last(last, stream, lane, sequence, force=force)
         if result is not None:
             return result
         # The server counts a message before all replicas have it, and delivers it after.
         tail.request(slot)
-        next_chunk = await tail.next(waits_until - loop.time())
-        if next_chunk is None:
+        last = await tail.next(waits_until - loop.time())
+        if last is None:
             raise Stopped(
                 StopKind.UNAVAILABLE,
                 f"sequence {sequence} of stream {stream} is not committed: are replicas missing?",
             )
-        chunk = next_chunk
 
 
 def _check_last(
-    chunk: bytes, stream: str, lane: str, sequence: int, *, force: bool
+    last: _Last, stream: str, lane: str, sequence: int, *, force: bool
 ) -> Position | Foreign | None:
     """Compare a chunk's last message with the publisher's sequence; None: it is an older one."""
-    try:
-        entry = last_entry(chunk)
-    except MalformedChunk as error:
-        raise Stopped(StopKind.UNAVAILABLE, f"a chunk of stream {stream}: {error}") from None
-    stored = None if entry is None else identify(entry)
+    if last.problem is not None:
+        raise Stopped(StopKind.UNAVAILABLE, f"a chunk of stream {stream}: {last.problem}")
+    stored = None if last.entry is None else identify(last.entry)
     if stored is None:
         return Foreign(f"the last message of stream {stream} is not from a relay of outbox")
     if stored.lane != lane:
-        return Foreign(f"the last message of stream {stream} is of lane {stored.lane}")
+        return Foreign(f"the last message of stream {stream} is of lane {quoted(stored.lane)}")
     if stored.sequence == sequence or (force and stored.sequence > sequence):
         # The server keeps the ids of each publisher, so this one's may begin after it.
         return Position(stored.sequence, stored.delivery)

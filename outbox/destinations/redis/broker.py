@@ -20,8 +20,8 @@ the same stream.
 
 from __future__ import annotations
 
-import reprlib
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import RedisError
@@ -37,10 +37,17 @@ from outbox.core.brokers.port import (
 )
 from outbox.core.brokers.redis_target import parse_url
 from outbox.core.model.response import one_line
+from outbox.core.model.text import QUOTED_CHARS_MAX, quoted
 from outbox.destinations.broker import stopped_finding
 from outbox.destinations.broker_connection import BrokerOpener, stop_of
 from outbox.destinations.redis.checks import WHAT_TO_DO, findings_of
-from outbox.destinations.redis.connection import GroupedConnection, NotSent, ResponseLost, code_of
+from outbox.destinations.redis.connection import (
+    ClosedWhileIdle,
+    GroupedConnection,
+    NotSent,
+    ResponseLost,
+    code_of,
+)
 from outbox.destinations.redis.script import DIGEST, FORCE, OPEN, SCRIPT, packed, packed_call
 from outbox.network.errors import NotConnected
 
@@ -73,10 +80,11 @@ class RedisBroker:
 
     def __init__(self, address: BrokerAddress, policy: EgressPolicy, resolver: Resolver) -> None:
         self._target = target = parse_url(address.url)
-        self._opener = BrokerOpener(address, policy, resolver)
+        self._opener = BrokerOpener(address, policy, resolver, secure=target.secure)
         user, separator, password = (address.credentials or "").partition(":")
         self._connection = GroupedConnection(
             self._open,
+            partial(self._opener.limits, target.host),
             address.timeout_s,
             address.connect_timeout_s,
             host=target.host,  # For the library's messages.
@@ -140,20 +148,31 @@ class RedisBroker:
     async def _run(
         self, lane: str, owner: Owner, after: str, messages: Sequence[Message]
     ) -> Any | Stop:
-        """Run the script; the second time with its text, if the server does not have it."""
-        given = self._target, lane, owner, after, messages
+        """Run the script, again if the server closed the idle connection meanwhile: opening a lane
+        twice is harmless, and one whose append may be stored is opened first.
+        """
         deadline = self._connection.deadline()
         try:
             try:
-                return await self._connection.call(
-                    packed_call(("EVALSHA", DIGEST), *given), deadline
-                )
-            except RedisError as error:
-                if code_of(error) != "NOSCRIPT":
-                    raise
-                return await self._connection.call(packed_call(("EVAL", SCRIPT), *given), deadline)
+                return await self._run_once(lane, owner, after, messages, deadline)
+            except ClosedWhileIdle as error:
+                if messages:
+                    return Stop(StopKind.MOVED, one_line(str(error)))
+                return await self._run_once(lane, owner, after, messages, deadline)
         except (NotSent, ResponseLost, RedisError) as error:
             return _stop(error)
+
+    async def _run_once(
+        self, lane: str, owner: Owner, after: str, messages: Sequence[Message], deadline: float
+    ) -> Any:
+        """Run the script; the second time with its text, if the server does not have it."""
+        given = self._target, lane, owner, after, messages
+        try:
+            return await self._connection.call(packed_call(("EVALSHA", DIGEST), *given), deadline)
+        except RedisError as error:
+            if code_of(error) != "NOSCRIPT":
+                raise
+            return await self._connection.call(packed_call(("EVAL", SCRIPT), *given), deadline)
 
     async def _register(self, lane: str) -> None:
         """Add a lane to the set of the lanes; without the right, consumers do not find it.
@@ -206,9 +225,9 @@ def _stop(error: NotSent | ResponseLost | RedisError) -> Stop:
 
 def _strange(response: object) -> Stop:
     """The failure for a response that the script does not give."""
-    text = f"not a response of the script: {reprlib.repr(response)}"
-    return Stop(StopKind.MISCONFIGURED, one_line(text))
+    return Stop(StopKind.MISCONFIGURED, f"not a response of the script: {type(response).__name__}")
 
 
 def _text(value: object) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+    text = value.decode("utf-8", "replace") if isinstance(value, bytes) else quoted(value)
+    return one_line(text, QUOTED_CHARS_MAX)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from redis.asyncio.connection import Connection
@@ -21,12 +22,17 @@ from redis.exceptions import RedisError, ResponseError
 
 from outbox.core.model.response import Failure
 from outbox.network.errors import NotConnected
+from outbox.network.reuse_limits import RESEND_WITHIN_S, peer_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from outbox.network.reuse_limits import ReuseLimits
+
 REDIS_REPLY_BYTES_MAX = 64 * 1024
-"""Bytes that the server may send for a call, and for the authentication."""
+"""Bytes that the server may send for one call, and for the authentication."""
+USUAL_REPLY_BYTES = 1024
+"""Bytes that it may send for each further call of a group."""
 GROUP_BYTES = 4 << 20
 """Bytes after which a group takes no further call."""
 _CLOSED = "the endpoint's broker was closed"
@@ -47,6 +53,8 @@ class BoundedProtocol(asyncio.StreamReaderProtocol):
         )
         super().__init__(self._reader_of_streams, loop=self._loop_of_streams)
         self._made: asyncio.Transport | None = None
+        self.is_untouched = True
+        """Whether the server has sent nothing since `expect`."""
         self._bytes_left = REDIS_REPLY_BYTES_MAX
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -55,6 +63,7 @@ class BoundedProtocol(asyncio.StreamReaderProtocol):
         self._made = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
+        self.is_untouched = False
         self._bytes_left -= len(data)
         if self._bytes_left >= 0:
             super().data_received(data)
@@ -66,7 +75,8 @@ class BoundedProtocol(asyncio.StreamReaderProtocol):
 
     def expect(self, replies: int) -> None:
         """Bound what the server sends from now on."""
-        self._bytes_left = replies * REDIS_REPLY_BYTES_MAX
+        self.is_untouched = True
+        self._bytes_left = REDIS_REPLY_BYTES_MAX + (replies - 1) * USUAL_REPLY_BYTES
 
     def streams(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """The streams of the connection that was made."""
@@ -95,15 +105,24 @@ class ResponseLost(Exception):
     """The call may have been executed; the message says what happened."""
 
 
+class ClosedWhileIdle(ResponseLost):
+    """The server closed the idle connection while the call was on its way."""
+
+
 class _OwnStreams(Connection):
     """redis-py's connection over streams that are opened here, where each address is checked."""
 
-    def __init__(self, opener: Opener, **settings: Any) -> None:
+    def __init__(
+        self, opener: Opener, new_limits: Callable[[], ReuseLimits], **settings: Any
+    ) -> None:
         super().__init__(
             **settings, retry=Retry(NoBackoff(), 0), protocol=2, driver_info=None,
             socket_timeout=None, socket_connect_timeout=None,
         )  # fmt: skip
         self._opener = opener
+        self._limits = new_limits()
+        self.has_served = False
+        """Whether it had calls before."""
         self._protocol: BoundedProtocol | None = None
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
@@ -118,12 +137,25 @@ class _OwnStreams(Connection):
         self._protocol.expect(replies)
 
     @property
+    def is_untouched(self) -> bool:
+        """Whether the server has sent nothing since the last calls were sent."""
+        return self._protocol is not None and self._protocol.is_untouched
+
+    @property
     def is_usable(self) -> bool:
-        """Whether the server has not closed it, as servers do with idle connections."""
+        """Whether it may carry more calls: by its age and address, and because the server has not
+        closed it, as servers do with idle connections.
+        """
         if self._streams is None or not self.is_connected:
             return False
         reader, writer = self._streams
-        return not reader.at_eof() and not writer.transport.is_closing()
+        is_open = not reader.at_eof() and not writer.transport.is_closing()
+        return is_open and self._limits.allow(self)
+
+    @property
+    def address(self) -> str | None:
+        """IP address of the server."""
+        return peer_address(None if self._streams is None else self._streams[1].transport)
 
     async def abort(self) -> None:
         """Close it without sending what is buffered, which redis-py's `disconnect` still sends."""
@@ -147,15 +179,22 @@ class GroupedConnection:
     """A connection that is opened when it is needed, and again after it ended.
 
     Args:
+        new_limits: the limits of a connection that is opened now.
         settings: host, port, username, password and db.
         timeout_s: time-out of one call, connecting included.
         connect_timeout_s: time-out of one connection, authentication included.
     """
 
     def __init__(
-        self, opener: Opener, timeout_s: float, connect_timeout_s: float, **settings: Any
+        self,
+        opener: Opener,
+        new_limits: Callable[[], ReuseLimits],
+        timeout_s: float,
+        connect_timeout_s: float,
+        **settings: Any,
     ) -> None:
         self._opener = opener
+        self._new_limits = new_limits
         self._timeout_s = timeout_s
         self._connect_timeout_s = min(connect_timeout_s, timeout_s)
         self._settings = settings
@@ -223,6 +262,8 @@ class GroupedConnection:
         for call in group:
             call.connection = connection
         read, is_current = 0, True
+        sent_at = monotonic()
+        lost_as = ResponseLost
         lost = "the connection was closed before the response"
         connection.expect(len(group))
         try:
@@ -247,9 +288,13 @@ class GroupedConnection:
         except Exception as error:
             # Of the network, or of the library on a connection that was dropped meanwhile.
             lost = str(error) or type(error).__name__
+            is_sudden = monotonic() - sent_at < RESEND_WITHIN_S
+            if is_sudden and connection.has_served and connection.is_untouched:
+                lost_as = ClosedWhileIdle
         finally:
             for call in group[read:]:
-                _fail(call, ResponseLost(lost))
+                _fail(call, lost_as(lost))
+            connection.has_served = True
             if read < len(group) or not is_current:
                 await self._drop(connection)
 
@@ -277,7 +322,7 @@ class GroupedConnection:
             if self._connection.is_usable:
                 return self._connection
             await self._drop(self._connection)
-        connection = _OwnStreams(self._opener, **self._settings)
+        connection = _OwnStreams(self._opener, self._new_limits, **self._settings)
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 await connection.connect()  # type: ignore[no-untyped-call]
@@ -285,7 +330,10 @@ class GroupedConnection:
             await connection.abort()
             if isinstance(error.__cause__, NotConnected):
                 raise error.__cause__ from None
-            if isinstance(error, (OSError, TimeoutError, RedisError)) and not is_response(error):
+            if isinstance(error, NotConnected) or not isinstance(error, Exception):
+                raise
+            if not is_response(error):
+                # Also whatever a response of another form leads to inside the library.
                 raise unreachable(error) from error
             raise
         self._connection = connection

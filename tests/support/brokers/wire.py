@@ -24,6 +24,7 @@ class Wire:
         """Received from the server since `count`."""
         self._requests_left: int | None = None
         self._responses_left: int | None = None
+        self._cuts_once = False
         self._holding = False
         self._writers: set[asyncio.StreamWriter] = set()
         self._held: list[tuple[asyncio.StreamWriter, bytes]] = []
@@ -31,12 +32,29 @@ class Wire:
         self.mute = False
         """Whether the server's bytes are dropped."""
 
+    @property
+    def is_used(self) -> bool:
+        """Whether a client is connected."""
+        return bool(self._writers)
+
     def count(self) -> None:
         self.request_bytes = self.response_bytes = 0
 
-    def cut_after(self, *, requests: int | None = None, responses: int | None = None) -> None:
+    def cut_after(
+        self, *, requests: int | None = None, responses: int | None = None, once: bool = False
+    ) -> None:
         """Close the connection after this many more bytes of one side; None: never."""
         self._requests_left, self._responses_left = requests, responses
+        self._cuts_once = once
+
+    @property
+    def is_cutting(self) -> bool:
+        """Whether a connection is still to be cut."""
+        return self._requests_left is not None or self._responses_left is not None
+
+    def _was_cut(self) -> None:
+        if self._cuts_once:
+            self.cut_after()
 
     def hold(self) -> None:
         """Keep the requests from now on, also after their client has gone."""
@@ -77,6 +95,7 @@ class Wire:
                 server_writer.close()
             responses.cancel()
             await asyncio.gather(responses, return_exceptions=True)
+            self._writers -= {writer, server_writer}
 
     async def _pump_requests(
         self,
@@ -97,6 +116,7 @@ class Wire:
                 writer.write(data)
                 await writer.drain()
                 if self._requests_left == 0 and left is not None:
+                    self._was_cut()
                     client.transport.abort()
                     return
 
@@ -116,6 +136,7 @@ class Wire:
                 writer.write(data)
                 await writer.drain()
                 if self._responses_left == 0 and left is not None:
+                    self._was_cut()
                     break
         # The client sees the end of the bytes that it got.
         with suppress(OSError):
@@ -123,7 +144,7 @@ class Wire:
 
 
 @asynccontextmanager
-async def wire_to(port: int, *, host: str = "127.0.0.1") -> AsyncIterator[Wire]:
+async def wire_to(port: int, *, host: str = "127.0.0.1", own_port: int = 0) -> AsyncIterator[Wire]:
     """A proxy on `host` to a port of 127.0.0.1."""
     wire = Wire("127.0.0.1", port)
     tasks: set[asyncio.Task[None]] = set()
@@ -133,7 +154,7 @@ async def wire_to(port: int, *, host: str = "127.0.0.1") -> AsyncIterator[Wire]:
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
-    server = await asyncio.start_server(accept, host, 0)
+    server = await asyncio.start_server(accept, host, own_port)
     wire.host, wire.port = server.sockets[0].getsockname()[:2]
     try:
         yield wire

@@ -18,8 +18,8 @@ from outbox.core.model.response import AttemptResult, Failure
 from outbox.destinations.http.attempt_results import timeout_detail
 from outbox.destinations.http.http1.connection import Connection, FollowUps
 from outbox.destinations.http.http1.pool import ConnectionPools
-from outbox.destinations.http.http1.reuse_limits import ReuseLimits
 from outbox.network.errors import TRANSPORT_CLOSED, NotConnected
+from outbox.network.reuse_limits import ReuseLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -131,7 +131,9 @@ class Http1Client:
                         self._loop,
                         self._cached_responses,
                         self._follow_ups,
-                        ReuseLimits(self._resolver, self._loop).allow,
+                        ReuseLimits(
+                            self._resolver, self._loop, None if target.via_proxy else target.host
+                        ).allow,
                     ),
                     request.recipient.connect_timeout_s,
                 )

@@ -33,6 +33,7 @@ from outbox.destinations.http.http1.response_parser import ResponseReader
 from outbox.destinations.http.limits import RESPONSE_HEAD_BYTES_MAX
 from outbox.destinations.http.request import encode_request
 from outbox.network.errors import TRANSPORT_CLOSED, NotConnected
+from outbox.network.reuse_limits import RESEND_WITHIN_S, peer_address
 from outbox.network.tls import ResumingContext, ssl_error_reason
 
 if TYPE_CHECKING:
@@ -44,8 +45,6 @@ if TYPE_CHECKING:
     from outbox.network.connector import Target
 
 
-RESEND_WITHIN_S = 2.0
-"""Seconds after a request in which the end of a reused connection is the close of an idle one."""
 _QUICKACK: int | None = getattr(socket, "TCP_QUICKACK", None)
 """Linux only."""
 
@@ -159,9 +158,7 @@ class Connection(asyncio.Protocol):
     @property
     def address(self) -> str | None:
         """IP address of the peer; None: the connection has ended."""
-        transport = self._transport
-        peer = None if transport is None else transport.get_extra_info("peername")
-        return str(peer[0]) if peer else None
+        return peer_address(self._transport)
 
     @property
     def readable(self) -> bool:

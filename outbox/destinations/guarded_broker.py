@@ -1,0 +1,60 @@
+"""A broker whose calls end with a result whatever its server sends.
+
+A server is an outsider.  A response of a form that no driver expects would otherwise raise, end the
+relay's session, and with it the deliveries of all other endpoints.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from outbox.core.brokers.port import Appended, Capabilities, Stop, StopKind
+from outbox.destinations.broker import BrokerFinding
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from outbox.core.brokers.port import Message, Owner, Standing
+    from outbox.destinations.broker import Broker
+
+
+class GuardedBroker:
+    """Passes calls to a driver; see `Broker`."""
+
+    def __init__(self, driver: Broker) -> None:
+        self.driver = driver
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.driver.capabilities
+
+    async def open(
+        self, lane: str, owner: Owner, after: int, receipt: str | None, *, force: bool = False
+    ) -> Standing:
+        try:
+            return await self.driver.open(lane, owner, after, receipt, force=force)
+        except Exception as error:
+            return _unexpected(error)
+
+    async def append(
+        self, lane: str, owner: Owner, after: int, messages: Sequence[Message]
+    ) -> Appended:
+        try:
+            return await self.driver.append(lane, owner, after, messages)
+        except Exception as error:
+            return Appended(after, _unexpected(error))
+
+    async def check(self, lanes: Sequence[str]) -> list[BrokerFinding]:
+        try:
+            return await self.driver.check(lanes)
+        except Exception as error:
+            what = _unexpected(error).detail
+            return [BrokerFinding(True, what, "check that the URL is that of such a broker")]
+
+    async def aclose(self) -> None:
+        await self.driver.aclose()
+
+
+def _unexpected(error: Exception) -> Stop:
+    # Without the error's text, which may be anything that the server has sent.
+    return Stop(StopKind.UNKNOWN, f"the response has an unexpected form ({type(error).__name__})")
