@@ -18,6 +18,7 @@ import structlog
 from outbox.core.delivery.circuit_breaker import BreakerState
 from outbox.core.delivery.operational_events import WARN_AFTER_S
 from outbox.store.delivery.endpoint_state import EXHAUSTED_EVERY_S, EndpointState
+from outbox.store.errors import ResponseLost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -77,18 +78,23 @@ class EndpointSupervisor:
         clock = asyncio.get_running_loop().time
         check_at = survey_at = exhausted_at = clock()
         while True:
-            lacking = self._dispatcher.exhausted
-            if lacking is not None and clock() >= exhausted_at:
-                await self._store.journal_exhausted(lacking)
-                exhausted_at = clock() + EXHAUSTED_EVERY_S
-            await self._write_health(self._dispatcher.pop_changed())
-            if clock() >= check_at:
-                await self._write_health(self._dispatcher.owned())
-                await self._check_endpoints()
-                check_at = clock() + ENDPOINTS_CHECK_EVERY_S
-            if clock() >= survey_at:
-                self.survey = await self._survey() if self._leads() else None
-                survey_at = clock() + SURVEY_EVERY_S
+            try:
+                lacking = self._dispatcher.exhausted
+                if lacking is not None and clock() >= exhausted_at:
+                    exhausted_at = clock() + EXHAUSTED_EVERY_S
+                    await self._store.journal_exhausted(lacking)
+                await self._write_health(self._dispatcher.pop_changed())
+                if clock() >= check_at:
+                    await self._write_health(self._dispatcher.owned())
+                    await self._check_endpoints()
+                    check_at = clock() + ENDPOINTS_CHECK_EVERY_S
+                if clock() >= survey_at:
+                    self.survey = await self._survey() if self._leads() else None
+                    survey_at = clock() + SURVEY_EVERY_S
+            except ResponseLost:
+                # What was stored is compared with the state of every endpoint.
+                check_at = clock()
+                continue
             await self._wake_event.wait(max(min(check_at, survey_at) - clock(), 0.0))
 
     async def _survey(self) -> DatabaseStats:

@@ -139,6 +139,7 @@ SELECT extract(epoch FROM clock_timestamp())::float8 AS now,
 LOCK_REPLICA = WriteStatement(
     "lock_replica",
     f"SELECT FROM replica WHERE {EXPIRABLE} FOR UPDATE",
+    repeatable=True,
 )
 
 # Releases all endpoints of a replica.
@@ -163,12 +164,14 @@ SELECT 'endpoint_released', coalesce($4, 'replica ' || leaving.id), endpoint_id,
                           'relay', leaving.name)
   FROM released, leaving
 """,  # noqa: S608 (constants only)
+    repeatable=True,
 )
 
 # Deletes the row, which fences the replica off.
 REMOVE_REPLICA = WriteStatement(
     "remove_replica",
     f"DELETE FROM replica WHERE {EXPIRABLE}",  # noqa: S608 (constants only)
+    repeatable=True,
 )
 
 # Releases some endpoints, while the lease runs; CTEs as in RELEASE_ALL.
@@ -188,6 +191,7 @@ SELECT 'endpoint_released', $3, endpoint_id,
                           'relay', (SELECT name FROM replica WHERE id = $1))
   FROM released
 """,  # noqa: S608 (constants only)
+    repeatable=True,
 )
 
 # The endpoints that an owner is needed for.
@@ -248,6 +252,7 @@ SELECT 'endpoint_claimed', $3, endpoint_id,
                           'relay', (SELECT name FROM replica WHERE id = $1))
   FROM claimed
 """,  # noqa: S608 (constants only)
+    repeatable=True,
 )
 
 # Writes the epoch of claimed endpoints to every row that an owner writes, before anything is
@@ -266,6 +271,7 @@ health AS (
 UPDATE lane_progress p SET epoch = c.epoch
   FROM claimed c WHERE p.endpoint_id = c.endpoint_id
 """,  # noqa: S608 (constants only)
+    repeatable=True,
 )
 
 READ_EPOCHS = """
