@@ -16,7 +16,7 @@ from outbox.core.sequencing.partition_window import Retention
 from outbox.operations.endpoint_changes import update_endpoint
 from outbox.relay.delivery.endpoint_supervisor import EndpointSupervisor
 from outbox.relay.delivery.owned_endpoints import EndpointRuntime
-from outbox.store.cluster import replicas
+from outbox.store.cluster import replicas, timeline
 from outbox.store.cluster.replicas import Renewal, ReplicaStore
 from outbox.store.connection.message import WriteStatement
 from outbox.store.retention.partitions import PartitionStore
@@ -416,6 +416,19 @@ MONTH = Retention(30 * 86400.0, 30 * 86400.0, 30 * 86400.0)
 async def test_nothing_is_dropped_that_was_not_observed_for_a_day(
     database: Database, restored: bool
 ) -> None:
+    await _keeps_for_a_day(database, restored)
+
+
+@pytest.mark.full
+async def test_an_odometer_that_does_not_begin_anew_drops_at_once_after_a_restore(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeline, "BEGIN_ODOMETER", WriteStatement("begin_odometer", "SELECT"))
+    with pytest.raises(AssertionError, match="dropped after a restore"):
+        await _keeps_for_a_day(database, restored=True)
+
+
+async def _keeps_for_a_day(database: Database, restored: bool) -> None:
     await add_endpoint(database, lanes=1)
     async with running(database, Network(lambda _: REFUSED)):
         await publish(database, 1)
@@ -446,7 +459,7 @@ async def test_nothing_is_dropped_that_was_not_observed_for_a_day(
         async with running(database, Network()):
             holds = "SELECT incarnation_holds()"
             await until(lambda: fetchval(database, holds), what="the new incarnation")
-        assert await retention.advance_periods() == []
+        assert await retention.advance_periods() == [], "dropped after a restore"
     await observe(database, 86_000)
     assert await retention.advance_periods() == []
     await observe(database, 500)
