@@ -258,7 +258,7 @@ async def test_a_refused_dead_letter_holds_its_lane_alone(
     monkeypatch: pytest.MonkeyPatch,
     refuse: Callable[[str, str], str],
 ) -> None:
-    """Until the database accepts it; nothing is lost, and the order holds."""
+    """Until the database accepts it; nothing is lost or sent again, and the order holds."""
     monkeypatch.setattr(lanes, "REFUSED_RETRY_S_MIN", 0.2)
     monkeypatch.setattr(lanes, "REFUSED_RETRY_S_MAX", 0.2)
     await add_endpoint(database, "good", lanes=1)
@@ -278,7 +278,8 @@ async def test_a_refused_dead_letter_holds_its_lane_alone(
     async with running(database, network, poll_s=0.05):
         await until(lambda: len(received["/good"]()) == 5, what="the other endpoint")
         await until(lambda: reports(network), what="the operational event")
-        await until(lambda: len([s for s in network.sent if payload(s) == 1]) > 4, what="retries")
+        tried = "SELECT count(*) > 3 FROM journal WHERE kind = 'row_refused'"
+        await until(lambda: fetchval(database, tried), what="retries")
         assert received["/bad"]() == [0]
         assert session_losses(logs) == []
         progress = """SELECT retry_seq FROM lane_progress p JOIN endpoint e ON e.id = endpoint_id
@@ -288,6 +289,7 @@ async def test_a_refused_dead_letter_holds_its_lane_alone(
         await until(lambda: len(received["/bad"]()) == 4, what="the rest")
         await all_ended(database)
     assert received["/bad"]() == [0, 2, 3, 4]
+    assert sum(sent.url.endswith("/bad") and payload(sent) == 1 for sent in network.sent) == 1
     assert [report["row"] for report in reports(network)] == ["dead letter"]
     (letter,) = await _letters(database)
     assert (letter["seq"], letter["reason"]) == (2, "refused")

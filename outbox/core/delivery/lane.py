@@ -36,7 +36,8 @@ setting changes.  Both are written only with the proof that the event is gone.
 
 **Refused dead letters.**  The database may refuse the row of a dead letter, by a trigger or a
 constraint.  The record is taken back (`refuse_dead_letter`), so the delivery is pending again, and
-the lane waits before its next command, longer each time in a row.
+the lane waits before its next command, longer each time in a row.  The dead letter is then written
+again, and nothing is sent: its response is known.
 """
 
 from __future__ import annotations
@@ -149,6 +150,7 @@ class Lane:
         "_position",
         "_receipt",
         "_receipts",
+        "_refused_dead",
         "_refused_wait_s",
         "_reopened_at",
         "_resumes_at",
@@ -222,6 +224,8 @@ class Lane:
             known = [at for at in (pending_since, self._success_at) if at is not None]
             self._stalled_since = max(known, default=None)
         self._retry = RetryState.from_progress(progress)
+        # The dead letter that the database refused last: sequence, reason, and whether it blocks.
+        self._refused_dead: tuple[int, LaneDeadLetterReason, bool] | None = None
         # What the last dead letter changed, until it is durable.
         self._before_dead = (self._acked, self._floor_batch, self._retry, self._stalled_since)
         # The last wait for a dead letter that the database refused, and until when it lasts; 0: the
@@ -402,6 +406,9 @@ class Lane:
         expires_at = inf if first.expires_at is None else first.expires_at
         if expires_at <= now:
             return self._dead_letter(first, "expired", None)
+        if self._refused_dead is not None and self._refused_dead[0] == first.seq:
+            _, known, blocks = self._refused_dead
+            return self._dead_letter(first, known, None, blocks=blocks)
         if retry.exhausted:
             return self._dead_letter(first, "exhausted", None, blocks=retry.blocks)
         is_due = retry.is_due(now)
@@ -810,6 +817,7 @@ class Lane:
         self._blocked = self._blocked and not record.blocks
         self._buffer.invalidate()
         if isinstance(dead, DeadLetter):
+            self._refused_dead = (record.seq, dead.reason, record.blocks)
             return self._record_retry(dead.delivery, record.attempt)
         if dead.reason != "missing":
             # Another one that was made meanwhile is longer.
