@@ -228,6 +228,7 @@ def build_session(
         now,
         odometer,
         lambda: sequencer.cursor.leads,
+        lambda: sequencer.broken,
     )
 
     def adjust_clock(database_now: float, requested_at: float, responded_at: float) -> None:

@@ -88,8 +88,8 @@ SELECT require_stored((SELECT count(*) FROM logged) = $4::bigint, 'attempt') FRO
 #   stuck: the lanes to report as stuck ($6), with what their deliveries were read from; an end
 #     entry is no delivery.
 #   reported: the operational events for them.
-# One row for each lane that was moved.  It fails if a trigger suppresses a dead letter, or one of
-# the $7 attempts while all lanes are moved.
+# One row for each lane that was moved.  It fails if a trigger suppresses a dead letter, the
+# progress of a lane of this replica, or one of the $7 attempts while all lanes are moved.
 WRITE_RECORDS = WriteStatement(
     "write_records",
     f"""{fence("$5")},
@@ -207,6 +207,12 @@ SELECT require_stored((SELECT count(*) FROM logged) = $7::bigint
        require_stored((SELECT count(*) FROM created) + (SELECT count(*) FROM extended)
                       = (SELECT count(*) FROM dead_lettered), 'dead_letter')
   FROM moved WHERE (SELECT count(*) FROM ({PUBLISH_REPORTED_EVENTS}) published) >= 0
+ UNION ALL
+SELECT NULL, NULL FROM fence
+ WHERE require_stored(
+           (SELECT count(*) FROM moved)
+           = (SELECT count(*) FROM progress v JOIN lane_progress p ON p.lane_id = v.lane_id
+               AND p.epoch = v.epoch AND p.acked_seq <= v.acked_seq), 'lane_progress') IS NULL
 """,  # noqa: S608 (constants only)
 )
 
@@ -465,9 +471,11 @@ class RecordStore:
         logged = sum(r.attempt is not None for r in records) + sum(len(run) for _, run in runs)
         urgent = [(r, e) for r, e in zip(records, epochs, strict=True) if r.progress is not None]
         if not urgent:
-            if not await self._db.write(
-                WRITE_ACKNOWLEDGEMENTS, self._replica_id, attempts, self._fence, logged
-            ):
+            written = await self._db.write_together(
+                *self._reports(refused),
+                (WRITE_ACKNOWLEDGEMENTS, self._replica_id, attempts, self._fence, logged),
+            )
+            if not written:
                 raise Fenced
             return
         progress = composite_array(
