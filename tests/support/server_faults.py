@@ -111,7 +111,16 @@ class ServerFaults:
         source = directory / "faults.c"
         source.write_text(_SOURCE)
         assert COMPILER is not None
-        command = [COMPILER, "-shared", "-fPIC", "-O1", "-o", self._library, source, "-ldl"]
+        command = [
+            COMPILER,
+            "-shared",
+            "-fPIC",
+            "-O1",
+            "-o",
+            str(self._library),
+            str(source),
+            "-ldl",
+        ]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
         for each in (self._path, self._library):
             each.chmod(0o644)

@@ -43,8 +43,8 @@ class ReopeningConnection:
     ) -> None:
         self._reopen = reopen
         self._connection = connection
-        self._pid = connection.get_server_pid()
-        self._earlier_statements = 0
+        self._pid: int = connection.get_server_pid()
+        self._earlier_statements: int = 0
         self._reopening: asyncio.Task[None] | None = None
         self._closed = False
         # Why it could not be opened again.
@@ -200,5 +200,4 @@ class ReopeningConnection:
     @property
     def statements_started(self) -> int:
         """See `Worker`."""
-        here: int = self._connection.statements_started
-        return self._earlier_statements + here
+        return self._earlier_statements + int(self._connection.statements_started)
