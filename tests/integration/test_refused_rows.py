@@ -298,7 +298,7 @@ async def test_a_refused_dead_letter_holds_its_lane_alone(
     assert await exceptions(database) == {}
 
 
-async def test_a_refused_batch_ends_no_session_and_is_said(
+async def test_a_refused_batch_ends_no_session_and_is_reported(
     database: Database,
     logs: list[MutableMapping[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
