@@ -34,7 +34,7 @@ log = structlog.get_logger("outbox.relay")
 
 REGISTER_S = 30.0
 """Limit for the steps before registration."""
-REOPEN_MIN_S, REOPEN_MAX_S = 0.1, 1.0
+REOPEN_MIN_S, REOPEN_MAX_S = 0.1, 5.0
 """Delay before the next attempt to open a lost connection again, doubled each time."""
 
 

@@ -114,6 +114,30 @@ async def test_one_lost_connection_is_opened_again_under_load(
     assert opened_again() == len(KINDS)
 
 
+async def test_a_lost_connection_waits_for_a_free_slot_without_giving_up_the_others(
+    database: Database, logs: Logs
+) -> None:
+    """As when other clients have taken every slot of the server."""
+    sockets = database.server.embedded.socket_dir
+    again = "a lost connection is opened again"
+    async with (
+        through_lines(sockets, database.name) as (lines, dsn),
+        under_load(database, dsn=dsn, pause_s=0.03, lease_s=60.0) as load,
+    ):
+        await until(lambda: len(lines.opened) > len(KINDS))
+        owned, opened = await fetchval(database, OWNERS), len(lines.opened)
+        lines.refusing = True
+        lines.opened[KINDS.index("recording")].cut()
+        await until(lambda: sum(each["event"] == again for each in logs) > 1, 20, "two attempts")
+        lines.heal()
+        await load.arrives()
+        assert await fetchval(database, OWNERS) == owned
+        # The lost one, and perhaps the listener's or the watchdog's.
+        assert len(lines.opened) < opened + len(KINDS)
+        assert load.copies() == 0
+    assert reasons(logs) == []
+
+
 LISTENING = """
 SELECT count(*) FROM pg_stat_activity
  WHERE application_name ~ ':listen$' AND datname = current_database()
