@@ -15,7 +15,7 @@ from outbox.store.cluster.timeline import read_stopped
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.row_security import stop_empty
 from outbox.store.database_stats import COUNT_UNACCOUNTED
-from outbox.store.delivery.endpoint_state import EXHAUSTED_EVERY_S
+from outbox.store.delivery.endpoint_state import EXHAUSTED_EVERY_S, STOPPED_EVERY_S
 from outbox.store.expressions import lease_runs
 from outbox.store.routing_change import READ_NOW
 from outbox.store.sequencing.stalls import Blocker, read_cursor_blocker
@@ -69,6 +69,18 @@ SELECT r.id, r.name, r.version, r.started_at, {lease_runs("r")} AS alive,
          WHERE o.replica_id = r.id AND e.state <> 'removed') AS endpoints
   FROM replica r ORDER BY r.id
 """  # noqa: S608 (a constant only)
+
+# What a running relay has said last about sequencing, among the last entries of the journal; NULL:
+# it goes on.  The newest one counts.
+STOPPED = f"""
+SELECT j.data ->> 'reason'
+  FROM (SELECT id, kind, actor, at, data FROM journal ORDER BY id DESC LIMIT 1000) j
+  JOIN replica r ON j.actor = 'replica ' || r.id AND {lease_runs("r")}
+ WHERE j.kind IN ('sequencing_stopped', 'sequencing_resumed')
+   AND j.at BETWEEN clock_timestamp() - make_interval(secs => {2 * STOPPED_EVERY_S})
+                AND clock_timestamp()
+ ORDER BY j.id DESC LIMIT 1
+"""  # noqa: S608 (constants only)
 
 # Endpoints of a tenant ($2; NULL: all), those that fail first, then those with the most pending
 # deliveries.  Retry state and age are of the lane that has been failing or pending longest.
@@ -275,7 +287,7 @@ class Overview:
     blocker: Blocker | None
     """The session for which sequencing waits, while events wait; None: there is none."""
     stopped: str | None
-    """Why relays sequence nothing: the state was restored, and what it lacks; None: they do."""
+    """Why relays sequence nothing, such as what a restored state lacks; None: they do."""
     open_gaps: int
     unaccounted_events: int
     """Events that are missing or superfluous, by a comparison with all ids."""
@@ -304,7 +316,7 @@ async def read_overview(connection: Connection[Any], schema: str, *, limit: int 
             if row is None:
                 await stop_empty(connection, "cursor or batch")
             cursor = dict(row)
-            stopped = await read_stopped(connection)
+            stopped = await read_stopped(connection) or await connection.fetchval(STOPPED)
             waits = (cursor["waiting_s"] or 0.0) >= BLOCKED_AFTER_S
             blocker = await read_cursor_blocker(connection) if waits else None
             gaps = await connection.fetchrow(GAPS)

@@ -11,6 +11,7 @@ import structlog
 
 from outbox.errors import CursorBroken
 from outbox.store.connection.connect import in_one_line
+from outbox.store.errors import ResponseLost
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,7 +64,7 @@ def _step(name: str) -> Iterator[None]:
         yield
     except asyncpg.PostgresConnectionError:
         raise
-    except (asyncpg.PostgresError, CursorBroken) as error:
+    except (asyncpg.PostgresError, CursorBroken, ResponseLost) as error:
         log.warning("maintenance failed", step=name, reason=in_one_line(error), retry_s=EVERY_S)
 
 

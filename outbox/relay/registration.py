@@ -7,11 +7,17 @@ hangs is found and terminated, at the latest by the next replica of the same pro
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import structlog
+
+from outbox.errors import DatabaseUnavailable
+from outbox.relay.cluster.reopening import ReopeningConnection
 from outbox.relay.cluster.watchdog import ResponseOverdue, response_deadline
-from outbox.store.cluster.sessions import WORKERS, session_label
+from outbox.store.cluster.sessions import WORKERS, continue_session, session_label
+from outbox.store.connection.connect import CONNECTION_ERRORS, in_one_line
 from outbox.store.errors import Fenced
 from outbox.store.sequencing.stalls import CommitUnconfirmed
 
@@ -25,8 +31,12 @@ if TYPE_CHECKING:
     from outbox.store.connection.secrets import Vault
     from outbox.store.connection.worker import Worker
 
+log = structlog.get_logger("outbox.relay")
+
 REGISTER_S = 30.0
 """Limit for the steps before registration."""
+REOPEN_MIN_S, REOPEN_MAX_S = 0.1, 5.0
+"""Delay before the next attempt to open a lost connection again, doubled each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +75,86 @@ class Registered:
 
 
 class SessionConnections:
-    """The connections of one session, which live and end together."""
+    """The connections of one session.
+
+    A lost one is opened again while the session can be proven to continue: its lease runs, the
+    server and its state are those of the registration, and another connection has survived.
+    Otherwise all end.
+    """
 
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
         self._open: list[Worker] = []
         # Set when any connection was closed.
         self._closed = asyncio.Event()
+        # Server fence and lease of the registered replica, whose connections are opened again.
+        self._registered: tuple[int | None, float] | None = None
 
     async def connect(self, label: str, *, long: bool = False) -> Worker:
         """Open a connection, as `Connections.worker` does."""
         connection = await self._connections.worker(label, long=long)
         self._open.append(connection)
-        connection.add_termination_listener(lambda _: self._closed.set())
+        connection.add_termination_listener(self._on_end)
         return connection
+
+    def open_lost_again(
+        self, workers: Workers, label: str, server_fence: int | None, lease_s: float
+    ) -> Workers:
+        """The connections of a registered replica, which are opened again, within a lease."""
+        if not self._connections.reopens:
+            return workers
+        self._registered = server_fence, lease_s
+        reopening: dict[str, Any] = {
+            each.name: ReopeningConnection(
+                getattr(workers, each.name),
+                partial(self._reopen, label, long=each.name == "maintenance"),
+            )
+            for each in fields(workers)
+        }
+        self._open = list(reopening.values())
+        for each in self._open:
+            each.add_termination_listener(self._on_end)
+        return Workers(**reopening)
+
+    def _on_end(self, connection: object) -> None:
+        # A connection that was lost after the registration is opened again.
+        if self._registered is None or connection in self._open:
+            self._closed.set()
+
+    async def _reopen(self, label: str, lost_pid: int, *, long: bool) -> Worker | None:
+        """Open a connection in place of a lost one; None: the session does not continue.
+
+        Raises:
+            Fenced, OutboxError, OSError, asyncpg.PostgresError: it cannot be opened.
+        """
+        assert self._registered is not None
+        server_fence, lease_s = self._registered
+        loop = asyncio.get_running_loop()
+        until, delay_s = loop.time() + lease_s, REOPEN_MIN_S
+        while others := [each.get_server_pid() for each in self._open if each.is_connected]:
+            try:
+                # Maintenance is not waited for by anything.
+                async with asyncio.timeout_at(None if long else until):
+                    return await self._continue(label, server_fence, lost_pid, others, long=long)
+            except (*CONNECTION_ERRORS, DatabaseUnavailable) as error:
+                if loop.time() >= until and not long:
+                    raise
+                log.warning("a lost connection is opened again", reason=in_one_line(error))
+            await asyncio.sleep(delay_s)
+            delay_s = min(delay_s * 2, REOPEN_MAX_S)
+        return None
+
+    async def _continue(
+        self, label: str, server_fence: int | None, lost_pid: int, others: list[int], *, long: bool
+    ) -> Worker | None:
+        connection = await self._connections.reopened(label, long=long)
+        continues = False
+        try:
+            continues = await continue_session(connection, label, server_fence, lost_pid, others)
+        finally:
+            if not continues:
+                connection.terminate()
+        return connection if continues else None
 
     def terminate(self) -> None:
         """Terminate every connection; a graceful close could wait for ever."""
@@ -218,6 +294,7 @@ class Registration:
                     raise Fenced
             asked_at = clock()
             reading = await replicas.read_clock()
+        workers = self._opened.open_lost_again(workers, label, server_fence, settings.lease_s)
         return Registered(replica_id, label, workers, server_fence, started_at, reading, asked_at)
 
     async def _expire_former(self, replicas: ReplicaStore, label: str) -> None:

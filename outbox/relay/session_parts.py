@@ -194,6 +194,8 @@ def build_session(
         needs_inline_payloads=dispatcher.needs_inline_payloads,
         notification_payload=feed.notification_payload,
         on_lead=lead,
+        # A batch whose response was lost may have been written.
+        on_response_lost=lambda: ownership.poll_now(),
     )
 
     def poll_changes() -> None:
@@ -206,7 +208,7 @@ def build_session(
         published,
         poll_changes,
         feed.receive_notification,
-        [workers.cursor.get_server_pid(), workers.control.get_server_pid()],
+        lambda: (workers.cursor.get_server_pid(), workers.control.get_server_pid()),
         settings.poll_s,
         settings.lease_s,
     )
@@ -230,6 +232,7 @@ def build_session(
         now,
         odometer,
         lambda: sequencer.cursor.leads,
+        lambda: sequencer.broken,
     )
 
     def adjust_clock(database_now: float, requested_at: float, responded_at: float) -> None:
@@ -251,6 +254,7 @@ def build_session(
             odometer,
             clock,
             adjust_clock,
+            workers.renewal.reconnect,
             # Behind a pooler a client does not notice the crash that has lost a renewal.
             durable=settings.pooled,
         ),

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 REPORT_AGAIN_S = 600.0
 """Minimum seconds between two operational events of a process about the same kind of row."""
 
-ATTEMPT, DEAD_LETTER = "attempt", "dead letter"
+ATTEMPT, DEAD_LETTER, PROGRESS = "attempt", "dead letter", "progress"
 """Kinds of rows of a lane."""
 
 # The journal's entries about successes that are not in the attempt log.
@@ -64,7 +64,7 @@ class RefusedRow(NamedTuple):
     """A row that the database refused."""
 
     kind: str
-    """`delayed event`, `schedule`, `attempt` or `dead letter`."""
+    """`delayed event`, `schedule`, `attempt`, `dead letter` or `progress`."""
     identity: str
     """What identifies it, as a JSON object."""
     reason: str

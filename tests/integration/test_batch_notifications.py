@@ -108,7 +108,7 @@ async def test_producers_wake_only_the_leader(database: Database) -> None:
         wake_event,
         lambda: changes.append(None),
         lambda *_: None,
-        [],
+        tuple,
         1.0,
         60.0,
     )

@@ -81,7 +81,9 @@ class SuspendableClock:
 
 
 async def _keep(store: Any, lease: Lease, clock: Callable[[], float]) -> None:
-    await keep_lease(store, 1, lease, Odometer(), clock, lambda *_: None, durable=True)
+    await keep_lease(
+        store, 1, lease, Odometer(), clock, lambda *_: None, lambda: False, durable=True
+    )
 
 
 async def _lapses_after(

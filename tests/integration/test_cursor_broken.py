@@ -6,7 +6,6 @@ import asyncio
 import re
 from typing import TYPE_CHECKING
 
-import asyncpg
 import pytest
 
 from outbox.errors import CursorBroken
@@ -79,7 +78,7 @@ async def test_a_batch_is_not_written_with_counters_that_are_not_current(
         "UPDATE relay.lane_counter SET last_seq = last_seq + 5, by_xid = txid_current()"
     )
     await producer.execute(INSERT)
-    with pytest.raises(asyncpg.RaiseError, match="the last sequence number of lane"):
+    with pytest.raises(CursorBroken, match="the last sequence number of lane"):
         await relay.sequence_batch()
     assert await relay.sequence_batch() is BatchResult.WRITTEN
     seqs = "SELECT array_agg(seq ORDER BY seq) FROM relay.delivery"

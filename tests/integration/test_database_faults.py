@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.load import under_load
+from tests.support.load import OWNERS, under_load
 from tests.support.relay import (
     Network,
     add_endpoint,
@@ -82,7 +82,7 @@ SELECT pg_terminate_backend(pid) FROM (
     SELECT pid FROM pg_stat_activity
      WHERE application_name = (SELECT label FROM replica ORDER BY id DESC LIMIT 1)
        AND datname = current_database()
-     ORDER BY backend_start OFFSET $1 LIMIT 1) one
+     ORDER BY backend_start LIMIT 1) one
 """
 END_NAMED = """
 SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
@@ -90,22 +90,52 @@ SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
 """
 
 
-@pytest.mark.full
-@pytest.mark.usefixtures("_reconnects_soon")
-async def test_a_terminated_backend_under_load(database: Database, logs: Logs) -> None:
-    async with under_load(database, pause_s=0.03) as load:
-        for losses, kind in enumerate((*KINDS, "all"), 1):
-            # By the session that began after the last loss.
+async def test_one_lost_connection_is_opened_again_under_load(
+    database: Database, logs: Logs
+) -> None:
+    """The others, the lease and the lanes stay; only the loss of all ends the session."""
+
+    def opened_again() -> int:
+        return sum(each["event"] == "a lost connection was opened again" for each in logs)
+
+    async with under_load(database, pause_s=0.03, lease_s=10.0) as load:
+        owned = await fetchval(database, OWNERS)
+        for losses, kind in enumerate(KINDS, 1):
+            # That which was opened again is the last one.
+            assert await fetchval(database, END_ONE), kind
+            await until(lambda n=losses: opened_again() >= n, 20, f"{kind} to be opened again")
             await load.arrives()
-            if kind in KINDS:
-                assert await fetchval(database, END_ONE, KINDS.index(kind)), kind
-            else:
-                assert await fetchval(database, END_NAMED, "^outbox-relay")
-            await until(
-                lambda n=losses: len(reasons(logs)) >= n, 20, f"the loss of {kind} to be noticed"
-            )
-            assert len(reasons(logs)) == losses, kind
-    assert len(reasons(logs)) == len(KINDS) + 1
+            assert await fetchval(database, OWNERS) == owned, f"the loss of {kind} moved lanes"
+        assert load.copies() == 0
+        assert reasons(logs) == []
+        assert await fetchval(database, END_NAMED, "^outbox-relay")
+        await until(lambda: reasons(logs), 20, "the loss of all to be noticed")
+    assert len(reasons(logs)) == 1
+    assert opened_again() == len(KINDS)
+
+
+async def test_a_lost_connection_waits_for_a_free_slot_without_giving_up_the_others(
+    database: Database, logs: Logs
+) -> None:
+    """As when other clients have taken every slot of the server."""
+    sockets = database.server.embedded.socket_dir
+    again = "a lost connection is opened again"
+    async with (
+        through_lines(sockets, database.name) as (lines, dsn),
+        under_load(database, dsn=dsn, pause_s=0.03, lease_s=60.0) as load,
+    ):
+        await until(lambda: len(lines.opened) > len(KINDS))
+        owned, opened = await fetchval(database, OWNERS), len(lines.opened)
+        lines.refusing = True
+        lines.opened[KINDS.index("recording")].cut()
+        await until(lambda: sum(each["event"] == again for each in logs) > 1, 20, "two attempts")
+        lines.heal()
+        await load.arrives()
+        assert await fetchval(database, OWNERS) == owned
+        # The lost one, and perhaps the listener's or the watchdog's.
+        assert len(lines.opened) < opened + len(KINDS)
+        assert load.copies() == 0
+    assert reasons(logs) == []
 
 
 LISTENING = """

@@ -18,8 +18,10 @@ from outbox.store.cluster import sessions
 from outbox.store.connection.worker import Worker
 from outbox.store.retention import partitions
 from tests.support.concurrent_cases import run_concurrently
-from tests.support.load import under_load
+from tests.support.load import OWNERS, under_load
 from tests.support.relay import (
+    BUSY,
+    OK,
     Network,
     add_endpoint,
     all_ended,
@@ -36,8 +38,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
     from pathlib import Path
 
+    from outbox.core.model.response import AttemptResult
     from tests.support.concurrent_cases import Logs
     from tests.support.postgres import Database, Server
+    from tests.support.relay import Sent
 
 pytestmark = pytest.mark.one_major
 
@@ -69,6 +73,11 @@ def sockets(database: Database) -> Path:
 
 
 LEASE_S = 3.0
+LATE_IS_OWNED = """
+SELECT replica_id IS NOT NULL FROM ownership JOIN endpoint e ON e.id = endpoint_id
+ WHERE e.name = 'late'
+"""
+OPENED_AGAIN = "a lost connection was opened again"
 
 
 def dead_lettered(logs: list[Any]) -> bool:
@@ -88,31 +97,37 @@ def dead_lettered(logs: list[Any]) -> bool:
     ],
     ids=" ".join,
 )
-async def test_a_hanging_connection_is_closed_within_two_leases(
+async def test_a_hanging_connection_is_opened_again_within_two_leases(
     server: Server, kinds: tuple[str, ...]
 ) -> None:
+    """The session keeps its lease and its lanes, and sends nothing twice."""
+
     async def hang(which: str, database: Database, logs: Logs) -> None:
-        event, says = "the session was lost", f"the connection for {which} hangs"
+        event, says = "a connection is opened again", f"the connection for {which} hangs"
         if which == "listen":
             event, says = "listening was interrupted", "TimeoutError"
         elif which == "renewal":
-            says = "the lease ran out"
+            event, says = OPENED_AGAIN, ""
 
         def noticed() -> bool:
-            return any(each["event"] == event and says in each["reason"] for each in logs)
+            return any(e["event"] == event and says in e.get("reason", "") for e in logs)
 
         loop = asyncio.get_running_loop()
         async with (
             through_lines(sockets(database), database.name) as (lines, dsn),
             # A busy machine may lose a lease of one second; these are then the connections of a
             # session that has ended.
-            under_load(database, pause_s=0.03, dsn=dsn, lease_s=LEASE_S),
+            under_load(database, pause_s=0.03, dsn=dsn, lease_s=LEASE_S) as load,
         ):
             await until(lambda: len(lines.opened) >= len(OPENED))
+            owned = await fetchval(database, OWNERS)
             lines.opened[OPENED.index(which)].hangs = True
             hung_at = loop.time()
             await until(noticed, 30, "the hanging connection to be noticed")
             took_s = loop.time() - hung_at
+            await load.arrives()
+            assert await fetchval(database, OWNERS) == owned, f"the lanes of {which} moved"
+        assert load.copies() == 0
         assert dead_lettered(logs) == (which not in ("listen", "renewal"))
         print(f"{which}: noticed after {took_s:.2f} s with a lease of {LEASE_S:g} s")
 
@@ -122,9 +137,20 @@ async def test_a_hanging_connection_is_closed_within_two_leases(
 async def test_a_write_without_a_confirmation_is_not_repeated(server: Server) -> None:
     """Only the responses are dropped: the statements are executed."""
 
-    async def mute(which: str, database: Database, _: Logs) -> None:
+    async def mute(case: str, database: Database, logs: Logs) -> None:
+        which = case.partition(" ")[0]
         await add_endpoint(database)
-        network = Network()
+        # The endpoint that is added later gets the same events.
+        wanted = "http://receiver.test/" + ("late" if which == "ownership" else "shop")
+
+        def respond(sent: Sent) -> AttemptResult:
+            fails = case.endswith("failure") and (sent.seq, sent.attempt) == (2, 1)
+            return BUSY if fails else OK
+
+        def arrived() -> list[Any]:
+            return [s.body["data"] for s in network.accepted if s.url == wanted]
+
+        network = Network(respond)
         async with (
             through_lines(sockets(database), database.name) as (lines, dsn),
             running(database, network, dsn=dsn),
@@ -134,23 +160,29 @@ async def test_a_write_without_a_confirmation_is_not_repeated(server: Server) ->
             await until(lambda: fetchval(database, f"SELECT ({delivered}) = 1"))
             await until(lambda: len(lines.opened) >= len(OPENED))
             lines.opened[OPENED.index(which)].mute = True
+            if which == "ownership":
+                await add_endpoint(database, "late", lanes=1)
+                await until(lambda: fetchval(database, LATE_IS_OWNED), 20, "the claim")
             await publish(database, 1)
             done = "SELECT max(last_seq) = 2 FROM lane_counter"
             if which == "recording":
-                done = f"SELECT ({delivered}) = 2"
+                done = "SELECT count(*) = 2 FROM attempt"
             await until(lambda: fetchval(database, done), 20, "the server to do it")
             await publish(database, 2)
-            await until(lambda: 2 in network.data(), 20, "the relay to go on")
+            await until(lambda: 2 in arrived(), 20, "the relay to go on")
             await all_ended(database)
-        if which == "recording":
-            # The event was acknowledged, so nothing of it is sent again.
-            assert network.data()[:3] == [0, 1, 2]
-        assert [s.seq for s in network.accepted] == sorted(s.seq for s in network.accepted)
-        assert await fetchval(database, "SELECT count(*) FROM delivery") == 3
-        assert await fetchval(database, delivered) == 3
+        # What was acknowledged, or sequenced, is not sent again.
+        assert arrived() == ([1, 2] if which == "ownership" else [0, 1, 2])
+        refused = "SELECT count(*) FROM journal WHERE kind = 'row_refused'"
+        assert await fetchval(database, refused) == 0, "a row was written again"
+        assert not any(each["event"] == "the session was lost" for each in logs)
+        deliveries = 5 if which == "ownership" else 3
+        assert await fetchval(database, "SELECT count(*) FROM delivery") == deliveries
+        assert await fetchval(database, delivered) == deliveries
         assert await exceptions(database) == {}
 
-    await run_concurrently(server, ("sequencing", "recording"), mute)
+    cases = ("sequencing", "recording", "recording a failure", "ownership")
+    await run_concurrently(server, cases, mute)
 
 
 @pytest.mark.full
@@ -382,6 +414,9 @@ class FakeConnection:
 
     def terminate(self) -> None:
         raise AssertionError("that is for the session to do")
+
+    def reconnect(self) -> bool:
+        return False
 
 
 class FakeServer:

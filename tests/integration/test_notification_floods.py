@@ -69,7 +69,7 @@ async def listening(database: Database) -> AsyncIterator[Calls]:
         calls.producers,
         calls.change,
         calls.notification,
-        [],
+        tuple,
         1.0,
         60.0,
     )

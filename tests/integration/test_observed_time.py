@@ -16,7 +16,7 @@ from outbox.core.sequencing.partition_window import Retention
 from outbox.operations.endpoint_changes import update_endpoint
 from outbox.relay.delivery.endpoint_supervisor import EndpointSupervisor
 from outbox.relay.delivery.owned_endpoints import EndpointRuntime
-from outbox.store.cluster import replicas
+from outbox.store.cluster import replicas, timeline
 from outbox.store.cluster.replicas import Renewal, ReplicaStore
 from outbox.store.connection.message import WriteStatement
 from outbox.store.retention.partitions import PartitionStore
@@ -412,10 +412,30 @@ async def test_a_lack_of_own_resources_ends_nothing_after_responses_of_the_recei
 MONTH = Retention(30 * 86400.0, 30 * 86400.0, 30 * 86400.0)
 
 
-@pytest.mark.parametrize("restored", [False, True])
+RESTORED = {
+    "a dump": "UPDATE incarnation SET by_xid = NULL RETURNING 1",
+    # A restore to a point in time keeps the incarnation: it only has another timeline.
+    "a backup of the disks": "UPDATE cursor SET timeline = 99 RETURNING 1",
+}
+
+
+@pytest.mark.parametrize("restored", [None, *RESTORED])
 async def test_nothing_is_dropped_that_was_not_observed_for_a_day(
-    database: Database, restored: bool
+    database: Database, restored: str | None
 ) -> None:
+    await _keeps_for_a_day(database, restored)
+
+
+@pytest.mark.full
+async def test_an_odometer_that_does_not_begin_anew_drops_at_once_after_a_restore(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeline, "BEGIN_ODOMETER", WriteStatement("begin_odometer", "SELECT"))
+    with pytest.raises(AssertionError, match="dropped after a restore"):
+        await _keeps_for_a_day(database, "a dump")
+
+
+async def _keeps_for_a_day(database: Database, restored: str | None) -> None:
     await add_endpoint(database, lanes=1)
     async with running(database, Network(lambda _: REFUSED)):
         await publish(database, 1)
@@ -436,7 +456,7 @@ async def test_nothing_is_dropped_that_was_not_observed_for_a_day(
     if restored:
         # What was observed before the dump comes back with it.
         await observe(database, 10 * 86_400)
-        await fetchval(database, "UPDATE incarnation SET by_xid = NULL RETURNING 1")
+        await fetchval(database, RESTORED[restored])
     # Otherwise a clock that is two months ahead.
     await age(database, "60 days")
     for _ in range(2):
@@ -444,9 +464,9 @@ async def test_nothing_is_dropped_that_was_not_observed_for_a_day(
     assert await retention.delete_expired() == 0
     if restored:
         async with running(database, Network()):
-            holds = "SELECT incarnation_holds()"
-            await until(lambda: fetchval(database, holds), what="the new incarnation")
-        assert await retention.advance_periods() == []
+            begun = "SELECT NOT history_changed()"
+            await until(lambda: fetchval(database, begun), what="the new history")
+        assert await retention.advance_periods() == [], "dropped after a restore"
     await observe(database, 86_000)
     assert await retention.advance_periods() == []
     await observe(database, 500)

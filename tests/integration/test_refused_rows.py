@@ -5,16 +5,18 @@ The relay and PostgreSQL are real; the network responds from a script.
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from outbox.core.delivery import lane as lanes
-from outbox.operations import endpoint_removal, endpoint_states, replays
+from outbox.operations import endpoint_removal, endpoint_states, replays, status
 from outbox.operations.criteria import DeadLetterSelection
 from outbox.operations.doctor import Severity
 from outbox.relay.cluster import ownership
-from outbox.relay.sequencing import replay_feeder
+from outbox.relay.delivery import endpoint_supervisor
+from outbox.relay.sequencing import replay_feeder, sequencer
 from outbox.store.schedules.schedule_runs import ScheduleRunStore
 from tests.support.doctor import findings_of
 from tests.support.relay import (
@@ -34,7 +36,7 @@ from tests.support.schedules import add_schedule, let_be_due, published
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, MutableMapping
+    from collections.abc import Awaitable, Callable, MutableMapping
 
     from asyncpg import Connection
 
@@ -278,7 +280,7 @@ async def test_a_refused_dead_letter_holds_its_lane_alone(
     monkeypatch: pytest.MonkeyPatch,
     refuse: Callable[[str, str], str],
 ) -> None:
-    """Until the database accepts it; nothing is lost, and the order holds."""
+    """Until the database accepts it; nothing is lost or sent again, and the order holds."""
     monkeypatch.setattr(lanes, "REFUSED_RETRY_S_MIN", 0.2)
     monkeypatch.setattr(lanes, "REFUSED_RETRY_S_MAX", 0.2)
     await add_endpoint(database, "good", lanes=1)
@@ -298,7 +300,8 @@ async def test_a_refused_dead_letter_holds_its_lane_alone(
     async with running(database, network, poll_s=0.05):
         await until(lambda: len(received["/good"]()) == 5, what="the other endpoint")
         await until(lambda: reports(network), what="the operational event")
-        await until(lambda: len([s for s in network.sent if payload(s) == 1]) > 4, what="retries")
+        tried = "SELECT count(*) > 3 FROM journal WHERE kind = 'row_refused'"
+        await until(lambda: fetchval(database, tried), what="retries")
         assert received["/bad"]() == [0]
         assert session_losses(logs) == []
         progress = """SELECT retry_seq FROM lane_progress p JOIN endpoint e ON e.id = endpoint_id
@@ -308,9 +311,94 @@ async def test_a_refused_dead_letter_holds_its_lane_alone(
         await until(lambda: len(received["/bad"]()) == 4, what="the rest")
         await all_ended(database)
     assert received["/bad"]() == [0, 2, 3, 4]
+    assert sum(sent.url.endswith("/bad") and payload(sent) == 1 for sent in network.sent) == 1
     assert [report["row"] for report in reports(network)] == ["dead letter"]
     (letter,) = await _letters(database)
     assert (letter["seq"], letter["reason"]) == (2, "refused")
+    assert await exceptions(database) == {}
+
+
+async def test_a_refused_batch_ends_no_session_and_is_reported(
+    database: Database,
+    logs: list[MutableMapping[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is sequenced until it is accepted; what was sequenced before is delivered."""
+    monkeypatch.setattr(sequencer, "BROKEN_RETRY_S", 0.2)
+    monkeypatch.setattr(endpoint_supervisor, "ENDPOINTS_CHECK_EVERY_S", 0.1)
+    await add_endpoint(database, lanes=1)
+    goes_on = asyncio.Event()
+
+    async def script(sent: Sent) -> Any:
+        await goes_on.wait()
+        return OK
+
+    async def stopped() -> str | None:
+        async with database.connection(**PATH) as db:
+            return (await status.read_overview(db, "relay")).stopped
+
+    network = Network(script)
+    async with running(database, network, poll_s=0.05) as worker:
+        await publish(database, 1, 2, 3)
+        await until(lambda: fetchval(database, "SELECT count(*) = 3 FROM delivery"))
+        await execute(database, trigger("delivery", "true"))
+        await publish(database, 4, 5)
+        await until(lambda: not worker.readiness().ready, what="the readiness")
+        assert "refuses the rows of a batch" in worker.readiness().reason
+        await until(stopped, what="the status")
+        assert "not this one: delivery" in str(await stopped())
+        goes_on.set()
+        await until(lambda: network.data() == [1, 2, 3], what="the earlier deliveries")
+        await execute(database, "DROP FUNCTION refuse CASCADE")
+        await until(lambda: network.data() == [1, 2, 3, 4, 5], what="the rest")
+        await until(lambda: worker.readiness().ready, what="the readiness")
+        await until(lambda: _is_none(stopped), what="the status")
+        await all_ended(database)
+    assert session_losses(logs) == []
+    assert await exceptions(database) == {}
+
+
+async def _is_none(read: Callable[[], Awaitable[object]]) -> bool:
+    return await read() is None
+
+
+@pytest.mark.parametrize("how", ["trigger", "suppressing"])
+async def test_refused_progress_of_a_lane_after_failures_ends_no_session(
+    database: Database, logs: list[MutableMapping[str, Any]], how: str
+) -> None:
+    """Its retries and its dead letter go on, and so does the other endpoint."""
+    for name in ("good", "bad"):
+        await add_endpoint(database, name, lanes=1)
+    lane = await fetchval(database, LANE_OF, "bad")
+    mine = f"NEW.lane_id = {lane}"
+
+    def script(sent: Sent) -> Any:
+        return BUSY if sent.url.endswith("/bad") and payload(sent) == 2 else OK
+
+    network = Network(script)
+    good = lambda: [payload(s) for s in network.accepted if s.url.endswith("/good")]  # noqa: E731
+    bad = lambda: [payload(s) for s in network.accepted if s.url.endswith("/bad")]  # noqa: E731
+    async with running(database, network, poll_s=0.05):
+        await publish(database, 1)
+        await until(lambda: network.data() == [1, 1], what="the first deliveries")
+        if how == "trigger":
+            await execute(database, trigger("lane_progress", mine, "BEFORE UPDATE"))
+        else:
+            suppress = suppressing("lane_progress", mine)
+            await execute(database, suppress.replace("BEFORE INSERT", "BEFORE UPDATE"))
+        await publish(database, 2, 3)
+        await until(lambda: good() == [1, 2, 3], what="the other endpoint")
+        tried = "SELECT count(*) > 1 FROM attempt WHERE outcome = 'retry'"
+        await until(lambda: fetchval(database, tried), what="the retries")
+        refused = "SELECT count(*) > 2 FROM journal WHERE kind = 'row_refused'"
+        await until(lambda: fetchval(database, refused), what="what was refused")
+        assert session_losses(logs) == []
+        await execute(database, "DROP FUNCTION IF EXISTS refuse, suppress CASCADE")
+        network.script = lambda _: OK
+        await until(lambda: 3 in bad(), 60, "the rest")
+        await all_ended(database)
+    assert bad() in ([1, 2, 3], [1, 3])
+    assert session_losses(logs) == []
     assert await exceptions(database) == {}
 
 

@@ -27,11 +27,12 @@ UNGUARDED = {
     """,
     "without the row the session stops, and its cause is asked": """
         change.READ_BEGINNING cluster.leadership.READ_LEADER_STATUS cluster.replicas.READ_CLUSTER
-        cluster.timeline.READ_CURSOR
+        cluster.sessions.READ_REGISTRATION_HOLDS cluster.timeline.READ_CURSOR
     """,
     "the message that follows writes the same table, and fails or aborts": """
         change.IS_MADE cluster.replicas.READ_REGISTERED cluster.timeline.MISSING_ROWS
         cluster.timeline.RESTORE_PROBLEM delivery.lanes.READ_COUNTERS
+        delivery.records.READ_ATTEMPT_WRITTEN delivery.records.READ_DEAD_LETTER_WRITTEN
         delivery.records.READ_LANE_CHECKPOINTS retention.periods.READ_UNCLASSIFIED
         schedules.schedule_runs.READ_DUE schedules.schedule_runs.READ_DUE_FUTURE
         sequencing.skipped_events.FIND_SKIPPED_EVENTS

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from outbox.core.model.response import AttemptResult
+    from outbox.core.sequencing.partition_window import WindowKind
     from outbox.destinations.interface import Request
     from tests.sim.clockwork import Process, World
     from tests.sim.database.engine import Transaction, Wait
@@ -122,6 +123,9 @@ class Checker:
         self.moments = moments.Moments()
         # The end of the time that the odometer has counted.
         self._observed_until = 0.0
+        # What it has counted since the last restore, and what a period needs before it is dropped.
+        self._observed_s = 0.0
+        self.observed_s_min: dict[WindowKind, float] = {}
         # By the server's clock, while it is not shifted.
         self._committed_at: dict[int, float] = {}
         self._skew_s = database.skew_s
@@ -185,6 +189,9 @@ class Checker:
             if row["acked_seq"] < self._acked.get(lane_id, 0):
                 raise Violation("progress", f"lane {lane_id} went back to {row['acked_seq']}")
             self._acked[lane_id] = row["acked_seq"]
+        for row in (tx.writes.get(db.period) or {}).values():
+            if row is not None and row["dropped"]:
+                self._dropped(row)
         owned = tx.writes.get(db.ownership)
         if owned:
             self._claimed(owned)
@@ -205,6 +212,7 @@ class Checker:
         """
         self.received.restored(events)
         self.limits.restored()
+        self._observed_s = 0.0
 
     def know(self, lane: dict[str, Any]) -> None:
         """Register a new lane."""
@@ -301,6 +309,14 @@ class Checker:
             twice_s = self._observed_until - since
             raise Violation("observed time", f"{twice_s:.3f} s are counted twice")
         self._observed_until = until
+        self._observed_s += until - since
+
+    def _dropped(self, row: dict[str, Any]) -> None:
+        """Nothing is dropped that relays have not had for long enough since a restore."""
+        needed_s = self.observed_s_min[row["kind"]]
+        if self._observed_s < needed_s - 1:
+            found = f"after {self._observed_s:.0f} of {needed_s:.0f} observed seconds"
+            raise Violation("retention", f"{row['kind']} {row['number']} is dropped {found}")
 
     def _fenced(self, replica_id: int, lane_id: int) -> None:
         book = self._by_id[lane_id]

@@ -43,6 +43,7 @@ class SimulatedConnections:
     """Stands in for `outbox.relay.cluster.connections.Connections`."""
 
     stores = STORES
+    reopens = False
 
     def __init__(self, fleet: Fleet, process: Process) -> None:
         self._fleet = fleet

@@ -16,6 +16,7 @@ from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.model.retry_policy import RetryPolicy
 from outbox.core.sequencing import partition_window
 from outbox.relay.sequencing.sequencer import Sequencer
+from outbox.store.retention.periods import OBSERVED_S_MIN
 from tests.sim import moments, rest, timetable
 from tests.sim.books import Violation
 from tests.sim.checks import Checker
@@ -32,6 +33,8 @@ from tests.sim.receivers import Receiver
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from outbox.core.sequencing.partition_window import WindowKind
 
 HOUR_S = 3600.0
 STRANGER = "psql"
@@ -126,6 +129,11 @@ class Simulation:
         Sequencer.busy_events = rng.choice((1, 5, 600, 600))
         late_s = 2 * poll_s
         self.checker = Checker(self.world, self.database, latency_s, late_s, self.log)
+        kinds: tuple[WindowKind, ...] = ("events", "log")
+        for kind in kinds:
+            keep_s = self.settings.keep.retention_s(kind)
+            # None: it is never dropped.
+            self.checker.observed_s_min[kind] = OBSERVED_S_MIN if keep_s is None else keep_s
         self.operator_process = Process(self.world, "operators")
         self._operator = Operator(self, random.Random(rng.random()))
         self._application = Process(self.world, "application")

@@ -26,8 +26,9 @@ REAL, SIMULATED = modules_of(*REAL_PACKAGES), modules_of("tests.sim.stores")
 NOT_SIMULATED = {
     "PartitionStore.drop_owned",
     "PartitionStore.partitions",
-    # No simulated process lacks resources.
+    # No simulated process lacks resources, and no simulated application refuses rows.
     "EndpointStateStore.journal_exhausted",
+    "EndpointStateStore.journal_sequencing",
     # Of brokers, which tests/models/broker_protocol.py simulates.
     "LaneStore.delivery_at",
     "LaneStore.identity",

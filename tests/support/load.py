@@ -48,6 +48,12 @@ SELECT count(*) FROM (SELECT FROM relay.attempt WHERE outcome = 'delivered'
 """
 
 
+# Who owns the endpoints, and since which epoch.
+OWNERS = """
+SELECT array_agg((endpoint_id, replica_id, epoch) ORDER BY endpoint_id) FROM relay.ownership
+"""
+
+
 class Load:
     """Producers, one per key.
 
@@ -106,6 +112,11 @@ class Load:
                 return len({s.body["id"] for s in self.network.accepted} & fresh) >= more
 
             await until(count, timeout_s, f"{more} fresh events to arrive")
+
+    def copies(self) -> int:
+        """Number of accepted deliveries that had been accepted before."""
+        accepted = [(sent.lane, sent.seq) for sent in self.network.accepted]
+        return len(accepted) - len(set(accepted))
 
     async def check(self, timeout_s: float = 60) -> None:
         """Check that everything ended, and nothing was lost, reordered or duplicated."""

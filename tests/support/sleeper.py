@@ -173,7 +173,7 @@ async def sleeper(
                 wake_event,
                 sequencer.wake_standby,
                 lambda *_: None,
-                [connection.get_server_pid()],
+                lambda: [connection.get_server_pid()],
                 poll_s,
                 60.0,
             )

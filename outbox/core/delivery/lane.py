@@ -36,7 +36,8 @@ setting changes.  Both are written only with the proof that the event is gone.
 
 **Refused dead letters.**  The database may refuse the row of a dead letter, by a trigger or a
 constraint.  The record is taken back (`refuse_dead_letter`), so the delivery is pending again, and
-the lane waits before its next command, longer each time in a row.
+the lane waits before its next command, longer each time in a row.  The dead letter is then written
+again, and nothing is sent: its response is known.
 """
 
 from __future__ import annotations
@@ -151,6 +152,7 @@ class Lane:
         "_position",
         "_receipt",
         "_receipts",
+        "_refused_dead",
         "_refused_wait_s",
         "_reopened_at",
         "_resumes_at",
@@ -225,6 +227,8 @@ class Lane:
             known = [at for at in (pending_since, self._success_at) if at is not None]
             self._stalled_since = max(known, default=None)
         self._retry = RetryState.from_progress(progress)
+        # The dead letter that the database refused last: sequence, reason, and whether it blocks.
+        self._refused_dead: tuple[int, LaneDeadLetterReason, bool] | None = None
         # What the last dead letter changed, until it is durable.
         self._before_dead = (self._acked, self._floor_batch, self._retry, self._stalled_since)
         # The last wait for a dead letter that the database refused, and until when it lasts; 0: the
@@ -407,12 +411,15 @@ class Lane:
         retry = self._retry
         expires_at = inf if first.expires_at is None else first.expires_at
         ends: LaneDeadLetterReason | None = None
+        blocks = False
         if first.seq == self._skip_seq:
             ends = "skipped"
         elif expires_at <= now:
             ends = "expired"
+        elif self._refused_dead is not None and self._refused_dead[0] == first.seq:
+            _, ends, blocks = self._refused_dead
         elif retry.exhausted:
-            ends = "exhausted"
+            ends, blocks = "exhausted", retry.blocks
         is_due = retry.is_due(now)
         if ends is None and (gate is _SHUT or (gate is _OPEN and not is_due)):
             due_at = inf if gate is _SHUT else retry.next_attempt_at or now
@@ -423,7 +430,6 @@ class Lane:
             buffer.reset(self._acked, self._floor_batch)
             return self.fetch()
         if ends is not None:
-            blocks = ends == "exhausted" and retry.blocks
             return self._dead_letter(first, ends, None, blocks=blocks)
         self._busy = _SENDING
         self._is_free_probe = not is_due
@@ -829,6 +835,7 @@ class Lane:
         self._blocked = self._blocked and not record.blocks
         self._buffer.invalidate()
         if isinstance(dead, DeadLetter):
+            self._refused_dead = (record.seq, dead.reason, record.blocks)
             return self._record_retry(dead.delivery, record.attempt)
         if dead.reason != "missing":
             # Another one that was made meanwhile is longer.

@@ -76,6 +76,15 @@ class Connections:
         self._current.reread()
         return self._current.settings
 
+    @property
+    def reopens(self) -> bool:
+        """Whether a lost connection can be told from the loss of the server: not behind a proxy."""
+        return not self._settings.pooled
+
+    async def reopened(self, name: str, *, long: bool) -> Worker:
+        """Open a `worker` in place of a lost one, which may be older than the password."""
+        return await self._current.log_in(lambda _: self.worker(name, long=long))
+
     async def worker(self, name: str, *, long: bool = False) -> Worker:
         """Open a connection for statements.
 

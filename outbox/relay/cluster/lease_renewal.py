@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from outbox.core.cluster.observed_time import OdometerAdder
 from outbox.store.cluster.replicas import Renewal
-from outbox.store.errors import Fenced
+from outbox.store.errors import Fenced, ResponseLost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+LOST_WAITS = 2
+"""Intervals between two renewals after which the connection of one without a response is taken for
+lost, while there is time for another one."""
 ADDITION_RENEWALS_MAX = 2
 """Maximum of one addition to the odometer, in intervals between two renewals: one that was late."""
 
@@ -29,6 +32,7 @@ async def keep_lease(
     odometer: Odometer,
     clock: Callable[[], float],
     on_time: Callable[[float, float, float], None],
+    reconnect: Callable[[], bool],
     *,
     durable: bool,
 ) -> None:
@@ -42,6 +46,7 @@ async def keep_lease(
         clock: seconds of the steady clock.
         on_time: called with the database's time in epoch seconds, and the steady times
             of the request and the response.
+        reconnect: opens another connection if it can.
         durable: whether renewals wait for the disk.
 
     Raises:
@@ -58,18 +63,30 @@ async def keep_lease(
         task = asyncio.ensure_future(statement)
         try:
             # `wait_s` also runs before it starts: an expired lease is not renewed.
+            waits = 0
             while not (await asyncio.wait([task], timeout=wait_s()))[0]:
-                pass
+                waits += 1
+                if waits == LOST_WAITS:
+                    reconnect()
         finally:
             task.cancel()
         return task.result()
 
-    adder = OdometerAdder(ADDITION_RENEWALS_MAX * lease.renew_every_s)
+    addition_max_s = ADDITION_RENEWALS_MAX * lease.renew_every_s
+    adder = OdometerAdder(addition_max_s)
+    lost = False
     while True:
-        await asyncio.sleep(wait_s())
+        if not lost:
+            await asyncio.sleep(wait_s())
         started_at = clock()
         addition_s = adder.addition_s(started_at)
-        renewal = await within_lease(store.renew(replica_id, addition_s, durable=durable))
+        try:
+            renewal = await within_lease(store.renew(replica_id, addition_s, durable=durable))
+        except ResponseLost:
+            # Whether its addition was counted is unknown: count from the next response on.
+            adder, lost = OdometerAdder(addition_max_s), True
+            continue
+        lost = False
         if renewal is Renewal.FENCED:
             raise Fenced
         lease.renewed(started_at)

@@ -70,7 +70,7 @@ class Listener:
         producers: WakeEvent,
         on_change: Callable[[], None],
         on_notification: Callable[[str, int], None],
-        own_pids: Collection[int],
+        own_pids: Callable[[], Collection[int]],
         poll_s: float,
         lease_s: float,
     ) -> None:
@@ -208,7 +208,7 @@ class Listener:
             return
         if payload == RECONFIGURED:
             self._report_change()
-        elif pid not in self._own_pids:
+        elif pid not in self._own_pids():
             self._on_notification(str(payload), pid)
 
 

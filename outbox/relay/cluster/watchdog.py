@@ -1,4 +1,4 @@
-"""The watchdog: ends a session if one of its connections hangs.
+"""The watchdog: ends a connection that hangs, or the session, if it cannot be opened again.
 
 The lease bounds how long a replica may *send* while it cannot reach the database.
 It does not cover this case: the lease is renewed on its own connection while
@@ -65,6 +65,9 @@ class Watched(Protocol):
     def terminate(self) -> None:
         """Close it without waiting."""
 
+    def reconnect(self) -> bool:
+        """Close it; returns whether another one is opened in its place."""
+
 
 class Watchdog:
     """Watches connections until cancelled.
@@ -106,7 +109,7 @@ class Watchdog:
         """Watch until cancelled.
 
         Raises:
-            DatabaseUnavailable: a connection hangs.
+            DatabaseUnavailable: a connection hangs, and cannot be opened again.
         """
         while True:
             await asyncio.sleep(self._check_every_s)
@@ -137,7 +140,7 @@ class Watchdog:
                     else UNKNOWN_STATE_MAX_S
                 )
                 if self._watched[name].waiting_s > longest_s:
-                    raise self._hangs(name, "whether the server is still working on it is unknown")
+                    self._end(name, "whether the server is still working on it is unknown")
             return
         suspected, self._idle_statements = self._idle_statements, {}
         for name, question in overdue.items():
@@ -149,7 +152,7 @@ class Watchdog:
                 self._busy_statements[name] = (question, waited_s + min(waited_s, RECHECK_MAX_S))
                 self._record_blocker(name, question, working[pids[name]])
             elif suspected.get(name) == question:
-                raise self._hangs(name, "its backend is idle")
+                self._end(name, "its backend is idle")
             else:
                 self._idle_statements[name] = question
 
@@ -184,11 +187,16 @@ class Watchdog:
             self._warned = True
             return None
 
-    def _hangs(self, name: str, reason: str) -> DatabaseUnavailable:
-        waited_s = self._watched[name].waiting_s
-        return DatabaseUnavailable(
-            f"the connection for {name} hangs: no response for {waited_s:.1f} s, and {reason}"
+    def _end(self, name: str, reason: str) -> None:
+        """End a connection that hangs, or the session, if it cannot be opened again."""
+        connection = self._watched[name]
+        hangs = (
+            f"the connection for {name} hangs: no response for {connection.waiting_s:.1f} s, "
+            f"and {reason}"
         )
+        if not connection.reconnect():
+            raise DatabaseUnavailable(hangs)
+        log.warning("a connection is opened again", reason=hangs)
 
 
 class ResponseOverdue(DatabaseUnavailable):

@@ -17,7 +17,8 @@ import structlog
 
 from outbox.core.delivery.circuit_breaker import BreakerState
 from outbox.core.delivery.operational_events import WARN_AFTER_S
-from outbox.store.delivery.endpoint_state import EXHAUSTED_EVERY_S, EndpointState
+from outbox.store.delivery.endpoint_state import EXHAUSTED_EVERY_S, STOPPED_EVERY_S, EndpointState
+from outbox.store.errors import ResponseLost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -52,6 +53,7 @@ class EndpointSupervisor:
         now: epoch seconds.
         odometer: the observed time, by which endpoints and backlogs end.
         leads: whether this replica leads, and also samples the database statistics.
+        stopped: why this replica sequences nothing, which it journals; None: it is not stopped.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class EndpointSupervisor:
         now: Callable[[], float],
         odometer: Odometer,
         leads: Callable[[], bool],
+        stopped: Callable[[], str | None],
     ) -> None:
         self._store = store
         self._dispatcher = dispatcher
@@ -69,6 +72,10 @@ class EndpointSupervisor:
         self._now = now
         self._odometer = odometer
         self._leads = leads
+        self._stopped = stopped
+        # Whether the last entry of the journal says so, and when it is due again.
+        self._is_stopped = False
+        self._stopped_at = 0.0
         self.survey: DatabaseStats | None = None
         """The last database statistics; None: another replica leads."""
 
@@ -77,19 +84,33 @@ class EndpointSupervisor:
         clock = asyncio.get_running_loop().time
         check_at = survey_at = exhausted_at = clock()
         while True:
-            lacking = self._dispatcher.exhausted
-            if lacking is not None and clock() >= exhausted_at:
-                await self._store.journal_exhausted(lacking)
-                exhausted_at = clock() + EXHAUSTED_EVERY_S
-            await self._write_health(self._dispatcher.pop_changed())
-            if clock() >= check_at:
-                await self._write_health(self._dispatcher.owned())
-                await self._check_endpoints()
-                check_at = clock() + ENDPOINTS_CHECK_EVERY_S
-            if clock() >= survey_at:
-                self.survey = await self._survey() if self._leads() else None
-                survey_at = clock() + SURVEY_EVERY_S
+            try:
+                lacking = self._dispatcher.exhausted
+                if lacking is not None and clock() >= exhausted_at:
+                    exhausted_at = clock() + EXHAUSTED_EVERY_S
+                    await self._store.journal_exhausted(lacking)
+                await self._journal_sequencing(clock())
+                await self._write_health(self._dispatcher.pop_changed())
+                if clock() >= check_at:
+                    await self._write_health(self._dispatcher.owned())
+                    await self._check_endpoints()
+                    check_at = clock() + ENDPOINTS_CHECK_EVERY_S
+                if clock() >= survey_at:
+                    self.survey = await self._survey() if self._leads() else None
+                    survey_at = clock() + SURVEY_EVERY_S
+            except ResponseLost:
+                # What was stored is compared with the state of every endpoint.
+                check_at = clock()
+                continue
             await self._wake_event.wait(max(min(check_at, survey_at) - clock(), 0.0))
+
+    async def _journal_sequencing(self, now: float) -> None:
+        """Let `outbox status` say why nothing is sequenced."""
+        stopped = self._stopped()
+        is_stopped = stopped is not None
+        if is_stopped != self._is_stopped or (is_stopped and now >= self._stopped_at):
+            self._is_stopped, self._stopped_at = is_stopped, now + STOPPED_EVERY_S
+            await self._store.journal_sequencing(stopped)
 
     async def _survey(self) -> DatabaseStats:
         stats = await self._store.read_database_stats()

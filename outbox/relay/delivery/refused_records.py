@@ -6,6 +6,8 @@ refused: progress is never lost.
 
 - An attempt is left out of the log.  Its success is recorded as the progress of its lane.
 - A dead letter is postponed: the delivery is pending again, and its lane waits.
+- The progress of a lane after a failure stays in memory: its next owner tries as if it were the
+  first attempt.
 - A checkpoint is left out: the attempt log has what came after the last one.
 """
 
@@ -21,6 +23,7 @@ from outbox.core.delivery.commands import Progress, Record
 from outbox.store.refused_rows import (
     ATTEMPT,
     DEAD_LETTER,
+    PROGRESS,
     RefusedRow,
     RefusedRowReports,
     is_refused,
@@ -49,7 +52,7 @@ class RefusedRecords:
 
         Raises:
             Fenced: this replica is no longer the owner.
-            asyncpg.PostgresError: the progress of a lane is refused, too.
+            asyncpg.PostgresError: a success is refused, and the progress of its lane.
         """
         await self._write_halves([row for entry in group for row in _rows(entry)])
 
@@ -97,7 +100,7 @@ class RefusedRecords:
     ) -> None:
         """Write a record without the row that is refused."""
         reason = reason_of(error)
-        for kind, other in _weaker(entry, record):
+        for kind, other, in_memory in _weaker(entry, record):
             publish = self._reports.is_due(kind, _now())
             refused = RefusedRow.of_lane(kind, record, reason, error.sqlstate, publish=publish)
             try:
@@ -107,8 +110,8 @@ class RefusedRecords:
                     raise
                 continue
             self._log_refused(kind, record.lane_id, reason)
-            if kind == DEAD_LETTER:
-                entry.record = other
+            if in_memory is not None:
+                entry.record = in_memory
             return
         raise error
 
@@ -133,8 +136,11 @@ def _rows(entry: PendingRecord) -> Iterator[tuple[PendingRecord, Record]]:
         yield entry, Record(entry.lane.id, seq, record.row(index))
 
 
-def _weaker(entry: PendingRecord, record: Record) -> Iterator[tuple[str, Record]]:
-    """Other records of the same result: what each does not write, and the record."""
+def _weaker(entry: PendingRecord, record: Record) -> Iterator[tuple[str, Record, Record | None]]:
+    """Other records of the same result: what each does not write, and the record.
+
+    The last one is what the lane continues with, unless it is the refused record.
+    """
     row = record.attempt
     if record.progress is None:
         assert row is not None
@@ -144,12 +150,16 @@ def _weaker(entry: PendingRecord, record: Record) -> Iterator[tuple[str, Record]
             record._replace(
                 attempt=None, progress=Progress(record.seq, record.seq, row.batch, success_at=at)
             ),
+            None,
         )
         return
     if row is not None:
-        yield ATTEMPT, record._replace(attempt=None)
+        yield ATTEMPT, record._replace(attempt=None), None
+    pending = record
     if record.dead is not None:
         pending = entry.lane.refuse_dead_letter(record)
-        yield DEAD_LETTER, pending
+        yield DEAD_LETTER, pending, pending
         if row is not None:
-            yield DEAD_LETTER, pending._replace(attempt=None)
+            yield DEAD_LETTER, pending._replace(attempt=None), pending
+    yield PROGRESS, pending._replace(progress=None), pending
+    yield PROGRESS, pending._replace(progress=None, attempt=None), pending

@@ -28,6 +28,7 @@ from outbox.errors import CursorBroken
 from outbox.relay.sequencing.filter_evaluator import FilterEvaluator
 from outbox.relay.sequencing.replay_feeder import ReplayFeeder
 from outbox.store.cluster.leadership import AWAKE
+from outbox.store.refused_rows import is_refused, reason_of
 from outbox.store.replays.replay_progress import ReplayBatch
 
 if TYPE_CHECKING:
@@ -326,6 +327,11 @@ class Cursor:
         try:
             written = await self._write(state, draft, inline_lanes)
         except asyncpg.PostgresError as error:
+            if not replays.has_changes and is_refused(error):
+                # Deliveries of earlier batches go on.
+                raise CursorBroken(
+                    f"the database refuses the rows of a batch: {reason_of(error)}"
+                ) from error
             # Live events do not wait for replays that are refused.
             self._replays.refused(replays, error)
             return self._lose_routes()

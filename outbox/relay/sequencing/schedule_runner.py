@@ -13,6 +13,7 @@ import structlog
 
 from outbox.relay.wake_event import WakeEvent
 from outbox.store.connection.connect import in_one_line
+from outbox.store.errors import ResponseLost
 
 if TYPE_CHECKING:
     from outbox.store.schedules.put_off import PutOffStore
@@ -63,6 +64,9 @@ class ScheduleRunner:
             if self._leads:
                 try:
                     wait_s = await self._run_due()
+                except ResponseLost:
+                    # What was published is not due any more.
+                    continue
                 except asyncpg.PostgresConnectionError:
                     raise
                 except asyncpg.PostgresError as error:

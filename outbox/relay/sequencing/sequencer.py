@@ -28,6 +28,7 @@ from outbox.errors import CursorBroken
 from outbox.relay.sequencing.cursor import BatchResult, Cursor, always_notify, no_inline_payloads
 from outbox.relay.sequencing.stall_monitor import StallMonitor
 from outbox.relay.wake_event import WakeEvent
+from outbox.store.errors import ResponseLost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -80,6 +81,7 @@ class Sequencer:
             and producers never notify.
         needs_inline_payloads, notification_payload: see `Cursor`.
         on_lead: called with whether this replica leads, and so must listen to producers.
+        on_response_lost: called when a batch may have been written without `on_batch`.
     """
 
     cursor_type: type[Cursor] = Cursor
@@ -99,6 +101,7 @@ class Sequencer:
         ] = no_inline_payloads,
         notification_payload: Callable[[int, Mapping[int, int]], str | None] = always_notify,
         on_lead: Callable[[bool], None] = lambda _: None,
+        on_response_lost: Callable[[], object] = lambda: None,
     ) -> None:
         self._store = store
         self._me = replica_id
@@ -106,6 +109,7 @@ class Sequencer:
         self._wake_event = wake_event
         self._notified = notified
         self._on_lead = on_lead
+        self._on_response_lost = on_response_lost
         self.cursor = self.cursor_type(
             store,
             replica_id,
@@ -166,6 +170,11 @@ class Sequencer:
                     result = await self._fall_asleep()
                 empty_reads = empty_reads + 1 if result is BatchResult.EMPTY else 0
                 await self._record_result(result)
+            except ResponseLost:
+                # The cursor starts from the tables again.
+                self._asleep_until = 0.0
+                self._on_response_lost()
+                continue
             except CursorBroken as broken:
                 check_at = -math.inf
                 self.broken = str(broken)

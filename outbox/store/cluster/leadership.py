@@ -31,6 +31,7 @@ WITH locked AS MATERIALIZED (
            FOR UPDATE SKIP LOCKED) held)
 UPDATE cursor SET writer = NULL FROM locked
 """,  # noqa: S608 (constants only)
+    repeatable=True,
 )
 
 # Ends the leadership, whoever has it; the caller holds the cursor row.

@@ -139,6 +139,7 @@ SELECT extract(epoch FROM clock_timestamp())::float8 AS now,
 LOCK_REPLICA = WriteStatement(
     "lock_replica",
     f"SELECT FROM replica WHERE {EXPIRABLE} FOR UPDATE",
+    repeatable=True,
 )
 
 # Releases all endpoints of a replica.
@@ -163,12 +164,14 @@ SELECT 'endpoint_released', coalesce($4, 'replica ' || leaving.id), endpoint_id,
                           'relay', leaving.name)
   FROM released, leaving
 """,  # noqa: S608 (constants only)
+    repeatable=True,
 )
 
 # Deletes the row, which fences the replica off.
 REMOVE_REPLICA = WriteStatement(
     "remove_replica",
     f"DELETE FROM replica WHERE {EXPIRABLE}",  # noqa: S608 (constants only)
+    repeatable=True,
 )
 
 # Releases some endpoints, while the lease runs; CTEs as in RELEASE_ALL.
@@ -188,6 +191,7 @@ SELECT 'endpoint_released', $3, endpoint_id,
                           'relay', (SELECT name FROM replica WHERE id = $1))
   FROM released
 """,  # noqa: S608 (constants only)
+    repeatable=True,
 )
 
 # The endpoints that an owner is needed for.
@@ -248,10 +252,12 @@ SELECT 'endpoint_claimed', $3, endpoint_id,
                           'relay', (SELECT name FROM replica WHERE id = $1))
   FROM claimed
 """,  # noqa: S608 (constants only)
+    repeatable=True,
 )
 
 # Writes the epoch of claimed endpoints to every row that an owner writes, before anything is
-# read, so that a checkpoint of the previous owner that is still in transit is rejected.  A
+# read, so that a checkpoint of the previous owner that is still in transit is rejected.  It fails
+# if a trigger suppresses one of them: the owner's own writes would be rejected.  A
 # separate statement of the same message: a change of lanes may have been committed just before
 # the claim got its locks, and only a later snapshot contains the new ones.
 WRITE_EPOCHS = WriteStatement(
@@ -262,10 +268,21 @@ claimed AS MATERIALIZED (
      WHERE replica_id = $1 AND endpoint_id = ANY ($2)),
 health AS (
     UPDATE endpoint_health h SET epoch = c.epoch
-      FROM claimed c WHERE h.endpoint_id = c.endpoint_id)
-UPDATE lane_progress p SET epoch = c.epoch
-  FROM claimed c WHERE p.endpoint_id = c.endpoint_id
+      FROM claimed c WHERE h.endpoint_id = c.endpoint_id
+    RETURNING 1),
+progress AS (
+    UPDATE lane_progress p SET epoch = c.epoch
+      FROM claimed c WHERE p.endpoint_id = c.endpoint_id
+    RETURNING 1)
+SELECT require_stored((SELECT count(*) FROM health)
+                      = (SELECT count(*) FROM claimed JOIN endpoint_health USING (endpoint_id)),
+                      'endpoint_health'),
+       require_stored((SELECT count(*) FROM progress)
+                      = (SELECT count(*) FROM claimed JOIN lane_progress USING (endpoint_id)),
+                      'lane_progress')
+  FROM claimed
 """,  # noqa: S608 (constants only)
+    repeatable=True,
 )
 
 READ_EPOCHS = """

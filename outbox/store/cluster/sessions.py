@@ -13,13 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import asyncpg
 
+from outbox.errors import DatabaseUnavailable
+from outbox.store.connection.message import WriteStatement
 from outbox.store.connection.worker import SENDING_MAX_S
+from outbox.store.errors import Fenced
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import datetime
 
     from asyncpg import Connection
+
+    from outbox.store.connection.store_connection import StoreConnection
 
 WORKERS = 8
 """Worker connections of a relay, each for one purpose."""
@@ -71,6 +76,38 @@ SELECT count(pg_terminate_backend(pid, $2)) FROM pg_stat_activity
  WHERE application_name = ANY ($1) AND usename = session_user AND datname = current_database()
    AND pid <> pg_backend_pid() AND state <> 'idle'
 """
+
+# A session of this role, by label ($1) and backend ($2).
+_SESSION = """
+  FROM pg_stat_activity
+ WHERE application_name = $1 AND pid = $2 AND usename = session_user
+   AND datname = current_database() AND pid <> pg_backend_pid()
+"""
+
+# Whether a lease runs that was registered with this label ($1), on the server and in the state of
+# the registration ($3).
+READ_REGISTRATION_HOLDS = """
+SELECT EXISTS (SELECT FROM replica
+                WHERE label = $1 AND expires_at > clock_timestamp()
+                  AND ($2::bigint IS NULL OR server_fence() = $2))
+"""
+
+# Whether one of the other sessions ($2) with the label $1 has lived on.
+READ_SURVIVES = """
+SELECT EXISTS (SELECT FROM pg_stat_activity
+                WHERE application_name = $1 AND pid = ANY ($2) AND usename = session_user
+                  AND datname = current_database() AND pid <> pg_backend_pid())
+"""
+
+# Terminates a lost session, waits for its end, at most $3 milliseconds, and reads whether it lives.
+END_LOST_SESSION = f"SELECT count(pg_terminate_backend(pid, $3)) {_SESSION}"
+READ_SESSION_LIVES = f"SELECT EXISTS (SELECT {_SESSION})"
+
+REPLACE_SEQUENCER = WriteStatement(
+    "replace_sequencer",
+    "UPDATE replica SET sequencer_pid = $3 WHERE label = $1 AND sequencer_pid = $2",
+    repeatable=True,
+)
 
 # Sessions of relays of this role for which the server has waited longer than a lease ($1, or the
 # replica's own) while they hold something: a transaction, or what is notified to a listener.
@@ -143,6 +180,38 @@ class StuckSessions:
 async def terminate_former_listeners(connection: Connection[Any], name: str) -> None:
     """Terminate the other listeners with the `application_name` of this one."""
     await connection.execute(TERMINATE_FORMER_LISTENERS, name)
+
+
+async def continue_session(
+    connection: StoreConnection,
+    label: str,
+    server_fence: int | None,
+    lost_pid: int,
+    others: Sequence[int],
+) -> bool:
+    """Continue a replica's session on a new connection, and end the lost one.
+
+    Args:
+        server_fence: `server_fence()` when the replica registered; None: not known.
+        others: the backends of the replica's other sessions.
+
+    Returns:
+        False if none of the others lives: the server may have crashed, and have lost renewals that
+        were not on disk.
+
+    Raises:
+        Fenced: the lease has ended, or the server or its state is another one.
+        DatabaseUnavailable: the lost session has not ended yet.
+    """
+    if not await connection.fetchval(READ_REGISTRATION_HOLDS, label, server_fence):
+        raise Fenced
+    if not await connection.fetchval(READ_SURVIVES, label, others):
+        return False
+    await connection.fetchval(END_LOST_SESSION, label, lost_pid, int(SESSION_END_MAX_S * 1000))
+    if await connection.fetchval(READ_SESSION_LIVES, label, lost_pid):
+        raise DatabaseUnavailable("the backend of a lost connection has not ended")
+    await connection.write(REPLACE_SEQUENCER, label, lost_pid, connection.get_server_pid())
+    return True
 
 
 async def terminate_busy_sessions(

@@ -149,8 +149,9 @@ INSERT INTO incarnation AS i (by_xid) VALUES ({CURRENT_XID})
 """,  # noqa: S608 (constants only)
 )
 
-# Retention counts from the restore: what a dump brings back was not there to be seen before.  A
-# dump of an older version has no odometer, and none would count any more.
+# Retention counts from the restore: what a dump or a backup of the disks brings back was not there
+# to be seen before.  A dump of an older version has no odometer, and none would count any more.
+# After a promotion, which cannot be told from a restore to a point in time, it counts anew, too.
 BEGIN_ODOMETER = WriteStatement(
     "begin_odometer",
     """
@@ -281,12 +282,12 @@ def begin_timeline(replica_id: int, row: CursorRow, actor: str) -> list[WriteCal
         (REQUIRE_WHOLE,),
         (ADVANCE_SEQUENCES,),
         (BEGIN_INCARNATION,),
-        (BEGIN_ODOMETER,),
     ]
     return [
         (CHANGE_TIMELINE, new.timeline, new.identity, replica_id, version),
         (LOCK_EPOCHS,),
         *(whole if restored else ()),
+        (BEGIN_ODOMETER,),
         (BEGIN_GENERATIONS, row.batch + 1, actor, known.timeline, new.timeline, restored),
         (NOTIFY_ALL,),
     ]

@@ -18,6 +18,7 @@ from outbox.store.connection.pgbouncer import PooledWorker
 from outbox.store.connection.row_security import RowSecurityError, require_unprotected
 from outbox.store.connection.store_connection import StoreConnection
 from outbox.store.connection.time_range import limit_times
+from outbox.store.errors import ResponseLost
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -395,6 +396,8 @@ def map_errors(schema: str, purpose: str | None = None) -> Iterator[None]:
         yield
     except _ABSENT as error:
         raise schema_missing(schema) from error
+    except ResponseLost:
+        raise
     except LOST_ERRORS as error:
         raise DatabaseUnavailable(
             f"the connection to the database was lost ({_first_line(error)}); run it again"

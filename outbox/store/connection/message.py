@@ -41,10 +41,12 @@ class WriteStatement:
     Args:
         name: the name under which a relay's session prepares it.
         sql: parameters are `$1` and so on; their types are inferred, as for a bound parameter.
+        repeatable: a session may execute it once more if the response was lost.
     """
 
     name: str
     sql: str
+    repeatable: bool = False
 
     @property
     def prepare(self) -> str:

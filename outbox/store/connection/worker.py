@@ -62,6 +62,15 @@ class Worker(StoreConnection):
             return 0.0
         return asyncio.get_running_loop().time() - self._started_at
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether it is open."""
+        return not self.is_closed()
+
+    def reconnect(self) -> bool:
+        """Whether another connection is opened in place of this one, if it hangs: no."""
+        return False
+
     async def execute(self, *args: Any, **kwargs: Any) -> Any:
         with self._timing():
             return await super().execute(*args, **kwargs)

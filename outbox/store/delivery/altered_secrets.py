@@ -45,6 +45,7 @@ SELECT '{KIND}', $3, e.id, jsonb_build_object('reason', altered.reason)
   LEFT JOIN LATERAL ({_NEWEST}) AS newest ON true
  WHERE newest.kind IS DISTINCT FROM '{KIND}'
 """,  # noqa: S608 (constants only)
+    repeatable=True,
 )
 
 READ_ALTERED_SECRETS = f"""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from outbox.store.database_stats import DatabaseStats
     from outbox.store.delivery.endpoints import Endpoint
 
-EXHAUSTED_EVERY_S = 60.0
+EXHAUSTED_EVERY_S = STOPPED_EVERY_S = 60.0
 """Interval of the journal's entries while a relay's process lacks resources."""
 
 # Writes the circuit breaker's state; only in the owner's epoch, like a lane's progress.
@@ -276,6 +276,12 @@ class EndpointStateStore:
         data = orjson.dumps({"reason": reason}).decode()
         actor = f"replica {self._replica_id}"
         await self._db.write(ADD_TO_JOURNAL, "resources_exhausted", actor, None, data)
+
+    async def journal_sequencing(self, stopped: str | None) -> None:
+        """Record why this relay sequences nothing; None: it goes on."""
+        kind = "sequencing_resumed" if stopped is None else "sequencing_stopped"
+        data = orjson.dumps({"reason": stopped}).decode()
+        await self._db.write(ADD_TO_JOURNAL, kind, self._actor, None, data)
 
     async def read_database_stats(self) -> DatabaseStats:
         """Statistics of the database as a whole."""

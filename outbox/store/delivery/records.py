@@ -19,7 +19,7 @@ from outbox.errors import CannotRun
 from outbox.store.absence_proof import AbsenceProof
 from outbox.store.cluster.replicas import fence
 from outbox.store.connection.message import WriteStatement
-from outbox.store.errors import Fenced
+from outbox.store.errors import Fenced, ResponseLost
 from outbox.store.operational_events import (
     DEAD_LETTER_COLUMNS,
     DEAD_LETTER_CREATED_EVENT,
@@ -108,8 +108,8 @@ SELECT require_stored((SELECT count(*) FROM logged) = $4::bigint, 'attempt') FRO
 #   stuck: the lanes to report as stuck ($6), with what their deliveries were read from; an end
 #     entry is no delivery.
 #   reported: the operational events for them.
-# One row for each lane that was moved.  It fails if a trigger suppresses a dead letter, or one of
-# the $7 attempts while all lanes are moved.
+# One row for each lane that was moved.  It fails if a trigger suppresses a dead letter, the
+# progress of a lane of this replica, or one of the $7 attempts while all lanes are moved.
 WRITE_RECORDS = WriteStatement(
     "write_records",
     f"""{fence("$5")},
@@ -227,6 +227,12 @@ SELECT require_stored((SELECT count(*) FROM logged) = $7::bigint
        require_stored((SELECT count(*) FROM created) + (SELECT count(*) FROM extended)
                       = (SELECT count(*) FROM dead_lettered), 'dead_letter')
   FROM moved WHERE (SELECT count(*) FROM ({PUBLISH_REPORTED_EVENTS}) published) >= 0
+ UNION ALL
+SELECT NULL, NULL FROM fence
+ WHERE require_stored(
+           (SELECT count(*) FROM moved)
+           = (SELECT count(*) FROM progress v JOIN lane_progress p ON p.lane_id = v.lane_id
+               AND p.epoch = v.epoch AND p.acked_seq <= v.acked_seq), 'lane_progress') IS NULL
 """,  # noqa: S608 (constants only)
 )
 
@@ -275,6 +281,7 @@ SELECT v.lane_id, v.receipt
   JOIN lane_progress p ON p.lane_id = v.lane_id AND p.epoch = v.epoch
     ON CONFLICT (lane_id) DO UPDATE SET receipt = excluded.receipt
 """,  # noqa: S608 (constants only)
+    repeatable=True,
 )
 
 FOUND_DETAIL = "found in the stream when the lane was opened"
@@ -312,6 +319,7 @@ logged AS (
 SELECT require_stored((SELECT count(*) FROM logged) = (SELECT count(*) FROM unlogged), 'attempt')
   FROM moved
 """,  # noqa: S608 (constants only)
+    repeatable=True,
 )
 
 # Records that a broker's stream has the end entry of a lane, fenced by epoch.
@@ -324,6 +332,7 @@ UPDATE lane_progress p
        next_attempt_at = NULL, last_response = NULL
   FROM fence WHERE p.lane_id = $2 AND p.epoch = $3
 """,  # noqa: S608 (constants only)
+    repeatable=True,
 )
 
 # Deletes the request for a lane that its owner has carried out, unless there is another one.
@@ -334,7 +343,18 @@ UPDATE lane l SET repair = NULL, repair_seq = NULL
   FROM fence, lane_progress p
  WHERE l.id = $2 AND p.lane_id = l.id AND p.epoch = $3 AND l.repair = $4 AND l.repair_seq = $5
 """,  # noqa: S608 (constants only)
+    repeatable=True,
 )
+
+# Whether a message was written whose response was lost: its first attempt or dead letter exists.
+READ_ATTEMPT_WRITTEN = """
+SELECT EXISTS (SELECT FROM attempt
+                WHERE lane_id = $1 AND batch = $2 AND seq = $3 AND attempt = $4
+                  AND replica_id = $5)
+"""
+READ_DEAD_LETTER_WRITTEN = """
+SELECT EXISTS (SELECT FROM dead_letter WHERE lane_id = $1 AND $2 BETWEEN seq AND to_seq)
+"""
 
 # Which checkpoints of lanes were written, when not all were.
 READ_LANE_CHECKPOINTS = """
@@ -392,6 +412,7 @@ SELECT require_stored(
            (SELECT count(*) FROM created) = (SELECT count(*) FROM pending), 'dead_letter')
   FROM fence WHERE (SELECT count(*) FROM ({PUBLISH_REPORTED_EVENTS}) published) >= 0
 """,  # noqa: S608 (constants only)
+    repeatable=True,
 )
 
 
@@ -424,7 +445,8 @@ class RecordStore:
     ) -> None:
         """Write a group of results atomically; when fenced, none is written.
 
-        Events that are missing are dead-lettered with the proof that they are gone.
+        Events that are missing are dead-lettered with the proof that they are gone.  After a lost
+        response the table decides whether to write it again.
 
         Args:
             epochs: the epochs of the records.
@@ -435,11 +457,42 @@ class RecordStore:
             CursorBroken: missing events may be hidden; nothing was written.
             CannotRun: missing events exist; nothing was written.
         """
+        while True:
+            try:
+                return await self._write(records, epochs, runs, refused)
+            except ResponseLost:
+                if await self._is_written(records, runs):
+                    return None
+
+    async def _is_written(
+        self, records: Sequence[Record], runs: Sequence[tuple[int, RunResults]]
+    ) -> bool:
+        """Whether a message of `write` was executed; False if writing it again changes nothing."""
+        for lane_id, run in runs:
+            key = lane_id, run.batches[0], run.seqs[0], 1, self._replica_id
+            return bool(await self._db.fetchval(READ_ATTEMPT_WRITTEN, *key))
+        for record in records:
+            if (row := record.attempt) is not None:
+                key = record.lane_id, row.batch, row.seq, row.attempt, self._replica_id
+                return bool(await self._db.fetchval(READ_ATTEMPT_WRITTEN, *key))
+        for record in records:
+            if record.dead is not None:
+                dead = record.lane_id, record.seq
+                return bool(await self._db.fetchval(READ_DEAD_LETTER_WRITTEN, *dead))
+        return False
+
+    async def _write(
+        self,
+        records: Sequence[Record],
+        epochs: Sequence[int],
+        runs: Sequence[tuple[int, RunResults]],
+        refused: RefusedRow | None,
+    ) -> None:
         attempts = _attempts(runs, records)
         logged = sum(r.attempt is not None for r in records) + sum(len(run) for _, run in runs)
         urgent = [(r, e) for r, e in zip(records, epochs, strict=True) if r.progress is not None]
         if not urgent:
-            await self._acknowledge(attempts, logged)
+            await self._acknowledge(attempts, logged, refused)
             return
         progress = composite_array(
             _progress_row(r.lane_id, epoch, r.progress)
@@ -461,18 +514,17 @@ class RecordStore:
         if moved != len(urgent):
             raise Fenced
 
-    async def _acknowledge(self, attempts: str, count: int) -> None:
+    async def _acknowledge(self, attempts: str, count: int, refused: RefusedRow | None) -> None:
         if self._counts_attempts is None:
             self._counts_attempts = bool(await self._db.fetchval(MAY_SUPPRESS_ATTEMPTS))
-        arguments = (self._replica_id, attempts, self._fence)
-        if self._counts_attempts:
-            counted = (WRITE_COUNTED_ACKNOWLEDGEMENTS, *arguments, count)
-            stored = count if await self._db.write(*counted) else 0
-        else:
-            stored = await self._db.write(WRITE_ACKNOWLEDGEMENTS, *arguments)
+        counts = self._counts_attempts or refused is not None
+        call: WriteCall = (WRITE_ACKNOWLEDGEMENTS, self._replica_id, attempts, self._fence)
+        if counts:
+            call = (WRITE_COUNTED_ACKNOWLEDGEMENTS, *call[1:], count)
+        stored = await self._db.write_together(*self._reports(refused), call)
         if not stored:
             raise Fenced
-        if stored != count:
+        if not counts and stored != count:
             # The next session finds the trigger.
             raise CannotRun(f"of {count} attempts a trigger suppressed {count - stored}")
 
@@ -497,7 +549,9 @@ class RecordStore:
             *self._reports(refused),
             (WRITE_FOUND, self._replica_id, *progress, self._fence, refused is None),
         )
-        if not moved:
+        if not moved and not await self._db.fetch(
+            READ_LANE_CHECKPOINTS, [lane_id], [epoch], [through_seq]
+        ):
             raise Fenced
 
     def _reports(self, refused: RefusedRow | None) -> list[WriteCall]:
@@ -565,9 +619,12 @@ class RecordStore:
             )
             for each in history
         ]
-        written = await self._db.write(
-            WRITE_LANE_CHECKPOINTS, self._replica_id, progress, self._fence, counted
-        )
+        call = WRITE_LANE_CHECKPOINTS, self._replica_id, progress, self._fence
+        try:
+            written = await self._db.write(*call, counted)
+        except ResponseLost:
+            # A history that may have been counted is not counted again.
+            written = await self._db.write(*call, [])
         lane_ids = [lane_id for lane_id, _, _ in rows]
         if written == len(rows):
             return set(lane_ids)

@@ -55,14 +55,15 @@ clock that is a month ahead, or a dump of last month, would drop what nobody cou
 def _observed_before(keep_s: str) -> str:
     """The time before which everything was observed for long enough.
 
-    A dump brings back what was observed before it, so the time counts from the restore.
+    A dump or a backup brings back what was observed before it, so the time counts from the restore.
 
     Args:
         keep_s: the parameter with the retention in seconds.
     """
     observed_s = f"least({keep_s}, {OBSERVED_S_MIN})"
-    return f"""coalesce((SELECT observed_before({observed_s}) FROM odometer
-                  WHERE seconds - began_s >= {observed_s} AND incarnation_holds()), '-infinity')"""  # noqa: S608
+    return f"""coalesce((
+        SELECT observed_before({observed_s}) FROM odometer
+         WHERE seconds - began_s >= {observed_s} AND NOT history_changed()), '-infinity')"""  # noqa: S608
 
 
 def _kept_since(keep_s: str) -> str:

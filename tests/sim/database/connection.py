@@ -239,6 +239,9 @@ class Connection(Client):
     def is_closed(self) -> bool:
         return self._closed
 
+    def reconnect(self) -> bool:
+        return False
+
     def terminate(self) -> None:
         """Close without waiting."""
         if self._closed or self.process.dead:

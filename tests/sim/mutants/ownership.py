@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.cluster import lease
 from outbox.relay import session
 from outbox.relay.delivery import dispatcher
+from outbox.store.cluster.replicas import Renewal
 from tests.sim.database.engine import UPDATE, Wait
 from tests.sim.mutants.catalogue import mutant, swap
 from tests.sim.stores import lanes, replicas, sessions
@@ -38,14 +39,14 @@ def lease_counted_from_renewal_response(sim: Simulation) -> None:
 def lapsed_lease_renewed(sim: Simulation) -> None:
     """Neither the database nor the replica checks whether the lease has expired."""
 
-    def renew(db: Database, tx: Transaction, me: int) -> Steps[bool]:
+    def renew(db: Database, tx: Transaction, me: int, *_: object) -> Steps[Renewal]:
         yield Wait(db.replica, me, UPDATE)
         row = tx.get(db.replica, me)
         if row is None:
-            return False
+            return Renewal.FENCED
         expires_at = db.wall() + row["lease_s"]
         tx.change(db.replica, me, renewals=row["renewals"] + 1, expires_at=expires_at)
-        return True
+        return Renewal.RENEWED
 
     swap(replicas, "renew_lease", renew)
     swap(lease.Lease, "left_s", lambda self, now: max(self._until - now, 1.0))

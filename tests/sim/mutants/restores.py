@@ -26,6 +26,13 @@ def restore_in_place_not_noticed(sim: Simulation) -> None:
 
 
 @mutant
+def retention_counts_what_a_dump_brought_back(sim: Simulation) -> None:
+    """What was observed before a restore counts for what may be dropped after it."""
+    sim.database.maintained = True
+    swap(timeline, "begin_odometer", lambda db, tx: None)
+
+
+@mutant
 def lanes_after_restore_numbered_by_counter(sim: Simulation) -> None:
     """The first lanes after a restore have the next generation, which may have existed before."""
     swap(timeline, "first_generation", lambda db, generation: generation + 1)

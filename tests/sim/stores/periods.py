@@ -215,7 +215,7 @@ def _is_observed(db: Database, tx: Transaction, at: float, keep_s: float) -> boo
     """Whether what has this time was observed for long enough since the last restore."""
     meter, limit_s = tx.get(db.odometer, 1), min(keep_s, OBSERVED_S_MIN)
     assert meter is not None
-    if meter["seconds"] - meter["began_s"] < limit_s or not timeline.incarnation_holds(db, tx):
+    if meter["seconds"] - meter["began_s"] < limit_s or timeline.history_changed(db, tx):
         return False
     return db.observed_time(tx).since(at) >= limit_s
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from outbox.store.cluster.timeline import History
 from tests.sim.database.endpoints import add_lane
-from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait
+from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait, perform
 from tests.sim.stores import channels
 from tests.sim.stores.routing_change import add_to_journal
 
@@ -67,6 +67,14 @@ def set_first_history(db: Database, tx: Transaction, me: int, read: CursorRow) -
         tx.change(db.cursor, 1, identity=read.server.identity)
 
 
+def begin_odometer(db: Database, tx: Transaction) -> Steps[None]:
+    """Let retention count from now on."""
+    yield Wait(db.odometer, 1, UPDATE)
+    meter = tx.get(db.odometer, 1)
+    assert meter is not None
+    tx.change(db.odometer, 1, began_s=meter["seconds"])
+
+
 def change_history(
     db: Database, tx: Transaction, me: int, read: CursorRow, actor: str
 ) -> Steps[None]:
@@ -83,10 +91,7 @@ def change_history(
     tx.change(db.cursor, 1, **changed)
     for endpoint_id in sorted(each["endpoint_id"] for each in tx.rows(db.ownership)):
         yield Wait(db.ownership, endpoint_id, UPDATE)
-    yield Wait(db.odometer, 1, UPDATE)
-    meter = tx.get(db.odometer, 1)
-    assert meter is not None
-    tx.change(db.odometer, 1, began_s=meter["seconds"])
+    yield from perform(begin_odometer(db, tx))
     yield db.pause_s()
     from_batch, begun = read.batch + 1, 0
     for e in sorted(tx.rows(db.endpoint), key=lambda e: str(e["id"])):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from outbox.operations.criteria import DeadLetterSelection
 from outbox.store.connection.connect import CONNECTION_ERRORS
 from outbox_devtools.chaos import operators, queries
 from outbox_devtools.chaos.facts import Incident
-from outbox_devtools.chaos.plan import FROZEN_LEASES
+from outbox_devtools.chaos.plan import DOWN_LEASES_MAX, FROZEN_LEASES
 from outbox_devtools.chaos.receivers import REJECTS
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ class FaultInjector:
             "freeze": self._freeze,
             "freeze-long": self._freeze,
             "stop": self._stop,
+            "down": self._down,
             "cut": self._cut,
             "half-open": self._half_open,
             "half-sent": self._half_sent,
@@ -156,6 +157,18 @@ class FaultInjector:
         async with relay.process_lock:
             await relay.process.stop()
             await relay.start()
+
+    async def _down(self, run: FaultRun) -> None:
+        relays = self._environment.relays.relays
+        run.relays.update(relay.number for relay in relays)
+        away_s = run.rng.uniform(0.0, DOWN_LEASES_MAX) * self._lease_s
+        self._report(run, f"all relays for {away_s:.1f} s")
+        async with AsyncExitStack() as locks:
+            for relay in relays:
+                await locks.enter_async_context(relay.process_lock)
+            await asyncio.gather(*(relay.process.kill() for relay in relays))
+            await asyncio.sleep(away_s)
+            await asyncio.gather(*(relay.start() for relay in relays))
 
     # --------------------------------------------------- connections to the database
 

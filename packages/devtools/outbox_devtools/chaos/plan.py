@@ -68,6 +68,8 @@ class FaultKind:
 
 FROZEN_LEASES = {"freeze": (1.3, 2.5), "freeze-long": (3.2, 4.5)}
 """How long a relay is frozen: the shortest and the longest duration, in leases."""
+DOWN_LEASES_MAX = 3.0
+"""How long all relays are down at most."""
 _RELAYS, _CONNECTIONS, _DATABASE = "the relays", "their connections to the database", "the database"
 _RECEIVERS, _OPERATOR = "the receivers", "an operator"
 _COMMANDS = "a command of an operator: pause, resume, lanes, dead replay or apply"
@@ -79,6 +81,7 @@ FAULT_KINDS: dict[str, FaultKind] = {
         FaultKind("freeze", "SIGSTOP for longer than its lease, then SIGCONT", _RELAYS),
         FaultKind("freeze-long", "SIGSTOP for longer than three leases, then SIGCONT", _RELAYS),
         FaultKind("stop", "SIGTERM and a restart, as in a deployment", _RELAYS),
+        FaultKind("down", "kill -9 of all relays, which are restarted later", _RELAYS),
         FaultKind("cut", "all connections of a relay are reset", _CONNECTIONS),
         FaultKind("half-open", "its connections stay open but pass no data", _CONNECTIONS),
         FaultKind("half-sent", "one stops in the middle of a statement, for good", _CONNECTIONS),

@@ -44,8 +44,8 @@ seconds apart, but the circuit breaker may have opened."""
 STALL_LINGER_S = 1.0
 HAND_OVER = "hand-over"
 """Kind of an incident that is no fault."""
-OUTAGES = ("restart",)
-"""Recovery from these begins with their end, because the server is not available before."""
+OUTAGES = ("restart", "down")
+"""Recovery from these begins with their end, because the server or every relay is down before."""
 
 
 @dataclass(frozen=True, slots=True)
