@@ -114,7 +114,7 @@ def collect(requirements: Iterable[str], packages: dict[str, Package]) -> set[st
     """Add installed packages that satisfy requirements, recursively; return the direct names."""
     direct = set()
     pending: list[tuple[Requirement, set[str]]] = [
-        (each, direct) for each in map(Requirement, requirements) if each.name != NAME
+        (Requirement(each), direct) for each in requirements
     ]
     seen: set[tuple[str, frozenset[str]]] = set()
     while pending:

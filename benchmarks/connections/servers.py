@@ -160,13 +160,14 @@ SERVERS = (
 
 
 async def describe(server: HttpServer) -> str:
-    """Its name, and the version that its program prints."""
+    """Its name, and the version that its program prints, which may be an interpreter."""
     assert server.program is not None
     if not server.version:
         return server.name
     _, output = await _output((server.program, *server.version), Path.cwd())
     found = _VERSION.search(output)
-    return server.name if found is None else f"{server.name} ({found[0]})"
+    program = Path(server.program).name
+    return server.name if found is None else f"{server.name} ({program} {found[0]})"
 
 
 @asynccontextmanager

@@ -29,11 +29,22 @@ def test_the_demo_names_the_extra_that_it_needs_and_runs_with_it(
     without = run(installed / "outbox", "demo", cwd=tmp_path)
     assert without.returncode == 3
     assert "outbox-relay[demo]" in without.stderr.splitlines()[-1]
-    (wheel,) = installed.parents[1].glob("*.whl")
-    pip_install(installed, f"{wheel}[demo]")
+    (wheel,) = installed.parents[1].glob("outbox_relay-*.whl")
+    pip_install(installed, f"--find-links={wheel.parent}", f"{wheel}[demo]")
     demo = run(installed / "outbox", "demo", cwd=tmp_path)
     assert demo.returncode == 0, demo.stderr
     assert f"  {installed}/outbox migrate" in demo.stdout, "the command as this user can run it"
+
+
+def test_a_leaf_adds_its_command(installed: Path, tmp_path: Path) -> None:
+    without = run(installed / "outbox", "adopt", "--help", cwd=tmp_path)
+    assert without.returncode == 3
+    assert "outbox-relay[adopt]" in without.stderr.splitlines()[-1]
+    (wheel,) = installed.parents[1].glob("outbox_relay-*.whl")
+    pip_install(installed, f"--find-links={wheel.parent}", f"{wheel}[adopt]")
+    added = run(installed / "outbox", "adopt", "--help", cwd=tmp_path)
+    assert (added.returncode, added.stderr) == (0, "")
+    assert "cut-over" in added.stdout
 
 
 def test_the_wheel_has_the_schema_and_the_types(installed: Path, tmp_path: Path) -> None:

@@ -27,11 +27,12 @@ def run(*argv: str | Path, cwd: Path | None = None, **env: str) -> subprocess.Co
 
 
 def build_wheel(directory: Path) -> Path:
-    """Build the wheel of this tree."""
-    argv = (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", f"-w{directory}", ROOT)
+    """Build the wheels of this tree; return the package's, beside which those of the leaves are."""
+    projects = (ROOT, *(file.parent for file in ROOT.glob("packages/*/pyproject.toml")))
+    argv = (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", f"-w{directory}", *projects)
     built = run(*argv, PIP_CONSTRAINT=PINS)
     assert built.returncode == 0, built.stderr
-    (wheel,) = directory.glob("*.whl")
+    (wheel,) = directory.glob("outbox_relay-*.whl")
     return wheel
 
 
@@ -46,5 +47,5 @@ def pip_install(programs: Path, *requirements: str, pinned: bool = True) -> None
     """Install packages in an environment: pinned versions, or those that the index has."""
     pip = (sys.executable, "-m", "pip", "--python", programs / "python", "install", "-q")
     env = {"PIP_CONSTRAINT": PINS} if pinned else {}
-    result = run(*pip, *requirements, **env)
+    result = run(*pip, *requirements, cwd=None, **env)
     assert result.returncode == 0, result.stderr
