@@ -269,7 +269,7 @@ def test_the_tier_unit_installs_the_relay_and_its_own_extra(
     called: list[list[str]] = []
     run.VENV.mkdir()
     with (run.ROOT / "pyproject.toml").open("a") as file:
-        file.write("[project.optional-dependencies]\nunit = []\ntest = []\n")
+        file.write("[project.optional-dependencies]\nrelay = []\nunit = []\ntest = []\n")
     monkeypatch.setattr(run, "find_pip", lambda: ["pip"])
     monkeypatch.setattr(run, "call", lambda command, **_: called.append(command) or 0)
     run.install([*run.stamp(), run.UNIT_ONLY])

@@ -139,7 +139,7 @@ class SessionConnections:
             except (*CONNECTION_ERRORS, DatabaseUnavailable) as error:
                 if loop.time() >= until and not long:
                     raise
-                log.warning("a lost connection is opened again", reason=in_one_line(error))
+                log.warning("a lost connection cannot be opened yet", reason=in_one_line(error))
             await asyncio.sleep(delay_s)
             delay_s = min(delay_s * 2, REOPEN_MAX_S)
         return None

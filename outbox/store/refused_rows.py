@@ -82,9 +82,13 @@ class RefusedRow(NamedTuple):
             first: DeadRange | AttemptRow | Delivery | ErasedEvent = dead
         elif record.attempt is not None:
             first = record.attempt
-        else:
-            assert dead is not None
+        elif dead is not None:
             first = dead.delivery
+        else:
+            # What failed was not a delivery: a lane could not be opened or ended.
+            assert record.progress is not None
+            place = (record.lane_id, record.progress.floor_batch, record.seq, record.seq)
+            return cls.of_sequences(kind, place, None, reason, sqlstate, publish=publish)
         outcome = record.attempt.outcome if record.attempt and kind == ATTEMPT else None
         place = (record.lane_id, first.batch, first.seq, record.seq)
         return cls.of_sequences(kind, place, outcome, reason, sqlstate, publish=publish)

@@ -228,11 +228,11 @@ def test_previous_sequence_skips_dead_letters() -> None:
 
 
 def test_a_refused_dead_letter_is_pending_again_and_waits_longer_each_time() -> None:
-    """For weeks, too; and from the beginning after a delivery that ended."""
+    """For weeks, too, without sending again; and from the beginning after one that was written."""
     lane = lane_with(delivery(1), delivery(2), delivery(3))
     now, waits = NOW, []
+    _, record = attempt(lane, NO, now)
     for _ in range(1_100):
-        _, record = attempt(lane, NO, now)
         pending = lane.refuse_dead_letter(record)
         assert pending.dead is None
         assert pending.progress is not None
@@ -243,8 +243,12 @@ def test_a_refused_dead_letter_is_pending_again_and_waits_longer_each_time() -> 
         now += waits[-1]
         assert lane.next(now) == Fetch(0, 1)
         lane.append_fetched([delivery(1), delivery(2), delivery(3)])
+        again = lane.next(now)
+        assert isinstance(again, Record)
+        assert again.dead == DeadLetter(delivery(1), "refused", 1, stored_response(NO))
+        assert again.attempt is None
+        record = again
     assert waits[:8] == [10, 20, 40, 80, 160, 320, 600, 600]
-    _, record = attempt(lane, OK, now)
     lane.confirm_recorded(record)
     _, record = attempt(lane, NO, now)
     lane.confirm_recorded(lane.refuse_dead_letter(record))

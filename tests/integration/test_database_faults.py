@@ -119,7 +119,7 @@ async def test_a_lost_connection_waits_for_a_free_slot_without_giving_up_the_oth
 ) -> None:
     """As when other clients have taken every slot of the server."""
     sockets = database.server.embedded.socket_dir
-    again = "a lost connection is opened again"
+    refused = "a lost connection cannot be opened yet"
     async with (
         through_lines(sockets, database.name) as (lines, dsn),
         under_load(database, dsn=dsn, pause_s=0.03, lease_s=60.0) as load,
@@ -128,7 +128,7 @@ async def test_a_lost_connection_waits_for_a_free_slot_without_giving_up_the_oth
         owned, opened = await fetchval(database, OWNERS), len(lines.opened)
         lines.refusing = True
         lines.opened[KINDS.index("recording")].cut()
-        await until(lambda: sum(each["event"] == again for each in logs) > 1, 20, "two attempts")
+        await until(lambda: sum(each["event"] == refused for each in logs) > 1, 20, "two attempts")
         lines.heal()
         await load.arrives()
         assert await fetchval(database, OWNERS) == owned

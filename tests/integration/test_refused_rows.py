@@ -8,15 +8,18 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+import orjson
 import pytest
 
 from outbox.core.delivery import lane as lanes
+from outbox.core.delivery.commands import Progress, Record
 from outbox.operations import endpoint_removal, endpoint_states, replays, status
 from outbox.operations.criteria import DeadLetterSelection
 from outbox.operations.doctor import Severity
 from outbox.relay.cluster import ownership
 from outbox.relay.delivery import endpoint_supervisor
 from outbox.relay.sequencing import replay_feeder, sequencer
+from outbox.store.refused_rows import PROGRESS, RefusedRow
 from outbox.store.schedules.schedule_runs import ScheduleRunStore
 from tests.support.doctor import findings_of
 from tests.support.relay import (
@@ -400,6 +403,14 @@ async def test_refused_progress_of_a_lane_after_failures_ends_no_session(
     assert bad() in ([1, 2, 3], [1, 3])
     assert session_losses(logs) == []
     assert await exceptions(database) == {}
+
+
+def test_the_refused_progress_of_a_lane_that_cannot_be_opened_has_a_place() -> None:
+    record = Record(7, 5, None, Progress(4, 4, 3))
+    refused = RefusedRow.of_lane(PROGRESS, record, "no", "AP001", publish=False)
+    assert orjson.loads(refused.identity) == {
+        "lane": 7, "batch": 3, "sequence": 5, "to_sequence": 5,
+    }  # fmt: skip
 
 
 async def test_refused_progress_of_a_lane_stops_no_other_endpoint(

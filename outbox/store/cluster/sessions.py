@@ -85,7 +85,7 @@ _SESSION = """
 """
 
 # Whether a lease runs that was registered with this label ($1), on the server and in the state of
-# the registration ($3).
+# the registration ($2).
 READ_REGISTRATION_HOLDS = """
 SELECT EXISTS (SELECT FROM replica
                 WHERE label = $1 AND expires_at > clock_timestamp()
