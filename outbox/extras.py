@@ -31,13 +31,21 @@ def needs_extra(extra: str, what: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        package = (error.name or __package__).partition(".")[0]
-        if package == __package__:
+        missing = missing_extra(error, extra, what)
+        if missing is None:
             raise
-        raise MissingExtra(
-            f"{what} needs the package {package}, which is not installed; run: pip install "
-            f"'outbox-relay[{extra}]'"
-        ) from error
+        raise missing from error
+
+
+def missing_extra(error: ModuleNotFoundError, extra: str, what: str) -> MissingExtra | None:
+    """The error that names the extra; None: the missing module is our own."""
+    package = (error.name or __package__).partition(".")[0]
+    if package == __package__:
+        return None
+    return MissingExtra(
+        f"{what} needs the package {package}, which is not installed; run: pip install "
+        f"'outbox-relay[{extra}]'"
+    )
 
 
 def load_name(module: str, name: str, what: str) -> Any:

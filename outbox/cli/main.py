@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outbox import __version__
-from outbox.errors import MissingExtra, OutboxError, UsageError
-from outbox.extras import RELAY, needs_extra
+from outbox.errors import OutboxError, UsageError
+from outbox.extras import RELAY, missing_extra
 from outbox.leaves import ADOPT, DEVTOOLS, Leaf
 
 if TYPE_CHECKING:
@@ -257,14 +257,11 @@ def _unexpected(error: Exception) -> str:
             return "another session has locked a table of the outbox; outbox doctor names it"
         first_line = str(error).partition("\n")[0]
         return f"the database refused: {first_line} (SQLSTATE {error.sqlstate})"
-    if isinstance(error, ModuleNotFoundError):
-        try:
-            with needs_extra(RELAY, "this command"):
-                raise error
-        except MissingExtra as missing:
-            return str(missing)
-        except ModuleNotFoundError:
-            pass  # A module of our own.
+    # click may be there without the relay's other packages.
+    if isinstance(error, ModuleNotFoundError) and (
+        missing := missing_extra(error, RELAY, "this command")
+    ):
+        return str(missing)
     return f"unexpected {type(error).__name__}: {error}; {DEBUG_VARIABLE}=1 shows where"
 
 

@@ -2,8 +2,7 @@
 
 The default tier refuses the imports of other packages, in four processes of about a second.  With
 --full the same programs run in environments that have the wheel and the driver, with the pinned
-versions and with the lowest ones that pyproject.toml accepts: six environments, each in about ten
-seconds.
+versions and with the lowest ones: eight environments, each in about ten seconds.
 """
 
 from __future__ import annotations
@@ -71,6 +70,19 @@ def run_without_other_packages(program: str, dsn: str = "") -> None:
 
 def test_all_names_and_a_receiver_on_sqlite_need_orjson_only() -> None:
     run_without_other_packages("names")
+
+
+def test_a_command_names_its_extra_where_another_package_has_brought_click() -> None:
+    env = {"ONLY_PACKAGES": "click", "PYTHONPATH": str(PROGRAMS)}
+    ended = run(sys.executable, "-m", "outbox", "status", **env)
+    assert (ended.returncode, ended.stdout) == (3, "")
+    assert ended.stderr.startswith("outbox: this command needs the package ")
+    assert ended.stderr.endswith("; run: pip install 'outbox-relay[relay]'\n")
+    assert ended.stderr.count("\n") == 1
+
+
+def test_the_document_has_the_lowest_version_of_the_dependency() -> None:
+    assert lowest_versions("dependencies") == (f"orjson=={LOWEST['orjson']}",)
 
 
 @pytest.mark.one_major
@@ -184,6 +196,13 @@ def test_everything_that_is_installed_has_wheels_for_later_pythons(
     if downloaded.returncode and re.search(UNREACHABLE, downloaded.stderr):
         pytest.skip(f"no package index is reachable, so wheels for Python {python} are unknown")
     assert downloaded.returncode == 0, downloaded.stderr
+
+
+@pytest.mark.full
+def test_a_receiver_verifies_ed25519_with_the_lowest_version(wheel: Path, tmp_path: Path) -> None:
+    lowest = lowest_versions("dependencies", "ed25519")
+    programs = make_environment(tmp_path / "env", f"{wheel}[ed25519]", *lowest, pinned=False)
+    run_program("ed25519", programs / "python", "")
 
 
 @pytest.mark.full

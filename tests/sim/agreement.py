@@ -128,7 +128,7 @@ class Script:
         """Make this many calls; returns their results and the tables."""
         db = self._db = await self._side.connect()
         stores = self._stores = self._side.stores
-        await stores.schema_status.require_current(db, SCHEMA)
+        await stores.current_schema.require_current(db, SCHEMA)
         await stores.privileges.require_relay_privileges(db, SCHEMA)
         await stores.altered_secrets.journal_altered_secrets(db, [], "script", 1)
         # A real server may report a timeline.

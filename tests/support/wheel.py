@@ -46,6 +46,5 @@ def make_environment(directory: Path, *requirements: str, pinned: bool = True) -
 def pip_install(programs: Path, *requirements: str, pinned: bool = True) -> None:
     """Install packages in an environment: pinned versions, or those that the index has."""
     pip = (sys.executable, "-m", "pip", "--python", programs / "python", "install", "-q")
-    env = {"PIP_CONSTRAINT": PINS} if pinned else {}
-    result = run(*pip, *requirements, cwd=None, **env)
+    result = run(*pip, *requirements, PIP_CONSTRAINT=PINS if pinned else "")
     assert result.returncode == 0, result.stderr

@@ -55,3 +55,7 @@ def accepts(headers: Mapping[str, str], body: bytes) -> str:
 def check_delivery(dsn: str) -> int:
     report = deliver_now(dsn, {"shop": receiver})
     return len(report.delivered) + len(FakeSender().lane())
+
+
+# The types are those of the package, and not unknown ones.
+not_a_number: int = FakeSender().lane()  # type: ignore[assignment]

@@ -14,7 +14,7 @@ The docstrings are those of the real ones.
 from __future__ import annotations
 
 from outbox.relay.cluster.stores import Stores
-from tests.sim.stores import altered_secrets, channels, privileges, schema_status, timeline
+from tests.sim.stores import altered_secrets, channels, current_schema, privileges, timeline
 from tests.sim.stores.accounting import AccountingStore
 from tests.sim.stores.batches import SequencingStore
 from tests.sim.stores.endpoint_state import EndpointStateStore
@@ -39,7 +39,7 @@ STORES = Stores(
     retention=RetentionStore,
     skipped_events=SkippedEventStore,
     accounting=AccountingStore,
-    require_current=schema_status.require_current,
+    require_current=current_schema.require_current,
     require_relay_privileges=privileges.require_relay_privileges,
     read_server_fence=timeline.read_server_fence,
     trim_notification_queue=channels.trim_notification_queue,
