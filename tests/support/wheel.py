@@ -29,8 +29,8 @@ def run(*argv: str | Path, cwd: Path | None = None, **env: str) -> subprocess.Co
 def build_wheel(directory: Path) -> Path:
     """Build the wheels of this tree; return the package's, beside which those of the leaves are."""
     projects = [ROOT, *(file.parent for file in ROOT.glob("packages/*/pyproject.toml"))]
-    argv = (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", f"-w{directory}", *projects)
-    built = run(*argv, PIP_CONSTRAINT=PINS)
+    argv = (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", f"-w{directory}")
+    built = run(*argv, *projects, PIP_CONSTRAINT=PINS)
     assert built.returncode == 0, built.stderr
     (wheel,) = directory.glob("outbox_relay-*.whl")
     return wheel
