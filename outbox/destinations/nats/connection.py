@@ -386,7 +386,8 @@ class Connection:
         self._on_end()
 
     def _on_end(self, reason: str = "the server closed it") -> None:
-        self._is_closed = not self._lost and reason is not TOO_MUCH
+        if not self._lost:
+            self._is_closed = reason is not TOO_MUCH
         self.drop(self._cause or reason)
 
 
