@@ -28,7 +28,8 @@ async def run() -> None:
         while await asyncio.to_thread(sys.stdin.readline):
             say(
                 {
-                    "connections": sum(each.connections for each in (*servers, *brokers)),
+                    "connections": sum(each.connections for each in servers)
+                    + sum(each.connections for each in brokers),
                     "open": sum(len(each._tasks) for each in servers)
                     + sum(each.open for each in brokers),
                 }

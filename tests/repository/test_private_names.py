@@ -20,7 +20,12 @@ UNCHECKED = {*OWN, *sys.stdlib_module_names}
 KNOWN = {
     "outbox/django/publishing.py": ["getattr(_from_testcase)"],
     # Neither client lets its caller open the connection, where the egress policy is asked.
+    # Neither library bounds what a server's bytes cost.
+    "outbox/destinations/rabbitmq/frames.py": ["rstream.encoding._decode_struct"],
     "outbox/destinations/nats/connection.py": [
+        "_Client._process_headers overrides nats's",
+        "_Client._process_info overrides nats's",
+        "_Client._ps overrides nats's",
         "_SocketTransport._bare_io_reader overrides nats's",
         "_SocketTransport._io_writer overrides nats's",
         "_SocketTransport._io_reader overrides nats's",

@@ -68,7 +68,7 @@ class KafkaBroker:
         self._replaced: list[IdempotentProducer] = []
         """Producers with messages in flight that another one replaces."""
         self._limits: ClientLimits | None = None
-        """Of reader and producer together; None: there are none."""
+        """The limits of reader and producer together; None: there are none."""
         self._absent_since: float | None = None
         self._is_closed = False
 
@@ -186,7 +186,7 @@ class KafkaBroker:
 
         Calls in flight end with the old ones.  The lanes' positions belong to the topic.
         """
-        if self._limits is None or self._limits.allow():
+        if self._limits is None or self._connecting.locked() or self._limits.allow():
             return
         self._limits = self._topic = None
         if self._reader is not None:

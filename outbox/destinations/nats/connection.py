@@ -135,6 +135,8 @@ class Connection:
         self._limits = limits
         self._calls = 0
         self._is_retired = False
+        self._is_closed = False
+        """Whether the server closed it."""
         self._has_served = False
         """Whether it had responses before."""
         self._sent_at = 0.0
@@ -323,9 +325,14 @@ class Connection:
         """What the loss of a response means: MOVED, if the server closed the idle connection while
         the request was on its way.  The lane is then opened at once.
         """
-        is_untouched = self._transport is not None and self._transport.is_untouched
-        is_sudden = monotonic() - self._sent_at < RESEND_WITHIN_S
-        closed_while_idle = is_untouched and is_sudden and self._has_served
+        transport = self._transport
+        closed_while_idle = (
+            self._is_closed
+            and self._has_served
+            and transport is not None
+            and transport.is_untouched
+            and monotonic() - self._sent_at < RESEND_WITHIN_S
+        )
         return StopKind.MOVED if closed_while_idle else StopKind.UNKNOWN
 
     def _check(self) -> None:
@@ -379,6 +386,8 @@ class Connection:
         self._on_end()
 
     def _on_end(self, reason: str = "the server closed it") -> None:
+        if not self._lost:
+            self._is_closed = reason is not TOO_MUCH
         self.drop(self._cause or reason)
 
 

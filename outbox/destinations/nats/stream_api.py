@@ -28,7 +28,7 @@ BATCH_DISABLED = 10174
 TOO_LARGE = 10054
 """Larger than the stream's max_msg_size."""
 _FULL = 10077
-HEADERS_BYTES_MAX = 64 * 1024
+STORED_HEADERS_BYTES_MAX = 64 * 1024
 """Bytes of a stored message's headers that are read; a delivery of this relay has fewer."""
 _HOLD = {
     10060: "the messages' subject belongs to another stream",
@@ -190,6 +190,6 @@ def _stopped(error: ApiError) -> Stopped:
 
 
 def _parse_headers(raw: bytes) -> dict[str, str]:
-    lines = raw[:HEADERS_BYTES_MAX].decode(errors="replace").split("\r\n")[1:]
+    lines = raw[:STORED_HEADERS_BYTES_MAX].decode(errors="replace").split("\r\n")[1:]
     pairs = (line.partition(":") for line in lines if line)
     return {name.strip().lower(): value.strip() for name, _, value in pairs}

@@ -31,8 +31,12 @@ if TYPE_CHECKING:
 
 REDIS_REPLY_BYTES_MAX = 64 * 1024
 """Bytes that the server may send for one call, and for the authentication."""
+REDIS_REPLY_LINES_MAX = 1000
+"""Lines that it may send for one call: the library reads each value of an array by itself, and
+the event loop does nothing else meanwhile.  INFO has a few hundred."""
 USUAL_REPLY_BYTES = 1024
-"""Bytes that it may send for each further call of a group."""
+USUAL_REPLY_LINES = 16
+"""What it may send for each further call of a group."""
 GROUP_BYTES = 4 << 20
 """Bytes after which a group takes no further call."""
 _CLOSED = "the endpoint's broker was closed"
@@ -56,6 +60,7 @@ class BoundedProtocol(asyncio.StreamReaderProtocol):
         self.is_untouched = True
         """Whether the server has sent nothing since `expect`."""
         self._bytes_left = REDIS_REPLY_BYTES_MAX
+        self._lines_left = REDIS_REPLY_LINES_MAX
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -65,10 +70,11 @@ class BoundedProtocol(asyncio.StreamReaderProtocol):
     def data_received(self, data: bytes) -> None:
         self.is_untouched = False
         self._bytes_left -= len(data)
-        if self._bytes_left >= 0:
+        self._lines_left -= data.count(b"\n")
+        if self._bytes_left >= 0 and self._lines_left >= 0:
             super().data_received(data)
             return
-        text = f"the server sent more than {REDIS_REPLY_BYTES_MAX} bytes for a call"
+        text = "the server sent more for a call than a response has"
         self._reader_of_streams.set_exception(ConnectionError(text))
         assert self._made is not None
         self._made.abort()
@@ -77,6 +83,7 @@ class BoundedProtocol(asyncio.StreamReaderProtocol):
         """Bound what the server sends from now on."""
         self.is_untouched = True
         self._bytes_left = REDIS_REPLY_BYTES_MAX + (replies - 1) * USUAL_REPLY_BYTES
+        self._lines_left = REDIS_REPLY_LINES_MAX + (replies - 1) * USUAL_REPLY_LINES
 
     def streams(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """The streams of the connection that was made."""

@@ -102,16 +102,21 @@ async def meet_closes(appending: Appending, way: Wire, lost: str) -> None:
     """Append while the connection is closed now and then at a request, or at its response."""
     (lane,) = appending.through
     running = asyncio.create_task(appending.run())
-    for _ in range(CLOSES):
+
+    async def goes_on() -> None:
         before = appending.through[lane]
-        await until(lambda before=before: running.done() or appending.through[lane] > before)  # type: ignore[misc]
+        await until(
+            lambda: running.done() or appending.through[lane] > before, what="the lane to go on"
+        )
+
+    for _ in range(CLOSES):
+        await goes_on()
         way.cut_after(
             requests=0 if lost == "request" else None,
             responses=0 if lost == "response" else None,
             once=True,
         )
         await until(lambda: running.done() or not way.is_cutting, what="the close")
-    before = appending.through[lane]
-    await until(lambda: running.done() or appending.through[lane] > before)
+    await goes_on()
     appending.stop()
     await running
