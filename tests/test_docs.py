@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from functools import cache
@@ -683,15 +684,31 @@ def test_every_command_is_documented() -> None:
 
 # ----------------------------------------------------------------- the tree
 
+PLAIN_PARTS = {"__init__", "__main__", "__pycache__"}
+"""Entry points, and what is no module."""
 
-def test_contributing_has_a_line_for_each_folder() -> None:
-    lines = re.findall(
-        r"^\| `(outbox(?:/[\w/]+)?)/` \| \S.+ \|$", read("CONTRIBUTING.md"), re.MULTILINE
+
+def test_the_drawing_of_the_tree_is_that_of_the_import_contracts() -> None:
+    (drawing,) = re.findall(r"```text\n(.*?)```", read("CONTRIBUTING.md"), re.DOTALL)
+    leaves, *drawn = [re.split(r" {2,}", line)[0].split(" · ") for line in drawing.splitlines()]
+    assert leaves == sorted(f"packages/{each.name}" for each in (ROOT / "packages").iterdir())
+    pyproject = tomllib.loads(read("pyproject.toml"))
+    (contract,) = (
+        each
+        for each in pyproject["tool"]["importlinter"]["contracts"]
+        if each["name"] == "Imports go one way"
     )
-    folders = {
-        path.parent.relative_to(ROOT).as_posix()
-        for path in (ROOT / "outbox").rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
+    layers = [layer.replace("outbox.", "").split(" | ") for layer in contract["layers"]]
+    assert drawn == layers
+    parts = {each.stem for each in (ROOT / "outbox").iterdir() if each.suffix in ("", ".py")}
+    assert {part for line in drawn for part in line} == parts - PLAIN_PARTS
+
+
+def test_every_folder_of_modules_says_what_is_there() -> None:
+    folders = [each.parent for each in (ROOT / "outbox").rglob("*.py")]
+    silent = {
+        each.relative_to(ROOT).as_posix()
+        for each in folders
+        if not (each / "__init__.py").read_text("utf-8").startswith('"""')
     }
-    assert len(lines) == len(set(lines))
-    assert set(lines) ^ folders == set()
+    assert silent == set()
