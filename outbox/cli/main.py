@@ -259,9 +259,7 @@ def _unexpected(error: Exception) -> str:
         first_line = str(error).partition("\n")[0]
         return f"the database refused: {first_line} (SQLSTATE {error.sqlstate})"
     # click may be there without the relay's other packages.
-    if isinstance(error, ImportError) and (
-        missing := missing_extra(error, RELAY, "this command")
-    ):
+    if isinstance(error, ImportError) and (missing := missing_extra(error, RELAY, "this command")):
         return str(missing)
     return f"unexpected {type(error).__name__}: {error}; {DEBUG_VARIABLE}=1 shows where"
 

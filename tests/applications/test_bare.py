@@ -99,8 +99,10 @@ def test_what_needs_an_extra_names_a_package_that_the_application_has_in_an_old_
     package = module.partition("/")[0].removesuffix(".py")
     env = {"ONLY_PACKAGES": f"{package},structlog", "PYTHONPATH": f"{tmp_path}:{PROGRAMS}"}
     ended = run(sys.executable, *argv, **env)
-    assert ended.stderr.splitlines()[-1].rpartition(": pip")[0].endswith(
-        f"{what} needs another version of the package {package}; run"
+    assert (
+        ended.stderr.splitlines()[-1]
+        .rpartition(": pip")[0]
+        .endswith(f"{what} needs another version of the package {package}; run")
     ), ended.stderr
 
 
