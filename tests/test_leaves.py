@@ -37,7 +37,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
     monkeypatch.setattr(leaves.metadata, "version", find)
 
 
-def test_every_leaf_of_the_tree_has_the_licence_and_is_listed_with_the_extra_that_installs_it() -> None:
+def test_every_leaf_of_the_tree_has_the_licence_and_an_extra_that_installs_it() -> None:
     files = [*ROOT.glob("packages/*/pyproject.toml")]
     licence = (ROOT / "LICENSE").read_bytes()
     assert all(file.with_name("LICENSE").read_bytes() == licence for file in files)
