@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 
 NAME = "outbox-relay"
 LICENCE = "MIT"
-RUNTIME_EXTRAS = ("demo", "ed25519", "kafka", "nats", "otlp", "rabbitmq", "redis", "relay")
+RUNTIME_EXTRAS = (
+    "adopt", "demo", "ed25519", "kafka", "nats", "otlp", "rabbitmq", "redis", "relay",
+)  # fmt: skip
 """Extras of users; the others are tools of the project."""
 
 OWN_FILES = {

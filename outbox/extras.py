@@ -26,26 +26,28 @@ def needs_extra(extra: str, what: str) -> Iterator[None]:
         what: needs the extra, for the error.
 
     Raises:
-        MissingExtra: one of them is not installed.
+        MissingExtra: one of them is not installed, or an older version of it is.
     """
     try:
         yield
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         missing = missing_extra(error, extra, what)
         if missing is None:
             raise
         raise missing from error
 
 
-def missing_extra(error: ModuleNotFoundError, extra: str, what: str) -> MissingExtra | None:
-    """The error that names the extra; None: the missing module is our own."""
+def missing_extra(error: ImportError, extra: str, what: str) -> MissingExtra | None:
+    """The error that names the extra; None: the module is our own, or not named."""
     package = (error.name or __package__).partition(".")[0]
     if package == __package__:
         return None
-    return MissingExtra(
-        f"{what} needs the package {package}, which is not installed; run: pip install "
-        f"'outbox-relay[{extra}]'"
+    needed = (
+        f"the package {package}, which is not installed"
+        if isinstance(error, ModuleNotFoundError)
+        else f"another version of the package {package}"
     )
+    return MissingExtra(f"{what} needs {needed}; run: pip install 'outbox-relay[{extra}]'")
 
 
 def load_name(module: str, name: str, what: str) -> Any:

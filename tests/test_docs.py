@@ -179,6 +179,21 @@ def test_the_commands_that_a_document_mentions_exist(document: str) -> None:
         assert given <= known | {"--help"}, mentioned
 
 
+def test_a_document_names_what_installs_the_commands_that_it_runs() -> None:
+    leaves = {each.name: each.leaf for each in COMMANDS if each.leaf}
+    missing = []
+    for document in set(DOCUMENTS) - GENERATED:
+        text = read(document)
+        shown = "".join(block.text for block in blocks(text) if block.language == "console")
+        for name in re.findall(r"\boutbox (\w+)", shown):
+            leaf = leaves.get(name)
+            if leaf and not {leaf.distribution, f"outbox-relay[{leaf.extra}]"} & set(
+                re.findall(r"[\w-]+(?:\[\w+\])?", text)
+            ):
+                missing.append((document, name))
+    assert missing == []
+
+
 @stage("tutorial/write-a-receiver.md")
 async def _receiver(session: Session) -> AsyncIterator[None]:
     sender = FakeSender()

@@ -37,8 +37,10 @@ def pretend(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
     monkeypatch.setattr(leaves.metadata, "version", find)
 
 
-def test_every_leaf_of_the_tree_is_listed_with_an_extra_that_installs_it() -> None:
-    files = ROOT.glob("packages/*/pyproject.toml")
+def test_every_leaf_of_the_tree_has_the_licence_and_an_extra_that_installs_it() -> None:
+    files = [*ROOT.glob("packages/*/pyproject.toml")]
+    licence = (ROOT / "LICENSE").read_bytes()
+    assert all(file.with_name("LICENSE").read_bytes() == licence for file in files)
     there = {tomllib.loads(file.read_text())["project"]["name"] for file in files}
     assert there == LEAVES.keys()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.exceptions import NoArgsIsHelpError
 
 from outbox import __version__
 from outbox.errors import OutboxError, UsageError
@@ -183,7 +184,7 @@ def run(args: Sequence[str]) -> int:
             _flush()
     except click.exceptions.Exit as end:
         return end.exit_code
-    except click.exceptions.NoArgsIsHelpError as error:
+    except NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
         return UsageError.exit_code
     except click.ClickException as error:
@@ -258,9 +259,7 @@ def _unexpected(error: Exception) -> str:
         first_line = str(error).partition("\n")[0]
         return f"the database refused: {first_line} (SQLSTATE {error.sqlstate})"
     # click may be there without the relay's other packages.
-    if isinstance(error, ModuleNotFoundError) and (
-        missing := missing_extra(error, RELAY, "this command")
-    ):
+    if isinstance(error, ImportError) and (missing := missing_extra(error, RELAY, "this command")):
         return str(missing)
     return f"unexpected {type(error).__name__}: {error}; {DEBUG_VARIABLE}=1 shows where"
 

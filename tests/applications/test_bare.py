@@ -81,6 +81,31 @@ def test_a_command_names_its_extra_where_another_package_has_brought_click() -> 
     assert ended.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("module", "argv", "what"),
+    [
+        ("click/exceptions.py", ("-m", "outbox", "status"), "the command line"),
+        ("pydantic.py", ("-c", "import outbox; outbox.Relay('x')"), "outbox.Relay"),
+    ],
+)
+def test_what_needs_an_extra_names_a_package_that_the_application_has_in_an_old_version(
+    module: str, argv: tuple[str, ...], what: str, tmp_path: Path
+) -> None:
+    # A name that later versions have is missing.
+    file = tmp_path / module
+    file.parent.mkdir(exist_ok=True)
+    file.touch()
+    file.with_name("__init__.py").touch()
+    package = module.partition("/")[0].removesuffix(".py")
+    env = {"ONLY_PACKAGES": f"{package},structlog", "PYTHONPATH": f"{tmp_path}:{PROGRAMS}"}
+    ended = run(sys.executable, *argv, **env)
+    assert (
+        ended.stderr.splitlines()[-1]
+        .rpartition(": pip")[0]
+        .endswith(f"{what} needs another version of the package {package}; run")
+    ), ended.stderr
+
+
 def test_the_document_has_the_lowest_version_of_the_dependency() -> None:
     assert lowest_versions("dependencies") == (f"orjson=={LOWEST['orjson']}",)
 
@@ -208,7 +233,9 @@ def test_a_receiver_verifies_ed25519_with_the_lowest_version(wheel: Path, tmp_pa
 @pytest.mark.full
 def test_a_relay_runs_with_the_lowest_versions(wheel: Path, tmp_path: Path) -> None:
     lowest = lowest_versions("dependencies", "relay")
-    programs = make_environment(tmp_path / "env", f"{wheel}[relay]", *lowest, pinned=False)
+    # The demo is in a leaf, and its server is the one of these tests.
+    wanted = (f"{wheel}[relay]", *wheel.parent.glob("outbox_devtools-*.whl"))
+    programs = make_environment(tmp_path / "env", *map(str, wanted), *lowest, pinned=False)
     binaries = os.pathsep.join(str(each.bin_dir) for each in installed_binaries().values())
     demo = run(programs / "outbox", "demo", OUTBOX_PG_BIN=binaries)
     assert demo.returncode == 0, demo.stdout + demo.stderr

@@ -13,7 +13,8 @@ import yaml
 
 from outbox.config import Settings
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
 UNIT = DEPLOY / "outbox-relay.service"
 EXPOSURE_MAX = 2.5
 """Of `systemd-analyze security`: 0 is the least, 10 the most exposed."""
@@ -68,6 +69,13 @@ def test_a_relay_may_shut_down_gracefully_before_it_is_killed(file: str) -> None
     found = re.search(r"(?:stop_grace_period: |TimeoutStopSec=)(\d+)", (DEPLOY / file).read_text())
     assert found is not None
     assert int(found[1]) > drain_s
+
+
+def test_the_image_has_the_leaves_of_all_commands() -> None:
+    (installs,) = re.findall(r"install --no-cache-dir (.*)", (DEPLOY / "Dockerfile").read_text())
+    leaves = {f"packages/{each.parent.name}" for each in ROOT.glob("packages/*/pyproject.toml")}
+    assert set(installs.split()) == {'".[relay,otlp]"', *leaves}
+    assert "!packages" in (ROOT / ".dockerignore").read_text().splitlines()
 
 
 def test_the_service_that_compose_waits_for_exists() -> None:

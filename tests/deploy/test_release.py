@@ -224,6 +224,7 @@ def _check_bill(bill: dict[str, Any], wheel_sha256: str) -> None:
     assert root["licenses"] == [{"license": {"id": "MIT"}}]
     components = {each["name"]: each for each in bill["components"]}
     assert {"asyncpg", "pydantic-core", "nats-py", "protobuf"} <= set(components)
+    assert {"outbox-adopt", "outbox-devtools"} <= set(components)
     assert not {"pytest", "mypy", "hatchling", "twine", "atheris"} & set(components)
     assert components["orjson"]["scope"] == "required"
     assert components["yarl"]["scope"] == "optional"
@@ -258,6 +259,8 @@ def test_the_project_can_be_released(tmp_path: Path) -> None:
         (leaf,) = dist.glob(f"{package.name}-{__version__}-*.whl")
         with zipfile.ZipFile(leaf) as opened:
             names = {name for name in opened.namelist() if ".dist-info/" not in name}
+            (licence,) = (name for name in opened.namelist() if name.endswith("/LICENSE"))
+            assert opened.read(licence) == (ROOT / "LICENSE").read_bytes()
         assert names == {
             path.removeprefix(f"packages/{package.parent.name}/")
             for path in git("ls-files", str(package.relative_to(tree)), cwd=tree).splitlines()

@@ -68,7 +68,8 @@ def test_the_demo_and_the_tests_run_outside_of_a_checkout(archive: Path, tmp_pat
         safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
         opened.extractall(tmp_path, **safe)  # noqa: S202 (our own archive)
     tree = tmp_path / NAME
-    env = {**os.environ, "PYTHONPATH": str(tree), "GIT_CEILING_DIRECTORIES": str(tmp_path)}
+    path = os.pathsep.join(map(str, (tree, *tree.glob("packages/*"))))
+    env = {**os.environ, "PYTHONPATH": path, "GIT_CEILING_DIRECTORIES": str(tmp_path)}
 
     def run(*arguments: str) -> str:
         done = subprocess.run(

@@ -16,6 +16,7 @@ from detect_secrets import SecretsCollection
 from detect_secrets.settings import transient_settings
 
 from tests.repository.sources import ROOT, tracked
+from tests.support.checkout import require_checkout
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -109,10 +110,8 @@ def found(paths: Iterable[Path], filters: Sequence[dict[str, str]] = FILTERS) ->
 
 @pytest.fixture(scope="session")
 def files() -> tuple[Path, ...]:
-    paths = tracked()
-    if not paths:
-        pytest.skip("this is no checkout of git, so nothing tells which files are ours")
-    return paths
+    require_checkout()
+    return tracked()
 
 
 @pytest.mark.slow

@@ -219,7 +219,8 @@ def _requirements() -> list[str]:
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return [*project["dependencies"], *project["optional-dependencies"]["otlp"]]
+    extras = project["optional-dependencies"]
+    return [*project["dependencies"], *extras["relay"], *extras["otlp"]]
 
 
 def _run(*argv: str) -> str:
