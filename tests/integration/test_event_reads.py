@@ -70,7 +70,8 @@ class FullLanes:
 async def test_a_large_batch_limit_does_not_delay_other_lanes() -> None:
     """A read is at most as large as one for lanes that send one by one."""
     lanes = [WaitingLane(n, (None, 1000, 10)[n % 3]) for n in range(99)]
-    await read_again(lanes, FullLanes())
+    for _ in range(4):
+        await read_again(lanes, FullLanes())
     store = FullLanes()
     await read(lanes, store)
     # The last event may have the largest allowed size.
