@@ -117,6 +117,23 @@ async def test_a_lane_in_trouble_reads_one_delivery(trouble: str) -> None:
     assert store.reads == [1]
 
 
+async def test_a_lane_that_is_claimed_again_is_read_once() -> None:
+    """The read of the runtime before, which was not its turn yet, is given up."""
+    before, now = WaitingLane(1, None), WaitingLane(1, None)
+    before.runtime.stopped = True
+    store, done = FullLanes(), asyncio.Event()
+    reader = DeliveryFetcher(store, asyncio.Lock(), lambda _: done.set())  # type: ignore[arg-type]
+    for lane in (before, now):
+        reader.refill(lane)  # type: ignore[arg-type]
+    task = asyncio.create_task(reader.run())
+    async with asyncio.timeout(20):
+        await asyncio.wait([task, asyncio.create_task(done.wait())], return_when="FIRST_COMPLETED")
+    assert not task.done(), task.exception()
+    task.cancel()
+    assert store.reads == [now.got]
+    assert before.got == 0
+
+
 async def read_again(lanes: Sequence[WaitingLane], store: FullLanes) -> None:
     """Read once for all lanes, and discard what was read."""
     await read(lanes, store)
