@@ -108,7 +108,7 @@ async def test_the_refills_of_many_streams_share_the_budget(database: Database) 
     async with running(
         database, network, brokers=streams.connect, buffer_bytes_max=4 << 20
     ) as worker:
-        for n in range(10 * LANES):
+        for n in range(6 * LANES):
             await publish(database, [n, LARGE], key=f"k{n}")
         await all_ended(database)
         whole = {lane: len(stream) for lane, stream in streams.streams.items()}
@@ -116,7 +116,7 @@ async def test_the_refills_of_many_streams_share_the_budget(database: Database) 
             stream.clear()
         streams.gate = asyncio.Event()
         stored = len(streams.appends)
-        for n in range(10 * LANES):
+        for n in range(6 * LANES):
             await publish(database, n, key=f"k{n}")
         budget = budget_of(worker)
         await until(lambda: len(streams.appends) - stored == len(whole), 20, "a part of each")
