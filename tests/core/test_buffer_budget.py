@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import TYPE_CHECKING
 from weakref import ref
@@ -11,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox.core.delivery.buffer_budget import ROW_BYTES, SHARE_FACTOR, BufferBudget, row_bytes
-from outbox.core.delivery.commands import ErasedEvent, Fetch, Gate, Progress, Send, Wait
+from outbox.core.delivery.commands import ErasedEvent, Fetch, Gate, Progress, Record, Send, Wait
 from outbox.core.delivery.delivery_buffer import DeliveryBuffer
 from outbox.core.delivery.lane import Lane
 from outbox.core.model.delivery import Delivery
-from tests.core.lane_steps import BUSY, NOW, attempt, lane_with
+from tests.core.lane_steps import BUSY, NO, NOW, attempt, lane_with
 from tests.core.lane_tables import ENDPOINT, delivery
 
 if TYPE_CHECKING:
@@ -195,6 +196,40 @@ def test_a_lane_that_waits_releases_its_content_and_reads_it_again() -> None:
     send = lane.next(waits.until)
     assert isinstance(send, Send)
     assert (send.delivery, send.attempt) == (large(1)[0], 2)
+
+
+def test_a_lane_whose_dead_letter_was_refused_releases_its_content() -> None:
+    """It waits for up to ten minutes, and what it had read is stale besides."""
+    budget = BufferBudget()
+    lane = budgeted(*large(1, 2, 3), budget=budget)
+    _, record = attempt(lane, NO)
+    lane.confirm_recorded(lane.refuse_dead_letter(record))
+    until = NOW + lane.hold_refused(NOW)
+    assert lane.next(NOW) == Wait(until)
+    assert budget.held > LARGE
+    lane.release_content()
+    assert budget.held == 0
+    assert lane.next(until) == Fetch(0, 1)
+    lane.append_fetched(large(1, 2, 3))
+    assert isinstance(lane.next(until), Record)
+
+
+def test_a_few_small_rows_do_not_let_a_read_convert_many_large_ones() -> None:
+    buffer = DeliveryBuffer(0, 0, 1_000, BufferBudget().share_of("a"))
+    reads = []
+    for seq in range(0, 20, 4):
+        buffer.fetch(10**6)
+        reads.append(buffer.reserve(1_000).rows_max)
+        size = LARGE if seq == 0 else 20
+        rows = [delivery(seq + n)._replace(payload=bytes(size)) for n in range(1, 5)]
+        buffer.append_fetched(rows)
+        # A read of which nothing is new says nothing.
+        buffer.fetch(10**6)
+        buffer.reserve(1_000)
+        buffer.append_fetched(rows)
+        buffer.discard_through(seq + 4)
+    assert all(rows <= 4 * before + 1 for before, rows in itertools.pairwise(reads)), reads
+    assert reads[-1] > 100 > reads[1]
 
 
 def test_a_released_delivery_expires_at_its_time_with_its_content() -> None:

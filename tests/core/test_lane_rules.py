@@ -45,7 +45,7 @@ class AppendsAfterGap(Lane):
     def append(self, deliveries: Iterable[Delivery]) -> None:
         for each in deliveries:
             if each.seq > self._buffer.fetched_seq:
-                self._buffer._append(each)
+                self._buffer._append(each, 0)
 
 
 class SendsConcurrently(Lane):

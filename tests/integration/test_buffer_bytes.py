@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import asyncio
+from typing import TYPE_CHECKING
 
 import pytest
 
 from outbox.core.delivery.buffer_budget import COPIES, ROW_BYTES
+from outbox.relay.delivery import dispatcher
 from outbox.store.delivery.lanes import LaneStore
+from tests.integration.test_brokers import URL, Streams
+from tests.support.operators import routing_transaction
 from tests.support.relay import (
     BUSY,
     OK,
@@ -22,7 +26,9 @@ from tests.support.relay import (
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
+    from outbox.core.delivery.buffer_budget import BufferBudget
     from outbox.core.model.response import AttemptResult
+    from outbox.relay.delivery.dispatcher import Dispatcher
     from outbox.relay.relay import Relay
     from tests.support.postgres import Database
     from tests.support.relay import Sent
@@ -35,10 +41,14 @@ LANES, EVENTS = 8, 64
 PATIENT = {"base_s": 60.0, "cap_s": 60.0, "jitter": "none", "attempts_max": 9}
 
 
-def budget_of(worker: Relay) -> Any:
+def dispatcher_of(worker: Relay) -> Dispatcher:
     assert worker._session is not None
     assert worker._session.running is not None
-    return worker._session.running.dispatcher._budget
+    return worker._session.running.dispatcher
+
+
+def budget_of(worker: Relay) -> BufferBudget:
+    return dispatcher_of(worker)._budget
 
 
 async def test_a_receiver_in_trouble_costs_its_budget_and_then_nothing(database: Database) -> None:
@@ -69,6 +79,53 @@ async def test_a_receiver_in_trouble_costs_its_budget_and_then_nothing(database:
     assert sorted(sent.body["data"] for sent in network.accepted) == [
         [n, LARGE] for n in range(EVENTS)
     ]
+
+
+async def test_an_endpoint_that_becomes_unusable_holds_nothing(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lanes have no command that would release the content for which they wait."""
+    monkeypatch.setattr(dispatcher, "RELEASE_WAIT_S", 1e9)
+    await add_endpoint(database, lanes=1, retry=PATIENT)
+    for n in range(8):
+        await publish(database, [n, LARGE])
+    async with running(database, network := Network(lambda _: BUSY)) as worker:
+        await until(lambda: network.sent, 20, "the failure")
+        (lane,) = dispatcher_of(worker).owned()[0].lanes.values()
+        await until(lambda: lane.timer is not None, 20, "the wait for the retry")
+        budget = budget_of(worker)
+        assert budget.held > ROW
+        async with database.at_hand() as connection, routing_transaction(connection):
+            await connection.execute("UPDATE endpoint SET timeout_s = 'NaN'")
+        await until(lambda: budget.held == budget.beyond == 0, 20, "the content to be released")
+
+
+async def test_the_refills_of_many_streams_share_the_budget(database: Database) -> None:
+    """A broker that has lost its data makes all lanes read at once."""
+    await add_endpoint(database, url=URL, lanes=LANES, on_forgotten="refill")
+    streams = Streams()
+    network = Network()
+    async with running(
+        database, network, brokers=streams.connect, buffer_bytes_max=4 << 20
+    ) as worker:
+        for n in range(6 * LANES):
+            await publish(database, [n, LARGE], key=f"k{n}")
+        await all_ended(database)
+        whole = {lane: len(stream) for lane, stream in streams.streams.items()}
+        for stream in streams.streams.values():
+            stream.clear()
+        streams.gate = asyncio.Event()
+        stored = len(streams.appends)
+        for n in range(6 * LANES):
+            await publish(database, n, key=f"k{n}")
+        budget = budget_of(worker)
+        await until(lambda: len(streams.appends) - stored == len(whole), 20, "a part of each")
+        assert budget.held <= budget.bytes_max + len(whole) * ROW
+        streams.gate.set()
+        await all_ended(database)
+    assert {lane: len(stream) for lane, stream in streams.streams.items()} == {
+        lane: 2 * count for lane, count in whole.items()
+    }
 
 
 async def test_a_read_is_bounded_by_bytes_in_memory(database: Database) -> None:

@@ -70,7 +70,8 @@ class FullLanes:
 async def test_a_large_batch_limit_does_not_delay_other_lanes() -> None:
     """A read is at most as large as one for lanes that send one by one."""
     lanes = [WaitingLane(n, (None, 1000, 10)[n % 3]) for n in range(99)]
-    await read_again(lanes, FullLanes())
+    for _ in range(4):
+        await read_again(lanes, FullLanes())
     store = FullLanes()
     await read(lanes, store)
     # The last event may have the largest allowed size.
@@ -114,6 +115,23 @@ async def test_a_lane_in_trouble_reads_one_delivery(trouble: str) -> None:
         lane.state = Lane(1, progress, (), PENDING, 0)
     await read([lane], store := FullLanes())
     assert store.reads == [1]
+
+
+async def test_a_lane_that_is_claimed_again_is_read_once() -> None:
+    """The read of the runtime before, which was not its turn yet, is given up."""
+    before, now = WaitingLane(1, None), WaitingLane(1, None)
+    before.runtime.stopped = True
+    store, done = FullLanes(), asyncio.Event()
+    reader = DeliveryFetcher(store, asyncio.Lock(), lambda _: done.set())  # type: ignore[arg-type]
+    for lane in (before, now):
+        reader.refill(lane)  # type: ignore[arg-type]
+    task = asyncio.create_task(reader.run())
+    async with asyncio.timeout(20):
+        await asyncio.wait([task, asyncio.create_task(done.wait())], return_when="FIRST_COMPLETED")
+    assert not task.done(), task.exception()
+    task.cancel()
+    assert store.reads == [now.got]
+    assert before.got == 0
 
 
 async def read_again(lanes: Sequence[WaitingLane], store: FullLanes) -> None:

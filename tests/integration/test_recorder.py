@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 from uuid import UUID
 
 from outbox.core.delivery.commands import AttemptRow, DeadLetter, Progress, Record
@@ -86,3 +86,29 @@ async def test_a_payload_above_the_limit_is_written(monkeypatch: pytest.MonkeyPa
 async def test_a_group_has_a_limited_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "GROUP_MAX", 3)
     assert await groups_of([dead_letter(lane, 1) for lane in range(1, 6)]) == [[1, 2, 3], [4, 5]]
+
+
+async def test_responses_count_until_they_are_written() -> None:
+    """They are in memory meanwhile, and the lanes that have others wait."""
+    began, may_end = asyncio.Event(), asyncio.Event()
+
+    class SlowGroups(Groups):
+        async def write(self, *group: Any) -> None:
+            began.set()
+            await may_end.wait()
+            await super().write(*group)
+
+    store = cast("RecordStore", SlowGroups())
+    recorder = Recorder(store, 0.0, lambda: 60.0, DeliveryHistory(), response_bytes_max=1_000)
+    lane = Lane(1, Progress(), (), 1, 0)
+    row = AttemptRow(1, 1, 1, "delivered", 200, None, 1.0, 0.001, {"body": "x" * 1_000})
+    running = asyncio.create_task(recorder.run())
+    async with asyncio.timeout(30):
+        recorder.add(lane, 1, Record(1, 1, row))
+        await began.wait()
+        assert recorder.is_full(lane)
+        may_end.set()
+        await recorder.flush()
+    assert recorder.response_bytes == 0
+    assert not recorder.is_full(lane)
+    running.cancel()

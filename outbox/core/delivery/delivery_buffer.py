@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
     from outbox.core.delivery.buffer_budget import BufferShare
 
+MEAN_FALL = 4
+"""A lane assumes at least this part of the content that it assumed before: the server converts all
+rows that a read may return, and large events may follow a few small ones."""
 REFILL_LEVEL = 8
 """A lane fetches more when its buffer holds at most this many deliveries."""
 
@@ -83,7 +86,7 @@ class DeliveryBuffer:
         self._bytes = self._beyond_seq = self._beyond = 0
         self.reserved = 0
         """What the read in progress may add to it, at most."""
-        # Mean content of the rows of the last read.
+        # Mean content of the rows of the last read, or more: see `MEAN_FALL`.
         self._mean_bytes = UNREAD_BYTES
         self._read_from_batch = floor_batch
         self._fetching = False
@@ -118,7 +121,7 @@ class DeliveryBuffer:
 
     def release(self) -> None:
         """Release the content of all deliveries, which are read again when they are sent."""
-        if self._outdated or self.stub is not None or not self.queue:
+        if self.stub is not None or not self.queue:
             return
         first = self.queue[0]
         if isinstance(first, Delivery):
@@ -188,7 +191,7 @@ class DeliveryBuffer:
         reserved, self.reserved = self.reserved, 0
         if self._discard_fetch:
             self._discard_fetch, deliveries = False, ()
-        held = self._bytes
+        held, known_seq = self._bytes, self.fetched_seq
         for delivery in deliveries:
             if delivery.seq <= self.fetched_seq:
                 continue  # Dead-lettered, or appended, during the read.
@@ -201,9 +204,9 @@ class DeliveryBuffer:
                 break
             self._append(delivery, count)
         self._share.give_bytes_back(reserved)
-        if deliveries:
-            mean = (self._bytes - held) // len(deliveries)
-            self._mean_bytes = max((mean - ROW_BYTES) // COPIES, 1)
+        if count := self.fetched_seq - known_seq:
+            mean = ((self._bytes - held) // count - ROW_BYTES) // COPIES
+            self._mean_bytes = max(mean, self._mean_bytes // MEAN_FALL, 1)
 
     def select_batch(self, count_max: int, now: float) -> tuple[Delivery, ...]:
         """The first deliveries, as many as fit in one request."""

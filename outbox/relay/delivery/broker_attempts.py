@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from outbox.relay.delivery.admission import AdmissionQueue
     from outbox.relay.delivery.owned_endpoints import LaneRuntime
     from outbox.relay.delivery.recorder import Recorder
-    from outbox.store.delivery.lanes import FoundDelivery, LaneStore
+    from outbox.store.delivery.lanes import FoundDelivery, LaneStore, LostDeliveries
 
 
 T = TypeVar("T")
@@ -54,6 +54,9 @@ class _Opened(NamedTuple):
 
 REFILL_EVERY_S = 600.0
 """Minimum seconds between two refills of a lane that no operator has requested."""
+LOST_ROWS_MIN, LOST_ROWS_GROWTH = 8, 4
+"""Rows of the first read of a refill, and how many times more the next one may return than the last
+did: the server converts all of them, and large events leave room for few."""
 
 
 class BrokerAttempts:
@@ -218,15 +221,33 @@ class BrokerAttempts:
     async def _has_all(self, lane: LaneRuntime, position: int) -> bool:
         """Whether everything that the stream has lost is kept, and its last message not erased."""
         at, last_seq, through = position, position, lane.state.delivered_seq
+        rows_max = LOST_ROWS_MIN
         while at < through:
-            lost = await self._read(
-                self._store.lost_deliveries(lane.loaded, at, through, APPEND_MAX, BATCH_BYTES_MAX)
-            )
+            lost = await self._read(self._lost(lane, at, rows_max))
             if lost is None:
                 return False
+            rows_max = LOST_ROWS_GROWTH * (lost.through_seq - at)
             at = lost.through_seq
             last_seq = lost.deliveries[-1].seq if lost.deliveries else last_seq
+            del lost  # The next read may wait for those of many lanes.
         return last_seq == through
+
+    async def _lost(
+        self, lane: LaneRuntime, after_seq: int, rows_max: int
+    ) -> LostDeliveries | None:
+        """Read the next deliveries that the stream has lost.
+
+        A broker that has lost its data makes all lanes read at once, so the room is that of the
+        moment at which the read begins.
+        """
+        bytes_max = min(max(lane.runtime.share.room, 0) // COPIES, BATCH_BYTES_MAX)
+        return await self._store.lost_deliveries(
+            lane.loaded,
+            after_seq,
+            lane.state.delivered_seq,
+            min(rows_max, APPEND_MAX),
+            bytes_max,
+        )
 
     async def _finish_repair(self, lane: LaneRuntime) -> None:
         """Delete the request that was carried out, if there is one."""
@@ -244,12 +265,9 @@ class BrokerAttempts:
         """
         loaded, through, share = lane.loaded, lane.state.delivered_seq, lane.runtime.share
         at = previous_seq = position
+        rows_max = LOST_ROWS_MIN
         while at < through:
-            # A broker that has lost its data makes all lanes read at once.
-            bytes_max = min(max(share.room, 0) // COPIES, BATCH_BYTES_MAX)
-            lost = await self._read(
-                self._store.lost_deliveries(loaded, at, through, APPEND_MAX, bytes_max)
-            )
+            lost = await self._read(self._lost(lane, at, rows_max))
             if lost is None:
                 return Hold(
                     HoldReason.FORGOT,
@@ -275,7 +293,10 @@ class BrokerAttempts:
                 if appended.stop is not None:
                     return appended.stop
                 previous_seq = lost.deliveries[-1].seq
+                del messages
+            rows_max = LOST_ROWS_GROWTH * (lost.through_seq - at)
             at = lost.through_seq
+            del lost  # It is not counted any more.
         if previous_seq != through:
             return Hold(
                 HoldReason.FORGOT,

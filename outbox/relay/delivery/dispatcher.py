@@ -344,6 +344,7 @@ class Dispatcher:
         if lane.task is not None:
             return True
         if self._tasks is None or lane.runtime.stopped or not lane.runtime.endpoint.usable:
+            lane.release_content()
             return False
         lane.clear_timer()
         lane.task = self._tasks.create_task(self._work(lane))

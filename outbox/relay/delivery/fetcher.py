@@ -72,7 +72,13 @@ class DeliveryFetcher:
         """Read until cancelled; asyncpg's errors end it."""
         while True:
             await self._requested.wait()
-            requested = self._requests.pop_until(ROWS_PER_READ)
+            # Nothing waits for the read of a lane that was given up meanwhile, and its endpoint may
+            # have been claimed again: a read has each lane once.
+            requested = [
+                (lane, fetch)
+                for lane, fetch in self._requests.pop_until(ROWS_PER_READ)
+                if lane.read is not None or not lane.runtime.stopped
+            ]
             if not self._requests:
                 self._requested.clear()
             async with self._reading:

@@ -59,7 +59,7 @@ class Recorder:
         group_s: how long a success may wait for more records, in seconds.
         lease_left_s: remaining lease; when it is not positive, writing raises Fenced.
         history: written with checkpoints, at most every `HISTORY_EVERY_S`.
-        response_bytes_max: what the responses of waiting rows may take in memory; lanes wait above.
+        response_bytes_max: what the responses of unwritten rows may take; lanes wait above.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Recorder:
     ) -> None:
         self._response_bytes_max = response_bytes_max
         self.response_bytes = 0
-        """What the responses of waiting rows take in memory."""
+        """What the responses of rows that are not written take in memory."""
         self._store = store
         self._refused = RefusedRecords(store)
         self._history = history
@@ -186,7 +186,6 @@ class Recorder:
         size = self._group_size()
         group, self._pending = self._pending[:size], self._pending[size:]
         self._pending_rows = sum(entry.rows for entry in self._pending)
-        self.response_bytes = sum(entry.response_bytes for entry in self._pending)
         if not self._pending:
             self._arrived.clear()
             self._urgent.clear()
@@ -210,6 +209,7 @@ class Recorder:
                     # The waiters end with the task group.
                     entry.done.cancel()
             raise error
+        self.response_bytes -= sum(entry.response_bytes for entry in group)
         # A lane's records are in order, so its last record has its progress.
         for entry in {entry.lane: entry for entry in group}.values():
             if isinstance(entry.record, RunResults):
