@@ -15,7 +15,7 @@ from outbox.core.delivery.commands import ErasedEvent, Fetch, Gate, Progress, Se
 from outbox.core.delivery.delivery_buffer import DeliveryBuffer
 from outbox.core.delivery.lane import Lane
 from outbox.core.model.delivery import Delivery
-from tests.core.lane_steps import BUSY, NOW, attempt, lane_with
+from tests.core.lane_steps import BUSY, NO, NOW, attempt, lane_with
 from tests.core.lane_tables import ENDPOINT, delivery
 
 if TYPE_CHECKING:
@@ -207,6 +207,18 @@ def test_a_released_delivery_expires_at_its_time_with_its_content() -> None:
     record = lane.next(NOW + 9, Gate.SHUT)
     # The recorder bounds its groups by the content of dead letters.
     assert record.dead.delivery == large(1, expires_at=NOW + 9)[0]  # type: ignore[union-attr]
+
+
+def test_a_lane_whose_dead_letter_is_refused_holds_nothing_while_it_waits() -> None:
+    budget = BufferBudget()
+    lane = budgeted(*large(1, 2, 3), budget=budget)
+    _, record = attempt(lane, NO)
+    lane.confirm_recorded(lane.refuse_dead_letter(record))
+    until = NOW + lane.hold_refused(NOW)
+    assert lane.next(NOW) == Wait(until)
+    lane.release_content()
+    assert budget.held == 0
+    assert lane.next(until) == Fetch(0, 1)
 
 
 @pytest.mark.parametrize("end", ["close", "cut", "reread"])
