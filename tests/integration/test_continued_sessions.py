@@ -103,9 +103,16 @@ async def test_what_a_lost_connection_executes_again(database: Database) -> None
         with pytest.raises(ResponseLost):
             async with connection.transaction():
                 await lose_during(connection.fetchval("SELECT pg_sleep(1)"))
+        # Neither do later statements run outside it, without its limits.
+        with pytest.raises(ResponseLost):
+            async with connection.transaction():
+                ended, count = connection.get_server_pid(), len(opened)
+                await fetchval(database, END, ended)
+                await until(lambda: len(opened) > count, 20, "another connection")
+                await connection.write(often, 0)
         assert await fetchval(database, "SELECT count(*) FROM relay.written") == 1
         assert await connection.fetchval("SELECT 6") == 6
-        assert len(opened) == 5
+        assert len(opened) == 6
 
         # Its own end is reported once, and ends what waits.
         ends: list[object] = []

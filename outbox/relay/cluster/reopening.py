@@ -49,7 +49,8 @@ class ReopeningConnection:
         self._closed = False
         # Why it could not be opened again.
         self._error: Exception | None = None
-        self._in_transaction = False
+        # The connection of the transaction, on which alone its statements are executed.
+        self._transaction: Worker | None = None
         self._on_end: list[Callable[[Any], object]] = []
         self._watch(connection)
         if connection.is_closed():
@@ -84,8 +85,7 @@ class ReopeningConnection:
     @asynccontextmanager
     async def transaction(self, **options: Any) -> AsyncIterator[None]:
         """A transaction; if the connection is lost in it, it raises ResponseLost."""
-        connection = await self._current()
-        self._in_transaction = True
+        connection = self._transaction = await self._current()
         try:
             async with connection.transaction(**options):
                 yield
@@ -94,22 +94,22 @@ class ReopeningConnection:
                 raise ResponseLost from error
             raise
         finally:
-            self._in_transaction = False
+            self._transaction = None
 
     def is_in_transaction(self) -> bool:
-        return self._in_transaction
+        return self._transaction is not None
 
     async def _repeat(
         self, method: str, args: Any, kwargs: dict[str, Any], *, repeatable: bool = True
     ) -> Any:
         while True:
-            connection = await self._current()
+            connection = self._transaction or await self._current()
             try:
                 return await getattr(connection, method)(*args, **kwargs)
             except CONNECTION_ERRORS as error:
                 if not await self._is_replaced(connection, error):
                     raise
-                if self._in_transaction or not repeatable:
+                if self._transaction is not None or not repeatable:
                     raise ResponseLost from error
 
     async def _current(self) -> Worker:
