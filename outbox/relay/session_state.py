@@ -70,7 +70,11 @@ class RunningSession:
             return Readiness(ready=False, reason="its lease ran out")
         sequencer, lease_s = self.sequencer, self.settings.lease_s
         if sequencer.broken is not None:
-            return Readiness(ready=False, reason=f"sequencing stopped: {sequencer.broken}")
+            # It may have a message of the application's own trigger.
+            stopped = "sequencing stopped"
+            return Readiness(
+                ready=False, reason=f"{stopped}: {sequencer.broken}", redacted_reason=stopped
+            )
         blocker = self.watchdog.blocker("sequencing")
         if sequencer.polled_at is None:
             return _blocked("it has not read the cursor yet", blocker)

@@ -348,6 +348,7 @@ async def test_a_refused_batch_ends_no_session_and_is_reported(
         await publish(database, 4, 5)
         await until(lambda: not worker.readiness().ready, what="the readiness")
         assert "refuses the rows of a batch" in worker.readiness().reason
+        assert worker.readiness().public_reason == "sequencing stopped", "a trigger may quote rows"
         await until(stopped, what="the status")
         assert "not this one: delivery" in str(await stopped())
         goes_on.set()
