@@ -4,7 +4,8 @@ The other connections of the session, its lease and its lanes stay.  The owner p
 new connection continues the session (`SessionConnections`), and has the lost one's backend ended:
 from then on the table shows whether the statement was executed whose response was lost.
 
-- A statement that reads is repeated.  So is a write whose statements are all `repeatable`.
+- A statement that reads is repeated.  So is a write whose statements are all `repeatable`.  DDL is
+  not: its time limits may be settings of the session that was lost.
 - Any other write raises ResponseLost, and its caller reads what became of it.
 - If no other connection can be opened, this one ends, and with it the session.
 """
@@ -59,7 +60,8 @@ class ReopeningConnection:
     # ------------------------------------------------------------ statements
 
     async def execute(self, *args: Any, **kwargs: Any) -> Any:
-        return await self._repeat("execute", args, kwargs)
+        is_ddl = args[0].startswith(("ALTER", "DROP"))
+        return await self._repeat("execute", args, kwargs, repeatable=not is_ddl)
 
     async def fetch(self, *args: Any, **kwargs: Any) -> Any:
         return await self._repeat("fetch", args, kwargs)
