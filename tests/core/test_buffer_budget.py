@@ -209,7 +209,7 @@ def test_a_released_delivery_expires_at_its_time_with_its_content() -> None:
     assert record.dead.delivery == large(1, expires_at=NOW + 9)[0]  # type: ignore[union-attr]
 
 
-def test_a_lane_whose_dead_letter_is_refused_holds_nothing_while_it_waits() -> None:
+def test_a_lane_with_a_refused_dead_letter_keeps_no_content_while_it_waits() -> None:
     budget = BufferBudget()
     lane = budgeted(*large(1, 2, 3), budget=budget)
     _, record = attempt(lane, NO)
