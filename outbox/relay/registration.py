@@ -133,8 +133,8 @@ class SessionConnections:
         until, delay_s = loop.time() + lease_s, REOPEN_MIN_S
         while others := [each.get_server_pid() for each in self._open if each.is_connected]:
             try:
-                # Maintenance is not waited for by anything.
-                async with asyncio.timeout_at(None if long else until):
+                # Nothing waits for maintenance, so it is tried for ever; each time may hang.
+                async with asyncio.timeout_at(loop.time() + lease_s if long else until):
                     return await self._continue(label, server_fence, lost_pid, others, long=long)
             except (*CONNECTION_ERRORS, DatabaseUnavailable) as error:
                 if loop.time() >= until and not long:

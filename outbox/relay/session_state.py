@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from outbox.core.model.text import count
 from outbox.relay import gauges
+from outbox.relay.sequencing.cursor import BATCH_REFUSED
 from outbox.store.sequencing.stalls import StandbyWait
 from outbox.telemetry import catalogue
 
@@ -70,7 +71,11 @@ class RunningSession:
             return Readiness(ready=False, reason="its lease ran out")
         sequencer, lease_s = self.sequencer, self.settings.lease_s
         if sequencer.broken is not None:
-            return Readiness(ready=False, reason=f"sequencing stopped: {sequencer.broken}")
+            stopped, redacted = f"sequencing stopped: {sequencer.broken}", None
+            if sequencer.broken.startswith(BATCH_REFUSED):
+                # The application's own trigger may quote a payload.
+                redacted = f"sequencing stopped: {BATCH_REFUSED}"
+            return Readiness(ready=False, reason=stopped, redacted_reason=redacted)
         blocker = self.watchdog.blocker("sequencing")
         if sequencer.polled_at is None:
             return _blocked("it has not read the cursor yet", blocker)

@@ -244,6 +244,18 @@ def test_a_released_delivery_expires_at_its_time_with_its_content() -> None:
     assert record.dead.delivery == large(1, expires_at=NOW + 9)[0]  # type: ignore[union-attr]
 
 
+def test_a_lane_with_a_refused_dead_letter_keeps_no_content_while_it_waits() -> None:
+    budget = BufferBudget()
+    lane = budgeted(*large(1, 2, 3), budget=budget)
+    _, record = attempt(lane, NO)
+    lane.confirm_recorded(lane.refuse_dead_letter(record))
+    until = NOW + lane.hold_refused(NOW)
+    assert lane.next(NOW) == Wait(until)
+    lane.release_content()
+    assert budget.held == 0
+    assert lane.next(until) == Fetch(0, 1)
+
+
 @pytest.mark.parametrize("end", ["close", "cut", "reread"])
 def test_a_lane_gives_everything_back(end: str) -> None:
     budget = BufferBudget()

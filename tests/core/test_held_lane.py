@@ -286,3 +286,20 @@ def test_a_changed_policy_does_not_exhaust_a_held_delivery() -> None:
     lane = held()
     lane.apply_policy(replace(POLICY, attempts_max=1), blocks=False)
     assert lane.next(NOW) == Wait(LATER)
+
+
+def test_a_refused_dead_letter_of_a_missing_event_is_decided_again() -> None:
+    """The event may exist again when the database accepts the dead letter."""
+    lane = holding(missing(1), delivery(2))
+    lane.holds_missing = False
+    record = lane.next(NOW)
+    assert isinstance(record, Record)
+    assert isinstance(record.dead, DeadLetter)
+    assert record.dead.reason == "missing"
+    lane.confirm_recorded(lane.refuse_dead_letter(record))
+    later = NOW + lane.hold_refused(NOW)
+    assert lane.next(later) == Fetch(0, 1)
+    lane.append_fetched([delivery(1), delivery(2)])
+    send = lane.next(later)
+    assert isinstance(send, Send)
+    assert (send.delivery, send.attempt) == (delivery(1), 1)

@@ -93,6 +93,13 @@ async def test_what_a_lost_connection_executes_again(database: Database) -> None
         await fetchval(database, END, pid)
         return await task
 
+    async def write_after_loss() -> None:
+        async with connection.transaction():
+            count = len(opened)
+            await fetchval(database, END, connection.get_server_pid())
+            await until(lambda: len(opened) > count, 20, "another connection")
+            await connection.write(often, 0)
+
     try:
         started = connection.statements_started
         assert await lose_during(connection.fetchval("SELECT 5 FROM pg_sleep(1)")) == 5
@@ -103,9 +110,12 @@ async def test_what_a_lost_connection_executes_again(database: Database) -> None
         with pytest.raises(ResponseLost):
             async with connection.transaction():
                 await lose_during(connection.fetchval("SELECT pg_sleep(1)"))
+        # Neither do later statements run outside it, without its limits.
+        with pytest.raises(ResponseLost):
+            await write_after_loss()
         assert await fetchval(database, "SELECT count(*) FROM relay.written") == 1
         assert await connection.fetchval("SELECT 6") == 6
-        assert len(opened) == 5
+        assert len(opened) == 6
 
         # Its own end is reported once, and ends what waits.
         ends: list[object] = []

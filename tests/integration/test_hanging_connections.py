@@ -185,6 +185,22 @@ async def test_a_write_without_a_confirmation_is_not_repeated(server: Server) ->
     await run_concurrently(server, cases, mute)
 
 
+async def test_a_connection_of_maintenance_that_hangs_while_it_is_opened_again(
+    database: Database, logs: list[Any]
+) -> None:
+    """Nothing waits for it, and yet partitions must be created."""
+    async with (
+        through_lines(sockets(database), database.name) as (lines, dsn),
+        running(database, Network(), dsn=dsn, lease_s=LEASE_S),
+    ):
+        await until(lambda: len(lines.opened) >= len(OPENED))
+        lines.last_words = sessions.READ_SURVIVES.encode()
+        lines.opened[OPENED.index("maintenance")].cut()
+        await until(lambda: lines.last_words is None, 20, "the new connection to hang")
+        await until(lambda: any(each["event"] == OPENED_AGAIN for each in logs), 30, "another one")
+    assert not any(each["event"] == "the session was lost" for each in logs)
+
+
 @pytest.mark.full
 async def test_a_connection_that_hangs_at_session_start_does_not_block_the_session(
     server: Server, monkeypatch: pytest.MonkeyPatch

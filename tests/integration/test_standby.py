@@ -184,6 +184,21 @@ async def test_a_lease_does_not_wait_for_the_disk(
     assert await exceptions(private_database) == {}
 
 
+async def test_a_lost_connection_is_opened_again_while_no_standby_confirms(
+    private_database: Database, logs: list[Any]
+) -> None:
+    """Its backend is written to the row of the lease, which must be renewed meanwhile."""
+    other = "SELECT sequencer_pid <> $1 FROM replica"
+    async with running(private_database, Network(), lease_s=3.0) as worker:
+        await worker.started.wait()
+        lost = await fetchval(private_database, "SELECT sequencer_pid FROM replica")
+        async with _absent_standby(private_database):
+            await fetchval(private_database, "SELECT pg_terminate_backend($1)", lost)
+            await until(lambda: fetchval(private_database, other, lost), what="another one")
+        assert await fetchval(private_database, "SELECT id FROM replica") == 1
+    assert _losses(logs) == 0
+
+
 @pytest.mark.full
 @pytest.mark.pgbouncer
 async def test_a_lease_behind_a_pooler_waits_for_the_disk(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import asyncpg
 import pytest
 
 from outbox.core.sequencing.partition_window import AHEAD, WIDTH
 from outbox.operations.doctor import Severity
+from outbox.relay.cluster.reopening import ReopeningConnection
+from outbox.store.connection.worker import Worker
+from outbox.store.errors import ResponseLost
 from outbox.store.retention import partitions
 from outbox.store.retention.partitions import ADDED_MAX, PartitionStore
 from tests.support.doctor import findings_of
@@ -73,6 +76,31 @@ async def test_a_table_that_refers_to_the_outbox_does_not_wait_for_maintenance(
     (finding,) = await findings_of(db, "other objects")
     assert finding.severity is Severity.WARNING
     assert "invoice has a foreign key (invoice_event_fkey) to relay.outbox" in finding.message
+
+
+async def test_a_detach_is_repeated_on_no_other_connection(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its limits are settings of the session; without them, the application would wait for it."""
+    monkeypatch.setattr(partitions, "DETACH_TIMEOUTS", ("20s", "20s"))
+    db = await database.connect(**SESSION)
+    await db.execute(INVOICES + ";" + DROP_PERIOD)
+    opened: list[Any] = []
+
+    async def connect(_: int = 0) -> Any:
+        opened.append(await database.connect(connection_class=Worker, **SESSION))
+        return opened[-1]
+
+    store = PartitionStore(cast("Any", ReopeningConnection(await connect(), connect)))
+    holder = await database.connect(**SESSION)
+    await holder.execute("BEGIN; UPDATE invoice SET paid = 1 WHERE id = 1")
+    working = asyncio.create_task(store.drop())
+    end = "SELECT bool_or(pg_terminate_backend(pid)) FROM pg_locks WHERE NOT granted"
+    await until(lambda: db.fetchval(end), what="maintenance to wait")
+    with pytest.raises(ResponseLost):
+        await asyncio.wait_for(working, 20)
+    assert len(opened) == 2
+    await holder.execute("COMMIT")
 
 
 async def test_a_period_to_which_rows_refer_keeps_no_other_one(database: Database) -> None:

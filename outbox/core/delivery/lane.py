@@ -227,7 +227,8 @@ class Lane:
             known = [at for at in (pending_since, self._success_at) if at is not None]
             self._stalled_since = max(known, default=None)
         self._retry = RetryState.from_progress(progress)
-        # The dead letter that the database refused last: sequence, reason, and whether it blocks.
+        # The last dead letter after a response that the database refused: sequence, reason, and
+        # whether it blocks.
         self._refused_dead: tuple[int, LaneDeadLetterReason, bool] | None = None
         # What the last dead letter changed, until it is durable.
         self._before_dead = (self._acked, self._floor_batch, self._retry, self._stalled_since)
@@ -385,11 +386,11 @@ class Lane:
         """
         if self._busy is not None or self._stopped:
             return None
-        if now < self._resumes_at:
-            return Wait(self._resumes_at)
         buffer = self._buffer
         if buffer.outdated:
             buffer.reset(self._acked, self._floor_batch)
+        if now < self._resumes_at:
+            return Wait(self._resumes_at)
         if self._position is None:
             return self._next_open(now, gate)
         if self._pending_cut is not None:
@@ -835,7 +836,9 @@ class Lane:
         self._blocked = self._blocked and not record.blocks
         self._buffer.invalidate()
         if isinstance(dead, DeadLetter):
-            self._refused_dead = (record.seq, dead.reason, record.blocks)
+            # For another reason it is decided again: the event may exist again, or not be expired.
+            if dead.reason in ("refused", "exhausted"):
+                self._refused_dead = (record.seq, dead.reason, record.blocks)
             return self._record_retry(dead.delivery, record.attempt)
         if dead.reason != "missing":
             # Another one that was made meanwhile is longer.

@@ -4,7 +4,8 @@ The other connections of the session, its lease and its lanes stay.  The owner p
 new connection continues the session (`SessionConnections`), and has the lost one's backend ended:
 from then on the table shows whether the statement was executed whose response was lost.
 
-- A statement that reads is repeated.  So is a write whose statements are all `repeatable`.
+- A statement that reads is repeated.  So is a write whose statements are all `repeatable`.  DDL is
+  not: its time limits may be settings of the session that was lost.
 - Any other write raises ResponseLost, and its caller reads what became of it.
 - If no other connection can be opened, this one ends, and with it the session.
 """
@@ -49,7 +50,8 @@ class ReopeningConnection:
         self._closed = False
         # Why it could not be opened again.
         self._error: Exception | None = None
-        self._in_transaction = False
+        # The connection of the transaction, on which alone its statements are executed.
+        self._transaction: Worker | None = None
         self._on_end: list[Callable[[Any], object]] = []
         self._watch(connection)
         if connection.is_closed():
@@ -58,7 +60,8 @@ class ReopeningConnection:
     # ------------------------------------------------------------ statements
 
     async def execute(self, *args: Any, **kwargs: Any) -> Any:
-        return await self._repeat("execute", args, kwargs)
+        is_ddl = args[0].startswith(("ALTER", "DROP"))
+        return await self._repeat("execute", args, kwargs, repeatable=not is_ddl)
 
     async def fetch(self, *args: Any, **kwargs: Any) -> Any:
         return await self._repeat("fetch", args, kwargs)
@@ -84,8 +87,7 @@ class ReopeningConnection:
     @asynccontextmanager
     async def transaction(self, **options: Any) -> AsyncIterator[None]:
         """A transaction; if the connection is lost in it, it raises ResponseLost."""
-        connection = await self._current()
-        self._in_transaction = True
+        connection = self._transaction = await self._current()
         try:
             async with connection.transaction(**options):
                 yield
@@ -94,22 +96,22 @@ class ReopeningConnection:
                 raise ResponseLost from error
             raise
         finally:
-            self._in_transaction = False
+            self._transaction = None
 
     def is_in_transaction(self) -> bool:
-        return self._in_transaction
+        return self._transaction is not None
 
     async def _repeat(
         self, method: str, args: Any, kwargs: dict[str, Any], *, repeatable: bool = True
     ) -> Any:
         while True:
-            connection = await self._current()
+            connection = self._transaction or await self._current()
             try:
                 return await getattr(connection, method)(*args, **kwargs)
             except CONNECTION_ERRORS as error:
                 if not await self._is_replaced(connection, error):
                     raise
-                if self._in_transaction or not repeatable:
+                if self._transaction is not None or not repeatable:
                     raise ResponseLost from error
 
     async def _current(self) -> Worker:

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("outbox.sequencer")
 
+BATCH_REFUSED = "the database refuses the rows of a batch"
 RESTORE_WAIT_S = 60.0
 """How long the table `incarnation` may be empty until its row is taken for lost: a restore writes
 it before some of the tables that new lanes need."""
@@ -329,9 +330,7 @@ class Cursor:
         except asyncpg.PostgresError as error:
             if not replays.has_changes and is_refused(error):
                 # Deliveries of earlier batches go on.
-                raise CursorBroken(
-                    f"the database refuses the rows of a batch: {reason_of(error)}"
-                ) from error
+                raise CursorBroken(f"{BATCH_REFUSED}: {reason_of(error)}") from error
             # Live events do not wait for replays that are refused.
             self._replays.refused(replays, error)
             return self._lose_routes()

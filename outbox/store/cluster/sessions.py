@@ -210,7 +210,10 @@ async def continue_session(
     await connection.fetchval(END_LOST_SESSION, label, lost_pid, int(SESSION_END_MAX_S * 1000))
     if await connection.fetchval(READ_SESSION_LIVES, label, lost_pid):
         raise DatabaseUnavailable("the backend of a lost connection has not ended")
-    await connection.write(REPLACE_SEQUENCER, label, lost_pid, connection.get_server_pid())
+    # Not durable: the renewal of the lease, which updates the same row, must not wait for a disk or
+    # a standby.
+    pid = connection.get_server_pid()
+    await connection.write(REPLACE_SEQUENCER, label, lost_pid, pid, durable=False)
     return True
 
 

@@ -322,13 +322,14 @@ class PartitionStore:
             )
         before = await self._db.fetchrow(READ_TIMEOUTS)
         try:
-            await self._db.fetch(SET_TIMEOUTS, *DETACH_TIMEOUTS)
             await _until_granted(lambda: self._try_to_detach(detach, name))
         finally:
             if not self._db.is_closed():
                 await self._db.fetch(SET_TIMEOUTS, *before)
 
     async def _try_to_detach(self, detach: str, name: str) -> None:
+        # Each time, because the connection may have been opened again.
+        await self._db.fetch(SET_TIMEOUTS, *DETACH_TIMEOUTS)
         # An attempt that was interrupted is finished by another statement.
         mode = "FINALIZE" if await self._is_detaching(name) else "CONCURRENTLY"
         try:
