@@ -198,7 +198,7 @@ def test_a_lane_that_waits_releases_its_content_and_reads_it_again() -> None:
     assert (send.delivery, send.attempt) == (large(1)[0], 2)
 
 
-def test_a_lane_whose_dead_letter_was_refused_releases_its_content() -> None:
+def test_a_lane_with_a_refused_dead_letter_releases_its_content() -> None:
     """It waits for up to ten minutes, and what it had read is stale besides."""
     budget = BufferBudget()
     lane = budgeted(*large(1, 2, 3), budget=budget)
