@@ -6,7 +6,7 @@ together: one of another version is refused, because it was tested with other in
 
 from __future__ import annotations
 
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
 from outbox.errors import MissingExtra
@@ -34,6 +34,9 @@ class Leaf(NamedTuple):
         Raises:
             MissingExtra: it is not installed, or another version of it is.
         """
+        # Each command imports this module, and few load a leaf.
+        from importlib import metadata
+
         install = f"run: pip install 'outbox-relay[{self.extra}]=={__version__}'"
         try:
             found = metadata.version(self.distribution)

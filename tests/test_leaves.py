@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from outbox import leaves
 from outbox.errors import CannotRun
 from outbox.leaves import ADOPT, DEVTOOLS, Leaf
 from outbox.version import __version__
@@ -34,7 +33,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
             raise importlib.metadata.PackageNotFoundError(distribution)
         return version
 
-    monkeypatch.setattr(leaves.metadata, "version", find)
+    monkeypatch.setattr(importlib.metadata, "version", find)
 
 
 def test_every_leaf_of_the_tree_has_the_licence_and_an_extra_that_installs_it() -> None:
