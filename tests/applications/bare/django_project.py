@@ -20,7 +20,7 @@ settings.configure(
             "PORT": str(parts.get("port", "")),
         }
     },
-    SECRET_KEY="for this test only",  # noqa: S106
+    SECRET_KEY="secret",  # noqa: S106
     USE_TZ=True,
 )
 django.setup()
