@@ -290,7 +290,7 @@ class RabbitMqBroker:
         if timed_out:
             return through, Stop(StopKind.UNKNOWN, f"no confirm within {self._timeout_s:g} s")
         lost = publishing.error or Lost("the connection ended")
-        kind = StopKind.MOVED if lost.while_idle else StopKind.UNKNOWN
+        kind = StopKind.CLOSED if lost.while_idle else StopKind.UNKNOWN
         return through, Stop(kind, one_line(lost.detail))
 
 

@@ -163,7 +163,7 @@ async def test_the_close_of_an_idle_connection_is_no_failure(server: Server, los
 
 
 @pytest.mark.parametrize("server", ["kafka"], indirect=True)
-async def test_a_name_with_other_addresses_at_each_look_up_renews_clients_of_kafka_seldom(
+async def test_rotating_addresses_renew_the_clients_of_kafka_seldom(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reuse_limits, "ADDRESS_CHECK_S", 0.0)
@@ -189,6 +189,7 @@ async def test_a_name_with_other_addresses_at_each_look_up_renews_clients_of_kaf
     assert len(made) <= 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("server", ["kafka"], indirect=True)
 async def test_a_partition_that_is_read_longer_than_a_client_lives_is_read_to_its_end(
     server: Server, monkeypatch: pytest.MonkeyPatch
