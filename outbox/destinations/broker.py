@@ -50,7 +50,7 @@ class BrokerFinding(NamedTuple):
 
 def stopped_finding(stop: Stop, what_to_do: str) -> BrokerFinding:
     """The finding of an examination that the broker stopped."""
-    is_away = stop.kind in (StopKind.UNAVAILABLE, StopKind.UNKNOWN)
+    is_away = stop.kind in (StopKind.UNAVAILABLE, StopKind.UNKNOWN, StopKind.CLOSED)
     return BrokerFinding(True, stop.detail, what_to_do, is_away)
 
 

@@ -37,7 +37,8 @@ class BrokerOpener:
     ) -> None:
         self._address = address
         self._resolver = resolver
-        self._contexts = own_contexts(secure=secure)
+        # Without TLS none is used: reading the system trust store would occupy the event loop.
+        self._contexts = ContextCache(None if secure else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
         self._opener = ConnectionOpener(policy, resolver, self._contexts)
 
     async def open(self, host: str, port: int, factory: Callable[[], P], *, secure: bool) -> P:
@@ -60,14 +61,6 @@ class BrokerOpener:
     def close(self) -> None:
         """Release what connections shared."""
         self._contexts.close()
-
-
-def own_contexts(*, secure: bool) -> ContextCache:
-    """The TLS contexts of one endpoint.
-
-    Without TLS none is used: reading the system trust store would occupy the event loop.
-    """
-    return ContextCache(None if secure else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
 
 
 def stop_of(error: NotConnected) -> Stop:

@@ -6,6 +6,7 @@ relay's session, and with it the deliveries of all other endpoints.
 
 from __future__ import annotations
 
+import traceback
 from typing import TYPE_CHECKING
 
 from outbox.core.brokers.port import Appended, Capabilities, Stop, StopKind
@@ -57,4 +58,11 @@ class GuardedBroker:
 
 def _unexpected(error: Exception) -> Stop:
     # Without the error's text, which may be anything that the server has sent.
-    return Stop(StopKind.UNKNOWN, f"the response has an unexpected form ({type(error).__name__})")
+    *_, place = (
+        f"{frame.f_globals['__name__']}:{line}"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_globals["__name__"].startswith("outbox.")
+    )
+    what = f"{type(error).__name__} at {place}"
+    text = f"the response has an unexpected form, or the driver has a defect ({what})"
+    return Stop(StopKind.UNKNOWN, text)

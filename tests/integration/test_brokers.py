@@ -66,6 +66,8 @@ class Streams:
         """Every call ends with this, and does nothing."""
         self.lost_responses = 0
         """So many appends store their messages and lose the response."""
+        self.closes = False
+        """The connection is closed at each append, and nothing is stored."""
         self.refuses: Callable[[Message], bool] = lambda _: False
         self.gate: asyncio.Event | None = None
         """Appends wait for it after they have stored their messages."""
@@ -108,6 +110,8 @@ class MemoryBroker:
         streams.calls.append((self, "append"))
         if streams.stop is not None:
             return Appended(after, streams.stop)
+        if streams.closes:
+            return Appended(after, Stop(StopKind.CLOSED, "the connection was closed"))
         stream = streams.streams.setdefault(lane, [])
         last = stream[-1].sequence if stream else 0
         if last != after or streams.fences.get(lane, 0) != owner.epoch:
@@ -223,6 +227,21 @@ async def test_a_broker_that_is_away_costs_no_delivery(
         await all_ended(database)
     assert streams.sequences() == [1, 2, 3, 4, 5]
     assert await fetchval(database, "SELECT count(*) FROM dead_letter") == 0
+
+
+async def test_a_server_that_closes_again_is_asked_after_a_pause(
+    database: Database, streams: Streams
+) -> None:
+    """The first close is that of an idle connection; what follows is a failure like others."""
+    await stream_endpoint(database)
+    streams.closes = True
+    async with running(database, Network(), brokers=streams.connect):
+        await publish(database, 1)
+        await until(lambda: last_failure(database), what="the failure")
+        assert await last_failure(database) == "unknown"
+        streams.closes = False
+        await all_ended(database)
+    assert streams.sequences() == [1]
 
 
 async def test_a_missing_stream_makes_no_dead_letters(database: Database, streams: Streams) -> None:
@@ -355,6 +374,24 @@ async def test_a_stream_that_lost_messages_is_refilled_without_a_person(
         await until(lambda: last_failure(database), what="the failure")
         assert await last_failure(database) == "forgot"
         assert streams.sequences() == complete[:through]
+
+
+async def test_a_refill_without_a_person_goes_on_after_an_interruption(
+    database: Database, streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not held as if the broker had forgotten again."""
+    monkeypatch.setattr(broker_attempts, "APPEND_MAX", 2)
+    await stream_endpoint(database, on_forgotten="refill")
+    async with running(database, Network(), brokers=streams.connect):
+        await publish(database, *range(1, 11))
+        await all_ended(database)
+        (stream,) = streams.streams.values()
+        del stream[4:]
+        streams.lost_responses = 1
+        await publish(database, 11)
+        await all_ended(database)
+    assert streams.lost_responses == 0
+    assert streams.sequences() == list(range(1, 12))
 
 
 async def test_a_stream_is_not_refilled_without_a_person_unless_all_is_kept(

@@ -82,6 +82,9 @@ class StopKind(Enum):
     """The broker stores nothing until a person acts: no right, no stream, a wrong password."""
     MOVED = "moved"
     """The lane does not stand where the append said, or the owner is fenced: open it."""
+    CLOSED = "closed"
+    """The server closed the idle connection while the append was on its way; a prefix of the
+    messages may be stored: open the lane at once."""
     LOCAL = "local"
     """Nothing was sent: this process has no descriptors, ports, buffers or memory left."""
     UNKNOWN = "unknown"

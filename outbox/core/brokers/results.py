@@ -21,6 +21,7 @@ _FAILURES = {
     StopKind.UNAVAILABLE: Failure.UNAVAILABLE,
     StopKind.MISCONFIGURED: Failure.MISCONFIGURED,
     StopKind.MOVED: Failure.MOVED,
+    StopKind.CLOSED: Failure.UNKNOWN,
     StopKind.UNKNOWN: Failure.UNKNOWN,
     StopKind.LOCAL: Failure.LOCAL,
 }

@@ -30,7 +30,7 @@ from outbox.destinations.kafka.failures import (
 )
 from outbox.destinations.kafka.loops import build_client
 from outbox.destinations.kafka.producer import IdempotentProducer
-from outbox.destinations.kafka.reader import Reader, Receipt, Topic
+from outbox.destinations.kafka.reader import Places, Reader, Receipt, Topic
 from outbox.destinations.kafka.settings import client_settings
 from outbox.destinations.kafka.target import parse_url, partition_of
 from outbox.errors import UsageError
@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 ABSENT_S = 30.0
 """How long a topic may be absent before a person must act: its metadata may be on its way."""
 READER_CLOSE_S = 2.0
+RENEWAL_S_MIN = 60.0
+"""Time between two renewals of the clients: a name may have other addresses at each look-up, and
+each renewal costs threads, connections, and a request alone for each partition."""
 CLOSED = Stop(StopKind.UNKNOWN, "the driver was closed")
 
 
@@ -63,12 +66,14 @@ class KafkaBroker:
         self._settings: Settings | None = None
         self._connecting = asyncio.Lock()
         self._reader: Reader | None = None
+        self._places = Places()
         self._topic: Topic | None = None
         self._producer: IdempotentProducer | None = None
         self._replaced: list[IdempotentProducer] = []
         """Producers with messages in flight that another one replaces."""
         self._limits: ClientLimits | None = None
         """The limits of reader and producer together; None: there are none."""
+        self._renewable_at = 0.0
         self._absent_since: float | None = None
         self._is_closed = False
 
@@ -90,11 +95,7 @@ class KafkaBroker:
         deadline = time.monotonic() + self._address.timeout_s
         if self._is_closed:
             return Appended(after, CLOSED)
-        try:
-            async with asyncio.timeout(self._address.timeout_s):
-                producer = await self._connect(partition_of(lane))
-        except TimeoutError:
-            return Appended(after, self._no_response(StopKind.UNAVAILABLE, self._producer))
+        producer = await self._connect(partition_of(lane), deadline)
         if isinstance(producer, Stop):
             return Appended(after, producer)
         return await self._append(producer, partition_of(lane), after, messages, deadline)
@@ -154,6 +155,7 @@ class KafkaBroker:
                             asyncio.get_running_loop(),
                             self._settings,
                             self._target.topic,
+                            self._places,
                         )
                     )
                 except (KafkaException, OSError, MemoryError, RuntimeError) as error:
@@ -186,8 +188,12 @@ class KafkaBroker:
 
         Calls in flight end with the old ones.  The lanes' positions belong to the topic.
         """
-        if self._limits is None or self._connecting.locked() or self._limits.allow():
+        now = time.monotonic()
+        if self._limits is None or self._connecting.locked() or now < self._renewable_at:
             return
+        if self._limits.allow():
+            return
+        self._renewable_at = now + RENEWAL_S_MIN
         self._limits = self._topic = None
         if self._reader is not None:
             self._reader.retire()
@@ -208,9 +214,15 @@ class KafkaBroker:
             f"topic {self._target.topic} does not exist, or the user has no right to describe it",
         )
 
-    async def _connect(self, partition: int) -> IdempotentProducer | Stop:
+    async def _connect(self, partition: int, deadline: float) -> IdempotentProducer | Stop:
+        try:
+            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                return await self._connect_producer(partition, deadline)
+        except TimeoutError:
+            return self._no_response(StopKind.UNAVAILABLE, self._producer)
+
+    async def _connect_producer(self, partition: int, deadline: float) -> IdempotentProducer | Stop:
         self._retire_old()
-        deadline = time.monotonic() + self._address.timeout_s
         is_there = self._topic is not None and partition < self._topic.partitions
         if not is_there and (stop := await self._connect_reader(partition, deadline)) is not None:
             return stop
@@ -246,7 +258,7 @@ class KafkaBroker:
         while rest:
             if producer.is_retired:
                 # Between two batches: everything before is stored.
-                replacing = await self._connect(partition)
+                replacing = await self._connect(partition, deadline)
                 if isinstance(replacing, Stop):
                     return result._replace(stop=replacing)
                 producer = replacing
@@ -279,7 +291,7 @@ class KafkaBroker:
                 # Another message or all together may be too large: find out alone.
                 is_single = True
                 self._discard(producer)
-                next_producer = await self._connect(partition)
+                next_producer = await self._connect(partition, deadline)
                 if isinstance(next_producer, Stop):
                     return result._replace(stop=next_producer)
                 producer = next_producer

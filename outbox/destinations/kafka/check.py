@@ -19,7 +19,7 @@ from outbox.destinations.broker import BrokerFinding, stopped_finding
 from outbox.destinations.kafka.egress import ServerChecks
 from outbox.destinations.kafka.failures import CLIENT_ERRORS, describe, error_of
 from outbox.destinations.kafka.loops import SILENT
-from outbox.destinations.kafka.reader import Reader, Topic
+from outbox.destinations.kafka.reader import Places, Reader, Topic
 from outbox.destinations.kafka.settings import client_settings
 from outbox.destinations.kafka.target import parse_url
 from outbox.errors import UsageError
@@ -57,7 +57,7 @@ async def check_topic(
         return [stopped_finding(stop, _WHAT_TO_DO)]
     loop = asyncio.get_running_loop()
     try:
-        reader = Reader(loop, settings, target.topic)
+        reader = Reader(loop, settings, target.topic, Places())
     except CLIENT_ERRORS as error:
         raise UsageError(f"url: {describe(error_of(error))}") from None
     try:

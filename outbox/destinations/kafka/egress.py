@@ -22,7 +22,7 @@ from outbox.network.egress import OPTION, SETTING, literal
 from outbox.network.reuse_limits import ReuseLimits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from outbox.core.brokers.broker_url import Server
     from outbox.network.dns import Resolver
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 class _Peer(NamedTuple):
     address: str
+
+
+SERVERS_NAMED_MAX = 1000
+"""Servers of a cluster that are checked: each is looked up, and checked again each second."""
 
 
 class ClientLimits:
@@ -75,12 +79,14 @@ class ServerChecks:
         self._found: dict[str, tuple[str, ...]] = {}
         """The addresses that were checked, by name."""
 
-    async def check(self, servers: Iterable[Server]) -> Stop | None:
+    async def check(self, servers: Sequence[Server]) -> Stop | None:
         """Return why a server must not be connected to; None: all are allowed.
 
         Every address of a name must be allowed, because librdkafka chooses one of them.  Of
         several names some may be without an address now.
         """
+        if len(servers) > SERVERS_NAMED_MAX:
+            return Stop(StopKind.MISCONFIGURED, f"the cluster names {len(servers)} servers")
         unresolved: Stop | None = None
         is_any_resolved = False
         for server in servers:

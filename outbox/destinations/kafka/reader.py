@@ -14,6 +14,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
@@ -99,6 +100,15 @@ class _Progress:
         return sequence
 
 
+@dataclass(frozen=True, slots=True)
+class Places:
+    """What was read of the lanes; another reader goes on from it."""
+
+    found: dict[str, Receipt] = field(default_factory=dict)
+    """The last record of each lane that was opened."""
+    unfinished: dict[str, _Progress] = field(default_factory=dict)
+
+
 class _Request(NamedTuple):
     """A lane to open."""
 
@@ -117,12 +127,12 @@ class _MetadataRequest(NamedTuple):
 class Reader:
     """A consumer for the lanes of one endpoint."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, shared: Settings, topic: str) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, shared: Settings, topic: str, places: Places
+    ) -> None:
         self._loop = loop
         self._topic = topic
-        self._found: dict[str, Receipt] = {}
-        """The last record of each lane that was opened."""
-        self._unfinished: dict[str, _Progress] = {}
+        self._places = places
         self._requests: queue.SimpleQueue[_Request | _MetadataRequest | None] = queue.SimpleQueue()
         self._closed = threading.Event()
         self.troubles = Troubles()
@@ -226,11 +236,11 @@ class Reader:
     def _scan(self, request: _Request, low: int, high: int) -> Position | Stop:
         """Read the records of a partition up to the end that it had at the start."""
         lane, partition = request.lane, request.partition
-        kept = self._found.get(lane)
+        kept = self._places.found.get(lane)
         receipt = max(filter(None, (request.receipt, kept)), default=None, key=_offset_of)
         if receipt is not None and receipt.offset >= high:
             receipt = None  # The topic was made anew.
-        progress = self._unfinished.pop(lane, None)
+        progress = self._places.unfinished.pop(lane, None)
         if progress is None or progress.next_offset > high:
             progress = _Progress(low) if receipt is None else _Progress(max(low, receipt.offset))
         if receipt is not None and receipt.offset < low:
@@ -263,9 +273,10 @@ class Reader:
                         break
             if is_at_end and progress.next_offset >= high:
                 if progress.offset is not None:
-                    self._found[lane] = Receipt(partition, progress.offset, progress.sequence)
+                    found = Receipt(partition, progress.offset, progress.sequence)
+                    self._places.found[lane] = found
                 return Position(progress.sequence, progress.delivery)
-        self._unfinished[lane] = progress
+        self._places.unfinished[lane] = progress
         remain = high - progress.next_offset
         return Stop(
             StopKind.UNAVAILABLE,

@@ -126,7 +126,7 @@ class NatsBroker:
                 try:
                     return await self._connect_and_open(lane, owner, after, receipt, force=force)
                 except Stopped as stopped:
-                    if stopped.stop.kind is not StopKind.MOVED:
+                    if stopped.stop.kind is not StopKind.CLOSED:
                         raise
                 # The server closed the idle connection; opening a lane twice is harmless.
                 return await self._connect_and_open(lane, owner, after, receipt, force=force)
@@ -138,9 +138,10 @@ class NatsBroker:
     async def append(
         self, lane: str, owner: Owner, after: int, messages: Sequence[Message]
     ) -> Appended:
+        moved = Appended(after, Stop(StopKind.MOVED, f"lane {lane} is not open at {after}"))
         state = self._lanes.get(lane)
         if state is None or state.owner != owner or state.sequence != after:
-            return Appended(after, Stop(StopKind.MOVED, f"lane {lane} is not open at {after}"))
+            return moved
         link = self._usable_link()
         if link is None:
             # The lanes' stream sequences belong to the stream, not to the connection.  A lane with
@@ -152,6 +153,8 @@ class NatsBroker:
                 return Appended(after, Stop(StopKind.UNAVAILABLE, "no connection in time"))
             except Stopped as stopped:
                 return Appended(after, stopped.stop)
+            if self._lanes.get(lane) is not state:
+                return moved  # The name leads to another stream.
         stop: Stop | None
         try:
             async with asyncio.timeout(self._address.timeout_s):
@@ -397,7 +400,10 @@ class NatsBroker:
                 raise Stopped(
                     StopKind.UNAVAILABLE, f"no connection within {timeout_s:g} s"
                 ) from None
-            if isinstance(error, Stopped) and error.stop.kind is StopKind.UNKNOWN:
+            if isinstance(error, Stopped) and error.stop.kind in (
+                StopKind.UNKNOWN,
+                StopKind.CLOSED,
+            ):
                 # Nothing but reads was sent.
                 raise Stopped(StopKind.UNAVAILABLE, error.stop.detail) from None
             raise

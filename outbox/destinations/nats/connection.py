@@ -322,9 +322,7 @@ class Connection:
 
     @property
     def _lost_kind(self) -> StopKind:
-        """What the loss of a response means: MOVED, if the server closed the idle connection while
-        the request was on its way.  The lane is then opened at once.
-        """
+        """What the loss of a response means."""
         transport = self._transport
         closed_while_idle = (
             self._is_closed
@@ -333,7 +331,7 @@ class Connection:
             and transport.is_untouched
             and monotonic() - self._sent_at < RESEND_WITHIN_S
         )
-        return StopKind.MOVED if closed_while_idle else StopKind.UNKNOWN
+        return StopKind.CLOSED if closed_while_idle else StopKind.UNKNOWN
 
     def _check(self) -> None:
         if self._lost:

@@ -35,7 +35,6 @@ from outbox.core.brokers.port import (
 )
 from outbox.core.model.response import one_line
 from outbox.destinations.broker import BrokerFinding, stopped_finding
-from outbox.destinations.broker_connection import own_contexts
 from outbox.destinations.rabbitmq.checks import check_streams
 from outbox.destinations.rabbitmq.connection import Lost, Rejected
 from outbox.destinations.rabbitmq.dial import Dialer
@@ -64,7 +63,6 @@ if TYPE_CHECKING:
     from outbox.destinations.rabbitmq.connection import StreamConnection
     from outbox.network.dns import Resolver
     from outbox.network.egress import EgressPolicy
-    from outbox.network.tls_contexts import ContextCache
 
 _WHAT_TO_DO = (
     "check the URL, the credentials (outbox endpoint credentials) and that the server has the "
@@ -75,26 +73,12 @@ CAPABILITIES = Capabilities(compare=False, prefix=True, fence=False, position=Tr
 
 
 class RabbitMqBroker:
-    """A `Broker` on RabbitMQ streams, bound to the event loop in which it was created.
+    """A `Broker` on RabbitMQ streams, bound to the event loop in which it was created."""
 
-    Args:
-        contexts: TLS contexts shared with other destinations; None: its own.
-    """
-
-    def __init__(
-        self,
-        address: BrokerAddress,
-        policy: EgressPolicy,
-        resolver: Resolver,
-        contexts: ContextCache | None = None,
-    ) -> None:
+    def __init__(self, address: BrokerAddress, policy: EgressPolicy, resolver: Resolver) -> None:
         self._target = parse_url(address.url)
         self._timeout_s = address.timeout_s
-        self._own_contexts = own_contexts(secure=self._target.secure) if contexts is None else None
-        used = contexts or self._own_contexts
-        assert used is not None
-        dialer = Dialer(address, self._target, policy, resolver, used)
-        self._nodes = Nodes(self._target, dialer)
+        self._nodes = Nodes(self._target, Dialer(address, self._target, policy, resolver))
         self._lanes: dict[str, OpenLane] = {}
 
     @property
@@ -179,8 +163,6 @@ class RabbitMqBroker:
     async def aclose(self) -> None:
         self._nodes.close()
         self._lanes.clear()
-        if self._own_contexts is not None:
-            self._own_contexts.close()
 
     # ------------------------------------------------------------------ open
 
@@ -308,7 +290,7 @@ class RabbitMqBroker:
         if timed_out:
             return through, Stop(StopKind.UNKNOWN, f"no confirm within {self._timeout_s:g} s")
         lost = publishing.error or Lost("the connection ended")
-        kind = StopKind.MOVED if lost.while_idle else StopKind.UNKNOWN
+        kind = StopKind.CLOSED if lost.while_idle else StopKind.UNKNOWN
         return through, Stop(kind, one_line(lost.detail))
 
 

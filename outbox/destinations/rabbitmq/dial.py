@@ -10,11 +10,10 @@ from rstream import schema
 from rstream.encoding import encode_frame
 
 from outbox.core.brokers.port import StopKind
+from outbox.destinations.broker_connection import BrokerOpener
 from outbox.destinations.rabbitmq.connection import Lost, Rejected, StreamConnection
 from outbox.destinations.rabbitmq.stops import Stopped, code_name, not_connected, rejected
-from outbox.network.connector import ConnectionOpener, Target
 from outbox.network.errors import NotConnected
-from outbox.network.reuse_limits import ReuseLimits
 from outbox.version import __version__
 
 if TYPE_CHECKING:
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from outbox.destinations.rabbitmq.target import StreamTarget
     from outbox.network.dns import Resolver
     from outbox.network.egress import EgressPolicy
-    from outbox.network.tls_contexts import ContextCache
 
 BROKER_HEARTBEAT_S = 20
 """Longest interval of heartbeats; the server's limit is 60 s by default."""
@@ -40,13 +38,11 @@ class Dialer:
         target: StreamTarget,
         policy: EgressPolicy,
         resolver: Resolver,
-        contexts: ContextCache,
     ) -> None:
         self._address = address
         self._target = target
         # Brokers are reached directly: the proxy for webhooks connects to https ports only.
-        self._opener = ConnectionOpener(policy, resolver, contexts)
-        self._resolver = resolver
+        self._opener = BrokerOpener(address, policy, resolver, secure=target.secure)
 
     async def connect(self, host: str, port: int) -> StreamConnection:
         """Open a connection; the egress policy checks the address of this host too.
@@ -54,27 +50,14 @@ class Dialer:
         Raises:
             Stopped: there is no connection, and nothing was sent but credentials.
         """
-        address = self._address
         connection: StreamConnection | None = None
         try:
-            async with asyncio.timeout(address.connect_timeout_s):
+            async with asyncio.timeout(self._address.connect_timeout_s):
                 connection = await self._opener.open(
-                    Target(
-                        self._target.secure,
-                        host,
-                        port,
-                        address.networks,
-                        address.tls,
-                        via_proxy=False,
-                        endpoint=None,
-                        any_port=True,
-                    ),
-                    StreamConnection,
-                    address.connect_timeout_s,
+                    host, port, StreamConnection, secure=self._target.secure
                 )
                 await self._authenticate(connection)
-                loop = asyncio.get_running_loop()
-                connection.limits = ReuseLimits(self._resolver, loop, host)
+                connection.limits = self._opener.limits(host)
         except BaseException as error:
             if connection is not None:
                 connection.abort("the connection was not established")
@@ -83,6 +66,10 @@ class Dialer:
                 raise
             raise stopped from error
         return connection
+
+    def close(self) -> None:
+        """Release what connections shared."""
+        self._opener.close()
 
     def _stopped(self, error: BaseException, where: str) -> Stopped | None:
         """What an error means for the call; None: raise the error itself."""

@@ -102,6 +102,7 @@ class Nodes:
             for connection in connections:
                 connection.abort("the destination was closed")
         self._connections.clear()
+        self._dialer.close()
 
 
 async def find(connection: StreamConnection, stream: str) -> Placement | None:

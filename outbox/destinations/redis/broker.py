@@ -157,7 +157,7 @@ class RedisBroker:
                 return await self._run_once(lane, owner, after, messages, deadline)
             except ClosedWhileIdle as error:
                 if messages:
-                    return Stop(StopKind.MOVED, one_line(str(error)))
+                    return Stop(StopKind.CLOSED, one_line(str(error)))
                 return await self._run_once(lane, owner, after, messages, deadline)
         except (NotSent, ResponseLost, RedisError) as error:
             return _stop(error)

@@ -208,10 +208,11 @@ class BrokerAttempts:
         now = self._steady()
         if now < lane.refilled_at + REFILL_EVERY_S or not await self._has_all(lane, position):
             return opened
-        lane.refilled_at = now
         stopped = await self._refill(lane, broker, owner, position)
         if isinstance(stopped, AttemptResult):
             return stopped
+        if not isinstance(stopped, Stop):  # One that was interrupted goes on at the next opening.
+            lane.refilled_at = now
         if stopped is not None:
             return opened._replace(decision=stopped)
         endpoint_id = lane.runtime.endpoint.id
@@ -339,7 +340,7 @@ class BrokerAttempts:
             await self._finish_repair(lane)
         if appended.stop is None:
             return stored_result(elapsed_s), appended
-        if appended.stop.kind is StopKind.MOVED and lane.state.reopen():
+        if appended.stop.kind in (StopKind.MOVED, StopKind.CLOSED) and lane.state.reopen():
             return None
         if appended.stop.kind is StopKind.UNKNOWN:
             lane.state.reopen()

@@ -100,3 +100,24 @@ async def test_unusable_settings_are_reported_when_the_lane_is_opened(brokers: B
         opened = await brokers.connect(address).open("lane", OWNER, 0, None)
         assert isinstance(opened, Stop)
         assert opened.kind is StopKind.MISCONFIGURED
+
+
+async def test_an_unexpected_error_ends_the_call_and_names_its_place(
+    brokers: Brokers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be a defect of a driver, and its text may be anything that a server sent."""
+    redis = pytest.importorskip("outbox.destinations.redis.broker")
+
+    async def fail(*_: object) -> None:
+        raise KeyError("secret")
+
+    monkeypatch.setattr(redis.RedisBroker, "_run", fail)
+    broker = brokers.connect(BrokerAddress("redis://127.0.0.1:1/s"))
+    opened = await broker.open("lane", OWNER, 0, None)
+    appended = await broker.append("lane", OWNER, 0, [])
+    await broker.aclose()
+    for stop in (opened, appended.stop):
+        assert isinstance(stop, Stop)
+        assert stop.kind is StopKind.UNKNOWN
+        assert "KeyError at outbox.destinations.redis.broker:" in stop.detail
+        assert "secret" not in stop.detail

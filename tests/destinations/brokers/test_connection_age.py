@@ -5,21 +5,27 @@ the age at which they end.  The lanes' order and positions hold across the excha
 from __future__ import annotations
 
 import asyncio
+import time
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
 pytest.importorskip("confluent_kafka")
 
+from outbox.core.brokers.port import Position
 from outbox.destinations.broker import BrokerAddress
 from outbox.destinations.brokers import Brokers
+from outbox.destinations.kafka import broker as kafka_driver
+from outbox.destinations.kafka import reader
+from outbox.destinations.kafka.broker import KafkaBroker
+from outbox.destinations.kafka.loops import build_client
 from outbox.network import reuse_limits
 from tests.support.brokers import kafka
 from tests.support.brokers.kafka import MockCluster
-from tests.support.brokers.moving import NAME, NEW, OLD, Appending, meet_closes, moving_name
+from tests.support.brokers.moving import NAME, NEW, OLD, OWNER, Appending, meet_closes, moving_name
 from tests.support.brokers.nats import nats_server, server_binary
-from tests.support.brokers.rigs import LOOPBACK
+from tests.support.brokers.rigs import LOOPBACK, message
 from tests.support.brokers.valkey import valkey
 from tests.support.waiting import until
 
@@ -72,6 +78,7 @@ async def test_lanes_follow_a_name_and_lose_nothing(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reuse_limits, "ADDRESS_CHECK_S", 0.0)
+    monkeypatch.setattr(kafka_driver, "RENEWAL_S_MIN", 0.0)
     async with moving_name(server.port, server.name) as name:
         brokers = Brokers(LOOPBACK, name)
         url = server.url.format(server.name, name.port)
@@ -115,6 +122,7 @@ async def test_a_connection_that_is_too_old_carries_no_further_call(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reuse_limits, "AGE_MAX_S", 0.2)
+    monkeypatch.setattr(kafka_driver, "RENEWAL_S_MIN", 0.0)
     async with moving_name(server.port, server.name) as name:
         brokers = Brokers(LOOPBACK, name)
         url = server.url.format(server.name, name.port)
@@ -152,3 +160,66 @@ async def test_the_close_of_an_idle_connection_is_no_failure(server: Server, los
         # The mock cluster takes copies that a real one refuses by their number.
         stored = list(dict.fromkeys(stored))
     assert stored == list(range(1, appending.through[lane] + 1))
+
+
+@pytest.mark.parametrize("server", ["kafka"], indirect=True)
+async def test_rotating_addresses_renew_the_clients_of_kafka_seldom(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reuse_limits, "ADDRESS_CHECK_S", 0.0)
+    made: list[object] = []
+
+    async def count(factory: Callable[[], Any]) -> Any:
+        made.append(factory)
+        return await build_client(factory)
+
+    monkeypatch.setattr(kafka_driver, "build_client", count)
+    async with moving_name(server.port, server.name) as name:
+        url = server.url.format(server.name, name.port)
+        broker = Brokers(LOOPBACK, name).connect(BrokerAddress(url, timeout_s=10))
+        lane, after = LANES[0], 0
+        assert isinstance(await broker.open(lane, OWNER, 0, None), Position)
+        for turn in range(20):
+            name.address = (NEW, OLD)[turn % 2]
+            appended = await broker.append(lane, OWNER, after, [message(lane, after + 1)])
+            assert appended.stop is None
+            after = appended.through
+        await broker.aclose()
+    # Readers and producers, before and after the first change.
+    assert len(made) <= 4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("server", ["kafka"], indirect=True)
+async def test_a_partition_that_is_read_longer_than_a_client_lives_is_read_to_its_end(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "RECORDS_MAX", 10)
+    lane, total = LANES[0], 100
+    async with moving_name(server.port, server.name) as name:
+        url = server.url.format(server.name, name.port)
+        first = Brokers(LOOPBACK, name).connect(BrokerAddress(url, timeout_s=20))
+        assert isinstance(await first.open(lane, OWNER, 0, None), Position)
+        batch = [message(lane, each) for each in range(1, 1 + total)]
+        assert (await first.append(lane, OWNER, 0, batch)).stop is None
+        await first.aclose()
+
+        # A reader lives for one call, which reads half of the partition at most.
+        monkeypatch.setattr(reuse_limits, "AGE_MAX_S", 0.0)
+        monkeypatch.setattr(kafka_driver, "RENEWAL_S_MIN", 0.0)
+        add = reader._Progress.add
+
+        def add_slowly(self: reader._Progress, record: Any, name: bytes) -> int | None:
+            time.sleep(0.04)
+            return add(self, record, name)
+
+        monkeypatch.setattr(reader._Progress, "add", add_slowly)
+        driver = KafkaBroker(BrokerAddress(url, timeout_s=2), LOOPBACK, name)
+        tries: list[object] = []
+        async with asyncio.timeout(120):
+            while not (tries and isinstance(tries[-1], Position)):
+                tries.append(await driver.open(lane, OWNER, total, None))
+                await asyncio.sleep(0.5)  # As between the attempts of a lane.
+        await driver.aclose()
+    assert tries[-1] == Position(total, f"d{total}")
+    assert len(tries) > 1

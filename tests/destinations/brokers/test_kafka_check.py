@@ -8,11 +8,14 @@ import pytest
 
 pytest.importorskip("confluent_kafka")
 
+from outbox.core.brokers.broker_url import Server
+from outbox.core.brokers.port import StopKind
 from outbox.destinations.kafka.check import (
     check_configs,
     check_partitions,
     check_topic,
 )
+from outbox.destinations.kafka.egress import SERVERS_NAMED_MAX, ServerChecks
 from outbox.destinations.kafka.reader import Topic
 from outbox.network.dns import CachingResolver
 from outbox.network.egress import EgressPolicy
@@ -123,3 +126,13 @@ async def test_the_settings_of_a_topic_are_read(resolver: CachingResolver) -> No
         findings = await check_topic(address_of(REAL or "", topic), policy, resolver, lanes=4)
         assert worst(findings) in (OK, WARNING)
         assert not any("cannot be read" in finding.what for finding in findings)
+
+
+async def test_a_cluster_with_too_many_servers_is_not_checked(resolver: CachingResolver) -> None:
+    """Each of them would be looked up, and checked again while messages are sent."""
+    checks = ServerChecks(EgressPolicy(["127.0.0.0/8"]), resolver, (), secure=False)
+    servers = [Server("127.0.0.1", port) for port in range(1, 2 + SERVERS_NAMED_MAX)]
+    assert await checks.check(servers[1:]) is None
+    stop = await checks.check(servers)
+    assert stop is not None
+    assert stop.kind is StopKind.MISCONFIGURED

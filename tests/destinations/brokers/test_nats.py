@@ -542,6 +542,25 @@ async def test_a_lane_emptied_by_age_goes_on_with_its_receipt(server: NatsServer
     assert await server.sequences(LANE) == [3]
 
 
+async def test_another_stream_behind_a_new_connection_is_not_appended_to(
+    server: NatsServer,
+) -> None:
+    """Although the lane's last message has the same stream sequence there."""
+    async with broker(server) as relay, broker(server) as copy:
+        await relay.open(LANE, OWNER, 0, None)
+        await relay.append(LANE, OWNER, 0, [message(1)])
+        await server.api(f"STREAM.DELETE.{STREAM}")
+        await server.create_stream()
+        other = Owner("copy", 1)
+        await copy.open(LANE, other, 0, None)
+        assert (await copy.append(LANE, other, 0, [message(1)])).stop is None
+        assert relay._link is not None
+        relay._link.connection.drop("it was too old")
+        assert kind(await relay.append(LANE, OWNER, 1, [message(2)])) is StopKind.MOVED
+        assert isinstance(await relay.open(LANE, OWNER, 1, None), Foreign)
+    assert await server.sequences(LANE) == [1]
+
+
 @pytest.mark.full
 async def test_kills_of_the_server_under_load_leave_each_sequence_once_and_in_order(
     server: NatsServer,

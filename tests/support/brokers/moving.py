@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 NAME = "moving.example"
 OLD, NEW = "127.0.0.1", "127.0.0.2"
 OWNER = Owner("db-1", 1)
+REOPENED = (StopKind.MOVED, StopKind.CLOSED)
+"""Ends of an append after which a relay opens the lane at once."""
 TOGETHER = 3
 """Messages in one append."""
 
@@ -90,7 +92,7 @@ class Appending:
             appended = await self._broker.append(lane, OWNER, after, batch)
             self.through[lane] = appended.through
             is_open = appended.stop is None
-            if appended.stop is not None and appended.stop.kind is not StopKind.MOVED:
+            if appended.stop is not None and appended.stop.kind not in REOPENED:
                 self.stops.append(appended.stop)
                 return
 

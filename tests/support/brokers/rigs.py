@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tests.support.brokers.valkey import Valkey
 
 PATIENT_S = 10.0
-IN_DOUBT = (StopKind.UNKNOWN, StopKind.MOVED)
+IN_DOUBT = (StopKind.UNKNOWN, StopKind.CLOSED)
 """After the loss of a response, the lane is opened: at once, if the connection was idle before."""
 LOOPBACK = EgressPolicy(["127.0.0.0/8"])
 
