@@ -198,7 +198,7 @@ def test_a_lane_that_waits_releases_its_content_and_reads_it_again() -> None:
     assert (send.delivery, send.attempt) == (large(1)[0], 2)
 
 
-def test_a_lane_with_a_refused_dead_letter_releases_its_content() -> None:
+def test_a_lane_with_a_refused_dead_letter_holds_no_content() -> None:
     """It waits for up to ten minutes, and what it had read is stale besides."""
     budget = BufferBudget()
     lane = budgeted(*large(1, 2, 3), budget=budget)
@@ -206,8 +206,6 @@ def test_a_lane_with_a_refused_dead_letter_releases_its_content() -> None:
     lane.confirm_recorded(lane.refuse_dead_letter(record))
     until = NOW + lane.hold_refused(NOW)
     assert lane.next(NOW) == Wait(until)
-    assert budget.held > LARGE
-    lane.release_content()
     assert budget.held == 0
     assert lane.next(until) == Fetch(0, 1)
     lane.append_fetched(large(1, 2, 3))
@@ -242,18 +240,6 @@ def test_a_released_delivery_expires_at_its_time_with_its_content() -> None:
     record = lane.next(NOW + 9, Gate.SHUT)
     # The recorder bounds its groups by the content of dead letters.
     assert record.dead.delivery == large(1, expires_at=NOW + 9)[0]  # type: ignore[union-attr]
-
-
-def test_a_lane_with_a_refused_dead_letter_keeps_no_content_while_it_waits() -> None:
-    budget = BufferBudget()
-    lane = budgeted(*large(1, 2, 3), budget=budget)
-    _, record = attempt(lane, NO)
-    lane.confirm_recorded(lane.refuse_dead_letter(record))
-    until = NOW + lane.hold_refused(NOW)
-    assert lane.next(NOW) == Wait(until)
-    lane.release_content()
-    assert budget.held == 0
-    assert lane.next(until) == Fetch(0, 1)
 
 
 @pytest.mark.parametrize("end", ["close", "cut", "reread"])
