@@ -118,8 +118,8 @@ class Reads:
 def lane(lane_id: int, endpoint_id: int, tenant: str | None, pending: int = 1000) -> Any:
     endpoint = SimpleNamespace(id=UUID(int=endpoint_id), tenant=tenant, batch_max=None)
     return SimpleNamespace(
-        runtime=SimpleNamespace(endpoint=endpoint, stopped=True, breaker=CircuitBreaker()),
-        loaded=SimpleNamespace(id=lane_id),
+        runtime=SimpleNamespace(endpoint=endpoint, stopped=False, breaker=CircuitBreaker()),
+        loaded=SimpleNamespace(id=lane_id, name=f"lane-{lane_id}"),
         read=None,
         state=Lane(lane_id, Progress(), (), pending, 0),
     )
