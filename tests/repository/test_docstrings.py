@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import outbox.relay.delivery
-from tests.repository.sources import PROGRAM, ROOT, nodes, nodes_of
+from tests.repository.sources import PACKAGES, PROGRAM, ROOT, nodes, nodes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -23,10 +23,12 @@ HEADLESS = re.compile(
 """The beginning of a sentence that lacks its noun: "Of the last append", "None: there is none"."""
 ARGUMENTS = re.compile(r"^ *Args:\n(.*?)(?:\n\n|\Z)", re.DOTALL | re.MULTILINE)
 DOTTED = re.compile(r"`(\w+(?:\.\w+)+)`")
+PARENTS = {each.name: each.parent for each in PACKAGES}
+"""Where each root package is."""
 
 
 def is_module(path: list[str]) -> bool:
-    where = ROOT.joinpath(*path)
+    where = PARENTS[path[0]].joinpath(*path)
     return where.is_dir() or where.with_suffix(".py").is_file()
 
 
@@ -56,7 +58,7 @@ def names_in(tree: Sequence[ast.AST]) -> Iterator[str]:
     for text in docstrings(tree):
         for name in DOTTED.findall(text):
             package, module, *_ = name.split(".")
-            if package == "outbox" and is_module([package, module]):
+            if package in PARENTS and is_module([package, module]):
                 yield name
 
 
