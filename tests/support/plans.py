@@ -36,6 +36,8 @@ class Plan:
     rows: float
     pages: int
     """Pages of tables and indexes, counted per access."""
+    memo_keys: tuple[str, ...]
+    """By what the results of subqueries are memoized: they are hashed, compared and kept."""
 
     def __str__(self) -> str:
         whole = f"{self.rows:.0f} rows, {self.pages} pages in all"
@@ -65,7 +67,8 @@ async def explain(connection: Connection[Any], sql: str, *arguments: Any, generi
         await connection.execute("DEALLOCATE explained")
     root = json.loads(response)[0]["Plan"]
     scans = tuple(_scan(node) for node in _nodes(root) if "Relation Name" in node)
-    return Plan(scans, sum(scan.rows for scan in scans), _pages(root))
+    memo_keys = tuple(node["Cache Key"] for node in _nodes(root) if "Cache Key" in node)
+    return Plan(scans, sum(scan.rows for scan in scans), _pages(root), memo_keys)
 
 
 def _nodes(node: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

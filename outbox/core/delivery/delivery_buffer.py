@@ -54,6 +54,7 @@ class DeliveryBuffer:
         "_beyond",
         "_beyond_seq",
         "_bytes",
+        "_counts",
         "_discard_fetch",
         "_fetching",
         "_mean_bytes",
@@ -76,6 +77,8 @@ class DeliveryBuffer:
     ) -> None:
         self._share = share or BufferBudget().share_of(None)
         self.queue: deque[Delivery | ErasedEvent] = deque()
+        # The bytes of each of them; 0 for what has no content.
+        self._counts: deque[int] = deque()
         self.stub: Delivery | None = None
         """The first delivery, if its content was released; the only one in the buffer."""
         self.fetched_seq = after_seq
@@ -128,8 +131,9 @@ class DeliveryBuffer:
             first = self.stub = first._replace(payload=b"", headers=None)
         self._discard_fetch = self._fetching
         self.queue.clear()
-        self.queue.append(first)
         self._give_back_all()
+        self.queue.append(first)
+        self._counts.append(0)
         self.fetched_seq, self._read_from_batch = first.seq, first.batch
 
     @property
@@ -232,11 +236,9 @@ class DeliveryBuffer:
 
     def pop_first(self) -> Delivery | ErasedEvent:
         """Remove and return the first delivery."""
-        first = self.queue.popleft()
-        if self.stub is not None:
-            self.stub = None
-        elif isinstance(first, Delivery):
-            count = row_bytes(first)
+        first, count = self.queue.popleft(), self._counts.popleft()
+        self.stub = None
+        if count:
             self._bytes -= count
             if first.seq == self._beyond_seq:
                 self._share.take_beyond(-count)
@@ -258,6 +260,7 @@ class DeliveryBuffer:
 
     def _append(self, delivery: Delivery | ErasedEvent, count: int) -> None:
         self.queue.append(delivery)
+        self._counts.append(count)
         self._bytes += count
         self.fetched_seq = delivery.seq
         self._read_from_batch = delivery.batch
@@ -265,6 +268,7 @@ class DeliveryBuffer:
     def _give_back_all(self) -> None:
         self._share.give_bytes_back(self._bytes - self._beyond)
         self._share.take_beyond(-self._beyond)
+        self._counts.clear()
         self._bytes = self._beyond_seq = self._beyond = 0
 
 

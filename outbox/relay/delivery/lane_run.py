@@ -34,6 +34,7 @@ class LaneRun:
         "_endpoint",
         "_fetcher",
         "_headers",
+        "_is_full",
         "_lane",
         "_loop_time",
         "_now",
@@ -71,6 +72,8 @@ class LaneRun:
         self._headers: object = None
         self._body: object = None
         self._stored: dict[str, Any] | None = None
+        # Whether the lane must wait for the recorder.  It is asked when it gets results of the run.
+        self._is_full = False
 
     @property
     def send(self) -> Send:
@@ -85,7 +88,7 @@ class LaneRun:
     def follow(self, response: AttemptResult) -> Request | None:
         """See `Following.follow`."""
         lane, run = self._lane, self.run
-        if lane.runtime.endpoint is not self._endpoint or self._recorder.is_full(lane.state):
+        if lane.runtime.endpoint is not self._endpoint or self._is_full:
             return None
         if response.headers is not self._headers or response.body is not self._body:
             self._headers, self._body = response.headers, response.body
@@ -121,4 +124,5 @@ class LaneRun:
 
     def _record(self, results: RunResults) -> None:
         self._recorder.add_run(self._lane.state, self._lane.runtime.epoch, results)
+        self._is_full = self._recorder.is_full(self._lane.state)
         self._telemetry.run_delivered(self._lane, results)

@@ -155,7 +155,8 @@ class LaneRuntime:
         if send is None or self.prefetched is not None:
             return
         runtime, prepared = self.runtime, self._prepare(send)
-        at_s = int(now + (runtime.signing.choose() or 0.0))
+        # As the request in flight; another choice makes another time.
+        at_s = int(now + (self.signed_by or 0.0))
         keys = runtime.signing_keys(now)
         request = signed_request(
             runtime.recipient, prepared, send.attempt, at_s, keys,

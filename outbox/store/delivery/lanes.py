@@ -110,8 +110,9 @@ EVENT_COLUMNS = f"""event_id, type, tenant, key,
 # otherwise empty; is_recorded: it was erased, or dropped with its period.  LIMIT 1 keeps the event
 # an index lookup: a join would hash the whole outbox.  bytes_before bounds a chunk by the size that
 # its payloads and headers have in memory, which may be a hundred times the compressed one; OFFSET 0
-# converts each of them once.  hidden: row security may have hidden events.  The columns have the
-# order of `build_delivery`.
+# converts each of them once.  LATERAL would do so as well, but the planner memoizes its result, and
+# looks for it by the whole payload.  hidden: row security may have hidden events.  The columns have
+# the order of `build_delivery`.
 READ_DELIVERIES = f"""
 SELECT lane_id, seq, batch, outbox_id, {EVENT_COLUMNS},
        backfill_id, date_part('epoch', committed_after) AS committed_after,
@@ -121,24 +122,27 @@ SELECT lane_id, seq, batch, outbox_id, {EVENT_COLUMNS},
                  SELECT FROM period WHERE kind = 'events' AND number = outbox_id / {WIDTH}
                                       AND dropped_at IS NOT NULL) END AS is_recorded,
        {rows_hidden("outbox", "dead_letter", "period")} AS hidden
-  FROM (SELECT lane.id AS lane_id, lane.bytes_max, d.batch, d.seq, d.outbox_id, d.backfill_id,
+  FROM (SELECT *, sum(bytes) OVER (
+                   PARTITION BY lane_id ORDER BY seq
+                   ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS bytes_before
+          FROM (SELECT *, coalesce(octet_length(body), 0) + coalesce(octet_length(headers), 0)
+                              AS bytes
+                  FROM (
+        SELECT lane.id AS lane_id, lane.bytes_max, d.batch, d.seq, d.outbox_id, d.backfill_id,
                coalesce(o.event_id, x.event_id) AS event_id,
                coalesce(o.tenant, x.tenant) AS tenant,
                coalesce(o.type, x.type) AS type,
                coalesce(o.key, x.key) AS key,
                NULL::jsonb AS payload,
-               content.body,
+               coalesce(o.body, x.body,
+                        convert_to(coalesce(o.payload, x.payload)::text, 'UTF8')) AS body,
                coalesce(o.content_type, x.content_type) AS content_type,
-               content.headers,
+               coalesce(o.headers, x.headers)::text AS headers,
                coalesce(o.created_at, x.published_at) AS published_at,
                o.erased_at IS NOT NULL OR x.erased_at IS NOT NULL AS is_erased,
                CASE WHEN coalesce(d.replay_id, d.backfill_id) IS NULL THEN o.expires_at END
                    AS expires_at,
-               w.was_endpoint_id, w.was_generation, w.was_slot, w.was_seq, b.committed_after,
-               content.bytes,
-               sum(content.bytes) OVER (
-                   PARTITION BY lane.id ORDER BY d.seq
-                   ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS bytes_before
+               w.was_endpoint_id, w.was_generation, w.was_slot, w.was_seq, b.committed_after
           FROM unnest($1::bigint[], $2::bigint[], $3::bigint[], $4::int[], $5::bigint[])
                AS lane(id, floor_batch, after_seq, rows_max, bytes_max)
          CROSS JOIN LATERAL (
@@ -160,13 +164,7 @@ SELECT lane_id, seq, batch, outbox_id, {EVENT_COLUMNS},
                  JOIN dead_letter dead ON dead.id = replay.dead_id
                  JOIN lane was ON was.id = dead.lane_id
                 WHERE replay.id = d.replay_id LIMIT 1) w ON true
-         CROSS JOIN LATERAL (
-               SELECT body, headers,
-                      coalesce(octet_length(body), 0) + coalesce(octet_length(headers), 0) AS bytes
-                 FROM (SELECT coalesce(o.body, x.body, convert_to(
-                                  coalesce(o.payload, x.payload)::text, 'UTF8')) AS body,
-                              coalesce(o.headers, x.headers)::text AS headers
-                       OFFSET 0) converted) content) found
+        OFFSET 0) converted) sized) found
  WHERE bytes_before IS NULL OR bytes_before + bytes <= bytes_max
  ORDER BY lane_id, seq
 """  # noqa: S608 (constants only)

@@ -133,7 +133,7 @@ class Http1Client:
                         self._follow_ups,
                         ReuseLimits(
                             self._resolver, self._loop, None if target.via_proxy else target.host
-                        ).allow,
+                        ),
                     ),
                     request.recipient.connect_timeout_s,
                 )

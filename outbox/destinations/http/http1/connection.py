@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from outbox.destinations.http.targets import Destination
     from outbox.destinations.interface import Following, Request
     from outbox.network.connector import Target
+    from outbox.network.reuse_limits import ReuseLimits
 
 
 _QUICKACK: int | None = getattr(socket, "TCP_QUICKACK", None)
@@ -58,8 +59,7 @@ class Connection(asyncio.Protocol):
     Args:
         cached_responses: see `ResponseReader`.
         follow_ups: takes the connections that received a response in a delivery run.
-        is_current: whether the connection may carry another request, by its age and its peer's
-            address.
+        limits: of its age and its peer's address; None: it has no such limits.
     """
 
     __slots__ = (
@@ -70,7 +70,7 @@ class Connection(asyncio.Protocol):
         "_ended",
         "_follow_ups",
         "_following",
-        "_is_current",
+        "_limits",
         "_loop",
         "_on_unsolicited",
         "_poll",
@@ -96,7 +96,7 @@ class Connection(asyncio.Protocol):
         loop: asyncio.AbstractEventLoop,
         cached_responses: dict[bytes, CachedResponse],
         follow_ups: FollowUps,
-        is_current: Callable[[Connection], bool] = lambda _: True,
+        limits: ReuseLimits | None = None,
     ) -> None:
         self.target = target
         self.idle_until = 0.0
@@ -107,7 +107,7 @@ class Connection(asyncio.Protocol):
         """Whether it was reused, and ended before the first byte of a response."""
         self._loop = loop
         self._follow_ups = follow_ups
-        self._is_current = is_current
+        self._limits = limits
         self._reader = ResponseReader(cached_responses)
         # Data received before the first request; None: a request was sent.
         self._early: bytes | None = b""
@@ -143,7 +143,7 @@ class Connection(asyncio.Protocol):
     @property
     def reusable(self) -> bool:
         """Whether another request may be sent, by the connection's age and address, too."""
-        return self.usable and self._is_current(self)
+        return self.usable and (self._limits is None or self._limits.allow(self))
 
     @property
     def elapsed_s(self) -> float:
@@ -335,7 +335,9 @@ class Connection(asyncio.Protocol):
         self._response = None
         assert self._destination is not None
         assert self._following is not None
-        if self.reusable and not self.readable:
+        limits, now = self._limits, self._loop.time()
+        is_current = limits is None or now < limits.sure_until or limits.allow(self)
+        if is_current and self.usable and not self.readable:
             try:
                 request = self._following.follow(response)
                 if request is not None:
@@ -343,7 +345,7 @@ class Connection(asyncio.Protocol):
                     self._resent = False
                     self._reader.begin()
                     self._started_at = monotonic()
-                    self.deadline = self._loop.time() + request.recipient.timeout_s
+                    self.deadline = now + request.recipient.timeout_s
                     return True
             except Exception as error:
                 response = self._internal_failure(error)
@@ -444,8 +446,9 @@ class Connection(asyncio.Protocol):
     def _result(self, cut_by: str | None) -> AttemptResult:
         reader = self._reader
         assert reader.status is not None
+        elapsed_s = monotonic() - self._started_at
         result = completed_result(
-            reader.status, self.elapsed_s, reader.headers(), reader.content(), cut_by
+            reader.status, elapsed_s, reader.headers(), reader.content(), cut_by
         )
         return result._replace(resent=True) if self._resent else result
 
