@@ -18,8 +18,8 @@ import redis.asyncio
 from redis.asyncio import BlockingConnectionPool
 
 from benchmarks.receiver import new_event_loop, say
-from outbox.core.brokers.redis_target import parse_url
-from outbox.destinations.redis.script import BODY, SCRIPT
+from outbox_brokers.redis.script import BODY, SCRIPT
+from outbox_brokers.redis.target import parse_url
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

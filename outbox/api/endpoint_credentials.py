@@ -47,7 +47,7 @@ class CredentialsBody(RequestModel):
     """How the relay authenticates itself to a broker."""
 
     credentials: str
-    """`user:password`, a token, or the content of a .creds file of NATS."""
+    """`user:password`, a token, or the content of a file of credentials that the broker takes."""
 
 
 @route.post(

@@ -30,11 +30,10 @@ from outbox.api.route import (
     page_of_rows,
 )
 from outbox.core.model import endpoint_config
-from outbox.core.model.destination import broker_of
 from outbox.core.model.endpoint_condition import EndpointCondition
 from outbox.core.model.endpoint_settings import SETTINGS, Setting
 from outbox.core.model.setting_types import HeaderMap, TextList
-from outbox.destinations.brokers import DRIVERS
+from outbox.destinations.brokers import require_for_tenant
 from outbox.destinations.endpoint_test import EndpointTestResult
 from outbox.destinations.endpoint_tester import TEST_RETRY_S, TEST_S, TooManyTests
 from outbox.destinations.endpoint_validation import (
@@ -391,9 +390,7 @@ def _check_tenant_rules(call: Call[Any, Any], settings: Any, current: Any = None
         raise UsageError(f'tenant: this token is restricted to "{call.tenant}"; omit the field')
     if settings.allow_networks != (() if current is None else current.allow_networks):
         raise UsageError("allow_networks: a tenant token cannot open networks; ask an operator")
-    broker = broker_of(settings.url)
-    if broker is not None and not DRIVERS[broker].checks_every_address:
-        raise UsageError(f"url: a tenant token cannot use {broker}; ask an operator")
+    require_for_tenant(settings.url)
     if settings.allow_networks and settings.url != current.url:
         raise UsageError(
             "url: a private network is open for the current URL only; ask an operator to change it"

@@ -1,4 +1,8 @@
-"""The interface of brokers; all implementations pass the same conformance suite."""
+"""The interface of stream destinations; all of them pass the same conformance suite.
+
+A plug-in describes a kind of destination as a `Destination`, and connects an endpoint with its
+`Broker`.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from outbox.core.brokers.port import StopKind
+from outbox.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
     from outbox.core.brokers.port import Appended, Capabilities, Message, Owner, Standing, Stop
-    from outbox.network.egress import Network
+    from outbox.network.dns import Resolver
+    from outbox.network.egress import EgressPolicy, Network
     from outbox.network.tls import Tls
 
     BrokerFactory: TypeAlias = Callable[["BrokerAddress"], "Broker"]
@@ -103,3 +109,53 @@ class Broker(Protocol):
     async def aclose(self) -> None:
         """Close all connections; calls in flight end with `UNKNOWN`."""
         ...
+
+
+class Target(Protocol):
+    """What the URL of an endpoint names."""
+
+    @property
+    def servers(self) -> Sequence[tuple[str, int]]:
+        """Host and port of each."""
+        ...
+
+    @property
+    def secure(self) -> bool:
+        """Whether connections use TLS."""
+        ...
+
+    @property
+    def streams(self) -> Hashable:
+        """What names the streams, without server and encryption: equal if they are the same."""
+        ...
+
+
+def require_one_line(credentials: str | None) -> None:
+    """Accept `user:password` or a token.
+
+    Raises:
+        UsageError: they are the content of a file.
+    """
+    if credentials is not None and not credentials.isprintable():
+        raise UsageError("credentials: must be one line here, user:password or a token")
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """A kind of stream destination; its entry points name the schemes of its URLs."""
+
+    title: str
+    example: str
+    """A URL."""
+    help: str
+    """What the URL names."""
+    parse_url: Callable[[str], Target]
+    """Parses a URL; raises UsageError with one line that begins with "url: "."""
+    connect: Callable[[BrokerAddress, EgressPolicy, Resolver], Broker]
+    """Makes the broker of an endpoint, and connects to nothing yet; raises UsageError if its
+    settings are wrong or a client library is missing."""
+    check_credentials: Callable[[str | None], object] = require_one_line
+    """Raises UsageError without a word of them, if they have a wrong form."""
+    checks_every_address: bool = False
+    """Whether the egress policy is asked immediately before each connect.  Otherwise tenants cannot
+    use the destination."""

@@ -7,7 +7,7 @@ from base64 import b64decode, b64encode
 from typing import TYPE_CHECKING, Protocol
 
 from outbox.core.brokers.message import CREDENTIALS_HEADER
-from outbox.core.model.destination import broker_of
+from outbox.core.model.destination import is_stream
 from outbox.destinations.broker import BrokerAddress
 from outbox.errors import UsageError
 from outbox.network.tls import Tls
@@ -20,10 +20,9 @@ if TYPE_CHECKING:
 
 BROKER_TIMEOUT_S_MAX = 60.0
 """Longest time-out of a call to a broker, and so the time for which its server can hold one."""
-CREDS_HEADER = "-----BEGIN NATS USER JWT-----"
 CREDENTIALS_FORMS = (
-    '"Authorization: Basic <base64 of user:password>", "Authorization: Bearer <token>", or for '
-    'NATS "Authorization: Creds <base64 of a .creds file>"'
+    '"Authorization: Basic <base64 of user:password>", "Authorization: Bearer <token>" or '
+    '"Authorization: Creds <base64 of a file of credentials>"'
 )
 
 
@@ -52,7 +51,7 @@ class BrokerSettings(Protocol):
 
 def broker_address(endpoint: BrokerSettings) -> BrokerAddress | None:
     """The address of an endpoint's broker; None: its destination is an HTTP receiver."""
-    if broker_of(endpoint.url) is None:
+    if not is_stream(endpoint.url):
         return None
     credentials, problem = None, None
     try:
@@ -108,18 +107,17 @@ def credentials_header(text: str, name: str = "FILE") -> str:
     """The value of the header Authorization for credentials; `credentials_of` reads it.
 
     Args:
-        text: `user:password`, a token, or the content of a `.creds` file.
+        text: `user:password`, a token, or the content of a file of credentials, which has several
+            lines.
         name: the name of the field or argument, for the error message.
 
     Raises:
-        UsageError: the text is empty, or has several lines and is no such file.
+        UsageError: the text is empty, or has control characters.
     """
-    if CREDS_HEADER in text:
+    if not text or not all(line.isprintable() for line in text.splitlines()):
+        raise UsageError(f"{name}: must be user:password, a token, or a file of credentials")
+    if len(text.splitlines()) > 1:
         return f"Creds {b64encode(text.encode()).decode()}"
-    if not text or not text.isprintable():
-        raise UsageError(
-            f"{name}: must have one line, user:password or a token, or be a .creds file"
-        )
     if ":" in text:
         return f"Basic {b64encode(text.encode()).decode()}"
     return f"Bearer {text}"

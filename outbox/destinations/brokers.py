@@ -1,82 +1,75 @@
-"""Brokers by the scheme of an endpoint's URL.
-
-Each client library is an extra of the package, imported when the first endpoint needs it.
-"""
+"""Stream destinations by the scheme of an endpoint's URL."""
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
 from outbox.core.brokers.port import Appended, Capabilities, Stop, StopKind
-from outbox.core.model.destination import broker_of
-from outbox.destinations.broker import BrokerFinding
+from outbox.core.model.destination import check_url_text, is_stream, scheme_of
+from outbox.core.model.text import quoted
+from outbox.destinations.broker import BrokerFinding, Destination
 from outbox.destinations.guarded_broker import GuardedBroker
 from outbox.errors import OutboxError, UsageError
 from outbox.network.dns import CachingResolver
+from outbox.plugins import DESTINATIONS, PluginUnusable, load
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from outbox.core.brokers.port import Message, Owner, Standing
-    from outbox.core.model.destination import BrokerName
     from outbox.destinations.broker import Broker, BrokerAddress
     from outbox.network.dns import Resolver
     from outbox.network.egress import EgressPolicy, Network
 
 
-class Target(Protocol):
-    """What a broker's URL names."""
+def find_destination(url: str) -> Destination:
+    """The destination that a URL's scheme names.
 
-    @property
-    def servers(self) -> Sequence[tuple[str, int]]:
-        """Host and port of each."""
-        ...
-
-    @property
-    def secure(self) -> bool: ...
-
-
-class Driver(NamedTuple):
-    """Where a broker's code is; its modules are imported when they are needed."""
-
-    client: str
-    """Module of the client library; the extra of the package has the broker's name."""
-    class_name: str
-    """Name of the class in the module `broker` of the broker's package."""
-    target: str
-    """Module that parses the URL; in the core if a consumer's reader parses the same."""
-    checks_every_address: bool = True
-    """Whether the egress policy is asked immediately before each connect.  Otherwise tenants must
-    not use the broker."""
-
-
-DRIVERS: dict[BrokerName, Driver] = {
-    "redis": Driver("redis", "RedisBroker", "outbox.core.brokers.redis_target"),
-    "nats": Driver("nats", "NatsBroker", "outbox.core.brokers.nats_target"),
-    "rabbitmq": Driver("rstream", "RabbitMqBroker", f"{__package__}.rabbitmq.target"),
-    "kafka": Driver(
-        "confluent_kafka",
-        "KafkaBroker",
-        f"{__package__}.kafka.target",
-        checks_every_address=False,
-    ),
-}
+    Raises:
+        PluginUnusable: nothing usable is installed for it; one line that begins with "url: ".
+    """
+    check_url_text(url)
+    scheme = scheme_of(url)
+    try:
+        found = load(DESTINATIONS, scheme)
+    except PluginUnusable as error:
+        raise PluginUnusable(f"url: {error}") from error
+    if not isinstance(found, Destination):
+        raise PluginUnusable(f"url: the plug-in for {scheme}:// is no Destination: {quoted(found)}")
+    return found
 
 
 def check_broker_url(url: str, policy: EgressPolicy, networks: tuple[Network, ...]) -> None:
-    """Validate the URL of a broker's endpoint; its client library need not be installed.
+    """Validate the URL of a stream destination; its client library need not be installed.
 
     Raises:
         UsageError: one line with the next step.
     """
-    name = broker_of(url)
-    if name is None or name not in DRIVERS:
-        raise UsageError(f"url: {name} is not supported; there are {', '.join(DRIVERS)}")
-    parse: Callable[[str], Target] = import_module(DRIVERS[name].target).parse_url
-    target = parse(url)
+    target = find_destination(url).parse_url(url)
     for host, port in target.servers:
         policy.check_broker(host, port, networks, tls=target.secure)
+
+
+def is_same_stream(url: str, other_url: str) -> bool:
+    """Whether two URLs name the same streams, maybe by other servers.
+
+    Raises:
+        UsageError: one of them is not valid, or nothing usable is installed for it.
+    """
+    if not (is_stream(url) and is_stream(other_url)):
+        return False
+    found, other = find_destination(url), find_destination(other_url)
+    return found is other and found.parse_url(url).streams == found.parse_url(other_url).streams
+
+
+def require_for_tenant(url: str) -> None:
+    """Require that a tenant may use the destination.
+
+    Raises:
+        UsageError: it does not ask the egress policy for each of its connections.
+    """
+    if is_stream(url) and not find_destination(url).checks_every_address:
+        raise UsageError(f"url: a tenant token cannot use {scheme_of(url)}://; ask an operator")
 
 
 class Brokers:
@@ -94,36 +87,15 @@ class Brokers:
             return UnusableBroker(str(error))
 
     def _connect(self, address: BrokerAddress) -> Broker:
-        name = broker_of(address.url)
-        assert name is not None
         if address.problem is not None:
             raise UsageError(address.problem)
         check_broker_url(address.url, self._policy, address.networks)
-        require_client(name)
-        module = import_module(f"{__package__}.{name}.broker")
-        broker: Broker = getattr(module, DRIVERS[name].class_name)(
-            address, self._policy, self._resolver
-        )
-        return GuardedBroker(broker)
+        connect = find_destination(address.url).connect
+        return GuardedBroker(connect(address, self._policy, self._resolver))
 
     async def aclose(self) -> None:
         """Close what the brokers share; they are closed by their owners."""
         await self._resolver.aclose()
-
-
-def require_client(name: BrokerName) -> None:
-    """Check that the client library of a broker is installed.
-
-    Raises:
-        UsageError: it is not; one line with the command that installs it.
-    """
-    try:
-        import_module(DRIVERS[name].client)
-    except ImportError:
-        raise UsageError(
-            f"url: the client library for {name} is missing; run: pip install "
-            f'"outbox-relay[{name}]"'
-        ) from None
 
 
 class UnusableBroker:
@@ -146,7 +118,9 @@ class UnusableBroker:
 
     async def check(self, lanes: Sequence[str]) -> list[BrokerFinding]:
         return [
-            BrokerFinding(True, self._stop.detail, "correct the endpoint, or install the client")
+            BrokerFinding(
+                True, self._stop.detail, "correct the endpoint, or install what is missing"
+            )
         ]
 
     async def aclose(self) -> None:

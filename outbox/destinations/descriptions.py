@@ -1,11 +1,11 @@
-"""Descriptions of the destinations that an endpoint's URL may name, for a form."""
+"""Descriptions of the destinations that an endpoint's URL may name, for forms and help texts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outbox.core.model.destination import BROKER_SCHEMES, BrokerName
-from outbox.destinations.brokers import DRIVERS
+from outbox.destinations.broker import Destination
+from outbox.plugins import DESTINATIONS, PluginUnusable, installed, load
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +13,7 @@ class DestinationDescription:
     """A kind of destination."""
 
     name: str
-    """`http`, or a broker."""
+    """`http`, or the first scheme of a stream destination."""
     title: str
     schemes: tuple[str, ...]
     """The schemes of its URLs."""
@@ -29,44 +29,24 @@ _HTTP = DestinationDescription(
     "https://example.com/hooks",
     "A request for each delivery. Plain http is for allowed networks only.",
 )
-_BROKERS: dict[BrokerName, tuple[str, str, str]] = {
-    "redis": (
-        "Redis or Valkey",
-        "rediss://redis.example.com/orders",
-        "A stream for each lane: the path begins its key. rediss and valkeys use TLS; ?db=2 "
-        "selects a database.",
-    ),
-    "nats": (
-        "NATS JetStream",
-        "nats+tls://nats.example.com/orders?stream=ORDERS",
-        "A subject for each lane: the path begins it. A JetStream stream must have these subjects; "
-        "nats+tls uses TLS.",
-    ),
-    "rabbitmq": (
-        "RabbitMQ Streams",
-        "rabbitmq-stream+tls://rabbitmq.example.com/orders",
-        "A stream for each lane: the path begins its name. ?create=1 creates it; ?vhost=v selects "
-        "a virtual host.",
-    ),
-    "kafka": (
-        "Kafka",
-        "kafka+tls://kafka.example.com:9093/orders",
-        "A topic, with a partition for each lane. ?sasl=scram-sha-512 selects how credentials are "
-        "sent.",
-    ),
-}
 
 
 def describe_destinations(*, for_tenant: bool = False) -> tuple[DestinationDescription, ...]:
-    """Describe all kinds of destinations, HTTP first.
+    """Describe all kinds of destinations that can be used here, HTTP first.
 
     Args:
         for_tenant: only those that a tenant's token can use.
     """
-    brokers = []
-    for name, (title, example, text) in _BROKERS.items():
-        if for_tenant and not DRIVERS[name].checks_every_address:
+    schemes: dict[Destination, list[str]] = {}
+    for scheme in installed(DESTINATIONS):
+        try:
+            found = load(DESTINATIONS, scheme)
+        except PluginUnusable:
             continue
-        schemes = tuple(scheme for scheme, broker in BROKER_SCHEMES.items() if broker == name)
-        brokers.append(DestinationDescription(name, title, schemes, example, text))
-    return (_HTTP, *brokers)
+        if isinstance(found, Destination) and (found.checks_every_address or not for_tenant):
+            schemes.setdefault(found, []).append(scheme)
+    described = [
+        DestinationDescription(names[0], each.title, tuple(names), each.example, each.help)
+        for each, names in schemes.items()
+    ]
+    return (_HTTP, *sorted(described, key=lambda each: each.title))

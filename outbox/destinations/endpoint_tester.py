@@ -11,7 +11,7 @@ from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from outbox.core.model.destination import broker_of
+from outbox.core.model.destination import is_stream
 from outbox.core.model.stored_response import generalize_elapsed_s
 from outbox.destinations import endpoint_test
 from outbox.destinations.broker_check import run_broker_test
@@ -70,7 +70,7 @@ class EndpointTester:
         """
         with self._slot(tenant):
             started_at = asyncio.get_running_loop().time()
-            if broker_of(endpoint.url) is not None:
+            if is_stream(endpoint.url):
                 async with asyncio.timeout(TEST_S):
                     result = await run_broker_test(endpoint, self._policy)
             else:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from outbox.core.model.destination import broker_of
+from outbox.core.model.destination import is_stream
 from outbox.destinations.broker_address import BROKER_TIMEOUT_S_MAX, find_credentials
 from outbox.destinations.brokers import check_broker_url
 from outbox.errors import UsageError
@@ -68,7 +68,7 @@ def check_reachable(
     route = (wanted.url, wanted.allow_networks)
     if current is None or route != (current.url, current.allow_networks):
         check_url(wanted.url, policy, _networks(wanted))
-    if broker_of(wanted.url) is None:
+    if not is_stream(wanted.url):
         return
     if current is None or wanted.headers != current.headers:
         find_credentials(wanted.headers.items())
@@ -85,7 +85,7 @@ def check_url(url: str, policy: EgressPolicy, networks: tuple[Network, ...]) -> 
     Raises:
         UsageError: the URL is refused; one line with the next step.
     """
-    if broker_of(url) is None:
+    if not is_stream(url):
         policy.check_url(url, networks)
     else:
         check_broker_url(url, policy, networks)
@@ -95,7 +95,7 @@ def explain_url_rejection(
     url: str, policy: EgressPolicy, networks: tuple[Network, ...] = ()
 ) -> str | None:
     """Why a URL is refused; None: it is allowed."""
-    if broker_of(url) is None:
+    if not is_stream(url):
         return policy.refusal_of_url(url, networks)
     try:
         check_broker_url(url, policy, networks)

@@ -35,7 +35,7 @@ class GuardedBroker:
         try:
             return await self.driver.open(lane, owner, after, receipt, force=force)
         except Exception as error:
-            return _unexpected(error)
+            return self._unexpected(error)
 
     async def append(
         self, lane: str, owner: Owner, after: int, messages: Sequence[Message]
@@ -43,26 +43,26 @@ class GuardedBroker:
         try:
             return await self.driver.append(lane, owner, after, messages)
         except Exception as error:
-            return Appended(after, _unexpected(error))
+            return Appended(after, self._unexpected(error))
 
     async def check(self, lanes: Sequence[str]) -> list[BrokerFinding]:
         try:
             return await self.driver.check(lanes)
         except Exception as error:
-            what = _unexpected(error).detail
+            what = self._unexpected(error).detail
             return [BrokerFinding(True, what, "check that the URL is that of such a broker")]
 
     async def aclose(self) -> None:
         await self.driver.aclose()
 
-
-def _unexpected(error: Exception) -> Stop:
-    # Without the error's text, which may be anything that the server has sent.
-    *_, place = (
-        f"{frame.f_globals['__name__']}:{line}"
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if frame.f_globals["__name__"].startswith("outbox.")
-    )
-    what = f"{type(error).__name__} at {place}"
-    text = f"the response has an unexpected form, or the driver has a defect ({what})"
-    return Stop(StopKind.UNKNOWN, text)
+    def _unexpected(self, error: Exception) -> Stop:
+        # Without the error's text, which may be anything that the server has sent.
+        own = {__package__.partition(".")[0], type(self.driver).__module__.partition(".")[0]}
+        *_, place = (
+            f"{name}:{line}"
+            for frame, line in traceback.walk_tb(error.__traceback__)
+            if (name := frame.f_globals["__name__"]).partition(".")[0] in own
+        )
+        what = f"{type(error).__name__} at {place}"
+        text = f"the response has an unexpected form, or the driver has a defect ({what})"
+        return Stop(StopKind.UNKNOWN, text)

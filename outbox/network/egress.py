@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from yarl import URL
 
-from outbox.core.model.destination import BROKER_SCHEMES, check_url_text
+from outbox.core.model.destination import check_url_text
 from outbox.core.model.text import quoted
 from outbox.errors import UsageError
 
@@ -254,7 +254,7 @@ class EgressPolicy:
         if url.scheme not in ("https", "http"):
             raise UsageError(
                 "url: must start with https://, with http:// for an address in a network that is "
-                f"opened {_BY}, or with the scheme of a broker: {', '.join(BROKER_SCHEMES)}"
+                f"opened {_BY}, or with the scheme of a stream destination"
             )
         if not url.raw_host:
             raise UsageError("url: has no host; use a form such as https://example.com/path")

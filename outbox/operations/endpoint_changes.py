@@ -18,8 +18,9 @@ import asyncpg
 from outbox.core.delivery.ed25519 import KEY_BYTES, format_private_key
 from outbox.core.delivery.signature import format_secret, parse_signing_key
 from outbox.core.model import endpoint_config
-from outbox.core.model.destination import broker_of, stream_of
+from outbox.core.model.destination import is_stream
 from outbox.core.sequencing.partition_window import unsequenced_ids
+from outbox.destinations.brokers import is_same_stream
 from outbox.errors import Conflict, UsageError
 from outbox.operations import endpoint_writes
 from outbox.operations.endpoint_writes import REQUIRE_STATES
@@ -286,9 +287,9 @@ def check_streams_kept(old: EndpointSettings, new: EndpointSettings) -> None:
     Raises:
         UsageError: it does not; one line with the next step.
     """
-    if broker_of(old.url) is None and broker_of(new.url) is None:
+    if old.url == new.url or not (is_stream(old.url) or is_stream(new.url)):
         return
-    if stream_of(old.url) != stream_of(new.url):
+    if not is_same_stream(old.url, new.url):
         raise UsageError(
             "url: an endpoint cannot move between streams, or between a broker and HTTP, because "
             "its sequences go on; add another endpoint, and remove this one when it has delivered"

@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.brokers.message import CREDENTIALS_HEADER
-from outbox.core.model.destination import broker_of
+from outbox.core.model.destination import is_stream
+from outbox.destinations.broker_address import credentials_of
+from outbox.destinations.brokers import find_destination
 from outbox.errors import UsageError
 from outbox.operations.endpoint_changes import update_endpoint
 from outbox.store.connection.secrets import CLEAR
@@ -45,16 +47,19 @@ async def set_credentials(
 
     Raises:
         NotFound: no endpoint has this name.
-        UsageError: its destination is an HTTP receiver.
+        UsageError: its destination is an HTTP receiver, has no plug-in here, or takes no such
+            credentials.
         Locked: the vault lacks the key in use.
     """
 
     def edit(current: EndpointSettings) -> EndpointSettings:
-        if broker_of(current.url) is None:
+        if not is_stream(current.url):
             raise UsageError(
                 f'endpoint "{name}" has no broker; for an HTTP receiver: outbox endpoint update '
                 "--header"
             )
+        if value is not None:
+            find_destination(current.url).check_credentials(credentials_of(value))
         kept = {n: v for n, v in current.headers.items() if n.lower() != CREDENTIALS_HEADER}
         added = {} if value is None else {"Authorization": value}
         return replace(current, headers=kept | added)

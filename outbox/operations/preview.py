@@ -12,7 +12,7 @@ from outbox.core.delivery.batch import prepare_request
 from outbox.core.delivery.message import encode_body
 from outbox.core.delivery.signature import SIGNATURE_HEADER
 from outbox.core.model.delivery import Delivery
-from outbox.core.model.destination import broker_of
+from outbox.core.model.destination import is_stream
 from outbox.core.model.headers import parse_lines
 from outbox.core.model.ids import lane_name
 from outbox.errors import Conflict, NotFound
@@ -140,7 +140,7 @@ async def preview_request(
         backfill_id=place.backfill_id,
         content_type=event["content_type"],
     )
-    if broker_of(endpoint.url) is not None:
+    if is_stream(endpoint.url):
         return _preview_message(endpoint, delivery, place, is_sequenced=found is not None)
     prepared = prepare_request(
         endpoint,

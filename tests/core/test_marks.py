@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 READERS = (
     "outbox/receiver",
-    "outbox/destinations/kafka",
-    "outbox/destinations/nats",
-    "outbox/destinations/rabbitmq",
-    "outbox/destinations/redis",
+    "packages/brokers/outbox_brokers/kafka",
+    "packages/brokers/outbox_brokers/nats",
+    "packages/brokers/outbox_brokers/rabbitmq",
+    "packages/brokers/outbox_brokers/redis",
     "outbox/core/brokers",
     "outbox/core/delivery/signature.py",
     "outbox/core/delivery/signed_metadata.py",

@@ -21,8 +21,8 @@ KNOWN = {
     "outbox/django/publishing.py": ["getattr(_from_testcase)"],
     # Neither client lets its caller open the connection, where the egress policy is asked.
     # Neither library bounds what a server's bytes cost.
-    "outbox/destinations/rabbitmq/frames.py": ["rstream.encoding._decode_struct"],
-    "outbox/destinations/nats/connection.py": [
+    "packages/brokers/outbox_brokers/rabbitmq/frames.py": ["rstream.encoding._decode_struct"],
+    "packages/brokers/outbox_brokers/nats/connection.py": [
         "_Client._process_headers overrides nats's",
         "_Client._process_info overrides nats's",
         "_Client._ps overrides nats's",
@@ -34,12 +34,12 @@ KNOWN = {
         "._pending_data_size",
         "._server_info",
     ],
-    "outbox/destinations/redis/connection.py": [
+    "packages/brokers/outbox_brokers/redis/connection.py": [
         "_OwnStreams._reader overrides redis's",
         "_OwnStreams._connect overrides redis's",
         "_OwnStreams._writer overrides redis's",
     ],
-    "outbox/receiver/streams/nats_source.py": ["client._transport"],
+    "packages/brokers/outbox_brokers/nats/source.py": ["client._transport"],
     "outbox/store/connection/connect.py": ["getattr(_transport)"],
     "outbox/store/connection/pgbouncer.py": [
         "PooledWorker._cancel_current_command overrides asyncpg's"

@@ -31,7 +31,7 @@ export async function setCredentials(endpoint, are) {
   const form = await confirm(`Credentials of ${endpoint}`, [
     h("p", null, "How the relay authenticates itself to the broker. They are not shown again."),
     field("Credentials", h("textarea", { name: "credentials", rows: 3, spellcheck: "false", required: !are }),
-      `user:password, a token, or the content of a .creds file of NATS.${are ? " Leave empty to remove them." : ""}`)], { yes: "Save" });
+      `user:password, a token, or the content of a file that the broker takes, such as .creds.${are ? " Leave empty to remove them." : ""}`)], { yes: "Save" });
   if (!form) return;
   const credentials = form.credentials.trim();
   await runAction(() => (credentials ? put(path(endpoint, "credentials"), { credentials }) : remove(path(endpoint, "credentials"))),

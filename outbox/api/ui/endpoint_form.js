@@ -24,7 +24,7 @@ export function endpointForm({ settings, destinations }, values) {
   const select = h("select", { onchange: () => { destination = destinations.find((each) => each.name === select.value); update(); } },
     destinations.map((each) => h("option", { value: each.name, selected: each === destination }, each.title)));
   const words = h("small");
-  const credentials = field("Credentials", h("input", { name: "credentials", type: "password", autocomplete: "off" }), "user:password or a token; stored and not shown again. Set a .creds file of NATS on the endpoint's page.");
+  const credentials = field("Credentials", h("input", { name: "credentials", type: "password", autocomplete: "off" }), "user:password or a token; stored and not shown again. Set a file of credentials on the endpoint's page.");
   const ed25519 = h("div", { class: "field" },
     h("label", { class: "pick" }, h("input", { type: "checkbox", name: "ed25519" }), "Ed25519 signature"),
     h("small", null, "Sign with an Ed25519 key instead of a shared secret; the receiver gets the public key."));

@@ -28,7 +28,7 @@ def _show(done: CredentialsChange) -> None:
     epilog="""\b
 Examples:
   outbox endpoint credentials audit audit.credentials    one line, user:password or a token
-  outbox endpoint credentials audit - < nats.creds       a .creds file of NATS
+  outbox endpoint credentials audit - < user.creds       a file, if the broker takes one
   outbox endpoint credentials audit --remove
 
 They are the endpoint's header Authorization: outbox apply keeps them, and outbox rekey
@@ -44,8 +44,9 @@ def credentials(
 ) -> CredentialsChange:
     """Set the credentials for the broker of an endpoint.
 
-    FILE has user:password, a token, or a .creds file of NATS. With OUTBOX_KEY they are stored
-    encrypted. They are not shown again, and are in no message.
+    FILE has user:password, a token, or the content of a file that the broker takes, such as
+    .creds. With OUTBOX_KEY they are stored encrypted. They are not shown again, and are in no
+    message.
     """
     if remove == (file is not None):
         raise UsageError("give a FILE with the credentials, or --remove")

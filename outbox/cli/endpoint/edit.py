@@ -18,9 +18,10 @@ from outbox.cli.endpoint.group import command
 from outbox.cli.endpoint.options import Command, edit_options, new_options
 from outbox.cli.output import emit_pairs, print_changed
 from outbox.core.delivery.ed25519 import PUBLIC_PREFIX
-from outbox.core.model.destination import broker_of
+from outbox.core.model.destination import is_stream
 from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.model.text import count
+from outbox.destinations.descriptions import describe_destinations
 from outbox.destinations.endpoint_validation import (
     check_settings,
     is_open_without_setting,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def _show_added(added: NewEndpoint) -> None:
-    if broker_of(added.url) is not None:
+    if is_stream(added.url):
         # Messages of a broker are not signed.
         fields = ("id", "name", "url", "types", "lanes")
         emit_pairs([(each, getattr(added, each)) for each in fields])
@@ -72,8 +73,17 @@ def _show_updated(done: Updated) -> None:
         print_changed(done.changed, indent=2)
 
 
+class _Add(Command):
+    """Its help lists the destinations that are installed."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Destinations"):
+            formatter.write_dl([(each.title, each.example) for each in describe_destinations()])
+        super().format_epilog(ctx, formatter)
+
+
 @command.command(
-    cls=Command,
+    cls=_Add,
     epilog="""\b
 Examples:
   outbox endpoint add billing https://example.com/hooks --type "order.*"
@@ -81,7 +91,6 @@ Examples:
   outbox endpoint add large https://example.com/ --filter "@.total > 1000" --retry patient
   outbox endpoint add crm https://example.com/in --headers-file crm.headers
   OUTBOX_ALLOW_NETWORKS=127.0.0.0/8 outbox endpoint add dev http://127.0.0.1:8080/
-  outbox endpoint add bus nats+tls://nats.example.com/orders --lanes 8
 """,
 )
 @click.argument("name")
@@ -99,8 +108,8 @@ def add(
     """Add an endpoint, and show its signing secret once.
 
     The endpoint receives events published from now on. Without a running relay, it
-    also receives events that are not sequenced yet. URL may name a stream of a broker:
-    redis, nats, rabbitmq-stream or kafka; its messages are not signed.
+    also receives events that are not sequenced yet. URL may name the streams of a
+    broker, whose messages are not signed.
     """
     endpoint_settings = EndpointSettings(name=name, url=url, **given)
     check_settings(endpoint_settings, policy_of(settings))

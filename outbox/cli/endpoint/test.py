@@ -9,7 +9,7 @@ import click
 from outbox.cli.common import print_result, run_async, run_operation
 from outbox.cli.endpoint.group import command
 from outbox.cli.output import emit_pairs
-from outbox.core.model.destination import broker_of
+from outbox.core.model.destination import is_stream
 from outbox.destinations.endpoint_validation import policy_of
 from outbox.store.connection.secrets import Vault
 from outbox.store.delivery import endpoints
@@ -39,7 +39,7 @@ def _show(result: EndpointTestResult) -> None:
 
 
 def _is_failed(result: EndpointTestResult) -> bool:
-    if broker_of(result.url) is not None:
+    if is_stream(result.url):
         return "failure" in result.response
     return not 200 <= result.response.get("status", 0) <= 299
 
@@ -74,7 +74,7 @@ async def _send(settings: Settings, endpoint: endpoints.Endpoint) -> EndpointTes
     from outbox.destinations.endpoint_test import send_test_delivery
     from outbox.destinations.http.transport import HttpTransport
 
-    if broker_of(endpoint.url) is not None:
+    if is_stream(endpoint.url):
         return await run_broker_test(endpoint, policy_of(settings))
     transport = HttpTransport(policy_of(settings), proxy=settings.outbound_proxy)
     try:

@@ -3,31 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
-from urllib.parse import parse_qsl, urlsplit
 
 from outbox.errors import UsageError
 
 URL_CHARS_MAX = 2048
 _SENDABLE = re.compile(r"[\x21-\x7e]+")
 
-BrokerName = Literal["redis", "nats", "rabbitmq", "kafka"]
-
-BROKER_SCHEMES: dict[str, BrokerName] = {
-    "redis": "redis",
-    "rediss": "redis",
-    "valkey": "redis",
-    "valkeys": "redis",
-    "nats": "nats",
-    "nats+tls": "nats",
-    "rabbitmq-stream": "rabbitmq",
-    "rabbitmq-stream+tls": "rabbitmq",
-    "kafka": "kafka",
-    "kafka+tls": "kafka",
-}
-
-STREAM_OPTIONS = frozenset({"db", "stream", "vhost"})
-"""Options of a broker's URL that name its streams; the others say how to use them."""
+_OF_HTTP = ("", "http", "https")
 
 
 def check_url_text(url: str) -> None:
@@ -45,18 +27,16 @@ def check_url_text(url: str) -> None:
         )
 
 
-def broker_of(url: str) -> BrokerName | None:
-    """The broker that a URL names; None: the destination is an HTTP receiver."""
+def scheme_of(url: str) -> str:
+    """The scheme of a URL, in lower case; empty if it has none."""
     scheme, separator, _ = url.partition("://")
-    return BROKER_SCHEMES.get(scheme.lower()) if separator else None
+    return scheme.lower() if separator else ""
 
 
-def stream_of(url: str) -> tuple[str, ...]:
-    """What names the streams of a broker's URL: broker, path and some options.
+def is_stream(url: str) -> bool:
+    """Whether the destination keeps what it gets in streams, as brokers do.
 
-    The same streams may be reached by another host, name or TLS setting.
+    Everything but HTTP does.  The scheme alone decides: an endpoint stays what it is where nothing
+    is installed that delivers to it.
     """
-    parts = urlsplit(url)
-    options = parse_qsl(parts.query, keep_blank_values=True)
-    named = sorted(f"{name}={value}" for name, value in options if name in STREAM_OPTIONS)
-    return broker_of(url) or "", parts.path, *named
+    return scheme_of(url) not in _OF_HTTP

@@ -12,7 +12,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from outbox.core.model import setting_types
-from outbox.core.model.destination import broker_of
+from outbox.core.model.destination import is_stream
 from outbox.core.model.headers import DEFAULT_PREFIX, normalize_name, relay_headers, size_warning
 from outbox.core.model.message_format import BATCH_MAX, DEFAULT_SOURCE, UNBATCHED, FormatName
 from outbox.core.model.retry_policy import PRESETS, STANDARD, RetryPolicy
@@ -125,8 +125,8 @@ class EndpointSettings:
         metadata=_metadata(
             setting_types.Url(),
             _REQUESTS,
-            "URL of the receiver, also for pending deliveries; or of a broker's stream, such as "
-            "redis://host/stream or nats://host/subject.",
+            "URL of the receiver, also for pending deliveries; or of the streams of a "
+            "broker, whose plug-in is installed.",
         )
     )
     types: tuple[str, ...] = field(
@@ -360,7 +360,7 @@ class EndpointSettings:
             raise UsageError("tenant: an endpoint is for one tenant or for all, not both")
         if self.batch_max is not None and self.format in UNBATCHED:
             raise UsageError(f"batch_max: the format {self.format} has one delivery per request")
-        if broker_of(self.url) is not None:
+        if is_stream(self.url):
             for name in HTTP_ONLY:
                 if (each := SETTINGS[name]).public(self) != each.public_default:
                     raise UsageError(f"{name}: is for HTTP receivers; a broker has no such setting")
@@ -378,7 +378,7 @@ class EndpointSettings:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What receivers may refuse, although it is allowed."""
-        warning = size_warning(self.headers) if broker_of(self.url) is None else None
+        warning = size_warning(self.headers) if not is_stream(self.url) else None
         return () if warning is None else (f"headers: {warning}",)
 
     def to_dict(self) -> dict[str, Any]:

@@ -95,15 +95,15 @@ def normalize_name(name: str) -> str:
 _MARKS = relay_headers(DEFAULT_PREFIX) | frozenset(
     {
         "content-type",
-        # The field of a Redis entry that has the body.
+        # The field of an entry that has the body.
         "body",
-        # In a message of NATS, the end of a pull.
+        # In a broker's message, the end of a pull.
         "description",
         "status",
     }
 )
-_MARK_PREFIXES = ("outbox-", "x-outbox-", "webhook-", "ce-", "nats-")
-"""Control entries, signatures, attributes of CloudEvents, commands to a NATS server."""
+_MARK_PREFIXES = ("outbox-", "x-outbox-", "webhook-", "ce-")
+"""Control entries, signatures, attributes of CloudEvents."""
 _POSITION_SUFFIXES = (
     "-lane",
     "-lane-ends",
@@ -117,7 +117,7 @@ _POSITION_SUFFIXES = (
 A receiver that accepts several prefixes recognizes by the lane which one a delivery has.
 """
 _MARKS_OF_RELAY = relay_headers(DEFAULT_PREFIX) | {"body", "content-type", "outbox-control"}
-_MARK_PREFIXES_OF_RELAY = ("webhook-", "ce-", "nats-")
+_MARK_PREFIXES_OF_RELAY = ("webhook-", "ce-")
 """What an endpoint may not set either: a request or message has it already."""
 _RESERVED = frozenset(
     {

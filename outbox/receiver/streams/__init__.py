@@ -2,8 +2,7 @@
 
 entries         messages of any broker, parsed
 generations     which lanes may be read now: sans-IO
-source          what a reader needs of a broker
-redis, nats     the two brokers that have one
+source          what a reader needs of a broker, and how its plug-in is found
 lane_reader     reads one lane, in order
 receiver        `StreamReceiver`: finds the lanes and reads them
 """

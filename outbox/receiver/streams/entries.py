@@ -79,8 +79,8 @@ def read_message(
     `Inbox.receive_async`.
 
     Args:
-        headers: the message's headers, names in any case; values may be bytes, as of Kafka.  Of
-            Redis, the fields of the entry; `body` among them is ignored.
+        headers: the message's headers, names in any case; values may be bytes.  Of
+            an entry that has fields, its fields; `body` among them is ignored.
         body: the message's body.
         header_prefix: prefix of the endpoint's header names.
         parse: parses the JSON text of a payload when `Message.data` is read; None: orjson, without

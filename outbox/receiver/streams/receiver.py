@@ -73,7 +73,7 @@ class ReadFailed(OutboxError):
 class StreamReceiver:
     """Reads the streams of an endpoint, and processes each event once and in order.
 
-        reader = StreamReceiver("redis://127.0.0.1:6379/audit", pool)
+        reader = StreamReceiver(os.environ["AUDIT_STREAM"], pool)
 
         @reader.on("order.paid")
         async def paid(delivery, connection): ...
@@ -89,8 +89,7 @@ class StreamReceiver:
     is a standby and not a share of the work.
 
     Args:
-        url: the endpoint's URL: `redis://host/stream`, `nats://host/subject`, or with TLS
-            `rediss://` and `nats+tls://`.
+        url: the endpoint's URL.
         database: the database of the effects, as of `AsyncReceiver`.
         inbox: table prefix and retention; see `Inbox`.
         credentials: `user:password`, a token, or the content of a `.creds` file.
@@ -111,7 +110,8 @@ class StreamReceiver:
         meter_provider: OpenTelemetry MeterProvider; None selects the global one.
 
     Raises:
-        UsageError: an argument is not valid, or the client library is missing.
+        UsageError: an argument is not valid, no reader is installed for the URL's scheme, or its
+            client library is missing.
     """
 
     def __init__(

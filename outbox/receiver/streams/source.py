@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ssl
 from dataclasses import dataclass
-from importlib import import_module
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
-from outbox.core.model.destination import broker_of
+from outbox.core.model.destination import check_url_text, scheme_of
 from outbox.errors import OutboxError, UsageError
+from outbox.plugins import STREAMS, PluginUnusable, load
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from outbox.receiver.streams.entries import Headers
 
-_CLIENTS = {"redis": ("redis", "RedisSource"), "nats": ("nats", "NatsSource")}
-"""Client library and source class by broker; the package's extra has the broker's name."""
 _PEM = "-----BEGIN "
 
 
@@ -96,27 +94,23 @@ class SourceOptions:
             raise UsageError(f"ca: must be a PEM file or its content: {error}") from None
 
 
+SourceFactory: TypeAlias = "Callable[[SourceOptions], Callable[[], StreamSource]]"
+"""A plug-in: it checks the options, and returns a function that makes a source."""
+
+
 def source_factory(options: SourceOptions) -> Callable[[], StreamSource]:
     """Return a function that makes a source, which connects when it is used.
 
     Raises:
-        UsageError: the URL is not valid, its client library is missing, or its broker has no
-            reader.
+        UsageError: the URL is not valid, nothing that is installed reads it, or a client library is
+            missing.
     """
-    name = broker_of(options.url)
-    if name not in _CLIENTS:
-        raise UsageError(
-            "url: a reader exists for redis:// and nats://; messages of other brokers are parsed "
-            "with outbox.receiver.read_message"
-        )
-    client, class_name = _CLIENTS[name]
+    check_url_text(options.url)
     try:
-        import_module(client)
-    except ImportError:
-        raise UsageError(
-            f"url: the client library for {name} is missing; run: pip install "
-            f"'outbox-relay[{name}]'"
-        ) from None
-    kind = getattr(import_module(f"{__package__}.{name}_source"), class_name)
-    connect: Callable[[], StreamSource] = kind.factory(options)
-    return connect
+        factory: SourceFactory = load(STREAMS, scheme_of(options.url))
+    except PluginUnusable as error:
+        raise PluginUnusable(
+            f"url: no reader: {error}; messages that another client has read are parsed with "
+            "outbox.receiver.read_message"
+        ) from error
+    return factory(options)

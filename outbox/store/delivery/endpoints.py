@@ -16,7 +16,7 @@ from outbox.core.delivery.operational_events import ReportedState
 from outbox.core.delivery.signature import parse_signing_key
 from outbox.core.model import headers, retryable_statuses
 from outbox.core.model.delivery import epoch_seconds
-from outbox.core.model.destination import broker_of
+from outbox.core.model.destination import is_stream
 from outbox.core.model.endpoint_settings import TIMEOUT_S_MAX
 from outbox.core.model.ids import lane_name
 from outbox.core.model.message_format import DEFAULT_SOURCE, ENVELOPE, MessageFormat
@@ -264,7 +264,7 @@ def _endpoint(row: Any, vault: Vault) -> Endpoint:
         timeout_s=timeouts[1],
         in_flight_max=row["in_flight_max"],
         rate_per_s=row["rate_per_s"],
-        batch_max=row["batch_max"] if broker_of(row["url"]) is None else APPEND_MAX,
+        batch_max=row["batch_max"] if not is_stream(row["url"]) else APPEND_MAX,
         networks=networks,
         ca=row["ca"],
         identity=identity,

@@ -23,9 +23,9 @@ SIDES = ("drivers", "producers", "receiver", "store.schema", "testing")
 OTHERS = {
     "outbox.receiver.adapters.aiohttp": "aiohttp",
     "outbox.receiver.proxy": "aiohttp",
-    "outbox.receiver.streams.nats_source": "nats",
-    "outbox.receiver.streams.nats_transport": "nats",
-    "outbox.receiver.streams.redis_source": "redis",
+    "outbox_brokers.nats.source": "nats",
+    "outbox_brokers.nats.source_transport": "nats",
+    "outbox_brokers.redis.source": "redis",
     "outbox.testing.delivery_pass": "the relay",
     "outbox.testing.fixtures": "pytest",
     "outbox.testing.post": "aiohttp",

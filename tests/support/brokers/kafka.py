@@ -27,10 +27,10 @@ from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-def
 
 from outbox.core.brokers.port import Message, Owner
 from outbox.destinations.broker import Broker, BrokerAddress
-from outbox.destinations.kafka.broker import KafkaBroker
-from outbox.destinations.kafka.loops import SILENT
 from outbox.network.dns import CachingResolver
 from outbox.network.egress import EgressPolicy
+from outbox_brokers.kafka.broker import KafkaBroker
+from outbox_brokers.kafka.loops import SILENT
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence

@@ -179,7 +179,7 @@ class KilledKafka:
     async def start(self) -> None:
         from confluent_kafka.admin import AdminClient
 
-        from outbox.destinations.kafka.loops import SILENT
+        from outbox_brokers.kafka.loops import SILENT
 
         self._start()
         client = AdminClient({"bootstrap.servers": self._server}, logger=SILENT)
@@ -190,7 +190,7 @@ class KilledKafka:
         await until(lambda: asyncio.to_thread(responds), what="the server")
 
     async def streams(self, lanes: Collection[str]) -> Streams:
-        from outbox.destinations.kafka.target import partition_of
+        from outbox_brokers.kafka.target import partition_of
         from tests.support.brokers.kafka import read_records
 
         found: Streams = {}
@@ -255,7 +255,7 @@ async def killed_kafka(directory: Path, lanes: int) -> AsyncIterator[KilledBroke
     """A server of `OUTBOX_TEST_KAFKA_COMMAND`."""
     from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
 
-    from outbox.destinations.kafka.loops import SILENT
+    from outbox_brokers.kafka.loops import SILENT
 
     await asyncio.to_thread(directory.mkdir)
     port = free_port()

@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from outbox.destinations.broker import BrokerAddress
-from outbox.destinations.nats.broker import NatsBroker
 from outbox.network.dns import CachingResolver
+from outbox_brokers.nats.broker import NatsBroker
 from tests.support.brokers.nats import STREAM, SUBJECT
 from tests.support.brokers.rigs import LOOPBACK, PATIENT_S, Stored, proxied
 

@@ -187,7 +187,7 @@ class ValkeyRig:
         await resolver.aclose()
 
     def _make(self, port: int, timeout_s: float, resolver: CachingResolver) -> Broker:
-        from outbox.destinations.redis.broker import RedisBroker
+        from outbox_brokers.redis.broker import RedisBroker
 
         url = f"redis://127.0.0.1:{port}/events"
         return RedisBroker(BrokerAddress(url, timeout_s=timeout_s), LOOPBACK, resolver)

@@ -1,0 +1,23 @@
+"""Client libraries of brokers: each is an extra of this package, imported when it is used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from outbox.errors import UsageError
+from outbox.version import __version__
+
+
+def require_client(module: str, extra: str) -> None:
+    """Require that a client library is installed.
+
+    Raises:
+        UsageError: it is not; one line with the command that installs it.
+    """
+    try:
+        import_module(module)
+    except ImportError:
+        raise UsageError(
+            f"url: the client library for {extra} is missing; run: pip install "
+            f"'outbox-brokers[{extra}]=={__version__}'"
+        ) from None

@@ -1,0 +1,30 @@
+"""Readers of streams, for `outbox.receiver.StreamReceiver`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from outbox_brokers.client_library import require_client
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from outbox.receiver.streams.source import SourceOptions, StreamSource
+
+
+def redis_source(options: SourceOptions) -> Callable[[], StreamSource]:
+    """Reads streams of Redis and Valkey."""
+    return _factory("redis", "RedisSource", options)
+
+
+def nats_source(options: SourceOptions) -> Callable[[], StreamSource]:
+    """Reads subjects of NATS JetStream."""
+    return _factory("nats", "NatsSource", options)
+
+
+def _factory(name: str, class_name: str, options: SourceOptions) -> Callable[[], StreamSource]:
+    require_client(name, name)
+    module = import_module(f"{__package__}.{name}.source")
+    connect: Callable[[], StreamSource] = getattr(module, class_name).factory(options)
+    return connect

@@ -1,0 +1,5 @@
+from __future__ import annotations
+
+from tests.destinations.conftest import certificates
+
+__all__ = ["certificates"]
