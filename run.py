@@ -211,12 +211,13 @@ def install(wanted: list[str]) -> None:
 
     pip = [*find_pip(), "--python", str(PYTHON), "--disable-pip-version-check"]
     command = [*pip, "install", "--quiet"]
-    # In one command, because pip would look for the leaves in the index.  Their extras are brought by
-    # those of the first package: with other extras, pip takes the same leaf for another one.
+    # In one command, because pip would look for the leaves in the index. The first package's extras
+    # bring theirs: with other extras, pip takes the same leaf for another one.
     first, *leaves = project_files()
-    extras = tomllib.loads(first.read_text("utf-8"))["project"]["optional-dependencies"]
+    extras = tomllib.loads(first.read_text("utf-8"))["project"].get("optional-dependencies", {})
     chosen = [each for each in extras if each in FOR_UNIT or UNIT_ONLY not in wanted]
-    command += ["--editable", f"{first.parent}[{','.join(chosen)}]"]
+    suffix = f"[{','.join(chosen)}]" if chosen else ""
+    command += ["--editable", f"{first.parent}{suffix}"]
     for file in leaves:
         command += ["--editable", str(file.parent)]
     say("installing the packages of pyproject.toml (about a minute the first time)")

@@ -11,6 +11,7 @@ import pytest
 
 from outbox.errors import CannotRun
 from outbox.leaves import ADOPT, DEVTOOLS, Leaf
+from outbox.plugins import BROKERS
 from outbox.version import __version__
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def test_every_leaf_of_the_tree_has_the_licence_and_an_extra_that_installs_it() 
     licence = (ROOT / "LICENSE").read_bytes()
     assert all(file.with_name("LICENSE").read_bytes() == licence for file in files)
     there = {tomllib.loads(file.read_text())["project"]["name"] for file in files}
-    assert there == LEAVES.keys()
+    assert there == LEAVES.keys() | {BROKERS}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for leaf in LEAVES.values():
         (required,) = project["optional-dependencies"][leaf.extra]

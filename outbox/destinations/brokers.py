@@ -84,7 +84,7 @@ class Brokers:
         try:
             return self._connect(address)
         except OutboxError as error:
-            return UnusableBroker(str(error))
+            return UnusableBroker(str(error), lacks_plugin=isinstance(error, PluginUnusable))
 
     def _connect(self, address: BrokerAddress) -> Broker:
         if address.problem is not None:
@@ -103,8 +103,10 @@ class UnusableBroker:
 
     capabilities = Capabilities(compare=True, prefix=True, fence=True, position=True)
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, *, lacks_plugin: bool) -> None:
         self._stop = Stop(StopKind.MISCONFIGURED, reason)
+        self.lack = reason if lacks_plugin else None
+        """What is missing in this installation; None: the endpoint is configured wrongly."""
 
     async def open(
         self, lane: str, owner: Owner, after: int, receipt: str | None, *, force: bool = False

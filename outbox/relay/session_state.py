@@ -88,6 +88,8 @@ class RunningSession:
             return _blocked(stalled, stall.blocker or blocker)
         if (lacking := self.dispatcher.exhausted) is not None:
             return Readiness(ready=False, reason=f"{LACKS_RESOURCES}: {lacking}")
+        if (missing := self.dispatcher.missing_plugin) is not None:
+            return Readiness(ready=False, reason=f"an endpoint is held: {missing}")
         if isinstance(standby := self.watchdog.blocker("recording"), StandbyWait):
             # Ready: it keeps its lease, and no other relay could commit either.
             return replace(_blocked("attempts are not recorded", standby), ready=True)

@@ -74,6 +74,6 @@ async def test_the_credentials_of_a_broker_are_set_and_removed(
     assert await fetchval(database, names) == ["X-A"]
     refused = await api.request("PUT", path, {"credentials": "two\nlines"})
     assert refused.status == 422
-    assert refused.detail.startswith("credentials: must have one line")
+    assert refused.detail.startswith("credentials: must be one line here")
     refused = await api.request("PUT", "/v1/endpoints/shop/credentials", {"credentials": "a:b"})
     assert (refused.status, "has no broker" in refused.detail) == (422, True)

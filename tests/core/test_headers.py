@@ -114,7 +114,7 @@ def test_only_as_many_headers_as_an_event_may_have_are_checked(
 
 
 def test_the_operator_of_an_endpoint_may_set_what_a_publisher_may_not() -> None:
-    """Such as a token of its receiver; not what the relay sets itself, nor commands to NATS."""
+    """Such as a token of its receiver; not what the relay sets itself."""
     for name in ("X-Outbox-Token", "Status", "Outbox-Key"):
         assert header_problem(name, "1") is None, name
         assert event_header_problem(name, "1") is not None, name
@@ -122,7 +122,6 @@ def test_the_operator_of_an_endpoint_may_set_what_a_publisher_may_not() -> None:
         "outbox-control",
         "Outbox_Control",
         "body",
-        "Nats-TTL",
         "webhook-id",
         "ce-id",
         "X-Lane",

@@ -28,7 +28,7 @@ def _connect(
     """Make a broker.
 
     Args:
-        name: of the broker: of its folder here, and of the extra with its client library.
+        name: the broker's name, which its folder here and the extra with its client library have.
         client: module of the client library.
         class_name: in the module `broker` of the folder.
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 import pytest
 
-from outbox.core.model.destination import BROKER_SCHEMES
-from outbox.destinations.brokers import DRIVERS, check_broker_url
+from outbox.destinations.brokers import check_broker_url, find_destination
 from outbox.errors import UsageError
 from outbox.network.egress import EgressPolicy
+from outbox.plugins import DESTINATIONS, installed
+from outbox_brokers import plugins
 
 OPEN = EgressPolicy(["0.0.0.0/0", "::/0"])
-OPTION = {"redis": "db=1", "nats": "stream=S", "rabbitmq": "vhost=v", "kafka": "sasl=plain"}
+OPTION = {
+    plugins.REDIS.title: "db=1",
+    plugins.NATS.title: "stream=S",
+    plugins.RABBITMQ.title: "vhost=v",
+    plugins.KAFKA.title: "sasl=plain",
+}
 PORTS = {
     "redis": 6379,
     "rediss": 6379,
@@ -26,7 +31,7 @@ PORTS = {
     "kafka": 9092,
     "kafka+tls": 9093,
 }
-DECODES = ("redis", "rabbitmq")
+DECODES = (plugins.REDIS, plugins.RABBITMQ)
 """Their names may be percent-encoded."""
 
 REFUSED = {
@@ -82,14 +87,17 @@ REFUSED_BY_EGRESS = {
 }
 
 
+def test_every_scheme_has_its_port_here() -> None:
+    assert PORTS.keys() == installed(DESTINATIONS).keys()
+
+
 def with_scheme(scheme: str, rest: str) -> str:
-    option = OPTION[BROKER_SCHEMES[scheme]]
+    option = OPTION[find_destination(f"{scheme}://").title]
     return f"{scheme}://{rest.format(option=option, name=option.partition('=')[0])}"
 
 
 def parse(url: str) -> Any:
-    scheme = url.partition("://")[0].lower()
-    return import_module(DRIVERS[BROKER_SCHEMES[scheme]].target).parse_url(url)
+    return find_destination(url.partition("://")[0] + "://").parse_url(url)
 
 
 def cells(*tables: dict[str, str]) -> list[Any]:
@@ -123,7 +131,7 @@ def test_an_endpoint_cannot_have_such_a_url(url: str) -> None:
     check_message(refused.value)
 
 
-@pytest.mark.parametrize("scheme", BROKER_SCHEMES)
+@pytest.mark.parametrize("scheme", PORTS)
 @pytest.mark.parametrize(
     ("authority", "server"),
     [
@@ -146,20 +154,20 @@ def test_a_url_names_a_server(scheme: str, authority: str, server: tuple[str, in
         check_broker_url(url, OPEN, ())
 
 
-@pytest.mark.parametrize("scheme", BROKER_SCHEMES)
+@pytest.mark.parametrize("scheme", PORTS)
 def test_only_a_cluster_of_kafka_has_several_servers_in_its_url(scheme: str) -> None:
     url = f"{scheme}://a,[::1]:7/s"
-    if BROKER_SCHEMES[scheme] == "kafka":
+    if scheme.startswith("kafka"):
         assert parse(url).servers == (("a", PORTS[scheme]), ("::1", 7))
         return
     with pytest.raises(UsageError):
         parse(url)
 
 
-@pytest.mark.parametrize("scheme", BROKER_SCHEMES)
+@pytest.mark.parametrize("scheme", PORTS)
 def test_a_name_may_be_percent_encoded_if_it_may_have_such_characters(scheme: str) -> None:
     url = f"{scheme}://h/a%41%C3%B6"
-    if BROKER_SCHEMES[scheme] in DECODES:
+    if find_destination(f"{scheme}://") in DECODES:
         assert parse(url).stream == "aA\N{LATIN SMALL LETTER O WITH DIAERESIS}"
         return
     with pytest.raises(UsageError):

@@ -8,20 +8,23 @@ from typing import TYPE_CHECKING
 import pytest
 
 from outbox.core.brokers.port import Owner, Stop, StopKind
-from outbox.core.model.destination import BROKER_SCHEMES
 from outbox.destinations.broker import BrokerAddress
-from outbox.destinations.brokers import DRIVERS, Brokers, check_broker_url
+from outbox.destinations.brokers import Brokers, check_broker_url, is_same_stream
 from outbox.errors import UsageError
 from outbox.network.egress import EgressPolicy
+from outbox.plugins import DESTINATIONS, installed
+from outbox_brokers import plugins
 from tests.support.tiers import sampled
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+SCHEMES = list(installed(DESTINATIONS))
 OWNER = Owner("database", 1)
 CLOSED, LOOPBACK = EgressPolicy(), EgressPolicy(["127.0.0.0/8"])
 
-FIRST_SCHEMES = {name: scheme for scheme, name in reversed(BROKER_SCHEMES.items())}.values()
+CLIENTS = {"redis": "redis", "nats": "nats", "rabbitmq": "rstream", "kafka": "confluent_kafka"}
+"""Module of the client library by the extra that installs it."""
 
 
 @pytest.fixture
@@ -33,7 +36,7 @@ async def brokers() -> AsyncIterator[Brokers]:
 
 @pytest.mark.slow
 @pytest.mark.system
-@pytest.mark.parametrize("scheme", sampled(BROKER_SCHEMES, lambda scheme: scheme in FIRST_SCHEMES))
+@pytest.mark.parametrize("scheme", sampled(SCHEMES, lambda scheme: "+" not in scheme))
 async def test_every_scheme_has_a_driver_that_is_away_without_a_server(
     brokers: Brokers, scheme: str
 ) -> None:
@@ -76,17 +79,17 @@ def test_a_public_broker_with_tls_may_have_any_port(url: str) -> None:
     check_broker_url(url, CLOSED, ())
 
 
-@pytest.mark.parametrize("name", DRIVERS)
+@pytest.mark.parametrize("name", CLIENTS)
 async def test_a_missing_client_library_is_named_with_its_extra(
     brokers: Brokers, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    scheme = next(each for each, broker in BROKER_SCHEMES.items() if broker == name)
-    monkeypatch.setitem(sys.modules, DRIVERS[name].client, None)  # type: ignore[index]
+    scheme = next(each for each in SCHEMES if each.startswith(name))
+    monkeypatch.setitem(sys.modules, CLIENTS[name], None)  # type: ignore[arg-type]
     broker = brokers.connect(BrokerAddress(f"{scheme}://127.0.0.1:1/s"))
     opened = await broker.open("6814e4af3c30-1-0", OWNER, 0, None)
     assert isinstance(opened, Stop)
     assert opened.kind is StopKind.MISCONFIGURED
-    assert f'pip install "outbox-relay[{name}]"' in opened.detail
+    assert f"pip install 'outbox-brokers[{name}]==" in opened.detail
     (finding,) = await broker.check([])
     assert finding.what == opened.detail
 
@@ -121,3 +124,34 @@ async def test_an_unexpected_error_ends_the_call_and_names_its_place(
         assert stop.kind is StopKind.UNKNOWN
         assert "KeyError at outbox_brokers.redis.broker:" in stop.detail
         assert "secret" not in stop.detail
+
+
+@pytest.mark.parametrize(
+    ("url", "other", "is_same"),
+    [
+        ("redis://a:1/s", "valkeys://b/s", True),
+        ("redis://a/s", "redis://a/s?db=0", True),
+        ("redis://a/s", "redis://a/t", False),
+        ("redis://a/s", "nats://a/s", False),
+        ("redis://a/s?db=1", "redis://a/s", False),
+        ("nats://a/s?stream=A", "nats+tls://b/s?stream=A", True),
+        ("nats://a/s?stream=A", "nats://a/s?stream=B", False),
+        ("rabbitmq-stream://a/s?vhost=v", "rabbitmq-stream://a/s", False),
+        ("rabbitmq-stream://a/s?vhost=v&create=1", "rabbitmq-stream+tls://a/s?vhost=v", True),
+        ("kafka://a/t?sasl=plain", "kafka+tls://b/t", True),
+        ("kafka://a/t", "https://a/t", False),
+    ],
+)
+def test_other_servers_may_have_the_same_streams(url: str, other: str, *, is_same: bool) -> None:
+    assert is_same_stream(url, other) is is_same
+    assert is_same_stream(other, url) is is_same
+
+
+def test_credentials_that_a_broker_does_not_take_are_refused() -> None:
+    creds = "-----BEGIN NATS USER JWT-----\nx\n------END NATS USER JWT------\n"
+    plugins.NATS.check_credentials(creds)
+    for each in (plugins.REDIS, plugins.RABBITMQ, plugins.KAFKA):
+        each.check_credentials("user:secret")
+        with pytest.raises(UsageError, match=r"^credentials: ") as refused:
+            each.check_credentials(creds)
+        assert "JWT" not in str(refused.value)

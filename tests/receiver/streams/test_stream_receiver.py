@@ -551,7 +551,7 @@ def test_arguments_that_are_not_valid(url: str, options: dict[str, Any], text: s
 
 def test_a_missing_client_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "redis", None)
-    with pytest.raises(UsageError, match=r"pip install 'outbox-relay\[redis\]'"):
+    with pytest.raises(UsageError, match=r"pip install 'outbox-brokers\[redis\]=="):
         StreamReceiver("redis://127.0.0.1/events", MemoryDatabase())
 
 

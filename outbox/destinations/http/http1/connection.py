@@ -59,7 +59,7 @@ class Connection(asyncio.Protocol):
     Args:
         cached_responses: see `ResponseReader`.
         follow_ups: takes the connections that received a response in a delivery run.
-        limits: of its age and its peer's address; None: it has no such limits.
+        limits: the limits of its age and its peer's address; None: it has none.
     """
 
     __slots__ = (
