@@ -81,10 +81,10 @@ async def test_the_endpoint_is_held_and_everybody_names_the_command_that_helps(
             assert verify.code == 0, verify.out
             added = await command("endpoint", "add", "more", url)
             assert added.code == UsageError.exit_code
-            assert words in added.error
+            assert words in added.err
             updated = await command("endpoint", "update", "shop", "--url", f"{url}2")
             assert updated.code == UsageError.exit_code
-            assert words in updated.error
+            assert words in updated.err
         dead = await fetchval(database, "SELECT count(*) FROM dead_letter")
     assert dead == 0
     assert await exceptions(database) == {}
