@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from outbox.cli.relay_process import YOUNG_OBJECTS_MAX
-from outbox.core.admission.token_bucket import Allowance
 from outbox_api import request_body
+from outbox_api.token_bucket import Allowance
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

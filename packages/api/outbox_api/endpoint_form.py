@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outbox.core.model.setting_descriptions import SettingDescription, describe_settings
 from outbox.destinations.descriptions import DestinationDescription, describe_destinations
 from outbox_api import route
 from outbox_api.route import Call, NoQuery, TenantAccess
+from outbox_api.setting_descriptions import SettingDescription, describe_settings
 
 
 @dataclass(frozen=True, slots=True)

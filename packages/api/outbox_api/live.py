@@ -7,9 +7,9 @@ from typing import Any
 
 from pydantic import AwareDatetime, Field
 
-from outbox.operations.live_status import EndpointView, LiveTotals
 from outbox_api import route
 from outbox_api.live_cache import LIVE_ENDPOINTS, LIVE_ENDPOINTS_MAX, Sample
+from outbox_api.live_status import EndpointView, LiveTotals
 from outbox_api.route import Call, RequestModel, ResponseModel, TenantAccess
 
 

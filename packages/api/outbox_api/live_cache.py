@@ -11,7 +11,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from outbox.operations import live_status
+from outbox_api import live_status
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.operations.live_status import LiveStatus, LiveTotals
+    from outbox_api.live_status import LiveStatus, LiveTotals
 
 FRESH_S = 1.0
 SAMPLES_MAX = 600

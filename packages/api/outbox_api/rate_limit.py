@@ -11,8 +11,9 @@ import math
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from outbox.core.admission.token_bucket import Allowance, TokenBuckets, address_key
+from outbox.web.address import address_key
 from outbox_api.problem import Problem, ProblemKind
+from outbox_api.token_bucket import Allowance, TokenBuckets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from outbox.core.admission.token_bucket import Allowance, TokenBuckets
 from outbox.core.model.json_values import decode_json
 from outbox.destinations.endpoint_validation import run_in_thread
 from outbox_api.problem import Problem, ProblemKind
 from outbox_api.rate_limit import LIMITED_TOKENS_MAX, too_many_requests
 from outbox_api.request_parsing import validate
 from outbox_api.route import SMALL_BYTES_MAX
+from outbox_api.token_bucket import Allowance, TokenBuckets
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Hashable

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from outbox.core.admission.token_bucket import address_key
+from outbox.web.address import address_key
 from outbox.web.serving import CLIENT_CONNECTIONS_MAX
 from outbox_api.rate_limit import too_many_requests
 

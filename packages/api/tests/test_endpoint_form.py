@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from outbox.core.model.endpoint_settings import SETTINGS, EndpointSettings
-from outbox.core.model.setting_descriptions import describe_settings
 from outbox.destinations.brokers import check_broker_url
 from outbox.destinations.descriptions import describe_destinations
 from outbox.errors import UsageError
 from outbox.network.egress import EgressPolicy
+from outbox_api.setting_descriptions import describe_settings
 from tests.support.api import make_token
 from tests.support.relay import add_endpoint, fetchval
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.operations import live_status
+from outbox_api import live_status
 from outbox_api.live_cache import FRESH_S, LIVE_ENDPOINTS, LIVE_ENDPOINTS_MAX, LiveStatusCache
 from tests.support.api import make_token
 from tests.support.relay import (
@@ -109,7 +109,7 @@ async def test_concurrent_requests_share_a_query(
         asked.append(limit)
         return await read(*arguments, limit=limit, **options)
 
-    monkeypatch.setattr("outbox.operations.live_status.read_live_status", counting)
+    monkeypatch.setattr("outbox_api.live_status.read_live_status", counting)
     for name in ("a", "b", "c"):
         await add_endpoint(database, name)
     now = 0.0

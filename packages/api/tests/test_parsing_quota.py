@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from outbox.core.admission.token_bucket import Allowance
 from outbox_api import request_body
 from outbox_api.route import SMALL_BYTES_MAX
+from outbox_api.token_bucket import Allowance
 from tests.support.api import make_token, serving
 
 if TYPE_CHECKING:

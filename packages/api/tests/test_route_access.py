@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.core.admission.token_bucket import Allowance
 from outbox_api import rate_limit
 from outbox_api.routes import ROUTES
 from outbox_api.tenancy import NOT_OWNED
+from outbox_api.token_bucket import Allowance
 from tests.support.api import ALL, make_token, serving
 
 if TYPE_CHECKING:

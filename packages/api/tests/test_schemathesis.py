@@ -23,10 +23,10 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.core.parameters import ParameterLocation
 from schemathesis.specs.openapi import checks
 
-from outbox.core.admission.token_bucket import Allowance
 from outbox_api import rate_limit
 from outbox_api.openapi import document
 from outbox_api.routes import ROUTES
+from outbox_api.token_bucket import Allowance
 from tests.support.api import ALL, make_token, serving
 from tests.support.relay import add_endpoint
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outbox.core.admission.token_bucket import Allowance, TokenBuckets, address_key
+from outbox_api.token_bucket import Allowance, TokenBuckets
 
 
 def test_a_burst_is_admitted_and_then_the_rate_applies() -> None:
@@ -60,19 +60,3 @@ def test_full_buckets_and_the_oldest_of_too_many_are_evicted() -> None:
     assert len(buckets) == 100
     buckets.consume("a", 60.0)
     assert len(buckets) == 1
-
-
-@pytest.mark.parametrize(
-    ("address", "key"),
-    [
-        ("10.0.0.1", "10.0.0.1"),
-        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
-        ("2001:db8:1:2:ffff::", "2001:db8:1:2::/64"),
-        ("fe80::1%eth0", "fe80::/64"),
-        ("::ffff:10.0.0.1", "10.0.0.1"),
-        ("unknown", "unknown"),
-        ("", ""),
-    ],
-)
-def test_an_ipv6_network_shares_one_bucket(address: str, key: str) -> None:
-    assert address_key(address) == key

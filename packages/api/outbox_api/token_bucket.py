@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from ipaddress import ip_address, ip_network
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
 
 RESOLUTION_S = 1e-6
 """Tolerance for floating-point rounding."""
-IPV6_PREFIX_BITS = 64
-"""A client with one IPv6 address usually controls its whole /64 network."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +66,3 @@ class TokenBuckets:
             if full_at > now and len(self._full_at) <= self._keys_max:
                 return
             del self._full_at[first[0]]
-
-
-def address_key(address: str) -> str:
-    """The key of a client address: the IPv4 address, or the IPv6 /64 network."""
-    try:
-        parsed = ip_address(address.partition("%")[0])
-    except ValueError:
-        return address
-    if parsed.version == 4:
-        return address
-    if parsed.ipv4_mapped is not None:
-        return str(parsed.ipv4_mapped)
-    return str(ip_network((parsed, IPV6_PREFIX_BITS), strict=False))
