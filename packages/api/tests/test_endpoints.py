@@ -21,6 +21,7 @@ from tests.destinations import hostile
 from tests.destinations.servers import OK, Connection
 from tests.destinations.servers import serving as receiver
 from tests.support.api import make_token
+from tests.support.identity import identity
 from tests.support.operators import routing_transaction
 from tests.support.relay import (
     REFUSED,
@@ -508,12 +509,6 @@ async def test_an_invalid_declaration_is_rejected(api: Api, subtests: pytest.Sub
 
 
 # ------------------------------------------------- secrets, networks, certificates
-
-
-def identity() -> str:
-    certificate = trustme.CA().issue_cert("relay.example.com")
-    chain = (blob.bytes() for blob in certificate.cert_chain_pems)
-    return b"".join([*chain, certificate.private_key_pem.bytes()]).decode()
 
 
 async def test_a_certificate_is_stored_and_described_but_never_shown(

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from outbox_api.routes import ROUTES
-from packages.api.tests.test_endpoints import identity
 from packages.api.tests.test_journalled import FORGOT
 from tests.cli.test_hold_points import DISABLE, prepare
 from tests.support.api import make_token, serving
+from tests.support.identity import identity
 from tests.support.lockstep import in_lockstep
 from tests.support.ranges import next_pending, sequence_all
 from tests.support.relay import publish

@@ -8,8 +8,8 @@ import pytest
 
 from outbox.core.model.response import AttemptResult
 from outbox_api.routes import ROUTES
-from packages.api.tests.test_endpoints import identity
 from tests.support.api import make_token
+from tests.support.identity import identity
 from tests.support.ranges import next_pending, sequence_all
 from tests.support.relay import (
     OK,

@@ -4,38 +4,33 @@ from __future__ import annotations
 
 import itertools
 import time
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
 import pytest
 
 from outbox.operations import endpoint_removal, endpoint_secrets, endpoint_states, fetch_tokens
 from outbox.receiver import verify
-from outbox.web.address import Address
-from outbox_api import receivers, request_slots
+from outbox_api import request_slots
 from outbox_api.request_slots import Share
 from tests.support.detaching import ATTACH, DETACH
+from tests.support.receivers_listener import listening, token_of
 from tests.support.relay import (
     OK,
     REFUSED,
     Network,
     add_endpoint,
     all_ended,
-    current,
     fetchval,
     publish,
     remove_events,
     running,
-    settings_for,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-
     from asyncpg import Connection
 
     from tests.support.postgres import Database
+    from tests.support.receivers_listener import Client
 
 pytestmark = pytest.mark.system
 
@@ -43,37 +38,6 @@ pytestmark = pytest.mark.system
 @pytest.fixture
 async def db(database: Database) -> Connection[Any]:
     return await database.connect(server_settings={"search_path": "relay"})
-
-
-class Client:
-    def __init__(self, session: aiohttp.ClientSession, url: str, token: str) -> None:
-        self._session, self.url, self.token = session, url, token
-
-    async def get(self, path: str, *, status: int = 200, **query: Any) -> Any:
-        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
-        async with self._session.get(
-            f"{self.url}/v1/{path}", params=query, headers=headers
-        ) as response:
-            assert response.status == status, await response.text()
-            assert response.headers["Cache-Control"] == "no-store"
-            assert response.headers["Server"] == "outbox"
-            return await response.json(content_type=None)
-
-
-@asynccontextmanager
-async def listening(
-    database: Database, token: str, wall: Callable[[], float] = time.time
-) -> AsyncIterator[Client]:
-    given = settings_for(database, dsn_source="test")
-    async with (
-        receivers.running(current(given), Address("127.0.0.1", 0), wall=wall) as at,
-        aiohttp.ClientSession() as session,
-    ):
-        yield Client(session, at.url.rstrip("/"), token)
-
-
-async def token_of(db: Connection[Any], name: str = "shop") -> str:
-    return (await fetch_tokens.add_fetch_token(db, "relay", name, actor="test", overlap_s=0)).token
 
 
 async def test_deliveries_are_fetched_in_pages(database: Database, db: Connection[Any]) -> None:
