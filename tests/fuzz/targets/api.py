@@ -49,9 +49,13 @@ class Reached(web.HTTPException):
     status_code = 218
 
 
+_SETTINGS = Settings(allow_networks=(IPv4Network("127.0.0.0/8"),))
+
+
 class _Database:
     """Checks the arguments of a query, and returns nothing."""
 
+    settings = _SETTINGS
     schema = "relay"
     reopen = None
     """How a change gets another connection; none is lost here."""
@@ -131,9 +135,8 @@ def _prepare() -> None:
 
 
 async def _make() -> web.Application:
-    settings = Settings(allow_networks=(IPv4Network("127.0.0.0/8"),))
     failures = mock.Mock()
-    app = application(settings, Address("127.0.0.1", 80), _Database(), failures)  # type: ignore[arg-type]
+    app = application(_SETTINGS, Address("127.0.0.1", 80), _Database(), failures)  # type: ignore[arg-type]
     app.freeze()
     return app
 
