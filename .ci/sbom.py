@@ -2,9 +2,9 @@
 
 It has the package, the dependencies of an application and of the extras that a relay or an
 application adds, with the versions that the release was tested with, and their licences as
-their metadata names them.  Everything else in the wheel is the project's own: the page's modules
+their metadata names them.  Everything else in the wheels is the project's own: the page's modules
 are written by hand, and no library is bundled.  The receiver packages for TypeScript and Go have no
-dependencies and are not in the wheel.
+dependencies and are not in the wheels.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ RUNTIME_EXTRAS = (
 """Extras of users; the others are tools of the project."""
 
 OWN_FILES = {
-    "page": "outbox/api/ui: HTML, CSS and JavaScript modules of the relay's page",
+    "page": "outbox_api/ui, in outbox-api: HTML, CSS and JavaScript modules of the relay's page",
     "schema": "outbox/schema: migrations in SQL",
 }
-"""What the wheel has beside Python modules; all of it is written for this project."""
+"""What the wheels have beside Python modules; all of it is written for this project."""
 
 CLASSIFIED = {
     "Apache Software License": "Apache-2.0",

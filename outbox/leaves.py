@@ -51,5 +51,7 @@ class Leaf(NamedTuple):
 
 ADOPT = Leaf("outbox-adopt", "adopt")
 """`outbox adopt`."""
+API = Leaf("outbox-api", "relay")
+"""The HTTP API with its page, and the receivers' listener."""
 DEVTOOLS = Leaf("outbox-devtools", "demo")
 """`outbox demo`, `listen`, `conform` and `prove`, and an embedded PostgreSQL."""

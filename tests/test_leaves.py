@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
+import re
 import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from packaging.requirements import Requirement
 
-from outbox.errors import CannotRun
-from outbox.leaves import ADOPT, DEVTOOLS, Leaf
+from outbox import Relay
+from outbox.errors import CannotRun, MissingExtra
+from outbox.leaves import ADOPT, API, DEVTOOLS, Leaf
 from outbox.plugins import BROKERS
 from outbox.version import __version__
+from tests.support.imports import loaded_by
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from tests.support.commands import Command
+    from tests.support.postgres import Database
 
 ROOT = Path(__file__).parents[1]
-LEAVES = {each.distribution: each for each in (ADOPT, DEVTOOLS)}
+LEAVES = {each.distribution: each for each in (ADOPT, API, DEVTOOLS)}
 VERSIONS = {
     None: "is not installed",
     "0.0.9": f"has version 0.0.9, outbox-relay {__version__}",
@@ -45,13 +52,13 @@ def test_every_leaf_of_the_tree_has_the_licence_and_an_extra_that_installs_it() 
     assert there == LEAVES.keys() | {BROKERS}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for leaf in LEAVES.values():
-        (required,) = project["optional-dependencies"][leaf.extra]
-        assert required.startswith(leaf.distribution)
+        installed = map(Requirement, project["optional-dependencies"][leaf.extra])
+        assert leaf.distribution in {each.name for each in installed}
 
 
-@pytest.mark.parametrize("leaf", LEAVES.values(), ids=LEAVES)
-def test_a_leaf_is_loaded(leaf: Leaf) -> None:
-    assert leaf.load("cli").__name__ == f"{leaf.package}.cli"
+@pytest.mark.parametrize(("leaf", "module"), [(ADOPT, "cli"), (API, "server"), (DEVTOOLS, "cli")])
+def test_a_leaf_is_loaded(leaf: Leaf, module: str) -> None:
+    assert leaf.load(module).__name__ == f"{leaf.package}.{module}"
 
 
 @pytest.mark.parametrize("command", ["demo", "listen", "conform", "prove", "adopt"])
@@ -68,6 +75,41 @@ def test_a_command_names_the_leaf_that_it_needs(
             f"{leaf.distribution} {VERSIONS[version]}; "
             f"run: pip install 'outbox-relay[{leaf.extra}]=={__version__}'"
         )
+
+
+@pytest.mark.parametrize("option", ["admin", "receivers"])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_relay_that_has_to_serve_the_api_names_the_leaf(
+    outbox: Command, monkeypatch: pytest.MonkeyPatch, option: str, version: str | None
+) -> None:
+    # The log of these tests stays as it is.
+    monkeypatch.setattr("outbox.cli.relay.configure", lambda _: None)
+    pretend(monkeypatch, version)
+    dsn = "postgresql://localhost/app"
+    result = outbox("relay", "--dsn", dsn, f"--{option}", "127.0.0.1:0")
+    assert result.code == CannotRun.exit_code
+    message = (
+        f"outbox-api {VERSIONS[version]}; run: pip install 'outbox-relay[relay]=={__version__}'"
+    )
+    assert result.error == message
+    relay = Relay(dsn, **{option: "127.0.0.1:0"})
+    with pytest.raises(MissingExtra, match=f"^{re.escape(message)}$"):
+        asyncio.run(relay.__aenter__())
+
+
+@pytest.mark.one_major
+async def test_a_relay_without_the_api_needs_no_leaf(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, None)
+    async with Relay(database.dsn) as relay:
+        await until(lambda: relay.ready, 20, "the relay")
+
+
+@pytest.mark.system
+def test_no_leaf_is_imported_before_it_is_used() -> None:
+    loaded = loaded_by("import outbox.cli.main, outbox.cli.relay, outbox.hosting.in_process")
+    assert not loaded & {leaf.package for leaf in LEAVES.values()}
 
 
 def test_help_lists_all_commands_without_the_leaves(

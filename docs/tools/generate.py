@@ -12,7 +12,6 @@ import click
 from annotated_types import Ge, Gt, Le
 
 from docs.tools import schema_page
-from outbox.api.problem import ProblemKind
 from outbox.cli.main import PROGRAM, cli
 from outbox.config import INTERNAL_FIELDS, Settings, secret_fields, variable_of
 from outbox.core.model.dead_letter_reason import DeadLetterReason
@@ -20,6 +19,7 @@ from outbox.core.model.setting_types import OTHERS
 from outbox.errors import OutboxError
 from outbox.setting_sources import FILE_SUFFIX
 from outbox.telemetry.catalogue import CATALOGUE, Metric, MetricKind
+from outbox_api.problem import ProblemKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from outbox.api.server import running as admin
 from outbox.core.model.cloud_metadata_ranges import network_warnings
 from outbox.destinations.brokers import Brokers
 from outbox.destinations.http.transport import HttpTransport
+from outbox.leaves import API
 from outbox.network.egress import SETTING, EgressPolicy
 from outbox.relay.cluster.connections import Connections
 from outbox.relay.delivery.telemetry import DeliveryTelemetry
@@ -60,7 +60,7 @@ async def hosted_relay(
         wait_for_database: see `Relay`.
 
     Raises:
-        OutboxError: the DSN is invalid, or an address cannot be bound.
+        OutboxError: the DSN is invalid, an address cannot be bound, or the API is not installed.
     """
     address = dsn.from_settings(settings)
     current = CurrentSettings(settings, address)
@@ -86,13 +86,9 @@ async def hosted_relay(
                 serving(_health(settings.health, relay, telemetry), settings.health)
             )
             log.info("health and metrics", url=where.url)
-        if settings.admin is not None:
-            await stack.enter_async_context(admin(current, settings.admin))
-        if settings.receivers is not None:
-            # Imported here, because most relays have no receivers' listener.
-            from outbox.api import receivers
-
-            await stack.enter_async_context(receivers.running(current, settings.receivers))
+        for listen, module in ((settings.admin, "server"), (settings.receivers, "receivers")):
+            if listen is not None:
+                await stack.enter_async_context(API.load(module).running(current, listen))
         yield relay
 
 

@@ -1,10 +1,13 @@
-"""Listen addresses: `HOST:PORT`."""
+"""Addresses: `HOST:PORT` of listeners, and the keys of clients."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from ipaddress import ip_address, ip_network
 
 PORT_MAX = 65_535
+IPV6_PREFIX_BITS = 64
+"""A client with one IPv6 address usually controls its whole /64 network."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +38,16 @@ def parse_address(text: str) -> Address:
     if int(port) > PORT_MAX:
         raise ValueError(f'"{text}": a port is at most {PORT_MAX}')
     return Address(host.strip("[]") or "0.0.0.0", int(port))  # noqa: S104 (:8080 asks for all interfaces)
+
+
+def address_key(address: str) -> str:
+    """The key of a client address: the IPv4 address, or the IPv6 /64 network."""
+    try:
+        parsed = ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if parsed.version == 4:
+        return address
+    if parsed.ipv4_mapped is not None:
+        return str(parsed.ipv4_mapped)
+    return str(ip_network((parsed, IPV6_PREFIX_BITS), strict=False))

@@ -30,9 +30,8 @@ import structlog
 from aiohttp import web
 from aiohttp.http import StreamWriter
 
-from outbox.core.admission.token_bucket import address_key
 from outbox.errors import CannotRun
-from outbox.web.address import Address
+from outbox.web.address import Address, address_key
 from outbox.web.turns import TimeShare, Turns
 
 if TYPE_CHECKING:

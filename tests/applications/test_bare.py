@@ -217,6 +217,7 @@ def test_everything_that_is_installed_has_wheels_for_later_pythons(
 ) -> None:
     argv = (sys.executable, "-m", "pip", "download", "-q", f"-d{tmp_path}", "--only-binary=:all:")
     wanted = (f"{wheel}[relay,ed25519]", "asyncpg", "psycopg[binary]", "psycopg2-binary")
+    argv = (*argv, f"--find-links={wheel.parent}")
     downloaded = run(*argv, f"--python-version={python}", *wanted)
     if downloaded.returncode and re.search(UNREACHABLE, downloaded.stderr):
         pytest.skip(f"no package index is reachable, so wheels for Python {python} are unknown")
@@ -234,8 +235,8 @@ def test_a_receiver_verifies_ed25519_with_the_lowest_version(wheel: Path, tmp_pa
 def test_a_relay_runs_with_the_lowest_versions(wheel: Path, tmp_path: Path) -> None:
     lowest = lowest_versions("dependencies", "relay")
     # The demo is in a leaf, and its server is the one of these tests.
-    wanted = (f"{wheel}[relay]", *wheel.parent.glob("outbox_devtools-*.whl"))
-    programs = make_environment(tmp_path / "env", *map(str, wanted), *lowest, pinned=False)
+    wanted = (f"{wheel}[relay]", "outbox-devtools", f"--find-links={wheel.parent}")
+    programs = make_environment(tmp_path / "env", *wanted, *lowest, pinned=False)
     binaries = os.pathsep.join(str(each.bin_dir) for each in installed_binaries().values())
     demo = run(programs / "outbox", "demo", OUTBOX_PG_BIN=binaries)
     assert demo.returncode == 0, demo.stdout + demo.stderr

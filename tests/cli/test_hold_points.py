@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import outbox as library
-from tests.api.test_endpoints import identity
+from tests.support.identity import identity
 from tests.support.lockstep import in_lockstep
 from tests.support.ranges import dead_letter_pending, next_pending, sequence_all
 from tests.support.relay import add_endpoint, fetchval, publish

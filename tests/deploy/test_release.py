@@ -224,7 +224,7 @@ def _check_bill(bill: dict[str, Any], wheel_sha256: str) -> None:
     assert root["licenses"] == [{"license": {"id": "MIT"}}]
     components = {each["name"]: each for each in bill["components"]}
     assert {"asyncpg", "pydantic-core", "nats-py", "protobuf"} <= set(components)
-    assert {"outbox-adopt", "outbox-devtools"} <= set(components)
+    assert {"outbox-adopt", "outbox-api", "outbox-devtools"} <= set(components)
     assert not {"pytest", "mypy", "hatchling", "twine", "atheris"} & set(components)
     assert components["orjson"]["scope"] == "required"
     assert components["yarl"]["scope"] == "optional"
@@ -255,26 +255,34 @@ def test_the_project_can_be_released(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     dist = tree / f"dist/outbox-relay-{__version__}"
     (wheel,) = dist.glob("outbox_relay-*.whl")
+    texts: dict[str, str] = {}
     for package in tree.glob("packages/*/outbox_*"):
         (leaf,) = dist.glob(f"{package.name}-{__version__}-*.whl")
         with zipfile.ZipFile(leaf) as opened:
             names = {name for name in opened.namelist() if ".dist-info/" not in name}
             (licence,) = (name for name in opened.namelist() if name.endswith("/LICENSE"))
             assert opened.read(licence) == (ROOT / "LICENSE").read_bytes()
+            texts |= _texts(opened)
         assert names == {
             path.removeprefix(f"packages/{package.parent.name}/")
             for path in git("ls-files", str(package.relative_to(tree)), cwd=tree).splitlines()
         }
     with zipfile.ZipFile(wheel) as opened:
         names = set(opened.namelist())
-        texts = {n: opened.read(n).decode() for n in names if n.endswith((".js", ".css", ".html"))}
+        texts |= _texts(opened)
     tracked = set(git("ls-files", "outbox", cwd=tree).splitlines())
     schema = {f"outbox/{each}" for each in git("ls-files", "schema", cwd=tree).splitlines()}
     assert {name for name in names if ".dist-info/" not in name} == tracked | schema
     # The bill says that no library is bundled.
     foreign = re.compile(r"copyright|@license|licensed under|sourceMappingURL", re.IGNORECASE)
-    assert texts
+    assert {each.rpartition(".")[2] for each in texts} == {"js", "css", "html"}
     assert [name for name, text in texts.items() if foreign.search(text)] == []
+
+
+def _texts(wheel: zipfile.ZipFile) -> dict[str, str]:
+    """What browsers load from a wheel."""
+    names = (each for each in wheel.namelist() if each.endswith((".js", ".css", ".html")))
+    return {each: wheel.read(each).decode() for each in names}
 
 
 def test_the_changelog_has_the_form_of_keep_a_changelog() -> None:

@@ -18,7 +18,8 @@ pytestmark = pytest.mark.full
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of the programs of an environment with the wheel and the relay."""
     tmp_path = tmp_path_factory.mktemp("wheel")
-    return make_environment(tmp_path / "env", f"{build_wheel(tmp_path)}[relay]")
+    wheel = build_wheel(tmp_path)
+    return make_environment(tmp_path / "env", f"--find-links={tmp_path}", f"{wheel}[relay]")
 
 
 def test_the_demo_names_the_extra_that_it_needs_and_runs_with_it(

@@ -13,7 +13,7 @@ import pytest
 
 from outbox.core.model.response import AttemptResult
 from tests.django.projects import ROOT, Site, database_settings
-from tests.page.browser import visiting
+from tests.support.browser import visiting
 from tests.support.relay import OK, Network, add_endpoint, all_ended, running
 from tests.support.relay import publish as publish_event
 from tests.support.tcp import free_port

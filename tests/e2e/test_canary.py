@@ -22,7 +22,7 @@ from aiohttp import web
 from outbox.core.model.encryption_keys import format_key
 from outbox.web.address import Address
 from outbox.web.serving import serving
-from tests.page.browser import visiting
+from tests.support.browser import visiting
 from tests.support.collector import collecting
 from tests.support.process import outbox, relay_process
 from tests.support.relay import fetchval, publish

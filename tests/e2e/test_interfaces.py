@@ -59,9 +59,10 @@ def _owner(name: str) -> str:
 
 
 def _interfaces(package: Path) -> Interfaces:
+    path = os.pathsep.join(map(str, (package, *package.glob("packages/*"))))
     done = subprocess.run(
         [sys.executable, "-P", interfaces.__file__],
-        env={**os.environ, "PYTHONPATH": str(package)},
+        env={**os.environ, "PYTHONPATH": path},
         capture_output=True, check=True, text=True,
     )  # fmt: skip
     found = json.loads(done.stdout)
@@ -76,7 +77,7 @@ def last(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if tag is None:
         pytest.skip("there is no release in the history")
     directory = tmp_path_factory.mktemp("last-release")
-    export(tag, directory, "outbox", "schema")
+    export(tag, directory, "docs", "outbox", "packages", "schema")
     return directory
 
 

@@ -102,7 +102,7 @@ def _last_text(depth: int) -> str:
 
 def long_number() -> None:
     """A number in a path is parsed whatever its length."""
-    from outbox.api import tenancy
+    from outbox_api import tenancy
 
     cast("Any", tenancy).parse_id = lambda text: int(text) if text.isdigit() else 1
 

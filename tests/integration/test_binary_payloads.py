@@ -18,7 +18,7 @@ from outbox.operations.replays import start_replay
 from outbox.operations.verify.audit import run_checks
 from outbox.receiver import FetchClient, verify
 from outbox.store.connection.secrets import CLEAR
-from tests.api.test_receivers import listening, token_of
+from tests.support.receivers_listener import listening, token_of
 from tests.support.relay import (
     BUSY,
     OK,

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 import pytest
 
-from outbox.api import receivers
 from outbox.core.model.response import AttemptResult
 from outbox.errors import UsageError
 from outbox.operations import fetch_tokens
@@ -31,6 +30,7 @@ from outbox.receiver import (
 )
 from outbox.receiver.fetch import CannotFetch, FetchClient, PageItem
 from outbox.web.address import Address
+from outbox_api import receivers
 from tests.support.relay import (
     QUICK_RETRY,
     Network,

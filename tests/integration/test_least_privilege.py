@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
-from outbox.api import receivers
-from outbox.api.problem import NOT_GRANTED
 from outbox.core.sequencing.partition_window import WIDTH, Retention
 from outbox.errors import CannotRun
 from outbox.operations import fetch_tokens
@@ -18,6 +16,8 @@ from outbox.relay.delivery import recorder
 from outbox.store.retention.partitions import PARENTS, PartitionStore
 from outbox.store.retention.periods import RetentionStore
 from outbox.web.address import Address
+from outbox_api import receivers
+from outbox_api.problem import NOT_GRANTED
 from tests.support.api import make_token, serving
 from tests.support.process import outbox
 from tests.support.relay import (

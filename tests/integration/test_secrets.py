@@ -12,7 +12,6 @@ import pytest
 import trustme
 from aiohttp import web
 
-from outbox.api.problem import KEY_MISSING
 from outbox.core.delivery.signature import parse_key, verify
 from outbox.core.model.encryption_keys import format_key
 from outbox.core.model.endpoint_settings import EndpointSettings
@@ -27,6 +26,7 @@ from outbox.store.connection.secrets import Vault
 from outbox.store.connection.store_connection import StoreConnection
 from outbox.store.delivery.altered_secrets import journal_altered_secrets
 from outbox.store.delivery.endpoints import read_endpoints
+from outbox_api.problem import KEY_MISSING
 from tests.support.api import make_token, serving
 from tests.support.doctor import PATH, findings_of, the_one
 from tests.support.relay import (

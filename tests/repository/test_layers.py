@@ -28,6 +28,7 @@ LAYERS = "Imports go one way"
 CORE = "The core's packages import its model only, and brokers also the message of a delivery"
 CIRCLES = "No circles"
 LEAVES = "The package imports no leaf"
+API = "The API imports no command, no host and no running relay"
 RECEIVER = "The receiver library needs the message format only"
 
 
@@ -94,17 +95,16 @@ def broken_contracts(graph: ImportGraph, importer: str, imported: str) -> set[st
     ("importer", "imported", "contract"),
     [
         ("cli.main", "outbox_devtools.demo", LEAVES),
-        ("api", "outbox.cli", LAYERS),
+        ("hosting.hosted_relay", "outbox_api.server", LEAVES),
         ("cli", "outbox.django", LAYERS),
-        ("relay", "outbox.api", LAYERS),
         ("hosting", "outbox.cli", LAYERS),
-        ("api", "outbox.hosting", LAYERS),
-        ("operations", "outbox.api", LAYERS),
+        ("operations", "outbox_api", LEAVES),
         ("operations", "outbox.relay", LAYERS),
         ("relay", "outbox.operations", LAYERS),
         ("relay", "outbox.testing", LAYERS),
         ("receiver.message", "outbox.testing", LAYERS),
-        ("testing.captured_events", "outbox.api", LAYERS),
+        ("relay", "outbox.hosting", LAYERS),
+        ("testing.captured_events", "outbox.hosting", LAYERS),
         ("store", "outbox.alembic", LAYERS),
         ("alembic", "outbox.relay", LAYERS),
         ("store", "outbox.operations", LAYERS),
@@ -124,7 +124,7 @@ def broken_contracts(graph: ImportGraph, importer: str, imported: str) -> set[st
         ("core.delivery.commands", "outbox.core.delivery.lane", CIRCLES),
         ("destinations.http.request", "outbox.destinations.endpoint_test", CIRCLES),
         ("store.cluster.replicas", "outbox.store.sequencing.batches", CIRCLES),
-        ("setting_sources", "outbox.api", CIRCLES),
+        ("setting_sources", "outbox.operations", CIRCLES),
         ("core.model.retry_policy", "time", "The core is sans-IO"),
         ("producers.publish", "outbox.config", "Publishing is light"),
         ("producers.publish", "aiohttp", "Publishing is light"),
@@ -137,6 +137,14 @@ def test_an_import_contract_forbids_an_import(
     graph: ImportGraph, importer: str, imported: str, contract: str
 ) -> None:
     assert contract in broken_contracts(graph, f"outbox.{importer}", imported)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("imported", ["outbox.cli", "outbox.hosting", "outbox.relay"])
+def test_the_api_is_independent_of_the_process_that_serves_it(
+    graph: ImportGraph, imported: str
+) -> None:
+    assert API in broken_contracts(graph, "outbox_api.server", imported)
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:

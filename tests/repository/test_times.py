@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
-from tests.repository.sources import PROGRAM, ROOT, nodes, nodes_of
+from tests.repository.sources import PACKAGES, ROOT, nodes, nodes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -103,10 +103,10 @@ def _declared(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
 
 def attributes() -> list[Attribute]:
     found = []
-    for path in PROGRAM:
-        folder, *parts = path.relative_to(ROOT).with_suffix("").parts
-        if folder == "outbox":
-            found += attributes_of(".".join(parts), nodes(path))
+    for package in PACKAGES:
+        for path in sorted(package.rglob("*.py")):
+            module = ".".join(path.relative_to(package.parent).with_suffix("").parts)
+            found += attributes_of(module.removeprefix("outbox."), nodes(path))
     return found
 
 

@@ -33,7 +33,6 @@ from outbox.operations import (
     delivery_counts,
     endpoints,
     lane_history,
-    live_status,
     status,
 )
 from outbox.operations.erase import ERASE_EVENTS
@@ -50,6 +49,7 @@ from outbox.store.retention.erasure import ERASE_RESPONSES, PLAN_BY_INDEX, SET_P
 from outbox.store.schedules import schedule_runs
 from outbox.store.sequencing import batches as sequencing
 from outbox.store.sequencing import event_reads, routing
+from outbox_api import live_status
 from tests.support.long_log import (
     ACKED,
     BATCHES,

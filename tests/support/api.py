@@ -14,12 +14,12 @@ import jsonschema_rs
 import orjson
 from yarl import URL
 
-from outbox.api import server
-from outbox.api.openapi import document
-from outbox.api.routes import ROUTES
 from outbox.core.model.api_token import TokenSettings
 from outbox.operations import api_tokens
 from outbox.web.address import Address
+from outbox_api import server
+from outbox_api.openapi import document
+from outbox_api.routes import ROUTES
 from tests.support.relay import current, settings_for
 
 if TYPE_CHECKING:

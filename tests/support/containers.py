@@ -216,11 +216,15 @@ def _build(directory: Path) -> None:
 
 
 def _requirements() -> list[str]:
+    """What the image has of the index: the dependencies of the package and of its leaves."""
     import tomllib
 
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    return [*project["dependencies"], *extras["relay"], *extras["otlp"]]
+    files = (ROOT / "pyproject.toml", *ROOT.glob("packages/*/pyproject.toml"))
+    package, *leaves = (tomllib.loads(file.read_text())["project"] for file in files)
+    extras = package["optional-dependencies"]
+    named = [*package["dependencies"], *extras["relay"], *extras["otlp"]]
+    named += [each for leaf in leaves for each in leaf["dependencies"]]
+    return [each for each in named if not each.startswith("outbox-")]
 
 
 def _run(*argv: str) -> str:

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from outbox.api.route import COMMENT_CHARS_MAX, LIMIT_MAX
-from outbox.api.tenancy import stored_key
 from outbox.core.model import endpoint_config
 from outbox.core.model.endpoint_settings import ENDPOINT_LANES_MAX
 from outbox.core.model.event import KEY_BYTES_MAX, ONCE_BYTES_MAX, TENANT_BYTES_MAX
@@ -16,6 +14,8 @@ from outbox.core.model.pattern import TYPE_BYTES_MAX
 from outbox.core.model.setting_types import NAME_BYTES_MAX
 from outbox.core.model.stored_response import STORED_BODY_CHARS_MAX, STORED_HEADER_CHARS_MAX
 from outbox.operations.apply import apply_file
+from outbox_api.route import COMMENT_CHARS_MAX, LIMIT_MAX
+from outbox_api.tenancy import stored_key
 
 if TYPE_CHECKING:
     from tests.support.postgres import Database

@@ -15,14 +15,14 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from outbox.api import request_body
 from outbox.cli.relay_process import YOUNG_OBJECTS_MAX
-from outbox.core.admission.token_bucket import Allowance
+from outbox_api import request_body
+from outbox_api.token_bucket import Allowance
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from outbox.api.route import RequestModel
+    from outbox_api.route import RequestModel
 
 PAUSE_S_MAX = 0.050
 """On a machine that is as fast as `REFERENCE_S` says, or faster; in proportion on a slower one."""

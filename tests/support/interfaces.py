@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outbox.api.openapi import document
-from outbox.api.routes import ROUTES
 from outbox.cli.main import cli
 from outbox.config import field_names, variable_of
+from outbox_api.openapi import document
+from outbox_api.routes import ROUTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

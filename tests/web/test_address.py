@@ -1,10 +1,10 @@
-"""Listen addresses of servers."""
+"""Listen addresses of servers, and keys of their clients."""
 
 from __future__ import annotations
 
 import pytest
 
-from outbox.web.address import Address, parse_address
+from outbox.web.address import Address, address_key, parse_address
 
 
 @pytest.mark.parametrize(
@@ -30,3 +30,19 @@ def test_an_invalid_address_error_gives_an_example(text: str) -> None:
 def test_a_port_above_the_maximum_is_rejected() -> None:
     with pytest.raises(ValueError, match="a port is at most 65535"):
         parse_address("localhost:65536")
+
+
+@pytest.mark.parametrize(
+    ("address", "key"),
+    [
+        ("10.0.0.1", "10.0.0.1"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("2001:db8:1:2:ffff::", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("::ffff:10.0.0.1", "10.0.0.1"),
+        ("unknown", "unknown"),
+        ("", ""),
+    ],
+)
+def test_an_ipv6_network_has_one_key(address: str, key: str) -> None:
+    assert address_key(address) == key

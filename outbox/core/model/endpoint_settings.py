@@ -3,7 +3,7 @@
 Each field of `EndpointSettings` declares everything about one setting: its type and limits, its
 default, and how it is described.  Storage (`outbox.operations.endpoints`), files
 (`outbox.core.model.endpoint_config`), flags (`outbox.cli.endpoint.options`) and the HTTP API
-(`outbox.api.endpoints`) are generated from it.
+(`outbox_api.endpoints`) are generated from it.
 """
 
 from __future__ import annotations

@@ -18,22 +18,22 @@ from aiohttp.http_writer import HttpVersion11
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
-import outbox.api.app
-from outbox.api import body_limits
-from outbox.api.app import application
-from outbox.api.routes import ROUTES
+import outbox_api.app
 from outbox.config import Settings
 from outbox.core.model.api_token import SCOPES
 from outbox.operations import api_tokens, tenancy
 from outbox.store.routing_change import READ_NOW
 from outbox.web.address import Address
+from outbox_api import body_limits
+from outbox_api.app import application
+from outbox_api.routes import ROUTES
 from tests.fuzz.data import Data, fields
 from tests.fuzz.target import Target, hold, one_line, storable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from outbox.api.route import Route
+    from outbox_api.route import Route
 
 _LOOP = asyncio.new_event_loop()
 _TOKEN, _TENANTS = "obx_" + "a" * 43, "obx_" + "b" * 43
@@ -49,9 +49,13 @@ class Reached(web.HTTPException):
     status_code = 218
 
 
+_SETTINGS = Settings(allow_networks=(IPv4Network("127.0.0.0/8"),))
+
+
 class _Database:
     """Checks the arguments of a query, and returns nothing."""
 
+    settings = _SETTINGS
     schema = "relay"
     reopen = None
     """How a change gets another connection; none is lost here."""
@@ -126,14 +130,13 @@ def _broken(_: Any, error: Exception, *__: Any) -> Exception:
 def _prepare() -> None:
     api_tokens.find_token = _find  # type: ignore[assignment]
     # The traceback in an error contains more than an id for the log.
-    app: Any = outbox.api.app
+    app: Any = outbox_api.app
     app.log_unexpected = _broken
 
 
 async def _make() -> web.Application:
-    settings = Settings(allow_networks=(IPv4Network("127.0.0.0/8"),))
     failures = mock.Mock()
-    app = application(settings, Address("127.0.0.1", 80), _Database(), failures)  # type: ignore[arg-type]
+    app = application(_SETTINGS, Address("127.0.0.1", 80), _Database(), failures)  # type: ignore[arg-type]
     app.freeze()
     return app
 
@@ -223,8 +226,8 @@ TARGETS = (
     Target(
         name="api",
         short_run_modules=(
-            "outbox.api.request_body", "outbox.api.request_parsing",
-            "outbox.api.validation_errors", "outbox.api.tenancy",
+            "outbox_api.request_body", "outbox_api.request_parsing",
+            "outbox_api.validation_errors", "outbox_api.tenancy",
             "outbox.core.model.endpoint_config", "outbox.core.model.endpoint_settings",
             "outbox.core.model.event",
         ),

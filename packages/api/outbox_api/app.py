@@ -1,0 +1,230 @@
+"""The API application: the request pipeline.
+
+    host ─▶ route ─▶ token ─▶ rate ─▶ slot ─▶ scope ─▶ tenant ─▶ query, body ─▶ ownership ─▶ handler
+
+Every error becomes a problem (RFC 9457).  No exception reaches the relay, which runs in the
+same event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import orjson
+import structlog
+from aiohttp import web
+
+from outbox.destinations.endpoint_tester import EndpointTester
+from outbox.destinations.endpoint_validation import policy_of
+from outbox.operations.rows import encode_other
+from outbox.store.connection.connect import in_one_line
+from outbox_api import openapi, page, problem, tenancy
+from outbox_api.auth import UNKNOWN_ADDRESS, Authenticator, require_scope
+from outbox_api.body_limits import BodyLimits
+from outbox_api.host_check import host_middleware
+from outbox_api.live_cache import LiveStatusCache
+from outbox_api.middleware import log_unexpected, problem_middleware
+from outbox_api.problem import Problem, ProblemKind
+from outbox_api.rate_limit import RateLimiter
+from outbox_api.request_body import BodyReader, body_bytes
+from outbox_api.request_parsing import read_query, require_storable_text
+from outbox_api.request_slots import RequestSlots
+from outbox_api.route import Call, DeferredReply, NoQuery, Page, Reply
+from outbox_api.routes import ROUTES
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from asyncpg import Connection
+
+    from outbox.config import Settings
+    from outbox.web.address import Address
+    from outbox_api.database import Database
+    from outbox_api.login_failures import FailedLogins
+    from outbox_api.route import Caller, RequestModel, Route
+
+    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+log = structlog.get_logger("outbox.api")
+
+NO_SUCH_PATH = "no such path; see /openapi.json"
+
+
+def application(
+    settings: Settings,
+    address: Address,
+    database: Database,
+    failures: FailedLogins,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+) -> web.Application:
+    """Create the API application for a listener at `address`."""
+    limits = RateLimiter(settings.api_rate_max, clock)
+    authenticator = Authenticator(database, failures, limits, clock)
+    handlers = _RouteHandlers(settings, database, authenticator, limits, clock)
+    app = web.Application(middlewares=[problem_middleware(NO_SUCH_PATH), host_middleware(address)])
+    app.on_cleanup.append(handlers.close)
+    page.add_routes(app)
+    app.router.add_get("/openapi.json", openapi.handler(ROUTES))
+    for route in ROUTES:
+        if route.method == "GET":
+            app.router.add_get(route.path, handlers.handler(route))  # And HEAD.
+        else:
+            app.router.add_route(route.method, route.path, handlers.handler(route))
+    return app
+
+
+class _RouteHandlers:
+    """Request handlers for the table of routes."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        database: Database,
+        authenticator: Authenticator,
+        limits: RateLimiter,
+        clock: Callable[[], float],
+    ) -> None:
+        self._database = database
+        self._authenticator = authenticator
+        self._limits = limits
+        self._slots = RequestSlots()
+        self._bodies = BodyReader(clock)
+        self._body_limits = BodyLimits(database, clock)
+        self._live = LiveStatusCache(clock)
+        self._tester = EndpointTester(policy_of(settings), settings.outbound_proxy)
+        self._database_error: str | None = None
+        """Error of the last database access; None: it succeeded."""
+
+    async def close(self, _: web.Application) -> None:
+        await self._tester.aclose()
+
+    def handler(self, route: Route) -> Handler:
+        """Create the handler of a route."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            try:
+                async with asyncio.timeout(route.timeout_s):
+                    caller = await self._authenticator.caller(
+                        request.headers.get("Authorization"), request.remote
+                    )
+                    self._limits.require_request_quota(caller.id)
+                    bytes_max = await self._body_limits.body_bytes_max(request, route)
+                    size = body_bytes(request, route, bytes_max)
+                    with self._slots.hold(caller.id, request.remote or UNKNOWN_ADDRESS, size):
+                        response = await self._respond(route, request, caller, bytes_max)
+            except web.HTTPException:
+                raise
+            except Problem as error:
+                # Not from itself: a reference cycle would keep the body in memory.
+                self._log_hidden_cause(error, error)
+                raise
+            except Exception as error:
+                raise self._as_problem(error, request, route) from error
+            return response
+
+        return handle
+
+    async def _respond(
+        self, route: Route, request: web.Request, caller: Caller, bytes_max: int
+    ) -> web.StreamResponse:
+        require_scope(caller, route.scope)
+        tenancy.require_tenant_access(route, caller)
+        path = dict(request.match_info)
+        require_storable_text(path)
+        query = read_query(request.query, route.query or NoQuery)
+        require_storable_text(list(request.query.values()))
+        if route.body is None:
+            return await self._call(route, request, caller, path, query, None, is_large=False)
+        reading = self._bodies.read(request, route, route.body, bytes_max, caller.id)
+        async with reading as (body, is_large):
+            return await self._call(route, request, caller, path, query, body, is_large=is_large)
+
+    async def _call(
+        self,
+        route: Route,
+        request: web.Request,
+        caller: Caller,
+        path: dict[str, str],
+        query: RequestModel,
+        body: RequestModel | None,
+        *,
+        is_large: bool,
+    ) -> web.StreamResponse:
+        try:
+            async with self._connection(route) as connection:
+                await tenancy.require_owned_path(connection, route, caller.tenant, path)
+                call: Call[Any, Any] = Call(
+                    caller,
+                    connection,
+                    self._database.settings,
+                    path,
+                    request.headers,
+                    query,
+                    body,
+                    self._live,
+                    self._tester,
+                    is_large,
+                )
+                response = await route.handler(call)
+        except Exception as error:
+            if caller.tenant is not None and _is_not_found(error):
+                # The original detail could reveal objects of other tenants.
+                raise Problem(ProblemKind.NOT_FOUND, tenancy.NOT_OWNED) from error
+            raise
+        if isinstance(response, DeferredReply):
+            response = await response.produce()
+        return _response(response, route.status)
+
+    @asynccontextmanager
+    async def _connection(self, route: Route) -> AsyncIterator[Connection[Any]]:
+        if not route.needs_connection:
+            yield cast("Connection[Any]", None)
+            return
+        async with self._database.connection(long=route.long) as connection:
+            self._log_database_state(None)
+            yield connection
+
+    def _as_problem(self, error: Exception, request: web.Request, route: Route) -> Problem:
+        """Map an exception to a problem; unexpected ones are logged."""
+        mapped = problem.problem_for(error)
+        if mapped is None:
+            return log_unexpected(log, error, request, route.path)
+        self._log_hidden_cause(mapped, error)
+        return mapped
+
+    def _log_hidden_cause(self, mapped: Problem, error: Exception) -> None:
+        if problem.hides_cause(mapped):
+            self._log_database_state(in_one_line(error))
+
+    def _log_database_state(self, error: str | None) -> None:
+        """Log changes of the database state only, not every failed request."""
+        if error == self._database_error:
+            return
+        self._database_error = error
+        if error is not None:
+            log.warning("the database is unavailable", reason=error)
+        else:
+            log.info("the database is available again")
+
+
+def _is_not_found(error: Exception) -> bool:
+    mapped = problem.problem_for(error)
+    return mapped is not None and mapped.kind is ProblemKind.NOT_FOUND
+
+
+def _response(response: Any, status: int) -> web.Response:
+    if isinstance(response, Reply):
+        response, status = response.value, response.status
+    if isinstance(response, Page):
+        response = {"items": response.items, "next": response.next, **response.extra}
+    return web.Response(body=encode(response), status=status, content_type="application/json")
+
+
+def encode(value: Any) -> bytes:
+    """Encode a result as JSON, like `--json`: RFC 3339 times, dataclasses as objects."""
+    # default=encode_other: asyncpg has its own UUID class, which orjson does not encode.
+    return orjson.dumps(value, default=encode_other, option=orjson.OPT_UTC_Z)

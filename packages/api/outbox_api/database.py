@@ -1,0 +1,169 @@
+"""Connection pools of the API: small, opened on demand, with bounded waits.
+
+The API does not share the relay's connections, so that requests cannot delay deliveries.
+While the database is unavailable, requests fail with 503, and each new request retries.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any, cast
+
+import asyncpg
+
+from outbox.store.connection.connect import CONNECTION_ERRORS
+from outbox.store.connection.operator import connect_current, reset
+from outbox.store.connection.row_security import require_unprotected
+from outbox_api.problem import unavailable
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from asyncpg import Connection
+
+    from outbox.config import Settings
+    from outbox.store.connection.current_settings import CurrentSettings
+
+APPLICATION_NAME = "outbox-admin"
+REQUESTS_MAX, LONG_MAX = 4, 2
+"""Connections for requests, and the share that long requests (minutes) may use."""
+LOGINS_MAX = 1
+"""Separate connection for token lookups: authentication works while the others are busy."""
+IDLE_S = 30.0
+"""Idle connections are closed after this time."""
+API_STATEMENT_TIMEOUT_S = 30.0
+API_LOCK_TIMEOUT_S = 10.0
+"""Row lock wait; the cursor row is locked for milliseconds only."""
+CONNECTION_WAIT_S = 10.0
+"""Maximum wait for a free or new connection."""
+RELEASE_S = 5.0
+POOL_CLOSE_S = 1.0
+"""Maximum wait for a pool to close at shutdown."""
+
+SESSION_SETTINGS = {
+    "statement_timeout": str(int(API_STATEMENT_TIMEOUT_S * 1000)),
+    "lock_timeout": str(int(API_LOCK_TIMEOUT_S * 1000)),
+    "default_transaction_isolation": "read committed",
+    "default_transaction_read_only": "off",
+    # Most filter parameters are NULL: a custom plan uses the given ones, a generic plan cannot.
+    "plan_cache_mode": "force_custom_plan",
+}
+
+
+class Database:
+    """Connections for requests; valid within `opened`."""
+
+    def __init__(self, current: CurrentSettings) -> None:
+        self._current = current
+        self._requests: Any = None
+        self._logins: Any = None
+        self._long = asyncio.Semaphore(LONG_MAX)
+
+    @property
+    def settings(self) -> Settings:
+        """The settings, with secrets as their files were read last."""
+        return self._current.settings
+
+    @property
+    def schema(self) -> str:
+        return self.settings.schema_name
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[None]:
+        """Open the pools; the first connection is opened on demand."""
+        async with self._pool(REQUESTS_MAX) as requests, self._pool(LOGINS_MAX) as logins:
+            self._requests, self._logins = requests, logins
+            yield
+
+    @asynccontextmanager
+    async def connection(self, *, long: bool = False) -> AsyncIterator[Connection[Any]]:
+        """Acquire a connection for a request; the schema version is checked.
+
+        Args:
+            long: the request may take minutes.
+
+        Raises:
+            OutboxError: see `connect` and `require_current`.
+            Problem: no connection is free, or the database does not respond.
+        """
+        async with (
+            self._long_slot() if long else nullcontext(),
+            self._acquired(self._requests, REQUESTS_MAX) as connection,
+        ):
+            yield connection
+
+    @asynccontextmanager
+    async def login(self) -> AsyncIterator[Connection[Any]]:
+        """Acquire the connection for token lookups; raises like `connection`."""
+        async with self._acquired(self._logins, LOGINS_MAX) as connection:
+            yield connection
+
+    @asynccontextmanager
+    async def _long_slot(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(CONNECTION_WAIT_S):
+                await self._long.acquire()
+        except TimeoutError:
+            raise unavailable(
+                f"{LONG_MAX} long requests are already running; try again later"
+            ) from None
+        try:
+            yield
+        finally:
+            self._long.release()
+
+    @asynccontextmanager
+    async def _pool(self, size_max: int) -> AsyncIterator[Any]:
+        pool = asyncpg.create_pool(
+            min_size=0,
+            max_size=size_max,
+            max_inactive_connection_lifetime=IDLE_S,
+            connect=self._connect,
+            # Behind a pooler there is no session state to reset.
+            reset=_skip_reset if self.settings.pooled else reset,
+        )
+        await pool
+        try:
+            yield pool
+        finally:
+            try:
+                async with asyncio.timeout(POOL_CLOSE_S):
+                    await pool.close()
+            except TimeoutError:
+                pool.terminate()
+
+    @asynccontextmanager
+    async def _acquired(self, pool: Any, size_max: int) -> AsyncIterator[Connection[Any]]:
+        try:
+            async with asyncio.timeout(CONNECTION_WAIT_S):
+                connection = await pool.acquire()
+        except TimeoutError:
+            raise unavailable(
+                f"no database connection within {CONNECTION_WAIT_S:.0f} s: the database does not "
+                f"respond, or {size_max} requests are already running; try again"
+            ) from None
+        try:
+            if self.settings.pooled:
+                await require_unprotected(cast("Connection[Any]", connection))
+            yield cast("Connection[Any]", connection)
+        finally:
+            # The request is complete: a failed reset closes the connection and must not
+            # change the response.
+            with suppress(*CONNECTION_ERRORS):
+                await pool.release(connection, timeout=RELEASE_S)
+
+    async def _connect(self, *_: Any, **__: Any) -> Connection[Any]:
+        return await self._current.log_in(
+            lambda address: connect_current(
+                address,
+                self.settings,
+                APPLICATION_NAME,
+                # Overrides application_name of the DSN, so that pg_stat_activity shows the API.
+                server_settings={**SESSION_SETTINGS, "application_name": APPLICATION_NAME},
+            )
+        )
+
+
+async def _skip_reset(_: Any) -> None:
+    """No session state to reset."""

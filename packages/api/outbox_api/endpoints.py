@@ -1,0 +1,397 @@
+"""/v1/endpoints: create, read, change, remove and test endpoints."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Annotated, Any
+
+from pydantic import Field, create_model
+from yarl import URL
+
+from outbox.core.model import endpoint_config
+from outbox.core.model.endpoint_condition import EndpointCondition
+from outbox.core.model.endpoint_settings import SETTINGS, Setting
+from outbox.core.model.setting_types import HeaderMap, TextList
+from outbox.destinations.brokers import require_for_tenant
+from outbox.destinations.endpoint_test import EndpointTestResult
+from outbox.destinations.endpoint_tester import TEST_RETRY_S, TEST_S, TooManyTests
+from outbox.destinations.endpoint_validation import (
+    check_reachable,
+    policy_of,
+    run_in_thread,
+    trust_error,
+)
+from outbox.errors import Conflict, UsageError
+from outbox.operations import (
+    endpoint_changes,
+    endpoint_removal,
+    endpoints,
+)
+from outbox.operations.endpoint_changes import NewEndpoint, Updated
+from outbox.operations.endpoint_filter import EndpointFilter
+from outbox.operations.endpoint_removal import DrainStatus, Removal
+from outbox.operations.endpoints import EndpointDetail, EndpointRow
+from outbox.operations.preview import RequestPreview, preview_request
+from outbox.operations.repair import RequestedRepair, request_adoption, request_refill
+from outbox.store.delivery.endpoints import find_endpoint
+from outbox_api import route, tenancy
+from outbox_api.endpoint_credentials import NAME, vault_of
+from outbox_api.rate_limit import too_many_requests
+from outbox_api.redaction import redactor_for
+from outbox_api.request_parsing import Paging
+from outbox_api.route import (
+    Call,
+    Comment,
+    DeferredReply,
+    Headers,
+    NoQuery,
+    Page,
+    PageOf,
+    Reply,
+    RequestModel,
+    ResponseModel,
+    TenantAccess,
+    at_most,
+    page_of_rows,
+)
+
+TEST_TIMEOUT_S = TEST_S + 10.0
+
+
+class SettingsBody(RequestModel):
+    """Base of the bodies with settings, whose fields are those of the table."""
+
+    def given_fields(self) -> dict[str, Any]:
+        """Return the fields that the request contains, null included."""
+        values = self.model_dump(exclude_unset=True)
+        return {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
+
+
+_API_NOTES = {
+    "name": "With a tenant token it must begin with the tenant's prefix: acme.shop.",
+    "headers": "Null keeps the value of a header.",
+    "allow_networks": "Not for tenant tokens.",
+    "retry": 'A policy may also be an object: {"preset": "stepped", "attempts": 8}.',
+}
+"""What the description of a setting has in the API only."""
+
+
+def _field(setting: Setting) -> Any:
+    """The type and the description of a setting in a body."""
+    form: Any = setting.type.public_type
+    if isinstance(setting.type, TextList):
+        form = Annotated[tuple[form, ...], at_most(setting.type.items_max)]
+    elif isinstance(setting.type, HeaderMap):
+        form = Headers[str | None]
+    text = setting.describe(_API_NOTES.get(setting.name, ""))
+    return form | None, Field(default=None, description=text)
+
+
+_FIELDS: dict[str, Any] = {name: _field(each) for name, each in SETTINGS.items()}
+EndpointBody: type[SettingsBody] = create_model(
+    "EndpointBody",
+    __base__=SettingsBody,
+    __doc__="Settings of an endpoint; null resets a setting to its default.",
+    __module__=__name__,
+    **_FIELDS,
+)
+NewEndpointBody: type[SettingsBody] = create_model(
+    "NewEndpointBody",
+    __base__=EndpointBody,
+    __doc__="Settings of a new endpoint, and the type of its signature.",
+    __module__=__name__,
+    ed25519=(
+        bool,
+        Field(
+            default=False,
+            description="Sign with an Ed25519 key instead of a shared secret; the response has "
+            "the public key.",
+        ),
+    ),
+)
+
+
+class RemovalQuery(RequestModel):
+    dead_letter: bool = False
+    """Dead-letter pending deliveries."""
+    drain: bool = False
+    """Stop new events, and remove the endpoint after its backlog is delivered.  202 means
+    that it is not removed yet: repeat the request."""
+
+
+class ChangeBody(RequestModel):
+    """Comment on a change, recorded with it and in the journal."""
+
+    comment: Comment | None = None
+
+
+class AdoptionBody(ChangeBody):
+    """Options of an adoption."""
+
+    dry_run: bool = False
+    """Whether the response only shows what would happen."""
+
+
+class EndpointsQuery(Paging):
+    search: str | None = None
+    """Text in the name or the URL."""
+    condition: EndpointCondition | None = None
+    type: str | None = None
+    """Type of an event that the endpoint's types match."""
+    tenant: str | None = None
+
+    @property
+    def only(self) -> EndpointFilter:
+        return EndpointFilter(self.search, self.tenant, self.type, self.condition)
+
+
+class EndpointsExtra(ResponseModel):
+    total: int
+    """Endpoints that match, on all pages."""
+
+
+@route.get(
+    "/v1/endpoints",
+    "List endpoints by name",
+    scope="read",
+    tenants=TenantAccess.NARROWED,
+    responses={200: PageOf(EndpointRow, EndpointsExtra)},
+)
+async def _list(call: Call[EndpointsQuery, None]) -> Page[Any]:
+    query, tenant = call.query, call.tenant
+    rows = await call.run(
+        endpoints.list_endpoints,
+        tenant=tenant,
+        only=query.only,
+        limit=query.limit,
+        after=query.after,
+    )
+    total = await call.run(endpoints.count_endpoints, tenant=tenant, only=query.only)
+    redactor = await redactor_for(call)
+    page = page_of_rows(rows, lambda row: row.name, redactor.redact_endpoint)
+    return Page(page.items, page.next, {"total": total})
+
+
+@route.post(
+    "/v1/endpoints",
+    "Create an endpoint; the response contains its signing secret, once",
+    scope="operate",
+    tenants=TenantAccess.NARROWED,
+    body=NewEndpointBody,
+    status=201,
+)
+async def _add(call: Call[NoQuery, SettingsBody]) -> NewEndpoint:
+    fields = call.body.given_fields()
+    fields["tenant"] = tenancy.resolve_tenant(call.tenant, fields.get("tenant"))
+    for name in ("name", "url"):
+        if fields.get(name) is None:
+            raise UsageError(f"{name}: is required")
+    ed25519 = fields.pop("ed25519", False)
+    settings = endpoint_config.parse_one(fields)
+    _check_tenant_rules(call, settings)
+    tenancy.require_name(call.tenant, settings.name)
+    check_reachable(settings, policy_of(call.settings))
+    if (ca_error := await run_in_thread(trust_error, settings.ca)) is not None:
+        raise ca_error
+    made = await call.run(
+        endpoint_changes.add_endpoint,
+        settings,
+        actor=call.actor,
+        vault=vault_of(call),
+        ed25519=ed25519,
+    )
+    return made if call.tenant is None else replace(made, waiting=None)
+
+
+@route.get(
+    NAME, "Show an endpoint with its health and lanes", scope="read", tenants=TenantAccess.ENDPOINT
+)
+async def _show(call: Call[NoQuery, None]) -> EndpointDetail:
+    found = await call.run(endpoints.get_endpoint, call.path["name"])
+    return (await redactor_for(call)).redact_endpoint_detail(found)
+
+
+@route.patch(
+    NAME,
+    "Change an endpoint; omitted settings are kept, null resets one to its default",
+    scope="operate",
+    tenants=TenantAccess.ENDPOINT,
+    body=EndpointBody,
+)
+async def _update(call: Call[NoQuery, SettingsBody]) -> Updated:
+    fields = call.body.given_fields()
+    for name in ("name", "url"):
+        if name in fields and fields[name] is None:
+            raise UsageError(f"{name}: must be a string")
+    # Before the change, which may be planned several times: parsing certificates is slow.
+    ca_error = await run_in_thread(trust_error, fields.get("ca"))
+
+    def edit(current: Any) -> Any:
+        settings = endpoint_config.parse_one(fields, current)
+        _check_tenant_rules(call, settings, current)
+        if call.tenant is not None and _origin(settings.url) != _origin(current.url):
+            _require_headers_given(settings, fields.get("headers"))
+        check_reachable(settings, policy_of(call.settings), current)
+        if ca_error is not None and settings.ca != current.ca:
+            raise ca_error
+        if settings.name != current.name:
+            tenancy.require_name(call.tenant, settings.name)
+        return settings
+
+    return await call.run(
+        endpoint_changes.update_endpoint,
+        call.path["name"],
+        edit,
+        actor=call.actor,
+        owner=call.tenant,
+        vault=vault_of(call),
+    )
+
+
+@route.delete(
+    NAME,
+    "Remove an endpoint; 409 if deliveries are pending, without drain or dead_letter",
+    scope="operate",
+    tenants=TenantAccess.ENDPOINT,
+    responses={200: Removal, 202: DrainStatus},
+)
+async def _remove(call: Call[RemovalQuery, None]) -> Any:
+    name, query = call.path["name"], call.query
+    if query.drain and query.dead_letter:
+        raise UsageError("dead_letter, drain: are mutually exclusive")
+    if query.drain:
+        left = await call.run(
+            endpoint_removal.drain_endpoint, name, actor=call.actor, owner=call.tenant
+        )
+        if left.drains:
+            return Reply(left, 202)
+    try:
+        return await call.run(
+            endpoint_removal.remove_endpoint,
+            name,
+            actor=call.actor,
+            owner=call.tenant,
+            dead_letter=query.dead_letter,
+        )
+    except endpoint_removal.StillPending as still:
+        raise Conflict(f"{still} (use drain or dead_letter)") from None
+
+
+@route.post(
+    f"{NAME}/refill",
+    "Append again what the streams of a broker have lost",
+    scope="operate",
+    tenants=TenantAccess.ENDPOINT,
+    body_required=False,
+)
+async def _refill(call: Call[NoQuery, ChangeBody]) -> RequestedRepair:
+    return await call.run(
+        request_refill,
+        call.path["name"],
+        actor=call.actor,
+        owner=call.tenant,
+        comment=call.body.comment,
+    )
+
+
+@route.post(
+    f"{NAME}/adopt",
+    "Go on with the streams of a broker as they are, although they do not match",
+    scope="operate",
+    tenants=TenantAccess.ENDPOINT,
+    body_required=False,
+)
+async def _adopt(call: Call[NoQuery, AdoptionBody]) -> RequestedRepair:
+    return await call.run(
+        request_adoption,
+        call.path["name"],
+        actor=call.actor,
+        owner=call.tenant,
+        comment=call.body.comment,
+        dry_run=call.body.dry_run,
+    )
+
+
+@route.post(
+    f"{NAME}/test",
+    "Send one signed test delivery from this relay",
+    scope="operate",
+    tenants=TenantAccess.ENDPOINT,
+    timeout_s=TEST_TIMEOUT_S,
+    responses={200: EndpointTestResult},
+)
+async def _test(call: Call[NoQuery, None]) -> DeferredReply:
+    endpoint = await call.run(find_endpoint, call.path["name"], vault_of(call))
+    redactor = await redactor_for(call)
+
+    async def send_test() -> EndpointTestResult:
+        try:
+            return redactor.redact_test(await call.endpoint_tester.run_test(endpoint, call.tenant))
+        except TooManyTests as error:
+            raise too_many_requests(str(error), TEST_RETRY_S) from None
+
+    return DeferredReply(send_test)
+
+
+class PreviewQuery(RequestModel):
+    event: str
+    """Event id, X-Delivery, once key, key (its newest event) or outbox id."""
+
+
+@route.get(
+    f"{NAME}/preview",
+    "Show the request that delivers an event; nothing is sent",
+    scope="read",
+    tenants=TenantAccess.ENDPOINT,
+)
+async def _preview(call: Call[PreviewQuery, None]) -> RequestPreview:
+    return await call.run(
+        preview_request,
+        call.path["name"],
+        call.query.event,
+        vault=vault_of(call),
+        now=time.time(),
+        tenant=call.tenant,
+        once_key=tenancy.stored_key(call.tenant, call.query.event),
+    )
+
+
+def _require_headers_given(settings: Any, given: dict[str, Any] | None) -> None:
+    """Prevent a URL change from sending stored header values to another host.
+
+    Raises:
+        UsageError: the request does not set a stored header again.
+    """
+    names_given = {name.lower() for name, value in (given or {}).items() if value is not None}
+    for name in settings.headers:
+        if name.lower() not in names_given:
+            raise UsageError(
+                f"url: the new host would receive the stored header {name}; send headers as well: "
+                "with their values, or {} for none"
+            )
+
+
+def _origin(url: str) -> tuple[str, str | None, int | None]:
+    parts = URL(url)
+    return parts.scheme, parts.host, parts.port
+
+
+def _check_tenant_rules(call: Call[Any, Any], settings: Any, current: Any = None) -> None:
+    """Check the settings that a tenant token may not change.
+
+    Raises:
+        UsageError: the endpoint would belong to another tenant, to all or to none; or it
+            would use a private network that an operator opened for another URL.
+    """
+    if call.tenant is None:
+        return
+    if settings.tenant != call.tenant:
+        raise UsageError(f'tenant: this token is restricted to "{call.tenant}"; omit the field')
+    if settings.allow_networks != (() if current is None else current.allow_networks):
+        raise UsageError("allow_networks: a tenant token cannot open networks; ask an operator")
+    require_for_tenant(settings.url)
+    if settings.allow_networks and settings.url != current.url:
+        raise UsageError(
+            "url: a private network is open for the current URL only; ask an operator to change it"
+        )

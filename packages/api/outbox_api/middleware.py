@@ -1,0 +1,58 @@
+"""Error middleware of the authenticated listeners: every error becomes a problem."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from aiohttp import web
+
+from outbox_api import problem
+from outbox_api.problem import Problem, ProblemKind
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def log_unexpected(log: Any, error: Exception, request: web.Request, path: str) -> Problem:
+    """Log an unexpected error under an id, and return a problem that contains the id."""
+    error_id = str(uuid.uuid4())
+    log.error(
+        "unexpected error", error_id=error_id, method=request.method, route=path, exc_info=error
+    )
+    return Problem(ProblemKind.INTERNAL, f"internal error {error_id}; see the log of this relay")
+
+
+def problem_middleware(no_such_path: str) -> Any:
+    """Create a middleware that turns all errors, aiohttp's included, into problems.
+
+    Args:
+        no_such_path: detail of the 404 for unknown paths.
+    """
+
+    @web.middleware
+    async def handle_problems(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except Problem as error:
+            return _response(error)
+        except web.HTTPMethodNotAllowed as error:
+            allowed = ", ".join(sorted(error.allowed_methods))
+            detail = f"{request.path} allows {allowed}"
+            return _response(Problem(ProblemKind.METHOD_NOT_ALLOWED, detail, {"Allow": allowed}))
+        except web.HTTPNotFound:
+            return _response(Problem(ProblemKind.NOT_FOUND, no_such_path))
+
+    return handle_problems
+
+
+def _response(error: Problem) -> web.Response:
+    return web.Response(
+        body=orjson.dumps(error.to_json()),
+        status=error.kind.status,
+        headers=dict(error.headers),
+        content_type=problem.MEDIA_TYPE,
+    )

@@ -1,0 +1,259 @@
+"""OpenAPI 3.1 document, generated from the table of routes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from aiohttp import web
+
+from outbox.version import __version__
+from outbox_api import problem
+from outbox_api.body_limits import EVENT_BYTES_MAX
+from outbox_api.route import PAYLOAD_BODY_BYTES_MAX, PageOf, TenantAccess
+from outbox_api.schemas import json_schemas
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from pydantic.json_schema import JsonSchemaMode
+
+    from outbox_api.route import Route
+
+DESCRIPTION = """
+HTTP API for all operations of the command line. Create a token with `outbox token add`, and
+send it as `Authorization: Bearer obx_…`. A revoked token is rejected within two seconds.
+
+Scopes are independent: `read` reads everything, payloads included, except receivers' responses,
+which also need `operate` and a token without a tenant; `publish` publishes events; `operate`
+makes all other changes. A tenant token reads and changes the objects of its
+tenant only; other objects respond with 404, and routes for the whole system with 403. Actors
+outside the tenant are shown as `operator` or `relay`, and totals of the system are hidden. Ids
+of events, dead letters, jobs and journal entries, and cursors, count over the whole system.
+Endpoints and schedules created with a tenant token have names with the tenant's prefix
+(`acme.shop`), because names are unique in the system.
+
+Requests and requests in progress are limited per token, failed logins and requests in progress
+per address; above a limit the response is 429 with Retry-After. The size of a body and the number
+of its values are limited by its route; above these limits the response is 413.
+
+Listings are paginated: pass `next` of a page as `after` of the next request; it is null on the
+last page. Errors are problem details (RFC 9457) with a stable `type`.
+""".strip()
+
+PROBLEM = {
+    "type": "object",
+    "description": "Problem details (RFC 9457).",
+    "required": ["type", "title", "status", "detail"],
+    "properties": {
+        "type": {"type": "string", "enum": [kind.type for kind in problem.ProblemKind]},
+        "title": {"type": "string"},
+        "status": {"type": "integer"},
+        "detail": {"type": "string", "description": "One line, with the next step."},
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaSet:
+    """JSON schemas of queries, bodies and responses, and their shared definitions."""
+
+    by_name: dict[str, Any]
+    shared: dict[str, Any]
+
+    def fields(self, name: str) -> dict[str, Any]:
+        """Return the schemas of the fields of an object."""
+        schema = self.by_name[name]
+        if "$ref" in schema:
+            schema = self.shared[_name_in(schema["$ref"])]
+        fields: dict[str, Any] = schema["properties"]
+        return fields
+
+
+def document(routes: Sequence[Route]) -> dict[str, Any]:
+    """Generate the document."""
+    forms = SchemaSet(*json_schemas(_forms(routes)))
+    paths: dict[str, Any] = {}
+    for route in routes:
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, forms)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "outbox", "version": __version__, "description": DESCRIPTION},
+        "security": [{"token": []}],
+        "paths": paths,
+        "components": {
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+            "schemas": {**_used(paths, forms.shared), "Problem": PROBLEM},
+            "responses": {
+                "TooManyRequests": {
+                    "description": "Too many failed logins from this address, the token exceeds "
+                    "its request rate, or the token or the address has too many requests in "
+                    "progress.",
+                    "headers": {
+                        "Retry-After": {
+                            "description": "Seconds.",
+                            "schema": {"type": "integer"},
+                        }
+                    },
+                    "content": {
+                        problem.MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}
+                    },
+                },
+                "Problem": {
+                    "description": "Error.",
+                    "content": {
+                        problem.MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}
+                    },
+                },
+            },
+        },
+    }
+
+
+def handler(routes: Sequence[Route]) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """Create a handler that serves the document, generated at the first request."""
+
+    @lru_cache(1)
+    def generate() -> bytes:
+        return orjson.dumps(document(routes))
+
+    async def handle(_: web.Request) -> web.Response:
+        # In a thread: generating takes half a second, and must not block deliveries.
+        body = await asyncio.to_thread(generate)
+        return web.Response(body=body, content_type="application/json")
+
+    return handle
+
+
+def _forms(routes: Sequence[Route]) -> dict[str, tuple[Any, JsonSchemaMode]]:
+    """Types of queries, bodies and responses by name."""
+    forms: dict[str, tuple[Any, JsonSchemaMode]] = {}
+    for route in routes:
+        if route.query is not None:
+            forms[f"{route.operation_id} query"] = route.query, "validation"
+        if route.body is not None:
+            forms[f"{route.operation_id} body"] = route.body, "validation"
+        for status, form in route.responses.items():
+            name = f"{route.operation_id} {status}"
+            if isinstance(form, PageOf):
+                forms[name] = form.item, "serialization"
+                if form.extra is not None:
+                    forms[f"{name} rest"] = form.extra, "serialization"
+            else:
+                forms[name] = form, "serialization"
+    return forms
+
+
+def _operation(route: Route, forms: SchemaSet) -> dict[str, Any]:
+    name = route.operation_id
+    operation: dict[str, Any] = {
+        "operationId": name,
+        "summary": route.summary,
+        "description": _description(route),
+        "tags": [route.tag],
+        "parameters": [*_in_path(route), *_in_query(route, forms), *_in_headers(route)],
+        "responses": {
+            str(status): {
+                "description": "Success.",
+                "content": {
+                    "application/json": {"schema": _response_schema(name, status, form, forms)}
+                },
+            }
+            for status, form in route.responses.items()
+        }
+        | {"429": {"$ref": "#/components/responses/TooManyRequests"}}
+        | {"default": {"$ref": "#/components/responses/Problem"}},
+        "x-scope": route.scope,
+    }
+    if route.body is not None:
+        operation["requestBody"] = {
+            "required": route.body_required,
+            "description": _body_limit(route),
+            "content": {"application/json": {"schema": forms.by_name[f"{name} body"]}},
+        }
+    return operation
+
+
+def _body_limit(route: Route) -> str:
+    text = f"At most {route.body_bytes_max // 1024:,} KiB"
+    if route.body_bytes_max != PAYLOAD_BODY_BYTES_MAX:
+        return f"{text}."
+    margin = f"{EVENT_BYTES_MAX // 1024} KiB"
+    return f"{text}, or the maximum payload in Base64 and {margin}, whichever is larger."
+
+
+def _description(route: Route) -> str:
+    scope = (
+        f"Requires the scope `{route.scope}`."
+        if route.scope is not None
+        else "Available to every token."
+    )
+    return (
+        f"{scope} Not available to tenant tokens."
+        if route.tenants is TenantAccess.SYSTEM
+        else scope
+    )
+
+
+def _in_path(route: Route) -> list[dict[str, Any]]:
+    return [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"{(\w+)}", route.path)
+    ]
+
+
+def _in_query(route: Route, forms: SchemaSet) -> list[dict[str, Any]]:
+    if route.query is None:
+        return []
+    return [
+        {"name": name, "in": "query", "required": False, "schema": schema}
+        for name, schema in forms.fields(f"{route.operation_id} query").items()
+    ]
+
+
+def _in_headers(route: Route) -> list[dict[str, Any]]:
+    return [
+        {"name": n, "in": "header", "description": what, "schema": {"type": "string"}}
+        for n, what in route.headers.items()
+    ]
+
+
+def _response_schema(name: str, status: int, form: Any, forms: SchemaSet) -> dict[str, Any]:
+    schema: dict[str, Any] = forms.by_name[f"{name} {status}"]
+    if not isinstance(form, PageOf):
+        return schema
+    rest: dict[str, Any] = {}
+    if form.extra is not None:
+        rest = forms.fields(f"{name} {status} rest")
+    return {
+        "type": "object",
+        "required": ["items", "next", *rest],
+        "properties": {
+            "items": {"type": "array", "items": schema},
+            "next": {
+                "type": ["string", "null"],
+                "description": "Value of `after` for the next page; null: last page.",
+            },
+            **rest,
+        },
+    }
+
+
+def _used(paths: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
+    """Return the shared schemas that are referenced, directly or indirectly."""
+    used: dict[str, Any] = {}
+    unvisited = [paths]
+    while unvisited:
+        for name in map(_name_in, re.findall(r"#/components/schemas/\w+", str(unvisited.pop()))):
+            if name in shared and name not in used:
+                used[name] = shared[name]
+                unvisited.append(shared[name])
+    return dict(sorted(used.items()))
+
+
+def _name_in(reference: str) -> str:
+    return reference.rpartition("/")[2]

@@ -1,0 +1,102 @@
+"""/v1/replays: replay jobs of dead letters and backfills of history."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from outbox.operations import backfill, replay_jobs
+from outbox.operations.backfill import BackfillPlan
+from outbox.operations.criteria import Criteria
+from outbox.operations.replay_jobs import JobState, ReplayJob
+from outbox.operations.rows import ID_MAX
+from outbox_api import route, tenancy
+from outbox_api.redaction import redactor_for
+from outbox_api.request_parsing import Paging, TimeOrAge
+from outbox_api.route import (
+    Call,
+    NoQuery,
+    Page,
+    Reply,
+    RequestModel,
+    TenantAccess,
+    TypePatterns,
+    id_cursor,
+    page_of_rows,
+)
+
+
+class ReplaysQuery(Paging):
+    state: JobState | Literal["all"] = "all"
+
+
+class BackfillBody(RequestModel):
+    """History to send to an endpoint, in order, at the end of its lanes."""
+
+    endpoint: str
+    since: TimeOrAge
+    """Published at this time or later."""
+    until: TimeOrAge | None = None
+    """Published before this time."""
+    type: TypePatterns = ()
+    """Restrict to types that match, in addition to the endpoint's subscription."""
+    rate: Annotated[float, Field(gt=0)] | None = None
+    """Maximum rate, in deliveries per second."""
+    dry_run: bool = False
+    """Count only."""
+
+
+@route.get(
+    "/v1/replays", "List replay jobs, newest first", scope="read", tenants=TenantAccess.NARROWED
+)
+async def _list(call: Call[ReplaysQuery, None]) -> Page[ReplayJob]:
+    query = call.query
+    states = replay_jobs.STATES if query.state == "all" else (query.state,)
+    rows = await call.run(
+        replay_jobs.list_jobs,
+        states=states,
+        tenant=call.tenant,
+        limit=query.limit,
+        before=id_cursor(query.after, ID_MAX),
+    )
+    redactor = await redactor_for(call)
+    return page_of_rows(rows, lambda job: job.id, redactor.redact_job)
+
+
+@route.get(
+    "/v1/replays/{id}", "Show the progress of a replay job", scope="read", tenants=TenantAccess.JOB
+)
+async def _show(call: Call[NoQuery, None]) -> ReplayJob:
+    job = await call.run(replay_jobs.get_job, tenancy.parse_id(call.path["id"]))
+    return (await redactor_for(call)).redact_job(job)
+
+
+@route.post(
+    "/v1/replays",
+    "Start a backfill: send an endpoint its history",
+    scope="operate",
+    tenants=TenantAccess.NARROWED,
+    responses={201: ReplayJob, 200: BackfillPlan},
+)
+async def _start_backfill(call: Call[NoQuery, BackfillBody]) -> Any:
+    body = call.body
+    await tenancy.require_endpoint(call.db, call.tenant, body.endpoint)
+    history = Criteria(body.endpoint, body.type, since=body.since, until=body.until)
+    if body.dry_run:
+        return await call.run(backfill.plan_backfill, history)
+    job = await call.run(backfill.request_backfill, history, actor=call.actor, rate_per_s=body.rate)
+    redactor = await redactor_for(call)
+    return Reply(redactor.redact_job(await call.run(replay_jobs.get_job, job)), 201)
+
+
+@route.post(
+    "/v1/replays/{id}/abort",
+    "Abort a replay job; deliveries already queued are still sent",
+    scope="operate",
+    tenants=TenantAccess.JOB,
+)
+async def _abort(call: Call[NoQuery, None]) -> ReplayJob:
+    job_id = tenancy.parse_id(call.path["id"])
+    redactor = await redactor_for(call)
+    return redactor.redact_job(await call.run(replay_jobs.abort_job, job_id, actor=call.actor))

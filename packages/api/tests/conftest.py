@@ -1,0 +1,47 @@
+"""The API on a real server; responses are validated against the OpenAPI document."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from packages.api.tests.two_tenants import World
+from tests.support.api import make_token, serving
+from tests.support.costs import measuring
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+    from tests.support.api import Api
+    from tests.support.costs import Costs
+    from tests.support.postgres import Database
+
+
+@pytest.fixture
+async def client(database: Database) -> AsyncIterator[Api]:
+    """A client without a token."""
+    async with serving(database) as api:
+        yield api
+
+
+@pytest.fixture
+async def api(database: Database, client: Api) -> Api:
+    """A client whose token has all scopes."""
+    return client.with_token(await make_token(database))
+
+
+@pytest.fixture
+def costs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Costs]:
+    """The costs of the requests of a test."""
+    with measuring(monkeypatch) as measured:
+        yield measured
+
+
+@pytest.fixture
+async def world(database: Database, api: Api) -> World:
+    """Two tenants, and a client of one of them."""
+    secret = await make_token(database, "acme", ("read", "publish", "operate"), tenant="acme")
+    made = World(database, api, api.with_token(secret))
+    await made.make()
+    return made
