@@ -72,6 +72,25 @@ def test_all_names_and_a_receiver_on_sqlite_need_orjson_only() -> None:
     run_without_other_packages("names")
 
 
+@pytest.mark.parametrize("client", ["redis", "nats"])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_reader_of_a_stream_needs_the_leaf_and_its_client_library_only(
+    client: str, *, is_there: bool
+) -> None:
+    program = (
+        "from outbox.receiver import MemoryDatabase, StreamReceiver; "
+        f"StreamReceiver('{client}://127.0.0.1/s', MemoryDatabase())"
+    )
+    packages = ["outbox_brokers", *([client, "async_timeout"] if is_there else [])]
+    env = {"ONLY_PACKAGES": ",".join(packages), "PYTHONPATH": str(PROGRAMS)}
+    ended = run(sys.executable, "-c", program, **env)
+    if is_there:
+        assert ended.returncode == 0, ended.stderr
+    else:
+        last = ended.stderr.splitlines()[-1]
+        assert f"pip install 'outbox-brokers[{client}]==" in last, ended.stderr
+
+
 def test_a_command_names_its_extra_where_another_package_has_brought_click() -> None:
     env = {"ONLY_PACKAGES": "click", "PYTHONPATH": str(PROGRAMS)}
     ended = run(sys.executable, "-m", "outbox", "status", **env)

@@ -23,9 +23,6 @@ SIDES = ("drivers", "producers", "receiver", "store.schema", "testing")
 OTHERS = {
     "outbox.receiver.adapters.aiohttp": "aiohttp",
     "outbox.receiver.proxy": "aiohttp",
-    "outbox_brokers.nats.source": "nats",
-    "outbox_brokers.nats.source_transport": "nats",
-    "outbox_brokers.redis.source": "redis",
     "outbox.testing.delivery_pass": "the relay",
     "outbox.testing.fixtures": "pytest",
     "outbox.testing.post": "aiohttp",
