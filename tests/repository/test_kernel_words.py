@@ -7,7 +7,7 @@ import re
 from tests.support.checkout import ROOT
 
 BROKERS = re.compile(r"\b(redis|valkey|nats|rabbitmq|kafka)\b", re.IGNORECASE)
-TEXTS = {".html", ".json", ".py", ".yml"}
+TEXTS = {".css", ".html", ".json", ".py", ".yml"}
 
 
 def test_no_file_of_the_package_names_a_broker() -> None:
