@@ -25,6 +25,7 @@ pytestmark = pytest.mark.system
 ROOT = Path(__file__).parents[2]
 
 LAYERS = "Imports go one way"
+PLUGINS = "Brokers import the port, the network and the model of a stream"
 CORE = "The core's packages import its model only, and brokers also the message of a delivery"
 CIRCLES = "No circles"
 LEAVES = "The package imports no leaf"
@@ -145,6 +146,11 @@ def test_the_api_is_independent_of_the_process_that_serves_it(
     graph: ImportGraph, imported: str
 ) -> None:
     assert API in broken_contracts(graph, "outbox_api.server", imported)
+
+
+@pytest.mark.parametrize("imported", ["outbox.relay.relay", "outbox.store.errors", "outbox_api.app"])
+def test_a_broker_imports_no_relay_and_no_database(graph: ImportGraph, imported: str) -> None:
+    assert PLUGINS in broken_contracts(graph, "outbox_brokers.redis.broker", imported)
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
