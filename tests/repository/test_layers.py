@@ -148,7 +148,7 @@ def test_the_api_is_independent_of_the_process_that_serves_it(
     assert API in broken_contracts(graph, "outbox_api.server", imported)
 
 
-@pytest.mark.parametrize("imported", ["outbox.relay.relay", "outbox.store.errors", "outbox_api.app"])
+@pytest.mark.parametrize("imported", ["outbox.relay.relay", "outbox.store.errors"])
 def test_a_broker_imports_no_relay_and_no_database(graph: ImportGraph, imported: str) -> None:
     assert PLUGINS in broken_contracts(graph, "outbox_brokers.redis.broker", imported)
 
