@@ -10,10 +10,10 @@ import jsonschema_rs
 import pytest
 
 from outbox.api import problem
-from outbox.api.openapi import document
 from outbox.api.route import TenantAccess
 from outbox.api.routes import ROUTES
 from outbox.cli.main import COMMANDS
+from tests.support.api import api_document
 
 if TYPE_CHECKING:
     from tests.support.api import Api
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="session")
 def described() -> dict[str, Any]:
     """The document: not made at import, which takes as long as that of all other tests' modules."""
-    return document(ROUTES)
+    return api_document()
 
 
 @pytest.fixture(scope="session")
