@@ -119,7 +119,7 @@ def test_uv_installs_the_pinned_versions_and_pip_where_it_cannot(
 
     def call(command: list[str], *, env: dict[str, str], **__: object) -> int:
         called.append((command, env))
-        return int(fails and command[0] == str(run.BIN / "uv"))
+        return int(fails and command[1:3] == ["-m", "uv"])
 
     run.VENV.mkdir()
     run.pins().parent.mkdir()
@@ -130,7 +130,7 @@ def test_uv_installs_the_pinned_versions_and_pip_where_it_cannot(
     run.install(run.stamp())
     (got, _), (uv, uv_env), *then_pip = called
     assert (got[0], got[-1]) == ("pip", "uv")
-    assert uv[:3] == [str(run.BIN / "uv"), "pip", "install"]
+    assert uv[:5] == [str(run.PYTHON), "-m", "uv", "pip", "install"]
     for option in ("--constraints", "--build-constraints"):
         assert uv[uv.index(option) + 1] == str(run.pins())
     assert uv[uv.index("--python") + 1] == str(run.PYTHON)
@@ -165,6 +165,7 @@ list.no-index='true'
     assert run.uv_settings(["the", "pip"]) == {
         "UV_INDEX_STRATEGY": "unsafe-best-match",
         "UV_SYSTEM_CERTS": "1",
+        "UV_NO_CONFIG": "1",
         "UV_DEFAULT_INDEX": "https://i.example/simple?a=b",
         "UV_INDEX": "https://b.example/simple https://c.example/simple",
         "UV_FIND_LINKS": "/wheels,/more",
