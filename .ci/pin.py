@@ -23,6 +23,8 @@ FILE = ROOT / ".ci" / "constraints.txt"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 BUILDS = ("editables",)
 """What hatchling requires for an editable install."""
+INSTALLER = ("uv",)
+"""What run.py installs with."""
 FIRST_PATCHES = ("async-timeout",)
 """What dependencies require on the first patch releases of Python 3.11, such as Debian's."""
 
@@ -74,7 +76,13 @@ def wanted() -> list[str]:
         for text in texts
         if _NAME.match(text)[0] not in own
     ]
-    return [*dependencies, *read[0]["build-system"]["requires"], *BUILDS, *FIRST_PATCHES]
+    return [
+        *dependencies,
+        *read[0]["build-system"]["requires"],
+        *BUILDS,
+        *INSTALLER,
+        *FIRST_PATCHES,
+    ]
 
 
 def lines(found: dict[str, dict[str, str]]) -> list[str]:

@@ -105,9 +105,74 @@ def test_unavailable_pins_are_reported_and_other_versions_installed(
     monkeypatch.setattr(run, "call", call)
     monkeypatch.delenv("PIP_CONSTRAINT", raising=False)
     run.install(run.stamp())
-    assert asked == [run.pins().as_uri(), None]
+    # uv, which pip cannot get; pip itself; pip without pins.
+    assert asked == [run.pins().as_uri(), run.pins().as_uri(), None]
     assert run.STAMP.read_text().splitlines() == [*run.stamp(), run.UNPINNED]
     assert "not all versions in .ci/constraints.txt are available here" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["uv-installs", "uv-fails"])
+def test_uv_installs_the_pinned_versions_and_pip_where_it_cannot(
+    run: ModuleType, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    called: list[tuple[list[str], dict[str, str]]] = []
+
+    def call(command: list[str], *, env: dict[str, str], **__: object) -> int:
+        called.append((command, env))
+        return int(fails and command[1:3] == ["-m", "uv"])
+
+    run.VENV.mkdir()
+    run.pins().parent.mkdir()
+    run.pins().write_text("a==1\n")
+    monkeypatch.setattr(run, "find_pip", lambda: ["pip"])
+    monkeypatch.setattr(run, "uv_settings", lambda _: {"UV_DEFAULT_INDEX": "https://a.example"})
+    monkeypatch.setattr(run, "call", call)
+    run.install(run.stamp())
+    (got, _), (uv, uv_env), *then_pip = called
+    assert (got[0], got[-1]) == ("pip", "uv")
+    assert uv[:5] == [str(run.PYTHON), "-m", "uv", "pip", "install"]
+    for option in ("--constraints", "--build-constraints"):
+        assert uv[uv.index(option) + 1] == str(run.pins())
+    assert uv[uv.index("--python") + 1] == str(run.PYTHON)
+    assert uv_env["UV_DEFAULT_INDEX"] == "https://a.example"
+    packages = uv[uv.index("--editable") :]
+    assert packages == ["--editable", str(run.ROOT)]
+    assert [(each[0], each[-2:]) for each, _ in then_pip] == [("pip", packages)] * fails
+    # The versions are the pinned ones, whichever of them installs.
+    assert all(env["PIP_CONSTRAINT"] == run.pins().as_uri() for _, env in then_pip)
+    assert run.STAMP.read_text().splitlines() == run.stamp()
+
+
+def test_uv_takes_the_settings_of_pip(run: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = """\
+:env:.cert='/env.pem'
+:env:.find-links='/wheels  /more'
+global.cert='/global.pem'
+global.extra-index-url='\\nhttps://b.example/simple\\nhttps://c.example/simple'
+global.index-url='https://a.example/simple'
+global.progress-bar='off'
+global.timeout='60'
+install.index-url='https://i.example/simple?a=b'
+install.trusted-host='a.example i.example'
+list.no-index='true'
+"""
+
+    def run_command(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        assert command == ["the", "pip", "config", "list"]
+        return subprocess.CompletedProcess(command, 0, listed, "")
+
+    monkeypatch.setattr(run.subprocess, "run", run_command)
+    assert run.uv_settings(["the", "pip"]) == {
+        "UV_INDEX_STRATEGY": "unsafe-best-match",
+        "UV_SYSTEM_CERTS": "1",
+        "UV_NO_CONFIG": "1",
+        "UV_DEFAULT_INDEX": "https://i.example/simple?a=b",
+        "UV_INDEX": "https://b.example/simple https://c.example/simple",
+        "UV_FIND_LINKS": "/wheels,/more",
+        "UV_INSECURE_HOST": "a.example i.example",
+        "SSL_CERT_FILE": "/env.pem",
+        "UV_HTTP_TIMEOUT": "60",
+    }
 
 
 @pytest.mark.system

@@ -170,26 +170,25 @@ UNUSABLE = {
 }
 
 
-async def test_an_unusable_endpoint_does_not_block_others(server: Server) -> None:
-    async def break_one(what: str, database: Database, _: Logs) -> None:
-        broken, repaired = UNUSABLE[what]
-        bad = await add_endpoint(database, "bad")
-        await add_endpoint(database, "good")
-        await fetchval(database, broken, bad.id)
-        held = HoldingNetwork()
-        await publish(database, "a")
-        async with running(database, held.network):
-            await until(lambda: held.got("good") == ["a"])
-            assert held.got("bad") == []
-            await _change(database, repaired, bad.id)
-            await until(lambda: held.got("bad") == ["a"])
+async def test_an_unusable_endpoint_does_not_block_others(database: Database) -> None:
+    bad = {what: await add_endpoint(database, f"bad-{n}") for n, what in enumerate(UNUSABLE)}
+    await add_endpoint(database, "good")
+    for what, (broken, _) in UNUSABLE.items():
+        await fetchval(database, broken, bad[what].id)
+    held = HoldingNetwork()
+    await publish(database, "a")
+    async with running(database, held.network):
+        await until(lambda: held.got("good") == ["a"])
+        for n, what in enumerate(UNUSABLE):
+            assert held.got(f"bad-{n}") == [], what
+        for n, (what, (broken, repaired)) in enumerate(UNUSABLE.items()):
+            await _change(database, repaired, bad[what].id)
+            await until(lambda n=n: held.got(f"bad-{n}") == ["a"], what=what)
             # A row may also become unusable at run time.
-            await _change(database, broken, bad.id)
-            await publish(database, "b")
-            await until(lambda: held.got("good") == ["a", "b"])
-        assert await exceptions(database) == {}
-
-    await run_concurrently(server, UNUSABLE, break_one)
+            await _change(database, broken, bad[what].id)
+        await publish(database, "b")
+        await until(lambda: held.got("good") == ["a", "b"])
+    assert await exceptions(database) == {}
 
 
 @pytest.mark.full

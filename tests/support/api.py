@@ -6,7 +6,7 @@ import io
 import re
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -122,10 +122,16 @@ def _flat(query: Mapping[str, Any]) -> list[tuple[str, str]]:
 # ------------------------------------------------------------- the document
 
 
-@lru_cache(1)
+@cache
 def api_document() -> dict[str, Any]:
-    """The OpenAPI document, closed: no undocumented property is allowed."""
-    closed: dict[str, Any] = _closed(document(ROUTES))
+    """The OpenAPI document, made once: it takes a second."""
+    return document(ROUTES)
+
+
+@cache
+def _closed_document() -> dict[str, Any]:
+    """The same, but no undocumented property is allowed."""
+    closed: dict[str, Any] = _closed(api_document())
     return closed
 
 
@@ -152,13 +158,13 @@ def check(method: str, path: str, response: AttemptResult) -> None:
     if path == "/openapi.json":
         return
     template = _template(path)
-    responses = api_document()["paths"][template][method.lower()]["responses"]
+    responses = _closed_document()["paths"][template][method.lower()]["responses"]
     missing = f"{response.status} is not documented for {method} {template}"
     assert str(response.status) in responses, missing
     _validator(template, method.lower(), str(response.status))[0].validate(response.json)
 
 
-@lru_cache(None)
+@cache
 def _template(path: str) -> str:
     """The path template that matches; the one with the fewest parameters."""
     fitting = [
@@ -167,9 +173,9 @@ def _template(path: str) -> str:
     return min(fitting, key=lambda each: each.count("{"))
 
 
-@lru_cache(None)
+@cache
 def _validator(*place: str) -> list[Any]:
-    document = api_document()
+    document = _closed_document()
     if place == ("Problem",):
         schema = document["components"]["schemas"]["Problem"]
     else:

@@ -215,7 +215,9 @@ class Server:
         return f"CREATE DATABASE {{}} TEMPLATE {template} {strategy}"
 
     def _connect_blocking(self, name: str) -> psycopg.Connection[Any]:
-        return psycopg.connect(self.dsn(name), autocommit=True)
+        # The kernel copies a template's files: a fifth less work than reading and writing them.
+        options = "-c file_copy_method=clone" if self.major >= 18 else ""
+        return psycopg.connect(self.dsn(name), autocommit=True, options=options)
 
     def _maintenance(self) -> psycopg.Connection[Any]:
         """The connection to `home`, reopened if it was lost.

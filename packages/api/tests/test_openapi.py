@@ -11,9 +11,9 @@ import pytest
 
 from outbox.cli.main import COMMANDS
 from outbox_api import problem
-from outbox_api.openapi import document
 from outbox_api.route import TenantAccess
 from outbox_api.routes import ROUTES
+from tests.support.api import api_document
 
 if TYPE_CHECKING:
     from tests.support.api import Api
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="session")
 def described() -> dict[str, Any]:
     """The document: not made at import, which takes as long as that of all other tests' modules."""
-    return document(ROUTES)
+    return api_document()
 
 
 @pytest.fixture(scope="session")

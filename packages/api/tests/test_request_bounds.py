@@ -21,12 +21,11 @@ import pytest
 from outbox_api import request_body
 from outbox_api.endpoint_config import CONFIG_ENDPOINTS_MAX
 from outbox_api.events import TRACED_EVENTS_MAX
-from outbox_api.openapi import document
 from outbox_api.problem import Problem
 from outbox_api.request_parsing import validate
 from outbox_api.route import REQUEST_BODY_BYTES_MAX, REQUEST_BODY_VALUES_MAX, SMALL_BYTES_MAX
 from outbox_api.routes import ROUTES
-from tests.support.api import make_token, serving
+from tests.support.api import api_document, make_token, serving
 from tests.support.costs import (
     MEMORY_BYTES_MAX,
     UNLIMITED,
@@ -140,7 +139,7 @@ def _kind(schema: dict[str, Any]) -> bytes:
 
 def _operations() -> Iterator[tuple[str, str, str, list[str] | None]]:
     """Method, path, operationId and fields of the body, of everything in the document."""
-    described = document(ROUTES)
+    described = api_document()
     seen: set[tuple[int, bytes]] = set()
     for path, methods in described["paths"].items():
         for method, operation in methods.items():

@@ -20,11 +20,10 @@ import pytest
 from outbox.core.model import endpoint_config
 from outbox.operations.apply import apply_file
 from outbox.operations.page_bytes import PAGE_BYTES_MAX
-from outbox_api.openapi import document
 from outbox_api.route import COMMENT_CHARS_MAX, LIMIT_MAX, TenantAccess
 from outbox_api.routes import ROUTES
 from outbox_api.tenancy import stored_key
-from tests.support.api import make_token, serving
+from tests.support.api import api_document, make_token, serving
 from tests.support.costly_rows import CA, ENDPOINT, KEY, ONCE, SCHEDULE, TENANT, fill
 from tests.support.costs import connected_client, only_on_linux
 from tests.support.relay import add_endpoint
@@ -63,7 +62,7 @@ EMPTY = {
 
 def _reads() -> Iterator[tuple[Route, dict[str, str]]]:
     """Every GET operation of the OpenAPI document, with its costliest queries."""
-    paths = document(ROUTES)["paths"]
+    paths = api_document()["paths"]
     for route in (each for each in ROUTES if each.method == "GET"):
         values = {}
         for each in paths[route.path]["get"].get("parameters", ()):
