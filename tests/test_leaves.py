@@ -48,6 +48,8 @@ def test_every_leaf_of_the_tree_has_the_licence_and_an_extra_that_installs_it() 
     files = [*ROOT.glob("packages/*/pyproject.toml")]
     licence = (ROOT / "LICENSE").read_bytes()
     assert all(file.with_name("LICENSE").read_bytes() == licence for file in files)
+    # Otherwise a test module of one leaf could silently be taken for that of another.
+    assert all(file.with_name("__init__.py").exists() for file in files)
     there = {tomllib.loads(file.read_text())["project"]["name"] for file in files}
     assert there == LEAVES.keys() | {BROKERS}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
