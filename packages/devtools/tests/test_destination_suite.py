@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import socket
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from outbox.destination import (
     parse_broker_url,
     stop_of,
 )
+from outbox.errors import MissingExtra
+from outbox_devtools import destination_suite
 from outbox_devtools.destination_suite.egress import (
     check_exposures,
     refused_exposures,
@@ -210,6 +213,18 @@ async def test_a_destination_that_connects_past_the_policy_is_named(
     assert any(found in each for each in exposures), exposures
     with pytest.raises(AssertionError, match=f"^Line: .*{found}"):
         check_exposures(rig, exposures)
+
+
+def test_the_suite_names_its_extra_where_a_package_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "pytest_asyncio", None)
+    with pytest.raises(MissingExtra) as missing:
+        importlib.reload(destination_suite)
+    assert str(missing.value) == (
+        "the suite of destinations needs the package pytest_asyncio, which is not installed; run: "
+        "pip install 'outbox-devtools[suite]'"
+    )
 
 
 @pytest.mark.system

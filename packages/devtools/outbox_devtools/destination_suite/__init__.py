@@ -7,7 +7,8 @@ test module of a destination has one class:
         @pytest.fixture
         def rig(self, tmp_path: Path) -> JsonlRig: ...
 
-`Rig` says what a rig does.  `proxied` makes the links of a destination that connects to a server.
+`Rig` says what a rig does.  `proxied` makes the links of a destination that connects to a server,
+`gated` those of one whose work is done in threads.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from outbox_devtools.destination_suite.conformance import (  # noqa: E402 (after
     BrokerConformance,
 )
 from outbox_devtools.destination_suite.egress import EgressConformance  # noqa: E402
+from outbox_devtools.destination_suite.gate import GatedLink, gated  # noqa: E402
 from outbox_devtools.destination_suite.proxy import ProxiedLink, cutting, proxied  # noqa: E402
 from outbox_devtools.destination_suite.rig import (  # noqa: E402
     IN_DOUBT,
@@ -52,12 +54,14 @@ __all__ = [
     "BrokerConformance",
     "EgressConformance",
     "FixedResolver",
+    "GatedLink",
     "Link",
     "ProxiedLink",
     "Rig",
     "ServedRig",
     "Stored",
     "cutting",
+    "gated",
     "message",
     "open_lane",
     "proxied",

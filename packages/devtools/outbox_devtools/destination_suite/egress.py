@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from outbox.destination import BrokerAddress, Resolver, Standing
     from outbox_devtools.destination_suite.rig import ServedRig
 
-TRAPPED_S = 3.0
+TRAPPED_S = 5.0
 """Time-out of calls to a port that closes its connections."""
 NAME, OWN, OTHER = "localhost", "127.0.0.1", "127.0.0.2"
 """A name, its address, and the address that the relay's resolver has for it."""
