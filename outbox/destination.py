@@ -32,7 +32,7 @@ from outbox.destinations.broker import (
 )
 from outbox.destinations.broker_connection import BrokerOpener, stop_of
 from outbox.errors import UsageError
-from outbox.network.dns import Resolver
+from outbox.network.dns import Resolver, Unresolved
 from outbox.network.egress import EgressPolicy
 from outbox.network.errors import NotConnected
 
@@ -59,6 +59,7 @@ __all__ = [
     "Stop",
     "StopKind",
     "Target",
+    "Unresolved",
     "UsageError",
     "decode_name",
     "one_line",

@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 
 from outbox.store.schema.migration_files import migrations
 from outbox_devtools.embedded import installed_binaries
-from tests.support.wheel import ROOT, build_wheel, make_environment, pip_install, run
+from tests.support.wheel import ROOT, make_environment, pip_install, run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -143,12 +143,6 @@ async def test_alembic_and_django_migrate_with_the_driver_of_the_application(
 
 
 # ---------------------------------------------------------------------------- with --full
-
-
-@pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built wheel."""
-    return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="session")

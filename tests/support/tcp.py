@@ -9,11 +9,12 @@ import struct
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
-    from pathlib import Path
+from outbox_devtools.listening import Handler as Handler
+from outbox_devtools.listening import listening as listening
 
-    Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
 
 _SSL_REQUEST = 80877103
 
@@ -40,33 +41,6 @@ async def _single_messages(reader: asyncio.StreamReader) -> AsyncIterator[bytes]
     with suppress(asyncio.IncompleteReadError):
         async for _, data in client_messages(reader):
             yield data
-
-
-@asynccontextmanager
-async def listening(handler: Handler) -> AsyncIterator[int]:
-    """A TCP server during the block; yields its port."""
-    connections: set[asyncio.Task[None]] = set()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        connections.add(task)
-        try:
-            await handler(reader, writer)
-        except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            pass  # The client disconnected first, or the block ended.
-        finally:
-            connections.discard(task)
-            writer.close()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    try:
-        yield server.sockets[0].getsockname()[1]
-    finally:
-        server.close()
-        for task in list(connections):
-            task.cancel()
-        await asyncio.gather(*connections, return_exceptions=True)
 
 
 def forward_to(socket_path: str) -> Handler:

@@ -21,11 +21,12 @@ from outbox_brokers.kafka import broker as kafka_driver
 from outbox_brokers.kafka import reader
 from outbox_brokers.kafka.broker import KafkaBroker
 from outbox_brokers.kafka.loops import build_client
+from outbox_devtools.destination_suite import message
 from tests.support.brokers import kafka
 from tests.support.brokers.kafka import MockCluster
 from tests.support.brokers.moving import NAME, NEW, OLD, OWNER, Appending, meet_closes, moving_name
 from tests.support.brokers.nats import nats_server, server_binary
-from tests.support.brokers.rigs import LOOPBACK, message
+from tests.support.brokers.rigs import LOOPBACK
 from tests.support.brokers.valkey import valkey
 from tests.support.waiting import until
 

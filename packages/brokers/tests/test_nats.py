@@ -28,9 +28,9 @@ from outbox.network.dns import CachingResolver
 from outbox.network.egress import EgressPolicy
 from outbox_brokers.nats import broker as driver
 from outbox_brokers.nats.broker import NatsBroker
+from outbox_devtools.destination_suite import IN_DOUBT, open_lane
 from tests.destinations.authority import Authority
 from tests.support.brokers.nats import SETTINGS, STREAM, SUBJECT, nats_server, server_binary
-from tests.support.brokers.rigs import IN_DOUBT, open_lane
 from tests.support.tcp import listening
 from tests.support.waiting import until
 

@@ -25,8 +25,7 @@ from outbox.network.dns import CachingResolver
 from outbox.network.egress import EgressPolicy
 from outbox_brokers.redis.broker import RedisBroker
 from outbox_brokers.redis.target import parse_url
-from tests.support.brokers.cutting import cutting
-from tests.support.brokers.rigs import IN_DOUBT, open_lane
+from outbox_devtools.destination_suite import IN_DOUBT, cutting, open_lane
 from tests.support.brokers.valkey import valkey
 from tests.support.waiting import until
 

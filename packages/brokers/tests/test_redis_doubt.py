@@ -12,6 +12,7 @@ import pytest
 from outbox.core.brokers.port import Appended, Fenced, Position, Stop, StopKind
 from outbox.network.tls import Tls
 from outbox_brokers.redis.connection import _OwnStreams
+from outbox_devtools.destination_suite import IN_DOUBT, cutting, open_lane
 from packages.brokers.tests.test_redis import (
     LANE,
     OTHER,
@@ -21,8 +22,6 @@ from packages.brokers.tests.test_redis import (
     messages,
 )
 from tests.destinations.authority import Authority
-from tests.support.brokers.cutting import cutting
-from tests.support.brokers.rigs import IN_DOUBT, open_lane
 from tests.support.brokers.valkey import valkey
 from tests.support.tcp import listening
 from tests.support.waiting import ends_by, until

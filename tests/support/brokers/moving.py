@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from outbox.core.brokers.port import Owner, Position, Stop, StopKind
 from outbox.network.dns import Unresolved
-from tests.support.brokers.rigs import message
+from outbox_devtools.destination_suite import message
 from tests.support.brokers.wire import wire_to
 from tests.support.waiting import until
 

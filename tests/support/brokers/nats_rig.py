@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from outbox.destinations.broker import BrokerAddress
-from outbox.network.dns import CachingResolver
-from outbox_brokers.nats.broker import NatsBroker
+from outbox.destination import BrokerAddress, Server
+from outbox_brokers.plugins import NATS
+from outbox_devtools.destination_suite import PATIENT_S, FixedResolver, Stored, proxied
 from tests.support.brokers.nats import STREAM, SUBJECT
-from tests.support.brokers.rigs import LOOPBACK, PATIENT_S, Stored, proxied
+from tests.support.brokers.rigs import LOOPBACK
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from contextlib import AbstractAsyncContextManager
 
-    from outbox.destinations.broker import Broker
+    from outbox.destination import Broker, Resolver
+    from outbox_devtools.destination_suite import ProxiedLink
     from tests.support.brokers.nats import NatsServer
-    from tests.support.brokers.rigs import ProxiedLink
 
 
 class NatsRig:
     """Subjects of a stream; the server takes payloads up to 1 MiB."""
 
+    destination = NATS
     lanes = ("ep-1-0", "ep-1-1", "ep-1-2")
     can_trim = True
     too_large = 1_100_000
@@ -35,15 +37,17 @@ class NatsRig:
 
     @asynccontextmanager
     async def absent(self) -> AsyncIterator[Broker]:
-        resolver = CachingResolver()
-        broker = self._make(1, PATIENT_S, resolver)
+        broker = self._make(1, PATIENT_S, FixedResolver())
         yield broker
         await broker.aclose()
-        await resolver.aclose()
 
-    def _make(self, port: int, timeout_s: float, resolver: CachingResolver) -> Broker:
-        url = f"nats://127.0.0.1:{port}/{SUBJECT}"
-        return NatsBroker(BrokerAddress(url, timeout_s=timeout_s), LOOPBACK, resolver)
+    def address(self, server: Server | None = None) -> BrokerAddress:
+        server = server or Server("127.0.0.1", self._server.port)
+        return BrokerAddress(f"nats://{server}/{SUBJECT}")
+
+    def _make(self, port: int, timeout_s: float, resolver: Resolver) -> Broker:
+        address = replace(self.address(Server("127.0.0.1", port)), timeout_s=timeout_s)
+        return NATS.connect(address, LOOPBACK, resolver)
 
     async def _settle(self) -> None:
         # The server does not say what it has read; it reads within a few round trips.

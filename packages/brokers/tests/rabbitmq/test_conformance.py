@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 from rstream.amqp import amqp_decoder
 
-from outbox.destinations.broker import BrokerAddress
-from outbox.network.dns import CachingResolver
-from outbox_brokers.rabbitmq.broker import RabbitMqBroker
-from outbox_devtools.destination_suite import BrokerConformance
+from outbox.destination import BrokerAddress, Server
+from outbox_brokers.plugins import RABBITMQ
+from outbox_devtools.destination_suite import (
+    PATIENT_S,
+    BrokerConformance,
+    FixedResolver,
+    Stored,
+    proxied,
+)
 from tests.support.brokers.rabbitmq import PASSWORD, USER
-from tests.support.brokers.rigs import LOOPBACK, PATIENT_S, Stored, proxied
+from tests.support.brokers.rigs import LOOPBACK
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from contextlib import AbstractAsyncContextManager
 
-    from outbox.destinations.broker import Broker
+    from outbox.destination import Broker, Resolver
+    from outbox_devtools.destination_suite import ProxiedLink
     from packages.brokers.tests.rabbitmq.conftest import Stage
-    from tests.support.brokers.rigs import ProxiedLink
 
 pytestmark = pytest.mark.full
 
@@ -29,6 +35,7 @@ pytestmark = pytest.mark.full
 class RabbitRig:
     """Streams of a server that takes frames up to 1 MiB."""
 
+    destination = RABBITMQ
     lanes = ("orders-1-0", "orders-1-1", "orders-1-2")
     too_large = 1024 * 1024
     can_trim = False
@@ -45,16 +52,18 @@ class RabbitRig:
 
     @asynccontextmanager
     async def absent(self) -> AsyncIterator[Broker]:
-        resolver = CachingResolver()
-        broker = self._make(1, PATIENT_S, resolver)
+        broker = self._make(1, PATIENT_S, FixedResolver())
         yield broker
         await broker.aclose()
-        await resolver.aclose()
 
-    def _make(self, port: int, timeout_s: float, resolver: CachingResolver) -> Broker:
-        url = f"rabbitmq-stream://127.0.0.1:{port}/{self._stage.prefix}?create=1"
-        address = BrokerAddress(url, f"{USER}:{PASSWORD}", timeout_s=timeout_s)
-        return RabbitMqBroker(address, LOOPBACK, resolver)
+    def address(self, server: Server | None = None) -> BrokerAddress:
+        server = server or Server("127.0.0.1", self._stage.server.port)
+        url = f"rabbitmq-stream://{server}/{self._stage.prefix}?create=1"
+        return BrokerAddress(url, f"{USER}:{PASSWORD}")
+
+    def _make(self, port: int, timeout_s: float, resolver: Resolver) -> Broker:
+        address = replace(self.address(Server("127.0.0.1", port)), timeout_s=timeout_s)
+        return RABBITMQ.connect(address, LOOPBACK, resolver)
 
     async def _settle(self) -> None:
         for _ in range(5):

@@ -10,6 +10,7 @@ import pytest
 from outbox.core.brokers.port import Appended, Position, Stop, StopKind
 from outbox_brokers.rabbitmq.messages import encode
 from outbox_brokers.rabbitmq.position import delete_publisher
+from outbox_devtools.destination_suite import IN_DOUBT
 from packages.brokers.tests.rabbitmq.conftest import (
     LANE,
     OWNER,
@@ -17,7 +18,6 @@ from packages.brokers.tests.rabbitmq.conftest import (
     messages,
 )
 from tests.support.brokers.rabbitmq_raw import raw_client
-from tests.support.brokers.rigs import IN_DOUBT
 from tests.support.brokers.wire import wire_to
 from tests.support.waiting import until
 

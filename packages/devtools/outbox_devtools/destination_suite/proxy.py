@@ -1,15 +1,22 @@
-"""A TCP proxy that loses responses, cuts requests, and holds bytes until they are released."""
+"""A TCP proxy that loses responses, cuts requests, and holds bytes until they are released.
+
+It is the link of a destination that connects to a server.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tests.support.tcp import listening
+from outbox_devtools.destination_suite.rig import FixedResolver
+from outbox_devtools.listening import listening
+from outbox_devtools.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
+
+    from outbox.destination import Broker, Resolver
 
 
 class CuttingProxy:
@@ -17,7 +24,7 @@ class CuttingProxy:
 
     def __init__(self, port: int) -> None:
         self.target_port = port
-        """Of new connections."""
+        """The port that new connections are forwarded to."""
         self.request_bytes_max: int | None = None
         """Bytes of requests that pass before the connections are cut; None: all."""
         self.response_bytes_max: int | None = None
@@ -82,3 +89,57 @@ async def cutting(port: int) -> AsyncIterator[tuple[CuttingProxy, int]]:
     proxy = CuttingProxy(port)
     async with listening(proxy.serve) as own_port:
         yield proxy, own_port
+
+
+class ProxiedLink:
+    """A driver behind a proxy.
+
+    Args:
+        settle: waits until the broker has executed what was sent.
+    """
+
+    def __init__(self, broker: Broker, proxy: CuttingProxy, settle: Callable[[], Any]) -> None:
+        self.broker = broker
+        self._proxy = proxy
+        self._settle = settle
+
+    def lose_responses(self) -> None:
+        self._proxy.response_bytes_max = 0
+
+    def hold_requests(self) -> None:
+        self._proxy.requests_pass.clear()
+
+    async def held(self) -> None:
+        await until(lambda: self._proxy.held_bytes, what="a request")
+
+    async def release(self) -> None:
+        proxy = self._proxy
+        proxy.requests_pass.set()
+        await until(lambda: proxy.released_bytes >= proxy.held_bytes, what="the late bytes")
+        await self._settle()
+
+    def heal(self) -> None:
+        self._proxy.response_bytes_max = None
+
+
+@asynccontextmanager
+async def proxied(
+    port: int,
+    make: Callable[[int, float, Resolver], Broker],
+    settle: Callable[[], Any],
+    timeout_s: float,
+) -> AsyncIterator[ProxiedLink]:
+    """A driver behind a proxy to a port of 127.0.0.1.
+
+    Args:
+        make: makes the driver; gets the proxy's port and the time-out of a call.
+        settle: waits until the broker has executed what was sent.
+    """
+    resolver = FixedResolver()
+    async with cutting(port) as (proxy, own_port):
+        broker = make(own_port, timeout_s, resolver)
+        try:
+            yield ProxiedLink(broker, proxy, settle)
+        finally:
+            proxy.requests_pass.set()
+            await broker.aclose()

@@ -1,4 +1,4 @@
-"""Tests that every broker must pass; a subclass defines its rig.
+"""Tests that every destination must pass; a subclass defines its rig.
 
 What a broker's capabilities exclude is asserted as well: that the promise does not hold there, so
 that a driver never says less than it could.
@@ -12,30 +12,22 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from outbox.core.brokers.port import (
-    Appended,
-    Fenced,
-    Foreign,
-    Owner,
-    Position,
-    Stop,
-    StopKind,
-)
-from tests.support.brokers.rigs import IN_DOUBT, Stored, message, open_lane
-from tests.support.waiting import ends_by
+from outbox.destination import Appended, Fenced, Foreign, Owner, Position, Stop, StopKind
+from outbox_devtools.destination_suite.egress import EgressConformance
+from outbox_devtools.destination_suite.rig import IN_DOUBT, OWNER, Stored, message, open_lane
+from outbox_devtools.waiting import ends_by
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from outbox.core.brokers.port import Message, Standing
-    from tests.support.brokers.rigs import Link, Rig
+    from outbox.destination import Message, Standing
+    from outbox_devtools.destination_suite.rig import Link, Rig
 
-OWNER = Owner("7300000000000000000/16384", 1, 1)
-AGAIN = OWNER._replace(opening=2)
-"""The same owner, when it opens the lane again."""
-LATER = Owner(OWNER.identity, 2, 1)
+REOPENED = OWNER._replace(opening=2)
+"""The owner opens the lane again."""
+LATER_OWNER = Owner(OWNER.identity, 2, 1)
 ELSEWHERE = Owner("7300000000000000001/16384", 9, 1)
-"""Of a copy of the database."""
+"""A copy of the database has another identity."""
 LAST_OPENING = 9
 SHORT_S = 0.5
 
@@ -53,7 +45,7 @@ def kind_of(result: Standing | Appended) -> StopKind | None:
     return stop.kind if isinstance(stop, Stop) else None
 
 
-class BrokerConformance:
+class BrokerConformance(EgressConformance):
     """Inherit from this class and provide the fixture `rig`."""
 
     @pytest.fixture
@@ -68,11 +60,14 @@ class BrokerConformance:
             assert await link.broker.open(lane, OWNER, 0, None) == Position(0, None)
             appended = await link.broker.append(lane, OWNER, 0, messages(lane, 1, 2, 3))
             assert appended == Appended(3, None, appended.receipt)
-            opened = await link.broker.open(lane, AGAIN, 3, appended.receipt)
+            opened = await link.broker.open(lane, REOPENED, 3, appended.receipt)
             assert opened == Position(3, "d3")
         async with rig.link() as link:
             # Another process, which has the receipt or has lost it.
-            for owner, receipt in ((LATER, appended.receipt), (LATER._replace(opening=2), None)):
+            for owner, receipt in (
+                (LATER_OWNER, appended.receipt),
+                (LATER_OWNER._replace(opening=2), None),
+            ):
                 opened = await link.broker.open(lane, owner, 3, receipt)
                 assert opened == Position(3, "d3")
         assert await rig.stored(lane) == stored(1, 2, 3)
@@ -85,7 +80,7 @@ class BrokerConformance:
             # 3 is a dead letter, and so is 5, in the middle of an append.
             assert (await link.broker.append(lane, OWNER, 2, messages(lane, 4, 6))).stop is None
             # The last sequences of the lane are dead letters: the position is below them.
-            assert await link.broker.open(lane, AGAIN, 6, None) == Position(6, "d6")
+            assert await link.broker.open(lane, REOPENED, 6, None) == Position(6, "d6")
         assert await rig.stored(lane) == stored(1, 2, 4, 6)
 
     async def test_an_append_from_a_former_position(self, rig: Rig) -> None:
@@ -158,13 +153,15 @@ class BrokerConformance:
         async with rig.link(SHORT_S) as former, rig.link() as link:
             await link.broker.open(lane, OWNER, 0, None)
             await link.broker.append(lane, OWNER, 0, messages(lane, 1))
-            assert await open_lane(former.broker, lane, AGAIN, 1) == Position(1, "d1")
+            assert await open_lane(former.broker, lane, REOPENED, 1) == Position(1, "d1")
             former.hold_requests()
-            await former.broker.append(lane, AGAIN, 1, messages(lane, 2, 3))
-            assert await link.broker.open(lane, LATER, 1, None) == Position(1, "d1")
+            await former.broker.append(lane, REOPENED, 1, messages(lane, 2, 3))
+            assert await link.broker.open(lane, LATER_OWNER, 1, None) == Position(1, "d1")
             if is_dead_lettered:
                 # 2 is a dead letter.
-                assert (await link.broker.append(lane, LATER, 1, messages(lane, 3))).stop is None
+                assert (
+                    await link.broker.append(lane, LATER_OWNER, 1, messages(lane, 3))
+                ).stop is None
             await former.release()
             if link.broker.capabilities.fence:
                 assert await rig.stored(lane) == stored(1, *([3] if is_dead_lettered else []))
@@ -177,24 +174,24 @@ class BrokerConformance:
             await open_lane(former.broker, lane, OWNER)
             former.hold_requests()
             await former.broker.append(lane, OWNER, 0, messages(lane, 1, 2))
-            assert await link.broker.open(lane, AGAIN, 0, None) == Position(0, None)
+            assert await link.broker.open(lane, REOPENED, 0, None) == Position(0, None)
             await former.release()
             if link.broker.capabilities.fence:
                 assert await rig.stored(lane) == []
                 # 1 is a dead letter.
-                assert (await link.broker.append(lane, AGAIN, 0, messages(lane, 2))).stop is None
+                assert (await link.broker.append(lane, REOPENED, 0, messages(lane, 2))).stop is None
                 assert await rig.stored(lane) == stored(2)
 
     async def test_a_former_owner_cannot_open_a_lane(self, rig: Rig) -> None:
         lane = rig.lanes[0]
         async with rig.link() as former, rig.link() as link:
             await former.broker.open(lane, OWNER, 0, None)
-            await link.broker.open(lane, LATER, 0, None)
-            opened = await former.broker.open(lane, AGAIN, 0, None)
+            await link.broker.open(lane, LATER_OWNER, 0, None)
+            opened = await former.broker.open(lane, REOPENED, 0, None)
             assert isinstance(opened, Fenced) == link.broker.capabilities.fence
             if isinstance(opened, Fenced):
-                assert opened.epoch == LATER.epoch
-                appended = await former.broker.append(lane, AGAIN, 0, messages(lane, 1))
+                assert opened.epoch == LATER_OWNER.epoch
+                appended = await former.broker.append(lane, REOPENED, 0, messages(lane, 1))
                 assert kind_of(appended) is StopKind.MOVED
                 assert await rig.stored(lane) == []
 
@@ -226,7 +223,7 @@ class BrokerConformance:
             appended = await link.broker.append(lane, OWNER, 2, messages(lane, 3))
             assert appended.through == 2
             assert appended.stop is not None
-            opened = await link.broker.open(lane, AGAIN, 2, receipt)
+            opened = await link.broker.open(lane, REOPENED, 2, receipt)
         assert not isinstance(opened, Position) or opened.sequence < 2
         assert await rig.stored(lane) == []
 
@@ -239,10 +236,10 @@ class BrokerConformance:
             receipt = (await link.broker.append(lane, OWNER, 0, messages(lane, 1, 2))).receipt
             await rig.trim(lane)
         async with rig.link() as link:
-            opened = await link.broker.open(lane, LATER, 2, receipt)
+            opened = await link.broker.open(lane, LATER_OWNER, 2, receipt)
             assert isinstance(opened, Position)
             assert opened.sequence == 2
-            appended = await link.broker.append(lane, LATER, 2, messages(lane, 3))
+            appended = await link.broker.append(lane, LATER_OWNER, 2, messages(lane, 3))
             assert appended == Appended(3, None, appended.receipt)
         assert (await rig.stored(lane))[-1:] == stored(3)
 
@@ -252,7 +249,7 @@ class BrokerConformance:
             await link.broker.open(lane, OWNER, 0, None)
             receipt = (await link.broker.append(lane, OWNER, 0, messages(lane, 1))).receipt
             await rig.write_as_another(lane)
-            opened = await link.broker.open(lane, AGAIN, 1, receipt)
+            opened = await link.broker.open(lane, REOPENED, 1, receipt)
         assert isinstance(opened, Foreign)
 
     async def test_a_copy_of_the_database_does_not_write_here(self, rig: Rig) -> None:
@@ -265,7 +262,7 @@ class BrokerConformance:
             assert (await link.broker.append(lane, OWNER, 1, messages(lane, 2))).stop is None
         assert await rig.stored(lane) == stored(1, 2)
 
-    @pytest.mark.parametrize("former", [ELSEWHERE, LATER], ids=["elsewhere", "later"])
+    @pytest.mark.parametrize("former", [ELSEWHERE, LATER_OWNER], ids=["elsewhere", "later"])
     async def test_a_forced_opening_takes_the_fence(self, rig: Rig, former: Owner) -> None:
         """An operator has decided which of two owners goes on."""
         lane = rig.lanes[0]
@@ -275,12 +272,12 @@ class BrokerConformance:
             opened = await link.broker.open(lane, OWNER, 0, None)
             is_fenced = link.broker.capabilities.fence or former is ELSEWHERE
             assert isinstance(opened, Fenced | Foreign) == is_fenced
-            assert await link.broker.open(lane, AGAIN, 0, None, force=True) == Position(2, "d2")
+            assert await link.broker.open(lane, REOPENED, 0, None, force=True) == Position(2, "d2")
             if link.broker.capabilities.fence:
                 late = await other.broker.append(lane, former, 2, messages(lane, 3, 4))
                 assert kind_of(late) is StopKind.MOVED
-            assert (await link.broker.append(lane, AGAIN, 2, messages(lane, 3))).stop is None
-            third = AGAIN._replace(opening=3)
+            assert (await link.broker.append(lane, REOPENED, 2, messages(lane, 3))).stop is None
+            third = REOPENED._replace(opening=3)
             assert await link.broker.open(lane, third, 3, None) == Position(3, "d3")
         assert await rig.stored(lane) == stored(1, 2, 3)
 
@@ -292,7 +289,7 @@ class BrokerConformance:
             await link.broker.open(lane, OWNER, 0, None)
             receipt = (await link.broker.append(lane, OWNER, 0, messages(lane, 1))).receipt
             await rig.write_as_another(lane)
-            opened = await link.broker.open(lane, AGAIN, 1, receipt, force=True)
+            opened = await link.broker.open(lane, REOPENED, 1, receipt, force=True)
         assert isinstance(opened, Foreign)
 
     # ------------------------------------------------------------- refusals
@@ -347,7 +344,7 @@ class BrokerConformance:
             async with asyncio.timeout(20):
                 await link.broker.aclose()
                 assert kind_of(await appending) is StopKind.UNKNOWN
-            assert isinstance(await link.broker.open(lane, AGAIN, 0, None), Stop)
+            assert isinstance(await link.broker.open(lane, REOPENED, 0, None), Stop)
 
     async def test_the_check_of_a_usable_broker_has_no_errors_and_writes_nothing(
         self, rig: Rig
