@@ -706,7 +706,7 @@ PLAIN_PARTS = {"__init__", "__main__", "__pycache__"}
 def test_the_drawing_of_the_tree_is_that_of_the_import_contracts() -> None:
     (drawing,) = re.findall(r"```text\n(.*?)```", read("CONTRIBUTING.md"), re.DOTALL)
     leaves, *drawn = [re.split(r" {2,}", line)[0].split(" · ") for line in drawing.splitlines()]
-    there = sorted(each.name for each in (ROOT / "packages").iterdir())
+    there = sorted(each.parent.name for each in (ROOT / "packages").glob("*/pyproject.toml"))
     assert leaves == [f"packages/{there[0]}", *there[1:]]
     pyproject = tomllib.loads(read("pyproject.toml"))
     (contract,) = (
