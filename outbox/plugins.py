@@ -23,6 +23,7 @@ DESTINATIONS = "outbox.destinations"
 STREAMS = "outbox.streams"
 """Group of the entry points of stream readers; each is a function from `SourceOptions` to a
 function that opens a `StreamSource`."""
+_OTHERS = {DESTINATIONS: "https:// or another scheme", STREAMS: "another scheme"}
 
 
 class PluginUnusable(UsageError):
@@ -48,7 +49,7 @@ def load(group: str, scheme: str) -> Any:
     entries = installed(group).get(scheme, ())
     if not entries:
         raise PluginUnusable(
-            f"nothing that is installed here knows {scheme}://; correct the scheme, or run: "
+            f"{scheme}:// is not known here; use {_OTHERS[group]}, or run: "
             f"pip install '{BROKERS}[all]=={__version__}'"
         )
     names = sorted({_distribution_of(each) for each in entries})

@@ -310,15 +310,12 @@ def test_an_invalid_update_changes_nothing(here: Command) -> None:
 
 
 def test_help_groups_the_options(outbox: Command) -> None:
-    for command in ("add", "update"):
+    groups = ["Subscription", "Requests", "Failures", "Options"]
+    for command, more in (("add", ["Destinations"]), ("update", [])):
         text = outbox("endpoint", command, "--help").out
         titles = re.findall(r"^(\S.*):$", text, re.MULTILINE)
-        assert titles == [
-            "Subscription",
-            "Requests",
-            "Failures",
-            "Options",
-        ]
+        assert titles == groups + more
+    assert "HTTP receiver" in outbox("endpoint", "add", "--help").out
 
 
 # ------------------------------------------------------------------- states
