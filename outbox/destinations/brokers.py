@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from outbox.core.brokers.port import Appended, Capabilities, Stop, StopKind
@@ -14,7 +15,7 @@ from outbox.network.dns import CachingResolver
 from outbox.plugins import DESTINATIONS, PluginUnusable, load
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from outbox.core.brokers.port import Message, Owner, Standing
     from outbox.destinations.broker import Broker, BrokerAddress
@@ -39,15 +40,33 @@ def find_destination(url: str) -> Destination:
     return found
 
 
+@contextmanager
+def calling_plugin(url: str) -> Iterator[None]:
+    """Let a defect of a plug-in cost no more than its own endpoints.
+
+    Raises:
+        UsageError: it has raised this, or something unexpected, whose text may have credentials.
+    """
+    try:
+        yield
+    except OutboxError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"url: the plug-in for {scheme_of(url)}:// has a defect: {type(error).__name__}"
+        ) from error
+
+
 def check_broker_url(url: str, policy: EgressPolicy, networks: tuple[Network, ...]) -> None:
     """Validate the URL of a stream destination; its client library need not be installed.
 
     Raises:
         UsageError: one line with the next step.
     """
-    target = find_destination(url).parse_url(url)
-    for host, port in target.servers:
-        policy.check_broker(host, port, networks, tls=target.secure)
+    with calling_plugin(url):
+        target = find_destination(url).parse_url(url)
+        for host, port in target.servers:
+            policy.check_broker(host, port, networks, tls=target.secure)
 
 
 def is_same_stream(url: str, other_url: str) -> bool:
@@ -59,7 +78,8 @@ def is_same_stream(url: str, other_url: str) -> bool:
     if not (is_stream(url) and is_stream(other_url)):
         return False
     found, other = find_destination(url), find_destination(other_url)
-    return found is other and found.parse_url(url).streams == found.parse_url(other_url).streams
+    with calling_plugin(url):
+        return found is other and found.parse_url(url).streams == found.parse_url(other_url).streams
 
 
 def require_for_tenant(url: str) -> None:
@@ -91,7 +111,8 @@ class Brokers:
             raise UsageError(address.problem)
         check_broker_url(address.url, self._policy, address.networks)
         connect = find_destination(address.url).connect
-        return GuardedBroker(connect(address, self._policy, self._resolver))
+        with calling_plugin(address.url):
+            return GuardedBroker(connect(address, self._policy, self._resolver))
 
     async def aclose(self) -> None:
         """Close what the brokers share; they are closed by their owners."""
