@@ -65,9 +65,8 @@ def load(group: str, scheme: str) -> Any:
     except OutboxError as error:
         raise PluginUnusable(str(error)) from None
     except Exception as error:
-        raise PluginUnusable(
-            f"{name} cannot be loaded for {scheme}://: {type(error).__name__}: {error}"
-        ) from error
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        raise PluginUnusable(f"{name} cannot be loaded for {scheme}://: {text}") from error
 
 
 def _distribution_of(entry: metadata.EntryPoint) -> str:

@@ -36,7 +36,7 @@ LACKS: dict[str, tuple[Sequence[FakeEntryPoint], str]] = {
         f"belongs to {THEIRS.name} and to {BROKERS}; uninstall one",
     ),
     "broken": (
-        (FakeEntryPoint("stream", THEIRS, ValueError("no such thing")),),
+        (FakeEntryPoint("stream", THEIRS, ValueError("no such\nthing")),),
         f"{THEIRS.name} cannot be loaded for stream://: ValueError: no such thing",
     ),
     "something else": ((FakeEntryPoint("stream", THEIRS, "x"),), "is no Destination: 'x'"),
@@ -65,7 +65,10 @@ async def test_the_endpoint_is_held_and_everybody_names_the_command_that_helps(
             await publish(database, 1, 2, 3)
             await until(lambda: network.data() == [1, 2, 3], what="the deliveries by HTTP")
             await until(lambda: not worker.readiness().ready, what="the readiness")
-            assert words in str(worker.readiness().reason)
+            readiness = worker.readiness()
+            assert words in readiness.reason
+            assert words not in readiness.public_reason
+            assert "\n" not in readiness.reason
             held = "SELECT max(last_response ->> 'failure') = 'misconfigured' FROM lane_progress"
             await until(lambda: fetchval(database, held), what="the failure to be stored")
             detail = await fetchval(
@@ -85,6 +88,8 @@ async def test_the_endpoint_is_held_and_everybody_names_the_command_that_helps(
             updated = await command("endpoint", "update", "shop", "--url", f"{url}2")
             assert updated.code == UsageError.exit_code
             assert words in updated.err
+            assert (await command("endpoint", "pause", "shop")).code == 0
+            await until(lambda: worker.readiness().ready, what="an endpoint that nobody waits for")
         dead = await fetchval(database, "SELECT count(*) FROM dead_letter")
     assert dead == 0
     assert await exceptions(database) == {}

@@ -479,8 +479,9 @@ class Dispatcher:
 
     @property
     def missing_plugin(self) -> str | None:
-        """What this installation lacks to deliver to one of the owned endpoints; None: nothing."""
-        brokers = (each.broker for each in self._owned.values())
+        """What this installation lacks to deliver to an active endpoint; None: nothing."""
+        active = (each for each in self._owned.values() if each.endpoint.state == "active")
+        brokers = (each.broker for each in active)
         lacks = (each.lack for each in brokers if isinstance(each, UnusableBroker))
         return next((each for each in lacks if each is not None), None)
 
