@@ -82,13 +82,21 @@ def is_same_stream(url: str, other_url: str) -> bool:
         return found is other and found.parse_url(url).streams == found.parse_url(other_url).streams
 
 
-def require_for_tenant(url: str) -> None:
+def require_for_tenant(url: str, current_url: str | None = None) -> None:
     """Require that a tenant may use the destination.
 
     Raises:
-        UsageError: it does not ask the egress policy for each of its connections.
+        UsageError: it does not ask the egress policy for each of its connections, or nothing usable
+            is installed for it and the URL is new.
     """
-    if is_stream(url) and not find_destination(url).checks_every_address:
+    if not is_stream(url):
+        return
+    try:
+        is_allowed = find_destination(url).checks_every_address
+    except PluginUnusable:
+        # What is installed, and what helps, is for operators.
+        is_allowed = url == current_url
+    if not is_allowed:
         raise UsageError(f"url: a tenant token cannot use {scheme_of(url)}://; ask an operator")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from tests.support.commands import Command
     from tests.support.postgres import Database
@@ -80,6 +82,7 @@ async def test_the_endpoint_is_held_and_everybody_names_the_command_that_helps(
             doctor = await command("doctor")
             assert doctor.code == 1, doctor.err
             assert words in " ".join(doctor.out.split())
+            assert "reject the URL" not in doctor.out
             verify = await command("verify")
             assert verify.code == 0, verify.out
             added = await command("endpoint", "add", "more", url)
@@ -124,3 +127,41 @@ async def test_endpoints_of_every_scheme_are_seen_and_kept_without_any_plugin(
             assert "signing" not in shown.out.lower()
     assert network.data() == []
     assert await fetchval(database, "SELECT count(*) FROM dead_letter") == 0
+
+
+async def test_everything_but_a_new_url_can_be_changed_without_the_plugin(
+    database: Database, outbox: Command, tmp_path: Path
+) -> None:
+    url, file = "stream://127.0.0.1/s", tmp_path / "endpoints.json"
+    await add_endpoint(database, name="known", url=url, lanes=1)
+
+    async def command(*given: str) -> Any:
+        return await asyncio.to_thread(outbox, *given, OUTBOX_DSN=database.dsn)
+
+    async def apply(*declared: dict[str, Any]) -> Any:
+        file.write_text(json.dumps({"endpoints": declared}))
+        return await command("apply", "-f", str(file))
+
+    with installed():
+        known = {"name": "known", "url": url, "types": ["order.*"]}
+        applied = await apply(known)
+        assert applied.code == 0, applied.err
+        for refused in (
+            await apply(known | {"url": f"{url}2"}),
+            await apply(known, {"name": "new", "url": url}),
+        ):
+            assert refused.code == UsageError.exit_code
+            assert "nothing that is installed here knows stream://" in refused.err
+        for setting in ({"timeout": 90}, {"ca": "x"}):
+            refused = await apply(known | setting)
+            assert refused.code == UsageError.exit_code, setting
+            assert "installed" not in refused.err
+        for given in (
+            ("update", "known", "--name", "renamed", "--timeout", "9"),
+            ("pause", "renamed"),
+            ("resume", "renamed"),
+            ("credentials", "renamed", "--remove"),
+            ("remove", "renamed"),
+        ):
+            done = await command("endpoint", *given)
+            assert done.code == 0, (given, done.err)
