@@ -36,7 +36,8 @@ def find_destination(url: str) -> Destination:
     except PluginUnusable as error:
         raise PluginUnusable(f"url: {error}") from error
     if not isinstance(found, Destination):
-        raise PluginUnusable(f"url: the plug-in for {scheme}:// is no Destination: {quoted(found)}")
+        what = quoted(type(found).__name__)
+        raise PluginUnusable(f"url: the plug-in for {scheme}:// is no Destination: {what}")
     return found
 
 

@@ -9,6 +9,7 @@ import pytest
 from outbox.core.brokers.port import Appended, Message, Owner, Position, Stop, StopKind
 from outbox.destinations.broker import BrokerAddress, Destination
 from outbox.destinations.brokers import Brokers, check_broker_url, is_same_stream
+from outbox.destinations.descriptions import describe_destinations
 from outbox.destinations.endpoint_validation import explain_url_rejection
 from outbox.errors import UsageError
 from outbox.network.egress import EgressPolicy
@@ -100,6 +101,22 @@ async def test_an_endpoint_whose_broker_cannot_be_made_is_held() -> None:
     assert appended.stop.kind is StopKind.MISCONFIGURED
     assert "ValueError" in appended.stop.detail
     assert "secret" not in appended.stop.detail
+
+
+class Unhashable:
+    """Compares by value, so it has no hash."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self)
+
+    def parse(self, url: str) -> Target:
+        return Target()
+
+
+def test_any_function_may_parse_the_urls() -> None:
+    with installed(entry(Unhashable().parse)):
+        _, found = describe_destinations()
+    assert (found.title, found.schemes) == ("Acme", ("stream",))
 
 
 RESULTS: dict[str, object] = {

@@ -41,7 +41,7 @@ LACKS: dict[str, tuple[Sequence[FakeEntryPoint], str]] = {
         (FakeEntryPoint("stream", THEIRS, ValueError("no such\nthing")),),
         f"{THEIRS.name} cannot be loaded for stream://: ValueError: no such thing",
     ),
-    "something else": ((FakeEntryPoint("stream", THEIRS, "x"),), "is no Destination: 'x'"),
+    "something else": ((FakeEntryPoint("stream", THEIRS, "x"),), "is no Destination: 'str'"),
 }
 SCHEMES = ("stream", "redis", "nats+tls", "rabbitmq-stream", "kafka")
 
