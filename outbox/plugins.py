@@ -47,8 +47,9 @@ def load(group: str, scheme: str) -> Any:
     """
     entries = installed(group).get(scheme, ())
     if not entries:
+        correct = "start with https://" if group == DESTINATIONS else "correct the scheme"
         raise PluginUnusable(
-            f"nothing that is installed here knows {scheme}://; correct the scheme, or run: "
+            f"nothing that is installed here knows {scheme}://; {correct}, or run: "
             f"pip install '{BROKERS}[all]=={__version__}'"
         )
     names = sorted({_distribution_of(each) for each in entries})
