@@ -11,10 +11,21 @@ import pytest
 from outbox.destinations.brokers import Brokers
 from outbox.errors import UsageError
 from outbox.network.egress import EgressPolicy
-from outbox.plugins import BROKERS
+from outbox.plugins import BROKERS, DESTINATIONS
+from outbox.plugins import installed as installed_entries
 from outbox.version import __version__
+from tests.integration.test_brokers import Streams
 from tests.support.plugins import Distribution, FakeEntryPoint, installed
-from tests.support.relay import Network, add_endpoint, exceptions, fetchval, publish, running
+from tests.support.relay import (
+    QUICK_RETRY,
+    Network,
+    add_endpoint,
+    all_ended,
+    exceptions,
+    fetchval,
+    publish,
+    running,
+)
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -165,3 +176,28 @@ async def test_everything_but_a_new_url_can_be_changed_without_the_plugin(
         ):
             done = await command("endpoint", *given)
             assert done.code == 0, (given, done.err)
+
+
+async def test_nothing_ends_while_the_plugin_is_missing_and_later_all_is_delivered(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outbox.relay.delivery.endpoint_supervisor.ENDPOINTS_CHECK_EVERY_S", 0.1)
+    short = {"lanes": 1, "retry": {**QUICK_RETRY, "attempts_max": 2}}
+    for name, url in (("known", "stream://127.0.0.1/s"), ("wrong", "redis://127.0.0.1/a{b")):
+        await add_endpoint(database, name=name, url=url, **short)
+    limits = "UPDATE endpoint SET disable_after_s = 1, backlog_age_s = 1"
+    await fetchval(database, limits)
+    entries = [each for scheme in installed_entries(DESTINATIONS).values() for each in scheme]
+    policy = EgressPolicy(["127.0.0.0/8"])
+    with installed(*entries):
+        async with running(database, Network(), brokers=Brokers(policy).connect):
+            await publish(database, 1, 2, 3)
+            wrong = "SELECT state = 'disabled' FROM endpoint WHERE name = 'wrong'"
+            await until(lambda: fetchval(database, wrong), what="the other endpoint to end")
+    left = "SELECT count(*) FROM dead_letter d JOIN endpoint e ON e.id = d.endpoint_id"
+    assert await fetchval(database, f"{left} WHERE e.name = 'known'") == 0
+    assert await fetchval(database, "SELECT state FROM endpoint WHERE name = 'known'") == "active"
+    streams = Streams()
+    async with running(database, Network(), brokers=streams.connect):
+        await all_ended(database)
+    assert streams.sequences() == [1, 2, 3]
