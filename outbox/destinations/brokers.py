@@ -121,7 +121,8 @@ class Brokers:
         check_broker_url(address.url, self._policy, address.networks)
         connect = find_destination(address.url).connect
         with calling_plugin(address.url):
-            return GuardedBroker(connect(address, self._policy, self._resolver))
+            driver = connect(address, self._policy, self._resolver)
+        return GuardedBroker(driver, address.timeout_s)
 
     async def aclose(self) -> None:
         """Close what the brokers share; they are closed by their owners."""

@@ -7,6 +7,7 @@ deliveries of all other endpoints.
 
 from __future__ import annotations
 
+import asyncio
 import traceback
 from typing import TYPE_CHECKING
 
@@ -29,14 +30,18 @@ if TYPE_CHECKING:
     from outbox.core.brokers.port import Message, Owner, Standing
     from outbox.destinations.broker import Broker
 
+LATE_S = 5.0
+"""How long after its time-out a call may return: the event loop may be busy."""
+
 log = structlog.get_logger("outbox.destinations")
 
 
 class GuardedBroker:
     """Passes calls to a driver; see `Broker`."""
 
-    def __init__(self, driver: Broker) -> None:
+    def __init__(self, driver: Broker, timeout_s: float) -> None:
         self.driver = driver
+        self._timeout_s = timeout_s
 
     @property
     def capabilities(self) -> Capabilities:
@@ -46,7 +51,8 @@ class GuardedBroker:
         self, lane: str, owner: Owner, after: int, receipt: str | None, *, force: bool = False
     ) -> Standing:
         try:
-            standing = await self.driver.open(lane, owner, after, receipt, force=force)
+            async with self._in_time():
+                standing = await self.driver.open(lane, owner, after, receipt, force=force)
             if not isinstance(standing, Position | Foreign | Fenced | Stop):
                 raise TypeError
             return standing
@@ -57,7 +63,8 @@ class GuardedBroker:
         self, lane: str, owner: Owner, after: int, messages: Sequence[Message]
     ) -> Appended:
         try:
-            appended = await self.driver.append(lane, owner, after, messages)
+            async with self._in_time():
+                appended = await self.driver.append(lane, owner, after, messages)
             if not isinstance(appended, Appended):
                 raise TypeError
             # One that counts wrongly would acknowledge what it did not get.
@@ -81,9 +88,14 @@ class GuardedBroker:
 
     async def aclose(self) -> None:
         try:
-            await self.driver.aclose()
+            async with self._in_time():
+                await self.driver.aclose()
         except Exception as error:
             log.warning("broker not closed", reason=self._unexpected(error).detail)
+
+    def _in_time(self) -> asyncio.Timeout:
+        """One that does not end its calls would hold a lane for ever, and nobody would know."""
+        return asyncio.timeout(self._timeout_s + LATE_S)
 
     def _unexpected(self, error: Exception) -> Stop:
         # Without the error's text, which may be anything that the server has sent.
@@ -91,7 +103,7 @@ class GuardedBroker:
         *_, place = (
             f"{name}:{line}"
             for frame, line in traceback.walk_tb(error.__traceback__)
-            if (name := frame.f_globals["__name__"]).partition(".")[0] in own
+            if (name := frame.f_globals.get("__name__", "")).partition(".")[0] in own
         )
         what = f"{type(error).__name__} at {place}"
         text = f"the response has an unexpected form, or the driver has a defect ({what})"

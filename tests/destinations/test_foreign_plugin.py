@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -145,6 +147,25 @@ async def test_a_result_that_cannot_be_is_no_result(name: str) -> None:
         assert stop is not None
         assert stop.kind is StopKind.UNKNOWN
     assert all(isinstance(each.what, str) for each in findings)
+
+
+async def test_a_call_that_does_not_return_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outbox.destinations.guarded_broker.LATE_S", 0.1)
+
+    async def wait(*_: object, **__: object) -> None:
+        await asyncio.Event().wait()
+
+    driver = SimpleNamespace(open=wait, append=wait, aclose=wait)
+    with installed(entry(connect=lambda *_: driver)):
+        broker = Brokers(POLICY).connect(BrokerAddress(URL, timeout_s=0.1))
+    async with asyncio.timeout(20):
+        standing = await broker.open("lane", OWNER, 3, None)
+        appended = await broker.append("lane", OWNER, 3, MESSAGES)
+        await broker.aclose()
+    for stop in (standing, appended.stop):
+        assert isinstance(stop, Stop)
+        assert stop.kind is StopKind.UNKNOWN
+        assert "TimeoutError" in stop.detail
 
 
 @pytest.mark.parametrize(
