@@ -34,7 +34,7 @@ def installed(group: str) -> Mapping[str, Sequence[metadata.EntryPoint]]:
     """The entry points of a group, by scheme."""
     found: dict[str, list[metadata.EntryPoint]] = {}
     for entry in metadata.entry_points(group=group):
-        found.setdefault(entry.name, []).append(entry)
+        found.setdefault(entry.name.lower(), []).append(entry)
     return found
 
 
@@ -48,9 +48,11 @@ def load(group: str, scheme: str) -> Any:
     entries = installed(group).get(scheme, ())
     if not entries:
         correct = "start with https://" if group == DESTINATIONS else "correct the scheme"
+        there = {_distribution_of(each) for of in installed(group).values() for each in of}
+        install = f"run: pip install '{BROKERS}[all]=={__version__}'"
         raise PluginUnusable(
-            f"nothing that is installed here knows {scheme}://; {correct}, or run: "
-            f"pip install '{BROKERS}[all]=={__version__}'"
+            f"nothing that is installed here knows {scheme}://; {correct}, or "
+            f"{'install its plug-in' if BROKERS in there else install}"
         )
     names = sorted({_distribution_of(each) for each in entries})
     if len(entries) > 1:

@@ -10,11 +10,18 @@ import pytest
 
 from outbox.core.brokers.port import Appended, Message, Owner, Position, Stop, StopKind
 from outbox.destinations.broker import BrokerAddress, Destination
-from outbox.destinations.brokers import Brokers, check_broker_url, is_same_stream
+from outbox.destinations.brokers import (
+    Brokers,
+    check_broker_url,
+    find_destination,
+    is_same_stream,
+)
 from outbox.destinations.descriptions import describe_destinations
 from outbox.destinations.endpoint_validation import explain_url_rejection
 from outbox.errors import UsageError
 from outbox.network.egress import EgressPolicy
+from outbox.plugins import BROKERS
+from outbox.version import __version__
 from tests.support.plugins import Distribution, FakeEntryPoint, installed
 
 if TYPE_CHECKING:
@@ -103,6 +110,19 @@ async def test_an_endpoint_whose_broker_cannot_be_made_is_held() -> None:
     assert appended.stop.kind is StopKind.MISCONFIGURED
     assert "ValueError" in appended.stop.detail
     assert "secret" not in appended.stop.detail
+
+
+def test_the_name_of_an_entry_point_may_have_capitals() -> None:
+    with installed(entry()._replace(name="Stream")):
+        assert find_destination("STREAM://h").title == "Acme"
+
+
+def test_what_is_installed_already_is_not_proposed() -> None:
+    with installed(entry()), pytest.raises(UsageError, match=f"pip install '{BROKERS}"):
+        find_destination("other://h")
+    ours = entry()._replace(dist=Distribution(BROKERS, __version__))
+    with installed(ours), pytest.raises(UsageError, match=r"or install its plug-in$"):
+        find_destination("other://h")
 
 
 class Unhashable:
