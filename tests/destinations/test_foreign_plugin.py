@@ -102,7 +102,7 @@ async def test_a_parser_with_a_defect_refuses_its_urls(name: str) -> None:
     assert "secret" not in standing.detail
 
 
-async def test_an_endpoint_whose_broker_cannot_be_made_is_held() -> None:
+async def test_a_broker_that_cannot_be_made_holds_its_endpoint() -> None:
     with installed(entry()):
         broker = Brokers(POLICY).connect(BrokerAddress(URL, "user:secret"))
     appended = await broker.append("lane", OWNER, 3, MESSAGES)

@@ -61,7 +61,7 @@ async def test_a_token_of_a_tenant_sees_what_it_can_set(database: Database, api:
     assert "kafka" not in [each["name"] for each in own["destinations"]]
 
 
-async def test_a_tenant_changes_an_endpoint_whose_plugin_is_missing_but_adds_none(
+async def test_a_tenant_changes_an_endpoint_without_a_plugin_but_adds_none(
     database: Database, api: Api
 ) -> None:
     acme = api.with_token(await make_token(database, "acme", ALL, tenant="acme"))

@@ -145,7 +145,7 @@ async def test_the_form_of_a_broker_has_no_settings_of_http(database: Database) 
 
 
 @pytest.mark.full
-async def test_an_endpoint_whose_plugin_is_missing_is_not_shown_as_http(
+async def test_an_endpoint_without_a_plugin_is_not_shown_as_http(
     database: Database,
 ) -> None:
     async with shop(database) as here:
