@@ -67,7 +67,7 @@ class RunningSession:
     """Epoch seconds, by the database's clock."""
 
     def readiness(self) -> Readiness:
-        """Readiness of database, lease and cursor; receivers do not affect it."""
+        """Readiness of database, lease, cursor and plug-ins; receivers do not affect it."""
         if self.lease_left_s() <= 0:
             return Readiness(ready=False, reason="its lease ran out")
         sequencer, lease_s = self.sequencer, self.settings.lease_s
