@@ -35,6 +35,7 @@ from outbox.errors import UsageError
 from outbox.network.dns import Resolver, Unresolved
 from outbox.network.egress import EgressPolicy
 from outbox.network.errors import NotConnected
+from outbox.plugins import PluginUnusable
 
 __all__ = [
     "APPEND_MAX",
@@ -52,6 +53,7 @@ __all__ = [
     "Message",
     "NotConnected",
     "Owner",
+    "PluginUnusable",
     "Position",
     "Resolver",
     "Server",

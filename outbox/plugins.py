@@ -23,7 +23,6 @@ DESTINATIONS = "outbox.destinations"
 STREAMS = "outbox.streams"
 """Group of the entry points of stream readers; each is a function from `SourceOptions` to a
 function that opens a `StreamSource`."""
-_OTHERS = {DESTINATIONS: "https:// or another scheme", STREAMS: "another scheme"}
 
 
 class PluginUnusable(UsageError):
@@ -35,7 +34,7 @@ def installed(group: str) -> Mapping[str, Sequence[metadata.EntryPoint]]:
     """The entry points of a group, by scheme."""
     found: dict[str, list[metadata.EntryPoint]] = {}
     for entry in metadata.entry_points(group=group):
-        found.setdefault(entry.name, []).append(entry)
+        found.setdefault(entry.name.lower(), []).append(entry)
     return found
 
 
@@ -48,9 +47,12 @@ def load(group: str, scheme: str) -> Any:
     """
     entries = installed(group).get(scheme, ())
     if not entries:
+        correct = "start with https://" if group == DESTINATIONS else "correct the scheme"
+        there = {_distribution_of(each) for of in installed(group).values() for each in of}
+        install = f"run: pip install '{BROKERS}[all]=={__version__}'"
         raise PluginUnusable(
-            f"{scheme}:// is not known here; use {_OTHERS[group]}, or run: "
-            f"pip install '{BROKERS}[all]=={__version__}'"
+            f"nothing that is installed here knows {scheme}://; {correct}, or "
+            f"{'install its plug-in' if BROKERS in there else install}"
         )
     names = sorted({_distribution_of(each) for each in entries})
     if len(entries) > 1:
@@ -66,9 +68,8 @@ def load(group: str, scheme: str) -> Any:
     except OutboxError as error:
         raise PluginUnusable(str(error)) from None
     except Exception as error:
-        raise PluginUnusable(
-            f"{name} cannot be loaded for {scheme}://: {type(error).__name__}: {error}"
-        ) from error
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        raise PluginUnusable(f"{name} cannot be loaded for {scheme}://: {text}") from error
 
 
 def _distribution_of(entry: metadata.EntryPoint) -> str:

@@ -140,7 +140,7 @@ def require_one_line(credentials: str | None) -> None:
         raise UsageError("credentials: must be one line here, user:password or a token")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Destination:
     """A kind of stream destination; its entry points name the schemes of its URLs."""
 

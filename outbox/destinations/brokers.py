@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from outbox.core.brokers.port import Appended, Capabilities, Stop, StopKind
@@ -14,7 +15,7 @@ from outbox.network.dns import CachingResolver
 from outbox.plugins import DESTINATIONS, PluginUnusable, load
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from outbox.core.brokers.port import Message, Owner, Standing
     from outbox.destinations.broker import Broker, BrokerAddress
@@ -35,8 +36,26 @@ def find_destination(url: str) -> Destination:
     except PluginUnusable as error:
         raise PluginUnusable(f"url: {error}") from error
     if not isinstance(found, Destination):
-        raise PluginUnusable(f"url: the plug-in for {scheme}:// is no Destination: {quoted(found)}")
+        what = quoted(type(found).__name__)
+        raise PluginUnusable(f"url: the plug-in for {scheme}:// is no Destination: {what}")
     return found
+
+
+@contextmanager
+def calling_plugin(url: str) -> Iterator[None]:
+    """Let a defect of a plug-in cost no more than its own endpoints.
+
+    Raises:
+        UsageError: it has raised this, or something unexpected, whose text may have credentials.
+    """
+    try:
+        yield
+    except OutboxError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"url: the plug-in for {scheme_of(url)}:// has a defect: {type(error).__name__}"
+        ) from error
 
 
 def check_broker_url(url: str, policy: EgressPolicy, networks: tuple[Network, ...]) -> None:
@@ -45,9 +64,10 @@ def check_broker_url(url: str, policy: EgressPolicy, networks: tuple[Network, ..
     Raises:
         UsageError: one line with the next step.
     """
-    target = find_destination(url).parse_url(url)
-    for host, port in target.servers:
-        policy.check_broker(host, port, networks, tls=target.secure)
+    with calling_plugin(url):
+        target = find_destination(url).parse_url(url)
+        for host, port in target.servers:
+            policy.check_broker(host, port, networks, tls=target.secure)
 
 
 def is_same_stream(url: str, other_url: str) -> bool:
@@ -59,16 +79,25 @@ def is_same_stream(url: str, other_url: str) -> bool:
     if not (is_stream(url) and is_stream(other_url)):
         return False
     found, other = find_destination(url), find_destination(other_url)
-    return found is other and found.parse_url(url).streams == found.parse_url(other_url).streams
+    with calling_plugin(url):
+        return found is other and found.parse_url(url).streams == found.parse_url(other_url).streams
 
 
-def require_for_tenant(url: str) -> None:
+def require_for_tenant(url: str, current_url: str | None = None) -> None:
     """Require that a tenant may use the destination.
 
     Raises:
-        UsageError: it does not ask the egress policy for each of its connections.
+        UsageError: it does not ask the egress policy for each of its connections, or nothing usable
+            is installed for it and the URL is new.
     """
-    if is_stream(url) and not find_destination(url).checks_every_address:
+    if not is_stream(url):
+        return
+    try:
+        is_allowed = find_destination(url).checks_every_address
+    except PluginUnusable:
+        # What is installed, and what helps, is for operators.
+        is_allowed = url == current_url
+    if not is_allowed:
         raise UsageError(f"url: a tenant token cannot use {scheme_of(url)}://; ask an operator")
 
 
@@ -91,7 +120,9 @@ class Brokers:
             raise UsageError(address.problem)
         check_broker_url(address.url, self._policy, address.networks)
         connect = find_destination(address.url).connect
-        return GuardedBroker(connect(address, self._policy, self._resolver))
+        with calling_plugin(address.url):
+            driver = connect(address, self._policy, self._resolver)
+        return GuardedBroker(driver, address.timeout_s)
 
     async def aclose(self) -> None:
         """Close what the brokers share; they are closed by their owners."""

@@ -13,6 +13,7 @@ from outbox.destinations.brokers import check_broker_url
 from outbox.errors import UsageError
 from outbox.network.egress import EgressPolicy, parse_networks
 from outbox.network.tls import check_ca
+from outbox.plugins import PluginUnusable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -51,9 +52,9 @@ def check_settings(
     Raises:
         UsageError: a setting is invalid; one line with the next step.
     """
-    check_reachable(wanted, policy, current)
     if wanted.ca is not None and (current is None or wanted.ca != current.ca):
         check_ca(wanted.ca)
+    check_reachable(wanted, policy, current)
 
 
 def is_open_without_setting(wanted: EndpointSettings) -> bool:
@@ -65,11 +66,14 @@ def check_reachable(
     wanted: EndpointSettings, policy: EgressPolicy, current: EndpointSettings | None = None
 ) -> None:
     """Validate URL and networks only; parsing the CA certificates is slow."""
+    if is_stream(wanted.url):
+        _check_broker_settings(wanted, current)
     route = (wanted.url, wanted.allow_networks)
     if current is None or route != (current.url, current.allow_networks):
         check_url(wanted.url, policy, _networks(wanted))
-    if not is_stream(wanted.url):
-        return
+
+
+def _check_broker_settings(wanted: EndpointSettings, current: EndpointSettings | None) -> None:
     if current is None or wanted.headers != current.headers:
         find_credentials(wanted.headers.items())
     times = (wanted.url, wanted.connect_timeout_s, wanted.timeout_s)
@@ -99,6 +103,9 @@ def explain_url_rejection(
         return policy.refusal_of_url(url, networks)
     try:
         check_broker_url(url, policy, networks)
+    except PluginUnusable:
+        # No rule: who examines the broker says so.
+        return None
     except UsageError as error:
         return str(error).removeprefix("url: ")
     return None
@@ -121,11 +128,17 @@ def trust_error(ca: str | None) -> UsageError | None:
 def check_declared(declared: Iterable[DeclaredEndpoint], policy: EgressPolicy) -> None:
     """Validate the endpoints of a declaration.
 
+    One whose plug-in is not usable here may be known, and stay as it is; `apply_file` refuses new
+    ones.
+
     Raises:
         UsageError: the message begins with the location of the first invalid endpoint.
     """
     for each in declared:
         try:
+            # The plug-in is needed last.
             check_settings(each.settings, policy)
+        except PluginUnusable:
+            continue
         except UsageError as error:
             raise UsageError(f"{each.place}.{error}") from None

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from outbox.core.model.destination import is_stream
+from outbox.destinations.brokers import find_destination
 from outbox.errors import Conflict, NotFound, UsageError
 from outbox.operations.endpoint_changes import (
     READ_ENDPOINTS,
@@ -216,6 +218,9 @@ async def _plan_changes(
     async for each, its in _in_portions(zip(declared, settings, strict=True)):
         match = matches.get(each.place)
         if match is None:
+            if is_stream(its.url):
+                with _prefix_errors(each.place):
+                    find_destination(its.url)
             new = plan_addition(change, its, in_use)
             additions.append(new)
             steps.append(ApplyStep("add", its.name, new.id, secret=new.secret))

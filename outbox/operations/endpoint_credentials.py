@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.brokers.message import CREDENTIALS_HEADER
 from outbox.core.model.destination import is_stream
 from outbox.destinations.broker_address import credentials_of
-from outbox.destinations.brokers import find_destination
+from outbox.destinations.brokers import calling_plugin, find_destination
 from outbox.errors import UsageError
 from outbox.operations.endpoint_changes import update_endpoint
 from outbox.store.connection.secrets import CLEAR
@@ -59,7 +59,9 @@ async def set_credentials(
                 "--header"
             )
         if value is not None:
-            find_destination(current.url).check_credentials(credentials_of(value))
+            credentials, found = credentials_of(value), find_destination(current.url)
+            with calling_plugin(current.url):
+                found.check_credentials(credentials)
         kept = {n: v for n, v in current.headers.items() if n.lower() != CREDENTIALS_HEADER}
         added = {} if value is None else {"Authorization": value}
         return replace(current, headers=kept | added)

@@ -33,6 +33,7 @@ MISSED_POLLS_MAX = 3
 
 
 LACKS_RESOURCES = "its process lacks resources for connections"
+HELD = "an endpoint is held, because its destination cannot be used here"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class RunningSession:
     """Epoch seconds, by the database's clock."""
 
     def readiness(self) -> Readiness:
-        """Readiness of database, lease and cursor; receivers do not affect it."""
+        """Readiness of database, lease, cursor and plug-ins; receivers do not affect it."""
         if self.lease_left_s() <= 0:
             return Readiness(ready=False, reason="its lease ran out")
         sequencer, lease_s = self.sequencer, self.settings.lease_s
@@ -89,7 +90,12 @@ class RunningSession:
         if (lacking := self.dispatcher.exhausted) is not None:
             return Readiness(ready=False, reason=f"{LACKS_RESOURCES}: {lacking}")
         if (missing := self.dispatcher.missing_plugin) is not None:
-            return Readiness(ready=False, reason=f"an endpoint is held: {missing}")
+            # A plug-in's own error may quote anything.
+            return Readiness(
+                ready=False,
+                reason=f"{HELD}: {missing}",
+                redacted_reason=f"{HELD}; see outbox doctor",
+            )
         if isinstance(standby := self.watchdog.blocker("recording"), StandbyWait):
             # Ready: it keeps its lease, and no other relay could commit either.
             return replace(_blocked("attempts are not recorded", standby), ready=True)

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 ACCEPT_CHARS_MAX = 1000
 PATHS = """\
 /healthz   200 while the process responds
-/readyz    200 while the relay reaches its database and events can be sequenced, else 503 and why
+/readyz    200 while the relay reaches its database, events can be sequenced and no plug-in of an
+           active endpoint is missing, else 503 and why
 /metrics   metrics in the Prometheus format
 """
 

@@ -229,7 +229,7 @@ async def test_settings_are_reloaded_in_limited_batches(
 async def test_the_event_loop_is_shared_during_a_full_poll() -> None:
     endpoint = SimpleNamespace(ends=True)
     homes = [
-        SimpleNamespace(endpoint=endpoint, stopped=False, lanes=dict.fromkeys(range(9)))
+        SimpleNamespace(endpoint=endpoint, stopped=False, lanes=dict.fromkeys(range(9)), lack=None)
         for _ in range(endpoint_supervisor.LANES_AT_ONCE)
     ]
     caretaker = EndpointSupervisor(

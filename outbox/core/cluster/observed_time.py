@@ -120,8 +120,9 @@ class OdometerAdder:
 class GracePeriod:
     """What an owner must have tried at an endpoint before something ends there.
 
-    It begins with each claim, and anew while the relay lacks resources for connections.  It does
-    not apply to lanes that are not tried (paused, blocked, held): it would never be over for them.
+    It begins with each claim, and anew while the relay lacks resources for connections, or
+    the endpoint's plug-in.  It does not apply to lanes that are not tried (paused, blocked, held):
+    it would never be over for them.
 
     Args:
         observed_s: the odometer's reading at the claim.

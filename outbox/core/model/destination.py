@@ -9,6 +9,7 @@ from outbox.errors import UsageError
 URL_CHARS_MAX = 2048
 _SENDABLE = re.compile(r"[\x21-\x7e]+")
 
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*(?=://)", re.ASCII | re.IGNORECASE)
 _OF_HTTP = ("", "http", "https")
 
 
@@ -29,8 +30,8 @@ def check_url_text(url: str) -> None:
 
 def scheme_of(url: str) -> str:
     """The scheme of a URL, in lower case; empty if it has none."""
-    scheme, separator, _ = url.partition("://")
-    return scheme.lower() if separator else ""
+    found = _SCHEME.match(url)
+    return "" if found is None else found[0].lower()
 
 
 def is_stream(url: str) -> bool:

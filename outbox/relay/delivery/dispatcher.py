@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from outbox.core.cluster.observed_time import Odometer
 from outbox.core.delivery.buffer_budget import BufferBudget
 from outbox.core.delivery.commands import End, Fetch, Open, Record, Send, Wait
-from outbox.destinations.brokers import UnusableBroker
 from outbox.relay.delivery.admission import AdmissionQueue
 from outbox.relay.delivery.attempt import AttemptSender
 from outbox.relay.delivery.broker_attempts import BrokerAttempts
@@ -479,10 +478,9 @@ class Dispatcher:
 
     @property
     def missing_plugin(self) -> str | None:
-        """What this installation lacks to deliver to one of the owned endpoints; None: nothing."""
-        brokers = (each.broker for each in self._owned.values())
-        lacks = (each.lack for each in brokers if isinstance(each, UnusableBroker))
-        return next((each for each in lacks if each is not None), None)
+        """What this installation lacks to deliver to an active endpoint; None: nothing."""
+        active = (each for each in self._owned.values() if each.endpoint.state == "active")
+        return next((lack for each in active if (lack := each.lack) is not None), None)
 
     def wait_reason(self, runtime: EndpointRuntime) -> WaitReason | None:
         """Why the sendable lanes of an endpoint wait for a slot; None: none waits."""

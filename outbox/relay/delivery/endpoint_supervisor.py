@@ -154,7 +154,7 @@ class EndpointSupervisor:
         visited = 0
         lacks_resources = self._dispatcher.exhausted is not None
         for owned in self._dispatcher.owned():
-            if lacks_resources:
+            if lacks_resources or owned.lack is not None:
                 # Whether receivers respond is unknown, however long this lasts.
                 owned.begin_grace()
             visited += 1 + len(owned.lanes)

@@ -18,6 +18,7 @@ from outbox.core.delivery.lane_generations import LaneGenerations
 from outbox.core.delivery.signing_clock import ClockDifference, SigningClock
 from outbox.core.model.redaction import SecretRedactor
 from outbox.destinations.broker_address import broker_address
+from outbox.destinations.brokers import UnusableBroker
 from outbox.destinations.http.request import recipient_of, signed_request
 
 if TYPE_CHECKING:
@@ -303,6 +304,11 @@ class EndpointRuntime:
     def _make_broker(self) -> Broker | None:
         address = broker_address(self.endpoint)
         return None if address is None or self._brokers is None else self._brokers(address)
+
+    @property
+    def lack(self) -> str | None:
+        """What this installation lacks to deliver to it; None: nothing."""
+        return self.broker.lack if isinstance(self.broker, UnusableBroker) else None
 
     def begin_grace(self) -> None:
         """Let nothing end before this owner has tried again: see `GracePeriod`."""

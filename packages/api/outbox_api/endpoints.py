@@ -390,7 +390,7 @@ def _check_tenant_rules(call: Call[Any, Any], settings: Any, current: Any = None
         raise UsageError(f'tenant: this token is restricted to "{call.tenant}"; omit the field')
     if settings.allow_networks != (() if current is None else current.allow_networks):
         raise UsageError("allow_networks: a tenant token cannot open networks; ask an operator")
-    require_for_tenant(settings.url)
+    require_for_tenant(settings.url, None if current is None else current.url)
     if settings.allow_networks and settings.url != current.url:
         raise UsageError(
             "url: a private network is open for the current URL only; ask an operator to change it"

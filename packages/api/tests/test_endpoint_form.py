@@ -12,7 +12,8 @@ from outbox.destinations.descriptions import describe_destinations
 from outbox.errors import UsageError
 from outbox.network.egress import EgressPolicy
 from outbox_api.setting_descriptions import describe_settings
-from tests.support.api import make_token
+from tests.support.api import ALL, make_token
+from tests.support.plugins import installed
 from tests.support.relay import add_endpoint, fetchval
 
 if TYPE_CHECKING:
@@ -58,6 +59,23 @@ async def test_a_token_of_a_tenant_sees_what_it_can_set(database: Database, api:
     assert omitted == {"tenant", "all_tenants", "allow_networks"}
     assert "kafka" in [each["name"] for each in whole["destinations"]]
     assert "kafka" not in [each["name"] for each in own["destinations"]]
+
+
+async def test_a_tenant_changes_an_endpoint_without_a_plugin_but_adds_none(
+    database: Database, api: Api
+) -> None:
+    acme = api.with_token(await make_token(database, "acme", ALL, tenant="acme"))
+    url = "stream://127.0.0.1/s"
+    await add_endpoint(database, "acme.stream", url=url, tenant="acme")
+    with installed():
+        changed = await acme.request("PATCH", "/v1/endpoints/acme.stream", {"timeout": 9})
+        assert changed.status == 200, changed.detail
+        for refused in (
+            await acme.request("PATCH", "/v1/endpoints/acme.stream", {"url": f"{url}2"}),
+            await acme.request("POST", "/v1/endpoints", {"name": "acme.new", "url": url}),
+        ):
+            assert refused.status == 422
+            assert refused.detail == "url: a tenant token cannot use stream://; ask an operator"
 
 
 async def test_the_credentials_of_a_broker_are_set_and_removed(

@@ -9,7 +9,7 @@ import pytest
 
 from outbox.core.brokers.port import Owner, Stop, StopKind
 from outbox.destinations.broker import BrokerAddress
-from outbox.destinations.brokers import Brokers, check_broker_url, is_same_stream
+from outbox.destinations.brokers import Brokers, UnusableBroker, check_broker_url, is_same_stream
 from outbox.errors import UsageError
 from outbox.network.egress import EgressPolicy
 from outbox.plugins import DESTINATIONS, installed
@@ -90,6 +90,8 @@ async def test_a_missing_client_library_is_named_with_its_extra(
     assert isinstance(opened, Stop)
     assert opened.kind is StopKind.MISCONFIGURED
     assert f"pip install 'outbox-brokers[{name}]==" in opened.detail
+    assert isinstance(broker, UnusableBroker)
+    assert broker.lack == opened.detail, "readiness would not say so"
     (finding,) = await broker.check([])
     assert finding.what == opened.detail
 

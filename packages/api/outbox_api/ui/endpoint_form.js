@@ -8,9 +8,12 @@ import { labelOf, settingField } from "./setting_fields.js";
 
 const SECTION_ORDER = ["Subscription", "Requests", "Failures"];
 
+// Of a URL that nobody can enter here: its plug-in is not installed, or is not for tenants.
+const ELSEWHERE = { name: "elsewhere", title: "Not available here", schemes: [], example: "", help: "The URL cannot be changed here." };
+
 // The destination that a URL names; of an incomplete URL, `otherwise`.
 export function destinationOf(destinations, url, otherwise) {
-  const scheme = /^([a-z+-]+):/i.exec(url ?? "")?.[1].toLowerCase();
+  const scheme = /^([a-z][a-z0-9+.-]*):/i.exec(url ?? "")?.[1].toLowerCase();
   return destinations.find((each) => each.schemes.includes(scheme)) ?? otherwise;
 }
 
@@ -20,9 +23,10 @@ export function endpointForm({ settings, destinations }, values) {
   const start = (each) => (values ? values[each.name] : each.name === "name" && session.tenant ? `${session.tenant}.` : each.default);
   const fields = settings.map((each) => settingField(each, start(each)));
   const byName = new Map(fields.map((each) => [each.setting.name, each]));
-  let destination = destinationOf(destinations, values?.url, destinations[0]);
-  const select = h("select", { onchange: () => { destination = destinations.find((each) => each.name === select.value); update(); } },
-    destinations.map((each) => h("option", { value: each.name, selected: each === destination }, each.title)));
+  let destination = destinationOf(destinations, values?.url, isNew ? destinations[0] : ELSEWHERE);
+  const choices = destination === ELSEWHERE ? [...destinations, ELSEWHERE] : destinations;
+  const select = h("select", { onchange: () => { destination = choices.find((each) => each.name === select.value); update(); } },
+    choices.map((each) => h("option", { value: each.name, selected: each === destination }, each.title)));
   const words = h("small");
   const credentials = field("Credentials", h("input", { name: "credentials", type: "password", autocomplete: "off" }), "user:password or a token; stored and not shown again. Set a file of credentials on the endpoint's page.");
   const ed25519 = h("div", { class: "field" },

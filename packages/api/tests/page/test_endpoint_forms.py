@@ -145,6 +145,24 @@ async def test_the_form_of_a_broker_has_no_settings_of_http(database: Database) 
 
 
 @pytest.mark.full
+async def test_an_endpoint_without_a_plugin_is_not_shown_as_http(
+    database: Database,
+) -> None:
+    async with shop(database) as here:
+        visitor, page = here.visitor, here.visitor.page
+        await add_endpoint(database, "new", url="stream.2://127.0.0.1/s")
+        await visitor.open("endpoint/new")
+        await page.get_by_role("link", name="Edit").click()
+        await expect(page.get_by_label("Destination")).to_have_value("elsewhere")
+        await page.get_by_text("More settings").click()
+        await expect(page.get_by_label("Method", exact=True)).to_be_hidden()
+        await page.get_by_label("Timeout", exact=True).fill("7s")
+        await visitor.press("Save changes")
+        await visitor.press("Save", inside=visitor.dialog)
+        await visitor.wait_for("new was changed: Timeout.")
+
+
+@pytest.mark.full
 async def test_a_request_is_previewed_and_copied(database: Database) -> None:
     async with shop(database) as here:
         visitor, page = here.visitor, here.visitor.page
