@@ -47,10 +47,7 @@ def load(group: str, scheme: str) -> Any:
     """
     entries = installed(group).get(scheme, ())
     if not entries:
-        raise PluginUnusable(
-            f"nothing that is installed here knows {scheme}://; correct the scheme, or run: "
-            f"pip install '{BROKERS}[all]=={__version__}'"
-        )
+        raise PluginUnusable(_unknown(group, scheme))
     names = sorted({_distribution_of(each) for each in entries})
     if len(entries) > 1:
         raise PluginUnusable(f"{scheme}:// belongs to {' and to '.join(names)}; uninstall one")
@@ -68,6 +65,14 @@ def load(group: str, scheme: str) -> Any:
         raise PluginUnusable(
             f"{name} cannot be loaded for {scheme}://: {type(error).__name__}: {error}"
         ) from error
+
+
+def _unknown(group: str, scheme: str) -> str:
+    unknown = f"nothing that is installed here knows {scheme}://"
+    known = installed(group)
+    if any(_distribution_of(each) == BROKERS for entries in known.values() for each in entries):
+        return f"{unknown}, but {', '.join(sorted(known))}; correct the scheme"
+    return f"{unknown}; correct the scheme, or run: pip install '{BROKERS}[all]=={__version__}'"
 
 
 def _distribution_of(entry: metadata.EntryPoint) -> str:

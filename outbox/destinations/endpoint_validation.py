@@ -13,6 +13,7 @@ from outbox.destinations.brokers import check_broker_url
 from outbox.errors import UsageError
 from outbox.network.egress import EgressPolicy, parse_networks
 from outbox.network.tls import check_ca
+from outbox.plugins import PluginUnusable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -94,11 +95,13 @@ def check_url(url: str, policy: EgressPolicy, networks: tuple[Network, ...]) -> 
 def explain_url_rejection(
     url: str, policy: EgressPolicy, networks: tuple[Network, ...] = ()
 ) -> str | None:
-    """Why a URL is refused; None: it is allowed."""
+    """Why a URL is refused; None: it is allowed, or its plug-in, which checks it, is missing."""
     if not is_stream(url):
         return policy.refusal_of_url(url, networks)
     try:
         check_broker_url(url, policy, networks)
+    except PluginUnusable:
+        return None
     except UsageError as error:
         return str(error).removeprefix("url: ")
     return None
