@@ -33,7 +33,8 @@ def _connect(
         class_name: in the module `broker` of the folder.
 
     Raises:
-        UsageError: its settings are wrong, or the client library is missing.
+        UsageError: its settings are wrong.
+        PluginUnusable: the client library is missing.
     """
     require_client(client, name)
     module = import_module(f"{__package__}.{name}.broker")

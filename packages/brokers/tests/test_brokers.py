@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
 
 from outbox.core.brokers.port import Owner, Stop, StopKind
 from outbox.destinations.broker import BrokerAddress
-from outbox.destinations.brokers import Brokers, check_broker_url, is_same_stream
+from outbox.destinations.brokers import Brokers, UnusableBroker, check_broker_url, is_same_stream
 from outbox.errors import UsageError
 from outbox.network.egress import EgressPolicy
 from outbox.plugins import DESTINATIONS, installed
@@ -90,8 +91,20 @@ async def test_a_missing_client_library_is_named_with_its_extra(
     assert isinstance(opened, Stop)
     assert opened.kind is StopKind.MISCONFIGURED
     assert f"pip install 'outbox-brokers[{name}]==" in opened.detail
+    assert isinstance(broker, UnusableBroker)
+    assert broker.lack == opened.detail, "the relay is not ready"
     (finding,) = await broker.check([])
     assert finding.what == opened.detail
+
+
+async def test_a_folder_with_the_name_of_a_client_library_is_none(
+    brokers: Brokers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "redis", ModuleType("redis"))
+    broker = brokers.connect(BrokerAddress("redis://127.0.0.1:1/s"))
+    opened = await broker.open("6814e4af3c30-1-0", OWNER, 0, None)
+    assert isinstance(opened, Stop)
+    assert "pip install 'outbox-brokers[redis]==" in opened.detail
 
 
 async def test_unusable_settings_are_reported_when_the_lane_is_opened(brokers: Brokers) -> None:
