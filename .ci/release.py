@@ -97,8 +97,9 @@ def require_version(asked: str | None, commit: str) -> str:
     if wanted != {ours}:
         source = f"--version {asked}" if asked else f"the tag {' '.join(tags)}"
         raise Refused(
-            f"{source} does not match {ours!r} of {VERSION_FILE}: set the version there and in "
-            "deploy/helm/outbox-relay/Chart.yaml, commit, and tag that commit"
+            f"{source} does not match {ours!r} of {VERSION_FILE}: set the version there, in the "
+            "requirements of each pyproject.toml and in deploy/helm/outbox-relay/Chart.yaml, "
+            "commit, and tag that commit"
         )
     if not _VERSION.fullmatch(ours):
         raise Refused(f"{ours!r} of {VERSION_FILE} is no version such as 0.1.0 or 0.2.0rc1")

@@ -47,13 +47,7 @@ def load(group: str, scheme: str) -> Any:
     """
     entries = installed(group).get(scheme, ())
     if not entries:
-        correct = "start with https://" if group == DESTINATIONS else "correct the scheme"
-        there = {_distribution_of(each) for of in installed(group).values() for each in of}
-        install = f"run: pip install '{BROKERS}[all]=={__version__}'"
-        raise PluginUnusable(
-            f"nothing that is installed here knows {scheme}://; {correct}, or "
-            f"{'install its plug-in' if BROKERS in there else install}"
-        )
+        raise PluginUnusable(_unknown(group, scheme))
     names = sorted({_distribution_of(each) for each in entries})
     if len(entries) > 1:
         raise PluginUnusable(f"{scheme}:// belongs to {' and to '.join(names)}; uninstall one")
@@ -70,6 +64,15 @@ def load(group: str, scheme: str) -> Any:
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
         raise PluginUnusable(f"{name} cannot be loaded for {scheme}://: {text}") from error
+
+
+def _unknown(group: str, scheme: str) -> str:
+    unknown = f"nothing that is installed here knows {scheme}://"
+    known, others = installed(group), ["https"] if group == DESTINATIONS else []
+    if any(_distribution_of(each) == BROKERS for entries in known.values() for each in entries):
+        return f"{unknown}, but {', '.join(others + sorted(known))}; correct the scheme"
+    correct = "start with https://" if others else "correct the scheme"
+    return f"{unknown}; {correct}, or run: pip install '{BROKERS}[all]=={__version__}'"
 
 
 def _distribution_of(entry: metadata.EntryPoint) -> str:

@@ -150,11 +150,12 @@ class UnusableBroker:
         return Appended(after, self._stop)
 
     async def check(self, lanes: Sequence[str]) -> list[BrokerFinding]:
-        return [
-            BrokerFinding(
-                True, self._stop.detail, "correct the endpoint, or install what is missing"
-            )
-        ]
+        what_to_do = (
+            "correct the endpoint, or install what is missing"
+            if self.lack is None
+            else "then restart the relays"
+        )
+        return [BrokerFinding(True, self._stop.detail, what_to_do)]
 
     async def aclose(self) -> None:
         pass

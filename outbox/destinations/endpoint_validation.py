@@ -98,7 +98,7 @@ def check_url(url: str, policy: EgressPolicy, networks: tuple[Network, ...]) -> 
 def explain_url_rejection(
     url: str, policy: EgressPolicy, networks: tuple[Network, ...] = ()
 ) -> str | None:
-    """Why a URL is refused; None: it is allowed."""
+    """Why a URL is refused; None: it is allowed, or its plug-in, which checks it, is missing."""
     if not is_stream(url):
         return policy.refusal_of_url(url, networks)
     try:

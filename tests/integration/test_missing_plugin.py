@@ -44,6 +44,10 @@ LACKS: dict[str, tuple[Sequence[FakeEntryPoint], str]] = {
         (FakeEntryPoint("stream", Distribution(BROKERS, "0.0.9"), object()),),
         f"0.0.9, outbox-relay {__version__}; run: pip install '{BROKERS}=={__version__}'",
     ),
+    "another scheme": (
+        (FakeEntryPoint("other", OURS, object()),),
+        "knows stream://, but other; correct the scheme",
+    ),
     "doubled": (
         (FakeEntryPoint("stream", OURS, object()), FakeEntryPoint("stream", THEIRS, object())),
         f"belongs to {THEIRS.name} and to {BROKERS}; uninstall one",
@@ -92,8 +96,9 @@ async def test_the_endpoint_is_held_and_everybody_names_the_command_that_helps(
             assert status.code == 0, status.err
             doctor = await command("doctor")
             assert doctor.code == 1, doctor.err
-            assert words in " ".join(doctor.out.split())
-            assert "reject the URL" not in doctor.out
+            shown = " ".join(doctor.out.split())
+            assert words in shown
+            assert "the settings of this command reject the URL" not in shown
             verify = await command("verify")
             assert verify.code == 0, verify.out
             added = await command("endpoint", "add", "more", url)

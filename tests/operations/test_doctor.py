@@ -15,6 +15,7 @@ import pytest
 from outbox.config import Settings
 from outbox.core.model.encryption_keys import format_key, parse_keys
 from outbox.core.model.endpoint_settings import EndpointSettings
+from outbox.destinations.broker import BrokerFinding
 from outbox.errors import CannotRun, DatabaseUnavailable, SchemaTooNew
 from outbox.network.egress import EgressPolicy
 from outbox.operations import doctor, endpoint_changes, rotate_key
@@ -379,6 +380,24 @@ async def test_networks_with_a_metadata_service_are_a_warning(
         'allowed for "a", "b": 169.254.169.254/32 includes 169.254.169.254, where clouds '
         "provide a machine's credentials",
     ]
+
+
+@pytest.mark.one_major
+async def test_no_transaction_is_open_while_a_broker_is_examined(
+    database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server would end it after ten seconds, and the whole report with it."""
+    await add_endpoint(database, url="kafka://127.0.0.1/topic")
+    in_transaction: list[bool] = []
+
+    async def examine_broker(*_: object) -> list[BrokerFinding]:
+        in_transaction.append(db.is_in_transaction())
+        return [BrokerFinding(True, "no response within 15 s", "check the URL", is_away=True)]
+
+    monkeypatch.setattr(doctor.endpoints, "examine_broker", examine_broker)
+    found = await the_one(db, "brokers", policy=EgressPolicy())
+    assert found.message == 'the broker of "shop": no response within 15 s'
+    assert in_transaction == [False]
 
 
 @pytest.mark.one_major

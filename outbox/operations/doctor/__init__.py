@@ -1,15 +1,15 @@
 """Checks of `outbox doctor`: preconditions and live health, each finding with an action.
 
 Each check runs in its own short transaction with a statement time-out, so a slow check, or one
-that this role has no rights for, does not affect the others.  Only the probe writes, and only
-on request.
+that this role has no rights for, does not affect the others.  No transaction is open while a broker
+is examined: the server would end it.  Only the probe writes, and only on request.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import asyncpg
@@ -164,19 +164,10 @@ async def _run_checks(context: DoctorContext) -> AsyncIterator[DoctorFinding]:
                 return
 
 
-@asynccontextmanager
-async def _read_only(context: DoctorContext) -> AsyncIterator[None]:
-    # READ COMMITTED: some checks compare the snapshots of two consecutive statements.
-    async with context.db.transaction(isolation="read_committed", readonly=True):
-        await context.limit_statements()
-        yield
-
-
 async def _run_check(check: Check, context: DoctorContext) -> list[CheckResult]:
     """Run one check; most errors of the database are a result of it, too."""
     try:
-        # The probe writes, in transactions of its own.
-        async with nullcontext() if check in PROBE else _read_only(context):
+        async with nullcontext() if check.begins_transactions else context.read_only():
             results = [result async for result in check.results(context)]
             return results or [ok(check.passed)]
     except asyncpg.QueryCanceledError:

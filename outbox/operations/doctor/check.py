@@ -6,6 +6,7 @@ import re
 import shlex
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -180,6 +181,14 @@ class DoctorContext:
         """Return the command that grants a role the privileges of a purpose."""
         return f"{migrate_command(self.schema)} --{purpose} {shlex.quote(role)}"
 
+    @asynccontextmanager
+    async def read_only(self) -> AsyncIterator[None]:
+        """A transaction of a check; its statements have a time limit."""
+        # READ COMMITTED: some checks compare the snapshots of two consecutive statements.
+        async with self.db.transaction(isolation="read_committed", readonly=True):
+            await self.limit_statements()
+            yield
+
     async def limit_statements(self) -> None:
         """Set the time limit of the statements of this transaction."""
         # SET LOCAL: behind a pooling proxy, a session setting would leak to other clients.
@@ -212,11 +221,15 @@ class Check:
     passed: str
     """The message if there is no other result."""
     results: Callable[[DoctorContext], Results]
+    begins_transactions: bool = False
+    """It begins its own transactions; otherwise it runs in one, which is read-only."""
 
 
-def check(name: str, passed: str = "") -> Callable[[Callable[[DoctorContext], Results]], Check]:
+def check(
+    name: str, passed: str = "", *, begins_transactions: bool = False
+) -> Callable[[Callable[[DoctorContext], Results]], Check]:
     """Make a check of a function that returns its results."""
-    return lambda results: Check(name, passed, results)
+    return lambda results: Check(name, passed, results, begins_transactions)
 
 
 def check_rows(

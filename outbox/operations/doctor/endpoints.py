@@ -160,14 +160,15 @@ SELECT id FROM endpoint
 BROKERS_MAX = 50
 
 
-@check("brokers")
+@check("brokers", begins_transactions=True)
 async def brokers(context: DoctorContext) -> Results:
     """Brokers can be reached, and their settings keep what is promised."""
-    rows = await context.db.fetch(BROKERS, BROKERS_MAX)
-    if not rows or context.policy is None:
-        yield ok("no endpoint has a broker" if not rows else "brokers were not examined")
-        return
-    endpoints = await read_endpoints(context.db, [row["id"] for row in rows], context.vault)
+    async with context.read_only():
+        ids = [row["id"] for row in await context.db.fetch(BROKERS, BROKERS_MAX)]
+        if not ids or context.policy is None:
+            yield ok("no endpoint has a broker" if not ids else "brokers were not examined")
+            return
+        endpoints = await read_endpoints(context.db, ids, context.vault)
     usable = [each for each in endpoints if each.problem is None]
     policy = context.policy
     examined = await asyncio.gather(*(examine_broker(each, policy) for each in usable))

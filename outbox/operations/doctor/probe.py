@@ -54,7 +54,7 @@ SELECT b.high >= $1 AND NOT b.young @> $1::bigint
 """
 
 
-@check("probe")
+@check("probe", begins_transactions=True)
 async def sequenced_event(context: DoctorContext) -> Results:
     """An event is committed, notified and sequenced quickly."""
     limits = context.limits

@@ -15,9 +15,12 @@ def require_client(module: str, extra: str) -> None:
         PluginUnusable: it is not; one line with the command that installs it.
     """
     try:
-        import_module(module)
+        # A folder of that name, such as one with a server's settings, is a package without a file.
+        is_there = getattr(import_module(module), "__file__", None) is not None
     except ImportError:
+        is_there = False
+    if not is_there:
         raise PluginUnusable(
             f"url: the client library for {extra} is missing; run: pip install "
             f"'outbox-brokers[{extra}]=={__version__}'"
-        ) from None
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
@@ -94,6 +95,16 @@ async def test_a_missing_client_library_is_named_with_its_extra(
     assert broker.lack == opened.detail, "readiness would not say so"
     (finding,) = await broker.check([])
     assert finding.what == opened.detail
+
+
+async def test_a_folder_with_the_name_of_a_client_library_is_none(
+    brokers: Brokers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "redis", ModuleType("redis"))
+    broker = brokers.connect(BrokerAddress("redis://127.0.0.1:1/s"))
+    opened = await broker.open("6814e4af3c30-1-0", OWNER, 0, None)
+    assert isinstance(opened, Stop)
+    assert "pip install 'outbox-brokers[redis]==" in opened.detail
 
 
 async def test_unusable_settings_are_reported_when_the_lane_is_opened(brokers: Brokers) -> None:
