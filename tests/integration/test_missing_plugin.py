@@ -46,7 +46,7 @@ LACKS: dict[str, tuple[Sequence[FakeEntryPoint], str]] = {
     ),
     "another scheme": (
         (FakeEntryPoint("other", OURS, object()),),
-        "knows stream://, but other; correct the scheme",
+        "knows stream://, but https, other; correct the scheme",
     ),
     "doubled": (
         (FakeEntryPoint("stream", OURS, object()), FakeEntryPoint("stream", THEIRS, object())),
