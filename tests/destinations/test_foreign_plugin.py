@@ -121,7 +121,10 @@ def test_what_is_installed_already_is_not_proposed() -> None:
     with installed(entry()), pytest.raises(UsageError, match=f"pip install '{BROKERS}"):
         find_destination("other://h")
     ours = entry()._replace(dist=Distribution(BROKERS, __version__))
-    with installed(ours), pytest.raises(UsageError, match=r"but https, stream; correct the scheme$"):
+    with (
+        installed(ours),
+        pytest.raises(UsageError, match=r"but https, stream; correct the scheme$"),
+    ):
         find_destination("other://h")
 
 

@@ -26,6 +26,8 @@ SELECT count(*) FROM pg_stat_activity
  WHERE application_name LIKE 'outbox-%' AND datname = current_database()
 """
 """Sessions of relays on a database."""
+SERVERS = ("/tests/support/", "/outbox_devtools/")
+"""Where the test servers are."""
 
 
 class Receiver:
@@ -82,7 +84,7 @@ def running_tasks() -> frozenset[asyncio.Task[Any]]:
 
     def is_server(task: asyncio.Task[Any]) -> bool:
         code = getattr(task.get_coro(), "cr_code", None)
-        return code is not None and "/tests/support/" in code.co_filename
+        return code is not None and any(each in code.co_filename for each in SERVERS)
 
     return frozenset(task for task in asyncio.all_tasks() if not is_server(task))
 
