@@ -44,7 +44,7 @@ class ReuseLimits:
         host: the peer's name or address; None: another host resolves the name.
     """
 
-    __slots__ = ("_host", "_loop", "_resolver", "_retire_at", "sure_until")
+    __slots__ = ("_check_at", "_host", "_loop", "_resolver", "_retire_at")
 
     def __init__(
         self, resolver: Resolver, loop: asyncio.AbstractEventLoop, host: str | None
@@ -54,17 +54,17 @@ class ReuseLimits:
         self._host = host
         now = loop.time()
         self._retire_at = now + AGE_MAX_S * random.uniform(1 - AGE_JITTER, 1)  # noqa: S311
-        self.sure_until = min(now + ADDRESS_CHECK_S, self._retire_at)
-        """Until when `allow` returns True, by the loop's clock."""
+        # Until then the connection may be reused.
+        self._check_at = min(now + ADDRESS_CHECK_S, self._retire_at)
 
     def allow(self, peer: Peer) -> bool:
         """Whether the connection may carry another request."""
         now = self._loop.time()
-        if now < self.sure_until:
+        if now < self._check_at:
             return True
         if now >= self._retire_at:
             return False
-        self.sure_until = min(now + ADDRESS_CHECK_S, self._retire_at)
+        self._check_at = min(now + ADDRESS_CHECK_S, self._retire_at)
         host = self._host
         if host is None or literal(host) is not None:
             return True
@@ -72,7 +72,7 @@ class ReuseLimits:
         # Unknown for the moment: a name that does not resolve now ends no connection that works.
         if addresses is None or peer.address in addresses:
             return True
-        self.sure_until = self._retire_at = now
+        self._check_at = self._retire_at = now
         return False
 
 

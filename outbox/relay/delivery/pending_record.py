@@ -44,5 +44,5 @@ def _response_bytes(record: Record | RunResults) -> int:
     if not isinstance(record, RunResults):
         return 0 if record.attempt is None else stored_bytes(record.attempt.response)
     # Receivers repeat the same response, which is one object.
-    counted = dict(zip(map(id, record.responses), record.responses, strict=True))
+    counted = {id(each): each for each in record.responses}
     return sum(map(stored_bytes, counted.values()))

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
 from outbox.plugins import PluginUnusable
 from outbox.version import __version__
 
 
-def require_client(module: str, extra: str) -> None:
-    """Require that a client library is installed.
+def load_class(broker: str, client: str, module: str, class_name: str) -> Any:
+    """Load a class that needs a client library.
+
+    Args:
+        broker: its name, which its folder here and the extra with its client library have.
+        client: module of the client library.
+        module: of the folder.
 
     Raises:
-        PluginUnusable: it is not; one line with the command that installs it.
+        PluginUnusable: the client library is not installed; one line with the command.
     """
     try:
         # A folder of that name, such as one with a server's settings, is a package without a file.
-        is_there = getattr(import_module(module), "__file__", None) is not None
+        is_there = getattr(import_module(client), "__file__", None) is not None
     except ImportError:
         is_there = False
     if not is_there:
         raise PluginUnusable(
-            f"url: the client library for {extra} is missing; run: pip install "
-            f"'outbox-brokers[{extra}]=={__version__}'"
+            f"url: the client library for {broker} is missing; run: pip install "
+            f"'outbox-brokers[{broker}]=={__version__}'"
         )
+    return getattr(import_module(f"{__package__}.{broker}.{module}"), class_name)

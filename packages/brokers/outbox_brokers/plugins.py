@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from outbox.destination import Destination
-from outbox_brokers.client_library import require_client
+from outbox_brokers.client_library import load_class
 from outbox_brokers.kafka import target as kafka_target
 from outbox_brokers.nats import target as nats_target
 from outbox_brokers.rabbitmq import target as rabbitmq_target
@@ -28,17 +27,13 @@ def _connect(
     """Make a broker.
 
     Args:
-        name: the broker's name, which its folder here and the extra with its client library have.
-        client: module of the client library.
-        class_name: in the module `broker` of the folder.
+        name, client, class_name: see `load_class`.
 
     Raises:
         UsageError: its settings are wrong.
         PluginUnusable: the client library is missing.
     """
-    require_client(client, name)
-    module = import_module(f"{__package__}.{name}.broker")
-    broker: Broker = getattr(module, class_name)(address, policy, resolver)
+    broker: Broker = load_class(name, client, "broker", class_name)(address, policy, resolver)
     return broker
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-from outbox_brokers.client_library import require_client
+from outbox_brokers.client_library import load_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +23,7 @@ def nats_source(options: SourceOptions) -> Callable[[], StreamSource]:
 
 
 def _factory(name: str, class_name: str, options: SourceOptions) -> Callable[[], StreamSource]:
-    require_client(name, name)
-    module = import_module(f"{__package__}.{name}.source")
-    connect: Callable[[], StreamSource] = getattr(module, class_name).factory(options)
+    connect: Callable[[], StreamSource] = load_class(name, name, "source", class_name).factory(
+        options
+    )
     return connect

@@ -335,9 +335,7 @@ class Connection(asyncio.Protocol):
         self._response = None
         assert self._destination is not None
         assert self._following is not None
-        limits, now = self._limits, self._loop.time()
-        is_current = limits is None or now < limits.sure_until or limits.allow(self)
-        if is_current and self.usable and not self.readable:
+        if self.reusable and not self.readable:
             try:
                 request = self._following.follow(response)
                 if request is not None:
@@ -345,7 +343,7 @@ class Connection(asyncio.Protocol):
                     self._resent = False
                     self._reader.begin()
                     self._started_at = monotonic()
-                    self.deadline = now + request.recipient.timeout_s
+                    self.deadline = self._loop.time() + request.recipient.timeout_s
                     return True
             except Exception as error:
                 response = self._internal_failure(error)
@@ -446,9 +444,8 @@ class Connection(asyncio.Protocol):
     def _result(self, cut_by: str | None) -> AttemptResult:
         reader = self._reader
         assert reader.status is not None
-        elapsed_s = monotonic() - self._started_at
         result = completed_result(
-            reader.status, elapsed_s, reader.headers(), reader.content(), cut_by
+            reader.status, self.elapsed_s, reader.headers(), reader.content(), cut_by
         )
         return result._replace(resent=True) if self._resent else result
 

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 from aiohappyeyeballs import start_connection
 from nats import errors
 from nats.aio.client import Client, RawCredentials
-from nats.aio.transport import TcpTransport
 from nats.protocol.parser import AWAITING_CONTROL_LINE, Parser
 
 from outbox.core.brokers.port import Stop, StopKind
@@ -33,6 +32,7 @@ from outbox.network.egress import OPTION, literal
 from outbox.network.errors import is_own_failure
 from outbox.network.reuse_limits import RESEND_WITHIN_S, peer_address
 from outbox.network.tls import ssl_error_reason
+from outbox_brokers.nats.transport import GuardedTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -420,21 +420,16 @@ class _Parser(Parser):
             raise errors.ProtocolError
 
 
-class _SocketTransport(TcpTransport):
-    """nats-py's transport on a connected socket, which is used once.
-
-    Nothing is written without TLS if TLS is required: the server's INFO, which is not encrypted,
-    decides whether the library starts TLS.
+class _SocketTransport(GuardedTransport):
+    """A transport on a connected socket, which is used once.
 
     The server may send what was asked for, and little else: the library reads whatever length a
     message announces into memory, and parses an unlimited number of empty ones.
     """
 
     def __init__(self, sock: socket.socket, secure: bool, on_end: Callable[..., None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__(secure=secure)
         self._socket: socket.socket | None = sock
-        self._secure = secure
-        self._encrypted = False
         self._aborted = False
         self._on_end = on_end
         self._bytes_left = float(UNASKED_BYTES)
@@ -443,10 +438,6 @@ class _SocketTransport(TcpTransport):
         """Whether the server has sent nothing since this was set."""
         self._read_at = monotonic()
 
-    def __bool__(self) -> bool:
-        # The library replaces a transport that is false, and a TcpTransport is before `connect`.
-        return True
-
     async def connect(self, uri: ParseResult, buffer_size: int, connect_timeout: int) -> None:
         sock, self._socket = self._socket, None
         if sock is None:
@@ -454,28 +445,6 @@ class _SocketTransport(TcpTransport):
         reader, writer = await asyncio.open_connection(sock=sock, limit=buffer_size)
         self._bare_io_reader = self._io_reader = reader
         self._bare_io_writer = self._io_writer = writer
-
-    async def connect_tls(
-        self,
-        uri: str | ParseResult,
-        ssl_context: ssl.SSLContext,
-        buffer_size: int,
-        connect_timeout: int,
-    ) -> None:
-        if not self._secure:
-            raise Stopped(
-                StopKind.MISCONFIGURED, "the server requires TLS; use nats+tls:// in the URL"
-            )
-        await super().connect_tls(uri, ssl_context, buffer_size, connect_timeout)
-        self._encrypted = True
-
-    def write(self, payload: bytes) -> None:
-        self._check()
-        super().write(payload)  # type: ignore[no-untyped-call]
-
-    def writelines(self, payload: list[bytes]) -> None:
-        self._check()
-        super().writelines(payload)  # type: ignore[no-untyped-call]
 
     async def read(self, buffer_size: int) -> bytes:
         try:
@@ -515,13 +484,13 @@ class _SocketTransport(TcpTransport):
             if writer is not None:
                 writer.transport.abort()
 
+    def _refusal(self, text: str) -> Exception:
+        return Stopped(StopKind.MISCONFIGURED, text)
+
     def _check(self) -> None:
         if self._aborted:
             raise ConnectionAbortedError("the connection was dropped")
-        if self._secure and not self._encrypted:
-            raise Stopped(
-                StopKind.MISCONFIGURED, "the server does not offer TLS; nats+tls:// requires it"
-            )
+        super()._check()
 
 
 _closing: set[asyncio.Task[None]] = set()

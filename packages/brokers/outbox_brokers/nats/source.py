@@ -24,8 +24,8 @@ from nats.aio.client import Client, RawCredentials
 
 from outbox.core.model.response import one_line
 from outbox.receiver.streams.source import StoredEntry, StreamUnavailable
-from outbox_brokers.nats.source_transport import GuardedTransport
 from outbox_brokers.nats.target import parse_credentials, parse_url
+from outbox_brokers.nats.transport import GuardedTransport
 
 if TYPE_CHECKING:
     import ssl

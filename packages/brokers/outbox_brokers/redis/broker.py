@@ -49,7 +49,7 @@ from outbox_brokers.redis.connection import (
     code_of,
 )
 from outbox_brokers.redis.script import DIGEST, FORCE, OPEN, SCRIPT, packed, packed_call
-from outbox_brokers.redis.target import parse_url
+from outbox_brokers.redis.target import parse_credentials, parse_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -81,7 +81,7 @@ class RedisBroker:
     def __init__(self, address: BrokerAddress, policy: EgressPolicy, resolver: Resolver) -> None:
         self._target = target = parse_url(address.url)
         self._opener = BrokerOpener(address, policy, resolver, secure=target.secure)
-        user, separator, password = (address.credentials or "").partition(":")
+        user, password = parse_credentials(address.credentials)
         self._connection = GroupedConnection(
             self._open,
             partial(self._opener.limits, target.host),
@@ -89,8 +89,8 @@ class RedisBroker:
             address.connect_timeout_s,
             host=target.host,  # For the library's messages.
             port=target.port,
-            username=(user or None) if separator else None,
-            password=(password if separator else user) or None,
+            username=user,
+            password=password,
             db=target.database,
         )
 

@@ -21,7 +21,7 @@ from redis.exceptions import RedisError
 
 from outbox.core.model.response import one_line
 from outbox.receiver.streams.source import StoredEntry, StreamUnavailable
-from outbox_brokers.redis.target import RedisTarget, parse_url
+from outbox_brokers.redis.target import RedisTarget, parse_credentials, parse_url
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -46,13 +46,13 @@ class RedisSource:
     ) -> None:
         self._target = target
         self._timeout_s = timeout_s
-        user, separator, password = (credentials or "").partition(":")
+        user, password = parse_credentials(credentials)
         settings: dict[str, Any] = {
             "host": target.host,
             "port": target.port,
             "db": target.database,
-            "username": (user or None) if separator else None,
-            "password": (password if separator else user) or None,
+            "username": user,
+            "password": password,
             "protocol": 2,
             # A lost command is not repeated by the library: the reader starts again.
             "retry": Retry(NoBackoff(), 0),

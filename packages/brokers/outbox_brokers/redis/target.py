@@ -50,6 +50,12 @@ class RedisTarget(NamedTuple):
         return f"{self.stream}:lanes"
 
 
+def parse_credentials(text: str | None) -> tuple[str | None, str | None]:
+    """User and password of `user:password` or `:password`; a token is a password."""
+    user, colon, password = (text or "").partition(":")
+    return ((user or None), (password or None)) if colon else (None, user or None)
+
+
 def parse_url(url: str) -> RedisTarget:
     """Parse `redis://host[:port]/stream[?db=number]`.
 

@@ -34,7 +34,7 @@ class GuardedTransport(TcpTransport):
         connect_timeout: int,
     ) -> None:
         if not self._secure:
-            raise ConnectionError("the server requires TLS; use nats+tls:// in the URL")
+            raise self._refusal("the server requires TLS; use nats+tls:// in the URL")
         await super().connect_tls(uri, ssl_context, buffer_size, connect_timeout)
         self._encrypted = True
 
@@ -46,6 +46,10 @@ class GuardedTransport(TcpTransport):
         self._check()
         super().writelines(payload)  # type: ignore[no-untyped-call]
 
+    def _refusal(self, text: str) -> Exception:
+        """The error of a connection that has TLS against its URL, or has none."""
+        return ConnectionError(text)
+
     def _check(self) -> None:
         if self._secure and not self._encrypted:
-            raise ConnectionError("the server does not offer TLS; nats+tls:// requires it")
+            raise self._refusal("the server does not offer TLS; nats+tls:// requires it")
