@@ -13,9 +13,9 @@ def load_class(broker: str, client: str, module: str, class_name: str) -> Any:
     """Load a class that needs a client library.
 
     Args:
-        broker: its name, which its folder here and the extra with its client library have.
+        broker: the broker's name, which its folder here and the extra with its client library have.
         client: module of the client library.
-        module: of the folder.
+        module: its name in the folder.
 
     Raises:
         PluginUnusable: the client library is not installed; one line with the command.
