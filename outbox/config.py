@@ -8,7 +8,8 @@ An unknown variable or key is refused, see `outbox.setting_sources`.
 
 Importing this module reads no settings; `load` reads them once, and the result is
 immutable.  A secret that has a file of its own is read again by `reread_secrets`, because it may
-be rotated while the process runs.  Field names carry their unit.  Importing pydantic takes 0.1 s,
+be rotated while the process runs.  Each field names the processes that read it.  Field names carry
+their unit.  Importing pydantic takes 0.1 s,
 so this module is imported only by code that needs settings.  pydantic-settings is not used,
 because it does not record the source of a value, which error messages name.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -42,6 +44,8 @@ from outbox.web.proxy import Proxy, parse_proxy
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from pydantic.fields import FieldInfo
+
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 # Fields whose environment variable differs from the field name.
@@ -53,6 +57,22 @@ _FLAGS = {
     "drain_s": "--drain",
     "tenant_rate_per_s": "--tenant-rate",
 }
+
+
+class Process(StrEnum):
+    """A process that reads settings."""
+
+    RELAY = "relay"
+    API = "API"
+    COMMANDS = "commands"
+
+
+_RELAY: Any = {"read_by": (Process.RELAY,)}
+_API: Any = {"read_by": (Process.API,)}
+_COMMANDS: Any = {"read_by": (Process.COMMANDS,)}
+_SERVERS: Any = {"read_by": (Process.RELAY, Process.API)}
+_ALL: Any = {"read_by": tuple(Process)}
+
 REREAD_FIELDS = ("dsn", "key")
 """Secrets that each session uses anew."""
 INTERNAL_FIELDS = ("dsn_source", "secret_files")
@@ -71,21 +91,33 @@ class Settings(BaseModel):
     dsn: SecretStr = Field(
         default=SecretStr(""),
         description="Database DSN, as a URL or key=value. Empty: libpq's PG* variables.",
+        json_schema_extra=_ALL,
     )
     dsn_source: str = Field(default="", description="Source of dsn, for messages. Set by load().")
     secret_files: dict[str, str] = Field(
         default_factory=dict, description="Files of secrets, by field. Set by load()."
     )
+    api_dsn: SecretStr | None = Field(
+        default=None,
+        description="Database DSN of the API's process, with a role of the purpose `api`. Empty: "
+        "that of the relay.",
+        json_schema_extra=_SERVERS,
+    )
     pooled: bool = Field(
         default=False,
         description="The database is behind a transaction pooler such as PgBouncer: no session "
         "settings, no prepared statements, no LISTEN (polling only).",
+        json_schema_extra=_ALL,
     )
     schema_name: str = Field(
-        default="relay", description="Schema of the outbox tables; at most 50 bytes."
+        default="relay",
+        description="Schema of the outbox tables; at most 50 bytes.",
+        json_schema_extra=_ALL,
     )
     secret: SecretStr | None = Field(
-        default=None, description="Signing secret of a receiver, whsec_…, for `outbox listen`."
+        default=None,
+        description="Signing secret of a receiver, whsec_…, for `outbox listen`.",
+        json_schema_extra=_COMMANDS,
     )
     key: SecretStr | None = Field(
         default=None,
@@ -93,38 +125,48 @@ class Settings(BaseModel):
         "client certificates); generate one with `outbox rekey --generate`. With several keys, "
         "separated by spaces, all decrypt; the first encrypts, after `outbox rekey` if secrets are "
         "already encrypted with another one.",
+        json_schema_extra=_ALL,
     )
     lease_s: float = Field(
         default=5.0,
         ge=1,
         le=300,
         description="Lease time-out in seconds after which another relay takes over.",
+        json_schema_extra=_RELAY,
     )
     ack_group_ms: float = Field(
         default=20.0,
         ge=0,
         le=1000,
         description="How long acknowledgements are batched before commit (milliseconds).",
+        json_schema_extra=_RELAY,
     )
     drain_s: float = Field(
         default=15.0,
         ge=0,
         le=600,
         description="Graceful-shutdown time-out after SIGTERM (seconds).",
+        json_schema_extra=_RELAY,
     )
     poll_s: float = Field(
         default=1.0,
         gt=0,
         le=60,
         description="Polling interval of an idle relay, also with NOTIFY (seconds).",
+        json_schema_extra=_RELAY,
     )
-    notify: bool = Field(default=True, description="LISTEN for new events; false: polling only.")
+    notify: bool = Field(
+        default=True,
+        description="LISTEN for new events; false: polling only.",
+        json_schema_extra=_ALL,
+    )
     in_flight_max: int = Field(
         default=1024,
         ge=1,
         le=10_000,
         description="Maximum number of concurrent requests per relay, over all endpoints; half are "
         "reserved for fast endpoints, and some are kept free for new requests.",
+        json_schema_extra=_RELAY,
     )
     buffer_bytes_max: int = Field(
         default=BUFFER_BYTES_MAX,
@@ -132,6 +174,7 @@ class Settings(BaseModel):
         le=1 << 40,
         description="Maximum size in bytes of the deliveries and responses that a relay holds in "
         "memory, over all lanes and uncompressed; every lane that sends has at least one delivery.",
+        json_schema_extra=_RELAY,
     )
     tenant_in_flight_max: int | None = Field(
         default=None,
@@ -139,6 +182,7 @@ class Settings(BaseModel):
         le=10_000,
         description="Maximum number of concurrent requests to the endpoints of one tenant, per "
         "relay; empty: no limit.",
+        json_schema_extra=_RELAY,
     )
     tenant_rate_per_s: float | None = Field(
         default=None,
@@ -146,48 +190,60 @@ class Settings(BaseModel):
         le=100_000,
         description="Maximum number of requests per second to the endpoints of one tenant, per "
         "relay; empty: no limit.",
+        json_schema_extra=_RELAY,
     )
     batch_events_max: int = Field(
         default=2_000,
         ge=1,
         le=100_000,
         description="Maximum number of events that the sequencer reads in one batch.",
+        json_schema_extra=_RELAY,
     )
     batch_deliveries_max: int = Field(
         default=20_000,
         ge=1,
         le=1_000_000,
         description="Maximum number of deliveries that the sequencer creates in one batch.",
+        json_schema_extra=_RELAY,
     )
     retention_events_days: float = Field(
-        default=30, ge=0, le=36_500, description="Retention of events; 0: forever (days)."
+        default=30,
+        ge=0,
+        le=36_500,
+        description="Retention of events; 0: forever (days).",
+        json_schema_extra=_ALL,
     )
     retention_log_days: float = Field(
         default=30,
         ge=0,
         le=36_500,
         description="Retention of deliveries and attempts; 0: forever (days).",
+        json_schema_extra=_ALL,
     )
     retention_dead_letters_days: float = Field(
         default=30,
         ge=0,
         le=36_500,
         description="Retention of dead letters, at least that of deliveries; 0: forever (days).",
+        json_schema_extra=_ALL,
     )
     allow_networks: tuple[Network, ...] = Field(
         default=(),
         description="Private networks that endpoints may be in, also with plain http and any port: "
         "comma-separated ranges.",
+        json_schema_extra=_ALL,
     )
     proxy: SecretStr | None = Field(
         default=None,
         description="Forward proxy (CONNECT) for https deliveries, except to localhost and to "
         "literal addresses in allowed networks: http://[user:password@]host:port, or https://.",
+        json_schema_extra=_ALL,
     )
     health: Address | None = Field(
         default=None,
         description="Address, HOST:PORT, that serves /healthz, /readyz and /metrics without "
         "authentication.",
+        json_schema_extra=_SERVERS,
     )
     metrics_endpoints_max: int = Field(
         default=100,
@@ -195,13 +251,17 @@ class Settings(BaseModel):
         le=1_000,
         description="Maximum number of endpoints per relay with their own metrics; the others are "
         "aggregated.",
+        json_schema_extra=_RELAY,
     )
     admin: Address | None = Field(
-        default=None, description="Address of the HTTP API, HOST:PORT. None: not served."
+        default=None,
+        description="Address of the HTTP API, HOST:PORT. None: not served.",
+        json_schema_extra=_SERVERS,
     )
     receivers: Address | None = Field(
         default=None,
         description="Address where receivers fetch missing events, HOST:PORT. None: not served.",
+        json_schema_extra=_SERVERS,
     )
     api_rate_max: float = Field(
         default=100,
@@ -209,12 +269,17 @@ class Settings(BaseModel):
         le=100_000,
         description="Rate limit per API token and per fetch token (requests per second); bursts of "
         "twice as many.",
+        json_schema_extra=_API,
     )
     log_format: Literal["auto", "json", "console"] = Field(
-        default="auto", description="auto: console on a terminal, else json."
+        default="auto",
+        description="auto: console on a terminal, else json.",
+        json_schema_extra=_SERVERS,
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="Minimum level of log lines."
+        default="info",
+        description="Minimum level of log lines.",
+        json_schema_extra=_SERVERS,
     )
 
     @property
@@ -334,9 +399,29 @@ def reread_secrets(settings: Settings) -> Settings:
         UsageError: as in `load`.
     """
     files = {name: p for name, p in settings.secret_files.items() if name in REREAD_FIELDS}
+    return read_files(dict(settings), files)
+
+
+def read_files(values: Mapping[str, Any], files: Mapping[str, str]) -> Settings:
+    """The settings with these values, and with secrets from files.
+
+    Args:
+        values: by field.
+        files: paths, by field.
+
+    Raises:
+        UsageError: as in `load`.
+    """
     variables = {name: variable_of(name) + FILE_SUFFIX for name in files}
+    variables["dsn"] = values["dsn_source"]  # That of the API may have another variable.
     fresh = {name: read_secret(variables[name], path) for name, path in files.items()}
-    return _validate({**dict(settings), **fresh}, variables)
+    return _validate({**values, **fresh}, variables)
+
+
+def readers_of(field: FieldInfo) -> tuple[Process, ...]:
+    """The processes that read a setting."""
+    extra: Any = field.json_schema_extra
+    return tuple(extra["read_by"])
 
 
 def _validate(values: Mapping[str, Any], origins: Mapping[str, str]) -> Settings:

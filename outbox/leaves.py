@@ -32,6 +32,15 @@ class Leaf(NamedTuple):
         """Import a module of the leaf.
 
         Raises:
+            MissingExtra: as `require`.
+        """
+        self.require()
+        return import_module(f"{self.package}.{module}")
+
+    def require(self) -> None:
+        """Check that the leaf is installed, without importing it.
+
+        Raises:
             MissingExtra: it is not installed, or another version of it is.
         """
         # Each command imports this module, and few load a leaf.
@@ -46,7 +55,6 @@ class Leaf(NamedTuple):
             raise MissingExtra(
                 f"{self.distribution} has version {found}, outbox-relay {__version__}; {install}"
             )
-        return import_module(f"{self.package}.{module}")
 
 
 ADOPT = Leaf("outbox-adopt", "adopt")

@@ -88,7 +88,7 @@ def test_settings_are_immutable() -> None:
 
 def test_secrets_can_be_read_from_files(tmp_path: Path) -> None:
     path = tmp_path / "secret"
-    assert secret_fields() == ["dsn", "secret", "key", "proxy"]
+    assert secret_fields() == ["dsn", "api_dsn", "secret", "key", "proxy"]
     for name in secret_fields():
         texts = {"key": KEY, "proxy": f"http://me:{SECRET}@proxy:4750"}
         text = texts.get(name, SECRET)

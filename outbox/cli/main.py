@@ -27,7 +27,7 @@ from click.exceptions import NoArgsIsHelpError
 from outbox import __version__
 from outbox.errors import OutboxError, UsageError
 from outbox.extras import RELAY, missing_extra
-from outbox.leaves import ADOPT, DEVTOOLS, Leaf
+from outbox.leaves import ADOPT, API, DEVTOOLS, Leaf
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,6 +81,7 @@ COMMANDS = (
     CommandEntry("publish", "Publish one event.", _WORK),
     CommandEntry("schedule", "Publish events on a cron schedule.", _WORK),
     CommandEntry("relay", "Run the relay, which delivers published events.", _WORK),
+    CommandEntry("api", "Serve the HTTP API, its page and the receivers.", _WORK, API),
     CommandEntry("listen", "Run a receiver for development.", _WORK, DEVTOOLS),
     CommandEntry(
         "conform", "Test a receiver in any language against the protocol.", _WORK, DEVTOOLS

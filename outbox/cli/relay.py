@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from outbox.cli import relay_process
-from outbox.cli.logs import configure
 from outbox.config import load
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from outbox.event_loop import allow_many_sockets, loop_factory
+from outbox.telemetry.logs import configure
 
 
 @click.command(
@@ -61,7 +58,7 @@ event: unacknowledged deliveries are sent again with the same sequence number.
 @click.option(
     "--admin",
     metavar="HOST:PORT",
-    help="Serve the HTTP API at this address, for tokens of `outbox token`; default: off.",
+    help="Run `outbox api` beside it, with the API at this address; default: off.",
 )
 @click.option(
     "--allow-networks",
@@ -81,7 +78,7 @@ event: unacknowledged deliveries are sent again with the same sequence number.
 @click.option(
     "--receivers",
     metavar="HOST:PORT",
-    help="Serve missing events to receivers at this address; see outbox endpoint fetch-token.",
+    help="Run `outbox api` beside it, with missing events for receivers at this address.",
 )
 @click.option(
     "--tenant-in-flight-max",
@@ -112,26 +109,6 @@ def command(config: str | None, **flags: Any) -> None:
     """
     settings = load(flags, config=config)
     configure(settings)
-    _allow_many_sockets()
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    allow_many_sockets()
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(relay_process.run(settings))
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    """uvloop's event loop if it is installed, for cheaper sockets and timers."""
-    try:
-        import uvloop
-    except ImportError:  # Windows
-        return asyncio.new_event_loop
-    return uvloop.new_event_loop
-
-
-def _allow_many_sockets() -> None:
-    """Raise the limit of open files to the hard limit, because idle connections stay open."""
-    try:
-        import resource
-    except ImportError:  # Not available on Windows.
-        return
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,7 +1,8 @@
 """The relay's process: signals, telemetry export and systemd around the relay.
 
 signals ──▶ relay ──▶ metrics and traces ──▶ OTLP
-                  └─▶ systemd
+            │     └─▶ systemd
+            └─ child: the API
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from outbox.cli.common import warn
 from outbox.cli.systemd import Supervisor
+from outbox.hosting.api_child import api_child
 from outbox.hosting.hosted_relay import hosted_relay
 from outbox.relay.relay import default_name
 from outbox.telemetry.exporters import configure_export
@@ -40,7 +42,12 @@ async def run(settings: Settings) -> None:
     telemetry = configure_export(name, __version__)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(telemetry.close)
-        relay = await stack.enter_async_context(hosted_relay(settings, telemetry, warn, name=name))
+        api = None
+        if settings.admin is not None or settings.receivers is not None:
+            api = await stack.enter_async_context(api_child(settings))
+        relay = await stack.enter_async_context(
+            hosted_relay(settings, telemetry, warn, name=name, companion=api)
+        )
         # Imported modules are permanent: freeze them, so that collections do not scan them.
         gc.collect()
         gc.freeze()

@@ -1,9 +1,6 @@
-"""A relay with its transport, meters and listeners: for `outbox relay` and for an application.
+"""A relay with its transport, meters and health listener, in a process or in an application.
 
-settings ──▶ connections, transport, meters ──▶ relay
-                                                 ├──▶ health listener
-                                                 ├──▶ HTTP API
-                                                 └──▶ receivers' listener
+settings ──▶ connections, transport, meters ──▶ relay ──▶ health listener
 """
 
 from __future__ import annotations
@@ -17,7 +14,6 @@ import structlog
 from outbox.core.model.cloud_metadata_ranges import network_warnings
 from outbox.destinations.brokers import Brokers
 from outbox.destinations.http.transport import HttpTransport
-from outbox.leaves import API
 from outbox.network.egress import SETTING, EgressPolicy
 from outbox.relay.cluster.connections import Connections
 from outbox.relay.delivery.telemetry import DeliveryTelemetry
@@ -36,6 +32,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from outbox.config import Settings
+    from outbox.relay.companion import Companion
     from outbox.telemetry.exporters import TelemetryExport
     from outbox.web.address import Address
 
@@ -50,17 +47,18 @@ async def hosted_relay(
     *,
     name: str,
     wait_for_database: bool = False,
+    companion: Companion | None = None,
 ) -> AsyncIterator[Relay]:
-    """A relay that is not started, and its listeners, which are.
+    """A relay that is not started, and its health listener, which is.
 
     Args:
         telemetry: where traces go, and what metrics are labelled with; the caller pushes metrics.
         warn: reports a line about the settings.
         name: the replica's name.
-        wait_for_database: see `Relay`.
+        wait_for_database, companion: see `Relay`.
 
     Raises:
-        OutboxError: the DSN is invalid, an address cannot be bound, or the API is not installed.
+        OutboxError: the DSN is invalid, or the address cannot be bound.
     """
     address = dsn.from_settings(settings)
     current = CurrentSettings(settings, address)
@@ -80,15 +78,13 @@ async def hosted_relay(
             telemetry=DeliveryTelemetry(meters, telemetry.tracing),
             brokers=brokers.connect,
             wait_for_database=wait_for_database,
+            companion=companion,
         )
         if settings.health is not None:
             served = _health(settings.health, relay, telemetry)
             sockets = await listen(settings.health)
             where = await stack.enter_async_context(serving(served, sockets))
             log.info("health and metrics", url=where.url)
-        for bind, module in ((settings.admin, "server"), (settings.receivers, "receivers")):
-            if bind is not None:
-                await stack.enter_async_context(API.load(module).running(current, bind))
         yield relay
 
 

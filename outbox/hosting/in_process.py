@@ -46,6 +46,9 @@ _WITHOUT_EFFECT = {
     "log_format": "the application configures its logging",
     "log_level": "the application configures its logging",
     "secret": "a relay has no signing secret of its own",
+    "api_dsn": "the API has a process of its own",
+    "admin": "the API has a process of its own, outbox api --admin HOST:PORT",
+    "receivers": "they have a process of their own, outbox api --receivers HOST:PORT",
 }
 """Settings that have no effect here, with the reason."""
 
@@ -158,6 +161,9 @@ class Relay:
             made: set to the relay before it starts.
         """
         settings, name = self._settings, default_name()
+        for option in ("admin", "receivers"):
+            if getattr(settings, option) is not None:
+                log.warning(f"not served in an application; run: outbox api --{option} HOST:PORT")
         telemetry = configure_export(name, __version__, env=_NO_EXPORT)
         try:
             async with hosted_relay(

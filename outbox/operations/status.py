@@ -15,7 +15,7 @@ from outbox.store.cluster.timeline import read_stopped
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.row_security import stop_empty
 from outbox.store.database_stats import COUNT_UNACCOUNTED
-from outbox.store.delivery.endpoint_state import EXHAUSTED_EVERY_S, STOPPED_EVERY_S
+from outbox.store.delivery.endpoint_state import CONDITION_EVERY_S, Condition
 from outbox.store.expressions import lease_runs
 from outbox.store.routing_change import READ_NOW
 from outbox.store.sequencing.stalls import Blocker, read_cursor_blocker
@@ -54,15 +54,24 @@ SELECT count(*) AS gaps, min(lo) AS oldest,
   FROM open
 """
 
-# Relays.  problem: what its process has lacked lately, among the last entries of the journal.
+# The last entries of the journal that a relay repeats while it has something to say.
+RECENT = f"""
+(SELECT id, kind, actor, data ->> 'reason' AS reason
+   FROM (SELECT id, kind, actor, at, data FROM journal ORDER BY id DESC LIMIT 1000) AS last
+  WHERE at BETWEEN clock_timestamp() - make_interval(secs => {2 * CONDITION_EVERY_S})
+               AND clock_timestamp())
+"""  # noqa: S608 (a constant only)
+
+_OF_PROCESS = (Condition.RESOURCES, Condition.API)
+_KINDS = ", ".join(f"'{kind}'" for each in _OF_PROCESS for kind in each.value)
+
+# Relays.  problem: what is wrong with its process; of each condition the newest entry counts.
 REPLICAS = f"""
 SELECT r.id, r.name, r.version, r.started_at, {lease_runs("r")} AS alive,
-       (SELECT j.data ->> 'reason'
-          FROM (SELECT kind, actor, at, data FROM journal ORDER BY id DESC LIMIT 1000) j
-         WHERE j.kind = 'resources_exhausted' AND j.actor = 'replica ' || r.id
-           AND j.at BETWEEN clock_timestamp() - make_interval(secs => {2 * EXHAUSTED_EVERY_S})
-                        AND clock_timestamp()
-         LIMIT 1) AS problem,
+       (SELECT string_agg(newest.reason, '; ')
+          FROM (SELECT DISTINCT ON (split_part(j.kind, '_', 1)) j.reason
+                  FROM {RECENT} j WHERE j.kind IN ({_KINDS}) AND j.actor = 'replica ' || r.id
+                 ORDER BY split_part(j.kind, '_', 1), j.id DESC) newest) AS problem,
        extract(epoch FROM r.expires_at - clock_timestamp())::float8 AS left_s,
        r.id IS NOT DISTINCT FROM (SELECT writer FROM cursor) AS leads,
        (SELECT count(*) FROM ownership o JOIN endpoint e ON e.id = o.endpoint_id
@@ -73,12 +82,9 @@ SELECT r.id, r.name, r.version, r.started_at, {lease_runs("r")} AS alive,
 # What a running relay has said last about sequencing, among the last entries of the journal; NULL:
 # it goes on.  The newest one counts.
 STOPPED = f"""
-SELECT j.data ->> 'reason'
-  FROM (SELECT id, kind, actor, at, data FROM journal ORDER BY id DESC LIMIT 1000) j
-  JOIN replica r ON j.actor = 'replica ' || r.id AND {lease_runs("r")}
- WHERE j.kind IN ('sequencing_stopped', 'sequencing_resumed')
-   AND j.at BETWEEN clock_timestamp() - make_interval(secs => {2 * STOPPED_EVERY_S})
-                AND clock_timestamp()
+SELECT j.reason
+  FROM {RECENT} j JOIN replica r ON j.actor = 'replica ' || r.id AND {lease_runs("r")}
+ WHERE j.kind IN {Condition.SEQUENCING.value}
  ORDER BY j.id DESC LIMIT 1
 """  # noqa: S608 (constants only)
 
@@ -189,7 +195,8 @@ class ReplicaStatus:
     endpoints: int
     started_at: datetime
     problem: str | None
-    """What its process has lacked for connections within the last minutes; None: nothing."""
+    """What its process lacks for connections, and what is wrong with the API that it has started;
+    None: nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from outbox.destinations.broker import BrokerFactory
     from outbox.destinations.interface import Transport
     from outbox.relay.cluster.connections import Connections
+    from outbox.relay.companion import Companion
     from outbox.telemetry.snapshot import Snapshot
 
 log = structlog.get_logger("outbox.relay")
@@ -60,6 +61,7 @@ class Relay:
         brokers: makes the brokers of endpoints; None: there are only HTTP receivers.
         wait_for_database: wait for one that is not available at the first attempt to register,
             and retry every error after that attempt.
+        companion: a process beside the relay, which is reported with its own state.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Relay:
         telemetry: DeliveryTelemetry | None = None,
         brokers: BrokerFactory | None = None,
         wait_for_database: bool = False,
+        companion: Companion | None = None,
     ) -> None:
         self._transport = transport
         self._brokers = brokers
@@ -85,6 +88,7 @@ class Relay:
         self.attempted = asyncio.Event()
         """Set after the first attempt to register, unless its error ends the relay."""
         self._wait_for_database = wait_for_database
+        self._companion = companion
         # Labels of this relay's earlier replicas.
         self._former: list[str] = []
         self._session: Session | None = None
@@ -109,7 +113,10 @@ class Relay:
             return Readiness(
                 ready=False, reason=self._down_reason, redacted_reason=self._down_public_reason
             )
-        return working.readiness()
+        condition, companion = working.readiness(), self._companion
+        if not condition.ready or companion is None or companion.problem is None:
+            return condition
+        return condition.with_warning(companion.problem, companion.public_problem)
 
     async def snapshot(self, at: float) -> Snapshot:
         """All metrics.
@@ -120,6 +127,8 @@ class Relay:
         working = None if self._session is None else self._session.running
         meters = self._telemetry.meters
         gauges = {} if working is None else await working.gauges(meters)
+        if self._companion is not None:
+            gauges |= self._companion.series()
         return meters.snapshot(at, gauges)
 
     async def run(self) -> None:
@@ -144,6 +153,7 @@ class Relay:
                 rng=self._rng,
                 telemetry=self._telemetry,
                 on_registered=self._mark_registered,
+                companion=self._companion,
             )
             self._session = session
             started_at = asyncio.get_running_loop().time()

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from outbox.destinations.broker import BrokerFactory
     from outbox.destinations.interface import Transport
     from outbox.relay.cluster.connections import Connections
+    from outbox.relay.companion import Companion
     from outbox.relay.delivery.telemetry import DeliveryTelemetry
     from outbox.relay.registration import Registered
     from outbox.relay.session_state import RunningSession
@@ -48,6 +49,7 @@ class Session:
         rng: the source of the label, and of the jitter of retries and probes.
         telemetry: receives logs, metrics and traces of deliveries.
         on_registered: called after the registration.
+        companion: a process beside the relay, whose problems are journalled.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Session:
         rng: random.Random,
         telemetry: DeliveryTelemetry,
         on_registered: Callable[[], object],
+        companion: Companion | None,
     ) -> None:
         self._settings = settings
         self._transport = transport
@@ -75,6 +78,7 @@ class Session:
         self._rng = rng
         self._telemetry = telemetry
         self._on_registered = on_registered
+        self._companion = companion
         self._vault = Vault.from_settings(settings)
         self._registration = Registration(
             settings, connections, self._opened, self._vault, name, version, former, clock, rng
@@ -110,7 +114,7 @@ class Session:
         parts = build_session(
             settings, registered, self._connections, self._transport,
             self._brokers, self._vault, self._telemetry, self._clock, self._wall,
-            self._rng,
+            self._rng, self._companion,
         )  # fmt: skip
         self._telemetry.meters.begin()
         self.running = parts.running

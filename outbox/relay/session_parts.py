@@ -33,6 +33,7 @@ from outbox.relay.sequencing.schedule_runner import ScheduleRunner
 from outbox.relay.sequencing.sequencer import Sequencer
 from outbox.relay.session_state import RunningSession
 from outbox.relay.wake_event import WakeEvent
+from outbox.store.delivery.endpoint_state import Condition
 
 if TYPE_CHECKING:
     import random
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from outbox.destinations.broker import BrokerFactory
     from outbox.destinations.interface import Transport
     from outbox.relay.cluster.connections import Connections
+    from outbox.relay.companion import Companion
     from outbox.relay.delivery.telemetry import DeliveryTelemetry
     from outbox.relay.registration import Registered
     from outbox.store.cluster.replicas import ReplicaStore
@@ -79,6 +81,7 @@ def build_session(
     clock: Callable[[], float],
     wall: Callable[[], float],
     rng: random.Random,
+    companion: Companion | None,
 ) -> SessionParts:
     """Wire the parts of a registered replica.
 
@@ -86,6 +89,7 @@ def build_session(
         clock: seconds of the steady clock; wall-clock time comes from the database.
         wall: this machine's clock in epoch seconds, for comparison with the database's.
         rng: the source of the jitter of retries and probes.
+        companion: a process beside the relay, whose problems are journalled.
     """
     me, here, workers = registered.replica_id, registered.server_fence, registered.workers
     stores, actor = connections.stores, f"replica {registered.replica_id}"
@@ -232,7 +236,11 @@ def build_session(
         now,
         odometer,
         lambda: sequencer.cursor.leads,
-        lambda: sequencer.broken,
+        {
+            Condition.SEQUENCING: lambda: sequencer.broken,
+            Condition.RESOURCES: lambda: dispatcher.exhausted,
+            Condition.API: lambda: None if companion is None else companion.problem,
+        },
     )
 
     def adjust_clock(database_now: float, requested_at: float, responded_at: float) -> None:

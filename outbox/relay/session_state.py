@@ -51,6 +51,14 @@ class Readiness:
         """The reason without details that only operators may see."""
         return self.reason if self.redacted_reason is None else self.redacted_reason
 
+    def with_warning(self, warning: str, redacted: str | None) -> Readiness:
+        """The same with one thing more that needs an operator."""
+        return replace(
+            self,
+            reason="; ".join(filter(None, (self.reason, warning))),
+            redacted_reason="; ".join(filter(None, (self.public_reason, redacted))),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class RunningSession:

@@ -282,6 +282,18 @@ REPLICAS = Metric(
     ("state",),
 )
 
+API_UP = Metric(
+    "outbox.api.up",
+    MetricKind.GAUGE,
+    "1",
+    "1 while the API that this relay has started sends heartbeats, 0 while it does not.",
+)
+API_RESTARTS = Metric(
+    "outbox.api.restarts",
+    MetricKind.COUNTER,
+    "{restart}",
+    "How often the API had ended by itself, or was stuck, and was started again.",
+)
 CATALOGUE: tuple[Metric, ...] = (
     DELIVERIES,
     ATTEMPTS_MADE,
@@ -312,5 +324,7 @@ CATALOGUE: tuple[Metric, ...] = (
     LOSSES,
     SESSION_LOSSES,
     PROOF_ABORTS,
+    API_UP,
+    API_RESTARTS,
 )
 """All metrics, in display order."""

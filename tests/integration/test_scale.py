@@ -239,7 +239,7 @@ async def test_the_event_loop_is_shared_during_a_full_poll() -> None:
         lambda: 0.0,
         Odometer(),
         lambda: False,
-        lambda: None,
+        {},
     )
     turns = 0
 

@@ -27,8 +27,7 @@ NOT_SIMULATED = {
     "PartitionStore.drop_owned",
     "PartitionStore.partitions",
     # No simulated process lacks resources, and no simulated application refuses rows.
-    "EndpointStateStore.journal_exhausted",
-    "EndpointStateStore.journal_sequencing",
+    "EndpointStateStore.journal_condition",
     # Of brokers, which tests/models/broker_protocol.py simulates.
     "LaneStore.delivery_at",
     "LaneStore.identity",

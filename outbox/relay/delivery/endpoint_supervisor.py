@@ -2,8 +2,8 @@
 
 It stores circuit breaker states and reports them by operational events, stores when
 receivers sent unsolicited data, disables endpoints that responded 410 or had no
-success for too long, and dead-letters deliveries beyond the backlog limits.
-Deliveries do not wait for it.
+success for too long, and dead-letters deliveries beyond the backlog limits.  It also journals the
+conditions of its relay.  Deliveries do not wait for it.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import structlog
 
 from outbox.core.delivery.circuit_breaker import BreakerState
 from outbox.core.delivery.operational_events import WARN_AFTER_S
-from outbox.store.delivery.endpoint_state import EXHAUSTED_EVERY_S, STOPPED_EVERY_S, EndpointState
+from outbox.store.delivery.endpoint_state import CONDITION_EVERY_S, EndpointState
 from outbox.store.errors import ResponseLost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from outbox.core.cluster.observed_time import Odometer
     from outbox.relay.delivery.dispatcher import Dispatcher
     from outbox.relay.delivery.owned_endpoints import EndpointRuntime, LaneRuntime
     from outbox.relay.wake_event import WakeEvent
     from outbox.store.database_stats import DatabaseStats
-    from outbox.store.delivery.endpoint_state import EndpointStateStore
+    from outbox.store.delivery.endpoint_state import Condition, EndpointStateStore
 
 log = structlog.get_logger("outbox.endpoint_supervisor")
 
@@ -53,7 +53,7 @@ class EndpointSupervisor:
         now: epoch seconds.
         odometer: the observed time, by which endpoints and backlogs end.
         leads: whether this replica leads, and also samples the database statistics.
-        stopped: why this replica sequences nothing, which it journals; None: it is not stopped.
+        conditions: what it journals: each returns what is wrong now, or None.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class EndpointSupervisor:
         now: Callable[[], float],
         odometer: Odometer,
         leads: Callable[[], bool],
-        stopped: Callable[[], str | None],
+        conditions: Mapping[Condition, Callable[[], str | None]],
     ) -> None:
         self._store = store
         self._dispatcher = dispatcher
@@ -72,24 +72,19 @@ class EndpointSupervisor:
         self._now = now
         self._odometer = odometer
         self._leads = leads
-        self._stopped = stopped
-        # Whether the last entry of the journal says so, and when it is due again.
-        self._is_stopped = False
-        self._stopped_at = 0.0
+        self._conditions = conditions
+        # Of each that the journal says to be wrong, when the next entry is due.
+        self._journal_at: dict[Condition, float] = {}
         self.survey: DatabaseStats | None = None
         """The last database statistics; None: another replica leads."""
 
     async def run(self) -> None:
         """Check periodically, and at once after a wake event; asyncpg's errors end it."""
         clock = asyncio.get_running_loop().time
-        check_at = survey_at = exhausted_at = clock()
+        check_at = survey_at = clock()
         while True:
             try:
-                lacking = self._dispatcher.exhausted
-                if lacking is not None and clock() >= exhausted_at:
-                    exhausted_at = clock() + EXHAUSTED_EVERY_S
-                    await self._store.journal_exhausted(lacking)
-                await self._journal_sequencing(clock())
+                await self._journal_conditions(clock())
                 await self._write_health(self._dispatcher.pop_changed())
                 if clock() >= check_at:
                     await self._write_health(self._dispatcher.owned())
@@ -104,13 +99,16 @@ class EndpointSupervisor:
                 continue
             await self._wake_event.wait(max(min(check_at, survey_at) - clock(), 0.0))
 
-    async def _journal_sequencing(self, now: float) -> None:
-        """Let `outbox status` say why nothing is sequenced."""
-        stopped = self._stopped()
-        is_stopped = stopped is not None
-        if is_stopped != self._is_stopped or (is_stopped and now >= self._stopped_at):
-            self._is_stopped, self._stopped_at = is_stopped, now + STOPPED_EVERY_S
-            await self._store.journal_sequencing(stopped)
+    async def _journal_conditions(self, now: float) -> None:
+        """Let `outbox status` say what is wrong."""
+        for condition, problem_of in self._conditions.items():
+            problem, due_at = problem_of(), self._journal_at.get(condition)
+            if problem is None and due_at is not None:
+                del self._journal_at[condition]
+                await self._store.journal_condition(condition, None)
+            elif problem is not None and (due_at is None or now >= due_at):
+                self._journal_at[condition] = now + CONDITION_EVERY_S
+                await self._store.journal_condition(condition, problem)
 
     async def _survey(self) -> DatabaseStats:
         stats = await self._store.read_database_stats()

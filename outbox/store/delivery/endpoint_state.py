@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import orjson
@@ -32,8 +33,20 @@ if TYPE_CHECKING:
     from outbox.store.database_stats import DatabaseStats
     from outbox.store.delivery.endpoints import Endpoint
 
-EXHAUSTED_EVERY_S = STOPPED_EVERY_S = 60.0
-"""Interval of the journal's entries while a relay's process lacks resources."""
+CONDITION_EVERY_S = 60.0
+"""Interval of the journal's entries while a condition lasts."""
+
+
+class Condition(Enum):
+    """What can be wrong with a relay: the kinds of the entries while it is so, and when it ends."""
+
+    SEQUENCING = ("sequencing_stopped", "sequencing_resumed")
+    """It sequences nothing."""
+    RESOURCES = ("resources_exhausted", "resources_available")
+    """Its process lacks resources for connections."""
+    API = ("api_stopped", "api_resumed")
+    """The API that it has started does not work."""
+
 
 # Writes the circuit breaker's state; only in the owner's epoch, like a lane's progress.
 #   health: the new rows, with the old ones locked, so that nothing is reported that is not
@@ -271,16 +284,11 @@ class EndpointStateStore:
             )
         return bool(disabled)
 
-    async def journal_exhausted(self, reason: str) -> None:
-        """Record that this relay's process lacks resources for connections."""
-        data = orjson.dumps({"reason": reason}).decode()
-        actor = f"replica {self._replica_id}"
-        await self._db.write(ADD_TO_JOURNAL, "resources_exhausted", actor, None, data)
-
-    async def journal_sequencing(self, stopped: str | None) -> None:
-        """Record why this relay sequences nothing; None: it goes on."""
-        kind = "sequencing_resumed" if stopped is None else "sequencing_stopped"
-        data = orjson.dumps({"reason": stopped}).decode()
+    async def journal_condition(self, condition: Condition, problem: str | None) -> None:
+        """Record what is wrong; None: nothing any more."""
+        begins, ends = condition.value
+        kind = ends if problem is None else begins
+        data = orjson.dumps({"reason": problem}).decode()
         await self._db.write(ADD_TO_JOURNAL, kind, self._actor, None, data)
 
     async def read_database_stats(self) -> DatabaseStats:

@@ -43,6 +43,7 @@ from outbox_api.server import listening
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
+    from socket import socket
     from uuid import UUID
 
     from asyncpg import Connection
@@ -72,11 +73,16 @@ _CHALLENGE = {"WWW-Authenticate": 'Bearer realm="outbox"'}
 
 @asynccontextmanager
 async def running(
-    current: CurrentSettings, address: Address, *, wall: Callable[[], float] = time.time
+    current: CurrentSettings,
+    address: Address,
+    sockets: list[socket] | None = None,
+    *,
+    wall: Callable[[], float] = time.time,
 ) -> AsyncIterator[Address]:
     """Serve receivers while the context lasts; yields the bound address.
 
     Args:
+        sockets: they listen there already; None: bind the address.
         wall: this machine's clock in epoch seconds, for comparison with the database's.
 
     Raises:
@@ -87,7 +93,7 @@ async def running(
     def receivers(database: Database, failures: FailedLogins) -> web.Application:
         return application(database, failures, limits, wall)
 
-    async with listening(current, address, receivers) as at:
+    async with listening(current, address, sockets, receivers) as at:
         log.info("listening for receivers", url=at.url)
         if not is_loopback(address.host):
             log.warning(

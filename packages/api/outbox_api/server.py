@@ -1,4 +1,4 @@
-"""The API server, which runs inside the relay process."""
+"""The API server."""
 
 from __future__ import annotations
 
@@ -8,36 +8,41 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from outbox.web.loopback_hosts import is_loopback
 from outbox.web.serving import listen, serving
+from outbox_api.app import application
+from outbox_api.database import Database
+from outbox_api.login_failures import FailedLogins
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+    from socket import socket
 
     from aiohttp import web
 
     from outbox.store.connection.current_settings import CurrentSettings
     from outbox.web.address import Address
-    from outbox_api.database import Database
-    from outbox_api.login_failures import FailedLogins
 
 log = structlog.get_logger("outbox.api")
 
 
 @asynccontextmanager
-async def running(current: CurrentSettings, address: Address) -> AsyncIterator[Address]:
+async def running(
+    current: CurrentSettings, address: Address, sockets: list[socket] | None = None
+) -> AsyncIterator[Address]:
     """Serve the API while the context lasts; yields the bound address.
+
+    Args:
+        sockets: they listen there already; None: bind the address.
 
     Raises:
         CannotRun: the address cannot be bound.
     """
-    # Imported here: a relay without the API does not load the routes.
-    from outbox.web.loopback_hosts import is_loopback
-    from outbox_api.app import application
 
     def api(database: Database, failures: FailedLogins) -> web.Application:
         return application(current.settings, address, database, failures)
 
-    async with listening(current, address, api) as at:
+    async with listening(current, address, sockets, api) as at:
         log.info("the API listens", url=at.url)
         if not is_loopback(address.host):
             log.warning(
@@ -51,6 +56,7 @@ async def running(current: CurrentSettings, address: Address) -> AsyncIterator[A
 async def listening(
     current: CurrentSettings,
     address: Address,
+    sockets: list[socket] | None,
     make: Callable[[Database, FailedLogins], web.Application],
 ) -> AsyncIterator[Address]:
     """Serve an application with its own connection pool and a log of failed logins.
@@ -58,15 +64,13 @@ async def listening(
     Raises:
         CannotRun: the address cannot be bound.
     """
-    from outbox_api.database import Database
-    from outbox_api.login_failures import FailedLogins
-
     database = Database(current)
     failures = FailedLogins(database)
     async with database.opened():
         writing = asyncio.ensure_future(failures.run())
         try:
-            async with serving(make(database, failures), await listen(address)) as at:
+            sockets = sockets or await listen(address)
+            async with serving(make(database, failures), sockets) as at:
                 yield at
         finally:
             writing.cancel()

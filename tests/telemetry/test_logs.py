@@ -6,7 +6,7 @@ import logging
 
 from structlog.testing import capture_logs
 
-from outbox.cli.logs import ForwardToStructlog
+from outbox.telemetry.logs import ForwardToStructlog
 
 
 def test_a_collector_that_hangs_costs_one_line() -> None:

@@ -1,0 +1,254 @@
+"""The API's process as a child of `outbox relay`.
+
+    settings  ──▶ its standard input, which stays open: the child ends when that ends
+    heartbeat ◀── a pipe, each TICK_S, with its metrics
+    sockets       are bound here and inherited, so that clients wait while a child starts
+
+Its failures cost no delivery.  It ends with this process, also by SIGKILL, because nobody else
+holds the writing end of its input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import structlog
+
+from outbox.api_settings import for_api, hand_over
+from outbox.hosting.child_watch import TICK_S, ChildWatch
+from outbox.leaves import API
+from outbox.store.connection import dsn
+from outbox.telemetry import catalogue
+from outbox.version import __version__
+from outbox.web.address import Address
+from outbox.web.serving import listen
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from socket import socket
+
+    from outbox.config import Settings
+    from outbox.telemetry.catalogue import Metric
+    from outbox.telemetry.snapshot import Series
+
+log = structlog.get_logger("outbox.api")
+
+MODULE = "outbox_api.child"
+END_S = 3.0
+"""How long a child may take to end; afterwards it is killed."""
+HEARTBEAT_BYTES_MAX = 1024 * 1024
+PUBLIC_PROBLEM = "the API does not run; see the log of this relay"
+
+
+@asynccontextmanager
+async def api_child(settings: Settings) -> AsyncIterator[ApiChild]:
+    """Run the API's process while the context lasts, and start it again when it ends.
+
+    Raises:
+        OutboxError: an address cannot be bound, the DSN is invalid, or the API is not installed.
+    """
+    API.require()
+    dsn.from_settings(for_api(settings))
+    async with AsyncExitStack() as stack:
+        listeners: dict[str, tuple[Address, list[socket]]] = {}
+        for name, address in (("admin", settings.admin), ("receivers", settings.receivers)):
+            if address is not None:
+                sockets = [stack.enter_context(each) for each in await listen(address)]
+                port = sockets[0].getsockname()[1]
+                listeners[name] = Address(address.host, port), sockets
+        child = ApiChild(settings, listeners)
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        running = tasks.create_task(child.run())
+        try:
+            yield child
+        finally:
+            child.stop()
+            await asyncio.wait([running], timeout=END_S)
+            running.cancel()
+
+
+class ApiChild:
+    """The child, and how it fares.
+
+    Args:
+        listeners: addresses and sockets, by the setting of each listener.
+    """
+
+    def __init__(
+        self, settings: Settings, listeners: dict[str, tuple[Address, list[socket]]]
+    ) -> None:
+        self._settings = settings
+        self._listeners = listeners
+        self._watch = ChildWatch()
+        self._stopping = asyncio.Event()
+        # The writing end of the child's input, while there is one.
+        self._input: asyncio.WriteTransport | None = None
+        self._is_up = False
+        self._restarts = 0
+        self._failure: str | None = None
+        self._report: dict[str, Any] = {}
+
+    @property
+    def problem(self) -> str | None:
+        """Why the API does not work; None: it works, or starts for the first time."""
+        if self._failure is not None:
+            return f"the API does not run: {self._failure}"
+        return self._report.get("problem")
+
+    @property
+    def public_problem(self) -> str | None:
+        """The same without names and addresses."""
+        return None if self.problem is None else PUBLIC_PROBLEM
+
+    def series(self) -> dict[Metric, Series]:
+        """Whether it is up, how often it was started again, and its own metrics."""
+        return {
+            catalogue.API_UP: {(): float(self._is_up)},
+            catalogue.API_RESTARTS: {(): float(self._restarts)},
+        }
+
+    def stop(self) -> None:
+        """Let the child end, and start no other."""
+        self._stopping.set()
+        if self._input is not None:
+            self._input.close()
+
+    async def run(self) -> None:
+        """Run one child after the other until stopped."""
+        while not self._stopping.is_set():
+            failure = await self._run_child()
+            if self._stopping.is_set():
+                return
+            pause_s = self._watch.end()
+            self._failure = failure
+            self._restarts += 1
+            log.error("the API has ended", reason=failure, restart_s=pause_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._stopping.wait()
+
+    async def _run_child(self) -> str:
+        """Run a child until it ends or is stuck; returns why."""
+        self._watch.begin()
+        self._report = {}
+        try:
+            process, given, reported = self._start()
+        except OSError as error:  # Such as too many processes.
+            return f"it cannot be started: {error.strerror}"
+        stuck: str | None = "cancelled"
+        try:
+            stuck = await self._follow(process, given, reported)
+        finally:
+            self._is_up = False
+            if self._input is not None:
+                self._input.close()
+                self._input = None
+            if stuck is not None:
+                process.kill()
+            await _end(process)
+        return stuck or self._report.get("failure") or _reason(process.returncode)
+
+    def _start(self) -> tuple[subprocess.Popen[bytes], Any, Any]:
+        """Start a child; returns it, and our ends of its input and of its reports.
+
+        Raises:
+            OSError: the system refuses it.
+        """
+        with_input, given = map(_open, os.pipe(), ("rb", "wb"))
+        reported, with_report = map(_open, os.pipe(), ("rb", "wb"))
+        fds = [each.fileno() for _, sockets in self._listeners.values() for each in sockets]
+        with with_input, with_report:
+            process = subprocess.Popen(  # noqa: S603 (this interpreter)
+                [sys.executable, "-P", "-m", MODULE],
+                stdin=with_input,
+                pass_fds=(with_report.fileno(), *fds),
+            )
+            self._handed = {
+                "version": __version__,
+                "report": with_report.fileno(),
+                "heartbeat_s": TICK_S,
+                "settings": hand_over(self._settings),
+                "listeners": {
+                    name: {"address": str(address), "sockets": [each.fileno() for each in sockets]}
+                    for name, (address, sockets) in self._listeners.items()
+                },
+            }
+        return process, given, reported
+
+    async def _follow(
+        self, process: subprocess.Popen[bytes], given: Any, reported: Any
+    ) -> str | None:
+        """Read heartbeats until the child ends; returns why it is stuck, if it is."""
+        loop = asyncio.get_running_loop()
+        self._input, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, given)
+        self._input.write(orjson.dumps(self._handed) + b"\n")
+        if self._stopping.is_set():
+            self._input.close()
+        reader = asyncio.StreamReader(limit=HEARTBEAT_BYTES_MAX)
+        reports, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), reported
+        )
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(TICK_S):
+                        line = await reader.readline()
+                except TimeoutError:
+                    if (stuck := self._watch.tick(_cpu_time(process.pid))) is not None:
+                        return stuck
+                    continue
+                if not line:
+                    return None
+                self._hear(orjson.loads(line))
+        except ValueError:
+            return "it sent an invalid report"
+        finally:
+            reports.close()
+
+    def _hear(self, report: dict[str, Any]) -> None:
+        self._report = report
+        if "failure" not in report:
+            self._watch.hear()
+            self._is_up = True
+            self._failure = None
+
+
+def _open(fd: int, mode: str) -> Any:
+    return os.fdopen(fd, mode, buffering=0)
+
+
+async def _end(process: subprocess.Popen[bytes]) -> None:
+    """Wait for the end of a child without holding the loop; kill it if that takes too long."""
+    try:
+        await asyncio.to_thread(process.wait, END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(process.wait, END_S)
+
+
+def _reason(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"it was ended by {signal.Signals(-code).name}"
+    return f"it ended with exit code {code}"
+
+
+def _cpu_time(pid: int) -> int | None:
+    """The CPU time of a process in clock ticks; None: this system does not tell.
+
+    Source: proc_pid_stat(5), utime and stime.
+    """
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2]
+    except OSError:
+        return None
+    fields = after_name.split()
+    return int(fields[11]) + int(fields[12])

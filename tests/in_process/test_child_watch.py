@@ -1,0 +1,72 @@
+"""When a child counts as stuck, and how long it is not started again."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from outbox.hosting.child_watch import (
+    BUSY_TICKS,
+    FROZEN_TICKS,
+    RESTART_MAX_S,
+    RESTART_MIN_S,
+    STEADY_TICKS,
+    ChildWatch,
+)
+
+
+def test_a_silent_child_without_cpu_time_is_frozen() -> None:
+    watch = ChildWatch()
+    watch.tick(7)
+    watch.hear()
+    assert [watch.tick(9) for _ in range(FROZEN_TICKS)] == [None] * FROZEN_TICKS
+    assert "frozen" in (watch.tick(9) or "")
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_silent_child_that_works_has_more_time(is_known: bool) -> None:
+    watch = ChildWatch()
+    watch.hear()
+    said = [watch.tick(n if is_known else None) for n in range(BUSY_TICKS)]
+    assert said[:-1] == [None] * (BUSY_TICKS - 1)
+    assert "did not respond" in (said[-1] or "")
+
+
+def test_a_heartbeat_begins_the_silence_anew() -> None:
+    watch = ChildWatch()
+    for _ in range(5 * BUSY_TICKS):
+        watch.hear()
+        assert watch.tick(9) is None
+
+
+def test_a_child_that_starts_is_not_frozen() -> None:
+    """It may wait for a disk, and has sent no heartbeat."""
+    watch = ChildWatch()
+    assert [watch.tick(9) for _ in range(BUSY_TICKS - 1)] == [None] * (BUSY_TICKS - 1)
+    assert watch.tick(9) is not None
+
+
+def test_the_next_child_begins_anew() -> None:
+    watch = ChildWatch()
+    watch.hear()
+    while watch.tick(9) is None:
+        pass
+    watch.begin()
+    assert watch.tick(9) is None
+
+
+def test_ends_in_a_row_double_the_pause() -> None:
+    watch = ChildWatch()
+    pauses = [watch.end() for _ in range(10)]
+    assert pauses[0] == RESTART_MIN_S
+    assert all(b == min(2 * a, RESTART_MAX_S) for a, b in itertools.pairwise(pauses))
+    assert pauses[-1] == RESTART_MAX_S
+    watch.begin()
+    for _ in range(STEADY_TICKS - 1):
+        watch.hear()
+    assert watch.end() == RESTART_MAX_S, "it was not steady yet"
+    watch.begin()
+    for _ in range(STEADY_TICKS):
+        watch.hear()
+    assert watch.end() == RESTART_MIN_S
