@@ -13,7 +13,7 @@ from annotated_types import Ge, Gt, Le
 
 from docs.tools import schema_page
 from outbox.cli.main import PROGRAM, cli
-from outbox.config import INTERNAL_FIELDS, Settings, secret_fields, variable_of
+from outbox.config import INTERNAL_FIELDS, Settings, readers_of, secret_fields, variable_of
 from outbox.core.model.dead_letter_reason import DeadLetterReason
 from outbox.core.model.setting_types import OTHERS
 from outbox.errors import OutboxError
@@ -53,8 +53,11 @@ An unknown `OUTBOX_*` variable is an error, except those that Kubernetes sets fo
 refused if it belongs to another user than this one or root, or if every user may write to it.
 One that `--config` or `OUTBOX_CONFIG` names is read regardless of its owner.
 
-| Variable | Default | Values | Description |
-|---|---|---|---|
+"Read by" names the processes that need a setting: the relay, the [API](../howto/run-the-api.md),
+which a relay starts with the settings that it has itself, or the other commands.
+
+| Variable | Default | Values | Read by | Description |
+|---|---|---|---|---|
 """
 
 SETTINGS_FOOT = """
@@ -171,7 +174,9 @@ def _setting_row(name: str, field: FieldInfo) -> str:
     if name in secret_fields():
         variable += f", `{variable_of(name)}{FILE_SUFFIX}`"
     assert field.description is not None
-    return f"| {variable} | {_default(field.default)} | {_values(field)} | {field.description} |"
+    readers = ", ".join(readers_of(field))
+    cells = variable, _default(field.default), _values(field), readers, field.description
+    return f"| {' | '.join(cells)} |"
 
 
 def _default(value: Any) -> str:
