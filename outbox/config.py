@@ -406,8 +406,8 @@ def read_files(values: Mapping[str, Any], files: Mapping[str, str]) -> Settings:
     """The settings with these values, and with secrets from files.
 
     Args:
-        values: by field.
-        files: paths, by field.
+        values: the value of each field.
+        files: the path of each field.
 
     Raises:
         UsageError: as in `load`.

@@ -29,7 +29,7 @@ GIVEN = {
     "OUTBOX_RETENTION_LOG_DAYS": "2",
     "OUTBOX_RETENTION_DEAD_LETTERS_DAYS": "3",
     "OUTBOX_ALLOW_NETWORKS": "10.0.0.0/8,::1/128",
-    "OUTBOX_PROXY": "http://me:hunter3@proxy:1",
+    "OUTBOX_PROXY": "http://me:hunter2@proxy:1",
     "OUTBOX_API_RATE_MAX": "7",
     "OUTBOX_LOG_FORMAT": "json",
     "OUTBOX_LOG_LEVEL": "debug",
@@ -60,7 +60,7 @@ def test_the_child_has_all_settings_of_the_api_and_no_other() -> None:
         assert getattr(child, name) == expected, name
 
 
-def test_the_api_reads_no_setting_that_it_is_not_told() -> None:
+def test_the_api_reads_no_other_setting() -> None:
     """By the attributes that its modules read, and those of what it calls with its settings."""
     root = Path(__file__).parents[1]
     places = [*(root / "packages/api/outbox_api").rglob("*.py")]
@@ -76,7 +76,7 @@ def test_the_api_reads_no_setting_that_it_is_not_told() -> None:
     assert read <= set(api_fields())
 
 
-def test_secrets_with_a_file_are_named_not_told(tmp_path: Path) -> None:
+def test_secrets_with_a_file_are_handed_over_by_its_name(tmp_path: Path) -> None:
     values = {"DSN": GIVEN["OUTBOX_DSN"], "KEY": KEYS[0], "PROXY": GIVEN["OUTBOX_PROXY"]}
     env = {}
     for name, value in values.items():
@@ -91,15 +91,15 @@ def test_secrets_with_a_file_are_named_not_told(tmp_path: Path) -> None:
     _, later = handed(env)
     assert later.key is not None
     assert later.key.get_secret_value() == KEYS[1]
-    told = hand_over(load(env=env))
+    given = hand_over(load(env=env))
     (tmp_path / "KEY").unlink()
     with pytest.raises(UsageError, match=r"OUTBOX_KEY_FILE: .*No such file"):
-        take_over(told)
+        take_over(given)
 
 
 @pytest.mark.parametrize("from_file", [False, True])
 def test_the_api_has_a_role_of_its_own(tmp_path: Path, from_file: bool) -> None:
-    own = "postgresql://api:hunter4@localhost/app"
+    own = "postgresql://api:hunter2@localhost/app"
     path = tmp_path / "dsn"
     path.write_text(own)
     named = {"OUTBOX_API_DSN_FILE": str(path)} if from_file else {"OUTBOX_API_DSN": own}
@@ -111,4 +111,4 @@ def test_the_api_has_a_role_of_its_own(tmp_path: Path, from_file: bool) -> None:
         source = dsn.from_settings(each).source
         assert source == ("OUTBOX_API_DSN_FILE" if from_file else "OUTBOX_API_DSN")
         assert each.secret_files.get("dsn") == (str(path) if from_file else None)
-    assert ("hunter4" in handed(env)[0]) is not from_file
+    assert ("//api:hunter2" in handed(env)[0]) is not from_file

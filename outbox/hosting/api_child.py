@@ -1,7 +1,7 @@
 """The API's process as a child of `outbox relay`.
 
     settings  ──▶ its standard input, which stays open: the child ends when that ends
-    heartbeat ◀── a pipe, each TICK_S, with its metrics
+    heartbeat ◀── a pipe, each HEARTBEAT_S, with its metrics
     sockets       are bound here and inherited, so that clients wait while a child starts
 
 Its failures cost no delivery.  It ends with this process, also by SIGKILL, because nobody else
@@ -23,7 +23,7 @@ import orjson
 import structlog
 
 from outbox.api_settings import for_api, hand_over
-from outbox.hosting.child_watch import TICK_S, ChildWatch
+from outbox.hosting.child_watch import HEARTBEAT_S, ChildWatch
 from outbox.leaves import API
 from outbox.store.connection import dsn
 from outbox.telemetry import catalogue
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger("outbox.api")
 
 MODULE = "outbox_api.child"
-END_S = 3.0
+CHILD_END_S = 3.0
 """How long a child may take to end; afterwards it is killed."""
 HEARTBEAT_BYTES_MAX = 1024 * 1024
 PUBLIC_PROBLEM = "the API does not run; see the log of this relay"
@@ -71,7 +71,7 @@ async def api_child(settings: Settings) -> AsyncIterator[ApiChild]:
             yield child
         finally:
             child.stop()
-            await asyncio.wait([running], timeout=END_S)
+            await asyncio.wait([running], timeout=CHILD_END_S)
             running.cancel()
 
 
@@ -105,7 +105,7 @@ class ApiChild:
 
     @property
     def public_problem(self) -> str | None:
-        """The same without names and addresses."""
+        """The problem without names and addresses."""
         return None if self.problem is None else PUBLIC_PROBLEM
 
     def series(self) -> dict[Metric, Series]:
@@ -174,7 +174,7 @@ class ApiChild:
             self._handed = {
                 "version": __version__,
                 "report": with_report.fileno(),
-                "heartbeat_s": TICK_S,
+                "heartbeat_s": HEARTBEAT_S,
                 "settings": hand_over(self._settings),
                 "listeners": {
                     name: {"address": str(address), "sockets": [each.fileno() for each in sockets]}
@@ -199,7 +199,7 @@ class ApiChild:
         try:
             while True:
                 try:
-                    async with asyncio.timeout(TICK_S):
+                    async with asyncio.timeout(HEARTBEAT_S):
                         line = await reader.readline()
                 except TimeoutError:
                     if (stuck := self._watch.tick(_cpu_time(process.pid))) is not None:
@@ -207,16 +207,16 @@ class ApiChild:
                     continue
                 if not line:
                     return None
-                self._hear(orjson.loads(line))
+                self._take_report(orjson.loads(line))
         except ValueError:
             return "it sent an invalid report"
         finally:
             reports.close()
 
-    def _hear(self, report: dict[str, Any]) -> None:
+    def _take_report(self, report: dict[str, Any]) -> None:
         self._report = report
         if "failure" not in report:
-            self._watch.hear()
+            self._watch.receive()
             self._is_up = True
             self._failure = None
 
@@ -228,11 +228,11 @@ def _open(fd: int, mode: str) -> Any:
 async def _end(process: subprocess.Popen[bytes]) -> None:
     """Wait for the end of a child without holding the loop; kill it if that takes too long."""
     try:
-        await asyncio.to_thread(process.wait, END_S)
+        await asyncio.to_thread(process.wait, CHILD_END_S)
     except subprocess.TimeoutExpired:
         process.kill()
         with suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(process.wait, END_S)
+            await asyncio.to_thread(process.wait, CHILD_END_S)
 
 
 def _reason(code: int | None) -> str:

@@ -7,13 +7,13 @@ machine without a free core; one that does not is frozen.
 
 from __future__ import annotations
 
-TICK_S = 0.5
+HEARTBEAT_S = 0.5
 """Interval of heartbeats, and of looking for them."""
 FROZEN_TICKS = 4
 """Ticks without a heartbeat and without CPU time after which a child is stuck."""
 BUSY_TICKS = 60
 """Ticks without a heartbeat after which it is stuck in any case; also while it starts."""
-RESTART_MIN_S, RESTART_MAX_S = 0.5, 60.0
+CHILD_RESTART_MIN_S, CHILD_RESTART_MAX_S = 0.5, 60.0
 """Pause before a child is started again, doubled by each end in a row."""
 STEADY_TICKS = 120
 """Ticks with a heartbeat after which an end is not in a row with the one before."""
@@ -23,20 +23,20 @@ class ChildWatch:
     """The state of one child after the other."""
 
     def __init__(self) -> None:
-        self._pause_s = RESTART_MIN_S
+        self._pause_s = CHILD_RESTART_MIN_S
         self.begin()
 
     def begin(self) -> None:
         """A child was started."""
-        self._silent = self._idle = self._heard = 0
+        self._silent = self._idle = self._received = 0
         self._cpu: int | None = None
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         """It sent a heartbeat."""
         self._silent = self._idle = 0
-        self._heard += 1
-        if self._heard == STEADY_TICKS:
-            self._pause_s = RESTART_MIN_S
+        self._received += 1
+        if self._received == STEADY_TICKS:
+            self._pause_s = CHILD_RESTART_MIN_S
 
     def tick(self, cpu: int | None) -> str | None:
         """Count a tick; returns why the child is stuck, or None.
@@ -48,14 +48,14 @@ class ChildWatch:
         is_idle = cpu is not None and cpu == self._cpu
         self._cpu = cpu
         self._idle = self._idle + 1 if is_idle else 0
-        if self._heard and self._idle >= FROZEN_TICKS:
-            return f"it was frozen for {FROZEN_TICKS * TICK_S:g} s"
+        if self._received and self._idle >= FROZEN_TICKS:
+            return f"it was frozen for {FROZEN_TICKS * HEARTBEAT_S:g} s"
         if self._silent >= BUSY_TICKS:
-            return f"it did not respond for {BUSY_TICKS * TICK_S:g} s"
+            return f"it did not respond for {BUSY_TICKS * HEARTBEAT_S:g} s"
         return None
 
     def end(self) -> float:
         """The child has ended; returns the seconds until it is started again."""
         pause_s = self._pause_s
-        self._pause_s = min(pause_s * 2, RESTART_MAX_S)
+        self._pause_s = min(pause_s * 2, CHILD_RESTART_MAX_S)
         return pause_s

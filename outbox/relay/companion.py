@@ -18,7 +18,7 @@ class Companion(Protocol):
 
     @property
     def public_problem(self) -> str | None:
-        """The same without names and addresses."""
+        """The problem without names and addresses."""
 
     def series(self) -> dict[Metric, Series]:
         """Its metrics."""

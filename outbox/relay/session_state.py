@@ -52,7 +52,7 @@ class Readiness:
         return self.reason if self.redacted_reason is None else self.redacted_reason
 
     def with_warning(self, warning: str, redacted: str | None) -> Readiness:
-        """The same with one thing more that needs an operator."""
+        """This readiness with one thing more that needs an operator."""
         return replace(
             self,
             reason="; ".join(filter(None, (self.reason, warning))),

@@ -8,9 +8,9 @@ import pytest
 
 from outbox.hosting.child_watch import (
     BUSY_TICKS,
+    CHILD_RESTART_MAX_S,
+    CHILD_RESTART_MIN_S,
     FROZEN_TICKS,
-    RESTART_MAX_S,
-    RESTART_MIN_S,
     STEADY_TICKS,
     ChildWatch,
 )
@@ -19,7 +19,7 @@ from outbox.hosting.child_watch import (
 def test_a_silent_child_without_cpu_time_is_frozen() -> None:
     watch = ChildWatch()
     watch.tick(7)
-    watch.hear()
+    watch.receive()
     assert [watch.tick(9) for _ in range(FROZEN_TICKS)] == [None] * FROZEN_TICKS
     assert "frozen" in (watch.tick(9) or "")
 
@@ -27,16 +27,16 @@ def test_a_silent_child_without_cpu_time_is_frozen() -> None:
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_silent_child_that_works_has_more_time(is_known: bool) -> None:
     watch = ChildWatch()
-    watch.hear()
-    said = [watch.tick(n if is_known else None) for n in range(BUSY_TICKS)]
-    assert said[:-1] == [None] * (BUSY_TICKS - 1)
-    assert "did not respond" in (said[-1] or "")
+    watch.receive()
+    results = [watch.tick(n if is_known else None) for n in range(BUSY_TICKS)]
+    assert results[:-1] == [None] * (BUSY_TICKS - 1)
+    assert "did not respond" in (results[-1] or "")
 
 
 def test_a_heartbeat_begins_the_silence_anew() -> None:
     watch = ChildWatch()
     for _ in range(5 * BUSY_TICKS):
-        watch.hear()
+        watch.receive()
         assert watch.tick(9) is None
 
 
@@ -49,7 +49,7 @@ def test_a_child_that_starts_is_not_frozen() -> None:
 
 def test_the_next_child_begins_anew() -> None:
     watch = ChildWatch()
-    watch.hear()
+    watch.receive()
     while watch.tick(9) is None:
         pass
     watch.begin()
@@ -59,14 +59,14 @@ def test_the_next_child_begins_anew() -> None:
 def test_ends_in_a_row_double_the_pause() -> None:
     watch = ChildWatch()
     pauses = [watch.end() for _ in range(10)]
-    assert pauses[0] == RESTART_MIN_S
-    assert all(b == min(2 * a, RESTART_MAX_S) for a, b in itertools.pairwise(pauses))
-    assert pauses[-1] == RESTART_MAX_S
+    assert pauses[0] == CHILD_RESTART_MIN_S
+    assert all(b == min(2 * a, CHILD_RESTART_MAX_S) for a, b in itertools.pairwise(pauses))
+    assert pauses[-1] == CHILD_RESTART_MAX_S
     watch.begin()
     for _ in range(STEADY_TICKS - 1):
-        watch.hear()
-    assert watch.end() == RESTART_MAX_S, "it was not steady yet"
+        watch.receive()
+    assert watch.end() == CHILD_RESTART_MAX_S, "it was not steady yet"
     watch.begin()
     for _ in range(STEADY_TICKS):
-        watch.hear()
-    assert watch.end() == RESTART_MIN_S
+        watch.receive()
+    assert watch.end() == CHILD_RESTART_MIN_S

@@ -51,8 +51,8 @@ KNOWN = {
 """The comments there say why."""
 PUBLIC = {"KafkaError"}
 """Classes with public names that begin with an underscore: librdkafka's own errors have one."""
-DOCUMENTED = {"_make", "_meta", "_replace", "_state"}
-"""Documented attributes that begin with an underscore: of named tuples, and of Django's models."""
+DOCUMENTED = {"_exit", "_make", "_meta", "_replace", "_state"}
+"""Documented attributes that begin with an underscore: of os, named tuples, Django's models."""
 
 
 def is_private(name: str) -> bool:
