@@ -115,6 +115,8 @@ def notes(overview: Overview) -> Iterator[str]:
                 f"relay {each.name} lacks resources for connections: {each.problem}; see: outbox "
                 "doctor"
             )
+        if each.alive and each.api_problem:
+            yield f"relay {each.name}: {each.api_problem}"
     for endpoint in overview.endpoints:
         for note in _notes(endpoint, overview.at):
             yield f"{endpoint.name}: {note}"

@@ -62,16 +62,19 @@ RECENT = f"""
                AND clock_timestamp())
 """  # noqa: S608 (a constant only)
 
-_OF_PROCESS = (Condition.RESOURCES, Condition.API)
-_KINDS = ", ".join(f"'{kind}'" for each in _OF_PROCESS for kind in each.value)
 
-# Relays.  problem: what is wrong with its process; of each condition the newest entry counts.
+def _newest(condition: Condition) -> str:
+    """What the newest entry of the relay `r` says about a condition."""
+    return f"""
+       (SELECT j.reason FROM {RECENT} j
+         WHERE j.kind IN {condition.value} AND j.actor = 'replica ' || r.id
+         ORDER BY j.id DESC LIMIT 1)"""  # noqa: S608 (constants only)
+
+
+# Relays, and what is wrong with their processes.
 REPLICAS = f"""
 SELECT r.id, r.name, r.version, r.started_at, {lease_runs("r")} AS alive,
-       (SELECT string_agg(newest.reason, '; ')
-          FROM (SELECT DISTINCT ON (split_part(j.kind, '_', 1)) j.reason
-                  FROM {RECENT} j WHERE j.kind IN ({_KINDS}) AND j.actor = 'replica ' || r.id
-                 ORDER BY split_part(j.kind, '_', 1), j.id DESC) newest) AS problem,
+       {_newest(Condition.RESOURCES)} AS problem, {_newest(Condition.API)} AS api_problem,
        extract(epoch FROM r.expires_at - clock_timestamp())::float8 AS left_s,
        r.id IS NOT DISTINCT FROM (SELECT writer FROM cursor) AS leads,
        (SELECT count(*) FROM ownership o JOIN endpoint e ON e.id = o.endpoint_id
@@ -195,8 +198,9 @@ class ReplicaStatus:
     endpoints: int
     started_at: datetime
     problem: str | None
-    """What its process lacks for connections, and what is wrong with the API that it has started;
-    None: nothing."""
+    """What its process lacks for connections; None: nothing."""
+    api_problem: str | None
+    """What is wrong with the API that it has started; None: nothing, or it has started none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.cli.summary import pairs
+from outbox.cli.summary import notes, pairs
 from outbox.errors import SchemaMissing
 from outbox.operations import dead_letters, replays, status
 from outbox.operations.criteria import DeadLetterSelection
+from outbox.operations.doctor.check import Severity
 from outbox.store.cluster.replicas import ReplicaStore
+from outbox.store.connection.store_connection import StoreConnection
+from outbox.store.delivery.endpoint_state import Condition, EndpointStateStore
 from tests.support.doctor import findings_of
 from tests.support.relay import (
     BUSY,
@@ -48,6 +51,25 @@ async def test_an_empty_database_has_an_overview(db: Connection[Any]) -> None:
     assert seen.cursor.waiting_s is None
     assert (seen.open_gaps, seen.replicas, seen.endpoints) == (0, (), ())
     assert (seen.endpoints_total, seen.dead_letters) == (0, {})
+
+
+async def test_a_relay_reports_its_api(database: Database, db: Connection[Any]) -> None:
+    replica = await register(ReplicaStore(db))
+    own: Any = await database.connect(connection_class=StoreConnection, **PATH)
+    store = EndpointStateStore(own, "relay", replica)
+    assert (await status.read_overview(db, "relay")).replicas[0].api_problem is None
+    await store.journal_condition(Condition.RESOURCES, "too many open files")
+    await store.journal_condition(Condition.API, "the API does not run: it was frozen for 2 s")
+    seen = await status.read_overview(db, "relay")
+    assert seen.replicas[0].problem == "too many open files"
+    assert seen.replicas[0].api_problem == "the API does not run: it was frozen for 2 s"
+    assert any("API does not run: it was frozen" in line for line in notes(seen))
+    assert [f.severity for f in await findings_of(db, "relays") if "API" in f.message] == [
+        Severity.WARNING
+    ]
+    await store.journal_condition(Condition.API, None)
+    (found,) = await status.list_replicas(db, "relay")
+    assert (found.problem, found.api_problem) == ("too many open files", None)
 
 
 async def test_a_stopped_relay_leaves_a_lag(database: Database, db: Connection[Any]) -> None:

@@ -59,6 +59,11 @@ async def replicas(context: DoctorContext) -> Results:
                     "requests at a time",
                     "raise the limit of its process, such as LimitNOFILE of a systemd unit",
                 )
+            if row["api_problem"]:
+                yield warning(
+                    f"{who}: {row['api_problem']}",
+                    "deliveries do not need it; the relay's log says more",
+                )
         else:
             left_s = row["left_s"]
             expired = f"its lease expired {rounded(-left_s)} ago"
