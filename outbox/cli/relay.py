@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from outbox.cli import relay_process
+from outbox.cli.process_options import process_options
 from outbox.config import load
 from outbox.event_loop import allow_many_sockets, loop_factory
 from outbox.telemetry.logs import configure
@@ -31,75 +32,48 @@ releases the endpoints to other relays. The second one stops at once. Neither lo
 event: unacknowledged deliveries are sent again with the same sequence number.
 """
 )
-@click.option("--config", metavar="FILE", help="Settings file; default: ./outbox.toml.")
-@click.option(
-    "--schema", "schema_name", metavar="NAME", help="Schema of the outbox tables; default: relay."
-)
-@click.option(
-    "--dsn", metavar="DSN", help="Database DSN; prefer OUTBOX_DSN, because ps shows flags."
-)
-@click.option(
-    "--lease",
-    "lease_s",
-    metavar="SECONDS",
-    help="Lease time-out in seconds after which another relay takes over; default: 5.",
-)
-@click.option(
-    "--drain",
-    "drain_s",
-    metavar="SECONDS",
-    help="Graceful-shutdown time-out in seconds; default: 15.",
-)
-@click.option(
-    "--notify/--no-notify",
-    default=None,
-    help="LISTEN for new events (default), or only poll every OUTBOX_POLL_S seconds.",
-)
-@click.option(
-    "--admin",
-    metavar="HOST:PORT",
-    help="Run `outbox api` beside it, with the API at this address; default: off.",
-)
-@click.option(
-    "--allow-networks",
-    metavar="RANGES",
-    help="Private networks that endpoints may be in, such as 127.0.0.0/8,10.0.0.0/8.",
-)
-@click.option(
-    "--proxy",
-    metavar="URL",
-    help="Forward proxy for https deliveries; prefer OUTBOX_PROXY, because ps shows flags.",
-)
-@click.option(
-    "--health",
-    metavar="HOST:PORT",
-    help="Serve /healthz, /readyz and /metrics at this address, without authentication.",
-)
-@click.option(
-    "--receivers",
-    metavar="HOST:PORT",
-    help="Run `outbox api` beside it, with missing events for receivers at this address.",
-)
-@click.option(
-    "--tenant-in-flight-max",
-    metavar="N",
-    help="Maximum concurrent requests to one tenant's endpoints; default: no limit.",
-)
-@click.option(
-    "--tenant-rate",
-    "tenant_rate_per_s",
-    metavar="N",
-    help="Maximum requests per second to one tenant's endpoints; default: no limit.",
-)
-@click.option(
-    "--log-format",
-    metavar="FORMAT",
-    help="json, console, or auto (default): console on a terminal.",
-)
-@click.option(
-    "--log-level",
-    metavar="LEVEL",
-    help="Minimum log level: debug, info (default), warning or error.",
+@process_options(
+    click.option(
+        "--dsn", metavar="DSN", help="Database DSN; prefer OUTBOX_DSN, because ps shows flags."
+    ),
+    click.option(
+        "--lease",
+        "lease_s",
+        metavar="SECONDS",
+        help="Lease time-out in seconds after which another relay takes over; default: 5.",
+    ),
+    click.option(
+        "--drain",
+        "drain_s",
+        metavar="SECONDS",
+        help="Graceful-shutdown time-out in seconds; default: 15.",
+    ),
+    click.option(
+        "--notify/--no-notify",
+        default=None,
+        help="LISTEN for new events (default), or only poll every OUTBOX_POLL_S seconds.",
+    ),
+    click.option(
+        "--admin",
+        metavar="HOST:PORT",
+        help="Run `outbox api` beside it, with the API at this address; default: off.",
+    ),
+    click.option(
+        "--receivers",
+        metavar="HOST:PORT",
+        help="Run `outbox api` beside it, with missing events for receivers at this address.",
+    ),
+    click.option(
+        "--tenant-in-flight-max",
+        metavar="N",
+        help="Maximum concurrent requests to one tenant's endpoints; default: no limit.",
+    ),
+    click.option(
+        "--tenant-rate",
+        "tenant_rate_per_s",
+        metavar="N",
+        help="Maximum requests per second to one tenant's endpoints; default: no limit.",
+    ),
 )
 def command(config: str | None, **flags: Any) -> None:
     """Run the relay, which delivers published events to their endpoints.

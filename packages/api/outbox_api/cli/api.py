@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from outbox.cli.process_options import process_options
 from outbox.config import load
 from outbox.errors import UsageError
 from outbox.event_loop import allow_many_sockets, loop_factory
@@ -28,50 +29,23 @@ relays need none of them. Test deliveries to endpoints are sent from this proces
 The first SIGTERM (or Ctrl-C) ends it after the requests that it works on.
 """
 )
-@click.option("--config", metavar="FILE", help="Settings file; default: ./outbox.toml.")
-@click.option(
-    "--schema", "schema_name", metavar="NAME", help="Schema of the outbox tables; default: relay."
-)
-@click.option(
-    "--dsn",
-    "api_dsn",
-    metavar="DSN",
-    help="Database DSN; prefer OUTBOX_API_DSN, because ps shows flags.",
-)
-@click.option(
-    "--admin",
-    metavar="HOST:PORT",
-    help="Serve the API and its page at this address, for tokens of `outbox token`.",
-)
-@click.option(
-    "--receivers",
-    metavar="HOST:PORT",
-    help="Serve missing events to receivers at this address; see outbox endpoint fetch-token.",
-)
-@click.option(
-    "--health",
-    metavar="HOST:PORT",
-    help="Serve /healthz, /readyz and /metrics at this address, without authentication.",
-)
-@click.option(
-    "--allow-networks",
-    metavar="RANGES",
-    help="Private networks that endpoints may be in, such as 127.0.0.0/8,10.0.0.0/8.",
-)
-@click.option(
-    "--proxy",
-    metavar="URL",
-    help="Forward proxy for test deliveries; prefer OUTBOX_PROXY, because ps shows flags.",
-)
-@click.option(
-    "--log-format",
-    metavar="FORMAT",
-    help="json, console, or auto (default): console on a terminal.",
-)
-@click.option(
-    "--log-level",
-    metavar="LEVEL",
-    help="Minimum log level: debug, info (default), warning or error.",
+@process_options(
+    click.option(
+        "--dsn",
+        "api_dsn",
+        metavar="DSN",
+        help="Database DSN; prefer OUTBOX_API_DSN, because ps shows flags.",
+    ),
+    click.option(
+        "--admin",
+        metavar="HOST:PORT",
+        help="Serve the API and its page at this address, for tokens of `outbox token`.",
+    ),
+    click.option(
+        "--receivers",
+        metavar="HOST:PORT",
+        help="Serve missing events at this address, for tokens of `outbox endpoint fetch-token`.",
+    ),
 )
 def command(config: str | None, **flags: Any) -> None:
     """Serve the HTTP API, its page, and missing events for receivers."""
