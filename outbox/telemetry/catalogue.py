@@ -285,7 +285,7 @@ REPLICAS = Metric(
 API_UP = Metric(
     "outbox.api.up",
     MetricKind.GAUGE,
-    "1",
+    "{api}",
     "1 while the API that this relay has started sends heartbeats, 0 while it does not.",
 )
 API_RESTARTS = Metric(
