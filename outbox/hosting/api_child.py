@@ -15,7 +15,7 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from outbox.api_settings import for_api, hand_over
 from outbox.hosting.child_watch import HEARTBEAT_S, ChildWatch
 from outbox.leaves import API
 from outbox.store.connection import dsn
+from outbox.store.connection.connect import in_one_line
 from outbox.telemetry import catalogue
 from outbox.version import __version__
 from outbox.web.address import Address
@@ -124,7 +125,11 @@ class ApiChild:
     async def run(self) -> None:
         """Run one child after the other until stopped."""
         while not self._stopping.is_set():
-            failure = await self._run_child()
+            try:
+                failure = await self._run_child()
+            except Exception as error:  # It must not end the relay.
+                log.exception("the API cannot be watched")
+                failure = f"it cannot be watched: {in_one_line(error)}"
             if self._stopping.is_set():
                 return
             pause_s = self._watch.end()
@@ -162,10 +167,14 @@ class ApiChild:
         Raises:
             OSError: the system refuses it.
         """
-        with_input, given = map(_open, os.pipe(), ("rb", "wb"))
-        reported, with_report = map(_open, os.pipe(), ("rb", "wb"))
         fds = [each.fileno() for _, sockets in self._listeners.values() for each in sockets]
-        with with_input, with_report:
+        with ExitStack() as theirs, ExitStack() as ours:
+            with_input, given = map(_open, os.pipe(), ("rb", "wb"))
+            theirs.enter_context(with_input)
+            ours.enter_context(given)
+            reported, with_report = map(_open, os.pipe(), ("rb", "wb"))
+            theirs.enter_context(with_report)
+            ours.enter_context(reported)
             process = subprocess.Popen(  # noqa: S603 (this interpreter)
                 [sys.executable, "-P", "-m", MODULE],
                 stdin=with_input,
@@ -181,6 +190,7 @@ class ApiChild:
                     for name, (address, sockets) in self._listeners.items()
                 },
             }
+            ours.pop_all()
         return process, given, reported
 
     async def _follow(
