@@ -19,7 +19,7 @@ import orjson
 from aiohttp import web
 
 from outbox.web.address import Address
-from outbox.web.serving import serving
+from outbox.web.serving import listen, serving
 
 
 async def poll(session: aiohttp.ClientSession, url: str, every_s: float, token: str) -> None:
@@ -45,7 +45,7 @@ async def main() -> None:
     reader = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     async with (
-        serving(application, Address("127.0.0.1", 0)) as address,
+        serving(application, await listen(Address("127.0.0.1", 0))) as address,
         aiohttp.ClientSession() as session,
     ):
         announcement = {"collector": address.url.rstrip("/")}

@@ -28,7 +28,7 @@ from outbox.telemetry.exposition_cache import ExpositionCache
 from outbox.telemetry.meters import Meters
 from outbox.telemetry.prometheus import PrometheusRenderer
 from outbox.web import health
-from outbox.web.serving import serving
+from outbox.web.serving import listen, serving
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -82,13 +82,13 @@ async def hosted_relay(
             wait_for_database=wait_for_database,
         )
         if settings.health is not None:
-            where = await stack.enter_async_context(
-                serving(_health(settings.health, relay, telemetry), settings.health)
-            )
+            served = _health(settings.health, relay, telemetry)
+            sockets = await listen(settings.health)
+            where = await stack.enter_async_context(serving(served, sockets))
             log.info("health and metrics", url=where.url)
-        for listen, module in ((settings.admin, "server"), (settings.receivers, "receivers")):
-            if listen is not None:
-                await stack.enter_async_context(API.load(module).running(current, listen))
+        for bind, module in ((settings.admin, "server"), (settings.receivers, "receivers")):
+            if bind is not None:
+                await stack.enter_async_context(API.load(module).running(current, bind))
         yield relay
 
 

@@ -75,14 +75,41 @@ HEADERS = {
 There are no CORS headers, so scripts of other origins cannot read responses."""
 
 
-@asynccontextmanager
-async def serving(application: web.Application, address: Address) -> AsyncIterator[Address]:
-    """Serve `application` inside the context; yields the actual listen address.
-
-    A request's handler is cancelled when its client disconnects.
+async def listen(address: Address) -> list[socket.socket]:
+    """Listen on an address, one socket for each IP address of its host name.
 
     Raises:
         CannotRun: the address is in use, or does not belong to this host.
+    """
+    loop = asyncio.get_running_loop()
+    with ExitStack() as stack:
+        sockets: list[socket.socket] = []
+        try:
+            found = await loop.getaddrinfo(
+                address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )
+            for family, _, _, _, at in dict.fromkeys(found):
+                made = socket.create_server(at, family=family, backlog=BACKLOG)
+                sockets.append(stack.enter_context(made))
+                made.setblocking(False)
+        except (OSError, OverflowError) as error:
+            number = getattr(error, "errno", None) or 0
+            reason = os.strerror(number) if number > 0 else str(error)
+            raise CannotRun(f"cannot listen on {address}: {reason}; choose another") from error
+        stack.pop_all()
+    return sockets
+
+
+@asynccontextmanager
+async def serving(
+    application: web.Application, sockets: list[socket.socket]
+) -> AsyncIterator[Address]:
+    """Serve `application` inside the context; yields the address of the first socket.
+
+    A request's handler is cancelled when its client disconnects.
+
+    Args:
+        sockets: the result of `listen`; they are closed at the end.
     """
     # The application's own server has no connections: it cannot be made to limit them.
     runner = web.AppRunner(application)
@@ -91,39 +118,17 @@ async def serving(application: web.Application, address: Address) -> AsyncIterat
     server = _Server(runner.server)
     connections = web.ServerRunner(server.http, shutdown_timeout=SHUTDOWN_S)
     await connections.setup()
+    tasks = [asyncio.ensure_future(server.accept(each)) for each in sockets]
     try:
-        async with _accepting(server, address) as listening:
-            yield listening
+        yield Address(*sockets[0].getsockname()[:2])
     finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        for each in sockets:
+            each.close()
         await connections.cleanup()
         await runner.cleanup()
-
-
-@asynccontextmanager
-async def _accepting(server: _Server, address: Address) -> AsyncIterator[Address]:
-    """Accept connections inside the context; yields the actual listen address."""
-    loop = asyncio.get_running_loop()
-    with ExitStack() as stack:
-        listeners: list[socket.socket] = []
-        try:
-            found = await loop.getaddrinfo(
-                address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )
-            for family, _, _, _, at in dict.fromkeys(found):
-                listener = socket.create_server(at, family=family, backlog=BACKLOG)
-                listeners.append(stack.enter_context(listener))
-                listener.setblocking(False)
-        except (OSError, OverflowError) as error:
-            number = getattr(error, "errno", None) or 0
-            reason = os.strerror(number) if number > 0 else str(error)
-            raise CannotRun(f"cannot listen on {address}: {reason}; choose another") from error
-        tasks = [asyncio.ensure_future(server.accept(listener)) for listener in listeners]
-        try:
-            yield Address(address.host, listeners[0].getsockname()[1])
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
 
 
 class Awaited(Enum):

@@ -21,7 +21,7 @@ from aiohttp import web
 
 from outbox.core.model.encryption_keys import format_key
 from outbox.web.address import Address
-from outbox.web.serving import serving
+from outbox.web.serving import listen, serving
 from tests.support.browser import visiting
 from tests.support.collector import collecting
 from tests.support.process import outbox, relay_process
@@ -114,7 +114,7 @@ async def test_no_secret_is_left_anywhere(database: Database, tmp_path: Path) ->
     application.router.add_post("/{path}", echo)
     async with (
         collecting() as collector,
-        serving(application, Address("127.0.0.1", 0)) as address,
+        serving(application, await listen(Address("127.0.0.1", 0))) as address,
     ):
         for name, url in (
             ("good", f"{address.url}good"),

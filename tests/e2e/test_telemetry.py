@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import outbox
 from outbox.web.address import Address
-from outbox.web.serving import serving
+from outbox.web.serving import listen, serving
 from tests.support.collector import collecting
 from tests.support.process import relay_process
 from tests.support.relay import add_endpoint, all_ended, fetchval, publish
@@ -63,7 +63,7 @@ async def traced_receiver(collector: Collector, fail_first: int) -> AsyncIterato
 
     application = web.Application()
     application.router.add_post("/hooks", handle)
-    async with serving(application, Address("127.0.0.1", 0)) as address:
+    async with serving(application, await listen(Address("127.0.0.1", 0))) as address:
         yield f"{address.url}hooks"
     await asyncio.to_thread(provider.shutdown)
 

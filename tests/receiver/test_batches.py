@@ -32,7 +32,7 @@ from outbox.receiver.proxy import ProxiedResponse, open_proxy
 from outbox.receiver.requests import RequestOutcome
 from outbox.testing import FakeSender
 from outbox.web.address import Address
-from outbox.web.serving import serving
+from outbox.web.serving import listen, serving
 from outbox_devtools.development_receiver import (
     DevelopmentReceiver,
     HandledOutcome,
@@ -326,7 +326,7 @@ async def test_deliveries_accepted_upstream_are_accepted() -> None:
     application = web.Application()
     application.router.add_post("/", handler(upstream))
     async with (
-        serving(application, Address("127.0.0.1", 0)) as address,
+        serving(application, await listen(Address("127.0.0.1", 0))) as address,
         open_proxy(address.url, None) as forward,
     ):
         before = DevelopmentReceiver([SECRET], forward=forward, on_request=seen.append)

@@ -13,7 +13,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from outbox.web.address import Address
-from outbox.web.serving import serving
+from outbox.web.serving import listen, serving
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -75,7 +75,7 @@ async def collecting() -> AsyncIterator[Collector]:
     application = web.Application(client_max_size=1 << 26)
     application.router.add_post("/v1/traces", collector.traces)
     application.router.add_post("/v1/metrics", collector.measurements)
-    async with serving(application, Address("127.0.0.1", 0)) as address:
+    async with serving(application, await listen(Address("127.0.0.1", 0))) as address:
         collector.url = address.url.rstrip("/")
         yield collector
 

@@ -14,7 +14,7 @@ from outbox.telemetry.prometheus import ExpositionFormat, PrometheusRenderer, ne
 from outbox.telemetry.snapshot import Snapshot
 from outbox.web.address import Address
 from outbox.web.health import application
-from outbox.web.serving import serving
+from outbox.web.serving import listen, serving
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -62,7 +62,7 @@ async def source() -> Source:
 @pytest.fixture
 async def url(source: Source) -> AsyncIterator[str]:
     health = application(Address("127.0.0.1", 0), lambda: None, source.cache.exposition)
-    async with serving(health, Address("127.0.0.1", 0)) as address:
+    async with serving(health, await listen(Address("127.0.0.1", 0))) as address:
         yield address.url
 
 

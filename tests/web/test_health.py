@@ -9,7 +9,7 @@ import pytest
 
 from outbox.web.address import Address
 from outbox.web.health import application
-from outbox.web.serving import serving
+from outbox.web.serving import listen, serving
 
 pytestmark = pytest.mark.system
 
@@ -21,8 +21,9 @@ async def no_metrics(_: str) -> tuple[bytes, str]:
 
 
 async def test_the_response_has_the_reason_for_not_being_ready() -> None:
+    health = application(HERE, lambda: "its lease ran out", no_metrics)
     async with (
-        serving(application(HERE, lambda: "its lease ran out", no_metrics), HERE) as address,
+        serving(health, await listen(HERE)) as address,
         aiohttp.ClientSession() as session,
     ):
         response = await session.get(f"{address.url}readyz")
@@ -33,7 +34,7 @@ async def test_the_response_has_the_reason_for_not_being_ready() -> None:
 
 async def test_the_response_of_a_ready_relay_has_its_warning() -> None:
     health = application(HERE, lambda: None, no_metrics, lambda: "1 event missing or superfluous")
-    async with serving(health, HERE) as address, aiohttp.ClientSession() as session:
+    async with serving(health, await listen(HERE)) as address, aiohttp.ClientSession() as session:
         response = await session.get(f"{address.url}readyz")
         text = "ready; warning: 1 event missing or superfluous\n"
         assert (response.status, await response.text()) == (200, text)
@@ -55,7 +56,7 @@ async def test_a_listener_on_loopback_has_no_other_name(
 ) -> None:
     health = application(Address(listener, 0), lambda: None, no_metrics)
     line = "" if host is None else f"Host: {host}\r\n"
-    async with serving(health, HERE) as address:
+    async with serving(health, await listen(HERE)) as address:
         for path in ("metrics", "readyz", ""):
             reader, writer = await asyncio.open_connection(address.host, address.port)
             writer.write(f"GET /{path} HTTP/1.0\r\n{line}\r\n".encode())

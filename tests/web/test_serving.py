@@ -62,7 +62,7 @@ def application() -> web.Application:
 
 @asynccontextmanager
 async def listening() -> AsyncIterator[Address]:
-    async with serving.serving(application(), HERE) as at:
+    async with serving.serving(application(), await serving.listen(HERE)) as at:
         yield at
 
 

@@ -141,7 +141,7 @@ async def test_data_that_wait_for_a_turn_are_received_in_order() -> None:
             assert await response.read() == body
 
     async with (
-        serving.serving(app, HERE) as at,
+        serving.serving(app, await serving.listen(HERE)) as at,
         aiohttp.ClientSession() as session,
         asyncio.TaskGroup() as group,
     ):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from outbox.web.serving import serving
+from outbox.web.serving import listen, serving
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -66,7 +66,7 @@ async def listening(
     async with database.opened():
         writing = asyncio.ensure_future(failures.run())
         try:
-            async with serving(make(database, failures), address) as at:
+            async with serving(make(database, failures), await listen(address)) as at:
                 yield at
         finally:
             writing.cancel()

@@ -13,6 +13,7 @@ from outbox.errors import CannotRun
 from outbox.operations import api_tokens, erase, status
 from outbox.web import loopback_hosts
 from outbox.web.address import Address
+from outbox.web.serving import listen
 from outbox.web.serving import serving as listening
 from outbox_api import auth, login_failures
 from outbox_api.app import application
@@ -92,7 +93,7 @@ async def test_a_revoked_token_is_rejected_when_the_cache_expires(database: Data
     secret = await make_token(database, "gone")
     async with (
         connections.opened(),
-        listening(app, Address("127.0.0.1", 0)) as at,
+        listening(app, await listen(Address("127.0.0.1", 0))) as at,
         aiohttp.ClientSession() as session,
     ):
         api = Api(session, at.url, secret)

@@ -12,7 +12,7 @@ from outbox.core.model.api_token import digest
 from outbox.operations import api_tokens, fetch_tokens
 from outbox.receiver import fetch as fetching
 from outbox.web.address import Address
-from outbox.web.serving import serving
+from outbox.web.serving import listen, serving
 from outbox_api import rate_limit, receivers
 from outbox_api.app import application
 from outbox_api.database import Database as Connections
@@ -64,7 +64,7 @@ async def api_of(database: Database, clock: Clock, **options: Any) -> AsyncItera
     app = application(settings, HERE, connections, FailedLogins(connections), clock=clock)
     async with (
         connections.opened(),
-        serving(app, HERE) as at,
+        serving(app, await listen(HERE)) as at,
         aiohttp.ClientSession() as session,
     ):
         yield Api(session, at.url, None)
@@ -136,7 +136,7 @@ async def test_the_receiver_listener_has_the_same_limits(
     app = receivers.application(connections, FailedLogins(connections), RateLimiter(2, clock))
     async with (
         connections.opened(),
-        serving(app, HERE) as at,
+        serving(app, await listen(HERE)) as at,
         aiohttp.ClientSession() as session,
     ):
 
@@ -176,7 +176,7 @@ async def test_a_receiver_over_its_limit_waits_and_continues(
     settings = settings_for(database, dsn_source="test")
     connections = Connections(current(settings))
     app = receivers.application(connections, FailedLogins(connections), RateLimiter(1, clock))
-    async with connections.opened(), serving(app, HERE) as at:
+    async with connections.opened(), serving(app, await listen(HERE)) as at:
         fetch = fetching.FetchClient(at.url, token)
         lanes = [standing.lane async for standing in fetch.lanes_async()]
         assert len(lanes) == 5

@@ -16,6 +16,7 @@ from aiohttp import web
 
 from outbox.core.model.response import AttemptResult, Failure
 from outbox.web.address import Address, parse_address
+from outbox.web.serving import listen
 from outbox.web.serving import serving as listening
 from outbox_api.route import TenantAccess
 from outbox_api.routes import ROUTES
@@ -85,7 +86,7 @@ async def receiver() -> AsyncIterator[Address]:
 
     application = web.Application()
     application.router.add_post("/", handle)
-    async with listening(application, Address("127.0.0.1", 0)) as at:
+    async with listening(application, await listen(Address("127.0.0.1", 0))) as at:
         yield at
 
 

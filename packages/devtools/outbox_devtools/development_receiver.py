@@ -38,7 +38,7 @@ from outbox.receiver.proxy import describe_status
 from outbox.receiver.requests import unverified
 from outbox.receiver.verification import parse_signed
 from outbox.web.address import Address
-from outbox.web.serving import serving
+from outbox.web.serving import listen, serving
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -231,7 +231,7 @@ class DevelopmentReceiver:
         """
         application = web.Application(client_max_size=DEVELOPMENT_BODY_BYTES_MAX)
         application.router.add_route("*", "/{path:.*}", self._handle)
-        async with serving(application, Address(host, port)) as address:
+        async with serving(application, await listen(Address(host, port))) as address:
             yield address.url
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:

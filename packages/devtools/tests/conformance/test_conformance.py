@@ -22,7 +22,7 @@ from outbox.receiver.requests import RequestOutcome, Response
 from outbox.receiver.verification import pairs_of
 from outbox.testing.sender import SECRET
 from outbox.web.address import Address
-from outbox.web.serving import serving
+from outbox.web.serving import listen, serving
 from outbox_devtools.conformance import grading
 from outbox_devtools.conformance.cases import cases
 from outbox_devtools.conformance.suite import ConformanceCase, ExpectedResponse, vectors
@@ -56,7 +56,7 @@ async def shop(handler: Any, processed: list[str]) -> AsyncIterator[str]:
     app = web.Application(client_max_size=30 * 1024 * 1024)
     app.router.add_get("/processed", selected)
     app.router.add_route("*", "/hooks", handler)
-    async with serving(app, Address("127.0.0.1", 0)) as at:
+    async with serving(app, await listen(Address("127.0.0.1", 0))) as at:
         yield at.url.rstrip("/")
 
 
