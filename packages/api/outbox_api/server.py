@@ -18,14 +18,20 @@ if TYPE_CHECKING:
     from outbox.store.connection.current_settings import CurrentSettings
     from outbox.web.address import Address
     from outbox_api.database import Database
+    from outbox_api.in_flight import InFlight
     from outbox_api.login_failures import FailedLogins
 
 log = structlog.get_logger("outbox.api")
 
 
 @asynccontextmanager
-async def running(current: CurrentSettings, address: Address) -> AsyncIterator[Address]:
+async def running(
+    current: CurrentSettings, address: Address, *, requests: InFlight | None = None
+) -> AsyncIterator[Address]:
     """Serve the API while the context lasts; yields the bound address.
+
+    Args:
+        requests: those in flight of the process; None: of this listener alone.
 
     Raises:
         CannotRun: the address cannot be bound.
@@ -33,9 +39,10 @@ async def running(current: CurrentSettings, address: Address) -> AsyncIterator[A
     # Imported here: a relay without the API does not load the routes.
     from outbox.web.loopback_hosts import is_loopback
     from outbox_api.app import application
+    from outbox_api.in_flight import InFlight
 
     def api(database: Database, failures: FailedLogins) -> web.Application:
-        return application(current.settings, address, database, failures)
+        return application(current.settings, address, database, failures, requests or InFlight())
 
     async with listening(current, address, api) as at:
         log.info("the API listens", url=at.url)
