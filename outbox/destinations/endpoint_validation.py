@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from outbox.core.model.destination import is_stream
 from outbox.destinations.broker_address import BROKER_TIMEOUT_S_MAX, find_credentials
@@ -16,28 +13,17 @@ from outbox.network.tls import check_ca
 from outbox.plugins import PluginUnusable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from outbox.config import Settings
     from outbox.core.model.endpoint_config import DeclaredEndpoint
     from outbox.core.model.endpoint_settings import EndpointSettings
     from outbox.network.egress import Network
 
-T = TypeVar("T")
-
-_THREAD = ThreadPoolExecutor(1, "outbox-checking")
-"""One thread: untrusted certificates and large request bodies are parsed one at a time."""
-
 
 def policy_of(settings: Settings) -> EgressPolicy:
     """Return the egress policy of a relay."""
     return EgressPolicy(settings.allow_networks, proxied=settings.outbound_proxy is not None)
-
-
-async def run_in_thread(function: Callable[..., T], *given: Any) -> T:
-    """Run a slow parser or validation outside of the event loop, one at a time."""
-    context = copy_context()
-    return await asyncio.get_running_loop().run_in_executor(_THREAD, context.run, function, *given)
 
 
 def check_settings(

@@ -83,7 +83,9 @@ async def hosted_relay(
         if settings.health is not None:
             served = _health(settings.health, relay, telemetry)
             sockets = await listen(settings.health)
-            where = await stack.enter_async_context(serving(served, sockets))
+            where = await stack.enter_async_context(
+                serving(served, sockets, connections_max=health.HEALTH_CONNECTIONS_MAX)
+            )
             log.info("health and metrics", url=where.url)
         yield relay
 

@@ -7,7 +7,6 @@ the cursor row is locked, so that even thousands of them do not delay events.
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -31,7 +30,7 @@ from outbox.store.change import make_change
 from outbox.store.connection.secrets import CLEAR
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from uuid import UUID
 
     from asyncpg import Connection
@@ -44,8 +43,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PORTION = 50
-"""Endpoints that are planned at a time, each for up to 0.2 ms."""
 
 Action = Literal["add", "change", "remove", "keep"]
 
@@ -147,25 +144,14 @@ async def _plan(
         for endpoint in rest
         if endpoint.id in kept or endpoint not in pruned
     }
-    settings = await _merge_settings(declared, matches, taken)
+    settings = _merge_settings(declared, matches, taken)
     await _check_filters(change, declared, settings)
     steps = [ApplyStep("remove", r.name, r.id, pending=r.pending) for r in removals]
     steps += await _plan_changes(change, declared, matches, settings, existing, vault)
     return steps, () if prune else tuple(endpoint.name for endpoint in rest)
 
 
-async def _in_portions(items: Iterable[T]) -> AsyncIterator[T]:
-    """Iterate, and let other tasks run after every portion.
-
-    The API applies declarations of thousands of endpoints in the event loop of a relay.
-    """
-    for n, item in enumerate(items, 1):
-        yield item
-        if n % PORTION == 0:
-            await asyncio.sleep(0)
-
-
-async def _merge_settings(
+def _merge_settings(
     declared: Sequence[DeclaredEndpoint],
     matches: Mapping[str, FoundEndpoint],
     taken: Mapping[str, str],
@@ -176,7 +162,7 @@ async def _merge_settings(
         taken: names that are in use by other endpoints, with their state.
     """
     merged = []
-    async for each in _in_portions(declared):
+    for each in declared:
         match, name = matches.get(each.place), each.settings.name
         state = match.state if match and match.state == "removing" else taken.get(name)
         if state is not None:
@@ -215,7 +201,7 @@ async def _plan_changes(
         for each, its in zip(declared, settings, strict=True)
     )
     in_use = await vault.for_writing(change.db) if writes_secrets else vault
-    async for each, its in _in_portions(zip(declared, settings, strict=True)):
+    for each, its in zip(declared, settings, strict=True):
         match = matches.get(each.place)
         if match is None:
             if is_stream(its.url):

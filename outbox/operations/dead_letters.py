@@ -7,13 +7,13 @@ replay is derived from the progress of the lanes, so an acknowledgement needs no
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from outbox.errors import NotFound
 from outbox.operations.criteria import Criteria, criteria_parameters, find_endpoint_ids
-from outbox.operations.rows import RowPage, from_row
+from outbox.operations.pages import page_of
+from outbox.operations.rows import from_row
 from outbox.operations.tenancy import OWNS_RANGE
 from outbox.store.connection.connect import map_errors
 from outbox.store.expressions import PAYLOAD_SIZE
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
+    from outbox.operations.rows import RowPage
+
 DeadLetterState = Literal["dead", "replaying", "replayed", "dead_again", "discarded"]
 """State of a dead letter.  A replayed one is `replaying` while any new delivery is pending, then
 `replayed` or `dead_again`."""
 STATES: tuple[DeadLetterState, ...] = get_args(DeadLetterState)
-COUNTS_AT_ONCE = 1000
-"""Counts that are converted in one iteration of the event loop."""
 
 # Replays and their states.  The deliveries of a replay are in order in each lane, between
 # others, so the last one in a lane shows whether any is pending there: `ends` skips from lane to
@@ -295,7 +295,7 @@ async def list_dead_letters(
             rows = await connection.fetch(
                 LIST_DEAD, after, stored, ids, limit + 1, states, *only.arguments, only.owner
             )
-    return RowPage([from_row(DeadLetterRow, row) for row in rows], limit)
+    return page_of(rows, limit).map(lambda row: from_row(DeadLetterRow, row))
 
 
 async def count_by_state(
@@ -312,10 +312,7 @@ async def count_by_state(
             only = await only.resolve(connection)
             ids = await find_endpoint_ids(connection, only.endpoint, only.owner)
             rows = await connection.fetch(COUNT_DEAD, ids, *only.arguments, only.owner)
-    counts: list[DeadLetterCount] = []
-    for first in range(0, len(rows), COUNTS_AT_ONCE):
-        counts += [DeadLetterCount(**dict(row)) for row in rows[first : first + COUNTS_AT_ONCE]]
-        await asyncio.sleep(0)  # Thousands of endpoints may have dead letters for every reason.
+    counts = [DeadLetterCount(**row) for row in rows]
     total: dict[DeadLetterState, int] = dict.fromkeys(STATES, 0)
     for each in counts:
         total[each.state] += each.dead_letters

@@ -19,11 +19,7 @@ from outbox.operations.lanes import (
     condition_of,
     retry_state,
 )
-from outbox.operations.page_bytes import (
-    count_rows_within,
-    read_page_limit,
-    shorten_responses,
-)
+from outbox.operations.pages import read_page, shorten_responses
 from outbox.operations.rows import RowPage, from_row, parse_json
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.secrets import CLEAR
@@ -90,24 +86,6 @@ SELECT count(*) FROM endpoint e
 NAMES_PAGE = f"SELECT e.id, e.name FROM endpoint e {_FILTERED_PAGE}"  # noqa: S608 (constants only)
 LIST_SETTINGS = f"SELECT e.id, {SETTING_COLUMNS} FROM endpoint e {_PAGE}"  # noqa: S608
 
-# The approximate size of a row in memory, of the columns that may be large.
-_ROW_BYTES = """
-500 + octet_length(e.url) + coalesce(octet_length(e.state_comment), 0)
-    + octet_length(e.types::text) + 50 * cardinality(e.types)"""
-_SETTINGS_BYTES = f"""{_ROW_BYTES}
-    + coalesce(octet_length(e.ca), 0) + coalesce(octet_length(e.filter), 0)
-    + octet_length(e.headers::text) + octet_length(e.allow_networks::text)
-    + coalesce(octet_length(e.retryable::text), 0)"""
-
-
-def _count_within(row_bytes: str, page: str) -> str:
-    rows = f"SELECT e.name, {row_bytes} AS bytes FROM endpoint e {page}"  # noqa: S608
-    return count_rows_within(rows, 'p.name COLLATE "C"')
-
-
-COUNT_ROWS = _count_within(_ROW_BYTES, _FILTERED_PAGE)
-COUNT_SETTINGS = _count_within(_SETTINGS_BYTES, _PAGE)
-
 _NAMED = " WHERE e.name = $1 AND e.state <> 'removed'"
 GET_ENDPOINT = _LIST_DETAILS + _NAMED
 # For roles without the right to read headers, which may hold credentials.
@@ -115,10 +93,11 @@ GET_WITHOUT_HEADERS = _select_details("'{}'") + _NAMED
 MAY_SEE_HEADERS = "SELECT has_column_privilege('endpoint', 'headers', 'SELECT')"
 HEADER_NAMES = "SELECT header_names($1)"
 
+_FAILING_FIRST = "s.retry_seq IS DISTINCT FROM s.acked_seq + 1, s.generation, s.slot"
 GET_LANES = f"""
 SELECT s.endpoint_id, s.generation, s.slot, s.last_seq, s.acked_seq, s.retry_seq, s.attempts,
        s.spent, s.next_attempt_at, b.seq AS blocked_seq, b.at AS blocked_at,
-       {shorten_responses("s.last_response", "s.generation, s.slot")} AS last_response
+       {shorten_responses("s.last_response", _FAILING_FIRST)} AS last_response
   FROM ({LANE_STATE} WHERE l.endpoint_id = $1) s LEFT JOIN lane_block b ON b.lane_id = s.lane_id
  ORDER BY s.generation, s.slot
 """  # noqa: S608
@@ -274,16 +253,14 @@ async def list_endpoints(
 ) -> RowPage[EndpointRow]:
     """List endpoints by name, at most `limit`, starting after the name `after`.
 
-    There are fewer if they are large, as in `outbox.operations.page_bytes`.
+    There are fewer if they are large, as in `outbox.operations.pages`.
 
     Args:
         tenant: only endpoints of this tenant alone.
     """
-    filter_ = only.arguments
     with map_errors(schema):
-        limit = await read_page_limit(connection, COUNT_ROWS, limit, after, limit, tenant, *filter_)
-        rows = await connection.fetch(LIST_PAGE, after, limit + 1, tenant, *filter_)
-    return RowPage([_endpoint(row) for row in rows], limit)
+        page = await read_page(connection, LIST_PAGE, "name", after, limit, tenant, *only.arguments)
+    return page.map(_endpoint)
 
 
 async def count_endpoints(
@@ -308,9 +285,8 @@ async def list_settings(
 ) -> RowPage[tuple[UUID, EndpointSettings]]:
     """List endpoints like `list_endpoints`, as id and settings."""
     with map_errors(schema, "operator"):
-        limit = await read_page_limit(connection, COUNT_SETTINGS, limit, after, limit, None)
-        rows = await connection.fetch(LIST_SETTINGS, after, limit + 1, None)
-    return RowPage([(row["id"], settings_of(row)) for row in rows], limit)
+        page = await read_page(connection, LIST_SETTINGS, "name", after, limit, None)
+    return page.map(lambda row: (row["id"], settings_of(row)))
 
 
 def declaration(found: tuple[UUID, EndpointSettings]) -> dict[str, Any]:

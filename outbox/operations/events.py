@@ -18,6 +18,7 @@ from outbox.core.model.ids import delivery_id, outbox_id_of
 from outbox.errors import NotFound
 from outbox.operations.criteria import Criteria, criteria_parameters
 from outbox.operations.delivery_counts import DeliveryCounts, count_deliveries
+from outbox.operations.pages import page_of
 from outbox.operations.rows import ID_MAX, from_row
 from outbox.store.connection.connect import map_errors
 from outbox.store.retention.erasure import PLAN_BY_INDEX
@@ -178,13 +179,14 @@ async def search_events(
                     scanned_max = min(scanned_max, limit + 1)
                 await connection.execute(PLAN_BY_ID)
                 rows = await connection.fetch(FIND, *arguments, scanned_max)
-            found = [row for row in rows[:limit] if row["id"] is not None]
+            page = page_of(rows, limit)
+            found = [row for row in page if row["id"] is not None]
             counts: dict[int, DeliveryCounts] = {}
             if deliveries:
                 ids = [row["outbox_id"] for row in found]
                 counts = await count_deliveries(connection, ids, owner=owner)
     events = [from_row(EventRow, row, deliveries=counts.get(row["outbox_id"])) for row in found]
-    after = events[-1].outbox_id if len(rows) > limit else None
+    after = events[-1].outbox_id if page.more else None
     if key is not None:
         return EventPage(events, after, None, None)
     extent = rows[0]

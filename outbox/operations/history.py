@@ -15,7 +15,7 @@ from outbox.core.delivery.delivery_history import (
     latency_quantile_s,
 )
 from outbox.operations.endpoints import ANY, NAMES_PAGE
-from outbox.operations.rows import RowPage
+from outbox.operations.pages import page_of
 from outbox.store.connection.connect import map_errors
 from outbox.store.delivery.endpoints import endpoint_not_found
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from asyncpg import Connection, Record
 
     from outbox.operations.endpoint_filter import EndpointFilter
+    from outbox.operations.rows import RowPage
 
 HOUR_S = 3600
 _LATENCIES = ", ".join(
@@ -136,13 +137,13 @@ async def list_histories(
     """
     with map_errors(schema):
         found = await connection.fetch(NAMES_PAGE, after, limit + 1, tenant, *only.arguments)
-        ids = [row["id"] for row in found]
+        page = page_of(found, limit)
+        ids = [row["id"] for row in page]
         rows = await connection.fetch(HISTORY_OF_EACH, ids, HOUR_S)
     by_id: dict[UUID, list[Record]] = {}
     for row in rows:
         by_id.setdefault(row["endpoint_id"], []).append(row)
-    histories = [_history(each["name"], by_id.get(each["id"], [])) for each in found]
-    return RowPage(histories, limit)
+    return page.map(lambda each: _history(each["name"], by_id.get(each["id"], [])))
 
 
 def _history(name: str, rows: Sequence[Record]) -> EndpointHistory:

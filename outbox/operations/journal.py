@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.errors import UsageError
 from outbox.operations.criteria import absolute_time, read_now
 from outbox.operations.events import PLAN_BY_ID
-from outbox.operations.page_bytes import count_rows_within, read_page_limit
+from outbox.operations.pages import read_page
 from outbox.operations.rows import ID_MAX, RowPage, from_row
 from outbox.store.connection.connect import map_errors
 
@@ -23,39 +23,29 @@ if TYPE_CHECKING:
 
 _COLUMNS = """j.id, j.at, j.kind, j.actor, j.session_role, j.endpoint_id, j.data::text AS data,
        e.name AS endpoint"""
-# The approximate size of an entry in memory, with its parsed data.
-_BYTES = "500 + 4 * octet_length(j.data::text) AS bytes, j.id"
 
 # The conditions of `JournalFilter`.
 _MATCHES = """($3::text IS NULL OR kind = $3) AND ($4::text IS NULL OR actor = $4)
           AND ($5::timestamptz IS NULL OR at >= $5) AND ($6::timestamptz IS NULL OR at < $6)"""
 
-_ALL = """
-SELECT {columns} FROM journal j LEFT JOIN endpoint e ON e.id = j.endpoint_id
- WHERE j.id < $1 AND {matches} ORDER BY j.id DESC LIMIT $2
-"""
+LIST_ALL = f"""
+SELECT {_COLUMNS} FROM journal j LEFT JOIN endpoint e ON e.id = j.endpoint_id
+ WHERE j.id < $1 AND {_MATCHES} ORDER BY j.id DESC LIMIT $2
+"""  # noqa: S608 (constants only)
 
 # The newest entries of each endpoint by index, merged: one combined query would scan the
 # entries of all other endpoints.
-_OF_ENDPOINTS = """
-SELECT {columns} FROM unnest($7::uuid[]) AS wanted(id)
+LIST_OF_ENDPOINTS = f"""
+SELECT {_COLUMNS} FROM unnest($7::uuid[]) AS wanted(id)
   JOIN endpoint e ON e.id = wanted.id
  CROSS JOIN LATERAL (
        SELECT * FROM journal
         WHERE endpoint_id = wanted.id AND id < $1
-          AND {matches}
+          AND {_MATCHES}
           AND ($8 OR kind NOT IN ('endpoint_claimed', 'endpoint_released'))
         ORDER BY id DESC LIMIT $2) j
  ORDER BY j.id DESC LIMIT $2
-"""
-
-LIST_ALL, LIST_OF_ENDPOINTS = (
-    each.format(columns=_COLUMNS, matches=_MATCHES) for each in (_ALL, _OF_ENDPOINTS)
-)
-COUNT_ALL, COUNT_OF_ENDPOINTS = (
-    count_rows_within(each.format(columns=_BYTES, matches=_MATCHES), "p.id DESC")
-    for each in (_ALL, _OF_ENDPOINTS)
-)
+"""  # noqa: S608 (constants only)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +113,7 @@ async def list_journal(
 ) -> RowPage[JournalRow]:
     """List journal entries, newest first, at most `limit` with ids below `before`.
 
-    There are fewer if they are large, as in `outbox.operations.page_bytes`.
+    There are fewer if they are large, as in `outbox.operations.pages`.
 
     Args:
         endpoint_ids: only entries of these endpoints; None: all.
@@ -133,11 +123,10 @@ async def list_journal(
     with map_errors(schema):
         async with connection.transaction(isolation="read_committed", readonly=True):
             await connection.execute(PLAN_BY_ID)
-            count, select = COUNT_ALL, LIST_ALL
+            select = LIST_ALL
             arguments = await only.arguments(connection)
             if endpoint_ids is not None:
-                count, select = COUNT_OF_ENDPOINTS, LIST_OF_ENDPOINTS
+                select = LIST_OF_ENDPOINTS
                 arguments = (*arguments, endpoint_ids, ownership_changes)
-            limit = await read_page_limit(connection, count, limit, before, limit, *arguments)
-            rows = await connection.fetch(select, before, limit + 1, *arguments)
-    return RowPage([from_row(JournalRow, row, parse=("data",)) for row in rows], limit)
+            page = await read_page(connection, select, "id", before, limit, *arguments)
+    return page.map(lambda row: from_row(JournalRow, row, parse=("data",)))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.ids import lane_name
 from outbox.errors import NotFound
-from outbox.operations.page_bytes import PAGE_BYTES_MAX
+from outbox.operations.pages import PAGE_BYTES_MAX
 from outbox.operations.rows import from_row
 from outbox.store.absence_proof import AbsenceProof
 from outbox.store.connection.connect import map_errors

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from outbox.core.sequencing.replay_throttle import ReplayKind, StopReason
 from outbox.errors import Conflict, NotFound
-from outbox.operations.page_bytes import count_rows_within, read_page_limit
+from outbox.operations.pages import read_page
 from outbox.operations.rows import ID_MAX, RowPage, from_row
 from outbox.operations.tenancy import JOB_IS_OWN
 from outbox.store.change import NEW_JOB, document, make_change_and_read
@@ -83,19 +83,11 @@ SELECT j.id, j.kind, j.state, j.endpoint, j.types, j.tenant, j.reason, j.since, 
          FROM replay_job_endpoint WHERE job_id = j.id) p
 """
 
-_PAGE = f"""
- WHERE j.id < $1 AND j.state = ANY ($2)
+READ_JOBS = f"""{_JOBS}
+ WHERE j.id < $1 AND j.state = ANY ($3)
    AND ($4::text IS NULL OR {JOB_IS_OWN.format(job="j.id", tenant="$4")})
- ORDER BY j.id DESC LIMIT $3
+ ORDER BY j.id DESC LIMIT $2
 """
-READ_JOBS = _JOBS + _PAGE
-# The approximate size of a job in memory, with its types.
-COUNT_JOBS = count_rows_within(
-    f"""
-SELECT j.id, 1000 + coalesce(octet_length(j.types::text) + 50 * cardinality(j.types), 0) AS bytes
-  FROM replay_job j {_PAGE}""",  # noqa: S608 (constants only)
-    "p.id DESC",
-)
 READ_JOB = f"""{_JOBS} WHERE j.id = $1"""
 
 ABORT_JOB = WriteStatement(
@@ -204,15 +196,14 @@ async def list_jobs(
 ) -> RowPage[ReplayJob]:
     """List jobs with ids below `before`, newest first, at most `limit`.
 
-    There are fewer if they are large, as in `outbox.operations.page_bytes`.
+    There are fewer if they are large, as in `outbox.operations.pages`.
 
     Args:
         tenant: only jobs of endpoints of this tenant alone.
     """
     with map_errors(schema):
-        limit = await read_page_limit(connection, COUNT_JOBS, limit, before, states, limit, tenant)
-        rows = await connection.fetch(READ_JOBS, before, states, limit + 1, tenant)
-    return RowPage([_job(row) for row in rows], limit)
+        page = await read_page(connection, READ_JOBS, "id", before, limit, states, tenant)
+    return page.map(_job)
 
 
 async def get_job(connection: Connection[Any], schema: str, job_id: int) -> ReplayJob:

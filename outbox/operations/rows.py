@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import orjson
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection, Iterable
 
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound="DataclassInstance")
 Item = TypeVar("Item")
+Other = TypeVar("Other")
 
 ID_MAX = 2**63 - 1
 """The largest id in a table, and the largest sequence number."""
@@ -43,11 +44,15 @@ def encode_other(value: object) -> object:
 
 
 class RowPage(list[Item]):
-    """A page of rows, from up to `limit + 1` of them: an extra row shows that there are more."""
+    """A page of rows, and whether there are more."""
 
-    def __init__(self, rows: list[Item], limit: int) -> None:
-        super().__init__(rows[:limit])
-        self.more = len(rows) > limit
+    def __init__(self, rows: Iterable[Item], *, more: bool) -> None:
+        super().__init__(rows)
+        self.more = more
+
+    def map(self, convert: Callable[[Item], Other]) -> RowPage[Other]:
+        """The same page of other items."""
+        return RowPage(map(convert, self), more=self.more)
 
 
 def from_row(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.model.text import closest
 from outbox.core.schedules.cron import Cron
 from outbox.errors import NotFound, UsageError
-from outbox.operations.page_bytes import count_rows_within, read_page_limit
+from outbox.operations.pages import read_page
 from outbox.operations.rows import RowPage, from_row
 from outbox.store.connection.connect import map_errors
 
@@ -28,23 +27,13 @@ state = 'active' AND overlap = 'wait' AND last_outbox_id IS NOT NULL
     AND next_at <= clock_timestamp() AND due_at > next_at AS waits
 """
 
-_PAGE = """
+# Without payloads, each of which may be large.
+PAGE = f"""
+SELECT {COLUMNS}
   FROM schedule
  WHERE ($1::text IS NULL OR name COLLATE "C" > $1) AND ($3::text IS NULL OR tenant = $3)
  ORDER BY name COLLATE "C" LIMIT $2
-"""
-
-# Without payloads, each of which may be large.
-PAGE = f"SELECT {COLUMNS} {_PAGE}"
-
-# The approximate size of a row in memory, of the columns that may be large.
-COUNT_ROWS = count_rows_within(
-    f"""
-SELECT name, 1000 + coalesce(octet_length(key), 0) + coalesce(octet_length(tenant), 0)
-       + octet_length(type) + octet_length(cron) + coalesce(octet_length(state_comment), 0) AS bytes
-{_PAGE}""",
-    'p.name COLLATE "C"',
-)
+"""  # noqa: S608 (constants only)
 
 GET = f"""
 SELECT {COLUMNS}, payload::text, headers::text
@@ -138,20 +127,14 @@ async def list_schedules(
 ) -> RowPage[ListedSchedule]:
     """List schedules by name, at most `limit`, starting after the name `after`.
 
-    There are fewer if they are large, as in `outbox.operations.page_bytes`.
+    There are fewer if they are large, as in `outbox.operations.pages`.
 
     Args:
         tenant: only schedules that publish for this tenant.
     """
     with map_errors(schema):
-        limit = await read_page_limit(connection, COUNT_ROWS, limit, after, limit, tenant)
-        rows = await connection.fetch(PAGE, after, limit + 1, tenant)
-    listed: list[ListedSchedule] = []
-    for row in rows:
-        listed.append(from_row(ListedSchedule, row, next_runs=_next_runs(row)))
-        # The search for the next runs may take a millisecond.
-        await asyncio.sleep(0)
-    return RowPage(listed, limit)
+        page = await read_page(connection, PAGE, "name", after, limit, tenant)
+    return page.map(lambda row: from_row(ListedSchedule, row, next_runs=_next_runs(row)))
 
 
 async def get_schedule(connection: Connection[Any], schema: str, name: str) -> Schedule:

@@ -9,7 +9,7 @@ from outbox.core.model.ids import lane_name
 from outbox.core.sequencing.partition_window import unsequenced_ids
 from outbox.operations import lanes
 from outbox.operations.dead_letters import LAST_REPLAY
-from outbox.operations.page_bytes import shorten_responses
+from outbox.operations.pages import page_of, shorten_responses
 from outbox.operations.rows import from_row
 from outbox.store.cluster.timeline import read_stopped
 from outbox.store.connection.connect import map_errors
@@ -21,6 +21,7 @@ from outbox.store.routing_change import READ_NOW
 from outbox.store.sequencing.stalls import Blocker, read_cursor_blocker
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from datetime import datetime
     from uuid import UUID
 
@@ -113,8 +114,7 @@ SELECT t.*, e.id, e.name, e.url, e.state, e.state_at, e.state_by, e.state_commen
        k.slot AS block_slot, k.seq AS block_seq, k.at AS block_at, k.dead_id,
        f.generation, f.slot, f.retry_seq, f.attempts, f.spent, f.next_attempt_at, n.event_id,
        s.skip_seq,
-       {shorten_responses("p.last_response", f"t.{lanes.RANK}")}
-           AS last_response,
+       {shorten_responses("p.last_response", f"t.{lanes.RANK}")} AS last_response,
        (SELECT max({lanes.OLDEST_S}) FROM near l
          WHERE l.endpoint_id = e.id AND l.last_seq > l.acked_seq) AS oldest_s
   FROM shown t
@@ -316,7 +316,7 @@ class Overview:
 
 
 async def read_overview(connection: Connection[Any], schema: str, *, limit: int = 100) -> Overview:
-    """Read the overview in one snapshot, with at most `limit` endpoints.
+    """Read the overview in one snapshot, with at most `limit` endpoints, or those of a page.
 
     Raises:
         SchemaMissing, DatabaseUnavailable, CannotRun: as in `map_errors`.
@@ -350,7 +350,7 @@ async def read_overview(connection: Connection[Any], schema: str, *, limit: int 
         open_gaps=gaps["gaps"],
         unaccounted_events=unaccounted,
         replicas=tuple(from_row(ReplicaStatus, row) for row in replicas),
-        endpoints=tuple(_endpoint(row) for row in endpoints),
+        endpoints=_endpoints(endpoints),
         endpoints_total=endpoints[0]["endpoints_total"] if endpoints else 0,
         dead_letters={row["state"]: row["dead_letters"] for row in dead},
         dead_letters_of_removed=sum(row["of_removed"] for row in dead if row["state"] == "dead"),
@@ -360,7 +360,7 @@ async def read_overview(connection: Connection[Any], schema: str, *, limit: int 
 async def read_endpoint_statuses(
     connection: Connection[Any], schema: str, *, tenant: str | None = None, limit: int = 100
 ) -> EndpointStatuses:
-    """Read the status of at most `limit` endpoints.
+    """Read the status of at most `limit` endpoints, or those of a page.
 
     Args:
         tenant: only endpoints of this tenant alone; None: all.
@@ -369,13 +369,17 @@ async def read_endpoint_statuses(
         at: datetime = await connection.fetchval(READ_NOW)
         rows = await connection.fetch(ENDPOINTS, limit, tenant)
     total = rows[0]["endpoints_total"] if rows else 0
-    return EndpointStatuses(at, total, tuple(map(_endpoint, rows)))
+    return EndpointStatuses(at, total, _endpoints(rows))
 
 
 async def list_replicas(connection: Connection[Any], schema: str) -> list[ReplicaStatus]:
     """List the registered relays."""
     with map_errors(schema):
         return [from_row(ReplicaStatus, row) for row in await connection.fetch(REPLICAS)]
+
+
+def _endpoints(rows: Sequence[Any]) -> tuple[EndpointStatus, ...]:
+    return tuple(map(_endpoint, page_of(rows, len(rows))))
 
 
 def _endpoint(row: Any) -> EndpointStatus:

@@ -6,8 +6,9 @@ batches, its deliveries through the lanes named by its batch, its attempts by ke
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+import orjson
 
 from outbox.core.model.ids import delivery_id
 from outbox.core.sequencing.partition_window import WIDTH
@@ -29,8 +30,8 @@ from outbox.operations.event_trace import (
     UnsentGroup,
 )
 from outbox.operations.lanes import BLOCKED_BY, LANE_STATE, retry_state
-from outbox.operations.page_bytes import shorten_responses
-from outbox.operations.rows import ID_MAX, from_row
+from outbox.operations.pages import shorten_responses
+from outbox.operations.rows import ID_MAX, encode_other, from_row
 from outbox.operations.trace_diagnosis import add_diagnosis
 from outbox.store.connection.connect import map_errors
 from outbox.store.delivery.lanes import lacks_end
@@ -112,8 +113,7 @@ SELECT g.lane_id, g.batch, g.seq AS sequence, g.replay_seq, g.backfill_id AS bac
  ORDER BY e.name COLLATE "C", g.batch, g.lane_id, g.seq
 """
 
-# The newest attempts of each delivery first, up to the limit $4, and the responses of the newest
-# ones up to the limit in bytes: a retry policy may have 10,000 attempts.
+# The newest attempts of each delivery first, up to the limit $4: a retry policy may have 10,000.
 READ_ATTEMPTS = f"""
 WITH newest AS MATERIALIZED (
     SELECT a.*, row_number() OVER (PARTITION BY a.lane_id, a.seq ORDER BY a.attempt DESC) AS age
@@ -189,8 +189,6 @@ SELECT reason, count(*) AS endpoints, (array_agg(name ORDER BY name COLLATE "C")
 UNSENT_EXAMPLES_MAX = 3
 TRACED_ATTEMPTS_MAX = 1000
 """Attempts in the trace of an event, of all its deliveries."""
-DELIVERY_BYTES, ATTEMPT_BYTES = 600, 300
-"""Approximate size of their JSON, without responses."""
 NO_BATCH = -1
 
 Place: TypeAlias = tuple[int, int]
@@ -216,7 +214,7 @@ async def trace_events(
         endpoint: only deliveries to the endpoints that ever had this name; None: to all.
         limit, below, tenant, once_key: see `outbox.operations.events.find_events`.
         payload: include the payloads.
-        bytes_max: approximate size of the report, which ends with the event that exceeds it.
+        bytes_max: size of the report as JSON, which ends with the event that exceeds it.
 
     Raises:
         NotFound: no event matches, or no endpoint ever had this name.
@@ -234,32 +232,8 @@ async def trace_events(
             connection, schema, outbox_id, endpoint_ids=endpoint_ids, payload=payload
         )
         traces.append(trace)
-        traced_bytes += _approximate_bytes(trace)
+        traced_bytes += len(orjson.dumps(trace, encode_other))
     return TraceReport(match.by, match.more, traces)
-
-
-def _approximate_bytes(trace: EventTrace) -> int:
-    """Size of the deliveries and the payload as JSON; shorter than encoding them to measure it."""
-    attempts = [attempt for delivery in trace.deliveries for attempt in delivery.attempts]
-    responses = [attempt.response for attempt in attempts]
-    responses += [
-        each.lane_state.head.last_response
-        for each in trace.deliveries
-        if each.lane_state is not None
-    ]
-    # Payloads may take 25 times as much memory when they are parsed.
-    payload_bytes = 0 if trace.event.payload is None else trace.event.payload_bytes or 0
-    return (
-        payload_bytes
-        + DELIVERY_BYTES * len(trace.deliveries)
-        + ATTEMPT_BYTES * len(attempts)
-        + sum(_response_bytes(each) for each in responses if each is not None)
-    )
-
-
-def _response_bytes(response: dict[str, Any]) -> int:
-    texts = [response.get("body", ""), *chain(*response.get("headers", {}).items())]
-    return sum(len(text.encode()) for text in texts)
 
 
 async def read_trace(

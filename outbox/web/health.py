@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from outbox.web.address import Address
 
+HEALTH_CONNECTIONS_MAX = 64
+"""Connections of the listener.  Deliveries wait while the data of all of them are parsed."""
 ACCEPT_CHARS_MAX = 1000
 PATHS = """\
 /healthz   200 while the process responds

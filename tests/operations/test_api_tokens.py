@@ -123,7 +123,7 @@ async def test_listings_of_a_tenant_read_only_its_rows(
         generic=False,
     )
     assert plan.rows <= 10_000 + 3 * 2000, plan
-    plan = await explain(db, replay_jobs.READ_JOBS, 0, ["running"], 101, "tenant-1", generic=False)
+    plan = await explain(db, replay_jobs.READ_JOBS, 0, 101, ["running"], "tenant-1", generic=False)
     assert plan.rows <= 40_000, plan
 
 

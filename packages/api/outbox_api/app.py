@@ -1,16 +1,17 @@
 """The API application: the request pipeline.
 
-    host ─▶ route ─▶ token ─▶ rate ─▶ slot ─▶ scope ─▶ tenant ─▶ query, body ─▶ ownership ─▶ handler
+    host ─▶ route ─▶ token ─▶ rate ─▶ in flight ─▶ scope ─▶ tenant ─▶ query ─▶ read body
+      ─▶ connection ─▶ parse body ─▶ ownership ─▶ handler ─▶ encode ─▶ write response
 
-Every error becomes a problem (RFC 9457).  No exception reaches the relay, which runs in the
-same event loop.
+A body is parsed, and a response encoded, while the request has one of the few connections to the
+database: so many requests have their values in memory.  Every error becomes a problem (RFC 9457).
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import orjson
@@ -22,16 +23,16 @@ from outbox.destinations.endpoint_validation import policy_of
 from outbox.operations.rows import encode_other
 from outbox.store.connection.connect import in_one_line
 from outbox_api import openapi, page, problem, tenancy
-from outbox_api.auth import UNKNOWN_ADDRESS, Authenticator, require_scope
-from outbox_api.body_limits import BodyLimits
+from outbox_api.auth import Authenticator, require_scope
 from outbox_api.host_check import host_middleware
+from outbox_api.in_flight import InFlight, in_flight
+from outbox_api.limits import LARGE_BODIES_MAX, REQUEST_BODY_BYTES_MAX
 from outbox_api.live_cache import LiveStatusCache
 from outbox_api.middleware import log_unexpected, problem_middleware
 from outbox_api.problem import Problem, ProblemKind
 from outbox_api.rate_limit import RateLimiter
-from outbox_api.request_body import BodyReader, body_bytes
+from outbox_api.request_body import BodyReader, parse
 from outbox_api.request_parsing import read_query, require_storable_text
-from outbox_api.request_slots import RequestSlots
 from outbox_api.route import Call, DeferredReply, NoQuery, Page, Reply
 from outbox_api.routes import ROUTES
 
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from outbox.web.address import Address
     from outbox_api.database import Database
     from outbox_api.login_failures import FailedLogins
-    from outbox_api.route import Caller, RequestModel, Route
+    from outbox_api.route import Caller, Route
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -58,14 +59,25 @@ def application(
     address: Address,
     database: Database,
     failures: FailedLogins,
+    requests: InFlight,
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> web.Application:
-    """Create the API application for a listener at `address`."""
+    """Create the API application for a listener at `address`.
+
+    Args:
+        requests: those in flight of the process.
+    """
     limits = RateLimiter(settings.api_rate_max, clock)
     authenticator = Authenticator(database, failures, limits, clock)
     handlers = _RouteHandlers(settings, database, authenticator, limits, clock)
-    app = web.Application(middlewares=[problem_middleware(NO_SUCH_PATH), host_middleware(address)])
+    app = web.Application(
+        middlewares=[
+            requests.middleware(),
+            problem_middleware(NO_SUCH_PATH),
+            host_middleware(address),
+        ]
+    )
     app.on_cleanup.append(handlers.close)
     page.add_routes(app)
     app.router.add_get("/openapi.json", openapi.handler(ROUTES))
@@ -91,9 +103,8 @@ class _RouteHandlers:
         self._database = database
         self._authenticator = authenticator
         self._limits = limits
-        self._slots = RequestSlots()
-        self._bodies = BodyReader(clock)
-        self._body_limits = BodyLimits(database, clock)
+        self._bodies = BodyReader(database, clock)
+        self._large_bodies = asyncio.Semaphore(LARGE_BODIES_MAX)
         self._live = LiveStatusCache(clock)
         self._tester = EndpointTester(policy_of(settings), settings.outbound_proxy)
         self._database_error: str | None = None
@@ -112,10 +123,8 @@ class _RouteHandlers:
                         request.headers.get("Authorization"), request.remote
                     )
                     self._limits.require_request_quota(caller.id)
-                    bytes_max = await self._body_limits.body_bytes_max(request, route)
-                    size = body_bytes(request, route, bytes_max)
-                    with self._slots.hold(caller.id, request.remote or UNKNOWN_ADDRESS, size):
-                        response = await self._respond(route, request, caller, bytes_max)
+                    in_flight(request).count(caller.id)
+                    return await self._respond(route, request, caller)
             except web.HTTPException:
                 raise
             except Problem as error:
@@ -124,12 +133,11 @@ class _RouteHandlers:
                 raise
             except Exception as error:
                 raise self._as_problem(error, request, route) from error
-            return response
 
         return handle
 
     async def _respond(
-        self, route: Route, request: web.Request, caller: Caller, bytes_max: int
+        self, route: Route, request: web.Request, caller: Caller
     ) -> web.StreamResponse:
         require_scope(caller, route.scope)
         tenancy.require_tenant_access(route, caller)
@@ -137,47 +145,37 @@ class _RouteHandlers:
         require_storable_text(path)
         query = read_query(request.query, route.query or NoQuery)
         require_storable_text(list(request.query.values()))
-        if route.body is None:
-            return await self._call(route, request, caller, path, query, None, is_large=False)
-        reading = self._bodies.read(request, route, route.body, bytes_max, caller.id)
-        async with reading as (body, is_large):
-            return await self._call(route, request, caller, path, query, body, is_large=is_large)
-
-    async def _call(
-        self,
-        route: Route,
-        request: web.Request,
-        caller: Caller,
-        path: dict[str, str],
-        query: RequestModel,
-        body: RequestModel | None,
-        *,
-        is_large: bool,
-    ) -> web.StreamResponse:
-        try:
-            async with self._connection(route) as connection:
-                await tenancy.require_owned_path(connection, route, caller.tenant, path)
-                call: Call[Any, Any] = Call(
-                    caller,
-                    connection,
-                    self._database.settings,
-                    path,
-                    request.headers,
-                    query,
-                    body,
-                    self._live,
-                    self._tester,
-                    is_large,
-                )
-                response = await route.handler(call)
-        except Exception as error:
-            if caller.tenant is not None and _is_not_found(error):
-                # The original detail could reveal objects of other tenants.
-                raise Problem(ProblemKind.NOT_FOUND, tenancy.NOT_OWNED) from error
-            raise
-        if isinstance(response, DeferredReply):
-            response = await response.produce()
-        return _response(response, route.status)
+        raw = None
+        if route.body is not None:
+            raw = await self._bodies.read(request, route, in_flight(request))
+        is_large = raw is not None and len(raw) > REQUEST_BODY_BYTES_MAX
+        async with self._large_bodies if is_large else nullcontext():
+            try:
+                async with self._connection(route) as connection:
+                    body = None if route.body is None else parse(raw, route.body)
+                    del raw
+                    in_flight(request).hold(0)
+                    await tenancy.require_owned_path(connection, route, caller.tenant, path)
+                    call: Call[Any, Any] = Call(
+                        caller,
+                        connection,
+                        self._database.settings,
+                        path,
+                        request.headers,
+                        query,
+                        body,
+                        self._live,
+                        self._tester,
+                    )
+                    result = await route.handler(call)
+                    if not isinstance(result, DeferredReply):
+                        return _response(result, route.status)
+            except Exception as error:
+                if caller.tenant is not None and _is_not_found(error):
+                    # The original detail could reveal objects of other tenants.
+                    raise Problem(ProblemKind.NOT_FOUND, tenancy.NOT_OWNED) from error
+                raise
+        return _response(await result.produce(), route.status)
 
     @asynccontextmanager
     async def _connection(self, route: Route) -> AsyncIterator[Connection[Any]]:

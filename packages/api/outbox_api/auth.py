@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from outbox.core.model.api_token import digest, is_token
 from outbox.operations import api_tokens
+from outbox_api.in_flight import UNKNOWN_ADDRESS
 from outbox_api.problem import Problem, ProblemKind
 from outbox_api.route import Caller
 
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 CACHED_S = 2.0
 CACHED_TOKENS_MAX = 1000
-UNKNOWN_ADDRESS = "unknown"
-"""Rate-limit key of clients without a known address."""
 REALM = 'Bearer realm="outbox"'
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 from outbox.core.model import endpoint_config
-from outbox.destinations.endpoint_validation import check_declared, policy_of, run_in_thread
+from outbox.destinations.endpoint_validation import check_declared, policy_of
 from outbox.errors import UsageError
 from outbox.operations import endpoints
 from outbox.operations.apply import ApplyReport, apply_file
 from outbox.store.connection.secrets import Vault
 from outbox_api import route
+from outbox_api.limits import CONFIG_BODY_BYTES_MAX, CONFIG_ENDPOINTS_MAX
 from outbox_api.request_parsing import Paging
 from outbox_api.route import (
     Call,
@@ -23,14 +24,6 @@ from outbox_api.route import (
 if TYPE_CHECKING:
     from outbox.core.model.endpoint_config import DeclaredEndpoint
     from outbox.network.egress import EgressPolicy
-
-
-CONFIG_BODY_BYTES_MAX = 2 * 1024 * 1024
-"""A declaration has the settings of all endpoints, and only system tokens may send one."""
-CONFIG_BODY_VALUES_MAX = 100_000
-"""50 of each endpoint."""
-CONFIG_ENDPOINTS_MAX = 2000
-"""Their changes are one message to the database, encoded in one piece."""
 
 
 class ApplyQuery(RequestModel):
@@ -72,13 +65,12 @@ def _parse(body: DeclarationBody, policy: EgressPolicy) -> list[DeclaredEndpoint
     "Apply a declaration in one transaction",
     scope="operate",
     body_bytes_max=CONFIG_BODY_BYTES_MAX,
-    body_values_max=CONFIG_BODY_VALUES_MAX,
 )
 async def _apply(call: Call[ApplyQuery, DeclarationBody]) -> ApplyReport:
     query = call.query
     if query.dead_letter and not query.prune:
         raise UsageError("dead_letter: needs prune as well")
-    declared = await run_in_thread(_parse, call.body, policy_of(call.settings))
+    declared = _parse(call.body, policy_of(call.settings))
     return await call.run(
         apply_file,
         declared,

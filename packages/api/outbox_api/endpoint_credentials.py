@@ -8,7 +8,6 @@ from typing import Any
 from pydantic import Field
 
 from outbox.destinations.broker_address import credentials_header
-from outbox.destinations.endpoint_validation import run_in_thread
 from outbox.network.tls import check_identity
 from outbox.operations import endpoint_secrets
 from outbox.operations.endpoint_certificate import CertificateChange, set_identity
@@ -76,7 +75,7 @@ async def _rotate(call: Call[NoQuery, RotationBody]) -> Rotation:
     tenants=TenantAccess.ENDPOINT,
 )
 async def _set_certificate(call: Call[NoQuery, CertificateBody]) -> CertificateChange:
-    about = asdict(await run_in_thread(check_identity, call.body.pem))
+    about = asdict(check_identity(call.body.pem))
     return await call.run(
         set_identity,
         call.path["name"],

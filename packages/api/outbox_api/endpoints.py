@@ -19,7 +19,6 @@ from outbox.destinations.endpoint_tester import TEST_RETRY_S, TEST_S, TooManyTes
 from outbox.destinations.endpoint_validation import (
     check_reachable,
     policy_of,
-    run_in_thread,
     trust_error,
 )
 from outbox.errors import Conflict, UsageError
@@ -192,7 +191,7 @@ async def _add(call: Call[NoQuery, SettingsBody]) -> NewEndpoint:
     _check_tenant_rules(call, settings)
     tenancy.require_name(call.tenant, settings.name)
     check_reachable(settings, policy_of(call.settings))
-    if (ca_error := await run_in_thread(trust_error, settings.ca)) is not None:
+    if (ca_error := trust_error(settings.ca)) is not None:
         raise ca_error
     made = await call.run(
         endpoint_changes.add_endpoint,
@@ -225,7 +224,7 @@ async def _update(call: Call[NoQuery, SettingsBody]) -> Updated:
         if name in fields and fields[name] is None:
             raise UsageError(f"{name}: must be a string")
     # Before the change, which may be planned several times: parsing certificates is slow.
-    ca_error = await run_in_thread(trust_error, fields.get("ca"))
+    ca_error = trust_error(fields.get("ca"))
 
     def edit(current: Any) -> Any:
         settings = endpoint_config.parse_one(fields, current)

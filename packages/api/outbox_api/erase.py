@@ -7,7 +7,6 @@ from outbox.operations import erase
 from outbox.operations.erase import ErasureReport, ErasureTarget
 from outbox_api import route, tenancy
 from outbox_api.route import (
-    SMALL_BYTES_MAX,
     Call,
     NoQuery,
     RequestModel,
@@ -32,8 +31,6 @@ class EraseBody(RequestModel):
     "Erase payloads, headers and responses of a tenant's or a key's events permanently",
     scope="operate",
     tenants=TenantAccess.NARROWED,
-    # A larger one would occupy the memory of large bodies for as long as the erasure lasts.
-    body_bytes_max=SMALL_BYTES_MAX,
     timeout_s=ERASE_TIMEOUT_S,
     long=True,
 )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import fields, replace
 from datetime import datetime
-from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING, Annotated, Any
 from uuid import UUID
@@ -15,7 +13,6 @@ from pydantic import AwareDatetime, Field, model_validator
 
 from outbox.core.model.event import deliver_at
 from outbox.core.model.json_values import encode_json
-from outbox.destinations.endpoint_validation import run_in_thread
 from outbox.drivers.connections import open_connection
 from outbox.errors import InvalidEvent, UsageError
 from outbox.operations import events, trace
@@ -23,17 +20,17 @@ from outbox.operations import idempotency_keys as once
 from outbox.operations.criteria import Criteria
 from outbox.operations.event_trace import TraceReport
 from outbox.operations.events import EventRow
-from outbox.operations.page_bytes import PAGE_BYTES_MAX
+from outbox.operations.pages import PAGE_BYTES_MAX
 from outbox.operations.rows import ID_MAX
 from outbox.producers.event import Event, encode_events
 from outbox.producers.publishing import publish_encoded
 from outbox.producers.tracing import traced
 from outbox_api import route, tenancy
+from outbox_api.limits import PAYLOAD_BODY_BYTES_MAX, REQUEST_EVENTS_MAX
 from outbox_api.problem import Problem, ProblemKind
 from outbox_api.redaction import redactor_for
 from outbox_api.request_parsing import Base64, Paging, Seconds, TimeOrAge
 from outbox_api.route import (
-    PAYLOAD_BODY_BYTES_MAX,
     Call,
     Headers,
     NoQuery,
@@ -52,8 +49,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-REQUEST_EVENTS_MAX = 1000
-"""Maximum number of events in one request (one transaction)."""
 TRACED_EVENTS_MAX = 100
 COUNTED_EVENTS_MAX = 100
 """Maximum of events in a page whose deliveries are counted."""
@@ -154,12 +149,9 @@ async def _publish(call: Call[NoQuery, NewEvents]) -> Reply:
         )
     if key is not None and body.once is not None:
         raise UsageError(f"{IDEMPOTENCY_KEY}, once: are mutually exclusive")
-    encode = partial(_encode, call, key)
     try:
         with traced(body.type or f"{len(body.events or ())} events"):
-            events_to_publish, encoded, digest = (
-                await run_in_thread(encode) if call.is_large else encode()
-            )
+            events_to_publish, encoded, digest = _encode(call, key)
             async with call.db.transaction(isolation="read_committed"):
                 ids = await publish_encoded(
                     await open_connection(call.db),
@@ -339,8 +331,4 @@ async def _trace(call: Call[TraceQuery, None]) -> TraceReport:
         bytes_max=PAGE_BYTES_MAX,
     )
     redactor = await redactor_for(call)
-    shown = []
-    for each in report.events:
-        shown.append(redactor.redact_trace(each))
-        await asyncio.sleep(0)  # A hundred traces are diagnosed again, without what is redacted.
-    return replace(report, events=shown)
+    return replace(report, events=[redactor.redact_trace(each) for each in report.events])

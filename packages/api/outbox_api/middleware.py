@@ -38,18 +38,21 @@ def problem_middleware(no_such_path: str) -> Any:
         try:
             return await handler(request)
         except Problem as error:
-            return _response(error)
+            return problem_response(error)
         except web.HTTPMethodNotAllowed as error:
             allowed = ", ".join(sorted(error.allowed_methods))
             detail = f"{request.path} allows {allowed}"
-            return _response(Problem(ProblemKind.METHOD_NOT_ALLOWED, detail, {"Allow": allowed}))
+            return problem_response(
+                Problem(ProblemKind.METHOD_NOT_ALLOWED, detail, {"Allow": allowed})
+            )
         except web.HTTPNotFound:
-            return _response(Problem(ProblemKind.NOT_FOUND, no_such_path))
+            return problem_response(Problem(ProblemKind.NOT_FOUND, no_such_path))
 
     return handle_problems
 
 
-def _response(error: Problem) -> web.Response:
+def problem_response(error: Problem) -> web.Response:
+    """The response that reports a problem."""
     return web.Response(
         body=orjson.dumps(error.to_json()),
         status=error.kind.status,

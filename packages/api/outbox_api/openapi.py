@@ -13,8 +13,8 @@ from aiohttp import web
 
 from outbox.version import __version__
 from outbox_api import problem
-from outbox_api.body_limits import EVENT_BYTES_MAX
-from outbox_api.route import PAYLOAD_BODY_BYTES_MAX, PageOf, TenantAccess
+from outbox_api.limits import EVENT_BYTES_MAX, PAYLOAD_BODY_BYTES_MAX
+from outbox_api.route import PageOf, TenantAccess
 from outbox_api.schemas import json_schemas
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ of events, dead letters, jobs and journal entries, and cursors, count over the w
 Endpoints and schedules created with a tenant token have names with the tenant's prefix
 (`acme.shop`), because names are unique in the system.
 
-Requests and requests in progress are limited per token, failed logins and requests in progress
-per address; above a limit the response is 429 with Retry-After. The size of a body and the number
-of its values are limited by its route; above these limits the response is 413.
+Requests and requests in flight are limited per token, failed logins and requests in flight per
+address; above a limit the response is 429 with Retry-After. The size of a body is limited by its
+route; above this limit the response is 413. A request is in flight until its response is read.
 
 Listings are paginated: pass `next` of a page as `after` of the next request; it is null on the
 last page. Errors are problem details (RFC 9457) with a stable `type`.

@@ -16,6 +16,7 @@ from outbox.store.connection import dsn
 from outbox.store.connection.current_settings import CurrentSettings
 from outbox.web.serving import listen
 from outbox_api import receivers, server
+from outbox_api.in_flight import InFlight
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -64,7 +65,9 @@ async def serving(
     for warning in (*address.warnings, *network_warnings(SETTING, settings.allow_networks)):
         log.warning(warning)
     current = CurrentSettings(settings, address)
+    requests = InFlight()
     async with AsyncExitStack() as stack:
         for name, (at, sockets) in listeners.items():
-            await stack.enter_async_context(_LISTENERS[name](current, at, sockets))
+            running = _LISTENERS[name](current, at, sockets, requests=requests)
+            await stack.enter_async_context(running)
         yield

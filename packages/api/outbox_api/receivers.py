@@ -34,11 +34,10 @@ from outbox.store.connection.secrets import Vault
 from outbox.store.delivery.endpoints import read_endpoints, require_usable
 from outbox.web.loopback_hosts import is_loopback
 from outbox_api import problem
-from outbox_api.auth import UNKNOWN_ADDRESS
+from outbox_api.in_flight import UNKNOWN_ADDRESS, InFlight, in_flight
 from outbox_api.middleware import log_unexpected, problem_middleware
 from outbox_api.problem import Problem, ProblemKind
 from outbox_api.rate_limit import RateLimiter
-from outbox_api.request_slots import RequestSlots
 from outbox_api.server import listening
 
 if TYPE_CHECKING:
@@ -77,12 +76,14 @@ async def running(
     address: Address,
     sockets: list[socket] | None = None,
     *,
+    requests: InFlight | None = None,
     wall: Callable[[], float] = time.time,
 ) -> AsyncIterator[Address]:
     """Serve receivers while the context lasts; yields the bound address.
 
     Args:
         sockets: they listen there already; None: bind the address.
+        requests: those in flight of the process; None: of this listener alone.
         wall: this machine's clock in epoch seconds, for comparison with the database's.
 
     Raises:
@@ -91,7 +92,7 @@ async def running(
     limits = RateLimiter(current.settings.api_rate_max, time.monotonic)
 
     def receivers(database: Database, failures: FailedLogins) -> web.Application:
-        return application(database, failures, limits, wall)
+        return application(database, failures, limits, requests or InFlight(), wall)
 
     async with listening(current, address, sockets, receivers) as at:
         log.info("listening for receivers", url=at.url)
@@ -107,11 +108,13 @@ def application(
     database: Database,
     failures: FailedLogins,
     limits: RateLimiter,
+    requests: InFlight,
     wall: Callable[[], float] = time.time,
 ) -> web.Application:
-    """Create the application; for `wall` see `running`."""
+    """Create the application; for `requests` and `wall` see `running`."""
     receivers = _Receivers(database, failures, limits, wall)
-    app = web.Application(middlewares=[problem_middleware("no such path; see /v1/lanes")])
+    errors = problem_middleware("no such path; see /v1/lanes")
+    app = web.Application(middlewares=[requests.middleware(), errors])
     app.router.add_get("/v1/lanes", receivers.handler(receivers.lanes))
     deliveries = "/v1/lanes/{lane}/deliveries"
     app.router.add_get(deliveries, receivers.handler(receivers.deliveries))
@@ -141,7 +144,6 @@ class _Receivers:
         self._database = database
         self._failures = failures
         self._limits = limits
-        self._slots = RequestSlots()
         self._wall = wall
         self._clocks = ClockDifference()
         # Whether this machine's clock signs for an endpoint, and the requests that it has signed.
@@ -155,14 +157,14 @@ class _Receivers:
                 async with asyncio.timeout(FETCH_REQUEST_TIMEOUT_S):
                     fetcher = await self._authenticate(request)
                     self._limits.require_request_quota(fetcher.endpoint_id)
-                    with self._slots.hold(fetcher.endpoint_id, request.remote or UNKNOWN_ADDRESS):
-                        async with self._database.connection() as connection:
-                            response = await respond(request, connection, fetcher)
+                    in_flight(request).count(fetcher.endpoint_id)
+                    async with self._database.connection() as connection:
+                        found = await respond(request, connection, fetcher)
+                        return web.json_response(body=orjson.dumps(found))
             except Problem:
                 raise
             except Exception as error:
                 raise _as_problem(error, request) from error
-            return web.json_response(body=orjson.dumps(response))
 
         return handle
 

@@ -11,8 +11,9 @@ from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, W
 from outbox.core.model import duration
 from outbox.core.model.text import is_text
 from outbox.errors import UsageError
+from outbox_api.limits import LIMIT, LIMIT_MAX
 from outbox_api.problem import Problem, ProblemKind
-from outbox_api.route import LIMIT, LIMIT_MAX, RequestModel
+from outbox_api.route import RequestModel
 from outbox_api.validation_errors import describe_errors
 
 if TYPE_CHECKING:

@@ -36,6 +36,7 @@ from pydantic_core import PydanticCustomError
 from outbox.core.model.headers import WIRE_COUNT_MAX
 from outbox.core.model.setting_types import TYPES_MAX
 from outbox.operations.rows import parse_id
+from outbox_api.limits import COMMENT_CHARS_MAX, REQUEST_BODY_BYTES_MAX, REQUEST_TIMEOUT_S
 from outbox_api.problem import Problem, ProblemKind
 
 if TYPE_CHECKING:
@@ -48,21 +49,6 @@ if TYPE_CHECKING:
     from outbox.destinations.endpoint_tester import EndpointTester
     from outbox.operations.rows import RowPage
     from outbox_api.live_cache import LiveStatusCache
-
-LIMIT, LIMIT_MAX = 100, 1000
-REQUEST_TIMEOUT_S = 30.0
-"""Default timeout of a request."""
-SMALL_BYTES_MAX = 8 * 1024
-"""A larger body is parsed in a thread, and only a few are held at a time."""
-REQUEST_BODY_BYTES_MAX = 128 * 1024
-"""Default limit of a request body: settings of an endpoint with CA certificates (64 KiB)."""
-PAYLOAD_BODY_BYTES_MAX = 1024 * 1024
-"""Limit of a request body with payloads: a payload of 256 KiB (the default limit) takes up to
-768 KiB if its text is escaped as \\uXXXX."""
-
-REQUEST_BODY_VALUES_MAX = 40_000
-"""Default limit of the values in a body: parsing an object with that many entries holds the GIL
-for 4 ms."""
 
 
 class RequestModel(BaseModel):
@@ -112,9 +98,7 @@ Headers = Annotated[
     dict[str, V], Field(max_length=WIRE_COUNT_MAX), BeforeValidator(_check_header_count)
 ]
 """Headers in a request."""
-COMMENT_CHARS_MAX = 1000
 Comment = Annotated[str, Field(max_length=COMMENT_CHARS_MAX)]
-"""Bounded, because listings show it of many objects."""
 TypePatterns = Annotated[tuple[str, ...], at_most(TYPES_MAX)]
 
 
@@ -161,8 +145,6 @@ class Call(Generic[Q, B]):
     body: B
     live: LiveStatusCache
     endpoint_tester: EndpointTester
-    is_large: bool
-    """The body is large: process it in a thread, as it was parsed."""
 
     @property
     def schema(self) -> str:
@@ -251,7 +233,6 @@ class Route:
     body: type[RequestModel] | None = None
     body_required: bool = True
     body_bytes_max: int = REQUEST_BODY_BYTES_MAX
-    body_values_max: int = REQUEST_BODY_VALUES_MAX
     headers: Mapping[str, str] = field(default_factory=dict)
     """Request headers with their descriptions."""
     timeout_s: float = REQUEST_TIMEOUT_S
@@ -292,7 +273,6 @@ class RouteOptions(TypedDict, total=False):
     """The model of the body.  It is a subclass of the type in `Call`, which it replaces."""
     body_required: bool
     body_bytes_max: int
-    body_values_max: int
     headers: Mapping[str, str]
     timeout_s: float
     long: bool

@@ -13,10 +13,10 @@ from outbox.operations.schedules import FutureEvents, ListedSchedule, Schedule
 from outbox.operations.tenancy import owns_schedule
 from outbox_api import route, tenancy
 from outbox_api.endpoints import ChangeBody
+from outbox_api.limits import PAYLOAD_BODY_BYTES_MAX
 from outbox_api.redaction import redactor_for
 from outbox_api.request_parsing import Paging, Seconds
 from outbox_api.route import (
-    PAYLOAD_BODY_BYTES_MAX,
     Call,
     Headers,
     NoQuery,

@@ -12,6 +12,7 @@ from outbox.web.loopback_hosts import is_loopback
 from outbox.web.serving import listen, serving
 from outbox_api.app import application
 from outbox_api.database import Database
+from outbox_api.in_flight import InFlight
 from outbox_api.login_failures import FailedLogins
 
 if TYPE_CHECKING:
@@ -28,19 +29,24 @@ log = structlog.get_logger("outbox.api")
 
 @asynccontextmanager
 async def running(
-    current: CurrentSettings, address: Address, sockets: list[socket] | None = None
+    current: CurrentSettings,
+    address: Address,
+    sockets: list[socket] | None = None,
+    *,
+    requests: InFlight | None = None,
 ) -> AsyncIterator[Address]:
     """Serve the API while the context lasts; yields the bound address.
 
     Args:
         sockets: they listen there already; None: bind the address.
+        requests: those in flight of the process; None: of this listener alone.
 
     Raises:
         CannotRun: the address cannot be bound.
     """
 
     def api(database: Database, failures: FailedLogins) -> web.Application:
-        return application(current.settings, address, database, failures)
+        return application(current.settings, address, database, failures, requests or InFlight())
 
     async with listening(current, address, sockets, api) as at:
         log.info("the API listens", url=at.url)

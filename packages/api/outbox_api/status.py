@@ -16,11 +16,10 @@ from outbox.operations.resequence import Resequenced, resequence
 from outbox.operations.status import EndpointStatuses, Overview, ReplicaStatus
 from outbox.operations.verify.audit import VerifyReport, run_audit
 from outbox_api import route
+from outbox_api.limits import LIMIT, LIMIT_MAX
 from outbox_api.problem import Problem, ProblemKind
 from outbox_api.redaction import redactor_for
 from outbox_api.route import (
-    LIMIT,
-    LIMIT_MAX,
     Call,
     NoQuery,
     RequestModel,

@@ -8,13 +8,11 @@ import pytest
 
 from packages.api.tests.two_tenants import World
 from tests.support.api import make_token, serving
-from tests.support.costs import measuring
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator
 
     from tests.support.api import Api
-    from tests.support.costs import Costs
     from tests.support.postgres import Database
 
 
@@ -29,13 +27,6 @@ async def client(database: Database) -> AsyncIterator[Api]:
 async def api(database: Database, client: Api) -> Api:
     """A client whose token has all scopes."""
     return client.with_token(await make_token(database))
-
-
-@pytest.fixture
-def costs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Costs]:
-    """The costs of the requests of a test."""
-    with measuring(monkeypatch) as measured:
-        yield measured
 
 
 @pytest.fixture

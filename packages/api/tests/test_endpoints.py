@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,11 +10,10 @@ import trustme
 
 from outbox.core.delivery.signature import parse_secret
 from outbox.core.model.response import AttemptResult
-from outbox.destinations import endpoint_tester, endpoint_validation
+from outbox.destinations import endpoint_tester
 from outbox.destinations.endpoint_tester import CONCURRENT_MAX, TENANT_MAX
 from outbox.destinations.http.transport import HttpTransport
 from outbox.network.egress import EgressPolicy
-from outbox_api import endpoint_credentials
 from outbox_devtools.development_receiver import DevelopmentReceiver
 from tests.destinations import hostile
 from tests.destinations.servers import OK, Connection
@@ -395,33 +393,6 @@ async def test_a_test_delivery_ends_before_the_time_out_of_its_endpoint(
         "timeout",
         "no complete response within 0.2 s",
     )
-
-
-async def test_certificates_are_parsed_in_a_thread(
-    database: Database, api: Api, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads = set()
-
-    def noting(parse: Any) -> Any:
-        def noted_parse(*given: Any) -> Any:
-            threads.add(threading.current_thread())
-            return parse(*given)
-
-        return noted_parse
-
-    monkeypatch.setattr(endpoint_validation, "check_ca", noting(endpoint_validation.check_ca))
-    monkeypatch.setattr(
-        endpoint_credentials, "check_identity", noting(endpoint_credentials.check_identity)
-    )
-    pem = trustme.CA().cert_pem.bytes().decode()
-    body = {"name": "a", "url": URL, "ca": pem}
-    assert (await api.post("/v1/endpoints", body)).status == 201
-    assert (await api.request("PATCH", "/v1/endpoints/a", {"ca": pem + "\n"})).status == 200
-    assert (await api.request("PUT", "/v1/declaration", {"endpoints": [body]})).status == 200
-    own = {"pem": identity()}
-    assert (await api.request("PUT", "/v1/endpoints/a/certificate", own)).status == 200
-    assert len(threads) == 1
-    assert threading.main_thread() not in threads
 
 
 ENDPOINT_ROUTES = (

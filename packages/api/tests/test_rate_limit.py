@@ -16,6 +16,7 @@ from outbox.web.serving import listen, serving
 from outbox_api import rate_limit, receivers
 from outbox_api.app import application
 from outbox_api.database import Database as Connections
+from outbox_api.in_flight import InFlight
 from outbox_api.login_failures import FailedLogins
 from outbox_api.problem import Problem
 from outbox_api.rate_limit import FAILURES, RateLimiter
@@ -61,7 +62,9 @@ class Asked:
 async def api_of(database: Database, clock: Clock, **options: Any) -> AsyncIterator[Api]:
     settings = settings_for(database, dsn_source="test", **options)
     connections = Connections(current(settings))
-    app = application(settings, HERE, connections, FailedLogins(connections), clock=clock)
+    app = application(
+        settings, HERE, connections, FailedLogins(connections), InFlight(), clock=clock
+    )
     async with (
         connections.opened(),
         serving(app, await listen(HERE)) as at,
@@ -133,7 +136,9 @@ async def test_the_receiver_listener_has_the_same_limits(
         token = (await fetch_tokens.add_fetch_token(db, "relay", "shop", actor="test")).token
     settings = settings_for(database, dsn_source="test")
     connections = Connections(current(settings))
-    app = receivers.application(connections, FailedLogins(connections), RateLimiter(2, clock))
+    app = receivers.application(
+        connections, FailedLogins(connections), RateLimiter(2, clock), InFlight()
+    )
     async with (
         connections.opened(),
         serving(app, await listen(HERE)) as at,
@@ -175,7 +180,9 @@ async def test_a_receiver_over_its_limit_waits_and_continues(
         token = (await fetch_tokens.add_fetch_token(db, "relay", "shop", actor="test")).token
     settings = settings_for(database, dsn_source="test")
     connections = Connections(current(settings))
-    app = receivers.application(connections, FailedLogins(connections), RateLimiter(1, clock))
+    app = receivers.application(
+        connections, FailedLogins(connections), RateLimiter(1, clock), InFlight()
+    )
     async with connections.opened(), serving(app, await listen(HERE)) as at:
         fetch = fetching.FetchClient(at.url, token)
         lanes = [standing.lane async for standing in fetch.lanes_async()]

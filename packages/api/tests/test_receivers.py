@@ -10,8 +10,7 @@ import pytest
 
 from outbox.operations import endpoint_removal, endpoint_secrets, endpoint_states, fetch_tokens
 from outbox.receiver import verify
-from outbox_api import request_slots
-from outbox_api.request_slots import Share
+from outbox_api import in_flight
 from tests.support.detaching import ATTACH, DETACH
 from tests.support.receivers_listener import listening, token_of
 from tests.support.relay import (
@@ -208,10 +207,10 @@ async def test_a_fetch_token_has_its_share_of_the_requests_in_progress(
     database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await add_endpoint(database)
-    monkeypatch.setattr(request_slots, "TOKEN", Share(requests=0, body_bytes=0))
+    monkeypatch.setattr(in_flight, "TOKEN_REQUESTS_MAX", 0)
     async with listening(database, await token_of(db)) as client:
         refused = await client.get("lanes", status=429)
-    assert refused["detail"].startswith("this token has 0 requests in progress; ")
+    assert refused["detail"].startswith("this token has 0 requests in flight; ")
 
 
 async def _post(client: Client, path: str) -> Any:

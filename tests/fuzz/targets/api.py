@@ -24,8 +24,9 @@ from outbox.core.model.api_token import SCOPES
 from outbox.operations import api_tokens, tenancy
 from outbox.store.routing_change import READ_NOW
 from outbox.web.address import Address
-from outbox_api import body_limits
+from outbox_api import request_body
 from outbox_api.app import application
+from outbox_api.in_flight import InFlight
 from outbox_api.routes import ROUTES
 from tests.fuzz.data import Data, fields
 from tests.fuzz.target import Target, hold, one_line, storable
@@ -84,7 +85,7 @@ class _Database:
         _require_valid_sql(arguments)
         if query == READ_NOW:
             return _NOW
-        if query == body_limits.READ_LIMIT:
+        if query == request_body.READ_LIMIT:
             return PAYLOAD_BYTES_MAX
         if query in (tenancy.OWNS_SCHEDULE, tenancy.OWNS_JOB):
             return True
@@ -136,7 +137,7 @@ def _prepare() -> None:
 
 async def _make() -> web.Application:
     failures = mock.Mock()
-    app = application(_SETTINGS, Address("127.0.0.1", 80), _Database(), failures)  # type: ignore[arg-type]
+    app = application(_SETTINGS, Address("127.0.0.1", 80), _Database(), failures, InFlight())  # type: ignore[arg-type]
     app.freeze()
     return app
 
@@ -185,8 +186,9 @@ async def _request(method: str, target: str, headers: CIMultiDict[str], body: by
         method, target, HttpVersion11, CIMultiDictProxy(headers), raw_headers, False, None, False,
         False, URL(target, encoded=True),
     )  # fmt: skip
+    writer = mock.Mock(write_headers=mock.AsyncMock(), write_eof=mock.AsyncMock())
     request = web.Request(
-        message, payload, _PROTOCOL, mock.Mock(), _LOOP.create_task(asyncio.sleep(0)), _LOOP,
+        message, payload, _PROTOCOL, writer, _LOOP.create_task(asyncio.sleep(0)), _LOOP,
     )  # fmt: skip
     try:
         response = await _APP._handle(request)
