@@ -22,10 +22,10 @@ from outbox.operations import (
     endpoint_states,
     endpoints,
 )
-from outbox.operations.endpoint_bulk import change_endpoints
 from outbox.store.cluster.replicas import ReplicaStore
 from outbox.store.connection.secrets import CLEAR
 from outbox.store.delivery.endpoints import read_endpoints
+from outbox_api.endpoint_bulk import change_endpoints
 from tests.support.relay import (
     Network,
     add_endpoint,

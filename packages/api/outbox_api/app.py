@@ -18,12 +18,12 @@ import orjson
 import structlog
 from aiohttp import web
 
-from outbox.destinations.endpoint_tester import EndpointTester
 from outbox.destinations.endpoint_validation import policy_of
 from outbox.operations.rows import encode_other
 from outbox.store.connection.connect import in_one_line
 from outbox_api import openapi, page, problem, tenancy
 from outbox_api.auth import Authenticator, require_scope
+from outbox_api.endpoint_tester import EndpointTester
 from outbox_api.host_check import host_middleware
 from outbox_api.in_flight import InFlight, in_flight
 from outbox_api.limits import LARGE_BODIES_MAX, REQUEST_BODY_BYTES_MAX

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 from outbox.operations import endpoint_states
-from outbox.operations.endpoint_bulk import (
+from outbox.operations.endpoint_states import StateChange
+from outbox_api import route, tenancy
+from outbox_api.endpoint_bulk import (
     CHANGED_ENDPOINTS_MAX,
     BulkChange,
     EndpointVerb,
     change_endpoints,
 )
-from outbox.operations.endpoint_states import StateChange
-from outbox_api import route, tenancy
 from outbox_api.endpoint_credentials import NAME
 from outbox_api.endpoints import ChangeBody
 from outbox_api.route import (

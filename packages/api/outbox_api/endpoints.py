@@ -15,7 +15,6 @@ from outbox.core.model.endpoint_settings import SETTINGS, Setting
 from outbox.core.model.setting_types import HeaderMap, TextList
 from outbox.destinations.brokers import require_for_tenant
 from outbox.destinations.endpoint_test import EndpointTestResult
-from outbox.destinations.endpoint_tester import TEST_RETRY_S, TEST_S, TooManyTests
 from outbox.destinations.endpoint_validation import (
     check_reachable,
     policy_of,
@@ -36,6 +35,7 @@ from outbox.operations.repair import RequestedRepair, request_adoption, request_
 from outbox.store.delivery.endpoints import find_endpoint
 from outbox_api import route, tenancy
 from outbox_api.endpoint_credentials import NAME, vault_of
+from outbox_api.endpoint_tester import TEST_RETRY_S, TEST_S, TooManyTests
 from outbox_api.rate_limit import too_many_requests
 from outbox_api.redaction import redactor_for
 from outbox_api.request_parsing import Paging

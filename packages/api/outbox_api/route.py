@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
     from outbox.config import Settings
     from outbox.core.model.api_token import Scope
-    from outbox.destinations.endpoint_tester import EndpointTester
     from outbox.operations.rows import RowPage
+    from outbox_api.endpoint_tester import EndpointTester
     from outbox_api.live_cache import LiveStatusCache
 
 

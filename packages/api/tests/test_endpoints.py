@@ -10,10 +10,10 @@ import trustme
 
 from outbox.core.delivery.signature import parse_secret
 from outbox.core.model.response import AttemptResult
-from outbox.destinations import endpoint_tester
-from outbox.destinations.endpoint_tester import CONCURRENT_MAX, TENANT_MAX
 from outbox.destinations.http.transport import HttpTransport
 from outbox.network.egress import EgressPolicy
+from outbox_api import endpoint_tester
+from outbox_api.endpoint_tester import CONCURRENT_MAX, TENANT_MAX
 from outbox_devtools.development_receiver import DevelopmentReceiver
 from tests.destinations import hostile
 from tests.destinations.servers import OK, Connection

@@ -12,8 +12,8 @@ from outbox.core.model.response import AttemptResult, Failure
 from outbox.core.model.stored_response import stored_response
 from outbox.destinations import endpoint_test
 from outbox.destinations.endpoint_test import EndpointTestResult
-from outbox.destinations.endpoint_tester import EndpointTester
 from outbox.network.egress import EgressPolicy
+from outbox_api.endpoint_tester import EndpointTester
 from tests.support.virtual_time import run_virtual
 
 if TYPE_CHECKING:
