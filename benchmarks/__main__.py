@@ -12,6 +12,7 @@ import click
 import orjson
 
 from benchmarks import (
+    api,
     brokers,
     commands,
     commits,
@@ -56,6 +57,7 @@ SECTIONS: dict[str, Callable[..., Awaitable[list[Row]]]] = {
     "brokers": brokers.measure,
     "peers": peers.measure,
     "watched": watched.measure,
+    "api": api.measure,
     "commits": commits.measure,
     "publishing": publishing.measure,
     "majors": majors.measure,

@@ -48,7 +48,7 @@ class Meter:
         self, relays: Iterable[psutil.Process], backends: Iterable[psutil.Process]
     ) -> None:
         self._processes = list(relays), list(backends)
-        self._before = [_cpu_s(each) for each in self._processes]
+        self._before = [cpu_s(each) for each in self._processes]
 
     @classmethod
     async def start(cls, relays: Iterable[RelayProcess], connection: Connection[Any]) -> Meter:
@@ -65,7 +65,7 @@ class Meter:
         """
         try:
             relays_s, postgres_s = (
-                max(_cpu_s(each) - s, TICK_S) / deliveries * 1000
+                max(cpu_s(each) - s, TICK_S) / deliveries * 1000
                 for each, s in zip(self._processes, self._before, strict=True)
             )
         except psutil.NoSuchProcess as gone:
@@ -76,6 +76,14 @@ class Meter:
         return Cost(relays_s, postgres_s)
 
 
-def _cpu_s(processes: Iterable[psutil.Process]) -> float:
+def cpu_s(processes: Iterable[psutil.Process]) -> float:
+    """Return the CPU seconds of processes."""
     times = [process.cpu_times() for process in processes]
     return float(sum(each.user + each.system for each in times))
+
+
+def server_cpu_s(server: psutil.Process) -> float:
+    """Return the CPU seconds of a PostgreSQL server with its backends, also of those that ended."""
+    times = server.cpu_times()
+    ended_s = float(times.children_user + times.children_system)
+    return ended_s + cpu_s((server, *server.children()))

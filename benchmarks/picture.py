@@ -53,6 +53,7 @@ AXES = {
     "brokers": "times the client's bare loop; more is better",
     "formats": "share of what the envelope does; more is better",
     "watched": "share of what the same relay does when it is not watched; more is better",
+    "api": "times the same without clients, or without the API",
     "commits": "commits per second compared with another method; more is better",
     "publishing": "events per second of what the driver's INSERT does; more is better",
     "majors": "commits per second compared with another method; more is better",

@@ -55,6 +55,14 @@ TITLES = {
         "traced, the web page open, all on this machine; compared with the same relay without "
         "monitoring, alternating.",
     ),
+    "api": (
+        "Deliveries beside clients of the API",
+        "A backlog is delivered over 4 lanes of each of 4 endpoints, while clients list 50 events "
+        "at a time, each as fast as it reads the responses and its token's rate allows; compared "
+        "with the same relay and no client, alternating. CPU seconds are for 1,000 deliveries; "
+        "PostgreSQL's are those of the whole server. And the imported modules and the resident "
+        "size of an idle relay.",
+    ),
     "commits": (
         "Commits per second",
         "A producer's transactions, each with a small domain write, with {client}; the relay "

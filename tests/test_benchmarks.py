@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 from benchmarks import __main__ as bench
 from benchmarks import (
+    api,
     commands,
     commits,
     deliveries,
@@ -94,6 +95,7 @@ def test_the_benchmark_measures_every_section_and_writes_a_table_and_a_picture(
             *await throughput.run(stage, rounds, [PLAIN_LOOP, ABSENT], 0.002),
             *await peers_latency.run(stage, rounds, [PLAIN_LOOP, ABSENT], 0.05),
             *await watched.run(stage, rounds, Load("2 lanes", 2, 50)),
+            *await api.run(stage, rounds, Load("2 endpoints", 1, 1_000, endpoints=2), (2,)),
             *await commits.run(stage, stage.server, rounds, (2,), 0.2),
             *await majors.run(stage, rounds, (stage.server.major, 9), 0.2),
             *await latency.run(stage, rounds, (100,), 0.2),
@@ -127,9 +129,9 @@ def test_the_benchmark_measures_every_section_and_writes_a_table_and_a_picture(
     rows = {(each["section"], each["baseline"]): each for each in report["rows"]}
     # Most of them have several.
     assert Counter(section for section, _ in rows) == {
-        "deliveries": 1, "peers": 6, "peers-latency": 2, "watched": 1, "commits": 3, "majors": 3,
-        "latency": 1, "memory": 1, "million": 4, "outage": 5, "replicas": 2, "failover": 1,
-        "commands": 1, "horizon": 1, "receiving": 1, "hostile": 4, "exchanges": 2,
+        "deliveries": 1, "peers": 6, "peers-latency": 2, "watched": 1, "api": 4, "commits": 3,
+        "majors": 3, "latency": 1, "memory": 1, "million": 4, "outage": 5, "replicas": 2,
+        "failover": 1, "commands": 1, "horizon": 1, "receiving": 1, "hostile": 4, "exchanges": 2,
         "scale": 7, "fair": 2,
     }  # fmt: skip
     assert all(value > 0 for each in report["rows"] for value in each["ours"])
@@ -289,8 +291,8 @@ def test_an_unknown_section_is_a_usage_error() -> None:
     ended = CliRunner().invoke(bench.main, ["--only", "speed"])
     assert ended.exit_code == 2
     assert (
-        "choose from deliveries, formats, brokers, peers, watched, commits, publishing, majors, "
-        "latency, replays, memory, million, outage" in ended.stderr
+        "choose from deliveries, formats, brokers, peers, watched, api, commits, publishing, "
+        "majors, latency, replays, memory, million, outage" in ended.stderr
     )
 
 
