@@ -77,10 +77,13 @@ async def outbox(
 
 
 class RelayProcess:
-    """`outbox relay`, which a test may kill."""
+    """`outbox relay`, with further words, which a test may kill."""
 
-    def __init__(self, env: Mapping[str, str], log_path: Path, package: Path | None = None) -> None:
+    def __init__(
+        self, env: Mapping[str, str], log_path: Path, package: Path | None = None, *words: str
+    ) -> None:
         self._package = package
+        self._words = words
         self._env = environment(
             {
                 "OUTBOX_ALLOW_NETWORKS": "127.0.0.0/8",
@@ -96,7 +99,7 @@ class RelayProcess:
         """Start the process; it ends with this one."""
         with self._log_path.open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
-                *command(command_line("relay"), account=None),
+                *command(command_line("relay", *self._words), account=None),
                 cwd=self._package,
                 env=self._env,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -124,10 +127,10 @@ class RelayProcess:
 
 @asynccontextmanager
 async def relay_process(
-    env: Mapping[str, str], log_path: Path, package: Path | None = None
+    env: Mapping[str, str], log_path: Path, package: Path | None = None, *words: str
 ) -> AsyncIterator[RelayProcess]:
     """A running relay, killed at the end; from another copy of the package if given."""
-    relay = RelayProcess(env, log_path, package)
+    relay = RelayProcess(env, log_path, package, *words)
     await relay.start()
     try:
         yield relay
