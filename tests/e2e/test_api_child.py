@@ -22,6 +22,7 @@ import pytest
 
 from outbox import __version__
 from outbox.core.model.encryption_keys import format_key
+from outbox_api.child import NICE
 from tests.support.api_child import (
     all_gone,
     delivering,
@@ -64,6 +65,7 @@ async def test_deliveries_go_on_while_the_api_is_killed_and_frozen(
         assert await installed.metric("outbox_api_up") == 1
         assert await installed.metric("outbox_api_restarts_total") == 0
         killed = await installed.child()
+        assert killed.nice() == psutil.Process(installed.pid).nice() + NICE
         assert pipe_writers(killed.pid, 0) == {installed.pid}
         killed.kill()
         await installed.until_ready_with(STOPPED)

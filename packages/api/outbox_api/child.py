@@ -39,7 +39,7 @@ def main() -> int:
     """Serve until the input ends; returns the exit code."""
     # Ctrl-C reaches all processes of a terminal; the relay decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _yield_to_the_relay()
+    _limit_memory()
     given = orjson.loads(_read_line())
     try:
         if given["version"] != __version__:
@@ -62,9 +62,7 @@ def main() -> int:
     return 0
 
 
-def _yield_to_the_relay() -> None:
-    with suppress(AttributeError, OSError):  # Not on Windows.
-        os.nice(NICE)
+def _limit_memory() -> None:
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJ), encoding="ascii")
     with suppress(ImportError, ValueError, OSError):
@@ -99,6 +97,10 @@ async def _serve(settings: Settings, given: dict[str, Any]) -> None:
         asyncio.BaseProtocol, os.fdopen(given["report"], "wb", buffering=0)
     )
     async with serving(settings, listeners):
+        # Not before: at this priority, it might never start beside relays that use all processors.
+        # On Linux this is of a thread; those that start later inherit it.
+        with suppress(AttributeError, OSError):  # Not on Windows.
+            os.nice(NICE)
         while not stop.is_set():
             if not reports.get_write_buffer_size():  # A relay that stands still reads nothing.
                 reports.write(orjson.dumps({"problem": None}) + b"\n")
