@@ -174,11 +174,11 @@ async def test_a_lock_held_by_another_transaction_is_a_503(
     async def held(connection: Any, _: str) -> None:
         async with connection.transaction():
             await connection.execute("SET LOCAL lock_timeout = 1")
-            await connection.execute("LOCK TABLE idempotency_key IN ACCESS EXCLUSIVE MODE")
+            await connection.execute("LOCK TABLE future_event IN ACCESS EXCLUSIVE MODE")
 
     monkeypatch.setattr(status, "list_replicas", held)
     async with database.connection() as db, db.transaction():
-        await db.execute("LOCK TABLE relay.idempotency_key IN ACCESS SHARE MODE")
+        await db.execute("LOCK TABLE relay.future_event IN ACCESS SHARE MODE")
         response = await api.get("/v1/replicas")
     assert response.status == 503
     assert "held by another transaction" in response.detail
