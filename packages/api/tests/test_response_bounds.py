@@ -54,7 +54,7 @@ QUERIES = {"event": (KEY,), "payload": ("true", "false"), "revoked": ("true",), 
 LONG = ("dead-letters", "endpoints", "events", "journal", "once", "replays", "schedules")
 """Listings with more rows than a page."""
 EMPTY = {
-    ("/v1/live", "samples"): "a sample needs two requests, a second apart",
+    ("/v1/live", "samples"): "a tenant does not see what is of all endpoints",
     ("/v1/endpoints/{name}", "ownership_history"): "a tenant does not see relays",
 }
 """Lists that may be empty, and why."""
