@@ -26,6 +26,7 @@ from outbox_api.auth import UNKNOWN_ADDRESS, Authenticator, require_scope
 from outbox_api.body_limits import BodyLimits
 from outbox_api.host_check import host_middleware
 from outbox_api.live_cache import LiveStatusCache
+from outbox_api.meters import ApiMeters
 from outbox_api.middleware import log_unexpected, problem_middleware
 from outbox_api.problem import Problem, ProblemKind
 from outbox_api.rate_limit import RateLimiter
@@ -59,13 +60,17 @@ def application(
     database: Database,
     failures: FailedLogins,
     *,
+    meters: ApiMeters | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> web.Application:
     """Create the API application for a listener at `address`."""
+    counted = (meters or ApiMeters()).middleware("api")
     limits = RateLimiter(settings.api_rate_max, clock)
     authenticator = Authenticator(database, failures, limits, clock)
     handlers = _RouteHandlers(settings, database, authenticator, limits, clock)
-    app = web.Application(middlewares=[problem_middleware(NO_SUCH_PATH), host_middleware(address)])
+    app = web.Application(
+        middlewares=[counted, problem_middleware(NO_SUCH_PATH), host_middleware(address)]
+    )
     app.on_cleanup.append(handlers.close)
     page.add_routes(app)
     app.router.add_get("/openapi.json", openapi.handler(ROUTES))

@@ -35,6 +35,7 @@ from outbox.store.delivery.endpoints import read_endpoints, require_usable
 from outbox.web.loopback_hosts import is_loopback
 from outbox_api import problem
 from outbox_api.auth import UNKNOWN_ADDRESS
+from outbox_api.meters import ApiMeters
 from outbox_api.middleware import log_unexpected, problem_middleware
 from outbox_api.problem import Problem, ProblemKind
 from outbox_api.rate_limit import RateLimiter
@@ -72,12 +73,17 @@ _CHALLENGE = {"WWW-Authenticate": 'Bearer realm="outbox"'}
 
 @asynccontextmanager
 async def running(
-    current: CurrentSettings, address: Address, *, wall: Callable[[], float] = time.time
+    current: CurrentSettings,
+    address: Address,
+    *,
+    wall: Callable[[], float] = time.time,
+    meters: ApiMeters | None = None,
 ) -> AsyncIterator[Address]:
     """Serve receivers while the context lasts; yields the bound address.
 
     Args:
         wall: this machine's clock in epoch seconds, for comparison with the database's.
+        meters: those of the process; None: nothing reads them.
 
     Raises:
         CannotRun: the address cannot be bound.
@@ -85,7 +91,7 @@ async def running(
     limits = RateLimiter(current.settings.api_rate_max, time.monotonic)
 
     def receivers(database: Database, failures: FailedLogins) -> web.Application:
-        return application(database, failures, limits, wall)
+        return application(database, failures, limits, wall, meters)
 
     async with listening(current, address, receivers) as at:
         log.info("listening for receivers", url=at.url)
@@ -102,10 +108,13 @@ def application(
     failures: FailedLogins,
     limits: RateLimiter,
     wall: Callable[[], float] = time.time,
+    meters: ApiMeters | None = None,
 ) -> web.Application:
-    """Create the application; for `wall` see `running`."""
+    """Create the application; for `wall` and `meters` see `running`."""
     receivers = _Receivers(database, failures, limits, wall)
-    app = web.Application(middlewares=[problem_middleware("no such path; see /v1/lanes")])
+    counted = (meters or ApiMeters()).middleware("receivers")
+    errors = problem_middleware("no such path; see /v1/lanes")
+    app = web.Application(middlewares=[counted, errors])
     app.router.add_get("/v1/lanes", receivers.handler(receivers.lanes))
     deliveries = "/v1/lanes/{lane}/deliveries"
     app.router.add_get(deliveries, receivers.handler(receivers.deliveries))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from outbox.web.address import address_key
 from outbox.web.serving import CLIENT_CONNECTIONS_MAX
+from outbox_api.problem import Refusal
 from outbox_api.rate_limit import too_many_requests
 
 if TYPE_CHECKING:
@@ -74,4 +75,6 @@ class RequestSlots:
 
 
 def _too_many(reason: str) -> Exception:
-    return too_many_requests(f"{reason}; wait for their responses", SLOT_RETRY_S)
+    return too_many_requests(
+        f"{reason}; wait for their responses", SLOT_RETRY_S, Refusal.CONCURRENCY
+    )

@@ -19,13 +19,19 @@ if TYPE_CHECKING:
     from outbox.web.address import Address
     from outbox_api.database import Database
     from outbox_api.login_failures import FailedLogins
+    from outbox_api.meters import ApiMeters
 
 log = structlog.get_logger("outbox.api")
 
 
 @asynccontextmanager
-async def running(current: CurrentSettings, address: Address) -> AsyncIterator[Address]:
+async def running(
+    current: CurrentSettings, address: Address, *, meters: ApiMeters | None = None
+) -> AsyncIterator[Address]:
     """Serve the API while the context lasts; yields the bound address.
+
+    Args:
+        meters: those of the process; None: nothing reads them.
 
     Raises:
         CannotRun: the address cannot be bound.
@@ -35,7 +41,7 @@ async def running(current: CurrentSettings, address: Address) -> AsyncIterator[A
     from outbox_api.app import application
 
     def api(database: Database, failures: FailedLogins) -> web.Application:
-        return application(current.settings, address, database, failures)
+        return application(current.settings, address, database, failures, meters=meters)
 
     async with listening(current, address, api) as at:
         log.info("the API listens", url=at.url)

@@ -87,9 +87,7 @@ async def add_samples(database: Database) -> None:
     await fetchval(database, SAMPLES)
 
 
-async def test_samples_are_returned_once_with_their_rates(
-    database: Database, api: Api
-) -> None:
+async def test_samples_are_returned_once_with_their_rates(database: Database, api: Api) -> None:
     await add_samples(database)
     first, second, third = (await api.get("/v1/live")).json["samples"]
     rates = {"events": 2.0, "deliveries": 4.0, "completed": 3.0}
