@@ -4,6 +4,26 @@
 -- Relays do not need what it needs any more: a relay of an older version serves the API itself, with
 -- privileges that this migration revokes.
 
+-- Totals of the installation in intervals of ten seconds, for an hour; see
+-- outbox/store/installation_history.py.
+--
+-- A ring: the row with number n replaces the one with number n - 360, so that the table does not grow.
+-- The numbers have the order in which the rows were written, whatever the clock did.
+CREATE TABLE installation_history (
+    slot       smallint    PRIMARY KEY CHECK (slot BETWEEN 0 AND 359),  -- n % 360
+    n          bigint      NOT NULL,
+    at         timestamptz NOT NULL,  -- end of the interval
+    seconds    float8,                -- its length; NULL: unknown, and there are no counts
+    events     bigint,                -- events sequenced in it
+    deliveries bigint,                -- deliveries created in it
+    completed  bigint,                -- deliveries acknowledged or dead-lettered in it
+    pending    bigint      NOT NULL,  -- pending deliveries at its end
+    -- From these the counts of the next row are computed.
+    batch      bigint      NOT NULL,  -- the last batch
+    sequenced  bigint      NOT NULL,  -- the sum of the lanes' last sequence numbers
+    acked      bigint      NOT NULL   -- the sum of the lanes' checkpoints
+) WITH (fillfactor = 50);
+
 -- ------------------------------------------------ SECURITY DEFINER functions
 
 -- What operators and the API write to leases and to the log: each does one thing, so that their
@@ -207,10 +227,10 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
     SELECT 'table', t.name, 'SELECT', NULL::text[], NULL::text[]
       FROM unnest('{attempt,batch,cursor,dead_letter,delivery,delivery_history,endpoint_health,
                     event_account,event_block,event_void,future_event,gap,idempotency_key,
-                    incarnation,journal,lag_report,lane,lane_block,lane_counter,lane_progress,
-                    lane_receipt,lock,migration,odometer,odometer_mark,outbox,ownership,period,
-                    replay,replay_job,replay_job_endpoint,replica,schedule,subscription
-                   }'::text[]) AS t(name)
+                    incarnation,installation_history,journal,lag_report,lane,lane_block,
+                    lane_counter,lane_progress,lane_receipt,lock,migration,odometer,odometer_mark,
+                    outbox,ownership,period,replay,replay_job,replay_job_endpoint,replica,schedule,
+                    subscription}'::text[]) AS t(name)
     UNION ALL VALUES
         ('table', 'endpoint', 'SELECT', NULL::text[], '{headers,identity}'::text[]),
         ('table', 'endpoint_secret', 'SELECT', NULL, '{secret}'),
@@ -368,6 +388,8 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
         ('table', 'delivery_history', 'INSERT', NULL, NULL),
         ('table', 'delivery_history', 'UPDATE', NULL, NULL),
         ('table', 'delivery_history', 'DELETE', NULL, NULL),
+        ('table', 'installation_history', 'INSERT', NULL, NULL),
+        ('table', 'installation_history', 'UPDATE', NULL, NULL),
         ('table', 'journal', 'INSERT', '{kind,actor,endpoint_id,data}', NULL),
         ('table', 'dead_letter', 'INSERT', NULL, NULL),
         ('table', 'dead_letter', 'UPDATE', NULL, NULL),

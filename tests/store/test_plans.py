@@ -691,8 +691,8 @@ async def _live_dead_letters(log: LongLog) -> Case:
     return Case(live_status.COUNT_DEAD_LETTERS, (None,), DEAD_OPEN, 40)
 
 
-async def _live_events(log: LongLog) -> Case:
-    return Case(live_status.COUNT_EVENTS, (BATCHES - 20, BATCHES), 20, 20, {"batch": NEWEST})
+async def _live_samples(log: LongLog) -> Case:
+    return Case(live_status.READ_SAMPLES, (), 360, 20)
 
 
 # What a receiver fetches: some forty index lookups, and then the page.
@@ -736,7 +736,7 @@ COMMANDS = {
         _live_poll,
         _live_states,
         _live_dead_letters,
-        _live_events,
+        _live_samples,
         _fetch_batch,
         _fetch_first_batch,
         _fetch_lane,

@@ -98,10 +98,11 @@ async def _serve(settings: Settings, given: dict[str, Any]) -> None:
     reports, _ = await loop.connect_write_pipe(
         asyncio.BaseProtocol, os.fdopen(given["report"], "wb", buffering=0)
     )
-    async with serving(settings, listeners):
+    async with serving(settings, listeners) as shared:
         while not stop.is_set():
             if not reports.get_write_buffer_size():  # A relay that stands still reads nothing.
-                reports.write(orjson.dumps({"problem": None}) + b"\n")
+                state = {"problem": shared.problem, "metrics": shared.meters.to_json()}
+                reports.write(orjson.dumps(state) + b"\n")
             with suppress(TimeoutError):
                 async with asyncio.timeout(given["heartbeat_s"]):
                     await stop.wait()

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, cast
 import asyncpg
 import structlog
 
+from outbox.errors import OutboxError
 from outbox.store.connection.connect import CONNECTION_ERRORS, in_one_line
 from outbox.store.connection.operator import connect_current, reset
 from outbox.store.connection.row_security import require_unprotected
 from outbox.store.privileges import require_privileges
-from outbox_api.problem import is_not_granted, unavailable
+from outbox_api.problem import Problem, is_not_granted, unavailable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -38,6 +39,7 @@ LOGINS_MAX = 1
 """Separate connection for token lookups: authentication works while the others are busy."""
 IDLE_S = 30.0
 """Idle connections are closed after this time."""
+WATCH_EVERY_S = 10.0
 API_STATEMENT_TIMEOUT_S = 30.0
 API_LOCK_TIMEOUT_S = 10.0
 """Row lock wait; the cursor row is locked for milliseconds only."""
@@ -68,6 +70,35 @@ class Database:
         # Checked at the first request, and again after a refused statement.
         self._has_privileges = False
         self._refusal: str | None = None
+        self._failure: str | None = None
+
+    @property
+    def problem(self) -> str | None:
+        """Why requests cannot use the database, as far as it was tried; None: they can."""
+        return self._refusal or self._failure
+
+    def note(self, failure: str | None) -> None:
+        """Note why the database could not be used; None: it was used.  Only changes are logged."""
+        if failure == self._failure:
+            return
+        self._failure = failure
+        if failure is not None:
+            log.warning("the database is unavailable", reason=failure)
+        else:
+            log.info("the database is available again")
+
+    async def watch(self) -> None:
+        """Try the database from time to time, so that `problem` does not wait for a request."""
+        while True:
+            try:
+                async with self.login():
+                    self.note(None)
+            except (OutboxError, Problem, *CONNECTION_ERRORS) as error:
+                if not is_not_granted(error):
+                    self.note(in_one_line(error))
+            except asyncpg.PostgresError as error:
+                self.note(in_one_line(error))
+            await asyncio.sleep(WATCH_EVERY_S)
 
     @property
     def settings(self) -> Settings:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
@@ -72,6 +72,32 @@ class ProblemKind(Enum):
         self.title = title
 
 
+class Refusal(StrEnum):
+    """Why a request was refused, in metrics."""
+
+    RATE = "rate"
+    CONCURRENCY = "concurrency"
+    LOGINS = "logins"
+    BODY_SIZE = "body_size"
+    BODY_TIME = "body_time"
+    TOKEN = "token"  # noqa: S105 (not a secret)
+    SCOPE = "scope"
+    HOST = "host"
+    UNAVAILABLE = "unavailable"
+
+
+_REFUSALS = {
+    ProblemKind.UNAUTHENTICATED: Refusal.TOKEN,
+    ProblemKind.SCOPE_MISSING: Refusal.SCOPE,
+    ProblemKind.NOT_FOR_TENANTS: Refusal.SCOPE,
+    ProblemKind.BODY_LATE: Refusal.BODY_TIME,
+    ProblemKind.TOO_LARGE: Refusal.BODY_SIZE,
+    ProblemKind.WRONG_HOST: Refusal.HOST,
+    ProblemKind.TOO_MANY_REQUESTS: Refusal.RATE,
+    ProblemKind.UNAVAILABLE: Refusal.UNAVAILABLE,
+}
+
+
 @dataclass(eq=False)
 class Problem(Exception):
     """An error response."""
@@ -79,6 +105,13 @@ class Problem(Exception):
     kind: ProblemKind
     detail: str
     headers: Mapping[str, str] = field(default_factory=dict)
+    limit: Refusal | None = None
+    """The limit that was exceeded, unless its kind says it."""
+
+    @property
+    def refusal(self) -> Refusal | None:
+        """Why the request was refused; None: it was invalid, or it failed."""
+        return self.limit or _REFUSALS.get(self.kind)
 
     def __str__(self) -> str:
         return self.detail
