@@ -78,7 +78,8 @@ number of series.
 
 Counters and histograms are per replica and start with its process: sum them over the
 replicas. Gauges of lanes and endpoints cover the endpoints that the replica owns. Only the
-leader reports the metrics that say so.
+leader reports the metrics that say so. `outbox.api.*` are of the API that the relay has started;
+they start again with its process.
 
 | OpenTelemetry | Prometheus | Kind | Unit | Attributes | Description |
 |---|---|---|---|---|---|

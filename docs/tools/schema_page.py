@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from outbox.store.privileges import PURPOSES
 from outbox.store.schema.migration_files import migrations
 
 CALLED = {
@@ -18,10 +19,7 @@ CALLED = {
     ),
     "Administer": (
         "set_payload_bytes_max",
-        "grant_producer",
-        "grant_relay",
-        "grant_operator",
-        "grant_reader",
+        *(f"grant_{purpose}" for purpose in PURPOSES),
         "revoke_purposes",
     ),
 }

@@ -12,26 +12,28 @@ from outbox.cli.output import emit_json
 from outbox.core.model.schema_name import migrate_command
 from outbox.errors import UsageError
 from outbox.store.connection import current_schema, migrate
+from outbox.store.privileges import PURPOSES
 from outbox.store.retention.partitions import PartitionStore
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from asyncpg import Connection
 
     from outbox.config import Settings
     from outbox.store.schema.migration_files import Migration
 
-_MAY = {
-    "producer": "may publish",
-    "relay": "may run outbox relay",
-    "operator": "may manage endpoints, replays and schedules",
-    "reader": "may read everything but secrets",
-}
-
 # Detaching a partition waits for transactions that use it; the time-out limits how long
 # other sessions queue behind this lock request.
 DROP_WAIT = "SET lock_timeout = '5s'"
+
+
+def _purpose_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add an option for each purpose."""
+    for purpose, may in reversed(list(PURPOSES.items())):
+        text = f"Grant a role the right to {may}."
+        command = click.option(f"--{purpose}", multiple=True, metavar="ROLE", help=text)(command)
+    return command
 
 
 @click.command(
@@ -57,21 +59,7 @@ Examples:
     metavar="VERSION",
     help="With --sql: only the migrations after this version.",
 )
-@click.option(
-    "--producer", multiple=True, metavar="ROLE", help="Grant a role the right to publish."
-)
-@click.option(
-    "--relay", multiple=True, metavar="ROLE", help="Grant a role what outbox relay needs."
-)
-@click.option(
-    "--operator",
-    multiple=True,
-    metavar="ROLE",
-    help="Grant a role the right to manage endpoints, replays and schedules.",
-)
-@click.option(
-    "--reader", multiple=True, metavar="ROLE", help="Grant a role read access, except to secrets."
-)
+@_purpose_options
 @click.option(
     "--revoke",
     multiple=True,
@@ -105,7 +93,7 @@ def command(
     """
     if check and as_sql:
         raise UsageError("--check and --sql exclude each other")
-    roles = [(purpose, role) for purpose in migrate.PURPOSES for role in named[purpose]]
+    roles = [(purpose, role) for purpose in PURPOSES for role in named[purpose]]
     if check and (roles or revoke or payload_bytes_max is not None):
         given = "--revoke" if revoke else "--payload-bytes-max"
         given = f"--{roles[0][0]}" if roles else given
@@ -192,7 +180,7 @@ def _migrate(
     for role in revoked:
         click.echo(f'role "{role}": all rights revoked')
     for purpose, role in roles:
-        click.echo(f'role "{role}" {_MAY[purpose]}')
+        click.echo(f'role "{role}" may {PURPOSES[purpose]}')
     if dropped:
         click.echo(f"partitions of dropped periods: {dropped} dropped")
     if payload_bytes_max is not None:

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from outbox.leaves import API
 from outbox.store.connection import dsn
 from outbox.store.connection.connect import in_one_line
 from outbox.telemetry import catalogue
+from outbox.telemetry.api_series import add_api_series
 from outbox.version import __version__
 from outbox.web.address import Address
 from outbox.web.serving import listen
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 
     from outbox.config import Settings
     from outbox.telemetry.catalogue import Metric
-    from outbox.telemetry.snapshot import Series
+    from outbox.telemetry.snapshot import Series, Snapshot
 
 log = structlog.get_logger("outbox.api")
 
@@ -46,7 +48,6 @@ MODULE = "outbox_api.child"
 CHILD_END_S = 3.0
 """How long a child may take to end; afterwards it is killed."""
 HEARTBEAT_BYTES_MAX = 1024 * 1024
-PUBLIC_PROBLEM = "the API does not run; see the log of this relay"
 
 
 @asynccontextmanager
@@ -102,19 +103,26 @@ class ApiChild:
         """Why the API does not work; None: it works, or starts for the first time."""
         if self._failure is not None:
             return f"the API does not run: {self._failure}"
-        return self._report.get("problem")
+        problem = self._report.get("problem")
+        return None if problem is None else f"the API cannot use the database: {problem}"
 
     @property
     def public_problem(self) -> str | None:
         """The problem without names and addresses."""
-        return None if self.problem is None else PUBLIC_PROBLEM
+        if self.problem is None:
+            return None
+        fails = "does not run" if self._failure is not None else "cannot use the database"
+        return f"the API {fails}; see the log of this relay"
 
-    def series(self) -> dict[Metric, Series]:
-        """Whether it is up, how often it was started again, and its own metrics."""
-        return {
+    def add_to(self, snapshot: Snapshot) -> Snapshot:
+        """Add whether it is up, how often it was started again, and what it counts itself."""
+        own: dict[Metric, Series] = {
             catalogue.API_UP: {(): float(self._is_up)},
             catalogue.API_RESTARTS: {(): float(self._restarts)},
         }
+        added = replace(snapshot, series={**snapshot.series, **own})
+        metrics = self._report.get("metrics")
+        return added if metrics is None else add_api_series(added, metrics)
 
     def stop(self) -> None:
         """Let the child end, and start no other."""

@@ -46,9 +46,7 @@ ADD_HEALTH = WriteStatement(
 )
 
 # Unowned: any replica can acquire it.
-ADD_OWNERSHIP = WriteStatement(
-    "add_ownership", "INSERT INTO ownership (endpoint_id) SELECT unnest($1::uuid[])"
-)
+ADD_OWNERSHIP = WriteStatement("add_ownership", "SELECT add_ownership($1::uuid[])")
 
 # Updates all settings; headers only if they are given, because a key rotation may encrypt them
 # anew meanwhile.
@@ -73,13 +71,11 @@ BEGIN_GENERATION = WriteStatement(
 # Adds the lanes of endpoints' current generation, with their counters and progress.  No delivery
 # before the next batch can be pending, so reads skip older partitions.
 #   owned: a relay that acquires the endpoint waits for this lock, so the epoch is still current
-#     when the new lanes become visible.  In endpoint order, as every statement that locks several.
+#     when the new lanes become visible.
 ADD_LANES = WriteStatement(
     "add_lanes",
     f"""
-WITH owned AS MATERIALIZED (
-    SELECT endpoint_id, epoch FROM ownership WHERE endpoint_id = ANY ($1::uuid[])
-     ORDER BY endpoint_id FOR NO KEY UPDATE),
+WITH owned AS MATERIALIZED (SELECT * FROM lock_ownership($1::uuid[])),
 added AS (
     INSERT INTO lane (endpoint_id, generation, slot)
     SELECT e.id, e.generation, slot

@@ -38,7 +38,7 @@ async def read_page(
     Args:
         statement: selects at most $2 rows after the row whose column has the value $1.
         column: the column that orders the rows.
-        arguments: from $3 on.
+        arguments: the parameters of the statement from $3 on.
     """
     rows: list[Record] = []
     size = 0
@@ -56,7 +56,7 @@ async def read_page(
 
 
 def page_of(rows: Sequence[Record], limit: int) -> RowPage[Record]:
-    """The same page of up to `limit + 1` rows that were read at once, because they are small."""
+    """Limit up to `limit + 1` rows that were read at once, because they are small."""
     sizes = accumulate(_text_bytes(row.values()) for row in rows)
     count = min(limit, max(1, sum(size <= PAGE_BYTES_MAX for size in sizes)))
     return RowPage(rows[:count], more=len(rows) > count)

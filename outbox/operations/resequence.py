@@ -3,8 +3,7 @@
 Their ids become open gaps, so that the next batches find the events, as late ones.  Relays cache
 the open gaps: their registrations are ended like those of an expired replica, which fences off
 results of requests in flight; they register again within a second and reload.  The events are
-found without locks, and a message does nothing if they changed meanwhile, or a relay has
-registered.
+found without locks, and a message does nothing if they changed meanwhile.
 """
 
 from __future__ import annotations
@@ -14,11 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from outbox.store.change import make_change
-from outbox.store.cluster.replicas import LOCK_REPLICA, RELEASE_ALL, REMOVE_REPLICA
-from outbox.store.cluster.timeline import LOCK_EPOCHS
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.message import WriteStatement
-from outbox.store.retention.periods import END_LEADERSHIP
 from outbox.store.sequencing.skipped_events import SKIPPED_EVENTS, SKIPPED_IDS_MAX
 
 if TYPE_CHECKING:
@@ -29,69 +25,24 @@ if TYPE_CHECKING:
 BATCHES_PER_MESSAGE = 1_000
 """Batches in one message, which reads the skipped events of each again, under its locks."""
 
-_SKIPPED = SKIPPED_EVENTS.format(examined="batch")
-_SKIPPED_OF_BATCHES = SKIPPED_EVENTS.format(
-    examined="(SELECT batch, dead FROM batch WHERE batch = ANY ($1::bigint[]))"
-)
-
-FIND_BATCHES = f"SELECT DISTINCT batch FROM ({_SKIPPED}) s ORDER BY batch"  # noqa: S608
+FIND_BATCHES = f"""
+SELECT DISTINCT batch FROM ({SKIPPED_EVENTS.format(examined="batch")}) s ORDER BY batch
+"""  # noqa: S608 (constants only)
 
 # The skipped events of batches.
-#   ids: all of them; they are no longer dead.
-#   missing: those without a delivery; the others would get a second one.
+#   missing_count, first_ids: of those without a delivery.
 READ_SKIPPED = f"""
-WITH skipped AS MATERIALIZED ({_SKIPPED_OF_BATCHES}),
-sequenced AS MATERIALIZED (
-    SELECT DISTINCT outbox_id AS id FROM delivery
-     WHERE replay_id IS NULL AND backfill_id IS NULL
-       AND outbox_id IN (SELECT id FROM skipped))
-SELECT batch, range_agg(int8range(id, id, '[]'))::text AS ids,
-       coalesce(range_agg(int8range(id, id, '[]')) FILTER (WHERE is_missing), '{{}}')::text
-           AS missing,
-       count(*) FILTER (WHERE is_missing) AS missing_count,
-       (array_agg(id ORDER BY id) FILTER (WHERE is_missing))[:{SKIPPED_IDS_MAX}] AS first_ids
-  FROM (SELECT batch, id, id NOT IN (SELECT id FROM sequenced) AS is_missing FROM skipped) found
- GROUP BY batch ORDER BY batch
+SELECT s.batch, s.ids::text AS ids, count(open.id) AS missing_count,
+       (array_agg(open.id ORDER BY open.id))[:{SKIPPED_IDS_MAX}] AS first_ids
+  FROM skipped_events($1) s
+  LEFT JOIN LATERAL (
+       SELECT generate_series(lower(part.ids), upper(part.ids) - 1) AS id
+         FROM unnest(s.missing) AS part(ids)) open ON true
+ GROUP BY s.batch, s.ids ORDER BY s.batch
 """  # noqa: S608 (constants only)
 
-FINGERPRINT = f"""
-SELECT coalesce(md5(string_agg(format('%s %s', batch, id), ' ' ORDER BY batch, id)), '')
-  FROM ({_SKIPPED_OF_BATCHES}) s
-"""  # noqa: S608 (constants only)
-
-REQUIRE_SKIPPED = WriteStatement("require_skipped", f"SELECT abort_unless(({FINGERPRINT}) = $2)")
-
-OPEN_GAPS = WriteStatement(
-    "open_gaps",
-    """
-WITH skipped AS (
-    SELECT * FROM unnest($1::bigint[], $2::text[]::int8multirange[],
-                         $3::text[]::int8multirange[]) AS v(batch, ids, missing)),
-corrected AS (
-    UPDATE batch b SET dead = b.dead - s.ids FROM skipped s WHERE b.batch = s.batch)
-INSERT INTO gap (lo, hi)
-SELECT lower(open), upper(open) - 1
-  FROM (SELECT range_agg(missing) AS ids FROM skipped) missing, unnest(missing.ids) open
-""",
-)
-
-# Dead ids that are counted already are not dead any more.  Locked in a statement before, so that
-# none is counted meanwhile.
-LOCK_ACCOUNT = WriteStatement("lock_account", "SELECT FROM event_account FOR UPDATE")
-DISCOUNT_DEAD_IDS = WriteStatement(
-    "discount_dead_ids",
-    """
-SELECT discount_dead_ids(range_agg(skipped.ids))
-  FROM unnest($1::bigint[], $2::text[]::int8multirange[]) AS s(batch, ids),
-       unnest(s.ids) AS skipped(ids)
- WHERE s.batch <= (SELECT batch FROM event_account)
-""",
-)
-
-READ_REPLICAS = "SELECT id FROM replica ORDER BY id"
-REQUIRE_NO_REPLICAS = WriteStatement(
-    "require_no_replicas", "SELECT abort_unless(NOT EXISTS (SELECT FROM replica))"
-)
+# Aborts if the events are not the planned ones.
+RESEQUENCE = WriteStatement("resequence", "SELECT resequence($1::bigint[], $2::text[], $3)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,31 +77,12 @@ async def resequence(
 
 
 async def _plan(batches: list[int], dry_run: bool, change: Change) -> list[Any]:
-    # First: what changes between the two makes the message abort.
-    fingerprint = await change.db.fetchval(FINGERPRINT, batches)
     rows = list(await change.db.fetch(READ_SKIPPED, batches))
     if dry_run or not rows:
         return rows
-    missing = any(row["missing_count"] for row in rows)
-    # Without missing events no gap is opened, and relays cache nothing that changes.
-    replicas = await change.db.fetch(READ_REPLICAS) if missing else []
-    expirables = [(row["id"], None, None) for row in replicas]
-    # Locked first: relays that write wait, and are fenced off then.
-    for each in expirables:
-        change.write(LOCK_REPLICA, *each)
-    if missing:
-        change.write(LOCK_EPOCHS)
-    change.write(REQUIRE_SKIPPED, batches, fingerprint)
-    batch_ids = [row["batch"] for row in rows], [row["ids"] for row in rows]
-    change.write(LOCK_ACCOUNT)
-    change.write(DISCOUNT_DEAD_IDS, *batch_ids)
-    change.write(OPEN_GAPS, *batch_ids, [row["missing"] for row in rows])
-    for each in expirables:
-        change.write(RELEASE_ALL, *each, change.actor, "events resequenced")
-        change.write(REMOVE_REPLICA, *each)
-    if missing:
-        change.write(REQUIRE_NO_REPLICAS)
-        change.write(END_LEADERSHIP)
+    change.write(
+        RESEQUENCE, [row["batch"] for row in rows], [row["ids"] for row in rows], change.actor
+    )
     done = _result(rows, dry_run=False)
     data = {"events": done.events, "batches": done.batches, "first_ids": done.first_ids}
     change.journal("events_resequenced", None, data)
@@ -158,6 +90,6 @@ async def _plan(batches: list[int], dry_run: bool, change: Change) -> list[Any]:
 
 
 def _result(rows: list[Any], *, dry_run: bool) -> Resequenced:
-    ids = sorted(n for row in rows for n in row["first_ids"] or ())
+    ids = sorted(n for row in rows for n in row["first_ids"] if n is not None)
     events = sum(row["missing_count"] for row in rows)
     return Resequenced(dry_run, events, len(rows), tuple(ids[:SKIPPED_IDS_MAX]))

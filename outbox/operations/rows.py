@@ -51,7 +51,7 @@ class RowPage(list[Item]):
         self.more = more
 
     def map(self, convert: Callable[[Item], Other]) -> RowPage[Other]:
-        """The same page of other items."""
+        """Convert the items of the page."""
         return RowPage(map(convert, self), more=self.more)
 
 

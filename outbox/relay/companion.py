@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from outbox.telemetry.catalogue import Metric
-    from outbox.telemetry.snapshot import Series
+    from outbox.telemetry.snapshot import Snapshot
 
 
 class Companion(Protocol):
@@ -20,5 +19,5 @@ class Companion(Protocol):
     def public_problem(self) -> str | None:
         """The problem without names and addresses."""
 
-    def series(self) -> dict[Metric, Series]:
-        """Its metrics."""
+    def add_to(self, snapshot: Snapshot) -> Snapshot:
+        """Return the snapshot with its metrics."""

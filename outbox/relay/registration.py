@@ -256,7 +256,7 @@ class Registration:
         control = await self._opened.connect(label)
         with response_deadline(control, REGISTER_S, "register a replica"):
             await stores.require_current(control, settings.schema_name, "relay")
-            await stores.require_relay_privileges(control, settings.schema_name)
+            await stores.require_privileges(control, settings.schema_name, "relay")
             # An earlier session may have ended because the queue was full.
             await stores.trim_notification_queue(control)
             # Before the first write: if a proxy switches to another server after this, or the

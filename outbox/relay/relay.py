@@ -127,9 +127,8 @@ class Relay:
         working = None if self._session is None else self._session.running
         meters = self._telemetry.meters
         gauges = {} if working is None else await working.gauges(meters)
-        if self._companion is not None:
-            gauges |= self._companion.series()
-        return meters.snapshot(at, gauges)
+        snapshot = meters.snapshot(at, gauges)
+        return snapshot if self._companion is None else self._companion.add_to(snapshot)
 
     async def run(self) -> None:
         """Deliver until stopped; after an unexpected error it may be called again.

@@ -1,4 +1,4 @@
-"""Privileges that a purpose requires, by the schema's own list (schema/0007_roles.sql)."""
+"""Purposes of roles, and the privileges that they require by the schema's own lists."""
 
 from __future__ import annotations
 
@@ -10,7 +10,18 @@ from outbox.errors import CannotRun
 from outbox.store.connection.connect import map_errors
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from asyncpg import Connection
+
+PURPOSES: Mapping[str, str] = {
+    "producer": "publish",
+    "relay": "run outbox relay",
+    "operator": "manage endpoints, replays and schedules",
+    "api": "run outbox api",
+    "reader": "read everything but secrets",
+}
+"""Purposes that a role can be granted, and what it may do then; see schema/0021_api.sql."""
 
 NAMED_MAX = 3
 
@@ -35,29 +46,33 @@ SELECT r.privilege || ' on ' || r.name AS missing
 READ_ROLE = "SELECT current_user"
 
 
+class LacksPrivileges(CannotRun):
+    """The current role lacks privileges that its purpose requires."""
+
+
 async def missing_privileges(connection: Connection[Any], purpose: str) -> list[str]:
     """The privileges of a purpose that the current role lacks, such as `SELECT on lane`."""
     return [row["missing"] for row in await connection.fetch(READ_MISSING_PRIVILEGES, purpose)]
 
 
-async def require_relay_privileges(connection: Connection[Any], schema: str) -> None:
-    """Check that the current role may do all that a relay does.
+async def require_privileges(connection: Connection[Any], schema: str, purpose: str) -> None:
+    """Check that the current role may do all that its purpose requires.
 
-    Without this, a relay would fail at the first statement that it may not execute: some only
-    when it leads, or when a partition is dropped.
+    Without this, a process would fail at the first statement that it may not execute: a relay some
+    only when it leads, or when a partition is dropped.
 
     Raises:
-        CannotRun: the role lacks a privilege; the message has the command that grants it.
-        SchemaMissing, DatabaseUnavailable: as in `map_errors`.
+        LacksPrivileges: the message has the command that grants them.
+        SchemaMissing, DatabaseUnavailable, CannotRun: as in `map_errors`.
     """
-    with map_errors(schema, "relay"):
-        missing = await missing_privileges(connection, "relay")
+    with map_errors(schema, purpose):
+        missing = await missing_privileges(connection, purpose)
         if not missing:
             return
         role = await connection.fetchval(READ_ROLE)
     more = f" and {len(missing) - NAMED_MAX} more" if len(missing) > NAMED_MAX else ""
-    raise CannotRun(
-        f'the role "{role}" lacks privileges of a relay ({", ".join(missing[:NAMED_MAX])}{more}); '
-        f"as the role that ran outbox migrate: {migrate_command(schema)} --relay "
-        f"{shlex.quote(role)}"
+    raise LacksPrivileges(
+        f'the role "{role}" lacks privileges of the purpose "{purpose}" '
+        f"({', '.join(missing[:NAMED_MAX])}{more}); as the role that ran outbox migrate: "
+        f"{migrate_command(schema)} --{purpose} {shlex.quote(role)}"
     )

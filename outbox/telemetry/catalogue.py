@@ -294,6 +294,33 @@ API_RESTARTS = Metric(
     "{restart}",
     "How often the API had ended by itself, or was stuck, and was started again.",
 )
+API_REQUEST_DURATION = Metric(
+    "outbox.api.request.duration",
+    MetricKind.HISTOGRAM,
+    "s",
+    "Duration of a request to the API, until its response is written. listener: api or "
+    "receivers. status: the class of the status (2xx), or closed if the client closed the "
+    "connection first.",
+    ("listener", "status"),
+    DURATION_BOUNDS_S,
+)
+API_REQUESTS_IN_PROGRESS = Metric(
+    "outbox.api.requests.in_progress",
+    MetricKind.GAUGE,
+    "{request}",
+    "Requests to the API that it works on.",
+    ("listener",),
+)
+API_REFUSALS = Metric(
+    "outbox.api.refusals",
+    MetricKind.COUNTER,
+    "{request}",
+    "Requests that the API refused. reason: a limit (rate, of a token; concurrency, of a token or "
+    "address; logins, the failed ones of an address; body_size; body_time), the token (token, not "
+    "a valid one; scope, not enough), the header Host (host), or the database (unavailable).",
+    ("listener", "reason"),
+)
+
 CATALOGUE: tuple[Metric, ...] = (
     DELIVERIES,
     ATTEMPTS_MADE,
@@ -326,5 +353,8 @@ CATALOGUE: tuple[Metric, ...] = (
     PROOF_ABORTS,
     API_UP,
     API_RESTARTS,
+    API_REQUEST_DURATION,
+    API_REQUESTS_IN_PROGRESS,
+    API_REFUSALS,
 )
 """All metrics, in display order."""

@@ -88,7 +88,7 @@ class _Families(Collector):
         self._about = about
 
     def collect(self) -> Iterator[Family]:
-        yield InfoMetricFamily("target", "The relay.", self._about)
+        yield InfoMetricFamily("target", "The process.", self._about)
         for metric, series in self._snapshot.series.items():
             yield _family(metric, series)
 

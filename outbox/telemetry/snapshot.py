@@ -42,10 +42,12 @@ class Snapshot:
     series: Mapping[Metric, Series]
     began: Mapping[str, float] = field(default_factory=dict)
     """Start times of endpoints whose series started later than `started_at`."""
+    started: Mapping[Metric, float] = field(default_factory=dict)
+    """Start times of metrics of another process."""
 
     def since(self, metric: Metric, key: Attributes) -> float:
         """The start time of a series, in epoch seconds."""
         if "endpoint" not in metric.attributes:
-            return self.started_at
+            return self.started.get(metric, self.started_at)
         endpoint = key[metric.attributes.index("endpoint")]
         return self.began.get(endpoint or "", self.started_at)

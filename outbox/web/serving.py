@@ -46,6 +46,9 @@ CLOSE_LINGER_S = 1.0
 """How long the rest of a body is read after its response: closing a connection with unread data
 resets it, and the client might not see the response."""
 CLIENT_CONNECTIONS_MAX = 512
+CLIENT_SEND_BYTES = 128 * 1024
+"""Bytes that the kernel holds for a client that does not read, about.  The kernel doubles it, and
+would let it grow to 4 MiB; connections inherit it from their listening socket."""
 UNREAD_BODY_BYTES_MAX = 16 * 1024
 """Bytes of a body after which a connection waits for its handler to take them."""
 
@@ -78,6 +81,7 @@ async def listen(address: Address) -> list[socket.socket]:
             for family, _, _, _, at in dict.fromkeys(found):
                 made = socket.create_server(at, family=family)
                 sockets.append(stack.enter_context(made))
+                made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, CLIENT_SEND_BYTES)
                 made.setblocking(False)
         except (OSError, OverflowError) as error:
             number = getattr(error, "errno", None) or 0

@@ -1,24 +1,19 @@
-"""A relay with a least-privilege role does everything that a relay does, with the API and for
-receivers.
+"""A relay with a least-privilege role does everything that a relay does.
+
+packages/api/tests/test_api_role.py has the role of the API.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
 import pytest
 
 from outbox.core.sequencing.partition_window import WIDTH, Retention
 from outbox.errors import CannotRun
-from outbox.operations import fetch_tokens
 from outbox.relay.delivery import recorder
 from outbox.store.retention.partitions import PARENTS, PartitionStore
 from outbox.store.retention.periods import RetentionStore
-from outbox.web.address import Address
-from outbox_api import receivers
-from outbox_api.problem import NOT_GRANTED
-from tests.support.api import make_token, serving
 from tests.support.process import outbox
 from tests.support.relay import (
     BUSY,
@@ -28,14 +23,12 @@ from tests.support.relay import (
     Sent,
     add_endpoint,
     all_ended,
-    current,
     exceptions,
     fetchval,
     killed_at_the_end,
     publish,
     relay,
     running,
-    settings_for,
 )
 from tests.support.roles import dsn_of, role
 from tests.support.tiers import sampled
@@ -159,67 +152,6 @@ async def test_a_least_privilege_relay_takes_over_from_a_killed_one(database: Da
     assert network.data() == [1, 2, 3]
 
 
-@pytest.mark.full
-@pytest.mark.one_major
-async def test_the_api_reads_everything_and_changes_only_what_is_granted(
-    database: Database,
-) -> None:
-    await add_endpoint(database)
-    secret = await make_token(database)
-    async with (
-        role(database, "relay") as name,
-        serving(database, dsn=dsn_of(database, name)) as anonymous,
-    ):
-        assert (await anonymous.get("/v1/me")).status == 401
-        api = anonymous.with_token(secret)
-        for path in ("status", "endpoints/shop", "events", "journal", "tokens", "doctor"):
-            assert (await api.get(f"/v1/{path}")).status == 200, path
-        for path, body in (
-            ("endpoints", {"name": "new", "url": "http://127.0.0.1:9/"}),
-            ("endpoints/shop/rotate-secret", {}),
-            ("tokens", {"name": "new", "scopes": ["operate"]}),
-            ("events", {"type": "a.b"}),
-        ):
-            response = await api.post(f"/v1/{path}", body)
-            assert (response.status, response.detail) == (501, NOT_GRANTED), path
-        await database_grants(database, name)
-        for path, body in (
-            ("endpoints", {"name": "new", "url": "http://127.0.0.1:9/"}),
-            ("tokens", {"name": "new", "scopes": ["operate"]}),
-            ("events", {"type": "a.b"}),
-        ):
-            assert (await api.post(f"/v1/{path}", body)).status == 201, path
-
-
-async def database_grants(database: Database, name: str) -> None:
-    async with database.connection(**PATH) as owner:
-        await owner.execute(f"SELECT grant_operator('\"{name}\"'), grant_producer('\"{name}\"')")
-
-
-@pytest.mark.full
-@pytest.mark.one_major
-async def test_receivers_fetch_through_a_least_privilege_relay(database: Database) -> None:
-    await add_endpoint(database)
-    network = Network()
-    async with database.connection(**PATH) as owner:
-        token = (await fetch_tokens.add_fetch_token(owner, "relay", "shop", actor="test")).token
-    async with role(database, "relay") as name:
-        dsn = dsn_of(database, name)
-        settings = settings_for(database, dsn=dsn, dsn_source="test")
-        async with (
-            running(database, network, dsn=dsn),
-            receivers.running(current(settings), Address("127.0.0.1", 0)) as at,
-            aiohttp.ClientSession(headers={"Authorization": f"Bearer {token}"}) as session,
-        ):
-            await publish(database, 1, 2)
-            await all_ended(database)
-            async with session.get(f"{at.url}v1/lanes") as response:
-                (lane,) = (await response.json())["items"]
-            async with session.get(f"{at.url}v1/lanes/{lane['lane']}/deliveries") as response:
-                assert [each["sequence"] for each in (await response.json())["items"]] == [1, 2]
-    assert network.data() == [1, 2]
-
-
 @pytest.mark.one_major
 @pytest.mark.parametrize(
     "lacking",
@@ -271,6 +203,6 @@ async def test_the_command_exits_with_3_in_one_line(database: Database) -> None:
         ended = await outbox("relay", env={"OUTBOX_DSN": dsn_of(database, name)})
     assert (ended.code, ended.stdout) == (3, "")
     assert ended.stderr == (
-        f'outbox: the role "{name}" lacks privileges of a relay (INSERT on batch); as the role '
-        f"that ran outbox migrate: outbox migrate --relay {name}\n"
+        f'outbox: the role "{name}" lacks privileges of the purpose "relay" (INSERT on '
+        f"batch); as the role that ran outbox migrate: outbox migrate --relay {name}\n"
     )

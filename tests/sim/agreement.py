@@ -129,7 +129,7 @@ class Script:
         db = self._db = await self._side.connect()
         stores = self._stores = self._side.stores
         await stores.current_schema.require_current(db, SCHEMA)
-        await stores.privileges.require_relay_privileges(db, SCHEMA)
+        await stores.privileges.require_privileges(db, SCHEMA, "relay")
         await stores.altered_secrets.journal_altered_secrets(db, [], "script", 1)
         # A real server may report a timeline.
         await stores.timeline.read_server_fence(db)

@@ -10,7 +10,8 @@ import asyncpg
 import pytest
 
 import outbox
-from outbox.store.connection.migrate import PURPOSES, migrate
+from outbox.store.connection.migrate import migrate
+from outbox.store.privileges import PURPOSES
 from outbox.store.retention.partitions import PartitionStore
 from outbox.store.schedules.schedule_runs import ScheduleRunStore
 from outbox.store.schema import schema_status

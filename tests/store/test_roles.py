@@ -13,13 +13,25 @@ import pytest
 from outbox.core.model.sql_names import quote_ident
 from outbox.core.sequencing.partition_window import WIDTH
 from outbox.operations import journal
-from outbox.store.connection.migrate import PURPOSES, migrate
+from outbox.store.connection.migrate import migrate
+from outbox.store.errors import ABORTED
+from outbox.store.privileges import PURPOSES
 from outbox.store.retention.partitions import PartitionStore
 from outbox.store.schema import schema_status
 from outbox.store.schema.migration_files import Migration, migrations
 from tests.support import ranges
 from tests.support.doctor import PATH, findings_of
-from tests.support.relay import add_endpoint, fetchval, publish
+from tests.support.relay import (
+    REFUSED as REJECTED,
+)
+from tests.support.relay import (
+    Network,
+    add_endpoint,
+    all_ended,
+    fetchval,
+    publish,
+    running,
+)
 from tests.support.roles import role
 from tests.support.tiers import sampled
 
@@ -34,6 +46,7 @@ pytestmark = pytest.mark.system
 OWNERS_RIGHTS = {
     "account",
     "account_batches",
+    "add_ownership",
     "add_partition",
     "advance_sequences",
     "analyze_parent",
@@ -42,16 +55,19 @@ OWNERS_RIGHTS = {
     "drop_period",
     "empty_partition",
     "end_period",
+    "erase_responses",
     "examine_block",
     "expected_events",
     "guard_events",
     "header_names",
+    "lock_ownership",
     "publish",
     "publish_event",
     "publish_events",
     "publish_many",
     "publish_text",
     "publish_checked",
+    "resequence",
     "reset_once",
     "sequences_behind",
     "notify_relay",
@@ -114,6 +130,36 @@ NO_ROLE_MAY = (
     "INSERT INTO public.theirs VALUES (1)",
 )
 
+OF_RELAYS = (
+    "UPDATE ownership SET epoch = epoch + 1",
+    "UPDATE ownership SET replica_id = 1",
+    "SELECT FROM ownership FOR NO KEY UPDATE",
+    "INSERT INTO ownership (endpoint_id, epoch) VALUES (gen_random_uuid(), 7)",
+    "UPDATE attempt SET response = NULL",
+    "UPDATE lane_progress SET acked_seq = 7",
+    "UPDATE lane_progress SET last_response = NULL",
+    "UPDATE endpoint_health SET last_response = NULL",
+    "INSERT INTO lane_progress (lane_id, endpoint_id, acked_seq) VALUES (1, gen_random_uuid(), 7)",
+    "INSERT INTO lane_counter (lane_id, last_seq) VALUES (1, 7)",
+    "UPDATE cursor SET writer = 7",
+    "SELECT FROM replica FOR UPDATE",
+    "DELETE FROM replica",
+    "UPDATE lock SET expires_at = NULL",
+    "UPDATE odometer SET seconds = 0",
+    "INSERT INTO gap (lo, hi) VALUES (1, 1)",
+    "INSERT INTO attempt (lane_id, batch, seq, attempt, replica_id, outcome, started_at,"
+    " elapsed_ms) VALUES (1, 1, 1, 1, 1, 'delivered', now(), 1)",
+    "INSERT INTO delivery (lane_id, batch, seq, outbox_id) VALUES (1, 1, 1, 1)",
+    "INSERT INTO batch (batch, high) VALUES (7, 7)",
+    "INSERT INTO replica (name, version, label, lease_s, expires_at)"
+    " VALUES ('a', 'b', 'outbox-relay:a', 1, now())",
+    "SELECT end_period('events', 0)",
+    "SELECT settle_period(0)",
+    "SELECT drop_period('events', 0)",
+    "SELECT add_partition('outbox', 3)",
+    "SELECT empty_partition('outbox', 0)",
+)
+
 MAY_NOT = {
     "producer": (
         *NO_ROLE_MAY,
@@ -154,6 +200,7 @@ MAY_NOT = {
     ),
     "operator": (
         *NO_ROLE_MAY,
+        *OF_RELAYS,
         "SELECT hash FROM token",
         "SELECT hash FROM fetch_token",
         "UPDATE token SET hash = sha256('')",
@@ -164,19 +211,22 @@ MAY_NOT = {
         "UPDATE outbox SET id = 7",
         "UPDATE outbox SET created_at = now()",
         "SELECT nextval('outbox_id_seq')",
-        "UPDATE cursor SET writer = 7",
-        "UPDATE lane_progress SET acked_seq = 7",
-        "INSERT INTO attempt (lane_id, batch, seq, attempt, replica_id, outcome, started_at,"
-        " elapsed_ms) VALUES (1, 1, 1, 1, 1, 'delivered', now(), 1)",
-        "INSERT INTO delivery (lane_id, batch, seq, outbox_id) VALUES (1, 1, 1, 1)",
-        "INSERT INTO batch (batch, high) VALUES (7, 7)",
-        "INSERT INTO replica (name, version, label, lease_s, expires_at)"
-        " VALUES ('a', 'b', 'outbox-relay:a', 1, now())",
-        "SELECT end_period('events', 0)",
-        "SELECT settle_period(0)",
-        "SELECT drop_period('events', 0)",
-        "SELECT add_partition('outbox', 3)",
-        "SELECT empty_partition('outbox', 0)",
+    ),
+    "api": (
+        *NO_ROLE_MAY,
+        *OF_RELAYS,
+        "UPDATE token SET hash = sha256('')",
+        "UPDATE token SET scopes = '{operate}'",
+        "DELETE FROM token",
+        "INSERT INTO fetch_token (endpoint_id, hash, created_by)"
+        " VALUES (gen_random_uuid(), sha256(''), 'a')",
+        "UPDATE fetch_token SET expires_at = NULL",
+        "DELETE FROM fetch_token",
+        "UPDATE endpoint_secret SET secret = 'whsec_'",
+        "SELECT publish('a', '{}')",
+        "UPDATE outbox SET id = 7",
+        "UPDATE outbox SET created_at = now()",
+        "SELECT nextval('outbox_id_seq')",
     ),
     "relay": (
         *NO_ROLE_MAY,
@@ -187,7 +237,12 @@ MAY_NOT = {
         "UPDATE endpoint_secret SET secret = 'whsec_'",
         "INSERT INTO token (name, hash, scopes, created_by)"
         " VALUES ('a', sha256(''), '{operate}', 'a')",
+        "SELECT hash FROM token",
+        "SELECT hash FROM fetch_token",
+        "UPDATE token SET last_used_at = now()",
+        "UPDATE fetch_token SET last_used_at = now()",
         "UPDATE token SET scopes = '{operate}'",
+        "UPDATE attempt SET response = NULL",
         "DELETE FROM token",
         "INSERT INTO fetch_token (endpoint_id, hash, created_by)"
         " VALUES (gen_random_uuid(), sha256(''), 'a')",
@@ -198,7 +253,7 @@ MAY_NOT = {
     ),
 }
 
-REFUSED = (
+NOT_ACCEPTED = (
     ("SELECT add_partition('public.theirs', 3)", "partition 3 of"),
     ("SELECT add_partition('period', 3)", "partition 3 of"),
     ("SELECT add_partition('outbox', 4000)", "partition 4000 of outbox may not be created"),
@@ -281,12 +336,64 @@ async def test_security_definer_functions_are_limited_to_their_tables(
 ) -> None:
     async with role(database, "relay") as name:
         relay = await _as(database, name)
-        for statement, says in REFUSED:
+        for statement, says in NOT_ACCEPTED:
             with pytest.raises(asyncpg.InvalidParameterValueError, match=says):
                 await relay.execute(statement)
         await relay.execute("SELECT add_partition('outbox', 3)")
         made = "SELECT tableowner FROM pg_tables WHERE tablename = 'outbox_3'"
         assert await owner.fetchval(made) != name
+
+
+@pytest.mark.one_major
+async def test_responses_are_erased_only_of_erased_events(
+    database: Database, owner: Connection[Any]
+) -> None:
+    await add_endpoint(database)
+    async with running(database, Network(lambda _: REJECTED)):
+        await publish(database, 1, 2)
+        await all_ended(database)
+    await owner.execute("""UPDATE attempt SET response = '{"body": "x"}'""")
+    await owner.execute("UPDATE outbox SET payload = NULL, erased_at = now() WHERE id = 2")
+    kept = """SELECT array_agg(outbox_id ORDER BY outbox_id) FROM delivery d
+                WHERE EXISTS (SELECT FROM attempt a WHERE a.lane_id = d.lane_id
+                                 AND a.seq = d.seq AND a.response ? 'body')"""
+    for purpose in ("api", "operator", "relay"):
+        async with role(database, purpose) as name:
+            connection = await _as(database, name)
+            await connection.execute("SELECT erase_responses('{1,2}', 100)")
+            assert await owner.fetchval(kept) == [1]
+    # Its row is gone, and its dead letter is erased.
+    await owner.execute("SET relay.remove = 'on'; DELETE FROM outbox WHERE id = 1")
+    async with role(database, "api") as name:
+        connection = await _as(database, name)
+        await connection.execute("SELECT erase_responses('{1,2}', 100)")
+        assert await owner.fetchval(kept) == [1]
+        await connection.execute("UPDATE dead_letter SET payload = NULL, erased_at = now()")
+        await connection.execute("SELECT erase_responses('{1,2}', 100)")
+        assert await owner.fetchval(kept) is None
+
+
+@pytest.mark.one_major
+async def test_epochs_and_registrations_change_only_if_events_were_skipped(
+    database: Database, owner: Connection[Any]
+) -> None:
+    endpoint = await add_endpoint(database)
+    await owner.execute("""
+        INSERT INTO replica (name, version, label, lease_s, expires_at)
+        VALUES ('r1', '1', 'outbox-relay:r1', 3600, clock_timestamp() + interval '1 h');
+        UPDATE ownership SET replica_id = (SELECT id FROM replica), epoch = 3
+    """)
+    state = "SELECT (SELECT count(*) FROM replica), (SELECT max(epoch) FROM ownership)"
+    async with role(database, "api") as name:
+        connection = await _as(database, name)
+        assert await connection.fetchval("SELECT epoch FROM lock_ownership($1)", [endpoint.id]) == 3
+        with pytest.raises(asyncpg.ForeignKeyViolationError):
+            await connection.execute("SELECT add_ownership(ARRAY[gen_random_uuid()])")
+        for planned in ("'{}'", "NULL", """'{"{[5,6)}"}'"""):
+            with pytest.raises(asyncpg.PostgresError) as refused:
+                await connection.execute(f"SELECT resequence('{{0}}', {planned}, 'me')")
+            assert refused.value.sqlstate == ABORTED
+        assert tuple(await owner.fetchrow(state)) == (1, 3)
 
 
 # ------------------------------------------------------------------- rights
@@ -579,16 +686,15 @@ async def test_the_doctor_reports_relays_that_are_superusers(owner: Connection[A
 async def test_the_doctor_reports_missing_privileges(
     database: Database, owner: Connection[Any], subtests: pytest.Subtests
 ) -> None:
-    for purpose in ("relay", "operator", "reader"):
+    for purpose in ("relay", "operator", "api", "reader"):
         with subtests.test(purpose=purpose):
             async with role(database, purpose) as name:
                 connection = await _as(database, name)
                 (found,) = await _says(connection)
                 assert (found.severity, found.message) == (
                     "ok",
-                    f'"{name}" has the privileges of '
-                    f"{'an' if purpose == 'operator' else 'a'} {purpose}, "
-                    "and does not own the tables",
+                    f'"{name}" has the privileges of the purpose {purpose}, and does not own the '
+                    "tables",
                 )
                 await owner.execute(f'REVOKE SELECT ON lane_block FROM "{name}"')
                 await owner.execute(f'REVOKE EXECUTE ON FUNCTION matches_filter FROM "{name}"')
@@ -631,7 +737,7 @@ async def test_the_doctor_reports_unintended_readers_of_secrets(
     async def reported() -> list[DoctorFinding]:
         return [f for f in await _says(owner) if "can read the secrets" in f.message]
 
-    async with role(database, "relay", "operator"):
+    async with role(database, "relay", "operator"), role(database, "api"):
         for purposes, (granted, tables) in itertools.product(UNENTITLED, SECRET_GRANTS):
             with subtests.test(purposes=purposes, granted=granted):
                 async with role(database, *purposes) as given:

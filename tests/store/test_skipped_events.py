@@ -204,8 +204,9 @@ async def test_only_the_batches_found_are_read_under_the_locks(db: Connection[An
            SELECT n, 10 * n, int8multirange(int8range(10 * n - 5, 10 * n))
              FROM generate_series(6, 20000) n; ANALYZE batch, outbox"""
     )
-    plan = await explain(db, module.FINGERPRINT, [1, 2, 3, 4, 5], generic=False)
-    assert plan.rows < 100, str(plan)
+    await db.fetch(module.READ_SKIPPED, [1])  # The plan of a function counts as its pages.
+    plan = await explain(db, module.READ_SKIPPED, [1, 2, 3, 4, 5], generic=False)
+    assert plan.pages < 200, str(plan)
 
 
 def before_the_message(

@@ -20,7 +20,9 @@ from outbox.web.address import Address
 from outbox_api import server
 from outbox_api.openapi import document
 from outbox_api.routes import ROUTES
+from tests.support.postgres import API_ROLE
 from tests.support.relay import current, settings_for
+from tests.support.roles import dsn_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -200,8 +202,9 @@ async def make_token(
 
 @asynccontextmanager
 async def serving(database: Database, **settings: Any) -> AsyncIterator[Api]:
-    """A server of this database, and a client without a token."""
-    usual = {"dsn_source": "test", "allow_networks": ("127.0.0.0/8",)}
+    """A server of this database with the role of an API, and a client without a token."""
+    dsn = dsn_of(database, API_ROLE)
+    usual = {"dsn": dsn, "dsn_source": "test", "allow_networks": ("127.0.0.0/8",)}
     given = settings_for(database, **usual | settings)
     async with (
         server.running(current(given), given.admin or HERE) as at,

@@ -71,14 +71,14 @@ async def _serve() -> None:
 
     from outbox.config import Settings
     from outbox_api import receivers, server
-    from outbox_api.in_flight import InFlight
+    from outbox_api.shared import Shared
     from tests.support.relay import current
 
-    dsn, requests = SecretStr(os.environ["MEASURED_DSN"]), InFlight()
+    dsn, shared = SecretStr(os.environ["MEASURED_DSN"]), Shared()
     settings = current(Settings(dsn=dsn, dsn_source="test", api_rate_max=100_000.0))
     async with (
-        server.running(settings, HERE, requests=requests) as api,
-        receivers.running(settings, HERE, requests=requests) as fetching,
+        server.running(settings, HERE, shared=shared) as api,
+        receivers.running(settings, HERE, shared=shared) as fetching,
     ):
         print(api.url, fetching.url, flush=True)
         await asyncio.Event().wait()

@@ -116,6 +116,12 @@ SELECT id, i % 288, to_timestamp(i * 300), 10000000, 10000000, array_fill(100000
        (SELECT '00000000-0000-0000-0000-000000000000'::uuid AS id UNION ALL
         (SELECT id FROM endpoint ORDER BY name COLLATE "C" LIMIT 100)) e;
 
+INSERT INTO installation_history (slot, n, at, seconds, events, deliveries, completed, pending,
+                                  batch, sequenced, acked)
+SELECT n, n, now() - (359 - n) * interval '10 s', 10.0123456789, 123456789, 123456789, 123456789,
+       123456789, 1, 0, 0
+  FROM generate_series(0, 359) n;
+
 INSERT INTO schedule (name, cron, timezone, type, key, tenant, payload, headers, misfire, grace_s,
                       overlap, state_by, state_comment, next_at, due_at)
 SELECT :schedule || to_char(n, 'FM0000'), '* 3 * 2 MON#5', 'America/New_York', :type, :key,

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from outbox_devtools.embedded import Setting
 
 SCHEMA = "relay"
+API_ROLE = "outbox_api"
+"""The role of the API's servers, with the purpose `api` in each migrated database."""
 
 # Machine crashes are not tested, so nothing has to reach the disk. synchronous_commit stays on: the
 # guarantees of a commit towards other sessions are tested.
@@ -42,8 +44,10 @@ _MEMORY_BYTES_MIN = 2 << 30  # Containers often have 64 MiB of it: too little.
 END_SESSIONS_S = 60.0
 """How long the sessions of a test may take to end."""
 _END_SESSIONS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s"
-_FIND_ROLES = """SELECT 1 FROM pg_shdepend JOIN pg_database d ON d.oid = dbid
- WHERE datname = %s AND refclassid = 'pg_authid'::regclass LIMIT 1"""
+_FIND_ROLE = "SELECT EXISTS (SELECT FROM pg_roles WHERE rolname = $1)"
+_FIND_ROLES = f"""SELECT 1 FROM pg_shdepend JOIN pg_database d ON d.oid = dbid
+ WHERE datname = %s AND refclassid = 'pg_authid'::regclass
+   AND refobjid <> '{API_ROLE}'::regrole LIMIT 1"""
 _numbers = itertools.count(1)
 _READ_CLOSE_ITERATIONS = 5
 """Iterations of the event loop in which a connection notes that the server has closed it."""
@@ -249,7 +253,9 @@ class Server:
             f"CREATE DATABASE {self.template} TEMPLATE template0",
         )
         async with self._connection(self.template) as connection:
-            await migrate(connection, SCHEMA)
+            if not await connection.fetchval(_FIND_ROLE, API_ROLE):
+                await connection.execute(f"CREATE ROLE {API_ROLE} LOGIN")
+            await migrate(connection, SCHEMA, roles=[("api", API_ROLE)])
         # The first connection fills the catalog cache files; a copy of the template has them
         # already.
         async with self._connection(self.template):

@@ -11,7 +11,9 @@ import aiohttp
 from outbox.operations import fetch_tokens
 from outbox.web.address import Address
 from outbox_api import receivers
+from tests.support.postgres import API_ROLE
 from tests.support.relay import current, settings_for
+from tests.support.roles import dsn_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -43,7 +45,7 @@ async def listening(
     database: Database, token: str, wall: Callable[[], float] = time.time
 ) -> AsyncIterator[Client]:
     """Serve the listener; yield a client with this token."""
-    given = settings_for(database, dsn_source="test")
+    given = settings_for(database, dsn=dsn_of(database, API_ROLE), dsn_source="test")
     async with (
         receivers.running(current(given), Address("127.0.0.1", 0), wall=wall) as at,
         aiohttp.ClientSession() as session,

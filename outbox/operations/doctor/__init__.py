@@ -200,7 +200,7 @@ def _first_line(error: BaseException) -> str:
 
 
 async def _suggest_grant(context: DoctorContext) -> str:
-    about = await context.db.fetchrow(roles.PURPOSES)
+    about = await context.db.fetchrow(roles.READ_PURPOSES)
     if about["purposes"] == ["producer"]:
         # A producer role should not get the rights of a reader.
         return "this role is a producer; run it as a reader or an operator"

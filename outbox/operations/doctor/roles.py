@@ -16,7 +16,7 @@ from outbox.operations.doctor.check import (
     warning,
 )
 from outbox.store.expressions import lease_runs
-from outbox.store.privileges import missing_privileges
+from outbox.store.privileges import PURPOSES, missing_privileges
 
 # Superusers among the roles of running relays; without a relay, the current role.  All roles may
 # read the role of a session.
@@ -47,16 +47,16 @@ SELECT coalesce(r.rolname, 'PUBLIC') AS role
 """
 
 # The purposes of roles: who may call the function that lists the privileges of each.
-GRANTED_PURPOSES = """
+GRANTED_PURPOSES = f"""
     SELECT w.purpose, acl.grantee
-      FROM unnest('{producer,relay,operator,reader}'::text[]) AS w(purpose)
+      FROM unnest('{{{",".join(PURPOSES)}}}'::text[]) AS w(purpose)
       JOIN pg_proc p ON p.pronamespace = quote_ident(current_schema())::regnamespace
        AND p.proname = w.purpose || '_privileges'
      CROSS JOIN LATERAL aclexplode(p.proacl) AS acl
      WHERE acl.grantee <> 0
-"""
+"""  # noqa: S608 (constants only)
 
-# Roles that can read secrets, but are neither relay nor operator.  NULL: PUBLIC.  Server-wide
+# Roles that can read secrets, although their purposes do not read them.  NULL: PUBLIC.  Server-wide
 # grants such as pg_read_all_data are not considered.
 ROLES_WITH_SECRETS = f"""
 WITH purposes AS ({GRANTED_PURPOSES}),
@@ -77,14 +77,14 @@ SELECT r.rolname AS role, array_agg(DISTINCT g.relname::text ORDER BY g.relname:
  WHERE g.grantee = 0
     OR NOT r.rolsuper AND NOT pg_has_role(r.oid, g.relowner, 'USAGE')
        AND has_schema_privilege(r.oid, current_schema(), 'USAGE')
-       AND NOT EXISTS (SELECT FROM purposes p WHERE p.purpose IN ('relay', 'operator')
+       AND NOT EXISTS (SELECT FROM purposes p WHERE p.purpose IN ('relay', 'operator', 'api')
                           AND pg_has_role(r.oid, p.grantee, 'USAGE'))
  GROUP BY g.grantee, r.rolname ORDER BY r.rolname NULLS FIRST
 """  # noqa: S608 (a constant only)
 
 # Purposes of the current role, including inherited ones.  The query needs no rights in the
 # schema.
-PURPOSES = f"""
+READ_PURPOSES = f"""
 SELECT current_user AS role,
        ARRAY(SELECT DISTINCT purpose FROM ({GRANTED_PURPOSES}) AS granted
               WHERE pg_has_role(grantee, 'USAGE') ORDER BY 1) AS purposes
@@ -105,7 +105,7 @@ async def privileges(context: DoctorContext) -> Results:
         for row in await context.db.fetch(query):
             wrong = True
             yield describe(context, row)
-    about = await context.db.fetchrow(PURPOSES)
+    about = await context.db.fetchrow(READ_PURPOSES)
     if not await context.db.fetchval(OWNER):
         async for result in _check_purposes(context, about["role"], about["purposes"]):
             yield result
@@ -149,19 +149,18 @@ def _secret_reader(context: DoctorContext, row: Any) -> CheckResult:
 async def _check_purposes(context: DoctorContext, role: str, purposes: list[str]) -> Results:
     if not purposes:
         yield warning(
-            f'"{role}" has no purpose (reader, operator, relay, producer): its privileges were '
-            "granted by hand",
-            f"as their owner: {context.grant_command('reader', role)} (or operator, relay, "
-            "producer)",
+            f'"{role}" has no purpose ({", ".join(PURPOSES)}): its privileges were granted by hand',
+            f"as their owner: {context.grant_command('reader', role)} (or another purpose)",
         )
     for purpose in purposes:
-        meant = f"an {purpose}" if purpose == "operator" else f"a {purpose}"
         # A producer may not read the required privileges.
         missing = [] if purpose == "producer" else await missing_privileges(context.db, purpose)
         if missing:
             yield problem(
-                f'"{role}", {meant}, lacks {join_names(missing)}',
+                f'"{role}", whose purpose is {purpose}, lacks {join_names(missing)}',
                 f"as their owner: {context.grant_command(purpose, role)}",
             )
         else:
-            yield ok(f'"{role}" has the privileges of {meant}, and does not own the tables')
+            yield ok(
+                f'"{role}" has the privileges of the purpose {purpose}, and does not own the tables'
+            )

@@ -17,7 +17,7 @@ from outbox.store.delivery.altered_secrets import journal_altered_secrets
 from outbox.store.delivery.endpoint_state import EndpointStateStore
 from outbox.store.delivery.lanes import LaneStore
 from outbox.store.delivery.records import RecordStore
-from outbox.store.privileges import require_relay_privileges
+from outbox.store.privileges import require_privileges
 from outbox.store.retention.partitions import PartitionStore
 from outbox.store.retention.periods import RetentionStore
 from outbox.store.schedules.put_off import PutOffStore
@@ -51,9 +51,7 @@ class Stores:
     skipped_events: type[SkippedEventStore] = SkippedEventStore
     accounting: type[AccountingStore] = AccountingStore
     require_current: Callable[[Connection[Any], str, str | None], Awaitable[None]] = require_current
-    require_relay_privileges: Callable[[Connection[Any], str], Awaitable[None]] = (
-        require_relay_privileges
-    )
+    require_privileges: Callable[[Connection[Any], str, str], Awaitable[None]] = require_privileges
     read_server_fence: Callable[[Connection[Any]], Awaitable[int | None]] = read_server_fence
     trim_notification_queue: Callable[[Connection[Any]], Awaitable[float]] = trim_notification_queue
     journal_altered_secrets: Callable[

@@ -3,7 +3,8 @@
 It stores circuit breaker states and reports them by operational events, stores when
 receivers sent unsolicited data, disables endpoints that responded 410 or had no
 success for too long, and dead-letters deliveries beyond the backlog limits.  It also journals the
-conditions of its relay.  Deliveries do not wait for it.
+conditions of its relay; in the leader it reads statistics of the database, and writes the
+installation's history.  Deliveries do not wait for it.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import asyncpg
 import structlog
 
 from outbox.core.delivery.circuit_breaker import BreakerState
 from outbox.core.delivery.operational_events import WARN_AFTER_S
+from outbox.store.connection.connect import in_one_line
 from outbox.store.delivery.endpoint_state import CONDITION_EVERY_S, EndpointState
 from outbox.store.errors import ResponseLost
 
@@ -75,6 +78,8 @@ class EndpointSupervisor:
         self._conditions = conditions
         # Of each that the journal says to be wrong, when the next entry is due.
         self._journal_at: dict[Condition, float] = {}
+        # The loop's time of the last row of the installation's history that this leader wrote.
+        self._interval_at: float | None = None
         self.survey: DatabaseStats | None = None
         """The last database statistics; None: another replica leads."""
 
@@ -91,7 +96,9 @@ class EndpointSupervisor:
                     await self._check_endpoints()
                     check_at = clock() + ENDPOINTS_CHECK_EVERY_S
                 if clock() >= survey_at:
-                    self.survey = await self._survey() if self._leads() else None
+                    leads = self._leads()
+                    self.survey = await self._survey() if leads else None
+                    self._interval_at = await self._add_interval(clock()) if leads else None
                     survey_at = clock() + SURVEY_EVERY_S
             except ResponseLost:
                 # What was stored is compared with the state of every endpoint.
@@ -118,6 +125,21 @@ class EndpointSupervisor:
                 share=round(stats.notification_queue_share, 2),
             )
         return stats
+
+    async def _add_interval(self, now: float) -> float | None:
+        """Write the totals since the last ones; returns the time of the last ones.
+
+        Nothing depends on them, so an error leaves them to the next time.
+        """
+        since_s = None if self._interval_at is None else now - self._interval_at
+        try:
+            return now if await self._store.add_interval(since_s) else self._interval_at
+        except asyncpg.PostgresConnectionError:
+            raise
+        except asyncpg.PostgresError as error:
+            reason = in_one_line(error)
+            log.warning("totals were not written", reason=reason, retry_s=SURVEY_EVERY_S)
+            return self._interval_at
 
     async def _write_health(self, concerned: Iterable[EndpointRuntime]) -> None:
         changed, unsolicited = [], []

@@ -62,9 +62,6 @@ SET_PAYLOAD_LIMIT = "set_payload_bytes_max({})"
 GRANT = "grant_{}({}::regrole)"
 REVOKE = "revoke_purposes({}::regrole)"
 
-PURPOSES = ("producer", "relay", "operator", "reader")
-"""Purposes that a role can be granted: see schema/0007_roles.sql."""
-
 
 async def migrate(
     connection: Connection[Any],

@@ -101,16 +101,24 @@ async def connect_operator(
 
 
 async def connect_current(
-    dsn: Dsn, settings: Settings, application_name: str, **options: Any
+    dsn: Dsn,
+    settings: Settings,
+    application_name: str,
+    *,
+    purpose: str | None = None,
+    **options: Any,
 ) -> Connection[Any]:
     """Open a session of an operator, in a schema of this program's version.
+
+    Args:
+        purpose: see `map_errors`.
 
     Raises:
         OutboxError: see `connect_operator` and `require_current`.
     """
     connection = await connect_operator(dsn, settings, application_name, **options)
     try:
-        await require_current(connection, settings.schema_name)
+        await require_current(connection, settings.schema_name, purpose)
     except BaseException:
         connection.terminate()
         raise

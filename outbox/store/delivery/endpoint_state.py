@@ -14,6 +14,7 @@ from outbox.store.cluster.replicas import OWN_ROW, fence
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.message import WriteStatement
 from outbox.store.database_stats import read_database_stats
+from outbox.store.installation_history import add_interval
 from outbox.store.operational_events import (
     HAS_OPERATIONAL_SUBSCRIBER,
     PUBLISH_ENDPOINT_DISABLED,
@@ -294,6 +295,10 @@ class EndpointStateStore:
     async def read_database_stats(self) -> DatabaseStats:
         """Statistics of the database as a whole."""
         return await read_database_stats(self._db)
+
+    async def add_interval(self, since_s: float | None) -> bool:
+        """See `outbox.store.installation_history`."""
+        return await add_interval(self._db, since_s)
 
     async def has_pending_ordinary(self, lanes: LanePositions) -> bool:
         """Whether one of these lanes has a pending ordinary event."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from outbox.core.sequencing.partition_window import WIDTH
 from outbox.store.connection.message import WriteStatement
 
 if TYPE_CHECKING:
@@ -36,82 +35,10 @@ SET_PLANNER = WriteStatement(
 """,
 )
 
-# All deliveries of some events.
-#   positions: for each event, the first batch with high >= id; `late` if the event was in a gap.
-#   sequenced: the batches that contain them: that one, or the one that found a late event.
-#   delivered: the deliveries in these batches, and those of replays.
-# MATERIALIZED, OFFSET 0 and LIMIT 1 keep each step an index lookup.
-_DELIVERIES = f"""
-positions AS MATERIALIZED (
-    SELECT e.id, b.batch, b.late
-      FROM unnest($1::bigint[]) AS e(id)
-     CROSS JOIN LATERAL (
-           SELECT batch, young @> e.id OR batch > 0 AND batch = (
-                      SELECT min(number) * {WIDTH} FROM period
-                       WHERE kind = 'log' AND dropped_at IS NULL) AS late
-             FROM batch WHERE high >= e.id ORDER BY high, batch LIMIT 1) b),
-sequenced AS MATERIALIZED (
-    SELECT batch FROM positions WHERE NOT late
-     UNION
-    SELECT b.batch FROM positions p CROSS JOIN LATERAL (
-           SELECT batch FROM batch
-            WHERE p.late AND batch > p.batch AND NOT isempty(found) AND found @> p.id
-            ORDER BY batch LIMIT 1) b),
-delivered AS MATERIALIZED (
-    SELECT d.lane_id, d.batch, d.seq
-      FROM sequenced s
-     CROSS JOIN LATERAL (SELECT lanes FROM batch WHERE batch = s.batch LIMIT 1) b
-     CROSS JOIN LATERAL unnest(b.lanes) AS lane(id)
-     CROSS JOIN LATERAL (
-           SELECT lane_id, batch, seq FROM delivery
-            WHERE lane_id = lane.id AND batch = s.batch AND outbox_id = ANY ($1) OFFSET 0) d
-     UNION
-    SELECT lane_id, batch, seq FROM delivery
-     WHERE outbox_id = ANY ($1) AND (replay_id IS NOT NULL OR backfill_id IS NOT NULL))
-"""  # noqa: S608 (a constant only)
-
-# Erases response bodies and headers of some events; repeat it while it erases STEP_ATTEMPTS.  Rows
-# that owners write are locked with SKIP LOCKED, so that owners do not wait; `erase_leftovers`
-# erases what is skipped.
-#   found, erased: stored responses of attempts.  The planner overestimates the deliveries, and
-#     would read the whole log of attempts for them; LIMIT also limits its estimate.
-#   retrying, cleared: the retry state of lanes.  failing, reset: endpoints' circuit breakers.
-# Rows are locked in key order, as in every statement that locks several, to avoid deadlocks.
+# The owner's function: neither a relay nor an operator may write attempts.
 ERASE_RESPONSES = WriteStatement(
     "erase_responses",
-    f"""
-WITH {_DELIVERIES},
-found AS MATERIALIZED (
-    SELECT a.*
-      FROM delivered g
-     CROSS JOIN LATERAL (
-           SELECT lane_id, batch, seq, attempt, replica_id FROM attempt
-            WHERE lane_id = g.lane_id AND batch = g.batch AND seq = g.seq
-              AND response ?| '{{body,headers}}' OFFSET 0) a
-     LIMIT {STEP_ATTEMPTS}),
-erased AS (
-    UPDATE attempt a SET response = a.response - 'body' - 'headers'
-      FROM found f
-     WHERE a.lane_id = f.lane_id AND a.batch = f.batch AND a.seq = f.seq AND a.attempt = f.attempt
-       AND a.replica_id = f.replica_id
-    RETURNING 1),
-retrying AS MATERIALIZED (
-    SELECT p.lane_id FROM lane_progress p JOIN delivered g ON p.lane_id = g.lane_id
-     WHERE p.retry_seq = g.seq AND p.last_response ?| '{{body,headers}}'
-     ORDER BY p.lane_id FOR NO KEY UPDATE OF p SKIP LOCKED),
-cleared AS (
-    UPDATE lane_progress p SET last_response = p.last_response - 'body' - 'headers'
-      FROM retrying WHERE p.lane_id = retrying.lane_id),
-failing AS MATERIALIZED (
-    SELECT h.endpoint_id FROM endpoint_health h
-     WHERE h.last_response ?| '{{body,headers}}' AND h.endpoint_id IN (
-           SELECT l.endpoint_id FROM delivered g JOIN lane l ON l.id = g.lane_id)
-     ORDER BY h.endpoint_id FOR NO KEY UPDATE OF h SKIP LOCKED),
-reset AS (
-    UPDATE endpoint_health h SET last_response = h.last_response - 'body' - 'headers'
-      FROM failing WHERE h.endpoint_id = failing.endpoint_id)
-SELECT FROM erased
-""",  # noqa: S608 (constants only)
+    f"SELECT FROM erase_responses($1::bigint[], {STEP_ATTEMPTS})",
 )
 
 # Erases dead letters of a tenant, a key or some events.
@@ -170,7 +97,7 @@ async def erase_responses(connection: StoreConnection, ids: list[int]) -> int:
     """Erase the responses to some events, step by step; returns the number of attempts."""
     erased, step = 0, STEP_ATTEMPTS
     while step == STEP_ATTEMPTS:
-        step = await connection.write_together((SET_PLANNER,), (ERASE_RESPONSES, ids))
+        step = await connection.write(ERASE_RESPONSES, ids)
         erased += step
     return erased
 

@@ -25,7 +25,7 @@ from outbox_api import openapi, page, problem, tenancy
 from outbox_api.auth import Authenticator, require_scope
 from outbox_api.endpoint_tester import EndpointTester
 from outbox_api.host_check import host_middleware
-from outbox_api.in_flight import InFlight, in_flight
+from outbox_api.in_flight import in_flight
 from outbox_api.limits import LARGE_BODIES_MAX, REQUEST_BODY_BYTES_MAX
 from outbox_api.live_cache import LiveStatusCache
 from outbox_api.middleware import log_unexpected, problem_middleware
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from outbox_api.database import Database
     from outbox_api.login_failures import FailedLogins
     from outbox_api.route import Caller, Route
+    from outbox_api.shared import Shared
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -59,21 +60,18 @@ def application(
     address: Address,
     database: Database,
     failures: FailedLogins,
-    requests: InFlight,
+    shared: Shared,
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> web.Application:
-    """Create the API application for a listener at `address`.
-
-    Args:
-        requests: those in flight of the process.
-    """
+    """Create the API application for a listener at `address`."""
     limits = RateLimiter(settings.api_rate_max, clock)
     authenticator = Authenticator(database, failures, limits, clock)
     handlers = _RouteHandlers(settings, database, authenticator, limits, clock)
     app = web.Application(
         middlewares=[
-            requests.middleware(),
+            shared.meters.middleware("api"),
+            shared.requests.middleware(),
             problem_middleware(NO_SUCH_PATH),
             host_middleware(address),
         ]
@@ -107,8 +105,6 @@ class _RouteHandlers:
         self._large_bodies = asyncio.Semaphore(LARGE_BODIES_MAX)
         self._live = LiveStatusCache(clock)
         self._tester = EndpointTester(policy_of(settings), settings.outbound_proxy)
-        self._database_error: str | None = None
-        """Error of the last database access; None: it succeeded."""
 
     async def close(self, _: web.Application) -> None:
         await self._tester.aclose()
@@ -183,7 +179,7 @@ class _RouteHandlers:
             yield cast("Connection[Any]", None)
             return
         async with self._database.connection(long=route.long) as connection:
-            self._log_database_state(None)
+            self._database.note(None)
             yield connection
 
     def _as_problem(self, error: Exception, request: web.Request, route: Route) -> Problem:
@@ -196,17 +192,7 @@ class _RouteHandlers:
 
     def _log_hidden_cause(self, mapped: Problem, error: Exception) -> None:
         if problem.hides_cause(mapped):
-            self._log_database_state(in_one_line(error))
-
-    def _log_database_state(self, error: str | None) -> None:
-        """Log changes of the database state only, not every failed request."""
-        if error == self._database_error:
-            return
-        self._database_error = error
-        if error is not None:
-            log.warning("the database is unavailable", reason=error)
-        else:
-            log.info("the database is available again")
+            self._database.note(in_one_line(error))
 
 
 def _is_not_found(error: Exception) -> bool:

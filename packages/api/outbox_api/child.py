@@ -96,14 +96,15 @@ async def _serve(settings: Settings, given: dict[str, Any]) -> None:
     reports, _ = await loop.connect_write_pipe(
         asyncio.BaseProtocol, os.fdopen(given["report"], "wb", buffering=0)
     )
-    async with serving(settings, listeners):
+    async with serving(settings, listeners) as shared:
         # Not before: at this priority, it might never start beside relays that use all processors.
         # On Linux this is of a thread; those that start later inherit it.
         with suppress(AttributeError, OSError):  # Not on Windows.
             os.nice(NICE)
         while not stop.is_set():
             if not reports.get_write_buffer_size():  # A relay that stands still reads nothing.
-                reports.write(orjson.dumps({"problem": None}) + b"\n")
+                state = {"problem": shared.problem, "metrics": shared.meters.to_json()}
+                reports.write(orjson.dumps(state) + b"\n")
             with suppress(TimeoutError):
                 async with asyncio.timeout(given["heartbeat_s"]):
                     await stop.wait()

@@ -11,11 +11,14 @@ from contextlib import asynccontextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import asyncpg
+import structlog
 
-from outbox.store.connection.connect import CONNECTION_ERRORS
+from outbox.errors import OutboxError
+from outbox.store.connection.connect import CONNECTION_ERRORS, in_one_line
 from outbox.store.connection.operator import connect_current, reset
 from outbox.store.connection.row_security import require_unprotected
-from outbox_api.problem import unavailable
+from outbox.store.privileges import require_privileges
+from outbox_api.problem import Problem, is_not_granted, unavailable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -25,6 +28,10 @@ if TYPE_CHECKING:
     from outbox.config import Settings
     from outbox.store.connection.current_settings import CurrentSettings
 
+log = structlog.get_logger("outbox.api")
+
+PURPOSE = "api"
+"""The purpose that the database role needs."""
 APPLICATION_NAME = "outbox-admin"
 REQUESTS_MAX, LONG_MAX = 4, 2
 """Connections for requests, and the share that long requests (minutes) may use."""
@@ -32,6 +39,7 @@ LOGINS_MAX = 1
 """Separate connection for token lookups: authentication works while the others are busy."""
 IDLE_S = 30.0
 """Idle connections are closed after this time."""
+WATCH_EVERY_S = 10.0
 API_STATEMENT_TIMEOUT_S = 30.0
 API_LOCK_TIMEOUT_S = 10.0
 """Row lock wait; the cursor row is locked for milliseconds only."""
@@ -59,6 +67,38 @@ class Database:
         self._requests: Any = None
         self._logins: Any = None
         self._long = asyncio.Semaphore(LONG_MAX)
+        # Checked at the first request, and again after a refused statement.
+        self._has_privileges = False
+        self._refusal: str | None = None
+        self._failure: str | None = None
+
+    @property
+    def problem(self) -> str | None:
+        """Why requests cannot use the database, as far as it was tried; None: they can."""
+        return self._refusal or self._failure
+
+    def note(self, failure: str | None) -> None:
+        """Note why the database could not be used; None: it was used.  Only changes are logged."""
+        if failure == self._failure:
+            return
+        self._failure = failure
+        if failure is not None:
+            log.warning("the database is unavailable", reason=failure)
+        else:
+            log.info("the database is available again")
+
+    async def watch(self) -> None:
+        """Try the database from time to time, so that `problem` does not wait for a request."""
+        while True:
+            try:
+                async with self.login():
+                    self.note(None)
+            except (OutboxError, Problem, *CONNECTION_ERRORS) as error:
+                if not is_not_granted(error):
+                    self.note(in_one_line(error))
+            except asyncpg.PostgresError as error:
+                self.note(in_one_line(error))
+            await asyncio.sleep(WATCH_EVERY_S)
 
     @property
     def settings(self) -> Settings:
@@ -136,6 +176,29 @@ class Database:
     @asynccontextmanager
     async def _acquired(self, pool: Any, size_max: int) -> AsyncIterator[Connection[Any]]:
         try:
+            async with self._connected(pool, size_max) as connection:
+                if not self._has_privileges:
+                    await require_privileges(connection, self.schema, PURPOSE)
+                    self._has_privileges, self._refusal = True, None
+                yield connection
+        except Exception as error:
+            if is_not_granted(error):
+                self._log_refusal(error)
+                self._has_privileges = False
+            raise
+
+    def _log_refusal(self, error: Exception) -> None:
+        """Log what the role lacks: once, not for each request."""
+        # The message of a refused operation names the purpose of the command line.
+        refused = error.__cause__ if self._has_privileges else error
+        reason = in_one_line(refused or error)
+        if reason != self._refusal:
+            self._refusal = reason
+            log.error("the database role of the API lacks a privilege", reason=reason)
+
+    @asynccontextmanager
+    async def _connected(self, pool: Any, size_max: int) -> AsyncIterator[Connection[Any]]:
+        try:
             async with asyncio.timeout(CONNECTION_WAIT_S):
                 connection = await pool.acquire()
         except TimeoutError:
@@ -159,6 +222,7 @@ class Database:
                 address,
                 self.settings,
                 APPLICATION_NAME,
+                purpose=PURPOSE,
                 # Overrides application_name of the DSN, so that pg_stat_activity shows the API.
                 server_settings={**SESSION_SETTINGS, "application_name": APPLICATION_NAME},
             )

@@ -29,7 +29,7 @@ from outbox_api.limits import (
     TOKEN_REQUESTS_MAX,
 )
 from outbox_api.middleware import problem_response
-from outbox_api.problem import Problem
+from outbox_api.problem import Problem, Refusal
 from outbox_api.rate_limit import too_many_requests
 
 if TYPE_CHECKING:
@@ -177,4 +177,6 @@ def in_flight(request: web.Request) -> RequestInFlight:
 
 
 def _too_many(reason: str) -> Problem:
-    return too_many_requests(f"{reason}; wait for the responses, and read them", IN_FLIGHT_RETRY_S)
+    return too_many_requests(
+        f"{reason}; wait for the responses, and read them", IN_FLIGHT_RETRY_S, Refusal.CONCURRENCY
+    )

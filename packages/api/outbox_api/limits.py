@@ -55,7 +55,7 @@ ADDRESS_REQUESTS_MAX = CLIENT_CONNECTIONS_MAX // 2
 LARGE_BODIES_MAX = 2
 """Bodies of more than `REQUEST_BODY_BYTES_MAX` that are parsed and processed at a time: their
 values may take 33 times their size.  Others wait for one of the connections to the database."""
-IN_FLIGHT_BYTES_MAX = 32 * MIB
+IN_FLIGHT_BYTES_MAX = 24 * MIB
 """Bytes that the process holds for clients: bodies until they are parsed, and responses until they
 are read."""
 RESPONSE_PART_BYTES = 16 * 1024

@@ -1,7 +1,7 @@
 """Live status: inexpensive totals for a page that polls every few seconds.
 
-`status` is exact; this module reads the lane checkpoints, which are at most a second old, and
-reads details only for the endpoints shown.
+`status` is exact; this module reads the lane checkpoints, which are at most a second old, details
+only for the endpoints shown, and rates from the history that the leader writes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ READ_LIVE_STATUS = f"""
 {lanes.rank_endpoints(lanes.LANE_CHECKPOINT, "$1", "$2")},
 sums AS (
     SELECT clock_timestamp() AS at,
-           (SELECT max(batch) FROM batch) AS batch,
            coalesce(sum(sequenced), 0)::bigint AS sequenced,
            coalesce(sum(pending), 0)::bigint AS pending_total,
            coalesce(sum(failing_lanes), 0)::bigint AS failing_total,
@@ -86,8 +85,19 @@ SELECT count(*) FROM (
      LIMIT {LIVE_DEAD_LETTERS_MAX} + 1) found
 """  # noqa: S608 (a constant only)
 
-# Events of the batches after $1, up to $2.
-COUNT_EVENTS = "SELECT coalesce(sum(events), 0)::bigint FROM batch WHERE batch > $1 AND batch <= $2"
+# The samples of the last hour, in their order.
+#   later_at: the earliest time of the rows that were written later.  A row that is not earlier was
+#     written before the clock was set back, and another one is of the same time.
+READ_SAMPLES = """
+SELECT at, seconds, events / seconds AS events, deliveries / seconds AS deliveries,
+       completed / seconds AS completed, pending
+  FROM (SELECT *, min(at) OVER (ORDER BY n DESC ROWS BETWEEN UNBOUNDED PRECEDING
+                                                         AND 1 PRECEDING) AS later_at
+          FROM installation_history) h
+ WHERE at BETWEEN clock_timestamp() - interval '1 hour' AND clock_timestamp()
+   AND (at >= later_at) IS NOT TRUE
+ ORDER BY n
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +139,6 @@ class LiveTotals:
     """Totals over the selected endpoints."""
 
     at: datetime
-    batch: int | None
-    """The last batch; None: it is not shown to a tenant's token."""
-    events: int
-    """Events sequenced since an earlier batch; always 0 for a tenant, where it is not known."""
     sequenced: int
     """Deliveries sequenced in all, since installation."""
     pending: int
@@ -146,10 +152,32 @@ class LiveTotals:
 
 
 @dataclass(frozen=True, slots=True)
+class Sample:
+    """Rates per second of the installation, in an interval that ends at `at`."""
+
+    at: datetime
+    seconds: float | None
+    """Length of the interval; None: it is not known, and neither are the rates.  So it is after a
+    time in which no relay led, and when the clock was set."""
+    events: float | None
+    """Events sequenced."""
+    deliveries: float | None
+    """Deliveries created."""
+    completed: float | None
+    """Deliveries acknowledged or dead-lettered."""
+    pending: int
+    """Pending deliveries at the end of the interval."""
+
+
+@dataclass(frozen=True, slots=True)
 class LiveStatus:
-    """A sample of the live status."""
+    """Current totals, rates and lanes."""
 
     totals: LiveTotals
+    """Totals; for a tenant token of the tenant's endpoints."""
+    samples: list[Sample]
+    """The last hour, in intervals of ten seconds; none for a tenant token, because they are of all
+    endpoints: it has the intervals of `GET /v1/history`."""
     endpoints: list[EndpointView]
     """The endpoints that fail, and then those with the most pending deliveries."""
 
@@ -159,32 +187,25 @@ async def read_live_status(
     schema: str,
     *,
     tenant: str | None,
-    since_batch: int | None,
     limit: int,
 ) -> LiveStatus:
-    """Read a sample of the live status.
+    """Read the live status.
 
     Args:
         tenant: only the endpoints of this tenant; None: all.
-        since_batch: count the events sequenced after this batch; None: do not count.
         limit: maximum number of endpoints.
     """
     with map_errors(schema):
         rows = await connection.fetch(READ_LIVE_STATUS, tenant, limit)
         states = await connection.fetch(COUNT_STATES, tenant)
         dead: int = await connection.fetchval(COUNT_DEAD_LETTERS, tenant)
-        events = 0
-        if since_batch is not None and tenant is None:
-            # Up to the batch that the next sample starts from.
-            events = await connection.fetchval(COUNT_EVENTS, since_batch, rows[0]["batch"])
+        samples = await connection.fetch(READ_SAMPLES) if tenant is None else []
     conditions: Counter[str] = Counter()
     for each in states:
         conditions[lanes.condition_of(each)] += each["endpoints"]
     first = rows[0]
     totals = LiveTotals(
         at=first["at"],
-        batch=first["batch"],
-        events=events,
         sequenced=first["sequenced"],
         pending=first["pending_total"],
         lanes=first["lanes_of_all"],
@@ -193,7 +214,11 @@ async def read_live_status(
         dead_letters=dead,
         states=dict(conditions),
     )
-    return LiveStatus(totals, _endpoints([row for row in rows if row["id"] is not None]))
+    return LiveStatus(
+        totals,
+        [Sample(**row) for row in samples],
+        _endpoints([row for row in rows if row["id"] is not None]),
+    )
 
 
 def _endpoints(rows: list[Record]) -> list[EndpointView]:

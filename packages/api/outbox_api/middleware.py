@@ -9,6 +9,7 @@ import orjson
 from aiohttp import web
 
 from outbox_api import problem
+from outbox_api.meters import REFUSAL
 from outbox_api.problem import Problem, ProblemKind
 
 if TYPE_CHECKING:
@@ -53,9 +54,12 @@ def problem_middleware(no_such_path: str) -> Any:
 
 def problem_response(error: Problem) -> web.Response:
     """The response that reports a problem."""
-    return web.Response(
+    response = web.Response(
         body=orjson.dumps(error.to_json()),
         status=error.kind.status,
         headers=dict(error.headers),
         content_type=problem.MEDIA_TYPE,
     )
+    if error.refusal is not None:
+        response[REFUSAL] = error.refusal
+    return response

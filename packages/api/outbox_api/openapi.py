@@ -83,6 +83,8 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "outbox", "version": __version__, "description": DESCRIPTION},
+        # Relative to this document: a proxy may have it below a prefix.
+        "servers": [{"url": "./"}],
         "security": [{"token": []}],
         "paths": paths,
         "components": {

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
@@ -30,6 +30,7 @@ from outbox.errors import (
 )
 from outbox.store.connection.connect import CONNECTION_ERRORS, in_one_line
 from outbox.store.connection.secrets import AlteredSecret, UnreadableSecret
+from outbox.store.privileges import LacksPrivileges
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,10 +41,7 @@ ROWS_HIDDEN = "rows may be hidden from this relay; see outbox doctor"
 DATABASE_UNAVAILABLE = "the database is unavailable; see the log of this relay"
 SCHEMA_MISSING = "the schema is missing or has another version; run: outbox migrate"
 KEY_MISSING = "this relay lacks the key of an encrypted secret; run: outbox doctor"
-NOT_GRANTED = (
-    "the database role of this relay lacks the privilege to operate or to publish; "
-    "run: outbox migrate --operator ROLE --producer ROLE"
-)
+NOT_GRANTED = "the database role of the API lacks a privilege; see the log of the API"
 SCHEMA_TOO_NEW = "the schema has a later version than this relay; upgrade the relay"
 
 
@@ -66,13 +64,38 @@ class ProblemKind(Enum):
     KEY_REUSED = ("idempotency-key-reused", 422, "the idempotency key was used for another body")
     TOO_MANY_REQUESTS = ("too-many-requests", 429, "too many requests")
     INTERNAL = ("internal", 500, "internal error")
-    NOT_GRANTED = ("not-granted", 501, "the relay's database role lacks a privilege")
     UNAVAILABLE = ("unavailable", 503, "the database is unavailable")
 
     def __init__(self, name: str, status: int, title: str) -> None:
         self.type = f"urn:outbox:problem:{name}"
         self.status = status
         self.title = title
+
+
+class Refusal(StrEnum):
+    """Why a request was refused, in metrics."""
+
+    RATE = "rate"
+    CONCURRENCY = "concurrency"
+    LOGINS = "logins"
+    BODY_SIZE = "body_size"
+    BODY_TIME = "body_time"
+    TOKEN = "token"  # noqa: S105 (not a secret)
+    SCOPE = "scope"
+    HOST = "host"
+    UNAVAILABLE = "unavailable"
+
+
+_REFUSALS = {
+    ProblemKind.UNAUTHENTICATED: Refusal.TOKEN,
+    ProblemKind.SCOPE_MISSING: Refusal.SCOPE,
+    ProblemKind.NOT_FOR_TENANTS: Refusal.SCOPE,
+    ProblemKind.BODY_LATE: Refusal.BODY_TIME,
+    ProblemKind.TOO_LARGE: Refusal.BODY_SIZE,
+    ProblemKind.WRONG_HOST: Refusal.HOST,
+    ProblemKind.TOO_MANY_REQUESTS: Refusal.RATE,
+    ProblemKind.UNAVAILABLE: Refusal.UNAVAILABLE,
+}
 
 
 @dataclass(eq=False)
@@ -82,6 +105,13 @@ class Problem(Exception):
     kind: ProblemKind
     detail: str
     headers: Mapping[str, str] = field(default_factory=dict)
+    limit: Refusal | None = None
+    """The limit that was exceeded, unless its kind says it."""
+
+    @property
+    def refusal(self) -> Refusal | None:
+        """Why the request was refused; None: it was invalid, or it failed."""
+        return self.limit or _REFUSALS.get(self.kind)
 
     def __str__(self) -> str:
         return self.detail
@@ -122,8 +152,8 @@ def problem_for(error: Exception) -> Problem | None:
             return unavailable(SCHEMA_MISSING)
         case SchemaTooNew():
             return unavailable(SCHEMA_TOO_NEW)
-        case _ if _not_granted(error):
-            return Problem(ProblemKind.NOT_GRANTED, NOT_GRANTED)
+        case _ if is_not_granted(error):
+            return unavailable(NOT_GRANTED)
         case asyncpg.QueryCanceledError():
             return unavailable("the database query timed out; try again later")
         case asyncpg.SerializationError() | asyncpg.DeadlockDetectedError():
@@ -181,12 +211,13 @@ def in_api_words(text: str) -> str:
 
 def hides_cause(problem: Problem) -> bool:
     """Whether the detail is generic, so that the cause belongs in the log."""
-    return problem.detail in (DATABASE_UNAVAILABLE, SCHEMA_MISSING, NOT_GRANTED, SCHEMA_TOO_NEW)
+    return problem.detail in (DATABASE_UNAVAILABLE, SCHEMA_MISSING, SCHEMA_TOO_NEW)
 
 
-def _not_granted(error: Exception) -> bool:
+def is_not_granted(error: Exception) -> bool:
+    """Whether the database role lacks a privilege."""
     denied = asyncpg.InsufficientPrivilegeError
-    return isinstance(error, denied) or isinstance(error.__cause__, denied)
+    return isinstance(error, (denied, LacksPrivileges)) or isinstance(error.__cause__, denied)
 
 
 _TRANSIENT = ("08", "25", "53", "55", "57")

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from outbox.web.address import address_key
-from outbox_api.problem import Problem, ProblemKind
+from outbox_api.problem import Problem, ProblemKind, Refusal
 from outbox_api.token_bucket import Allowance, TokenBuckets
 
 if TYPE_CHECKING:
@@ -57,7 +57,9 @@ class RateLimiter:
             return
         wait_s = self._failures.wait_s(address_key(address), self._clock())
         if wait_s > 0:
-            raise too_many_requests("too many failed logins from this address", wait_s)
+            raise too_many_requests(
+                "too many failed logins from this address", wait_s, Refusal.LOGINS
+            )
 
     def record_bad_token(self, address: str, digest: bytes | None) -> None:
         """Count a failed login."""
@@ -85,11 +87,12 @@ class RateLimiter:
             )
 
 
-def too_many_requests(reason: str, wait_s: float) -> Problem:
+def too_many_requests(reason: str, wait_s: float, limit: Refusal = Refusal.RATE) -> Problem:
     """Return a 429 problem with Retry-After, rounded up to seconds."""
     seconds = math.ceil(wait_s)
     return Problem(
         ProblemKind.TOO_MANY_REQUESTS,
         f"{reason}; retry in {seconds} s",
         {"Retry-After": str(seconds)},
+        limit,
     )

@@ -34,11 +34,12 @@ from outbox.store.connection.secrets import Vault
 from outbox.store.delivery.endpoints import read_endpoints, require_usable
 from outbox.web.loopback_hosts import is_loopback
 from outbox_api import problem
-from outbox_api.in_flight import UNKNOWN_ADDRESS, InFlight, in_flight
+from outbox_api.in_flight import UNKNOWN_ADDRESS, in_flight
 from outbox_api.middleware import log_unexpected, problem_middleware
 from outbox_api.problem import Problem, ProblemKind
 from outbox_api.rate_limit import RateLimiter
 from outbox_api.server import listening
+from outbox_api.shared import Shared
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -76,25 +77,26 @@ async def running(
     address: Address,
     sockets: list[socket] | None = None,
     *,
-    requests: InFlight | None = None,
+    shared: Shared | None = None,
     wall: Callable[[], float] = time.time,
 ) -> AsyncIterator[Address]:
     """Serve receivers while the context lasts; yields the bound address.
 
     Args:
         sockets: they listen there already; None: bind the address.
-        requests: those in flight of the process; None: of this listener alone.
+        shared: what it shares with other listeners of the process; None: there are none.
         wall: this machine's clock in epoch seconds, for comparison with the database's.
 
     Raises:
         CannotRun: the address cannot be bound.
     """
     limits = RateLimiter(current.settings.api_rate_max, time.monotonic)
+    shared = shared or Shared()
 
     def receivers(database: Database, failures: FailedLogins) -> web.Application:
-        return application(database, failures, limits, requests or InFlight(), wall)
+        return application(database, failures, limits, shared, wall)
 
-    async with listening(current, address, sockets, receivers) as at:
+    async with listening(current, address, sockets, shared, receivers) as at:
         log.info("listening for receivers", url=at.url)
         if not is_loopback(address.host):
             log.warning(
@@ -108,13 +110,14 @@ def application(
     database: Database,
     failures: FailedLogins,
     limits: RateLimiter,
-    requests: InFlight,
+    shared: Shared,
     wall: Callable[[], float] = time.time,
 ) -> web.Application:
-    """Create the application; for `requests` and `wall` see `running`."""
+    """Create the application; for `wall` see `running`."""
     receivers = _Receivers(database, failures, limits, wall)
     errors = problem_middleware("no such path; see /v1/lanes")
-    app = web.Application(middlewares=[requests.middleware(), errors])
+    counted = shared.meters.middleware("receivers")
+    app = web.Application(middlewares=[counted, shared.requests.middleware(), errors])
     app.router.add_get("/v1/lanes", receivers.handler(receivers.lanes))
     deliveries = "/v1/lanes/{lane}/deliveries"
     app.router.add_get(deliveries, receivers.handler(receivers.deliveries))

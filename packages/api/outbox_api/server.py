@@ -12,8 +12,8 @@ from outbox.web.loopback_hosts import is_loopback
 from outbox.web.serving import listen, serving
 from outbox_api.app import application
 from outbox_api.database import Database
-from outbox_api.in_flight import InFlight
 from outbox_api.login_failures import FailedLogins
+from outbox_api.shared import Shared
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -33,22 +33,23 @@ async def running(
     address: Address,
     sockets: list[socket] | None = None,
     *,
-    requests: InFlight | None = None,
+    shared: Shared | None = None,
 ) -> AsyncIterator[Address]:
     """Serve the API while the context lasts; yields the bound address.
 
     Args:
         sockets: they listen there already; None: bind the address.
-        requests: those in flight of the process; None: of this listener alone.
+        shared: what it shares with other listeners of the process; None: there are none.
 
     Raises:
         CannotRun: the address cannot be bound.
     """
+    shared = shared or Shared()
 
     def api(database: Database, failures: FailedLogins) -> web.Application:
-        return application(current.settings, address, database, failures, requests or InFlight())
+        return application(current.settings, address, database, failures, shared)
 
-    async with listening(current, address, sockets, api) as at:
+    async with listening(current, address, sockets, shared, api) as at:
         log.info("the API listens", url=at.url)
         if not is_loopback(address.host):
             log.warning(
@@ -63,6 +64,7 @@ async def listening(
     current: CurrentSettings,
     address: Address,
     sockets: list[socket] | None,
+    shared: Shared,
     make: Callable[[Database, FailedLogins], web.Application],
 ) -> AsyncIterator[Address]:
     """Serve an application with its own connection pool and a log of failed logins.
@@ -71,6 +73,7 @@ async def listening(
         CannotRun: the address cannot be bound.
     """
     database = Database(current)
+    shared.databases.append(database)
     failures = FailedLogins(database)
     async with database.opened():
         writing = asyncio.ensure_future(failures.run())

@@ -19,10 +19,10 @@ from outbox_api import auth, login_failures
 from outbox_api.app import application
 from outbox_api.database import LONG_MAX, REQUESTS_MAX
 from outbox_api.database import Database as Connections
-from outbox_api.in_flight import InFlight
 from outbox_api.limits import PAYLOAD_BODY_BYTES_MAX
 from outbox_api.login_failures import FailedLogins
 from outbox_api.problem import DATABASE_UNAVAILABLE, SCHEMA_MISSING
+from outbox_api.shared import Shared
 from tests.support.api import Api, make_token, serving
 from tests.support.pgbouncer import find_the_schema, pgbouncer
 from tests.support.relay import current, fetchval, settings_for
@@ -91,7 +91,7 @@ async def test_a_revoked_token_is_rejected_when_the_cache_expires(database: Data
     connections = Connections(current(settings))
     failed = FailedLogins(connections)
     app = application(
-        settings, Address("127.0.0.1", 0), connections, failed, InFlight(), clock=lambda: now
+        settings, Address("127.0.0.1", 0), connections, failed, Shared(), clock=lambda: now
     )
     secret = await make_token(database, "gone")
     async with (
@@ -174,11 +174,11 @@ async def test_a_lock_held_by_another_transaction_is_a_503(
     async def held(connection: Any, _: str) -> None:
         async with connection.transaction():
             await connection.execute("SET LOCAL lock_timeout = 1")
-            await connection.execute("LOCK TABLE idempotency_key IN ACCESS EXCLUSIVE MODE")
+            await connection.execute("LOCK TABLE future_event IN ACCESS EXCLUSIVE MODE")
 
     monkeypatch.setattr(status, "list_replicas", held)
     async with database.connection() as db, db.transaction():
-        await db.execute("LOCK TABLE relay.idempotency_key IN ACCESS SHARE MODE")
+        await db.execute("LOCK TABLE relay.future_event IN ACCESS SHARE MODE")
         response = await api.get("/v1/replicas")
     assert response.status == 503
     assert "held by another transaction" in response.detail

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from outbox_api.routes import ROUTES
-from packages.api.tests.test_journalled import FORGOT
+from packages.api.tests.walk import FORGOT
 from tests.cli.test_hold_points import DISABLE, prepare
 from tests.support.api import make_token, serving
 from tests.support.identity import identity

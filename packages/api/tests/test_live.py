@@ -1,4 +1,4 @@
-"""/v1/live: rates between samples, their tenant, and how often the database is queried."""
+"""/v1/live: the leader's samples, what a tenant sees, and how often the database is queried."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from outbox_api import live_status
-from outbox_api.live_cache import FRESH_S, LIVE_ENDPOINTS, LIVE_ENDPOINTS_MAX, LiveStatusCache
+from outbox_api.live_cache import (
+    FRESH_S,
+    LIVE_ENDPOINTS,
+    LIVE_ENDPOINTS_MAX,
+    STALE_S,
+    LiveStatusCache,
+)
 from tests.support.api import make_token
 from tests.support.relay import (
     BUSY,
     OK,
     Network,
     add_endpoint,
-    all_ended,
     fetchval,
     publish,
     running,
@@ -23,8 +28,6 @@ from tests.support.relay import (
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from asyncpg import Connection
-
     from outbox.core.model.response import AttemptResult
     from tests.support.api import Api
     from tests.support.postgres import Database
@@ -32,6 +35,13 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.one_major
 
+SAMPLES = """
+INSERT INTO installation_history (slot, n, at, seconds, events, deliveries, completed, pending,
+                                  batch, sequenced, acked)
+SELECT n, n, now() - (3 - n) * interval '10 s', seconds, 2 * seconds, 4 * seconds, 3 * seconds,
+       7 + n, 0, 0, 0
+  FROM unnest('{0,1,2}'::int[], '{NULL,10,10}'::float8[]) AS s(n, seconds)
+"""
 RETRY = {"base_s": 0.02, "factor": 1.0, "cap_s": 0.1, "attempts_max": 10_000}
 
 
@@ -72,35 +82,25 @@ async def test_pending_deliveries_are_shown_with_their_lanes(database: Database,
     await until(everything_is_blocked, 20, "the next look")
 
 
-async def test_rates_are_computed_between_two_samples(database: Database) -> None:
-    now = 0.0
-    book = LiveStatusCache(lambda: now)
-    await add_endpoint(database, "shop")
-    async with (
-        running(database, Network()),
-        database.connection(server_settings={"search_path": "relay"}) as connection,
-    ):
-        _, samples = await book.snapshot(connection, "relay", None, 30)
-        assert list(samples) == []
-        await publish(database, *range(20))
-        await all_ended(database)
-        now += FRESH_S
-
-        async def counted() -> bool:
-            found = await live_status.read_live_status(
-                connection, "relay", tenant=None, since_batch=None, limit=0
-            )
-            return found.totals.pending == 0 and found.totals.sequenced == 20
-
-        await until(counted, 20, "the progress to be written down")
-        (sample,) = (await book.snapshot(connection, "relay", None, 30))[1]
-    assert sample.pending == 0
-    assert sample.events == sample.deliveries == sample.ended > 0
-    assert sample.events * sample.seconds == pytest.approx(20), "it says over how long"
+async def add_samples(database: Database) -> None:
+    """Write three samples: ten seconds are known of each of the last two."""
+    await fetchval(database, SAMPLES)
 
 
-async def test_concurrent_requests_share_a_query(
-    database: Database, monkeypatch: pytest.MonkeyPatch
+async def test_samples_are_returned_once_with_their_rates(database: Database, api: Api) -> None:
+    await add_samples(database)
+    first, second, third = (await api.get("/v1/live")).json["samples"]
+    rates = {"events": 2.0, "deliveries": 4.0, "completed": 3.0}
+    assert first == dict.fromkeys(("seconds", *rates)) | {"at": first["at"], "pending": 7}
+    assert second == {"at": second["at"], "seconds": 10.0, **rates, "pending": 8}
+    again = await api.get("/v1/live", since=second["at"])
+    assert again.json["samples"] == [third]
+    assert (await api.get("/v1/live", since="yesterday")).status == 422
+
+
+@pytest.mark.parametrize("limits", [(0, 3, LIVE_ENDPOINTS), (LIVE_ENDPOINTS + 1, 199)])
+async def test_requests_share_a_query(
+    database: Database, monkeypatch: pytest.MonkeyPatch, limits: tuple[int, ...]
 ) -> None:
     asked: list[int] = []
     read = live_status.read_live_status
@@ -113,37 +113,30 @@ async def test_concurrent_requests_share_a_query(
     for name in ("a", "b", "c"):
         await add_endpoint(database, name)
     now = 0.0
-    book = LiveStatusCache(lambda: now)
-
-    async def names(connection: Connection[Any], limit: int) -> list[str]:
-        seen, _ = await book.snapshot(connection, "relay", None, limit)
-        return [each.name for each in seen.endpoints]
-
+    cache = LiveStatusCache(lambda: now)
+    largest = LIVE_ENDPOINTS if limits[-1] == LIVE_ENDPOINTS else LIVE_ENDPOINTS_MAX
     async with database.connection(server_settings={"search_path": "relay"}) as connection:
-        for limit in range(LIVE_ENDPOINTS + 1):
-            assert await names(connection, limit) == ["a", "b", "c"][:limit]
-        assert asked == [LIVE_ENDPOINTS]
-        at = (await book.snapshot(connection, "relay", None, 2))[0].totals.at
-        for limit in range(LIVE_ENDPOINTS + 1, LIVE_ENDPOINTS_MAX + 1):
-            assert await names(connection, limit) == ["a", "b", "c"], "who asks for more gets it"
-        assert asked == [LIVE_ENDPOINTS, LIVE_ENDPOINTS_MAX], "once"
-        seen, samples = await book.snapshot(connection, "relay", None, 3)
-        assert (seen.totals.at, list(samples)) == (at, []), "it says nothing of rates"
+        for limit in limits:
+            status = await cache.read(connection, "relay", None, limit)
+            assert [each.name for each in status.endpoints] == ["a", "b", "c"][:limit]
+        assert asked == [largest]
         now += FRESH_S
-        await names(connection, 3)
-        assert asked == [LIVE_ENDPOINTS, LIVE_ENDPOINTS_MAX, LIVE_ENDPOINTS_MAX]
-        polling = book._caches[None].refreshing
-        async with polling:  # While a query runs, others get the latest snapshot.
-            assert (await book.snapshot(connection, "relay", None, 3))[0].totals.at > at
-        now += 3600
-        await polling.acquire()
-        late = asyncio.ensure_future(book.snapshot(connection, "relay", None, 3))
+        await cache.read(connection, "relay", None, limits[0])
+        assert asked == [largest] * 2
+        reading = cache._cached[None, largest].reading
+        async with reading:  # While a query runs, others get the latest status.
+            now += FRESH_S
+            late = await cache.read(connection, "relay", None, limits[0])
+            assert late.totals.at > status.totals.at
+        assert asked == [largest] * 2
+        now += STALE_S
+        await reading.acquire()
+        waiting = asyncio.ensure_future(cache.read(connection, "relay", None, limits[0]))
         await asyncio.sleep(0)
-        assert not late.done(), "but not what was seen an hour ago"
-        polling.release()
-        _, samples = await late
-        assert list(samples) == [], "what was an hour ago says nothing of now"
-        assert asked[3:] == [LIVE_ENDPOINTS], "nor does who asked for more then"
+        assert not waiting.done(), "but not what is old"
+        reading.release()
+        await waiting
+        assert asked == [largest] * 3
 
 
 @pytest.mark.full
@@ -151,6 +144,7 @@ async def test_a_tenant_sees_only_its_own_endpoints(database: Database, api: Api
     await add_endpoint(database, "acme", tenant="acme", retry=RETRY)
     await add_endpoint(database, "other", tenant="other", retry=RETRY)
     await add_endpoint(database, "nobodys", retry=RETRY)
+    await add_samples(database)
     tenants = api.with_token(await make_token(database, "t", ("read",), tenant="acme"))
     async with running(database, Network(lambda _: BUSY)):
         await publish(database, 1, tenant="acme")
@@ -160,16 +154,12 @@ async def test_a_tenant_sees_only_its_own_endpoints(database: Database, api: Api
             return bool((await tenants.get("/v1/live")).json["totals"]["pending"])
 
         await until(seen, 20, "it to be pending")
+        # What is cached of all is not returned to a tenant.
+        assert (await api.get("/v1/live")).json["samples"]
         reported = (await tenants.get("/v1/live")).json
     assert [each["name"] for each in reported["endpoints"]] == ["acme"]
     assert reported["totals"]["pending"] == 1
     assert reported["totals"]["lanes"] == 1
+    assert reported["totals"]["sequenced"] == 1
     assert sum(reported["totals"]["states"].values()) == 1
-    assert all(each["events"] == 0 for each in reported["samples"])
-
-
-async def test_samples_are_returned_once(api: Api) -> None:
-    first = (await api.get("/v1/live")).json
-    again = await api.get("/v1/live", since=first["totals"]["at"])
-    assert all(each["at"] > first["totals"]["at"] for each in again.json["samples"])
-    assert (await api.get("/v1/live", since="yesterday")).status == 422
+    assert reported["samples"] == []

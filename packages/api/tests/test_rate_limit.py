@@ -16,10 +16,10 @@ from outbox.web.serving import listen, serving
 from outbox_api import rate_limit, receivers
 from outbox_api.app import application
 from outbox_api.database import Database as Connections
-from outbox_api.in_flight import InFlight
 from outbox_api.login_failures import FailedLogins
 from outbox_api.problem import Problem
 from outbox_api.rate_limit import FAILURES, RateLimiter
+from outbox_api.shared import Shared
 from tests.support.api import Api, make_token
 from tests.support.relay import add_endpoint, current, settings_for
 
@@ -62,9 +62,7 @@ class Asked:
 async def api_of(database: Database, clock: Clock, **options: Any) -> AsyncIterator[Api]:
     settings = settings_for(database, dsn_source="test", **options)
     connections = Connections(current(settings))
-    app = application(
-        settings, HERE, connections, FailedLogins(connections), InFlight(), clock=clock
-    )
+    app = application(settings, HERE, connections, FailedLogins(connections), Shared(), clock=clock)
     async with (
         connections.opened(),
         serving(app, await listen(HERE)) as at,
@@ -137,7 +135,7 @@ async def test_the_receiver_listener_has_the_same_limits(
     settings = settings_for(database, dsn_source="test")
     connections = Connections(current(settings))
     app = receivers.application(
-        connections, FailedLogins(connections), RateLimiter(2, clock), InFlight()
+        connections, FailedLogins(connections), RateLimiter(2, clock), Shared()
     )
     async with (
         connections.opened(),
@@ -181,7 +179,7 @@ async def test_a_receiver_over_its_limit_waits_and_continues(
     settings = settings_for(database, dsn_source="test")
     connections = Connections(current(settings))
     app = receivers.application(
-        connections, FailedLogins(connections), RateLimiter(1, clock), InFlight()
+        connections, FailedLogins(connections), RateLimiter(1, clock), Shared()
     )
     async with connections.opened(), serving(app, await listen(HERE)) as at:
         fetch = fetching.FetchClient(at.url, token)

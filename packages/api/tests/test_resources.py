@@ -9,6 +9,7 @@ import pytest
 from outbox.operations.verify import audit
 from outbox_api import status
 from tests.support.api import make_token, serving
+from tests.support.postgres import API_ROLE
 from tests.support.relay import (
     OK,
     REFUSED,
@@ -145,7 +146,7 @@ async def test_the_journal_lists_the_newest_entry_first(database: Database, api:
     assert rows[0] == {
         **rows[0],
         "actor": "token all",
-        "session_role": await fetchval(database, "SELECT current_user"),
+        "session_role": API_ROLE,
         "endpoint": "shop",
         "data": {"name": "shop", "comment": None},
     }

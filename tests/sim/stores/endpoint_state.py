@@ -54,6 +54,9 @@ class EndpointStateStore(endpoint_state.EndpointStateStore):
     async def read_database_stats(self) -> DatabaseStats:
         return await self._db.call(count_database_stats)
 
+    async def add_interval(self, since_s: float | None) -> bool:
+        return True  # No decision depends on it.
+
     async def has_pending_ordinary(self, lanes: LanePositions) -> bool:
         return await self._db.call(find_pending_ordinary, lanes)
 

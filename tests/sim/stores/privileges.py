@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from tests.sim.database.tables import Database
 
 
-async def require_relay_privileges(connection: Connection, schema: str) -> None:
-    with map_errors(schema, "relay"):
+async def require_privileges(connection: Connection, schema: str, purpose: str) -> None:
+    with map_errors(schema, purpose):
         await connection.call(read_missing_privileges)
 
 

@@ -54,6 +54,7 @@ def test_panels_are_in_rows_side_by_side() -> None:
         "Endpoints",
         "Sequencing",
         "Replicas and process",
+        "API",
     ]
     places = set()
     for panel in DASHBOARD["panels"]:

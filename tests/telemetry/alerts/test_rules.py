@@ -48,6 +48,9 @@ THRESHOLDS = [
     ("OutboxReplicaLapsed", "warning", 'state="lapsed"'),
     ("OutboxReplicaUnreachable", "warning", "up == 0"),
     ("OutboxNoLeader", "critical", "outbox_replica_leads == 1"),
+    ("OutboxApiDown", "critical", "outbox_api_up == 0"),
+    ("OutboxApiRestarts", "warning", "[30m]) >= 3"),
+    ("OutboxApiRequestsFail", "warning", "> 0.05"),
 ]
 
 
@@ -131,6 +134,7 @@ def test_alerts_do_not_flap() -> None:
         "OutboxReplicaUnreachable",
         "OutboxSessionsLost",
         "OutboxReplicaRestarts",
+        "OutboxApiRestarts",
         "OutboxInstallationsMixed",
     }
     kept = {name for (name, _), rule in ALERTS.items() if rule.get("keep_firing_for") == "5m"}

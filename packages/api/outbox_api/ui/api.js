@@ -1,8 +1,9 @@
-// API client.  The token is kept in sessionStorage, for this tab only.
+// API client.  The token is kept in sessionStorage, for this tab and this path only: a proxy may have several
+// installations, each below a prefix.
 
 import { parse, stringify } from "./json.js";
 
-const KEY = "outbox-token";
+const KEY = `outbox-token ${location.pathname}`;
 
 export const session = {
   get token() { return sessionStorage.getItem(KEY); },

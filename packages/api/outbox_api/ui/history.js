@@ -19,7 +19,7 @@ const SPARK = { width: 96, height: 22 };
 // Reads histories, which take longer than the state: for `details` of a live view.
 export const readHistory = (read) => occasionally(EVERY_MS, read);
 
-const sum = (items, field) => items.reduce((total, each) => total + each[field], 0);
+export const sum = (items, field) => items.reduce((total, each) => total + each[field], 0);
 
 export function percent(successes, failures) {
   const share = (100 * successes) / (successes + failures);

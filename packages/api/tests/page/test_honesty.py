@@ -27,15 +27,13 @@ pytestmark = [
 ]
 
 
-def samples_of_ages(now: datetime, *ages_s: int, seconds: float = 2.0) -> list[dict[str, Any]]:
-    """Samples of the given ages."""
+def samples_of_ages(now: datetime, *ages_s: int) -> list[dict[str, Any]]:
+    """Samples of the given ages; of the first one the interval is not known."""
+    rates = {"seconds": 10.0, "events": 3.0, "deliveries": 5.0, "completed": 4.0}
     return [
         {
             "at": (now - timedelta(seconds=age)).isoformat(),
-            "seconds": seconds,
-            "events": 3.0,
-            "deliveries": 5.0,
-            "ended": 4.0,
+            **(dict.fromkeys(rates) if age == ages_s[0] else rates),
             "pending": 9,
         }
         for age in ages_s
@@ -46,8 +44,6 @@ def live_body(now: datetime, samples: list[dict[str, Any]]) -> dict[str, Any]:
     """Body of GET /v1/live."""
     totals = {
         "at": now.isoformat(),
-        "batch": 1,
-        "events": 0,
         "sequenced": 0,
         "pending": 9,
         "lanes": 0,
@@ -59,42 +55,48 @@ def live_body(now: datetime, samples: list[dict[str, Any]]) -> dict[str, Any]:
     return {"totals": totals, "samples": samples, "endpoints": []}
 
 
-async def test_a_chart_shows_a_gap_without_samples(database: Database) -> None:
+async def test_a_chart_shows_a_gap_where_no_leader_wrote(database: Database) -> None:
     secret = await make_token(database)
     now = datetime.now(UTC)
-    samples = samples_of_ages(now, *range(200, 100, -2), *range(40, 0, -2))
+    earlier = samples_of_ages(now, *range(1500, 1000, -10))
+    samples = earlier + samples_of_ages(now, *range(400, -10, -10))
     async with serving(database) as api, visiting(api.url) as visitor:
         await respond(visitor.page, "/v1/live", live_body(now, samples))
         await visitor.sign_in(secret)
-        pending = visitor.page.locator("figure.chart", has_text="Pending")
-        await expect(pending.locator("polyline")).to_have_count(2)
-        # Before the first one, and between the two.
-        await expect(pending.locator(".gap")).to_have_count(2)
-        await visitor.wait_for(pending.get_by_text("no data", exact=True).first)
-        # The window does not depend on what is in it: 40 s are a fifteenth of ten minutes.
-        await visitor.wait_for(pending.get_by_text("10 min ago"))
-        boxes = [await pending.locator("polyline").nth(n).bounding_box() for n in (0, 1)]
-        whole = await pending.locator("line.grid").first.bounding_box()
-        assert boxes[1]
-        assert whole
-        assert boxes[1]["width"] == pytest.approx(whole["width"] * 38 / 600, abs=3)
+        for name, left_out in (("Pending", 0), ("Per second", 10)):
+            chart = visitor.page.locator("figure.chart", has_text=name)
+            line = chart.locator(".line").last.locator("polyline")
+            await expect(line).to_have_count(2)
+            # Before the first one, and between the two.
+            await expect(chart.locator(".gap")).to_have_count(2)
+            await visitor.wait_for(chart.get_by_text("no data", exact=True).first)
+            # The window does not depend on what is in it: 400 s are a ninth of an hour.
+            await visitor.wait_for(chart.get_by_text("1 h ago"))
+            boxes = [await line.nth(n).bounding_box() for n in (0, 1)]
+            whole = await chart.locator("line.grid").first.bounding_box()
+            assert boxes[1]
+            assert whole
+            assert boxes[1]["width"] == pytest.approx(
+                whole["width"] * (400 - left_out) / 3600, abs=3
+            )
+        await visitor.wait_for(
+            visitor.page.locator(".tile", has_text="Deliveries completed4.0/s").first
+        )
 
 
-async def test_a_rate_averaged_over_a_gap_is_not_shown(
-    database: Database,
-) -> None:
+async def test_a_rate_without_its_interval_is_not_shown(database: Database) -> None:
     secret = await make_token(database)
     now = datetime.now(UTC)
     async with serving(database) as api, visiting(api.url) as visitor:
-        await respond(
-            visitor.page, "/v1/live", live_body(now, samples_of_ages(now, 0, seconds=300.0))
-        )
+        await respond(visitor.page, "/v1/live", live_body(now, samples_of_ages(now, 0)))
         await visitor.sign_in(secret)
         await visitor.wait_for(
             visitor.page.locator(".tile", has_text="Deliveries completed\N{EN DASH}")
         )
         rates = visitor.page.locator("figure.chart", has_text="Per second")
         await expect(rates.locator(".line > *")).to_have_count(0)
+        pending = visitor.page.locator("figure.chart", has_text="Pending")
+        await expect(pending.locator(".line > *")).to_have_count(1)
 
 
 async def test_a_missing_object_is_reported_once_and_not_polled(database: Database) -> None:

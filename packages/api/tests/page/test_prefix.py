@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING
 import aiohttp
 import pytest
 from aiohttp import web
+from playwright.async_api import expect
+from yarl import URL
 
 from tests.support.api import make_token, serving
 from tests.support.browser import visiting
+from tests.support.relay import add_endpoint
 from tests.support.tcp import free_port
 
 if TYPE_CHECKING:
@@ -18,7 +21,16 @@ if TYPE_CHECKING:
 
     from tests.support.postgres import Database
 
+pytestmark = [
+    pytest.mark.one_major,
+    pytest.mark.browser,
+    pytest.mark.full,
+    pytest.mark.asyncio(loop_scope="session"),
+]
+
 PREFIX = "/ops/outbox"
+NAME = "shop/a b"
+"""A name whose path has escapes."""
 
 
 @asynccontextmanager
@@ -26,10 +38,10 @@ async def stripping_proxy(target: str) -> AsyncIterator[str]:
     """A proxy that has a server below PREFIX, and responds 404 to everything else."""
 
     async def forward(request: web.Request) -> web.Response:
-        url = f"{target}{request.path_qs.removeprefix(PREFIX)}"
+        url = f"{target}{request.raw_path.removeprefix(PREFIX) or '/'}"
         headers = {k: v for k, v in request.headers.items() if k not in ("Host", "Accept-Encoding")}
         async with client.request(
-            request.method, url, headers=headers, data=await request.read()
+            request.method, URL(url, encoded=True), headers=headers, data=await request.read()
         ) as response:
             kept = ("Content-Type", "Content-Security-Policy", "Date", "Retry-After")
             return web.Response(
@@ -39,7 +51,7 @@ async def stripping_proxy(target: str) -> AsyncIterator[str]:
             )
 
     app = web.Application()
-    app.router.add_route("*", PREFIX + "/{path:.*}", forward)
+    app.router.add_route("*", PREFIX + "{path:(/.*)?}", forward)
     runner = web.AppRunner(app)
     await runner.setup()
     port = free_port()
@@ -51,19 +63,59 @@ async def stripping_proxy(target: str) -> AsyncIterator[str]:
             await runner.cleanup()
 
 
-@pytest.mark.one_major
-@pytest.mark.browser
-@pytest.mark.full
-@pytest.mark.asyncio(loop_scope="session")
 async def test_the_page_works_below_a_prefix(database: Database) -> None:
+    await add_endpoint(database, NAME)
     async with (
         serving(database) as api,
-        stripping_proxy(api.url.rstrip("/")) as url,
+        stripping_proxy(api.url) as url,
         visiting(url) as visitor,
     ):
+        page = visitor.page
+        requested: list[str] = []
+        page.on("request", lambda request: requested.append(request.url))
+        failed: list[str] = []
+        page.on("response", lambda each: each.ok or failed.append(f"{each.status} {each.url}"))
         visitor.url = f"{url}{PREFIX}"
         await visitor.sign_in(await make_token(database))
-        await visitor.page.get_by_role("link", name="Endpoints").first.click()
-        await visitor.wait_for(visitor.page.get_by_role("heading", name="Endpoints"))
+        views = page.get_by_role("navigation", name="Views").get_by_role("link")
+        for n in range(await views.count()):
+            async with page.expect_response(f"**{PREFIX}/v1/**"):
+                await views.nth(n).click()
+            await visitor.wait_for(page.get_by_role("heading").first)
+        await views.get_by_text("Endpoints").click()
+        await page.get_by_role("link", name=NAME).click()
+        await visitor.press("Pause")
+        await visitor.press("Pause", inside=visitor.dialog)
+        await visitor.wait_for(page.get_by_role("button", name="Resume"))
+        await visitor.open("events")
+        await visitor.press("Publish event")
+        await visitor.dialog.get_by_label("Type").fill("a.b")
+        await visitor.press("Publish", inside=visitor.dialog)
+        await visitor.wait_for("The event is published.")
+        await page.reload()
+        await visitor.wait_for(page.get_by_role("heading").first)
+        assert all(each.startswith(f"{url}{PREFIX}/") for each in requested), requested
+        assert failed == []
         # Its hosts are compared without a path.
         visitor.url = url
+
+
+async def test_installations_below_prefixes_of_one_host_have_tokens_of_their_own(
+    database: Database,
+) -> None:
+    async with serving(database) as api, visiting(api.url) as visitor:
+        await visitor.sign_in(await make_token(database))
+        script = "Object.keys(sessionStorage)"
+        assert await visitor.page.evaluate(script) == ["outbox-token /"]
+
+
+async def test_a_page_without_the_slash_at_its_end_says_so(database: Database) -> None:
+    """Its files are then looked for beside the prefix, so it cannot start."""
+    async with (
+        serving(database) as api,
+        stripping_proxy(api.url) as url,
+        visiting(url) as visitor,
+    ):
+        await visitor.page.goto(f"{url}{PREFIX}")
+        await expect(visitor.main).to_contain_text("the URL lacks the slash at its end")
+        visitor.complaints.clear()

@@ -2,9 +2,9 @@
 
 import { get, session } from "../api.js";
 import { attention } from "../attention.js";
-import { GAP_MS, WINDOW_MS, chart } from "../chart.js";
+import { WINDOW_MS, chart, currentSample } from "../chart.js";
 import { h, show } from "../dom.js";
-import { dayCharts, readHistory } from "../history.js";
+import { dayCharts, readHistory, sum } from "../history.js";
 import { lanes, maxPending } from "../lanes.js";
 import { live, occasionally } from "../live.js";
 import { condition, badgeTone } from "../components.js";
@@ -46,9 +46,6 @@ const part = (child) => h("div", null, child);
 const QUIET_OPEN_MAX = 5;
 const isBusy = (each) => each.pending > 0 || badgeTone(each.condition) !== "good";
 
-// A rate averaged over a long gap says nothing about one moment.
-const isCurrentRate = (sample) => sample.seconds * 1000 <= GAP_MS;
-
 // Kept when the view is left.  After a failure, the overview shows what the status knows.
 let findings = [];
 const readChecks = occasionally(CHECKS_EVERY_MS, async () => {
@@ -85,10 +82,9 @@ export function view(place) {
     const status = await get("/v1/live", { endpoints: 30, since }, signal);
     const { totals } = status;
     const now = Date.parse(totals.at);
-    samples = samples.concat(status.samples).filter((each) => Date.parse(each.at) >= now - WINDOW_MS);
-    const rates = samples.filter(isCurrentRate);
-    const last = rates.at(-1);
-    const newest = last && now - Date.parse(last.at) <= GAP_MS ? last : null;
+    const isShown = ({ at }) => Date.parse(at) >= now - WINDOW_MS && Date.parse(at) <= now;
+    samples = samples.concat(status.samples).filter(isShown);
+    const completed = currentSample(samples, now)?.completed ?? null;
     const oldest = Math.max(...status.endpoints.map((each) => each.oldest_s ?? 0), 0);
     const all = Object.values(totals.states).reduce((sum, n) => sum + n, 0);
     const dead = totals.dead_letters > DEAD_MAX ? `${count(DEAD_MAX)}+` : count(totals.dead_letters);
@@ -98,7 +94,9 @@ export function view(place) {
       h("h1", null, "Overview"),
       part(needs && attention(needs, system ? findings : [])),
       h("div", { class: "tiles" },
-        tile("Deliveries completed", newest ? `${rate(newest.ended)}/s` : "–", { hint: newest ? "" : "A rate needs two samples" }),
+        system
+          ? tile("Deliveries completed", completed === null ? "–" : `${rate(completed)}/s`, { hint: "In the last ten seconds; unknown for 20 seconds after a relay begins to lead" })
+          : tile("Delivered in 24 hours", history ? count(sum(history.items, "successes")) : "–"),
         tile("Pending", count(totals.pending), { tone: totals.pending > 1000 ? "fair" : "" }),
         tile("Oldest", oldest ? duration(oldest) : "–", { tone: oldest > 60 ? "fair" : "" }),
         tile("Dead letters", dead, { tone: totals.dead_letters ? "bad" : "", href: link("dead-letters") }),
@@ -106,10 +104,10 @@ export function view(place) {
         tile("Lanes blocked", count(totals.blocked_lanes), { tone: totals.blocked_lanes ? "bad" : "" })),
       part(conditions(totals.states)),
       part(dayCharts(history, now)),
-      part(rates.length > 1 && h("div", { class: "charts" },
-        chart("Per second", rates, [
-          ...(system ? [{ name: "events", kind: "a", value: (s) => s.events }] : [{ name: "deliveries created", kind: "a", value: (s) => s.deliveries }]),
-          { name: "deliveries completed", kind: "b", value: (s) => s.ended, area: true },
+      part(system && h("div", { class: "charts" },
+        chart("Per second", samples, [
+          { name: "events", kind: "a", value: (s) => s.events },
+          { name: "deliveries completed", kind: "b", value: (s) => s.completed, area: true },
         ], { now }),
         chart("Pending", samples, [{ name: "deliveries", kind: "c", value: (s) => s.pending, area: true }], { now, format: count }))),
       h("section", null,

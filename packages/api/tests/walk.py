@@ -1,0 +1,180 @@
+"""Requests that use every route once, in an order in which each one finds what it names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from outbox.core.model.response import AttemptResult
+from tests.support.identity import identity
+from tests.support.ranges import next_pending, sequence_all
+from tests.support.relay import (
+    OK,
+    REFUSED,
+    Network,
+    Sent,
+    add_endpoint,
+    all_ended,
+    fetchval,
+    publish,
+    running,
+)
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tests.support.api import Api
+    from tests.support.api import AttemptResult as Response
+    from tests.support.postgres import Database
+
+URL = "http://127.0.0.1:9/"
+
+FORGOT = """
+UPDATE lane_progress SET attempts = 1, retry_seq = acked_seq + 1, first_attempt_at = now(),
+       last_response = '{"failure": "forgot"}'
+ WHERE endpoint_id = (SELECT id FROM endpoint WHERE name = 'shop')
+"""
+"""As if the streams of a broker had lost messages."""
+
+SKIPPED = "UPDATE batch SET dead = int8multirange(int8range(high, high + 1)) WHERE batch = 1"
+"""As if the first event had been skipped."""
+
+NEWEST_JOB = "SELECT max(id) FROM replay_job"
+FIRST_EVENT = "SELECT event_id FROM outbox ORDER BY id LIMIT 1"
+
+CERTIFICATE, STUCK = "made when it is needed", "read when it is needed"
+
+
+@dataclass(frozen=True)
+class Step:
+    """A request of a route; `{job}` and `{event}` in its path are replaced.
+
+    Args:
+        route: as in the table of routes; a second request of one adds what differs, in brackets.
+    """
+
+    route: str
+    path: str
+    body: Any = None
+    query: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def method(self) -> str:
+        return self.route.partition(" ")[0]
+
+    async def send(self, database: Database, api: Api) -> Response:
+        body = self.body
+        if body is STUCK:
+            lane, sequence = await next_pending(database, "shop")
+            body = {"lane": lane, "sequence": sequence}
+        if body is CERTIFICATE:
+            body = {"pem": identity()}
+        path, query = self.path, dict(self.query)
+        if "{job}" in path:
+            path = path.replace("{job}", str(await fetchval(database, NEWEST_JOB)))
+        if "{event}" in path + str(query):
+            event = str(await fetchval(database, FIRST_EVENT))
+            path = path.replace("{event}", event)
+            query = {name: event if value == "{event}" else value for name, value in query.items()}
+        return await api.request(self.method, path, body, **query)
+
+
+def _read(path: str, route: str | None = None, **query: Any) -> Step:
+    return Step(f"GET {route or path}", path, None, query)
+
+
+NIGHTLY = {"name": "nightly", "cron": "@daily", "type": "a.b"}
+WALK = (
+    _read("/v1/me"),
+    _read("/v1/status"),
+    _read("/v1/endpoint-statuses"),
+    _read("/v1/replicas"),
+    _read("/v1/doctor"),
+    _read("/v1/live"),
+    _read("/v1/endpoints"),
+    _read("/v1/endpoints/shop", "/v1/endpoints/{name}"),
+    _read("/v1/endpoints/shop/preview", "/v1/endpoints/{name}/preview", event="{event}"),
+    _read("/v1/endpoints/shop/history", "/v1/endpoints/{name}/history"),
+    _read("/v1/endpoint-settings"),
+    _read("/v1/declaration"),
+    _read("/v1/events"),
+    _read("/v1/trace/{event}", "/v1/trace/{id}"),
+    _read("/v1/history"),
+    _read("/v1/endpoint-histories"),
+    _read("/v1/dead-letters"),
+    _read("/v1/dead-letters/counts"),
+    _read("/v1/dead-letters/1", "/v1/dead-letters/{id}"),
+    _read("/v1/once"),
+    _read("/v1/once/o", "/v1/once/{key}"),
+    _read("/v1/journal"),
+    _read("/v1/tokens"),
+    Step("POST /v1/endpoints", "/v1/endpoints", {"name": "new", "url": URL}),
+    Step("PATCH /v1/endpoints/{name}", "/v1/endpoints/new", {"lanes": 2, "types": ["a.*"]}),
+    Step("POST /v1/endpoints/pause", "/v1/endpoints/pause", {"names": ["new"]}),
+    Step("POST /v1/endpoints/resume", "/v1/endpoints/resume", {"names": ["new"]}),
+    Step("POST /v1/endpoints/{name}/pause", "/v1/endpoints/new/pause", {}),
+    Step("POST /v1/endpoints/{name}/resume", "/v1/endpoints/new/resume", {}),
+    Step("POST /v1/endpoints/{name}/refill", "/v1/endpoints/shop/refill", {}),
+    Step("POST /v1/endpoints/{name}/adopt", "/v1/endpoints/shop/adopt", {}),
+    Step("POST /v1/endpoints/{name}/skip", "/v1/endpoints/shop/skip", STUCK),
+    Step("POST /v1/endpoints/{name}/enable", "/v1/endpoints/off/enable", {}),
+    Step("POST /v1/endpoints/enable", "/v1/endpoints/enable", {"names": ["off2"]}),
+    Step("POST /v1/endpoints/{name}/rotate-secret", "/v1/endpoints/new/rotate-secret", {}),
+    Step("PUT /v1/endpoints/{name}/certificate", "/v1/endpoints/new/certificate", CERTIFICATE),
+    Step("DELETE /v1/endpoints/{name}/certificate", "/v1/endpoints/new/certificate"),
+    Step(
+        "PUT /v1/endpoints/{name}/credentials",
+        "/v1/endpoints/stream/credentials",
+        {"credentials": "relay:secret"},
+    ),
+    Step("DELETE /v1/endpoints/{name}/credentials", "/v1/endpoints/stream/credentials"),
+    Step("PUT /v1/declaration", "/v1/declaration", {"endpoints": [{"name": "put", "url": URL}]}),
+    Step("POST /v1/dead-letters/replay", "/v1/dead-letters/replay", {"ids": [1]}),
+    Step("POST /v1/dead-letters/discard", "/v1/dead-letters/discard", {"ids": [2]}),
+    Step("POST /v1/replays", "/v1/replays", {"endpoint": "shop", "since": "1h"}),
+    _read("/v1/replays"),
+    _read("/v1/replays/{job}", "/v1/replays/{id}"),
+    Step("POST /v1/replays/{id}/abort", "/v1/replays/{job}/abort"),
+    Step("POST /v1/schedules", "/v1/schedules", NIGHTLY),
+    Step("POST /v1/schedules (replace)", "/v1/schedules", {**NIGHTLY, "replace": True}),
+    _read("/v1/schedules"),
+    _read("/v1/schedules/nightly", "/v1/schedules/{name}"),
+    Step("POST /v1/schedules/{name}/pause", "/v1/schedules/nightly/pause", {}),
+    Step("POST /v1/schedules/{name}/resume", "/v1/schedules/nightly/resume", {}),
+    Step("POST /v1/schedules/{name}/run-now", "/v1/schedules/nightly/run-now"),
+    Step("DELETE /v1/schedules/{name}", "/v1/schedules/nightly"),
+    Step("POST /v1/once/{key}/reset", "/v1/once/o/reset"),
+    Step("POST /v1/tokens", "/v1/tokens", {"name": "made", "scopes": ["read"]}),
+    Step("DELETE /v1/tokens/{name}", "/v1/tokens/made"),
+    Step("POST /v1/events", "/v1/events", {"type": "a.b"}),
+    Step("POST /v1/verify", "/v1/verify"),
+    Step("POST /v1/resequence", "/v1/resequence"),
+    Step("POST /v1/endpoints/{name}/test", "/v1/endpoints/put/test"),
+    Step("DELETE /v1/endpoints/{name}", "/v1/endpoints/shop", None, {"dead_letter": True}),
+    Step("POST /v1/erase", "/v1/erase", {"key": "k"}),
+)
+
+
+def _respond(sent: Sent) -> AttemptResult:
+    if sent.url.endswith(("off", "off2")):
+        return AttemptResult.completed(410, 0.001)
+    return REFUSED if sent.seq < 3 else OK
+
+
+async def prepare(database: Database) -> None:
+    """Create what the walk names."""
+    await add_endpoint(database)
+    await add_endpoint(database, "off")
+    await add_endpoint(database, "off2")
+    await add_endpoint(database, "stream", url="redis://127.0.0.1:9/s")
+    async with running(database, Network(_respond)):
+        await publish(database, 1, 2, 3, key="k")
+        await all_ended(database)
+        off = "SELECT bool_and(state = 'disabled') FROM endpoint WHERE name LIKE 'off%'"
+        await until(lambda: fetchval(database, off), 20, "them to be disabled")
+    await fetchval(database, "SELECT publish('a.b', '{}', once => 'o')")
+    await publish(database, "stuck")
+    await sequence_all(database)
+    await fetchval(database, FORGOT)
+    await fetchval(database, SKIPPED)
