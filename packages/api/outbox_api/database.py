@@ -15,6 +15,7 @@ import asyncpg
 from outbox.store.connection.connect import CONNECTION_ERRORS
 from outbox.store.connection.operator import connect_current, reset
 from outbox.store.connection.row_security import require_unprotected
+from outbox_api.limits import CONNECTION_WAIT_S, LONG_MAX, REQUESTS_MAX
 from outbox_api.problem import unavailable
 
 if TYPE_CHECKING:
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from outbox.store.connection.current_settings import CurrentSettings
 
 APPLICATION_NAME = "outbox-admin"
-REQUESTS_MAX, LONG_MAX = 4, 2
-"""Connections for requests, and the share that long requests (minutes) may use."""
 LOGINS_MAX = 1
 """Separate connection for token lookups: authentication works while the others are busy."""
 IDLE_S = 30.0
@@ -35,8 +34,6 @@ IDLE_S = 30.0
 API_STATEMENT_TIMEOUT_S = 30.0
 API_LOCK_TIMEOUT_S = 10.0
 """Row lock wait; the cursor row is locked for milliseconds only."""
-CONNECTION_WAIT_S = 10.0
-"""Maximum wait for a free or new connection."""
 RELEASE_S = 5.0
 POOL_CLOSE_S = 1.0
 """Maximum wait for a pool to close at shutdown."""
