@@ -159,14 +159,16 @@ $$;
 
 -- Lets the next batches sequence the skipped events of some batches, which must still have the
 -- planned ids: those without a delivery become open gaps.  Relays cache the open gaps, so all
--- registrations end, as those of expired replicas do.  The caller has locked the cursor row.
+-- registrations end, as those of expired replicas do.
 CREATE FUNCTION resequence(of_batches bigint[], planned_ids text[], actor text) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET row_security = off AS $$
 #variable_conflict use_column
 DECLARE
     skipped record;
 BEGIN
-    -- First: relays that write wait, and are fenced off then.
+    -- The order of every change; no batch is written meanwhile.
+    PERFORM FROM cursor FOR UPDATE;
+    -- Relays that write wait, and are fenced off then.
     PERFORM FROM replica ORDER BY id FOR UPDATE;
     PERFORM FROM ownership ORDER BY endpoint_id FOR NO KEY UPDATE;
     -- No dead ids are counted meanwhile.

@@ -107,11 +107,7 @@ def as_role(outbox: Command, filled: Database) -> Iterator[Callable[..., Result]
     loop.close()
 
 
-READING_PURPOSES = (
-    "reader",
-    "operator",
-    "relay",
-)
+READING_PURPOSES = ("reader", "operator", "relay", "api")
 
 
 @pytest.mark.slow
