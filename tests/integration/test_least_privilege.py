@@ -5,13 +5,18 @@ packages/api/tests/test_api_role.py has the role of the API.
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from typing import TYPE_CHECKING, Any
 
+import asyncpg
 import pytest
 
+from outbox import operations, store
 from outbox.core.sequencing.partition_window import WIDTH, Retention
 from outbox.errors import CannotRun
 from outbox.relay.delivery import recorder
+from outbox.store.connection.message import WriteStatement
 from outbox.store.retention.partitions import PARENTS, PartitionStore
 from outbox.store.retention.periods import RetentionStore
 from tests.support.process import outbox
@@ -35,6 +40,8 @@ from tests.support.tiers import sampled
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from asyncpg import Connection
 
     from outbox.core.model.response import AttemptResult
@@ -54,6 +61,11 @@ SIZE = """
 SELECT sum(pg_relation_size(inhrelid)) FROM pg_inherits
  WHERE inhparent = $1::text::regclass AND inhrelid::regclass::text ~ ('_' || $2::text || '$')
 """
+
+OF_OTHERS = {"write_entries", "record_detaching"}
+"""Statements of the store that operators and the owner execute."""
+AUTHENTICATION = {"note_token_use", "note_fetch_token_use"}
+"""Statements that the API executes."""
 
 
 class Maintainer:
@@ -150,6 +162,38 @@ async def test_a_least_privilege_relay_takes_over_from_a_killed_one(database: Da
             await publish(database, 3)
             await all_ended(database)
     assert network.data() == [1, 2, 3]
+
+
+@pytest.mark.one_major
+@pytest.mark.parametrize(
+    ("purpose", "package", "others"),
+    [("relay", store, OF_OTHERS), ("operator", operations, AUTHENTICATION)],
+    ids=["relay", "operator"],
+)
+async def test_a_role_may_execute_every_statement_of_its_purpose(
+    database: Database, purpose: str, package: ModuleType, others: set[str]
+) -> None:
+    """Also those that are executed once a year."""
+    refused = set()
+    async with role(database, purpose) as name, database.connection(user=name, **PATH) as db:
+        for statement in write_statements(package):
+            try:
+                await db.execute(f"EXPLAIN (GENERIC_PLAN) {statement.sql}")
+            except asyncpg.InsufficientPrivilegeError:
+                refused.add(statement.name)
+    assert refused == others
+
+
+def write_statements(package: ModuleType) -> list[WriteStatement]:
+    """The statements of all modules of a package."""
+    names = [m.name for m in pkgutil.walk_packages(package.__path__, package.__name__ + ".")]
+    found = {
+        value.name: value
+        for name in names
+        for value in vars(importlib.import_module(name)).values()
+        if isinstance(value, WriteStatement)
+    }
+    return list(found.values())
 
 
 @pytest.mark.one_major

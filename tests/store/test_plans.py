@@ -37,7 +37,7 @@ from outbox.operations import (
 )
 from outbox.operations.erase import ERASE_EVENTS
 from outbox.relay.cluster.connections import SESSION_SETTINGS
-from outbox.store import database_stats, operational_events
+from outbox.store import database_stats, installation_history, operational_events
 from outbox.store.cluster import leadership, replicas
 from outbox.store.cluster.timeline import READ_SERVER_FENCE
 from outbox.store.delivery import endpoint_state, lanes, records
@@ -544,6 +544,12 @@ async def _survey(log: LongLog) -> Case:
     return Case(database_stats.READ_DATABASE_STATS, (), DEAD_OPEN + 20, 60)
 
 
+async def _interval(log: LongLog) -> Case:
+    # Each lane's two rows, and the events of no batch, because no row is there.
+    sql = installation_history.ADD_INTERVAL.sql
+    return Case(sql, (None,), 2 * LANES + 10, 2 * LANES, {"batch": NEWEST})
+
+
 RELAY = {
     case.__name__[1:].replace("_", " "): case
     for case in (
@@ -588,6 +594,7 @@ RELAY = {
         _renewal,
         _read_status,
         _survey,
+        _interval,
     )
 }
 

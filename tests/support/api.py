@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
     from outbox.core.model.api_token import Scope
+    from outbox_api.shared import Shared
     from tests.support.postgres import Database
 
 ALL: tuple[Scope, ...] = ("read", "publish", "operate")
@@ -201,13 +202,15 @@ async def make_token(
 
 
 @asynccontextmanager
-async def serving(database: Database, **settings: Any) -> AsyncIterator[Api]:
+async def serving(
+    database: Database, *, shared: Shared | None = None, **settings: Any
+) -> AsyncIterator[Api]:
     """A server of this database with the role of an API, and a client without a token."""
     dsn = dsn_of(database, API_ROLE)
     usual = {"dsn": dsn, "dsn_source": "test", "allow_networks": ("127.0.0.0/8",)}
     given = settings_for(database, **usual | settings)
     async with (
-        server.running(current(given), given.admin or HERE) as at,
+        server.running(current(given), given.admin or HERE, shared=shared) as at,
         aiohttp.ClientSession() as session,
     ):
         yield Api(session, at.url, None)

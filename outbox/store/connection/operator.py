@@ -123,10 +123,3 @@ async def connect_current(
         connection.terminate()
         raise
     return connection
-
-
-async def reset(connection: Connection[Any]) -> None:
-    """Reset a session for its next use; RESET ALL undoes what is no startup parameter."""
-    await connection.reset()
-    bounded = transaction_settings(connection, TRANSACTION_TIMEOUT_S)
-    await set_if_supported(connection, _CHECK_CONNECTION | bounded)

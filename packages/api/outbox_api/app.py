@@ -25,7 +25,7 @@ from outbox_api import openapi, page, problem, tenancy
 from outbox_api.auth import Authenticator, require_scope
 from outbox_api.endpoint_tester import EndpointTester
 from outbox_api.host_check import host_middleware
-from outbox_api.in_flight import in_flight
+from outbox_api.in_flight import request_in_flight
 from outbox_api.limits import LARGE_BODIES_MAX, REQUEST_BODY_BYTES_MAX
 from outbox_api.live_cache import LiveStatusCache
 from outbox_api.middleware import log_unexpected, problem_middleware
@@ -119,7 +119,7 @@ class _RouteHandlers:
                         request.headers.get("Authorization"), request.remote
                     )
                     self._limits.require_request_quota(caller.id)
-                    in_flight(request).count(caller.id)
+                    request_in_flight(request).count(caller.id)
                     return await self._respond(route, request, caller)
             except web.HTTPException:
                 raise
@@ -143,14 +143,14 @@ class _RouteHandlers:
         require_storable_text(list(request.query.values()))
         raw = None
         if route.body is not None:
-            raw = await self._bodies.read(request, route, in_flight(request))
+            raw = await self._bodies.read(request, route, request_in_flight(request))
         is_large = raw is not None and len(raw) > REQUEST_BODY_BYTES_MAX
         async with self._large_bodies if is_large else nullcontext():
             try:
                 async with self._connection(route) as connection:
                     body = None if route.body is None else parse(raw, route.body)
                     del raw
-                    in_flight(request).hold(0)
+                    request_in_flight(request).hold(0)
                     await tenancy.require_owned_path(connection, route, caller.tenant, path)
                     call: Call[Any, Any] = Call(
                         caller,

@@ -15,9 +15,10 @@ import structlog
 
 from outbox.errors import OutboxError
 from outbox.store.connection.connect import CONNECTION_ERRORS, in_one_line
-from outbox.store.connection.operator import connect_current, reset
+from outbox.store.connection.operator import connect_current
 from outbox.store.connection.row_security import require_unprotected
 from outbox.store.privileges import require_privileges
+from outbox_api.limits import CONNECTION_WAIT_S, LONG_MAX, REQUESTS_MAX
 from outbox_api.problem import Problem, is_not_granted, unavailable
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ log = structlog.get_logger("outbox.api")
 PURPOSE = "api"
 """The purpose that the database role needs."""
 APPLICATION_NAME = "outbox-admin"
-REQUESTS_MAX, LONG_MAX = 4, 2
-"""Connections for requests, and the share that long requests (minutes) may use."""
 LOGINS_MAX = 1
 """Separate connection for token lookups: authentication works while the others are busy."""
 IDLE_S = 30.0
@@ -43,8 +42,6 @@ WATCH_EVERY_S = 10.0
 API_STATEMENT_TIMEOUT_S = 30.0
 API_LOCK_TIMEOUT_S = 10.0
 """Row lock wait; the cursor row is locked for milliseconds only."""
-CONNECTION_WAIT_S = 10.0
-"""Maximum wait for a free or new connection."""
 RELEASE_S = 5.0
 POOL_CLOSE_S = 1.0
 """Maximum wait for a pool to close at shutdown."""
@@ -160,8 +157,9 @@ class Database:
             max_size=size_max,
             max_inactive_connection_lifetime=IDLE_S,
             connect=self._connect,
-            # Behind a pooler there is no session state to reset.
-            reset=_skip_reset if self.settings.pooled else reset,
+            # Three statements for each request, although requests change settings only within
+            # transactions: `test_journalled` shows that sessions stay as they are.
+            reset=_skip_reset,
         )
         await pool
         try:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 UNKNOWN_ADDRESS = "unknown"
 """Key of clients without a known address."""
+_SAFE_METHODS = ("GET", "HEAD")
 
 
 class InFlight:
@@ -132,6 +133,9 @@ class RequestInFlight:
         try:
             self.hold(len(body))
         except Problem as problem:
+            if self._request.method not in _SAFE_METHODS:
+                self.abort()  # A 429 would say that nothing was changed.
+                return response
             response, body = problem_response(problem), b""
         try:
             async with asyncio.timeout(RESPONSE_READ_TIMEOUT_S):
@@ -171,7 +175,7 @@ class RequestInFlight:
 _KEY: web.RequestKey[RequestInFlight] = web.RequestKey("in_flight", RequestInFlight)
 
 
-def in_flight(request: web.Request) -> RequestInFlight:
+def request_in_flight(request: web.Request) -> RequestInFlight:
     """The request as it counts against the limits."""
     return request[_KEY]
 

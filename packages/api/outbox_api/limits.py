@@ -47,11 +47,18 @@ REQUEST_TIMEOUT_S = 30.0
 BODY_TIMEOUT_S = 25.0
 """It is shorter than that of a request, so that the client, not the server, is named as late."""
 
+CONNECTION_WAIT_S = 10.0
+"""Maximum wait for a free or new connection to the database."""
+
 # ------------------------------------------------------------ concurrency
 TOKEN_REQUESTS_MAX = CLIENT_CONNECTIONS_MAX // 8
 """Requests of a token from their heads until the last bytes of their responses are written."""
 ADDRESS_REQUESTS_MAX = CLIENT_CONNECTIONS_MAX // 2
 """Larger than that of a token: behind a proxy all clients have one address."""
+REQUESTS_MAX, LONG_MAX = 4, 2
+"""Requests of a listener that are processed at a time, from the parsing of the body until the
+response is encoded: each has a connection to the database.  And the share that long requests
+(minutes) may use."""
 LARGE_BODIES_MAX = 2
 """Bodies of more than `REQUEST_BODY_BYTES_MAX` that are parsed and processed at a time: their
 values may take 33 times their size.  Others wait for one of the connections to the database."""

@@ -34,7 +34,8 @@ from outbox.store.connection.secrets import Vault
 from outbox.store.delivery.endpoints import read_endpoints, require_usable
 from outbox.web.loopback_hosts import is_loopback
 from outbox_api import problem
-from outbox_api.in_flight import UNKNOWN_ADDRESS, in_flight
+from outbox_api.in_flight import UNKNOWN_ADDRESS, request_in_flight
+from outbox_api.limits import REQUEST_TIMEOUT_S
 from outbox_api.middleware import log_unexpected, problem_middleware
 from outbox_api.problem import Problem, ProblemKind
 from outbox_api.rate_limit import RateLimiter
@@ -64,7 +65,6 @@ log = structlog.get_logger("outbox.receivers")
 
 READ_NOW = "SELECT extract(epoch FROM clock_timestamp())::float8"
 
-FETCH_REQUEST_TIMEOUT_S = 30.0
 SIGNED_MAX = 100
 """The last requests of an endpoint in which a repeated one is recognized, while clocks differ."""
 LIMIT = 100
@@ -157,10 +157,10 @@ class _Receivers:
 
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
-                async with asyncio.timeout(FETCH_REQUEST_TIMEOUT_S):
+                async with asyncio.timeout(REQUEST_TIMEOUT_S):
                     fetcher = await self._authenticate(request)
                     self._limits.require_request_quota(fetcher.endpoint_id)
-                    in_flight(request).count(fetcher.endpoint_id)
+                    request_in_flight(request).count(fetcher.endpoint_id)
                     async with self._database.connection() as connection:
                         found = await respond(request, connection, fetcher)
                         return web.json_response(body=orjson.dumps(found))

@@ -144,23 +144,26 @@ async def listening(requests: InFlight) -> AsyncIterator[Address]:
     """Serve a large response to anybody; the path is the token."""
 
     async def respond(request: web.Request) -> web.Response:
-        in_flight.in_flight(request).count(request.path)
+        in_flight.request_in_flight(request).count(request.path)
         return web.Response(body=BODY, headers={"X-Kept": "1"})
 
     application = web.Application(middlewares=[requests.middleware()])
     application.router.add_get("/{token}", respond)
+    application.router.add_post("/{token}", respond)
     async with serving(application, await listen(Address("127.0.0.1", 0))) as at:
         yield at
 
 
-async def unread_request(at: Address, stack: AsyncExitStack, path: str) -> socket.socket:
+async def unread_request(
+    at: Address, stack: AsyncExitStack, path: str, method: str = "GET"
+) -> socket.socket:
     """A connection that sends a request, and does not read the response."""
     client = stack.enter_context(socket.socket())
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 256 * 1024)
     client.setblocking(False)
     loop = asyncio.get_running_loop()
     await loop.sock_connect(client, (at.host, at.port))
-    await loop.sock_sendall(client, f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+    await loop.sock_sendall(client, f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
     return client
 
 
@@ -264,6 +267,18 @@ async def test_a_head_request_has_the_length_and_no_body() -> None:
         writer.close()
     assert f"Content-Length: {len(BODY)}\r\n".encode() in response
     assert response.endswith(b"\r\n\r\n")
+
+
+@pytest.mark.system
+async def test_a_change_is_not_reported_as_refused_for_its_response() -> None:
+    """Its client does not know the result, as after any lost connection."""
+    requests = InFlight()
+    async with listening(requests) as at, AsyncExitStack() as stack:
+        for count in (1, 2):
+            await unread_request(at, stack, "/a")
+            await until(lambda count=count: requests.bytes["/a"] == count * len(BODY), 20)
+        change = await unread_request(at, stack, "/a", "POST")
+        assert await read_all(change) == b""
 
 
 # -------------------------------------------------------------------- bodies

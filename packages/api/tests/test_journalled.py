@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from outbox_api.shared import Shared
 from packages.api.tests.walk import WALK, prepare
-from tests.support.api import make_token
+from tests.support.api import make_token, serving
 from tests.support.relay import fetchval
 
 if TYPE_CHECKING:
@@ -23,9 +24,28 @@ NOT_JOURNALLED = {
 }
 
 
-async def test_a_change_is_journalled_with_the_token(database: Database, client: Api) -> None:
-    await prepare(database)
-    api = client.with_token(await make_token(database, "walker"))
+READ_SETTINGS = "SELECT name, setting FROM pg_settings"
+ADVISORY_LOCKS = """
+SELECT count(*) FROM pg_locks WHERE pid = pg_backend_pid() AND locktype = 'advisory'
+"""
+
+
+async def test_a_change_is_journalled_with_the_token_and_leaves_its_session_as_it_was(
+    database: Database,
+) -> None:
+    shared = Shared()
+    async with serving(database, shared=shared) as client:
+        (connections,) = shared.databases
+        async with connections.connection() as session:
+            before = await session.fetch(READ_SETTINGS)
+        await prepare(database)
+        await _walk(database, client.with_token(await make_token(database, "walker")))
+        async with connections.connection() as session:
+            assert await session.fetch(READ_SETTINGS) == before
+            assert await session.fetchval(ADVISORY_LOCKS) == 0
+
+
+async def _walk(database: Database, api: Api) -> None:
     newest = "SELECT coalesce(max(id), 0) FROM journal"
     by = "SELECT array_agg(DISTINCT actor) FROM journal WHERE id > $1"
     for step in WALK:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from contextlib import ExitStack
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -139,3 +140,36 @@ async def test_unread_pages_of_the_api_take_a_bounded_memory(
         growth = await _growth(process, process.api, requests, count)
     print(f"{count} unread pages of the API: {growth / 2**20:.0f} MiB more")
     assert growth < GROWTH_BYTES_MAX
+
+
+BODIES = {
+    "arrays": b"[" + b",".join([b"[]"] * 340_000) + b"]",
+    "objects": b"[" + b",".join([b'{"":1}'] * 140_000) + b"]",
+    "members": b"{" + b",".join(b'"%d":1' % n for n in range(90_000)) + b"}",
+    "text": '"\U0001f600'.encode() + b"a" * 1_000_000 + b'"',
+}
+"""Payloads whose values take many times the size of a body of 1 MiB."""
+BODIES_BYTES_MAX = 160 * 1024 * 1024
+
+
+async def test_bodies_with_costly_values_take_a_bounded_memory(database: Database) -> None:
+    token = await make_token(database)
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+    async with api_process(database) as process, aiohttp.ClientSession() as session:
+
+        async def send(body: bytes, status: int) -> None:
+            url = process.api + "v1/events"
+            async with session.post(url, data=BytesIO(body), headers=headers) as response:
+                assert response.status == status, await response.text()
+
+        await send(b'{"type":"a.b"}', 201)
+        before = process.reset_peak()
+        for payload in BODIES.values():
+            async with asyncio.TaskGroup() as group:
+                for _ in range(10):
+                    # The payload is larger than the database accepts; and a field is invalid.
+                    group.create_task(send(b'{"type":"a.b","payload":' + payload + b"}", 422))
+                    group.create_task(send(b'{"type":1,"payload":' + payload + b"}", 422))
+        growth = process.memory_bytes("VmHWM") - before
+    print(f"costly bodies: {growth / 2**20:.0f} MiB more")
+    assert growth < BODIES_BYTES_MAX

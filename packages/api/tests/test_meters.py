@@ -22,6 +22,7 @@ from outbox_api.meters import ApiMeters
 from outbox_api.middleware import problem_middleware
 from outbox_api.problem import Problem, ProblemKind, Refusal, unavailable
 from outbox_api.rate_limit import too_many_requests
+from outbox_api.shared import Shared
 from tests.support.api import HERE, make_token
 from tests.support.relay import current, settings_for
 from tests.support.waiting import until
@@ -175,7 +176,9 @@ async def test_a_listener_counts_what_it_serves(database: Database, listener: st
     }[listener]
     secret = await make_token(database)
     async with (
-        running(current(settings_for(database, dsn_source="test")), HERE, meters=metered) as at,
+        running(
+            current(settings_for(database, dsn_source="test")), HERE, shared=Shared(meters=metered)
+        ) as at,
         aiohttp.ClientSession() as session,
     ):
         statuses = []

@@ -9,6 +9,8 @@ import pytest
 from playwright.async_api import expect
 
 from packages.api.tests.page.shop import shop
+from tests.support.api import make_token, serving
+from tests.support.browser import visiting
 from tests.support.relay import add_endpoint
 
 if TYPE_CHECKING:
@@ -84,3 +86,39 @@ async def test_the_history_is_read_after_the_first_paint_once_a_minute(database:
             histories = [n for n, url in enumerate(requested) if url.endswith("history")]
             assert len(histories) == 1, requested
             assert any(url.startswith(state) for url in requested[: histories[0]]), requested
+
+
+# An hour of the installation, in which no page was open.
+HOUR = """
+INSERT INTO installation_history (slot, n, at, seconds, events, deliveries, completed, pending,
+                                  batch, sequenced, acked)
+SELECT n, n, now() - (359 - n) * interval '10 s', 10, 70, 140, 140, 33, 0, 0, 0
+  FROM generate_series(0, 358) n
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tenant", [None, "acme"])
+async def test_the_last_hour_is_shown_at_once_but_to_no_tenant(
+    database: Database, tenant: str | None
+) -> None:
+    secret = await make_token(database, "me", tenant=tenant)
+    async with database.at_hand() as connection:
+        await connection.execute(HOUR)
+    async with serving(database) as api, visiting(api.url) as visitor:
+        page = visitor.page
+        await visitor.sign_in(secret)
+        rates = page.get_by_role("img", name="Per second: events 7.0, deliveries completed 14")
+        if tenant is None:
+            await expect(rates.locator(".line polyline")).to_have_count(2)
+            await expect(rates.locator(".gap")).to_have_count(0)
+            whole = await rates.locator("line.grid").first.bounding_box()
+            drawn = await rates.locator(".line polyline").first.bounding_box()
+            assert whole
+            assert drawn
+            assert drawn["width"] == pytest.approx(whole["width"], abs=6)
+        else:
+            # The tile has its own deliveries, of the history that it may see.
+            await visitor.wait_for(page.locator(".tile", has_text="Delivered in 24 hours0"))
+            await expect(page.get_by_role("img", name="Per second")).to_have_count(0)
+            await expect(page.get_by_text("14/s")).to_have_count(0)
