@@ -26,6 +26,7 @@ import structlog
 from outbox.api_settings import for_api, hand_over
 from outbox.hosting.child_watch import HEARTBEAT_S, ChildWatch
 from outbox.leaves import API
+from outbox.setting_sources import ENV_PREFIX
 from outbox.store.connection import dsn
 from outbox.store.connection.connect import in_one_line
 from outbox.telemetry import catalogue
@@ -185,6 +186,8 @@ class ApiChild:
             ours.enter_context(reported)
             process = subprocess.Popen(  # noqa: S603 (this interpreter)
                 [sys.executable, "-P", "-m", MODULE],
+                # It reads no settings there, and the relay's DSN has more rights than its own.
+                env={k: v for k, v in os.environ.items() if not k.startswith(ENV_PREFIX)},
                 stdin=with_input,
                 pass_fds=(with_report.fileno(), *fds),
             )

@@ -154,7 +154,7 @@ async def _connected(installed: Installation, requests: tuple[bytes, ...]) -> As
 async def test_deliveries_go_on_while_the_api_gets_no_database_connection(
     database: Database, tmp_path: Path
 ) -> None:
-    async with role(database, "relay") as name:
+    async with role(database, "api") as name:
         env = {"OUTBOX_API_DSN": dsn_of(database, name)}
         async with delivering(database, tmp_path, **env) as (installed, flow):
             child = await installed.child()
@@ -199,8 +199,11 @@ async def test_the_api_ends_with_a_killed_relay_and_frees_its_addresses(
 async def test_the_api_ends_with_a_relay_that_is_stopped(
     database: Database, tmp_path: Path
 ) -> None:
-    async with delivering(database, tmp_path) as (installed, _):
+    async with delivering(database, tmp_path) as (installed, flow):
         child = await installed.child()
+        child.terminate()  # As by systemd, while the relay drains; the relay decides when it ends.
+        await flow.goes_on()
+        assert installed.children() == [child]
         assert await installed.relay.end() == 0
         await until(lambda: all_gone([child]), LIVE_S, "the process of the API to end")
         assert not [line for line in installed.relay.log() if line["level"] == "error"]
@@ -227,6 +230,7 @@ async def test_settings_reach_the_api_unseen(empty_database: Database, tmp_path:
     async with installation(env, tmp_path, *words) as installed:
         installed.token = created.json["secret"]
         child = await installed.child()
+        assert not [name for name in child.environ() if name.startswith("OUTBOX_")]
         shown = [*child.cmdline(), *child.environ().values()]
         for text in ("canary", secret.removeprefix("obkey_"), "elsewhere"):
             assert not [each for each in shown if text in each]
@@ -237,7 +241,7 @@ async def test_the_api_connects_as_the_file_says_when_it_is_refused(
     database: Database, tmp_path: Path
 ) -> None:
     file = tmp_path / "dsn"
-    async with role(database, "relay") as old, role(database, "relay", "reader") as new:
+    async with role(database, "api") as old, role(database, "api", "reader") as new:
         file.write_text(dsn_of(database, old))
         env = {"OUTBOX_API_DSN_FILE": str(file)}
         async with delivering(database, tmp_path, **env) as (installed, _):

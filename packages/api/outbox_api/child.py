@@ -37,8 +37,10 @@ STOP_S = 2.0
 
 def main() -> int:
     """Serve until the input ends; returns the exit code."""
-    # Ctrl-C reaches all processes of a terminal; the relay decides when this one ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C reaches all processes of a terminal, and SIGTERM by systemd all processes of a service,
+    # while the relay still drains.  The relay decides when this one ends.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     _limit_memory()
     given = orjson.loads(_read_line())
     try:
@@ -87,7 +89,6 @@ async def _serve(settings: Settings, given: dict[str, Any]) -> None:
     from outbox_api.process import serving
 
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_signal_handler(signal.SIGTERM, stop.set)
     threading.Thread(target=_end_with_input, args=(loop, stop), daemon=True).start()
     listeners = {
         name: (parse_address(each["address"]), [socket.socket(fileno=fd) for fd in each["sockets"]])
