@@ -63,6 +63,7 @@ OPENED = (
 def _busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The endpoint supervisor and maintenance always have work."""
     monkeypatch.setattr("outbox.relay.delivery.endpoint_supervisor.ENDPOINTS_CHECK_EVERY_S", 0.1)
+    monkeypatch.setattr("outbox.relay.delivery.endpoint_supervisor.SURVEY_EVERY_S", 0.1)
     monkeypatch.setattr("outbox.relay.maintenance.EVERY_S", 0.1)
     monkeypatch.setattr("outbox.relay.cluster.listener.HEARTBEAT_MIN_S", 0.3)
     monkeypatch.setattr("outbox.relay.cluster.listener.HEARTBEAT_TIMEOUT_S", 0.3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-LISTENERS = ("api", "receivers")
 CLOSED = "closed"
 """The status of a request whose client closed the connection before the response."""
 STATUSES = ("2xx", "3xx", "4xx", "5xx", CLOSED)
@@ -40,18 +39,25 @@ class ApiMeters:
         self._started_at = started_at
         self._clock = clock
         self._in_progress: Counter[str] = Counter()
-        # Also at 0: the first value of a series is not an increase.
-        self._durations = {
-            (listener, status): Histogram(catalogue.API_REQUEST_DURATION)
-            for listener in LISTENERS
-            for status in STATUSES
-        }
-        self._refusals: Counter[tuple[str, str]] = Counter(
-            {(listener, reason): 0 for listener in LISTENERS for reason in Refusal}
+        # By listener and status.
+        self._durations: defaultdict[tuple[str, str], Histogram] = defaultdict(
+            lambda: Histogram(catalogue.API_REQUEST_DURATION)
         )
+        # By listener and reason.
+        self._refusals: Counter[tuple[str, str]] = Counter()
 
     def middleware(self, listener: str) -> Any:
-        """Create the outermost middleware of a listener: it sees the response that is sent."""
+        """Create the outermost middleware of a listener: it sees the response that is sent.
+
+        Args:
+            listener: the value of the attribute.
+        """
+        # Also at 0: the first value of a series is not an increase.
+        self._in_progress[listener] += 0
+        for status in STATUSES:
+            self._durations[listener, status].add(0, times=0)
+        for reason in Refusal:
+            self._refusals[listener, reason] += 0
 
         @web.middleware
         async def count(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -76,7 +82,7 @@ class ApiMeters:
             for key, each in self._durations.items()
             for buckets in (each.buckets(),)
         ]
-        in_progress = [[[listener], self._in_progress[listener]] for listener in LISTENERS]
+        in_progress = [[[listener], count] for listener, count in self._in_progress.items()]
         return {
             "started_at": self._started_at,
             "series": {

@@ -93,7 +93,6 @@ _REFUSALS = {
     ProblemKind.BODY_LATE: Refusal.BODY_TIME,
     ProblemKind.TOO_LARGE: Refusal.BODY_SIZE,
     ProblemKind.WRONG_HOST: Refusal.HOST,
-    ProblemKind.TOO_MANY_REQUESTS: Refusal.RATE,
     ProblemKind.UNAVAILABLE: Refusal.UNAVAILABLE,
 }
 

@@ -50,13 +50,12 @@ export function currentSample(samples, now) {
   return last && now - Date.parse(last.at) <= CURRENT_MS ? last : null;
 }
 
-// Draw a line chart.  `series` is a list of {name, kind, value, area}, where `value` maps a sample
+// Draw a line chart of samples that are not older than the window.  `series` is a list of {name, kind, value, area}, where `value` maps a sample
 // to a number, or to null; `now` is the right edge, in ms by the server's clock.
 export function chart(title, samples, series, { now, format = rate }) {
   const width = widthInPixels();
-  const shown = samples.filter((each) => Date.parse(each.at) >= now - WINDOW_MS);
-  const runs = splitRuns(shown);
-  const max = axisMax(Math.max(0, ...shown.flatMap((s) => series.map((each) => each.value(s) ?? 0))));
+  const runs = splitRuns(samples);
+  const max = axisMax(Math.max(0, ...samples.flatMap((s) => series.map((each) => each.value(s) ?? 0))));
   const x = (at) => LEFT + (width - LEFT - RIGHT) * (1 - (now - at) / WINDOW_MS);
   const y = (value) => TOP + (HEIGHT - TOP - BOTTOM) * (1 - value / max);
   const grid = [0, max / 2, max].map((value) => [
@@ -79,7 +78,7 @@ export function chart(title, samples, series, { now, format = rate }) {
       svg("polyline", { points }),
     ];
   })));
-  const current = currentSample(shown, now);
+  const current = currentSample(samples, now);
   const latest = (each) => (current && each.value(current) !== null ? format(each.value(current)) : "–");
   const summary = current ? series.map((each) => `${each.name} ${latest(each)}`).join(", ") : "no data";
   return h("figure", { class: "chart" },

@@ -95,7 +95,7 @@ export function view(place) {
       part(needs && attention(needs, system ? findings : [])),
       h("div", { class: "tiles" },
         system
-          ? tile("Deliveries completed", completed === null ? "–" : `${rate(completed)}/s`, { hint: "In the last ten seconds; unknown for 20 seconds after a relay begins to lead" })
+          ? tile("Deliveries completed", completed === null ? "–" : `${rate(completed)}/s`, { hint: "In the last ten seconds; unknown until a relay has led for 20 seconds" })
           : tile("Delivered in 24 hours", history ? count(sum(history.items, "successes")) : "–"),
         tile("Pending", count(totals.pending), { tone: totals.pending > 1000 ? "fair" : "" }),
         tile("Oldest", oldest ? duration(oldest) : "–", { tone: oldest > 60 ? "fair" : "" }),
