@@ -1,13 +1,17 @@
-"""The event loop of the processes that serve: `outbox relay` and `outbox api`."""
+"""The event loop of the processes that serve, `outbox relay` and `outbox api`, and their memory."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+YOUNG_OBJECTS_MAX = 10_000
+"""Allocations that trigger a collection of the youngest generation."""
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
@@ -28,3 +32,13 @@ def allow_many_sockets() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def collect_rarely() -> None:
+    """Collect cycles rarely; call it when everything is imported."""
+    # Imported modules are permanent: freeze them, so that collections do not scan them.
+    gc.collect()
+    gc.freeze()
+    # A delivery allocates hundreds of objects and no cycles; with the default threshold,
+    # the cycle collector took 4 % of the CPU time.
+    gc.set_threshold(YOUNG_OBJECTS_MAX, *gc.get_threshold()[1:])

@@ -8,7 +8,6 @@ signals ──▶ relay ──▶ metrics and traces ──▶ OTLP
 from __future__ import annotations
 
 import asyncio
-import gc
 import signal
 import time
 from contextlib import AsyncExitStack
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from outbox.cli.common import warn
 from outbox.cli.systemd import Supervisor
+from outbox.event_loop import collect_rarely
 from outbox.hosting.api_child import api_child
 from outbox.hosting.hosted_relay import hosted_relay
 from outbox.relay.relay import default_name
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from outbox.telemetry.exporters import TelemetryExport
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-YOUNG_OBJECTS_MAX = 10_000
-"""Allocations that trigger a collection of the youngest generation."""
 
 
 async def run(settings: Settings) -> None:
@@ -48,12 +46,7 @@ async def run(settings: Settings) -> None:
         relay = await stack.enter_async_context(
             hosted_relay(settings, telemetry, warn, name=name, companion=api)
         )
-        # Imported modules are permanent: freeze them, so that collections do not scan them.
-        gc.collect()
-        gc.freeze()
-        # A delivery allocates hundreds of objects and no cycles; with the default threshold,
-        # the cycle collector took 4 % of the CPU time.
-        gc.set_threshold(YOUNG_OBJECTS_MAX, *gc.get_threshold()[1:])
+        collect_rarely()
         await _deliver(relay, telemetry)
 
 

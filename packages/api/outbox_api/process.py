@@ -14,6 +14,7 @@ import structlog
 
 from outbox.api_settings import for_api
 from outbox.core.model.cloud_metadata_ranges import network_warnings
+from outbox.event_loop import collect_rarely
 from outbox.network.egress import SETTING
 from outbox.store.connection import dsn
 from outbox.store.connection.current_settings import CurrentSettings
@@ -89,6 +90,7 @@ async def serving(
         for name, (at, sockets) in listeners.items():
             running = _LISTENERS[name](current, at, sockets, shared=shared)
             await stack.enter_async_context(running)
+        collect_rarely()
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         watching = [tasks.create_task(each.watch()) for each in shared.databases]
         try:
