@@ -52,7 +52,6 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 _VARIABLES = {"schema_name": "OUTBOX_SCHEMA"}
 # Fields whose command-line flag differs from the field name.
 _FLAGS = {
-    "api_dsn": "--dsn",  # Of `outbox api` alone.
     "schema_name": "--schema",
     "lease_s": "--lease",
     "drain_s": "--drain",

@@ -77,13 +77,18 @@ async def outbox(
 
 
 class RelayProcess:
-    """`outbox relay`, with further words, which a test may kill."""
+    """`outbox relay` or another command that serves, which a test may kill."""
 
     def __init__(
-        self, env: Mapping[str, str], log_path: Path, package: Path | None = None, *words: str
+        self,
+        env: Mapping[str, str],
+        log_path: Path,
+        package: Path | None = None,
+        *words: str,
+        name: str = "relay",
     ) -> None:
         self._package = package
-        self._words = words
+        self._words = (name, *words)
         self._env = environment(
             {
                 "OUTBOX_ALLOW_NETWORKS": "127.0.0.0/8",
@@ -99,7 +104,7 @@ class RelayProcess:
         """Start the process; it ends with this one."""
         with self._log_path.open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
-                *command(command_line("relay", *self._words), account=None),
+                *command(command_line(*self._words), account=None),
                 cwd=self._package,
                 env=self._env,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -127,10 +132,18 @@ class RelayProcess:
 
 @asynccontextmanager
 async def relay_process(
-    env: Mapping[str, str], log_path: Path, package: Path | None = None, *words: str
+    env: Mapping[str, str],
+    log_path: Path,
+    package: Path | None = None,
+    *words: str,
+    name: str = "relay",
 ) -> AsyncIterator[RelayProcess]:
-    """A running relay, killed at the end; from another copy of the package if given."""
-    relay = RelayProcess(env, log_path, package, *words)
+    """A running relay, killed at the end; from another copy of the package if given.
+
+    Args:
+        name: another command.
+    """
+    relay = RelayProcess(env, log_path, package, *words, name=name)
     await relay.start()
     try:
         yield relay

@@ -32,7 +32,6 @@ The first SIGTERM (or Ctrl-C) ends it after the requests that it works on.
 @process_options(
     click.option(
         "--dsn",
-        "api_dsn",
         metavar="DSN",
         help="Database DSN; prefer OUTBOX_API_DSN, because ps shows flags.",
     ),
@@ -50,6 +49,8 @@ The first SIGTERM (or Ctrl-C) ends it after the requests that it works on.
 def command(config: str | None, **flags: Any) -> None:
     """Serve the HTTP API, its page, and missing events for receivers."""
     settings = load(flags, config=config)
+    if flags["dsn"] is not None:  # Flags come before variables.
+        settings = settings.model_copy(update={"api_dsn": None})
     if settings.admin is None and settings.receivers is None:
         raise UsageError("there is nothing to serve: add --admin HOST:PORT or --receivers")
     configure(settings)
