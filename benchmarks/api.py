@@ -30,7 +30,7 @@ from tests.support.tcp import free_port
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from benchmarks.stage import Child, Stage
+    from benchmarks.stage import Stage
     from tests.support.process import RelayProcess
 
 LOAD = Load("4 endpoints of 4 lanes", 4, 40_000, endpoints=4)
@@ -131,6 +131,7 @@ async def _drain(stage: Stage, load: Load, count: int) -> dict[str, float]:
         tokens = [await make_token(database, f"client-{n}") for n in range(count)]
         clients.send_command(url=f"http://{admin}", tokens=tokens, per_s=PER_S)
         await clients.response()
+        began_at = time.monotonic()
         stage.expect(load.requests)
         await connection.execute(BACKLOG_OF_MANY, load.requests, filler, load.endpoints)
         process = _process(relay)
@@ -140,25 +141,21 @@ async def _drain(stage: Stage, load: Load, count: int) -> dict[str, float]:
             "CPU of the API": lambda: cpu_s(process.children()),
             "CPU of PostgreSQL": lambda: server_cpu_s(server),
         }
-        await _responses(clients)  # From here on.
-        began_at, before = time.monotonic(), {name: spent() for name, spent in meters.items()}
+        before = {name: spent() for name, spent in meters.items()}
         per_s = float((await stage.receiver.response())["per_s"])
-        took_s = time.monotonic() - began_at
         cpu = {
             name: max(spent() - before[name], TICK_S) / load.requests * 1000
             for name, spent in meters.items()
         }
-        counts = await _responses(clients)
+        clients.send_command(how="many")
+        counts: dict[str, int] = await clients.response()
         if set(counts) - {"200"}:
             stage.say(f"api, {count} clients, responses: {counts}")
-        rates = {"requests": counts.get("200", 0) / took_s, "limit": count * PER_S}
+        rates = {
+            "requests": counts.get("200", 0) / (time.monotonic() - began_at),
+            "limit": count * PER_S,
+        }
         return {"deliveries": per_s} | cpu | rates
-
-
-async def _responses(clients: Child) -> dict[str, int]:
-    clients.send_command(how="many")
-    counts: dict[str, int] = await clients.response()
-    return counts
 
 
 async def _idle(stage: Stage, *, is_served: bool) -> dict[str, float]:
