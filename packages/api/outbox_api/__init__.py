@@ -1,1 +1,1 @@
-"""The HTTP API, inside the relay's process and never needed for a delivery."""
+"""The HTTP API, its page and the receivers' listener: a process that no delivery needs."""

@@ -1,6 +1,6 @@
 """Connection pools of the API: small, opened on demand, with bounded waits.
 
-The API does not share the relay's connections, so that requests cannot delay deliveries.
+Each listener has its own, so that neither waits for the other.
 While the database is unavailable, requests fail with 503, and each new request retries.
 """
 

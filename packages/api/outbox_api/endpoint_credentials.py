@@ -22,7 +22,7 @@ NAME = "/v1/endpoints/{name}"
 
 
 def vault_of(call: Call[Any, Any]) -> Vault:
-    """The vault with the relay's keys."""
+    """The vault with the keys of this process."""
     return Vault.from_settings(call.settings)
 
 

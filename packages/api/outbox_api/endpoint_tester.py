@@ -1,6 +1,6 @@
 """Test deliveries for the API, with limits on concurrency and time.
 
-They run in the relay process with a transport of their own, which has no connection pool,
+They run in the process of the API with a transport of their own, which has no connection pool,
 because a test covers DNS, connect and TLS as well, and a small TLS context cache.
 """
 

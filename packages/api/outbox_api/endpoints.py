@@ -314,7 +314,7 @@ async def _adopt(call: Call[NoQuery, AdoptionBody]) -> RequestedRepair:
 
 @route.post(
     f"{NAME}/test",
-    "Send one signed test delivery from this relay",
+    "Send one signed test delivery from the process of the API",
     scope="operate",
     tenants=TenantAccess.ENDPOINT,
     timeout_s=TEST_TIMEOUT_S,

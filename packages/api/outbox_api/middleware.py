@@ -24,7 +24,7 @@ def log_unexpected(log: Any, error: Exception, request: web.Request, path: str) 
     log.error(
         "unexpected error", error_id=error_id, method=request.method, route=path, exc_info=error
     )
-    return Problem(ProblemKind.INTERNAL, f"internal error {error_id}; see the log of this relay")
+    return Problem(ProblemKind.INTERNAL, f"internal error {error_id}; see the log of the API")
 
 
 def problem_middleware(no_such_path: str) -> Any:

@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 MEDIA_TYPE = "application/problem+json"
 RETRY_AFTER_S = 1
-ROWS_HIDDEN = "rows may be hidden from this relay; see outbox doctor"
-DATABASE_UNAVAILABLE = "the database is unavailable; see the log of this relay"
+ROWS_HIDDEN = "rows may be hidden from the API; see outbox doctor"
+DATABASE_UNAVAILABLE = "the database is unavailable; see the log of the API"
 SCHEMA_MISSING = "the schema is missing or has another version; run: outbox migrate"
-KEY_MISSING = "this relay lacks the key of an encrypted secret; run: outbox doctor"
+KEY_MISSING = "the API lacks the key of an encrypted secret; run: outbox doctor"
 NOT_GRANTED = "the database role of the API lacks a privilege; see the log of the API"
-SCHEMA_TOO_NEW = "the schema has a later version than this relay; upgrade the relay"
+SCHEMA_TOO_NEW = "the schema has a later version than the API; upgrade the API"
 
 
 class ProblemKind(Enum):

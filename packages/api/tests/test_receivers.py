@@ -164,7 +164,7 @@ async def test_an_event_without_payload_keeps_its_sequence_and_has_a_reason(
         assert third["sequence"] == 3
         await db.execute(DETACH)
         problem = await client.get(path, status=503)
-        assert problem["detail"] == "rows may be hidden from this relay; see outbox doctor"
+        assert problem["detail"] == "rows may be hidden from the API; see outbox doctor"
         await db.execute(ATTACH)
         assert (await client.get(path))["items"][2]["sequence"] == 3
 

@@ -20,7 +20,7 @@ function drawBroker(result) {
     h("p", { class: "response" }, failed ? "Deliveries would wait." : "The broker can be used."),
     result.findings.length ? table(FINDINGS, result.findings.map((each) => row([
       badge(each.is_error ? "problem" : "warning"), each.finding, each.action], FINDINGS)), "") : h("p", null, failed ? responseLine(result.response) : "No findings."),
-    h("p", { class: "hint" }, "Access, version and settings were checked from this relay. Nothing was written to a stream."),
+    h("p", { class: "hint" }, "Access, version and settings were checked from the process of the API. Nothing was written to a stream."),
   ];
 }
 
