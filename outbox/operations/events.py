@@ -43,6 +43,13 @@ _COLUMNS = """
 _GIVEN = f"(SELECT {criteria_parameters(3)}) s"
 _MATCHES = matches_criteria("o", "created_at")
 
+# The newest events, if all match.
+LIST_NEWEST = f"""
+SELECT {_COLUMNS} FROM outbox o WHERE o.id < $1 ORDER BY o.id DESC LIMIT $2
+"""  # noqa: S608 (constants only)
+# One plan fits all pages; to plan each would take longer than to read it.
+PLAN_OF_NEWEST = f"{PLAN_BY_ID}; SET LOCAL plan_cache_mode = force_generic_plan"
+
 # OFFSET 0: use the index of keys, not a walk from the newest id down.
 FIND_BY_KEY = f"""
 SELECT {_COLUMNS}
@@ -173,10 +180,10 @@ async def search_events(
             if key is not None:
                 await connection.execute(PLAN_BY_INDEX)
                 rows = await connection.fetch(FIND_BY_KEY, *arguments, key)
+            elif not only:
+                await connection.execute(PLAN_OF_NEWEST)
+                rows = await connection.fetch(LIST_NEWEST, below, limit + 1)
             else:
-                if not only:
-                    # All match: there is nothing to search for.
-                    scanned_max = min(scanned_max, limit + 1)
                 await connection.execute(PLAN_BY_ID)
                 rows = await connection.fetch(FIND, *arguments, scanned_max)
             page = page_of(rows, limit)
@@ -189,6 +196,9 @@ async def search_events(
     after = events[-1].outbox_id if page.more else None
     if key is not None:
         return EventPage(events, after, None, None)
+    if not only:
+        oldest_at = rows[-1]["published_at"] if rows else None
+        return EventPage(events, after, len(rows), oldest_at)
     extent = rows[0]
     if after is None and extent["events"] == scanned_max:
         after = extent["lowest"]
