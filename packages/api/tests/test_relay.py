@@ -12,6 +12,7 @@ from outbox.config import load
 from outbox.errors import UsageError
 from outbox.web.address import Address
 from outbox_api import server
+from outbox_api.limits import REQUESTS_MAX
 from tests.support.api import Api, make_token
 from tests.support.process import outbox, relay_process
 from tests.support.relay import (
@@ -105,7 +106,7 @@ async def test_deliveries_continue_while_api_requests_use_the_database(
             await db.execute("LOCK TABLE idempotency_key IN ACCESS EXCLUSIVE MODE")
             asking = [tasks.create_task(api.get("/v1/once")) for _ in range(8)]
             sql = (
-                "SELECT count(*) = 4 FROM pg_stat_activity "
+                f"SELECT count(*) = {REQUESTS_MAX} FROM pg_stat_activity "
                 "WHERE application_name = 'outbox-admin' AND wait_event_type = 'Lock'"
             )
             # By another connection: in a transaction one sees the sessions of its first look.
