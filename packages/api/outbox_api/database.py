@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import asyncpg
 import structlog
 
+from outbox.core.model.text import count
 from outbox.errors import OutboxError
 from outbox.store.connection.connect import CONNECTION_ERRORS, in_one_line
 from outbox.store.connection.operator import connect_current
@@ -143,7 +144,7 @@ class Database:
                 await self._long.acquire()
         except TimeoutError:
             raise unavailable(
-                f"{LONG_MAX} long requests are already running; try again later"
+                f"{count(LONG_MAX, 'long request')} already running; try again later"
             ) from None
         try:
             yield

@@ -101,8 +101,8 @@ async def test_one_whose_role_lacks_the_purpose_says_so_until_it_is_granted(
             if line["message"] == "the database role of the API lacks a privilege"
         }
         assert "outbox migrate --api" in reason
-        async with database.connection() as owner:
-            await owner.execute(f"SELECT relay.grant_api('\"{name}\"')")
+        async with database.connection() as connection:
+            await connection.execute(f"SELECT relay.grant_api('\"{name}\"')")
 
         async def is_ready() -> bool:
             return await served.get(session, "/readyz") == (200, "ready\n")
