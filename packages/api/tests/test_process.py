@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -140,6 +141,18 @@ async def test_an_address_in_use_is_reported(database: Database, tmp_path: Path)
         address = f"127.0.0.1:{served.admin}"
         env: dict[str, Any] = {"OUTBOX_DSN": database.dsn}
         ended = await outbox("api", "--admin", address, env=env)
+    assert ended.code == 3
+    assert ended.stderr.splitlines()[-1] == (
+        f"outbox: cannot listen on {address}: Address already in use; choose another"
+    )
+
+
+@pytest.mark.parametrize("command", ["relay", "api"])
+async def test_an_address_in_use_beside_the_api_is_one_clear_line(command: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        env = {"OUTBOX_DSN": "postgresql://127.0.0.1:1/none"}
+        ended = await outbox(command, "--admin", "127.0.0.1:0", "--health", address, env=env)
     assert ended.code == 3
     assert ended.stderr.splitlines()[-1] == (
         f"outbox: cannot listen on {address}: Address already in use; choose another"
