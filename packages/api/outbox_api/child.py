@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 NICE = 10
 MEMORY_BYTES_MAX = 1024**3
-OOM_SCORE_ADJ = 500
+OOM_SCORE_ADJ, OOM_SCORE_ADJ_MAX = 500, 1000
 """How much sooner it is ended than a relay of the same size: proc_pid_oom_score_adj(5)."""
 INPUT_FD = 0
 PR_SET_PDEATHSIG = 1
@@ -83,7 +83,9 @@ def _end_with_relay() -> None:
 
 def _limit_memory() -> None:
     with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJ), encoding="ascii")
+        adjusted = Path("/proc/self/oom_score_adj")
+        score = int(adjusted.read_text(encoding="ascii"))  # The relay's, such as 999 of a pod.
+        adjusted.write_text(str(min(score + OOM_SCORE_ADJ, OOM_SCORE_ADJ_MAX)), encoding="ascii")
     with suppress(ImportError, ValueError, OSError):
         import resource
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,10 +15,8 @@ from outbox.config import Settings
 from outbox.errors import CannotRun
 from outbox.hosting.api_child import api_child
 from outbox.web.address import Address
+from outbox_api.child import OOM_SCORE_ADJ_MAX
 from tests.support.waiting import LIVE_S, until
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = [
     pytest.mark.one_major,
@@ -35,6 +34,19 @@ def settings_with(file: Path) -> Settings:
         secret_files={"dsn": str(file)},
         admin=Address("127.0.0.1", 0),
     )
+
+
+def oom_score(process: str = "self") -> Path:
+    return Path(f"/proc/{process}/oom_score_adj")
+
+
+def read_score(process: str = "self") -> int:
+    return int(oom_score(process).read_text())
+
+
+def write_score(score: int) -> None:
+    with suppress(PermissionError):
+        oom_score().write_text(str(score))
 
 
 def child_process() -> psutil.Process | None:
@@ -57,6 +69,21 @@ async def test_a_child_says_why_it_cannot_start(tmp_path: Path) -> None:
     async with api_child(settings) as child:
         await until(lambda: child.problem is not None, LIVE_S, "the child to end")
         assert "OUTBOX_DSN_FILE is not a database address" in (child.problem or "")
+
+
+@pytest.mark.skipif(not Path("/proc/self/oom_score_adj").exists(), reason="Linux only")
+async def test_a_child_is_ended_before_its_relay_without_memory(tmp_path: Path) -> None:
+    """Also if the relay is one of the first, as in a pod; an unprivileged one cannot go back."""
+    before = read_score()
+    write_score(max(before, 700))
+    try:
+        async with api_child(settings_with(tmp_path / "dsn")) as child:
+            await until(lambda: child.is_up, LIVE_S, "a heartbeat")
+            started = child_process()
+            assert started is not None
+            assert read_score(str(started.pid)) == OOM_SCORE_ADJ_MAX
+    finally:
+        write_score(before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
