@@ -62,7 +62,7 @@ async def test_an_error_beside_the_api_is_raised_as_it_is(tmp_path: Path) -> Non
     assert child_process() is None
 
 
-async def test_a_child_says_why_it_cannot_start(tmp_path: Path) -> None:
+async def test_the_problem_of_a_child_that_cannot_start_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "dsn"
     settings = settings_with(file)
     file.write_text("postgresql://[")
