@@ -15,16 +15,15 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
 import structlog
 
 from outbox.api_settings import for_api, hand_over
-from outbox.hosting.child_watch import HEARTBEAT_S, ChildWatch
+from outbox.hosting.child_watch import HEARTBEAT_S, ChildWatch, cpu_time
 from outbox.leaves import API
 from outbox.setting_sources import ENV_PREFIX
 from outbox.store.connection import dsn
@@ -36,7 +35,7 @@ from outbox.web.address import Address
 from outbox.web.serving import listen
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
     from socket import socket
 
     from outbox.config import Settings
@@ -49,6 +48,8 @@ MODULE = "outbox_api.child"
 CHILD_END_S = 3.0
 """How long a child may take to end; afterwards it is killed."""
 HEARTBEAT_BYTES_MAX = 1024 * 1024
+END_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""They reach the child as well, by a terminal or by systemd; the relay decides when it ends."""
 
 
 @asynccontextmanager
@@ -68,14 +69,15 @@ async def api_child(settings: Settings) -> AsyncIterator[ApiChild]:
                 port = sockets[0].getsockname()[1]
                 listeners[name] = Address(address.host, port), sockets
         child = ApiChild(settings, listeners)
-        tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        running = tasks.create_task(child.run())
+        # Not in a task group: it would wrap the errors of the relay.
+        running = asyncio.create_task(child.run())
         try:
             yield child
         finally:
             child.stop()
             await asyncio.wait([running], timeout=CHILD_END_S)
             running.cancel()
+            await asyncio.wait([running])
 
 
 class ApiChild:
@@ -98,6 +100,11 @@ class ApiChild:
         self._restarts = 0
         self._failure: str | None = None
         self._report: dict[str, Any] = {}
+
+    @property
+    def is_up(self) -> bool:
+        """Whether a child runs that has sent a heartbeat."""
+        return self._is_up
 
     @property
     def problem(self) -> str | None:
@@ -184,13 +191,14 @@ class ApiChild:
             reported, with_report = map(_open, os.pipe(), ("rb", "wb"))
             theirs.enter_context(with_report)
             ours.enter_context(reported)
-            process = subprocess.Popen(  # noqa: S603 (this interpreter)
-                [sys.executable, "-P", "-m", MODULE],
-                # It reads no settings there, and the relay's DSN has more rights than its own.
-                env={k: v for k, v in os.environ.items() if not k.startswith(ENV_PREFIX)},
-                stdin=with_input,
-                pass_fds=(with_report.fileno(), *fds),
-            )
+            with _blocked(END_SIGNALS):
+                process = subprocess.Popen(  # noqa: S603 (this interpreter)
+                    [sys.executable, "-P", "-m", MODULE],
+                    # It reads no settings there, and the relay's DSN has more rights than its own.
+                    env={k: v for k, v in os.environ.items() if not k.startswith(ENV_PREFIX)},
+                    stdin=with_input,
+                    pass_fds=(with_report.fileno(), *fds),
+                )
             self._handed = {
                 "version": __version__,
                 "report": with_report.fileno(),
@@ -223,7 +231,7 @@ class ApiChild:
                     async with asyncio.timeout(HEARTBEAT_S):
                         line = await reader.readline()
                 except TimeoutError:
-                    if (stuck := self._watch.tick(_cpu_time(process.pid))) is not None:
+                    if (stuck := self._watch.tick(cpu_time(process.pid))) is not None:
                         return stuck
                     continue
                 if not line:
@@ -240,6 +248,19 @@ class ApiChild:
             self._watch.receive()
             self._is_up = True
             self._failure = None
+
+
+@contextmanager
+def _blocked(signals: tuple[signal.Signals, ...]) -> Iterator[None]:
+    """Block signals in processes that are started in the context, and meanwhile in this thread."""
+    if sys.platform == "win32":
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _open(fd: int, mode: str) -> Any:
@@ -260,16 +281,3 @@ def _reason(code: int | None) -> str:
     if code is not None and code < 0:
         return f"it was ended by {signal.Signals(-code).name}"
     return f"it ended with exit code {code}"
-
-
-def _cpu_time(pid: int) -> int | None:
-    """The CPU time of a process in clock ticks; None: this system does not tell.
-
-    Source: proc_pid_stat(5), utime and stime.
-    """
-    try:
-        after_name = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2]
-    except OSError:
-        return None
-    fields = after_name.split()
-    return int(fields[11]) + int(fields[12])

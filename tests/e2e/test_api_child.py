@@ -10,6 +10,7 @@ import asyncio
 import os
 import shutil
 import socket
+import sys
 import time
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -192,6 +193,19 @@ async def test_the_api_ends_with_a_killed_relay_and_frees_its_addresses(
         await until(lambda: all_gone([child]), LIVE_S, "the process of the API to end")
         for listener in ("admin", "receivers"):
             socket.create_server(("127.0.0.1", installed.ports[listener])).close()
+        await installed.relay.start()
+        await installed.until_served()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells it of its parent's end")
+async def test_a_frozen_api_ends_with_a_killed_relay(database: Database, tmp_path: Path) -> None:
+    async with delivering(database, tmp_path) as (installed, _):
+        frozen = await installed.child()
+        frozen.suspend()
+        assert installed.relay.process is not None
+        installed.relay.process.kill()
+        await installed.relay.process.wait()
+        await until(lambda: all_gone([frozen]), LIVE_S, "the frozen process to end")
         await installed.relay.start()
         await installed.until_served()
 

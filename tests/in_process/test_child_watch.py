@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import signal
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +17,9 @@ from outbox.hosting.child_watch import (
     FROZEN_TICKS,
     STEADY_TICKS,
     ChildWatch,
+    cpu_time,
 )
+from tests.support.waiting import until
 
 
 def test_a_silent_child_without_cpu_time_is_frozen() -> None:
@@ -70,3 +76,18 @@ def test_ends_in_a_row_double_the_pause() -> None:
     for _ in range(STEADY_TICKS):
         watch.receive()
     assert watch.end() == CHILD_RESTART_MIN_S
+
+
+@pytest.mark.system
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+async def test_a_process_that_waits_for_a_processor_is_not_frozen() -> None:
+    """Beside relays that use all processors, it may use no time for seconds."""
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", "while True: pass")
+    try:
+        await until(lambda: cpu_time(process.pid) is None, 20, "it to run")
+        process.send_signal(signal.SIGSTOP)
+        await until(lambda: cpu_time(process.pid) is not None, 20, "it to be stopped")
+    finally:
+        process.kill()
+        await process.wait()
+    assert cpu_time(process.pid) is None

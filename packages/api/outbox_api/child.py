@@ -2,7 +2,7 @@
 
 It yields to the relay: a lower priority, a limit of its memory, and the first choice of a kernel
 that is out of memory.  It ends when its input ends, which the relay alone holds open, even if its
-own event loop does not respond.
+own event loop does not respond; on Linux, also if it is frozen.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
 NICE = 10
 MEMORY_BYTES_MAX = 1024**3
-OOM_SCORE_ADJ = 500
+OOM_SCORE_ADJ, OOM_SCORE_ADJ_MAX = 500, 1000
 """How much sooner it is ended than a relay of the same size: proc_pid_oom_score_adj(5)."""
 INPUT_FD = 0
+PR_SET_PDEATHSIG = 1
 STOP_S = 2.0
 """How long requests may take to end after the input has ended."""
 
@@ -39,8 +40,10 @@ def main() -> int:
     """Serve until the input ends; returns the exit code."""
     # Ctrl-C reaches all processes of a terminal, and SIGTERM by systemd all processes of a service,
     # while the relay still drains.  The relay decides when this one ends.
+    # It blocks them in a child that starts.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    _end_with_relay()
     _limit_memory()
     given = orjson.loads(_read_line())
     try:
@@ -64,9 +67,25 @@ def main() -> int:
     return 0
 
 
+def _end_with_relay() -> None:
+    """Let the kernel kill this process when the relay is gone, also if it is frozen then.
+
+    A relay that ended before has closed the input.
+
+    Source: PR_SET_PDEATHSIG(2const).
+    """
+    if sys.platform == "linux":
+        with suppress(ImportError, OSError, AttributeError):
+            import ctypes
+
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
 def _limit_memory() -> None:
     with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE_ADJ), encoding="ascii")
+        adjusted = Path("/proc/self/oom_score_adj")
+        score = int(adjusted.read_text(encoding="ascii"))  # The relay's, such as 999 of a pod.
+        adjusted.write_text(str(min(score + OOM_SCORE_ADJ, OOM_SCORE_ADJ_MAX)), encoding="ascii")
     with suppress(ImportError, ValueError, OSError):
         import resource
 
@@ -94,8 +113,9 @@ async def _serve(settings: Settings, given: dict[str, Any]) -> None:
         name: (parse_address(each["address"]), [socket.socket(fileno=fd) for fd in each["sockets"]])
         for name, each in given["listeners"].items()
     }
+    # The end of the loop closes its copy; what ended it is reported afterwards.
     reports, _ = await loop.connect_write_pipe(
-        asyncio.BaseProtocol, os.fdopen(given["report"], "wb", buffering=0)
+        asyncio.BaseProtocol, os.fdopen(os.dup(given["report"]), "wb", buffering=0)
     )
     async with serving(settings, listeners) as shared:
         # Not before: at this priority, it might never start beside relays that use all processors.

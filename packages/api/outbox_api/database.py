@@ -89,8 +89,12 @@ class Database:
         """Try the database from time to time, so that `problem` does not wait for a request."""
         while True:
             try:
-                async with self.login():
-                    self.note(None)
+                # The connection may have hung since it was used last.
+                async with self.login() as connection, asyncio.timeout(CONNECTION_WAIT_S):
+                    await connection.execute("SELECT")
+                self.note(None)
+            except TimeoutError:
+                self.note(f"it did not respond within {CONNECTION_WAIT_S:g} s")
             except (OutboxError, Problem, *CONNECTION_ERRORS) as error:
                 if not is_not_granted(error):
                     self.note(in_one_line(error))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -119,13 +118,17 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
 def handler(routes: Sequence[Route]) -> Callable[[web.Request], Awaitable[web.Response]]:
     """Create a handler that serves the document, generated at the first request."""
 
-    @lru_cache(1)
+    generating: asyncio.Future[bytes] | None = None
+
     def generate() -> bytes:
         return orjson.dumps(document(routes))
 
     async def handle(_: web.Request) -> web.Response:
-        # In a thread: generating takes half a second, and must not block deliveries.
-        body = await asyncio.to_thread(generate)
+        nonlocal generating
+        # Once, in one thread: it takes half a second, and pydantic builds the models meanwhile.
+        if generating is None:
+            generating = asyncio.ensure_future(asyncio.to_thread(generate))
+        body = await asyncio.shield(generating)
         return web.Response(body=body, content_type="application/json")
 
     return handle

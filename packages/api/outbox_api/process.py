@@ -91,13 +91,14 @@ async def serving(
             running = _LISTENERS[name](current, at, sockets, shared=shared)
             await stack.enter_async_context(running)
         collect_rarely()
-        tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        watching = [tasks.create_task(each.watch()) for each in shared.databases]
+        # Not in a task group: it would wrap the errors of the caller.
+        watching = [asyncio.create_task(each.watch()) for each in shared.databases]
         try:
             yield shared
         finally:
             for each in watching:
                 each.cancel()
+            await asyncio.wait(watching)
 
 
 def _health(address: Address, shared: Shared) -> web.Application:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from typing import TYPE_CHECKING, Any
@@ -134,3 +135,12 @@ async def test_the_document_needs_no_token(client: Api, described: dict[str, Any
     response = await client.get("/openapi.json")
     assert response.json == json.loads(json.dumps(described))
     assert response.json["openapi"] == "3.1.0"
+
+
+async def test_the_document_is_made_once_for_all_who_ask_first(client: Api) -> None:
+    """Also when the first of them disconnects."""
+    first = asyncio.create_task(client.get("/openapi.json"))
+    await asyncio.sleep(0.05)
+    first.cancel()
+    both = await asyncio.gather(*(client.get("/openapi.json") for _ in range(4)))
+    assert [each.status for each in both] == [200] * 4

@@ -26,7 +26,7 @@ It needs a role of its own: outbox migrate --api ROLE, then OUTBOX_API_DSN with 
 role. Any number of these processes may run, on any machine that reaches the database;
 relays need none of them. Test deliveries to endpoints are sent from this process.
 
-The first SIGTERM (or Ctrl-C) ends it after the requests that it works on.
+SIGTERM (or Ctrl-C) ends it. Requests that it works on have one second to end.
 """
 )
 @process_options(
