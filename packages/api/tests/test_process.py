@@ -139,8 +139,11 @@ async def test_an_address_in_use_is_reported(database: Database, tmp_path: Path)
         await until(responds, LIVE_S, "it to respond")
         address = f"127.0.0.1:{served.admin}"
         env: dict[str, Any] = {"OUTBOX_DSN": database.dsn}
-        ended = await outbox("api", "--admin", address, env=env)
-    assert ended.code == 3
-    assert ended.stderr.splitlines()[-1] == (
-        f"outbox: cannot listen on {address}: Address already in use; choose another"
-    )
+        others = {"admin": "127.0.0.1:0"}
+        for option in ("admin", "receivers", "health"):
+            words = [f"--{name}={value}" for name, value in {**others, option: address}.items()]
+            ended = await outbox("api", *words, env=env)
+            assert ended.code == 3, option
+            assert ended.stderr.splitlines()[-1] == (
+                f"outbox: cannot listen on {address}: Address already in use; choose another"
+            )
