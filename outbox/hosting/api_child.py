@@ -68,14 +68,17 @@ async def api_child(settings: Settings) -> AsyncIterator[ApiChild]:
                 port = sockets[0].getsockname()[1]
                 listeners[name] = Address(address.host, port), sockets
         child = ApiChild(settings, listeners)
-        tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        running = tasks.create_task(child.run())
+        # No group of tasks: it would wrap the relay's own errors, which are shown in one line.
+        running = asyncio.create_task(child.run())
         try:
             yield child
         finally:
             child.stop()
-            await asyncio.wait([running], timeout=CHILD_END_S)
-            running.cancel()
+            try:
+                await asyncio.wait([running], timeout=CHILD_END_S)
+            finally:
+                running.cancel()
+                await asyncio.wait([running])
 
 
 class ApiChild:
