@@ -254,7 +254,7 @@ async def test_the_command_exits_with_3_in_one_line(database: Database) -> None:
 
 
 @pytest.mark.one_major
-async def test_a_relay_with_an_api_says_in_one_line_why_it_cannot_run(
+async def test_a_relay_with_an_api_reports_its_own_error_in_one_line(
     database: Database, empty_database: Database
 ) -> None:
     """The child that it has started changes neither the message nor the exit code."""

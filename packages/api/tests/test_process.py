@@ -76,7 +76,7 @@ async def test_several_serve_one_database_without_a_relay(
         assert [await each.process.end() for each in both] == [0, 0]
 
 
-async def test_one_whose_role_lacks_the_purpose_says_so_until_it_is_granted(
+async def test_one_without_the_purpose_says_so_until_it_is_granted(
     database: Database, tmp_path: Path
 ) -> None:
     secret = await make_token(database)
