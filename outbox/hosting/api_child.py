@@ -75,9 +75,11 @@ async def api_child(settings: Settings) -> AsyncIterator[ApiChild]:
             yield child
         finally:
             child.stop()
-            await asyncio.wait([running], timeout=CHILD_END_S)
-            running.cancel()
-            await asyncio.wait([running])
+            try:
+                await asyncio.wait([running], timeout=CHILD_END_S)
+            finally:
+                running.cancel()
+                await asyncio.wait([running])
 
 
 class ApiChild:

@@ -163,7 +163,10 @@ class Relay:
         settings, name = self._settings, default_name()
         for option in ("admin", "receivers"):
             if getattr(settings, option) is not None:
-                log.warning(f"not served in an application; run: outbox api --{option} HOST:PORT")
+                log.warning(
+                    f"OUTBOX_{option.upper()} has no effect in an application; "
+                    f"run: outbox api --{option} HOST:PORT"
+                )
         telemetry = configure_export(name, __version__, env=_NO_EXPORT)
         try:
             async with hosted_relay(

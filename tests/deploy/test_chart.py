@@ -90,7 +90,7 @@ def test_the_memory_limit_follows_from_the_buffer(helm: Helm) -> None:
     for given, limits in (
         ({}, {"memory": "512Mi"}),
         ({"settings": {"OUTBOX_BUFFER_BYTES_MAX": 1 << 30}}, {"memory": "1408Mi"}),
-        ({"settings": {"OUTBOX_ADMIN": "127.0.0.1:8080"}}, {"memory": "704Mi"}),
+        ({"settings": {"OUTBOX_ADMIN": "127.0.0.1:8080"}}, {"memory": "768Mi"}),
         ({"resources": {"limits": {"memory": "2Gi", "cpu": 1}}}, {"memory": "2Gi", "cpu": 1}),
     ):
         (container,) = _render(helm, {**MINIMAL, **given})["Deployment"]["spec"]["template"][

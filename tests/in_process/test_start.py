@@ -81,6 +81,17 @@ async def test_a_database_is_named_as_elsewhere(
         await until(lambda: relay.ready, 20, "readiness")
 
 
+async def test_the_log_says_which_variables_have_no_effect(
+    database: Database, monkeypatch: pytest.MonkeyPatch, logs: Logs
+) -> None:
+    monkeypatch.setenv("OUTBOX_ADMIN", "127.0.0.1:8080")
+    async with outbox.Relay(dsn=database.dsn):
+        pass
+    assert [each["event"] for each in logs if "no effect" in each["event"]] == [
+        "OUTBOX_ADMIN has no effect in an application; run: outbox api --admin HOST:PORT"
+    ]
+
+
 async def test_a_missing_schema_is_an_error_at_once(empty_database: Database) -> None:
     before = running_tasks()
     relay = relay_of(empty_database)

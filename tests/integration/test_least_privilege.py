@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import socket
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
@@ -250,3 +251,26 @@ async def test_the_command_exits_with_3_in_one_line(database: Database) -> None:
         f'outbox: the role "{name}" lacks privileges of the purpose "relay" (INSERT on '
         f"batch); as the role that ran outbox migrate: outbox migrate --relay {name}\n"
     )
+
+
+@pytest.mark.one_major
+async def test_a_relay_with_an_api_reports_its_own_error_in_one_line(
+    database: Database, empty_database: Database
+) -> None:
+    """The child that it has started changes neither the message nor the exit code."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        cases = (
+            (empty_database, (), 'schema "relay" is not there; run: outbox migrate'),
+            (
+                database,
+                ("--health", address),
+                f"cannot listen on {address}: Address already in use; choose another",
+            ),
+        )
+        for given, words, message in cases:
+            ended = await outbox(
+                "relay", "--admin", "127.0.0.1:0", *words, env={"OUTBOX_DSN": given.dsn}
+            )
+            assert ended.code == 3
+            assert ended.stderr.splitlines()[-1] == f"outbox: {message}"

@@ -27,7 +27,11 @@ if TYPE_CHECKING:
     from outbox.config import Settings
 
 NICE = 10
-MEMORY_BYTES_MAX = 1024**3
+CHILD_MEMORY_MIN, CHILD_MEMORY_MAX = 256 * 1024**2, 1024**3
+CONTAINER_SHARE = 0.25
+CONTAINER_MEMORY = Path("/sys/fs/cgroup/memory.max")
+"""The limit of a container, in bytes or `max`: cgroups(7).  Kubernetes ends all of its processes at
+this limit, so the child has a share of it."""
 OOM_SCORE_ADJ, OOM_SCORE_ADJ_MAX = 500, 1000
 """How much sooner it is ended than a relay of the same size: proc_pid_oom_score_adj(5)."""
 INPUT_FD = 0
@@ -90,7 +94,16 @@ def _limit_memory() -> None:
         import resource
 
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES_MAX, hard))
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes_max(), hard))
+
+
+def memory_bytes_max() -> int:
+    """The memory that this process may have, in bytes."""
+    try:
+        limit = int(CONTAINER_MEMORY.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return CHILD_MEMORY_MAX
+    return max(CHILD_MEMORY_MIN, min(int(limit * CONTAINER_SHARE), CHILD_MEMORY_MAX))
 
 
 def _read_line() -> bytes:

@@ -57,10 +57,11 @@ async def run(settings: Settings) -> None:
         for name in _LISTENERS
         if (address := getattr(settings, name)) is not None
     }
+    # All are bound first: an error inside the tasks of `serving` would be a group.
+    sockets = None if settings.health is None else await web_serving.listen(settings.health)
     async with AsyncExitStack() as stack:
         shared = await stack.enter_async_context(serving(for_api(settings), listeners))
-        if settings.health is not None:
-            sockets = await web_serving.listen(settings.health)
+        if settings.health is not None and sockets is not None:
             served = web_serving.serving(
                 _health(settings.health, shared),
                 sockets,

@@ -15,7 +15,12 @@ from outbox.config import Settings
 from outbox.errors import CannotRun
 from outbox.hosting.api_child import api_child
 from outbox.web.address import Address
-from outbox_api.child import OOM_SCORE_ADJ_MAX
+from outbox_api.child import (
+    CHILD_MEMORY_MAX,
+    CHILD_MEMORY_MIN,
+    OOM_SCORE_ADJ_MAX,
+    memory_bytes_max,
+)
 from tests.support.waiting import LIVE_S, until
 
 pytestmark = [
@@ -100,3 +105,23 @@ async def test_a_child_that_starts_does_not_end_by_the_signals_of_its_relay(
         assert child.is_up
         assert child_process() == started
     assert not started.is_running()
+
+
+@pytest.mark.parametrize(
+    ("limit", "allowed"),
+    [
+        (None, CHILD_MEMORY_MAX),
+        ("max", CHILD_MEMORY_MAX),
+        (str(1 << 40), CHILD_MEMORY_MAX),
+        (str(2 << 30), 512 << 20),
+        (str(768 << 20), CHILD_MEMORY_MIN),
+    ],
+)
+def test_the_memory_is_a_share_of_the_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str | None, allowed: int
+) -> None:
+    path = tmp_path / "memory.max"
+    if limit is not None:
+        path.write_text(f"{limit}\n")
+    monkeypatch.setattr("outbox_api.child.CONTAINER_MEMORY", path)
+    assert memory_bytes_max() == allowed

@@ -77,7 +77,7 @@ async def test_several_serve_one_database_without_a_relay(
         assert [await each.process.end() for each in both] == [0, 0]
 
 
-async def test_one_with_a_role_that_lacks_the_purpose_says_so_until_it_is_granted(
+async def test_one_without_the_purpose_says_so_until_it_is_granted(
     database: Database, tmp_path: Path
 ) -> None:
     secret = await make_token(database)
@@ -140,19 +140,21 @@ async def test_an_address_in_use_is_reported(database: Database, tmp_path: Path)
         await until(responds, LIVE_S, "it to respond")
         address = f"127.0.0.1:{served.admin}"
         env: dict[str, Any] = {"OUTBOX_DSN": database.dsn}
-        ended = await outbox("api", "--admin", address, env=env)
-    assert ended.code == 3
-    assert ended.stderr.splitlines()[-1] == (
-        f"outbox: cannot listen on {address}: Address already in use; choose another"
-    )
+        others = {"admin": "127.0.0.1:0"}
+        for option in ("admin", "receivers", "health"):
+            words = [f"--{name}={value}" for name, value in {**others, option: address}.items()]
+            ended = await outbox("api", *words, env=env)
+            assert ended.code == 3, option
+            assert ended.stderr.splitlines()[-1] == (
+                f"outbox: cannot listen on {address}: Address already in use; choose another"
+            )
 
 
-@pytest.mark.parametrize("command", ["relay", "api"])
-async def test_an_address_in_use_beside_the_api_is_one_clear_line(command: str) -> None:
+async def test_an_address_in_use_beside_the_api_is_one_clear_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         env = {"OUTBOX_DSN": "postgresql://127.0.0.1:1/none"}
-        ended = await outbox(command, "--admin", "127.0.0.1:0", "--health", address, env=env)
+        ended = await outbox("relay", "--admin", "127.0.0.1:0", "--health", address, env=env)
     assert ended.code == 3
     assert ended.stderr.splitlines()[-1] == (
         f"outbox: cannot listen on {address}: Address already in use; choose another"

@@ -54,7 +54,7 @@ env:
   {{- with .Values.extraEnv }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
-{{- $bytes := add (int64 .Values.settings.OUTBOX_BUFFER_BYTES_MAX) (mul (ternary 576 384 (or (hasKey .Values.settings "OUTBOX_ADMIN") (hasKey .Values.settings "OUTBOX_RECEIVERS"))) 1048576) }}
+{{- $bytes := add (int64 .Values.settings.OUTBOX_BUFFER_BYTES_MAX) (mul (ternary 640 384 (or (hasKey .Values.settings "OUTBOX_ADMIN") (hasKey .Values.settings "OUTBOX_RECEIVERS"))) 1048576) }}
 {{- $limits := dict "limits" (dict "memory" (printf "%dMi" (div $bytes 1048576))) }}
 resources: {{ merge (deepCopy .Values.resources) $limits | toYaml | nindent 2 }}
 securityContext:
