@@ -25,9 +25,10 @@ from outbox.store.retention.erasure import PLAN_BY_INDEX
 from outbox.store.type_match import matches_criteria
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from datetime import datetime
 
-    from asyncpg import Connection
+    from asyncpg import Connection, Record
 
 SCANNED_MAX = 20_000
 """Maximum of events that one search scans."""
@@ -43,12 +44,10 @@ _COLUMNS = """
 _GIVEN = f"(SELECT {criteria_parameters(3)}) s"
 _MATCHES = matches_criteria("o", "created_at")
 
-# The newest events, if all match.
+# The newest events, if all match: what most clients ask for, again and again, in one message.
 LIST_NEWEST = f"""
 SELECT {_COLUMNS} FROM outbox o WHERE o.id < $1 ORDER BY o.id DESC LIMIT $2
 """  # noqa: S608 (constants only)
-# One plan fits all pages; to plan each would take longer than to read it.
-PLAN_OF_NEWEST = f"{PLAN_BY_ID}; SET LOCAL plan_cache_mode = force_generic_plan"
 
 # OFFSET 0: use the index of keys, not a walk from the newest id down.
 FIND_BY_KEY = f"""
@@ -174,16 +173,18 @@ async def search_events(
         owner: only deliveries to endpoints of this tenant; None: to all.
     """
     with map_errors(schema):
+        if key is None and not (criteria or deliveries):
+            return _newest(await connection.fetch(LIST_NEWEST, below, limit + 1), limit)
         async with connection.transaction(isolation="repeatable_read", readonly=True):
             only = await criteria.resolve(connection)
             arguments = (below, limit + 1, *only.arguments)
             if key is not None:
                 await connection.execute(PLAN_BY_INDEX)
                 rows = await connection.fetch(FIND_BY_KEY, *arguments, key)
-            elif not only:
-                await connection.execute(PLAN_OF_NEWEST)
-                rows = await connection.fetch(LIST_NEWEST, below, limit + 1)
             else:
+                if not only:
+                    # All match: there is nothing to search for.
+                    scanned_max = min(scanned_max, limit + 1)
                 await connection.execute(PLAN_BY_ID)
                 rows = await connection.fetch(FIND, *arguments, scanned_max)
             page = page_of(rows, limit)
@@ -196,13 +197,18 @@ async def search_events(
     after = events[-1].outbox_id if page.more else None
     if key is not None:
         return EventPage(events, after, None, None)
-    if not only:
-        oldest_at = rows[-1]["published_at"] if rows else None
-        return EventPage(events, after, len(rows), oldest_at)
     extent = rows[0]
     if after is None and extent["events"] == scanned_max:
         after = extent["lowest"]
     return EventPage(events, after, extent["events"], extent["oldest_at"])
+
+
+def _newest(rows: Sequence[Record], limit: int) -> EventPage:
+    """The page of a list in which nothing is searched for."""
+    page = page_of(rows, limit)
+    events = [from_row(EventRow, row, deliveries=None) for row in page]
+    after = events[-1].outbox_id if page.more else None
+    return EventPage(events, after, len(rows), rows[-1]["published_at"] if rows else None)
 
 
 async def find_events(

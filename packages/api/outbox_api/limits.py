@@ -55,12 +55,11 @@ TOKEN_REQUESTS_MAX = CLIENT_CONNECTIONS_MAX // 8
 """Requests of a token from their heads until the last bytes of their responses are written."""
 ADDRESS_REQUESTS_MAX = CLIENT_CONNECTIONS_MAX // 2
 """Larger than that of a token: behind a proxy all clients have one address."""
-REQUESTS_MAX, LONG_MAX = 2, 1
+REQUESTS_MAX, LONG_MAX = 4, 2
 """Requests of a listener that are processed at a time, from the parsing of the body until the
 response is encoded: each has a connection to the database.  And the share that long requests
-(minutes) may use.  Unlike the process, its sessions have no lower priority: with more of them,
-PostgreSQL had less time for deliveries, and no more requests were answered."""
-LARGE_BODIES_MAX = 1
+(minutes) may use."""
+LARGE_BODIES_MAX = 2
 """Bodies of more than `REQUEST_BODY_BYTES_MAX` that are parsed and processed at a time: their
 values may take 33 times their size.  Others wait for one of the connections to the database."""
 IN_FLIGHT_BYTES_MAX = 24 * MIB
