@@ -267,7 +267,16 @@ class Session:
             )
         self._running.append((process, path, output))
         ready = BACKGROUND[program]
-        await until(lambda: ready in path.read_text(), 20, ready)
+
+        def is_ready() -> bool:
+            assert process.returncode is None, f"{program} has ended: {path.read_text()}"
+            return ready in path.read_text()
+
+        try:
+            await until(is_ready, 60, ready)
+        except AssertionError as error:
+            error.add_note(f"{program} has printed: {path.read_text()}")
+            raise
 
     def printed(self, program: str) -> str:
         """The output of a command of BACKGROUND until now."""
