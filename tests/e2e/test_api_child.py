@@ -191,8 +191,17 @@ async def test_the_api_ends_with_a_killed_relay_and_frees_its_addresses(
         installed.relay.process.kill()
         await installed.relay.process.wait()
         await until(lambda: all_gone([child]), LIVE_S, "the process of the API to end")
-        for listener in ("admin", "receivers"):
-            socket.create_server(("127.0.0.1", installed.ports[listener])).close()
+
+        def are_free() -> bool:
+            # The kernel may close the sockets of a killed process a little later.
+            try:
+                for listener in ("admin", "receivers"):
+                    socket.create_server(("127.0.0.1", installed.ports[listener])).close()
+            except OSError:
+                return False
+            return True
+
+        await until(are_free, LIVE_S, "its addresses to be free")
         await installed.relay.start()
         await installed.until_served()
 

@@ -261,7 +261,8 @@ class Session:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, *(words[1:] if words[0] == "python" else ("-m", *words))),
                 cwd=self.directory,
-                env=environment(env),
+                # Python shows each line at once on a terminal only.
+                env=environment(env) | {"PYTHONUNBUFFERED": "1"},
                 stdout=log,
                 stderr=log,
             )
