@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import signal
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 YOUNG_OBJECTS_MAX = 10_000
 """Allocations that trigger a collection of the youngest generation."""
 

@@ -8,14 +8,13 @@ signals ──▶ relay ──▶ metrics and traces ──▶ OTLP
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 from outbox.cli.common import warn
 from outbox.cli.systemd import Supervisor
-from outbox.event_loop import collect_rarely
+from outbox.event_loop import STOP_SIGNALS, collect_rarely
 from outbox.hosting.api_child import api_child
 from outbox.hosting.hosted_relay import hosted_relay
 from outbox.relay.relay import default_name
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from outbox.config import Settings
     from outbox.relay.relay import Relay
     from outbox.telemetry.exporters import TelemetryExport
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 async def run(settings: Settings) -> None:

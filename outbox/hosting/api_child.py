@@ -23,6 +23,7 @@ import orjson
 import structlog
 
 from outbox.api_settings import for_api, hand_over
+from outbox.event_loop import STOP_SIGNALS
 from outbox.hosting.child_watch import HEARTBEAT_S, ChildWatch, cpu_time
 from outbox.leaves import API
 from outbox.setting_sources import ENV_PREFIX
@@ -48,8 +49,6 @@ MODULE = "outbox_api.child"
 CHILD_END_S = 3.0
 """How long a child may take to end; afterwards it is killed."""
 HEARTBEAT_BYTES_MAX = 1024 * 1024
-END_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""They reach the child as well, by a terminal or by systemd; the relay decides when it ends."""
 
 
 @asynccontextmanager
@@ -163,12 +162,12 @@ class ApiChild:
         self._watch.begin()
         self._report = {}
         try:
-            process, given, reported = self._start()
+            process, handed, given, reported = self._start()
         except OSError as error:  # Such as too many processes.
             return f"it cannot be started: {error.strerror}"
         stuck: str | None = "cancelled"
         try:
-            stuck = await self._follow(process, given, reported)
+            stuck = await self._follow(process, handed, given, reported)
         finally:
             self._is_up = False
             if self._input is not None:
@@ -179,8 +178,8 @@ class ApiChild:
             await _end(process)
         return stuck or self._report.get("failure") or _reason(process.returncode)
 
-    def _start(self) -> tuple[subprocess.Popen[bytes], Any, Any]:
-        """Start a child; returns it, and our ends of its input and of its reports.
+    def _start(self) -> tuple[subprocess.Popen[bytes], bytes, Any, Any]:
+        """Start a child; returns it, what it is told, and our ends of its input and its reports.
 
         Raises:
             OSError: the system refuses it.
@@ -193,7 +192,8 @@ class ApiChild:
             reported, with_report = map(_open, os.pipe(), ("rb", "wb"))
             theirs.enter_context(with_report)
             ours.enter_context(reported)
-            with _blocked(END_SIGNALS):
+            # A terminal and systemd send them to the child as well; the relay decides when it ends.
+            with _blocked(STOP_SIGNALS):
                 process = subprocess.Popen(  # noqa: S603 (this interpreter)
                     [sys.executable, "-P", "-m", MODULE],
                     # It reads no settings there, and the relay's DSN has more rights than its own.
@@ -201,7 +201,7 @@ class ApiChild:
                     stdin=with_input,
                     pass_fds=(with_report.fileno(), *fds),
                 )
-            self._handed = {
+            handed = {
                 "version": __version__,
                 "report": with_report.fileno(),
                 "heartbeat_s": HEARTBEAT_S,
@@ -212,15 +212,15 @@ class ApiChild:
                 },
             }
             ours.pop_all()
-        return process, given, reported
+        return process, orjson.dumps(handed) + b"\n", given, reported
 
     async def _follow(
-        self, process: subprocess.Popen[bytes], given: Any, reported: Any
+        self, process: subprocess.Popen[bytes], handed: bytes, given: Any, reported: Any
     ) -> str | None:
         """Read heartbeats until the child ends; returns why it is stuck, if it is."""
         loop = asyncio.get_running_loop()
         self._input, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, given)
-        self._input.write(orjson.dumps(self._handed) + b"\n")
+        self._input.write(handed)
         if self._stopping.is_set():
             self._input.close()
         reader = asyncio.StreamReader(limit=HEARTBEAT_BYTES_MAX)

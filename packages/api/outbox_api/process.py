@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -14,7 +13,7 @@ import structlog
 
 from outbox.api_settings import for_api
 from outbox.core.model.cloud_metadata_ranges import network_warnings
-from outbox.event_loop import collect_rarely
+from outbox.event_loop import STOP_SIGNALS, collect_rarely
 from outbox.network.egress import SETTING
 from outbox.store.connection import dsn
 from outbox.store.connection.current_settings import CurrentSettings
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("outbox.api")
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 PUBLIC_PROBLEM = "it cannot use the database; see the log of this API"
 _LISTENERS = {"admin": server.running, "receivers": receivers.running}
 
@@ -57,7 +55,7 @@ async def run(settings: Settings) -> None:
         for name in _LISTENERS
         if (address := getattr(settings, name)) is not None
     }
-    # All are bound first: an error inside the tasks of `serving` would be a group.
+    # An address that cannot be bound is an error before anything is served.
     sockets = None if settings.health is None else await web_serving.listen(settings.health)
     async with AsyncExitStack() as stack:
         shared = await stack.enter_async_context(serving(for_api(settings), listeners))
