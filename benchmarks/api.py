@@ -3,6 +3,8 @@
 Each client has a token of its own and sends its next request when it has read the response, unless
 that exceeds the token's rate. The clients are a process of their own. What they list has been
 delivered before; the backlog that is measured is published when every client has had a response.
+A relay beside a process that only computes, at the same priority, shows how much of that the
+machine's processors cost, and how much the API.
 
 An idle relay with and without the API: its imported modules, and the resident size of its process
 and of the API's.
@@ -36,7 +38,11 @@ if TYPE_CHECKING:
 LOAD = Load("4 endpoints of 4 lanes", 4, 40_000, endpoints=4)
 LISTED = 1_000
 CLIENTS = (4, 16)
+COMPUTING = -1
+"""Instead of a number of clients: no client, but a process that computes."""
 TARGETS = {4: Target("at least", 0.9)}
+"""Compared with a process that computes as much: its processor time is taken on any machine whose
+cores are busy, whoever uses it."""
 PER_S = float(Settings.model_fields["api_rate_max"].default)
 """Requests per second that a token may send."""
 MB = 1e6
@@ -57,7 +63,7 @@ async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
 
 async def run(stage: Stage, rounds: int, load: Load, clients: Sequence[int]) -> list[Row]:
     """Run with other numbers."""
-    found = {count: Rounds() for count in (0, *clients)}
+    found = {count: Rounds() for count in (0, COMPUTING, *clients)}
     idle = {is_served: Rounds() for is_served in (True, False)}
     for number in range(rounds):
         sides = list(found)
@@ -65,12 +71,31 @@ async def run(stage: Stage, rounds: int, load: Load, clients: Sequence[int]) -> 
             sides.reverse()  # The order alternates.
         for count in sides:
             described = _add(found[count], await _drain(stage, load, count))
-            stage.say(f"api, round {number + 1} of {rounds}, {count} clients: {described}")
+            beside = "computing" if count == COMPUTING else f"{count} clients"
+            stage.say(f"api, round {number + 1} of {rounds}, {beside}: {described}")
         for is_served, samples in idle.items():
             described = _add(samples, await _idle(stage, is_served=is_served))
             served = "with" if is_served else "without"
             stage.say(f"api, round {number + 1} of {rounds}, idle {served} the API: {described}")
-    return [row for count in clients for row in _rows(count, found)] + [
+    computing = Row(
+        "api",
+        "deliveries, beside a process that computes",
+        "/s",
+        found[COMPUTING].samples_of("deliveries"),
+        "without clients",
+        found[0].samples_of("deliveries"),
+    )
+    shared = Row(
+        "api",
+        f"deliveries, {clients[0]} clients",
+        "/s",
+        found[clients[0]].samples_of("deliveries"),
+        "beside a process that computes",
+        found[COMPUTING].samples_of("deliveries"),
+        target=TARGETS.get(clients[0]),
+    )
+    rows = [computing, *(row for count in clients for row in _rows(count, found)), shared]
+    return rows + [
         Row(
             "api",
             f"{what}, idle relay that serves the API",
@@ -84,13 +109,13 @@ async def run(stage: Stage, rounds: int, load: Load, clients: Sequence[int]) -> 
 
 
 def _rows(count: int, found: dict[int, Rounds]) -> list[Row]:
-    def row(what: str, unit: str, target: Target | None = None) -> Row:
+    def row(what: str, unit: str) -> Row:
         ours, baseline = found[count].samples_of(what), found[0].samples_of(what)
         name = f"{what}, {count} clients"
-        return Row("api", name, unit, ours, "without clients", baseline, target=target)
+        return Row("api", name, unit, ours, "without clients", baseline)
 
     return [
-        row("deliveries", "/s", TARGETS.get(count)),
+        row("deliveries", "/s"),
         row("CPU of the relay", "s"),
         row("CPU of PostgreSQL", "s"),
         replace(
@@ -127,7 +152,8 @@ async def _drain(stage: Stage, load: Load, count: int) -> dict[str, float]:
         await connection.execute(BACKLOG_OF_MANY, LISTED, filler, load.endpoints)
         await stage.receiver.response()
         await connection.execute("ANALYZE")
-        clients = await stack.enter_async_context(child("api_clients"))
+        name = "computing" if count == COMPUTING else "api_clients"
+        clients = await stack.enter_async_context(child(name))
         tokens = [await make_token(database, f"client-{n}") for n in range(count)]
         clients.send_command(url=f"http://{admin}", tokens=tokens, per_s=PER_S)
         await clients.response()
@@ -147,13 +173,15 @@ async def _drain(stage: Stage, load: Load, count: int) -> dict[str, float]:
             name: max(spent() - before[name], TICK_S) / load.requests * 1000
             for name, spent in meters.items()
         }
-        clients.send_command(how="many")
-        counts: dict[str, int] = await clients.response()
+        counts: dict[str, int] = {}
+        if count != COMPUTING:
+            clients.send_command(how="many")
+            counts = await clients.response()
         if set(counts) - {"200"}:
             stage.say(f"api, {count} clients, responses: {counts}")
         rates = {
             "requests": counts.get("200", 0) / (time.monotonic() - began_at),
-            "limit": count * PER_S,
+            "limit": len(tokens) * PER_S,
         }
         return {"deliveries": per_s} | cpu | rates
 
