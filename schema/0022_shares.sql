@@ -299,7 +299,7 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
         ('{relay,operator,reader,api}', 'function', 'added_privileges', 'EXECUTE', NULL),
         -- Runs of a tenant's schedule are held; an erasure names the newest event that is left.
         ('{relay,operator,api}', 'table', 'tenant_share', 'INSERT', '{tenant}'),
-        ('{relay,operator,api}', 'table', 'tenant_share', 'UPDATE', '{last_id,first_id,total}'),
+        ('{relay,operator,api}', 'table', 'tenant_share', 'UPDATE', '{last_id,total}'),
         ('{relay,operator,api}', 'table', 'future_event', 'INSERT',
          '{event_id,tenant,type,key,payload,headers,deliver_at,cost,held_before}'),
         ('{relay,operator,api}', 'function', 'lock_share', 'EXECUTE', NULL),
@@ -309,6 +309,7 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
       ) AS added(purposes, kind, name, privilege, of_columns)
      WHERE purpose = ANY (purposes)
 $$;
+REVOKE ALL ON FUNCTION added_privileges FROM PUBLIC;
 
 -- As in 0021_api.sql, with what was added.
 CREATE OR REPLACE FUNCTION required_privileges(purpose text)

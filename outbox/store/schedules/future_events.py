@@ -40,7 +40,7 @@ PROBES_MAX = 1_000
 """Maximum number of tenants that are examined for delayed events in a pass."""
 SEARCH_EVERY_S = 10.0
 """How often tenants are searched in the events, instead of their shares, and from the first event
-on.  Dead rows make this slow while a transaction is open."""
+on, which dead rows make slow while a transaction is open; and how often shares are forgotten."""
 
 _HELD = "held_before IS NOT NULL"
 _PACED = "cost IS NOT NULL AND held_before IS NULL"
@@ -165,6 +165,9 @@ UPDATE future_event f
 """,
 )
 
+# Deletes the shares of tenants of which nothing is held.
+FORGET_SHARES = WriteStatement("forget_shares", "SELECT forget_shares()")
+
 # Events that were not stored, and are tried again.
 READ_POSTPONED = """
 SELECT count(*) AS events, min(problem) AS reason FROM future_event WHERE problem IS NOT NULL
@@ -212,6 +215,7 @@ class FutureEventStore:
             self._after.clear()
             self._search_at = now + SEARCH_EVERY_S
             self._pace.forget(now)
+            await self._db.write(FORGET_SHARES)
         tenants = await self._next_tenants(search=search)
         after = [self._after.get(tenant, 0) for tenant in tenants]
         rows = await self._db.fetch(READ_PACED_EVENTS, tenants, after, PACED_EVENTS_MAX)
