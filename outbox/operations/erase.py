@@ -63,13 +63,37 @@ SELECT DISTINCT d.outbox_id AS id FROM dead_letter d
  ORDER BY d.outbox_id LIMIT $4
 """
 
+_OF_TARGET = "($1::text IS NULL OR tenant = $1) AND ($2::text IS NULL OR key = $2)"
+
+# Locks the shares of tenants whose held events are deleted: a relay that moves events waits for the
+# deletion, and must not wait for a client that holds one.
+LOCK_SHARES_OF_TARGET = WriteStatement(
+    "lock_shares_of_target",
+    f"""
+SELECT FROM tenant_share s
+ WHERE EXISTS (SELECT FROM future_event f WHERE f.tenant COLLATE "C" = s.tenant
+                AND f.held_before IS NOT NULL AND {_OF_TARGET})
+ ORDER BY s.tenant FOR UPDATE
+""",  # noqa: S608 (a constant only)
+)
+
 # Future events are deleted, and never published.
+#   named: where the newest held event is one of them, the share names the newest one that is left;
+#     an event that is held meanwhile is named by its own session.
 DELETE_FUTURE_EVENTS = WriteStatement(
     "delete_future_events",
-    """
-DELETE FROM future_event
- WHERE ($1::text IS NULL OR tenant = $1) AND ($2::text IS NULL OR key = $2)
-""",
+    f"""
+WITH deleted AS (
+    DELETE FROM future_event WHERE {_OF_TARGET} RETURNING id),
+named AS (
+    UPDATE tenant_share s
+       SET last_id = coalesce(
+           (SELECT max(f.id) FROM future_event f
+             WHERE f.tenant COLLATE "C" = s.tenant AND f.held_before IS NOT NULL
+               AND f.id <> ALL (ARRAY(SELECT id FROM deleted))), 0)
+     WHERE s.last_id IN (SELECT id FROM deleted))
+SELECT FROM deleted
+""",  # noqa: S608 (a constant only)
 )
 
 # Schedules are only listed: an operator decides about what they publish.
@@ -171,7 +195,10 @@ async def erase_events(
     events = responses = 0
     with map_errors(schema, "operator"):
         # First, because a future event could become due and be published concurrently.
-        future_events = await connection.write(DELETE_FUTURE_EVENTS, target.tenant, target.key)
+        of_target = target.tenant, target.key
+        future_events = await connection.write_together(
+            (LOCK_SHARES_OF_TARGET, *of_target), (DELETE_FUTURE_EVENTS, *of_target)
+        )
         async for ids in _event_batches(connection, target, on_progress):
             events += await connection.write_together((SET_PLANNER,), (ERASE_EVENTS, ids))
             # Also for events that an interrupted erasure has erased.

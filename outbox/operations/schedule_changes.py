@@ -25,7 +25,7 @@ from outbox.operations.schedules import read_schedule, schedule_not_found
 from outbox.store.change import make_change, make_change_and_read
 from outbox.store.connection.message import Private, WriteStatement
 from outbox.store.routing_change import READ_NOW
-from outbox.store.schedules.schedule_runs import LOCK_SCHEDULES, PUBLISH_RUNS
+from outbox.store.schedules.schedule_runs import LOCK_SCHEDULES, Run, publish_calls
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 # revision: it changes with every change of the row, also by a relay that publishes a run.
 FIND_SCHEDULE = """
-SELECT id, name, state, cron, timezone, type, last_at, xmin::text AS revision FROM schedule
+SELECT id, name, tenant, state, cron, timezone, type, last_at, xmin::text AS revision FROM schedule
  WHERE name = $1
 """
 
@@ -206,7 +206,7 @@ async def remove_schedules(
 async def run_schedule_now(
     connection: Connection[Any], schema: str, name: str, *, actor: str
 ) -> ScheduleRun:
-    """Publish a schedule's event at once, in any state.
+    """Publish a schedule's event at once, in any state; that of a tenant's schedule is held.
 
     Scheduled runs do not change; with overlap `wait` the next one waits for this run.
 
@@ -216,10 +216,11 @@ async def run_schedule_now(
     """
 
     async def plan(change: Change) -> ScheduleRun:
-        rows, event_id = await _find(change, [name]), uuid4()
-        now = await change.db.fetchval(READ_NOW)
-        _require_unchanged(change, rows)
-        change.write(PUBLISH_RUNS, [rows[0]["id"]], [now], event_id)
+        (row,), event_id = await _find(change, [name]), uuid4()
+        run = Run(await change.db.fetchval(READ_NOW), row["id"], row["tenant"])
+        _require_unchanged(change, [row])
+        for call in publish_calls([run], event_id, wait=True):
+            change.write(*call)
         _journal(change, "run", name, {"event": str(event_id)})
         return ScheduleRun(event_id)
 

@@ -180,6 +180,7 @@ def build_session(
     )
     schedule_runner = ScheduleRunner(
         stores.schedule_runs(workers.schedules, me),
+        stores.future_events(workers.schedules, me),
         stores.put_off(workers.schedules, me),
         settings.poll_s,
     )
@@ -210,6 +211,7 @@ def build_session(
         lambda: connections.listener(registered.label),
         settings.schema_name,
         published,
+        schedule_runner.wake,
         poll_changes,
         feed.receive_notification,
         lambda: (workers.cursor.get_server_pid(), workers.control.get_server_pid()),

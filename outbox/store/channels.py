@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 OWNERS_SUFFIX = ":owners"
 RECONFIGURED = "reconfigured"
+HELD = "held"
+"""Sent by `publish_shared` to the schema's channel."""
 
 QUEUE_HAS_ROOM = "pg_notification_queue_usage() <= 0.5"
 """Whether a notification is sent: a commit that notifies fails when the server's queue is full.

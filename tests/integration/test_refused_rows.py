@@ -21,6 +21,7 @@ from outbox.relay.delivery import endpoint_supervisor
 from outbox.relay.sequencing import replay_feeder, sequencer
 from outbox.relay.sequencing.cursor import BATCH_REFUSED
 from outbox.store.refused_rows import PROGRESS, RefusedRow
+from outbox.store.schedules.future_events import FutureEventStore
 from outbox.store.schedules.schedule_runs import ScheduleRunStore
 from tests.support.doctor import findings_of
 from tests.support.relay import (
@@ -119,8 +120,8 @@ async def test_a_refused_delayed_event_stops_no_other_and_is_tried_again(
                 await delay(db, "good", "good", "bad", *["good"] * 7)
                 await db.execute(damage)
                 async with database.connection(user=name, **PATH) as own:
-                    store = ScheduleRunStore(own, 1)
-                    assert await store.move_future_events() == 10
+                    store = FutureEventStore(own, 1)
+                    assert await store.move_due() == 10
                     rows = await db.fetch("SELECT payload FROM outbox ORDER BY id")
                     assert [int(row["payload"]) for row in rows] == [0, 1, 3, 4, 5, 6, 7, 8, 9]
                     (left,) = await db.fetch(
@@ -130,10 +131,10 @@ async def test_a_refused_delayed_event_stops_no_other_and_is_tried_again(
                     assert left["problem"]
                     # As long as it has been due.
                     assert 30 < left["wait"].total_seconds() < 120
-                    assert await store.move_future_events() == 0
+                    assert await store.move_due() == 0
                     await db.execute("UPDATE future_event SET retry_at = now() - interval '1 s'")
                     await _repair(db)
-                    assert await store.move_future_events() == 1
+                    assert await store.move_due() == 1
             await _reset(db)
 
 

@@ -13,7 +13,7 @@ from outbox import Event, InvalidEvent
 from outbox.errors import NotFound
 from outbox.operations import events
 from outbox.store.connection.migrate import migrate
-from outbox.store.schedules.schedule_runs import ScheduleRunStore
+from outbox.store.schedules.future_events import FutureEventStore
 
 if TYPE_CHECKING:
     from asyncpg import Connection
@@ -51,7 +51,7 @@ async def entered(owner: Connection[Any]) -> list[Any]:
 async def let_it_come(owner: Connection[Any]) -> None:
     """Make all future events due."""
     await owner.execute("UPDATE future_event SET deliver_at = clock_timestamp()")
-    while await ScheduleRunStore(owner, 1).move_future_events():
+    while await FutureEventStore(owner, 1).move_due():
         pass
 
 
@@ -114,7 +114,7 @@ async def test_a_batch_has_a_time_for_each_event(
     assert [row["event_id"] for row in kept] == [ids[1], ids[3], ids[5]]
     assert kept[1]["expires_at"] == LATER + timedelta(seconds=60)
     await owner.execute("UPDATE future_event SET deliver_at = deliver_at - interval '100 years'")
-    await ScheduleRunStore(owner, 1).move_future_events()
+    await FutureEventStore(owner, 1).move_due()
     assert [row["payload"] for row in await entered(owner)] == ["0", "2", "3", "5", "1"]
 
 

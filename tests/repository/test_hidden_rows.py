@@ -34,7 +34,8 @@ UNGUARDED = {
         cluster.timeline.RESTORE_PROBLEM delivery.lanes.READ_COUNTERS
         delivery.records.READ_ATTEMPT_WRITTEN delivery.records.READ_DEAD_LETTER_WRITTEN
         delivery.records.READ_LANE_CHECKPOINTS retention.periods.READ_UNCLASSIFIED
-        schedules.schedule_runs.READ_DUE schedules.schedule_runs.READ_DUE_FUTURE
+        schedules.future_events.READ_DUE_EVENTS schedules.future_events.READ_PACED_EVENTS
+        schedules.future_events.READ_PACED_TENANTS schedules.schedule_runs.READ_DUE
         sequencing.skipped_events.FIND_SKIPPED_EVENTS
     """,
     "nothing is written: it waits until the row is returned": """
@@ -46,7 +47,8 @@ UNGUARDED = {
         retention.partitions.READ_DROPPABLE retention.partitions.READ_MISSING
         retention.periods.EVENTS_WRITTEN retention.periods.IS_OBSERVED
         retention.periods.LOG_WRITTEN retention.periods.READ_PERIODS schedules.put_off.READ_PUT_OFF
-        schedules.schedule_runs.READ_DUE_IN schedules.schedule_runs.READ_POSTPONED
+        schedules.future_events.READ_EVENTS_DUE_IN schedules.future_events.READ_POSTPONED
+        schedules.schedule_runs.READ_DUE_IN
     """,
     "the read before it, of the same lanes, is guarded for its table": """
         delivery.lanes.READ_ACKNOWLEDGED

@@ -566,8 +566,10 @@ class Script:
         await self._side.set_schedules_due()
         store = self._stores.schedule_runs.ScheduleRunStore(self._db, self._ids[0])
         result = await store.run_due_schedules()
-        moved, postponed = await store.move_future_events(), await store.postponed()
-        return result.schedules, moved, postponed, await store.due_in_s() is None
+        events = self._stores.future_events.FutureEventStore(self._db, self._ids[0])
+        moved, postponed = await events.move_due(), await events.postponed()
+        nothing_due = await store.due_in_s() is None and await events.due_in_s() == (None, None)
+        return result.schedules, moved, postponed, nothing_due
 
     # -------------------------------------------------------------- operators
 

@@ -23,6 +23,7 @@ from outbox.store.cluster.replicas import ReplicaStore, read_names
 from outbox.store.connection.secrets import READ_RELAYS_WITHOUT_KEY
 from outbox.store.operational_events import PUBLISH_LAGGING
 from outbox.store.retention.partitions import PartitionStore
+from outbox.store.schedules.future_events import FutureEventStore
 from outbox.store.schedules.put_off import PutOffStore
 from outbox.store.schedules.schedule_runs import ScheduleRunStore
 from outbox.store.schema.migration_statements import REQUIRE_STOPPED_RELAYS
@@ -146,11 +147,11 @@ async def test_a_poll_that_was_put_off_is_due_again(
         "VALUES (gen_random_uuid(), 'a.b', '{}', now(), now() + interval '30 days', 'refused'), "
         "(gen_random_uuid(), 'a.b', '{}', now() + interval '20 days', NULL, NULL)"
     )
-    store, runs = PutOffStore(db, 1), ScheduleRunStore(db, 1)
-    assert (await runs.run_due_schedules()).schedules == await runs.move_future_events() == 0
+    store, runs, events = PutOffStore(db, 1), ScheduleRunStore(db, 1), FutureEventStore(db, 1)
+    assert (await runs.run_due_schedules()).schedules == await events.move_due() == 0
     assert await store.restart() == (["waits"], True)
     assert (await runs.run_due_schedules()).schedules == 1
-    assert await runs.move_future_events() == 1
+    assert await events.move_due() == 1
     assert await store.restart() == ([], True)
     assert await db.fetchval("SELECT count(*) FROM future_event") == 1, "it is planned for later"
 

@@ -13,7 +13,7 @@ import outbox
 from outbox.store.connection.migrate import migrate
 from outbox.store.privileges import PURPOSES
 from outbox.store.retention.partitions import PartitionStore
-from outbox.store.schedules.schedule_runs import ScheduleRunStore
+from outbox.store.schedules.future_events import FutureEventStore
 from outbox.store.schema import schema_status
 from outbox.store.schema.migration_files import Migration, migrations
 from tests.support.roles import role
@@ -50,7 +50,7 @@ async def test_a_role_with_connect_only_blocks_nothing(
         deliver_at = datetime.now(UTC) + timedelta(seconds=30)
         await outbox.publish(owner, "a.b", 1, deliver_at=deliver_at, autocommit=True)
         await owner.execute("UPDATE future_event SET deliver_at = now()")
-        assert await ScheduleRunStore(owner, 1).move_future_events() == 1
+        assert await FutureEventStore(owner, 1).move_due() == 1
         async with PartitionStore(owner).maintenance_lease() as has_lease:
             assert has_lease
         monkeypatch.setattr(schema_status, "migrations", lambda: known)

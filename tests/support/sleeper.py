@@ -171,6 +171,7 @@ async def sleeper(
                 lambda: session(database),
                 database.schema,
                 wake_event,
+                lambda: None,
                 sequencer.wake_standby,
                 lambda *_: None,
                 lambda: [connection.get_server_pid()],

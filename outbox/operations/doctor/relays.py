@@ -20,7 +20,8 @@ from outbox.operations.doctor.check import (
 from outbox.operations.status import REPLICAS
 from outbox.store.cluster.sessions import LISTENER_SUFFIX
 from outbox.store.expressions import lease_runs
-from outbox.store.schedules.schedule_runs import BROKEN_RETRY, READ_POSTPONED
+from outbox.store.schedules.future_events import READ_POSTPONED
+from outbox.store.schedules.schedule_runs import RETRY_MAX
 from outbox.store.sequencing.skipped_events import (
     BATCHES_PER_SEARCH,
     FIND_SKIPPED_EVENTS,
@@ -260,7 +261,7 @@ async def schedules(context: DoctorContext) -> Results:
         yield problem(
             f"{count(row['events'], 'future event')} could not be published: {row['reason']}",
             "correct the trigger, constraint or rule that refuses them; the relay tries again at "
-            f"least every {rounded(BROKEN_RETRY.total_seconds())}",
+            f"least every {rounded(RETRY_MAX.total_seconds())}",
         )
 
 
@@ -284,7 +285,7 @@ def _refused_schedule(row: Any) -> CheckResult:
         f'schedule "{row["name"]}" ({row["cron"]}) has been due for {rounded(row["since_s"])}, and '
         f"cannot run: {row['reason'] or 'see the log of the relay'}",
         "correct the trigger, constraint or rule that refuses its event; the relay "
-        f"tries again at least every {rounded(BROKEN_RETRY.total_seconds())}",
+        f"tries again at least every {rounded(RETRY_MAX.total_seconds())}",
     )
 
 

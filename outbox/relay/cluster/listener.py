@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from outbox.core.sequencing.batch_notifications import READ_BATCHES
+from outbox.core.sequencing.tenant_pace import PASS_S
 from outbox.errors import OutboxError
-from outbox.store.channels import OWNERS_SUFFIX, RECONFIGURED
+from outbox.store.channels import HELD, OWNERS_SUFFIX, RECONFIGURED
 from outbox.store.connection.connect import CONNECTION_ERRORS, in_one_line
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class Listener:
     Args:
         connect: opens the connection.
         producers: set when events were published or endpoints changed.
+        on_held: called when an event of a tenant was held.
         on_change: called when endpoints changed, or a notification may have been missed.
         on_notification: called with the payload of another replica's notification, and its backend.
         own_pids: the backends that send this replica's notifications; they are ignored.
@@ -68,6 +70,7 @@ class Listener:
         connect: Callable[[], Awaitable[Connection[Any]]],
         schema: str,
         producers: WakeEvent,
+        on_held: Callable[[], None],
         on_change: Callable[[], None],
         on_notification: Callable[[str, int], None],
         own_pids: Callable[[], Collection[int]],
@@ -77,6 +80,7 @@ class Listener:
         self._connect = connect
         self._schema = schema
         self._producers = producers
+        self._report_held = _Coalescer(on_held, PASS_S)
         self._on_change = on_change
         self._report_change = _Coalescer(on_change, CHANGES_EVERY_S)
         self._on_notification = on_notification
@@ -120,6 +124,7 @@ class Listener:
                 delay_s = min(delay_s * 2, RECONNECT_MAX_S)
         finally:
             self._report_change.cancel()
+            self._report_held.cancel()
 
     def listen_to_producers(self, *, wanted: bool) -> None:
         """Listen to producers or not; only the sequencing replica needs to."""
@@ -197,8 +202,14 @@ class Listener:
             self._changed.set()
         return not self._is_flooded
 
-    def _on_producer_notification(self, *_: object) -> None:
-        if self._count():
+    def _on_producer_notification(
+        self, _connection: object, _pid: int, _channel: str, payload: object
+    ) -> None:
+        if not self._count():
+            return
+        if payload == HELD:
+            self._report_held()
+        else:
             self._producers.set()
 
     def _on_owner_notification(

@@ -20,6 +20,7 @@ from outbox.store.delivery.records import RecordStore
 from outbox.store.privileges import require_privileges
 from outbox.store.retention.partitions import PartitionStore
 from outbox.store.retention.periods import RetentionStore
+from outbox.store.schedules.future_events import FutureEventStore
 from outbox.store.schedules.put_off import PutOffStore
 from outbox.store.schedules.schedule_runs import ScheduleRunStore
 from outbox.store.sequencing.accounting import AccountingStore
@@ -45,6 +46,7 @@ class Stores:
     sequencing: type[SequencingStore] = SequencingStore
     endpoint_state: type[EndpointStateStore] = EndpointStateStore
     schedule_runs: type[ScheduleRunStore] = ScheduleRunStore
+    future_events: type[FutureEventStore] = FutureEventStore
     put_off: type[PutOffStore] = PutOffStore
     partitions: type[PartitionStore] = PartitionStore
     retention: type[RetentionStore] = RetentionStore

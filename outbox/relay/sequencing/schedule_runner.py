@@ -1,4 +1,4 @@
-"""The schedule runner: publishes due schedules and future events, in the leading replica.
+"""The schedule runner: publishes runs, delayed and held events when due, in the leading replica.
 
 Correctness does not depend on a single runner: a lock on the schedule's row decides.  Other
 replicas do not poll, because that would only cost time.
@@ -6,16 +6,19 @@ replicas do not poll, because that would only cost time.
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 import asyncpg
 import structlog
 
+from outbox.core.sequencing.tenant_pace import PASS_S
 from outbox.relay.wake_event import WakeEvent
 from outbox.store.connection.connect import in_one_line
 from outbox.store.errors import ResponseLost
 
 if TYPE_CHECKING:
+    from outbox.store.schedules.future_events import FutureEventStore
     from outbox.store.schedules.put_off import PutOffStore
     from outbox.store.schedules.schedule_runs import ScheduleRunStore
 
@@ -26,20 +29,28 @@ REFUSED_RETRY_S = 10.0
 
 
 class ScheduleRunner:
-    """Runs schedules on one connection.
+    """Runs schedules, and moves delayed and held events, on one connection.
 
     Args:
         poll_s: polling interval; new schedules are found after this time.
     """
 
-    def __init__(self, store: ScheduleRunStore, put_off: PutOffStore, poll_s: float) -> None:
-        self._store = store
+    def __init__(
+        self,
+        schedules: ScheduleRunStore,
+        events: FutureEventStore,
+        put_off: PutOffStore,
+        poll_s: float,
+    ) -> None:
+        self._schedules = schedules
+        self._events = events
         self._put_off = put_off
         self._poll_s = poll_s
         self._wake_event = WakeEvent()
         self._leads = False
         # What a wrong clock has put off may wait to be found.
         self._search = True
+        self._pass_at = 0.0
         self._postponed = 0
 
     def set_leader(self, leads: bool) -> None:
@@ -47,6 +58,10 @@ class ScheduleRunner:
         if leads and not self._leads:
             self.clock_set_back()
         self._leads = leads
+
+    def wake(self) -> None:
+        """Look at once for what is due."""
+        self._wake_event.set()
 
     def clock_set_back(self) -> None:
         """Search for what a clock that was ahead has put off."""
@@ -78,22 +93,33 @@ class ScheduleRunner:
         """Publish what is due; return the seconds until the next poll."""
         if self._search:
             await self._restart_put_off()
-        due_in_s = await self._store.due_in_s()
-        if due_in_s is None:
+        events_in_s, shares_in_s = await self._events.due_in_s()
+        due = [each for each in (await self._schedules.due_in_s(), events_in_s) if each is not None]
+        wait_s = min([self._poll_s, *due])
+        if wait_s <= 0:
+            # Alternately, so that neither waits for a backlog of the other.
+            ticked, moved = await self._schedules.run_due_schedules(), await self._events.move_due()
+            for name, reason in ticked.broken:
+                log.error("schedule is invalid", schedule=name, reason=reason)
+            if moved:
+                await self._report_postponed()
+            # Otherwise another replica holds the lock; poll again later.
+            wait_s = 0.0 if ticked.schedules or moved else self._poll_s
+        if shares_in_s is not None:
+            wait_s = min(wait_s, await self._move_shares(shares_in_s))
+        return wait_s
+
+    async def _move_shares(self, due_in_s: float) -> float:
+        """Make a pass over tenants if it is due; return the seconds until the next one."""
+        now = asyncio.get_running_loop().time()
+        wait_s = max(due_in_s, self._pass_at - now)
+        if wait_s > 0:
+            return wait_s
+        self._pass_at = now + PASS_S
+        if not await self._events.move_shares(now):
             return self._poll_s
-        if due_in_s > 0:
-            return min(due_in_s, self._poll_s)
-        # Alternately, so that neither waits for a backlog of the other.
-        ticked, moved = (
-            await self._store.run_due_schedules(),
-            await self._store.move_future_events(),
-        )
-        for name, reason in ticked.broken:
-            log.error("schedule is invalid", schedule=name, reason=reason)
-        if moved:
-            await self._report_postponed()
-        # Otherwise another replica holds the lock; poll again later.
-        return 0.0 if ticked.schedules or moved else self._poll_s
+        await self._report_postponed()
+        return PASS_S
 
     async def _restart_put_off(self) -> None:
         """Let schedules go on that a wrong clock has put off."""
@@ -109,7 +135,7 @@ class ScheduleRunner:
 
     async def _report_postponed(self) -> None:
         """Log delayed events that were not stored, when their number has changed."""
-        events, reason = await self._store.postponed()
+        events, reason = await self._events.postponed()
         if events and events != self._postponed:
             log.error("delayed events are postponed", events=events, reason=reason)
         self._postponed = events

@@ -20,8 +20,8 @@ from outbox.store.connection.message import WriteStatement
 from outbox.store.routing_change import ADD_TO_JOURNAL
 from outbox.store.schedules.schedule_runs import (
     ADVANCE_SCHEDULES,
-    BROKEN_RETRY,
     LOCK_SCHEDULES,
+    RETRY_MAX,
     SCHEDULES_MAX,
 )
 
@@ -85,11 +85,11 @@ class PutOffStore:
                 names += [each.schedule["name"] for each in restarts]
             elif restarts:
                 complete = False
-        await self._db.write(RETRY_EVENTS, BROKEN_RETRY.total_seconds())
+        await self._db.write(RETRY_EVENTS, RETRY_MAX.total_seconds())
         return names, complete
 
     async def _read(self, after: int) -> list[Record]:
-        limits = AHEAD_MAX.total_seconds(), BROKEN_RETRY.total_seconds()
+        limits = AHEAD_MAX.total_seconds(), RETRY_MAX.total_seconds()
         rows: list[Record] = await self._db.fetch(READ_PUT_OFF, after, *limits, SCHEDULES_MAX)
         return rows
 
@@ -123,4 +123,4 @@ def decide_restart(row: Record) -> Restart | None:
     with suppress(UsageError):
         if (at := restart_at(Cron(row["cron"], row["timezone"]), next_at, now)) is not None:
             return Restart(row, at)
-    return Restart(row, next_at) if row["due_at"] > max(next_at, now + BROKEN_RETRY) else None
+    return Restart(row, next_at) if row["due_at"] > max(next_at, now + RETRY_MAX) else None

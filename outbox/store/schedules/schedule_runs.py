@@ -1,12 +1,15 @@
-"""Runs of schedules, and delayed events: both are due by the database's clock.
+"""Runs of schedules, which are due by the database's clock.
 
 Any number of replicas may do this concurrently.  A run is decided from what was read, and written
 in one message, which locks its schedule, checks that it is unchanged, writes the event and
-advances `next_at`.  So it is published exactly once; if the message fails, it is still due.  A
-delayed event is moved by one message, too.
+advances `next_at`.  So it is published exactly once; if the message fails, it is still due.
 
-A schedule or a delayed event that the database refuses, by a trigger or a constraint, is postponed
-alone (see `outbox.store.refused_rows`), for as long as it has been due.
+A run of a tenant's schedule is held, and moved into the outbox at the tenant's pace: it neither
+exceeds the tenant's share nor overtakes what the tenant's tokens published (see
+`outbox.store.schedules.future_events`).
+
+A schedule that the database refuses, by a trigger or a constraint, is postponed alone (see
+`outbox.store.refused_rows`), for as long as it has been due.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import asyncpg
 import orjson
@@ -34,42 +37,40 @@ from outbox.store.connection.message import WriteStatement
 from outbox.store.connection.row_security import rows_hidden
 from outbox.store.refused_rows import RefusedRow, RefusedRowReports, is_refused, reason_of
 from outbox.store.routing_change import ADD_TO_JOURNAL
+from outbox.store.type_match import MATCHES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import datetime
+    from uuid import UUID
 
     from asyncpg import Record
 
     from outbox.store.connection.message import WriteCall
     from outbox.store.connection.store_connection import StoreConnection
 
+RETRY_MIN, RETRY_MAX = timedelta(seconds=10), timedelta(minutes=10)
+"""Delay before a refused schedule is tried again: as long as it has been due, within these.  One
+that cannot be parsed waits for the maximum."""
 SCHEDULES_MAX = 100
 """Maximum number of schedules per transaction."""
 RUNS_MAX = 100
 """Maximum number of runs published per schedule and transaction."""
-DELAYED_EVENTS_MAX = 200
-"""Maximum number of delayed events per statement."""
-BROKEN_RETRY = timedelta(minutes=10)
-"""Delay before a schedule that cannot be parsed is tried again; the maximum for a refused one."""
-REFUSED_RETRY_MIN = timedelta(seconds=10)
-"""Minimum delay before what was refused is tried again."""
 
-# Seconds until the first schedule or delayed event is due; each is the first entry of an index.
+# Seconds until the first schedule is due: the first entry of an index.
 READ_DUE_IN = """
-SELECT extract(epoch FROM least(
-           (SELECT due_at FROM schedule WHERE state = 'active' ORDER BY due_at, id LIMIT 1),
-           (SELECT coalesce(retry_at, deliver_at) FROM future_event
-             ORDER BY coalesce(retry_at, deliver_at), id LIMIT 1)
-       ) - clock_timestamp())::float8
+SELECT extract(epoch FROM (
+           SELECT due_at FROM schedule WHERE state = 'active' ORDER BY due_at, id LIMIT 1)
+       - clock_timestamp())::float8
 """
 
 # Due schedules.  statement_timestamp(), because clock_timestamp() is volatile and cannot use an
-# index.  revision: it changes with every change of the row.
+# index.  revision: it changes with every change of the row.  is_held: the last run is.
 READ_DUE = """
-SELECT id, name, cron, timezone, misfire, grace_s, overlap, next_at, last_outbox_id,
-       last_run_at, statement_timestamp() AS now, xmin::text AS revision
-  FROM schedule
+SELECT id, name, tenant, cron, timezone, misfire, grace_s, overlap, next_at, last_outbox_id,
+       last_run_at, statement_timestamp() AS now, xmin::text AS revision,
+       EXISTS (SELECT FROM future_event f WHERE f.event_id = s.last_event_id) AS is_held
+  FROM schedule s
  WHERE state = 'active' AND due_at <= statement_timestamp()
  ORDER BY due_at, id LIMIT $1
 """
@@ -122,42 +123,115 @@ SELECT g.outbox_id FROM sequenced g
                  AND a.outcome = 'delivered'))
 """  # noqa: S608 (constants only)
 
-# Publishes runs; the payloads do not leave the server.  The event id of a run is deterministic: if
-# a failover loses the commit, the run is published again with the same id, and receivers
-# recognize the duplicate.
+# Runs with their events; the payloads do not leave the server.  The event id of a run is
+# deterministic: if a failover loses the commit, the run is published again with the same id, and
+# receivers recognize the duplicate.
 #   $3: the event id of a manual run.
-#   published, newest: the events, and the last one of each schedule.
-# It fails unless each event was stored.
-PUBLISH_RUNS = WriteStatement(
-    "publish_runs",
-    f"""
+_RUN = f"""
 WITH run AS MATERIALIZED (
-    SELECT t.*, coalesce($3::uuid, encode(substring(sha256(convert_to(
-               concat_ws(' ', s.name, extract(epoch FROM s.created_at), extract(epoch FROM t.at)),
-               'UTF8')) FOR 16), 'hex')::uuid) AS event_id
-      FROM unnest($1::bigint[], $2::timestamptz[]) WITH ORDINALITY AS t(schedule_id, at, n)
-      JOIN schedule s ON s.id = t.schedule_id),
-published AS (
-    INSERT INTO outbox (event_id, tenant, type, key, payload, headers)
-    SELECT t.event_id, s.tenant, s.type, s.key, s.payload,
+    SELECT t.*, s.tenant, s.type, s.key, s.payload, coalesce($3::uuid, encode(substring(sha256(
+               convert_to(concat_ws(' ', s.name, extract(epoch FROM s.created_at),
+                                    extract(epoch FROM t.at)), 'UTF8')) FOR 16), 'hex')::uuid)
+               AS event_id,
            coalesce(s.headers, '{{}}') || jsonb_build_object(
                '{NAME_HEADER}', s.name,
                '{TIME_HEADER}', to_char(t.at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS"Z"'))
            || CASE WHEN $3 IS NOT NULL THEN '{{"{RUN_HEADER}": "{BY_HAND}"}}'::jsonb ELSE '{{}}' END
-      FROM run t JOIN schedule s ON s.id = t.schedule_id
-     ORDER BY t.n
-    RETURNING id, event_id),
+               AS headers
+      FROM unnest($1::bigint[], $2::timestamptz[]) WITH ORDINALITY AS t(schedule_id, at, n)
+      JOIN schedule s ON s.id = t.schedule_id),"""  # noqa: S608 (constants only)
+
+# newest: the last event of each schedule.
+_UPDATE_SCHEDULES = """
 newest AS (
-    SELECT DISTINCT ON (t.schedule_id) t.schedule_id, t.at, f.id, f.event_id
+    SELECT DISTINCT ON (t.schedule_id) t.schedule_id, t.at, f.outbox_id, f.event_id
       FROM run t JOIN published f ON f.event_id = t.event_id ORDER BY t.schedule_id, t.n DESC),
 updated AS (
     UPDATE schedule s
        SET last_at = n.at, last_run_at = clock_timestamp(),
-           last_outbox_id = n.id, last_event_id = n.event_id
-      FROM newest n WHERE s.id = n.schedule_id)
+           last_outbox_id = n.outbox_id, last_event_id = n.event_id
+      FROM newest n WHERE s.id = n.schedule_id)"""
+
+# Publishes runs of schedules without a tenant.  It fails unless each event was stored.
+PUBLISH_RUNS = WriteStatement(
+    "publish_runs",
+    f"""{_RUN}
+published AS (
+    INSERT INTO outbox (event_id, tenant, type, key, payload, headers)
+    SELECT event_id, tenant, type, key, payload, headers FROM run ORDER BY n
+    RETURNING id AS outbox_id, event_id),{_UPDATE_SCHEDULES}
 SELECT require_stored((SELECT count(*) FROM published) = (SELECT count(*) FROM run), 'outbox')
 """,  # noqa: S608 (constants only)
 )
+
+# Locks the shares of tenants before HOLD_RUNS, in one order.  It aborts the message if another
+# session has locked one, unless $2 says to wait.
+LOCK_SHARES = WriteStatement(
+    "lock_shares",
+    """
+SELECT lock_share(t.tenant, $2)
+  FROM (SELECT DISTINCT unnest($1::text[]) COLLATE "C" AS tenant ORDER BY 1) t
+""",
+)
+
+# Holds runs of tenants' schedules, whose shares are locked.  Moving the last one tells the schedule
+# its id.  It fails unless each event was stored and the newest one of each tenant is named.
+#   charged: with the deliveries to the endpoints that subscribe to the type.
+HOLD_RUNS = WriteStatement(
+    "hold_runs",
+    f"""{_RUN}
+charged AS MATERIALIZED (
+    SELECT o.*, (SELECT count(*) FROM subscription s
+                  WHERE s.to_batch IS NULL AND {MATCHES})::integer AS cost
+      FROM run o),
+published AS (
+    INSERT INTO future_event (event_id, tenant, type, key, payload, headers, deliver_at, cost,
+                              held_before)
+    SELECT c.event_id, c.tenant, c.type, c.key, c.payload, c.headers, clock_timestamp(), c.cost,
+           s.total + sum(c.cost) OVER (PARTITION BY c.tenant ORDER BY c.n) - c.cost
+      FROM charged c JOIN tenant_share s ON s.tenant = c.tenant ORDER BY c.n
+    RETURNING NULL::bigint AS outbox_id, event_id, id, tenant, held_before + cost AS total),
+named AS (
+    UPDATE tenant_share s SET last_id = p.last_id, total = p.total
+      FROM (SELECT tenant, max(id) AS last_id, max(total) AS total
+              FROM published GROUP BY tenant) p
+     WHERE s.tenant = p.tenant
+    RETURNING 1),{_UPDATE_SCHEDULES}
+SELECT require_stored((SELECT count(*) FROM published) = (SELECT count(*) FROM run)
+                      AND (SELECT count(*) FROM named) = (SELECT count(DISTINCT tenant) FROM run),
+                      'future_event')
+""",  # noqa: S608 (constants only)
+)
+
+
+class Run(NamedTuple):
+    """A run of a schedule."""
+
+    at: datetime
+    schedule_id: int
+    tenant: str | None
+
+
+def publish_calls(
+    runs: Sequence[Run], event_id: UUID | None = None, *, wait: bool = False
+) -> list[WriteCall]:
+    """The calls that publish runs, or hold them for their tenants.
+
+    Args:
+        event_id: the event id of a manual run.
+        wait: wait for other sessions that hold events of the tenants.
+    """
+    calls: list[WriteCall] = []
+    direct = [run for run in runs if run.tenant is None]
+    held = [run for run in runs if run.tenant is not None]
+    if held:
+        calls.append((LOCK_SHARES, [run.tenant for run in held], wait))
+    for statement, some in ((HOLD_RUNS, held), (PUBLISH_RUNS, direct)):
+        if some:
+            ids, times = [run.schedule_id for run in some], [run.at for run in some]
+            calls.append((statement, ids, times, event_id))
+    return calls
+
 
 # Advances schedules to their next run.
 ADVANCE_SCHEDULES = WriteStatement(
@@ -168,64 +242,6 @@ UPDATE schedule s SET next_at = v.next_at, due_at = v.due_at
  WHERE s.id = v.id
 """,
 )
-
-# Takes the lock for moving delayed events.  One session at a time: a second one would wait for the
-# first, row by row, or deadlock, and then find no rows left.
-LOCK_FUTURE = WriteStatement(
-    "lock_future",
-    """
-WITH locked AS MATERIALIZED (
-    SELECT FROM lock WHERE name = 'future events' FOR UPDATE SKIP LOCKED)
-SELECT abort_unless(EXISTS (SELECT FROM locked))
-""",
-)
-
-# Due delayed events, in the order of their delivery.
-READ_DUE_FUTURE = """
-SELECT id FROM future_event WHERE coalesce(retry_at, deliver_at) <= statement_timestamp()
- ORDER BY coalesce(retry_at, deliver_at), id LIMIT $1
-"""
-
-# Moves delayed events that are still due to the outbox.  A separate statement: its snapshot begins
-# after the lock was granted.  It fails unless all were stored.
-#   due: FOR UPDATE, because an operator may delete them.  clock_timestamp() is volatile, so that
-#     the array of ids is what is looked up in an index.
-MOVE_FUTURE = WriteStatement(
-    "move_future",
-    """
-WITH due AS MATERIALIZED (
-    SELECT * FROM future_event
-     WHERE id = ANY ($1::bigint[]) AND coalesce(retry_at, deliver_at) <= clock_timestamp()
-       FOR UPDATE),
-written AS (
-    INSERT INTO outbox (event_id, tenant, type, key, payload, body, content_type, headers,
-                        expires_at)
-    SELECT event_id, tenant, type, key, payload, body, content_type, headers, expires_at
-      FROM due ORDER BY deliver_at, id
-    RETURNING 1),
-moved AS (
-    DELETE FROM future_event WHERE id = ANY (ARRAY(SELECT id FROM due)))
-SELECT require_stored((SELECT count(*) FROM written) = (SELECT count(*) FROM due), 'outbox')
-  FROM due
-""",
-)
-
-# Postpones delayed events, each for as long as it has been due, within $3 and $4 seconds.
-POSTPONE_FUTURE = WriteStatement(
-    "postpone_future",
-    """
-UPDATE future_event f
-   SET problem = p.problem,
-       retry_at = clock_timestamp() + least(greatest(
-           clock_timestamp() - f.deliver_at, make_interval(secs => $3)), make_interval(secs => $4))
-  FROM unnest($1::bigint[], $2::text[]) AS p(id, problem) WHERE f.id = p.id
-""",
-)
-
-# Delayed events that were not stored, and are tried again.
-READ_POSTPONED = """
-SELECT count(*) AS events, min(problem) AS reason FROM future_event WHERE problem IS NOT NULL
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +268,7 @@ class ScheduleRunResult:
 
 
 class ScheduleRunStore:
-    """Runs schedules and moves delayed events, on one connection.
+    """Runs schedules.
 
     Not safe for concurrent use; asyncpg's errors propagate.
     """
@@ -286,43 +302,6 @@ class ScheduleRunStore:
         written = await self._write(decided, broken)
         return ScheduleRunResult(written, tuple(broken))
 
-    async def move_future_events(self) -> int:
-        """Move due delayed events, up to `DELAYED_EVENTS_MAX`, or postpone them.
-
-        Returns:
-            Their number.
-        """
-        ids = [row["id"] for row in await self._db.fetch(READ_DUE_FUTURE, DELAYED_EVENTS_MAX)]
-        refused: dict[int, asyncpg.PostgresError] = {}
-        moved = await self._move(ids, refused) if ids else 0
-        if refused:
-            reasons = [reason_of(error) for error in refused.values()]
-            limits = REFUSED_RETRY_MIN.total_seconds(), BROKEN_RETRY.total_seconds()
-            identity = orjson.dumps({"events": len(refused)}).decode()
-            sqlstate = next(iter(refused.values())).sqlstate
-            await self._db.write_together(
-                self._report("delayed event", identity, reasons[0], sqlstate),
-                (POSTPONE_FUTURE, list(refused), reasons, *limits),
-            )
-        return moved + len(refused)
-
-    async def _move(self, ids: list[int], refused: dict[int, asyncpg.PostgresError]) -> int:
-        """Move delayed events; returns how many were moved.
-
-        Args:
-            refused: those that the database refuses are added to it.
-        """
-        try:
-            return await self._db.write_unless_aborted((LOCK_FUTURE,), (MOVE_FUTURE, ids))
-        except asyncpg.PostgresError as error:
-            if not is_refused(error):
-                raise
-            if len(ids) == 1:
-                refused[ids[0]] = error
-                return 0
-        middle = len(ids) // 2
-        return await self._move(ids[:middle], refused) + await self._move(ids[middle:], refused)
-
     def _report(self, kind: str, identity: str, reason: str, sqlstate: str) -> WriteCall:
         """Report a refused row, and publish an operational event now and then."""
         now = asyncio.get_running_loop().time()
@@ -331,11 +310,6 @@ class ScheduleRunStore:
             self._reports.record(kind, now)
         return RefusedRow(kind, identity, reason, sqlstate, publish).report(self._actor)
 
-    async def postponed(self) -> tuple[int, str | None]:
-        """Read how many delayed events were not stored, and a reason."""
-        row = await self._db.fetchrow(READ_POSTPONED)
-        return row["events"], row["reason"]
-
     async def _write(self, decided: list[ScheduleDecision], broken: list[tuple[str, str]]) -> int:
         """Write decisions; those that the database refuses become broken ones.
 
@@ -343,7 +317,8 @@ class ScheduleRunStore:
             broken: name and reason of broken ones are added to it.
 
         Returns:
-            How many were written: none if a schedule was changed meanwhile.
+            How many were written: none of a tenant if a schedule was changed meanwhile, or its
+            share is locked.
         """
         try:
             written = await self._write_all(decided)
@@ -358,27 +333,41 @@ class ScheduleRunStore:
                 broken.append((row["name"], reason))
                 return 0
             due_s = row["now"] - row["next_at"]
-            due_at = row["now"] + min(max(due_s, REFUSED_RETRY_MIN), BROKEN_RETRY)
+            due_at = row["now"] + min(max(due_s, RETRY_MIN), RETRY_MAX)
             none_due = DueTicks((), row["next_at"])
             postponed = ScheduleDecision(row, none_due, due_at, reason, error.sqlstate)
             return await self._write([postponed], broken)
         if not written:
-            return 0
+            # No tenant's schedule waits until another tenant's share is free.
+            of_tenant: dict[str | None, list[ScheduleDecision]] = {}
+            for each in decided:
+                of_tenant.setdefault(each.schedule["tenant"], []).append(each)
+            if len(of_tenant) == 1:
+                return 0
+            return sum([await self._write(some, broken) for some in of_tenant.values()])
         broken += [(d.schedule["name"], d.problem) for d in decided if d.problem is not None]
         return len(decided)
 
     async def _write_all(self, decided: Sequence[ScheduleDecision]) -> bool:
-        """Write decisions in one message; returns False if a schedule was changed meanwhile."""
+        """Write decisions in one message.
+
+        Returns:
+            False if a schedule was changed meanwhile, or a tenant's share is locked.
+        """
         ids = [d.schedule["id"] for d in decided]
         calls: list[WriteCall] = [(LOCK_SCHEDULES, ids, [d.schedule["revision"] for d in decided])]
         for each in decided:
             if each.problem is not None and each.sqlstate is not None:
                 identity = orjson.dumps({"schedule": each.schedule["name"]}).decode()
                 calls.append(self._report("schedule", identity, each.problem, each.sqlstate))
-        # In chronological order over all schedules.
-        ticks = sorted((at, d.schedule["id"]) for d in decided for at in d.due.ticks)
-        if ticks:
-            calls.append((PUBLISH_RUNS, [i for _, i in ticks], [at for at, _ in ticks], None))
+        calls += publish_calls(
+            # In chronological order over all schedules.
+            sorted(
+                Run(at, d.schedule["id"], d.schedule["tenant"])
+                for d in decided
+                for at in d.due.ticks
+            )
+        )
         calls.append(
             (ADVANCE_SCHEDULES, ids, [d.due.next_at for d in decided], [d.due_at for d in decided])
         )
@@ -398,7 +387,7 @@ def decide_run(row: Record, ended: set[int]) -> ScheduleDecision:
     """
     now, next_at = row["now"], row["next_at"]
     waits = row["overlap"] == "wait"
-    if waits and row["last_outbox_id"] not in (None, *ended):
+    if waits and (row["is_held"] or row["last_outbox_id"] not in (None, *ended)):
         going_s = (now - row["last_run_at"]).total_seconds()
         due_at = now + timedelta(seconds=overlap_poll_s(going_s))
         return ScheduleDecision(row, DueTicks((), next_at), due_at)
@@ -406,7 +395,7 @@ def decide_run(row: Record, ended: set[int]) -> ScheduleDecision:
         cron = Cron(row["cron"], row["timezone"])
     except UsageError as error:
         # Inserted by SQL, or the time zone is unknown on this machine.
-        return ScheduleDecision(row, DueTicks((), next_at), now + BROKEN_RETRY, str(error))
+        return ScheduleDecision(row, DueTicks((), next_at), now + RETRY_MAX, str(error))
     decided = due_ticks(
         cron,
         next_at,

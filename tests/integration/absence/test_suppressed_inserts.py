@@ -19,6 +19,7 @@ from outbox.core.delivery.operational_events import RELAY_LAGGING
 from outbox.errors import EventSuppressed
 from outbox.operations import schedule_changes
 from outbox.operations.doctor import Severity
+from outbox.store.schedules.future_events import FutureEventStore
 from outbox.store.schedules.schedule_runs import ScheduleRunStore
 from tests.producers.applications import APPLICATIONS, Application, Psycopg, play
 from tests.support.api import make_token, serving
@@ -237,24 +238,24 @@ async def test_a_suppressed_delayed_event_is_postponed(
     """With its reason, while the others are moved; it is moved when nothing suppresses it."""
     await db.execute(SUPPRESSED[how])
     async with role(database, "relay") as name, database.connection(user=name, **PATH) as own:
-        store = ScheduleRunStore(own, 1)
+        store = FutureEventStore(own, 1)
         await _delay(db, "good", "bad", "good", "bad")
-        assert await store.move_future_events() == 4
+        assert await store.move_due() == 4
         assert await _payloads(db) == [0, 2]
         events, reason = await store.postponed()
         assert events == 2
         assert "suppressed by trigger discard on" in (reason or "")
         # It does not keep the runner busy.
-        due_in_s = await store.due_in_s()
+        due_in_s, _ = await store.due_in_s()
         assert due_in_s is not None
         assert due_in_s > 60
-        assert await store.move_future_events() == 0
+        assert await store.move_due() == 0
         finding = await the_one(db, "schedules")
         assert finding.severity is Severity.PROBLEM
         assert "2 future events could not be published" in finding.message
         await db.execute("DROP FUNCTION nothing, elsewhere CASCADE")
         await _let_be_retried(db)
-        assert await store.move_future_events() == 2
+        assert await store.move_due() == 2
         assert await _payloads(db) == [0, 2, 1, 3]
         assert await store.postponed() == (0, None)
 
@@ -267,12 +268,12 @@ async def test_a_rule_postpones_delayed_events_and_loses_none(
     """PostgreSQL refuses the statement, so all are postponed."""
     await db.execute(SUPPRESSED[how])
     await _delay(db, "good", "bad")
-    store = ScheduleRunStore(db, 1)
-    assert await store.move_future_events() == 2
+    store = FutureEventStore(db, 1)
+    assert await store.move_due() == 2
     assert await db.fetchval("SELECT count(*) FROM future_event WHERE problem IS NOT NULL") == 2
     await db.execute("DROP RULE discard ON outbox")
     await _let_be_retried(db)
-    assert await store.move_future_events() == 2
+    assert await store.move_due() == 2
     assert await store.postponed() == (0, None)
 
 
@@ -285,7 +286,7 @@ async def test_a_trigger_that_changes_event_ids_keeps_no_delayed_event(db: Conne
         CREATE TRIGGER change BEFORE INSERT ON outbox FOR EACH ROW EXECUTE FUNCTION change()
     """)
     await _delay(db, "good", "good")
-    assert await ScheduleRunStore(db, 1).move_future_events() == 2
+    assert await FutureEventStore(db, 1).move_due() == 2
     assert tuple(await db.fetchrow(LEFT)) == (2, 0, 0)
 
 
@@ -301,8 +302,8 @@ async def test_a_trigger_that_changes_ids_and_suppresses_others_doubles_nothing(
         CREATE TRIGGER other BEFORE INSERT ON outbox FOR EACH ROW EXECUTE FUNCTION other()
     """)
     await _delay(db, "good", "bad", "good")
-    store = ScheduleRunStore(db, 1)
-    assert await store.move_future_events() == 3
+    store = FutureEventStore(db, 1)
+    assert await store.move_due() == 3
     assert await _payloads(db) == [0, 2]
     events, reason = await store.postponed()
     assert (events, "stored nothing" in (reason or "")) == (1, True)
@@ -316,11 +317,11 @@ async def test_a_delayed_event_that_is_deleted_meanwhile_is_not_published(
 ) -> None:
     await _delay(db, "good", "good")
     other = await database.connect(**PATH)
-    store = ScheduleRunStore(await database.connect(**PATH), 1)
+    store = FutureEventStore(await database.connect(**PATH), 1)
     transaction = other.transaction()
     await transaction.start()
     await other.execute("DELETE FROM future_event WHERE payload = '0'")
-    moving = asyncio.create_task(store.move_future_events())
+    moving = asyncio.create_task(store.move_due())
     waits = "SELECT EXISTS (SELECT FROM pg_locks WHERE NOT granted)"
     await until(lambda: db.fetchval(waits), what="the move to wait for the row")
     await transaction.commit()

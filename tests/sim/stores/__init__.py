@@ -18,6 +18,7 @@ from tests.sim.stores import altered_secrets, channels, current_schema, privileg
 from tests.sim.stores.accounting import AccountingStore
 from tests.sim.stores.batches import SequencingStore
 from tests.sim.stores.endpoint_state import EndpointStateStore
+from tests.sim.stores.future_events import FutureEventStore
 from tests.sim.stores.lanes import LaneStore
 from tests.sim.stores.partitions import PartitionStore
 from tests.sim.stores.periods import RetentionStore
@@ -34,6 +35,7 @@ STORES = Stores(
     sequencing=SequencingStore,
     endpoint_state=EndpointStateStore,
     schedule_runs=ScheduleRunStore,
+    future_events=FutureEventStore,
     put_off=PutOffStore,
     partitions=PartitionStore,
     retention=RetentionStore,

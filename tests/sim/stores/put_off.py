@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.schedules.schedule import AHEAD_MAX, DueTicks
 from outbox.store.schedules import put_off
 from outbox.store.schedules.put_off import decide_restart, journal_data
-from outbox.store.schedules.schedule_runs import BROKEN_RETRY, ScheduleDecision
+from outbox.store.schedules.schedule_runs import RETRY_MAX, ScheduleDecision
 from tests.sim.database.engine import perform
 from tests.sim.stores.routing_change import add_to_journal
 from tests.sim.stores.schedule_runs import active_schedules, advance_schedules, lock_unchanged
@@ -41,8 +41,7 @@ def read_put_off(db: Database, tx: Transaction) -> list[Any]:
     return [
         {**row, "now": now, "revision": row}
         for row in active_schedules(db, tx)
-        if row["next_at"] > now + AHEAD_MAX
-        or row["due_at"] > max(row["next_at"], now + BROKEN_RETRY)
+        if row["next_at"] > now + AHEAD_MAX or row["due_at"] > max(row["next_at"], now + RETRY_MAX)
     ]
 
 

@@ -1,4 +1,4 @@
-"""Runs of schedules, and delayed events."""
+"""Runs of schedules."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.store.schedules import schedule_runs
 from outbox.store.schedules.schedule_runs import (
-    DELAYED_EVENTS_MAX,
     SCHEDULES_MAX,
     ScheduleRunResult,
     decide_run,
@@ -47,16 +46,6 @@ class ScheduleRunStore(schedule_runs.ScheduleRunStore):
         written = await self._db.call(write_runs, decided, self._actor)
         return ScheduleRunResult(len(rows) if written else 0)
 
-    async def move_future_events(self) -> int:
-        return await self._db.call(move_due_events)
-
-    async def postponed(self) -> tuple[int, str | None]:
-        return await self._db.call(read_postponed)
-
-
-def read_postponed(db: Database, tx: Transaction) -> tuple[int, str | None]:
-    return 0, None  # Nothing suppresses an event here.
-
 
 # -------------------------------------------------------------------- schedules
 
@@ -67,7 +56,6 @@ def active_schedules(db: Database, tx: Transaction) -> Iterator[Row]:
 
 def read_due_in(db: Database, tx: Transaction) -> float | None:
     times = [row["due_at"] for row in active_schedules(db, tx)]
-    times += [row["deliver_at"] for row in tx.rows(db.future_event)]
     return min(times).timestamp() - db.wall() if times else None
 
 
@@ -80,7 +68,10 @@ def read_due(db: Database, tx: Transaction) -> list[Row]:
         session = db.session_of(tx).name
         for call in db.on_tick:
             call(session)
-    return [{**row, "now": now, "revision": row} for row in found[:SCHEDULES_MAX]]
+    return [
+        {**row, "tenant": None, "is_held": False, "now": now, "revision": row}
+        for row in found[:SCHEDULES_MAX]
+    ]
 
 
 def write_runs(
@@ -167,28 +158,3 @@ def advance_schedules(
         i = each.schedule["id"]
         yield Wait(db.schedule, i, UPDATE)
         tx.change(db.schedule, i, next_at=each.due.next_at, due_at=each.due_at)
-
-
-# ---------------------------------------------------------------- future events
-
-
-def lock_future(db: Database, tx: Transaction) -> bool:
-    return tx.try_lock("lock", "future events", EXCLUSIVE)
-
-
-def move_due_events(db: Database, tx: Transaction) -> Steps[int]:
-    if not lock_future(db, tx):
-        return 0
-    now = db.clock_timestamp()
-    due = [row for row in tx.rows(db.future_event) if row["deliver_at"] <= now]
-    due.sort(key=lambda row: (row["deliver_at"], row["id"]))
-    moved = 0
-    for row in due[:DELAYED_EVENTS_MAX]:
-        yield Wait(db.future_event, row["id"], EXCLUSIVE)
-        if tx.get(db.future_event, row["id"]) is None:
-            continue
-        tx.put(db.future_event, row["id"], None)
-        event = yield from insert_event(db, tx, row["type"], None, row["payload"])
-        tx.notes.append(("moved", (row["id"], event.id)))
-        moved += 1
-    return moved

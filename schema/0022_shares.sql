@@ -1,0 +1,321 @@
+-- Relays stop first.
+--
+-- A share of the relay for each tenant: what tenants' tokens publish above their share is held in
+-- future_event, and moved into the outbox at the tenant's pace.  A relay of an older version would
+-- move it at once, and out of order.
+
+-- --------------------------------------------------------------- held events
+
+-- cost: the deliveries that the event is charged with; NULL: it is an application's, and not paced.
+-- held_before: the sum of the costs that the tenant's tokens had held before this event; NULL: not
+--   held, it waits for its deliver_at.
+ALTER TABLE future_event
+    ADD COLUMN cost        integer CHECK (cost >= 0),
+    ADD COLUMN held_before bigint,
+    ADD CONSTRAINT held_event_has_a_tenant_and_a_cost
+        CHECK (held_before IS NULL OR (tenant IS NOT NULL AND cost IS NOT NULL));
+
+-- Applications' events by time, held events of a tenant in their order, and the others of a tenant by
+-- time; those of all tenants by time tell when the next one is due.
+DROP INDEX future_event_due;
+CREATE INDEX future_event_due ON future_event (coalesce(retry_at, deliver_at), id)
+    WHERE cost IS NULL;
+CREATE INDEX future_event_held ON future_event (tenant COLLATE "C", id)
+    WHERE held_before IS NOT NULL;
+CREATE INDEX future_event_paced
+    ON future_event (tenant COLLATE "C", (coalesce(retry_at, deliver_at)), id)
+    WHERE cost IS NOT NULL AND held_before IS NULL;
+CREATE INDEX future_event_paced_due ON future_event (coalesce(retry_at, deliver_at))
+    WHERE cost IS NOT NULL AND held_before IS NULL;
+
+-- The schedules of tenants whose last run is held: moving it tells them its id.
+CREATE INDEX schedule_held_run ON schedule (last_event_id)
+    WHERE last_event_id IS NOT NULL AND last_outbox_id IS NULL;
+
+-- A tenant of which events were held.  Only what holds an event locks the row, so ids and sums have
+-- the order in which requests are held.  The events of a tenant are moved in that order: when the
+-- newest one is gone, all are, which is found by one key.
+CREATE TABLE tenant_share (
+    tenant   text   COLLATE "C" PRIMARY KEY,
+    last_id  bigint NOT NULL DEFAULT 0,  -- the newest held event
+    first_id bigint NOT NULL DEFAULT 0,  -- no older event is held
+    total    bigint NOT NULL DEFAULT 0   -- the sum of the costs of all events that were ever held
+);
+
+-- Locks a tenant's share, and returns its row.  With `wait` false it aborts the message if another
+-- session has locked it: a relay does not wait for a client.
+CREATE FUNCTION lock_share(tenant text, wait boolean) RETURNS tenant_share
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+#variable_conflict use_column
+DECLARE
+    share tenant_share;
+BEGIN
+    LOOP
+        INSERT INTO tenant_share (tenant) VALUES (lock_share.tenant) ON CONFLICT DO NOTHING;
+        IF wait THEN
+            SELECT * INTO share FROM tenant_share s WHERE s.tenant = lock_share.tenant FOR UPDATE;
+            EXIT WHEN FOUND;  -- forget_shares() may have deleted it.
+        ELSE
+            SELECT * INTO share FROM tenant_share s
+             WHERE s.tenant = lock_share.tenant FOR UPDATE SKIP LOCKED;
+            PERFORM abort_unless(FOUND);
+            EXIT;
+        END IF;
+    END LOOP;
+    RETURN share;
+END $$;
+REVOKE ALL ON FUNCTION lock_share FROM PUBLIC;
+
+-- Deletes the shares of tenants of which nothing is held.  Each is locked before it is examined: one
+-- that is being held is not visible to the statement that waits for its lock.
+CREATE FUNCTION forget_shares() RETURNS bigint
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET row_security = off AS $$
+DECLARE
+    locked  text[];
+    deleted bigint;
+BEGIN
+    locked := ARRAY(SELECT s.tenant FROM tenant_share s
+                     WHERE NOT EXISTS (SELECT FROM future_event f WHERE f.id = s.last_id)
+                     LIMIT 1000 FOR UPDATE SKIP LOCKED);
+    DELETE FROM tenant_share s
+     WHERE s.tenant = ANY (locked)
+       AND NOT EXISTS (SELECT FROM future_event f WHERE f.tenant COLLATE "C" = s.tenant
+                                                    AND f.held_before IS NOT NULL);
+    GET DIAGNOSTICS deleted = ROW_COUNT;
+    RETURN deleted;
+END $$;
+REVOKE ALL ON FUNCTION forget_shares FROM PUBLIC;
+
+-- ---------------------------------------------------------------- publishing
+
+-- Stores the events of publish_events() and publish_shared().
+--   costs: NULL: they are an application's.  Otherwise an event with a deliver_at is always delayed.
+--   held_from: NULL, or the sum of the tenant's costs before these events, which are held.
+--   requested: one row per event.  MATERIALIZED, because a second evaluation would generate other
+--     event ids.  In the order of idempotency keys, in which accepted claims them: otherwise two
+--     callers with the same keys in different orders would deadlock.
+--   accepted: the rows whose idempotency key was claimed.
+CREATE FUNCTION store_events(
+    types         text[],
+    payloads      jsonb[],
+    keys          text[],
+    tenants       text[],
+    onces         text[],
+    expires_at    timestamptz[],
+    headers       jsonb[],
+    deliver_at    timestamptz[],
+    once_for      interval[],
+    digests       bytea[],
+    bodies        bytea[],
+    content_types text[],
+    costs         integer[],
+    held_from     bigint
+) RETURNS uuid[]
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+#variable_conflict use_column
+DECLARE
+    event_ids uuid[];
+    unstored bigint;
+    unstored_later bigint;
+BEGIN
+    -- unnest() would fill a shorter array with NULL.
+    IF cardinality(types) <> ANY (ARRAY[
+           cardinality(payloads), cardinality(keys), cardinality(tenants), cardinality(onces),
+           cardinality(store_events.expires_at), cardinality(store_events.headers),
+           cardinality(store_events.deliver_at), cardinality(store_events.once_for),
+           cardinality(digests), cardinality(bodies), cardinality(content_types),
+           cardinality(costs)]) THEN
+        RAISE EXCEPTION 'arrays: each must have one element for each of types, or be NULL'
+            USING ERRCODE = 'check_violation';
+    END IF;
+    IF EXISTS (SELECT FROM unnest(types) AS t WHERE starts_with(t, 'outbox.')) THEN
+        RAISE EXCEPTION 'type: "outbox." is reserved for operational events'
+            USING ERRCODE = 'check_violation';
+    END IF;
+    IF store_events.headers IS NOT NULL THEN
+        PERFORM require_own_headers(h) FROM unnest(store_events.headers) AS h WHERE h IS NOT NULL;
+    END IF;
+    WITH requested AS MATERIALIZED (
+        SELECT e.*, gen_random_uuid() AS event_id,
+               coalesce(e.deliver_at > clock_timestamp(), false)
+               OR (e.cost IS NOT NULL AND e.deliver_at IS NOT NULL) AS is_delayed
+          FROM unnest(types, payloads, keys, tenants, onces,
+                      store_events.expires_at, store_events.headers, store_events.deliver_at,
+                      store_events.once_for, store_events.digests, bodies, content_types, costs)
+               WITH ORDINALITY AS e(type, payload, key, tenant, once, expires_at, headers,
+                                    deliver_at, once_for, digest, body, content_type, cost, n)
+         ORDER BY e.once COLLATE "C", e.n),
+    accepted AS MATERIALIZED (
+        SELECT r.*, NOT r.is_delayed AND held_from IS NOT NULL AS is_held FROM requested r
+         WHERE r.once IS NULL OR claim_once(r.once, r.event_id, r.once_for, r.digest)),
+    published AS (
+        INSERT INTO outbox (event_id, tenant, type, key, payload, headers, expires_at,
+                            body, content_type)
+        SELECT a.event_id, a.tenant, a.type, a.key, a.payload, a.headers, a.expires_at,
+               a.body, a.content_type
+          FROM accepted a WHERE NOT a.is_delayed AND NOT a.is_held ORDER BY a.n
+        RETURNING 1),
+    delayed AS (
+        -- A held event is due at once, also one that expires before it is stored.
+        INSERT INTO future_event (event_id, tenant, type, key, payload, headers, expires_at,
+                                  body, content_type, cost, deliver_at, held_before)
+        SELECT a.event_id, a.tenant, a.type, a.key, a.payload, a.headers, a.expires_at,
+               a.body, a.content_type, a.cost,
+               CASE WHEN a.is_delayed THEN a.deliver_at
+                    ELSE least(clock_timestamp(), a.expires_at - interval '1 ms') END,
+               CASE WHEN a.is_held THEN
+                   held_from - a.cost
+                   + sum(a.cost) FILTER (WHERE a.is_held) OVER (ORDER BY a.n) END
+          FROM accepted a WHERE a.is_delayed OR a.is_held ORDER BY a.n
+        RETURNING 1)
+    SELECT array_agg(a.event_id ORDER BY r.n),
+           count(*) FILTER (WHERE NOT a.is_delayed AND NOT a.is_held)
+               - (SELECT count(*) FROM published),
+           count(*) FILTER (WHERE a.is_delayed OR a.is_held) - (SELECT count(*) FROM delayed)
+      INTO event_ids, unstored, unstored_later
+      FROM requested r LEFT JOIN accepted a ON a.n = r.n;
+    IF unstored <> 0 OR unstored_later <> 0 THEN
+        PERFORM require_stored(false, CASE WHEN unstored <> 0 THEN 'outbox'::regclass
+                                           ELSE 'future_event' END);
+    END IF;
+    RETURN event_ids;
+END $$;
+REVOKE ALL ON FUNCTION store_events FROM PUBLIC;
+
+-- As in 0016_values.sql.
+CREATE OR REPLACE FUNCTION publish_events(
+    types         text[],
+    payloads      jsonb[]       DEFAULT NULL,
+    keys          text[]        DEFAULT NULL,
+    tenants       text[]        DEFAULT NULL,
+    onces         text[]        DEFAULT NULL,
+    expires_at    timestamptz[] DEFAULT NULL,
+    headers       jsonb[]       DEFAULT NULL,
+    deliver_at    timestamptz[] DEFAULT NULL,
+    once_for      interval[]    DEFAULT NULL,
+    digests       bytea[]       DEFAULT NULL,
+    bodies        bytea[]       DEFAULT NULL,
+    content_types text[]        DEFAULT NULL
+) RETURNS uuid[]
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET row_security = off AS $$
+BEGIN
+    RETURN store_events(types, payloads, keys, tenants, onces, expires_at, headers, deliver_at,
+                        once_for, digests, bodies, content_types, NULL, NULL);
+END $$;
+
+-- Publishes what a tenant's token sends, for the API.  The events are held if the caller says that
+-- they exceed the tenant's share, or while another event of the tenant is held; those with a
+-- deliver_at are always delayed, and hold nothing back.
+--
+--   passes: whether the caller's share allows it.
+--   costs: the deliveries of each event.
+--   held_max: how much may be held of a tenant.  Above it nothing is published, and `over` is by how
+--     much; a request finds room at least when nothing is held.
+--   held: whether events were held.
+--   version: the routing version under which the costs should have been found.
+--
+-- A direct request takes no lock: if it sees no held event, the message that moved the last one was
+-- committed, and the ids of its events are lower.
+CREATE FUNCTION publish_shared(
+    tenant        text,
+    passes        boolean,
+    costs         integer[],
+    held_max      bigint,
+    types         text[],
+    payloads      jsonb[]       DEFAULT NULL,
+    keys          text[]        DEFAULT NULL,
+    onces         text[]        DEFAULT NULL,
+    expires_at    timestamptz[] DEFAULT NULL,
+    headers       jsonb[]       DEFAULT NULL,
+    deliver_at    timestamptz[] DEFAULT NULL,
+    once_for      interval[]    DEFAULT NULL,
+    digests       bytea[]       DEFAULT NULL,
+    bodies        bytea[]       DEFAULT NULL,
+    content_types text[]        DEFAULT NULL,
+    OUT event_ids uuid[],
+    OUT held      boolean,
+    OUT version   bigint,
+    OUT over      bigint
+)
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET row_security = off AS $$
+#variable_conflict use_variable
+DECLARE
+    share     tenant_share;
+    oldest    future_event;
+    held_from bigint;
+    added     bigint;
+BEGIN
+    SELECT c.version INTO version FROM cursor c;
+    held := (NOT passes
+             OR EXISTS (SELECT FROM tenant_share s JOIN future_event f ON f.id = s.last_id
+                         WHERE s.tenant = publish_shared.tenant))
+        AND (deliver_at IS NULL OR array_position(deliver_at, NULL) IS NOT NULL);
+    IF held THEN
+        share := lock_share(tenant, true);
+        SELECT * INTO oldest FROM future_event f
+         WHERE f.tenant COLLATE "C" = share.tenant AND f.held_before IS NOT NULL
+           AND f.id >= share.first_id
+         ORDER BY f.id LIMIT 1;
+        held_from := share.total;
+        SELECT sum(t.cost) INTO added FROM unnest(costs, deliver_at) AS t(cost, at)
+         WHERE t.at IS NULL;
+        over := held_from - coalesce(oldest.held_before, held_from) + added - held_max;
+        IF over > 0 AND oldest.id IS NOT NULL THEN
+            RETURN;
+        END IF;
+        over := NULL;
+    END IF;
+    event_ids := store_events(
+        types, payloads, keys, array_fill(tenant, ARRAY[cardinality(types)]), onces, expires_at,
+        headers, deliver_at, once_for, digests, bodies, content_types, costs, held_from);
+    IF held THEN
+        SELECT max(f.id), coalesce(oldest.id, min(f.id)), max(f.held_before + f.cost)
+          INTO share.last_id, share.first_id, share.total
+          FROM future_event f WHERE f.event_id = ANY (event_ids) AND f.held_before IS NOT NULL;
+        IF share.last_id IS NOT NULL THEN  -- Not every idempotency key was used.
+            UPDATE tenant_share s
+               SET last_id = share.last_id, first_id = share.first_id, total = share.total
+             WHERE s.tenant = share.tenant;
+            PERFORM require_stored(FOUND, 'tenant_share');
+        END IF;
+        IF pg_notification_queue_usage() <= 0.5 THEN
+            PERFORM pg_notify(current_schema(), 'held');
+        END IF;
+    END IF;
+END $$;
+REVOKE ALL ON FUNCTION publish_shared FROM PUBLIC;
+
+-- ---------------------------------------------------------------- privileges
+
+-- What is added to the functions in 0021_api.sql.
+CREATE FUNCTION added_privileges(purpose text) RETURNS SETOF required_privilege
+LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
+    SELECT kind, name, privilege, of_columns, NULL::text[]
+      FROM (VALUES
+        ('{relay,operator,reader,api}'::text[], 'table', 'tenant_share', 'SELECT', NULL::text[]),
+        ('{relay,operator,reader,api}', 'function', 'added_privileges', 'EXECUTE', NULL),
+        -- Runs of a tenant's schedule are held; an erasure names the newest event that is left.
+        ('{relay,operator,api}', 'table', 'tenant_share', 'INSERT', '{tenant}'),
+        ('{relay,operator,api}', 'table', 'tenant_share', 'UPDATE', '{last_id,first_id,total}'),
+        ('{relay,operator,api}', 'table', 'future_event', 'INSERT',
+         '{event_id,tenant,type,key,payload,headers,deliver_at,cost,held_before}'),
+        ('{relay,operator,api}', 'function', 'lock_share', 'EXECUTE', NULL),
+        ('{relay}', 'function', 'forget_shares', 'EXECUTE', NULL),
+        ('{api}', 'function', 'publish_shared', 'EXECUTE', NULL)
+      ) AS added(purposes, kind, name, privilege, of_columns)
+     WHERE purpose = ANY (purposes)
+$$;
+
+-- As in 0021_api.sql, with what was added.
+CREATE OR REPLACE FUNCTION required_privileges(purpose text)
+RETURNS TABLE (kind text, name text, privilege text, columns text[])
+LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
+BEGIN
+    RETURN QUERY EXECUTE format('
+        SELECT n.kind, n.name, n.privilege, coalesce(n.of_columns, (
+                   SELECT array_agg(a.attname::text ORDER BY a.attnum) FROM pg_attribute a
+                    WHERE n.all_but IS NOT NULL AND a.attrelid = to_regclass(n.name)
+                      AND a.attnum > 0 AND NOT a.attisdropped AND a.attname <> ALL (n.all_but)))
+          FROM (SELECT * FROM %I() UNION ALL SELECT * FROM added_privileges(%L)) n',
+        purpose || '_privileges', purpose);
+END $$;
