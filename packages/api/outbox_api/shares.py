@@ -26,17 +26,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outbox.core.model.pattern import Patterns
+from outbox.core.sequencing.tenant_pace import PER_S
 from outbox_api.token_bucket import Allowance, TokenBuckets
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-SHARE = Allowance(per_s=5000, burst=20_000)
-"""Deliveries of a tenant that are published at once.  A relay moves held ones at the same rate."""
+SHARE = Allowance(per_s=PER_S, burst=20_000)
+"""Deliveries of a tenant that are published at once; a relay moves held ones at the same rate."""
 TOGETHER = Allowance(per_s=20_000, burst=20_000)
 """Those of all tenants: the sum of their bursts would delay all events, with ten tenants for
 seconds."""
-HELD_MAX = int(SHARE.per_s * 600)
+HELD_DELIVERIES_MAX = int(SHARE.per_s * 600)
 """Deliveries of a tenant that may be held: ten minutes of its share."""
 
 BUCKETS_MAX = 10_000
@@ -56,7 +57,8 @@ class Routes:
     endpoints: int
     segments: int
     patterns: Patterns | None
-    """None: there are too many, and each endpoint counts as if it received every type."""
+    """Those of all endpoints.  None if there are too many: then each endpoint counts for every
+    type."""
 
     def count(self, type: str) -> int:  # noqa: A002
         """The number of endpoints that receive a type."""
@@ -70,7 +72,7 @@ def build_routes(
 
     Args:
         subscriptions: the patterns of each endpoint.
-        segments_max: with more, there are no patterns; None: no limit.
+        segments_max: a limit above which the patterns are not kept; None: no limit.
     """
     each_types = list(subscriptions)
     segments = sum(pattern.count(".") + 1 for types in each_types for pattern in types)

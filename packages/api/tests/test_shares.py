@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outbox_api.shares import HELD_MAX, SHARE, TOGETHER, Shares, build_routes
+from outbox_api.shares import HELD_DELIVERIES_MAX, SHARE, TOGETHER, Shares, build_routes
 from outbox_api.token_bucket import Allowance
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def test_a_tenant_has_its_burst_and_then_its_rate() -> None:
     shares = Shares()
-    assert (SHARE.burst, SHARE.per_s, HELD_MAX) == (20_000, 5000, 3_000_000)
+    assert (SHARE.burst, SHARE.per_s, HELD_DELIVERIES_MAX) == (20_000, 5000, 3_000_000)
     assert shares.reserve("acme", 20_000, 10.0)
     assert not shares.reserve("acme", 1, 10.0)
     assert not shares.reserve("acme", 5001, 11.0)
