@@ -11,6 +11,7 @@ from outbox.core.delivery.operational_events import STUCK_EVERY
 from outbox.core.model.endpoint_condition import DEGRADED, HEALTHY, describe_condition
 from outbox.core.model.stored_response import describe_attempts, describe_response
 from outbox.core.model.text import count
+from outbox.operations.future_events import COUNT_MAX
 from outbox.operations.skip import is_held, stuck_advice
 
 if TYPE_CHECKING:
@@ -34,9 +35,23 @@ def pairs(overview: Overview) -> list[tuple[str, Any]]:
         ("sequenced", _sequenced(overview)),
         ("timeline", _timeline(overview)),
         ("gaps", open_gaps if overview.open_gaps else "none"),
+        ("held", _held(overview)),
         ("dead letters", _dead_letters(overview)),
         ("endpoints", overview.endpoints_total),
     ]
+
+
+def _held(overview: Overview) -> str | None:
+    held = overview.held
+    if held.oldest_at is None:
+        return None
+    over = "more than " if held.events > COUNT_MAX else ""
+    events = count(min(held.events, COUNT_MAX), "event")
+    oldest = age((held.now - held.oldest_at).total_seconds())
+    return (
+        f"{over}{events} with {count(held.deliveries, 'delivery')}, for the shares of "
+        f"{count(held.tenants, 'tenant')}, the oldest for {oldest}"
+    )
 
 
 def _dead_letters(overview: Overview) -> str:

@@ -10,6 +10,7 @@ from outbox.cli.common import before_id_option, print_result, run_operation, war
 from outbox.cli.output import cell, describe_payload, emit_pairs, fold, style
 from outbox.core.model.text import count, safe
 from outbox.operations import trace
+from outbox.operations.future_events import describe
 from outbox.operations.trace_diagnosis import describe_unsent
 
 if TYPE_CHECKING:
@@ -17,13 +18,21 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from outbox.config import Settings
-    from outbox.operations.event_trace import EventTrace, TracedAttempt, TracedDelivery, TraceReport
+    from outbox.operations.event_trace import (
+        EventTrace,
+        FutureEvent,
+        TracedAttempt,
+        TracedDelivery,
+        TraceReport,
+    )
 
 TRACED_EVENTS_MAX = 100
 HEADERS_SHOWN = ("x-request-id", "request-id", "x-correlation-id", "retry-after", "server")
 
 
 def _show_report(report: TraceReport) -> None:
+    if report.future is not None:
+        _show_future(report.future)
     for n, event_trace in enumerate(report.events):
         if n:
             click.echo()
@@ -116,6 +125,24 @@ def _show(event_trace: EventTrace, found_by: str | None) -> None:
         for sentence in event_trace.diagnosis:
             for i, line in enumerate(fold(sentence, 4)):
                 click.echo(f"{'    ' if i else '  - '}{line}")
+
+
+def _show_future(event: FutureEvent) -> None:
+    emit_pairs(
+        [
+            ("event", event.id),
+            ("type", event.type),
+            ("key", event.key),
+            ("tenant", event.tenant),
+            ("accepted", event.accepted_at),
+            ("expires", event.expires_at),
+            ("expected", event.expected_at),
+            ("deliveries ahead", event.deliveries_ahead),
+        ]
+    )
+    click.echo()
+    for line in fold(f"it {describe(event)}"):
+        click.echo(line)
 
 
 def _payload(event_trace: EventTrace) -> Any:

@@ -229,6 +229,29 @@ class EventTrace:
 
 
 @dataclass(frozen=True, slots=True)
+class FutureEvent:
+    """An event that is accepted, and not published in the outbox yet."""
+
+    future_id: int
+    """Increases in the order of acceptance."""
+    id: UUID
+    type: str
+    tenant: str | None
+    key: str | None
+    accepted_at: datetime
+    expires_at: datetime | None
+    held: bool
+    """Held for its tenant's share of deliveries; otherwise delayed by its `deliver_at`."""
+    deliver_at: datetime | None
+    """The time before which it is not published; null for a held event."""
+    deliveries_ahead: int | None
+    """Held deliveries of the tenant that are published before it; null: it is not held."""
+    expected_at: datetime
+    """About when it is published: its `deliver_at`, or the end of what is ahead of it at the rate
+    of a tenant."""
+
+
+@dataclass(frozen=True, slots=True)
 class TraceReport:
     """Traces of the events that match an id or key."""
 
@@ -237,3 +260,5 @@ class TraceReport:
     more: bool
     """Whether there are older events."""
     events: list[EventTrace]
+    future: FutureEvent | None = None
+    """The event, if it is not published yet: it has no trace."""

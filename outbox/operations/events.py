@@ -18,6 +18,7 @@ from outbox.core.model.ids import delivery_id, outbox_id_of
 from outbox.errors import NotFound
 from outbox.operations.criteria import Criteria, criteria_parameters
 from outbox.operations.delivery_counts import DeliveryCounts, count_deliveries
+from outbox.operations.future_events import NotPublishedYet, find_future_event
 from outbox.operations.pages import page_of
 from outbox.operations.rows import ID_MAX, from_row
 from outbox.store.connection.connect import map_errors
@@ -88,11 +89,6 @@ FIND_BY_OUTBOX_ID = f"{_KNOWN} AND known.id = ANY ($1)"
 
 FIND_BY_IDEMPOTENCY_KEY = """
 SELECT event_id FROM idempotency_key WHERE key = $1 AND event_id IS NOT NULL
-"""
-
-# A future event: published, but not due yet.
-FIND_FUTURE = """
-SELECT deliver_at FROM future_event WHERE event_id = $1 AND ($2::text IS NULL OR tenant = $2)
 """
 
 # Candidates for the endpoint of an X-Delivery.
@@ -230,7 +226,8 @@ async def find_events(
         once_key: the text as an idempotency key of the tenant, tried last.
 
     Raises:
-        NotFound: no event matches, or it is a future event.
+        NotFound: no event matches.
+        NotPublishedYet: a future event does.
     """
     unknown = NotFound(
         f'no event found for "{text}": no event id, key, X-Delivery or once key matches; events '
@@ -278,16 +275,12 @@ async def _find_by_event_id(
     """Find by event id.
 
     Raises:
-        NotFound: it is a future event, which is not in the outbox yet.
+        NotPublishedYet: it is a future event.
     """
     if rows := await connection.fetch(FIND_BY_EVENT_ID, event_id, tenant):
         return tuple(row["id"] for row in rows)
-    deliver_at = await connection.fetchval(FIND_FUTURE, event_id, tenant)
-    if deliver_at is not None:
-        raise NotFound(
-            f"event {event_id} is scheduled for {deliver_at.isoformat(sep=' ')}; it has no "
-            "deliveries yet"
-        )
+    if (future := await find_future_event(connection, event_id, tenant)) is not None:
+        raise NotPublishedYet(future)
     return ()
 
 

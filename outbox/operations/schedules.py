@@ -43,11 +43,15 @@ SELECT {COLUMNS}, payload::text, headers::text
 # Candidates for a misspelled name.
 READ_NAMES = "SELECT name FROM schedule LIMIT 10000"
 
-# Counted up to a limit: there may be a million.
+# Those with a deliver_at, of applications and of tenants' tokens.  Counted up to a limit: there may
+# be a million.
 READ_FUTURE = """
-SELECT (SELECT count(*) FROM (SELECT FROM future_event LIMIT $1 + 1) counted) AS events,
-       (SELECT deliver_at FROM future_event
-         ORDER BY coalesce(retry_at, deliver_at), id LIMIT 1) AS first_at,
+SELECT (SELECT count(*) FROM (SELECT FROM future_event WHERE held_before IS NULL LIMIT $1 + 1) f)
+           AS events,
+       least((SELECT deliver_at FROM future_event WHERE cost IS NULL
+               ORDER BY coalesce(retry_at, deliver_at), id LIMIT 1),
+             (SELECT deliver_at FROM future_event WHERE cost IS NOT NULL AND held_before IS NULL
+               ORDER BY coalesce(retry_at, deliver_at) LIMIT 1)) AS first_at,
        clock_timestamp() AS now
 """
 

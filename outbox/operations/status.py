@@ -9,6 +9,7 @@ from outbox.core.model.ids import lane_name
 from outbox.core.sequencing.partition_window import unsequenced_ids
 from outbox.operations import lanes
 from outbox.operations.dead_letters import LAST_REPLAY
+from outbox.operations.future_events import HeldEvents, read_held
 from outbox.operations.pages import page_of, shorten_responses
 from outbox.operations.rows import from_row
 from outbox.store.cluster.timeline import read_stopped
@@ -282,6 +283,8 @@ class EndpointStatuses:
 
     at: datetime
     """The time by the server's clock."""
+    held: HeldEvents
+    """What is held for the share of the tenant; for other tokens, of all tenants."""
     endpoints_total: int
     endpoints: tuple[EndpointStatus, ...]
     """Those that fail first, then those with the most pending deliveries."""
@@ -300,6 +303,8 @@ class Overview:
     stopped: str | None
     """Why relays sequence nothing, such as what a restored state lacks; None: they do."""
     open_gaps: int
+    held: HeldEvents
+    """What is held for the shares of tenants."""
     unaccounted_events: int
     """Events that are missing or superfluous, by a comparison with all ids."""
     replicas: tuple[ReplicaStatus, ...]
@@ -332,6 +337,7 @@ async def read_overview(connection: Connection[Any], schema: str, *, limit: int 
             blocker = await read_cursor_blocker(connection) if waits else None
             gaps = await connection.fetchrow(GAPS)
             replicas = await connection.fetch(REPLICAS)
+            held = await read_held(connection, schema)
             endpoints = await connection.fetch(ENDPOINTS, limit, None)
             dead = await connection.fetch(COUNT_DEAD_LETTERS)
             unaccounted: int = await connection.fetchval(COUNT_UNACCOUNTED)
@@ -348,6 +354,7 @@ async def read_overview(connection: Connection[Any], schema: str, *, limit: int 
         blocker=blocker,
         stopped=stopped,
         open_gaps=gaps["gaps"],
+        held=held,
         unaccounted_events=unaccounted,
         replicas=tuple(from_row(ReplicaStatus, row) for row in replicas),
         endpoints=_endpoints(endpoints),
@@ -368,8 +375,9 @@ async def read_endpoint_statuses(
     with map_errors(schema):
         at: datetime = await connection.fetchval(READ_NOW)
         rows = await connection.fetch(ENDPOINTS, limit, tenant)
+    held = await read_held(connection, schema, tenant=tenant)
     total = rows[0]["endpoints_total"] if rows else 0
-    return EndpointStatuses(at, total, _endpoints(rows))
+    return EndpointStatuses(at, held, total, _endpoints(rows))
 
 
 async def list_replicas(connection: Connection[Any], schema: str) -> list[ReplicaStatus]:

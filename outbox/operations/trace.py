@@ -29,6 +29,7 @@ from outbox.operations.event_trace import (
     TraceReport,
     UnsentGroup,
 )
+from outbox.operations.future_events import NotPublishedYet
 from outbox.operations.lanes import BLOCKED_BY, LANE_STATE, retry_state
 from outbox.operations.pages import shorten_responses
 from outbox.operations.rows import ID_MAX, encode_other, from_row
@@ -220,9 +221,12 @@ async def trace_events(
         NotFound: no event matches, or no endpoint ever had this name.
     """
     endpoint_ids = await find_endpoint_ids(connection, endpoint, tenant)
-    match = await events.find_events(
-        connection, schema, text, limit=limit, below=below, tenant=tenant, once_key=once_key
-    )
+    try:
+        match = await events.find_events(
+            connection, schema, text, limit=limit, below=below, tenant=tenant, once_key=once_key
+        )
+    except NotPublishedYet as found:
+        return TraceReport("event id", False, [], found.event)
     traces: list[EventTrace] = []
     traced_bytes = 0
     for outbox_id in match.outbox_ids:

@@ -119,14 +119,26 @@ async def publish_encoded(
         encoded: the result of `encode_events`.
         digests: what is stored with each idempotency key, to recognise the same request.
     """
-    statement = in_schema(statements.PUBLISH_MANY, schema)
+    given = {"events": encoded, "digests": digests}
+    event_ids = await publish_by(connection, statements.PUBLISH_MANY, given, schema=schema)
+    return [_uuid(event_id) for event_id in event_ids]
+
+
+async def publish_by(
+    connection: OpenConnection, statement: str, given: Parameters, *, schema: str
+) -> Any:
+    """Publish encoded events by one of the statements for several; returns its result.
+
+    Raises:
+        InvalidEvent: a payload is too large.
+    """
     with _map_errors(schema):
-        ((size, number, is_json, size_max, event_ids),) = await connection.execute(
-            Call(statement, {"events": encoded, "digests": digests})
+        ((size, number, is_json, size_max, published),) = await connection.execute(
+            Call(in_schema(statement, schema), given)
         )
     if size > size_max:
         raise numbered(_too_large(size, size_max, is_json=is_json), number)
-    return [_uuid(event_id) for event_id in event_ids]
+    return published
 
 
 async def release(given: Any, driver: Driver, once_key: str, *, schema: str) -> bool:

@@ -50,7 +50,7 @@ SELECT CASE WHEN octet_length(given.body) > {schema}.payload_bytes_max()
 # are one JSON text in UTF-8: drivers encode arrays of text slowly.  A payload of null is not an
 # SQL NULL; bodies are in Base64.
 #   event: one row for each; MATERIALIZED, so that the text is parsed once.
-PUBLISH_MANY = """
+_SEVERAL = """
 WITH event AS MATERIALIZED (
     SELECT e.n, e.type, CASE WHEN e.body IS NULL THEN coalesce(e.payload, jsonb 'null') END
                AS payload,
@@ -68,11 +68,16 @@ WITH event AS MATERIALIZED (
                                   deliver_at, expires_in_s, body, content_type, n))
 SELECT p.size, p.n, p.is_json, {schema}.payload_bytes_max() AS size_max,
        CASE WHEN p.size <= {schema}.payload_bytes_max() THEN (
-           SELECT CAST({schema}.publish_events(
+           SELECT {publish} FROM event) END
+       AS published
+  FROM (SELECT coalesce(octet_length(body), octet_length(CAST(payload AS text))) AS size, n,
+               body IS NULL AS is_json
+          FROM event ORDER BY 1 DESC LIMIT 1) p
+"""
+_ARRAYS = """
                       types => array_agg(type ORDER BY n),
                       payloads => array_agg(payload ORDER BY n),
                       keys => array_agg(key ORDER BY n),
-                      tenants => array_agg(tenant ORDER BY n),
                       onces => array_agg(once ORDER BY n),
                       headers => array_agg(headers ORDER BY n),
                       once_for => array_agg(once_for ORDER BY n),
@@ -80,13 +85,23 @@ SELECT p.size, p.n, p.is_json, {schema}.payload_bytes_max() AS size_max,
                       expires_at => array_agg(expires_at ORDER BY n),
                       bodies => array_agg(body ORDER BY n),
                       content_types => array_agg(content_type ORDER BY n),
-                      digests => CAST(:digests AS bytea[])) AS text[])
-             FROM event) END
-       AS event_ids
-  FROM (SELECT coalesce(octet_length(body), octet_length(CAST(payload AS text))) AS size, n,
-               body IS NULL AS is_json
-          FROM event ORDER BY 1 DESC LIMIT 1) p
-"""
+                      digests => CAST(:digests AS bytea[])"""
+
+PUBLISH_MANY = _SEVERAL.replace(
+    "{publish}",
+    f"""CAST({{schema}}.publish_events(
+                      tenants => array_agg(tenant ORDER BY n),{_ARRAYS}) AS text[])""",
+)
+
+# The same for a token of a tenant: held if its share does not cover them; see
+# schema/0022_shares.sql.
+PUBLISH_SHARED = _SEVERAL.replace(
+    "{publish}",
+    f"""to_jsonb({{schema}}.publish_shared(
+                      tenant => CAST(:tenant AS text), passes => CAST(:passes AS boolean),
+                      costs => CAST(:costs AS integer[]), held_max => CAST(:held_max AS bigint),
+                      {_ARRAYS.lstrip()}))""",
+)
 
 # Claims an idempotency key; true if this transaction may publish for it.
 CLAIM_ONCE = """

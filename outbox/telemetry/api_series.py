@@ -20,6 +20,7 @@ API_METRICS = {
         catalogue.API_REQUEST_DURATION,
         catalogue.API_REQUESTS_IN_PROGRESS,
         catalogue.API_REFUSALS,
+        catalogue.API_HELD,
     )
 }
 """What the API counts itself, by name."""

@@ -315,10 +315,17 @@ API_REFUSALS = Metric(
     "outbox.api.refusals",
     MetricKind.COUNTER,
     "{request}",
-    "Requests that the API refused. reason: a limit (rate, of a token; concurrency, of a token or "
-    "address; logins, the failed ones of an address; body_size; body_time), the token (token, not "
-    "a valid one; scope, not enough), the header Host (host), or the database (unavailable).",
+    "Requests that the API refused. reason: a limit (rate, of a token; share, too much held of a "
+    "tenant; concurrency, of a token or address; logins, the failed ones of an address; body_size; "
+    "body_time), the token (token, not a valid one; scope, not enough), the header Host (host), or "
+    "the database (unavailable).",
     ("listener", "reason"),
+)
+API_HELD = Metric(
+    "outbox.api.held",
+    MetricKind.COUNTER,
+    "{request}",
+    "Requests of tenants' tokens whose events were held, because they exceed the tenant's share.",
 )
 
 CATALOGUE: tuple[Metric, ...] = (
@@ -356,5 +363,6 @@ CATALOGUE: tuple[Metric, ...] = (
     API_REQUEST_DURATION,
     API_REQUESTS_IN_PROGRESS,
     API_REFUSALS,
+    API_HELD,
 )
 """All metrics, in display order."""

@@ -56,6 +56,28 @@ def traced(database: Database) -> Database:
     return database
 
 
+def test_a_held_event_is_shown_with_its_place(outbox: Command, database: Database) -> None:
+    async def hold() -> list[UUID]:
+        async with database.connection(server_settings={"search_path": "relay"}) as db:
+            ids: list[UUID] = await db.fetchval(
+                """SELECT (publish_shared(tenant => 'acme', passes => false, costs => '{3,2}',
+                                          held_max => 100, types => '{a.b,a.b}',
+                                          payloads => '{1,2}', keys => '{k,k}')).event_ids"""
+            )
+            return ids
+
+    _, second = asyncio.run(hold())
+    result = outbox("trace", str(second), OUTBOX_DSN=database.dsn)
+    assert result.code == 0
+    assert re.search(r"^deliveries ahead +3$", result.out, re.MULTILINE)
+    text = " ".join(result.out.split())
+    assert "it is held for the share of the tenant acme since 20" in text
+    assert "3 deliveries of the tenant are before it, at most 5000 a second" in text
+    result = outbox("status", OUTBOX_DSN=database.dsn)
+    held = r"^held +2 events with 5 deliveries, for the shares of 1 tenant, the oldest for \d+"
+    assert re.search(held, result.out, re.MULTILINE)
+
+
 def test_a_trace_as_text(outbox: Command, traced: Database) -> None:
     result = outbox("trace", "order-17", "--limit", "1", OUTBOX_DSN=traced.dsn)
     assert result.code == 0

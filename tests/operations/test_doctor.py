@@ -26,6 +26,8 @@ from outbox.store.cluster.replicas import ReplicaStore
 from outbox.store.connection import dsn
 from outbox.store.connection.current_settings import CurrentSettings
 from outbox.store.connection.secrets import CLEAR, Vault
+from outbox.store.connection.store_connection import StoreConnection
+from outbox.store.schedules.future_events import FutureEventStore
 from outbox.store.schema.migration_files import migrations
 from tests.support.doctor import PATH, findings, findings_of, reported_findings, sql_of, the_one
 from tests.support.relay import BUSY, Network, add_endpoint, all_ended, publish, register, running
@@ -795,3 +797,27 @@ async def test_overdue_schedules_and_events_are_reported(db: Connection[Any]) ->
     await db.execute("UPDATE future_event SET deliver_at = now() - interval '2 hours'")
     finding = await the_one(db, "schedules")
     assert finding.message.startswith("a future event has been overdue for 2")
+
+
+HOLD = """
+SELECT publish_shared(tenant => 'acme', passes => false, costs => '{1,1}', held_max => 100,
+                      types => '{a,a}', payloads => '{1,2}')
+"""
+
+
+async def test_held_events_are_overdue_only_if_none_is_published(
+    database: Database, db: Connection[Any]
+) -> None:
+    await db.execute(HOLD)
+    assert await reported_findings(db, "schedules") == []
+    await db.execute("UPDATE future_event SET created_at = now() - interval '2 hours'")
+    finding = await the_one(db, "schedules", limits=DoctorLimits(moved_s=0.01))
+    assert finding.severity is Severity.PROBLEM
+    assert finding.message.startswith("held events are not published, the oldest for 2h")
+    # Whatever its age, a backlog that becomes smaller is published at the pace of its tenant.
+    mover = FutureEventStore(await database.connect(connection_class=StoreConnection, **PATH), 1)
+    polling = asyncio.ensure_future(
+        reported_findings(db, "schedules", limits=DoctorLimits(moved_s=60))
+    )
+    await until(lambda: mover.move_shares(0.0), 20, "the mover")
+    assert await polling == []

@@ -100,6 +100,8 @@ class DoctorLimits:
     """Time left to renew a certificate."""
     overdue_s: float = 60.0
     """A run is published within a second, or after a failover within two leases."""
+    moved_s: float = 2.0
+    """Time in which a running relay publishes some of what is held for the shares of tenants."""
     failing_s: float = 600.0
     holder_s: float = 60.0
     """Maximum duration of a transaction that has published."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from outbox.core.model.duration import rounded
@@ -17,6 +18,7 @@ from outbox.operations.doctor.check import (
     report_rows,
     warning,
 )
+from outbox.operations.future_events import OLDEST_HELD
 from outbox.operations.status import REPLICAS
 from outbox.store.cluster.sessions import LISTENER_SUFFIX
 from outbox.store.expressions import lease_runs
@@ -31,6 +33,8 @@ from outbox.store.sequencing.stalls import read_cursor_blocker
 
 ACCOUNTED_BLOCKS_MAX = 3
 """Blocks of ids that are counted, each in less than a second."""
+
+MOVED_POLL_S = 0.1
 
 START = "start one: outbox relay"
 START_FOR_SCHEDULES = (
@@ -234,10 +238,24 @@ SELECT name, cron, extract(epoch FROM clock_timestamp() - next_at)::float8 AS si
  ORDER BY next_at, id
 """
 
+# Applications' delayed events; what waits for the share of a tenant is late on purpose.
 FUTURE = """
 SELECT extract(epoch FROM clock_timestamp() - deliver_at)::float8 AS since_s
-  FROM future_event WHERE problem IS NULL ORDER BY coalesce(retry_at, deliver_at), id LIMIT 1
+  FROM future_event WHERE cost IS NULL AND problem IS NULL
+ ORDER BY coalesce(retry_at, deliver_at), id LIMIT 1
 """
+
+# The first events that wait for the shares of their tenants, held or due, for more than $1 seconds.
+SHARED = f"""
+SELECT id, since_s FROM (
+    SELECT oldest.id, extract(epoch FROM clock_timestamp() - oldest.created_at)::float8 AS since_s
+      FROM tenant_share s CROSS JOIN LATERAL ({OLDEST_HELD}) oldest
+     UNION ALL
+    (SELECT id, extract(epoch FROM clock_timestamp() - deliver_at)::float8 FROM future_event
+      WHERE cost IS NOT NULL AND held_before IS NULL AND problem IS NULL
+      ORDER BY coalesce(retry_at, deliver_at) LIMIT 1)) first
+ WHERE since_s > $1 ORDER BY since_s DESC
+"""  # noqa: S608 (constants only)
 
 
 @check("schedules", passed="no schedule and no future event is overdue")
@@ -256,6 +274,12 @@ async def schedules(context: DoctorContext) -> Results:
         yield problem(
             f"a future event has been overdue for {rounded(since_s)}", START_FOR_SCHEDULES
         )
+    rows = await context.db.fetch(SHARED, late_s)
+    if rows and not await _some_are_moved(context, {row["id"] for row in rows}):
+        yield problem(
+            f"held events are not published, the oldest for {rounded(rows[0]['since_s'])}",
+            START_FOR_SCHEDULES,
+        )
     row = await context.db.fetchrow(READ_POSTPONED)
     if row["events"]:
         yield problem(
@@ -263,6 +287,18 @@ async def schedules(context: DoctorContext) -> Results:
             "correct the trigger, constraint or rule that refuses them; the relay tries again at "
             f"least every {rounded(RETRY_MAX.total_seconds())}",
         )
+
+
+async def _some_are_moved(context: DoctorContext, first: set[int]) -> bool:
+    """Whether a relay publishes any of the first held events within `moved_s`."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + context.limits.moved_s
+    while loop.time() < until:
+        await asyncio.sleep(MOVED_POLL_S)
+        rows = await context.db.fetch(SHARED, 0.0)
+        if not first.issubset(row["id"] for row in rows):
+            return True
+    return False
 
 
 def _overdue_schedule(row: Any) -> CheckResult:

@@ -24,6 +24,7 @@ from outbox.store.connection.connect import in_one_line
 from outbox_api import openapi, page, problem, tenancy
 from outbox_api.auth import Authenticator, require_scope
 from outbox_api.endpoint_tester import EndpointTester
+from outbox_api.fair_publishing import FairPublisher
 from outbox_api.host_check import host_middleware
 from outbox_api.in_flight import request_in_flight
 from outbox_api.limits import LARGE_BODIES_MAX, REQUEST_BODY_BYTES_MAX
@@ -67,7 +68,8 @@ def application(
     """Create the API application for a listener at `address`."""
     limits = RateLimiter(settings.api_rate_max, clock)
     authenticator = Authenticator(database, failures, limits, clock)
-    handlers = _RouteHandlers(settings, database, authenticator, limits, clock)
+    publisher = FairPublisher(shared.meters, clock)
+    handlers = _RouteHandlers(settings, database, authenticator, limits, publisher, clock)
     app = web.Application(
         middlewares=[
             shared.meters.middleware("api"),
@@ -96,11 +98,13 @@ class _RouteHandlers:
         database: Database,
         authenticator: Authenticator,
         limits: RateLimiter,
+        publisher: FairPublisher,
         clock: Callable[[], float],
     ) -> None:
         self._database = database
         self._authenticator = authenticator
         self._limits = limits
+        self._publisher = publisher
         self._bodies = BodyReader(database, clock)
         self._large_bodies = asyncio.Semaphore(LARGE_BODIES_MAX)
         self._live = LiveStatusCache(clock)
@@ -162,6 +166,7 @@ class _RouteHandlers:
                         body,
                         self._live,
                         self._tester,
+                        self._publisher,
                     )
                     result = await route.handler(call)
                     if not isinstance(result, DeferredReply):

@@ -152,12 +152,15 @@ async def _publish(call: Call[NoQuery, NewEvents]) -> Reply:
     try:
         with traced(body.type or f"{len(body.events or ())} events"):
             events_to_publish, encoded, digest = _encode(call, key)
-            async with call.db.transaction(isolation="read_committed"):
+            digests = None if digest is None else [digest]
+            # In autocommit mode: a transaction would hold locks while it waits for its client.
+            if call.tenant is None:
                 ids = await publish_encoded(
-                    await open_connection(call.db),
-                    encoded,
-                    digests=None if digest is None else [digest],
-                    schema=call.schema,
+                    await open_connection(call.db), encoded, digests=digests, schema=call.schema
+                )
+            else:
+                ids = await call.run(
+                    call.publisher.publish, call.tenant, events_to_publish, encoded, digests
                 )
     except InvalidEvent as error:
         if body.events is not None:

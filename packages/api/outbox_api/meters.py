@@ -45,6 +45,11 @@ class ApiMeters:
         )
         # By listener and reason.
         self._refusals: Counter[tuple[str, str]] = Counter()
+        self._held = 0
+
+    def count_held(self) -> None:
+        """Count a request whose events were held."""
+        self._held += 1
 
     def middleware(self, listener: str) -> Any:
         """Create the outermost middleware of a listener: it sees the response that is sent.
@@ -89,5 +94,6 @@ class ApiMeters:
                 catalogue.API_REQUEST_DURATION.name: durations,
                 catalogue.API_REQUESTS_IN_PROGRESS.name: in_progress,
                 catalogue.API_REFUSALS.name: [list(each) for each in self._refusals.items()],
+                catalogue.API_HELD.name: [[[], self._held]],
             },
         }

@@ -76,6 +76,7 @@ class Refusal(StrEnum):
     """Why a request was refused, in metrics."""
 
     RATE = "rate"
+    SHARE = "share"
     CONCURRENCY = "concurrency"
     LOGINS = "logins"
     BODY_SIZE = "body_size"

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from outbox.core.model.api_token import Scope
     from outbox.operations.rows import RowPage
     from outbox_api.endpoint_tester import EndpointTester
+    from outbox_api.fair_publishing import FairPublisher
     from outbox_api.live_cache import LiveStatusCache
 
 
@@ -145,6 +146,7 @@ class Call(Generic[Q, B]):
     body: B
     live: LiveStatusCache
     endpoint_tester: EndpointTester
+    publisher: FairPublisher
 
     @property
     def schema(self) -> str:

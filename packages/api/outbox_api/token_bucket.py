@@ -51,10 +51,20 @@ class TokenBuckets:
         return wait_s
 
     def charge(self, key: Hashable, now: float, tokens: float) -> None:
-        """Take tokens, also more than there are: the key waits until the rest has been refilled."""
+        """Take tokens, also more than there are: the key waits until the rest has been refilled.
+
+        A negative number returns tokens that were not used.
+        """
         self._full_at[key] = self._next(key, now, tokens)
         self._full_at.move_to_end(key)
         self._forget(now)
+
+    def drain(self, key: Hashable, now: float) -> None:
+        """Take all tokens; a debt remains."""
+        debt_s = max(0.0, self.wait_s(key, now, 0))
+        self._full_at.pop(key, None)
+        burst_s = self._allowance.burst / self._allowance.per_s
+        self.charge(key, now, (burst_s + debt_s) * self._allowance.per_s)
 
     def _next(self, key: Hashable, now: float, tokens: float) -> float:
         """When the bucket would be full after taking tokens now."""

@@ -317,9 +317,13 @@ async def test_a_scheduled_event_waits(database: Database, api: Api) -> None:
     response = await api.post("/v1/events", {"type": "a.b", "deliver_at": at})
     assert response.status == 201
     assert await fetchval(database, "SELECT deliver_at FROM future_event") == at
-    trace = await api.get(f"/v1/trace/{response.json['id']}")
-    assert trace.status == 404
-    assert "is scheduled for" in trace.detail
+    trace = (await api.get(f"/v1/trace/{response.json['id']}")).json
+    future = trace["future"]
+    assert (trace["events"], future["id"], future["held"]) == ([], response.json["id"], False)
+    assert future["deliver_at"] == future["expected_at"]
+    (listed,) = await api.items("/v1/future-events")
+    assert listed == future
+    assert await api.items("/v1/future-events", held=True) == []
 
 
 # ---------------------------------------------------------------- looking

@@ -266,11 +266,18 @@ TABLE: tuple[Row, ...] = (
     ),
     *(
         owner("GET /v1/trace/{id}", "read", path=f"/v1/trace/{{{text}}}")
-        for text in ("event", "published", "delivery", "once", "outbox_id")
+        for text in ("event", "published", "waits", "delivery", "once", "outbox_id")
     ),
-    owner("GET /v1/trace/{id}", "read", 404, path="/v1/trace/{waits}", hides=True),
     everyone("GET /v1/trace/{id}", "read", missing=404, path=SAME_KEY, query={"payload": True}),
     owner("GET /v1/trace/{id}", "read", path=SAME_KEY, query={"endpoint": "{endpoint}"}),
+    everyone("GET /v1/future-events", "read"),
+    everyone("GET /v1/future-events", "read", query={"held": True}, hides=True),
+    Row(
+        "GET /v1/future-events",
+        "read",
+        *(200, 422, 200, 200),
+        query={"tenant": "{tenant}"},
+    ),
     # ---- idempotency keys
     everyone("GET /v1/once", "read"),
     everyone("GET /v1/once", "read", query={"prefix": "{tenant}"}),

@@ -45,7 +45,8 @@ async def test_a_tenant_reads_its_own_rows(world: World) -> None:
         (trace,) = (await acme.get(f"/v1/trace/{text}", payload=True)).json["events"]
         assert trace["event"]["payload"] == {"who": "acme"}
         assert [d["endpoint"] for d in trace["deliveries"]] == ["acme-shop"]
-    assert (await acme.get(f"/v1/trace/{ids['waits']}")).status == 404
+    assert (await acme.get(f"/v1/trace/{ids['waits']}")).json["future"]["id"] == ids["waits"]
+    assert [each["id"] for each in await acme.items("/v1/future-events")] == [ids["waits"]]
     assert [j["id"] for j in await acme.items("/v1/replays")] == [ids["job"]]
     assert (await acme.post(f"/v1/replays/{ids['job']}/abort")).status == 200
     assert [s["name"] for s in await acme.items("/v1/schedules")] == ["acme-nightly"]

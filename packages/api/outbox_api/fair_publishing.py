@@ -1,0 +1,142 @@
+"""Publishing for tokens of tenants: within the tenant's share at once, or held.
+
+`outbox_api.shares` has the theory.  One statement in autocommit mode: it locks the row of a tenant
+whose request is held, and never waits for its client meanwhile.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+import asyncpg
+import orjson
+
+from outbox.core.model.text import count
+from outbox.drivers.connections import open_connection
+from outbox.errors import OutboxError
+from outbox.producers.publishing import publish_by
+from outbox.producers.statements import PUBLISH_SHARED
+from outbox.store.connection.connect import map_errors
+from outbox_api.problem import Refusal
+from outbox_api.rate_limit import too_many_requests
+from outbox_api.shares import HELD_DELIVERIES_MAX, SHARE, TENANT_SEGMENTS_MAX, Shares, build_routes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from asyncpg import Connection
+
+    from outbox.producers.event import Event
+    from outbox_api.meters import ApiMeters
+
+# Current subscriptions of a tenant alone ($1; NULL: none), and those to all tenants ($2), with the
+# routing version: a row without types if there are none.
+READ_SUBSCRIPTIONS = """
+SELECT c.version, s.types, s.all_tenants
+  FROM cursor c
+  LEFT JOIN (subscription s JOIN endpoint e
+                 ON e.id = s.endpoint_id AND e.state IN ('active', 'paused'))
+    ON s.to_batch IS NULL AND CASE WHEN s.all_tenants THEN $2 ELSE s.tenant = $1 END
+"""
+
+
+class FairPublisher:
+    """Publishes for tokens of tenants.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        meters: ApiMeters,
+        clock: Callable[[], float],
+        *,
+        shares: Shares | None = None,
+        held_max: int = HELD_DELIVERIES_MAX,
+    ) -> None:
+        self._shares = shares or Shares()
+        self._meters = meters
+        self._clock = clock
+        self._held_max = held_max
+
+    async def publish(
+        self,
+        connection: Connection[Any],
+        schema: str,
+        tenant: str,
+        events: Sequence[Event],
+        encoded: bytes,
+        digests: list[bytes] | None,
+    ) -> list[UUID | None]:
+        """Publish events, or let the database hold them.
+
+        Args:
+            encoded, digests: see `publish_encoded`.
+
+        Raises:
+            Problem: too many deliveries of the tenant are held already.
+        """
+        costs = await self._costs(connection, schema, tenant, events)
+        # What has a `deliver_at` is paced when it is due.
+        at_once = sum(n for n, each in zip(costs, events, strict=True) if each.deliver_at is None)
+        passes = self._shares.reserve(tenant, at_once, self._clock())
+        try:
+            published = orjson.loads(
+                await publish_by(
+                    await open_connection(connection),
+                    PUBLISH_SHARED,
+                    {
+                        "events": encoded,
+                        "digests": digests,
+                        "tenant": tenant,
+                        "passes": passes,
+                        "costs": costs,
+                        "held_max": self._held_max,
+                    },
+                    schema=schema,
+                )
+            )
+        except asyncpg.PostgresConnectionError:
+            raise  # It may have been published, as after a time-out.
+        except (OutboxError, asyncpg.PostgresError):
+            if passes:
+                self._shares.release(tenant, at_once, self._clock())
+            raise
+        self._shares.set_version(published["version"])
+        if published["held"] or published["over"] is not None:
+            if passes:
+                self._shares.release(tenant, at_once, self._clock())
+            self._shares.drain(tenant, self._clock())
+        if published["over"] is not None:
+            raise too_many_requests(
+                f'more than {count(self._held_max, "delivery")} of the tenant "{tenant}" would be '
+                f"held for its share of {SHARE.per_s:,.0f} deliveries a second",
+                published["over"] / SHARE.per_s,
+                Refusal.SHARE,
+            )
+        if published["held"]:
+            self._meters.count_held()
+        return [None if each is None else UUID(each) for each in published["event_ids"]]
+
+    async def _costs(
+        self, connection: Connection[Any], schema: str, tenant: str, events: Sequence[Event]
+    ) -> list[int]:
+        own, of_all = self._shares.lacks_routes(tenant)
+        if own or of_all:
+            with map_errors(schema):
+                rows = await connection.fetch(READ_SUBSCRIPTIONS, tenant if own else None, of_all)
+            version = rows[0]["version"]
+            types: dict[bool, list[Sequence[str]]] = {False: [], True: []}
+            for row in rows:
+                if row["types"] is not None:
+                    types[row["all_tenants"]].append(row["types"])
+            self._shares.set_routes(
+                tenant,
+                build_routes(version, types[False], segments_max=TENANT_SEGMENTS_MAX)
+                if own
+                else None,
+                build_routes(version, types[True]) if of_all else None,
+            )
+        return self._shares.costs(tenant, [each.type for each in events])
