@@ -42,9 +42,8 @@ CREATE TABLE tenant_share (
     total    bigint NOT NULL DEFAULT 0   -- the sum of the costs of all events that were ever held
 );
 
--- Locks a tenant's share, and returns its row.  With `wait` false it aborts the message if another
--- session has locked it: a relay does not wait for a client.
-CREATE FUNCTION lock_share(tenant text, wait boolean) RETURNS tenant_share
+-- Locks a tenant's share, and returns its row.
+CREATE FUNCTION lock_share(tenant text) RETURNS tenant_share
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 #variable_conflict use_column
 DECLARE
@@ -52,19 +51,23 @@ DECLARE
 BEGIN
     LOOP
         INSERT INTO tenant_share (tenant) VALUES (lock_share.tenant) ON CONFLICT DO NOTHING;
-        IF wait THEN
-            SELECT * INTO share FROM tenant_share s WHERE s.tenant = lock_share.tenant FOR UPDATE;
-            EXIT WHEN FOUND;  -- forget_shares() may have deleted it.
-        ELSE
-            SELECT * INTO share FROM tenant_share s
-             WHERE s.tenant = lock_share.tenant FOR UPDATE SKIP LOCKED;
-            PERFORM abort_unless(FOUND);
-            EXIT;
-        END IF;
+        SELECT * INTO share FROM tenant_share s WHERE s.tenant = lock_share.tenant FOR UPDATE;
+        EXIT WHEN FOUND;  -- forget_shares() may have deleted it.
     END LOOP;
     RETURN share;
 END $$;
 REVOKE ALL ON FUNCTION lock_share FROM PUBLIC;
+
+-- Locks a tenant's share, or aborts the message if another session has locked it: a relay does not
+-- wait for a client.  With a time-out, because the row may be new, which SKIP LOCKED does not skip.
+CREATE FUNCTION try_lock_share(tenant text) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT SET lock_timeout = '20ms' AS $$
+BEGIN
+    PERFORM lock_share(tenant);
+EXCEPTION WHEN lock_not_available THEN
+    PERFORM abort_unless(false);
+END $$;
+REVOKE ALL ON FUNCTION try_lock_share FROM PUBLIC;
 
 -- Deletes the shares of tenants of which nothing is held.  Each is locked before it is examined: one
 -- that is being held is not visible to the statement that waits for its lock.
@@ -251,7 +254,7 @@ BEGIN
                          WHERE s.tenant = publish_shared.tenant))
         AND (deliver_at IS NULL OR array_position(deliver_at, NULL) IS NOT NULL);
     IF held THEN
-        share := lock_share(tenant, true);
+        share := lock_share(tenant);
         SELECT * INTO oldest FROM future_event f
          WHERE f.tenant COLLATE "C" = share.tenant AND f.held_before IS NOT NULL
            AND f.id >= share.first_id
@@ -296,15 +299,17 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
         ('{relay,operator,reader,api}', 'function', 'added_privileges', 'EXECUTE', NULL),
         -- Runs of a tenant's schedule are held; an erasure names the newest event that is left.
         ('{relay,operator,api}', 'table', 'tenant_share', 'INSERT', '{tenant}'),
-        ('{relay,operator,api}', 'table', 'tenant_share', 'UPDATE', '{last_id,first_id,total}'),
+        ('{relay,operator,api}', 'table', 'tenant_share', 'UPDATE', '{last_id,total}'),
         ('{relay,operator,api}', 'table', 'future_event', 'INSERT',
          '{event_id,tenant,type,key,payload,headers,deliver_at,cost,held_before}'),
         ('{relay,operator,api}', 'function', 'lock_share', 'EXECUTE', NULL),
+        ('{relay}', 'function', 'try_lock_share', 'EXECUTE', NULL),
         ('{relay}', 'function', 'forget_shares', 'EXECUTE', NULL),
         ('{api}', 'function', 'publish_shared', 'EXECUTE', NULL)
       ) AS added(purposes, kind, name, privilege, of_columns)
      WHERE purpose = ANY (purposes)
 $$;
+REVOKE ALL ON FUNCTION added_privileges FROM PUBLIC;
 
 -- As in 0021_api.sql, with what was added.
 CREATE OR REPLACE FUNCTION required_privileges(purpose text)

@@ -40,7 +40,7 @@ PROBES_MAX = 1_000
 """Maximum number of tenants that are examined for delayed events in a pass."""
 SEARCH_EVERY_S = 10.0
 """How often tenants are searched in the events, instead of their shares, and from the first event
-on.  Dead rows make this slow while a transaction is open."""
+on, which dead rows make slow while a transaction is open; and how often shares are forgotten."""
 
 _HELD = "held_before IS NOT NULL"
 _PACED = "cost IS NOT NULL AND held_before IS NULL"
@@ -108,7 +108,7 @@ SELECT t.tenant, e.*
        (SELECT false, id, extract(epoch FROM {_DUE_AT})::float8, cost FROM future_event
          WHERE {_PACED} AND tenant COLLATE "C" = t.tenant AND {_DUE_AT} <= statement_timestamp()
          ORDER BY {_DUE_AT}, id LIMIT $3)) e
- ORDER BY t.n
+ ORDER BY t.n, CASE WHEN NOT is_held THEN due_at END NULLS FIRST, id
 """  # noqa: S608 (constants only)
 
 # Takes the lock for moving events.  One session at a time: a second one would wait for the first,
@@ -165,6 +165,9 @@ UPDATE future_event f
 """,
 )
 
+# Deletes the shares of tenants of which nothing is held.
+FORGET_SHARES = WriteStatement("forget_shares", "SELECT forget_shares()")
+
 # Events that were not stored, and are tried again.
 READ_POSTPONED = """
 SELECT count(*) AS events, min(problem) AS reason FROM future_event WHERE problem IS NOT NULL
@@ -212,6 +215,7 @@ class FutureEventStore:
             self._after.clear()
             self._search_at = now + SEARCH_EVERY_S
             self._pace.forget(now)
+            await self._db.write(FORGET_SHARES)
         tenants = await self._next_tenants(search=search)
         after = [self._after.get(tenant, 0) for tenant in tenants]
         rows = await self._db.fetch(READ_PACED_EVENTS, tenants, after, PACED_EVENTS_MAX)
@@ -227,10 +231,9 @@ class FutureEventStore:
         moved = 0
         for at in range(0, len(chosen), MOVED_EVENTS_MAX):
             moved += await self._move_or_postpone(chosen[at : at + MOVED_EVENTS_MAX])
-        if moved == len(
-            chosen
-        ):  # Otherwise another session moves them, or an operator erased some.
-            self._after |= last_held
+            if moved < min(at + MOVED_EVENTS_MAX, len(chosen)):
+                return moved  # Another session moves them, or an operator has erased some.
+        self._after |= last_held
         return moved
 
     async def postponed(self) -> tuple[int, str | None]:
@@ -274,21 +277,30 @@ class FutureEventStore:
         return moved + len(refused)
 
     async def _move(self, ids: list[int], refused: dict[int, asyncpg.PostgresError]) -> int:
-        """Move events; returns how many were moved.
+        """Move events, until another session has the lock; returns how many were moved.
 
         Args:
             refused: those that the database refuses are added to it.
         """
-        try:
-            return await self._db.write_unless_aborted((LOCK_FUTURE,), (MOVE_FUTURE, ids))
-        except asyncpg.PostgresError as error:
-            if not is_refused(error):
-                raise
-            if len(ids) == 1:
-                refused[ids[0]] = error
-                return 0
-        middle = len(ids) // 2
-        return await self._move(ids[:middle], refused) + await self._move(ids[middle:], refused)
+        moved = 0
+        left = [ids]
+        while left:
+            some = left.pop()
+            try:
+                count = await self._db.write_unless_aborted((LOCK_FUTURE,), (MOVE_FUTURE, some))
+            except asyncpg.PostgresError as error:
+                if not is_refused(error):
+                    raise
+                if len(some) == 1:
+                    refused[some[0]] = error
+                else:
+                    middle = len(some) // 2
+                    left += some[middle:], some[:middle]
+                continue
+            if count == 0:
+                break  # Later ones must not overtake these.
+            moved += count
+        return moved
 
 
 def _split(rows: Sequence[Record]) -> tuple[list[PacedEvent], list[PacedEvent]]:

@@ -164,15 +164,14 @@ SELECT require_stored((SELECT count(*) FROM published) = (SELECT count(*) FROM r
 """,  # noqa: S608 (constants only)
 )
 
-# Locks the shares of tenants before HOLD_RUNS, in one order.  It aborts the message if another
-# session has locked one, unless $2 says to wait.
-LOCK_SHARES = WriteStatement(
-    "lock_shares",
-    """
-SELECT lock_share(t.tenant, $2)
+# Locks the shares of tenants before HOLD_RUNS, in one order; the other one aborts the message if
+# another session has locked one.
+_SHARES = """
+SELECT {lock}(t.tenant)
   FROM (SELECT DISTINCT unnest($1::text[]) COLLATE "C" AS tenant ORDER BY 1) t
-""",
-)
+"""
+LOCK_SHARES = WriteStatement("lock_shares", _SHARES.format(lock="lock_share"))
+TRY_LOCK_SHARES = WriteStatement("try_lock_shares", _SHARES.format(lock="try_lock_share"))
 
 # Holds runs of tenants' schedules, whose shares are locked.  Moving the last one tells the schedule
 # its id.  It fails unless each event was stored and the newest one of each tenant is named.
@@ -225,7 +224,8 @@ def publish_calls(
     direct = [run for run in runs if run.tenant is None]
     held = [run for run in runs if run.tenant is not None]
     if held:
-        calls.append((LOCK_SHARES, [run.tenant for run in held], wait))
+        lock = LOCK_SHARES if wait else TRY_LOCK_SHARES
+        calls.append((lock, [run.tenant for run in held]))
     for statement, some in ((HOLD_RUNS, held), (PUBLISH_RUNS, direct)):
         if some:
             ids, times = [run.schedule_id for run in some], [run.at for run in some]

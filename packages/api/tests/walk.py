@@ -144,6 +144,8 @@ WALK = (
     Step("POST /v1/schedules/{name}/resume", "/v1/schedules/nightly/resume", {}),
     Step("POST /v1/schedules/{name}/run-now", "/v1/schedules/nightly/run-now"),
     Step("DELETE /v1/schedules/{name}", "/v1/schedules/nightly"),
+    Step("POST /v1/schedules (of a tenant)", "/v1/schedules", {**NIGHTLY, "tenant": "acme"}),
+    Step("POST /v1/schedules/{name}/run-now (of a tenant)", "/v1/schedules/nightly/run-now"),
     Step("POST /v1/once/{key}/reset", "/v1/once/o/reset"),
     Step("POST /v1/tokens", "/v1/tokens", {"name": "made", "scopes": ["read"]}),
     Step("DELETE /v1/tokens/{name}", "/v1/tokens/made"),
