@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from outbox_api.limits import CONNECTION_WAIT_S, WAITING_MAX
+from outbox.operations import status
+from outbox_api import database as database_module
+from outbox_api.database import Database as Connections
+from outbox_api.limits import CONNECTION_WAIT_S, REQUEST_BODY_BYTES_MAX, WAITING_MAX
 from outbox_api.problem import Problem
 from outbox_api.rate_limit import Holder
 from outbox_api.shares import Shares
+from outbox_api.tenancy import stored_key
+from tests.support.api import Api, make_token, serving
+from tests.support.relay import current, fetchval, settings_for
 from tests.support.virtual_time import run_virtual
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from tests.support.api import AttemptResult
+    from tests.support.postgres import Database
 
 HOG, ACME, GLOBEX = (("tenant", name) for name in ("hog", "acme", "globex"))
 
@@ -164,12 +175,12 @@ def test_a_wait_ends_and_says_whose_requests_were_in_the_way() -> None:
         shares, served = Shares(2, "slot"), list[Holder]()
         running = [Request(shares, holder, served) for holder in (HOG, ACME)]
         await settle()
-        for holder, status in ((HOG, 429), (GLOBEX, 503)):
+        for holder, expected in ((HOG, 429), (GLOBEX, 503)):
             began_at = loop.time()
             with pytest.raises(Problem) as refused:
                 async with shares.slot(holder):
                     pass
-            assert refused.value.kind.status == status
+            assert refused.value.kind.status == expected
             assert "Retry-After" in refused.value.headers
             assert loop.time() - began_at == pytest.approx(CONNECTION_WAIT_S)
         for each in running:
@@ -178,3 +189,119 @@ def test_a_wait_ends_and_says_whose_requests_were_in_the_way() -> None:
         assert (shares.free, shares.waiting) == (2, {})
 
     run_virtual(run())
+
+
+# --------------------------------------------------------------- whole API
+
+
+async def tenant_api(database: Database, api: Api, tenant: str) -> Api:
+    return api.with_token(await make_token(database, tenant, tenant=tenant))
+
+
+@pytest.mark.one_major
+@pytest.mark.system
+async def test_a_tenant_that_takes_its_share_leaves_the_api_to_others(
+    database: Database, api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, read, at_work = asyncio.Event(), status.read_endpoint_statuses, 0
+
+    async def slow(*arguments: Any, tenant: str | None = None, **options: Any) -> Any:
+        nonlocal at_work
+        if tenant == "hog":
+            at_work += 1
+            await gate.wait()
+            at_work -= 1
+        return await read(*arguments, tenant=tenant, **options)
+
+    monkeypatch.setattr(status, "read_endpoint_statuses", slow)
+    hog = await tenant_api(database, api, "hog")
+    # Another token of the same tenant has no other share.
+    both = (hog, api.with_token(await make_token(database, "hog-2", tenant="hog")))
+    async with asyncio.TaskGroup() as tasks:
+        held = [
+            tasks.create_task(both[n % 2].get("/v1/endpoint-statuses"))
+            for n in range(WAITING_MAX + 1)
+        ]
+        await until(lambda: at_work > 0, 20, "the first request")
+        refused = await until_refused(hog)
+        assert refused.detail.startswith(
+            f"this tenant has {WAITING_MAX} requests that wait for a database connection"
+        )
+        assert refused.headers["Retry-After"] == "1"
+        for other in (api, await tenant_api(database, api, "acme")):
+            assert (await other.get("/v1/endpoint-statuses")).status == 200
+        assert at_work == 1
+        gate.set()
+    assert {each.result().status for each in held} == {200}
+
+
+async def until_refused(api: Api) -> AttemptResult:
+    """Send requests until one is refused; those before it wait, and are cancelled."""
+    while True:
+        waiting = asyncio.create_task(api.get("/v1/endpoint-statuses"))
+        done, _ = await asyncio.wait([waiting], timeout=0.1)
+        if done:
+            return waiting.result()
+        waiting.cancel()
+        await asyncio.wait([waiting])
+
+
+@pytest.mark.one_major
+@pytest.mark.system
+async def test_large_bodies_that_wait_for_a_lock_leave_slots_to_others(
+    database: Database, api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(database_module.TENANT_SESSION_SETTINGS, "lock_timeout", "30000")
+    hog, acme = [await tenant_api(database, api, each) for each in ("hog", "acme")]
+    large = {"type": "a.b", "payload": "a" * REQUEST_BODY_BYTES_MAX}
+    keys = [f"k{n}" for n in range(3)]
+    path = {"search_path": "relay"}
+    async with asyncio.TaskGroup() as tasks, database.connection(server_settings=path) as db:
+        transaction = db.transaction()
+        await transaction.start()
+        for key in keys:
+            await db.execute("SELECT claim_once($1)", stored_key("hog", key))
+        waiting = [tasks.create_task(hog.post("/v1/events", large | {"once": key})) for key in keys]
+        await until(lambda: waits_for_a_lock(database), 20, "the first to wait for a lock")
+        for other in (acme, api):
+            assert (await other.post("/v1/events", large)).status == 201
+        assert not any(each.done() for each in waiting)
+        await transaction.rollback()
+    assert {each.result().status for each in waiting} == {201}
+
+
+async def waits_for_a_lock(database: Database) -> bool:
+    sql = "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE wait_event_type = 'Lock')"
+    return bool(await fetchval(database, sql))
+
+
+@pytest.mark.one_major
+@pytest.mark.system
+async def test_a_statement_of_a_tenant_ends_sooner_than_that_of_an_operator(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connections = Connections(current(settings_for(database, dsn_source="test")))
+    async with connections.opened():
+        for holder, long, expected in (
+            (HOG, False, ("5s", "2s")),
+            (HOG, True, ("30s", "10s")),
+            (None, False, ("30s", "10s")),
+        ):
+            async with connections.connection(holder, long=long) as db:
+                shown = [
+                    await db.fetchval(f"SHOW {name}_timeout") for name in ("statement", "lock")
+                ]
+                assert tuple(shown) == expected
+
+    async def slow(connection: Any, *_: Any, **__: Any) -> None:
+        await connection.execute("SELECT pg_sleep(60)")
+
+    monkeypatch.setitem(database_module.TENANT_SESSION_SETTINGS, "statement_timeout", "50")
+    monkeypatch.setattr(status, "read_endpoint_statuses", slow)
+    async with serving(database) as api:
+        hog = await tenant_api(database, api, "hog")
+        refused = await hog.get("/v1/endpoint-statuses")
+        assert refused.status == 503
+        assert (
+            refused.detail == "the database query timed out; narrow the request, or try again later"
+        )
