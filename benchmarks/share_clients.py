@@ -2,8 +2,8 @@
 
 It reads a JSON line from stdin: the URL, a token, the number of clients, and the request. It prints
 a line at the start, and for every further line on stdin the statuses of the responses since then
-and their times in milliseconds. A request without a response counts with its age. It ends at the end
-of stdin.
+and their times in milliseconds. A request without a response counts with its age. It ends at the
+end of stdin.
 
     {"url": "http://127.0.0.1:8080", "token": "obx_...", "clients": 60, "method": "GET",
      "path": "/v1/endpoint-statuses", "body": null, "pause_s": 0.02}
