@@ -44,7 +44,7 @@ ALONE, COMPUTING, BESIDE = "alone", "beside a process that computes", "beside th
 LOCKED = "locked"
 """An idempotency key of the hostile tenant that another session has claimed, and not committed."""
 LARGE = {"type": "a.b", "payload": "a" * 200_000}
-COSTLY = {"type": "a.b", "payload": [[]] * 80_000}
+COSTLY = {"type": "a.b", "payload": [[]] * 60_000}
 
 ADD_EVENTS = """
 INSERT INTO outbox (type, payload) SELECT 'none.n', '{}' FROM generate_series(1, $1)

@@ -71,6 +71,8 @@ TENANT_SESSION_SETTINGS = {
     **SESSION_SETTINGS,
     "statement_timeout": milliseconds(TENANT_STATEMENT_TIMEOUT_S),
     "lock_timeout": milliseconds(TENANT_LOCK_TIMEOUT_S),
+    # A tenant's request takes the processor time of one server process.
+    "max_parallel_workers_per_gather": "0",
 }
 
 
