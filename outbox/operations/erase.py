@@ -185,7 +185,7 @@ async def erase_events(
     is_found = False
     with map_errors(schema, "operator"):
         after = await _erased_through(connection, target)
-        through_id = await connection.fetchval(READ_SETTLED)
+        through_id = await connection.fetchval(READ_SETTLED) or 0
         # First, because a future event could become due and be published concurrently.
         future_events = await connection.write(DELETE_FUTURE_EVENTS, target.tenant, target.key)
         async for ids in _event_batches(connection, target, after, on_progress):

@@ -98,7 +98,7 @@ class Database:
         self._shares = Shares(TENANT_REQUESTS_MAX, "database connection")
         # An erasure may take minutes, while its tenant publishes.
         self._long_of_tenants = _Pool(TENANT_LONG_MAX, SESSION_SETTINGS)
-        self._long_shares = Shares(TENANT_LONG_MAX, "long request")
+        self._long_shares = Shares(TENANT_LONG_MAX, "slot for a long request")
         # Checked at the first request, and again after a refused statement.
         self._has_privileges = False
         self._refusal: str | None = None

@@ -39,7 +39,7 @@ class Shares:
         self.held: Counter[Holder] = Counter()
         self.waiting: OrderedDict[Holder, deque[asyncio.Future[None]]] = OrderedDict()
         """Requests that wait, by holder, in the order of service; no queue is empty."""
-        self._slots, self._what = slots, what
+        self._what = what
         self._each_max = max(1, slots // SHARE)
 
     @asynccontextmanager
@@ -75,15 +75,12 @@ class Shares:
                 self._leave(holder, turn)
             if not isinstance(error, TimeoutError):
                 raise
+            reason = f"no {self._what} within {CONNECTION_WAIT_S:g} s, because of other requests"
             if self.held[holder] >= self._each_max:
-                reason = (
-                    f"this {holder[0]} had its share of {self._what}s for {CONNECTION_WAIT_S:g} s"
-                )
-                raise too_many_requests(reason, WAIT_RETRY_S, Refusal.CONCURRENCY) from None
-            raise unavailable(
-                f"no {self._what} within {CONNECTION_WAIT_S:g} s: other requests have all "
-                f"{self._slots}; try again"
-            ) from None
+                raise too_many_requests(
+                    f"{reason} of this {holder[0]}", WAIT_RETRY_S, Refusal.CONCURRENCY
+                ) from None
+            raise unavailable(f"{reason}; try again") from None
 
     def _may_have(self, holder: Holder) -> bool:
         return self.free > 0 and self.held[holder] < self._each_max
