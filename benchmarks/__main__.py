@@ -33,6 +33,7 @@ from benchmarks import (
     receiving,
     replays,
     replicas,
+    shares,
     watched,
 )
 from benchmarks.connections import exchanges, keepalive
@@ -58,6 +59,7 @@ SECTIONS: dict[str, Callable[..., Awaitable[list[Row]]]] = {
     "peers": peers.measure,
     "watched": watched.measure,
     "api": api.measure,
+    "shares": shares.measure,
     "commits": commits.measure,
     "publishing": publishing.measure,
     "majors": majors.measure,

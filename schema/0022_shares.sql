@@ -1,8 +1,8 @@
 -- Relays stop first.
 --
--- A share of the relay for each tenant: what tenants' tokens publish above their share is held in
--- future_event, and moved into the outbox at the tenant's pace.  A relay of an older version would
--- move it at once, and out of order.
+-- What keeps one tenant from taking what others need.  What tenants' tokens publish above their share
+-- is held in future_event, and moved into the outbox at the tenant's pace: a relay of an older version
+-- would move it at once, and out of order.
 
 -- --------------------------------------------------------------- held events
 
@@ -287,6 +287,11 @@ BEGIN
     END IF;
 END $$;
 REVOKE ALL ON FUNCTION publish_shared FROM PUBLIC;
+
+-- ------------------------------------------------------------------ erasure
+
+-- The last erasure of a tenant: it has erased all events up to `data ->> 'through_id'`.
+CREATE INDEX journal_erased ON journal ((data ->> 'tenant'), id) WHERE kind = 'erased';
 
 -- ---------------------------------------------------------------- privileges
 

@@ -27,7 +27,11 @@ from outbox_api.endpoint_tester import EndpointTester
 from outbox_api.fair_publishing import FairPublisher
 from outbox_api.host_check import host_middleware
 from outbox_api.in_flight import request_in_flight
-from outbox_api.limits import LARGE_BODIES_MAX, REQUEST_BODY_BYTES_MAX
+from outbox_api.limits import (
+    LARGE_BODIES_MAX,
+    REQUEST_BODY_BYTES_MAX,
+    TENANT_LARGE_BODIES_MAX,
+)
 from outbox_api.live_cache import LiveStatusCache
 from outbox_api.middleware import log_unexpected, problem_middleware
 from outbox_api.problem import Problem, ProblemKind
@@ -36,9 +40,11 @@ from outbox_api.request_body import BodyReader, parse
 from outbox_api.request_parsing import read_query, require_storable_text
 from outbox_api.route import Call, DeferredReply, NoQuery, Page, Reply
 from outbox_api.routes import ROUTES
+from outbox_api.slots import SharedSlots
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
+    from contextlib import AbstractAsyncContextManager
 
     from asyncpg import Connection
 
@@ -107,6 +113,7 @@ class _RouteHandlers:
         self._publisher = publisher
         self._bodies = BodyReader(database, clock)
         self._large_bodies = asyncio.Semaphore(LARGE_BODIES_MAX)
+        self._large_slots = SharedSlots(TENANT_LARGE_BODIES_MAX, "slot for a large body")
         self._live = LiveStatusCache(clock)
         self._tester = EndpointTester(policy_of(settings), settings.outbound_proxy)
 
@@ -122,8 +129,8 @@ class _RouteHandlers:
                     caller = await self._authenticator.caller(
                         request.headers.get("Authorization"), request.remote
                     )
-                    self._limits.require_request_quota(caller.id)
-                    request_in_flight(request).count(caller.id)
+                    self._limits.require_request_quota(caller.holder)
+                    request_in_flight(request).count(caller.holder)
                     return await self._respond(route, request, caller)
             except web.HTTPException:
                 raise
@@ -149,9 +156,9 @@ class _RouteHandlers:
         if route.body is not None:
             raw = await self._bodies.read(request, route, request_in_flight(request))
         is_large = raw is not None and len(raw) > REQUEST_BODY_BYTES_MAX
-        async with self._large_bodies if is_large else nullcontext():
+        async with self._large_body(caller) if is_large else nullcontext():
             try:
-                async with self._connection(route) as connection:
+                async with self._connection(route, caller) as connection:
                     body = None if route.body is None else parse(raw, route.body)
                     del raw
                     request_in_flight(request).hold(0)
@@ -178,12 +185,18 @@ class _RouteHandlers:
                 raise
         return _response(await result.produce(), route.status)
 
+    def _large_body(self, caller: Caller) -> AbstractAsyncContextManager[None]:
+        if caller.tenant is None:
+            return self._large_bodies
+        return self._large_slots.slot(caller.holder)
+
     @asynccontextmanager
-    async def _connection(self, route: Route) -> AsyncIterator[Connection[Any]]:
+    async def _connection(self, route: Route, caller: Caller) -> AsyncIterator[Connection[Any]]:
         if not route.needs_connection:
             yield cast("Connection[Any]", None)
             return
-        async with self._database.connection(long=route.long) as connection:
+        holder = None if caller.tenant is None else caller.holder
+        async with self._database.connection(holder, long=route.long) as connection:
             self._database.note(None)
             yield connection
 

@@ -155,7 +155,9 @@ def problem_for(error: Exception) -> Problem | None:
         case _ if is_not_granted(error):
             return unavailable(NOT_GRANTED)
         case asyncpg.QueryCanceledError():
-            return unavailable("the database query timed out; try again later")
+            return unavailable(
+                "the database query timed out; narrow the request, or try again later"
+            )
         case asyncpg.SerializationError() | asyncpg.DeadlockDetectedError():
             return unavailable("a concurrent change conflicted with this one; try again")
         case asyncpg.LockNotAvailableError():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from outbox.web.address import address_key
 from outbox_api.problem import Problem, ProblemKind, Refusal
@@ -29,11 +29,15 @@ GOOD_MAX = 1000
 """Maximum number of recently valid tokens that are remembered."""
 
 
+Holder: TypeAlias = "tuple[str, Hashable]"
+"""Whose limits a request counts against: what it is, such as "tenant", for messages, and which."""
+
+
 class RateLimiter:
     """Rate limits of one listener.
 
     Args:
-        rate_max: requests per second of one token.
+        rate_max: requests per second of one holder.
         clock: monotonic seconds.
     """
 
@@ -74,16 +78,16 @@ class RateLimiter:
         while len(self._good) > GOOD_MAX:
             self._good.popitem(last=False)
 
-    def require_request_quota(self, token_id: Hashable) -> None:
-        """Take one request from a token's rate.
+    def require_request_quota(self, holder: Holder) -> None:
+        """Take one request from the rate of a token, or of all tokens of a tenant.
 
         Raises:
             Problem: the rate is exceeded.
         """
-        wait_s = self._requests.consume(token_id, self._clock())
+        wait_s = self._requests.consume(holder, self._clock())
         if wait_s > 0:
             raise too_many_requests(
-                "this token exceeds its request rate (OUTBOX_API_RATE_MAX)", wait_s
+                f"this {holder[0]} exceeds its request rate (OUTBOX_API_RATE_MAX)", wait_s
             )
 
 

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from outbox.web.address import Address
     from outbox_api.database import Database
     from outbox_api.login_failures import FailedLogins
+    from outbox_api.rate_limit import Holder
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
     LaneHandler = Callable[[web.Request, Connection[Any], Fetcher], Awaitable[object]]
@@ -159,9 +160,10 @@ class _Receivers:
             try:
                 async with asyncio.timeout(REQUEST_TIMEOUT_S):
                     fetcher = await self._authenticate(request)
-                    self._limits.require_request_quota(fetcher.endpoint_id)
-                    request_in_flight(request).count(fetcher.endpoint_id)
-                    async with self._database.connection() as connection:
+                    holder = _holder(fetcher)
+                    self._limits.require_request_quota(holder)
+                    request_in_flight(request).count(holder)
+                    async with self._database.connection(holder) as connection:
                         found = await respond(request, connection, fetcher)
                         return web.json_response(body=orjson.dumps(found))
             except Problem:
@@ -268,6 +270,13 @@ class _Receivers:
             self._failures.record_failure(address, error.detail)
             raise
         return found
+
+
+def _holder(fetcher: Fetcher) -> Holder:
+    """Whose limits a request counts against; those of endpoints without a tenant are their own."""
+    if fetcher.tenant is None:
+        return "endpoint", fetcher.endpoint_id
+    return "tenant", fetcher.tenant
 
 
 def _lane(lane: LaneHistory) -> dict[str, object]:

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from outbox_api.endpoint_tester import EndpointTester
     from outbox_api.fair_publishing import FairPublisher
     from outbox_api.live_cache import LiveStatusCache
+    from outbox_api.rate_limit import Holder
 
 
 class RequestModel(BaseModel):
@@ -131,6 +132,11 @@ class Caller:
     def actor(self) -> str:
         """Actor name in changes and in the journal."""
         return f"token {self.name}"
+
+    @property
+    def holder(self) -> Holder:
+        """Whose limits its requests count against: those of a tenant have them together."""
+        return ("token", self.id) if self.tenant is None else ("tenant", self.tenant)
 
 
 @dataclass(frozen=True, slots=True)
