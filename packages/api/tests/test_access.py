@@ -16,7 +16,7 @@ from outbox.web import loopback_hosts
 from outbox.web.address import Address
 from outbox.web.serving import listen
 from outbox.web.serving import serving as listening
-from outbox_api import auth, login_failures
+from outbox_api import login_failures, logins
 from outbox_api.app import application
 from outbox_api.database import Database as Connections
 from outbox_api.limits import LONG_MAX, PAYLOAD_BODY_BYTES_MAX, REQUESTS_MAX
@@ -103,7 +103,7 @@ async def test_a_revoked_token_is_rejected_when_the_cache_expires(database: Data
         assert (await api.get("/v1/me")).status == 200
         async with database.connection(server_settings={"search_path": "relay"}) as db:
             await api_tokens.revoke_token(db, "relay", "gone", actor="test")
-        now += auth.CACHED_S - 0.1
+        now += logins.KEPT_S - 0.1
         assert (await api.get("/v1/me")).status == 200
         now += 0.1
         response = await api.get("/v1/me")
