@@ -1,9 +1,9 @@
 """Logins with bearer tokens (RFC 6750): a wrong token causes no query and refuses no valid one.
 
-The first bytes of the hashes of all tokens are in memory.  A token that is not among them is wrong,
-or newer than they are.  So its request waits until they are read again, in one query for all that
-wait, and reading takes a small share of the time.  A token that is among them is looked up by its
-whole hash, and the result is kept for a short time.
+The first bytes of the hashes of all tokens are in memory, read by the first request.  A token that
+is not among them is wrong, or newer than they are.  So its request waits for a query that looks for
+all such tokens, and these queries take a small share of the time.  A token that is known is looked
+up by its whole hash, and the result is kept for a short time.
 
 The limit of failed logins of an address is checked when a token was found to be wrong: behind a
 proxy all clients have one address.
@@ -41,12 +41,13 @@ KEPT_TOKENS_MAX = 1000
 PREFIX_BYTES = 8
 READ_PREFIXES = "SELECT string_agg(substr(hash, 1, {}), '' ORDER BY hash) FROM {}"
 """One value: 100,000 tokens are 800 KB, in 50 ms, and take no time of the event loop."""
-READ_PAUSE = 20
-"""The pause between two reads, in durations of the last one..."""
-READ_PAUSE_MAX_S = 2.0
+FIND_NEW = "SELECT array_agg(hash) FROM {} WHERE hash = ANY ($1)"
+PAUSE = 20
+"""The pause between two queries for new tokens, in durations of the last one..."""
+PAUSE_MAX_S = 2.0
 """... and its maximum, if the database is slow."""
 WAITING_MAX, ADDRESS_WAITING_MAX = 128, 32
-"""Requests that wait for a read, of all addresses and of one.  Each has a connection of the
+"""Requests that wait for such a query, of all addresses and of one.  Each has a connection of the
 listener, which has 512."""
 REALM = 'Bearer realm="outbox"'
 
@@ -92,10 +93,13 @@ class Logins(Generic[Found]):
         self._looking_up = asyncio.Lock()
         self._prefixes: bytes | None = None
         """Sorted; None: they were not read yet."""
-        self._next_read: asyncio.Task[None] | None = None
-        """The read that has not begun."""
-        self._reading = asyncio.Lock()
-        self._read_after = float("-inf")
+        self._new: set[bytes] = set()
+        """The hashes of tokens that were found later."""
+        self._sought: set[bytes] = set()
+        """Those that the next query looks for."""
+        self._next_query: asyncio.Task[None] | None = None
+        self._querying = asyncio.Lock()
+        self._query_after = float("-inf")
         self._waiting: Counter[str] = Counter()
 
     async def log_in(self, authorization: str | None, remote: str | None) -> Found:
@@ -115,9 +119,9 @@ class Logins(Generic[Found]):
             raise
 
     async def close(self, _: Any = None) -> None:
-        """Cancel the read that has not begun."""
-        if self._next_read is not None:
-            self._next_read.cancel()
+        """Cancel the query that has not begun."""
+        if self._next_query is not None:
+            self._next_query.cancel()
 
     async def _log_in(self, authorization: str | None, address: str) -> Found:
         if authorization is None:
@@ -133,7 +137,7 @@ class Logins(Generic[Found]):
             found = f"the {self._kind.noun} is unknown"
             key = digest(secret)
             if not self._is_known(key):
-                await self._await_read(address_key(address))
+                await self._seek(key, address_key(address))
             if self._is_known(key):
                 found = await self._look_up(key, secret)
         if isinstance(found, str):
@@ -152,38 +156,48 @@ class Logins(Generic[Found]):
             return known[index * size : (index + 1) * size]
 
         found = bisect_left(range(len(known) // size), key[:size], key=prefix)
-        return prefix(found) == key[:size]
+        return prefix(found) == key[:size] or key in self._new
 
-    async def _await_read(self, address: str) -> None:
-        """Wait for a read that begins after now."""
-        # The first read decides on all tokens, later ones on new tokens and wrong ones.
+    async def _seek(self, key: bytes, address: str) -> None:
+        """Wait for a query that begins after now, and makes the token known if it exists."""
+        # The first query decides on all tokens, later ones on new tokens and wrong ones.
         if self._prefixes is not None and (
             self._waiting.total() >= WAITING_MAX or self._waiting[address] >= ADDRESS_WAITING_MAX
         ):
             reason = f"too many logins with unknown {self._kind.noun}s at a time"
             raise too_many_requests(reason, 1, Refusal.LOGINS)
-        if self._next_read is None:
-            self._next_read = asyncio.create_task(self._read())
+        self._sought.add(key)
+        if self._next_query is None:
+            self._next_query = asyncio.create_task(self._query())
         self._waiting[address] += 1
         try:
-            # A client that leaves cancels its request, not the read of the others.
-            await asyncio.shield(self._next_read)
+            # A client that leaves cancels its request, not the query of the others.
+            await asyncio.shield(self._next_query)
         finally:
             self._waiting[address] -= 1
             self._waiting = +self._waiting
 
-    async def _read(self) -> None:
-        async with self._reading:
-            await asyncio.sleep(self._read_after - self._clock())
-            self._next_read, began_at = None, self._clock()
+    async def _query(self) -> None:
+        async with self._querying:
+            await asyncio.sleep(self._query_after - self._clock())
+            sought, began_at = list(self._sought), self._clock()
+            self._next_query = None
+            self._sought.clear()
             try:
                 async with self._database.login() as connection:
                     with map_errors(self._database.schema):
-                        read = READ_PREFIXES.format(PREFIX_BYTES, self._kind.table)
-                        self._prefixes = await connection.fetchval(read) or b""
+                        await self._read(connection, sought)
             finally:
                 now = self._clock()
-                self._read_after = now + min((now - began_at) * READ_PAUSE, READ_PAUSE_MAX_S)
+                self._query_after = now + min((now - began_at) * PAUSE, PAUSE_MAX_S)
+
+    async def _read(self, connection: Connection[Any], sought: list[bytes]) -> None:
+        table = self._kind.table
+        if self._prefixes is None:
+            read = READ_PREFIXES.format(PREFIX_BYTES, table)
+            self._prefixes = await connection.fetchval(read) or b""
+        else:
+            self._new.update(await connection.fetchval(FIND_NEW.format(table), sought) or ())
 
     async def _look_up(self, key: bytes, secret: str) -> Found | str:
         if (found := self._find_kept(key)) is not None:
