@@ -90,7 +90,7 @@ class Logins(Generic[Found]):
         self._limits = limits
         self._clock = clock
         self._kept: OrderedDict[bytes, tuple[Found | str, float]] = OrderedDict()
-        self._looking_up = asyncio.Lock()
+        self._find_lock = asyncio.Lock()
         self._prefixes: bytes | None = None
         """Sorted; None: they were not read yet."""
         self._new: set[bytes] = set()
@@ -139,7 +139,7 @@ class Logins(Generic[Found]):
             if not self._is_known(key):
                 await self._seek(key, address_key(address))
             if self._is_known(key):
-                found = await self._look_up(key, secret)
+                found = await self._find_token(key, secret)
         if isinstance(found, str):
             self._limits.count_failed_login(address)
             raise Problem(
@@ -199,10 +199,10 @@ class Logins(Generic[Found]):
         else:
             self._new.update(await connection.fetchval(FIND_NEW.format(table), sought) or ())
 
-    async def _look_up(self, key: bytes, secret: str) -> Found | str:
+    async def _find_token(self, key: bytes, secret: str) -> Found | str:
         if (found := self._find_kept(key)) is not None:
             return found
-        async with self._looking_up:
+        async with self._find_lock:
             # An earlier waiter may have looked the same token up.
             if (found := self._find_kept(key)) is not None:
                 return found

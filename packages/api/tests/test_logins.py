@@ -246,7 +246,7 @@ async def test_an_ended_token_is_refused_within_two_seconds(listener: Listener, 
     assert await listener.status(await listener.token("next")) == 200
 
 
-async def test_a_token_whose_hash_begins_like_a_valid_one_is_refused(
+async def test_a_hash_that_begins_like_that_of_a_valid_token_is_refused(
     listener: Listener, database: Database
 ) -> None:
     """The listener keeps eight bytes of each hash."""
