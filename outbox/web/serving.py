@@ -153,7 +153,7 @@ class _Log:
         self._not_http = 0
         self._next: asyncio.TimerHandle | None = None
 
-    def debug(self, *_: object, exc_info: object = None) -> None:
+    def debug(self, *_: object, exc_info: object = None, **__: object) -> None:
         """Count a request if it is not HTTP, such as one of TLS; aiohttp logs the rest here."""
         if isinstance(exc_info, HttpProcessingError):
             self._not_http += 1
@@ -161,7 +161,7 @@ class _Log:
                 self._report()
 
     def exception(
-        self, message: str, *values: object, exc_info: BaseException | None = None
+        self, message: str, *values: object, exc_info: BaseException | None = None, **_: object
     ) -> None:
         if isinstance(exc_info, HttpProcessingError):
             self.debug(exc_info=exc_info)

@@ -21,6 +21,7 @@ from outbox.core.model.api_token import digest
 from outbox.store.connection.connect import map_errors
 from outbox.web.address import address_key
 from outbox_api.in_flight import UNKNOWN_ADDRESS
+from outbox_api.limits import REQUEST_TIMEOUT_S
 from outbox_api.problem import Problem, ProblemKind, Refusal
 from outbox_api.rate_limit import too_many_requests
 
@@ -184,7 +185,8 @@ class Logins(Generic[Found]):
             self._next_query = None
             self._sought.clear()
             try:
-                async with self._database.login() as connection:
+                # No request waits longer, and the next query gets another connection.
+                async with asyncio.timeout(REQUEST_TIMEOUT_S), self._database.login() as connection:
                     with map_errors(self._database.schema):
                         await self._read(connection, sought)
             finally:

@@ -34,7 +34,8 @@ pytestmark = pytest.mark.one_major
 
 HERE = Address("127.0.0.1", 0)
 GUESSES = 100
-LISTENERS = "api", "receivers"
+BOTH = pytest.mark.parametrize("listener", ["api", "receivers"], indirect=True)
+"""Without it, the receivers' listener, which shares the code, is tested by --full only."""
 AFTER_CACHE_S = 2.1
 
 
@@ -152,7 +153,7 @@ async def in_background(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-@pytest.fixture(params=LISTENERS)
+@pytest.fixture(params=["api", pytest.param("receivers", marks=pytest.mark.full)])
 async def listener(request: pytest.FixtureRequest, database: Database) -> AsyncIterator[Listener]:
     if request.param == "receivers":
         await add_endpoint(database)
@@ -160,6 +161,7 @@ async def listener(request: pytest.FixtureRequest, database: Database) -> AsyncI
         yield running
 
 
+@BOTH
 async def test_a_flood_of_guesses_does_not_refuse_a_first_login(listener: Listener) -> None:
     """As after a restart: the listener has seen none of its tokens."""
     token = await listener.token()
@@ -170,6 +172,7 @@ async def test_a_flood_of_guesses_does_not_refuse_a_first_login(listener: Listen
     assert await listener.status(listener.guess()) == 429
 
 
+@BOTH
 async def test_a_token_that_is_created_during_a_flood_is_valid_at_once(listener: Listener) -> None:
     async def flood() -> None:
         while True:
@@ -231,6 +234,7 @@ async def test_malformed_tokens_refuse_no_valid_one(listener: Listener) -> None:
     assert await listener.status(token) == 200
 
 
+@BOTH
 @pytest.mark.parametrize("how", ["revoked", "expired"])
 async def test_an_ended_token_is_refused_within_two_seconds(listener: Listener, how: str) -> None:
     token = await listener.token()
@@ -272,7 +276,17 @@ async def test_clients_that_leave_do_not_delay_a_valid_token(listener: Listener)
         assert await valid == 200
 
 
-async def test_a_database_that_does_not_respond_is_reported_as_such(
+async def test_a_query_that_hangs_ends(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    token = await listener.token()
+    monkeypatch.setattr(logins, "REQUEST_TIMEOUT_S", 0.01)
+    listener.permits = asyncio.Semaphore(0)
+    assert await listener.status(listener.guess()) == 503
+    listener.permits = None
+    monkeypatch.undo()
+    assert await listener.status(token) == 200
+
+
+async def test_a_database_without_the_schema_is_reported_as_such(
     listener: Listener, database: Database
 ) -> None:
     token = await listener.token()
