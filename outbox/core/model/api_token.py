@@ -34,7 +34,7 @@ EXPIRES_IN_S_MAX = 3650 * 86400.0
 _SECRET = re.compile("obx_[A-Za-z0-9_-]{43}")
 _FETCH_SECRET = re.compile("obf_[A-Za-z0-9_-]{43}")
 # The journal has it as `token NAME`.
-_NAME = re.compile("[A-Za-z0-9._-]{1,100}")
+_NAME = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,100}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,7 +66,7 @@ OVERLAP_POLL_MIN_S, OVERLAP_POLL_MAX_S, POLL_SHARE = 1.0, 30.0, 0.1
 so far, within bounds."""
 
 # It is sent as a header.
-_NAME = re.compile(f"[A-Za-z0-9._-]{{1,{NAME_CHARS_MAX}}}")
+_NAME = re.compile(rf"(?!\.{{1,2}}\Z)[A-Za-z0-9._-]{{1,{NAME_CHARS_MAX}}}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from outbox.destinations.endpoint_validation import policy_of
 from outbox.operations.rows import encode_other
 from outbox.store.connection.connect import in_one_line
 from outbox_api import openapi, page, problem, tenancy
-from outbox_api.auth import Authenticator, require_scope
+from outbox_api.auth import API_TOKENS, require_scope
 from outbox_api.endpoint_tester import EndpointTester
 from outbox_api.fair_publishing import FairPublisher
 from outbox_api.host_check import host_middleware
@@ -33,6 +33,7 @@ from outbox_api.limits import (
     TENANT_LARGE_BODIES_MAX,
 )
 from outbox_api.live_cache import LiveStatusCache
+from outbox_api.logins import Logins
 from outbox_api.middleware import log_unexpected, problem_middleware
 from outbox_api.problem import Problem, ProblemKind
 from outbox_api.rate_limit import RateLimiter
@@ -73,9 +74,9 @@ def application(
 ) -> web.Application:
     """Create the API application for a listener at `address`."""
     limits = RateLimiter(settings.api_rate_max, clock)
-    authenticator = Authenticator(database, failures, limits, clock)
+    logins = Logins(API_TOKENS, database, failures, limits, clock)
     publisher = FairPublisher(shared.meters, clock)
-    handlers = _RouteHandlers(settings, database, authenticator, limits, publisher, clock)
+    handlers = _RouteHandlers(settings, database, logins, limits, publisher, clock)
     app = web.Application(
         middlewares=[
             shared.meters.middleware("api"),
@@ -84,7 +85,7 @@ def application(
             host_middleware(address),
         ]
     )
-    app.on_cleanup.append(handlers.close)
+    app.on_cleanup.extend([logins.close, handlers.close])
     page.add_routes(app)
     app.router.add_get("/openapi.json", openapi.handler(ROUTES))
     for route in ROUTES:
@@ -102,13 +103,13 @@ class _RouteHandlers:
         self,
         settings: Settings,
         database: Database,
-        authenticator: Authenticator,
+        logins: Logins[Caller],
         limits: RateLimiter,
         publisher: FairPublisher,
         clock: Callable[[], float],
     ) -> None:
         self._database = database
-        self._authenticator = authenticator
+        self._logins = logins
         self._limits = limits
         self._publisher = publisher
         self._bodies = BodyReader(database, clock)
@@ -126,7 +127,7 @@ class _RouteHandlers:
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
                 async with asyncio.timeout(route.timeout_s):
-                    caller = await self._authenticator.caller(
+                    caller = await self._logins.log_in(
                         request.headers.get("Authorization"), request.remote
                     )
                     self._limits.require_request_quota(caller.holder)

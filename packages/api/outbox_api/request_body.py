@@ -58,10 +58,16 @@ class BodyReader:
         """
         if not request.body_exists and not route.body_required:
             return None
-        if request.content_type != "application/json" or "Content-Encoding" in request.headers:
+        codings = request.headers.get("Transfer-Encoding", "chunked").lower()
+        if (
+            request.content_type != "application/json"
+            or "Content-Encoding" in request.headers
+            or codings != "chunked"
+        ):
             raise Problem(
                 ProblemKind.WRONG_CONTENT_TYPE,
-                "send Content-Type: application/json without Content-Encoding",
+                "send Content-Type: application/json without Content-Encoding, and without "
+                "Transfer-Encoding other than chunked",
             )
         length = request.content_length  # None: it is chunked.
         bytes_max = await self._bytes_max(route, length)
