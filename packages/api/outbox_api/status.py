@@ -17,7 +17,7 @@ from outbox.operations.status import EndpointStatuses, Overview, ReplicaStatus
 from outbox.operations.verify.audit import VerifyReport, run_audit
 from outbox_api import route
 from outbox_api.limits import LIMIT, LIMIT_MAX
-from outbox_api.problem import Problem, ProblemKind
+from outbox_api.problem import unavailable
 from outbox_api.redaction import redactor_for
 from outbox_api.route import (
     Call,
@@ -126,9 +126,8 @@ async def _verify(call: Call[NoQuery, None]) -> VerifyReport:
         async with asyncio.timeout(VERIFY_TIMEOUT_S):
             return await call.run(run_audit)
     except TimeoutError:
-        raise Problem(
-            ProblemKind.UNAVAILABLE,
-            f"the audit exceeded {VERIFY_TIMEOUT_S:.0f} s and was cancelled; run: outbox verify",
+        raise unavailable(
+            f"the audit exceeded {VERIFY_TIMEOUT_S:.0f} s and was cancelled; run: outbox verify"
         ) from None
 
 

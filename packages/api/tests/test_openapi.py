@@ -59,8 +59,9 @@ def test_a_route_documents_its_scope_request_and_response(
     assert inside == set(re.findall(r"{(\w+)}", route.path))
     query = [each["name"] for each in reported["parameters"] if each["in"] == "query"]
     assert query == list(route.query.model_fields if route.query else ())
-    assert ("requestBody" in reported) == (route.body is not None)
-    assert set(reported["responses"]) == {*map(str, route.responses), "429", "default"}
+    assert ("requestBody" in reported) == bool(route.bodies)
+    problems = {str(kind.status) for kind in route.expected_problems}
+    assert set(reported["responses"]) == {*map(str, route.responses), *problems}
 
 
 def test_get_requires_read_and_changes_require_more() -> None:

@@ -24,7 +24,7 @@ URL = "http://127.0.0.1:9/"
 ODD: list[Any] = [
     "?", "", [], [1], {}, {"a": 1}, -1, 0, 1.5, True, None, 10**30, ["?"] * 1001, float("nan"),
 ]  # fmt: skip
-MODELS = list(dict.fromkeys(m for r in ROUTES for m in (r.query, r.body) if m is not None))
+MODELS = list(dict.fromkeys(m for r in ROUTES for m in (r.query, *r.bodies) if m is not None))
 
 
 def strange(detail: str) -> str | None:
@@ -163,7 +163,7 @@ async def test_no_problem_mentions_command_line_flags(api: Api, database: Databa
             known = set(route.query.model_fields if route.query else ())
             for query in [each for each in queries if each.keys() <= known]:
                 # Nothing of it goes through, so that one mistake does not hide the next one.
-                fits = set(route.body.model_fields if route.body else ())
+                fits = {name for model in route.bodies for name in model.model_fields}
                 for body in [b for b in bodies if b.keys() <= fits] if fits else [None]:
                     if _would_do(route, query):
                         continue
