@@ -10,7 +10,7 @@ from outbox.operations import api_tokens
 from outbox.operations.api_tokens import NewToken, RevokedToken, TokenRow
 from outbox_api import route
 from outbox_api.auth import require_scope
-from outbox_api.field_types import Tenant, TokenName
+from outbox_api.field_types import Tenant, Text, TokenName
 from outbox_api.problem import Problem, ProblemKind
 from outbox_api.request_parsing import Paging, Seconds, up_to
 from outbox_api.route import (
@@ -27,9 +27,9 @@ from outbox_api.route import (
 class TokensQuery(Paging):
     revoked: bool = False
     """Whether revoked tokens are included."""
-    search: str | None = None
+    search: Text | None = None
     """Text in the name."""
-    tenant: Tenant | None = None
+    tenant: Text | None = None
     scope: Scope | None = None
 
 

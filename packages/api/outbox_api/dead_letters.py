@@ -21,7 +21,7 @@ from outbox.operations.replays import ReplayReport
 from outbox.operations.rows import ID_MAX
 from outbox.operations.skip import SkippedDelivery, skip_delivery
 from outbox_api import route, tenancy
-from outbox_api.field_types import Name, Tenant
+from outbox_api.field_types import Name, Text
 from outbox_api.redaction import redactor_for
 from outbox_api.request_parsing import Paging, TimeOrAge
 from outbox_api.route import (
@@ -50,7 +50,7 @@ class DeadLetterFilterFields(RequestModel):
     endpoint: Name | None = None
     type: TypePatterns = ()
     """Type patterns such as order.*."""
-    tenant: Tenant | None = None
+    tenant: Text | None = None
     reason: Name | None = None
     """Reason of dead-lettering."""
     since: TimeOrAge | None = None

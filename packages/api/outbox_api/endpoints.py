@@ -35,7 +35,7 @@ from outbox_api.endpoint_bodies import EndpointBody, NewEndpointBody, SettingsBo
 from outbox_api.endpoint_bulk import EndpointVerb
 from outbox_api.endpoint_credentials import NAME, vault_of
 from outbox_api.endpoint_tester import TEST_RETRY_S, TEST_S, TooManyTests
-from outbox_api.field_types import EventType, Name, Tenant
+from outbox_api.field_types import Name, Text
 from outbox_api.problem import ProblemKind
 from outbox_api.rate_limit import too_many_requests
 from outbox_api.redaction import redactor_for
@@ -83,12 +83,12 @@ class AdoptionBody(ChangeBody):
 
 
 class EndpointsQuery(Paging):
-    search: str | None = None
+    search: Text | None = None
     """Text in the name or the URL."""
     condition: EndpointCondition | None = None
-    type: EventType | None = None
+    type: Text | None = None
     """Type of an event that the endpoint's types match."""
-    tenant: Tenant | None = None
+    tenant: Text | None = None
 
     @property
     def only(self) -> EndpointFilter:

@@ -8,7 +8,7 @@ from outbox.errors import UsageError
 from outbox.operations import erase
 from outbox.operations.erase import ErasureReport, ErasureTarget
 from outbox_api import route, tenancy
-from outbox_api.field_types import OrderingKey, Tenant
+from outbox_api.field_types import Text
 from outbox_api.route import (
     Call,
     NoQuery,
@@ -25,8 +25,8 @@ class EraseBody(RequestModel):
 
     example: ClassVar = {"key": "customer-7", "dry_run": True}
 
-    tenant: Tenant | None = None
-    key: OrderingKey | None = None
+    tenant: Text | None = None
+    key: Text | None = None
     dry_run: bool = False
     """Count only."""
 

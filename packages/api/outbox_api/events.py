@@ -26,7 +26,7 @@ from outbox.producers.event import Event, encode_events
 from outbox.producers.publishing import publish_encoded
 from outbox.producers.tracing import traced
 from outbox_api import route, tenancy
-from outbox_api.field_types import ContentType, EventType, Name, OnceKey, OrderingKey, Tenant
+from outbox_api.field_types import ContentType, EventType, Name, OnceKey, OrderingKey, Tenant, Text
 from outbox_api.limits import PAYLOAD_BODY_BYTES_MAX, REQUEST_EVENTS_MAX
 from outbox_api.problem import Problem, ProblemKind
 from outbox_api.redaction import redactor_for
@@ -264,10 +264,10 @@ async def _find_used(call: Call[Any, Any], keys: Sequence[str | None]) -> dict[s
 
 
 class EventsQuery(Paging):
-    key: OrderingKey | None = None
+    key: Text | None = None
     type: TypePatterns = ()
     """Type patterns such as order.*; repeatable."""
-    tenant: Tenant | None = None
+    tenant: Text | None = None
     since: TimeOrAge | None = None
     """Published at this time or later."""
     until: TimeOrAge | None = None

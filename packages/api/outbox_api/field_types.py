@@ -18,7 +18,7 @@ _TYPE = f"^(?!{re.escape(pattern.RESERVED_PREFIX)})(?:{pattern.TYPE.pattern})$"
 _SEGMENT = r"(?:\*|[A-Za-z0-9_][A-Za-z0-9_-]*)"
 TYPE_PATTERN = rf"^(?:\*\*|{_SEGMENT}(?:\.{_SEGMENT})*(?:\.\*\*)?)$"
 """A pattern of types, as `pattern.parse` takes it."""
-STORABLE = "^[^\\u0000]+$"
+STORABLE = "^[^\\u0000]*$"
 """Text that PostgreSQL can store."""
 
 
@@ -33,6 +33,8 @@ def _text(chars_max: int | None = None, form: re.Pattern[str] | str = STORABLE) 
     return Field(json_schema_extra=text_schema(chars_max, form))
 
 
+Text: TypeAlias = Annotated[str, Field(json_schema_extra={"pattern": STORABLE})]
+"""What is compared with what exists."""
 Name: TypeAlias = Annotated[str, _text()]
 """The name of what exists; the name of another thing is not found."""
 EventType: TypeAlias = Annotated[str, _text(pattern.TYPE_BYTES_MAX, _TYPE)]

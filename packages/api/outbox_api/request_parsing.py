@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, W
 from outbox.core.model import duration
 from outbox.core.model.text import is_text
 from outbox.errors import UsageError
+from outbox_api.field_types import Text
 from outbox_api.limits import LIMIT, LIMIT_MAX
 from outbox_api.problem import NOT_STORABLE, Problem, ProblemKind
 from outbox_api.route import RequestModel
@@ -102,7 +103,7 @@ class Paging(RequestModel):
 
     limit: int = Field(default=LIMIT, ge=1, le=LIMIT_MAX)
     """Maximum number of items.  A page may have fewer and a `next`: it ends after 1 MiB."""
-    after: str | None = None
+    after: Text | None = None
     """Cursor: `next` of the previous page."""
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+import orjson
 import pytest
 from multidict import MultiDict
 
-from outbox_api.events import EventsQuery, NewEvents
+from outbox_api.events import EventsQuery, NewEvent, NewEvents
 from outbox_api.problem import Problem
+from outbox_api.request_body import parse
 from outbox_api.request_parsing import read_query, validate
 from outbox_api.routes import ROUTES
 from outbox_api.validation_errors import describe_errors
@@ -62,7 +64,7 @@ def test_an_invalid_field_is_rejected_in_plain_words(model: Any) -> None:
 )
 def test_problems_of_publishing(values: dict[str, Any], says: str) -> None:
     with pytest.raises(Problem) as caught:
-        validate(NewEvents, values, "the body")
+        parse(orjson.dumps(values), (NewEvent, NewEvents))
     assert caught.value.detail == says
 
 
