@@ -26,7 +26,9 @@ def text_schema(chars_max: int | None = None, form: re.Pattern[str] | str = STOR
     """JSON schema of a text that is not empty."""
     if not isinstance(form, str):
         form = f"^(?:{form.pattern})$"
-    return {"minLength": 1, "pattern": form} | ({"maxLength": chars_max} if chars_max else {})
+    return {"type": "string", "minLength": 1, "pattern": form} | (
+        {"maxLength": chars_max} if chars_max else {}
+    )
 
 
 def _text(chars_max: int | None = None, form: re.Pattern[str] | str = STORABLE) -> Any:

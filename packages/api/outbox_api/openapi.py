@@ -240,7 +240,7 @@ def _description(route: Route) -> str:
 
 def _in_path(route: Route) -> list[dict[str, Any]]:
     return [
-        {"name": name, "in": "path", "required": True, "schema": route.path_schema(name)}
+        {"name": name, "in": "path", "required": True, "schema": route.path_schema}
         for name in route.parameters
     ]
 
@@ -258,6 +258,7 @@ def _in_query(route: Route, forms: SchemaSet) -> list[dict[str, Any]]:
 
 def _parameter(schema: dict[str, Any]) -> dict[str, Any]:
     """The schema and the description of a parameter, which cannot be null."""
+    schema = dict(schema)  # Other routes have the same query.
     forms = [each for each in schema.pop("anyOf", ()) if each != {"type": "null"}]
     description = schema.pop("description", None)
     if len(forms) == 1:

@@ -228,12 +228,11 @@ _PROBLEMS = (
     ProblemKind.UNAVAILABLE,
 )
 """Problems that every request may cause."""
-_PARAMETERS = {
-    "name": "Name.",
-    "key": "Idempotency key.",
-    "id": "Event id, X-Delivery, idempotency key, or key.",
+_BODY_PROBLEMS = {
+    ProblemKind.BODY_LATE,
+    ProblemKind.TOO_LARGE,
+    ProblemKind.WRONG_CONTENT_TYPE,
 }
-"""Descriptions of the parameters in paths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,31 +270,29 @@ class Route:
         """Names of the parameters in the path."""
         return re.findall(r"{(\w+)}", self.path)
 
-    def path_schema(self, parameter: str) -> dict[str, Any]:
-        """JSON schema of a parameter in the path."""
+    @property
+    def path_schema(self) -> dict[str, Any]:
+        """JSON schema of the parameters in the path."""
         if self.tenants in (TenantAccess.DEAD_LETTER, TenantAccess.JOB):
             return {"type": "integer", "minimum": 1, "maximum": ID_MAX}
-        return {"type": "string", "description": _PARAMETERS[parameter], **text_schema()}
+        schema: dict[str, Any] = text_schema()
+        return schema
 
     @property
     def expected_problems(self) -> set[ProblemKind]:
         """Problems that a request may cause, by what it contains and does."""
         kinds = {*_PROBLEMS, *self.problems}
         if self.scope is not None:
-            kinds |= {ProblemKind.SCOPE_MISSING}
+            kinds.add(ProblemKind.SCOPE_MISSING)
         if self.tenants is TenantAccess.SYSTEM:
-            kinds |= {ProblemKind.NOT_FOR_TENANTS}
+            kinds.add(ProblemKind.NOT_FOR_TENANTS)
         if self.parameters or self.query or self.bodies:
             # It may contain what cannot be stored, and name what does not exist.
             kinds |= {ProblemKind.BAD_REQUEST, ProblemKind.NOT_FOUND}
         if self.bodies:
-            kinds |= {
-                ProblemKind.BODY_LATE,
-                ProblemKind.TOO_LARGE,
-                ProblemKind.WRONG_CONTENT_TYPE,
-            }
+            kinds |= _BODY_PROBLEMS
         if self.method != "GET":
-            kinds |= {ProblemKind.CONFLICT}
+            kinds.add(ProblemKind.CONFLICT)
         return kinds
 
     @property

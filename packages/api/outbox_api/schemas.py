@@ -63,9 +63,9 @@ class _Schemas(GenerateJsonSchema):
         return union
 
     def tuple_schema(self, schema: core_schema.TupleSchema) -> dict[str, Any]:
-        """Generators know the items of an array by `items` only."""
+        """Generators know the items of an array by `items` only, and some refuse both."""
         array = super().tuple_schema(schema)
-        if forms := array.get("prefixItems"):
+        if forms := array.pop("prefixItems", None):
             distinct = [form for n, form in enumerate(forms) if form not in forms[:n]]
             array["items"] = {"anyOf": distinct} if len(distinct) > 1 else distinct[0]
         return array

@@ -1,6 +1,4 @@
-"""Diagnostics: /v1/me, /v1/status, /v1/endpoint-statuses, /v1/replicas, /v1/doctor, /v1/verify,
-/v1/resequence.
-"""
+"""/v1/me, /v1/status, /v1/doctor and others: the token, the state of the system, its checks."""
 
 from __future__ import annotations
 
