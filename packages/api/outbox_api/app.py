@@ -93,7 +93,17 @@ def application(
             app.router.add_get(route.path, handlers.handler(route))  # And HEAD.
         else:
             app.router.add_route(route.method, route.path, handlers.handler(route))
+    for path in {route.path for route in ROUTES if not route.parameters}:
+        # As in OpenAPI, it is not also the path of an object that has its last word as a name.
+        app.router.add_route("*", path, _refuse_method)
     return app
+
+
+async def _refuse_method(request: web.Request) -> web.StreamResponse:
+    allowed = {each.method for each in ROUTES if each.path == request.path}
+    raise web.HTTPMethodNotAllowed(
+        request.method, allowed | {"HEAD"} if "GET" in allowed else allowed
+    )
 
 
 class _RouteHandlers:
@@ -154,13 +164,13 @@ class _RouteHandlers:
         query = read_query(request.query, route.query or NoQuery)
         require_storable_text(list(request.query.values()))
         raw = None
-        if route.body is not None:
+        if route.bodies:
             raw = await self._bodies.read(request, route, request_in_flight(request))
         is_large = raw is not None and len(raw) > REQUEST_BODY_BYTES_MAX
         async with self._large_body(caller) if is_large else nullcontext():
             try:
                 async with self._connection(route, caller) as connection:
-                    body = None if route.body is None else parse(raw, route.body)
+                    body = parse(raw, route.bodies) if route.bodies else None
                     del raw
                     request_in_flight(request).hold(0)
                     await tenancy.require_owned_path(connection, route, caller.tenant, path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -21,6 +21,7 @@ from outbox.operations.replays import ReplayReport
 from outbox.operations.rows import ID_MAX
 from outbox.operations.skip import SkippedDelivery, skip_delivery
 from outbox_api import route, tenancy
+from outbox_api.field_types import Name, Text
 from outbox_api.redaction import redactor_for
 from outbox_api.request_parsing import Paging, TimeOrAge
 from outbox_api.route import (
@@ -46,11 +47,11 @@ DeadId = Annotated[int, Field(ge=1, le=ID_MAX)]
 class DeadLetterFilterFields(RequestModel):
     """Filter of dead letters."""
 
-    endpoint: str | None = None
+    endpoint: Name | None = None
     type: TypePatterns = ()
     """Type patterns such as order.*."""
-    tenant: str | None = None
-    reason: str | None = None
+    tenant: Text | None = None
+    reason: Name | None = None
     """Reason of dead-lettering."""
     since: TimeOrAge | None = None
     """Dead-lettered at this time or later."""
@@ -80,12 +81,16 @@ class DeadLetterSelectionBody(DeadLetterFilterFields):
 class ReplayBody(DeadLetterSelectionBody):
     """Dead letters to replay."""
 
+    example: ClassVar = {"ids": [1], "rate": 10}
+
     rate: Annotated[float, Field(gt=0)] | None = None
     """Maximum rate, in deliveries per second."""
 
 
 class DiscardBody(DeadLetterSelectionBody):
     """Dead letters to discard."""
+
+    example: ClassVar = {"ids": [2], "comment": "the customer has left"}
 
     comment: Comment | None = None
     """Recorded in the journal."""
@@ -94,7 +99,9 @@ class DiscardBody(DeadLetterSelectionBody):
 class SkipBody(RequestModel):
     """The delivery that a lane is stuck on."""
 
-    lane: str
+    example: ClassVar = {"lane": "shop-1", "sequence": 7, "comment": "the receiver cannot parse it"}
+
+    lane: Name
     """Name of the lane, as in X-Lane."""
     sequence: Annotated[int, Field(ge=1, le=ID_MAX)]
     """Sequence number that the lane waits for; 409 if it waits for another one by now."""

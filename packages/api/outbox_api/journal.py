@@ -7,6 +7,7 @@ from outbox.operations.criteria import find_endpoint_ids
 from outbox.operations.journal import JournalFilter, JournalRow
 from outbox.operations.rows import ID_MAX
 from outbox_api import route
+from outbox_api.field_types import Name, Text
 from outbox_api.redaction import redactor_for
 from outbox_api.request_parsing import Paging, TimeOrAge
 from outbox_api.route import (
@@ -19,11 +20,11 @@ from outbox_api.route import (
 
 
 class JournalQuery(Paging):
-    endpoint: str | None = None
+    endpoint: Name | None = None
     """Entries of this endpoint only."""
-    kind: str | None = None
+    kind: Text | None = None
     """Entries of this kind only, such as endpoint_paused."""
-    actor: str | None = None
+    actor: Text | None = None
     """Entries of this user, token or relay only."""
     since: TimeOrAge | None = None
     """Written at this time or later."""

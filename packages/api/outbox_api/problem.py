@@ -37,10 +37,13 @@ if TYPE_CHECKING:
 
 MEDIA_TYPE = "application/problem+json"
 RETRY_AFTER_S = 1
+RETRIED_STATUSES = (429, 503)
+"""Statuses with the header Retry-After."""
 ROWS_HIDDEN = "rows may be hidden from the API; see outbox doctor"
 DATABASE_UNAVAILABLE = "the database is unavailable; see the log of the API"
 SCHEMA_MISSING = "the schema is missing or has another version; run: outbox migrate"
 KEY_MISSING = "the API lacks the key of an encrypted secret; run: outbox doctor"
+NOT_STORABLE = "the request contains a character that PostgreSQL cannot store"
 NOT_GRANTED = "the database role of the API lacks a privilege; see the log of the API"
 SCHEMA_TOO_NEW = "the schema has a later version than the API; upgrade the API"
 
@@ -162,6 +165,8 @@ def problem_for(error: Exception) -> Problem | None:
             return unavailable("a concurrent change conflicted with this one; try again")
         case asyncpg.LockNotAvailableError():
             return unavailable("a lock is held by another transaction; try again")
+        case asyncpg.CharacterNotInRepertoireError() | asyncpg.UntranslatableCharacterError():
+            return Problem(ProblemKind.BAD_REQUEST, NOT_STORABLE)
         case asyncpg.DataError():
             # The value passed validation but does not fit its column.
             return Problem(ProblemKind.INVALID, in_one_line(error))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -12,6 +12,7 @@ from outbox.operations.criteria import Criteria
 from outbox.operations.replay_jobs import JobState, ReplayJob
 from outbox.operations.rows import ID_MAX
 from outbox_api import route, tenancy
+from outbox_api.field_types import Name
 from outbox_api.redaction import redactor_for
 from outbox_api.request_parsing import Paging, TimeOrAge
 from outbox_api.route import (
@@ -34,7 +35,9 @@ class ReplaysQuery(Paging):
 class BackfillBody(RequestModel):
     """History to send to an endpoint, in order, at the end of its lanes."""
 
-    endpoint: str
+    example: ClassVar = {"endpoint": "shop", "since": "2h", "rate": 50}
+
+    endpoint: Name
     since: TimeOrAge
     """Published at this time or later."""
     until: TimeOrAge | None = None
