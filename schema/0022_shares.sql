@@ -85,8 +85,10 @@ BEGIN
            AND (p.end_seq IS NOT NULL OR e.state = 'removed' OR e.url ~ '^https?:')
            AND NOT EXISTS (SELECT FROM lane_block WHERE lane_id = l.id OFFSET 0)
            AND NOT EXISTS (SELECT FROM dead_letter WHERE lane_id = l.id OFFSET 0)
-           AND NOT EXISTS (SELECT FROM delivery WHERE lane_id = l.id OFFSET 0)
-           AND NOT EXISTS (SELECT FROM attempt WHERE lane_id = l.id OFFSET 0)
+           AND NOT EXISTS (
+               SELECT FROM delivery WHERE lane_id = l.id AND batch >= kept_from OFFSET 0)
+           AND NOT EXISTS (
+               SELECT FROM attempt WHERE lane_id = l.id AND batch >= kept_from OFFSET 0)
          LIMIT lanes_max),
     owned AS MATERIALIZED (
         SELECT endpoint_id FROM ownership

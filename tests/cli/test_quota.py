@@ -42,7 +42,7 @@ def test_no_command_passes_a_quota(here: Command, tmp_path: Path) -> None:
         (("endpoint", "update", "other", *ACME), "endpoints"),
         (("endpoint", "update", "shop", "--lanes", 5), "lanes"),
         (("apply", "-f", file), "endpoints"),
-        (("schedule", "add", "nightly", "@daily", "a.b", *ACME), "schedules"),
+        (("schedule", "add", "nightly", "@daily", "--type", "a.b", *ACME), "schedules"),
     ):
         refused = here(*command)
         assert refused.code == 2, command
