@@ -188,8 +188,8 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
         ('table', 'token', 'INSERT',
          '{name,hash,scopes,tenant,created_by,created_at,expires_at}', NULL),
         ('table', 'token', 'UPDATE', '{revoked_at,revoked_by}', NULL),
-        ('table', 'quota', 'INSERT', NULL, NULL),
-        ('table', 'quota', 'UPDATE', NULL, NULL),
+        ('table', 'quota', 'INSERT', '{tenant}', NULL),
+        ('table', 'quota', 'UPDATE', '{endpoints,lanes,schedules,once_keys}', NULL),
         ('table', 'quota', 'DELETE', NULL, NULL),
         ('sequence', 'replay_job_id_seq', 'SELECT', NULL, NULL),
         ('sequence', 'replay_job_id_seq', 'UPDATE', NULL, NULL)

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.event import TENANT_BYTES_MAX, check_text
-from outbox.errors import NotFound, UsageError
+from outbox.errors import NotFound, QuotaExceeded, UsageError
 from outbox.operations.pages import page_of
 from outbox.operations.rows import from_row
 from outbox.store.change import make_change
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.message import WriteStatement
-from outbox.store.quotas import ALL_TENANTS, READ_USE, RESOURCES
+from outbox.store.quotas import ALL_TENANTS, NEXT_STEP, READ_KEYS_OVER, READ_USE, RESOURCES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from asyncpg import Connection
 
@@ -167,6 +167,27 @@ async def unset_quota(
 
     await make_change(connection, schema, actor, plan, routing=False)
     return await read_quota_use(connection, schema, tenant)
+
+
+async def require_once_keys(
+    connection: Connection[Any], schema: str, tenant: str, keys: Sequence[str]
+) -> None:
+    """Require that a tenant may claim idempotency keys; those that it has claimed already pass.
+
+    Args:
+        keys: as they are stored.
+
+    Raises:
+        QuotaExceeded: it had as many as its quota when maintenance counted them, within an hour.
+    """
+    with map_errors(schema):
+        over = await connection.fetchrow(READ_KEYS_OVER, tenant, keys)
+    if over is not None:
+        raise QuotaExceeded(
+            f'tenant "{tenant}" has {over["keys"]:,} idempotency keys, and its quota is '
+            f"{over['keys_max']:,}; nothing is published: publish without one, wait until keys "
+            f"expire, {NEXT_STEP}"
+        )
 
 
 def _quota(row: Any) -> Quota:

@@ -40,23 +40,37 @@ OLDER_LANES = """(
                 SELECT FROM lane_counter WHERE lane_id = l.id AND last_seq = 0)
            ELSE l.generation < e.generation END)"""
 
+# The idempotency keys of a tenant `t`, as `tenancy.stored_key` of the API names them.
+COUNTED_KEYS = """coalesce((
+    SELECT keys FROM idempotency_key_count
+     WHERE prefix = '@' || left(encode(sha256(convert_to(t.tenant, 'UTF8')), 'hex'), 32) || '/'),
+    0)"""
+_LIMITS = f"""
+  JOIN quota every ON every.tenant = '{ALL_TENANTS}'
+  LEFT JOIN quota own ON own.tenant = t.tenant"""
+
 # Limits and use of some tenants.
 READ_USE = f"""
 SELECT t.tenant, {", ".join(f"coalesce(own.{r}, every.{r}) AS {r}_max" for r in RESOURCES)},
        used.*, (SELECT count(*) FROM schedule s WHERE s.tenant = t.tenant) AS schedules,
-       coalesce((SELECT keys FROM idempotency_key_count c
-                  WHERE c.prefix = {{prefix}}), 0) AS once_keys
-  FROM unnest($1::text[]) AS t(tenant)
-  JOIN quota every ON every.tenant = '{ALL_TENANTS}'
-  LEFT JOIN quota own ON own.tenant = t.tenant
+       {COUNTED_KEYS} AS once_keys
+  FROM unnest($1::text[]) AS t(tenant) {_LIMITS}
  CROSS JOIN LATERAL (
        SELECT count(*) FILTER (WHERE e.state <> 'removed') AS endpoints,
               coalesce(sum(e.lanes) FILTER (WHERE e.state <> 'removed'), 0)::bigint AS lanes,
               coalesce(sum({OLDER_LANES}), 0)::bigint AS older_lanes
          FROM endpoint e WHERE e.tenant = t.tenant) used
-""".format(  # noqa: S608 (constants only)
-    prefix="'@' || left(encode(sha256(convert_to(t.tenant, 'UTF8')), 'hex'), 32) || '/'"
-)
+"""  # noqa: S608 (constants only)
+
+# The keys of a tenant and their quota, if that is used up and one of the keys $2 is new.
+READ_KEYS_OVER = f"""
+SELECT * FROM (
+    SELECT {COUNTED_KEYS} AS keys, coalesce(own.once_keys, every.once_keys) AS keys_max
+      FROM (SELECT $1::text AS tenant) t {_LIMITS}) counted
+ WHERE keys >= keys_max AND EXISTS (
+       SELECT FROM unnest($2::text[]) AS wanted(key)
+        WHERE NOT EXISTS (SELECT FROM idempotency_key k WHERE k.key = wanted.key))
+"""  # noqa: S608 (constants only)
 
 # Endpoints as they are before a change.
 READ_PLANNED = f"""

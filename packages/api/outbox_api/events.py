@@ -15,7 +15,7 @@ from outbox.core.model.event import deliver_at
 from outbox.core.model.json_values import encode_json
 from outbox.drivers.connections import open_connection
 from outbox.errors import InvalidEvent, UsageError
-from outbox.operations import events, trace
+from outbox.operations import events, quotas, trace
 from outbox.operations import idempotency_keys as once
 from outbox.operations.criteria import Criteria
 from outbox.operations.event_trace import TraceReport
@@ -152,6 +152,7 @@ async def _publish(call: Call[NoQuery, NewEvents]) -> Reply:
     try:
         with traced(body.type or f"{len(body.events or ())} events"):
             events_to_publish, encoded, digest = _encode(call, key)
+            await _require_once_keys(call, events_to_publish)
             async with call.db.transaction(isolation="read_committed"):
                 ids = await publish_encoded(
                     await open_connection(call.db),
@@ -175,6 +176,12 @@ async def _publish(call: Call[NoQuery, NewEvents]) -> Reply:
     ]
     status = 201 if any(ids) else 200
     return Reply(results[0] if body.events is None else {"events": results}, status)
+
+
+async def _require_once_keys(call: Call[Any, Any], publishing: Sequence[Event]) -> None:
+    keys = [each.once for each in publishing if each.once is not None]
+    if call.tenant is not None and keys:
+        await call.run(quotas.require_once_keys, call.tenant, keys)
 
 
 def _encode(
