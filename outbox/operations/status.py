@@ -167,7 +167,9 @@ SELECT 'replayed', s.dead_letters - r.dead_letters, 0 FROM stored s, running r
 """  # noqa: S608 (constants only)
 
 # A monotonic counter, without a scan of the log partitions.
-COUNT_SEQUENCED = "SELECT coalesce(sum(last_seq), 0)::bigint FROM lane_counter"
+COUNT_SEQUENCED = """
+SELECT (SELECT deliveries FROM removed_lanes) + coalesce(sum(last_seq), 0)::bigint FROM lane_counter
+"""
 
 
 @dataclass(frozen=True, slots=True)

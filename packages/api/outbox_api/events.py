@@ -15,7 +15,7 @@ from outbox.core.model.event import deliver_at
 from outbox.core.model.json_values import encode_json
 from outbox.drivers.connections import open_connection
 from outbox.errors import InvalidEvent, UsageError
-from outbox.operations import events, trace
+from outbox.operations import events, quotas, trace
 from outbox.operations import idempotency_keys as once
 from outbox.operations.criteria import Criteria
 from outbox.operations.event_trace import TraceReport
@@ -167,6 +167,7 @@ async def _publish(call: Call[NoQuery, NewEvent | NewEvents]) -> Reply:
     try:
         with traced(title):
             events_to_publish, encoded, digest = _encode(call, key)
+            await _require_once_keys(call, events_to_publish)
             digests = None if digest is None else [digest]
             # In autocommit mode: a transaction would hold locks while it waits for its client.
             if call.tenant is None:
@@ -193,6 +194,12 @@ async def _publish(call: Call[NoQuery, NewEvent | NewEvents]) -> Reply:
     ]
     status = 201 if any(ids) else 200
     return Reply({"events": results} if several else results[0], status)
+
+
+async def _require_once_keys(call: Call[Any, Any], publishing: Sequence[Event]) -> None:
+    keys = [each.once for each in publishing if each.once is not None]
+    if call.tenant is not None and keys:
+        await call.run(quotas.require_once_keys, call.tenant, keys)
 
 
 def _encode(

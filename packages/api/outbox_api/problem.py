@@ -24,6 +24,7 @@ from outbox.errors import (
     EventSuppressed,
     NotFound,
     OutboxError,
+    QuotaExceeded,
     SchemaMissing,
     SchemaTooNew,
     UsageError,
@@ -64,6 +65,7 @@ class ProblemKind(Enum):
     WRONG_CONTENT_TYPE = ("wrong-content-type", 415, "the body is not JSON")
     WRONG_HOST = ("wrong-host", 421, "the Host header names another host")
     INVALID = ("invalid", 422, "invalid request")
+    QUOTA_EXCEEDED = ("quota-exceeded", 422, "a quota is exceeded")
     KEY_REUSED = ("idempotency-key-reused", 422, "the idempotency key was used for another body")
     TOO_MANY_REQUESTS = ("too-many-requests", 429, "too many requests")
     INTERNAL = ("internal", 500, "internal error")
@@ -140,6 +142,8 @@ def problem_for(error: Exception) -> Problem | None:
             return Problem(ProblemKind.NOT_FOUND, in_api_words(str(error)))
         case Conflict():
             return Problem(ProblemKind.CONFLICT, in_api_words(str(error)))
+        case QuotaExceeded():
+            return Problem(ProblemKind.QUOTA_EXCEEDED, in_api_words(str(error)))
         case UsageError():
             return Problem(ProblemKind.INVALID, in_api_words(str(error)))
         case AlteredSecret():
@@ -195,6 +199,7 @@ _ROUTES = {
     "schedule list": "GET /v1/schedules",
     "token list": "GET /v1/tokens",
     "once list": "GET /v1/once",
+    "quota set": "PUT /v1/quotas",
     "doctor": "GET /v1/doctor",
 }
 # The flags of lists are singular, because each value has its own.

@@ -173,6 +173,7 @@ def test_every_command_has_routes_or_is_listed_as_without(described: dict[str, A
         "dead": "/v1/dead-letters",
         "endpoint": "/v1/endpoints",
         "publish": "/v1/events",
+        "quota": "/v1/quotas",
         "replay": "/v1/replays",
         "schedule": "/v1/schedules",
         "token": "/v1/tokens",
