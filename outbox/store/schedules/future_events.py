@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import asyncpg
 import orjson
 
-from outbox.core.sequencing.tenant_pace import TENANTS_MAX, PacedEvent, TenantPace
+from outbox.core.sequencing.tenant_pace import PASS_TENANTS_MAX, PacedEvent, TenantPace
 from outbox.store.connection.message import WriteStatement
 from outbox.store.refused_rows import RefusedRow, RefusedRowReports, is_refused, reason_of
 from outbox.store.schedules.schedule_runs import RETRY_MAX, RETRY_MIN
@@ -248,10 +248,10 @@ class FutureEventStore:
         # Tenants after the last probed one have their turn in the next pass.
         end = probed[-1] if len(probed) >= PROBES_MAX else ""
         due = [row["tenant"] for row in rows if row["is_due"] and (not end or row["tenant"] <= end)]
-        if len(due) > TENANTS_MAX:
-            end = due[TENANTS_MAX - 1]
+        if len(due) > PASS_TENANTS_MAX:
+            end = due[PASS_TENANTS_MAX - 1]
         self._after_tenant = end
-        return due[:TENANTS_MAX]
+        return due[:PASS_TENANTS_MAX]
 
     async def _move_or_postpone(self, ids: list[int]) -> int:
         """Move events, or postpone those that the database refuses; returns their number."""

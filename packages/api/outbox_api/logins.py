@@ -47,7 +47,7 @@ PAUSE = 20
 """The pause between two queries for new tokens, in durations of the last one..."""
 PAUSE_MAX_S = 2.0
 """... and its maximum, if the database is slow."""
-WAITING_MAX, ADDRESS_WAITING_MAX = 128, 32
+LOGINS_WAITING_MAX, ADDRESS_WAITING_MAX = 128, 32
 """Requests that wait for such a query, of all addresses and of one.  Each has a connection of the
 listener, which has 512."""
 REALM = 'Bearer realm="outbox"'
@@ -163,7 +163,7 @@ class Logins(Generic[Found]):
         """Wait for a query that begins after now, and makes the token known if it exists."""
         # The first query decides on all tokens, later ones on new tokens and wrong ones.
         if self._prefixes is not None and (
-            self._waiting.total() >= WAITING_MAX or self._waiting[address] >= ADDRESS_WAITING_MAX
+            self._waiting.total() >= LOGINS_WAITING_MAX or self._waiting[address] >= ADDRESS_WAITING_MAX
         ):
             reason = f"too many logins with unknown {self._kind.noun}s at a time"
             raise too_many_requests(reason, 1, Refusal.LOGINS)
