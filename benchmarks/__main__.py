@@ -59,7 +59,6 @@ SECTIONS: dict[str, Callable[..., Awaitable[list[Row]]]] = {
     "peers": peers.measure,
     "watched": watched.measure,
     "api": api.measure,
-    "shares": shares.measure,
     "commits": commits.measure,
     "publishing": publishing.measure,
     "majors": majors.measure,
@@ -79,6 +78,7 @@ SECTIONS: dict[str, Callable[..., Awaitable[list[Row]]]] = {
     "exchanges": exchanges.measure,
     "scale": scale.measure,
     "fair": fair.measure,
+    "shares": shares.measure,
 }
 ROUNDS, QUICK_ROUNDS = 5, 1
 INTERRUPTED = 130

@@ -160,8 +160,8 @@ async def run(stage: Stage, rounds: int, crowd: Crowd, events: int, phase_s: flo
 
 def _rows(attack: Attack, who: str, found: dict[tuple[str, str], Rounds]) -> list[Row]:
     samples = found[attack.name, who]
-    whose = "another tenant's p99" if who == OTHER else "the operator's p99"
-    name = f"{whose}, a tenant takes {attack.name}"
+    subject = "another tenant's p99" if who == OTHER else "the operator's p99"
+    name = f"{subject}, a tenant takes {attack.name}"
     ours = samples.samples_of(BESIDE)
     return [
         Row("shares", name, "ms", ours, ALONE, samples.samples_of(ALONE)),

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 TEST_S = 30.0
 """Maximum duration; `outbox endpoint test` uses the endpoint's full time-out."""
 CONCURRENT_MAX, TENANTS_MAX = 8, 6
-"""Of all tokens, and of those of all tenants together."""
+"""Test deliveries at a time, and those of all tenants together."""
 TENANT_MAX = 2
-"""Per tenant, so that slow receivers of one tenant do not block others."""
+"""Those of a tenant, so that slow receivers of one tenant do not block others."""
 TEST_RETRY_S = 5
 """Retry-After when the limit is reached."""
 CONTEXTS_MAX = 8

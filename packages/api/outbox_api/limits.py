@@ -53,7 +53,7 @@ STATEMENT_TIMEOUT_S, LOCK_TIMEOUT_S = 30.0, 10.0
 """Maximum duration of a statement, and of a wait for a lock in it; the cursor row is locked for
 milliseconds only."""
 TENANT_STATEMENT_TIMEOUT_S, TENANT_LOCK_TIMEOUT_S = 5.0, 2.0
-"""The same for tokens of tenants and for receivers, except in long requests."""
+"""Those times for tokens of tenants and for receivers, except in long requests."""
 
 # ------------------------------------------------------------ concurrency
 TOKEN_REQUESTS_MAX = CLIENT_CONNECTIONS_MAX // 8
@@ -69,7 +69,7 @@ LARGE_BODIES_MAX = 2
 """Bodies of more than `REQUEST_BODY_BYTES_MAX` that are parsed and processed at a time: their
 values may take 33 times their size.  Others wait for one of the connections to the database."""
 TENANT_REQUESTS_MAX, TENANT_LONG_MAX, TENANT_LARGE_BODIES_MAX = 4, 2, 2
-"""The same for the tokens of all tenants together, and for receivers: they have connections of
+"""Those numbers for the tokens of all tenants together, and for receivers: they have connections of
 their own, so that they do not wait for operators, nor operators for them."""
 SHARE = 4
 """A tenant has at most one in so many of these, and at least one; see `outbox_api.slots`."""

@@ -169,7 +169,7 @@ def test_too_many_waiting_requests_of_a_tenant_are_refused_at_once() -> None:
     asyncio.run(run())
 
 
-def test_a_wait_ends_and_says_whose_requests_were_in_the_way() -> None:
+def test_a_wait_ends_and_names_the_requests_that_were_in_the_way() -> None:
     async def run() -> None:
         loop = asyncio.get_running_loop()
         shared, served = SharedSlots(2, "slot"), list[Holder]()
