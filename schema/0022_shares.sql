@@ -296,17 +296,17 @@ CREATE INDEX journal_erased ON journal ((data ->> 'tenant'), id) WHERE kind = 'e
 -- ------------------------------------------------------------------ quotas of tenants
 
 -- What each tenant may have: endpoints and their lanes, schedules, and idempotency keys of its
--- tokens.  NULL: as the row of the tenant '', which is for all tenants; no tenant has this name.
+-- tokens.  NULL: as the row of the tenant '', which is for all tenants; no tenant has this name.  The
+-- defaults are those of that row.
 CREATE TABLE quota (
     tenant    text   PRIMARY KEY CHECK (octet_length(tenant) <= 255),
-    endpoints bigint CHECK (endpoints >= 0),
-    lanes     bigint CHECK (lanes >= 0),
-    schedules bigint CHECK (schedules >= 0),
-    once_keys bigint CHECK (once_keys >= 0),
+    endpoints bigint DEFAULT 100     CHECK (endpoints >= 0),
+    lanes     bigint DEFAULT 1024    CHECK (lanes >= 0),
+    schedules bigint DEFAULT 100     CHECK (schedules >= 0),
+    once_keys bigint DEFAULT 1000000 CHECK (once_keys >= 0),
     CHECK (tenant <> '' OR num_nulls(endpoints, lanes, schedules, once_keys) = 0)
 );
-INSERT INTO quota (tenant, endpoints, lanes, schedules, once_keys)
-VALUES ('', 100, 1024, 100, 1000000);
+INSERT INTO quota (tenant) VALUES ('');
 
 -- Finds the endpoints of a tenant.
 CREATE INDEX endpoint_tenant ON endpoint (tenant) WHERE tenant IS NOT NULL;
@@ -348,7 +348,9 @@ INSERT INTO removed_lanes DEFAULT VALUES;
 -- Nothing is removed from a state that was restored, until new lanes have begun: rows that are
 -- absent may still be restored.
 --   found: SubPlans with OFFSET 0, which are index lookups in each lane; joins would read all
---     partitions.  A broker's stream needs the end entry of a lane, unless the endpoint is removed.
+--     partitions.  Unless the endpoint is removed, a broker's stream needs the end entry of a lane,
+--     and a receiver that fetches compares the lanes that it knows with those that are listed: of
+--     one that is gone it would not learn that its missing deliveries are not kept any more.
 --   owned: a relay that acquires an endpoint requires that it has locked all its lanes, and locks
 --     this row first.
 CREATE FUNCTION remove_lanes(lanes_max integer) RETURNS bigint
@@ -375,7 +377,10 @@ BEGIN
                SELECT acked_seq, floor_batch, end_seq FROM lane_progress
                 WHERE lane_id = l.id OFFSET 0) p
          WHERE c.last_seq = p.acked_seq AND (c.last_seq = 0 OR p.floor_batch < kept_from)
-           AND (p.end_seq IS NOT NULL OR e.state = 'removed' OR e.url ~ '^https?:')
+           AND (e.state = 'removed'
+                OR (p.end_seq IS NOT NULL OR e.url ~ '^https?:')
+                   AND (c.last_seq = 0 OR NOT EXISTS (
+                        SELECT FROM fetch_token WHERE endpoint_id = e.id OFFSET 0)))
            AND NOT EXISTS (SELECT FROM lane_block WHERE lane_id = l.id OFFSET 0)
            AND NOT EXISTS (SELECT FROM dead_letter WHERE lane_id = l.id OFFSET 0)
            AND NOT EXISTS (

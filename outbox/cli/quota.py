@@ -47,8 +47,8 @@ def command() -> None:
     """Limit what each tenant may have.
 
     Quotas limit the endpoints of a tenant and the lanes of all of them together, its
-    schedules, and the idempotency keys of its tokens. They apply whoever adds: an API
-    token, an operator or a file. A tenant without a value of its own has that of all
+    schedules, and the idempotency keys of its tokens. They apply to API tokens,
+    operators and files alike. A tenant without a value of its own has that of all
     tenants. What exists above a quota is kept, and can only be reduced.
     """
 

@@ -32,7 +32,8 @@ SELECT * FROM quota WHERE tenant COLLATE "C" > $1 OR $1 IS NULL ORDER BY tenant 
 ADD_QUOTA = WriteStatement(
     "add_quota",
     f"""
-INSERT INTO quota (tenant) SELECT $1::text WHERE $1 <> '{ALL_TENANTS}' ON CONFLICT DO NOTHING
+INSERT INTO quota SELECT $1::text, NULL, NULL, NULL, NULL WHERE $1 <> '{ALL_TENANTS}'
+    ON CONFLICT DO NOTHING
 """,
 )
 SET_QUOTA = WriteStatement(
@@ -57,7 +58,7 @@ class Quota:
     """Quotas of a tenant, or those of all tenants without a value of their own."""
 
     tenant: str | None
-    """Null: all tenants."""
+    """The tenant; null: all tenants."""
     endpoints: int | None
     """Maximum number of endpoints; null: as all tenants."""
     lanes: int | None
@@ -121,8 +122,8 @@ async def set_quota(
     What exists above a quota is kept, and can only be reduced.
 
     Args:
-        tenant: None: all tenants without a value of their own.
-        values: by resource; None: keep it.
+        tenant: the tenant; None: all tenants without a value of their own.
+        values: the quota by resource; None: it is kept.
 
     Raises:
         UsageError: no value is given, or one is out of range.
@@ -175,7 +176,7 @@ async def require_once_keys(
     """Require that a tenant may claim idempotency keys; those that it has claimed already pass.
 
     Args:
-        keys: as they are stored.
+        keys: the keys as they are stored.
 
     Raises:
         QuotaExceeded: it had as many as its quota when maintenance counted them, within an hour.

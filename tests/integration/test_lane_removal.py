@@ -155,6 +155,13 @@ CASES: dict[str, tuple[str, str]] = {
                                  elapsed_ms) VALUES ({LANE}, 5, 1, 1, 1, 'retry', now(), 1)""",
         "DELETE FROM attempt",
     ),
+    "receiver that fetches": (
+        f"""WITH c AS (UPDATE lane_counter SET last_seq = 1 WHERE lane_id = {LANE}),
+                 t AS (INSERT INTO fetch_token (endpoint_id, hash, created_by)
+                       SELECT id, sha256('x'), 'test' FROM endpoint)
+            UPDATE lane_progress SET acked_seq = 1, floor_batch = -1 WHERE lane_id = {LANE}""",
+        "DELETE FROM fetch_token",
+    ),
     "dead letter": (DEAD_LETTER, "DELETE FROM dead_letter"),
     "block": (f"INSERT INTO lane_block VALUES ({LANE}, 1)", "DELETE FROM lane_block"),
     "end of a broker's lane": (

@@ -163,7 +163,8 @@ class Logins(Generic[Found]):
         """Wait for a query that begins after now, and makes the token known if it exists."""
         # The first query decides on all tokens, later ones on new tokens and wrong ones.
         if self._prefixes is not None and (
-            self._waiting.total() >= LOGINS_WAITING_MAX or self._waiting[address] >= ADDRESS_WAITING_MAX
+            self._waiting.total() >= LOGINS_WAITING_MAX
+            or self._waiting[address] >= ADDRESS_WAITING_MAX
         ):
             reason = f"too many logins with unknown {self._kind.noun}s at a time"
             raise too_many_requests(reason, 1, Refusal.LOGINS)

@@ -22,7 +22,7 @@ class QuotaBody(RequestModel):
     """Quotas to set; the others keep their values."""
 
     tenant: str | None = None
-    """Null: all tenants without a value of their own."""
+    """The tenant; null: all tenants without a value of their own."""
     endpoints: Maximum | None = None
     """Maximum number of endpoints."""
     lanes: Maximum | None = None
