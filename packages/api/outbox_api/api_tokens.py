@@ -12,7 +12,7 @@ from outbox_api import route
 from outbox_api.auth import require_scope
 from outbox_api.field_types import Tenant, Text, TokenName
 from outbox_api.problem import Problem, ProblemKind
-from outbox_api.request_parsing import Paging, Seconds, up_to
+from outbox_api.request_parsing import IdPaging, Seconds, up_to
 from outbox_api.route import (
     Call,
     NoQuery,
@@ -24,7 +24,7 @@ from outbox_api.route import (
 )
 
 
-class TokensQuery(Paging):
+class TokensQuery(IdPaging):
     revoked: bool = False
     """Whether revoked tokens are included."""
     search: Text | None = None

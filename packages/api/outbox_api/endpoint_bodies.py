@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, create_model
+from pydantic import Field, StrictBool, create_model
 
 from outbox.core.model import duration, headers, setting_types
 from outbox.core.model.endpoint_settings import SETTINGS
@@ -71,7 +71,10 @@ def _schema(type_: SettingType) -> Any:
 
 def _form(type_: SettingType) -> Any:
     """The type of a setting in a body."""
-    form: Any = Annotated[type_.public_type, Field(json_schema_extra=_schema(type_))]
+    strict = type_.public_type in (bool, int, float)  # "1" is neither of them.
+    form: Any = Annotated[
+        type_.public_type, Field(json_schema_extra=_schema(type_), strict=strict or None)
+    ]
     match type_:
         case setting_types.TextList():
             return Annotated[tuple[form, ...], at_most(type_.items_max)]
@@ -113,7 +116,7 @@ NewEndpointBody: type[SettingsBody] = create_model(
     __module__=__name__,
     **_REQUIRED,
     ed25519=(
-        bool,
+        StrictBool,
         Field(
             default=False,
             description="Sign with an Ed25519 key instead of a shared secret; the response has "

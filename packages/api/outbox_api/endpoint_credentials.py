@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, StrictBool
 
 from outbox.core.model.duration import MAX_S
 from outbox.destinations.broker_address import credentials_header
@@ -35,7 +35,7 @@ class RotationBody(RequestModel):
 
     overlap: Annotated[Seconds, up_to(MAX_S, minimum=0)] = Field(default=OVERLAP_S, ge=0, le=MAX_S)
     """How long the old secret also signs; 0: it expires immediately."""
-    ed25519: bool | None = None
+    ed25519: StrictBool | None = None
     """Whether the new secret is an Ed25519 key; null: the type does not change."""
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from pydantic import StrictBool
+
 from outbox.operations import endpoint_states
 from outbox.operations.endpoint_states import StateChange
 from outbox_api import route, tenancy
@@ -38,7 +40,7 @@ class EndpointNamesBody(RequestModel):
     names: Annotated[tuple[Name, ...], at_most(CHANGED_ENDPOINTS_MAX, at_least=1)]
     comment: Comment | None = None
     """Recorded with the change and in the journal."""
-    dry_run: bool = False
+    dry_run: StrictBool = False
     """Whether the response only reports what would happen."""
 
 

@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from typing import Any, ClassVar, get_args
 
+from pydantic import StrictBool
 from yarl import URL
 
 from outbox.core.model import endpoint_config
@@ -78,17 +79,17 @@ class AdoptionBody(ChangeBody):
 
     example: ClassVar = {"comment": "the stream was restored", "dry_run": False}
 
-    dry_run: bool = False
+    dry_run: StrictBool = False
     """Whether the response only shows what would happen."""
 
 
 class EndpointsQuery(Paging):
-    search: Text | None = None
+    search: Name | None = None
     """Text in the name or the URL."""
     condition: EndpointCondition | None = None
     type: Text | None = None
     """Type of an event that the endpoint's types match."""
-    tenant: Text | None = None
+    tenant: Name | None = None
 
     @property
     def only(self) -> EndpointFilter:

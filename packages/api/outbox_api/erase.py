@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from pydantic import StrictBool
+
 from outbox.errors import UsageError
 from outbox.operations import erase
 from outbox.operations.erase import ErasureReport, ErasureTarget
@@ -27,7 +29,7 @@ class EraseBody(RequestModel):
 
     tenant: Text | None = None
     key: Text | None = None
-    dry_run: bool = False
+    dry_run: StrictBool = False
     """Count only."""
 
 

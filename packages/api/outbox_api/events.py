@@ -30,7 +30,7 @@ from outbox_api.field_types import ContentType, EventType, Name, OnceKey, Orderi
 from outbox_api.limits import PAYLOAD_BODY_BYTES_MAX, REQUEST_EVENTS_MAX
 from outbox_api.problem import Problem, ProblemKind
 from outbox_api.redaction import redactor_for
-from outbox_api.request_parsing import Base64, Paging, Seconds, Time, TimeOrAge
+from outbox_api.request_parsing import Base64, IdPaging, Seconds, Time, TimeOrAge
 from outbox_api.route import (
     Call,
     Headers,
@@ -273,11 +273,11 @@ async def _find_used(call: Call[Any, Any], keys: Sequence[str | None]) -> dict[s
 # ---------------------------------------------------------------- queries
 
 
-class EventsQuery(Paging):
+class EventsQuery(IdPaging):
     key: Text | None = None
     type: TypePatterns = ()
     """Type patterns such as order.*; repeatable."""
-    tenant: Text | None = None
+    tenant: Name | None = None
     since: TimeOrAge | None = None
     """Published at this time or later."""
     until: TimeOrAge | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, StrictBool
 
 from outbox.operations import backfill, replay_jobs
 from outbox.operations.backfill import BackfillPlan
@@ -14,7 +14,7 @@ from outbox.operations.rows import ID_MAX
 from outbox_api import route, tenancy
 from outbox_api.field_types import Name
 from outbox_api.redaction import redactor_for
-from outbox_api.request_parsing import Paging, TimeOrAge
+from outbox_api.request_parsing import IdPaging, TimeOrAge
 from outbox_api.route import (
     Call,
     NoQuery,
@@ -28,7 +28,7 @@ from outbox_api.route import (
 )
 
 
-class ReplaysQuery(Paging):
+class ReplaysQuery(IdPaging):
     state: JobState | Literal["all"] = "all"
 
 
@@ -44,9 +44,9 @@ class BackfillBody(RequestModel):
     """Published before this time."""
     type: TypePatterns = ()
     """Restrict to types that match, in addition to the endpoint's subscription."""
-    rate: Annotated[float, Field(gt=0)] | None = None
+    rate: Annotated[float, Field(gt=0, strict=True)] | None = None
     """Maximum rate, in deliveries per second."""
-    dry_run: bool = False
+    dry_run: StrictBool = False
     """Count only."""
 
 

@@ -107,6 +107,13 @@ class Paging(RequestModel):
     """Cursor: `next` of the previous page."""
 
 
+class IdPaging(Paging):
+    """Query of listings in the order of ids."""
+
+    after: Annotated[str, Field(json_schema_extra={"pattern": "^[0-9]+$"})] | None = None
+    """Cursor: `next` of the previous page."""
+
+
 def read_query(given: MultiMapping[str], model: type[RequestModel]) -> RequestModel:
     """Parse and validate a query string.
 

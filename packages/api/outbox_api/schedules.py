@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, StrictBool
 
 from outbox.core.schedules.schedule import (
     GRACE_S_MAX,
@@ -69,7 +69,7 @@ class ScheduleBody(RequestModel):
     """How late a run may be published with `skip`."""
     overlap: Overlap = "allow"
     """`wait`: the next run waits until the previous one was delivered or dead-lettered."""
-    replace: bool = False
+    replace: StrictBool = False
     """Replace an existing schedule of this name."""
 
 
