@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 COUNT_MAX = 10_000
 """Counted up to this limit: there may be a million."""
 
-# The oldest held event of the tenant with the share `s`.  Tenant and id are compared as a row: so it
+# The oldest held event of the tenant with the share `s`.  Tenant and id are compared as a row: it
 # is one entry of the index also while there are no statistics of a table that has grown.
 OLDEST_HELD = """
 SELECT id, held_before, created_at, problem FROM (
