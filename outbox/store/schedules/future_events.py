@@ -95,15 +95,18 @@ SELECT tenant, bool_or(at IS NULL OR at <= statement_timestamp()) AS is_due,
 
 # The next events of tenants.
 #   after: no held event of the tenant up to this id is left.
+#   next_held: compared as a row, so that $3 entries of the index are read also while there are no
+#     statistics of a table that has grown.
 READ_PACED_EVENTS = f"""
 SELECT t.tenant, e.*
   FROM unnest($1::text[], $2::bigint[]) WITH ORDINALITY AS t(tenant, after, n)
  CROSS JOIN LATERAL (
        (SELECT true AS is_held, id, extract(epoch FROM deliver_at)::float8 AS due_at, cost
-          FROM future_event
-         WHERE {_HELD} AND tenant COLLATE "C" = t.tenant AND id > t.after
-           AND (retry_at IS NULL OR retry_at <= statement_timestamp())
-         ORDER BY id LIMIT $3)
+          FROM (SELECT tenant, id, deliver_at, cost FROM future_event
+                 WHERE {_HELD} AND (tenant COLLATE "C", id) > (t.tenant, t.after)
+                   AND (retry_at IS NULL OR retry_at <= statement_timestamp())
+                 ORDER BY tenant COLLATE "C", id LIMIT $3) next_held
+         WHERE next_held.tenant = t.tenant)
        UNION ALL
        (SELECT false, id, extract(epoch FROM {_DUE_AT})::float8, cost FROM future_event
          WHERE {_PACED} AND tenant COLLATE "C" = t.tenant AND {_DUE_AT} <= statement_timestamp()
