@@ -423,7 +423,7 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
         ('{relay,operator,api}', 'function', 'lock_share', 'EXECUTE', NULL),
         ('{relay}', 'function', 'try_lock_share', 'EXECUTE', NULL),
         ('{relay}', 'function', 'forget_shares', 'EXECUTE', NULL),
-        ('{operator,api}', 'table', 'quota', 'INSERT', '{tenant}'),
+        ('{operator,api}', 'table', 'quota', 'INSERT', NULL),
         ('{operator,api}', 'table', 'quota', 'UPDATE', '{endpoints,lanes,schedules,once_keys}'),
         ('{operator,api}', 'table', 'quota', 'DELETE', NULL),
         ('{relay}', 'function', 'count_idempotency_keys', 'EXECUTE', NULL),
