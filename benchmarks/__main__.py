@@ -33,6 +33,7 @@ from benchmarks import (
     receiving,
     replays,
     replicas,
+    shares,
     watched,
 )
 from benchmarks.connections import exchanges, keepalive
@@ -77,6 +78,7 @@ SECTIONS: dict[str, Callable[..., Awaitable[list[Row]]]] = {
     "exchanges": exchanges.measure,
     "scale": scale.measure,
     "fair": fair.measure,
+    "shares": shares.measure,
 }
 ROUNDS, QUICK_ROUNDS = 5, 1
 INTERRUPTED = 130

@@ -147,7 +147,7 @@ async def _drain(stage: Stage, load: Load, count: int) -> dict[str, float]:
         await add_endpoints(connection, url, load.endpoints, lanes=load.lanes)
         admin = f"127.0.0.1:{free_port()}"
         relay = await stack.enter_async_context(stage.relay(database, OUTBOX_ADMIN=admin))
-        await _until_served(relay, admin)
+        await until_served(relay, admin)
         stage.expect(LISTED)
         await connection.execute(BACKLOG_OF_MANY, LISTED, filler, load.endpoints)
         await stage.receiver.response()
@@ -198,7 +198,7 @@ async def _idle(stage: Stage, *, is_served: bool) -> dict[str, float]:
         stage.relay(database, owns=True, **env) as relay,
     ):
         if is_served:
-            await _until_served(relay, admin)
+            await until_served(relay, admin)
         process = _process(relay)
         family = [each.memory_info().rss / MB for each in (process, *process.children())]
         await relay.end()
@@ -206,7 +206,9 @@ async def _idle(stage: Stage, *, is_served: bool) -> dict[str, float]:
     return {"modules": modules, "memory": family[0], "memory of both processes": sum(family)}
 
 
-async def _until_served(relay: RelayProcess, admin: str) -> None:
+async def until_served(relay: RelayProcess, admin: str) -> None:
+    """Wait until the API responds."""
+
     async def responds() -> bool:
         with suppress(aiohttp.ClientError):
             async with aiohttp.ClientSession() as session, session.get(f"http://{admin}/") as got:

@@ -63,6 +63,13 @@ TITLES = {
         "PostgreSQL's are those of the whole server. And the imported modules and the resident "
         "size of an idle relay.",
     ),
+    "shares": (
+        "The API beside a hostile tenant",
+        "One tenant repeats costly requests with 30 or 60 clients, while another tenant and the "
+        "operator repeat one request each; p99 of their times, with the hostile tenant compared "
+        "with none, and with a process that only computes. The installation has 61,440 lanes, all "
+        "of the hostile tenant, and 500,000 events.",
+    ),
     "commits": (
         "Commits per second",
         "A producer's transactions, each with a small domain write, with {client}; the relay "

@@ -267,8 +267,8 @@ class Settings(BaseModel):
         default=100,
         ge=1,
         le=100_000,
-        description="Rate limit per API token and per fetch token (requests per second); bursts of "
-        "twice as many.",
+        description="Rate limit of an API token or of all tokens of a tenant, and of the receivers "
+        "of an endpoint or of a tenant (requests per second); bursts of twice as many.",
         json_schema_extra=_API,
     )
     log_format: Literal["auto", "json", "console"] = Field(

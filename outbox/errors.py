@@ -5,6 +5,7 @@
     │   ├── InvalidEvent         an event breaks a limit or a rule
     │   ├── NoTransaction        an event would be committed on its own
     │   ├── NotFound             a name or id that does not exist
+    │   ├── QuotaExceeded        a tenant would have more than its quota
     │   └── Conflict             the current state does not allow the change
     └── CannotRun            3   the environment is missing
         ├── DatabaseUnavailable
@@ -47,6 +48,10 @@ class NoTransaction(UsageError):
 
 class NotFound(UsageError):
     """No such endpoint, event or dead letter."""
+
+
+class QuotaExceeded(UsageError):
+    """A tenant would have more than its quota; nothing was changed."""
 
 
 class Conflict(UsageError):

@@ -1,8 +1,8 @@
 -- Relays stop first.
 --
--- A share of the relay for each tenant: what tenants' tokens publish above their share is held in
--- future_event, and moved into the outbox at the tenant's pace.  A relay of an older version would
--- move it at once, and out of order.
+-- What keeps one tenant from taking what others need.  What tenants' tokens publish above their share
+-- is held in future_event, and moved into the outbox at the tenant's pace: a relay of an older version
+-- would move it at once, and out of order.
 
 -- --------------------------------------------------------------- held events
 
@@ -288,6 +288,121 @@ BEGIN
 END $$;
 REVOKE ALL ON FUNCTION publish_shared FROM PUBLIC;
 
+-- ------------------------------------------------------------------ erasure
+
+-- The last erasure of a tenant: it has erased all events up to `data ->> 'through_id'`.
+CREATE INDEX journal_erased ON journal ((data ->> 'tenant'), id) WHERE kind = 'erased';
+
+-- ------------------------------------------------------------------ quotas of tenants
+
+-- What each tenant may have: endpoints and their lanes, schedules, and idempotency keys of its
+-- tokens.  NULL: as the row of the tenant '', which is for all tenants; no tenant has this name.  The
+-- defaults are those of that row.
+CREATE TABLE quota (
+    tenant    text   PRIMARY KEY CHECK (octet_length(tenant) <= 255),
+    endpoints bigint DEFAULT 100     CHECK (endpoints >= 0),
+    lanes     bigint DEFAULT 1024    CHECK (lanes >= 0),
+    schedules bigint DEFAULT 100     CHECK (schedules >= 0),
+    once_keys bigint DEFAULT 1000000 CHECK (once_keys >= 0),
+    CHECK (tenant <> '' OR num_nulls(endpoints, lanes, schedules, once_keys) = 0)
+);
+INSERT INTO quota (tenant) VALUES ('');
+
+-- Finds the endpoints of a tenant.
+CREATE INDEX endpoint_tenant ON endpoint (tenant) WHERE tenant IS NOT NULL;
+
+-- The number of idempotency keys with each prefix of tenants' tokens (`@digest/`), as maintenance
+-- has counted them last.
+CREATE TABLE idempotency_key_count (
+    prefix text   PRIMARY KEY,
+    keys   bigint NOT NULL
+);
+
+-- Counts them.  The range is that of "@" in the order of code points, by the primary key.
+CREATE FUNCTION count_idempotency_keys() RETURNS void
+LANGUAGE sql SECURITY DEFINER SET search_path FROM CURRENT SET row_security = off AS $$
+    WITH counted AS MATERIALIZED (
+        SELECT left(key, 34) AS prefix, count(*) AS keys FROM idempotency_key
+         WHERE key >= '@' AND key < 'A' GROUP BY 1),
+    stored AS (
+        INSERT INTO idempotency_key_count (prefix, keys) SELECT prefix, keys FROM counted
+            ON CONFLICT (prefix) DO UPDATE SET keys = excluded.keys)
+    DELETE FROM idempotency_key_count WHERE prefix NOT IN (SELECT prefix FROM counted)
+$$;
+
+-- ------------------------------------------------------------------ lanes that are removed
+
+-- The number of deliveries in removed lanes, so that totals of the installation do not decrease.
+CREATE TABLE removed_lanes (
+    one        boolean PRIMARY KEY DEFAULT true CHECK (one),
+    deliveries bigint  NOT NULL DEFAULT 0
+);
+INSERT INTO removed_lanes DEFAULT VALUES;
+
+-- Removes at most lanes_max lanes of older generations and of removed endpoints to which nothing
+-- refers any more, and returns how many.  None of them gets a delivery again: a batch is written
+-- only under a routing version in which its lanes were current.  A lane without a delivery goes at
+-- once; another one when the periods of its deliveries were dropped, and its dead letters deleted.
+-- The generation's number is not used again, because `endpoint.generation` only increases.
+--
+-- Nothing is removed from a state that was restored, until new lanes have begun: rows that are
+-- absent may still be restored.
+--   found: SubPlans with OFFSET 0, which are index lookups in each lane; joins would read all
+--     partitions.  Unless the endpoint is removed, a broker's stream needs the end entry of a lane,
+--     and a receiver that fetches compares the lanes that it knows with those that are listed: of
+--     one that is gone it would not learn that its missing deliveries are not kept any more.
+--   owned: a relay that acquires an endpoint requires that it has locked all its lanes, and locks
+--     this row first.
+CREATE FUNCTION remove_lanes(lanes_max integer) RETURNS bigint
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET row_security = off
+SET enable_seqscan = off SET jit = off AS $$
+DECLARE
+    kept_from bigint := (SELECT min(number) * 100000000000 FROM period
+                          WHERE kind = 'log' AND dropped_at IS NULL);
+    removed record;
+BEGIN
+    IF kept_from IS NULL OR history_changed() THEN
+        RETURN 0;
+    END IF;
+    WITH found AS MATERIALIZED (
+        SELECT l.id, l.endpoint_id, c.last_seq
+          FROM endpoint e
+         CROSS JOIN LATERAL (
+               SELECT id, endpoint_id FROM lane
+                WHERE endpoint_id = e.id
+                  AND generation < e.generation + (e.state = 'removed')::integer OFFSET 0) l
+         CROSS JOIN LATERAL (
+               SELECT last_seq FROM lane_counter WHERE lane_id = l.id OFFSET 0) c
+         CROSS JOIN LATERAL (
+               SELECT acked_seq, floor_batch, end_seq FROM lane_progress
+                WHERE lane_id = l.id OFFSET 0) p
+         WHERE c.last_seq = p.acked_seq AND (c.last_seq = 0 OR p.floor_batch < kept_from)
+           AND (e.state = 'removed'
+                OR (p.end_seq IS NOT NULL OR e.url ~ '^https?:')
+                   AND (c.last_seq = 0 OR NOT EXISTS (
+                        SELECT FROM fetch_token WHERE endpoint_id = e.id OFFSET 0)))
+           AND NOT EXISTS (SELECT FROM lane_block WHERE lane_id = l.id OFFSET 0)
+           AND NOT EXISTS (SELECT FROM dead_letter WHERE lane_id = l.id OFFSET 0)
+           AND NOT EXISTS (
+               SELECT FROM delivery WHERE lane_id = l.id AND batch >= kept_from OFFSET 0)
+           AND NOT EXISTS (
+               SELECT FROM attempt WHERE lane_id = l.id AND batch >= kept_from OFFSET 0)
+         LIMIT lanes_max),
+    owned AS MATERIALIZED (
+        SELECT endpoint_id FROM ownership
+         WHERE endpoint_id IN (SELECT endpoint_id FROM found)
+         ORDER BY endpoint_id FOR NO KEY UPDATE SKIP LOCKED)
+    SELECT array_agg(f.id) AS ids, sum(f.last_seq)::bigint AS deliveries, count(*) AS lanes
+      INTO removed FROM found f JOIN owned USING (endpoint_id);
+    DELETE FROM lane_receipt WHERE lane_id = ANY (removed.ids);
+    DELETE FROM lane_progress WHERE lane_id = ANY (removed.ids);
+    DELETE FROM lane_counter WHERE lane_id = ANY (removed.ids);
+    DELETE FROM lane WHERE id = ANY (removed.ids);
+    UPDATE removed_lanes r SET deliveries = r.deliveries + removed.deliveries
+     WHERE removed.deliveries > 0;
+    RETURN removed.lanes;
+END $$;
+
 -- ---------------------------------------------------------------- privileges
 
 -- What is added to the functions in 0021_api.sql.
@@ -296,6 +411,9 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
     SELECT kind, name, privilege, of_columns, NULL::text[]
       FROM (VALUES
         ('{relay,operator,reader,api}'::text[], 'table', 'tenant_share', 'SELECT', NULL::text[]),
+        ('{relay,operator,reader,api}', 'table', 'quota', 'SELECT', NULL),
+        ('{relay,operator,reader,api}', 'table', 'idempotency_key_count', 'SELECT', NULL),
+        ('{relay,operator,reader,api}', 'table', 'removed_lanes', 'SELECT', NULL),
         ('{relay,operator,reader,api}', 'function', 'added_privileges', 'EXECUTE', NULL),
         -- Runs of a tenant's schedule are held; an erasure names the newest event that is left.
         ('{relay,operator,api}', 'table', 'tenant_share', 'INSERT', '{tenant}'),
@@ -305,6 +423,11 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
         ('{relay,operator,api}', 'function', 'lock_share', 'EXECUTE', NULL),
         ('{relay}', 'function', 'try_lock_share', 'EXECUTE', NULL),
         ('{relay}', 'function', 'forget_shares', 'EXECUTE', NULL),
+        ('{operator,api}', 'table', 'quota', 'INSERT', '{tenant}'),
+        ('{operator,api}', 'table', 'quota', 'UPDATE', '{endpoints,lanes,schedules,once_keys}'),
+        ('{operator,api}', 'table', 'quota', 'DELETE', NULL),
+        ('{relay}', 'function', 'count_idempotency_keys', 'EXECUTE', NULL),
+        ('{relay}', 'function', 'remove_lanes', 'EXECUTE', NULL),
         ('{api}', 'function', 'publish_shared', 'EXECUTE', NULL)
       ) AS added(purposes, kind, name, privilege, of_columns)
      WHERE purpose = ANY (purposes)

@@ -78,6 +78,7 @@ COMMANDS = (
         "rekey", "Encrypt secrets in the database, or rotate the encryption key.", _SET_UP
     ),
     CommandEntry("token", "Add, list and revoke tokens of the HTTP API.", _SET_UP),
+    CommandEntry("quota", "Limit what each tenant may have.", _SET_UP),
     CommandEntry("publish", "Publish one event.", _WORK),
     CommandEntry("schedule", "Publish events on a cron schedule.", _WORK),
     CommandEntry("relay", "Run the relay, which delivers published events.", _WORK),

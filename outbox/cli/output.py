@@ -8,6 +8,7 @@ events and receivers cannot control the terminal.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -35,6 +36,10 @@ SHORTEST = {"url": 16, "types": 10, "type": 10, "endpoint": 12, "name": 12, "rel
 # Columns of sentences, which are wrapped at spaces, and their minimum width.
 SENTENCES = {"guarantee": 30}
 
+# JSON may have them as they are: C1 control characters, which a terminal obeys, and characters that
+# hide or reorder others.
+_UNSEEN = re.compile("[\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\u061c\ufeff]")
+
 _COLUMN_GAP = 2
 _FOLD_CHARS_MIN = 30
 
@@ -42,7 +47,8 @@ _FOLD_CHARS_MIN = 30
 def emit_json(value: Any) -> None:
     """Print one line of JSON; times in RFC 3339, dataclasses as objects."""
     # asyncpg returns its own UUID class, which orjson does not serialize.
-    click.echo(orjson.dumps(value, default=encode_other, option=orjson.OPT_UTC_Z).decode())
+    text = orjson.dumps(value, default=encode_other, option=orjson.OPT_UTC_Z).decode()
+    click.echo(_UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 def emit_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], empty: str) -> None:

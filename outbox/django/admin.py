@@ -158,6 +158,13 @@ class ReadOnlyAdmin(admin.ModelAdmin):
         """Never."""
         return False
 
+    def lookup_allowed(self, lookup: str, value: Any, request: Any = None) -> bool:
+        """Only those of the filters: any other one would reveal a hidden column bit by bit."""
+        names = (
+            each[0] if isinstance(each, tuple) else each.parameter_name for each in self.list_filter
+        )
+        return lookup.partition("__")[0] in names
+
     def get_queryset(self, request: Any) -> Any:
         """Rows of the selected database."""
         return super().get_queryset(request).using(selected_database(request))

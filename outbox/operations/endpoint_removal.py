@@ -165,6 +165,7 @@ async def plan_removals(
         return removals
     ids = [each.id for each in new]
     removed = [each.id for each in new if each.state == "removed"]
+    change.additions.endpoints.update(dict.fromkeys(removed))
     change.write(REQUIRE_NO_DELIVERY, removed, sum(deliveries[each] for each in removed))
     change.write(END_SUBSCRIPTIONS, ids)
     change.write(CANCEL_REPLAYS, ids, None)

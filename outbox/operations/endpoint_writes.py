@@ -145,6 +145,7 @@ def add_endpoints(
     write = change.write_early if early else change.write
     text, ids = _document(rows), [row["id"] for row in rows]
     if ids:
+        _count(change, rows)
         write(ADD_ENDPOINTS, text, change.actor)
         write(ADD_FIRST_SECRETS, text)
         write(ADD_HEALTH, ids)
@@ -167,6 +168,7 @@ def update_endpoints(
     if len(renamed) > 1:
         change.write(FREE_NAMES, list(renamed))
     if rows:
+        _count(change, rows)
         change.write(UPDATE_ENDPOINTS, _document(rows))
     begin_generations(change, with_new_lanes)
 
@@ -178,6 +180,7 @@ def begin_generations(change: Change, ids: Collection[UUID]) -> None:
     drained.
     """
     if ids:
+        change.additions.renewed.update(ids)
         change.write(BEGIN_GENERATION, list(ids))
         change.write(ADD_LANES, list(ids))
 
@@ -194,6 +197,10 @@ def endpoint_columns(endpoint_id: UUID, settings: EndpointSettings) -> dict[str,
     """The columns of an endpoint's row, except its headers."""
     values = {name: getattr(settings, name) for name in _COLUMNS if name != "headers"}
     return {"id": endpoint_id, **values, "retry": settings.retry.to_dict()}
+
+
+def _count(change: Change, rows: Collection[Mapping[str, Any]]) -> None:
+    change.additions.endpoints.update({r["id"]: (r["tenant"], r["lanes"]) for r in rows})
 
 
 def _document(rows: Collection[Mapping[str, Any]]) -> Private:

@@ -6,6 +6,10 @@ dead letters with the reason `erased`, and keep their sequence numbers.
 
 Events are erased in batches of one message for each step, so that a client that falls silent holds
 nothing.  An interrupted erasure can be repeated: each step finds what is left to erase.
+
+The journal entry of a complete erasure of a tenant says up to which id it has erased all events, so
+that the next one scans only later events.  That id was read before the scan: it is below the ids
+of every transaction that could still commit an event (see `outbox.core.sequencing.gaps`).
 """
 
 from __future__ import annotations
@@ -38,6 +42,14 @@ if TYPE_CHECKING:
 # Events of a tenant by an id scan; those of a key are found by the index of keys.
 NEXT_OF_TENANT = """
 SELECT id, tenant = $3 AS selected FROM outbox WHERE id > $1 ORDER BY id LIMIT $2
+"""
+# The id up to which all events are sequenced, or will never exist.
+READ_SETTLED = """
+SELECT least(high, lower(open_ids()) - 1) FROM batch ORDER BY batch DESC LIMIT 1
+"""
+READ_ERASED_THROUGH = """
+SELECT coalesce((data ->> 'through_id')::bigint, 0) FROM journal
+ WHERE kind = 'erased' AND data ->> 'tenant' = $1 ORDER BY id DESC LIMIT 1
 """
 ALL_OF_KEY = "SELECT array_agg(id ORDER BY id) FROM outbox WHERE key = $1"
 
@@ -171,7 +183,8 @@ async def count_erasable(
     """
     events = 0
     with map_errors(schema):
-        async for ids in _event_batches(connection, target, on_progress):
+        after = await _erased_through(connection, target)
+        async for ids in _event_batches(connection, target, after, on_progress):
             events += await connection.fetchval(COUNT_EVENTS, ids)
         dead_letters = await connection.fetchval(COUNT_DEAD, target.tenant, target.key)
         future_events = await connection.fetchval(COUNT_FUTURE, target.tenant, target.key)
@@ -193,29 +206,45 @@ async def erase_events(
         SchemaMissing, DatabaseUnavailable, CannotRun: as in `map_errors`.
     """
     events = responses = 0
+    is_found = False
     with map_errors(schema, "operator"):
+        after = await _erased_through(connection, target)
+        through_id = await connection.fetchval(READ_SETTLED) or 0
         # First, because a future event could become due and be published concurrently.
         of_target = target.tenant, target.key
         future_events = await connection.write_together(
             (LOCK_SHARES_OF_TARGET, *of_target), (DELETE_FUTURE_EVENTS, *of_target)
         )
-        async for ids in _event_batches(connection, target, on_progress):
+        async for ids in _event_batches(connection, target, after, on_progress):
             events += await connection.write_together((SET_PLANNER,), (ERASE_EVENTS, ids))
             # Also for events that an interrupted erasure has erased.
             responses += await erase_responses(connection, ids)
+            is_found = True
         dead_letters = await erase_dead_letters(connection, target.tenant, target.key, None)
-        async for ids in _dropped_event_batches(connection, target):
+        async for ids in _dropped_event_batches(connection, target, after):
             responses += await erase_responses(connection, ids)
+            is_found = True
         schedules = await _schedules(connection, target)
         report = ErasureReport(False, events, future_events, dead_letters, responses, schedules)
-        data = {"tenant": target.tenant} if target.key is None else {"key": target.key}
+        data: dict[str, object] = {"key": target.key}
+        if target.key is None:
+            data = {"tenant": target.tenant, "through_id": max(after, through_id)}
         fields = ("events", "future_events", "dead_letters", "responses")
         counts = {name: getattr(report, name) for name in fields}
         entry = orjson.dumps({**data, **counts}).decode()
-        await connection.write_together(
-            (RAISE_ERASURES,), (ADD_TO_JOURNAL, "erased", actor, None, entry), (NOTIFY_ALL,)
-        )
+        add_entry = ADD_TO_JOURNAL, "erased", actor, None, entry
+        if is_found or dead_letters:
+            await connection.write_together((RAISE_ERASURES,), add_entry, (NOTIFY_ALL,))
+        else:  # Owners need not reload what they have.
+            await connection.write(*add_entry)
     return report
+
+
+async def _erased_through(connection: Connection[Any], target: ErasureTarget) -> int:
+    """The id up to which an earlier erasure has erased all events of the target."""
+    if target.tenant is None:
+        return 0
+    return await connection.fetchval(READ_ERASED_THROUGH, target.tenant) or 0
 
 
 async def _schedules(connection: Connection[Any], target: ErasureTarget) -> tuple[str, ...]:
@@ -224,9 +253,9 @@ async def _schedules(connection: Connection[Any], target: ErasureTarget) -> tupl
 
 
 async def _event_batches(
-    connection: Connection[Any], target: ErasureTarget, on_progress: OnProgress
+    connection: Connection[Any], target: ErasureTarget, after: int, on_progress: OnProgress
 ) -> AsyncIterator[list[int]]:
-    """Yield the ids of the target's events in batches, and report progress after each."""
+    """Yield the ids of the target's events above `after` in batches, and report progress."""
     if target.key is not None:
         async with connection.transaction(readonly=True):
             await connection.execute(PLAN_BY_INDEX)
@@ -236,19 +265,19 @@ async def _event_batches(
             on_progress(min(at + STEP_EVENTS, len(ids)), len(ids))
         return
     estimated_total = await connection.fetchval(ESTIMATE_EVENTS)
-    after = scanned = 0
+    scanned = 0
     while rows := await connection.fetch(NEXT_OF_TENANT, after, STEP_EVENTS, target.tenant):
         after = rows[-1]["id"]
-        yield [row["id"] for row in rows if row["selected"]]
+        if ids := [row["id"] for row in rows if row["selected"]]:
+            yield ids
         scanned += len(rows)
         on_progress(scanned, max(estimated_total, scanned))
 
 
 async def _dropped_event_batches(
-    connection: Connection[Any], target: ErasureTarget
+    connection: Connection[Any], target: ErasureTarget, after: int
 ) -> AsyncIterator[list[int]]:
-    """Yield the ids of the target's events that only dead letters show, in batches."""
-    after = 0
+    """Yield the ids of events above `after` that only dead letters show, in batches."""
     while rows := await connection.fetch(
         NEXT_DROPPED, target.tenant, target.key, after, STEP_EVENTS
     ):

@@ -73,7 +73,7 @@ SELECT abort_unless((SELECT count(*) FROM revoked) = $2)
 # The endpoint of a token, unless it is removed.  `stale`: last_used_at is older than a minute, or
 # in the future, by a clock that was wrong.
 FIND_TOKEN = """
-SELECT t.id, t.endpoint_id, e.name, t.hash,
+SELECT t.id, t.endpoint_id, e.name, e.tenant, t.hash,
        coalesce(t.last_used_at NOT BETWEEN clock_timestamp() - interval '1 minute'
                                       AND clock_timestamp(), true) AS stale
   FROM fetch_token t JOIN endpoint e ON e.id = t.endpoint_id AND e.state <> 'removed'
@@ -117,6 +117,7 @@ class Fetcher:
 
     endpoint_id: UUID
     name: str
+    tenant: str | None
 
 
 async def add_fetch_token(
@@ -175,4 +176,4 @@ async def find_fetcher(connection: Connection[Any], schema: str, token: str) -> 
             return None
         if row["stale"]:
             await connection.write(NOTE_USE, row["id"])
-    return Fetcher(row["endpoint_id"], row["name"])
+    return Fetcher(row["endpoint_id"], row["name"], row["tenant"])

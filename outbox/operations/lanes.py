@@ -25,14 +25,16 @@ SELECT l.endpoint_id, l.id AS lane_id, l.generation, l.slot, c.last_seq, p.floor
 
 LANE_CHECKPOINT = _select_lanes("p.acked_seq")
 """Progress of each lane as its owner last stored it, which is at most a second old."""
-LANE_STATE = _select_lanes("""greatest(p.acked_seq, (
+LANE_STATE = _select_lanes("""CASE WHEN c.last_seq = p.acked_seq THEN p.acked_seq
+            ELSE greatest(p.acked_seq, (
            SELECT a.seq FROM attempt a
             WHERE a.lane_id = l.id AND a.batch >= p.floor_batch AND a.seq > p.acked_seq
               AND a.outcome = 'delivered'
-            ORDER BY a.batch DESC, a.seq DESC LIMIT 1))""")
-"""Progress of each lane: its checkpoint, or a later acknowledgement.  ORDER BY ... LIMIT 1 reads
-the newest acknowledgement from the end of the index; max() would not, where the statistics are from
-a time with few lanes."""
+            ORDER BY a.batch DESC, a.seq DESC LIMIT 1)) END""")
+"""Progress of each lane: its checkpoint, or a later acknowledgement, which is looked up only for a
+lane with a pending delivery by its checkpoint.  ORDER BY ... LIMIT 1 reads the newest
+acknowledgement from the end of the index; max() would not, where the statistics are from a time
+with few lanes."""
 
 PENDING = f"""
        (SELECT coalesce(sum(s.last_seq - s.acked_seq), 0)::bigint FROM ({LANE_STATE}) s
@@ -83,34 +85,48 @@ RANK = 'fails DESC, pending DESC, e.name COLLATE "C"'
 def rank_endpoints(lanes: str, tenant: str, limit: str) -> str:
     """The CTEs of the endpoints that fail, and of those with the most pending deliveries.
 
-    `lanes` has all lanes, `totals` one row per endpoint, and `shown` the first `limit` of them in
-    the order of `RANK`.
+    `lanes` has the lanes with pending deliveries, and those that newer lanes wait for; `totals` has
+    one row per endpoint, and `shown` the first `limit` of them in the order of `RANK`.  Of other
+    lanes only the counters are compared.
 
     Args:
         lanes: LANE_STATE or LANE_CHECKPOINT.
         tenant: only the endpoints of this tenant; NULL: all.
     """
     # Without the responses, which may be large.
+    columns = """l.endpoint_id, l.lane_id, l.generation, l.slot, l.last_seq, l.acked_seq,
+           l.floor_batch, l.retry_seq, l.attempts, l.spent, l.next_attempt_at"""
+    of_tenant = f"e.state <> 'removed' AND ({tenant}::text IS NULL OR e.tenant = {tenant})"
     return f"""
-WITH lanes AS MATERIALIZED (
-    SELECT l.endpoint_id, l.lane_id, l.generation, l.slot, l.last_seq, l.acked_seq, l.floor_batch,
-           l.retry_seq, l.attempts, l.spent, l.next_attempt_at, {FAILING} AS failing,
-           {is_waited_for("l")} AS old
-      FROM ({lanes}) l JOIN endpoint e ON e.id = l.endpoint_id
-     WHERE e.state <> 'removed' AND ({tenant}::text IS NULL OR e.tenant = {tenant})),
-totals AS MATERIALIZED (
-    SELECT endpoint_id, count(*) AS lanes_total, sum(last_seq) AS sequenced,
-           sum(last_seq - acked_seq)::bigint AS pending,
+WITH unfinished AS MATERIALIZED (
+    SELECT {columns}, l.generation < e.generation AS ended, {lacks_end("l")} AS unended
+      FROM ({lanes} WHERE c.last_seq > p.acked_seq) l JOIN endpoint e ON e.id = l.endpoint_id
+     WHERE {of_tenant}
+     UNION ALL
+    SELECT {columns}, true, true
+      FROM ({lanes} WHERE c.last_seq = p.acked_seq) l JOIN endpoint e ON e.id = l.endpoint_id
+     WHERE {of_tenant} AND {is_waited_for("l")}),
+lanes AS MATERIALIZED (
+    SELECT l.*, {FAILING} AS failing, ended AND (last_seq > acked_seq OR unended) AS old
+      FROM unfinished l),
+counts AS MATERIALIZED (
+    SELECT endpoint_id, sum(last_seq - acked_seq)::bigint AS pending,
            count(*) FILTER (WHERE failing) AS failing_lanes,
            count(*) FILTER (WHERE old) AS old_lanes,
            coalesce(sum(last_seq - acked_seq) FILTER (WHERE old), 0)::bigint AS old_pending
       FROM lanes GROUP BY endpoint_id),
+totals AS MATERIALIZED (
+    SELECT e.id AS endpoint_id, e.name, e.state,
+           coalesce(c.pending, 0) AS pending, coalesce(c.failing_lanes, 0) AS failing_lanes,
+           coalesce(c.old_lanes, 0) AS old_lanes, coalesce(c.old_pending, 0) AS old_pending
+      FROM endpoint e LEFT JOIN counts c ON c.endpoint_id = e.id
+     WHERE {of_tenant}),
 shown AS MATERIALIZED (
-    SELECT t.*, e.state = 'active' AND (t.failing_lanes > 0 OR h.state <> 'healthy'
-                OR t.endpoint_id IN (SELECT l.endpoint_id FROM lane_block b
+    SELECT e.endpoint_id, e.pending, e.failing_lanes, e.old_lanes, e.old_pending,
+           e.state = 'active' AND (e.failing_lanes > 0 OR h.state <> 'healthy'
+                OR e.endpoint_id IN (SELECT l.endpoint_id FROM lane_block b
                                        JOIN lane l ON l.id = b.lane_id)) AS fails
-      FROM totals t JOIN endpoint e ON e.id = t.endpoint_id
-      LEFT JOIN endpoint_health h ON h.endpoint_id = e.id
+      FROM totals e LEFT JOIN endpoint_health h ON h.endpoint_id = e.endpoint_id
      ORDER BY {RANK} LIMIT {limit})"""  # noqa: S608
 
 

@@ -132,6 +132,10 @@ async def add_schedule(
         if existing is not None and not replace:
             raise Conflict(f'schedule "{settings.name}" exists already; use replace to change it')
         next_at = cron.next(await _ticks_from(change, existing))
+        if settings.tenant is not None and (
+            existing is None or existing["tenant"] != settings.tenant
+        ):
+            change.additions.schedules.append(settings.tenant)
         if existing is None:
             change.write(ADD, columns, *contents, next_at, actor)
         else:

@@ -43,16 +43,17 @@ SELECT {COLUMNS}, payload::text, headers::text
 # Candidates for a misspelled name.
 READ_NAMES = "SELECT name FROM schedule LIMIT 10000"
 
-# Those with a deliver_at, of applications and of tenants' tokens.  Counted up to a limit: there may
-# be a million.
+# Those with a deliver_at, of applications and of tenants' tokens: an index has each kind.  Counted
+# up to a limit: there may be a million, and more that are held.
 READ_FUTURE = """
-SELECT (SELECT count(*) FROM (SELECT FROM future_event WHERE held_before IS NULL LIMIT $1 + 1) f)
-           AS events,
-       least((SELECT deliver_at FROM future_event WHERE cost IS NULL
-               ORDER BY coalesce(retry_at, deliver_at), id LIMIT 1),
-             (SELECT deliver_at FROM future_event WHERE cost IS NOT NULL AND held_before IS NULL
-               ORDER BY coalesce(retry_at, deliver_at) LIMIT 1)) AS first_at,
-       clock_timestamp() AS now
+WITH delayed AS MATERIALIZED (
+    (SELECT deliver_at FROM future_event WHERE cost IS NULL
+      ORDER BY coalesce(retry_at, deliver_at), id LIMIT $1 + 1)
+     UNION ALL
+    (SELECT deliver_at FROM future_event WHERE cost IS NOT NULL AND held_before IS NULL
+      ORDER BY coalesce(retry_at, deliver_at) LIMIT $1 + 1))
+SELECT least(count(*), $1 + 1) AS events, min(deliver_at) AS first_at, clock_timestamp() AS now
+  FROM delayed
 """
 
 FUTURE_COUNT_MAX = 10_000

@@ -103,8 +103,15 @@ near AS MATERIALIZED (
 blocks AS MATERIALIZED (
     SELECT l.endpoint_id, l.generation, l.slot, b.seq, b.at, {lanes.BLOCKED_BY} AS dead_id,
            count(*) OVER endpoints AS lanes, row_number() OVER (endpoints ORDER BY b.at) AS nth
-      FROM lane_block b JOIN near l ON l.lane_id = b.lane_id
-    WINDOW endpoints AS (PARTITION BY l.endpoint_id))
+      FROM lane_block b JOIN lane l ON l.id = b.lane_id
+     WHERE l.endpoint_id IN (SELECT endpoint_id FROM shown)
+    WINDOW endpoints AS (PARTITION BY l.endpoint_id)),
+worst AS MATERIALIZED (
+    SELECT DISTINCT ON (endpoint_id) * FROM near WHERE failing
+     ORDER BY endpoint_id, attempts DESC, lane_id),
+oldest AS MATERIALIZED (
+    SELECT l.endpoint_id, max({lanes.OLDEST_S}) AS oldest_s FROM near l
+     WHERE l.last_seq > l.acked_seq GROUP BY l.endpoint_id)
 SELECT t.*, e.id, e.name, e.url, e.state, e.state_at, e.state_by, e.state_comment, e.lanes,
        (SELECT sum(pending) FROM totals)::bigint AS pending_total,
        (SELECT count(*) FROM totals) AS endpoints_total, r.name AS replica,
@@ -115,19 +122,15 @@ SELECT t.*, e.id, e.name, e.url, e.state, e.state_at, e.state_by, e.state_commen
        k.slot AS block_slot, k.seq AS block_seq, k.at AS block_at, k.dead_id,
        f.generation, f.slot, f.retry_seq, f.attempts, f.spent, f.next_attempt_at, n.event_id,
        s.skip_seq,
-       {shorten_responses("p.last_response", f"t.{lanes.RANK}")} AS last_response,
-       (SELECT max({lanes.OLDEST_S}) FROM near l
-         WHERE l.endpoint_id = e.id AND l.last_seq > l.acked_seq) AS oldest_s
+       {shorten_responses("p.last_response", f"t.{lanes.RANK}")} AS last_response, o.oldest_s
   FROM shown t
   JOIN endpoint e ON e.id = t.endpoint_id
   LEFT JOIN ownership w ON w.endpoint_id = e.id
   LEFT JOIN replica r ON r.id = w.replica_id
   LEFT JOIN endpoint_health h ON h.endpoint_id = e.id
   LEFT JOIN blocks k ON k.endpoint_id = e.id AND k.nth = 1
-  LEFT JOIN LATERAL (
-       SELECT * FROM near l
-        WHERE l.endpoint_id = e.id AND l.failing
-        ORDER BY l.attempts DESC, l.lane_id LIMIT 1) f ON true
+  LEFT JOIN worst f ON f.endpoint_id = e.id
+  LEFT JOIN oldest o ON o.endpoint_id = e.id
   LEFT JOIN lane_progress p ON p.lane_id = f.lane_id
   LEFT JOIN lane s ON s.id = f.lane_id
   LEFT JOIN LATERAL (
@@ -164,7 +167,9 @@ SELECT 'replayed', s.dead_letters - r.dead_letters, 0 FROM stored s, running r
 """  # noqa: S608 (constants only)
 
 # A monotonic counter, without a scan of the log partitions.
-COUNT_SEQUENCED = "SELECT coalesce(sum(last_seq), 0)::bigint FROM lane_counter"
+COUNT_SEQUENCED = """
+SELECT (SELECT deliveries FROM removed_lanes) + coalesce(sum(last_seq), 0)::bigint FROM lane_counter
+"""
 
 
 @dataclass(frozen=True, slots=True)

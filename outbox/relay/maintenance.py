@@ -1,4 +1,4 @@
-"""Maintenance: partitions, retention, statistics for the planner, and skipped events."""
+"""Maintenance: partitions, retention, old lanes, statistics for the planner, skipped events."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from outbox.store.retention.partitions import PartitionStore
     from outbox.store.retention.periods import RetentionStore
+    from outbox.store.retention.upkeep import UpkeepStore
     from outbox.store.sequencing.accounting import AccountingStore
     from outbox.store.sequencing.skipped_events import SkippedEventStore
 
@@ -32,6 +33,7 @@ async def maintain(
     retention: RetentionStore,
     skipped_events: SkippedEventStore,
     accounting: AccountingStore,
+    upkeep: UpkeepStore,
 ) -> None:
     """Maintain until cancelled.
 
@@ -49,6 +51,12 @@ async def maintain(
                         await _report_skipped_events(skipped_events)
                     with _step("accounting for events"):
                         await _account(accounting, hourly=hourly)
+                    with _step("removing lanes"):
+                        if lanes := await upkeep.remove_lanes():
+                            log.info("lanes of older generations removed", lanes=lanes)
+                    if hourly:
+                        with _step("counting idempotency keys"):
+                            await upkeep.count_keys()
                     if await _once(partitions, retention, hourly=hourly):
                         hourly_at = clock() + HOURLY_S
         await asyncio.sleep(EVERY_S)

@@ -276,6 +276,7 @@ def build_session(
             retention,
             stores.skipped_events(workers.maintenance, actor),
             stores.accounting(workers.maintenance, actor),
+            stores.upkeep(workers.maintenance),
         ),
         *([listener.run()] if listening else []),
     ]

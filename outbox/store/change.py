@@ -26,6 +26,7 @@ from outbox.store.channels import NOTIFY_ALL
 from outbox.store.connection.connect import LOST_ERRORS, map_errors
 from outbox.store.connection.message import WriteStatement, is_aborted
 from outbox.store.connection.row_security import stop_empty
+from outbox.store.quotas import Additions
 from outbox.store.routing_change import BEGIN_CHANGE_OF, NEXT_BATCH
 
 if TYPE_CHECKING:
@@ -102,6 +103,8 @@ class Change:
         self.actor = actor
         self.request = request
         self.routing = routing
+        self.additions = Additions()
+        """What the plan adds that tenants have quotas of."""
         self._early: list[WriteCall] = []
         self._calls: list[WriteCall] = []
         self._entries: list[dict[str, Any]] = []
@@ -134,6 +137,14 @@ class Change:
         """
         entry = {"kind": kind, "endpoint_id": endpoint_id, "data": data}
         self._entries.append({**entry, "batch_as": batch_as, "with_job": with_job})
+
+    async def require_quotas(self) -> None:
+        """Compare what the plan adds with the quotas of tenants; called after every plan.
+
+        Raises:
+            QuotaExceeded: a tenant would have more than its quota.
+        """
+        self._calls[:0] = await self.additions.require_quotas(self.db)
 
     def discard(self) -> None:
         """Forget the statements: nothing will be changed."""
@@ -261,6 +272,7 @@ class _Execution(Generic[T, R]):
                     change = Change(connection, self._actor, self._request, routing=self._routing)
                     try:
                         result = await self._plan(change)
+                        await change.require_quotas()
                     except OutboxError:
                         # It may be due to this change, which was executed meanwhile.
                         if not await self._is_made_meanwhile(connection):

@@ -28,8 +28,8 @@ SET_HISTORY_TIMEOUT = WriteStatement(
 
 # Writes a row; $1 are the seconds since the leader wrote the last one, NULL: it is its first.
 #   age: the time since the newest row, and whether the counts are those of that time.
-#   totals: no lane is ever deleted, so the sums only grow, except when transactions were lost in a
-#     failover.  The lanes of removed endpoints have no pending deliveries.
+#   totals: with the deliveries of removed lanes, so the sums only grow, except when transactions
+#     were lost in a failover.  The lanes of removed endpoints have no pending deliveries.
 # No row: the newest one is too young, such as that of the leader before.  Two leaders that write at
 # once compute the same row.
 ADD_INTERVAL = WriteStatement(
@@ -47,9 +47,11 @@ known AS MATERIALIZED (
       FROM age WHERE (seconds >= 0 AND seconds < {INTERVAL_MIN_S}) IS NOT TRUE),
 totals AS MATERIALIZED (
     SELECT at, seconds, coalesce((SELECT max(batch) FROM batch), 0) AS batch,
-           coalesce((SELECT sum(last_seq) FROM lane_counter), 0)::bigint AS sequenced,
-           coalesce((SELECT sum(acked_seq) FROM lane_progress), 0)::bigint AS acked
-      FROM known)
+           r.deliveries + coalesce((SELECT sum(last_seq) FROM lane_counter), 0)::bigint
+               AS sequenced,
+           r.deliveries + coalesce((SELECT sum(acked_seq) FROM lane_progress), 0)::bigint
+               AS acked
+      FROM known, removed_lanes r)
 INSERT INTO installation_history AS h
        (slot, n, at, seconds, events, deliveries, completed, pending, batch, sequenced, acked)
 SELECT coalesce(b.n + 1, 0) % {HISTORY_ROWS}, coalesce(b.n + 1, 0), t.at, t.seconds,

@@ -1,4 +1,9 @@
-"""Log configuration of long-running commands: JSON lines, or colours on a terminal."""
+"""Log configuration of long-running commands: JSON lines, or colours on a terminal.
+
+The texts of libraries and of their exceptions contain what clients and servers have sent, such as
+a malformed request with its token.  So the log shows of a library's record where it was made and
+the type of its exception, and one of a place in a minute.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,8 @@ import math
 import os
 import sys
 import time
+import traceback
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -17,6 +24,9 @@ if TYPE_CHECKING:
 
 TELEMETRY_LOG_EVERY_S = 300.0
 """Minimum interval between two lines of one logger of OpenTelemetry."""
+LIBRARY_LOG_EVERY_S = 60.0
+"""Minimum interval between two lines of one place in another library."""
+FRAMES_MAX = 10
 
 
 def configure(settings: Settings) -> None:
@@ -31,7 +41,9 @@ def configure(settings: Settings) -> None:
     ]
     if human:
         colors = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-        processors.append(structlog.dev.ConsoleRenderer(colors=colors))
+        # By default it shows the variables of each frame, if Rich is installed.
+        plain = structlog.dev.plain_traceback
+        processors.append(structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=plain))
         factory: Any = structlog.PrintLoggerFactory(sys.stderr)
     else:
         processors += [
@@ -58,24 +70,49 @@ class ForwardToStructlog(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self._logged_at: dict[str, float] = {}
+        self._logged_at: dict[object, float] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
+            is_ours = record.name.partition(".")[0].startswith("outbox")
+            place: object = record.name, record.pathname, record.lineno
+            every_s = LIBRARY_LOG_EVERY_S
             # The exporters of OpenTelemetry log every attempt while a collector does not respond.
-            if record.name.startswith("opentelemetry."):
+            if is_telemetry := record.name.startswith("opentelemetry."):
+                place, every_s = record.name, TELEMETRY_LOG_EVERY_S
+            if not is_ours:
                 now = time.monotonic()
-                if now - self._logged_at.get(record.name, -math.inf) < TELEMETRY_LOG_EVERY_S:
+                if now - self._logged_at.get(place, -math.inf) < every_s:
                     return
-                self._logged_at[record.name] = now
+                self._logged_at[place] = now
             # Round to a level that structlog knows, and keep the message on one line.
             level = min(record.levelno // 10 * 10, logging.CRITICAL)
-            text = " ".join(record.getMessage().split())
-            structlog.get_logger(record.name).log(
-                level, text, logger=record.name, exc_info=record.exc_info
-            )
+            log = structlog.get_logger(record.name)
+            if is_ours or is_telemetry:
+                text = " ".join(record.getMessage().split())
+                log.log(level, text, logger=record.name, exc_info=record.exc_info)
+            else:
+                error = record.exc_info[1] if record.exc_info else None
+                at = f"{PurePath(record.pathname).name}:{record.lineno}"
+                # Without arguments, the message itself may be made of what was received.
+                text = str(record.msg) if record.args else "a library reports a problem"
+                log.log(level, text, logger=record.name, at=at, **describe_without_text(error))
         except Exception:
             self.handleError(record)
+
+
+def describe_without_text(error: BaseException | None) -> dict[str, Any]:
+    """The type of an exception and its last frames, as fields of a log line.
+
+    Its text may contain what a client has sent, such as the value of a parameter.
+    """
+    if error is None:
+        return {}
+    frames = traceback.extract_tb(error.__traceback__, -FRAMES_MAX)
+    return {
+        "error": f"{type(error).__module__}.{type(error).__qualname__}",
+        "frames": [f"{PurePath(each.filename).name}:{each.lineno} {each.name}" for each in frames],
+    }
 
 
 def _one_line(value: Any, **_: Any) -> bytes:

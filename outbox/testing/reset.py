@@ -38,6 +38,8 @@ INSERT INTO batch (batch, high) VALUES (0, 0);
 INSERT INTO event_account DEFAULT VALUES;
 INSERT INTO odometer DEFAULT VALUES;
 INSERT INTO odometer_mark VALUES (0, clock_timestamp());
+INSERT INTO quota (tenant) VALUES ('');
+INSERT INTO removed_lanes DEFAULT VALUES;
 INSERT INTO incarnation (by_xid) VALUES ({CURRENT_XID});
 DO $$ BEGIN PERFORM setval('wakeup', 1); END $$;
 """  # noqa: S608 (constants only)

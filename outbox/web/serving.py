@@ -14,11 +14,15 @@ only if all others wait for the server.
 aiohttp limits idle connections only.  The protocol of a connection reports when its client is
 behind, the request factory sees the beginning of each request, malformed ones included, and its
 stream writer the response.
+
+Requests that are not HTTP are counted in the log, at most once per `NOT_HTTP_LOG_EVERY_S`: what a
+client without a token sends neither fills the log nor appears in it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 from contextlib import ExitStack, asynccontextmanager
@@ -27,7 +31,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from aiohttp import web
 from aiohttp.http import StreamWriter
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.log import server_logger
 
+from outbox.core.model.text import count
 from outbox.errors import CannotRun
 from outbox.web.address import Address, address_key
 
@@ -36,6 +43,8 @@ if TYPE_CHECKING:
 
     from aiohttp import StreamReader
     from multidict import CIMultiDict
+
+log = logging.getLogger("outbox.web")
 
 SHUTDOWN_S = 0.5
 """How long shutdown waits for open requests; aiohttp waits twice."""
@@ -51,6 +60,7 @@ CLIENT_SEND_BYTES = 128 * 1024
 would let it grow to 4 MiB; connections inherit it from their listening socket."""
 UNREAD_BODY_BYTES_MAX = 16 * 1024
 """Bytes of a body after which a connection waits for its handler to take them."""
+NOT_HTTP_LOG_EVERY_S = 60.0
 
 HEADERS = {
     "Cache-Control": "no-store",
@@ -109,14 +119,16 @@ async def serving(
     runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
     assert runner.server is not None
-    connections = Connections(runner.server, connections_max)
+    address = Address(*sockets[0].getsockname()[:2])
+    connections = Connections(runner.server, connections_max, _Log(address))
     servers = [await loop.create_server(connections.accept, sock=each) for each in sockets]
     try:
-        yield Address(*sockets[0].getsockname()[:2])
+        yield address
     finally:
         for server in servers:
             server.close()
         await runner.cleanup()
+        connections.log.close()
 
 
 class Awaited(Enum):
@@ -130,18 +142,62 @@ class Awaited(Enum):
     """The client reads the response."""
 
 
+class _Log:
+    """The logger that aiohttp gets: of requests that are not HTTP, it logs the number.
+
+    Their exceptions have the bytes that the client sent, such as a token.
+    """
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._not_http = 0
+        self._next: asyncio.TimerHandle | None = None
+
+    def debug(self, *_: object, exc_info: object = None, **__: object) -> None:
+        """Count a request if it is not HTTP, such as one of TLS; aiohttp logs the rest here."""
+        if isinstance(exc_info, HttpProcessingError):
+            self._not_http += 1
+            if self._next is None:
+                self._report()
+
+    def exception(
+        self, message: str, *values: object, exc_info: BaseException | None = None, **_: object
+    ) -> None:
+        if isinstance(exc_info, HttpProcessingError):
+            self.debug(exc_info=exc_info)
+        else:
+            server_logger.error(message, *values, exc_info=exc_info)
+
+    def close(self) -> None:
+        """Log the requests that have not been logged."""
+        if self._next is not None:
+            self._next.cancel()
+            self._report()
+            if self._next is not None:
+                self._next.cancel()
+
+    def _report(self) -> None:
+        self._next = None
+        if self._not_http:
+            log.warning("not HTTP: %s at %s", count(self._not_http, "request"), self._address)
+            self._not_http = 0
+            self._next = asyncio.get_running_loop().call_later(NOT_HTTP_LOG_EVERY_S, self._report)
+
+
 class Connections:
     """The connections of a listener, and those among them whose clients the server waits for.
 
     Args:
         server: serves their requests.
         connections_max: one more closes another one.
+        log: what aiohttp logs of them.
     """
 
-    def __init__(self, server: web.Server, connections_max: int) -> None:
+    def __init__(self, server: web.Server, connections_max: int, log: _Log) -> None:
         self.open: set[Connection] = set()
         self.waiting: dict[tuple[str, Awaited], dict[Connection, None]] = {}
         """The connections of each group, the longest waiting first."""
+        self.log = log
         self._connections_max = connections_max
         self._server = server
         self._make_request = server.request_factory
@@ -185,6 +241,7 @@ class Connection(web.RequestHandler):
         super().__init__(
             server,
             loop=asyncio.get_running_loop(),
+            logger=cast("Any", connections.log),
             access_log=None,  # type: ignore[arg-type]  # As `AppRunner` passes it.
             auto_decompress=False,
             lingering_time=CLOSE_LINGER_S,

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import unicodedata
+from typing import TYPE_CHECKING
+
+import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outbox.cli.output import DISPENSABLE, SHORTEST, fit
+from outbox.cli.output import DISPENSABLE, SHORTEST, emit_json, fit
+
+if TYPE_CHECKING:
+    import pytest
 
 NAMES = ("id", "pending", "state", *DISPENSABLE, *SHORTEST)
 COLUMNS = st.lists(st.sampled_from(NAMES), min_size=1, unique=True)
+
+
+def test_json_has_no_character_that_controls_a_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Keys and payloads are those of publishers; U+009B begins a control sequence in xterm."""
+    value = "".join(map(chr, range(0x3000))) + "\ufeff"
+    emit_json({"key": value})
+    (line,) = capsys.readouterr().out.splitlines()
+    reordering = {"LRE", "RLE", "PDF", "LRO", "RLO", "LRI", "RLI", "FSI", "PDI"}
+    assert [each for each in line if unicodedata.category(each) == "Cc"] == []
+    assert reordering.isdisjoint(map(unicodedata.bidirectional, line))
+    assert orjson.loads(line) == {"key": value}
 
 
 def test_a_table_that_fits_is_unchanged() -> None:

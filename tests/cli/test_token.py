@@ -85,6 +85,7 @@ INVALID_TOKENS = (
     (["ci"], "--scope"),
     (["ci", "--scope", "all"], "'all' is not one of 'read', 'publish', 'operate'"),
     (["two words", "--scope", "read"], "name: 'two words' is not 1 to 100 letters"),
+    ([".", "--scope", "read"], "name: '.' is not 1 to 100 letters"),
     (["ci", "--scope", "read", "--expires", "soon"], '"soon" is not a time'),
     (["ci", "--scope", "read", "--expires", "4000d"], "expires: "),
     (["ci", "--scope", "read", "--tenant", ""], "tenant: 0 bytes, must be 1 to 255"),

@@ -80,6 +80,8 @@ def test_values_are_normalised() -> None:
         ({"name": "a\nb"}, "name: must be printable text"),
         ({"name": "\udc80"}, "name: must be printable text"),
         ({"name": "é" * 101}, "name: longer than 200 bytes"),
+        ({"name": "."}, r'name: "\.{1}" is a part of paths'),
+        ({"name": ".."}, r'name: "\.{2}" is a part of paths'),
         ({"name": "(other)"}, r'name: "\(other\)" is reserved for the other endpoints in metrics'),
         ({"name": 7}, "name: must be a text, not 7"),
         ({"url": ""}, "url: must be a text"),

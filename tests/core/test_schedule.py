@@ -124,6 +124,7 @@ SETTINGS = {"name": "nightly", "cron": "@daily", "type": "a.b"}
     ("wrong", "says"),
     [
         ({"name": ""}, "name: '' is not 1 to 100 letters"),
+        ({"name": ".."}, "name: '..' is not 1 to 100 letters"),
         ({"name": "a b"}, "name: 'a b' is not"),
         ({"name": "é"}, "name: 'é' is not"),
         ({"name": "x" * 101}, "is not 1 to 100 letters"),

@@ -269,6 +269,11 @@ async def test_endpoints_and_dead_letters_are_shown_without_secrets(database: Da
             for query in (f"q={dead.event_id}", "reason=refused", "endpoint_name=billing"):
                 found = text_of(get(client, f"outbox_relay/deadletter/?{query}"))
                 assert "order-17" in found, query
+            # A condition on a hidden column would reveal it, character by character.
+            hidden = "last_response__body__startswith=internal", "payload__order=17"
+            for query in (*hidden, "endpoint__headers__isnull=False"):
+                get(client, f"outbox_relay/deadletter/?{query}", 400)
+            get(client, "outbox_relay/deadletter/?at__gte=2020-01-01T00:00:00Z")
             found = get(client, "outbox_relay/deadletter/?q=absent")
             assert "order-17" not in found
 

@@ -22,6 +22,7 @@ from aiohttp import web
 from outbox.core.model.encryption_keys import format_key
 from outbox.web.address import Address
 from outbox.web.serving import listen, serving
+from tests.support.broken_requests import broken_requests, send_each
 from tests.support.browser import visiting
 from tests.support.collector import collecting
 from tests.support.process import outbox, relay_process
@@ -137,11 +138,11 @@ async def test_no_secret_is_left_anywhere(database: Database, tmp_path: Path) ->
             shows="secret",
         )
         canaries.watch("token", token)
-        canaries.watch(
+        fetch_token = canaries.watch(
             "fetch token",
             await command("endpoint", "fetch-token", "good", "--json", shows="token"),
         )
-        admin, health, receivers = free_port(), free_port(), free_port()
+        admin, health, receivers, development = (free_port() for _ in range(4))
         served = {
             "OUTBOX_ADMIN": f"127.0.0.1:{admin}",
             "OUTBOX_HEALTH": f"127.0.0.1:{health}",
@@ -151,8 +152,13 @@ async def test_no_secret_is_left_anywhere(database: Database, tmp_path: Path) ->
             "OTEL_BSP_SCHEDULE_DELAY": "50",
             "OTEL_METRIC_EXPORT_INTERVAL": "100",
         }
-        log = tmp_path / "relay.log"
-        async with relay_process(env | served, log) as relay:
+        log, development_log = tmp_path / "relay.log", tmp_path / "listen.log"
+        async with (
+            relay_process(env | served, log) as relay,
+            relay_process(
+                env, development_log, None, "--port", str(development), name="listen"
+            ) as receiver,
+        ):
             await publish(database, 1, 2, type="order.paid")
             await until(
                 lambda: fetchval(
@@ -219,12 +225,24 @@ async def test_no_secret_is_left_anywhere(database: Database, tmp_path: Path) ->
                     await visitor.open(place)
                     await visitor.wait_for(visitor.main)
                     canaries.search("page", await visitor.page.content())
+            payload = canaries.watch("payload of a malformed request", "canarypayload")
+            for port in (admin, health, receivers, development):
+                shown = fetch_token if port == receivers else token
+                requests = broken_requests(shown, payload)
+                assert len(await send_each("127.0.0.1", port, requests.values())) == len(requests)
+            assert await receiver.end() == 0
+            logged = await asyncio.to_thread(development_log.read_text)
+            canaries.search("log", logged)
+            assert "not HTTP" in logged
             assert relay.process is not None
             for what in ("cmdline", "environ"):
                 process = Path(f"/proc/{relay.process.pid}/{what}")
                 canaries.search("process list", await asyncio.to_thread(process.read_text))
             assert await relay.end() == 0
-        canaries.search("log", await asyncio.to_thread(log.read_text))
+        logged = await asyncio.to_thread(log.read_text)
+        canaries.search("log", logged)
+        for port in (admin, health, receivers):
+            assert f"requests at 127.0.0.1:{port}" in logged
         canaries.search("traces and metrics", collector.raw.decode("latin-1"))
     async with database.at_hand() as connection:
         tables = await connection.fetch(

@@ -220,6 +220,75 @@ async def drop_events(database: Database, db: Connection[Any]) -> None:
     await keeper.maintain_until_idle()
 
 
+async def erase_acme(db: Connection[Any]) -> tuple[int, int]:
+    """Erase the events of a tenant; return how many were erased, and how many scanned."""
+    scanned = [0]
+    done = await erase.erase_events(
+        db,
+        "relay",
+        ErasureTarget(tenant="acme"),
+        actor="test",
+        on_progress=lambda count, _: scanned.append(count),
+    )
+    return done.events, scanned[-1]
+
+
+async def sequenced(database: Database) -> None:
+    """Wait until every committed event is sequenced."""
+    sql = "SELECT (SELECT max(id) FROM outbox) = (SELECT max(high) FROM batch)"
+    await until(lambda: fetchval(database, sql), 20, "all events to be sequenced")
+
+
+async def test_a_later_erasure_scans_only_what_the_last_one_could_not_have_seen(
+    database: Database, db: Connection[Any]
+) -> None:
+    insert = "INSERT INTO outbox (type, tenant, payload) VALUES ('a.b', 'acme', '1') RETURNING id"
+    erasures = "SELECT erasures FROM cursor"
+    async with running(database, Network()):
+        await publish(database, 1, 2, 3, tenant="acme")
+        await publish(database, 4, tenant="other")
+        await sequenced(database)
+        assert await erase_acme(db) == (3, 4)
+        raised = await fetchval(database, erasures)
+        assert await erase_acme(db) == (0, 0)
+        assert await fetchval(database, erasures) == raised, "owners reload nothing"
+
+        # An open transaction has the lowest id, and another one of the tenant commits.
+        late = await database.connect(**SESSION)
+        transaction = late.transaction()
+        await transaction.start()
+        late_id = await late.fetchval(insert)
+        await publish(database, 5, tenant="acme")
+        await sequenced(database)
+        assert await erase_acme(db) == (1, 1)
+        await transaction.commit()
+        assert await erase_acme(db) == (1, 2)
+        found = f"SELECT erased_at IS NOT NULL FROM outbox WHERE id = {late_id}"
+        assert await fetchval(database, found)
+    assert await exceptions(database) == {}
+
+
+async def test_an_interrupted_erasure_begins_again(
+    database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(erase, "STEP_EVENTS", 2)
+
+    def interrupt(*_: Any) -> None:
+        raise InterruptedError
+
+    async with running(database, Network()):
+        await publish(database, 1, 2, 3, 4, tenant="acme")
+        await sequenced(database)
+        with pytest.raises(InterruptedError):
+            await erase.erase_events(
+                db, "relay", ErasureTarget(tenant="acme"), actor="test", on_progress=interrupt
+            )
+        raised = await fetchval(database, "SELECT erasures FROM cursor")
+        assert await erase_acme(db) == (2, 4)
+        assert await fetchval(database, "SELECT erasures FROM cursor") == raised + 1
+        assert await erase_acme(db) == (0, 0)
+
+
 @pytest.mark.full
 async def test_responses_to_a_dead_letter_are_erased_after_its_event_was_dropped(
     database: Database, db: Connection[Any]

@@ -63,7 +63,7 @@ SELECT sum(pg_relation_size(inhrelid)) FROM pg_inherits
  WHERE inhparent = $1::text::regclass AND inhrelid::regclass::text ~ ('_' || $2::text || '$')
 """
 
-OF_OTHERS = {"write_entries", "record_detaching"}
+OF_OTHERS = {"lock_quota", "write_entries", "record_detaching"}
 """Statements of the store that operators and the owner execute."""
 AUTHENTICATION = {"note_token_use", "note_fetch_token_use"}
 """Statements that the API executes."""

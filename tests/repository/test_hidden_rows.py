@@ -53,6 +53,9 @@ UNGUARDED = {
     "the read before it, of the same lanes, is guarded for its table": """
         delivery.lanes.READ_ACKNOWLEDGED
     """,
+    "it is read by operators and the API, whose sessions refuse to begin with a policy": """
+        quotas.READ_KEYS_OVER quotas.READ_PLANNED quotas.READ_USE
+    """,
     "it is a report, a gauge or a hint": """
         cluster.timeline.READ_RESTORED
         retention.partitions.READ_BEYOND

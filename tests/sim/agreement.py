@@ -495,6 +495,7 @@ class Script:
         retention = self._stores.periods.RetentionStore(self._db, keep, period_s=0.0)
         skipped_events = self._stores.skipped_events.SkippedEventStore(self._db, "test")
         accounting = self._stores.accounting.AccountingStore(self._db, "test")
+        upkeep, removed = self._stores.upkeep.UpkeepStore(self._db), 0
         async with partitions.maintenance_lease() as acquired:
             assert await skipped_events.find() is None
             await accounting.count_dead_ids()
@@ -502,6 +503,8 @@ class Script:
             # The partition of a period must exist before the period begins.
             await partitions.extend()
             dropped = await retention.advance_periods()
+            removed = await upkeep.remove_lanes()
+            await upkeep.count_keys()
             await partitions.last_id_beyond()
             await partitions.guard()
             await partitions.summarize()
@@ -509,7 +512,8 @@ class Script:
             await partitions.analyze()
             years = Retention(1e9, 1e9, 1e9)
             assert not await self._stores.periods.RetentionStore(self._db, years).delete_expired()
-        return acquired, [(period.kind, period.number, period.last_batch) for period in dropped]
+        windows = [(period.kind, period.number, period.last_batch) for period in dropped]
+        return acquired, windows, removed
 
     async def _dead_letter_all(self) -> None:
         """Dead-letter everything that is pending in the lanes that have an owner."""

@@ -250,7 +250,7 @@ async def test_a_tenant_is_moved_at_its_pace_and_another_one_in_turn(
 async def test_more_tenants_than_a_pass_has_room_for_take_turns(
     db: Connection[Any], mover: Mover, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(future_events, "TENANTS_MAX", 3)
+    monkeypatch.setattr(future_events, "PASS_TENANTS_MAX", 3)
     monkeypatch.setattr(future_events, "PROBES_MAX", 4)
     tenants = [f"t{n:02}" for n in range(10)]
     past = [datetime.now(UTC) - timedelta(seconds=1)]

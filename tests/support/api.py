@@ -19,6 +19,7 @@ from outbox.operations import api_tokens
 from outbox.web.address import Address
 from outbox_api import server
 from outbox_api.openapi import document
+from outbox_api.problem import RETRIED_STATUSES
 from outbox_api.routes import ROUTES
 from tests.support.postgres import API_ROLE
 from tests.support.relay import current, settings_for
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 ALL: tuple[Scope, ...] = ("read", "publish", "operate")
 HERE = Address("127.0.0.1", 0)
+UNROUTED = (404, 405, 421)
+"""Statuses of requests that no route takes."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ class Api:
             data=None if data is None else io.BytesIO(data),
         ) as reply:
             response = AttemptResult(reply.status, reply.headers, await reply.read())
-        check(method, path, response)
+        check(method, path.partition("?")[0], response)
         if response.status == 200 and "items" in response.json:
             assert len(response.json["items"]) <= int(query.get("limit", 100))
         return response
@@ -154,26 +157,34 @@ def check(method: str, path: str, response: AttemptResult) -> None:
     assert response.headers["Cache-Control"] == "no-store"
     assert response.headers["X-Content-Type-Options"] == "nosniff"
     assert response.headers["Server"] == "outbox"
+    if method == "HEAD":
+        return
     if response.status >= 400:
         assert response.headers["Content-Type"].startswith("application/problem+json"), response.raw
         _validator("Problem")[0].validate(response.json)
-        return
+        assert (response.status in RETRIED_STATUSES) == ("Retry-After" in response.headers)
     if path == "/openapi.json":
         return
-    template = _template(path)
+    if (template := _template(method, path)) is None:
+        assert response.status in UNROUTED, response.raw
+        return
     responses = _closed_document()["paths"][template][method.lower()]["responses"]
     missing = f"{response.status} is not documented for {method} {template}"
     assert str(response.status) in responses, missing
+    if response.status >= 400:
+        return
     _validator(template, method.lower(), str(response.status))[0].validate(response.json)
 
 
 @cache
-def _template(path: str) -> str:
+def _template(method: str, path: str) -> str | None:
     """The path template that matches; the one with the fewest parameters."""
     fitting = [
-        route.path for route in ROUTES if re.fullmatch(re.sub(r"{\w+}", "[^/]+", route.path), path)
+        route for route in ROUTES if re.fullmatch(re.sub(r"{\w+}", "[^/]+", route.path), path)
     ]
-    return min(fitting, key=lambda each: each.count("{"))
+    fewest = min((len(each.parameters) for each in fitting), default=0)
+    own = (each for each in fitting if len(each.parameters) == fewest and each.method == method)
+    return next((each.path for each in own), None)
 
 
 @cache

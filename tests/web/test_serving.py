@@ -14,6 +14,7 @@ from aiohttp import web
 
 from outbox.web import health, serving
 from outbox.web.address import Address
+from tests.support.broken_requests import broken_requests, send_each
 from tests.support.tiers import sampled
 from tests.support.waiting import until
 
@@ -153,6 +154,26 @@ async def test_a_malformed_request_is_refused_and_the_connection_closed(
         for name, value in serving.HEADERS.items():
             assert f"{name}: {value}\r\n" in head
         assert await client.ended()
+
+
+async def test_requests_that_are_not_http_are_logged_as_their_number(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One line at once and one a minute: they cannot fill the log, and it has no byte of them."""
+    caplog.set_level("DEBUG")
+    requests = broken_requests("canarytoken", "canarypayload", "/echo")
+    async with listening() as at:
+        responses = await send_each(at.host, at.port, requests.values())
+        refused = [each for each in responses if b" 400 " in each.partition(b"\r\n")[0]]
+        assert len(refused) >= len(requests) - 2
+        texts = [each.getMessage() for each in caplog.records if each.name != "asyncio"]
+        assert texts == [f"not HTTP: 1 request at {at}"]
+    assert [each.getMessage() for each in caplog.records if each.name == "outbox.web"] == [
+        f"not HTTP: 1 request at {at}",
+        # Also what follows a request for another protocol, after its response.
+        f"not HTTP: {len(refused)} requests at {at}",
+    ]
+    assert "canary" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ EXPIRES_IN_S_MAX = 3650 * 86400.0
 _SECRET = re.compile("obx_[A-Za-z0-9_-]{43}")
 _FETCH_SECRET = re.compile("obf_[A-Za-z0-9_-]{43}")
 # The journal has it as `token NAME`.
-_NAME = re.compile("[A-Za-z0-9._-]{1,100}")
+TOKEN_NAME = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,100}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class TokenSettings:
     """Seconds until it expires; None: it is valid until it is revoked."""
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
+        if not TOKEN_NAME.fullmatch(self.name):
             raise UsageError(
                 f"name: {self.name[:120]!r} is not 1 to 100 letters, digits, dots, dashes or "
                 "underscores"

@@ -11,7 +11,7 @@ UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 MAX_S = 36_525 * 86400
 """A century; that long before now is still a valid date."""
 
-_TEXT = re.compile(r"([0-9]{1,10}(?:\.[0-9]{1,6})?)([smhd]?)", re.ASCII)
+TEXT = re.compile(r"([0-9]{1,10}(?:\.[0-9]{1,6})?)([smhd]?)", re.ASCII)
 
 
 def parse(text: str) -> float:
@@ -20,7 +20,7 @@ def parse(text: str) -> float:
     Raises:
         UsageError: the text is not a duration, or longer than a century.
     """
-    match = _TEXT.fullmatch(text)
+    match = TEXT.fullmatch(text)
     if not match:
         raise UsageError(f'"{text[:40]}" is not a time such as 0.5s, 30s, 10m, 2h or 1d')
     seconds = float(match[1]) * UNITS_S[match[2] or "s"]

@@ -41,7 +41,7 @@ _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _VALUE = re.compile(r"[\x20-\x7e\t]*")
 
 DEFAULT_PREFIX = "X-"
-_PREFIX = re.compile(r"[A-Za-z](?:[A-Za-z0-9-]{0,38}[A-Za-z0-9])?-")
+HEADER_PREFIX = re.compile(r"[A-Za-z](?:[A-Za-z0-9-]{0,38}[A-Za-z0-9])?-")
 _FOREIGN_PREFIXES = ("webhook-", "x-forwarded-", "proxy-", "sec-", "content-", "accept-", "ce-")
 """Prefixes with a meaning of their own."""
 _RELAY_NAMES = (
@@ -70,7 +70,7 @@ def check_prefix(name: str, value: object) -> str:
     """
     if not isinstance(value, str):
         raise UsageError(f"{name}: must be a text, not {quoted(value)}")
-    if not _PREFIX.fullmatch(value) or value.lower().startswith(_FOREIGN_PREFIXES):
+    if not HEADER_PREFIX.fullmatch(value) or value.lower().startswith(_FOREIGN_PREFIXES):
         raise UsageError(
             f"{name}: {quoted(value)} must be letters, digits and dashes, such as X-Acme-, "
             f"and not begin with {', '.join(_FOREIGN_PREFIXES)}"

@@ -83,6 +83,8 @@ class Name(SettingType):
             raise UsageError(f"{name}: must be printable text without spaces around it")
         if len(text.encode()) > NAME_BYTES_MAX:
             raise UsageError(f"{name}: longer than {NAME_BYTES_MAX} bytes")
+        if text in (".", ".."):
+            raise UsageError(f'{name}: "{text}" is a part of paths, so no URL could name it')
         if text == OTHERS:
             raise UsageError(f'{name}: "{OTHERS}" is reserved for the other endpoints in metrics')
         return text

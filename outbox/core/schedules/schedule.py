@@ -66,7 +66,7 @@ OVERLAP_POLL_MIN_S, OVERLAP_POLL_MAX_S, POLL_SHARE = 1.0, 30.0, 0.1
 so far, within bounds."""
 
 # It is sent as a header.
-_NAME = re.compile(f"[A-Za-z0-9._-]{{1,{NAME_CHARS_MAX}}}")
+SCHEDULE_NAME = re.compile(rf"(?!\.{{1,2}}$)[A-Za-z0-9._-]{{1,{NAME_CHARS_MAX}}}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ class ScheduleSettings:
     overlap: Overlap = "allow"
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
+        if not SCHEDULE_NAME.fullmatch(self.name):
             raise UsageError(
                 f"name: {self.name[:120]!r} is not 1 to {NAME_CHARS_MAX} letters, digits, "
                 "dots, dashes or underscores"

@@ -22,7 +22,7 @@ BURST_S = 0.2
 """The burst, as seconds of unused pace: more than the interval between two passes."""
 PASS_S = 0.1
 """Interval between two passes."""
-TENANTS_MAX = 20
+PASS_TENANTS_MAX = 20
 """Tenants in a pass; more take turns."""
 
 

@@ -20,6 +20,7 @@ from outbox.store.delivery.records import RecordStore
 from outbox.store.privileges import require_privileges
 from outbox.store.retention.partitions import PartitionStore
 from outbox.store.retention.periods import RetentionStore
+from outbox.store.retention.upkeep import UpkeepStore
 from outbox.store.schedules.future_events import FutureEventStore
 from outbox.store.schedules.put_off import PutOffStore
 from outbox.store.schedules.schedule_runs import ScheduleRunStore
@@ -52,6 +53,7 @@ class Stores:
     retention: type[RetentionStore] = RetentionStore
     skipped_events: type[SkippedEventStore] = SkippedEventStore
     accounting: type[AccountingStore] = AccountingStore
+    upkeep: type[UpkeepStore] = UpkeepStore
     require_current: Callable[[Connection[Any], str, str | None], Awaitable[None]] = require_current
     require_privileges: Callable[[Connection[Any], str, str], Awaitable[None]] = require_privileges
     read_server_fence: Callable[[Connection[Any]], Awaitable[int | None]] = read_server_fence

@@ -159,6 +159,9 @@ class Dispatcher:
         self.notify_new_deliveries({lane.id: lane.last_seq for lane in lanes})
         # The new lanes never had another owner.
         self._add_lanes(lanes, sent_through_batch=0)
+        for endpoint_id in {lane.endpoint_id for lane in lanes}:
+            for owned in list(self._owned[endpoint_id].lanes.values()):
+                self._forget_drained(owned)
 
     def _add_lanes(self, loaded: Iterable[LoadedLane], sent_through_batch: int) -> None:
         of_endpoint: dict[UUID, list[LoadedLane]] = {}
@@ -264,8 +267,8 @@ class Dispatcher:
 
     def dead_letter_through(self, owned: EndpointRuntime, through: Mapping[int, int]) -> None:
         """Dead-letter the pending deliveries of lanes up to these sequence numbers."""
-        for lane_id, seq in through.items():
-            lane = owned.lanes[lane_id]
+        for lane_id in through.keys() & owned.lanes.keys():
+            lane, seq = owned.lanes[lane_id], through[lane_id]
             lane.state.dead_letter_through(seq, "backlog")
             self._admission.cancel_waiting([lane.slot])
             self._activate(lane)
@@ -361,7 +364,8 @@ class Dispatcher:
             return
         while woken := runtime.breaker.wake(self._now()):
             for lane_id in woken:
-                if not self._activate(runtime.lanes[lane_id]):
+                lane = runtime.lanes.get(lane_id)
+                if lane is None or not self._activate(lane):
                     runtime.breaker.yielded(lane_id)
         if (wake_at := runtime.breaker.wake_at()) is not None:
             runtime.timer = call_later(wake_at - self._now(), self._schedule_probes, runtime)
@@ -414,8 +418,17 @@ class Dispatcher:
             self._activate_all(runtime)
         if runtime.breaker.yielded(lane.loaded.id) or runtime.timer is None:
             self._schedule_probes(runtime)
+        self._forget_drained(lane)
         if runtime.stopped:
             self._on_idle()
+
+    def _forget_drained(self, lane: LaneRuntime) -> None:
+        """Forget a lane of an older generation that is drained; the recorder needs its id only."""
+        lane_id = lane.loaded.id
+        if self._lanes.get(lane_id) is lane and lane.runtime.is_over(lane):
+            del self._lanes[lane_id], lane.runtime.lanes[lane_id]
+            lane.clear_timer()
+            lane.state.close()
 
     async def _finish(self, lane: LaneRuntime, attempt: Attempt) -> float:
         """Settle a completed attempt and write its records; return when the lane may go on."""

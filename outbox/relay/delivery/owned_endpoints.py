@@ -215,6 +215,7 @@ class EndpointRuntime:
         "grace",
         "lanes",
         "meters",
+        "newest_generation",
         "odometer",
         "queue",
         "recipient",
@@ -273,6 +274,7 @@ class EndpointRuntime:
         self.reuse = endpoint.reuse.clamp_times(now)
         self.stored_unsolicited_at = endpoint.reuse.unsolicited_at
         self.generations = LaneGenerations()
+        self.newest_generation = 0
         self.lanes: dict[int, LaneRuntime] = {}
         self.stopped = False
         self.timer: asyncio.TimerHandle | None = None
@@ -294,12 +296,25 @@ class EndpointRuntime:
                 lane.state.mark_ended()
                 lane.loaded = each
             touched.append(lane)
+        self.newest_generation = max(each.loaded.generation for each in self.lanes.values())
         self.generations = LaneGenerations(
             (lane.loaded.id, lane.loaded.generation)
             for lane in self.lanes.values()
             if lane.loaded.ended and not lane.state.drained
         )
         return touched
+
+    def is_over(self, lane: LaneRuntime) -> bool:
+        """Whether a lane of an older generation is drained, so that it is not needed any more.
+
+        As when it is acquired: then a lane that is drained is not read at all.
+        """
+        return (
+            lane.loaded.generation < self.newest_generation
+            and lane.task is None
+            and lane.read is None
+            and lane.state.drained
+        )
 
     def _make_broker(self) -> Broker | None:
         address = broker_address(self.endpoint)

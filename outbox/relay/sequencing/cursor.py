@@ -272,7 +272,11 @@ class Cursor:
             self._replays.forget()
         # If it changes while the routes are read, the batch is not written.
         self._version = row.version
-        self._router = Router(await self._store.routing.routes(AGAIN_AFTER_S))
+        routes = await self._store.routing.routes(AGAIN_AFTER_S)
+        # Lanes of older generations get no deliveries any more, and are removed.
+        current = {lane_id for route in routes for lane_id in route.lane_ids}
+        self._counters = {i: seq for i, seq in self._counters.items() if i in current}
+        self._router = Router(routes)
         self._filters.load_routes(self._router)
         await self._replays.load_jobs()
         if self.complete_at is None:

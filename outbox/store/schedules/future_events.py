@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import asyncpg
 import orjson
 
-from outbox.core.sequencing.tenant_pace import TENANTS_MAX, PacedEvent, TenantPace
+from outbox.core.sequencing.tenant_pace import PASS_TENANTS_MAX, PacedEvent, TenantPace
 from outbox.store.connection.message import WriteStatement
 from outbox.store.refused_rows import RefusedRow, RefusedRowReports, is_refused, reason_of
 from outbox.store.schedules.schedule_runs import RETRY_MAX, RETRY_MIN
@@ -95,15 +95,18 @@ SELECT tenant, bool_or(at IS NULL OR at <= statement_timestamp()) AS is_due,
 
 # The next events of tenants.
 #   after: no held event of the tenant up to this id is left.
+#   next_held: compared as a row, so that $3 entries of the index are read also while there are no
+#     statistics of a table that has grown.
 READ_PACED_EVENTS = f"""
 SELECT t.tenant, e.*
   FROM unnest($1::text[], $2::bigint[]) WITH ORDINALITY AS t(tenant, after, n)
  CROSS JOIN LATERAL (
        (SELECT true AS is_held, id, extract(epoch FROM deliver_at)::float8 AS due_at, cost
-          FROM future_event
-         WHERE {_HELD} AND tenant COLLATE "C" = t.tenant AND id > t.after
-           AND (retry_at IS NULL OR retry_at <= statement_timestamp())
-         ORDER BY id LIMIT $3)
+          FROM (SELECT tenant, id, deliver_at, cost FROM future_event
+                 WHERE {_HELD} AND (tenant COLLATE "C", id) > (t.tenant, t.after)
+                   AND (retry_at IS NULL OR retry_at <= statement_timestamp())
+                 ORDER BY tenant COLLATE "C", id LIMIT $3) next_held
+         WHERE next_held.tenant = t.tenant)
        UNION ALL
        (SELECT false, id, extract(epoch FROM {_DUE_AT})::float8, cost FROM future_event
          WHERE {_PACED} AND tenant COLLATE "C" = t.tenant AND {_DUE_AT} <= statement_timestamp()
@@ -248,10 +251,10 @@ class FutureEventStore:
         # Tenants after the last probed one have their turn in the next pass.
         end = probed[-1] if len(probed) >= PROBES_MAX else ""
         due = [row["tenant"] for row in rows if row["is_due"] and (not end or row["tenant"] <= end)]
-        if len(due) > TENANTS_MAX:
-            end = due[TENANTS_MAX - 1]
+        if len(due) > PASS_TENANTS_MAX:
+            end = due[PASS_TENANTS_MAX - 1]
         self._after_tenant = end
-        return due[:TENANTS_MAX]
+        return due[:PASS_TENANTS_MAX]
 
     async def _move_or_postpone(self, ids: list[int]) -> int:
         """Move events, or postpone those that the database refuses; returns their number."""

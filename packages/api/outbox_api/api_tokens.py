@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from outbox.core.model.api_token import SCOPES, Scope, TokenSettings
+from outbox.core.model.api_token import EXPIRES_IN_S_MAX, SCOPES, Scope, TokenSettings
 from outbox.operations import api_tokens
 from outbox.operations.api_tokens import NewToken, RevokedToken, TokenRow
 from outbox_api import route
 from outbox_api.auth import require_scope
+from outbox_api.field_types import Tenant, Text, TokenName
 from outbox_api.problem import Problem, ProblemKind
-from outbox_api.request_parsing import Paging, Seconds
+from outbox_api.request_parsing import IdPaging, Seconds, up_to
 from outbox_api.route import (
     Call,
     NoQuery,
@@ -23,24 +24,26 @@ from outbox_api.route import (
 )
 
 
-class TokensQuery(Paging):
+class TokensQuery(IdPaging):
     revoked: bool = False
     """Whether revoked tokens are included."""
-    search: str | None = None
+    search: Text | None = None
     """Text in the name."""
-    tenant: str | None = None
+    tenant: Text | None = None
     scope: Scope | None = None
 
 
 class TokenBody(RequestModel):
     """A new token."""
 
-    name: str
-    scopes: Annotated[tuple[str, ...], at_most(len(SCOPES))]
+    example: ClassVar = {"name": "dashboard", "scopes": ["read"], "expires": "90d"}
+
+    name: TokenName
+    scopes: Annotated[tuple[Scope, ...], at_most(len(SCOPES), at_least=1)]
     """`read`, `publish`, `operate`; scopes are independent."""
-    tenant: str | None = None
+    tenant: Tenant | None = None
     """Restrict the token to this tenant."""
-    expires: Seconds | None = None
+    expires: Annotated[Seconds, up_to(EXPIRES_IN_S_MAX)] | None = None
     """Lifetime; null: until it is revoked."""
 
 

@@ -22,13 +22,18 @@ from outbox.destinations.endpoint_validation import policy_of
 from outbox.operations.rows import encode_other
 from outbox.store.connection.connect import in_one_line
 from outbox_api import openapi, page, problem, tenancy
-from outbox_api.auth import Authenticator, require_scope
+from outbox_api.auth import API_TOKENS, require_scope
 from outbox_api.endpoint_tester import EndpointTester
 from outbox_api.fair_publishing import FairPublisher
 from outbox_api.host_check import host_middleware
 from outbox_api.in_flight import request_in_flight
-from outbox_api.limits import LARGE_BODIES_MAX, REQUEST_BODY_BYTES_MAX
+from outbox_api.limits import (
+    LARGE_BODIES_MAX,
+    REQUEST_BODY_BYTES_MAX,
+    TENANT_LARGE_BODIES_MAX,
+)
 from outbox_api.live_cache import LiveStatusCache
+from outbox_api.logins import Logins
 from outbox_api.middleware import log_unexpected, problem_middleware
 from outbox_api.problem import Problem, ProblemKind
 from outbox_api.rate_limit import RateLimiter
@@ -36,9 +41,11 @@ from outbox_api.request_body import BodyReader, parse
 from outbox_api.request_parsing import read_query, require_storable_text
 from outbox_api.route import Call, DeferredReply, NoQuery, Page, Reply
 from outbox_api.routes import ROUTES
+from outbox_api.slots import SharedSlots
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
+    from contextlib import AbstractAsyncContextManager
 
     from asyncpg import Connection
 
@@ -67,9 +74,9 @@ def application(
 ) -> web.Application:
     """Create the API application for a listener at `address`."""
     limits = RateLimiter(settings.api_rate_max, clock)
-    authenticator = Authenticator(database, failures, limits, clock)
+    logins = Logins(API_TOKENS, database, failures, limits, clock)
     publisher = FairPublisher(shared.meters, clock)
-    handlers = _RouteHandlers(settings, database, authenticator, limits, publisher, clock)
+    handlers = _RouteHandlers(settings, database, logins, limits, publisher, clock)
     app = web.Application(
         middlewares=[
             shared.meters.middleware("api"),
@@ -78,7 +85,7 @@ def application(
             host_middleware(address),
         ]
     )
-    app.on_cleanup.append(handlers.close)
+    app.on_cleanup.extend([logins.close, handlers.close])
     page.add_routes(app)
     app.router.add_get("/openapi.json", openapi.handler(ROUTES))
     for route in ROUTES:
@@ -86,7 +93,17 @@ def application(
             app.router.add_get(route.path, handlers.handler(route))  # And HEAD.
         else:
             app.router.add_route(route.method, route.path, handlers.handler(route))
+    for path in {route.path for route in ROUTES if not route.parameters}:
+        # As in OpenAPI, it is not also the path of an object that has its last word as a name.
+        app.router.add_route("*", path, _refuse_method)
     return app
+
+
+async def _refuse_method(request: web.Request) -> web.StreamResponse:
+    allowed = {each.method for each in ROUTES if each.path == request.path}
+    raise web.HTTPMethodNotAllowed(
+        request.method, allowed | {"HEAD"} if "GET" in allowed else allowed
+    )
 
 
 class _RouteHandlers:
@@ -96,17 +113,18 @@ class _RouteHandlers:
         self,
         settings: Settings,
         database: Database,
-        authenticator: Authenticator,
+        logins: Logins[Caller],
         limits: RateLimiter,
         publisher: FairPublisher,
         clock: Callable[[], float],
     ) -> None:
         self._database = database
-        self._authenticator = authenticator
+        self._logins = logins
         self._limits = limits
         self._publisher = publisher
         self._bodies = BodyReader(database, clock)
         self._large_bodies = asyncio.Semaphore(LARGE_BODIES_MAX)
+        self._large_slots = SharedSlots(TENANT_LARGE_BODIES_MAX, "slot for a large body")
         self._live = LiveStatusCache(clock)
         self._tester = EndpointTester(policy_of(settings), settings.outbound_proxy)
 
@@ -119,11 +137,11 @@ class _RouteHandlers:
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
                 async with asyncio.timeout(route.timeout_s):
-                    caller = await self._authenticator.caller(
+                    caller = await self._logins.log_in(
                         request.headers.get("Authorization"), request.remote
                     )
-                    self._limits.require_request_quota(caller.id)
-                    request_in_flight(request).count(caller.id)
+                    self._limits.require_request_quota(caller.holder)
+                    request_in_flight(request).count(caller.holder)
                     return await self._respond(route, request, caller)
             except web.HTTPException:
                 raise
@@ -146,13 +164,13 @@ class _RouteHandlers:
         query = read_query(request.query, route.query or NoQuery)
         require_storable_text(list(request.query.values()))
         raw = None
-        if route.body is not None:
+        if route.bodies:
             raw = await self._bodies.read(request, route, request_in_flight(request))
         is_large = raw is not None and len(raw) > REQUEST_BODY_BYTES_MAX
-        async with self._large_bodies if is_large else nullcontext():
+        async with self._large_body(caller) if is_large else nullcontext():
             try:
-                async with self._connection(route) as connection:
-                    body = None if route.body is None else parse(raw, route.body)
+                async with self._connection(route, caller) as connection:
+                    body = parse(raw, route.bodies) if route.bodies else None
                     del raw
                     request_in_flight(request).hold(0)
                     await tenancy.require_owned_path(connection, route, caller.tenant, path)
@@ -178,12 +196,18 @@ class _RouteHandlers:
                 raise
         return _response(await result.produce(), route.status)
 
+    def _large_body(self, caller: Caller) -> AbstractAsyncContextManager[None]:
+        if caller.tenant is None:
+            return self._large_bodies
+        return self._large_slots.slot(caller.holder)
+
     @asynccontextmanager
-    async def _connection(self, route: Route) -> AsyncIterator[Connection[Any]]:
+    async def _connection(self, route: Route, caller: Caller) -> AsyncIterator[Connection[Any]]:
         if not route.needs_connection:
             yield cast("Connection[Any]", None)
             return
-        async with self._database.connection(long=route.long) as connection:
+        holder = None if caller.tenant is None else caller.holder
+        async with self._database.connection(holder, long=route.long) as connection:
             self._database.note(None)
             yield connection
 

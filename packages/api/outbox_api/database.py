@@ -1,13 +1,16 @@
 """Connection pools of the API: small, opened on demand, with bounded waits.
 
-Each listener has its own, so that neither waits for the other.
+Each listener has its own, so that neither waits for the other, and so have the tokens of tenants,
+which share theirs.
 While the database is unavailable, requests fail with 503, and each new request retries.
 """
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager, nullcontext, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import asyncpg
@@ -15,20 +18,32 @@ import structlog
 
 from outbox.core.model.text import count
 from outbox.errors import OutboxError
-from outbox.store.connection.connect import CONNECTION_ERRORS, in_one_line
+from outbox.store.connection.connect import CONNECTION_ERRORS, in_one_line, milliseconds
 from outbox.store.connection.operator import connect_current
 from outbox.store.connection.row_security import require_unprotected
 from outbox.store.privileges import require_privileges
-from outbox_api.limits import CONNECTION_WAIT_S, LONG_MAX, REQUESTS_MAX
+from outbox_api.limits import (
+    CONNECTION_WAIT_S,
+    LOCK_TIMEOUT_S,
+    LONG_MAX,
+    REQUESTS_MAX,
+    STATEMENT_TIMEOUT_S,
+    TENANT_LOCK_TIMEOUT_S,
+    TENANT_LONG_MAX,
+    TENANT_REQUESTS_MAX,
+    TENANT_STATEMENT_TIMEOUT_S,
+)
 from outbox_api.problem import Problem, is_not_granted, unavailable
+from outbox_api.slots import SharedSlots
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping
 
     from asyncpg import Connection
 
     from outbox.config import Settings
     from outbox.store.connection.current_settings import CurrentSettings
+    from outbox_api.rate_limit import Holder
 
 log = structlog.get_logger("outbox.api")
 
@@ -40,21 +55,35 @@ LOGINS_MAX = 1
 IDLE_S = 30.0
 """Idle connections are closed after this time."""
 WATCH_EVERY_S = 10.0
-API_STATEMENT_TIMEOUT_S = 30.0
-API_LOCK_TIMEOUT_S = 10.0
-"""Row lock wait; the cursor row is locked for milliseconds only."""
 RELEASE_S = 5.0
 POOL_CLOSE_S = 1.0
 """Maximum wait for a pool to close at shutdown."""
 
 SESSION_SETTINGS = {
-    "statement_timeout": str(int(API_STATEMENT_TIMEOUT_S * 1000)),
-    "lock_timeout": str(int(API_LOCK_TIMEOUT_S * 1000)),
+    "statement_timeout": milliseconds(STATEMENT_TIMEOUT_S),
+    "lock_timeout": milliseconds(LOCK_TIMEOUT_S),
     "default_transaction_isolation": "read committed",
     "default_transaction_read_only": "off",
     # Most filter parameters are NULL: a custom plan uses the given ones, a generic plan cannot.
     "plan_cache_mode": "force_custom_plan",
 }
+TENANT_SESSION_SETTINGS = {
+    **SESSION_SETTINGS,
+    "statement_timeout": milliseconds(TENANT_STATEMENT_TIMEOUT_S),
+    "lock_timeout": milliseconds(TENANT_LOCK_TIMEOUT_S),
+    # A tenant's request takes the processor time of one server process.
+    "max_parallel_workers_per_gather": "0",
+}
+
+
+@dataclass(slots=True)
+class _Pool:
+    """Connections with the same settings."""
+
+    size_max: int
+    settings: Mapping[str, str]
+    connections: Any = None
+    """The pool of asyncpg, while it is open."""
 
 
 class Database:
@@ -62,9 +91,14 @@ class Database:
 
     def __init__(self, current: CurrentSettings) -> None:
         self._current = current
-        self._requests: Any = None
-        self._logins: Any = None
+        self._requests = _Pool(REQUESTS_MAX, SESSION_SETTINGS)
+        self._logins = _Pool(LOGINS_MAX, SESSION_SETTINGS)
         self._long = asyncio.Semaphore(LONG_MAX)
+        self._of_tenants = _Pool(TENANT_REQUESTS_MAX, TENANT_SESSION_SETTINGS)
+        self._slots = SharedSlots(TENANT_REQUESTS_MAX, "database connection")
+        # An erasure may take minutes, while its tenant publishes.
+        self._long_of_tenants = _Pool(TENANT_LONG_MAX, SESSION_SETTINGS)
+        self._long_slots = SharedSlots(TENANT_LONG_MAX, "slot for a long request")
         # Checked at the first request, and again after a refused statement.
         self._has_privileges = False
         self._refusal: str | None = None
@@ -114,31 +148,39 @@ class Database:
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
         """Open the pools; the first connection is opened on demand."""
-        async with self._pool(REQUESTS_MAX) as requests, self._pool(LOGINS_MAX) as logins:
-            self._requests, self._logins = requests, logins
+        async with AsyncExitStack() as stack:
+            for pool in (self._requests, self._logins, self._of_tenants, self._long_of_tenants):
+                await stack.enter_async_context(self._opened(pool))
             yield
 
     @asynccontextmanager
-    async def connection(self, *, long: bool = False) -> AsyncIterator[Connection[Any]]:
+    async def connection(
+        self, holder: Holder | None = None, *, long: bool = False
+    ) -> AsyncIterator[Connection[Any]]:
         """Acquire a connection for a request; the schema version is checked.
 
         Args:
+            holder: whose share of the tenants' connections it takes; None: a system token's.
             long: the request may take minutes.
 
         Raises:
             OutboxError: see `connect` and `require_current`.
-            Problem: no connection is free, or the database does not respond.
+            Problem: no connection is free, or the database does not respond, or too many
+                requests of the holder wait.
         """
-        async with (
-            self._long_slot() if long else nullcontext(),
-            self._acquired(self._requests, REQUESTS_MAX) as connection,
-        ):
+        if holder is None:
+            slot, pool = self._long_slot() if long else nullcontext(), self._requests
+        elif long:
+            slot, pool = self._long_slots.slot(holder), self._long_of_tenants
+        else:
+            slot, pool = self._slots.slot(holder), self._of_tenants
+        async with slot, self._acquired(pool) as connection:
             yield connection
 
     @asynccontextmanager
     async def login(self) -> AsyncIterator[Connection[Any]]:
         """Acquire the connection for token lookups; raises like `connection`."""
-        async with self._acquired(self._logins, LOGINS_MAX) as connection:
+        async with self._acquired(self._logins) as connection:
             yield connection
 
     @asynccontextmanager
@@ -156,30 +198,30 @@ class Database:
             self._long.release()
 
     @asynccontextmanager
-    async def _pool(self, size_max: int) -> AsyncIterator[Any]:
-        pool = asyncpg.create_pool(
+    async def _opened(self, pool: _Pool) -> AsyncIterator[None]:
+        pool.connections = asyncpg.create_pool(
             min_size=0,
-            max_size=size_max,
+            max_size=pool.size_max,
             max_inactive_connection_lifetime=IDLE_S,
-            connect=self._connect,
+            connect=partial(self._connect, pool.settings),
             # Three statements for each request, although requests change settings only within
             # transactions: `test_journalled` shows that sessions stay as they are.
             reset=_skip_reset,
         )
-        await pool
+        await pool.connections
         try:
-            yield pool
+            yield
         finally:
             try:
                 async with asyncio.timeout(POOL_CLOSE_S):
-                    await pool.close()
+                    await pool.connections.close()
             except TimeoutError:
-                pool.terminate()
+                pool.connections.terminate()
 
     @asynccontextmanager
-    async def _acquired(self, pool: Any, size_max: int) -> AsyncIterator[Connection[Any]]:
+    async def _acquired(self, pool: _Pool) -> AsyncIterator[Connection[Any]]:
         try:
-            async with self._connected(pool, size_max) as connection:
+            async with self._connected(pool) as connection:
                 if not self._has_privileges:
                     await require_privileges(connection, self.schema, PURPOSE)
                     self._has_privileges, self._refusal = True, None
@@ -200,14 +242,14 @@ class Database:
             log.error("the database role of the API lacks a privilege", reason=reason)
 
     @asynccontextmanager
-    async def _connected(self, pool: Any, size_max: int) -> AsyncIterator[Connection[Any]]:
+    async def _connected(self, pool: _Pool) -> AsyncIterator[Connection[Any]]:
         try:
             async with asyncio.timeout(CONNECTION_WAIT_S):
-                connection = await pool.acquire()
+                connection = await pool.connections.acquire()
         except TimeoutError:
             raise unavailable(
                 f"no database connection within {CONNECTION_WAIT_S:.0f} s: the database does not "
-                f"respond, or {size_max} requests are already running; try again"
+                f"respond, or {pool.size_max} requests are already running; try again"
             ) from None
         try:
             if self.settings.pooled:
@@ -217,9 +259,9 @@ class Database:
             # The request is complete: a failed reset closes the connection and must not
             # change the response.
             with suppress(*CONNECTION_ERRORS):
-                await pool.release(connection, timeout=RELEASE_S)
+                await pool.connections.release(connection, timeout=RELEASE_S)
 
-    async def _connect(self, *_: Any, **__: Any) -> Connection[Any]:
+    async def _connect(self, session: Mapping[str, str], *_: Any, **__: Any) -> Connection[Any]:
         return await self._current.log_in(
             lambda address: connect_current(
                 address,
@@ -227,7 +269,7 @@ class Database:
                 APPLICATION_NAME,
                 purpose=PURPOSE,
                 # Overrides application_name of the DSN, so that pg_stat_activity shows the API.
-                server_settings={**SESSION_SETTINGS, "application_name": APPLICATION_NAME},
+                server_settings={**session, "application_name": APPLICATION_NAME},
             )
         )
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, StrictBool
 
 from outbox.operations import dead_letters, discard, replays
 from outbox.operations.criteria import SELECTED_IDS_MAX, Criteria, DeadLetterSelection
@@ -21,8 +21,9 @@ from outbox.operations.replays import ReplayReport
 from outbox.operations.rows import ID_MAX
 from outbox.operations.skip import SkippedDelivery, skip_delivery
 from outbox_api import route, tenancy
+from outbox_api.field_types import Name
 from outbox_api.redaction import redactor_for
-from outbox_api.request_parsing import Paging, TimeOrAge
+from outbox_api.request_parsing import IdPaging, TimeOrAge
 from outbox_api.route import (
     Call,
     Comment,
@@ -40,17 +41,17 @@ SKIP_WAIT_S = 1.0
 """Maximum wait for the owner of the lane.  It is shorter than that of a command, because the
 request has one of the API's few connections."""
 
-DeadId = Annotated[int, Field(ge=1, le=ID_MAX)]
+DeadId = Annotated[int, Field(ge=1, le=ID_MAX, strict=True)]
 
 
 class DeadLetterFilterFields(RequestModel):
     """Filter of dead letters."""
 
-    endpoint: str | None = None
+    endpoint: Name | None = None
     type: TypePatterns = ()
     """Type patterns such as order.*."""
-    tenant: str | None = None
-    reason: str | None = None
+    tenant: Name | None = None
+    reason: Name | None = None
     """Reason of dead-lettering."""
     since: TimeOrAge | None = None
     """Dead-lettered at this time or later."""
@@ -62,7 +63,7 @@ class DeadLetterFilterFields(RequestModel):
         return Criteria(self.endpoint, self.type, self.tenant, self.reason, self.since, self.until)
 
 
-class DeadLettersQuery(DeadLetterFilterFields, Paging):
+class DeadLettersQuery(DeadLetterFilterFields, IdPaging):
     state: DeadLetterState | Literal["all"] = "dead"
 
 
@@ -70,22 +71,26 @@ class DeadLetterSelectionBody(DeadLetterFilterFields):
     """Selection of dead letters: by id, by filter, or all."""
 
     ids: Annotated[tuple[DeadId, ...], at_most(SELECTED_IDS_MAX)] = ()
-    all: bool = False
-    dry_run: bool = False
+    all: StrictBool = False
+    dry_run: StrictBool = False
     """Count only.  The response has the time of the count, `until`."""
-    counted: Annotated[int, Field(ge=0)] | None = None
+    counted: Annotated[int, Field(ge=0, strict=True)] | None = None
     """The number that a dry run counted; 409 if more are selected by now."""
 
 
 class ReplayBody(DeadLetterSelectionBody):
     """Dead letters to replay."""
 
-    rate: Annotated[float, Field(gt=0)] | None = None
+    example: ClassVar = {"ids": [1], "rate": 10}
+
+    rate: Annotated[float, Field(gt=0, strict=True)] | None = None
     """Maximum rate, in deliveries per second."""
 
 
 class DiscardBody(DeadLetterSelectionBody):
     """Dead letters to discard."""
+
+    example: ClassVar = {"ids": [2], "comment": "the customer has left"}
 
     comment: Comment | None = None
     """Recorded in the journal."""
@@ -94,9 +99,11 @@ class DiscardBody(DeadLetterSelectionBody):
 class SkipBody(RequestModel):
     """The delivery that a lane is stuck on."""
 
-    lane: str
+    example: ClassVar = {"lane": "shop-1", "sequence": 7, "comment": "the receiver cannot parse it"}
+
+    lane: Name
     """Name of the lane, as in X-Lane."""
-    sequence: Annotated[int, Field(ge=1, le=ID_MAX)]
+    sequence: DeadId
     """Sequence number that the lane waits for; 409 if it waits for another one by now."""
     comment: Comment | None = None
     """Recorded in the journal."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from outbox.core.model import endpoint_config
 from outbox.destinations.endpoint_validation import check_declared, policy_of
@@ -37,6 +37,11 @@ class ApplyQuery(RequestModel):
 
 class DeclarationBody(RequestModel):
     """Endpoints in the format of `outbox apply`; omitted settings have their defaults."""
+
+    example: ClassVar = {
+        "defaults": {"retry": "patient"},
+        "endpoints": [{"name": "crm", "url": "https://crm.example/hooks", "types": ["customer.*"]}],
+    }
 
     defaults: dict[str, Any] | None = None
     endpoints: Annotated[tuple[dict[str, Any], ...], at_most(CONFIG_ENDPOINTS_MAX)]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, StrictBool
 
+from outbox.core.model.duration import MAX_S
 from outbox.destinations.broker_address import credentials_header
 from outbox.network.tls import check_identity
 from outbox.operations import endpoint_secrets
@@ -15,7 +16,8 @@ from outbox.operations.endpoint_credentials import CredentialsChange, set_creden
 from outbox.operations.endpoint_secrets import OVERLAP_S, Rotation
 from outbox.store.connection.secrets import Vault
 from outbox_api import route
-from outbox_api.request_parsing import Seconds
+from outbox_api.field_types import Name
+from outbox_api.request_parsing import Seconds, up_to
 from outbox_api.route import Call, NoQuery, RequestModel, TenantAccess
 
 NAME = "/v1/endpoints/{name}"
@@ -29,23 +31,27 @@ def vault_of(call: Call[Any, Any]) -> Vault:
 class RotationBody(RequestModel):
     """Options of a secret rotation."""
 
-    overlap: Seconds = Field(default=OVERLAP_S, ge=0)
+    example: ClassVar = {"overlap": "24h"}
+
+    overlap: Annotated[Seconds, up_to(MAX_S, minimum=0)] = Field(default=OVERLAP_S, ge=0, le=MAX_S)
     """How long the old secret also signs; 0: it expires immediately."""
-    ed25519: bool | None = None
+    ed25519: StrictBool | None = None
     """Whether the new secret is an Ed25519 key; null: the type does not change."""
 
 
 class CertificateBody(RequestModel):
     """Client certificate for mutual TLS."""
 
-    pem: str
+    pem: Annotated[str, Field(json_schema_extra={"pattern": "-----BEGIN "})]
     """PEM: the certificate, its intermediates and its private key."""
 
 
 class CredentialsBody(RequestModel):
     """How the relay authenticates itself to a broker."""
 
-    credentials: str
+    example: ClassVar = {"credentials": "relay:secret"}
+
+    credentials: Name
     """`user:password`, a token, or the content of a file of credentials that the broker takes."""
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from pydantic import StrictBool
 
 from outbox.operations import endpoint_states
 from outbox.operations.endpoint_states import StateChange
@@ -15,6 +17,7 @@ from outbox_api.endpoint_bulk import (
 )
 from outbox_api.endpoint_credentials import NAME
 from outbox_api.endpoints import ChangeBody
+from outbox_api.field_types import Name
 from outbox_api.route import (
     Call,
     Comment,
@@ -32,10 +35,12 @@ if TYPE_CHECKING:
 class EndpointNamesBody(RequestModel):
     """Endpoints by name."""
 
-    names: Annotated[tuple[str, ...], at_most(CHANGED_ENDPOINTS_MAX, at_least=1)]
+    example: ClassVar = {"names": ["billing"], "comment": "the receiver is upgraded until noon"}
+
+    names: Annotated[tuple[Name, ...], at_most(CHANGED_ENDPOINTS_MAX, at_least=1)]
     comment: Comment | None = None
     """Recorded with the change and in the journal."""
-    dry_run: bool = False
+    dry_run: StrictBool = False
     """Whether the response only reports what would happen."""
 
 

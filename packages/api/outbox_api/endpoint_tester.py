@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
 TEST_S = 30.0
 """Maximum duration; `outbox endpoint test` uses the endpoint's full time-out."""
-CONCURRENT_MAX = 8
+CONCURRENT_MAX, TENANTS_MAX = 8, 6
+"""Test deliveries at a time, and those of all tenants together."""
 TENANT_MAX = 2
-"""Per tenant, so that slow receivers of one tenant do not block others."""
+"""Those of a tenant, so that slow receivers of one tenant do not block others."""
 TEST_RETRY_S = 5
 """Retry-After when the limit is reached."""
 CONTEXTS_MAX = 8
@@ -93,8 +94,13 @@ class EndpointTester:
     def _slot(self, tenant: str | None) -> Iterator[None]:
         if self._running.total() >= CONCURRENT_MAX:
             raise TooManyTests(f"{CONCURRENT_MAX} test deliveries are already running")
-        if tenant is not None and self._running[tenant] >= TENANT_MAX:
-            raise TooManyTests(f"{TENANT_MAX} test deliveries of this tenant are already running")
+        if tenant is not None:
+            if self._running[tenant] >= TENANT_MAX:
+                raise TooManyTests(
+                    f"{TENANT_MAX} test deliveries of this tenant are already running"
+                )
+            if self._running.total() - self._running[None] >= TENANTS_MAX:
+                raise TooManyTests(f"{TENANTS_MAX} test deliveries of tenants are already running")
         self._running[tenant] += 1
         try:
             yield

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Any, ClassVar, get_args
 
-from pydantic import Field, create_model
+from pydantic import StrictBool
 from yarl import URL
 
 from outbox.core.model import endpoint_config
 from outbox.core.model.endpoint_condition import EndpointCondition
-from outbox.core.model.endpoint_settings import SETTINGS, Setting
-from outbox.core.model.setting_types import HeaderMap, TextList
 from outbox.destinations.brokers import require_for_tenant
 from outbox.destinations.endpoint_test import EndpointTestResult
 from outbox.destinations.endpoint_validation import (
@@ -34,8 +32,12 @@ from outbox.operations.preview import RequestPreview, preview_request
 from outbox.operations.repair import RequestedRepair, request_adoption, request_refill
 from outbox.store.delivery.endpoints import find_endpoint
 from outbox_api import route, tenancy
+from outbox_api.endpoint_bodies import EndpointBody, NewEndpointBody, SettingsBody
+from outbox_api.endpoint_bulk import EndpointVerb
 from outbox_api.endpoint_credentials import NAME, vault_of
 from outbox_api.endpoint_tester import TEST_RETRY_S, TEST_S, TooManyTests
+from outbox_api.field_types import Name, Text
+from outbox_api.problem import ProblemKind
 from outbox_api.rate_limit import too_many_requests
 from outbox_api.redaction import redactor_for
 from outbox_api.request_parsing import Paging
@@ -43,7 +45,6 @@ from outbox_api.route import (
     Call,
     Comment,
     DeferredReply,
-    Headers,
     NoQuery,
     Page,
     PageOf,
@@ -51,64 +52,10 @@ from outbox_api.route import (
     RequestModel,
     ResponseModel,
     TenantAccess,
-    at_most,
     page_of_rows,
 )
 
 TEST_TIMEOUT_S = TEST_S + 10.0
-
-
-class SettingsBody(RequestModel):
-    """Base of the bodies with settings, whose fields are those of the table."""
-
-    def given_fields(self) -> dict[str, Any]:
-        """Return the fields that the request contains, null included."""
-        values = self.model_dump(exclude_unset=True)
-        return {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
-
-
-_API_NOTES = {
-    "name": "With a tenant token it must begin with the tenant's prefix: acme.shop.",
-    "headers": "Null keeps the value of a header.",
-    "allow_networks": "Not for tenant tokens.",
-    "retry": 'A policy may also be an object: {"preset": "stepped", "attempts": 8}.',
-}
-"""What the description of a setting has in the API only."""
-
-
-def _field(setting: Setting) -> Any:
-    """The type and the description of a setting in a body."""
-    form: Any = setting.type.public_type
-    if isinstance(setting.type, TextList):
-        form = Annotated[tuple[form, ...], at_most(setting.type.items_max)]
-    elif isinstance(setting.type, HeaderMap):
-        form = Headers[str | None]
-    text = setting.describe(_API_NOTES.get(setting.name, ""))
-    return form | None, Field(default=None, description=text)
-
-
-_FIELDS: dict[str, Any] = {name: _field(each) for name, each in SETTINGS.items()}
-EndpointBody: type[SettingsBody] = create_model(
-    "EndpointBody",
-    __base__=SettingsBody,
-    __doc__="Settings of an endpoint; null resets a setting to its default.",
-    __module__=__name__,
-    **_FIELDS,
-)
-NewEndpointBody: type[SettingsBody] = create_model(
-    "NewEndpointBody",
-    __base__=EndpointBody,
-    __doc__="Settings of a new endpoint, and the type of its signature.",
-    __module__=__name__,
-    ed25519=(
-        bool,
-        Field(
-            default=False,
-            description="Sign with an Ed25519 key instead of a shared secret; the response has "
-            "the public key.",
-        ),
-    ),
-)
 
 
 class RemovalQuery(RequestModel):
@@ -122,23 +69,27 @@ class RemovalQuery(RequestModel):
 class ChangeBody(RequestModel):
     """Comment on a change, recorded with it and in the journal."""
 
+    example: ClassVar = {"comment": "the receiver is upgraded until noon"}
+
     comment: Comment | None = None
 
 
 class AdoptionBody(ChangeBody):
     """Options of an adoption."""
 
-    dry_run: bool = False
+    example: ClassVar = {"comment": "the stream was restored", "dry_run": False}
+
+    dry_run: StrictBool = False
     """Whether the response only shows what would happen."""
 
 
 class EndpointsQuery(Paging):
-    search: str | None = None
+    search: Name | None = None
     """Text in the name or the URL."""
     condition: EndpointCondition | None = None
-    type: str | None = None
+    type: Text | None = None
     """Type of an event that the endpoint's types match."""
-    tenant: str | None = None
+    tenant: Name | None = None
 
     @property
     def only(self) -> EndpointFilter:
@@ -177,19 +128,16 @@ async def _list(call: Call[EndpointsQuery, None]) -> Page[Any]:
     "Create an endpoint; the response contains its signing secret, once",
     scope="operate",
     tenants=TenantAccess.NARROWED,
-    body=NewEndpointBody,
+    bodies=(NewEndpointBody,),
     status=201,
 )
 async def _add(call: Call[NoQuery, SettingsBody]) -> NewEndpoint:
     fields = call.body.given_fields()
     fields["tenant"] = tenancy.resolve_tenant(call.tenant, fields.get("tenant"))
-    for name in ("name", "url"):
-        if fields.get(name) is None:
-            raise UsageError(f"{name}: is required")
     ed25519 = fields.pop("ed25519", False)
     settings = endpoint_config.parse_one(fields)
     _check_tenant_rules(call, settings)
-    tenancy.require_name(call.tenant, settings.name)
+    _require_name(call, settings.name)
     check_reachable(settings, policy_of(call.settings))
     if (ca_error := trust_error(settings.ca)) is not None:
         raise ca_error
@@ -216,13 +164,10 @@ async def _show(call: Call[NoQuery, None]) -> EndpointDetail:
     "Change an endpoint; omitted settings are kept, null resets one to its default",
     scope="operate",
     tenants=TenantAccess.ENDPOINT,
-    body=EndpointBody,
+    bodies=(EndpointBody,),
 )
 async def _update(call: Call[NoQuery, SettingsBody]) -> Updated:
     fields = call.body.given_fields()
-    for name in ("name", "url"):
-        if name in fields and fields[name] is None:
-            raise UsageError(f"{name}: must be a string")
     # Before the change, which may be planned several times: parsing certificates is slow.
     ca_error = trust_error(fields.get("ca"))
 
@@ -235,7 +180,7 @@ async def _update(call: Call[NoQuery, SettingsBody]) -> Updated:
         if ca_error is not None and settings.ca != current.ca:
             raise ca_error
         if settings.name != current.name:
-            tenancy.require_name(call.tenant, settings.name)
+            _require_name(call, settings.name)
         return settings
 
     return await call.run(
@@ -334,7 +279,7 @@ async def _test(call: Call[NoQuery, None]) -> DeferredReply:
 
 
 class PreviewQuery(RequestModel):
-    event: str
+    event: Name
     """Event id, X-Delivery, once key, key (its newest event) or outbox id."""
 
 
@@ -343,6 +288,7 @@ class PreviewQuery(RequestModel):
     "Show the request that delivers an event; nothing is sent",
     scope="read",
     tenants=TenantAccess.ENDPOINT,
+    problems=(ProblemKind.SECRET_ALTERED,),
 )
 async def _preview(call: Call[PreviewQuery, None]) -> RequestPreview:
     return await call.run(
@@ -354,6 +300,17 @@ async def _preview(call: Call[PreviewQuery, None]) -> RequestPreview:
         tenant=call.tenant,
         once_key=tenancy.stored_key(call.tenant, call.query.event),
     )
+
+
+def _require_name(call: Call[Any, Any], name: str) -> None:
+    """Check the new name of an endpoint.
+
+    Raises:
+        UsageError: the prefix of the tenant is missing, or a path with this name is another one.
+    """
+    if name in get_args(EndpointVerb):
+        raise UsageError(f'name: "/v1/endpoints/{name}" is the path of an action; choose another')
+    tenancy.require_name(call.tenant, name)
 
 
 def _require_headers_given(settings: Any, given: dict[str, Any] | None) -> None:

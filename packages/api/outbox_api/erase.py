@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
+from pydantic import StrictBool
+
 from outbox.errors import UsageError
 from outbox.operations import erase
 from outbox.operations.erase import ErasureReport, ErasureTarget
 from outbox_api import route, tenancy
+from outbox_api.field_types import Text
 from outbox_api.route import (
     Call,
     NoQuery,
@@ -20,9 +25,11 @@ ERASE_TIMEOUT_S = 600.0
 class EraseBody(RequestModel):
     """Events of a tenant, or with a key."""
 
-    tenant: str | None = None
-    key: str | None = None
-    dry_run: bool = False
+    example: ClassVar = {"key": "customer-7", "dry_run": True}
+
+    tenant: Text | None = None
+    key: Text | None = None
+    dry_run: StrictBool = False
     """Count only."""
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from datetime import datetime
 from hashlib import sha256
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from uuid import UUID
 
 import orjson
-from pydantic import AwareDatetime, Field, model_validator
+from pydantic import Field, model_validator
 
 from outbox.core.model.event import deliver_at
 from outbox.core.model.json_values import encode_json
 from outbox.drivers.connections import open_connection
 from outbox.errors import InvalidEvent, UsageError
-from outbox.operations import events, trace
+from outbox.operations import events, quotas, trace
 from outbox.operations import idempotency_keys as once
 from outbox.operations.criteria import Criteria
 from outbox.operations.event_trace import TraceReport
@@ -26,10 +26,11 @@ from outbox.producers.event import Event, encode_events
 from outbox.producers.publishing import publish_encoded
 from outbox.producers.tracing import traced
 from outbox_api import route, tenancy
+from outbox_api.field_types import ContentType, EventType, Name, OnceKey, OrderingKey, Tenant, Text
 from outbox_api.limits import PAYLOAD_BODY_BYTES_MAX, REQUEST_EVENTS_MAX
 from outbox_api.problem import Problem, ProblemKind
 from outbox_api.redaction import redactor_for
-from outbox_api.request_parsing import Base64, Paging, Seconds, TimeOrAge
+from outbox_api.request_parsing import Base64, IdPaging, Seconds, Time, TimeOrAge
 from outbox_api.route import (
     Call,
     Headers,
@@ -60,24 +61,30 @@ IDEMPOTENCY_KEY = "Idempotency-Key"
 class NewEvent(RequestModel):
     """A new event."""
 
-    type: str
+    example: ClassVar = {
+        "type": "order.paid",
+        "key": "order-9",
+        "payload": {"order": 9, "total": 120},
+    }
+
+    type: EventType
     payload: Any = Field(default_factory=dict)
     """Any JSON.  Numbers have 64 bits; send longer ones as strings."""
     payload_base64: Base64 | None = None
     """A payload that is not JSON, in Base64, instead of `payload`."""
-    content_type: str | None = None
+    content_type: ContentType | None = None
     """Content type of `payload_base64`, such as image/png."""
-    key: str | None = None
+    key: OrderingKey | None = None
     """Ordering key: events with the same key are delivered in order."""
-    tenant: str | None = None
+    tenant: Tenant | None = None
     """Deliver to this tenant's endpoints only."""
-    once: str | None = None
+    once: OnceKey | None = None
     """Idempotency key: publish only if the key is unused."""
     once_for: Seconds | None = None
     """Lifetime of the idempotency key; default: 30 days."""
     expires_in: Seconds | None = None
     """Dead-letter undelivered events after this time."""
-    deliver_at: AwareDatetime | None = None
+    deliver_at: Time | None = None
     """Publish at this time."""
     headers: Headers[str] | None = None
     """Headers of the delivery."""
@@ -91,23 +98,26 @@ class NewEvent(RequestModel):
         return self
 
 
-class NewEvents(NewEvent):
-    """One event, or `{"events": [...]}`, published atomically."""
+class NewEvents(RequestModel):
+    """Several events, published atomically."""
 
+    example: ClassVar = {
+        "events": [
+            {"type": "order.shipped", "key": "order-9", "once": "shipped-9"},
+            {"type": "invoice.due", "payload": {"order": 9}, "deliver_at": "2030-01-31T12:00:00Z"},
+        ]
+    }
     list_field = "events"
 
-    type: str = ""
-    events: Annotated[tuple[NewEvent, ...], at_most(REQUEST_EVENTS_MAX, at_least=1)] | None = None
-    """Several events, published in this order."""
+    events: Annotated[tuple[NewEvent, ...], at_most(REQUEST_EVENTS_MAX, at_least=1)]
+    """They are published in this order."""
 
-    @model_validator(mode="after")
-    def _one_or_many(self) -> NewEvents:
-        fields = self.model_fields_set
-        if self.events is not None and fields != {"events"}:
+    @model_validator(mode="before")
+    @classmethod
+    def _without_an_event(cls, values: Any) -> Any:
+        if any(name in NewEvent.model_fields for name in values):
             raise ValueError("send the fields of one event, or events, not both")
-        if self.events is None and "type" not in fields:
-            raise ValueError("type: is required")
-        return self
+        return values
 
 
 class Published(ResponseModel):
@@ -140,18 +150,24 @@ class ManyPublished(ResponseModel):
     },
     responses={201: Published | ManyPublished, 200: Published | ManyPublished},
 )
-async def _publish(call: Call[NoQuery, NewEvents]) -> Reply:
+async def _publish(call: Call[NoQuery, NewEvent | NewEvents]) -> Reply:
     body = call.body
+    several = isinstance(body, NewEvents)
     key = call.headers.get(IDEMPOTENCY_KEY)
-    if body.events is not None and key is not None:
-        raise UsageError(
-            f"{IDEMPOTENCY_KEY}: applies to a single event; with events, set once in each"
-        )
-    if key is not None and body.once is not None:
-        raise UsageError(f"{IDEMPOTENCY_KEY}, once: are mutually exclusive")
+    if isinstance(body, NewEvents):
+        title = f"{len(body.events)} events"
+        if key is not None:
+            raise UsageError(
+                f"{IDEMPOTENCY_KEY}: applies to a single event; with events, set once in each"
+            )
+    else:
+        title = body.type
+        if key is not None and body.once is not None:
+            raise UsageError(f"{IDEMPOTENCY_KEY}, once: are mutually exclusive")
     try:
-        with traced(body.type or f"{len(body.events or ())} events"):
+        with traced(title):
             events_to_publish, encoded, digest = _encode(call, key)
+            await _require_once_keys(call, events_to_publish)
             digests = None if digest is None else [digest]
             # In autocommit mode: a transaction would hold locks while it waits for its client.
             if call.tenant is None:
@@ -163,7 +179,7 @@ async def _publish(call: Call[NoQuery, NewEvents]) -> Reply:
                     call.publisher.publish, call.tenant, events_to_publish, encoded, digests
                 )
     except InvalidEvent as error:
-        if body.events is not None:
+        if several:
             raise
         # The index is meaningless for a single event.
         raise UsageError(str(error).removesuffix(" (event 1)")) from None
@@ -177,15 +193,21 @@ async def _publish(call: Call[NoQuery, NewEvents]) -> Reply:
         for each, event_id in zip(events_to_publish, ids, strict=True)
     ]
     status = 201 if any(ids) else 200
-    return Reply(results[0] if body.events is None else {"events": results}, status)
+    return Reply({"events": results} if several else results[0], status)
+
+
+async def _require_once_keys(call: Call[Any, Any], publishing: Sequence[Event]) -> None:
+    keys = [each.once for each in publishing if each.once is not None]
+    if call.tenant is not None and keys:
+        await call.run(quotas.require_once_keys, call.tenant, keys)
 
 
 def _encode(
-    call: Call[NoQuery, NewEvents], key: str | None
+    call: Call[NoQuery, NewEvent | NewEvents], key: str | None
 ) -> tuple[list[Event], bytes, bytes | None]:
     """Encode the events of a request, and the digest of one with an Idempotency-Key."""
     body = call.body
-    if body.events is not None:
+    if isinstance(body, NewEvents):
         several = [_event(call, each, each.once) for each in body.events]
         return several, encode_events(several), None
     event = _event(call, body, body.once if key is None else key)
@@ -251,11 +273,11 @@ async def _find_used(call: Call[Any, Any], keys: Sequence[str | None]) -> dict[s
 # ---------------------------------------------------------------- queries
 
 
-class EventsQuery(Paging):
-    key: str | None = None
+class EventsQuery(IdPaging):
+    key: Text | None = None
     type: TypePatterns = ()
     """Type patterns such as order.*; repeatable."""
-    tenant: str | None = None
+    tenant: Name | None = None
     since: TimeOrAge | None = None
     """Published at this time or later."""
     until: TimeOrAge | None = None
@@ -303,7 +325,7 @@ async def _list(call: Call[EventsQuery, None]) -> Page[Any]:
 
 
 class TraceQuery(RequestModel):
-    endpoint: str | None = None
+    endpoint: Name | None = None
     """Deliveries to this endpoint only."""
     limit: int = Field(default=5, ge=1, le=TRACED_EVENTS_MAX)
     """Maximum number of a key's events, newest first; fewer if their traces are large."""

@@ -40,9 +40,10 @@ LIST_HELD = f"""
 given AS MATERIALIZED (
     SELECT newest.id
       FROM oldest CROSS JOIN LATERAL (
-           SELECT id FROM future_event
-            WHERE tenant COLLATE "C" = oldest.tenant AND held_before IS NOT NULL AND id < $1
-            ORDER BY id DESC LIMIT $2) newest
+           SELECT id, tenant FROM future_event
+            WHERE held_before IS NOT NULL AND (tenant COLLATE "C", id) < (oldest.tenant, $1)
+            ORDER BY tenant COLLATE "C" DESC, id DESC LIMIT $2) newest
+     WHERE newest.tenant = oldest.tenant
      ORDER BY newest.id DESC LIMIT $2)
 {_SHOW} ORDER BY f.id DESC
 """  # noqa: S608 (constants only)

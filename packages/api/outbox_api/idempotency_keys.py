@@ -12,6 +12,7 @@ from outbox.operations.idempotency_keys import (
     ResetKey,
 )
 from outbox_api import route, tenancy
+from outbox_api.field_types import Text
 from outbox_api.request_parsing import Paging, TimeOrAge
 from outbox_api.route import (
     Call,
@@ -23,7 +24,7 @@ from outbox_api.route import (
 
 
 class OnceQuery(Paging):
-    prefix: str = ""
+    prefix: Text = ""
     """Keys with this prefix only."""
     since: TimeOrAge | None = None
     """Claimed at this time or later."""

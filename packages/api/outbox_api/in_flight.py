@@ -1,8 +1,8 @@
 """Requests in flight of a process, and the bytes that it holds for their clients.
 
-A request counts against the limits of its token and of its address until the last byte of its
-response is written.  A rate limit alone does not bound what is in flight: a client can send its
-body slowly, or not read the response.
+A request counts against the limits of its token, or of its tenant, and of its address until the
+last byte of its response is written.  A rate limit alone does not bound what is in flight: a client
+can send its body slowly, or not read the response.
 
 The bytes of bodies and responses share one budget, `IN_FLIGHT_BYTES_MAX`.  If there is no room, the
 client with the most bytes loses its oldest connection, and if that is the client of the new
@@ -35,6 +35,8 @@ from outbox_api.rate_limit import too_many_requests
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Hashable
 
+    from outbox_api.rate_limit import Holder
+
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 UNKNOWN_ADDRESS = "unknown"
@@ -46,7 +48,7 @@ class InFlight:
     """The requests in flight of a process, of all its listeners."""
 
     def __init__(self) -> None:
-        self.requests: Counter[tuple[str, Hashable]] = Counter()
+        self.requests: Counter[Holder] = Counter()
         self.bytes: Counter[Hashable] = Counter()
         """Bytes that are held, by client."""
         self._holders: dict[RequestInFlight, None] = {}
@@ -100,26 +102,26 @@ class RequestInFlight:
 
     def __init__(self, in_flight: InFlight, request: web.Request) -> None:
         self.client: Hashable = address_key(request.remote or UNKNOWN_ADDRESS)
-        """Whose request it is: the address, or the token when it is known."""
+        """Whose request it is: the address, or the holder when the token is known."""
         self.held_bytes = 0
         self._address = self.client
-        self._counted: list[tuple[str, Hashable]] = []
+        self._counted: list[Holder] = []
         self._in_flight = in_flight
         self._request = request
 
-    def count(self, token_id: Hashable) -> None:
-        """Count the request of a token.
+    def count(self, holder: Holder) -> None:
+        """Count the request of a token, or of a tenant's.
 
         Raises:
-            Problem: the token or the address has too many requests in flight.
+            Problem: the holder or the address has too many requests in flight.
         """
-        keys = [("token", token_id), ("address", self._address)]
+        keys = [holder, ("address", self._address)]
         maxima = TOKEN_REQUESTS_MAX, ADDRESS_REQUESTS_MAX
         for key, maximum in zip(keys, maxima, strict=True):
             if self._in_flight.requests[key] >= maximum:
                 raise _too_many(f"this {key[0]} has {maximum} requests in flight")
         self._in_flight.requests.update(keys)
-        self._counted, self.client = keys, token_id
+        self._counted, self.client = keys, holder
 
     def hold(self, count: int) -> None:
         """Hold bytes; see `InFlight.hold`."""

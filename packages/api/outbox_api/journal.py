@@ -7,8 +7,9 @@ from outbox.operations.criteria import find_endpoint_ids
 from outbox.operations.journal import JournalFilter, JournalRow
 from outbox.operations.rows import ID_MAX
 from outbox_api import route
+from outbox_api.field_types import Name
 from outbox_api.redaction import redactor_for
-from outbox_api.request_parsing import Paging, TimeOrAge
+from outbox_api.request_parsing import IdPaging, TimeOrAge
 from outbox_api.route import (
     Call,
     Page,
@@ -18,12 +19,12 @@ from outbox_api.route import (
 )
 
 
-class JournalQuery(Paging):
-    endpoint: str | None = None
+class JournalQuery(IdPaging):
+    endpoint: Name | None = None
     """Entries of this endpoint only."""
-    kind: str | None = None
+    kind: Name | None = None
     """Entries of this kind only, such as endpoint_paused."""
-    actor: str | None = None
+    actor: Name | None = None
     """Entries of this user, token or relay only."""
     since: TimeOrAge | None = None
     """Written at this time or later."""

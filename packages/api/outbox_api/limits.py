@@ -49,10 +49,16 @@ BODY_TIMEOUT_S = 25.0
 
 CONNECTION_WAIT_S = 10.0
 """Maximum wait for a free or new connection to the database."""
+STATEMENT_TIMEOUT_S, LOCK_TIMEOUT_S = 30.0, 10.0
+"""Maximum duration of a statement, and of a wait for a lock in it; the cursor row is locked for
+milliseconds only."""
+TENANT_STATEMENT_TIMEOUT_S, TENANT_LOCK_TIMEOUT_S = 5.0, 2.0
+"""Those times for tokens of tenants and for receivers, except in long requests."""
 
 # ------------------------------------------------------------ concurrency
 TOKEN_REQUESTS_MAX = CLIENT_CONNECTIONS_MAX // 8
-"""Requests of a token from their heads until the last bytes of their responses are written."""
+"""Requests of a token, or of all tokens of a tenant, from their heads until the last bytes of their
+responses are written."""
 ADDRESS_REQUESTS_MAX = CLIENT_CONNECTIONS_MAX // 2
 """Larger than that of a token: behind a proxy all clients have one address."""
 REQUESTS_MAX, LONG_MAX = 4, 2
@@ -62,6 +68,13 @@ response is encoded: each has a connection to the database.  And the share that 
 LARGE_BODIES_MAX = 2
 """Bodies of more than `REQUEST_BODY_BYTES_MAX` that are parsed and processed at a time: their
 values may take 33 times their size.  Others wait for one of the connections to the database."""
+TENANT_REQUESTS_MAX, TENANT_LONG_MAX, TENANT_LARGE_BODIES_MAX = 4, 2, 2
+"""Those numbers for the tokens of all tenants together, and for receivers: they have connections of
+their own, so that they do not wait for operators, nor operators for them."""
+SHARE = 4
+"""A tenant has at most one in so many of these, and at least one; see `outbox_api.slots`."""
+WAITING_MAX, WAIT_RETRY_S = 16, 1.0
+"""Requests of a tenant that wait for its share, and Retry-After beyond that."""
 IN_FLIGHT_BYTES_MAX = 24 * MIB
 """Bytes that the process holds for clients: bodies until they are parsed, and responses until they
 are read."""

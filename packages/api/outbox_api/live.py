@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pydantic import AwareDatetime, Field
+from pydantic import Field
 
 from outbox_api import route
 from outbox_api.live_cache import LIVE_ENDPOINTS, LIVE_ENDPOINTS_MAX
 from outbox_api.live_status import LiveStatus
+from outbox_api.request_parsing import Time
 from outbox_api.route import Call, RequestModel, TenantAccess
 
 
@@ -16,7 +17,7 @@ class LiveQuery(RequestModel):
     endpoints: int = Field(default=LIVE_ENDPOINTS, ge=0, le=LIVE_ENDPOINTS_MAX)
     """Maximum number of endpoints: those that fail first, then those with the most pending
     deliveries."""
-    since: AwareDatetime | None = None
+    since: Time | None = None
     """Return only samples after this time."""
 
 

@@ -25,33 +25,41 @@ LIVE_DEAD_LETTERS_MAX = 1000
 LIVE_LANES_MAX = 64
 """Lanes shown per endpoint."""
 
-# One scan of the lanes of a tenant's endpoints, or of all ($1 is NULL): totals, and the first $2
-# endpoints, those that fail and then those with the most pending deliveries, with their lanes and
-# the age of the first pending event of each lane.
+# Totals of a tenant's endpoints, or of all ($1 is NULL), and the first $2 endpoints: failing ones
+# before those with the most pending deliveries, with their newest lanes and the age of the first
+# pending event of each.
+#   counters: the lanes of each endpoint, in one pass over their counters.
 READ_LIVE_STATUS = f"""
 {lanes.rank_endpoints(lanes.LANE_CHECKPOINT, "$1", "$2")},
+counters AS MATERIALIZED (
+    SELECT p.endpoint_id, count(*) AS lanes_total, sum(c.last_seq) AS sequenced
+      FROM lane_progress p JOIN lane_counter c ON c.lane_id = p.lane_id
+     WHERE p.endpoint_id IN (SELECT endpoint_id FROM totals) GROUP BY p.endpoint_id),
 sums AS (
     SELECT clock_timestamp() AS at,
-           coalesce(sum(sequenced), 0)::bigint AS sequenced,
+           (SELECT coalesce(sum(sequenced), 0)::bigint FROM counters) AS sequenced,
            coalesce(sum(pending), 0)::bigint AS pending_total,
            coalesce(sum(failing_lanes), 0)::bigint AS failing_total,
-           (SELECT count(*) FROM lane_block b JOIN lanes USING (lane_id)) AS blocked_lanes,
-           coalesce(sum(lanes_total), 0)::bigint AS lanes_of_all
+           (SELECT count(*) FROM lane_block b JOIN lane l ON l.id = b.lane_id
+             WHERE l.endpoint_id IN (SELECT endpoint_id FROM totals)) AS blocked_lanes,
+           (SELECT coalesce(sum(lanes_total), 0)::bigint FROM counters) AS lanes_of_all
       FROM totals),
 near AS (
     SELECT e.id, e.name, e.state, h.state AS health, h.since, h.held_until,
-           t.pending, t.lanes_total, t.failing_lanes, t.fails, {lanes.BLOCKED} AS blocked,
+           t.pending, k.lanes_total, t.failing_lanes, t.fails, {lanes.BLOCKED} AS blocked,
            {lanes.SUBSCRIBED} AS subscribed, n.*
       FROM shown t
       JOIN endpoint e ON e.id = t.endpoint_id
       JOIN endpoint_health h ON h.endpoint_id = e.id
+      JOIN counters k ON k.endpoint_id = e.id
      CROSS JOIN LATERAL (
            SELECT l.generation, l.slot, l.last_seq - l.acked_seq AS lane_pending,
                   {lanes.FAILING} AS lane_failing,
                   EXISTS (SELECT FROM lane_block b WHERE b.lane_id = l.lane_id) AS lane_blocked,
                   CASE WHEN l.last_seq > l.acked_seq THEN {lanes.OLDEST_S} END AS lane_oldest_s
-             FROM ({lanes.LANE_CHECKPOINT}) l WHERE l.endpoint_id = t.endpoint_id
-            ORDER BY l.generation DESC, l.slot LIMIT {LIVE_LANES_MAX}) n)
+             FROM (SELECT id FROM lane WHERE endpoint_id = t.endpoint_id
+                    ORDER BY generation DESC, slot LIMIT {LIVE_LANES_MAX}) newest,
+                  LATERAL ({lanes.LANE_CHECKPOINT} WHERE l.id = newest.id) l) n)
 SELECT * FROM sums LEFT JOIN near ON true
  ORDER BY fails DESC, pending DESC, name COLLATE "C", generation DESC, slot
 """  # noqa: S608 (constants only)

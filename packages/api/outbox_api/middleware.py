@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from aiohttp import web
 
+from outbox.telemetry.logs import describe_without_text
 from outbox_api import problem
 from outbox_api.meters import REFUSAL
 from outbox_api.problem import Problem, ProblemKind
@@ -21,9 +22,8 @@ if TYPE_CHECKING:
 def log_unexpected(log: Any, error: Exception, request: web.Request, path: str) -> Problem:
     """Log an unexpected error under an id, and return a problem that contains the id."""
     error_id = str(uuid.uuid4())
-    log.error(
-        "unexpected error", error_id=error_id, method=request.method, route=path, exc_info=error
-    )
+    known = {"error_id": error_id, "method": request.method, "route": path}
+    log.error("unexpected error", **known, **describe_without_text(error))
     return Problem(ProblemKind.INTERNAL, f"internal error {error_id}; see the log of the API")
 
 

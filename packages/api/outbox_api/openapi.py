@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import orjson
 from aiohttp import web
 
+from outbox.core.model.event import ONCE_BYTES_MAX
 from outbox.version import __version__
 from outbox_api import problem
+from outbox_api.field_types import text_schema
 from outbox_api.limits import EVENT_BYTES_MAX, PAYLOAD_BODY_BYTES_MAX
 from outbox_api.route import PageOf, TenantAccess
 from outbox_api.schemas import json_schemas
@@ -41,7 +45,9 @@ address; above a limit the response is 429 with Retry-After. The size of a body 
 route; above this limit the response is 413. A request is in flight until its response is read.
 
 Listings are paginated: pass `next` of a page as `after` of the next request; it is null on the
-last page. Errors are problem details (RFC 9457) with a stable `type`.
+last page. Errors are problem details (RFC 9457) with a stable `type`. Responses may get further
+fields; a request with an unknown field is refused. HEAD is available where GET is; another method
+is refused with 405 and Allow.
 """.strip()
 
 PROBLEM = {
@@ -64,13 +70,12 @@ class SchemaSet:
     by_name: dict[str, Any]
     shared: dict[str, Any]
 
-    def fields(self, name: str) -> dict[str, Any]:
-        """Return the schemas of the fields of an object."""
-        schema = self.by_name[name]
+    def object(self, name: str) -> dict[str, Any]:
+        """Return the schema of an object."""
+        schema: dict[str, Any] = self.by_name[name]
         if "$ref" in schema:
             schema = self.shared[_name_in(schema["$ref"])]
-        fields: dict[str, Any] = schema["properties"]
-        return fields
+        return schema
 
 
 def document(routes: Sequence[Route]) -> dict[str, Any]:
@@ -81,38 +86,59 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, forms)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "outbox", "version": __version__, "description": DESCRIPTION},
+        "info": {
+            "title": "outbox",
+            "version": __version__,
+            "description": DESCRIPTION,
+            "license": {"name": "MIT", "identifier": "MIT"},
+            "contact": {"name": "The outbox authors"},
+        },
         # Relative to this document: a proxy may have it below a prefix.
-        "servers": [{"url": "./"}],
+        "servers": [{"url": ".", "description": "The server of this document."}],
         "security": [{"token": []}],
+        "tags": _tags(routes),
         "paths": paths,
         "components": {
-            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "token": {"type": "http", "scheme": "bearer", "bearerFormat": "obx_…"}
+            },
             "schemas": {**_used(paths, forms.shared), "Problem": PROBLEM},
             "responses": {
-                "TooManyRequests": {
-                    "description": "Too many failed logins from this address, the token exceeds "
-                    "its request rate, or the token or the address has too many requests in "
-                    "progress.",
-                    "headers": {
-                        "Retry-After": {
-                            "description": "Seconds.",
-                            "schema": {"type": "integer"},
-                        }
-                    },
-                    "content": {
-                        problem.MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}
-                    },
-                },
-                "Problem": {
-                    "description": "Error.",
-                    "content": {
-                        problem.MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}
-                    },
-                },
+                _response_name(status): _problem_response(status)
+                for status in sorted({each.status for r in routes for each in r.expected_problems})
             },
         },
     }
+
+
+def _tags(routes: Sequence[Route]) -> list[dict[str, str]]:
+    """Tags, described by the first line of the first module that has a route of theirs."""
+    modules: dict[str, str] = {}
+    for route in routes:
+        modules.setdefault(route.tag, route.handler.__module__)
+    described = []
+    for tag, module in modules.items():
+        text = (sys.modules[module].__doc__ or "").partition("\n\n")[0].rpartition(": ")[2]
+        described.append({"name": tag, "description": text[:1].upper() + text[1:]})
+    return described
+
+
+def _response_name(status: int) -> str:
+    return HTTPStatus(status).phrase.title().replace(" ", "")
+
+
+def _problem_response(status: int) -> dict[str, Any]:
+    kinds = [kind for kind in problem.ProblemKind if kind.status == status]
+    response: dict[str, Any] = {
+        "description": "\n".join(f"- `{kind.type}`: {kind.title}" for kind in kinds),
+        "content": {problem.MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+    }
+    if status in problem.RETRIED_STATUSES:
+        seconds = {"type": "integer", "minimum": 1}
+        response["headers"] = {
+            "Retry-After": {"description": "Seconds.", "required": True, "schema": seconds}
+        }
+    return response
 
 
 def handler(routes: Sequence[Route]) -> Callable[[web.Request], Awaitable[web.Response]]:
@@ -140,8 +166,8 @@ def _forms(routes: Sequence[Route]) -> dict[str, tuple[Any, JsonSchemaMode]]:
     for route in routes:
         if route.query is not None:
             forms[f"{route.operation_id} query"] = route.query, "validation"
-        if route.body is not None:
-            forms[f"{route.operation_id} body"] = route.body, "validation"
+        for model in route.bodies:
+            forms[f"{route.operation_id} {model.__name__}"] = model, "validation"
         for status, form in route.responses.items():
             name = f"{route.operation_id} {status}"
             if isinstance(form, PageOf):
@@ -170,15 +196,23 @@ def _operation(route: Route, forms: SchemaSet) -> dict[str, Any]:
             }
             for status, form in route.responses.items()
         }
-        | {"429": {"$ref": "#/components/responses/TooManyRequests"}}
-        | {"default": {"$ref": "#/components/responses/Problem"}},
+        | {
+            str(status): {"$ref": f"#/components/responses/{_response_name(status)}"}
+            for status in sorted({kind.status for kind in route.expected_problems})
+        },
         "x-scope": route.scope,
     }
-    if route.body is not None:
+    if route.bodies:
+        schemas = [forms.by_name[f"{name} {model.__name__}"] for model in route.bodies]
+        content = {"schema": schemas[0] if len(schemas) == 1 else {"oneOf": schemas}}
+        if examples := {
+            model.__name__: {"value": model.example} for model in route.bodies if model.example
+        }:
+            content["examples"] = examples
         operation["requestBody"] = {
             "required": route.body_required,
             "description": _body_limit(route),
-            "content": {"application/json": {"schema": forms.by_name[f"{name} body"]}},
+            "content": {"application/json": content},
         }
     return operation
 
@@ -206,23 +240,39 @@ def _description(route: Route) -> str:
 
 def _in_path(route: Route) -> list[dict[str, Any]]:
     return [
-        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-        for name in re.findall(r"{(\w+)}", route.path)
+        {"name": name, "in": "path", "required": True, "schema": route.path_schema}
+        for name in route.parameters
     ]
 
 
 def _in_query(route: Route, forms: SchemaSet) -> list[dict[str, Any]]:
     if route.query is None:
         return []
+    query = forms.object(f"{route.operation_id} query")
+    required = query.get("required", ())
     return [
-        {"name": name, "in": "query", "required": False, "schema": schema}
-        for name, schema in forms.fields(f"{route.operation_id} query").items()
+        {"name": name, "in": "query", "required": name in required} | _parameter(schema)
+        for name, schema in query["properties"].items()
     ]
+
+
+def _parameter(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema and the description of a parameter, which cannot be null."""
+    schema = dict(schema)  # Other routes have the same query.
+    forms = [each for each in schema.pop("anyOf", ()) if each != {"type": "null"}]
+    description = schema.pop("description", None)
+    if len(forms) == 1:
+        schema |= forms[0]
+    elif forms:
+        schema["anyOf"] = forms
+    inner = schema.pop("description", None) if "$ref" not in schema else None
+    text = "  ".join(filter(None, (description, inner)))
+    return {"schema": schema} | ({"description": text} if text else {})
 
 
 def _in_headers(route: Route) -> list[dict[str, Any]]:
     return [
-        {"name": n, "in": "header", "description": what, "schema": {"type": "string"}}
+        {"name": n, "in": "header", "description": what, "schema": text_schema(ONCE_BYTES_MAX)}
         for n, what in route.headers.items()
     ]
 
@@ -233,7 +283,7 @@ def _response_schema(name: str, status: int, form: Any, forms: SchemaSet) -> dic
         return schema
     rest: dict[str, Any] = {}
     if form.extra is not None:
-        rest = forms.fields(f"{name} {status} rest")
+        rest = forms.object(f"{name} {status} rest")["properties"]
     return {
         "type": "object",
         "required": ["items", "next", *rest],

@@ -24,6 +24,7 @@ from outbox.errors import (
     EventSuppressed,
     NotFound,
     OutboxError,
+    QuotaExceeded,
     SchemaMissing,
     SchemaTooNew,
     UsageError,
@@ -37,10 +38,13 @@ if TYPE_CHECKING:
 
 MEDIA_TYPE = "application/problem+json"
 RETRY_AFTER_S = 1
+RETRIED_STATUSES = (429, 503)
+"""Statuses with the header Retry-After."""
 ROWS_HIDDEN = "rows may be hidden from the API; see outbox doctor"
 DATABASE_UNAVAILABLE = "the database is unavailable; see the log of the API"
 SCHEMA_MISSING = "the schema is missing or has another version; run: outbox migrate"
 KEY_MISSING = "the API lacks the key of an encrypted secret; run: outbox doctor"
+NOT_STORABLE = "the request contains a character that PostgreSQL cannot store"
 NOT_GRANTED = "the database role of the API lacks a privilege; see the log of the API"
 SCHEMA_TOO_NEW = "the schema has a later version than the API; upgrade the API"
 
@@ -61,6 +65,7 @@ class ProblemKind(Enum):
     WRONG_CONTENT_TYPE = ("wrong-content-type", 415, "the body is not JSON")
     WRONG_HOST = ("wrong-host", 421, "the Host header names another host")
     INVALID = ("invalid", 422, "invalid request")
+    QUOTA_EXCEEDED = ("quota-exceeded", 422, "a quota is exceeded")
     KEY_REUSED = ("idempotency-key-reused", 422, "the idempotency key was used for another body")
     TOO_MANY_REQUESTS = ("too-many-requests", 429, "too many requests")
     INTERNAL = ("internal", 500, "internal error")
@@ -137,6 +142,8 @@ def problem_for(error: Exception) -> Problem | None:
             return Problem(ProblemKind.NOT_FOUND, in_api_words(str(error)))
         case Conflict():
             return Problem(ProblemKind.CONFLICT, in_api_words(str(error)))
+        case QuotaExceeded():
+            return Problem(ProblemKind.QUOTA_EXCEEDED, in_api_words(str(error)))
         case UsageError():
             return Problem(ProblemKind.INVALID, in_api_words(str(error)))
         case AlteredSecret():
@@ -155,11 +162,15 @@ def problem_for(error: Exception) -> Problem | None:
         case _ if is_not_granted(error):
             return unavailable(NOT_GRANTED)
         case asyncpg.QueryCanceledError():
-            return unavailable("the database query timed out; try again later")
+            return unavailable(
+                "the database query timed out; narrow the request, or try again later"
+            )
         case asyncpg.SerializationError() | asyncpg.DeadlockDetectedError():
             return unavailable("a concurrent change conflicted with this one; try again")
         case asyncpg.LockNotAvailableError():
             return unavailable("a lock is held by another transaction; try again")
+        case asyncpg.CharacterNotInRepertoireError() | asyncpg.UntranslatableCharacterError():
+            return Problem(ProblemKind.BAD_REQUEST, NOT_STORABLE)
         case asyncpg.DataError():
             # The value passed validation but does not fit its column.
             return Problem(ProblemKind.INVALID, in_one_line(error))
@@ -188,6 +199,7 @@ _ROUTES = {
     "schedule list": "GET /v1/schedules",
     "token list": "GET /v1/tokens",
     "once list": "GET /v1/once",
+    "quota set": "PUT /v1/quotas",
     "doctor": "GET /v1/doctor",
 }
 # The flags of lists are singular, because each value has its own.

@@ -26,7 +26,7 @@ from aiohttp import web
 
 from outbox.core.delivery.message import encode_body, prepare
 from outbox.core.delivery.signing_clock import ClockDifference
-from outbox.core.model.api_token import digest, is_fetch_token
+from outbox.core.model.api_token import is_fetch_token
 from outbox.core.model.headers import parse_lines
 from outbox.errors import NotFound
 from outbox.operations import fetch_tokens, lane_history
@@ -34,8 +34,9 @@ from outbox.store.connection.secrets import Vault
 from outbox.store.delivery.endpoints import read_endpoints, require_usable
 from outbox.web.loopback_hosts import is_loopback
 from outbox_api import problem
-from outbox_api.in_flight import UNKNOWN_ADDRESS, request_in_flight
+from outbox_api.in_flight import request_in_flight
 from outbox_api.limits import REQUEST_TIMEOUT_S
+from outbox_api.logins import Logins, TokenKind
 from outbox_api.middleware import log_unexpected, problem_middleware
 from outbox_api.problem import Problem, ProblemKind
 from outbox_api.rate_limit import RateLimiter
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from outbox.web.address import Address
     from outbox_api.database import Database
     from outbox_api.login_failures import FailedLogins
+    from outbox_api.rate_limit import Holder
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
     LaneHandler = Callable[[web.Request, Connection[Any], Fetcher], Awaitable[object]]
@@ -68,7 +70,6 @@ READ_NOW = "SELECT extract(epoch FROM clock_timestamp())::float8"
 SIGNED_MAX = 100
 """The last requests of an endpoint in which a repeated one is recognized, while clocks differ."""
 LIMIT = 100
-_CHALLENGE = {"WWW-Authenticate": 'Bearer realm="outbox"'}
 
 
 @asynccontextmanager
@@ -112,17 +113,38 @@ def application(
     limits: RateLimiter,
     shared: Shared,
     wall: Callable[[], float] = time.time,
+    *,
+    clock: Callable[[], float] = time.monotonic,
 ) -> web.Application:
     """Create the application; for `wall` see `running`."""
-    receivers = _Receivers(database, failures, limits, wall)
+    logins = Logins(FETCH_TOKENS, database, failures, limits, clock)
+    receivers = _Receivers(database, logins, limits, wall)
     errors = problem_middleware("no such path; see /v1/lanes")
     counted = shared.meters.middleware("receivers")
     app = web.Application(middlewares=[counted, shared.requests.middleware(), errors])
+    app.on_cleanup.append(logins.close)
     app.router.add_get("/v1/lanes", receivers.handler(receivers.lanes))
     deliveries = "/v1/lanes/{lane}/deliveries"
     app.router.add_get(deliveries, receivers.handler(receivers.deliveries))
     app.router.add_get(deliveries + "/{sequence}", receivers.handler(receivers.delivery))
     return app
+
+
+async def _find_fetcher(connection: Connection[Any], schema: str, secret: str) -> Fetcher | str:
+    found = await fetch_tokens.find_fetcher(connection, schema, secret)
+    return found or "the fetch token is expired or revoked"
+
+
+# A receiver sends few requests: a valid token is looked up for each, and a revocation is effective
+# at once.
+FETCH_TOKENS = TokenKind(
+    "fetch token",
+    "fetch_token",
+    "create one with outbox endpoint fetch-token",
+    is_fetch_token,
+    _find_fetcher,
+    kept_s=0,
+)
 
 
 class _Signer(NamedTuple):
@@ -140,12 +162,12 @@ class _Receivers:
     def __init__(
         self,
         database: Database,
-        failures: FailedLogins,
+        logins: Logins[Fetcher],
         limits: RateLimiter,
         wall: Callable[[], float],
     ) -> None:
         self._database = database
-        self._failures = failures
+        self._logins = logins
         self._limits = limits
         self._wall = wall
         self._clocks = ClockDifference()
@@ -158,10 +180,13 @@ class _Receivers:
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
                 async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                    fetcher = await self._authenticate(request)
-                    self._limits.require_request_quota(fetcher.endpoint_id)
-                    request_in_flight(request).count(fetcher.endpoint_id)
-                    async with self._database.connection() as connection:
+                    fetcher = await self._logins.log_in(
+                        request.headers.get("Authorization"), request.remote
+                    )
+                    holder = _holder(fetcher)
+                    self._limits.require_request_quota(holder)
+                    request_in_flight(request).count(holder)
+                    async with self._database.connection(holder) as connection:
                         found = await respond(request, connection, fetcher)
                         return web.json_response(body=orjson.dumps(found))
             except Problem:
@@ -244,30 +269,12 @@ class _Receivers:
         self._signed[endpoint_id] = is_local, (*signed, request)[-SIGNED_MAX:]
         return is_local
 
-    async def _authenticate(self, request: web.Request) -> Fetcher:
-        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-        token, address = token.strip(), request.remote or UNKNOWN_ADDRESS
-        try:
-            if not scheme:
-                raise _unauthenticated("send Authorization: Bearer TOKEN")
-            if scheme.lower() != "bearer" or not is_fetch_token(token):
-                self._limits.require_login_quota(address, None)
-                self._limits.record_bad_token(address, None)
-                raise _unauthenticated("malformed fetch token")
-            key = digest(token)
-            self._limits.require_login_quota(address, key)
-            async with self._database.login() as connection:
-                # Check again: other requests of this address may have failed meanwhile.
-                self._limits.require_login_quota(address, key)
-                found = await fetch_tokens.find_fetcher(connection, self._database.schema, token)
-            if found is None:
-                self._limits.record_bad_token(address, key)
-                raise _unauthenticated("the fetch token is unknown, expired or revoked")
-            self._limits.record_good_token(key)
-        except Problem as error:
-            self._failures.record_failure(address, error.detail)
-            raise
-        return found
+
+def _holder(fetcher: Fetcher) -> Holder:
+    """Whose limits a request counts against; those of endpoints without a tenant are their own."""
+    if fetcher.tenant is None:
+        return "endpoint", fetcher.endpoint_id
+    return "tenant", fetcher.tenant
 
 
 def _lane(lane: LaneHistory) -> dict[str, object]:
@@ -311,14 +318,6 @@ def _number(name: str, text: str, maximum: int) -> int:
             ProblemKind.INVALID, f"{name}: {text[:40]!r} is not a number from 0 to {maximum}"
         )
     return int(text)
-
-
-def _unauthenticated(detail: str) -> Problem:
-    return Problem(
-        ProblemKind.UNAUTHENTICATED,
-        f"{detail}; create one with outbox endpoint fetch-token",
-        _CHALLENGE,
-    )
 
 
 def _as_problem(error: Exception, request: web.Request) -> Exception:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, StrictBool
 
 from outbox.operations import backfill, replay_jobs
 from outbox.operations.backfill import BackfillPlan
@@ -12,8 +12,9 @@ from outbox.operations.criteria import Criteria
 from outbox.operations.replay_jobs import JobState, ReplayJob
 from outbox.operations.rows import ID_MAX
 from outbox_api import route, tenancy
+from outbox_api.field_types import Name
 from outbox_api.redaction import redactor_for
-from outbox_api.request_parsing import Paging, TimeOrAge
+from outbox_api.request_parsing import IdPaging, TimeOrAge
 from outbox_api.route import (
     Call,
     NoQuery,
@@ -27,23 +28,25 @@ from outbox_api.route import (
 )
 
 
-class ReplaysQuery(Paging):
+class ReplaysQuery(IdPaging):
     state: JobState | Literal["all"] = "all"
 
 
 class BackfillBody(RequestModel):
     """History to send to an endpoint, in order, at the end of its lanes."""
 
-    endpoint: str
+    example: ClassVar = {"endpoint": "shop", "since": "2h", "rate": 50}
+
+    endpoint: Name
     since: TimeOrAge
     """Published at this time or later."""
     until: TimeOrAge | None = None
     """Published before this time."""
     type: TypePatterns = ()
     """Restrict to types that match, in addition to the endpoint's subscription."""
-    rate: Annotated[float, Field(gt=0)] | None = None
+    rate: Annotated[float, Field(gt=0, strict=True)] | None = None
     """Maximum rate, in deliveries per second."""
-    dry_run: bool = False
+    dry_run: StrictBool = False
     """Count only."""
 
 

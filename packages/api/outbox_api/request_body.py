@@ -23,7 +23,7 @@ from outbox_api.problem import Problem, ProblemKind
 from outbox_api.request_parsing import validate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from aiohttp import web
 
@@ -58,10 +58,16 @@ class BodyReader:
         """
         if not request.body_exists and not route.body_required:
             return None
-        if request.content_type != "application/json" or "Content-Encoding" in request.headers:
+        codings = request.headers.get("Transfer-Encoding", "chunked").lower()
+        if (
+            request.content_type != "application/json"
+            or "Content-Encoding" in request.headers
+            or codings != "chunked"
+        ):
             raise Problem(
                 ProblemKind.WRONG_CONTENT_TYPE,
-                "send Content-Type: application/json without Content-Encoding",
+                "send Content-Type: application/json without Content-Encoding, and without "
+                "Transfer-Encoding other than chunked",
             )
         length = request.content_length  # None: it is chunked.
         bytes_max = await self._bytes_max(route, length)
@@ -103,8 +109,11 @@ class BodyReader:
         return max(PAYLOAD_BODY_BYTES_MAX, payload_bytes_max * 4 // 3 + EVENT_BYTES_MAX)
 
 
-def parse(raw: bytes | bytearray | None, model: type[RequestModel]) -> RequestModel:
+def parse(raw: bytes | bytearray | None, models: Sequence[type[RequestModel]]) -> RequestModel:
     """Parse and validate a body; None: no field is set.
+
+    Args:
+        models: the first one, unless the body has the list of another one.
 
     Raises:
         Problem: the body is not JSON, too deep, or invalid.
@@ -117,9 +126,11 @@ def parse(raw: bytes | bytearray | None, model: type[RequestModel]) -> RequestMo
             f"the body is not JSON: line {error.lineno}, column {error.colno}: {error.msg}",
         ) from None
     if not isinstance(values, dict):
-        list_field = model.list_field if isinstance(values, list) else None
+        fields = [each.list_field for each in models if each.list_field]
+        list_field = fields[0] if fields and isinstance(values, list) else None
         hint = f'; send several as {{"{list_field}": [...]}}' if list_field else ""
         raise Problem(ProblemKind.INVALID, f"the body: must be a JSON object{hint}")
+    model = next((each for each in models if each.list_field in values), models[0])
     return validate(model, values, "the body")
 
 

@@ -11,13 +11,25 @@ from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, W
 from outbox.core.model import duration
 from outbox.core.model.text import is_text
 from outbox.errors import UsageError
+from outbox_api.field_types import Text
 from outbox_api.limits import LIMIT, LIMIT_MAX
-from outbox_api.problem import Problem, ProblemKind
+from outbox_api.problem import NOT_STORABLE, Problem, ProblemKind
 from outbox_api.route import RequestModel
 from outbox_api.validation_errors import describe_errors
 
 if TYPE_CHECKING:
     from multidict import MultiMapping
+
+
+def _parse_time(value: Any) -> Any:
+    """Parse a time with its zone; pydantic would take a number for seconds since 1970."""
+    try:
+        at = datetime.fromisoformat(value)
+    except (TypeError, ValueError):
+        at = None
+    if at is None or at.utcoffset() is None:
+        raise ValueError("must be a time with its zone, such as 2026-01-31T12:00:00Z")
+    return at
 
 
 def _parse_time_or_age(value: Any) -> Any:
@@ -30,15 +42,12 @@ def _parse_time_or_age(value: Any) -> Any:
     except UsageError:
         pass
     try:
-        at = datetime.fromisoformat(value)
+        return _parse_time(value)
     except ValueError:
-        at = None
-    if at is None or at.utcoffset() is None:
         raise ValueError(
             f'"{value[:40]}" is neither a time with its zone, such as 2026-01-31T12:00:00Z, '
             "nor an age such as 2h or 3d"
-        )
-    return at
+        ) from None
 
 
 def _parse_seconds(value: Any) -> Any:
@@ -48,24 +57,31 @@ def _parse_seconds(value: Any) -> Any:
     return duration.parse(value) if isinstance(value, str) else value
 
 
+_AGE = {"type": "string", "pattern": f"^{duration.TEXT.pattern}$"}
+_TIME = {"type": "string", "format": "date-time"}
+Time = Annotated[datetime, BeforeValidator(_parse_time), WithJsonSchema(_TIME)]
+"""A time with its zone."""
 TimeOrAge = Annotated[
     datetime | timedelta,
     BeforeValidator(_parse_time_or_age),
     PlainSerializer(str),
     WithJsonSchema(
         {
-            "type": "string",
+            "anyOf": [_TIME, _AGE],
             "description": "A time with its zone, such as 2026-01-31T12:00:00Z, or an age: 2h, 3d.",
         }
     ),
 ]
-Seconds = Annotated[
-    float,
-    BeforeValidator(_parse_seconds),
-    WithJsonSchema(
-        {"type": ["number", "string"], "description": "Seconds, or a string such as 10m, 2h, 1d."}
-    ),
-]
+
+
+def up_to(maximum_s: float, **bounds: float) -> WithJsonSchema:
+    """JSON schema of seconds with bounds, which the operations check; above 0 unless given."""
+    number = {"type": "number", **(bounds or {"exclusiveMinimum": 0}), "maximum": maximum_s}
+    text = "Seconds, or a string such as 10m, 2h, 1d."
+    return WithJsonSchema({"anyOf": [number, _AGE], "description": text})
+
+
+Seconds = Annotated[float, BeforeValidator(_parse_seconds), up_to(duration.MAX_S)]
 
 
 def _parse_base64(value: Any) -> bytes:
@@ -87,7 +103,14 @@ class Paging(RequestModel):
 
     limit: int = Field(default=LIMIT, ge=1, le=LIMIT_MAX)
     """Maximum number of items.  A page may have fewer and a `next`: it ends after 1 MiB."""
-    after: str | None = None
+    after: Text | None = None
+    """Cursor: `next` of the previous page."""
+
+
+class IdPaging(Paging):
+    """Query of listings in the order of ids."""
+
+    after: Annotated[str, Field(json_schema_extra={"pattern": "^[0-9]+$"})] | None = None
     """Cursor: `next` of the previous page."""
 
 
@@ -118,10 +141,7 @@ def require_storable_text(value: object) -> None:
     """
     if isinstance(value, str):
         if "\0" in value or not is_text(value):
-            raise Problem(
-                ProblemKind.BAD_REQUEST,
-                "the request contains a character that PostgreSQL cannot store",
-            )
+            raise Problem(ProblemKind.BAD_REQUEST, NOT_STORABLE)
     elif isinstance(value, dict):
         for key, each in value.items():
             require_storable_text(key)

@@ -9,6 +9,7 @@ OpenAPI document.  Tenant tokens cannot call a route that does not declare tenan
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -35,7 +36,8 @@ from pydantic_core import PydanticCustomError
 
 from outbox.core.model.headers import WIRE_COUNT_MAX
 from outbox.core.model.setting_types import TYPES_MAX
-from outbox.operations.rows import parse_id
+from outbox.operations.rows import ID_MAX, parse_id
+from outbox_api.field_types import TypePattern, text_schema
 from outbox_api.limits import COMMENT_CHARS_MAX, REQUEST_BODY_BYTES_MAX, REQUEST_TIMEOUT_S
 from outbox_api.problem import Problem, ProblemKind
 
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from outbox_api.endpoint_tester import EndpointTester
     from outbox_api.fair_publishing import FairPublisher
     from outbox_api.live_cache import LiveStatusCache
+    from outbox_api.rate_limit import Holder
 
 
 class RequestModel(BaseModel):
@@ -64,7 +67,10 @@ class RequestModel(BaseModel):
     )
 
     list_field: ClassVar[str | None] = None
-    """Field that takes a list of objects, for a hint when the body is an array."""
+    """Field that takes a list of objects.  It selects the model of a body that may have another
+    one, and is a hint when the body is an array."""
+    example: ClassVar[Mapping[str, Any] | None] = None
+    """A body that is accepted, for the OpenAPI document."""
 
     @model_validator(mode="before")
     @classmethod
@@ -100,7 +106,7 @@ Headers = Annotated[
 ]
 """Headers in a request."""
 Comment = Annotated[str, Field(max_length=COMMENT_CHARS_MAX)]
-TypePatterns = Annotated[tuple[str, ...], at_most(TYPES_MAX)]
+TypePatterns = Annotated[tuple[TypePattern, ...], at_most(TYPES_MAX)]
 
 
 class ResponseModel(BaseModel):
@@ -131,6 +137,11 @@ class Caller:
     def actor(self) -> str:
         """Actor name in changes and in the journal."""
         return f"token {self.name}"
+
+    @property
+    def holder(self) -> Holder:
+        """Whose limits its requests count against: those of a tenant have them together."""
+        return ("token", self.id) if self.tenant is None else ("tenant", self.tenant)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +227,22 @@ class TenantAccess(Enum):
     JOB = "replay job"
 
 
+_PROBLEMS = (
+    ProblemKind.UNAUTHENTICATED,
+    ProblemKind.WRONG_HOST,
+    ProblemKind.INVALID,
+    ProblemKind.TOO_MANY_REQUESTS,
+    ProblemKind.INTERNAL,
+    ProblemKind.UNAVAILABLE,
+)
+"""Problems that every request may cause."""
+_BODY_PROBLEMS = {
+    ProblemKind.BODY_LATE,
+    ProblemKind.TOO_LARGE,
+    ProblemKind.WRONG_CONTENT_TYPE,
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
     """One method of one path."""
@@ -232,7 +259,8 @@ class Route:
     """The status of a result that is not a `Reply`."""
     tenants: TenantAccess = TenantAccess.SYSTEM
     query: type[RequestModel] | None = None
-    body: type[RequestModel] | None = None
+    bodies: tuple[type[RequestModel], ...] = ()
+    """The models of the body, the usual one first."""
     body_required: bool = True
     body_bytes_max: int = REQUEST_BODY_BYTES_MAX
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -242,6 +270,38 @@ class Route:
     """Uses a connection of the pool for long requests (minutes)."""
     needs_connection: bool = True
     """Whether the handler uses `Call.db`."""
+    problems: tuple[ProblemKind, ...] = ()
+    """Problems that its requests may cause, besides those of `expected_problems`."""
+
+    @property
+    def parameters(self) -> list[str]:
+        """Names of the parameters in the path."""
+        return re.findall(r"{(\w+)}", self.path)
+
+    @property
+    def path_schema(self) -> dict[str, Any]:
+        """JSON schema of the parameters in the path."""
+        if self.tenants in (TenantAccess.DEAD_LETTER, TenantAccess.JOB):
+            return {"type": "integer", "minimum": 1, "maximum": ID_MAX}
+        schema: dict[str, Any] = text_schema()
+        return schema
+
+    @property
+    def expected_problems(self) -> set[ProblemKind]:
+        """Problems that a request may cause, by what it contains and does."""
+        kinds = {*_PROBLEMS, *self.problems}
+        if self.scope is not None:
+            kinds.add(ProblemKind.SCOPE_MISSING)
+        if self.tenants is TenantAccess.SYSTEM:
+            kinds.add(ProblemKind.NOT_FOR_TENANTS)
+        if self.parameters or self.query or self.bodies:
+            # It may contain what cannot be stored, and name what does not exist.
+            kinds |= {ProblemKind.BAD_REQUEST, ProblemKind.NOT_FOUND}
+        if self.bodies:
+            kinds |= _BODY_PROBLEMS
+        if self.method != "GET":
+            kinds.add(ProblemKind.CONFLICT)
+        return kinds
 
     @property
     def tag(self) -> str:
@@ -271,14 +331,15 @@ class RouteOptions(TypedDict, total=False):
     status: int
     responses: Mapping[int, Any]
     """The documented responses; they replace the handler's result."""
-    body: type[RequestModel]
-    """The model of the body.  It is a subclass of the type in `Call`, which it replaces."""
+    bodies: tuple[type[RequestModel], ...]
+    """The models of the body.  They are subclasses of the type in `Call`, which they replace."""
     body_required: bool
     body_bytes_max: int
     headers: Mapping[str, str]
     timeout_s: float
     long: bool
     needs_connection: bool
+    problems: tuple[ProblemKind, ...]
 
 
 def _make_route(
@@ -291,7 +352,7 @@ def _make_route(
         query, body = get_args(types["call"])
         declared: dict[str, Any] = {
             "query": None if query is NoQuery else query,
-            "body": None if body is type(None) else body,
+            "bodies": () if body is type(None) else get_args(body) or (body,),
             "responses": {options.get("status", 200): _response_model(types["return"])},
             **options,
         }

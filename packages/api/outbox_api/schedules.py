@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, StrictBool
 
-from outbox.core.schedules.schedule import MISFIRE_GRACE_S, Misfire, Overlap, ScheduleSettings
+from outbox.core.schedules.schedule import (
+    GRACE_S_MAX,
+    MISFIRE_GRACE_S,
+    Misfire,
+    Overlap,
+    ScheduleSettings,
+)
 from outbox.operations import schedule_changes, schedules
 from outbox.operations.schedule_changes import RemovedSchedule, ScheduleRun
 from outbox.operations.schedules import FutureEvents, ListedSchedule, Schedule
 from outbox.operations.tenancy import owns_schedule
 from outbox_api import route, tenancy
 from outbox_api.endpoints import ChangeBody
+from outbox_api.field_types import EventType, Name, OrderingKey, ScheduleName, Tenant
 from outbox_api.limits import PAYLOAD_BODY_BYTES_MAX
 from outbox_api.redaction import redactor_for
-from outbox_api.request_parsing import Paging, Seconds
+from outbox_api.request_parsing import Paging, Seconds, up_to
 from outbox_api.route import (
     Call,
     Headers,
@@ -38,24 +45,31 @@ NAME = "/v1/schedules/{name}"
 class ScheduleBody(RequestModel):
     """A schedule and its event."""
 
-    name: str
+    example: ClassVar = {
+        "name": "nightly",
+        "cron": "0 3 * * *",
+        "type": "report.due",
+        "timezone": "UTC",
+    }
+
+    name: ScheduleName
     """The schedule's name.  With a tenant token it must begin with the tenant's prefix:
     acme.nightly."""
-    cron: str
+    cron: Name
     """Cron expression with five fields, or a nickname such as @daily."""
-    type: str
-    timezone: str = "UTC"
+    type: EventType
+    timezone: Name = "UTC"
     payload: Any = Field(default_factory=dict)
-    key: str | None = None
-    tenant: str | None = None
+    key: OrderingKey | None = None
+    tenant: Tenant | None = None
     headers: Headers[str] | None = None
     misfire: Misfire = "once"
     """Policy for missed runs: skip, once or all."""
-    grace: Annotated[Seconds, Field(ge=0)] = MISFIRE_GRACE_S
+    grace: Annotated[Seconds, up_to(GRACE_S_MAX, minimum=0)] = MISFIRE_GRACE_S
     """How late a run may be published with `skip`."""
     overlap: Overlap = "allow"
     """`wait`: the next run waits until the previous one was delivered or dead-lettered."""
-    replace: bool = False
+    replace: StrictBool = False
     """Replace an existing schedule of this name."""
 
 

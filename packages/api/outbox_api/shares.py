@@ -43,9 +43,9 @@ HELD_DELIVERIES_MAX = int(SHARE.per_s * 600)
 BUCKETS_MAX = 10_000
 """Tenants whose buckets are not full.  The least recently charged one of more than these is full
 again."""
-TENANT_SEGMENTS_MAX = 50_000
-"""Segments of the patterns of a tenant: each may be a node of the trie, of half a kilobyte."""
-SEGMENTS_MAX = 200_000
+TENANT_SEGMENTS_MAX = 20_000
+"""Segments of the patterns of a tenant: each may be a node of the trie, of some 350 bytes."""
+SEGMENTS_MAX = 100_000
 """Segments of all tenants' patterns that are kept."""
 
 

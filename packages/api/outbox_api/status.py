@@ -1,6 +1,4 @@
-"""Diagnostics: /v1/me, /v1/status, /v1/endpoint-statuses, /v1/replicas, /v1/doctor, /v1/verify,
-/v1/resequence.
-"""
+"""/v1/me, /v1/status, /v1/doctor and others: the token, the state of the system, its checks."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from outbox.operations.status import EndpointStatuses, Overview, ReplicaStatus
 from outbox.operations.verify.audit import VerifyReport, run_audit
 from outbox_api import route
 from outbox_api.limits import LIMIT, LIMIT_MAX
-from outbox_api.problem import Problem, ProblemKind
+from outbox_api.problem import unavailable
 from outbox_api.redaction import redactor_for
 from outbox_api.route import (
     Call,
@@ -126,9 +124,8 @@ async def _verify(call: Call[NoQuery, None]) -> VerifyReport:
         async with asyncio.timeout(VERIFY_TIMEOUT_S):
             return await call.run(run_audit)
     except TimeoutError:
-        raise Problem(
-            ProblemKind.UNAVAILABLE,
-            f"the audit exceeded {VERIFY_TIMEOUT_S:.0f} s and was cancelled; run: outbox verify",
+        raise unavailable(
+            f"the audit exceeded {VERIFY_TIMEOUT_S:.0f} s and was cancelled; run: outbox verify"
         ) from None
 
 

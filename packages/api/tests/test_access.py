@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 from structlog.testing import capture_logs
+from yarl import URL
 
 from outbox.core.model.text import count as count_of
 from outbox.errors import CannotRun
@@ -16,7 +17,7 @@ from outbox.web import loopback_hosts
 from outbox.web.address import Address
 from outbox.web.serving import listen
 from outbox.web.serving import serving as listening
-from outbox_api import auth, login_failures
+from outbox_api import login_failures, logins
 from outbox_api.app import application
 from outbox_api.database import Database as Connections
 from outbox_api.limits import LONG_MAX, PAYLOAD_BODY_BYTES_MAX, REQUESTS_MAX
@@ -24,6 +25,7 @@ from outbox_api.login_failures import FailedLogins
 from outbox_api.problem import DATABASE_UNAVAILABLE, SCHEMA_MISSING
 from outbox_api.shared import Shared
 from tests.support.api import Api, make_token, serving
+from tests.support.broken_requests import send_each
 from tests.support.pgbouncer import find_the_schema, pgbouncer
 from tests.support.relay import current, fetchval, settings_for
 from tests.support.waiting import until
@@ -103,7 +105,7 @@ async def test_a_revoked_token_is_rejected_when_the_cache_expires(database: Data
         assert (await api.get("/v1/me")).status == 200
         async with database.connection(server_settings={"search_path": "relay"}) as db:
             await api_tokens.revoke_token(db, "relay", "gone", actor="test")
-        now += auth.CACHED_S - 0.1
+        now += logins.KEPT_S - 0.1
         assert (await api.get("/v1/me")).status == 200
         now += 0.1
         response = await api.get("/v1/me")
@@ -219,6 +221,14 @@ async def test_a_compressed_body_is_rejected(api: Api) -> None:
     headers = {"Content-Encoding": "gzip"}
     response = await api.post("/v1/events", data=b"\x1f\x8b", headers=headers)
     assert response.status == 415
+    head = (
+        f"POST /v1/events HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {api.secret}\r\n"
+        "Content-Type: application/json\r\nTransfer-Encoding: gzip, chunked\r\n\r\n"
+    )
+    body = b'f\r\n{"type": "a.b"}\r\n0\r\n\r\n'
+    at = URL(api.url)
+    (raw,) = await send_each(at.host or "", at.port or 0, [head.encode() + body])
+    assert raw.startswith(b"HTTP/1.1 415 ")
 
 
 async def test_a_body_is_limited_with_and_without_content_length(api: Api) -> None:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from outbox.operations import future_events as operations
+from outbox.operations import schedules
 from outbox.operations.rows import ID_MAX
 from outbox_api import app, future_events
 from outbox_api.fair_publishing import FairPublisher
@@ -15,6 +17,7 @@ from outbox_api.shared import Shared
 from outbox_api.shares import Shares
 from outbox_api.token_bucket import Allowance
 from tests.support.api import make_token, serving
+from tests.support.plans import explain
 from tests.support.relay import add_endpoint, fetchval
 
 if TYPE_CHECKING:
@@ -225,3 +228,35 @@ async def test_a_list_of_a_tenant_goes_on_after_others_events(
             seen += [str(each.id) for each in page.events]
             below, pages = page.next, pages + 1
     assert (seen, pages) == ([first], 3)
+
+
+MANY = """
+INSERT INTO future_event (event_id, type, tenant, payload, deliver_at, cost, held_before)
+SELECT gen_random_uuid(), 'a', tenant, '1', now(), 1, i
+  FROM (VALUES ('acme', 3000), ('globex', 200)) t(tenant, n), generate_series(0, n - 1) i;
+INSERT INTO future_event (event_id, type, payload, deliver_at)
+SELECT gen_random_uuid(), 'a', '1', now() + interval '1 h' FROM generate_series(1, 3000);
+INSERT INTO tenant_share (tenant, first_id, last_id, total)
+SELECT tenant, min(id), max(id), count(*) FROM future_event
+ WHERE held_before IS NOT NULL GROUP BY tenant;
+"""
+
+
+@pytest.mark.parametrize("analyzed", [False, True])
+async def test_what_is_shown_of_held_events_does_not_read_those_of_others(
+    database: Database, analyzed: bool
+) -> None:
+    async with database.connection(server_settings={"search_path": "relay"}) as db:
+        await db.execute(MANY)
+        if analyzed:
+            await db.execute("ANALYZE future_event, tenant_share")
+        one = "SELECT event_id FROM future_event WHERE tenant = 'globex' ORDER BY id DESC LIMIT 1"
+        for sql, arguments, rows_max in (
+            (operations.FIND_FUTURE, (await db.fetchval(one), None), 10),
+            (operations.READ_HELD, ("globex",), 210),
+            (future_events.LIST_HELD, (ID_MAX, 11, "globex"), 50),
+            (future_events.LIST_HELD, (ID_MAX, 11, None), 60),
+            (schedules.READ_FUTURE, (10,), 3000),
+        ):
+            plan = await explain(db, sql, *arguments, generic=False)
+            assert plan.rows <= rows_max, (sql, plan)

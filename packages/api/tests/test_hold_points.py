@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.one_major
 
 NOT_COVERED = {
-    # A publication that is not committed delays no other event.
+    # Between two messages that are sent at once, Execute and Sync, it holds an idempotency key and,
+    # if it is held, the row of its tenant: only the same tenant waits for them.
     ("POST", "/v1/events"),
     # They change nothing.
     ("POST", "/v1/endpoints/{name}/test"),

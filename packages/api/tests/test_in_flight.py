@@ -57,7 +57,7 @@ class Client(RequestInFlight):
         request = SimpleNamespace(remote=address, transport=self.transport)
         super().__init__(requests, cast("web.Request", request))
         if token_id is not None:
-            self.count(token_id)
+            self.count(("token", token_id))
 
 
 def refusal(requests: InFlight, token_id: int, address: str = "192.0.2.1") -> str | None:
@@ -108,7 +108,8 @@ def test_the_client_with_the_most_bytes_loses_its_oldest_connection() -> None:
     late.hold(10 * UNIT)
     assert [each.transport.is_aborted for each in hostile] == [True, True, False, False, False]
     assert not small.transport.is_aborted
-    assert requests.bytes == {1: 18 * UNIT, 2: UNIT, 3: 10 * UNIT}
+    held = {client[1]: held for client, held in requests.bytes.items()}
+    assert held == {1: 18 * UNIT, 2: UNIT, 3: 10 * UNIT}
     for each in (*hostile, small, late):
         each.end()
     assert not requests.bytes
@@ -144,7 +145,7 @@ async def listening(requests: InFlight) -> AsyncIterator[Address]:
     """Serve a large response to anybody; the path is the token."""
 
     async def respond(request: web.Request) -> web.Response:
-        in_flight.request_in_flight(request).count(request.path)
+        in_flight.request_in_flight(request).count(("token", request.path))
         return web.Response(body=BODY, headers={"X-Kept": "1"})
 
     application = web.Application(middlewares=[requests.middleware()])
@@ -184,7 +185,7 @@ async def test_a_request_is_in_flight_until_its_response_is_read() -> None:
     requests = InFlight()
     async with listening(requests) as at, AsyncExitStack() as stack:
         client = await unread_request(at, stack, "/a")
-        await until(lambda: requests.bytes["/a"] == len(BODY), 20, "the response")
+        await until(lambda: requests.bytes["token", "/a"] == len(BODY), 20, "the response")
         assert requests.requests["token", "/a"] == 1
         loop, head = asyncio.get_running_loop(), b""
         async with asyncio.timeout(60):
@@ -207,7 +208,7 @@ async def test_a_client_that_does_not_read_loses_its_connection(
     requests = InFlight()
     async with listening(requests) as at, AsyncExitStack() as stack:
         client = await unread_request(at, stack, "/a")
-        await until(lambda: requests.bytes["/a"] == len(BODY), 20, "the response")
+        await until(lambda: requests.bytes["token", "/a"] == len(BODY), 20, "the response")
         await until(lambda: not requests.requests, 20, "the connection to be closed")
         assert not requests.bytes
         assert len(await read_all(client)) < len(BODY)
@@ -220,17 +221,19 @@ async def test_unread_responses_of_one_client_make_room_for_those_of_others() ->
         hostile = []
         for _ in range(2):
             hostile.append(await unread_request(at, stack, "/hostile"))
-            await until(lambda: requests.bytes["/hostile"] == len(hostile) * len(BODY), 20)
+            await until(lambda: requests.bytes["token", "/hostile"] == len(hostile) * len(BODY), 20)
         # The third one of the same client is refused.
         more = await unread_request(at, stack, "/hostile")
         async with asyncio.timeout(20):
             assert b" 429 " in (await asyncio.get_running_loop().sock_recv(more, 100))
         user = await unread_request(at, stack, "/user")
-        await until(lambda: requests.bytes["/user"] == len(BODY), 20, "the response to the other")
-        assert requests.bytes["/hostile"] == len(BODY)
+        await until(
+            lambda: requests.bytes["token", "/user"] == len(BODY), 20, "the response to the other"
+        )
+        assert requests.bytes["token", "/hostile"] == len(BODY)
         assert len(await read_all(hostile[0])) < len(BODY)
         user.close()
-        await until(lambda: requests.bytes["/user"] == 0, 20, "the end of the request")
+        await until(lambda: requests.bytes["token", "/user"] == 0, 20, "the end of the request")
 
 
 @pytest.mark.system
@@ -238,7 +241,7 @@ async def test_a_client_that_is_gone_is_not_counted() -> None:
     requests = InFlight()
     async with listening(requests) as at, AsyncExitStack() as stack:
         client = await unread_request(at, stack, "/a")
-        await until(lambda: requests.bytes["/a"] == len(BODY), 20, "the response")
+        await until(lambda: requests.bytes["token", "/a"] == len(BODY), 20, "the response")
         client.close()
         await until(lambda: not requests.requests, 20, "the end of the request")
         assert not requests.bytes
@@ -251,9 +254,9 @@ async def test_pipelined_requests_are_one_in_flight() -> None:
         client = await unread_request(at, stack, "/a")
         text = b"GET /a HTTP/1.1\r\nHost: localhost\r\n\r\n"
         await asyncio.get_running_loop().sock_sendall(client, text * 50)
-        await until(lambda: requests.bytes["/a"] > 0, 20, "the response")
+        await until(lambda: requests.bytes["token", "/a"] > 0, 20, "the response")
         assert requests.requests["token", "/a"] == 1
-        assert requests.bytes["/a"] == len(BODY)
+        assert requests.bytes["token", "/a"] == len(BODY)
 
 
 @pytest.mark.system
@@ -276,7 +279,7 @@ async def test_a_change_is_not_reported_as_refused_for_its_response() -> None:
     async with listening(requests) as at, AsyncExitStack() as stack:
         for count in (1, 2):
             await unread_request(at, stack, "/a")
-            await until(lambda count=count: requests.bytes["/a"] == count * len(BODY), 20)
+            await until(lambda count=count: requests.bytes["token", "/a"] == count * len(BODY), 20)
         change = await unread_request(at, stack, "/a", "POST")
         assert await read_all(change) == b""
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import jsonschema_rs
 import pytest
+from click.testing import CliRunner
 
-from outbox.cli.main import COMMANDS
+from outbox.cli.main import COMMANDS, cli
 from outbox_api import problem
 from outbox_api.route import TenantAccess
 from outbox_api.routes import ROUTES
@@ -59,8 +60,9 @@ def test_a_route_documents_its_scope_request_and_response(
     assert inside == set(re.findall(r"{(\w+)}", route.path))
     query = [each["name"] for each in reported["parameters"] if each["in"] == "query"]
     assert query == list(route.query.model_fields if route.query else ())
-    assert ("requestBody" in reported) == (route.body is not None)
-    assert set(reported["responses"]) == {*map(str, route.responses), "429", "default"}
+    assert ("requestBody" in reported) == bool(route.bodies)
+    problems = {str(kind.status) for kind in route.expected_problems}
+    assert set(reported["responses"]) == {*map(str, route.responses), *problems}
 
 
 def test_get_requires_read_and_changes_require_more() -> None:
@@ -96,6 +98,57 @@ def test_every_schema_is_valid(described: dict[str, Any]) -> None:
         assert schema.get("description") or schema.get("enum"), name
 
 
+def test_generators_find_nothing_that_they_would_send_or_require_by_mistake(
+    described: dict[str, Any],
+) -> None:
+    """A generated client sends a default, or requires the property that has one."""
+
+    def check(schema: Any, place: str) -> None:
+        if isinstance(schema, list):
+            for each in schema:
+                check(each, place)
+        elif isinstance(schema, dict):
+            assert "default" not in schema or place.endswith("/properties"), place
+            assert "prefixItems" not in schema, place
+            for name, each in schema.items():
+                check(each, f"{place}/{name}")
+
+    check(described, "")
+    schemas = described["components"]["schemas"]
+    assert schemas["NewEndpointBody"]["required"] == ["name", "url"]
+    assert schemas["NewEvent"]["required"] == ["type"]
+    assert schemas["NewEvents"]["required"] == ["events"]
+    for name, schema in schemas.items():
+        if not name.endswith("Body") and name not in ("NewEvent", "NewEvents", "Problem"):
+            assert schema.get("required", []) == list(schema.get("properties", ())), name
+
+
+def test_one_event_or_several_are_two_schemas(operations: dict[tuple[str, str], Any]) -> None:
+    publish = operations["POST", "/v1/events"]
+    content = publish["requestBody"]["content"]["application/json"]
+    assert [each["$ref"].split("/")[-1] for each in content["schema"]["oneOf"]] == [
+        "NewEvent",
+        "NewEvents",
+    ]
+    response = publish["responses"]["201"]["content"]["application/json"]["schema"]
+    assert len(response["oneOf"]) == 2
+
+
+def test_every_tag_is_described(
+    described: dict[str, Any], operations: dict[tuple[str, str], Any]
+) -> None:
+    tags = {each["name"]: each["description"] for each in described["tags"]}
+    assert set(tags) == {tag for each in operations.values() for tag in each["tags"]}
+    for tag, text in tags.items():
+        assert re.fullmatch(r"[A-Z][^/]*\.", text), (tag, text)
+
+
+def test_the_command_prints_the_document_without_settings(described: dict[str, Any]) -> None:
+    done = CliRunner(env={"OUTBOX_DSN": "no dsn"}).invoke(cli, ["api", "--openapi"])
+    assert done.exit_code == 0
+    assert json.loads(done.stdout) == json.loads(json.dumps(described))
+
+
 def test_every_problem_type_is_documented(described: dict[str, Any]) -> None:
     reported = described["components"]["schemas"]["Problem"]["properties"]["type"]["enum"]
     assert reported == [kind.type for kind in problem.ProblemKind]
@@ -120,6 +173,7 @@ def test_every_command_has_routes_or_is_listed_as_without(described: dict[str, A
         "dead": "/v1/dead-letters",
         "endpoint": "/v1/endpoints",
         "publish": "/v1/events",
+        "quota": "/v1/quotas",
         "replay": "/v1/replays",
         "schedule": "/v1/schedules",
         "token": "/v1/tokens",

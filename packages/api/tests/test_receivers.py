@@ -210,7 +210,7 @@ async def test_a_fetch_token_has_its_share_of_the_requests_in_progress(
     monkeypatch.setattr(in_flight, "TOKEN_REQUESTS_MAX", 0)
     async with listening(database, await token_of(db)) as client:
         refused = await client.get("lanes", status=429)
-    assert refused["detail"].startswith("this token has 0 requests in flight; ")
+    assert refused["detail"].startswith("this endpoint has 0 requests in flight; ")
 
 
 async def _post(client: Client, path: str) -> Any:

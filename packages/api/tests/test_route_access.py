@@ -422,6 +422,12 @@ TABLE: tuple[Row, ...] = (
         query={"prune": True, "dead_letter": True},
         changes=True,
     ),
+    not_for_tenants("GET /v1/quotas", "read", hides=True),
+    not_for_tenants(
+        "PUT /v1/quotas", "operate", body={"tenant": "{tenant}", "lanes": 99}, hides=True
+    ),
+    owner("GET /v1/quotas/{tenant}", "read", missing=200),
+    not_for_tenants("DELETE /v1/quotas/{tenant}", "operate"),
     not_for_tenants("GET /v1/tokens", "operate"),
     not_for_tenants(
         "POST /v1/tokens",

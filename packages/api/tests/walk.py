@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.response import AttemptResult
+from outbox_api.events import NewEvents
+from outbox_api.routes import ROUTES
+from outbox_api.schedules import ScheduleBody
 from tests.support.identity import identity
 from tests.support.ranges import next_pending, sequence_all
 from tests.support.relay import (
@@ -22,8 +25,9 @@ from tests.support.relay import (
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
+    from outbox_api.route import Route
     from tests.support.api import Api
     from tests.support.api import AttemptResult as Response
     from tests.support.postgres import Database
@@ -44,6 +48,7 @@ NEWEST_JOB = "SELECT max(id) FROM replay_job"
 FIRST_EVENT = "SELECT event_id FROM outbox ORDER BY id LIMIT 1"
 
 CERTIFICATE, STUCK = "made when it is needed", "read when it is needed"
+EXAMPLE = "that of the OpenAPI document"
 
 
 @dataclass(frozen=True)
@@ -63,8 +68,27 @@ class Step:
     def method(self) -> str:
         return self.route.partition(" ")[0]
 
-    async def send(self, database: Database, api: Api) -> Response:
+    @property
+    def name(self) -> str:
+        """The method and the path in the table of routes."""
+        return self.route.partition(" (")[0]
+
+    @property
+    def declared(self) -> Route:
+        """The route in the table."""
+        return next(each for each in ROUTES if f"{each.method} {each.path}" == self.name)
+
+    async def send(
+        self, database: Database, api: Api, fill: Callable[[Any], Any] = lambda body: body
+    ) -> Response:
+        """Send it.
+
+        Args:
+            fill: changes the body.
+        """
         body = self.body
+        if body is EXAMPLE:
+            body = self.declared.bodies[0].example
         if body is STUCK:
             lane, sequence = await next_pending(database, "shop")
             body = {"lane": lane, "sequence": sequence}
@@ -77,14 +101,13 @@ class Step:
             event = str(await fetchval(database, FIRST_EVENT))
             path = path.replace("{event}", event)
             query = {name: event if value == "{event}" else value for name, value in query.items()}
-        return await api.request(self.method, path, body, **query)
+        return await api.request(self.method, path, fill(body), **query)
 
 
 def _read(path: str, route: str | None = None, **query: Any) -> Step:
     return Step(f"GET {route or path}", path, None, query)
 
 
-NIGHTLY = {"name": "nightly", "cron": "@daily", "type": "a.b"}
 WALK = (
     _read("/v1/me"),
     _read("/v1/status"),
@@ -109,47 +132,58 @@ WALK = (
     _read("/v1/once/o", "/v1/once/{key}"),
     _read("/v1/journal"),
     _read("/v1/tokens"),
-    Step("POST /v1/endpoints", "/v1/endpoints", {"name": "new", "url": URL}),
-    Step("PATCH /v1/endpoints/{name}", "/v1/endpoints/new", {"lanes": 2, "types": ["a.*"]}),
-    Step("POST /v1/endpoints/pause", "/v1/endpoints/pause", {"names": ["new"]}),
-    Step("POST /v1/endpoints/resume", "/v1/endpoints/resume", {"names": ["new"]}),
-    Step("POST /v1/endpoints/{name}/pause", "/v1/endpoints/new/pause", {}),
-    Step("POST /v1/endpoints/{name}/resume", "/v1/endpoints/new/resume", {}),
-    Step("POST /v1/endpoints/{name}/refill", "/v1/endpoints/shop/refill", {}),
-    Step("POST /v1/endpoints/{name}/adopt", "/v1/endpoints/shop/adopt", {}),
+    Step("POST /v1/endpoints", "/v1/endpoints", EXAMPLE),
+    Step("PATCH /v1/endpoints/{name}", "/v1/endpoints/billing", EXAMPLE),
+    Step("POST /v1/endpoints/pause", "/v1/endpoints/pause", EXAMPLE),
+    Step("POST /v1/endpoints/resume", "/v1/endpoints/resume", EXAMPLE),
+    Step("POST /v1/endpoints/{name}/pause", "/v1/endpoints/billing/pause", EXAMPLE),
+    Step("POST /v1/endpoints/{name}/resume", "/v1/endpoints/billing/resume", EXAMPLE),
+    Step("POST /v1/endpoints/{name}/refill", "/v1/endpoints/shop/refill", EXAMPLE),
+    Step("POST /v1/endpoints/{name}/adopt", "/v1/endpoints/shop/adopt", EXAMPLE),
     Step("POST /v1/endpoints/{name}/skip", "/v1/endpoints/shop/skip", STUCK),
-    Step("POST /v1/endpoints/{name}/enable", "/v1/endpoints/off/enable", {}),
+    Step("POST /v1/endpoints/{name}/enable", "/v1/endpoints/off/enable", EXAMPLE),
     Step("POST /v1/endpoints/enable", "/v1/endpoints/enable", {"names": ["off2"]}),
-    Step("POST /v1/endpoints/{name}/rotate-secret", "/v1/endpoints/new/rotate-secret", {}),
-    Step("PUT /v1/endpoints/{name}/certificate", "/v1/endpoints/new/certificate", CERTIFICATE),
-    Step("DELETE /v1/endpoints/{name}/certificate", "/v1/endpoints/new/certificate"),
+    Step("POST /v1/endpoints/{name}/rotate-secret", "/v1/endpoints/billing/rotate-secret", EXAMPLE),
+    Step("PUT /v1/endpoints/{name}/certificate", "/v1/endpoints/billing/certificate", CERTIFICATE),
+    Step("DELETE /v1/endpoints/{name}/certificate", "/v1/endpoints/billing/certificate"),
     Step(
         "PUT /v1/endpoints/{name}/credentials",
         "/v1/endpoints/stream/credentials",
-        {"credentials": "relay:secret"},
+        EXAMPLE,
     ),
     Step("DELETE /v1/endpoints/{name}/credentials", "/v1/endpoints/stream/credentials"),
     Step("PUT /v1/declaration", "/v1/declaration", {"endpoints": [{"name": "put", "url": URL}]}),
-    Step("POST /v1/dead-letters/replay", "/v1/dead-letters/replay", {"ids": [1]}),
-    Step("POST /v1/dead-letters/discard", "/v1/dead-letters/discard", {"ids": [2]}),
-    Step("POST /v1/replays", "/v1/replays", {"endpoint": "shop", "since": "1h"}),
+    Step("POST /v1/dead-letters/replay", "/v1/dead-letters/replay", EXAMPLE),
+    Step("POST /v1/dead-letters/discard", "/v1/dead-letters/discard", EXAMPLE),
+    Step("POST /v1/replays", "/v1/replays", EXAMPLE),
     _read("/v1/replays"),
     _read("/v1/replays/{job}", "/v1/replays/{id}"),
     Step("POST /v1/replays/{id}/abort", "/v1/replays/{job}/abort"),
-    Step("POST /v1/schedules", "/v1/schedules", NIGHTLY),
-    Step("POST /v1/schedules (replace)", "/v1/schedules", {**NIGHTLY, "replace": True}),
+    Step("POST /v1/schedules", "/v1/schedules", EXAMPLE),
+    Step(
+        "POST /v1/schedules (replace)", "/v1/schedules", {**ScheduleBody.example, "replace": True}
+    ),
     _read("/v1/schedules"),
     _read("/v1/schedules/nightly", "/v1/schedules/{name}"),
-    Step("POST /v1/schedules/{name}/pause", "/v1/schedules/nightly/pause", {}),
-    Step("POST /v1/schedules/{name}/resume", "/v1/schedules/nightly/resume", {}),
+    Step("POST /v1/schedules/{name}/pause", "/v1/schedules/nightly/pause", EXAMPLE),
+    Step("POST /v1/schedules/{name}/resume", "/v1/schedules/nightly/resume", EXAMPLE),
     Step("POST /v1/schedules/{name}/run-now", "/v1/schedules/nightly/run-now"),
     Step("DELETE /v1/schedules/{name}", "/v1/schedules/nightly"),
-    Step("POST /v1/schedules (of a tenant)", "/v1/schedules", {**NIGHTLY, "tenant": "acme"}),
+    Step(
+        "POST /v1/schedules (of a tenant)",
+        "/v1/schedules",
+        {**ScheduleBody.example, "tenant": "acme"},
+    ),
     Step("POST /v1/schedules/{name}/run-now (of a tenant)", "/v1/schedules/nightly/run-now"),
     Step("POST /v1/once/{key}/reset", "/v1/once/o/reset"),
-    Step("POST /v1/tokens", "/v1/tokens", {"name": "made", "scopes": ["read"]}),
-    Step("DELETE /v1/tokens/{name}", "/v1/tokens/made"),
-    Step("POST /v1/events", "/v1/events", {"type": "a.b"}),
+    Step("PUT /v1/quotas", "/v1/quotas", {"tenant": "acme", "lanes": 9}),
+    _read("/v1/quotas"),
+    _read("/v1/quotas/acme", "/v1/quotas/{tenant}"),
+    Step("DELETE /v1/quotas/{tenant}", "/v1/quotas/acme"),
+    Step("POST /v1/tokens", "/v1/tokens", EXAMPLE),
+    Step("DELETE /v1/tokens/{name}", "/v1/tokens/dashboard"),
+    Step("POST /v1/events", "/v1/events", EXAMPLE),
+    Step("POST /v1/events (several)", "/v1/events", NewEvents.example),
     Step("POST /v1/verify", "/v1/verify"),
     Step("POST /v1/resequence", "/v1/resequence"),
     Step("POST /v1/endpoints/{name}/test", "/v1/endpoints/put/test"),

@@ -20,13 +20,14 @@ from yarl import URL
 
 import outbox_api.app
 from outbox.config import Settings
-from outbox.core.model.api_token import SCOPES
+from outbox.core.model.api_token import SCOPES, digest
 from outbox.operations import api_tokens, tenancy
 from outbox.store.routing_change import READ_NOW
 from outbox.web.address import Address
 from outbox_api import request_body
 from outbox_api.app import application
 from outbox_api.in_flight import InFlight
+from outbox_api.logins import PREFIX_BYTES, READ_PREFIXES
 from outbox_api.routes import ROUTES
 from tests.fuzz.data import Data, fields
 from tests.fuzz.target import Target, hold, one_line, storable
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 _LOOP = asyncio.new_event_loop()
 _TOKEN, _TENANTS = "obx_" + "a" * 43, "obx_" + "b" * 43
+_READ_PREFIXES = READ_PREFIXES.format(PREFIX_BYTES, "token")
 _NOW = datetime(2026, 1, 31, 12, tzinfo=UTC)
 INTEGER_MAX = 2**63 - 1
 PAYLOAD_BYTES_MAX = 262_144
@@ -83,6 +85,8 @@ class _Database:
 
     async def fetchval(self, query: str, *arguments: Any, **_: Any) -> Any:
         _require_valid_sql(arguments)
+        if query == _READ_PREFIXES:
+            return b"".join(sorted(digest(each)[:PREFIX_BYTES] for each in (_TOKEN, _TENANTS)))
         if query == READ_NOW:
             return _NOW
         if query == request_body.READ_LIMIT:

@@ -48,10 +48,12 @@ def gaps_not_stored(sim: Simulation) -> None:
 
 @mutant
 def share_of_a_batch_leaves_an_event_below_high(sim: Simulation) -> None:
-    """A batch takes a share of what was read: one of four events stays for a later batch."""
+    """A batch takes a share of what was read: of four events one stays for a later batch."""
     read = sequencing_store.read_events
 
-    def read_events(db: Database, tx: Transaction, high: int | None, *args: Any, **rest: Any) -> Any:
+    def read_events(
+        db: Database, tx: Transaction, high: int | None, *args: Any, **rest: Any
+    ) -> Any:
         reading = yield from read(db, tx, high, *args, **rest)
         events = [e for e in reading.events if high is None or e.id <= high or e.id % 4]
         return replace(reading, events=events)

@@ -27,6 +27,7 @@ from tests.sim.stores.records import RecordStore
 from tests.sim.stores.replicas import ReplicaStore
 from tests.sim.stores.schedule_runs import ScheduleRunStore
 from tests.sim.stores.skipped_events import SkippedEventStore
+from tests.sim.stores.upkeep import UpkeepStore
 
 STORES = Stores(
     replicas=ReplicaStore,
@@ -41,6 +42,7 @@ STORES = Stores(
     retention=RetentionStore,
     skipped_events=SkippedEventStore,
     accounting=AccountingStore,
+    upkeep=UpkeepStore,
     require_current=current_schema.require_current,
     require_privileges=privileges.require_privileges,
     read_server_fence=timeline.read_server_fence,

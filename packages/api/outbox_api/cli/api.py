@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import click
+import orjson
 
 from outbox.cli.process_options import process_options
 from outbox.config import load
@@ -13,6 +14,14 @@ from outbox.errors import UsageError
 from outbox.event_loop import allow_many_sockets, loop_factory
 from outbox.telemetry.logs import configure
 from outbox_api import process
+from outbox_api.openapi import document
+from outbox_api.routes import ROUTES
+
+
+def _print_document(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        click.echo(orjson.dumps(document(ROUTES), option=orjson.OPT_INDENT_2))
+        context.exit()
 
 
 @click.command(
@@ -30,6 +39,14 @@ SIGTERM (or Ctrl-C) ends it. Requests that it works on have one second to end.
 """
 )
 @process_options(
+    click.option(
+        "--openapi",
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_print_document,
+        help="Print the OpenAPI document of the API, and do nothing else.",
+    ),
     click.option(
         "--dsn",
         metavar="DSN",

@@ -10,6 +10,8 @@ from playwright.async_api import expect
 
 from outbox.operations import endpoint_states
 from packages.api.tests.page.shop import shop
+from tests.support.api import make_token, serving
+from tests.support.browser import visiting
 from tests.support.relay import fetchval, publish
 
 if TYPE_CHECKING:
@@ -109,6 +111,23 @@ async def test_a_delivered_event_says_so(database: Database) -> None:
         await visitor.open("dead-letter/2")
         text = re.compile(r"^Its replay was delivered with sequence \d+ of lane .+\.$")
         await expect(page.locator(".success")).to_have_text(text)
+
+
+HOLD = """
+SELECT (publish_shared(tenant => 'acme', passes => false, costs => '{3,2}', held_max => 100,
+                       types => '{a.b,a.b}', payloads => '{1,2}')).event_ids[2]
+"""
+
+
+async def test_held_events_are_shown_with_their_place(database: Database) -> None:
+    secret = await make_token(database, "acme", ("read",), tenant="acme")
+    event = await fetchval(database, HOLD)
+    async with serving(database) as api, visiting(api.url) as visitor:
+        await visitor.sign_in(secret)
+        await visitor.open("events")
+        await visitor.wait_for("2 events with 5 deliveries held for the share of acme, the oldest")
+        await visitor.open(f"trace/{event}")
+        await visitor.wait_for("3 deliveries of the tenant are published before it.")
 
 
 @pytest.mark.full

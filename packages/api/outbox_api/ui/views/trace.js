@@ -107,6 +107,16 @@ function body(trace, explained) {
   ];
 }
 
+// An event that is accepted and not published yet.
+function future(event) {
+  const ahead = plural(event.deliveries_ahead, "delivery", "deliveries");
+  return h("article", { "data-key": event.id }, h("h2", null, event.type, " ", h("code", null, event.id)),
+    h("p", null, event.held ? `Held for the share of ${event.tenant} since ${time(event.accepted_at)}: ${ahead} of the tenant are published before it.`
+      : "Scheduled; it has no deliveries yet."),
+    definitionList([["Accepted", time(event.accepted_at)], ["Expected", event.held ? `about ${time(event.expected_at)}` : time(event.deliver_at)],
+      ["Key", event.key], ["Tenant", event.tenant], event.expires_at && ["Expires", expiry(event.expires_at)]]));
+}
+
 // Of several events with one key, the newest is expanded.
 function traces(events) {
   const explained = new Set();
@@ -128,10 +138,10 @@ export function view(place, [id = ""], values) {
   return live(place, async (signal) => {
     const result = await get(`/v1/trace/${name(id)}`, { payload: true, endpoint: values.endpoint }, signal);
     const isPartial = values.endpoint || result.events.some((each) => each.deliveries_total > each.deliveries.length);
-    show(found, traces(result.events),
+    show(found, result.future ? future(result.future) : traces(result.events),
       result.more ? h("p", { class: "hint" }, "There are older events: ", h("a", { href: link("events", [], { key: id }) }, "show all events with this key"), ".") : null);
     if (found.isConnected) return;
-    const { key } = result.events[0].event;
+    const key = (result.future ?? result.events[0].event).key;
     show(place, title(h("small", null, ` found by ${result.found_by}${key && key !== id ? `; its key is ${key}` : ""}`)),
       isPartial ? filters([["endpoint", "Endpoint"]], values, (next) => { location.hash = link("trace", [id], next); }) : null, found);
   }, { every: 5000, missing: values.endpoint ? `No event ${id}, or no endpoint ${values.endpoint}.` : `No event matches ${id}.`,
