@@ -22,6 +22,7 @@ from tests.sim.operational import RESERVED, Operational
 from tests.sim.received import Received
 from tests.sim.receivers import WRONG_TIME
 from tests.sim.replayed import Replayed
+from tests.sim.shares import Shares
 from tests.sim.timetable import Timetable
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ class Checker:
         # Since when endpoints are paused.
         self._paused_at: dict[UUID, float] = {}
         self.timetable = Timetable(self, late_s)
+        self.shares = Shares(world, database)
         self.replayed = Replayed(database, lambda event_id: batch_of(self, event_id))
         self.limits = Limits(database)
         self.operational = Operational(database, lambda: world.now)
@@ -202,6 +204,7 @@ class Checker:
             else:
                 self._paused_at.pop(endpoint_id, None)
         self.timetable.committed(tx)
+        self.shares.committed(tx)
         self.operational.committed(tx)
 
     def restored(self, events: set[str]) -> None:

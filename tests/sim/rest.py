@@ -64,6 +64,7 @@ def audit(checker: Checker, last_id: int) -> None:
         _ended(checker, name, book, last_id)
     _updates(checker.database)
     checker.timetable.audit()
+    checker.shares.audit()
     checker.replayed.audit()
 
 
