@@ -427,6 +427,7 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
         ('{relay,operator,api}', 'table', 'future_event', 'INSERT',
          '{event_id,tenant,type,key,payload,headers,deliver_at,cost,held_before}'),
         ('{relay,operator,api}', 'function', 'lock_share', 'EXECUTE', NULL),
+        ('{relay}', 'table', 'future_event', 'UPDATE', '{held_before}'),
         ('{relay}', 'function', 'try_lock_share', 'EXECUTE', NULL),
         ('{relay}', 'function', 'forget_shares', 'EXECUTE', NULL),
         ('{operator,api}', 'table', 'quota', 'INSERT', NULL),
