@@ -6,7 +6,8 @@ and their times in milliseconds. A request without a response counts with its ag
 end of stdin.
 
     {"url": "http://127.0.0.1:8080", "token": "obx_...", "clients": 60, "method": "GET",
-     "path": "/v1/endpoint-statuses", "body": null, "pause_s": 0.02}
+     "path": "/v1/endpoint-statuses", "body": null, "pause_s": 0.02,
+     "refused_pause_s": 1.0}
     {"clients": 60}
     {"statuses": {"200": 31, "429": 40}, "ms": [3.1, 2.7]}
 """
@@ -25,8 +26,6 @@ import orjson
 from benchmarks.api_clients import NICE
 from benchmarks.receiver import say
 
-REFUSED_PAUSE_S = 0.1
-"""Clients that are refused try again after this time, whatever Retry-After says."""
 WAITING = "waiting"
 OVERDUE_MS = 500.0
 """A request without a response is counted from this age."""
@@ -38,7 +37,7 @@ class Clients:
     def __init__(self, given: dict[str, Any]) -> None:
         self._method, self._url = given["method"], given["url"] + given["path"]
         self._body = None if given["body"] is None else orjson.dumps(given["body"])
-        self._pause_s = given["pause_s"]
+        self._pause_s, self._refused_pause_s = given["pause_s"], given["refused_pause_s"]
         self._headers = {
             "Authorization": f"Bearer {given['token']}",
             "Content-Type": "application/json",
@@ -62,7 +61,7 @@ class Clients:
                 status = "failed"
             self._ms.append((clock() - self._began_at.pop(number)) * 1000)
             self._statuses[status] += 1
-            await asyncio.sleep(self._pause_s if status[0] == "2" else REFUSED_PAUSE_S)
+            await asyncio.sleep(self._pause_s if status[0] == "2" else self._refused_pause_s)
 
     def report(self) -> dict[str, Any]:
         """What they have seen since the last report."""

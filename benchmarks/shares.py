@@ -38,6 +38,8 @@ EVENTS, QUICK_EVENTS = 500_000, 1_000
 PHASE_S, QUICK_PHASE_S = 12.0, 0.5
 """On main, a request that finds no connection is refused after 10 s."""
 PAUSE_S = 0.02
+RETRY_S, HASTY_RETRY_S = 1.0, 0.1
+"""When a client that was refused sends its next request: as Retry-After says, or sooner."""
 P99 = 0.99
 TARGET = Target("at most", 1.5)
 ALONE, COMPUTING, BESIDE = "alone", "beside a process that computes", "beside the hostile tenant"
@@ -65,7 +67,9 @@ class Request:
     method: str = "POST"
     body: dict[str, Any] | None = field(default_factory=dict)
 
-    def command(self, url: str, token: str, clients: int = 1) -> dict[str, Any]:
+    def command(
+        self, url: str, token: str, clients: int = 1, refused_pause_s: float = RETRY_S
+    ) -> dict[str, Any]:
         """The command for the process of its clients."""
         return {
             "url": url,
@@ -75,6 +79,7 @@ class Request:
             "path": self.path,
             "body": self.body,
             "pause_s": PAUSE_S if clients == 1 else 0.0,
+            "refused_pause_s": refused_pause_s,
         }
 
 
@@ -91,16 +96,13 @@ class Attack:
     hostile: Request
     other: Request
     operator: Request
+    refused_pause_s: float = RETRY_S
 
 
+STATUSES = Request("/v1/endpoint-statuses?limit=1000", "GET", None)
 ATTACKS = (
-    Attack(
-        "connections",
-        60,
-        Request("/v1/endpoint-statuses?limit=1000", "GET", None),
-        PUBLISH,
-        PUBLISH,
-    ),
+    Attack("connections", 60, STATUSES, PUBLISH, PUBLISH),
+    Attack("refusals", 60, STATUSES, PUBLISH, PUBLISH, HASTY_RETRY_S),
     Attack(
         "long requests",
         30,
@@ -161,7 +163,7 @@ async def run(stage: Stage, rounds: int, crowd: Crowd, events: int, phase_s: flo
 def _rows(attack: Attack, who: str, found: dict[tuple[str, str], Rounds]) -> list[Row]:
     samples = found[attack.name, who]
     subject = "another tenant's p99" if who == OTHER else "the operator's p99"
-    name = f"{subject}, a tenant takes {attack.name}"
+    name = f"{subject}, hostile tenant: {attack.name}"
     ours = samples.samples_of(BESIDE)
     return [
         Row("shares", name, "ms", ours, ALONE, samples.samples_of(ALONE)),
@@ -206,7 +208,9 @@ async def _attack(
                     await (await beside.enter_async_context(child("computing"))).response()
                 elif phase == BESIDE:
                     hostile = await beside.enter_async_context(child("share_clients"))
-                    command = attack.hostile.command(url, tokens[HOG], attack.clients)
+                    command = attack.hostile.command(
+                        url, tokens[HOG], attack.clients, attack.refused_pause_s
+                    )
                     hostile.send_command(**command)
                     await hostile.response()
                 for clients in measured.values():

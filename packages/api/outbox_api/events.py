@@ -251,6 +251,8 @@ async def _require_same_body(call: Call[Any, Any], key: str | None, digest: byte
 
 
 def _event(call: Call[Any, Any], new: NewEvent, once_key: str | None) -> Event:
+    if once_key == "":  # A tenant's is stored with a prefix.
+        raise UsageError("once: must be 1 to 512 bytes")
     return Event(
         type=new.type,
         payload=new.payload if new.payload_base64 is None else new.payload_base64,

@@ -161,10 +161,9 @@ def restrict_selection(tenant: str | None, which: DeadLetterSelection) -> DeadLe
 def stored_key(tenant: str | None, key: str) -> str:
     """Return the stored form of an idempotency key: tenants have separate key spaces.
 
-    A shared key space would reveal which keys other tenants have claimed.  An empty key stays
-    empty, and is refused.
+    A shared key space would reveal which keys other tenants have claimed.
     """
-    return _once_prefix(tenant) + key if tenant is not None and key else key
+    return key if tenant is None else _once_prefix(tenant) + key
 
 
 def public_key(tenant: str | None, key: str) -> str:
