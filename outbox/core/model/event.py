@@ -50,7 +50,7 @@ CENTURY_S = 100 * 365.25 * 86400
 
 _NAME = r"[-!#$%&'*+.^_`|~0-9A-Za-z]+"
 # RFC 9110, section 8.3.1.
-CONTENT_TYPE = re.compile(rf"""{_NAME}/{_NAME}(?: *; *{_NAME}=(?:{_NAME}|"[] !#-[^-~]*"))*""")
+_CONTENT_TYPE = re.compile(rf"""{_NAME}/{_NAME}(?: *; *{_NAME}=(?:{_NAME}|"[] !#-[^-~]*"))*""")
 # A \u0000 whose backslash is not itself escaped.
 _NUL_ESCAPE = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
 
@@ -182,7 +182,7 @@ def check_content_type(value: object) -> str | None:
     if value is None:
         return None
     text = _text("content_type", value, CONTENT_TYPE_BYTES_MAX)
-    if not CONTENT_TYPE.fullmatch(text):
+    if not _CONTENT_TYPE.fullmatch(text):
         raise InvalidEvent("content_type", f"{_short(text)} is not a media type such as image/png")
     media_type = text.partition(";")[0].rstrip().lower()
     if media_type == JSON_TYPE:

@@ -81,7 +81,8 @@ def _form(type_: SettingType) -> Any:
         case setting_types.HeaderMap():
             return Headers[str | None]
         case setting_types.Time():
-            number = Field(json_schema_extra={"exclusiveMinimum": 0, "maximum": type_.maximum_s})
+            bounds: Any = {"exclusiveMinimum": 0, "maximum": type_.maximum_s}
+            number = Field(json_schema_extra=bounds, strict=True)
             text = Field(json_schema_extra={"pattern": f"^{duration.TEXT.pattern}$"})
             return Annotated[float, number] | Annotated[str, text]
     return form

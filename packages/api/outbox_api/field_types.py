@@ -18,6 +18,9 @@ _TYPE = f"^(?!{re.escape(pattern.RESERVED_PREFIX)})(?:{pattern.TYPE.pattern})$"
 _SEGMENT = r"(?:\*|[A-Za-z0-9_][A-Za-z0-9_-]*)"
 TYPE_PATTERN = rf"^(?:\*\*|{_SEGMENT}(?:\.{_SEGMENT})*(?:\.\*\*)?)$"
 """A pattern of types, as `pattern.parse` takes it."""
+_NAME = "[-!#$%&'*+.^_`|~0-9A-Za-z]+"
+_MEDIA_TYPE = f"^{_NAME}/{_NAME}(?: *;.*)?$"
+"""The operations check its parameters, too, by an expression that JavaScript reads otherwise."""
 STORABLE = "^[^\\u0000]*$"
 """Text that PostgreSQL can store."""
 
@@ -44,6 +47,6 @@ TypePattern: TypeAlias = Annotated[str, _text(pattern.TYPE_BYTES_MAX, TYPE_PATTE
 OrderingKey: TypeAlias = Annotated[str, _text(event.KEY_BYTES_MAX)]
 Tenant: TypeAlias = Annotated[str, _text(event.TENANT_BYTES_MAX)]
 OnceKey: TypeAlias = Annotated[str, _text(event.ONCE_BYTES_MAX)]
-ContentType: TypeAlias = Annotated[str, _text(event.CONTENT_TYPE_BYTES_MAX, event.CONTENT_TYPE)]
+ContentType: TypeAlias = Annotated[str, _text(event.CONTENT_TYPE_BYTES_MAX, _MEDIA_TYPE)]
 TokenName: TypeAlias = Annotated[str, _text(form=api_token.TOKEN_NAME)]
 ScheduleName: TypeAlias = Annotated[str, _text(form=schedule.SCHEDULE_NAME)]
