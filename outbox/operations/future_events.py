@@ -27,8 +27,8 @@ COUNT_MAX = 10_000
 # The oldest held event of the tenant with the share `s`.  Tenant and id are compared as a row: it
 # is one entry of the index also while there are no statistics of a table that has grown.
 OLDEST_HELD = """
-SELECT id, held_before, created_at, problem FROM (
-    SELECT id, tenant, held_before, created_at, problem FROM future_event
+SELECT id, held_before, created_at FROM (
+    SELECT id, tenant, held_before, created_at FROM future_event
      WHERE held_before IS NOT NULL AND (tenant COLLATE "C", id) >= (s.tenant, s.first_id)
      ORDER BY tenant COLLATE "C", id LIMIT 1) next_held
  WHERE next_held.tenant = s.tenant

@@ -22,6 +22,7 @@ from tests.sim.operational import RESERVED, Operational
 from tests.sim.received import Received
 from tests.sim.receivers import WRONG_TIME
 from tests.sim.replayed import Replayed
+from tests.sim.shares import Shares
 from tests.sim.timetable import Timetable
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ class Checker:
         # Since when endpoints are paused.
         self._paused_at: dict[UUID, float] = {}
         self.timetable = Timetable(self, late_s)
+        self.shares = Shares(world, database)
         self.replayed = Replayed(database, lambda event_id: batch_of(self, event_id))
         self.limits = Limits(database)
         self.operational = Operational(database, lambda: world.now)
@@ -151,7 +153,9 @@ class Checker:
         db = self.database
         self.replayed.committed(tx)
         for lane_id, row in (tx.writes.get(db.lane) or {}).items():
-            assert row is not None
+            if row is None:
+                self._lane_removed(lane_id)
+                continue
             if lane_id not in self._by_id:
                 self.know(row)
             if row["skip_seq"] is not None:
@@ -182,7 +186,8 @@ class Checker:
                 if tried.outcome == "delivered" and book.ended_through < tried.seq:
                     raise Violation("log", f"lane {lane_id}: {tried.seq} ends before those below")
         for lane_id, row in (tx.writes.get(db.lane_progress) or {}).items():
-            assert row is not None
+            if row is None:
+                continue  # The lane is removed.
             book = self._by_id[lane_id]
             if row["acked_seq"] > book.ended_through:
                 raise Violation("log", f"lane {lane_id} passes {row['acked_seq']} without outcome")
@@ -202,6 +207,7 @@ class Checker:
             else:
                 self._paused_at.pop(endpoint_id, None)
         self.timetable.committed(tx)
+        self.shares.committed(tx)
         self.operational.committed(tx)
 
     def restored(self, events: set[str]) -> None:
@@ -213,6 +219,14 @@ class Checker:
         self.received.restored(events)
         self.limits.restored()
         self._observed_s = 0.0
+
+    def _lane_removed(self, lane_id: int) -> None:
+        book = self._by_id[lane_id]
+        endpoint = self.database.endpoint.rows[book.endpoint_id]
+        if endpoint["state"] != "removed" and book.generation >= endpoint["generation"]:
+            raise Violation("lanes", f"lane {lane_id} is removed, and gets deliveries")
+        if min(book.ended_through, self._acked.get(lane_id, 0)) < book.last_seq:
+            raise Violation("loss", f"lane {lane_id} is removed with pending deliveries")
 
     def know(self, lane: dict[str, Any]) -> None:
         """Register a new lane."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tests.sim import moments
 from tests.sim.faults import TRIES
 from tests.sim.restores import Restores
-from tests.sim.stores import batches, change, records
+from tests.sim.stores import batches, change, future_events, records
 
 if TYPE_CHECKING:
     import random
@@ -39,6 +39,7 @@ class FaultPlan:
             batches.write_batch.__name__: self._on_batch,
             batches.write_replays.__name__: self._on_replays,
             change.write_message.__name__: self._on_change,
+            future_events.move_events.__name__: self._on_move,
         }
 
     def make(self, requests: int, events: int, during_s: float) -> None:
@@ -67,6 +68,8 @@ class FaultPlan:
             at(moments.COMMAND, rng.randrange(1, 16), self._disconnect_soon)
         for _ in range(rng.choice((0, 1, 2)) if count else 0):
             at(moments.CHANGE, rng.randrange(1, 12), self._disconnect_soon)
+        for _ in range(rng.choice((0, 1, 4)) if count else 0):
+            at(moments.HELD, rng.randrange(1, 60), self._strike_at_once)
         if count and rng.random() < 0.5:
             world.at(rng.random() * during_s, None, faults.hold_rows)
         for _ in range(count):
@@ -97,6 +100,10 @@ class FaultPlan:
     def _on_replays(self, connection: Connection) -> None:
         self._sequencer = connection
         self._moments.come(moments.REPLAY, connection.process.name)
+
+    def _on_move(self, connection: Connection) -> None:
+        if connection.process.name in self._fleet.relays:
+            self._moments.come(moments.HELD, connection.process.name)
 
     def on_command(self, connection: Connection) -> None:
         """A command of an operator begins on a connection."""
@@ -159,6 +166,6 @@ class FaultPlan:
         self._world.after(delay_s, None, self._faults.strike, self._fleet.relays[name])
 
     def _strike_at_once(self, name: str) -> None:
-        """Inject a fault after runs were decided: before their message, or while it is written."""
+        """Inject a fault after runs or moves were decided, before their message or within it."""
         delay_s = self._world.rng.expovariate(300)
         self._world.after(delay_s, None, self._faults.strike, self._fleet.relays[name])

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     Caller = Callable[[str], None]
 
 REQUEST, EVENT, GAP = "a request begins", "an event is visible", "a batch leaves gaps open"
+HELD = "events of tenants are moved"
 TICK = "the runs of a schedule are decided"
 OPEN = "a transaction that has published stays open"
 RECORD = "acknowledgements are written"

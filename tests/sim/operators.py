@@ -14,6 +14,7 @@ from outbox.core.schedules.schedule import ScheduleSettings
 from outbox.errors import OutboxError
 from outbox.operations.criteria import Criteria, DeadLetterSelection
 from outbox.operations.endpoint_states import require_state
+from tests.sim.clients import TENANTS
 from tests.sim.database.connection import Connection
 from tests.sim.database.tables import SCHEMA
 from tests.sim.stores import (
@@ -212,6 +213,7 @@ class Operator:
     async def _add_schedule(self, name: str, kind: Kind, **options: Any) -> None:
         settings = ScheduleSettings(
             name=name,
+            tenant=self._rng.choice((None, *TENANTS)),
             cron=kind.cron,
             timezone=kind.timezone,
             type="t0.changed",

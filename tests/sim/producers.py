@@ -19,6 +19,7 @@ import orjson
 from tests.sim.database.connection import Connection
 from tests.sim.database.engine import EXCLUSIVE, Wait
 from tests.sim.database.inserts import insert_event
+from tests.sim.database.shares import insert_future_event
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,11 +65,8 @@ def insert(
 
 def insert_future(db: Database, tx: Transaction, kind: str, in_s: float) -> None:
     """Insert an event with a `deliver_at` in the future."""
-    new = db.serial(db.future_event)
     payload = orjson.dumps({"k": None, "v": 0}).decode()
-    row = {"id": new, "type": kind, "payload": payload, "deliver_at": db.later(in_s)}
-    tx.put(db.future_event, new, row)
-    tx.notes.append(("future", (new,)))
+    insert_future_event(db, tx, kind, None, payload, db.later(in_s))
 
 
 def take_snapshot(db: Database, tx: Transaction) -> None:

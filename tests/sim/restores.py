@@ -32,7 +32,9 @@ class Restores:
         self._sim = simulation
         self._rng = rng
         checker = simulation.checker
-        self._parts = (checker, checker.timetable, checker.replayed, checker.operational)
+        self._parts = (
+            checker, checker.timetable, checker.shares, checker.replayed, checker.operational
+        )  # fmt: skip
         self._dumped: tuple[Dump, list[dict[str, Any]]] | None = None
 
     def plan(self, during_s: float) -> None:

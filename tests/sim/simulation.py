@@ -14,10 +14,11 @@ from uuid import UUID
 from outbox.config import Settings
 from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.model.retry_policy import RetryPolicy
-from outbox.core.sequencing import partition_window
+from outbox.core.sequencing import partition_window, tenant_pace
 from outbox.relay.sequencing.sequencer import Sequencer
 from outbox.store.retention.periods import OBSERVED_S_MIN
-from tests.sim import moments, rest, timetable
+from outbox.store.schedules import future_events
+from tests.sim import clients, moments, rest, timetable
 from tests.sim.books import Violation
 from tests.sim.checks import Checker
 from tests.sim.clockwork import Process, World
@@ -127,6 +128,9 @@ class Simulation:
         latency_s = 1.0 if self.settings.notify else poll_s + 1.0
         # A class attribute: each seed has its own process.
         Sequencer.busy_events = rng.choice((1, 5, 600, 600))
+        # What is held takes several passes, and messages.
+        tenant_pace.PER_S = rng.choice((20.0, 20.0, 5000.0))
+        future_events.MOVED_EVENTS_MAX = rng.choice((1, 2, 1000))
         late_s = 2 * poll_s
         self.checker = Checker(self.world, self.database, latency_s, late_s, self.log)
         kinds: tuple[WindowKind, ...] = ("events", "log")
@@ -137,6 +141,7 @@ class Simulation:
         self.operator_process = Process(self.world, "operators")
         self._operator = Operator(self, random.Random(rng.random()))
         self._application = Process(self.world, "application")
+        self.api = Process(self.world, "api")
         self._producing: list[asyncio.Task[Any]] = []
         self.receivers: dict[str, Receiver] = {}
         self.fleet = Fleet(
@@ -250,9 +255,17 @@ class Simulation:
                 self.database, self._application, self._load, rng.getrandbits(32), self._on_open
             )
             self._producing.append(self._application.run(producer.run(share)))
+        held = rng.choice((0, 20, 60))
+        for n in range(rng.choice((1, 2, 4)) if held else 0):
+            client = clients.ApiClient(self, n, random.Random(rng.random()))
+            self._producing.append(self.api.run(client.run(held, self._peace_at)))
         operator = self._operator
         self.operator_process.run(operator.add_schedules(rng.choice((0, 1, 2))))
         at = self.checker.moments.at
+        for _ in range(rng.choice((0, 4, 10))):
+            at(moments.HELD, rng.randrange(1, 60), self._move_beside)
+        for _ in range(rng.choice((0, 2, 4))):
+            at(moments.HELD, rng.randrange(1, 60), self._erase)
         acts = [self._load.events * rng.random() for _ in range(rng.choice((0, 3, 8)))]
         for act in acts:
             at(moments.EVENT, int(act) + 1, operator.act_soon)
@@ -318,6 +331,18 @@ class Simulation:
         if not self.settling:
             self._application.run(publish_one(self.database, self._application))
             self.operator_process.run(self._operator.backfill_soon())
+
+    def _move_beside(self, _: str) -> None:
+        if not self.settling:
+            delay_s = self.world.rng.expovariate(200)
+            rng = random.Random(self.world.rng.random())
+            moving = clients.move_beside(self, rng)
+            self.world.after(delay_s, None, self.api.run, moving)
+
+    def _erase(self, _: str) -> None:
+        if not self.settling:
+            rng = random.Random(self.world.rng.random())
+            self.operator_process.run(clients.erase_key(self, rng))
 
     def _migrate_behind(self, _: str) -> None:
         """Migrate behind the open transaction, and publish behind the migration."""

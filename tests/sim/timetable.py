@@ -15,6 +15,7 @@ from tests.sim.books import Violation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from uuid import UUID
 
     from tests.sim.checks import Checker
     from tests.sim.database.engine import Row, Transaction
@@ -142,6 +143,7 @@ class Timetable:
             "tick": self._ticked,
             "future": self._waiting.add,
             "moved": self._moved,
+            "erased": self._waiting.difference_update,
         }
 
     def _read_journal(self) -> None:
@@ -164,7 +166,12 @@ class Timetable:
         self._books[schedule_id] = Book(kind, next_at.timestamp(), published)
 
     def _ticked(
-        self, schedule_id: int, at: datetime, by_hand: bool, outbox_id: int, last_id: int | None
+        self,
+        schedule_id: int,
+        at: datetime,
+        by_hand: bool,
+        last_id: int | None,
+        last_event_id: UUID | None,
     ) -> None:
         if by_hand:
             return
@@ -179,6 +186,9 @@ class Timetable:
             raise Violation("schedule", f"{where} comes before {missing}")
         book.published.add(tick)
         if row["overlap"] == "wait":
+            waiting = {r["event_id"] for r in db.future_event.rows.values()}
+            if last_event_id in waiting:
+                raise Violation("schedule", f"{where} does not wait for a run that is held")
             if last_id is not None and not self._has_ended(last_id):
                 raise Violation("schedule", f"{where} does not wait for event {last_id}")
             return
@@ -201,7 +211,7 @@ class Timetable:
 
     def _moved(self, future_id: int, outbox_id: int) -> None:
         if future_id not in self._waiting:
-            raise Violation("future", f"future event {future_id} is published twice")
+            raise Violation("future", f"future event {future_id} is published twice, or erased")
         self._waiting.discard(future_id)
 
     # --------------------------------------------------------------- at rest
@@ -222,7 +232,12 @@ class Timetable:
             and (r["due_at"].timestamp() <= limit or r["due_at"].timestamp() > latest_decision)
         ]
         future = self._db.future_event.rows.values()
-        return late + [f"future {r['id']}" for r in future if r["deliver_at"].timestamp() <= limit]
+        # Held ones do not wait for the clock.
+        return late + [
+            f"future {r['id']}"
+            for r in future
+            if r["is_held"] or r["deliver_at"].timestamp() <= limit
+        ]
 
     def audit(self) -> None:
         """Check that nothing that was due is missing.

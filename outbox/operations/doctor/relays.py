@@ -249,7 +249,7 @@ SELECT extract(epoch FROM clock_timestamp() - deliver_at)::float8 AS since_s
 SHARED = f"""
 SELECT id, since_s FROM (
     SELECT oldest.id, extract(epoch FROM clock_timestamp() - oldest.created_at)::float8 AS since_s
-      FROM tenant_share s CROSS JOIN LATERAL ({OLDEST_HELD}) oldest WHERE problem IS NULL
+      FROM tenant_share s CROSS JOIN LATERAL ({OLDEST_HELD}) oldest
      UNION ALL
     (SELECT id, extract(epoch FROM clock_timestamp() - deliver_at)::float8 FROM future_event
       WHERE cost IS NOT NULL AND held_before IS NULL AND problem IS NULL

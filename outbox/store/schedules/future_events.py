@@ -104,7 +104,6 @@ SELECT t.tenant, e.*
        (SELECT true AS is_held, id, extract(epoch FROM deliver_at)::float8 AS due_at, cost
           FROM (SELECT tenant, id, deliver_at, cost FROM future_event
                  WHERE {_HELD} AND (tenant COLLATE "C", id) > (t.tenant, t.after)
-                   AND (retry_at IS NULL OR retry_at <= statement_timestamp())
                  ORDER BY tenant COLLATE "C", id LIMIT $3) next_held
          WHERE next_held.tenant = t.tenant)
        UNION ALL
@@ -136,7 +135,7 @@ MOVE_FUTURE = WriteStatement(
 WITH due AS MATERIALIZED (
     SELECT * FROM future_event
      WHERE id = ANY ($1::bigint[])
-       AND ({_HELD} AND retry_at IS NULL OR {_DUE_AT} <= clock_timestamp())
+       AND ({_HELD} OR {_DUE_AT} <= clock_timestamp())
        FOR UPDATE),
 written AS (
     INSERT INTO outbox (event_id, tenant, type, key, payload, body, content_type, headers,
@@ -156,12 +155,13 @@ SELECT require_stored((SELECT count(*) FROM written) = (SELECT count(*) FROM due
 """,  # noqa: S608 (constants only)
 )
 
-# Postpones events, each for as long as it has been due, within $3 and $4 seconds.
+# Postpones events, each for as long as it has been due, within $3 and $4 seconds.  A held one is held
+# no longer, so that others are not, and waits for its time.
 POSTPONE_FUTURE = WriteStatement(
     "postpone_future",
     """
 UPDATE future_event f
-   SET problem = p.problem,
+   SET problem = p.problem, held_before = NULL,
        retry_at = clock_timestamp() + least(greatest(
            clock_timestamp() - f.deliver_at, make_interval(secs => $3)), make_interval(secs => $4))
   FROM unnest($1::bigint[], $2::text[]) AS p(id, problem) WHERE f.id = p.id

@@ -157,6 +157,8 @@ class Database(Engine):
         self.ownership = Table("ownership")
         self.schedule = Table("schedule")
         self.future_event = Table("future_event")
+        self.tenant_share = Table("tenant_share")
+        self.idempotency_key = Table("idempotency_key")
         # A table of the application, with a counter for each key.
         self.domain = Table("domain")
         self.batches: list[Batch] = [

@@ -15,6 +15,7 @@ from tests.sim.mutants import (
     retention,
     runs,
     schedules,
+    shares,
 )
 from tests.sim.mutants.catalogue import MUTANTS
 
@@ -34,4 +35,5 @@ __all__ = [
     "retention",
     "runs",
     "schedules",
+    "shares",
 ]

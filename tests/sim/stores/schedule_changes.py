@@ -14,6 +14,7 @@ from outbox.errors import Conflict, NotFound
 from outbox.operations.schedule_changes import ScheduleRun
 from outbox.operations.schedules import Schedule, next_runs
 from tests.sim.database.engine import EXCLUSIVE, Wait, abort_unless
+from tests.sim.database.shares import lock_shares
 from tests.sim.stores.change import make_change_and_read
 from tests.sim.stores.routing_change import read_now
 from tests.sim.stores.schedule_runs import publish_runs
@@ -86,6 +87,8 @@ async def run_schedule_now(
         rows = await _find(change, [name])
         now = await change.db.call(read_now)
         _require_unchanged(change, rows)
+        if rows[0]["tenant"] is not None:
+            change.write(lock_shares, [rows[0]["tenant"]])
         change.write(publish_runs, [(now, rows[0]["id"])], by_hand=True)
         change.journal("schedule_run", None, {"name": name})
         return name

@@ -13,6 +13,7 @@ from outbox.store.schedules.schedule_runs import (
 )
 from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait, perform
 from tests.sim.database.inserts import insert_event
+from tests.sim.database.shares import hold_event
 from tests.sim.stores.routing_change import add_to_journal
 
 if TYPE_CHECKING:
@@ -43,8 +44,10 @@ class ScheduleRunStore(schedule_runs.ScheduleRunStore):
         waited_for = [each for each in waited_for if each is not None]
         ended = await self._db.call(read_ended, waited_for) if waited_for else set()
         decided: list[ScheduleDecision] = [decide_run(row, ended) for row in rows]
-        written = await self._db.call(write_runs, decided, self._actor)
-        return ScheduleRunResult(len(rows) if written else 0)
+        return ScheduleRunResult(await self._write(decided, []))
+
+    async def _write_all(self, decided: Sequence[ScheduleDecision]) -> bool:
+        return await self._db.call(write_runs, decided, self._actor)
 
 
 # -------------------------------------------------------------------- schedules
@@ -68,8 +71,9 @@ def read_due(db: Database, tx: Transaction) -> list[Row]:
         session = db.session_of(tx).name
         for call in db.on_tick:
             call(session)
+    held = {row["event_id"] for row in tx.rows(db.future_event)}
     return [
-        {**row, "tenant": None, "is_held": False, "now": now, "revision": row}
+        {**row, "is_held": row["last_event_id"] in held, "now": now, "revision": row}
         for row in found[:SCHEDULES_MAX]
     ]
 
@@ -77,8 +81,14 @@ def read_due(db: Database, tx: Transaction) -> list[Row]:
 def write_runs(
     db: Database, tx: Transaction, decided: Sequence[ScheduleDecision], actor: str
 ) -> Steps[bool]:
-    """The statements of one message, which is aborted if a schedule has changed."""
+    """The statements of one message.
+
+    It is aborted if a schedule has changed, or if another session has locked a tenant's share.
+    """
     if not lock_unchanged(db, tx, [d.schedule["revision"] for d in decided]):
+        return False
+    tenants = sorted({d.schedule["tenant"] for d in decided if d.due.ticks} - {None})
+    if not all(tx.try_lock(db.tenant_share, tenant, EXCLUSIVE) for tenant in tenants):
         return False
     ticks = sorted((at, d.schedule["id"]) for d in decided for at in d.due.ticks)
     if ticks:
@@ -134,20 +144,25 @@ def _has_ended(db: Database, tx: Transaction, outbox_id: int) -> bool:
 def publish_runs(
     db: Database, tx: Transaction, ticks: Sequence[tuple[datetime, int]], *, by_hand: bool = False
 ) -> Steps[None]:
-    """Insert the event of each run of a schedule."""
+    """Insert the event of each run of a schedule, or hold it for its tenant."""
     for at, i in ticks:
         row = tx.get(db.schedule, i)
         assert row is not None
-        event = yield from insert_event(db, tx, row["type"], row["key"], row["payload_json"])
-        tx.notes.append(("tick", (i, at, by_hand, event.id, row["last_outbox_id"])))
+        tenant, content = row["tenant"], (row["type"], row["key"], row["payload_json"])
+        if tenant is None:
+            event = yield from insert_event(db, tx, *content)
+            outbox_id, event_id = event.id, event.event_id
+        else:
+            outbox_id, event_id = None, hold_event(db, tx, tenant, *content, cost=1)["event_id"]
+        tx.notes.append(("tick", (i, at, by_hand, row["last_outbox_id"], row["last_event_id"])))
         yield Wait(db.schedule, i, UPDATE)
         tx.change(
             db.schedule,
             i,
             last_at=at,
             last_run_at=db.clock_timestamp(),
-            last_outbox_id=event.id,
-            last_event_id=event.event_id,
+            last_outbox_id=outbox_id,
+            last_event_id=event_id,
         )
 
 
