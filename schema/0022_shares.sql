@@ -216,8 +216,9 @@ END $$;
 --     much; a request finds room at least when nothing is held.
 --   held: whether events were held.
 --   version: the current routing version.
---   costs_version: that of the costs.  Under another one nothing is published, and event_ids is NULL:
---     a tenant that enables a hundred endpoints at once would publish a request for nothing.  NULL: any.
+--   costs_version: that of the costs; NULL: any.  Under another one nothing is published, and
+--     event_ids is NULL: otherwise a tenant that enables a hundred endpoints at once would publish a
+--     request at no cost.
 --
 -- A direct request takes no lock: if it sees no held event, the message that moved the last one was
 -- committed, and the ids of its events are lower.

@@ -38,10 +38,10 @@ COLUMNS = f"""
        f.id AS future_id, f.event_id AS id, f.type, f.tenant, f.key, f.created_at AS accepted_at,
        f.expires_at, f.held_before IS NOT NULL AS held,
        CASE WHEN f.held_before IS NULL THEN f.deliver_at END AS deliver_at,
-       f.held_before - oldest.held_before AS deliveries_ahead,
+       f.held_before - coalesce(oldest.held_before, f.held_before) AS deliveries_ahead,
        CASE WHEN f.held_before IS NULL THEN f.deliver_at
             ELSE clock_timestamp() + make_interval(
-                secs => (f.held_before - oldest.held_before) / {PER_S}) END
+                secs => (f.held_before - coalesce(oldest.held_before, f.held_before)) / {PER_S}) END
            AS expected_at
 """
 """Columns of the future event `f`, if `oldest` is the oldest held event of its tenant."""

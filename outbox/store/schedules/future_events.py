@@ -155,8 +155,8 @@ SELECT require_stored((SELECT count(*) FROM written) = (SELECT count(*) FROM due
 """,  # noqa: S608 (constants only)
 )
 
-# Postpones events, each for as long as it has been due, within $3 and $4 seconds.  A held one is held
-# no longer, so that others are not, and waits for its time.
+# Postpones events, each for as long as it has been due, within $3 and $4 seconds.  A held one is
+# held no longer, so that others are not, and waits for its time.
 POSTPONE_FUTURE = WriteStatement(
     "postpone_future",
     """
