@@ -18,6 +18,7 @@ from benchmarks import (
     commits,
     deliveries,
     failover,
+    flood,
     formats,
     horizon,
     hostile,
@@ -79,6 +80,7 @@ SECTIONS: dict[str, Callable[..., Awaitable[list[Row]]]] = {
     "scale": scale.measure,
     "fair": fair.measure,
     "shares": shares.measure,
+    "flood": flood.measure,
 }
 ROUNDS, QUICK_ROUNDS = 5, 1
 INTERRUPTED = 130

@@ -55,6 +55,7 @@ AXES = {
     "watched": "share of what the same relay does when it is not watched; more is better",
     "api": "times the same without clients, or without the API",
     "shares": "times the same without the hostile tenant; less is better",
+    "flood": "times the same without the other tenants; less is better",
     "commits": "commits per second compared with another method; more is better",
     "publishing": "events per second of what the driver's INSERT does; more is better",
     "majors": "commits per second compared with another method; more is better",

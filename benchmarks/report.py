@@ -70,6 +70,13 @@ TITLES = {
         "with none, and with a process that only computes. The installation has 61,440 lanes, all "
         "of the hostile tenant, and 500,000 events.",
     ),
+    "flood": (
+        "Events beside tenants that flood",
+        "A tenant publishes four events a second through the API, while one or ten others, with "
+        "100 endpoints each, send requests of 1,000 events without a pause; the time from its "
+        "request to its receiver, compared with the same alone, and beside a process that only "
+        "computes.",
+    ),
     "commits": (
         "Commits per second",
         "A producer's transactions, each with a small domain write, with {client}; the relay "

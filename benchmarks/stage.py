@@ -291,6 +291,14 @@ async def add_endpoint(
     await endpoint_changes.add_endpoint(connection, SCHEMA, settings, actor="bench")
 
 
+async def add_tenant_endpoint(
+    connection: Connection[Any], tenant: str, name: str, url: str
+) -> None:
+    """Add an endpoint of a tenant, which gets all of its events."""
+    settings = EndpointSettings(name=name, url=url, lanes=1, tenant=tenant)
+    await endpoint_changes.add_endpoint(connection, SCHEMA, settings, actor="bench")
+
+
 async def add_endpoints(
     connection: Connection[Any],
     url: str,

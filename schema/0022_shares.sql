@@ -215,7 +215,9 @@ END $$;
 --   held_max: how much may be held of a tenant.  Above it nothing is published, and `over` is by how
 --     much; a request finds room at least when nothing is held.
 --   held: whether events were held.
---   version: the routing version under which the costs should have been found.
+--   version: the current routing version.
+--   costs_version: that of the costs.  Under another one nothing is published, and event_ids is NULL:
+--     a tenant that enables a hundred endpoints at once would publish a request for nothing.  NULL: any.
 --
 -- A direct request takes no lock: if it sees no held event, the message that moved the last one was
 -- committed, and the ids of its events are lower.
@@ -235,6 +237,7 @@ CREATE FUNCTION publish_shared(
     digests       bytea[]       DEFAULT NULL,
     bodies        bytea[]       DEFAULT NULL,
     content_types text[]        DEFAULT NULL,
+    costs_version bigint        DEFAULT NULL,
     OUT event_ids uuid[],
     OUT held      boolean,
     OUT version   bigint,
@@ -249,6 +252,9 @@ DECLARE
     added     bigint;
 BEGIN
     SELECT c.version INTO version FROM cursor c;
+    IF version <> costs_version THEN
+        RETURN;
+    END IF;
     held := (NOT passes
              OR EXISTS (SELECT FROM tenant_share s JOIN future_event f ON f.id = s.last_id
                          WHERE s.tenant = publish_shared.tenant))
@@ -424,7 +430,7 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
         ('{relay}', 'table', 'future_event', 'UPDATE', '{held_before}'),
         ('{relay}', 'function', 'try_lock_share', 'EXECUTE', NULL),
         ('{relay}', 'function', 'forget_shares', 'EXECUTE', NULL),
-        ('{operator,api}', 'table', 'quota', 'INSERT', '{tenant}'),
+        ('{operator,api}', 'table', 'quota', 'INSERT', NULL),
         ('{operator,api}', 'table', 'quota', 'UPDATE', '{endpoints,lanes,schedules,once_keys}'),
         ('{operator,api}', 'table', 'quota', 'DELETE', NULL),
         ('{relay}', 'function', 'count_idempotency_keys', 'EXECUTE', NULL),

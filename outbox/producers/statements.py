@@ -99,7 +99,9 @@ PUBLISH_SHARED = _SEVERAL.replace(
     "{publish}",
     f"""to_jsonb({{schema}}.publish_shared(
                       tenant => CAST(:tenant AS text), passes => CAST(:passes AS boolean),
-                      costs => CAST(:costs AS integer[]), held_max => CAST(:held_max AS bigint),
+                      costs => CAST(:costs AS integer[]),
+                      costs_version => CAST(:costs_version AS bigint),
+                      held_max => CAST(:held_max AS bigint),
                       {_ARRAYS.lstrip()}))""",
 )
 

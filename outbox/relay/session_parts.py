@@ -183,6 +183,7 @@ def build_session(
         stores.future_events(workers.schedules, me),
         stores.put_off(workers.schedules, me),
         settings.poll_s,
+        lambda: sequencer.cursor.complete_at,
     )
 
     def lead(leads: bool) -> None:

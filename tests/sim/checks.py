@@ -153,7 +153,9 @@ class Checker:
         db = self.database
         self.replayed.committed(tx)
         for lane_id, row in (tx.writes.get(db.lane) or {}).items():
-            assert row is not None
+            if row is None:
+                self._lane_removed(lane_id)
+                continue
             if lane_id not in self._by_id:
                 self.know(row)
             if row["skip_seq"] is not None:
@@ -184,7 +186,8 @@ class Checker:
                 if tried.outcome == "delivered" and book.ended_through < tried.seq:
                     raise Violation("log", f"lane {lane_id}: {tried.seq} ends before those below")
         for lane_id, row in (tx.writes.get(db.lane_progress) or {}).items():
-            assert row is not None
+            if row is None:
+                continue  # The lane is removed.
             book = self._by_id[lane_id]
             if row["acked_seq"] > book.ended_through:
                 raise Violation("log", f"lane {lane_id} passes {row['acked_seq']} without outcome")
@@ -216,6 +219,14 @@ class Checker:
         self.received.restored(events)
         self.limits.restored()
         self._observed_s = 0.0
+
+    def _lane_removed(self, lane_id: int) -> None:
+        book = self._by_id[lane_id]
+        endpoint = self.database.endpoint.rows[book.endpoint_id]
+        if endpoint["state"] != "removed" and book.generation >= endpoint["generation"]:
+            raise Violation("lanes", f"lane {lane_id} is removed, and gets deliveries")
+        if min(book.ended_through, self._acked.get(lane_id, 0)) < book.last_seq:
+            raise Violation("loss", f"lane {lane_id} is removed with pending deliveries")
 
     def know(self, lane: dict[str, Any]) -> None:
         """Register a new lane."""

@@ -18,12 +18,16 @@ from outbox.store.connection.connect import in_one_line
 from outbox.store.errors import ResponseLost
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from outbox.store.schedules.future_events import FutureEventStore
     from outbox.store.schedules.put_off import PutOffStore
     from outbox.store.schedules.schedule_runs import ScheduleRunStore
 
 log = structlog.get_logger("outbox.schedule_runner")
 
+BEHIND_MAX_S = 5.0
+"""A pass does not wait longer for the sequencer, which others' events may keep busy."""
 REFUSED_RETRY_S = 10.0
 """Retry delay after an error of the database: a missing privilege, a user's trigger."""
 
@@ -33,6 +37,8 @@ class ScheduleRunner:
 
     Args:
         poll_s: polling interval; new schedules are found after this time.
+        sequenced_at: when the sequencer began the last read after which nothing was left to read,
+            by the loop's clock; None: unknown.
     """
 
     def __init__(
@@ -41,16 +47,19 @@ class ScheduleRunner:
         events: FutureEventStore,
         put_off: PutOffStore,
         poll_s: float,
+        sequenced_at: Callable[[], float | None],
     ) -> None:
         self._schedules = schedules
         self._events = events
         self._put_off = put_off
         self._poll_s = poll_s
+        self._sequenced_at = sequenced_at
         self._wake_event = WakeEvent()
         self._leads = False
         # What a wrong clock has put off may wait to be found.
         self._search = True
-        self._pass_at = 0.0
+        # When the last pass ended, and when the next one may begin.
+        self._passed_at = self._pass_at = 0.0
         self._postponed = 0
 
     def set_leader(self, leads: bool) -> None:
@@ -110,13 +119,23 @@ class ScheduleRunner:
         return wait_s
 
     async def _move_shares(self, due_in_s: float) -> float:
-        """Make a pass over tenants if it is due; return the seconds until the next one."""
-        now = asyncio.get_running_loop().time()
+        """Make a pass over tenants if it is due; return the seconds until the next one.
+
+        What the last pass has moved is sequenced before the next one, so that the backlog of a slow
+        sequencer does not grow by it, in which other tenants' events would wait.
+        """
+        clock = asyncio.get_running_loop().time
+        now = clock()
         wait_s = max(due_in_s, self._pass_at - now)
         if wait_s > 0:
             return wait_s
         self._pass_at = now + PASS_S
-        if not await self._events.move_shares(now):
+        sequenced_at = self._sequenced_at()
+        if sequenced_at is not None and sequenced_at < self._passed_at > now - BEHIND_MAX_S:
+            return PASS_S
+        moved = await self._events.move_shares(now)
+        self._passed_at = clock()
+        if not moved:
             return self._poll_s
         await self._report_postponed()
         return PASS_S

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from outbox.producers.event import Event
     from outbox_api.meters import ApiMeters
 
+ATTEMPTS_MAX = 5
+"""Publications of a request while the routes change.  The last one has the costs that were found
+last."""
+
 # Current subscriptions of a tenant alone ($1; NULL: none), and those to all tenants ($2), with the
 # routing version: a row without types if there are none.
 READ_SUBSCRIPTIONS = """
@@ -78,7 +82,30 @@ class FairPublisher:
         Raises:
             Problem: too many deliveries of the tenant are held already.
         """
-        costs = await self._costs(connection, schema, tenant, events)
+        for attempt in range(1, ATTEMPTS_MAX + 1):
+            costs = await self._costs(connection, schema, tenant, events)
+            given: dict[str, Any] = {
+                "events": encoded,
+                "digests": digests,
+                "tenant": tenant,
+                "costs": costs,
+                "costs_version": self._shares.version if attempt < ATTEMPTS_MAX else None,
+                "held_max": self._held_max,
+            }
+            event_ids = await self._publish(connection, schema, events, given)
+            if event_ids is not None:
+                return event_ids
+        raise AssertionError("without a version it is published")
+
+    async def _publish(
+        self,
+        connection: Connection[Any],
+        schema: str,
+        events: Sequence[Event],
+        given: dict[str, Any],
+    ) -> list[UUID | None] | None:
+        """Publish events; None: the routes have changed, and nothing is published."""
+        tenant, costs = given["tenant"], given["costs"]
         # What has a `deliver_at` is paced when it is due.
         at_once = sum(n for n, each in zip(costs, events, strict=True) if each.deliver_at is None)
         passes = self._shares.reserve(tenant, at_once, self._clock())
@@ -87,14 +114,7 @@ class FairPublisher:
                 await publish_by(
                     await open_connection(connection),
                     PUBLISH_SHARED,
-                    {
-                        "events": encoded,
-                        "digests": digests,
-                        "tenant": tenant,
-                        "passes": passes,
-                        "costs": costs,
-                        "held_max": self._held_max,
-                    },
+                    given | {"passes": passes},
                     schema=schema,
                 )
             )
@@ -104,10 +124,10 @@ class FairPublisher:
             if passes:
                 self._shares.release(tenant, at_once, self._clock())
             raise
-        self._shares.set_version(published["version"])
-        if published["held"] or published["over"] is not None:
-            if passes:
-                self._shares.release(tenant, at_once, self._clock())
+        self._shares.version = published["version"]
+        if passes and (published["held"] or published["event_ids"] is None):
+            self._shares.release(tenant, at_once, self._clock())
+        if published["held"]:
             self._shares.drain(tenant, self._clock())
         if published["over"] is not None:
             raise too_many_requests(
@@ -116,6 +136,8 @@ class FairPublisher:
                 published["over"] / SHARE.per_s,
                 Refusal.SHARE,
             )
+        if published["event_ids"] is None:
+            return None
         if published["held"]:
             self._meters.count_held()
         return [None if each is None else UUID(each) for each in published["event_ids"]]
@@ -123,8 +145,9 @@ class FairPublisher:
     async def _costs(
         self, connection: Connection[Any], schema: str, tenant: str, events: Sequence[Event]
     ) -> list[int]:
-        own, of_all = self._shares.lacks_routes(tenant)
-        if own or of_all:
+        # Routes that are read may have another version than those that were known.
+        while any(missing := self._shares.lacks_routes(tenant)):
+            own, of_all = missing
             with map_errors(schema):
                 rows = await connection.fetch(READ_SUBSCRIPTIONS, tenant if own else None, of_all)
             version = rows[0]["version"]

@@ -34,7 +34,8 @@ READ_LIVE_STATUS = f"""
 counters AS MATERIALIZED (
     SELECT p.endpoint_id, count(*) AS lanes_total, sum(c.last_seq) AS sequenced
       FROM lane_progress p JOIN lane_counter c ON c.lane_id = p.lane_id
-     WHERE p.endpoint_id IN (SELECT endpoint_id FROM totals) GROUP BY p.endpoint_id),
+      JOIN endpoint e ON e.id = p.endpoint_id
+     WHERE e.state <> 'removed' AND ($1::text IS NULL OR e.tenant = $1) GROUP BY p.endpoint_id),
 sums AS (
     SELECT clock_timestamp() AS at,
            (SELECT coalesce(sum(sequenced), 0)::bigint FROM counters) AS sequenced,

@@ -199,6 +199,7 @@ _ROUTES = {
     "schedule list": "GET /v1/schedules",
     "token list": "GET /v1/tokens",
     "once list": "GET /v1/once",
+    "quota list": "GET /v1/quotas",
     "quota set": "PUT /v1/quotas",
     "doctor": "GET /v1/doctor",
 }

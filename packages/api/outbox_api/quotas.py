@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -20,6 +20,8 @@ TENANT = "/v1/quotas/{tenant}"
 
 class QuotaBody(RequestModel):
     """Quotas to set; the others keep their values."""
+
+    example: ClassVar = {"tenant": "acme", "endpoints": 20, "lanes": 200}
 
     tenant: str | None = None
     """The tenant; null: all tenants without a value of their own."""

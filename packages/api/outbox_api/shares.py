@@ -14,9 +14,9 @@ publishes them in their order, 5,000 deliveries/s for each tenant.  The buckets 
 process; what is held is paced by one relay.
 
 The cost of an event is the number of endpoints whose types match, of its tenant and of all tenants.
-Filters are not evaluated.  It is computed from routes as of a routing version; the publication
-returns the current version, and the routes of another one are read again.  So a cost is too low for
-one request of a process after a change of routing.  The order of events does not depend on it.
+Filters are not evaluated.  It is computed from routes as of a routing version.  If another one is
+current, the database publishes nothing and returns it, and the routes are read again.  The order of
+events does not depend on their costs.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ class Shares:
         self._tenants = TokenBuckets(share, keys_max=buckets_max)
         self._together = TokenBuckets(together, keys_max=1)
         self._segments_max = segments_max
-        self._version: int | None = None
+        self.version: int | None = None
+        """The routing version of the routes, as far as it is known."""
         self._of_all: Routes | None = None
         # By tenant; the least recently used first.
         self._of_tenant: OrderedDict[str, Routes] = OrderedDict()
@@ -117,18 +118,14 @@ class Shares:
     def set_routes(self, tenant: str, own: Routes | None, of_all: Routes | None) -> None:
         """Keep routes that were read; None: they were not."""
         if of_all is not None:
-            self._version, self._of_all = of_all.version, of_all
+            self.version, self._of_all = of_all.version, of_all
         if own is not None:
-            self._version = own.version
+            self.version = own.version
             self._forget(tenant)
             self._of_tenant[tenant] = own
             self._segments += own.segments
             while self._segments > self._segments_max and len(self._of_tenant) > 1:
                 self._forget(next(iter(self._of_tenant)))
-
-    def set_version(self, version: int) -> None:
-        """Set the routing version that a publication has returned: routes of another are stale."""
-        self._version = version
 
     def costs(self, tenant: str, types: Sequence[str]) -> list[int]:
         """The number of deliveries of each event, whose type is valid."""
@@ -141,7 +138,7 @@ class Shares:
         return [by_type[each] for each in types]
 
     def _is_current(self, routes: Routes | None) -> bool:
-        return routes is not None and routes.version == self._version
+        return routes is not None and routes.version == self.version
 
     def _forget(self, tenant: str) -> None:
         if (routes := self._of_tenant.pop(tenant, None)) is not None:

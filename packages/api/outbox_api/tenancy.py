@@ -161,9 +161,10 @@ def restrict_selection(tenant: str | None, which: DeadLetterSelection) -> DeadLe
 def stored_key(tenant: str | None, key: str) -> str:
     """Return the stored form of an idempotency key: tenants have separate key spaces.
 
-    A shared key space would reveal which keys other tenants have claimed.
+    A shared key space would reveal which keys other tenants have claimed.  An empty key stays
+    empty, and is refused.
     """
-    return key if tenant is None else _once_prefix(tenant) + key
+    return _once_prefix(tenant) + key if tenant is not None and key else key
 
 
 def public_key(tenant: str | None, key: str) -> str:

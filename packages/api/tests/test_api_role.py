@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,8 +17,9 @@ import pytest
 from outbox.core.model.endpoint_settings import SETTINGS
 from outbox.operations import fetch_tokens
 from outbox.store.privileges import require_privileges
-from outbox_api import auth
+from outbox_api import app
 from outbox_api import database as database_module
+from outbox_api.auth import API_TOKENS
 from outbox_api.problem import NOT_GRANTED
 from outbox_api.routes import ROUTES
 from packages.api.tests.walk import WALK, prepare
@@ -151,7 +153,7 @@ async def test_every_route_works_and_needs_the_privileges_that_the_page_names(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Each request authenticates, and no request fails by the check that follows a refusal.
-    monkeypatch.setattr(auth, "CACHED_S", 0.0)
+    monkeypatch.setattr(app, "API_TOKENS", replace(API_TOKENS, kept_s=0.0))
     monkeypatch.setattr(database_module, "require_privileges", _check_nothing)
     needed = defaultdict(list)
     for privilege, routes in documented().items():

@@ -54,16 +54,18 @@ def run(words: list[str], directory: Path, env: Mapping[str, str] | None = None)
     return done.stdout + done.stderr
 
 
-def block(language: str) -> str:
-    """The program of the page in a language."""
-    found = re.search(rf"```{language}\n(.*?)```", PAGE.read_text(), re.DOTALL)
+def program(heading: str) -> str:
+    """The program of the page below a heading."""
+    found = re.search(
+        rf"^## {heading}\n.*?```text\n(.*?)```", PAGE.read_text(), re.MULTILINE | re.DOTALL
+    )
     assert found is not None
     return found[1]
 
 
 def command(program: str) -> list[str]:
     """The arguments of the command of the page that runs a program."""
-    found = re.search(rf"^\$ (?:npx )?{program} (.*)$", PAGE.read_text(), re.MULTILINE)
+    found = re.search(rf"^(?:npx )?{program} (.*)$", PAGE.read_text(), re.MULTILINE)
     assert found is not None
     return found[1].split()
 
@@ -98,7 +100,7 @@ def python_program(directory: Path) -> tuple[list[str], Mapping[str, str]]:
     )
     assert "WARNING" not in output, output
     shutil.copy(PROGRAMS / "use.py", directory)
-    (directory / "page.py").write_text(block("py"))
+    (directory / "page.py").write_text(program("Python"))
     options = ["--strict", "--follow-imports=silent", "--cache-dir", str(directory / "cache")]
     run([sys.executable, "-m", "mypy", *options, "use.py", "page.py"], directory)
     return [sys.executable], env
@@ -113,7 +115,7 @@ def typescript_program(directory: Path) -> Path:
     bin_ = modules / ".bin"
     run([str(bin_ / "openapi-typescript"), *command("openapi-typescript")], directory)
     shutil.copy(PROGRAMS / "use.ts", directory)
-    (directory / "page.ts").write_text(block("typescript"))
+    (directory / "page.ts").write_text(program("TypeScript"))
     run([str(bin_ / "tsc"), *STRICT, *TO_MODULES, "use.ts", "page.ts"], directory)
     (directory / "built" / "publish.js").write_text(
         'import { publish } from "./page.js";\nawait publish(...process.argv.slice(2));\n'

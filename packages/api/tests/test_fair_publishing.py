@@ -124,10 +124,31 @@ async def test_the_cost_follows_a_change_of_routing(database: Database, tenants:
     for name in ("acme-2", "acme-3"):
         url = {"name": f"acme.{name}", "url": "https://example.com/", "types": ["a.b"]}
         assert (await tenants.acme.post("/v1/endpoints", url)).status == 201
-    # The first publication after the change reports the new version.
     await publish(tenants.acme, "b", **later)
-    await publish(tenants.acme, "c", **later)
-    assert await fetchval(database, costs) == [2, 2, 4]
+    assert await fetchval(database, costs) == [2, 4]
+    # Nor does a request of another tenant cost what it did before.
+    await fetchval(database, "UPDATE subscription SET to_batch = 9 WHERE all_tenants RETURNING 1")
+    await fetchval(database, "UPDATE cursor SET version = version + 1 RETURNING 1")
+    await publish(tenants.globex, *"abcdefghijklm")
+    assert await stored(database) == ("abcdefghijklm", "")
+
+
+async def test_a_request_is_published_once_while_the_routes_keep_changing(
+    database: Database, tenants: Tenants, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_costs = FairPublisher._costs
+
+    async def change_after(*given: Any) -> list[int]:
+        costs = await find_costs(*given)
+        await fetchval(database, "UPDATE cursor SET version = version + 1 RETURNING 1")
+        return costs
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FairPublisher, "_costs", change_after)
+        await publish(tenants.acme, "a")
+    # It was charged once.
+    await publish(tenants.acme, *"bcde")
+    assert await stored(database) == ("abcde", "")
 
 
 async def test_a_refused_request_leaves_the_share_as_it_was(

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import os
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -58,6 +59,9 @@ class Listener:
         self.permits: asyncio.Semaphore | None = None
         """While the connection is slow, each use takes one."""
         self.clock = Clock()
+        self.shared = Shared()
+        self.query_s = 0.0
+        """How long a use takes by the clock."""
         self.url = ""
         self.session: Any = None
         self._database = database
@@ -70,6 +74,7 @@ class Listener:
                 await self.permits.acquire()
             async with login() as connection:
                 yield connection
+            self.clock.now += self.query_s
 
         connections.login = counted  # type: ignore[method-assign]
 
@@ -125,10 +130,10 @@ async def started(name: str, database: Database) -> AsyncIterator[Listener]:
     listener = Listener(name, database, connections)
     failures, clock = FailedLogins(connections), listener.clock
     if listener.is_api:
-        app = application(settings, HERE, connections, failures, Shared(), clock=clock)
+        app = application(settings, HERE, connections, failures, listener.shared, clock=clock)
     else:
         limits = RateLimiter(settings.api_rate_max, clock)
-        app = receivers.application(connections, failures, limits, Shared(), clock=clock)
+        app = receivers.application(connections, failures, limits, listener.shared, clock=clock)
     connector = aiohttp.TCPConnector(limit=0)
     async with (
         connections.opened(),
@@ -193,6 +198,22 @@ async def test_guesses_cost_no_query_each(listener: Listener) -> None:
     # One read for those that arrived before it began, and one for the rest; the connections of a
     # client are opened one after another, so some arrive later.
     assert listener.uses - before <= GUESSES // 10
+
+
+async def test_queries_for_unknown_tokens_take_a_small_share_of_the_time(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those of guesses that arrive one after another."""
+    pauses = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(round(seconds, 6))
+
+    async with started("api", database) as api:
+        monkeypatch.setattr(logins, "asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": sleep}))
+        for api.query_s in (0.01, 0.05, 60.0, 0.0):
+            await api.status(api.guess())
+    assert pauses[1:] == [0.2, 1.0, 2.0]
 
 
 @pytest.mark.parametrize("restarted", [True, False])
@@ -267,13 +288,22 @@ async def test_clients_that_leave_do_not_delay_a_valid_token(listener: Listener)
     """A client that leaves while it is authenticated cancels its request only."""
     token = await listener.token()
     listener.permits = asyncio.Semaphore(0)
-    guesses = [listener.status(listener.guess()) for _ in range(GUESSES // 2)]
-    async with in_background(*guesses):
+
+    async def in_progress(requests: int) -> None:
+        name = "api" if listener.is_api else "receivers"
+        counts = listener.shared.meters._in_progress
+        await until(lambda: counts[name] == requests, 20, "the requests")
+
+    async with in_background(listener.status(listener.guess())):
         await until(lambda: listener.uses > 0, 20, "the first query")
-    async with in_background(listener.status(token)) as (valid,):
-        listener.permits.release()
-        listener.permits = None
-        assert await valid == 200
+        # Both wait for the next query.
+        async with in_background(listener.status(token)) as (valid,):
+            async with in_background(listener.status(listener.guess())):
+                await in_progress(3)
+            await in_progress(2)
+            for _ in range(GUESSES):
+                listener.permits.release()
+            assert await valid == 200
 
 
 async def test_a_query_that_hangs_ends(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,14 +115,14 @@ def test_the_cost_is_the_number_of_matching_endpoints() -> None:
 def test_routes_of_another_version_are_read_again() -> None:
     shares = Shares()
     shares.set_routes("acme", build_routes(7, [["**"]]), build_routes(7, []))
-    shares.set_version(7)
+    shares.version = 7
     assert shares.lacks_routes("acme") == (False, False)
-    shares.set_version(8)
+    shares.version = 8
     assert shares.lacks_routes("acme") == (True, True)
     shares.set_routes("globex", build_routes(8, []), build_routes(8, []))
     assert shares.lacks_routes("acme") == (True, False)
     # Also after a restore of the database, which sets the version back.
-    shares.set_version(5)
+    shares.version = 5
     assert shares.lacks_routes("globex") == (True, True)
 
 

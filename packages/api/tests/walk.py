@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from outbox.core.model.response import AttemptResult
 from outbox_api.events import NewEvents
 from outbox_api.routes import ROUTES
 from outbox_api.schedules import ScheduleBody
+from tests.support.api import make_token
 from tests.support.identity import identity
 from tests.support.ranges import next_pending, sequence_all
 from tests.support.relay import (
@@ -57,12 +59,14 @@ class Step:
 
     Args:
         route: as in the table of routes; a second request of one adds what differs, in brackets.
+        tenant: sent with a token of this tenant.
     """
 
     route: str
     path: str
     body: Any = None
     query: Mapping[str, Any] = field(default_factory=dict)
+    tenant: str | None = None
 
     @property
     def method(self) -> str:
@@ -86,6 +90,9 @@ class Step:
         Args:
             fill: changes the body.
         """
+        if self.tenant is not None:
+            token = await make_token(database, str(uuid4()), tenant=self.tenant)
+            api = api.with_token(token)
         body = self.body
         if body is EXAMPLE:
             body = self.declared.bodies[0].example
@@ -122,6 +129,7 @@ WALK = (
     _read("/v1/endpoint-settings"),
     _read("/v1/declaration"),
     _read("/v1/events"),
+    _read("/v1/future-events"),
     _read("/v1/trace/{event}", "/v1/trace/{id}"),
     _read("/v1/history"),
     _read("/v1/endpoint-histories"),
@@ -172,11 +180,11 @@ WALK = (
     Step(
         "POST /v1/schedules (of a tenant)",
         "/v1/schedules",
-        {**ScheduleBody.example, "tenant": "acme"},
+        {**ScheduleBody.example, "tenant": "acme", "replace": True},
     ),
     Step("POST /v1/schedules/{name}/run-now (of a tenant)", "/v1/schedules/nightly/run-now"),
     Step("POST /v1/once/{key}/reset", "/v1/once/o/reset"),
-    Step("PUT /v1/quotas", "/v1/quotas", {"tenant": "acme", "lanes": 9}),
+    Step("PUT /v1/quotas", "/v1/quotas", EXAMPLE),
     _read("/v1/quotas"),
     _read("/v1/quotas/acme", "/v1/quotas/{tenant}"),
     Step("DELETE /v1/quotas/{tenant}", "/v1/quotas/acme"),
@@ -184,6 +192,7 @@ WALK = (
     Step("DELETE /v1/tokens/{name}", "/v1/tokens/dashboard"),
     Step("POST /v1/events", "/v1/events", EXAMPLE),
     Step("POST /v1/events (several)", "/v1/events", NewEvents.example),
+    Step("POST /v1/events (of a tenant)", "/v1/events", {"type": "a.b"}, tenant="acme"),
     Step("POST /v1/verify", "/v1/verify"),
     Step("POST /v1/resequence", "/v1/resequence"),
     Step("POST /v1/endpoints/{name}/test", "/v1/endpoints/put/test"),

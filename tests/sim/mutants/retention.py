@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tests.sim.mutants.catalogue import mutant, swap
-from tests.sim.stores import batches, periods
+from tests.sim.stores import batches, periods, upkeep
 
 if TYPE_CHECKING:
     from tests.sim.simulation import Simulation
@@ -45,3 +45,14 @@ def events_of_replay_dropped(sim: Simulation) -> None:
     _always(sim)
     for name in ("pinned_by_ranges", "pinned_by_replays", "pinned_by_jobs"):
         swap(periods, name, lambda db, tx, *_: False)
+
+
+@mutant
+def lane_with_pending_deliveries_removed(sim: Simulation) -> None:
+    """A lane of an older generation is removed although its deliveries are pending."""
+    _always(sim)
+
+    def is_older(db: Any, tx: Any, lane: Any, _: int) -> bool:
+        return bool(lane["generation"] < tx.get(db.endpoint, lane["endpoint_id"])["generation"])
+
+    swap(upkeep, "is_unused", is_older)

@@ -273,6 +273,8 @@ def pinned_by_replays(
         if dead_letter["outbox_id"] is None:
             needed.append((dead_letter["lane_id"], r["next_seq"], r["to_seq"]))
     for lane_id, given in db.deliveries.items():
+        if not given:
+            continue  # The lane may be removed.
         p = tx.get(db.lane_progress, lane_id)
         assert p is not None
         for g in given:

@@ -176,7 +176,7 @@ async def test_a_request_is_previewed_and_copied(database: Database) -> None:
         await visitor.press("Copy as cURL")
         await visitor.wait_for("Copied")
         command = await page.evaluate("navigator.clipboard.readText()")
-        assert command.startswith("curl -X POST 'http://receiver.test/well' \\\n")
+        assert command.startswith("curl --globoff -X POST 'http://receiver.test/well' \\\n")
         assert '"order":1' in command.replace(" ", "")
         await page.get_by_label("Event", exact=True).fill("unknown")
         await visitor.main.get_by_role("button", name="Preview").click()
