@@ -19,10 +19,12 @@ from tests.sim.stores.future_events import FutureEventStore, lock_future
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Sequence
 
     from tests.sim.simulation import Simulation
 
 TENANTS = ("acme", "globex")
+BURST = 10
 RESPONSE_S = 5.0
 """A client that has waited for this long repeats its request."""
 
@@ -44,14 +46,13 @@ class ApiClient:
         self._next = number * 1_000_000
         self._connection: Connection | None = None
 
-    async def run(self, count: int, during_s: float) -> None:
-        """Publish this many requests, in bursts."""
+    async def run(self, starts: Sequence[float]) -> None:
+        """Publish a burst of requests at each of these times."""
         rng, world = self._rng, self._sim.world
-        bursts = max(1, count // 10)
-        for start in sorted(rng.random() * during_s for _ in range(bursts)):
+        for start in starts:
             await asyncio.sleep(max(start - world.now, 0.0))
             passes = rng.choice((0.1, 0.5))
-            for _ in range(count // bursts):
+            for _ in range(BURST):
                 await self._publish(passes)
                 if rng.random() < 0.3:
                     await asyncio.sleep(rng.random() * rng.choice((0.1, 1.0)))
@@ -132,12 +133,13 @@ async def move_beside(simulation: Simulation, rng: random.Random) -> None:
 
 
 async def erase_key(simulation: Simulation, rng: random.Random) -> None:
-    """Erase the future events of the key of the newest held one, or of another one."""
+    """Erase the future events of the key of the newest held one of a tenant."""
     db = simulation.database
-    keys = [r["key"] for r in db.future_event.rows.values() if r["is_held"] and r["key"]]
-    if not keys:
+    held = [r for r in db.future_event.rows.values() if r["is_held"] and r["key"]]
+    if not held:
         return
-    key: Any = keys[-1] if rng.random() < 0.5 else rng.choice(keys)
+    tenant = rng.choice(held)["tenant"]
+    key: Any = [r["key"] for r in held if r["tenant"] == tenant][-1]
     connection = Connection(db, simulation.operator_process, "outbox")
     try:
         await connection.open()

@@ -255,16 +255,16 @@ class Simulation:
                 self.database, self._application, self._load, rng.getrandbits(32), self._on_open
             )
             self._producing.append(self._application.run(producer.run(share)))
-        held = rng.choice((0, 20, 60))
-        for n in range(rng.choice((1, 2, 4)) if held else 0):
+        starts = sorted(rng.random() * self._peace_at for _ in range(rng.choice((0, 2, 4))))
+        for n in range(rng.choice((1, 3)) if starts else 0):
             client = clients.ApiClient(self, n, random.Random(rng.random()))
-            self._producing.append(self.api.run(client.run(held, self._peace_at)))
+            self._producing.append(self.api.run(client.run(starts)))
         operator = self._operator
         self.operator_process.run(operator.add_schedules(rng.choice((0, 1, 2))))
         at = self.checker.moments.at
         for _ in range(rng.choice((0, 4, 10))):
             at(moments.HELD, rng.randrange(1, 60), self._move_beside)
-        for _ in range(rng.choice((0, 2, 4))):
+        for _ in range(rng.choice((0, 4, 12))):
             at(moments.HELD, rng.randrange(1, 60), self._erase)
         acts = [self._load.events * rng.random() for _ in range(rng.choice((0, 3, 8)))]
         for act in acts:
