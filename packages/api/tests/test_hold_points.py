@@ -94,5 +94,7 @@ async def test_no_route_holds_locks_while_it_waits_for_its_client(database: Data
         await request("POST", "/v1/once/{key}/reset", key="plan:7")
         await request("POST", "/v1/tokens", {"name": "ci", "scopes": ["read"]})
         await request("DELETE", "/v1/tokens/{name}", name="ci")
+        await request("PUT", "/v1/quotas", {"tenant": "acme", "lanes": 9})
+        await request("DELETE", "/v1/quotas/{tenant}", tenant="acme")
         await request("POST", "/v1/erase", {"tenant": "acme"})
     assert not left, "routes without a test"

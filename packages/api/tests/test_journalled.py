@@ -48,7 +48,7 @@ async def test_a_change_is_journalled_with_the_token_and_leaves_its_session_as_i
 async def _walk(database: Database, api: Api) -> None:
     newest = "SELECT coalesce(max(id), 0) FROM journal"
     by = "SELECT array_agg(DISTINCT actor) FROM journal WHERE id > $1"
-    for step in WALK:
+    for step in (each for each in WALK if each.tenant is None):  # Adding its token is a change.
         before = await fetchval(database, newest)
         response = await step.send(database, api)
         assert response.status in (200, 201), (step.route, response.raw)

@@ -76,6 +76,9 @@ async def test_a_name_in_a_path_is_stored_or_refused_by_a_problem_of_ours(api: A
         for name in (*NOT_STORED, *OTHERS):
             body = dict(route.bodies[0].example or {"pem": "x"}) if route.bodies else None
             response = await api.request(route.method, f"{before}{name}{after}", body, **query)
+            if response.status == 200:  # A tenant may have any name.
+                assert (route.operation_id, name in NOT_STORED) == ("get_quotas_tenant", False)
+                continue
             assert response.status in (400, 404, 405, 422), (route.operation_id, name, response.raw)
             assert "Error" not in response.detail, response.detail
             if name in NOT_STORED:

@@ -230,6 +230,9 @@ class World:
                 yield path.replace("{name}", "acme-shop"), _nothing(path), {}
             case _, _ if path.startswith("/v1/schedules"):
                 yield path.replace("{name}", "acme.nightly"), None, {}
+            case _, "/v1/quotas/{tenant}":
+                for tenant in ("acme", "globex", "nobody"):
+                    yield f"/v1/quotas/{tenant}", None, {}
             case _, _ if path.startswith("/v1/once"):
                 yield path.replace("{key}", "same-once"), None, {}
 

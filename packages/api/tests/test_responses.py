@@ -103,6 +103,7 @@ async def asked(api: Api, tenant: str | None) -> dict[str, bytes]:
         "/v1/schedules/{name}": [],
         "/v1/once/{key}": [],
         "/v1/replays/{id}": [],
+        "/v1/quotas/{tenant}": [f"/v1/quotas/{own}"],
     }
     output = {}
     for route in ROUTES:
