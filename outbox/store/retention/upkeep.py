@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 LANES_PER_STEP = 1000
 """Lanes per message, which locks their endpoints' ownership: a relay acquires those later."""
 
-REMOVE_LANES = "SELECT remove_lanes($1)"
+# The number of rows is that of the lanes.
+REMOVE_LANES = WriteStatement("remove_lanes", "SELECT FROM generate_series(1, remove_lanes($1))")
 COUNT_KEYS = WriteStatement("count_idempotency_keys", "SELECT count_idempotency_keys()")
 
 
@@ -28,7 +29,7 @@ class UpkeepStore:
     async def remove_lanes(self) -> int:
         """Remove the lanes that nothing refers to any more; returns how many."""
         removed = 0
-        while step := await self._db.fetchval(REMOVE_LANES, LANES_PER_STEP):
+        while step := await self._db.write(REMOVE_LANES, LANES_PER_STEP):
             removed += step
             if step < LANES_PER_STEP:
                 break
