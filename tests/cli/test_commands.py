@@ -675,8 +675,8 @@ def test_status(here: Command, database: Database) -> None:
     here("publish", "a.b")
     seen = here("status", "--json").json
     assert list(seen) == [
-        "schema", "at", "cursor", "blocker", "stopped", "open_gaps", "unaccounted_events",
-        "replicas", "pending", "sequenced", "endpoints_total", "endpoints", "dead_letters",
+        "schema", "at", "cursor", "blocker", "stopped", "open_gaps", "held",
+        "unaccounted_events", "replicas", "pending", "sequenced", "endpoints_total", "endpoints", "dead_letters",
         "dead_letters_of_removed",
     ]  # fmt: skip
     assert (seen["cursor"]["high"], seen["cursor"]["last_id"], seen["cursor"]["lag"]) == (0, 1, 1)
