@@ -555,7 +555,6 @@ class Script:
                 name=name,
                 cron="@yearly",
                 type="t0.changed",
-                tenant=rng.choice((None, "acme")),
                 key=rng.choice((None, "k1")),
                 overlap=rng.choice(("allow", "wait")),
             )
