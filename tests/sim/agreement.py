@@ -99,6 +99,14 @@ class Side(Protocol):
         """Add future events that are due."""
         ...
 
+    async def publish_shared(self, tenant: str, once: str | None, keys: list[str | None]) -> None:
+        """Publish events above a tenant's share; those without a key have a `deliver_at`."""
+        ...
+
+    async def erase_held(self, key: str) -> None:
+        """Delete the future events of a key."""
+        ...
+
     async def set_schedules_due(self) -> None:
         """Let all schedules be due."""
         ...
@@ -150,6 +158,7 @@ class Script:
             (1, self._change_schedules), (2, self._run_schedules), (2, self._lag),
             (1, self._register_and_release), (1, self._hold_cursor), (1, self._filter),
             (1, self._read_database_stats), (4, self._maintain), (1, self._restore),
+            (2, self._share),
         ]  # fmt: skip
         for _ in range(steps):
             ((_, act),) = self._rng.choices(acts, [weight for weight, _ in acts])
@@ -572,8 +581,24 @@ class Script:
         result = await store.run_due_schedules()
         events = self._stores.future_events.FutureEventStore(self._db, self._ids[0])
         moved, postponed = await events.move_due(), await events.postponed()
-        nothing_due = await store.due_in_s() is None and await events.due_in_s() == (None, None)
-        return result.schedules, moved, postponed, nothing_due
+        due_in_s = await store.due_in_s(), *await events.due_in_s()
+        return result.schedules, moved, postponed, [each is None for each in due_in_s]
+
+    async def _share(self) -> Any:
+        """Publish above the shares of tenants, erase some of it, and move what is left."""
+        rng = self._rng
+        for _ in range(rng.randrange(1, 4)):
+            keys = rng.choices(("k0", "k1", None), k=rng.randrange(1, 4))
+            # Repeated with as many events only.
+            once = rng.choice((None, f"{rng.randrange(5)} of {len(keys)}"))
+            await self._side.publish_shared(rng.choice(("acme", "globex")), once, keys)
+        if rng.random() < 0.5:
+            await self._side.erase_held(rng.choice(("k0", "k1")))
+        if rng.random() < 0.5:
+            return None
+        store = self._stores.future_events.FutureEventStore(self._db, self._ids[0])
+        moved = [await store.move_shares(now) for now in (1.0, 2.0)]
+        return moved, [each is None for each in await store.due_in_s()]
 
     # -------------------------------------------------------------- operators
 

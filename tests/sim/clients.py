@@ -40,7 +40,7 @@ class ApiClient:
     def __init__(self, simulation: Simulation, number: int, rng: random.Random) -> None:
         self._sim = simulation
         self._rng = rng
-        self._tenant = TENANTS[number % len(TENANTS)]
+        self._tenant = TENANTS[number // 2 % len(TENANTS)]
         self._keys = [f"{self._tenant}/{number}/{n}" for n in range(rng.choice((1, 1, 3)))]
         # Of all events of all clients, so that each has one of its own.
         self._next = number * 1_000_000

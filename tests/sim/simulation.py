@@ -255,8 +255,9 @@ class Simulation:
                 self.database, self._application, self._load, rng.getrandbits(32), self._on_open
             )
             self._producing.append(self._application.run(producer.run(share)))
-        starts = sorted(rng.random() * self._peace_at for _ in range(rng.choice((0, 2, 4))))
-        for n in range(rng.choice((1, 3)) if starts else 0):
+        # Not late: an endpoint with a low rate needs time for what they publish together.
+        starts = sorted(rng.random() * self._peace_at / 2 for _ in range(rng.choice((0, 2, 4))))
+        for n in range(rng.choice((1, 2, 3)) if starts else 0):
             client = clients.ApiClient(self, n, random.Random(rng.random()))
             self._producing.append(self.api.run(client.run(starts)))
         operator = self._operator

@@ -14,6 +14,7 @@ import pytest
 from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.sequencing import partition_window
 from outbox.operations import endpoint_changes, replay_jobs
+from outbox.operations.erase import DELETE_FUTURE_EVENTS, LOCK_SHARES_OF_TARGET
 from outbox.store.expressions import key_hash
 from tests.sim.agreement import (
     LATER_GENERATION,
@@ -28,6 +29,12 @@ from tests.sim.agreement import (
 from tests.sim.clockwork import Process, World
 from tests.sim.database import endpoints
 from tests.sim.database.connection import Connection
+from tests.sim.database.shares import (
+    Request,
+    delete_future_events,
+    insert_future_event,
+    publish_shared,
+)
 from tests.sim.database.tables import Database as Simulated
 from tests.sim.database.tables import Event
 from tests.sim.stores import replays as simulated_replays
@@ -37,21 +44,37 @@ from tests.support.tiers import sampled
 if TYPE_CHECKING:
     from uuid import UUID
 
+    from tests.sim.database.engine import Transaction
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.system
 
 PATH = {"server_settings": {"search_path": SCHEMA}}
 SETTINGS = [
-    EndpointSettings(name="e0", url="http://e0.test/", lanes=1, retry=POLICY),
+    EndpointSettings(all_tenants=True, name="e0", url="http://e0.test/", lanes=1, retry=POLICY),
     EndpointSettings(
-        name="e1", url="http://e1.test/", lanes=2, types=("t0.changed",), retry=POLICY
+        all_tenants=True,
+        name="e1",
+        url="http://e1.test/",
+        lanes=2,
+        types=("t0.changed",),
+        retry=POLICY,
     ),
     EndpointSettings(
-        name="e2", url="http://e2.test/", lanes=3, retry=POLICY, on_dead_letter="block"
+        all_tenants=True,
+        name="e2",
+        url="http://e2.test/",
+        lanes=3,
+        retry=POLICY,
+        on_dead_letter="block",
     ),
     EndpointSettings(
-        name="e3", url="http://e3.test/", lanes=2, types=("t1.*", "outbox.**"), retry=POLICY
+        all_tenants=True,
+        name="e3",
+        url="http://e3.test/",
+        lanes=2,
+        types=("t1.*", "outbox.**"),
+        retry=POLICY,
     ),
 ]
 STEPS = 150
@@ -93,7 +116,9 @@ TABLES = {
                           copy_id
                      FROM delivery ORDER BY 1, 2, 3""",
     "schedule": "SELECT name, state, overlap, key, last_outbox_id FROM schedule ORDER BY 1",
-    "future_event": "SELECT id, type FROM future_event ORDER BY 1",
+    "future_event": """SELECT id, type, tenant, key, held_before IS NOT NULL FROM future_event
+                        ORDER BY 1""",
+    "tenant_share": "SELECT tenant, last_id FROM tenant_share ORDER BY 1",
     "journal": """SELECT kind, count(*) FROM journal
                    WHERE kind <> 'endpoint_added' GROUP BY 1 ORDER BY 1""",
     "period": """SELECT kind, number, last_batch, dropped_at IS NOT NULL
@@ -141,6 +166,25 @@ class RealSide:
             "SELECT gen_random_uuid(), 't1.changed', '{}', '2020-01-01Z' "
             "FROM generate_series(1, $1)",
             events,
+        )
+
+    async def publish_shared(self, tenant: str, once: str | None, keys: list[str | None]) -> None:
+        await self._db.fetchrow(
+            "SELECT * FROM publish_shared(tenant => $1, passes => false, costs => $2, "
+            "    held_max => 1000000, types => $3, payloads => $4, keys => $5, onces => $6, "
+            "    deliver_at => $7)",
+            tenant,
+            [1] * len(keys),
+            ["t1.changed"] * len(keys),
+            ["{}"] * len(keys),
+            keys,
+            None if once is None else [f"{once}/{n}" for n in range(len(keys))],
+            [None if key else LONG_AGO for key in keys],
+        )
+
+    async def erase_held(self, key: str) -> None:
+        await self._db.write_together(
+            (LOCK_SHARES_OF_TARGET, None, key), (DELETE_FUTURE_EVENTS, None, key)
         )
 
     async def set_schedules_due(self) -> None:
@@ -197,11 +241,26 @@ class SimulatedSide:
                 db.add_event(Event(db.last_id, event_id, kind, key, "{}", now, None, key_hash))
 
     async def add_future_events(self, events: int) -> None:
-        db = self.database
-        for _ in range(events):
-            new = db.serial(db.future_event)
-            row = {"id": new, "type": "t1.changed", "payload": "{}", "deliver_at": LONG_AGO}
-            db.future_event.rows[new] = row
+        def insert(db: Simulated, tx: Transaction) -> None:
+            for _ in range(events):
+                insert_future_event(db, tx, "t1.changed", None, "{}", LONG_AGO)
+
+        await self._call(insert)
+
+    async def publish_shared(self, tenant: str, once: str | None, keys: list[str | None]) -> None:
+        requests = [
+            Request(key, "{}", 0, 0.0 if key else LONG_AGO.timestamp(), "t1.changed")
+            for key in keys
+        ]
+        await self._call(publish_shared, tenant, once, requests, passes=False)
+
+    async def erase_held(self, key: str) -> None:
+        await self._call(delete_future_events, key)
+
+    async def _call(self, step: Any, *arguments: Any, **rest: Any) -> None:
+        connection = await self.connect()
+        await connection.call(step, *arguments, **rest)
+        connection.terminate()
 
     async def set_schedules_due(self) -> None:
         for row in self.database.schedule.rows.values():
@@ -273,7 +332,8 @@ class SimulatedSide:
             "journal": sorted(Counter(kind for _, kind, *_ in db.journal).items()),
             "period": rows(db.period, "kind", "number", "last_batch", "dropped"),
             "schedule": rows(db.schedule, "name", "state", "overlap", "key", "last_outbox_id"),
-            "future_event": rows(db.future_event, "id", "type"),
+            "future_event": rows(db.future_event, "id", "type", "tenant", "key", "is_held"),
+            "tenant_share": rows(db.tenant_share, "tenant", "last_id"),
             "attempt": sorted(
                 (i, a.batch, a.seq, a.attempt, a.outcome, a.replica_id)
                 for i, tried in db.attempts.items()

@@ -125,9 +125,9 @@ def publish_shared(
             at = datetime.fromtimestamp(each.deliver_at, UTC)
             future = insert_future_event(db, tx, *content, at, tenant=tenant, cost=each.cost)
         elif held:
-            if db.rng.random() < 0.3:
-                yield db.pause_s()
             future = hold_event(db, tx, tenant, *content, each.cost)
+            if db.rng.random() < 0.2:
+                yield 0.2 * db.rng.random()  # A request may have many more events.
         else:
             event = yield from insert_event(db, tx, *content)
             outbox_id = event.id
