@@ -89,20 +89,22 @@ SELECT FROM tenant_share s
 """,  # noqa: S608 (a constant only)
 )
 
-# Future events are deleted, and never published.
+# Future events are deleted, and never published.  They are locked in one order.
 #   named: where the newest held event is one of them, the share names the newest one that is left;
 #     an event that is held meanwhile is named by its own session.
 DELETE_FUTURE_EVENTS = WriteStatement(
     "delete_future_events",
     f"""
-WITH deleted AS (
-    DELETE FROM future_event WHERE {_OF_TARGET} RETURNING id),
+WITH locked AS MATERIALIZED (
+    SELECT id FROM future_event WHERE {_OF_TARGET} ORDER BY id FOR UPDATE),
+deleted AS (
+    DELETE FROM future_event WHERE id IN (SELECT id FROM locked) RETURNING id),
 named AS (
     UPDATE tenant_share s
        SET last_id = coalesce(
            (SELECT max(f.id) FROM future_event f
              WHERE f.tenant COLLATE "C" = s.tenant AND f.held_before IS NOT NULL
-               AND f.id <> ALL (ARRAY(SELECT id FROM deleted))), 0)
+               AND NOT EXISTS (SELECT FROM deleted d WHERE d.id = f.id)), 0)
      WHERE s.last_id IN (SELECT id FROM deleted))
 SELECT FROM deleted
 """,  # noqa: S608 (a constant only)

@@ -133,11 +133,9 @@ class ScheduleRunner:
         sequenced_at = self._sequenced_at()
         if sequenced_at is not None and sequenced_at < self._passed_at > now - BEHIND_MAX_S:
             return PASS_S
-        moved = await self._events.move_shares(now)
+        if await self._events.move_shares(now):
+            await self._report_postponed()
         self._passed_at = clock()
-        if not moved:
-            return self._poll_s
-        await self._report_postponed()
         return PASS_S
 
     async def _restart_put_off(self) -> None:
