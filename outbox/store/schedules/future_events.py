@@ -126,8 +126,9 @@ SELECT abort_unless(EXISTS (SELECT FROM locked))
 
 # Moves events that are still due to the outbox, in the order of their ids in $1.  A separate
 # statement: its snapshot begins after the lock was granted.  It fails unless all were stored.
-#   due: FOR UPDATE, because an operator may delete them, also in the order of ids.  clock_timestamp() is volatile, so that
-#     the array of ids is what is looked up in an index.  A held event does not depend on the clock.
+#   due: FOR UPDATE, because an operator may delete them, also in the order of ids.
+#     clock_timestamp() is volatile, so that the array of ids is what is looked up in an index.  A
+#     held event does not depend on the clock.
 #   numbered: the last run of a tenant's schedule was held, and has an id now.
 MOVE_FUTURE = WriteStatement(
     "move_future",

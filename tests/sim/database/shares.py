@@ -74,6 +74,8 @@ def is_named(db: Database, tx: Transaction, tenant: str) -> bool:
 
 def lock_share(db: Database, tx: Transaction, tenant: str) -> Steps[None]:
     yield Wait(db.tenant_share, tenant, EXCLUSIVE)
+    if tx.get(db.tenant_share, tenant) is None:
+        tx.put(db.tenant_share, tenant, {"tenant": tenant, "last_id": 0})
 
 
 def lock_shares(db: Database, tx: Transaction, tenants: Sequence[str]) -> Steps[None]:
