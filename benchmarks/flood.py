@@ -122,6 +122,7 @@ async def _publish(stage: Stage, flooders: int, endpoints: int, events: int) -> 
                 path="/v1/events",
                 body=FLOOD,
                 pause_s=0.0,
+                refused_pause_s=1.0,
             )
             await clients.response()
         sent_at = await _send(url, token, events)

@@ -1,8 +1,10 @@
 """Slots of a scarce resource that several holders, such as tenants, share.
 
 A holder has at most a quarter of the slots, and at least one, so that its requests leave slots to
-others.  The holders that wait are served in turn (round robin), and the number of requests that
-wait for one of them is bounded: the next one is refused at once.
+others.  Of the holders that wait, the one is served whose requests have had slots for the shortest
+time, its next one included, which is assumed to take as long as its last one (weighted fair
+queueing): short requests do not wait until each other holder has had a long one.  The number of
+requests that wait for a holder is bounded: the next one is refused at once.
 
 Two invariants hold after every call, also when a request that waits is cancelled:
 
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
     from outbox_api.rate_limit import Holder
 
 
+HOLDERS_MAX = 1000
+"""Holders of which the time is kept, besides those that are ahead."""
+
+
 class SharedSlots:
     """The slots of a resource.
 
@@ -38,7 +44,12 @@ class SharedSlots:
         self.free = slots
         self.held: Counter[Holder] = Counter()
         self.waiting: OrderedDict[Holder, deque[asyncio.Future[None]]] = OrderedDict()
-        """Requests that wait, by holder, in the order of service; no queue is empty."""
+        """Requests that wait, by holder; no queue is empty."""
+        # Virtual time: that of a holder is the seconds of its slots, and not before that of the
+        # holder that was served last, so that nobody saves it up.
+        self._served_s: dict[Holder, float] = {}
+        self._last_took_s: dict[Holder, float] = {}
+        self._now_s = 0.0
         self._what = what
         self._each_max = max(1, slots // SHARE)
 
@@ -49,11 +60,13 @@ class SharedSlots:
         Raises:
             Problem: too many requests of this holder wait, or there was no slot in time.
         """
+        clock = asyncio.get_running_loop().time
         await self._acquire(holder)
+        began_at = clock()
         try:
             yield
         finally:
-            self._release(holder)
+            self._release(holder, clock() - began_at)
 
     async def _acquire(self, holder: Holder) -> None:
         if self._may_have(holder):
@@ -85,16 +98,32 @@ class SharedSlots:
     def _may_have(self, holder: Holder) -> bool:
         return self.free > 0 and self.held[holder] < self._each_max
 
+    def _starts_at(self, holder: Holder) -> float:
+        """The virtual time at which its next request starts."""
+        return max(self._served_s.get(holder, 0.0), self._now_s)
+
+    def _ends_at(self, holder: Holder) -> float:
+        """When it ends, if it takes as long as the last one."""
+        return self._starts_at(holder) + self._last_took_s.get(holder, 0.0)
+
     def _give(self, holder: Holder) -> None:
+        self._now_s = self._served_s[holder] = self._starts_at(holder)
         self.free -= 1
         self.held[holder] += 1
 
-    def _release(self, holder: Holder) -> None:
+    def _release(self, holder: Holder, had_s: float = 0.0) -> None:
         self.free += 1
         self.held[holder] -= 1
         self.held = +self.held
+        self._served_s[holder] += had_s
+        self._last_took_s[holder] = had_s
+        if len(self._served_s) > HOLDERS_MAX:
+            for each in [h for h, at in self._served_s.items() if at <= self._now_s]:
+                if each not in self.held:
+                    del self._served_s[each], self._last_took_s[each]
         # Those that are skipped have their share, which is at least a slot: they are few.
-        while (next_holder := next(filter(self._may_have, self.waiting), None)) is not None:
+        while ready := list(filter(self._may_have, self.waiting)):
+            next_holder = min(ready, key=self._ends_at)
             if (turn := self._next_turn(next_holder)) is not None:
                 self._give(next_holder)
                 turn.set_result(None)

@@ -148,7 +148,33 @@ def test_tenants_that_wait_are_served_in_turn() -> None:
             each.may_end.set()
         await asyncio.gather(*(each.task for each in (*running, *waiting)))
 
-    asyncio.run(run())
+    run_virtual(run())  # The requests take no time.
+
+
+def test_short_requests_do_not_wait_for_a_long_one_of_each_tenant() -> None:
+    """With one slot, ten tenants whose requests take a second, and one whose requests are short."""
+
+    async def run() -> None:
+        clock = asyncio.get_running_loop().time
+        shared = SharedSlots(1, "slot")
+        waited_s = []
+
+        async def repeat(holder: Holder, takes_s: float) -> None:
+            for _ in range(5):
+                began_at = clock()
+                async with shared.slot(holder):
+                    if holder == ACME:
+                        waited_s.append(clock() - began_at)
+                    await asyncio.sleep(takes_s)
+
+        async with asyncio.TaskGroup() as tasks:
+            for n in range(10):
+                tasks.create_task(repeat(("tenant", n), 0.5))
+            tasks.create_task(repeat(ACME, 0.01))
+        assert waited_s[0] <= 5.0
+        assert max(waited_s[1:]) <= 0.5
+
+    run_virtual(run())
 
 
 def test_too_many_waiting_requests_of_a_tenant_are_refused_at_once() -> None:
