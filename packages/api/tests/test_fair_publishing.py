@@ -194,7 +194,13 @@ async def test_a_key_of_a_held_event_is_used_at_once(database: Database, tenants
     other = await tenants.acme.post("/v1/events", event | {"payload": 1}, headers=headers)
     assert other.json["type"] == "urn:outbox:problem:idempotency-key-reused"
     assert await stored(database) == ("", "abcdefg")
-    assert (await tenants.acme.get("/v1/trace/k")).json["future"]["id"] == first.json["id"]
+    trace = (await tenants.acme.get("/v1/trace/k")).json
+    assert (trace["found_by"], trace["future"]["id"]) == ("once key", first.json["id"])
+    by_key = await tenants.everything.get("/v1/trace/g")
+    assert (by_key.status, "held or delayed ones are not found by key" in by_key.detail) == (
+        404,
+        True,
+    )
 
 
 # ------------------------------------------------------------ shown as held
