@@ -231,7 +231,7 @@ async def find_events(
     """
     unknown = NotFound(
         f'no event found for "{text}": no event id, key, X-Delivery or once key matches; events '
-        "older than the retention are deleted"
+        "older than the retention are deleted, and held or delayed ones are not found by key"
     )
     if "\0" in text:  # Not allowed in a PostgreSQL text.
         raise unknown
@@ -266,13 +266,18 @@ async def _find_by_once_key(
     connection: Connection[Any], key: str, tenant: str | None
 ) -> tuple[int, ...]:
     event_id = await connection.fetchval(FIND_BY_IDEMPOTENCY_KEY, key)
-    return () if event_id is None else await _find_by_event_id(connection, event_id, tenant)
+    if event_id is None:
+        return ()
+    return await _find_by_event_id(connection, event_id, tenant, by="once key")
 
 
 async def _find_by_event_id(
-    connection: Connection[Any], event_id: UUID, tenant: str | None
+    connection: Connection[Any], event_id: UUID, tenant: str | None, *, by: str = "event id"
 ) -> tuple[int, ...]:
     """Find by event id.
+
+    Args:
+        by: what has named it.
 
     Raises:
         NotPublishedYet: it is a future event.
@@ -280,7 +285,7 @@ async def _find_by_event_id(
     if rows := await connection.fetch(FIND_BY_EVENT_ID, event_id, tenant):
         return tuple(row["id"] for row in rows)
     if (future := await find_future_event(connection, event_id, tenant)) is not None:
-        raise NotPublishedYet(future)
+        raise NotPublishedYet(future, by)
     return ()
 
 

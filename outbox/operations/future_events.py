@@ -81,10 +81,15 @@ class HeldEvents:
 
 
 class NotPublishedYet(NotFound):
-    """The event that was looked for is a future event."""
+    """The event that was looked for is a future event.
 
-    def __init__(self, event: FutureEvent) -> None:
+    Args:
+        by: what it was found by.
+    """
+
+    def __init__(self, event: FutureEvent, by: str) -> None:
         self.event = event
+        self.by = by
         super().__init__(f"event {event.id} {describe(event)}; it has no deliveries yet")
 
 

@@ -226,7 +226,7 @@ async def trace_events(
             connection, schema, text, limit=limit, below=below, tenant=tenant, once_key=once_key
         )
     except NotPublishedYet as found:
-        return TraceReport("event id", False, [], found.event)
+        return TraceReport(found.by, False, [], found.event)
     traces: list[EventTrace] = []
     traced_bytes = 0
     for outbox_id in match.outbox_ids:

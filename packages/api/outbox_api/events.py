@@ -11,7 +11,7 @@ from uuid import UUID
 import orjson
 from pydantic import Field, model_validator
 
-from outbox.core.model.event import deliver_at
+from outbox.core.model.event import check_text, deliver_at
 from outbox.core.model.json_values import encode_json
 from outbox.drivers.connections import open_connection
 from outbox.errors import InvalidEvent, UsageError
@@ -22,7 +22,7 @@ from outbox.operations.event_trace import TraceReport
 from outbox.operations.events import EventRow
 from outbox.operations.pages import PAGE_BYTES_MAX
 from outbox.operations.rows import ID_MAX
-from outbox.producers.event import Event, encode_events
+from outbox.producers.event import Event, encode_events, numbered
 from outbox.producers.publishing import publish_encoded
 from outbox.producers.tracing import traced
 from outbox_api import route, tenancy
@@ -79,7 +79,8 @@ class NewEvent(RequestModel):
     tenant: Tenant | None = None
     """Deliver to this tenant's endpoints only."""
     once: OnceKey | None = None
-    """Idempotency key: publish only if the key is unused."""
+    """Idempotency key: publish only if the key is unused.  At most 512 bytes, and with a token of a
+    tenant at most 478."""
     once_for: Seconds | None = None
     """Lifetime of the idempotency key; default: 30 days."""
     expires_in: Seconds | None = None
@@ -146,7 +147,8 @@ class ManyPublished(ResponseModel):
         IDEMPOTENCY_KEY: "Idempotency key of a single event: at most one event is published "
         "with it until the key is reset or expires. "
         "201: the event was published. 200: the key was used for the same body; `id` is the "
-        "earlier event. 422: the key was used for another body; nothing is published.",
+        "earlier event. 422: the key was used for another body; nothing is published. At most "
+        "512 bytes, and with a token of a tenant at most 478.",
     },
     responses={201: Published | ManyPublished, 200: Published | ManyPublished},
 )
@@ -208,7 +210,12 @@ def _encode(
     """Encode the events of a request, and the digest of one with an Idempotency-Key."""
     body = call.body
     if isinstance(body, NewEvents):
-        several = [_event(call, each, each.once) for each in body.events]
+        several = []
+        for number, each in enumerate(body.events, 1):
+            try:
+                several.append(_event(call, each, each.once))
+            except InvalidEvent as error:
+                raise numbered(error, number) from None
         return several, encode_events(several), None
     event = _event(call, body, body.once if key is None else key)
     encoded = encode_events([event])
@@ -251,8 +258,8 @@ async def _require_same_body(call: Call[Any, Any], key: str | None, digest: byte
 
 
 def _event(call: Call[Any, Any], new: NewEvent, once_key: str | None) -> Event:
-    if once_key == "":  # A tenant's is stored with a prefix.
-        raise UsageError("once: must be 1 to 512 bytes")
+    # A tenant's is stored with a prefix.
+    check_text("once", once_key, tenancy.once_bytes_max(call.tenant))
     return Event(
         type=new.type,
         payload=new.payload if new.payload_base64 is None else new.payload_base64,

@@ -35,13 +35,23 @@ ATTEMPTS_MAX = 5
 last."""
 
 # Current subscriptions of a tenant alone ($1; NULL: none), and those to all tenants ($2), with the
-# routing version: a row without types if there are none.
+# routing version: a row without types if there are none.  The first are found by their endpoints,
+# which have an index: each tenant's are read again with each change of anybody's routing.
 READ_SUBSCRIPTIONS = """
-SELECT c.version, s.types, s.all_tenants
+SELECT c.version, found.types, found.all_tenants
   FROM cursor c
-  LEFT JOIN (subscription s JOIN endpoint e
-                 ON e.id = s.endpoint_id AND e.state IN ('active', 'paused'))
-    ON s.to_batch IS NULL AND CASE WHEN s.all_tenants THEN $2 ELSE s.tenant = $1 END
+  LEFT JOIN (
+       SELECT s.types, s.all_tenants
+         FROM endpoint e CROSS JOIN LATERAL (
+              SELECT types, tenant, all_tenants FROM subscription
+               WHERE endpoint_id = e.id AND to_batch IS NULL OFFSET 0) s
+        WHERE e.tenant = $1 AND s.tenant = $1 AND NOT s.all_tenants
+          AND e.state IN ('active', 'paused')
+        UNION ALL
+       SELECT s.types, s.all_tenants
+         FROM subscription s JOIN endpoint e ON e.id = s.endpoint_id
+        WHERE $2 AND e.state IN ('active', 'paused')
+          AND s.to_batch IS NULL AND s.all_tenants) found ON true
 """
 
 

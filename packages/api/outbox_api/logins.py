@@ -50,6 +50,9 @@ PAUSE_MAX_S = 2.0
 LOGINS_WAITING_MAX, ADDRESS_WAITING_MAX = 128, 32
 """Requests that wait for such a query, of all addresses and of one.  Each has a connection of the
 listener, which has 512."""
+SOUGHT_MAX = 10_000
+"""Tokens that a query looks for: those of requests that wait, and of those that were refused, which
+are known when their clients try again.  More than arrive between two queries."""
 REALM = 'Bearer realm="outbox"'
 
 
@@ -162,15 +165,20 @@ class Logins(Generic[Found]):
     async def _seek(self, key: bytes, address: str) -> None:
         """Wait for a query that begins after now, and makes the token known if it exists."""
         # The first query decides on all tokens, later ones on new tokens and wrong ones.
-        if self._prefixes is not None and (
-            self._waiting.total() >= LOGINS_WAITING_MAX
-            or self._waiting[address] >= ADDRESS_WAITING_MAX
-        ):
-            reason = f"too many logins with unknown {self._kind.noun}s at a time"
-            raise too_many_requests(reason, 1, Refusal.LOGINS)
-        self._sought.add(key)
+        is_first = self._prefixes is None
+        may_wait = is_first or (
+            len(self._sought) < SOUGHT_MAX
+            and self._waiting.total() < LOGINS_WAITING_MAX
+            and self._waiting[address] < ADDRESS_WAITING_MAX
+        )
+        if is_first or len(self._sought) < SOUGHT_MAX:
+            self._sought.add(key)
         if self._next_query is None:
             self._next_query = asyncio.create_task(self._query())
+            self._next_query.add_done_callback(_take_exception)
+        if not may_wait:
+            reason = f"too many logins with unknown {self._kind.noun}s at a time"
+            raise too_many_requests(reason, 1, Refusal.LOGINS)
         self._waiting[address] += 1
         try:
             # A client that leaves cancels its request, not the query of the others.
@@ -223,3 +231,9 @@ class Logins(Generic[Found]):
             return found
         self._kept.pop(key, None)
         return None
+
+
+def _take_exception(query: asyncio.Task[None]) -> None:
+    """No request may wait for it; those that do raise it."""
+    if not query.cancelled():
+        query.exception()

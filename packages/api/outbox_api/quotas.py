@@ -16,6 +16,8 @@ from outbox_api.tenancy import NOT_OWNED
 
 Maximum = Annotated[int, Field(ge=0, le=QUOTA_MAX)]
 TENANT = "/v1/quotas/{tenant}"
+CURSOR = "="
+"""What a cursor begins with: the one after the row of all tenants is not empty."""
 
 
 class QuotaBody(RequestModel):
@@ -37,8 +39,11 @@ class QuotaBody(RequestModel):
 
 @route.get("/v1/quotas", "List the quotas that are set, those of all tenants first", scope="read")
 async def _list(call: Call[Paging, None]) -> Page[Quota]:
-    rows = await call.run(quotas.list_quotas, limit=call.query.limit, after=call.query.after)
-    return page_of_rows(rows, lambda row: row.tenant or "")
+    after = call.query.after
+    if after is not None:
+        after = after.removeprefix(CURSOR)
+    rows = await call.run(quotas.list_quotas, limit=call.query.limit, after=after)
+    return page_of_rows(rows, lambda row: f"{CURSOR}{row.tenant or ''}")
 
 
 @route.put("/v1/quotas", "Set quotas of a tenant, or of all tenants", scope="operate")

@@ -29,6 +29,7 @@ from dataclasses import replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
+from outbox.core.model.event import ONCE_BYTES_MAX
 from outbox.errors import NotFound, UsageError
 from outbox.operations import rows, tenancy
 from outbox.operations.criteria import Criteria, DeadLetterSelection
@@ -164,6 +165,11 @@ def stored_key(tenant: str | None, key: str) -> str:
     A shared key space would reveal which keys other tenants have claimed.
     """
     return key if tenant is None else _once_prefix(tenant) + key
+
+
+def once_bytes_max(tenant: str | None) -> int:
+    """The maximum size of an idempotency key, whose stored form has one, too."""
+    return ONCE_BYTES_MAX if tenant is None else ONCE_BYTES_MAX - len(_once_prefix(tenant))
 
 
 def public_key(tenant: str | None, key: str) -> str:

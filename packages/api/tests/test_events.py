@@ -312,6 +312,23 @@ async def test_an_idempotency_key_for_a_batch_or_given_twice_is_rejected(api: Ap
     assert empty.detail == "once: 0 bytes, must be 1 to 512"
 
 
+async def test_the_size_of_a_tenants_idempotency_key_is_that_of_what_it_sends(
+    database: Database, api: Api
+) -> None:
+    """It is stored with a prefix."""
+    tenant = api.with_token(await make_token(database, "acme", tenant="acme"))
+    assert (await tenant.post("/v1/events", {"type": "a.b", "once": "k" * 478})).status == 201
+    for key, size in (("", 0), ("k" * 479, 479)):
+        says = f"once: {size} bytes, must be 1 to 478"
+        one = await tenant.post("/v1/events", {"type": "a.b", "once": key})
+        header = await tenant.post("/v1/events", {"type": "a.b"}, headers={"Idempotency-Key": key})
+        events = [{"type": "a.b"}, {"type": "a.b", "once": key}]
+        many = await tenant.post("/v1/events", {"events": events})
+        assert [each.status for each in (one, header, many)] == [422] * 3
+        assert (one.detail, header.detail) == (says, says)
+        assert many.detail == f"{says} (event 2)"
+
+
 async def test_a_scheduled_event_waits(database: Database, api: Api) -> None:
     at = datetime.now(UTC) + timedelta(days=1)
     response = await api.post("/v1/events", {"type": "a.b", "deliver_at": at})

@@ -11,7 +11,7 @@ from outbox.operations import future_events as operations
 from outbox.operations import schedules
 from outbox.operations.rows import ID_MAX
 from outbox_api import app, future_events
-from outbox_api.fair_publishing import FairPublisher
+from outbox_api.fair_publishing import READ_SUBSCRIPTIONS, FairPublisher
 from outbox_api.problem import Refusal
 from outbox_api.shared import Shared
 from outbox_api.shares import Shares
@@ -133,6 +133,25 @@ async def test_the_cost_follows_a_change_of_routing(database: Database, tenants:
     assert await stored(database) == ("abcdefghijklm", "")
 
 
+OTHERS = """
+INSERT INTO endpoint (id, name, url, tenant, retry, lanes)
+SELECT gen_random_uuid(), 'e' || n, 'http://127.0.0.1:9/', 't' || n / 10, '{}', 1
+  FROM generate_series(1, 2000) n;
+INSERT INTO subscription (endpoint_id, from_batch, types, tenant, all_tenants)
+SELECT id, 1, types, tenant, all_tenants FROM endpoint;
+ANALYZE endpoint, subscription;
+"""
+
+
+async def test_the_routes_of_a_tenant_are_read_without_those_of_others(database: Database) -> None:
+    """Each change of anybody's routes makes all tenants' ones be read again."""
+    async with database.connection(server_settings={"search_path": "relay"}) as db:
+        await db.execute(OTHERS)
+        plan = await explain(db, READ_SUBSCRIPTIONS, "t7", False, generic=False)
+        assert plan.rows <= 40, plan
+        assert len(await db.fetch(READ_SUBSCRIPTIONS, "t7", False)) == 10
+
+
 async def test_a_request_is_published_once_while_the_routes_keep_changing(
     database: Database, tenants: Tenants, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,7 +213,13 @@ async def test_a_key_of_a_held_event_is_used_at_once(database: Database, tenants
     other = await tenants.acme.post("/v1/events", event | {"payload": 1}, headers=headers)
     assert other.json["type"] == "urn:outbox:problem:idempotency-key-reused"
     assert await stored(database) == ("", "abcdefg")
-    assert (await tenants.acme.get("/v1/trace/k")).json["future"]["id"] == first.json["id"]
+    trace = (await tenants.acme.get("/v1/trace/k")).json
+    assert (trace["found_by"], trace["future"]["id"]) == ("once key", first.json["id"])
+    by_key = await tenants.everything.get("/v1/trace/g")
+    assert (by_key.status, "held or delayed ones are not found by key" in by_key.detail) == (
+        404,
+        True,
+    )
 
 
 # ------------------------------------------------------------ shown as held

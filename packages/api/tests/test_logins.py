@@ -179,14 +179,37 @@ async def test_a_flood_of_guesses_does_not_refuse_a_first_login(listener: Listen
 
 @BOTH
 async def test_a_token_that_is_created_during_a_flood_is_valid_at_once(listener: Listener) -> None:
-    async def flood() -> None:
-        while True:
-            await listener.status(listener.guess())
-
-    async with in_background(*(flood() for _ in range(8))):
+    async with in_background(*(_flood(listener) for _ in range(8))):
         for n in range(3):
             token = await listener.token(f"t{n}")
             assert await listener.status(token) == 200
+
+
+@BOTH
+async def test_a_new_token_is_known_when_its_client_tries_again(listener: Listener) -> None:
+    """Its first request is refused: guesses from its address wait for as many queries as may."""
+    assert await listener.status(await listener.token("first")) == 200
+    listener.permits, before = asyncio.Semaphore(0), listener.uses
+    token = await listener.token("next")
+    guesses = [listener.status(listener.guess()) for _ in range(GUESSES)]
+    async with in_background(*guesses) as guessing:
+        refused = GUESSES - logins.ADDRESS_WAITING_MAX
+        await until(lambda: sum(each.done() for each in guessing) == refused, 20, "the limit")
+        assert await listener.status(token) == 429
+        assert listener.uses == before + 1
+        for _ in range(GUESSES):
+            listener.permits.release()
+        await until(lambda: listener.uses > before + 1, 20, "the next query")
+        await until(lambda: all(each.done() for each in guessing), 20, "the guesses")
+    listener.permits = None
+    async with in_background(*(_flood(listener) for _ in range(2 * logins.ADDRESS_WAITING_MAX))):
+        await asyncio.sleep(0.1)
+        assert await listener.status(token) == 200
+
+
+async def _flood(listener: Listener) -> None:
+    while True:
+        await listener.status(listener.guess())
 
 
 async def test_guesses_cost_no_query_each(listener: Listener) -> None:

@@ -28,6 +28,11 @@ async def test_a_tenant_sees_its_quotas_and_its_use(world: World) -> None:
     assert (await acme.request("PUT", "/v1/quotas", body)).status == 403
     assert (await acme.request("DELETE", "/v1/quotas/acme")).status == 403
     assert [row["tenant"] for row in await system.items("/v1/quotas")] == [None, "acme"]
+    first = (await system.get("/v1/quotas", limit=1)).json
+    assert [row["tenant"] for row in first["items"]] == [None]
+    assert first["next"]  # Also for a client that stops at an empty one.
+    second = (await system.get("/v1/quotas", limit=1, after=first["next"])).json
+    assert ([row["tenant"] for row in second["items"]], second["next"]) == (["acme"], None)
     assert (await system.request("DELETE", "/v1/quotas/acme")).json["lanes"]["max"] == 1024
     assert (await system.request("DELETE", "/v1/quotas/acme")).status == 404
 
