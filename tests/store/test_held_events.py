@@ -229,6 +229,32 @@ async def test_a_share_that_cannot_be_stored_refuses_the_request(db: Connection[
     assert await held(db) == []
 
 
+@pytest.mark.parametrize("known", [True, False])
+async def test_a_request_reads_no_other_tenants_events(
+    db: Connection[Any], other: Connection[Any], *, known: bool
+) -> None:
+    """Neither when the statistics know one tenant only, nor with plans for a small table."""
+    await db.execute("ALTER TABLE future_event SET (autovacuum_enabled = off)")
+    await db.execute("SET plan_cache_mode = force_generic_plan")
+    await publish(db, 1, tenant="globex")
+    await db.execute("DELETE FROM future_event")
+    await db.execute("VACUUM ANALYZE future_event")
+    await publish(db, 1, tenant="globex")
+    for n in range(4):
+        await publish(other, *range(n * 1000, n * 1000 + 1000))
+    if known:
+        await other.execute("ANALYZE future_event")
+    read = """
+        SELECT seq_tup_read + idx_tup_fetch FROM pg_stat_xact_user_tables
+         WHERE relname = 'future_event'
+    """
+    for tenant in ("globex", "new"):
+        async with db.transaction():
+            before = await db.fetchval(read)
+            assert (await publish(db, 2, 3, tenant=tenant)).held
+            assert await db.fetchval(read) - before < 20
+
+
 # ------------------------------------------------------------------------ pace
 
 
@@ -271,9 +297,36 @@ async def test_tenants_with_events_that_are_not_due_yet_hide_none(
         await publish(db, 1, tenant=f"t{n}", deliver_at=later)
     await publish(db, 1, tenant="t7", deliver_at=[datetime.now(UTC) - timedelta(seconds=1)])
     await publish(db, 2, tenant="z")
-    await mover.move(4)
+    await mover.move()
     assert await numbers(db, "t7") == [1]
     assert await numbers(db, "z") == [2]
+    assert await mover.move() == 0
+    assert not mover.store.more
+
+
+async def test_a_pass_tells_that_the_pace_left_events(db: Connection[Any], mover: Mover) -> None:
+    """Otherwise the next pass would be after a polling interval."""
+    for n in range(3):
+        await publish(db, n, cost=int(PER_S))
+    assert await mover.move() == 1
+    assert await mover.move() == 0
+    assert mover.store.more
+    assert await mover.move(2, every_s=1.0) == 2
+    assert await mover.move() == 0
+    assert not mover.store.more
+
+
+async def test_a_suppressed_share_fails_instead_of_being_tried_for_ever(
+    db: Connection[Any],
+) -> None:
+    await db.execute("""
+        CREATE FUNCTION nothing() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END';
+        CREATE TRIGGER discard BEFORE INSERT ON tenant_share FOR EACH ROW EXECUTE FUNCTION nothing()
+    """)
+    async with asyncio.timeout(10):
+        with pytest.raises(asyncpg.PostgresError, match="suppressed by trigger discard"):
+            await publish(db, 1)
+    assert await held(db) == []
 
 
 async def test_held_events_do_not_depend_on_the_clock(db: Connection[Any], mover: Mover) -> None:
