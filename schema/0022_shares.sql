@@ -438,6 +438,8 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
          '{event_id,tenant,type,key,payload,headers,deliver_at,cost,held_before}'),
         ('{relay,operator,api}', 'function', 'lock_share', 'EXECUTE', NULL),
         ('{relay}', 'table', 'future_event', 'UPDATE', '{held_before}'),
+        -- An erasure locks events in one order.
+        ('{operator,api}', 'table', 'future_event', 'UPDATE', '{retry_at}'),
         ('{relay}', 'function', 'try_lock_share', 'EXECUTE', NULL),
         ('{relay}', 'function', 'forget_shares', 'EXECUTE', NULL),
         ('{operator,api}', 'table', 'quota', 'INSERT', NULL),

@@ -15,7 +15,12 @@ import pytest
 
 from outbox.core.sequencing.tenant_pace import PASS_S, PER_S
 from outbox.operations import erase, schedule_changes
-from outbox.operations.erase import DELETE_FUTURE_EVENTS, ErasureTarget, erase_events
+from outbox.operations.erase import (
+    DELETE_FUTURE_EVENTS,
+    LOCK_SHARES_OF_TARGET,
+    ErasureTarget,
+    erase_events,
+)
 from outbox.store.connection.message import WriteStatement
 from outbox.store.schedules import future_events
 from outbox.store.schedules.future_events import FutureEventStore
@@ -440,6 +445,63 @@ async def test_an_event_that_is_held_during_an_erasure_stays_the_newest(
     assert (await publish(db, 3, key="mine", passes=True)).held
     await mover.drain()
     assert await numbers(db) == [2, 3]
+
+
+@pytest.mark.parametrize("target", [("acme", None), (None, "k")])
+async def test_an_erasure_and_a_relay_lock_events_in_one_order(
+    database: Database, db: Connection[Any], mover: Mover, target: tuple[str | None, str | None]
+) -> None:
+    """Also where a newer event is stored before an older one, in space that is used again."""
+    await publish(db, 0, key="gone")
+    await publish(db, 1)
+    await db.execute("DELETE FROM future_event WHERE key = 'gone'")
+    await db.execute("VACUUM future_event")
+    await publish(db, 2)
+    assert await db.fetchval("SELECT payload FROM future_event ORDER BY ctid LIMIT 1") == "2"
+    await db.execute("""
+        CREATE FUNCTION stop() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN
+            IF current_setting('application_name') = 'stops' THEN
+                PERFORM pg_advisory_xact_lock(5);
+            END IF;
+            RETURN OLD;
+        END $$;
+        CREATE TRIGGER stop BEFORE DELETE ON future_event FOR EACH ROW EXECUTE FUNCTION stop()
+    """)
+    # As with a large table.
+    await mover.store._db.execute("SET enable_seqscan = off; SET enable_bitmapscan = off")
+    async with database.connection(**PATH) as eraser:
+        await eraser.execute("SET application_name = stops")
+        await db.fetch("SELECT pg_advisory_lock(5)")
+        erasure = asyncio.create_task(
+            eraser.write_together((LOCK_SHARES_OF_TARGET, *target), (DELETE_FUTURE_EVENTS, *target))
+        )
+        await waits(db)
+        moving = asyncio.create_task(mover.move())
+        sql = "SELECT count(*) = 2 FROM pg_locks WHERE NOT granted"
+        await until(lambda: db.fetchval(sql), what="the relay to wait for the erasure")
+        await db.fetch("SELECT pg_advisory_unlock(5)")
+        assert await erasure == 2
+        assert await moving == 0
+
+
+async def test_a_run_by_hand_that_waits_for_a_share_does_not_stop_a_relay(
+    database: Database, db: Connection[Any], other: Connection[Any], mover: Mover
+) -> None:
+    """It would deadlock with an erasure that has the share and waits for the relay."""
+    await add_schedule(db, tenant="acme")
+    await schedule_changes.run_schedule_now(db, "relay", "daily", actor="test")
+    async with database.connection(**PATH) as eraser:
+        async with eraser.transaction():
+            await eraser.execute("SELECT FROM tenant_share FOR UPDATE")
+            run = asyncio.create_task(
+                schedule_changes.run_schedule_now(other, "relay", "daily", actor="test")
+            )
+            await waits(db)
+            async with asyncio.timeout(5):
+                assert await mover.move() == 1
+        await run
+    assert await db.fetchval("SELECT count(*) FROM future_event") == 1
 
 
 # --------------------------------------------------------------- two at a time

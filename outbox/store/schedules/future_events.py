@@ -131,8 +131,9 @@ SELECT abort_unless(EXISTS (SELECT FROM locked))
 
 # Moves events that are still due to the outbox, in the order of their ids in $1.  A separate
 # statement: its snapshot begins after the lock was granted.  It fails unless all were stored.
-#   due: FOR UPDATE, because an operator may delete them.  clock_timestamp() is volatile, so that
-#     the array of ids is what is looked up in an index.  A held event does not depend on the clock.
+#   due: FOR UPDATE, because an operator may delete them, and in id order, as an erasure locks them.
+#     clock_timestamp() is volatile, so that the array of ids is what is looked up in an index.  A
+#     held event does not depend on the clock.
 #   numbered: the last run of a tenant's schedule was held, and has an id now.
 MOVE_FUTURE = WriteStatement(
     "move_future",
@@ -141,7 +142,7 @@ WITH due AS MATERIALIZED (
     SELECT * FROM future_event
      WHERE id = ANY ($1::bigint[])
        AND ({_HELD} OR {_DUE_AT} <= clock_timestamp())
-       FOR UPDATE),
+     ORDER BY id FOR UPDATE),
 written AS (
     INSERT INTO outbox (event_id, tenant, type, key, payload, body, content_type, headers,
                         expires_at)
