@@ -200,8 +200,16 @@ class SimulatedSide:
         db = self.database
         for _ in range(events):
             new = db.serial(db.future_event)
-            row = {"id": new, "type": "t1.changed", "payload": "{}", "deliver_at": LONG_AGO}
-            db.future_event.rows[new] = row
+            db.future_event.rows[new] = {
+                "id": new,
+                "event_id": f"future {new}",
+                "type": "t1.changed",
+                "key": None,
+                "payload": "{}",
+                "deliver_at": LONG_AGO,
+                "cost": None,
+                "is_held": False,
+            }
 
     async def set_schedules_due(self) -> None:
         for row in self.database.schedule.rows.values():
