@@ -309,7 +309,9 @@ async def test_tenants_with_events_that_are_not_due_yet_hide_none(
     assert not mover.store.more
 
 
-async def test_a_pass_tells_that_the_pace_left_events(db: Connection[Any], mover: Mover) -> None:
+async def test_the_pace_may_leave_events_for_the_next_pass(
+    db: Connection[Any], mover: Mover
+) -> None:
     """Otherwise the next pass would be after a polling interval."""
     for n in range(3):
         await publish(db, n, cost=int(PER_S))
@@ -328,7 +330,7 @@ async def test_a_suppressed_share_fails_instead_of_being_tried_for_ever(
         CREATE FUNCTION nothing() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END';
         CREATE TRIGGER discard BEFORE INSERT ON tenant_share FOR EACH ROW EXECUTE FUNCTION nothing()
     """)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         with pytest.raises(asyncpg.PostgresError, match="suppressed by trigger discard"):
             await publish(db, 1)
     assert await held(db) == []
@@ -498,7 +500,7 @@ async def test_a_run_by_hand_that_waits_for_a_share_does_not_stop_a_relay(
                 schedule_changes.run_schedule_now(other, "relay", "daily", actor="test")
             )
             await waits(db)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 assert await mover.move() == 1
         await run
     assert await db.fetchval("SELECT count(*) FROM future_event") == 1
@@ -621,6 +623,23 @@ async def test_a_run_by_hand_is_held_likewise(db: Connection[Any], mover: Mover)
     await mover.drain()
     assert await numbers(db) == [1, 2]
     assert await db.fetchval("SELECT event_id FROM outbox WHERE payload = '2'") == run.id
+
+
+@pytest.mark.parametrize(("patterns", "cost"), [(100, 1), (101, 2)])
+async def test_a_run_is_charged_with_its_deliveries(
+    db: Connection[Any], patterns: int, cost: int
+) -> None:
+    """Or with those to all endpoints, if their patterns are too many to compare."""
+    await db.execute("ALTER TABLE subscription DROP CONSTRAINT subscription_endpoint_id_fkey")
+    await db.execute(f"""
+        INSERT INTO subscription (endpoint_id, from_batch, to_batch, types, tenant, all_tenants)
+        SELECT gen_random_uuid(), 0, to_batch, array_fill(pattern, '{{{patterns}}}'), tenant, false
+          FROM (VALUES ('acme', '**', NULL), ('acme', 'other.*', NULL), ('acme', '**', 1),
+                       ('globex', '**', NULL)) AS v(tenant, pattern, to_batch)
+    """)
+    await add_schedule(db, tenant="acme")
+    await schedule_changes.run_schedule_now(db, "relay", "daily", actor="test")
+    assert await db.fetchval("SELECT cost FROM future_event") == cost
 
 
 async def test_the_next_run_waits_for_one_that_is_held(
