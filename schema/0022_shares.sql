@@ -49,12 +49,15 @@ LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
     share tenant_share;
 BEGIN
-    LOOP
+    -- forget_shares() may delete it again, but not each time.
+    FOR attempt IN 1 .. 10 LOOP
         INSERT INTO tenant_share (tenant) VALUES (lock_share.tenant) ON CONFLICT DO NOTHING;
         SELECT * INTO share FROM tenant_share s WHERE s.tenant = lock_share.tenant FOR UPDATE;
-        EXIT WHEN FOUND;  -- forget_shares() may have deleted it.
+        IF FOUND THEN
+            RETURN share;
+        END IF;
     END LOOP;
-    RETURN share;
+    PERFORM require_stored(false, 'tenant_share');
 END $$;
 REVOKE ALL ON FUNCTION lock_share FROM PUBLIC;
 
@@ -244,7 +247,8 @@ CREATE FUNCTION publish_shared(
     OUT version   bigint,
     OUT over      bigint
 )
-LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET row_security = off AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET row_security = off
+SET enable_seqscan = off AS $$  -- A session keeps a plan while the table grows.
 #variable_conflict use_variable
 DECLARE
     share     tenant_share;
@@ -262,10 +266,15 @@ BEGIN
         AND (deliver_at IS NULL OR array_position(deliver_at, NULL) IS NOT NULL);
     IF held THEN
         share := lock_share(tenant);
+        -- Compared as a row, so that the entry of its index is read, whatever the statistics say of
+        -- a table in which another tenant has most of the rows.
         SELECT * INTO oldest FROM future_event f
-         WHERE f.tenant COLLATE "C" = share.tenant AND f.held_before IS NOT NULL
-           AND f.id >= share.first_id
-         ORDER BY f.id LIMIT 1;
+         WHERE f.held_before IS NOT NULL
+           AND (f.tenant COLLATE "C", f.id) >= (share.tenant, share.first_id)
+         ORDER BY f.tenant COLLATE "C", f.id LIMIT 1;
+        IF oldest.tenant <> share.tenant THEN
+            oldest := NULL;
+        END IF;
         held_from := share.total;
         SELECT sum(t.cost) INTO added FROM unnest(costs, deliver_at) AS t(cost, at)
          WHERE t.at IS NULL;
@@ -429,6 +438,8 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
          '{event_id,tenant,type,key,payload,headers,deliver_at,cost,held_before}'),
         ('{relay,operator,api}', 'function', 'lock_share', 'EXECUTE', NULL),
         ('{relay}', 'table', 'future_event', 'UPDATE', '{held_before}'),
+        -- An erasure locks events in one order.
+        ('{operator,api}', 'table', 'future_event', 'UPDATE', '{retry_at}'),
         ('{relay}', 'function', 'try_lock_share', 'EXECUTE', NULL),
         ('{relay}', 'function', 'forget_shares', 'EXECUTE', NULL),
         ('{operator,api}', 'table', 'quota', 'INSERT', NULL),

@@ -89,16 +89,17 @@ SELECT FROM tenant_share s
 """,  # noqa: S608 (a constant only)
 )
 
-# Future events are deleted, and never published.  They are locked in one order.
+# Future events are deleted, and never published.
+#   selected: locked in id order, as by a relay that moves events.
 #   named: where the newest held event is one of them, the share names the newest one that is left;
 #     an event that is held meanwhile is named by its own session.
 DELETE_FUTURE_EVENTS = WriteStatement(
     "delete_future_events",
     f"""
-WITH locked AS MATERIALIZED (
+WITH selected AS MATERIALIZED (
     SELECT id FROM future_event WHERE {_OF_TARGET} ORDER BY id FOR UPDATE),
 deleted AS (
-    DELETE FROM future_event WHERE id IN (SELECT id FROM locked) RETURNING id),
+    DELETE FROM future_event WHERE id IN (SELECT id FROM selected) RETURNING id),
 named AS (
     UPDATE tenant_share s
        SET last_id = coalesce(

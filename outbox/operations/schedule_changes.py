@@ -222,9 +222,12 @@ async def run_schedule_now(
     async def plan(change: Change) -> ScheduleRun:
         (row,), event_id = await _find(change, [name]), uuid4()
         run = Run(await change.db.fetchval(READ_NOW), row["id"], row["tenant"])
+        *locks, publish = publish_calls([run], event_id, wait=True)
+        # Before the schedule is locked, for which a relay would wait that moves its last run.
+        for lock in locks:
+            change.write(*lock)
         _require_unchanged(change, [row])
-        for call in publish_calls([run], event_id, wait=True):
-            change.write(*call)
+        change.write(*publish)
         _journal(change, "run", name, {"event": str(event_id)})
         return ScheduleRun(event_id)
 

@@ -184,6 +184,7 @@ def build_session(
         stores.put_off(workers.schedules, me),
         settings.poll_s,
         lambda: sequencer.cursor.complete_at,
+        published.set,
     )
 
     def lead(leads: bool) -> None:

@@ -85,6 +85,22 @@ async def test_a_future_event_is_sent_at_its_due_time(
     assert [row["event_id"] for row in await db.fetch("SELECT * FROM future_event")] == [late]
 
 
+async def test_held_events_keep_their_pace_without_notifications(
+    database: Database, db: Connection[Any]
+) -> None:
+    """The sequencer polls seldom, but each pass waits until the last one is sequenced."""
+    held = """
+        SELECT publish_shared(tenant => 'acme', passes => false, costs => array_fill(1000, '{8}'),
+                              held_max => 100000, types => array_fill('a'::text, '{8}'),
+                              payloads => array_fill('1'::jsonb, '{8}'))
+    """
+    await db.execute(held)
+    async with running(database, Network(), poll_s=60, notify=False):
+        left = "SELECT NOT EXISTS (SELECT FROM future_event)"
+        # 8,000 deliveries at 5,000 per second; by polls it would be a minute for each 1,000.
+        await until(lambda: db.fetchval(left), 20, "the held events to be moved")
+
+
 async def test_each_tick_is_published_once_while_replicas_restart(
     database: Database, db: Connection[Any]
 ) -> None:

@@ -15,7 +15,12 @@ import pytest
 
 from outbox.core.sequencing.tenant_pace import PASS_S, PER_S
 from outbox.operations import erase, schedule_changes
-from outbox.operations.erase import DELETE_FUTURE_EVENTS, ErasureTarget, erase_events
+from outbox.operations.erase import (
+    DELETE_FUTURE_EVENTS,
+    LOCK_SHARES_OF_TARGET,
+    ErasureTarget,
+    erase_events,
+)
 from outbox.store.connection.message import WriteStatement
 from outbox.store.schedules import future_events
 from outbox.store.schedules.future_events import FutureEventStore
@@ -229,6 +234,32 @@ async def test_a_share_that_cannot_be_stored_refuses_the_request(db: Connection[
     assert await held(db) == []
 
 
+@pytest.mark.parametrize("known", [True, False])
+async def test_a_request_reads_no_other_tenants_events(
+    db: Connection[Any], other: Connection[Any], *, known: bool
+) -> None:
+    """Neither when the statistics know one tenant only, nor with plans for a small table."""
+    await db.execute("ALTER TABLE future_event SET (autovacuum_enabled = off)")
+    await db.execute("SET plan_cache_mode = force_generic_plan")
+    await publish(db, 1, tenant="globex")
+    await db.execute("DELETE FROM future_event")
+    await db.execute("VACUUM ANALYZE future_event")
+    await publish(db, 1, tenant="globex")
+    for n in range(4):
+        await publish(other, *range(n * 1000, n * 1000 + 1000))
+    if known:
+        await other.execute("ANALYZE future_event")
+    read = """
+        SELECT seq_tup_read + idx_tup_fetch FROM pg_stat_xact_user_tables
+         WHERE relname = 'future_event'
+    """
+    for tenant in ("globex", "new"):
+        async with db.transaction():
+            before = await db.fetchval(read)
+            assert (await publish(db, 2, 3, tenant=tenant)).held
+            assert await db.fetchval(read) - before < 20
+
+
 # ------------------------------------------------------------------------ pace
 
 
@@ -271,9 +302,38 @@ async def test_tenants_with_events_that_are_not_due_yet_hide_none(
         await publish(db, 1, tenant=f"t{n}", deliver_at=later)
     await publish(db, 1, tenant="t7", deliver_at=[datetime.now(UTC) - timedelta(seconds=1)])
     await publish(db, 2, tenant="z")
-    await mover.move(4)
+    await mover.move()
     assert await numbers(db, "t7") == [1]
     assert await numbers(db, "z") == [2]
+    assert await mover.move() == 0
+    assert not mover.store.more
+
+
+async def test_the_pace_may_leave_events_for_the_next_pass(
+    db: Connection[Any], mover: Mover
+) -> None:
+    """Otherwise the next pass would be after a polling interval."""
+    for n in range(3):
+        await publish(db, n, cost=int(PER_S))
+    assert await mover.move() == 1
+    assert await mover.move() == 0
+    assert mover.store.more
+    assert await mover.move(2, every_s=1.0) == 2
+    assert await mover.move() == 0
+    assert not mover.store.more
+
+
+async def test_a_suppressed_share_fails_instead_of_being_tried_for_ever(
+    db: Connection[Any],
+) -> None:
+    await db.execute("""
+        CREATE FUNCTION nothing() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END';
+        CREATE TRIGGER discard BEFORE INSERT ON tenant_share FOR EACH ROW EXECUTE FUNCTION nothing()
+    """)
+    async with asyncio.timeout(30):
+        with pytest.raises(asyncpg.PostgresError, match="suppressed by trigger discard"):
+            await publish(db, 1)
+    assert await held(db) == []
 
 
 async def test_held_events_do_not_depend_on_the_clock(db: Connection[Any], mover: Mover) -> None:
@@ -387,6 +447,63 @@ async def test_an_event_that_is_held_during_an_erasure_stays_the_newest(
     assert (await publish(db, 3, key="mine", passes=True)).held
     await mover.drain()
     assert await numbers(db) == [2, 3]
+
+
+@pytest.mark.parametrize("target", [("acme", None), (None, "k")])
+async def test_an_erasure_and_a_relay_lock_events_in_one_order(
+    database: Database, db: Connection[Any], mover: Mover, target: tuple[str | None, str | None]
+) -> None:
+    """Also where a newer event is stored before an older one, in space that is used again."""
+    await publish(db, 0, key="gone")
+    await publish(db, 1)
+    await db.execute("DELETE FROM future_event WHERE key = 'gone'")
+    await db.execute("VACUUM future_event")
+    await publish(db, 2)
+    assert await db.fetchval("SELECT payload FROM future_event ORDER BY ctid LIMIT 1") == "2"
+    await db.execute("""
+        CREATE FUNCTION stop() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN
+            IF current_setting('application_name') = 'stops' THEN
+                PERFORM pg_advisory_xact_lock(5);
+            END IF;
+            RETURN OLD;
+        END $$;
+        CREATE TRIGGER stop BEFORE DELETE ON future_event FOR EACH ROW EXECUTE FUNCTION stop()
+    """)
+    # As with a large table.
+    await mover.store._db.execute("SET enable_seqscan = off; SET enable_bitmapscan = off")
+    async with database.connection(**PATH) as eraser:
+        await eraser.execute("SET application_name = stops")
+        await db.fetch("SELECT pg_advisory_lock(5)")
+        erasure = asyncio.create_task(
+            eraser.write_together((LOCK_SHARES_OF_TARGET, *target), (DELETE_FUTURE_EVENTS, *target))
+        )
+        await waits(db)
+        moving = asyncio.create_task(mover.move())
+        sql = "SELECT count(*) = 2 FROM pg_locks WHERE NOT granted"
+        await until(lambda: db.fetchval(sql), what="the relay to wait for the erasure")
+        await db.fetch("SELECT pg_advisory_unlock(5)")
+        assert await erasure == 2
+        assert await moving == 0
+
+
+async def test_a_run_by_hand_that_waits_for_a_share_does_not_stop_a_relay(
+    database: Database, db: Connection[Any], other: Connection[Any], mover: Mover
+) -> None:
+    """It would deadlock with an erasure that has the share and waits for the relay."""
+    await add_schedule(db, tenant="acme")
+    await schedule_changes.run_schedule_now(db, "relay", "daily", actor="test")
+    async with database.connection(**PATH) as eraser:
+        async with eraser.transaction():
+            await eraser.execute("SELECT FROM tenant_share FOR UPDATE")
+            run = asyncio.create_task(
+                schedule_changes.run_schedule_now(other, "relay", "daily", actor="test")
+            )
+            await waits(db)
+            async with asyncio.timeout(30):
+                assert await mover.move() == 1
+        await run
+    assert await db.fetchval("SELECT count(*) FROM future_event") == 1
 
 
 # --------------------------------------------------------------- two at a time
@@ -506,6 +623,23 @@ async def test_a_run_by_hand_is_held_likewise(db: Connection[Any], mover: Mover)
     await mover.drain()
     assert await numbers(db) == [1, 2]
     assert await db.fetchval("SELECT event_id FROM outbox WHERE payload = '2'") == run.id
+
+
+@pytest.mark.parametrize(("patterns", "cost"), [(100, 1), (101, 2)])
+async def test_a_run_is_charged_with_its_deliveries(
+    db: Connection[Any], patterns: int, cost: int
+) -> None:
+    """Or with those to all endpoints, if their patterns are too many to compare."""
+    await db.execute("ALTER TABLE subscription DROP CONSTRAINT subscription_endpoint_id_fkey")
+    await db.execute(f"""
+        INSERT INTO subscription (endpoint_id, from_batch, to_batch, types, tenant, all_tenants)
+        SELECT gen_random_uuid(), 0, to_batch, array_fill(pattern, '{{{patterns}}}'), tenant, false
+          FROM (VALUES ('acme', '**', NULL), ('acme', 'other.*', NULL), ('acme', '**', 1),
+                       ('globex', '**', NULL)) AS v(tenant, pattern, to_batch)
+    """)
+    await add_schedule(db, tenant="acme")
+    await schedule_changes.run_schedule_now(db, "relay", "daily", actor="test")
+    assert await db.fetchval("SELECT cost FROM future_event") == cost
 
 
 async def test_the_next_run_waits_for_one_that_is_held(

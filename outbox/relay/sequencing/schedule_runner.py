@@ -39,6 +39,7 @@ class ScheduleRunner:
         poll_s: polling interval; new schedules are found after this time.
         sequenced_at: when the sequencer began the last read after which nothing was left to read,
             by the loop's clock; None: unknown.
+        wake_sequencer: lets the sequencer read at once.
     """
 
     def __init__(
@@ -48,17 +49,19 @@ class ScheduleRunner:
         put_off: PutOffStore,
         poll_s: float,
         sequenced_at: Callable[[], float | None],
+        wake_sequencer: Callable[[], None],
     ) -> None:
         self._schedules = schedules
         self._events = events
         self._put_off = put_off
         self._poll_s = poll_s
         self._sequenced_at = sequenced_at
+        self._wake_sequencer = wake_sequencer
         self._wake_event = WakeEvent()
         self._leads = False
         # What a wrong clock has put off may wait to be found.
         self._search = True
-        # When the last pass ended, and when the next one may begin.
+        # When the last pass that moved events ended, and when the next one may begin.
         self._passed_at = self._pass_at = 0.0
         self._postponed = 0
 
@@ -133,10 +136,14 @@ class ScheduleRunner:
         sequenced_at = self._sequenced_at()
         if sequenced_at is not None and sequenced_at < self._passed_at > now - BEHIND_MAX_S:
             return PASS_S
-        if await self._events.move_shares(now):
+        moved = await self._events.move_shares(now)
+        if moved:
+            self._passed_at = clock()
+            # Without notifications it would read them at its next poll, and the pass after this
+            # one waits for that.
+            self._wake_sequencer()
             await self._report_postponed()
-        self._passed_at = clock()
-        return PASS_S
+        return PASS_S if moved or self._events.more else self._poll_s
 
     async def _restart_put_off(self) -> None:
         """Let schedules go on that a wrong clock has put off."""

@@ -37,7 +37,9 @@ PACED_EVENTS_MAX = 500
 MOVED_EVENTS_MAX = 1_000
 """Maximum number of tenants' events per message."""
 PROBES_MAX = 1_000
-"""Maximum number of tenants that are examined for delayed events in a pass."""
+"""Maximum number of tenants that are examined for delayed events at once."""
+PASS_PROBES_MAX = 10
+"""How often tenants are examined in a pass until events of some are due."""
 SEARCH_EVERY_S = 10.0
 """How often tenants are searched in the events, instead of their shares, and from the first event
 on, which dead rows make slow while a transaction is open; and how often shares are forgotten."""
@@ -78,12 +80,15 @@ def _tenants(kind: str, due_at: str) -> str:
     SELECT * FROM found LIMIT $2)"""  # noqa: S608 (constants only)
 
 
-# Tenants with events: whether one is due, and whether one is delayed.
+# Tenants with events: whether one is due, and whether one is delayed.  While no delayed event of
+# any tenant is due, tenants are not examined for them.
 #   $3: also search for held events of which no share tells.
 READ_PACED_TENANTS = f"""
 SELECT tenant, bool_or(at IS NULL OR at <= statement_timestamp()) AS is_due,
        bool_or(at IS NOT NULL) AS is_delayed
   FROM (SELECT * FROM {_tenants(_PACED, _DUE_AT)} AS delayed
+         WHERE (SELECT {_DUE_AT} FROM future_event WHERE {_PACED} ORDER BY {_DUE_AT} LIMIT 1)
+               <= statement_timestamp()
         UNION ALL
         SELECT tenant, NULL FROM {_tenants(_HELD, "id")} AS held WHERE $3
         UNION ALL
@@ -126,7 +131,7 @@ SELECT abort_unless(EXISTS (SELECT FROM locked))
 
 # Moves events that are still due to the outbox, in the order of their ids in $1.  A separate
 # statement: its snapshot begins after the lock was granted.  It fails unless all were stored.
-#   due: FOR UPDATE, because an operator may delete them, also in the order of ids.
+#   due: FOR UPDATE, because an operator may delete them, and in id order, as an erasure locks them.
 #     clock_timestamp() is volatile, so that the array of ids is what is looked up in an index.  A
 #     held event does not depend on the clock.
 #   numbered: the last run of a tenant's schedule was held, and has an id now.
@@ -193,6 +198,8 @@ class FutureEventStore:
         self._after_tenant = ""
         self._after: dict[str, int] = {}
         self._search_at = 0.0
+        self.more = False
+        """Whether the last pass left tenants to examine, or events for the next pass."""
 
     async def due_in_s(self) -> tuple[float | None, float | None]:
         """Seconds until events of applications and of tenants are due; None: there are none."""
@@ -232,11 +239,14 @@ class FutureEventStore:
             moving = {event.id for event in held}.intersection(ids)
             if moving:
                 last_held[tenant] = max(moving)
+        self.more = bool(rows or self._after_tenant)
         moved = 0
         for at in range(0, len(chosen), MOVED_EVENTS_MAX):
             moved += await self._move_or_postpone(chosen[at : at + MOVED_EVENTS_MAX])
             if moved < min(at + MOVED_EVENTS_MAX, len(chosen)):
-                return moved  # Another session moves them, or an operator has erased some.
+                # Another session moves them, or an operator has erased some.
+                self.more = moved > 0
+                return moved
         self._after |= last_held
         return moved
 
@@ -246,7 +256,18 @@ class FutureEventStore:
         return row["events"], row["reason"]
 
     async def _next_tenants(self, *, search: bool) -> list[str]:
-        """The tenants of a pass: those after the last one of the pass before."""
+        """The tenants of a pass: those after the last one of the pass before.
+
+        Tenants whose events are not due yet use up no pass, however many they are.
+        """
+        for _ in range(PASS_PROBES_MAX):
+            tenants = await self._probe_tenants(search=search)
+            if tenants or not self._after_tenant:
+                break
+        return tenants
+
+    async def _probe_tenants(self, *, search: bool) -> list[str]:
+        """The next tenants of which events are due."""
         rows = await self._db.fetch(READ_PACED_TENANTS, self._after_tenant, PROBES_MAX, search)
         probed = [row["tenant"] for row in rows if row["is_delayed"]]
         # Tenants after the last probed one have their turn in the next pass.

@@ -74,12 +74,16 @@ def read_due_events(db: Database, tx: Transaction, limit: int) -> list[Row]:
 def read_paced_tenants(
     db: Database, tx: Transaction, after: str, limit: int, search: bool
 ) -> list[Row]:
-    rows = [r for r in tx.rows(db.future_event) if r["cost"] is not None and r["tenant"] > after]
-    delayed = sorted({r["tenant"] for r in rows if not r["is_held"]})[:limit]
+    paced = [r for r in tx.rows(db.future_event) if r["cost"] is not None]
+    rows = [r for r in paced if r["tenant"] > after]
+    now = db.clock_timestamp()
+    if any(not r["is_held"] and r["deliver_at"] <= now for r in paced):
+        delayed = sorted({r["tenant"] for r in rows if not r["is_held"]})[:limit]
+    else:
+        delayed = []
     held = sorted({r["tenant"] for r in rows if r["is_held"]})[: limit if search else 0]
     shares = sorted(s["tenant"] for s in tx.rows(db.tenant_share) if s["tenant"] > after)
     named = [tenant for tenant in shares if is_named(db, tx, tenant)][:limit]
-    now = db.clock_timestamp()
     due = {r["tenant"] for r in rows if not r["is_held"] and r["deliver_at"] <= now}
     return [
         {

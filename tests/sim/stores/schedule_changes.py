@@ -86,9 +86,9 @@ async def run_schedule_now(
     async def plan(change: Change) -> str:
         rows = await _find(change, [name])
         now = await change.db.call(read_now)
-        _require_unchanged(change, rows)
         if rows[0]["tenant"] is not None:
             change.write(lock_shares, [rows[0]["tenant"]])
+        _require_unchanged(change, rows)
         change.write(publish_runs, [(now, rows[0]["id"])], by_hand=True)
         change.journal("schedule_run", None, {"name": name})
         return name
