@@ -186,8 +186,7 @@ async def count_erasable(
     """
     events = 0
     with map_errors(schema):
-        after = await _erased_through(connection, target)
-        async for ids in _event_batches(connection, target, after, on_progress):
+        async for ids in _event_batches(connection, target, 0, on_progress):
             events += await connection.fetchval(COUNT_EVENTS, ids)
         dead_letters = await connection.fetchval(COUNT_DEAD, target.tenant, target.key)
         future_events = await connection.fetchval(COUNT_FUTURE, target.tenant, target.key)
@@ -201,9 +200,14 @@ async def erase_events(
     target: ErasureTarget,
     *,
     actor: str,
+    only_later: bool = False,
     on_progress: OnProgress = _ignore,
 ) -> ErasureReport:
     """Erase the contents of all events committed so far.
+
+    Args:
+        only_later: leave out the events that an earlier erasure of the tenant has erased.  They are
+            there again if a backup of the table alone was restored.
 
     Raises:
         SchemaMissing, DatabaseUnavailable, CannotRun: as in `map_errors`.
@@ -211,7 +215,7 @@ async def erase_events(
     events = responses = 0
     is_found = False
     with map_errors(schema, "operator"):
-        after = await _erased_through(connection, target)
+        after = await _erased_through(connection, target) if only_later else 0
         through_id = await connection.fetchval(READ_SETTLED) or 0
         # First, because a future event could become due and be published concurrently.
         of_target = target.tenant, target.key

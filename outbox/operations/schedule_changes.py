@@ -19,8 +19,9 @@ import orjson
 
 from outbox.core.schedules.cron import Cron
 from outbox.core.schedules.schedule import ticks_from
+from outbox.core.sequencing.tenant_pace import HELD_DELIVERIES_MAX, PER_S
 from outbox.drivers.errors import NOT_STORED
-from outbox.errors import Conflict, EventSuppressed, UsageError
+from outbox.errors import Conflict, EventSuppressed, QuotaExceeded, UsageError
 from outbox.operations.schedules import read_schedule, schedule_not_found
 from outbox.store.change import make_change, make_change_and_read
 from outbox.store.connection.message import Private, WriteStatement
@@ -84,6 +85,17 @@ UPDATE schedule
  WHERE name = $1
 """,
 )
+
+# The deliveries of a tenant that are held: from its oldest held event on.
+READ_HELD = """
+SELECT s.total - f.held_before
+  FROM tenant_share s
+ CROSS JOIN LATERAL (
+       SELECT held_before FROM future_event
+        WHERE held_before IS NOT NULL AND tenant COLLATE "C" = s.tenant AND id >= s.first_id
+        ORDER BY id LIMIT 1) f
+ WHERE s.tenant = $1
+"""
 
 REMOVE = WriteStatement("remove_schedules", "DELETE FROM schedule WHERE name = ANY ($1)")
 
@@ -216,11 +228,18 @@ async def run_schedule_now(
 
     Raises:
         NotFound: no schedule has this name.
+        QuotaExceeded: too many deliveries of the schedule's tenant are held already.
         EventSuppressed: a trigger or rule of the table suppressed the event.
     """
 
     async def plan(change: Change) -> ScheduleRun:
         (row,), event_id = await _find(change, [name]), uuid4()
+        held = await change.db.fetchval(READ_HELD, row["tenant"]) or 0
+        if held >= HELD_DELIVERIES_MAX:
+            raise QuotaExceeded(
+                f'{held:,} deliveries of the tenant "{row["tenant"]}" are held for its share of '
+                f"{PER_S:,.0f} a second; try again later"
+            )
         run = Run(await change.db.fetchval(READ_NOW), row["id"], row["tenant"])
         *locks, publish = publish_calls([run], event_id, wait=True)
         # Before the schedule is locked, for which a relay would wait that moves its last run.

@@ -14,6 +14,7 @@ import orjson
 import pytest
 
 from outbox.core.sequencing.tenant_pace import PASS_S, PER_S
+from outbox.errors import QuotaExceeded
 from outbox.operations import erase, schedule_changes
 from outbox.operations.erase import (
     DELETE_FUTURE_EVENTS,
@@ -640,6 +641,14 @@ async def test_a_run_is_charged_with_its_deliveries(
     await add_schedule(db, tenant="acme")
     await schedule_changes.run_schedule_now(db, "relay", "daily", actor="test")
     assert await db.fetchval("SELECT cost FROM future_event") == cost
+
+
+async def test_a_run_by_hand_is_refused_when_ten_minutes_are_held(db: Connection[Any]) -> None:
+    await publish(db, 1, cost=HELD_MAX)
+    await add_schedule(db, payload=2, key="k", tenant="acme")
+    with pytest.raises(QuotaExceeded, match='3,000,000 deliveries of the tenant "acme" are held'):
+        await schedule_changes.run_schedule_now(db, "relay", "daily", actor="test")
+    assert await held(db) == [1]
 
 
 async def test_the_next_run_waits_for_one_that_is_held(

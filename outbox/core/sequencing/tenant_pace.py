@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 PER_S = 5_000.0
 """Deliveries per second of a tenant."""
+HELD_DELIVERIES_MAX = int(PER_S * 600)
+"""Deliveries of a tenant that may be held: ten minutes of its pace."""
 BURST_S = 0.2
 """The burst, as seconds of unused pace: more than the interval between two passes."""
 PASS_S = 0.1

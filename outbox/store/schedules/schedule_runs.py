@@ -185,9 +185,9 @@ HOLD_RUNS = WriteStatement(
     f"""{_RUN}
 charged AS MATERIALIZED (
     SELECT o.tenant, o.type,
-           CASE WHEN every.patterns > {PATTERNS_MAX} THEN every.endpoints
-                ELSE (SELECT count(*) FROM subscription s WHERE s.to_batch IS NULL AND {MATCHES})
-           END::integer AS cost
+           greatest(CASE WHEN every.patterns > {PATTERNS_MAX} THEN every.endpoints ELSE (
+               SELECT count(*) FROM subscription s WHERE s.to_batch IS NULL AND {MATCHES})
+           END, 1)::integer AS cost
       FROM (SELECT DISTINCT tenant, type FROM run) o
      CROSS JOIN LATERAL (
            SELECT count(*) AS endpoints, sum(cardinality(s.types)) AS patterns

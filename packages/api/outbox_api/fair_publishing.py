@@ -13,6 +13,7 @@ import asyncpg
 import orjson
 
 from outbox.core.model.text import count
+from outbox.core.sequencing.tenant_pace import HELD_DELIVERIES_MAX
 from outbox.drivers.connections import open_connection
 from outbox.errors import OutboxError
 from outbox.producers.publishing import publish_by
@@ -20,7 +21,7 @@ from outbox.producers.statements import PUBLISH_SHARED
 from outbox.store.connection.connect import map_errors
 from outbox_api.problem import Refusal
 from outbox_api.rate_limit import too_many_requests
-from outbox_api.shares import HELD_DELIVERIES_MAX, SHARE, TENANT_SEGMENTS_MAX, Shares, build_routes
+from outbox_api.shares import SHARE, TENANT_SEGMENTS_MAX, Shares, build_routes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -13,7 +13,8 @@ Otherwise the whole request is held: the database stores its events with their c
 publishes them in their order, 5,000 deliveries/s for each tenant.  The buckets are those of one
 process; what is held is paced by one relay.
 
-The cost of an event is the number of endpoints whose types match, of its tenant and of all tenants.
+The cost of an event is the number of endpoints whose types match, of its tenant and of all tenants,
+and at least one: the relay sequences it in any case.
 Filters are not evaluated.  It is computed from routes as of a routing version.  If another one is
 current, the database publishes nothing and returns it, and the routes are read again.  The order of
 events does not depend on their costs.
@@ -37,9 +38,6 @@ SHARE = Allowance(per_s=PER_S, burst=20_000)
 TOGETHER = Allowance(per_s=20_000, burst=20_000)
 """Those of all tenants: the sum of their bursts would delay all events, with ten tenants for
 seconds."""
-HELD_DELIVERIES_MAX = int(SHARE.per_s * 600)
-"""Deliveries of a tenant that may be held: ten minutes of its share."""
-
 BUCKETS_MAX = 10_000
 """Tenants whose buckets are not full.  The least recently charged one of more than these is full
 again."""
@@ -132,7 +130,7 @@ class Shares:
         own, of_all = self._of_tenant[tenant], self._of_all
         self._of_tenant.move_to_end(tenant)
         by_type = {
-            each: own.count(each) + (0 if of_all is None else of_all.count(each))
+            each: max(own.count(each) + (0 if of_all is None else of_all.count(each)), 1)
             for each in set(types)
         }
         return [by_type[each] for each in types]

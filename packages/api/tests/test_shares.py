@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outbox_api.shares import HELD_DELIVERIES_MAX, SHARE, TOGETHER, Shares, build_routes
+from outbox.core.sequencing.tenant_pace import HELD_DELIVERIES_MAX
+from outbox_api.shares import SHARE, TOGETHER, Shares, build_routes
 from outbox_api.token_bucket import Allowance
 
 if TYPE_CHECKING:
