@@ -11,6 +11,8 @@ import pytest
 
 import outbox
 from outbox.operations import schedule_changes
+from outbox.relay.sequencing import schedule_runner
+from outbox.store.schedules import future_events
 from tests.support.pgbouncer import find_the_schema, pgbouncer
 from tests.support.relay import (
     OK,
@@ -239,3 +241,18 @@ async def test_schedules_run_behind_a_transaction_pooling_proxy(
         async with running(database, network, **options), running(database, network, **options):
             await until(lambda: len(network.accepted) == 6, what="all of it")
     assert sorted(ticks(network)) == sorted(["x", *(f"{at:%Y-%m-%dT%H:%M:%SZ}" for at in due)])
+
+
+async def test_a_held_event_without_a_share_is_published(
+    database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schedule_runner, "SEARCH_SHARES_EVERY_S", 0.1)
+    monkeypatch.setattr(future_events, "SEARCH_EVERY_S", 0.1)
+    await add_endpoint(database, tenant="acme")
+    network = Network()
+    async with running(database, network, **QUICK):
+        await db.execute(
+            "SELECT publish_shared(tenant => 'acme', passes => false, costs => '{1}', "
+            "held_max => 10, types => '{a.b}', payloads => '{1}'); DELETE FROM tenant_share"
+        )
+        await until(lambda: network.accepted, what="the event")

@@ -28,6 +28,8 @@ log = structlog.get_logger("outbox.schedule_runner")
 
 BEHIND_MAX_S = 5.0
 """A pass does not wait longer for the sequencer, which others' events may keep busy."""
+SEARCH_SHARES_EVERY_S = 60.0
+"""How often a pass is made although no share tells of a held event: a share may be gone."""
 REFUSED_RETRY_S = 10.0
 """Retry delay after an error of the database: a missing privilege, a user's trigger."""
 
@@ -63,6 +65,7 @@ class ScheduleRunner:
         self._search = True
         # When the last pass that moved events ended, and when the next one may begin.
         self._passed_at = self._pass_at = 0.0
+        self._search_shares_at = 0.0
         self._postponed = 0
 
     def set_leader(self, leads: bool) -> None:
@@ -117,6 +120,8 @@ class ScheduleRunner:
                 await self._report_postponed()
             # Otherwise another replica holds the lock; poll again later.
             wait_s = 0.0 if ticked.schedules or moved else self._poll_s
+        if shares_in_s is None and asyncio.get_running_loop().time() >= self._search_shares_at:
+            shares_in_s = 0.0
         if shares_in_s is not None:
             wait_s = min(wait_s, await self._move_shares(shares_in_s))
         return wait_s
@@ -137,6 +142,7 @@ class ScheduleRunner:
         if sequenced_at is not None and sequenced_at < self._passed_at > now - BEHIND_MAX_S:
             return PASS_S
         moved = await self._events.move_shares(now)
+        self._search_shares_at = now + SEARCH_SHARES_EVERY_S
         if moved:
             self._passed_at = clock()
             # Without notifications it would read them at its next poll, and the pass after this
