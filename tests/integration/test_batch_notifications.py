@@ -106,6 +106,7 @@ async def test_producers_wake_only_the_leader(database: Database) -> None:
         database.connect,
         "relay",
         wake_event,
+        lambda: None,
         lambda: changes.append(None),
         lambda *_: None,
         tuple,

@@ -124,9 +124,9 @@ async def test_a_failure_is_recorded_after_the_successes_before_it(database: Dat
 
 async def test_a_killed_relay_repeats_what_was_not_recorded_in_order(database: Database) -> None:
     await add_endpoint(database)
-    await publish_backlog(database, 300)
     network = Network()
     for _ in range(4):
+        await publish_backlog(database, 75)
         async with killed_at_the_end(database, network):
             before = len(network.sent)
             await until(lambda before=before: len(network.sent) > before + 40)

@@ -67,6 +67,7 @@ async def listening(database: Database) -> AsyncIterator[Calls]:
         database.connect,
         "relay",
         calls.producers,
+        lambda: None,
         calls.change,
         calls.notification,
         tuple,

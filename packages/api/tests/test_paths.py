@@ -11,9 +11,11 @@ import pytest
 from outbox.web.address import parse_address
 from outbox_api.problem import NOT_STORABLE
 from outbox_api.routes import ROUTES
+from tests.support.api import make_token, serving
 
 if TYPE_CHECKING:
     from tests.support.api import Api
+    from tests.support.postgres import Database
 
 pytestmark = pytest.mark.one_major
 
@@ -66,8 +68,16 @@ async def test_no_endpoint_gets_the_name_of_a_path_of_its_own(api: Api, word: st
     assert (response.status, "path of an action" in response.detail) == (422, True)
 
 
-async def test_a_name_in_a_path_is_stored_or_refused_by_a_problem_of_ours(api: Api) -> None:
+async def test_a_name_in_a_path_is_stored_or_refused_by_a_problem_of_ours(
+    database: Database,
+) -> None:
     """Never by an exception of the framework or of the driver."""
+    secret = await make_token(database)
+    async with serving(database, api_rate_max=100_000.0) as anonymous:
+        await _require_problems(anonymous.with_token(secret))
+
+
+async def _require_problems(api: Api) -> None:
     for route in ROUTES:
         if not route.parameters:
             continue
