@@ -1,7 +1,7 @@
 """Latency of another tenant's events while tenants publish as much as they can.
 
 A tenant publishes four events a second through the API: alone, beside a process that only computes,
-and while other tenants, with 100
+and while other tenants, with 100 endpoints each, send requests of 1,000 events without a pause. The
 endpoints of those are paused, so it is the sequencer that has to do with their events. The latency
 is that from the beginning of the request to the receiver; a request that is refused is repeated.
 

@@ -8,7 +8,7 @@ Events are erased in batches of one message for each step, so that a client that
 nothing.  An interrupted erasure can be repeated: each step finds what is left to erase.
 
 The journal entry of a complete erasure of a tenant says up to which id it has erased all events, so
-that the next one scans only later events.  That id was read before the scan: it is below the ids
+that a later one may scan only later events.  That id was read before the scan: it is below the ids
 of every transaction that could still commit an event (see `outbox.core.sequencing.gaps`).
 """
 
@@ -215,7 +215,9 @@ async def erase_events(
     events = responses = 0
     is_found = False
     with map_errors(schema, "operator"):
-        after = await _erased_through(connection, target) if only_later else 0
+        after = 0
+        if only_later:
+            after = await connection.fetchval(READ_ERASED_THROUGH, target.tenant) or 0
         through_id = await connection.fetchval(READ_SETTLED) or 0
         # First, because a future event could become due and be published concurrently.
         of_target = target.tenant, target.key
@@ -245,13 +247,6 @@ async def erase_events(
         else:  # Owners need not reload what they have.
             await connection.write(*add_entry)
     return report
-
-
-async def _erased_through(connection: Connection[Any], target: ErasureTarget) -> int:
-    """The id up to which an earlier erasure has erased all events of the target."""
-    if target.tenant is None:
-        return 0
-    return await connection.fetchval(READ_ERASED_THROUGH, target.tenant) or 0
 
 
 async def _schedules(connection: Connection[Any], target: ErasureTarget) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from outbox.core.schedules.schedule import ticks_from
 from outbox.core.sequencing.tenant_pace import HELD_DELIVERIES_MAX, PER_S
 from outbox.drivers.errors import NOT_STORED
 from outbox.errors import Conflict, EventSuppressed, QuotaExceeded, UsageError
+from outbox.operations.future_events import OLDEST_HELD
 from outbox.operations.schedules import read_schedule, schedule_not_found
 from outbox.store.change import make_change, make_change_and_read
 from outbox.store.connection.message import Private, WriteStatement
@@ -87,15 +88,10 @@ UPDATE schedule
 )
 
 # The deliveries of a tenant that are held: from its oldest held event on.
-READ_HELD = """
-SELECT s.total - f.held_before
-  FROM tenant_share s
- CROSS JOIN LATERAL (
-       SELECT held_before FROM future_event
-        WHERE held_before IS NOT NULL AND tenant COLLATE "C" = s.tenant AND id >= s.first_id
-        ORDER BY id LIMIT 1) f
- WHERE s.tenant = $1
-"""
+READ_HELD_DELIVERIES = f"""
+SELECT s.total - oldest.held_before
+  FROM tenant_share s CROSS JOIN LATERAL ({OLDEST_HELD}) oldest WHERE s.tenant = $1
+"""  # noqa: S608 (a constant only)
 
 REMOVE = WriteStatement("remove_schedules", "DELETE FROM schedule WHERE name = ANY ($1)")
 
@@ -234,7 +230,7 @@ async def run_schedule_now(
 
     async def plan(change: Change) -> ScheduleRun:
         (row,), event_id = await _find(change, [name]), uuid4()
-        held = await change.db.fetchval(READ_HELD, row["tenant"]) or 0
+        held = await change.db.fetchval(READ_HELD_DELIVERIES, row["tenant"]) or 0
         if held >= HELD_DELIVERIES_MAX:
             raise QuotaExceeded(
                 f'{held:,} deliveries of the tenant "{row["tenant"]}" are held for its share of '

@@ -19,6 +19,8 @@ from outbox.store.connection.row_security import RowSecurityError
 from outbox.store.operational_events import HAS_OPERATIONAL_SUBSCRIBER
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from asyncpg import PostgresError
 
     from outbox.core.delivery.commands import AttemptRow, ErasedEvent, Record
@@ -139,6 +141,23 @@ class RefusedRowReports:
     def record(self, kind: str, now: float) -> None:
         """Record that one was published."""
         self._due_at[kind] = now + REPORT_AGAIN_S
+
+    def report(
+        self,
+        kind: str,
+        identity: Mapping[str, object],
+        reason: str,
+        sqlstate: str,
+        *,
+        actor: str,
+        now: float,
+    ) -> WriteCall:
+        """The call that reports a row, with the operational event if one may be published."""
+        publish = self.is_due(kind, now)
+        if publish:
+            self.record(kind, now)
+        row = RefusedRow(kind, orjson.dumps(identity).decode(), reason, sqlstate, publish)
+        return row.report(actor)
 
 
 def is_refused(error: PostgresError) -> bool:

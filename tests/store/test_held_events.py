@@ -380,17 +380,12 @@ async def test_two_relays_move_held_events_once_and_in_order(
     for n in range(10):
         await publish(db, *range(n * 10, n * 10 + 10))
     movers = [Mover(await database.connect(**PATH), n) for n in range(2)]
-
-    async def drain(mover: Mover) -> None:
-        while await held(db):
-            await mover.move(every_s=1.0)
-
     async with asyncio.timeout(60):
-        await asyncio.gather(drain(movers[0]), _drain_on(database, movers[1]))
+        await asyncio.gather(*(_drain_beside(database, mover) for mover in movers))
     assert await numbers(db) == list(range(100))
 
 
-async def _drain_on(database: Database, mover: Mover) -> None:
+async def _drain_beside(database: Database, mover: Mover) -> None:
     async with database.connection(**PATH) as db:
         while await held(db):
             await mover.move(every_s=1.0)

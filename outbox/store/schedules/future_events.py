@@ -16,11 +16,10 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 import asyncpg
-import orjson
 
 from outbox.core.sequencing.tenant_pace import PASS_TENANTS_MAX, PacedEvent, TenantPace
 from outbox.store.connection.message import WriteStatement
-from outbox.store.refused_rows import RefusedRow, RefusedRowReports, is_refused, reason_of
+from outbox.store.refused_rows import RefusedRowReports, is_refused, reason_of
 from outbox.store.schedules.schedule_runs import RETRY_MAX, RETRY_MIN
 
 if TYPE_CHECKING:
@@ -285,19 +284,16 @@ class FutureEventStore:
         if refused:
             reasons = [reason_of(error) for error in refused.values()]
             limits = RETRY_MIN.total_seconds(), RETRY_MAX.total_seconds()
-            now = asyncio.get_running_loop().time()
-            publish = self._reports.is_due("delayed event", now)
-            if publish:
-                self._reports.record("delayed event", now)
-            row = RefusedRow(
+            report = self._reports.report(
                 "delayed event",
-                orjson.dumps({"events": len(refused)}).decode(),
+                {"events": len(refused)},
                 reasons[0],
                 next(iter(refused.values())).sqlstate,
-                publish,
+                actor=self._actor,
+                now=asyncio.get_running_loop().time(),
             )
             await self._db.write_together(
-                row.report(self._actor), (POSTPONE_FUTURE, list(refused), reasons, *limits)
+                report, (POSTPONE_FUTURE, list(refused), reasons, *limits)
             )
         return moved + len(refused)
 

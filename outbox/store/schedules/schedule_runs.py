@@ -35,7 +35,7 @@ from outbox.core.schedules.schedule import (
 from outbox.errors import UsageError
 from outbox.store.connection.message import WriteStatement
 from outbox.store.connection.row_security import rows_hidden
-from outbox.store.refused_rows import RefusedRow, RefusedRowReports, is_refused, reason_of
+from outbox.store.refused_rows import RefusedRowReports, is_refused, reason_of
 from outbox.store.routing_change import ADD_TO_JOURNAL
 from outbox.store.type_match import MATCHES, TENANT_MATCHES
 
@@ -312,14 +312,6 @@ class ScheduleRunStore:
         written = await self._write(decided, broken)
         return ScheduleRunResult(written, tuple(broken))
 
-    def _report(self, kind: str, identity: str, reason: str, sqlstate: str) -> WriteCall:
-        """Report a refused row, and publish an operational event now and then."""
-        now = asyncio.get_running_loop().time()
-        publish = self._reports.is_due(kind, now)
-        if publish:
-            self._reports.record(kind, now)
-        return RefusedRow(kind, identity, reason, sqlstate, publish).report(self._actor)
-
     async def _write(self, decided: list[ScheduleDecision], broken: list[tuple[str, str]]) -> int:
         """Write decisions; those that the database refuses become broken ones.
 
@@ -368,8 +360,16 @@ class ScheduleRunStore:
         calls: list[WriteCall] = [(LOCK_SCHEDULES, ids, [d.schedule["revision"] for d in decided])]
         for each in decided:
             if each.problem is not None and each.sqlstate is not None:
-                identity = orjson.dumps({"schedule": each.schedule["name"]}).decode()
-                calls.append(self._report("schedule", identity, each.problem, each.sqlstate))
+                identity = {"schedule": each.schedule["name"]}
+                report = self._reports.report(
+                    "schedule",
+                    identity,
+                    each.problem,
+                    each.sqlstate,
+                    actor=self._actor,
+                    now=asyncio.get_running_loop().time(),
+                )
+                calls.append(report)
         calls += publish_calls(
             # In chronological order over all schedules.
             sorted(
