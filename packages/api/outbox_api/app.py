@@ -1,7 +1,7 @@
 """The API application: the request pipeline.
 
-    host ─▶ route ─▶ token ─▶ rate ─▶ in flight ─▶ scope ─▶ tenant ─▶ query ─▶ read body
-      ─▶ connection ─▶ parse body ─▶ ownership ─▶ handler ─▶ encode ─▶ write response
+    host ─▶ route ─▶ token ─▶ loop time ─▶ rate ─▶ in flight ─▶ scope ─▶ tenant ─▶ query
+      ─▶ read body ─▶ connection ─▶ parse body ─▶ ownership ─▶ handler ─▶ encode ─▶ write response
 
 A body is parsed, and a response encoded, while the request has one of the few connections to the
 database: so many requests have their values in memory.  Every error becomes a problem (RFC 9457).
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import asynccontextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import orjson
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from outbox.web.address import Address
     from outbox_api.database import Database
     from outbox_api.login_failures import FailedLogins
+    from outbox_api.loop_time import LoopTime
     from outbox_api.route import Caller, Route
     from outbox_api.shared import Shared
 
@@ -76,7 +78,9 @@ def application(
     limits = RateLimiter(settings.api_rate_max, clock)
     logins = Logins(API_TOKENS, database, failures, limits, clock)
     publisher = FairPublisher(shared.meters, clock)
-    handlers = _RouteHandlers(settings, database, logins, limits, publisher, clock)
+    handlers = _RouteHandlers(
+        settings, database, logins, limits, publisher, shared.loop_time, clock
+    )
     app = web.Application(
         middlewares=[
             shared.meters.middleware("api"),
@@ -116,12 +120,14 @@ class _RouteHandlers:
         logins: Logins[Caller],
         limits: RateLimiter,
         publisher: FairPublisher,
+        loop_time: LoopTime,
         clock: Callable[[], float],
     ) -> None:
         self._database = database
         self._logins = logins
         self._limits = limits
         self._publisher = publisher
+        self._loop_time = loop_time
         self._bodies = BodyReader(database, clock)
         self._large_bodies = asyncio.Semaphore(LARGE_BODIES_MAX)
         self._large_slots = SharedSlots(TENANT_LARGE_BODIES_MAX, "slot for a large body")
@@ -140,9 +146,11 @@ class _RouteHandlers:
                     caller = await self._logins.log_in(
                         request.headers.get("Authorization"), request.remote
                     )
-                    self._limits.require_request_quota(caller.holder)
-                    request_in_flight(request).count(caller.holder)
-                    return await self._respond(route, request, caller)
+                    respond = partial(self._respond, route, request, caller)
+                    if caller.tenant is not None:
+                        return await self._loop_time.run(caller.holder, respond)
+                    self._loop_time.note(caller.holder)
+                    return await respond()
             except web.HTTPException:
                 raise
             except Problem as error:
@@ -157,6 +165,8 @@ class _RouteHandlers:
     async def _respond(
         self, route: Route, request: web.Request, caller: Caller
     ) -> web.StreamResponse:
+        self._limits.require_request_quota(caller.holder)
+        request_in_flight(request).count(caller.holder)
         require_scope(caller, route.scope)
         tenancy.require_tenant_access(route, caller)
         path = dict(request.match_info)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from outbox.web.address import Address
     from outbox_api.database import Database
     from outbox_api.login_failures import FailedLogins
+    from outbox_api.loop_time import LoopTime
     from outbox_api.rate_limit import Holder
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -118,7 +120,7 @@ def application(
 ) -> web.Application:
     """Create the application; for `wall` see `running`."""
     logins = Logins(FETCH_TOKENS, database, failures, limits, clock)
-    receivers = _Receivers(database, logins, limits, wall)
+    receivers = _Receivers(database, logins, limits, shared.loop_time, wall)
     errors = problem_middleware("no such path; see /v1/lanes")
     counted = shared.meters.middleware("receivers")
     app = web.Application(middlewares=[counted, shared.requests.middleware(), errors])
@@ -164,11 +166,13 @@ class _Receivers:
         database: Database,
         logins: Logins[Fetcher],
         limits: RateLimiter,
+        loop_time: LoopTime,
         wall: Callable[[], float],
     ) -> None:
         self._database = database
         self._logins = logins
         self._limits = limits
+        self._loop_time = loop_time
         self._wall = wall
         self._clocks = ClockDifference()
         # Whether this machine's clock signs for an endpoint, and the requests that it has signed.
@@ -183,18 +187,25 @@ class _Receivers:
                     fetcher = await self._logins.log_in(
                         request.headers.get("Authorization"), request.remote
                     )
-                    holder = _holder(fetcher)
-                    self._limits.require_request_quota(holder)
-                    request_in_flight(request).count(holder)
-                    async with self._database.connection(holder) as connection:
-                        found = await respond(request, connection, fetcher)
-                        return web.json_response(body=orjson.dumps(found))
+                    return await self._loop_time.run(
+                        _holder(fetcher), partial(self._respond, request, fetcher, respond)
+                    )
             except Problem:
                 raise
             except Exception as error:
                 raise _as_problem(error, request) from error
 
         return handle
+
+    async def _respond(
+        self, request: web.Request, fetcher: Fetcher, respond: LaneHandler
+    ) -> web.StreamResponse:
+        holder = _holder(fetcher)
+        self._limits.require_request_quota(holder)
+        request_in_flight(request).count(holder)
+        async with self._database.connection(holder) as connection:
+            found = await respond(request, connection, fetcher)
+            return web.json_response(body=orjson.dumps(found))
 
     async def lanes(
         self, request: web.Request, connection: Connection[Any], fetcher: Fetcher

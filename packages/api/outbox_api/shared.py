@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from outbox_api.in_flight import InFlight
+from outbox_api.loop_time import LoopTime
 from outbox_api.meters import ApiMeters
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ class Shared:
     """The limits and the meters of one process."""
 
     requests: InFlight = field(default_factory=InFlight)
+    loop_time: LoopTime = field(default_factory=LoopTime)
     meters: ApiMeters = field(default_factory=lambda: ApiMeters(time.time()))
     databases: list[Database] = field(default_factory=list)
     """The connections of each listener."""
