@@ -559,7 +559,7 @@ class Script:
                 key=rng.choice((None, "k1")),
                 tenant=tenant,
                 # All runs are at the same time, which can be held only once.
-                overlap=rng.choice(("allow", "wait") if tenant is None else ("wait",)),
+                overlap=rng.choice(("allow" if tenant is None else "wait", "wait")),
             )
             again = rng.random() < 0.5
             added = await schedule_changes.add_schedule(
