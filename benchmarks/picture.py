@@ -68,6 +68,7 @@ AXES = {
     "commands": "times what the same command takes on an almost empty database; less is better",
     "pages": "times what the same view takes on an almost empty database; less is better",
     "receiving": "of what the bare framework does; more is better",
+    "cursors": "share of the events; less is better",
     "horizon": "times the same without a pinned horizon; less is better",
     "hostile": "times the same without the attack; less is better, but more for deliveries",
     "scale": "times the same where there is little, or MB more; less is better",

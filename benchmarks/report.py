@@ -160,6 +160,13 @@ TITLES = {
         "FastAPI with the adapter and an inbox in PostgreSQL, each event verified and processed "
         "once, compared with FastAPI and one INSERT per request without verification.",
     ),
+    "cursors": (
+        "Events that ways of tailing a table lose or invert",
+        "24 writers in transactions that take an id early, stay open, or roll back; three readers "
+        "tail the same table. By the greatest id: what is above the last id. By the horizon: what "
+        "is older than each open transaction, in the order of the transactions. Out of order: "
+        "after a later event of the same key, whose row the writers lock.",
+    ),
     "horizon": (
         "A pinned horizon",
         "500 events a second through one relay, after another session's transaction has been open "

@@ -20,6 +20,7 @@ from benchmarks import (
     api,
     commands,
     commits,
+    cursors,
     deliveries,
     failover,
     horizon,
@@ -47,6 +48,7 @@ from benchmarks.peers.counting import rate
 from benchmarks.scale import fair
 from benchmarks.scale import section as scale
 from benchmarks.scale.crowd import Crowd
+from benchmarks.stage import stage as set_up
 from outbox.errors import CannotRun
 
 if TYPE_CHECKING:
@@ -80,6 +82,7 @@ DELIVERIES = (
     Load("2 lanes, TLS", 2, 50, scheme="https"),
     Load("2 endpoints", 1, 50, endpoints=2, distinct=True),
 )
+FOUND = ("lost", "out of order within a key")
 PLAIN_LOOP = contestants.CONTESTANTS[-1]
 ABSENT = next(each for each in contestants.CONTESTANTS if each.packages == ("pgqueuer",))
 
@@ -148,6 +151,21 @@ def test_the_benchmark_measures_every_section_and_writes_a_table_and_a_picture(
     assert f"| {ABSENT.name} | not measured: pip could not fetch it |" in written
     assert {each["name"] for each in absent[3:]} == {"PostgreSQL 9, 16 writers"}
     assert len(bars) == 1 + len(report["rows"]) - len(absent)
+
+
+@pytest.mark.full
+async def test_cursors_are_compared_under_the_same_writers() -> None:
+    async with set_up(lambda _: None) as stage:
+        rows = {each.name: each for each in await cursors.run(stage, 1, 40)}
+    assert [rows[f"outbox: {each}"].ours.values for each in FOUND] == [(0,), (0,)]
+    assert rows["by the greatest id: lost"].ours.median > 0
+    assert rows["by the horizon: lost"].ours.values == (0,)
+    assert rows["by the horizon: out of order within a key"].ours.median > 0
+
+
+def test_what_a_cursor_loses_and_inverts_is_counted() -> None:
+    assert cursors.lost_and_inverted(["1:1", "2:1", "1:2", "1:3"], 4) == (0, 0)
+    assert cursors.lost_and_inverted(["1:2", "1:1", "2:1", "2:1"], 5) == (2, 1)
 
 
 @pytest.mark.full
