@@ -22,6 +22,7 @@ from outbox.store.connection.message import WriteStatement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from datetime import datetime
     from uuid import UUID
 
     from asyncpg import Connection
@@ -66,6 +67,10 @@ class StateChange:
     changed: bool
     unblocked: int = 0
     """Number of lanes that were unblocked."""
+    missed_since: datetime | None = None
+    """Events that were published from this time on, and before `missed_until`, were not sent to it,
+    because it was disabled; null: it was not."""
+    missed_until: datetime | None = None
 
 
 async def pause_endpoints(
@@ -202,7 +207,13 @@ async def plan_enablings(
     for state in sorted(set(states.values())):
         some = [each for each in endpoints if states[each.id] == state]
         _set_states(change, some, state, comment, "enabled", batch_as="from_batch")
-    return [StateChange(e.id, e.name, states[e.id], changed=True) for e in endpoints]
+    return [_enabled(each, states[each.id]) for each in endpoints]
+
+
+def _enabled(endpoint: FoundEndpoint, state: str) -> StateChange:
+    row = endpoint.row
+    missed = (row["state_at"], row["read_at"]) if endpoint.state == "disabled" else (None, None)
+    return StateChange(endpoint.id, endpoint.name, state, True, 0, *missed)
 
 
 def require_pausable(endpoint: FoundEndpoint) -> None:

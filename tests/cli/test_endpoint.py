@@ -342,6 +342,23 @@ def test_several_endpoints_are_paused_and_resumed(here: Command) -> None:
     )
 
 
+def test_enable_prints_the_replay_of_what_was_missed(here: Command, database: Database) -> None:
+    here("endpoint", "add", "a", URL)
+    disabled = "UPDATE endpoint SET state = 'disabled', state_at = '2026-01-31 12:00Z' RETURNING 1"
+    execute(database, disabled)
+    execute(database, "UPDATE subscription SET to_batch = 1 RETURNING 1")
+    _, why, replay = here("endpoint", "enable", "a").out.splitlines()
+    assert (
+        why == "events that were published while it was disabled were not sent to it; to send them:"
+    )
+    program, *words = shlex.split(replay)
+    assert (program, words[:5]) == (
+        "outbox",
+        ["replay", "--endpoint", "a", "--since", "2026-01-31T12:00:00+00:00"],
+    )
+    assert here(*words, "--dry-run").code == 0
+
+
 def test_rotate_secret_shows_the_new_one_once(here: Command) -> None:
     first = here("endpoint", "add", "a", URL, "--json").json["secret"]
     reported = here("endpoint", "rotate-secret", "a")

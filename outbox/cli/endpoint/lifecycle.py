@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING
 
 import click
@@ -40,6 +41,13 @@ def _show_resumed(changes: list[StateChange]) -> None:
 def _show_enabled(change: StateChange) -> None:
     name = change.name
     click.echo(f'enabled endpoint "{name}"; it receives events that are sequenced from now on')
+    if change.missed_since is not None and change.missed_until is not None:
+        since, until = change.missed_since, change.missed_until
+        click.echo(
+            "events that were published while it was disabled were not sent to it; to send them:\n"
+            f"  outbox replay --endpoint {shlex.quote(name)} --since {since.isoformat()} "
+            f"--until {until.isoformat()}"
+        )
 
 
 def _show_rotated(rotated: Rotation) -> None:
@@ -108,7 +116,8 @@ def enable(settings: Settings, name: str, comment: str | None) -> StateChange:
     """Re-enable a disabled endpoint for new events.
 
     Deliveries that were pending when it was disabled are in its dead letters. Events
-    that were published while it was disabled are not delivered; see outbox replay.
+    that were published while it was disabled are not delivered; it prints the outbox
+    replay that sends them.
     """
     return run_operation(
         settings, endpoint_states.enable_endpoint, name, actor=actor(), comment=comment
