@@ -18,8 +18,8 @@ from outbox.operations.doctor.check import (
 from outbox.store.expressions import lease_runs
 from outbox.store.privileges import PURPOSES, missing_privileges
 
-# Superusers and members of the owner among the roles of running relays; without a relay, the current
-# role if it is a superuser.  All roles may read the role of a session.
+# Superusers and members of the owner among the roles of running relays; without a relay, the
+# current role if it is a superuser.  All roles may read the role of a session.
 PRIVILEGED_RELAYS = f"""
 WITH seen AS (
     SELECT DISTINCT r.rolname, r.rolsuper, pg_has_role(r.oid, c.relowner, 'USAGE') AS owns
