@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -437,6 +438,32 @@ def test_optional_objects_are_left_out(helm: Helm, minimal: Objects) -> None:
     )
     assert set(least) == {("Deployment", "shop"), ("Service", "shop")}
     assert _pod(least, "relay")["spec"]["serviceAccountName"] == "default"
+
+
+@pytest.mark.full
+def test_an_upgrade_restarts_pods_whose_secret_has_changed(helm: Helm, tmp_path: Path) -> None:
+    """There is no cluster to look the Secrets up in, so their versions are put into a copy."""
+    chart = tmp_path / "chart"
+    shutil.copytree(CHART, chart)
+    helpers = chart / "templates/_helpers.tpl"
+    lookup = 'lookup "v1" "Secret" $.root.Release.Namespace .secret'
+    text = helpers.read_text()
+    assert lookup in text
+    versions = 'get (dict "outbox" "7" "mine" "8") .secret'
+    helpers.write_text(
+        text.replace(lookup, f'dict "metadata" (dict "resourceVersion" ({versions}))')
+    )
+    objects = _render(type(helm)(chart), {"migration": {"dsn": {"secret": "mine", "key": "dsn"}}})
+    found = {
+        workload: _pod(objects, workload)["metadata"]["annotations"]
+        for workload in ("migration", "relay", "api")
+    }
+    annotation = "outbox-relay/secret-versions"
+    assert found == {
+        "migration": {annotation: "8"},
+        "relay": {annotation: "7"},
+        "api": {annotation: "7"},
+    }
 
 
 @pytest.mark.slow

@@ -88,7 +88,7 @@ securityContext:
   seccompProfile: {type: RuntimeDefault}
 {{- range $key := list "imagePullSecrets" "nodeSelector" "tolerations" "affinity" "priorityClassName" }}
 {{- with get $values $key }}
-{{ $key }}: {{ kindIs "string" . | ternary . (toYaml . | nindent 2) }}
+{{ $key }}: {{ toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
 {{- with $values.topologySpreadConstraints }}
