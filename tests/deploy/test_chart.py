@@ -441,7 +441,9 @@ def test_optional_objects_are_left_out(helm: Helm, minimal: Objects) -> None:
 
 
 @pytest.mark.full
-def test_an_upgrade_restarts_pods_whose_secret_has_changed(helm: Helm, tmp_path: Path) -> None:
+def test_an_upgrade_restarts_pods_after_a_change_of_their_secret(
+    helm: Helm, tmp_path: Path
+) -> None:
     """There is no cluster to look the Secrets up in, so their versions are put into a copy."""
     chart = tmp_path / "chart"
     shutil.copytree(CHART, chart)
