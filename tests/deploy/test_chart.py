@@ -441,37 +441,35 @@ def test_optional_objects_are_left_out(helm: Helm, minimal: Objects) -> None:
 
 
 @pytest.mark.full
-def test_an_upgrade_restarts_pods_after_a_change_of_their_secret(
-    helm: Helm, tmp_path: Path
-) -> None:
-    """There is no cluster to look the Secrets up in, so their versions are put into a copy."""
+def test_secrets_are_looked_up_in_a_cluster(helm: Helm, tmp_path: Path) -> None:
+    """An upgrade restarts the pods of a Secret that has changed, and a missing key is named.
+
+    There is no cluster, so the Secrets are put into a copy of the chart.
+    """
+    keys = dict.fromkeys(("dsn", "key", "relay-dsn", "api-dsn"), "")
+    secrets = {
+        name: {"metadata": {"resourceVersion": version}, "data": keys}
+        for name, version in (("outbox", "7"), ("mine", "8"))
+    }
     chart = tmp_path / "chart"
     shutil.copytree(CHART, chart)
     helpers = chart / "templates/_helpers.tpl"
-    lookup = 'lookup "v1" "Secret" $.root.Release.Namespace .secret'
-    text = helpers.read_text()
+    text, lookup = helpers.read_text(), 'lookup "v1" "Secret" $.root.Release.Namespace'
     assert lookup in text
-    versions = 'get (dict "outbox" "7" "mine" "8") .secret'
-    helpers.write_text(
-        text.replace(lookup, f'dict "metadata" (dict "resourceVersion" ({versions}))')
-    )
-    objects = _render(type(helm)(chart), {"migration": {"dsn": {"secret": "mine", "key": "dsn"}}})
-    found = {
-        workload: _pod(objects, workload)["metadata"]["annotations"]
-        for workload in ("migration", "relay", "api")
-    }
-    annotation = "outbox-relay/secret-versions"
-    assert found == {
-        "migration": {annotation: "8"},
-        "relay": {annotation: "7"},
-        "api": {annotation: "7"},
-    }
+    helpers.write_text(text.replace(lookup, f"get (fromJson `{json.dumps(secrets)}`)"))
+    copy = type(helm)(chart)
+    objects = _render(copy, {"migration": {"dsn": {"secret": "mine", "key": "dsn"}}})
+    for workload, version in (("migration", "8"), ("relay", "7"), ("api", "7")):
+        annotations = _pod(objects, workload)["metadata"]["annotations"]
+        assert annotations == {"outbox-relay/secret-versions": version}
+    with pytest.raises(ValueError, match='the Secret "outbox" has no key "migration-dsn"'):
+        copy.render(MINIMAL)
 
 
 @pytest.mark.slow
 @pytest.mark.system
 def test_the_notes_warn_of_what_is_unsafe(helm: Helm) -> None:
-    assert "WARNING" not in helm.notes(MINIMAL)
+    assert "WARNING" not in helm.notes(EVERYTHING)
     unsafe = helm.notes(
         {
             "secret": {"keys": {"OUTBOX_KEY": None}},
@@ -497,6 +495,7 @@ def test_the_notes_warn_of_what_is_unsafe(helm: Helm) -> None:
         ({"api": {"admin": {"ingress": {"enabled": True}}}}, "host"),
         ({"migration": {"roles": {"admin": ["x"]}}}, "admin"),
         ({"podLabels": {"size": 1}}, "size"),
+        ({"resources": {"limit": {"memory": "1Gi"}}}, "limit"),
         ({"apply": {"file": "x", "secret": "y"}}, "set one of apply.file, apply.configMap"),
     ],
 )

@@ -7,6 +7,14 @@
 {{- if or .Values.api.admin.enabled .Values.api.receivers.enabled }}true{{ end }}
 {{- end }}
 
+{{/* The name of each Deployment with its Service, by its application, as YAML. */}}
+{{- define "outbox.deployments" -}}
+outbox-relay: {{ include "outbox.name" . }}
+{{- if include "outbox.hasApi" . }}
+outbox-api: {{ include "outbox.name" . }}-api
+{{- end }}
+{{- end }}
+
 {{- define "outbox.serviceAccount" -}}
 {{- with .Values.serviceAccount }}
 {{- .name | default (ternary (include "outbox.name" $) "default" .create) }}
@@ -60,8 +68,11 @@ OUTBOX_DSN: {secret: {{ include "outbox.secretOf" (dict "root" .root "dsn" .own.
 {{- $values := merge (deepCopy .own) .root.Values }}
 {{- $annotations := deepCopy $values.podAnnotations }}
 {{- $versions := list }}
-{{- range include "outbox.files" . | fromYaml }}
-  {{- with lookup "v1" "Secret" $.root.Release.Namespace .secret }}
+{{- range $variable, $file := include "outbox.files" . | fromYaml }}
+  {{- with lookup "v1" "Secret" $.root.Release.Namespace $file.secret }}
+    {{- if not (hasKey (.data | default dict) $file.key) }}
+      {{- fail (printf "the Secret %q has no key %q with the value of %s" $file.secret $file.key $variable) }}
+    {{- end }}
     {{- $versions = append $versions .metadata.resourceVersion | uniq }}
   {{- end }}
 {{- end }}
