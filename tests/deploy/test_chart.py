@@ -441,7 +441,9 @@ def test_optional_objects_are_left_out(helm: Helm, minimal: Objects) -> None:
 
 
 @pytest.mark.full
-def test_secrets_are_looked_up_in_a_cluster(helm: Helm, tmp_path: Path) -> None:
+def test_a_changed_secret_restarts_pods_and_a_missing_key_is_named(
+    helm: Helm, tmp_path: Path
+) -> None:
     """An upgrade restarts the pods of a Secret that has changed, and a missing key is named.
 
     There is no cluster, so the Secrets are put into a copy of the chart.
