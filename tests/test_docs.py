@@ -93,6 +93,7 @@ GENERATED = {f"{DOCS}reference/{name}" for name in PAGES}
 
 FOLLOWED_ELSEWHERE = {
     "README.md",
+    DOCS + "howto/deploy-on-kubernetes.md",  # tests/deploy/test_kubernetes_guide.py
     DOCS + "howto/publish-from-django.md",  # tests/django/test_guide.py
     *GUIDES.values(),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import click
@@ -86,9 +87,20 @@ Examples:
     is_flag=True,
     help="With --prune: dead-letter the pending deliveries of removed endpoints.",
 )
+@click.option(
+    "--hide-secrets",
+    is_flag=True,
+    help="Do not print the signing secrets of new endpoints, where the output goes to a log; "
+    "`outbox endpoint rotate-secret` prints others.",
+)
 @print_result(_show)
 def command(
-    settings: Settings, path: str, dry_run: bool, prune: bool, dead_letter: bool
+    settings: Settings,
+    path: str,
+    dry_run: bool,
+    prune: bool,
+    dead_letter: bool,
+    hide_secrets: bool,
 ) -> ApplyReport:
     """Apply endpoints from a file, all of them or none.
 
@@ -124,4 +136,7 @@ def command(
             warn_about_networks(f"{each.place}.allow_networks", each.settings.allow_networks)
         for warning in each.settings.warnings if names is None or "headers" in names else ():
             warn(f"{each.place}.{warning}")
+    if hide_secrets:
+        steps = tuple(replace(step, secret=None) for step in report.endpoints)
+        report = replace(report, endpoints=steps)
     return report

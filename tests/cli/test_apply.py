@@ -77,6 +77,13 @@ def test_apply_as_json(here: Command, file: Path) -> None:
     assert dry["endpoints"][0]["secret"] is None
 
 
+@pytest.mark.parametrize("words", [(), ("--json",)])
+def test_apply_prints_no_secrets_on_request(here: Command, file: Path, words: list[str]) -> None:
+    applied = here("apply", "-f", file, "--hide-secrets", *words)
+    assert "billing" in applied.out
+    assert "whsec_" not in applied.out + applied.err
+
+
 LETTERS = "abcdefghi"
 # Each names nine times what the one before is.
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(

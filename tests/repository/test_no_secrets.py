@@ -66,6 +66,7 @@ NONE: dict[str, tuple[str, ...]] = {
         "BEGIN PRIVATE KEY", "a relay has no signing secret of its own", "string",
         "whsec_…`, or public key, `whpk_…",
     ),
+    "the name of a Secret of Kubernetes": ("mine", "outbox", "owner", "tls"),
     "what a test looks for where it must not be": (
         "pw", "hunter2", "Bearer hunter2", "canaryproxypassword",
         "hunter2xyz", "Zq9vX2kPw", "4711-secret", "4711-do-not-tell",

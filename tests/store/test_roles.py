@@ -685,6 +685,28 @@ async def test_the_doctor_reports_relays_that_are_superusers(owner: Connection[A
     assert found.action == "create a role for relays, and run: outbox migrate --relay ROLE"
 
 
+@pytest.mark.one_major
+async def test_the_doctor_reports_relays_that_own_the_schema(
+    database: Database, owner: Connection[Any]
+) -> None:
+    async with role(database, "relay") as name:
+        relay = await _as(database, name)
+        await relay.execute("SET application_name = 'outbox-relay:r1'")
+        await owner.execute("""
+            INSERT INTO replica (name, version, label, lease_s, expires_at)
+            VALUES ('r1', '1', 'outbox-relay:r1', 3600, clock_timestamp() + interval '1 h')
+        """)
+        assert [f for f in await _says(owner) if "a relay connects" in f.message] == []
+        await owner.execute(f'ALTER TABLE outbox OWNER TO "{name}"')
+        (found,) = [f for f in await _says(owner) if "a relay connects" in f.message]
+        await owner.execute("ALTER TABLE outbox OWNER TO CURRENT_USER")
+    assert found.severity == "warning"
+    assert found.message == (
+        f'a relay connects as "{name}", which owns the schema: a compromised relay would control '
+        "all of the schema"
+    )
+
+
 @pytest.mark.full
 @pytest.mark.one_major
 async def test_the_doctor_reports_missing_privileges(

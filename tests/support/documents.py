@@ -153,7 +153,8 @@ class Session:
     Attributes:
         names: the variables of the Python blocks.
         rewrites: regular expressions and what commands and code contain instead.
-        commands: programs of shell blocks that the test replaces, by name.
+        commands: programs of shell blocks that the test replaces, by name; what one returns is its
+            output.
         before_end: waits for the effects of the document, before its processes are stopped.
     """
 
@@ -164,7 +165,7 @@ class Session:
         self.names: dict[str, Any] = {}
         self.port = free_port()
         self.rewrites = {r"\b9000\b": str(self.port)}
-        self.commands: dict[str, Callable[[list[str]], Awaitable[None]]] = {}
+        self.commands: dict[str, Callable[[list[str]], Awaitable[str | None]]] = {}
         self.before_line: Callable[[str], Awaitable[None]] | None = None
         self.before_end: Callable[[], Awaitable[None]] | None = None
         self._identifiers: dict[str, str] = {}
@@ -223,7 +224,9 @@ class Session:
             name, _, value = words.pop(0).partition("=")
             env[name] = value
         if words[0] in self.commands:
-            await self.commands[words[0]](words[1:])
+            printed = await self.commands[words[0]](words[1:])
+            if printed is not None and output.strip():
+                self._compare(output, printed)
             return
         if any(each in BACKGROUND for each in (words[0], " ".join(words[:2]))):
             await self._start(words, env, output)

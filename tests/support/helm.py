@@ -31,6 +31,8 @@ SCHEMAS = "kubernetes-validate==1.37.0"
 KUBERNETES = ("1.27", "1.37")
 """The oldest version that the chart accepts, and the newest one with schemas."""
 
+NOTES = "NOTES.txt"
+
 _FETCHED = run.ROOT / "build" / "helm"
 _LIBRARY = "helm_python/lib/libhelm_c.so.0.2.2"
 _FOLDER = "kubernetes_validate/kubernetes-json-schema/v{}.0-local-strict/"
@@ -52,24 +54,31 @@ class Helm:
         self._chart = chart
         self._package = _fetched(HELM, _is_part_of_helm)
 
-    def render(self, values: Mapping[str, Any]) -> dict[str, str]:
-        """The manifests by their templates.
+    def render(
+        self, values: Mapping[str, Any], *, release: str = "shop", namespace: str = "shop"
+    ) -> dict[str, str]:
+        """The manifests of a release by their templates.
 
         Raises:
-            ValueError: the chart's schema does not accept the values.
+            ValueError: the chart does not accept the values.
         """
-        result = self._call("render", values)
+        result = self._call("render", values, release=release, namespace=namespace)
         if "error" in result:
             raise ValueError(result["error"])
         rendered: dict[str, str] = result["rendered"]
         return rendered
 
+    def notes(self, values: Mapping[str, Any]) -> str:
+        """What `helm install` prints."""
+        (notes,) = [text for path, text in self.render(values).items() if path.endswith(NOTES)]
+        return notes
+
     def lint(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The report of `helm lint --strict`."""
         return self._call("lint", values)
 
-    def _call(self, action: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        request = {"action": action, "chart": str(self._chart), "values": values}
+    def _call(self, action: str, values: Mapping[str, Any], **more: str) -> dict[str, Any]:
+        request = {"action": action, "chart": str(self._chart), "values": values, **more}
         done = subprocess.run(
             [sys.executable, Path(__file__).with_name("helm_chart.py")],
             input=json.dumps(request),

@@ -7,7 +7,7 @@ import json
 import sys
 
 from helm_python import chart
-from helm_python.errors import HelmValuesError
+from helm_python.errors import HelmError
 
 request = json.load(sys.stdin)
 path, values = request["chart"], request["values"]
@@ -17,7 +17,11 @@ else:
     loaded = chart.Chart.load(path)
     try:
         loaded.validate_schema(values)
-        result = {"rendered": loaded.render(values, name="shop", namespace="shop")}
-    except HelmValuesError as error:
+        result = {
+            "rendered": loaded.render(
+                values, name=request["release"], namespace=request["namespace"]
+            )
+        }
+    except HelmError as error:
         result = {"error": str(error)}
 json.dump(result, sys.stdout)

@@ -18,18 +18,19 @@ from outbox.operations.doctor.check import (
 from outbox.store.expressions import lease_runs
 from outbox.store.privileges import PURPOSES, missing_privileges
 
-# Superusers among the roles of running relays; without a relay, the current role.  All roles may
-# read the role of a session.
-SUPERUSERS = f"""
+# Superusers and members of the owner among the roles of running relays; without a relay, the
+# current role if it is a superuser.  All roles may read the role of a session.
+PRIVILEGED_RELAYS = f"""
 WITH seen AS (
-    SELECT DISTINCT r.rolname, r.rolsuper
+    SELECT DISTINCT r.rolname, r.rolsuper, pg_has_role(r.oid, c.relowner, 'USAGE') AS owns
       FROM replica p
       JOIN pg_stat_activity a ON a.application_name = p.label
       JOIN pg_roles r ON r.oid = a.usesysid
+      JOIN pg_class c ON c.oid = 'outbox'::regclass
      WHERE {lease_runs("p")})
-SELECT rolname AS role, 'a relay connects' AS who FROM seen WHERE rolsuper
+SELECT rolname AS role, 'a relay connects' AS who, rolsuper FROM seen WHERE rolsuper OR owns
 UNION ALL
-SELECT rolname, 'a relay would connect' FROM pg_roles
+SELECT rolname, 'a relay would connect', rolsuper FROM pg_roles
  WHERE rolname = current_user AND rolsuper AND NOT EXISTS (SELECT FROM seen)
  ORDER BY role
 """  # noqa: S608 (constants only)
@@ -98,7 +99,7 @@ async def privileges(context: DoctorContext) -> Results:
     """Relays and the current role have the privileges they need, and not more."""
     wrong = False
     for query, describe in (
-        (SUPERUSERS, _superuser),
+        (PRIVILEGED_RELAYS, _privileged_relay),
         (CREATORS, _creator),
         (ROLES_WITH_SECRETS, _secret_reader),
     ):
@@ -113,10 +114,12 @@ async def privileges(context: DoctorContext) -> Results:
         yield ok(f'"{about["role"]}" owns the tables')
 
 
-def _superuser(context: DoctorContext, row: Any) -> CheckResult:
+def _privileged_relay(context: DoctorContext, row: Any) -> CheckResult:
+    what, reach = "a superuser", "the whole server"
+    if not row["rolsuper"]:
+        what, reach = "which owns the schema", "all of the schema"
     return warning(
-        f'{row["who"]} as "{row["role"]}", a superuser: a compromised relay would control the '
-        "whole server",
+        f'{row["who"]} as "{row["role"]}", {what}: a compromised relay would control {reach}',
         f"create a role for relays, and run: {context.grant_command('relay', 'ROLE')}",
     )
 
