@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import email
+import zipfile
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.deploy.test_descriptions import FILES, check_addresses
 from tests.support.wheel import ROOT, build_wheel, make_environment, pip_install, run
 
 if TYPE_CHECKING:
@@ -55,3 +58,16 @@ def test_the_wheel_has_the_schema_and_the_types(installed: Path, tmp_path: Path)
         assert file.read_text().splitlines()[-1] in sql.stdout
     (package,) = installed.parent.glob("lib/python*/site-packages/outbox")
     assert (package / "py.typed").exists()
+
+
+def test_the_descriptions_of_the_wheels_have_absolute_links(installed: Path) -> None:
+    wheels = sorted(installed.parents[1].glob("*.whl"))
+    assert len(wheels) == len(FILES)
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as opened:
+            (name,) = (each for each in opened.namelist() if each.endswith(".dist-info/METADATA"))
+            metadata = email.message_from_bytes(opened.read(name))
+        assert metadata["Description-Content-Type"] == "text/markdown"
+        description = metadata.get_payload()
+        assert isinstance(description, str)
+        check_addresses(description)
