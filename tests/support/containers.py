@@ -216,7 +216,7 @@ def _build(directory: Path) -> None:
 
 
 def _requirements() -> list[str]:
-    """What the build takes from the index: its own requirements, and those of package and leaves."""
+    """What the build takes from the index: what builds, and what package and leaves require."""
     import tomllib
 
     files = (ROOT / "pyproject.toml", *ROOT.glob("packages/*/pyproject.toml"))
