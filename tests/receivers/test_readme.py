@@ -82,10 +82,10 @@ async def test_the_program_in_typescripts_readme(
             responses = await deliver(f"{receiver.url}/")
     finally:
         program.unlink()
-    assert responses == [*PROCESSED, (422, "the order has no total")]
+    assert responses == [*PROCESSED, (422, "an order is JSON")]
     async with database.connection() as db:
-        rows = await db.fetch("SELECT id, total::float8 FROM paid_order")
-    assert [tuple(row) for row in rows] == [("order-7", 12.5)]
+        rows = await db.fetch("SELECT type, key, payload->>'total' FROM order_event")
+    assert [tuple(row) for row in rows] == [("order.paid", "order-7", "12.5")]
 
 
 async def test_the_program_in_gos_readme(

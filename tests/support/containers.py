@@ -203,7 +203,7 @@ def _build(directory: Path) -> None:
     _run(
         *(sys.executable, "-m", "pip", "download", "--quiet", f"--dest={wheels}"),
         *(f"--python-version={_PYTHON}", "--only-binary=:all:", *platforms),
-        *(f"--constraint={ROOT}/.ci/constraints.txt", "hatchling", *_requirements()),
+        *(f"--constraint={ROOT}/.ci/constraints.txt", *_requirements()),
     )
     pip_conf = directory / "pip.conf"
     pip_conf.write_text("[global]\nno-index = true\nfind-links = /wheels\n")
@@ -216,13 +216,15 @@ def _build(directory: Path) -> None:
 
 
 def _requirements() -> list[str]:
-    """What the image has of the index: the dependencies of the package and of its leaves."""
+    """What the build takes from the index: what builds, and what package and leaves require."""
     import tomllib
 
     files = (ROOT / "pyproject.toml", *ROOT.glob("packages/*/pyproject.toml"))
-    package, *leaves = (tomllib.loads(file.read_text())["project"] for file in files)
+    read = [tomllib.loads(file.read_text()) for file in files]
+    package, *leaves = (each["project"] for each in read)
     extras = package["optional-dependencies"]
-    named = [*package["dependencies"], *extras["relay"], *extras["otlp"]]
+    named = [*read[0]["build-system"]["requires"], *package["dependencies"]]
+    named += [*extras["relay"], *extras["otlp"]]
     named += [each for leaf in leaves for each in leaf["dependencies"]]
     return [each for each in named if not each.startswith("outbox-")]
 

@@ -34,8 +34,8 @@ Examples:
   outbox conform http://127.0.0.1:9000/hooks --processed http://127.0.0.1:9000/processed
   outbox conform --vectors > vectors.json      test vectors for your own tests
 
-Use a receiver with a separate database, and a handler for the type conform.check: it is sent
-events of this type, and forged, duplicate, missing and replayed ones. Exit code 1 means that
+Use a receiver with a separate database, and a handler for the types conform.**: it is sent
+events of these types, and forged, duplicate, missing and replayed ones. Exit code 1 means that
 a case failed.
 """
 )
