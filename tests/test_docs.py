@@ -593,6 +593,16 @@ async def _restore(session: Session) -> AsyncIterator[None]:
             await owner.execute(f"DROP DATABASE IF EXISTS {restored} WITH (FORCE)")
 
 
+@stage("howto/monitor-and-alert.md")
+async def _exporter(session: Session) -> AsyncIterator[None]:
+    database = session.database
+    name = f"exporter_{database.name}"
+    session.rewrites[r"\boutbox_exporter\b"] = name
+    yield
+    async with database.connection() as owner:
+        await owner.execute(f"DROP OWNED BY {name}; DROP ROLE {name}")
+
+
 @stage("howto/move-by-logical-replication.md")
 async def _logical_replication(session: Session) -> AsyncIterator[None]:
     """The commands; tests/integration/absence/test_sequences_behind.py makes the move."""

@@ -183,7 +183,7 @@ def test_alert_texts_state_the_problem_and_the_action(name: str, severity: str) 
     assert severity in ("warning", "critical")
     assert rule["labels"].keys() == {"severity"}
     texts = rule["annotations"]
-    assert texts.keys() == {"summary", "description", "runbook"}
+    assert texts.keys() == {"summary", "description", "runbook", "runbook_url"}
     assert "$labels.job" in texts["summary"]
     assert "$value" in texts["description"] or "up == 0" in rule["expr"]
     # Labels that the alert keeps appear in its text.
