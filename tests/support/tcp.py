@@ -43,19 +43,27 @@ async def _single_messages(reader: asyncio.StreamReader) -> AsyncIterator[bytes]
             yield data
 
 
-def forward_to(socket_path: str) -> Handler:
-    """Forward to a unix socket and back."""
+def forward_to(socket_path: str, replaced: tuple[bytes, bytes] | None = None) -> Handler:
+    """Forward to a unix socket and back.
 
-    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    Args:
+        replaced: what the client gets instead of some bytes of the server, of the same length.
+    """
+    old, new = replaced or (b"", b"")
+    assert len(old) == len(new)
+
+    async def pump(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter, old: bytes, new: bytes
+    ) -> None:
         while data := await reader.read(65536):
-            writer.write(data)
+            writer.write(data.replace(old, new) if old else data)
             await writer.drain()
         writer.close()
 
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there, back = await asyncio.open_unix_connection(socket_path)
         try:
-            await asyncio.gather(pump(reader, back), pump(there, writer))
+            await asyncio.gather(pump(reader, back, b"", b""), pump(there, writer, old, new))
         finally:
             back.close()
 
