@@ -21,7 +21,7 @@ from tests.support.process import outbox
 from tests.support.tcp import forward_to, listening
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping
 
     from tests.support.postgres import Database
 
@@ -83,11 +83,18 @@ def test_distributions_of_postgresql_are_postgresql() -> None:
     assert [each for each in POSTGRESQL if explain_foreign_product(each) is not None] == []
 
 
+PRODUCT = {b"PostgreSQL ": b"CockroachDB"}
+PARAMETER = {b"is_superuser": b"crdb_version"}
+"""What a proxy replaces: each has as many letters as the other."""
+
+
 @asynccontextmanager
-async def as_cockroachdb(database: Database) -> AsyncIterator[str]:
-    """A DSN through a proxy that changes the name of the product, which has as many letters."""
+async def as_cockroachdb(
+    database: Database, replaced: Mapping[bytes, bytes] = PRODUCT
+) -> AsyncIterator[str]:
+    """A DSN through a proxy that changes the product that the server reports."""
     path = str(database.server.embedded.socket_dir / ".s.PGSQL.5432")
-    async with listening(forward_to(path, (b"PostgreSQL ", b"CockroachDB"))) as port:
+    async with listening(forward_to(path, replaced)) as port:
         yield f"postgresql://postgres@127.0.0.1:{port}/{database.name}"
 
 
@@ -112,13 +119,18 @@ async def test_commands_refuse_it_in_one_line(empty_database: Database) -> None:
 
 
 @pytest.mark.one_major
-async def test_one_with_an_old_number_is_named_too(
+async def test_the_login_refuses_one_with_an_old_number_or_a_parameter_of_its_own(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    async with as_cockroachdb(database, PRODUCT | PARAMETER) as dsn:
+        address = parse(dsn, source="OUTBOX_DSN", env={})
+        with pytest.raises(CannotRun, match="the server is CockroachDB"):
+            await connect(address, schema="relay")
     monkeypatch.setattr(connect_module, "SERVER_VERSION_MIN", 99)
     async with as_cockroachdb(database) as dsn:
+        address = parse(dsn, source="OUTBOX_DSN", env={})
         with pytest.raises(CannotRun, match="the server is CockroachDB"):
-            await connect(parse(dsn, source="OUTBOX_DSN", env={}), schema="relay")
+            await connect(address, schema="relay")
 
 
 @pytest.mark.one_major

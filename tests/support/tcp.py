@@ -13,7 +13,7 @@ from outbox_devtools.listening import Handler as Handler
 from outbox_devtools.listening import listening as listening
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping
     from pathlib import Path
 
 _SSL_REQUEST = 80877103
@@ -43,27 +43,28 @@ async def _single_messages(reader: asyncio.StreamReader) -> AsyncIterator[bytes]
             yield data
 
 
-def forward_to(socket_path: str, replaced: tuple[bytes, bytes] | None = None) -> Handler:
+def forward_to(socket_path: str, replaced: Mapping[bytes, bytes] | None = None) -> Handler:
     """Forward to a unix socket and back.
 
     Args:
         replaced: what the client gets instead of some bytes of the server, of the same length.
     """
-    old, new = replaced or (b"", b"")
-    assert len(old) == len(new)
 
     async def pump(
-        reader: asyncio.StreamReader, writer: asyncio.StreamWriter, old: bytes, new: bytes
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter, replaced: Mapping[bytes, bytes]
     ) -> None:
         while data := await reader.read(65536):
-            writer.write(data.replace(old, new) if old else data)
+            for old, new in replaced.items():
+                assert len(old) == len(new)
+                data = data.replace(old, new)
+            writer.write(data)
             await writer.drain()
         writer.close()
 
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there, back = await asyncio.open_unix_connection(socket_path)
         try:
-            await asyncio.gather(pump(reader, back, b"", b""), pump(there, writer, old, new))
+            await asyncio.gather(pump(reader, back, {}), pump(there, writer, replaced or {}))
         finally:
             back.close()
 

@@ -21,25 +21,26 @@ from outbox.operations.doctor.check import (
 from outbox.store.cluster.sessions import SESSION_NAME
 from outbox.store.cluster.timeline import INCOMPLETE, IS_RESTORED, RESTORE_PROBLEM
 from outbox.store.connection.connect import SERVER_VERSION_MIN
-from outbox.store.schema.server_product import explain_foreign_product
+from outbox.store.schema.server_product import READ_VERSION, explain_foreign_product
 
 SERVER_VERSION_TESTED = 18
 
 VERSION = """
 SELECT split_part(current_setting('server_version'), ' ', 1) AS version,
        current_setting('server_version_num')::integer / 10000 AS major,
-       pg_is_in_recovery() AS standby, version() AS product
+       pg_is_in_recovery() AS standby
 """
 
 
 @check("server")
 async def version(context: DoctorContext) -> Results:
     """The server is a primary of a tested version."""
+    if (reason := explain_foreign_product(await context.db.fetchval(READ_VERSION))) is not None:
+        yield problem(reason, "move the schema to a PostgreSQL server")
+        return
     row = await context.db.fetchrow(VERSION)
     message = f"PostgreSQL {row['version']}"
-    if (reason := explain_foreign_product(row["product"])) is not None:
-        yield problem(reason, "move the schema to a PostgreSQL server")
-    elif row["standby"]:
+    if row["standby"]:
         yield problem(
             f"{message}, a standby: it accepts no writes",
             "connect to the primary, or list all hosts with target_session_attrs=primary",

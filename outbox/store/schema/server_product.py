@@ -12,6 +12,9 @@ from __future__ import annotations
 import re
 
 READ_VERSION = "SELECT version()"
+FOREIGN_PARAMETERS = ("crdb_version", "padb_revision", "crate_version")
+"""What CockroachDB, Redshift and CrateDB report at the login: their catalogs may fail a client that
+expects PostgreSQL's."""
 
 # What `version()` of each contains.  Sources: the products' documentation and source code, and for
 # YugabyteDB https://docs.yugabyte.com/latest/api/ysql/.
