@@ -17,6 +17,7 @@ from outbox.store.connection.dsn import parse
 from outbox.store.connection.migrate import migrate
 from outbox.store.schema.server_product import explain_foreign_product
 from tests.support.doctor import findings
+from tests.support.documents import read
 from tests.support.process import outbox
 from tests.support.tcp import forward_to, listening
 
@@ -107,6 +108,7 @@ async def test_commands_refuse_it_in_one_line(empty_database: Database) -> None:
         assert migrated.code == 3
         assert migrated.stderr.startswith("outbox: the server is CockroachDB, which is not")
         assert migrated.stderr.count("\n") == 1
+        assert migrated.stderr in read("docs/howto/use-managed-postgresql.md")
         connection = await connect(parse(dsn, source="OUTBOX_DSN", env={}), schema="relay")
         schemas = "SELECT count(*) FROM pg_namespace WHERE nspname = 'relay'"
         assert await connection.fetchval(schemas) == 0

@@ -24,16 +24,14 @@ _PRODUCTS = {
     "Redshift": "Amazon Redshift",
     "Greenplum Database": "Greenplum",
     "Cloudberry": "Apache Cloudberry",
-    "WarehousePG": "WarehousePG",
     "Materialize": "Materialize",
     "RisingWave": "RisingWave",
     "CedarDB": "CedarDB",
     "CrateDB": "CrateDB",
     "QuestDB": "QuestDB",
     "openGauss": "openGauss",
-    "GaussDB": "GaussDB",
 }
-# PostgreSQL names its compiler; Spanner and Aurora DSQL report a number alone.
+# PostgreSQL names its compiler; Spanner's adapter reports a number alone.
 _NUMBER_ALONE = re.compile(r"PostgreSQL [0-9.]+")
 
 
