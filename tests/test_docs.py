@@ -15,11 +15,14 @@ import tomllib
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from functools import cache
+from hashlib import sha256
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import asyncpg
 import click
+import orjson
 import pytest
 from alembic import command as alembic
 from alembic.config import Config
@@ -108,6 +111,7 @@ SHOWN_FIRST = [
         "howto/publish-once-or-later.md",
         "howto/replay-dead-letters.md",
         "howto/test-an-application.md",
+        "howto/webhooks-for-customers.md",
         "reference/http-api.md",
         "tutorial/write-a-receiver.md",
     )
@@ -452,6 +456,60 @@ async def _blocked_lane(session: Session) -> AsyncIterator[None]:
         yield
         await all_ended(database)
     assert await exceptions(database) == {}
+
+
+@stage("howto/webhooks-for-customers.md")
+async def _customers(session: Session) -> AsyncIterator[None]:
+    database = session.database
+
+    async def wait_for_deliveries(line: str) -> None:
+        if "trace" in line:
+            await all_ended(database)
+
+    session.before_line = wait_for_deliveries
+    network = Network()
+    async with running(database, network), database.connection() as connection:
+        session.names = {"outbox": package, "connection": connection}
+        yield
+        assert sorted(sent.url for sent in network.accepted) == [
+            "https://audit.example.com/",
+            "https://hooks.acme.example/orders",
+        ]
+        assert await fetchval(database, "SELECT payload IS NULL FROM outbox"), "erased"
+
+
+@stage("howto/versions-of-a-type.md")
+async def _versions(session: Session) -> AsyncIterator[None]:
+    database = session.database
+    await add_endpoint(database, "shop", types=["order.*"])
+    async with database.connection() as connection:
+        await connection.execute("CREATE TABLE public.orders AS SELECT 7 AS id, false AS paid")
+        session.names = {"outbox": package, "connection": connection}
+        yield
+    network = Network()
+    async with running(database, network):
+        await all_ended(database)
+    assert [sent.body["type"] for sent in network.accepted] == ["order.paid.v2"]
+
+
+@stage("howto/large-payloads.md")
+async def _large_payloads(session: Session) -> AsyncIterator[None]:
+    database = session.database
+    await add_endpoint(database, "shop")
+    objects: dict[str, bytes] = {}
+
+    class Store:
+        async def upload(self, name: str, body: bytes) -> None:
+            objects[name] = body
+
+    async with database.connection() as connection:
+        session.names = {"outbox": package, "uuid4": uuid4, "sha256": sha256}
+        yield
+        await session.names["export_orders"](connection, Store(), b"1,2")
+        event = orjson.loads(await connection.fetchval("SELECT payload FROM relay.outbox"))
+    assert (event["bytes"], list(objects.values())) == (3, [b"1,2"])
+    assert event["sha256"] == sha256(objects[event["object"]]).hexdigest()
+    assert await fetchval(database, "SELECT payload_bytes_max()") == 1048576
 
 
 @stage("howto/replay-dead-letters.md")

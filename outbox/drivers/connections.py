@@ -119,8 +119,8 @@ def _driver_of(kind: type) -> Driver:
             raise UsageError(f"connection: {type_name(kind)} is not a connection; {advice}")
     raise UsageError(
         f"connection: {type_name(kind)} is not a connection of asyncpg, psycopg, psycopg2, "
-        "SQLAlchemy, Django or sqlite3; use its driver's connection, or SQL: "
-        "SELECT relay.publish(…)"
+        "SQLAlchemy, Django or sqlite3; hand in its driver's connection, or publish with SQL: "
+        "SELECT relay.publish_text(…); see docs/howto/publish-from-sql.md#other-drivers"
     )
 
 
@@ -381,6 +381,7 @@ _NOT_CONNECTIONS = {
     ("peewee", "Database"): "use `database.connection()`",
     ("databases", "Database"): "use `database.connection().raw_connection`",
     ("databases", "Connection"): "use `connection.raw_connection`",
+    ("pony", "Database"): "use `database.get_connection()`",
     ("piccolo", "PostgresTransaction"): "use `transaction.connection`",
     ("psycopg", "BaseCursor"): _OF_CURSOR,
     ("psycopg2", "cursor"): _OF_CURSOR,

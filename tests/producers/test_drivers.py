@@ -606,7 +606,7 @@ async def test_what_is_no_connection_is_refused_with_what_to_use(database: Datab
     with psycopg.connect(dsn) as connection, connection.cursor() as cursor:
         for given, advice in (
             (dsn, "str is not a connection of asyncpg"),
-            (object(), "use its driver's connection, or SQL: SELECT relay.publish"),
+            (object(), "its driver's connection, or publish with SQL: SELECT relay.publish_text"),
             (None, "NoneType is not a connection of asyncpg"),
             (pool, "acquire a connection of the pool"),
             (psycopg_pool.ConnectionPool(dsn, open=False), "acquire a connection of the pool"),

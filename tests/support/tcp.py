@@ -13,7 +13,7 @@ from outbox_devtools.listening import Handler as Handler
 from outbox_devtools.listening import listening as listening
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping
     from pathlib import Path
 
 _SSL_REQUEST = 80877103
@@ -43,11 +43,20 @@ async def _single_messages(reader: asyncio.StreamReader) -> AsyncIterator[bytes]
             yield data
 
 
-def forward_to(socket_path: str) -> Handler:
-    """Forward to a unix socket and back."""
+def forward_to(socket_path: str, replaced: Mapping[bytes, bytes] | None = None) -> Handler:
+    """Forward to a unix socket and back.
 
-    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    Args:
+        replaced: what the client gets instead of some bytes of the server, of the same length.
+    """
+
+    async def pump(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter, replaced: Mapping[bytes, bytes]
+    ) -> None:
         while data := await reader.read(65536):
+            for old, new in replaced.items():
+                assert len(old) == len(new)
+                data = data.replace(old, new)
             writer.write(data)
             await writer.drain()
         writer.close()
@@ -55,7 +64,7 @@ def forward_to(socket_path: str) -> Handler:
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there, back = await asyncio.open_unix_connection(socket_path)
         try:
-            await asyncio.gather(pump(reader, back), pump(there, writer))
+            await asyncio.gather(pump(reader, back, {}), pump(there, writer, replaced or {}))
         finally:
             back.close()
 

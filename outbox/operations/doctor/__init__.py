@@ -82,6 +82,7 @@ PRECONDITIONS = (
     events.filters,
     schema.wakeup_flag,
     schema.partitions,
+    schema.local_tables,
     schema.other_objects,
     roles.privileges,
     tables.autovacuum,

@@ -291,6 +291,29 @@ async def other_objects(context: DoctorContext) -> Results:
         )
 
 
+FIND_CITUS = "SELECT to_regclass('pg_catalog.pg_dist_partition') IS NOT NULL"
+# Tables that Citus keeps on other servers, too.  A local table that it knows has no group.
+DISTRIBUTED = """
+SELECT array_agg(c.relname::text ORDER BY c.relname)
+  FROM pg_dist_partition p JOIN pg_class c ON c.oid = p.logicalrelid
+ WHERE c.relnamespace = quote_ident(current_schema())::regnamespace AND NOT c.relispartition
+   AND (p.partmethod <> 'n' OR p.colocationid <> 0)
+"""
+
+
+@check("local tables", passed="all tables are local to this server")
+async def local_tables(context: DoctorContext) -> Results:
+    """No table is distributed over servers by Citus: snapshots and locks are those of one."""
+    if not await context.db.fetchval(FIND_CITUS):
+        return
+    for table in await context.db.fetchval(DISTRIBUTED) or ():
+        name = context.qualify(table)
+        yield problem(
+            f"{name} is distributed by Citus: events may be lost or reordered",
+            f"SELECT undistribute_table('{name}')",
+        )
+
+
 async def _missing_partition(
     context: DoctorContext, parent: str, number: int, *, now: bool
 ) -> CheckResult:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncpg
+
 from outbox.core.model.duration import rounded
 from outbox.core.model.text import count
+from outbox.drivers.errors import server_error
 from outbox.operations.doctor.check import (
+    CheckResult,
     DoctorContext,
     Results,
     check,
@@ -17,6 +21,7 @@ from outbox.operations.doctor.check import (
 from outbox.store.cluster.sessions import SESSION_NAME
 from outbox.store.cluster.timeline import INCOMPLETE, IS_RESTORED, RESTORE_PROBLEM
 from outbox.store.connection.connect import SERVER_VERSION_MIN
+from outbox.store.schema.server_product import READ_VERSION, explain_foreign_product
 
 SERVER_VERSION_TESTED = 18
 
@@ -30,6 +35,9 @@ SELECT split_part(current_setting('server_version'), ' ', 1) AS version,
 @check("server")
 async def version(context: DoctorContext) -> Results:
     """The server is a primary of a tested version."""
+    if (reason := explain_foreign_product(await context.db.fetchval(READ_VERSION))) is not None:
+        yield problem(reason, "move the schema to a PostgreSQL server")
+        return
     row = await context.db.fetchrow(VERSION)
     message = f"PostgreSQL {row['version']}"
     if row["standby"]:
@@ -94,13 +102,7 @@ async def timeline(context: DoctorContext) -> Results:
             "the relay begins new lanes as soon as the state is complete",
         )
     elif row["server"] is None:
-        yield warning(
-            "the server does not report its timeline: after a failover that loses commits, "
-            "sequence numbers that receivers have seen may be used again for other events",
-            "GRANT EXECUTE ON FUNCTION pg_current_wal_insert_lsn(), pg_walfile_name(pg_lsn) TO "
-            f'"{row["role"]}"; if that is not possible, change every endpoint\'s number of lanes '
-            "after such a failover, before a relay starts",
-        )
+        yield await _explain_unknown_timeline(context, row["role"])
     elif row["known"] not in (None, row["server"]):
         yield warning(
             f"the server is on timeline {row['server']}, but the last batch was sequenced on "
@@ -119,6 +121,38 @@ async def timeline(context: DoctorContext) -> Results:
         cause = "the restored database" if row["restored"] else "it"
         since = rounded(row["since_s"])
         yield ok(f"timeline {row['server']}; new lanes started with {cause} {since} ago")
+
+
+# What `server_timeline` reads.
+READ_WAL_FILE = "SELECT pg_walfile_name(pg_current_wal_insert_lsn())"
+
+
+async def _explain_unknown_timeline(context: DoctorContext, role: str) -> CheckResult:
+    """The result for a server on which `server_timeline` fails, with the error that it hides."""
+    error: asyncpg.PostgresError | None = None
+    try:
+        async with context.db.transaction():
+            await context.db.fetchval(READ_WAL_FILE)
+    except asyncpg.PostgresError as raised:
+        error = raised
+    message = (
+        "the server does not report its timeline: after a failover that loses commits, "
+        "sequence numbers that receivers have seen may be used again for other events"
+    )
+    if error is None or isinstance(error, asyncpg.InsufficientPrivilegeError):
+        return warning(
+            message,
+            "GRANT EXECUTE ON FUNCTION pg_current_wal_insert_lsn(), pg_walfile_name(pg_lsn) TO "
+            f'"{role}"; if that is not possible, change every endpoint\'s number of lanes '
+            "after such a failover, before a relay starts",
+        )
+    # Amazon Aurora has functions of the WAL with wal_level = logical only.
+    new_lanes = f"UPDATE {context.qualify('cursor')} SET identity = 'restored'"  # noqa: S608
+    return warning(
+        f"{message} ({server_error(error).message})",
+        "a failover within a cluster of Amazon Aurora loses no commit; after the promotion of "
+        f"another cluster or a restore, before a relay starts: {new_lanes}",
+    )
 
 
 # All roles may read the database, the role and the name of a session, unlike most of

@@ -19,6 +19,11 @@ from outbox.store.connection.row_security import RowSecurityError, require_unpro
 from outbox.store.connection.store_connection import StoreConnection
 from outbox.store.connection.time_range import limit_times
 from outbox.store.errors import ResponseLost
+from outbox.store.schema.server_product import (
+    FOREIGN_PARAMETERS,
+    READ_VERSION,
+    explain_foreign_product,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -176,11 +181,16 @@ async def connect(
     try:
         _keep_alive(connection, {**_KEEPALIVES, **dsn.keepalives})
         major = connection.get_server_version().major
-        if major < SERVER_VERSION_MIN:
+        reported = connection.get_settings()
+        if major < SERVER_VERSION_MIN or any(
+            hasattr(reported, each) for each in FOREIGN_PARAMETERS
+        ):
+            version = await connection.fetchval(READ_VERSION, timeout=dsn.connect_timeout_s)
             raise CannotRun(
-                f"{dsn} runs PostgreSQL {major}; {SERVER_VERSION_MIN} or later is needed"
+                explain_foreign_product(version)
+                or f"{dsn} runs PostgreSQL {major}; {SERVER_VERSION_MIN} or later is needed"
             )
-        encoding = getattr(connection.get_settings(), "server_encoding", ENCODING)
+        encoding = getattr(reported, "server_encoding", ENCODING)
         if encoding != ENCODING:
             raise CannotRun(
                 f"{dsn} has the encoding {encoding}; {ENCODING} is needed, because payloads and "

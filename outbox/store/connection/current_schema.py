@@ -27,8 +27,7 @@ async def status(
 
     Raises:
         SchemaTooNew: a newer, incompatible version of this package migrated the schema.
-        CannotRun: an applied file differs from this program's, or the schema belongs to another
-            application.
+        CannotRun: as in `read_status`.
         DatabaseUnavailable: the connection was lost.
     """
     with map_errors(schema, purpose):

@@ -50,6 +50,9 @@ SELECT name FROM unnest($1::text[]) WITH ORDINALITY AS given(name, n)
  WHERE name NOT IN (SELECT rolname FROM pg_roles) ORDER BY n
 """
 
+# Citus makes the tables of a new schema distributed ones.
+READ_SHARDING = "SELECT current_setting('citus.enable_schema_based_sharding', true)"
+
 ADVANCE_SEQUENCES = "SELECT {schema}.advance_sequences()"
 # What this role may repair; one that only applies nothing needs no privilege.
 MAY_REPAIR = """
@@ -127,6 +130,11 @@ async def _apply(
     """
     migration = pending[0]
     creates_schema = not await connection.fetchval(FIND_SCHEMA, schema)
+    if creates_schema and await connection.fetchval(READ_SHARDING) == "on":
+        raise CannotRun(
+            "Citus would distribute the schema, and the outbox has to be local to one server; run: "
+            "ALTER ROLE CURRENT_USER SET citus.enable_schema_based_sharding = off"
+        )
     statements = apply_statements(schema, pending, creates_schema=creates_schema)
     try:
         await locks.execute(statements, f"{migration} was not applied")

@@ -12,6 +12,7 @@ from outbox.drivers.statement import Call
 from outbox.errors import CannotRun, SchemaMissing, SchemaTooNew
 from outbox.producers.statements import in_schema
 from outbox.store.schema.migration_files import Migration, migrations
+from outbox.store.schema.server_product import READ_VERSION, explain_foreign_product
 
 if TYPE_CHECKING:
     from outbox.drivers.statement import Plan
@@ -51,10 +52,13 @@ def read_status(schema: str) -> Plan[SchemaStatus]:
 
     Raises:
         SchemaTooNew: a newer, incompatible version of this package migrated the schema.
-        CannotRun: an applied file differs from this program's, or the schema belongs to another
-            application.
+        CannotRun: an applied file differs from this program's, the schema belongs to another
+            application, or the server is not PostgreSQL.
     """
     history: dict[int, _Applied] = {}
+    ((version,),) = yield Call(READ_VERSION, {})
+    if (reason := explain_foreign_product(version)) is not None:
+        raise CannotRun(reason)
     ((exists,),) = yield Call(FIND_HISTORY, {"schema": schema})
     if exists:
         rows = yield Call(in_schema(READ_HISTORY, schema), {})
