@@ -36,7 +36,7 @@ QUESTIONS = {
     "cockroachdb": "howto/use-managed-postgresql.html",
     "webhooks customers": "howto/webhooks-for-customers.html",
     "object store": "howto/large-payloads.html",
-    "version of a type": "howto/versions-of-a-type.html",
+    "change payload": "howto/versions-of-a-type.html",
     "X-Sequence": "reference/requests.html",
     "exhausted": "reference/errors.html",
     "GDPR": "howto/erase-a-persons-data.html",
