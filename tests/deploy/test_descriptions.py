@@ -10,15 +10,17 @@ from html.parser import HTMLParser
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hatchling.metadata.core import ProjectMetadata
-from hatchling.plugin.manager import PluginManager
-from markdown import markdown
 
 from outbox.version import __version__
 from tests.support.documents import ROOT, read
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+REASON = "the packages of a release are not installed"
+hatchling = pytest.importorskip("hatchling.metadata.core", reason=REASON)
+plugins = pytest.importorskip("hatchling.plugin.manager", reason=REASON)
+markdown = pytest.importorskip("markdown", reason=REASON)
 
 FILES = [ROOT / "pyproject.toml", *sorted(ROOT.glob("packages/*/pyproject.toml"))]
 PROJECTS: dict[str, dict[str, Any]] = {
@@ -49,7 +51,7 @@ class Addresses(HTMLParser):
         super().__init__()
         self.links: list[str] = []
         self.pictures: list[str] = []
-        self.feed(markdown(description, extensions=["fenced_code", "tables"]))
+        self.feed(markdown.markdown(description, extensions=["fenced_code", "tables"]))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         for name, value in attrs:
@@ -62,7 +64,8 @@ class Addresses(HTMLParser):
 def description_of(project: Path) -> str:
     """The description in the metadata of the package that is built from a directory."""
     with contextlib.chdir(project):  # As builds do.
-        return ProjectMetadata(str(project), PluginManager()).core.readme
+        metadata = hatchling.ProjectMetadata(str(project), plugins.PluginManager())
+        return str(metadata.core.readme)
 
 
 def file_of(address: str, kind: str) -> Path:
