@@ -190,6 +190,29 @@ def test_privileges_are_revoked(here: Command, database: Database) -> None:
 # ------------------------------------------------------------------ publish
 
 
+def test_publishing_for_no_endpoint_is_reported(here: Command) -> None:
+    def warning(*args: str) -> str:
+        result = here("publish", "--json", *args)
+        assert result.code == 0
+        assert result.json["already"] is False
+        return result.err.removeprefix("outbox: warning: ").rstrip("\n")
+
+    here("endpoint", "add", "shop", URL, "--type", "order.*")
+    here("endpoint", "add", "acme", URL, "--type", "cart.*", "--tenant", "acme")
+    assert warning("order.paid") == warning("cart.paid", "--tenant", "acme") == ""
+    assert warning("ordr.paid") == 'no endpoint subscribes to the type "ordr.paid"'
+    to_type = "no endpoint that subscribes to the type "
+    assert warning("cart.paid") == f'{to_type}"cart.paid" receives events without a tenant'
+    assert warning("order.paid", "--tenant", "acme") == (
+        f'{to_type}"order.paid" receives events of tenant "acme"'
+    )
+    here("endpoint", "add", "audit", URL, "--all-tenants")
+    assert warning("order.paid", "--tenant", "acme") == warning("ordr.paid") == ""
+    here("endpoint", "remove", "shop")
+    here("endpoint", "remove", "audit")
+    assert warning("order.paid") != ""
+
+
 def test_publish(here: Command, database: Database) -> None:
     result = here("publish", "order.paid", "--key", "order-7", "--payload", '{"order": 7}')
     assert re.fullmatch(r"published [0-9a-f-]{36}\n", result.out)
