@@ -27,6 +27,8 @@ from alembic.config import Config
 import outbox as package
 from docs.tools.generate import PAGES, REFERENCE
 from outbox import receiver as receiver_library
+from outbox.cli.error_pages import DOCUMENTS_URL
+from outbox.cli.error_pages import PAGES as ERROR_PAGES
 from outbox.cli.main import COMMANDS, cli
 from outbox.core.brokers.message import messages_of
 from outbox.core.model.response import AttemptResult
@@ -661,6 +663,14 @@ def test_the_links_of_a_document_lead_somewhere(document: str) -> None:
         assert target.is_file(), f"{link}: the site has no folders"
         if anchor:
             assert anchor in anchors(target.resolve().relative_to(ROOT).as_posix()), link
+
+
+def test_the_pages_that_errors_name_exist() -> None:
+    assert (ROOT / DOCS).samefile(ROOT / DOCUMENTS_URL.rpartition("/blob/main/")[2])
+    for page in ERROR_PAGES.values():
+        path, _, anchor = page.partition("#")
+        assert (ROOT / DOCS / path).is_file(), page
+        assert not anchor or anchor in anchors(DOCS + path), page
 
 
 def test_the_index_has_every_document() -> None:
