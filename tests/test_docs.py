@@ -481,12 +481,6 @@ async def _dead_letters(session: Session) -> AsyncIterator[None]:
     assert await exceptions(database) == {}
 
 
-@stage("reference/operational-events.md")
-async def _operational_events(session: Session) -> AsyncIterator[None]:
-    session.env["OUTBOX_ALLOW_NETWORKS"] = "127.0.0.0/8"
-    yield
-
-
 @stage("howto/erase-a-persons-data.md")
 async def _person(session: Session) -> AsyncIterator[None]:
     database = session.database
