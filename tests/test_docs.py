@@ -661,7 +661,7 @@ def test_the_links_of_a_document_lead_somewhere(document: str) -> None:
 
 def test_the_pages_that_errors_name_exist() -> None:
     assert (ROOT / DOCS).samefile(ROOT / DOCUMENTS_URL.rpartition("/blob/main/")[2])
-    for page in ERROR_PAGES.values():
+    for page in ERROR_PAGES:
         path, _, anchor = page.partition("#")
         assert (ROOT / DOCS / path).is_file(), page
         assert not anchor or anchor in anchors(DOCS + path), page

@@ -26,7 +26,7 @@ from outbox.telemetry.catalogue import CATALOGUE, Metric, MetricKind
 from outbox_api.problem import ProblemKind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from pydantic.fields import FieldInfo
 
@@ -287,7 +287,7 @@ def _exception_rows(kind: type[OutboxError]) -> Iterator[str]:
             yield from _exception_rows(child)
 
 
-PAGES = {
+PAGES: dict[str, Callable[[], str]] = {
     "command-line.md": commands_index,
     **{
         f"commands/{_slug(title)}.md": partial(commands_page, title)

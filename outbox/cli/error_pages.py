@@ -5,26 +5,26 @@ from __future__ import annotations
 DOCUMENTS_URL = "https://github.com/outbox-relay/outbox/blob/main/docs/"
 
 PAGES = {
-    "AddressRefused": "howto/allow-a-private-network.md",
-    "AlteredSecret": "howto/encrypt-secrets.md#altered-secrets",
-    "CursorBroken": "howto/back-up-and-restore.md",
-    "InsufficientPrivilegeError": "howto/grant-database-roles.md",
-    "LacksPrivileges": "howto/grant-database-roles.md",
-    "MissingExtra": "howto/install.md",
-    "PluginUnusable": "howto/deliver-to-a-broker.md#set-it-up",
-    "QuotaExceeded": "howto/limit-tenants.md",
-    "SchemaMissing": "howto/upgrade.md",
-    "SchemaTooNew": "howto/upgrade.md#roll-back",
-    "UnreadableSecret": "howto/encrypt-secrets.md",
+    "howto/allow-a-private-network.md": ["AddressRefused"],
+    "howto/back-up-and-restore.md": ["CursorBroken"],
+    "howto/deliver-to-a-broker.md#set-it-up": ["PluginUnusable"],
+    "howto/encrypt-secrets.md": ["UnreadableSecret"],
+    "howto/encrypt-secrets.md#altered-secrets": ["AlteredSecret"],
+    "howto/grant-database-roles.md": ["InsufficientPrivilegeError", "LacksPrivileges"],
+    "howto/install.md": ["MissingExtra"],
+    "howto/limit-tenants.md": ["QuotaExceeded"],
+    "howto/upgrade.md": ["SchemaMissing"],
+    "howto/upgrade.md#roll-back": ["SchemaTooNew"],
 }
-"""The page by the name of the error's class or, without one, of its cause's."""
+"""The errors that each page explains, by the name of their class: none is imported."""
+_PAGE_OF = {name: page for page, names in PAGES.items() for name in names}
 
 
 def find_page(error: BaseException | None) -> str | None:
-    """The address of the page that explains an error; None: there is no such page."""
+    """The address of the page that explains an error or its cause; None: there is no such page."""
     while error is not None:
         for kind in type(error).__mro__:
-            if kind.__name__ in PAGES:
-                return DOCUMENTS_URL + PAGES[kind.__name__]
+            if kind.__name__ in _PAGE_OF:
+                return DOCUMENTS_URL + _PAGE_OF[kind.__name__]
         error = error.__cause__
     return None

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 PROGRAM = "outbox"
 COMPLETE_VARIABLE = "_OUTBOX_COMPLETE"
-"""With it a shell asks for completions: `outbox completion` prints the script that does."""
+"""The variable with which the script of `outbox completion` requests completions."""
 DEBUG_VARIABLE = "OUTBOX_DEBUG"
 EXIT_OUTPUT_FAILED = 1
 EXIT_UNEXPECTED = 3
