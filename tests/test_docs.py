@@ -414,6 +414,7 @@ async def _publish(session: Session) -> AsyncIterator[None]:
 
 @stage("howto/publish-binary-payloads.md")
 async def _binary_payloads(session: Session) -> AsyncIterator[None]:
+    await add_endpoint(session.database, "shop")
     async with session.database.connection() as connection:
         session.names = {"outbox": package, "connection": connection, "png": b"\x89PNG"}
         yield
