@@ -28,11 +28,12 @@ OUTSIDE = "repository/"
 SEARCH_BOOST = {
     "README.md": 0.5,
     "reference/sql.md": 0.3,
-    "reference/command-line.md": 0.5,
+    "reference/commands/": 0.5,
     OUTSIDE + "CHANGELOG.md": 0.2,
     OUTSIDE + "benchmarks/results/results.md": 0.2,
 }
-"""Weight in the search: these pages have every word, and guides have the answer."""
+"""Weight in the search by the beginning of the path: these pages have every word, and guides have
+the answer."""
 
 _FENCED = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)([^)\s#]+)")
@@ -83,8 +84,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Write links as MkDocs reads them: relative to the page in the site."""
     uri = page.file.src_uri
-    if uri in SEARCH_BOOST:
-        page.meta["search"] = {"boost": SEARCH_BOOST[uri]}
+    for beginning, boost in SEARCH_BOOST.items():
+        if uri.startswith(beginning):
+            page.meta["search"] = {"boost": boost}
     source = uri.removeprefix(OUTSIDE) if uri.startswith(OUTSIDE) else DOCS + uri
 
     def in_both_schemes(match: re.Match[str]) -> str:

@@ -30,6 +30,8 @@ from alembic.config import Config
 import outbox as package
 from docs.tools.generate import PAGES, REFERENCE
 from outbox import receiver as receiver_library
+from outbox.cli.error_pages import DOCUMENTS_URL
+from outbox.cli.error_pages import PAGES as ERROR_PAGES
 from outbox.cli.main import COMMANDS, cli
 from outbox.core.brokers.message import messages_of
 from outbox.core.model.response import AttemptResult
@@ -417,6 +419,7 @@ async def _publish(session: Session) -> AsyncIterator[None]:
 
 @stage("howto/publish-binary-payloads.md")
 async def _binary_payloads(session: Session) -> AsyncIterator[None]:
+    await add_endpoint(session.database, "shop")
     async with session.database.connection() as connection:
         session.names = {"outbox": package, "connection": connection, "png": b"\x89PNG"}
         yield
@@ -536,12 +539,6 @@ async def _dead_letters(session: Session) -> AsyncIterator[None]:
         await all_ended(database)
         yield
     assert await exceptions(database) == {}
-
-
-@stage("reference/operational-events.md")
-async def _operational_events(session: Session) -> AsyncIterator[None]:
-    session.env["OUTBOX_ALLOW_NETWORKS"] = "127.0.0.0/8"
-    yield
 
 
 @stage("howto/erase-a-persons-data.md")
@@ -730,6 +727,14 @@ def test_the_links_of_a_document_lead_somewhere(document: str) -> None:
         assert target.is_file(), f"{link}: the site has no folders"
         if anchor:
             assert anchor in anchors(target.resolve().relative_to(ROOT).as_posix()), link
+
+
+def test_the_pages_that_errors_name_exist() -> None:
+    assert (ROOT / DOCS).samefile(ROOT / DOCUMENTS_URL.rpartition("/blob/main/")[2])
+    for page in ERROR_PAGES:
+        path, _, anchor = page.partition("#")
+        assert (ROOT / DOCS / path).is_file(), page
+        assert not anchor or anchor in anchors(DOCS + path), page
 
 
 def test_the_index_has_every_document() -> None:

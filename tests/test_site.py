@@ -161,7 +161,8 @@ async def test_copied_commands_have_neither_prompts_nor_output(site: Path) -> No
     (migrate,) = (each for each in copied if each.startswith("outbox migrate"))
     assert migrate.split("\n") == [
         "outbox migrate",
-        'outbox endpoint add shop http://127.0.0.1:9000/hooks --type "order.*"',
+        'outbox endpoint add shop http://127.0.0.1:9000/hooks --type "order.*"'
+        " --allow-network 127.0.0.1",
     ]
 
 

@@ -1,10 +1,14 @@
 """Reference pages that are generated from code: commands, settings, metrics, SQL and errors.
 
+A group of commands, such as `outbox endpoint`, has a page of its own; the other commands are on the
+page of their section in `outbox --help`.
+
 `python -m docs.tools.generate` writes them; a test compares the files with the generated text.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
@@ -12,7 +16,7 @@ import click
 from annotated_types import Ge, Gt, Le
 
 from docs.tools import schema_page
-from outbox.cli.main import PROGRAM, cli
+from outbox.cli.main import COMMANDS, PROGRAM, CommandEntry, cli
 from outbox.config import INTERNAL_FIELDS, Settings, readers_of, secret_fields, variable_of
 from outbox.core.model.dead_letter_reason import DeadLetterReason
 from outbox.core.model.setting_types import OTHERS
@@ -22,7 +26,7 @@ from outbox.telemetry.catalogue import CATALOGUE, Metric, MetricKind
 from outbox_api.problem import ProblemKind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from pydantic.fields import FieldInfo
 
@@ -35,7 +39,14 @@ COMMANDS_HEAD = """\
 Every command with its arguments and options, as `--help` prints them.
 
 Exit codes: 0 done; 1 the command ran and found a problem; 2 wrong usage; 3 it could not run.
-Every listing has `--json`.
+Every listing has `--json`. A shell
+[completes](../howto/install.md#completion-in-a-shell) commands and options.
+"""
+
+COMMANDS_PAGE_HEAD = """\
+# {title}
+
+The arguments and options, as `--help` prints them. [All commands](../command-line.md)
 """
 
 SETTINGS_HEAD = """\
@@ -44,7 +55,7 @@ SETTINGS_HEAD = """\
 Flags, then `OUTBOX_*` variables, then `outbox.toml`. A secret can also be read from a file:
 `OUTBOX_DSN_FILE` is the path of a file with the DSN, which is [read again][rotate] after a
 rotation. In `outbox.toml` a setting has the name of its variable in lower case, without `outbox_`.
-The [command line](command-line.md) has the flags.
+The [commands](command-line.md) have the flags.
 
 [rotate]: ../howto/encrypt-secrets.md#rotate-a-password-or-a-key
 
@@ -93,7 +104,8 @@ Prometheus also gets `target_info` (the version and the replica's name) and proc
 ERRORS_HEAD = """\
 # Errors
 
-Every error is one line that says what is wrong and what to do.
+Every error is one line that says what is wrong and what to do. After it, the command line names the
+page that explains the error, if there is one.
 
 ## Dead-letter reasons
 
@@ -144,17 +156,52 @@ stable and for programs; `detail` is for people and may change.
 """
 
 
-def commands_page() -> str:
-    """The command line as Markdown."""
-    return COMMANDS_HEAD + "".join(_command_sections(cli, PROGRAM, None))
+def commands_index() -> str:
+    """The commands with a link to the page of each."""
+    text = COMMANDS_HEAD
+    for section in dict.fromkeys(entry.section for entry in COMMANDS):
+        text += f"\n## {section}\n\n| command | what it does |\n|---|---|\n"
+        for entry in COMMANDS:
+            if entry.section == section:
+                link = f"commands/{_slug(_title_of(entry))}.md#{PROGRAM}-{entry.name}"
+                text += f"| [`{PROGRAM} {entry.name}`]({link}) | {entry.help} |\n"
+    return text
+
+
+def commands_page(title: str) -> str:
+    """The commands of a page as Markdown."""
+    root = _help_context(cli, PROGRAM, None)
+    sections = "".join(
+        section
+        for entry in COMMANDS
+        if _title_of(entry) == title
+        for section in _command_sections(entry.load(), entry.name, root)
+    )
+    # The title of a group's page is its heading.
+    return COMMANDS_PAGE_HEAD.format(title=title) + sections.removeprefix(f"\n## {title}\n")
+
+
+def _title_of(entry: CommandEntry) -> str:
+    """The title of the page that has a command."""
+    if isinstance(entry.load(), click.Group):
+        return f"{PROGRAM} {entry.name}"
+    return entry.section
+
+
+def _slug(title: str) -> str:
+    return title.removeprefix(f"{PROGRAM} ").lower().replace(" ", "-")
+
+
+def _help_context(command: click.Command, name: str, parent: click.Context | None) -> click.Context:
+    return click.Context(
+        command, parent, name, terminal_width=HELP_WIDTH, **command.context_settings
+    )
 
 
 def _command_sections(
     command: click.Command, name: str, parent: click.Context | None
 ) -> Iterator[str]:
-    context = click.Context(
-        command, parent, name, terminal_width=HELP_WIDTH, **command.context_settings
-    )
+    context = _help_context(command, name, parent)
     text = command.get_help(context).rstrip()
     yield f"\n## {context.command_path}\n\n```text\n{text}\n```\n"
     if isinstance(command, click.Group):
@@ -240,8 +287,12 @@ def _exception_rows(kind: type[OutboxError]) -> Iterator[str]:
             yield from _exception_rows(child)
 
 
-PAGES = {
-    "command-line.md": commands_page,
+PAGES: dict[str, Callable[[], str]] = {
+    "command-line.md": commands_index,
+    **{
+        f"commands/{_slug(title)}.md": partial(commands_page, title)
+        for title in dict.fromkeys(map(_title_of, COMMANDS))
+    },
     "errors.md": errors_page,
     "metrics.md": metrics_page,
     "settings.md": settings_page,
@@ -251,4 +302,5 @@ PAGES = {
 
 if __name__ == "__main__":
     for name, page in PAGES.items():
+        (REFERENCE / name).parent.mkdir(exist_ok=True)
         (REFERENCE / name).write_text(page(), "utf-8")

@@ -126,7 +126,7 @@ def command(
             vault=vault,
         )
     except UsageError as error:
-        raise UsageError(f"{path}: {error}") from None
+        raise UsageError(f"{path}: {error}") from error
     changed = {
         step.name: None if step.action == "add" else step.changed for step in report.endpoints
     }

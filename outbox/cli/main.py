@@ -1,7 +1,8 @@
 """The root of the command line: the list of commands, error messages and exit codes.
 
 A command's module is imported when the command is called, so `outbox --help` and
-a mistyped name need no imports.  Every error is one line on stderr and an exit code:
+a mistyped name need no imports.  Every error is one line on stderr, after which another names the
+page that explains it if there is one, and an exit code:
 
     0    done
     1    the command ran, and found a problem or could not write its output
@@ -32,7 +33,11 @@ from outbox.leaves import ADOPT, API, DEVTOOLS, Leaf
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from click.shell_completion import CompletionItem
+
 PROGRAM = "outbox"
+COMPLETE_VARIABLE = "_OUTBOX_COMPLETE"
+"""The variable with which the script of `outbox completion` requests completions."""
 DEBUG_VARIABLE = "OUTBOX_DEBUG"
 EXIT_OUTPUT_FAILED = 1
 EXIT_UNEXPECTED = 3
@@ -79,6 +84,7 @@ COMMANDS = (
     ),
     CommandEntry("token", "Add, list and revoke tokens of the HTTP API.", _SET_UP),
     CommandEntry("quota", "Limit what each tenant may have.", _SET_UP),
+    CommandEntry("completion", "Complete commands and options in a shell.", _SET_UP),
     CommandEntry("publish", "Publish one event.", _WORK),
     CommandEntry("schedule", "Publish events on a cron schedule.", _WORK),
     CommandEntry("relay", "Run the relay, which delivers published events.", _WORK),
@@ -113,6 +119,16 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         return next((entry.load() for entry in COMMANDS if entry.name == cmd_name), None)
 
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        from click.shell_completion import CompletionItem
+
+        names = [
+            CompletionItem(entry.name, help=entry.help)
+            for entry in COMMANDS
+            if entry.name.startswith(incomplete)
+        ]
+        return names + click.Command.shell_complete(self, ctx, incomplete)
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
@@ -132,7 +148,7 @@ def suggest(group: click.Group, ctx: click.Context, args: list[str]) -> None:
         click.UsageError: the command does not exist.
     """
     names = group.list_commands(ctx)
-    if args[0] in names or args[0].startswith("-"):
+    if ctx.resilient_parsing or args[0] in names or args[0].startswith("-"):
         return
     near = difflib.get_close_matches(args[0], names, 1)
     hint = f'did you mean "{near[0]}"?' if near else f"there are: {', '.join(names)}"
@@ -156,7 +172,7 @@ class Group(click.Group):
 First steps:
   outbox demo                                      needs no set-up
   export OUTBOX_DSN=postgresql://localhost/app && outbox migrate
-  outbox endpoint add billing https://example.com/hooks --type "order.*"
+  outbox listen --endpoint dev --type "order.*"    in a second terminal
   outbox relay &
   outbox publish order.paid --key order-7 --payload '{"order": 7}'
 """,
@@ -171,8 +187,10 @@ def cli() -> None:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point of the console script."""
-    if f"_{PROGRAM.upper()}_COMPLETE" in os.environ:
-        cli.main(prog_name=PROGRAM)  # Shell completion prints its result and exits.
+    if COMPLETE_VARIABLE in os.environ:
+        with suppress(OutboxError):  # The command is in a package that is not installed.
+            cli.main(prog_name=PROGRAM)  # Prints the completions and exits.
+        sys.exit(UsageError.exit_code)
     sys.exit(run(sys.argv[1:] if args is None else list(args)))
 
 
@@ -192,7 +210,7 @@ def run(args: Sequence[str]) -> int:
     except click.ClickException as error:
         return _fail(_usage(error), UsageError.exit_code)
     except OutboxError as error:
-        return _fail(str(error), error.exit_code)
+        return _fail(str(error), error.exit_code, error)
     except (KeyboardInterrupt, click.Abort):
         return EXIT_INTERRUPTED
     except BrokenPipeError:
@@ -207,7 +225,7 @@ def run(args: Sequence[str]) -> int:
                 f"the command succeeded, but its output could not be written: {reason}",
                 EXIT_OUTPUT_FAILED,
             )
-        return _fail(_unexpected(error), EXIT_UNEXPECTED)
+        return _fail(_unexpected(error), EXIT_UNEXPECTED, error)
     return 0
 
 
@@ -266,12 +284,15 @@ def _unexpected(error: Exception) -> str:
     return f"unexpected {type(error).__name__}: {error}; {DEBUG_VARIABLE}=1 shows where"
 
 
-def _fail(message: str, exit_code: int) -> int:
+def _fail(message: str, exit_code: int, error: Exception | None = None) -> int:
     if os.environ.get(DEBUG_VARIABLE):
         traceback.print_exc()
+    from outbox.cli.error_pages import find_page
     from outbox.core.model.text import one_line
 
     # Quoted user input may contain line breaks; the message stays one line.
     with suppress(OSError):  # stderr may be full as well; the exit code still reports the error.
         click.echo(f"{PROGRAM}: {one_line(message)}", err=True)
+        if (page := find_page(error)) is not None:
+            click.echo(f"{PROGRAM}: see {page}", err=True)
     return exit_code

@@ -8,12 +8,18 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outbox.cli.common import duration_s, json_option, run_connected, settings_options
+from outbox.cli.common import duration_s, json_option, run_connected, settings_options, warn
 from outbox.cli.output import cell, emit_json
 from outbox.errors import UsageError
+from outbox.operations.events import explain_no_subscriber
 from outbox.producers.publish import publish
 
 if TYPE_CHECKING:
+    from typing import Any
+    from uuid import UUID
+
+    from asyncpg import Connection
+
     from outbox.config import Settings
 
 
@@ -62,7 +68,9 @@ Examples:
     metavar="TIME",
     help="Retention of the idempotency key: 10m, 2h, 1d; default: 30d.",
 )
-@click.option("--tenant", metavar="TENANT", help="Tenant of the event.")
+@click.option(
+    "--tenant", metavar="TENANT", help="Tenant of the event, which selects its endpoints."
+)
 @click.option(
     "--header",
     "headers",
@@ -100,14 +108,18 @@ def command(
     deliver_at: datetime | None,
     as_json: bool,
 ) -> None:
-    """Publish one event of TYPE, in a transaction of its own."""
+    """Publish one event of TYPE, in a transaction of its own.
+
+    An event with a tenant goes to the endpoints of this tenant (--tenant) and to those of
+    all tenants (--all-tenants). An event without one goes to the endpoints without a tenant
+    and to those of all tenants.
+    """
     if payload is None and content_type is not None:
         raise UsageError("--content-type: requires --payload")
     raw = read_payload("{}" if payload is None else payload)
 
-    event_id = run_connected(
-        settings,
-        lambda connection: publish(
+    async def publish_event(connection: Connection[Any]) -> tuple[UUID | None, str | None]:
+        event_id = await publish(
             connection,
             type_,
             raw,
@@ -121,9 +133,12 @@ def command(
             content_type=content_type,
             autocommit=True,
             schema=settings.schema_name,
-        ),
-        current=False,
-    )
+        )
+        if event_id is None:
+            return None, None
+        return event_id, await explain_no_subscriber(connection, type_, tenant)
+
+    event_id, unsubscribed = run_connected(settings, publish_event, current=False)
     if as_json:
         extra = {} if deliver_at is None else {"deliver_at": deliver_at}
         emit_json({"id": event_id, "already": event_id is None, **extra})
@@ -133,6 +148,8 @@ def command(
         click.echo(f"published {event_id}, due {cell(deliver_at)}")
     else:
         click.echo(f"published {event_id}")
+    if unsubscribed is not None:
+        warn(unsubscribed)
 
 
 def read_payload(payload: str) -> bytes:

@@ -127,4 +127,4 @@ def check_declared(declared: Iterable[DeclaredEndpoint], policy: EgressPolicy) -
         except PluginUnusable:
             continue
         except UsageError as error:
-            raise UsageError(f"{each.place}.{error}") from None
+            raise UsageError(f"{each.place}.{error}") from error

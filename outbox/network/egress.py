@@ -124,6 +124,10 @@ def parse_networks(text: str) -> tuple[Network, ...]:
     return tuple(_network(part.strip()) for part in text.split(",") if part.strip())
 
 
+class AddressRefused(UsageError):
+    """The egress rules refuse a URL."""
+
+
 class EgressPolicy:
     """Egress rules for URLs, hosts and addresses.
 
@@ -297,13 +301,13 @@ class EgressPolicy:
                     self.proxy_refusal(host, port=port, networks=networks) if via_proxy else None
                 )
                 if reason is not None:
-                    raise UsageError(f"url: {reason}")
+                    raise AddressRefused(f"url: {reason}")
                 return
         reason = self.refusal_of_host(
             host, port=port, tls=tls, networks=networks, any_port=any_port
         )
         if reason is not None:
-            raise UsageError(f"url: {reason}")
+            raise AddressRefused(f"url: {reason}")
 
 
 def plain_http_warning(url: str) -> str | None:

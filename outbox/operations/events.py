@@ -23,7 +23,7 @@ from outbox.operations.pages import page_of
 from outbox.operations.rows import ID_MAX, from_row
 from outbox.store.connection.connect import map_errors
 from outbox.store.retention.erasure import PLAN_BY_INDEX
-from outbox.store.type_match import matches_criteria
+from outbox.store.type_match import TENANT_MATCHES, TYPE_MATCHES, matches_criteria
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -102,6 +102,16 @@ SELECT DISTINCT outbox_id, backfill_id FROM delivery
  WHERE outbox_id = ANY ($1) AND backfill_id IS NOT NULL
    AND (replay_id IS NOT NULL OR backfill_id IS NOT NULL)
 """
+
+
+MAY_READ_SUBSCRIPTIONS = "SELECT has_table_privilege('subscription', 'SELECT')"
+FIND_SUBSCRIBERS = f"""
+SELECT coalesce(bool_or(types), false) AS for_type,
+       coalesce(bool_or(types AND tenants), false) AS for_event
+  FROM (SELECT {TYPE_MATCHES} AS types, {TENANT_MATCHES} AS tenants
+          FROM subscription s, (SELECT $1::text AS type, $2::text AS tenant) o
+         WHERE s.to_batch IS NULL) _
+"""  # noqa: S608 (constants only)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +207,25 @@ async def search_events(
     if after is None and extent["events"] == scanned_max:
         after = extent["lowest"]
     return EventPage(events, after, extent["events"], extent["oldest_at"])
+
+
+async def explain_no_subscriber(
+    connection: Connection[Any], event_type: str, tenant: str | None
+) -> str | None:
+    """Why no endpoint subscribes to an event, whatever its payload.
+
+    Returns:
+        A sentence; None: an endpoint does, or this role may not read the subscriptions.
+    """
+    if not await connection.fetchval(MAY_READ_SUBSCRIPTIONS):
+        return None
+    found = await connection.fetchrow(FIND_SUBSCRIBERS, event_type, tenant)
+    if found["for_event"]:
+        return None
+    if not found["for_type"]:
+        return f'no endpoint subscribes to the type "{event_type}"'
+    events = "events without a tenant" if tenant is None else f'events of tenant "{tenant}"'
+    return f'no endpoint that subscribes to the type "{event_type}" receives {events}'
 
 
 def _newest(rows: Sequence[Record], limit: int) -> EventPage:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.one_major
 
 URL = "https://example.com/hooks"
+ONE_LANE = ("--lanes", 1)
 
 
 def execute(database: Database, sql: str) -> Any:
@@ -48,10 +49,12 @@ def add_dead_letters(database: Database, endpoint: str) -> None:
                type, key, payload, headers, published_at, reason, attempts, last_response)
         SELECT e.id, l.id, 0, 7, 7, 1, gen_random_uuid(), 'a.b', E'k\x1b[31m', '{{"n": 7}}',
                '{{"X-A": "b"}}', now(), 'refused', 3, '{{"status": 410, "body": "gone"}}'
-          FROM endpoint e JOIN lane l ON l.endpoint_id = e.id WHERE e.name = '{endpoint}';
+          FROM endpoint e JOIN lane l ON l.endpoint_id = e.id AND l.slot = 0
+         WHERE e.name = '{endpoint}';
         INSERT INTO dead_letter (endpoint_id, lane_id, batch, seq, to_seq, reason, attempts)
         SELECT e.id, l.id, 0, 10, 19, 'removed', 0
-          FROM endpoint e JOIN lane l ON l.endpoint_id = e.id WHERE e.name = '{endpoint}'
+          FROM endpoint e JOIN lane l ON l.endpoint_id = e.id AND l.slot = 0
+         WHERE e.name = '{endpoint}'
         """,
     )
 
@@ -187,6 +190,29 @@ def test_privileges_are_revoked(here: Command, database: Database) -> None:
 # ------------------------------------------------------------------ publish
 
 
+def test_publishing_for_no_endpoint_is_reported(here: Command) -> None:
+    def warning(*args: str) -> str:
+        result = here("publish", "--json", *args)
+        assert result.code == 0
+        assert result.json["already"] is False
+        return result.err.removeprefix("outbox: warning: ").rstrip("\n")
+
+    here("endpoint", "add", "shop", URL, "--type", "order.*")
+    here("endpoint", "add", "acme", URL, "--type", "cart.*", "--tenant", "acme")
+    assert warning("order.paid") == warning("cart.paid", "--tenant", "acme") == ""
+    assert warning("ordr.paid") == 'no endpoint subscribes to the type "ordr.paid"'
+    to_type = "no endpoint that subscribes to the type "
+    assert warning("cart.paid") == f'{to_type}"cart.paid" receives events without a tenant'
+    assert warning("order.paid", "--tenant", "acme") == (
+        f'{to_type}"order.paid" receives events of tenant "acme"'
+    )
+    here("endpoint", "add", "audit", URL, "--all-tenants")
+    assert warning("order.paid", "--tenant", "acme") == warning("ordr.paid") == ""
+    here("endpoint", "remove", "shop")
+    here("endpoint", "remove", "audit")
+    assert warning("order.paid") != ""
+
+
 def test_publish(here: Command, database: Database) -> None:
     result = here("publish", "order.paid", "--key", "order-7", "--payload", '{"order": 7}')
     assert re.fullmatch(r"published [0-9a-f-]{36}\n", result.out)
@@ -303,7 +329,7 @@ def test_endpoint_list_and_show(here: Command) -> None:
     )
     assert here("endpoint", "list", "--json").json == []
     for name in ("b", "a", "c"):
-        here("endpoint", "add", name, URL)
+        here("endpoint", "add", name, URL, *ONE_LANE)
     assert here("endpoint", "list", "--search", "nothing").out == "no endpoints match\n"
     table = here("endpoint", "list").out.splitlines()
     assert table[0].split() == [
@@ -390,8 +416,8 @@ def test_an_invalid_endpoint_is_rejected(here: Command, subtests: pytest.Subtest
 
 
 def test_endpoint_remove(here: Command, database: Database) -> None:
-    here("endpoint", "add", "a", URL)
-    here("endpoint", "add", "b", URL)
+    here("endpoint", "add", "a", URL, *ONE_LANE)
+    here("endpoint", "add", "b", URL, *ONE_LANE)
     assert here("endpoint", "remove", "a").out == 'removed endpoint "a"\n'
     gone = here("endpoint", "remove", "a")
     assert (gone.code, gone.error) == (2, 'there is no endpoint "a"; see: outbox endpoint list')
@@ -406,7 +432,7 @@ def test_endpoint_remove(here: Command, database: Database) -> None:
         'removing endpoint "b": the relay dead-letters its 3 deliveries; '
         "if no relay is running, the next one will\n"
     )
-    taken = here("endpoint", "add", "b", URL)
+    taken = here("endpoint", "add", "b", URL, *ONE_LANE)
     assert (taken.code, taken.error) == (
         2,
         'endpoint "b" is being removed; its name is available when the removal is complete',
@@ -671,7 +697,7 @@ def test_a_waiting_command_reports_the_result(here: Command, database: Database)
 
 
 def test_status(here: Command, database: Database) -> None:
-    here("endpoint", "add", "a", URL)
+    here("endpoint", "add", "a", URL, *ONE_LANE)
     here("publish", "a.b")
     seen = here("status", "--json").json
     assert list(seen) == [
@@ -722,7 +748,7 @@ def test_status(here: Command, database: Database) -> None:
     execute(database, "UPDATE endpoint_health SET held_until = NULL")
     execute(database, "UPDATE endpoint SET state = 'paused'")
     assert "tried in turn" not in here("status").out, "a paused endpoint gets no attempts"
-    here("endpoint", "add", "b", URL)
+    here("endpoint", "add", "b", URL, *ONE_LANE)
     assert "and 1 endpoint more; see: outbox endpoint list" in here("status", "--limit", 1).out
 
 
@@ -772,7 +798,7 @@ def test_status_names_problems_and_the_commands_that_resolve_them(
     here: Command, database: Database
 ) -> None:
     for name in ("a shop", "blocked", "sick"):
-        here("endpoint", "add", name, URL)
+        here("endpoint", "add", name, URL, *ONE_LANE)
     add_dead_letters(database, "blocked")
     execute(
         database,

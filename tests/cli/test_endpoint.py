@@ -201,16 +201,16 @@ def test_show_prints_the_ownership_history(here: Command, database: Database) ->
 def test_update_prints_the_changed_settings(here: Command) -> None:
     here("endpoint", "add", "a", URL, "--tenant", "t", "--filter", "@.a == 1")
     done = here(
-        "endpoint", "update", "a", "--name", "b", "--lanes", 4, "--reset", "filter", "--url", OTHER
+        "endpoint", "update", "a", "--name", "b", "--lanes", 8, "--reset", "filter", "--url", OTHER
     )
     assert done.out == (
         'updated endpoint "a"\n'
         "  name: a -> b\n"
         f"  url: {URL} -> {OTHER}\n"
         "  filter: @.a == 1 -> none\n"
-        "  lanes: 1 -> 4\n"
+        "  lanes: 4 -> 8\n"
     )
-    again = here("endpoint", "update", "b", "--lanes", 4)
+    again = here("endpoint", "update", "b", "--lanes", 8)
     assert (again.code, again.out) == (
         0,
         'endpoint "b" already has these settings; nothing was changed\n',

@@ -53,7 +53,7 @@ def test_omitted_settings_have_the_defaults_of_the_contract() -> None:
     assert default.retryable is None
     assert (default.on_dead_letter, default.on_missing) == ("continue", "dead_letter")
     assert default.on_forgotten == "hold"
-    assert default.lanes == 1
+    assert default.lanes == 4
     assert (default.backlog_max, default.backlog_age_s) == (None, None)
     assert default.disable_after_s == 3 * 86400
 

@@ -726,7 +726,7 @@ async def test_the_defaults_of_a_database_do_not_affect_a_relay(
         for setting in ("default_transaction_read_only", "statement_timeout", "lock_timeout"):
             await connection.execute(f"SET {setting} = 0")
         await connection.execute("SET idle_session_timeout = 0")
-        settings = EndpointSettings(name="e", url="http://r.test/e")
+        settings = EndpointSettings(name="e", url="http://r.test/e", lanes=1)
         await endpoint_changes.add_endpoint(connection, "relay", settings, actor="test")
         async with running(database, network):
             for n in range(30):

@@ -53,7 +53,7 @@ OLD, NEW = (format_key(bytes([i]) * 32) for i in (1, 2))
 
 async def add(database: Database, key: str, **values: Any) -> endpoint_changes.NewEndpoint:
     settings = EndpointSettings.from_dict(
-        {"name": "shop", "url": "http://receiver.test/", "retry": QUICK_RETRY, **values}
+        {"name": "shop", "url": "http://receiver.test/", "lanes": 1, "retry": QUICK_RETRY, **values}
     )
     async with database.at_hand() as connection:
         return await endpoint_changes.add_endpoint(

@@ -71,10 +71,10 @@ async def test_differences_are_applied_and_omitted_settings_are_the_defaults(
     assert done.endpoints[1].changed == {
         "method": ("POST", "PUT"),
         "headers": ("Authorization", "none"),
-        "lanes": ("2", "1"),
+        "lanes": ("2", "4"),
     }
     settings = (await endpoints.get_endpoint(db, "relay", "a")).settings
-    assert (settings["method"], settings["headers"], settings["lanes"]) == ("PUT", {}, 1)
+    assert (settings["method"], settings["headers"], settings["lanes"]) == ("PUT", {}, 4)
 
 
 async def test_a_dry_run_returns_the_same_steps_and_changes_nothing(db: Connection[Any]) -> None:
@@ -97,15 +97,15 @@ async def test_undeclared_endpoints_stay_unless_pruned(db: Connection[Any]) -> N
 
 
 async def test_pending_deliveries_are_dead_lettered_only_on_request(db: Connection[Any]) -> None:
-    await put(db, {"name": "a"}, {"name": "b"})
+    await put(db, {"name": "a", "lanes": 1}, {"name": "b", "lanes": 1})
     await db.execute("UPDATE lane_counter SET last_seq = 3")
     with pytest.raises(UsageError, match='endpoint "b" has 3 deliveries pending'):
-        await put(db, {"name": "a"}, prune=True)
-    done = await put(db, {"name": "a"}, prune=True, dead_letter=True)
+        await put(db, {"name": "a", "lanes": 1}, prune=True)
+    done = await put(db, {"name": "a", "lanes": 1}, prune=True, dead_letter=True)
     assert [(step.action, step.pending) for step in done.endpoints] == [("remove", 3), ("keep", 0)]
     assert (await endpoints.get_endpoint(db, "relay", "b")).endpoint.state == "removing"
     # Its relay has not finished that yet: the file is nevertheless as it is.
-    assert (await put(db, {"name": "a"}, prune=True)).changes == 0
+    assert (await put(db, {"name": "a", "lanes": 1}, prune=True)).changes == 0
     with pytest.raises(UsageError, match=r"^endpoints\[0\].name: .* is being removed"):
         await put(db, {"name": "b"})
 
@@ -156,7 +156,7 @@ async def test_an_invalid_file_changes_nothing(db: Connection[Any], dry_run: boo
         with pytest.raises(UsageError, match=says):
             await put(db, {"name": "a", "lanes": 9}, {"name": "b"}, wrong, dry_run=dry_run)
         assert await names(db) == ["a"]
-        assert (await endpoints.get_endpoint(db, "relay", "a")).endpoint.lanes == 1
+        assert (await endpoints.get_endpoint(db, "relay", "a")).endpoint.lanes == 4
 
 
 async def test_the_number_of_messages_does_not_depend_on_the_number_of_endpoints(
@@ -183,7 +183,7 @@ async def test_a_failed_apply_is_rolled_back(db: Connection[Any]) -> None:
     with pytest.raises(asyncpg.CheckViolationError):
         await put(db, {"name": "a", "lanes": 9}, {"name": "b"})
     assert await names(db) == ["a"]
-    assert (await endpoints.get_endpoint(db, "relay", "a")).endpoint.lanes == 1
+    assert (await endpoints.get_endpoint(db, "relay", "a")).endpoint.lanes == 4
 
 
 async def test_lanes_are_changed_in_the_lock_order_of_relays(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
+from outbox.cli.error_pages import DOCUMENTS_URL
 from outbox.cli.main import run
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from tests.support.postgres import Database
 
     Command = Callable[..., "Result"]
+
+_SEE = f"outbox: see {DOCUMENTS_URL}"
 
 
 @dataclass(frozen=True)
@@ -39,12 +42,19 @@ class Result:
 
     @property
     def error(self) -> str:
-        """The one line on stderr, when a command failed."""
+        """The one line on stderr, when a command failed, without the line that names a page."""
         assert self.out == ""
-        assert self.err.startswith("outbox: "), self.err
         assert self.err.endswith("\n")
-        assert self.err.count("\n") == 1, self.err
-        return self.err.removeprefix("outbox: ").rstrip("\n")
+        first, *page = self.err.splitlines()
+        assert first.startswith("outbox: "), self.err
+        assert not page or [each.startswith(_SEE) for each in page] == [True], self.err
+        return first.removeprefix("outbox: ")
+
+    @property
+    def page(self) -> str | None:
+        """The page that the line after the error names, as a path below `docs`."""
+        _, found, page = self.err.rstrip("\n").partition(f"\n{_SEE}")
+        return page if found else None
 
 
 @pytest.fixture

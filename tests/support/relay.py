@@ -136,9 +136,14 @@ class Network:
 
 
 async def add_endpoint(database: Database, name: str = "shop", **options: Any) -> NewEndpoint:
-    """Add an endpoint with a fast retry schedule."""
+    """Add an endpoint with one lane and a fast retry schedule."""
     async with database.at_hand() as connection:
-        values = {"name": name, "url": f"http://receiver.test/{name}", "retry": QUICK_RETRY}
+        values = {
+            "name": name,
+            "url": f"http://receiver.test/{name}",
+            "lanes": 1,
+            "retry": QUICK_RETRY,
+        }
         settings = EndpointSettings.from_dict(values | options)
         return await endpoint_changes.add_endpoint(connection, "relay", settings, actor="test")
 

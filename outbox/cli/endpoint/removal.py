@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 REMOVAL_POLL_S = 0.5
 
 
-def _show(removal: Removal) -> None:
+def show_removal(removal: Removal) -> None:
     if removal.state == "removed":
         click.echo(f'removed endpoint "{removal.name}"')
     else:
@@ -45,7 +45,7 @@ Examples:
 @click.argument("name")
 @click.option("--dead-letter", is_flag=True, help="Dead-letter the pending deliveries.")
 @click.option("--wait", is_flag=True, help="Deliver the backlog first, without new events.")
-@print_result(_show)
+@print_result(show_removal)
 def remove(settings: Settings, name: str, dead_letter: bool, wait: bool) -> Removal:
     """Remove an endpoint; its name can be reused afterwards.
 

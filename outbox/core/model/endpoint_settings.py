@@ -164,12 +164,13 @@ class EndpointSettings:
         ),
     )
     lanes: int = field(
-        default=1,
+        default=4,
         metadata=_metadata(
             setting_types.Count(ENDPOINT_LANES_MAX),
             _SUBSCRIPTION,
-            f"Number of lanes, 1 to {ENDPOINT_LANES_MAX}.  A lane sends one request at a time; "
-            "events with the same key share a lane.",
+            f"Number of lanes, 1 to {ENDPOINT_LANES_MAX}.  A lane sends one request at a time, and "
+            "lanes send in parallel; events with the same key always use the same lane, in order.  "
+            "An event that fails stops its lane only.  1: one order over all keys.",
         ),
     )
 

@@ -229,9 +229,15 @@ class DevelopmentReceiver:
         Raises:
             CannotRun: the address is in use or not available.
         """
+        async with self.serve_on(await listen(Address(host, port))) as url:
+            yield url
+
+    @contextlib.asynccontextmanager
+    async def serve_on(self, sockets: list[socket.socket]) -> AsyncIterator[str]:
+        """Serve on listening sockets, which are closed at the end; yields the URL."""
         application = web.Application(client_max_size=DEVELOPMENT_BODY_BYTES_MAX)
         application.router.add_route("*", "/{path:.*}", self._handle)
-        async with serving(application, await listen(Address(host, port))) as address:
+        async with serving(application, sockets) as address:
             yield address.url
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:

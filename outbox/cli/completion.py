@@ -1,0 +1,27 @@
+"""`outbox completion`: print the script that completes commands and options in a shell."""
+
+from __future__ import annotations
+
+import click
+from click.shell_completion import get_completion_class
+
+from outbox.cli.main import COMPLETE_VARIABLE, PROGRAM, cli
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  source <(outbox completion bash)                      now; in ~/.bashrc: always
+  outbox completion zsh >"${fpath[1]}/_outbox"          then start a new shell
+  outbox completion fish >~/.config/fish/completions/outbox.fish
+"""
+)
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def command(shell: str) -> None:
+    """Print the script that completes commands and options in SHELL.
+
+    It needs bash 4.4 or later. No database is read.
+    """
+    completion = get_completion_class(shell)
+    assert completion is not None
+    click.echo(completion(cli, {}, PROGRAM, COMPLETE_VARIABLE).source())
