@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import stat
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -13,9 +12,15 @@ import asyncpg
 import pytest
 import yaml
 
-from outbox_devtools.embedded import EmbeddedPostgres
-from tests.support.compose import FILE, Composition, composition, services
-from tests.support.postgres import TEST_SETTINGS, memory
+from tests.support.compose import (
+    FILE,
+    ROLES,
+    Composition,
+    compose_database,
+    composition,
+    example,
+    services,
+)
 from tests.support.tcp import free_port
 from tests.support.waiting import LIVE_S, until
 
@@ -24,7 +29,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TEXT = FILE.read_text()
-ROLES = (FILE.parent / "compose/roles.sql").read_text()
 SUPERUSERS = "SELECT rolname FROM pg_roles WHERE rolsuper AND rolname ~ '^outbox_'"
 SECRETS = "SELECT secret FROM relay.endpoint_secret"
 ANY = "0.0.0.0"  # noqa: S104 (of the file)
@@ -37,7 +41,7 @@ def _dsn(environment: Any) -> str | None:
 
 
 def test_each_service_has_a_role_of_its_own_with_its_password() -> None:
-    made = dict(re.findall(r"CREATE ROLE (\w+) LOGIN PASSWORD '(\w+)';", ROLES))
+    made = dict(re.findall(r"CREATE ROLE (\w+) LOGIN PASSWORD '(\w+)';", ROLES.read_text()))
     users = {}
     for name, service in services(TEXT).items():
         if (dsn := _dsn(service.environment)) is not None:
@@ -71,21 +75,10 @@ def test_the_volumes_are_declared_and_the_files_are_there() -> None:
         assert (FILE.parent / each).is_file(), each
 
 
-def _example(command: str) -> list[str]:
-    """The words of an example in the header of the file, after the service's name."""
-    found = re.search(rf"run --rm outbox ({command} .*)", TEXT)
-    assert found is not None
-    return shlex.split(found[1])
-
-
 @pytest.fixture
 async def composed(tmp_path: Path) -> AsyncIterator[tuple[Composition, asyncpg.Connection]]:
-    async with EmbeddedPostgres(temporary_in=memory(), settings=TEST_SETTINGS) as server:
-        made = await asyncpg.connect(server.dsn())
-        await made.execute("CREATE DATABASE app")
-        await made.close()
+    async with compose_database() as server:
         database = await asyncpg.connect(server.dsn("app"))
-        await database.execute(ROLES)
         replaced = {
             "@postgres/app": f"@{server.dsn('app').partition('@')[2]}",
             "172.16.0.0/12,192.168.0.0/16": "127.0.0.0/8",
@@ -113,13 +106,13 @@ async def test_the_services_deliver_verified_events_and_take_over(
             f"event {sequence} to arrive",
         )
 
-    await made.run("outbox", *_example("publish"))
+    await made.run("outbox", *example("publish"))
     await arrives(1)
     owner = await database.fetchval(OWNER)
     relays = made.running["relay"]
     (killed,) = (n for n, each in enumerate(relays) if owner.endswith(f":{each.pid}"))
     relays[killed].kill()
-    await made.run("outbox", *_example("publish"))
+    await made.run("outbox", *example("publish"))
     await arrives(2)
 
     log = made.log("receiver")
@@ -131,7 +124,7 @@ async def test_the_services_deliver_verified_events_and_take_over(
             assert response.status == 401
         page = f"http://{made.replaced[f'{ANY}:8080']}"
         token = re.search(
-            r"^secret +(\S+)$", await made.run("outbox", *_example("token")), re.MULTILINE
+            r"^secret +(\S+)$", await made.run("outbox", *example("token")), re.MULTILINE
         )
         assert token is not None
         headers = {"Authorization": f"Bearer {token[1]}"}
@@ -147,11 +140,11 @@ async def test_the_services_deliver_verified_events_and_take_over(
         assert not row["secret"].startswith("whsec_"), "a secret in plain text"
     key, secret = tmp_path / "key/key", tmp_path / "receiver/secret"
     before = key.read_text(), secret.read_text()
-    for path in (key, secret):
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        assert [each.name for each in path.parent.iterdir()] == [path.name]
+    for file in (key, secret):
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert [each.name for each in file.parent.iterdir()] == [file.name]
     for service in ("key", "migrate", "endpoints"):
         await made.run(service)
     assert (key.read_text(), secret.read_text()) == before, "a second `up` keeps them"
-    await made.run("outbox", *_example("publish"))
+    await made.run("outbox", *example("publish"))
     await arrives(3)

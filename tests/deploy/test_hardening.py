@@ -179,7 +179,10 @@ async def test_the_unit_of_the_relay_allows_every_feature(
         )
         secrets = await _tokens(installed)
         env = installed.relay | installed.api | _listeners(ports)
-        env |= {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
+        env |= {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url,
+            "OTEL_METRIC_EXPORT_INTERVAL": "1000",
+        }
         relay = await enter(installed.sandbox.serving("relay", env=env, trace=trace))
         for name in features:
             await publish(database, *({"n": n} for n in range(5)), type=name)
@@ -207,7 +210,7 @@ async def _use_the_api(ports: dict[str, int], token: str, fetch_token: str) -> N
             except aiohttp.ClientConnectionError:
                 return None
 
-        page = await until(lambda: get(f"{admin}/"), LIVE_S, "the page")
+        page = str(await until(lambda: get(f"{admin}/"), LIVE_S, "the page"))
         for path in re.findall(r'(?:src|href)="(/[^"]+)"', page):
             assert await get(f"{admin}{path}"), path
         for path in ("/v1/status", "/v1/endpoints", "/v1/events", "/v1/live"):

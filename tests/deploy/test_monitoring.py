@@ -75,11 +75,11 @@ def test_monitoring_is_published_on_loopback_only() -> None:
             assert port.startswith("127.0.0.1:")
 
 
-def test_prometheus_scrapes_every_relay() -> None:
+def test_prometheus_scrapes_every_relay_and_api() -> None:
     (job,) = _only("prometheus", "/etc/prometheus/prometheus.yml")["scrape_configs"]
     (discovery,) = job["dns_sd_configs"]
-    assert discovery["names"] == ["relay"]
-    assert "relay" in SERVICES
+    assert discovery["names"] == ["relay", "api"]
+    assert {"relay", "api"} <= set(SERVICES)
     exposed = re.search(r"OUTBOX_HEALTH=0\.0\.0\.0:(\d+)", (ROOT / "deploy/Dockerfile").read_text())
     assert exposed is not None
     assert (discovery["type"], discovery["port"]) == ("A", int(exposed[1]))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -18,10 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import asyncpg
 import yaml
 
+from outbox_devtools.embedded import EmbeddedPostgres
 from outbox_devtools.embedded.launch import command
 from tests.support.checkout import ROOT
+from tests.support.postgres import TEST_SETTINGS, memory
 from tests.support.process import environment
 from tests.support.tcp import free_port
 from tests.support.waiting import LIVE_S
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
 FILE = ROOT / "deploy/compose.yaml"
+ROLES = ROOT / "deploy/compose/roles.sql"
 ENTRYPOINT = ("outbox",)
 """Of the image."""
 
@@ -44,6 +49,8 @@ class Service:
     environment: Mapping[str, str]
     volumes: Mapping[str, str]
     """Sources by their paths in the container; those that begin with `./` are files."""
+    read_only: frozenset[str]
+    """The paths that the service does not write."""
     directory: str
     depends_on: Mapping[str, str]
     """Conditions by the names of services."""
@@ -60,6 +67,7 @@ def services(text: str) -> dict[str, Service]:
             (*each.get("entrypoint", ENTRYPOINT), *each.get("command", ())),
             each.get("environment", {}),
             {target: source for source, target, *_ in _volumes(each)},
+            frozenset(target for _, target, *mode in _volumes(each) if mode == ["ro"]),
             each.get("working_dir", "/"),
             {on: how["condition"] for on, how in each.get("depends_on", {}).items()},
             each.get("deploy", {}).get("replicas", 1),
@@ -72,6 +80,24 @@ def services(text: str) -> dict[str, Service]:
 
 def _volumes(service: dict[str, Any]) -> list[list[str]]:
     return [volume.split(":") for volume in service.get("volumes", ())]
+
+
+def example(command: str) -> list[str]:
+    """The words of an example in the header of the file, after the service's name."""
+    found = re.search(rf"run --rm outbox ({command} .*)", FILE.read_text())
+    assert found is not None
+    return shlex.split(found[1])
+
+
+@asynccontextmanager
+async def compose_database() -> AsyncIterator[EmbeddedPostgres]:
+    """A server in place of the service `postgres`, with its database and its roles."""
+    async with EmbeddedPostgres(temporary_in=memory(), settings=TEST_SETTINGS) as server:
+        for name, statements in (("postgres", "CREATE DATABASE app"), ("app", ROLES.read_text())):
+            connection = await asyncpg.connect(server.dsn(name))
+            await connection.execute(statements)
+            await connection.close()
+        yield server
 
 
 @dataclass
