@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 TEXT = FILE.read_text()
 SUPERUSERS = "SELECT rolname FROM pg_roles WHERE rolsuper AND rolname ~ '^outbox_'"
-SECRETS = "SELECT secret FROM relay.endpoint_secret"
+SEALED = "SELECT secret FROM relay.endpoint_secret"
 ANY = "0.0.0.0"  # noqa: S104 (of the file)
 OWNER = "SELECT r.name FROM relay.ownership o JOIN relay.replica r ON r.id = o.replica_id"
 
@@ -136,7 +136,7 @@ async def test_the_services_deliver_verified_events_and_take_over(
                 assert response.status == 200
 
     assert await database.fetch(SUPERUSERS) == []
-    for row in await database.fetch(SECRETS):
+    for row in await database.fetch(SEALED):
         assert not row["secret"].startswith("whsec_"), "a secret in plain text"
     key, secret = tmp_path / "key/key", tmp_path / "receiver/secret"
     before = key.read_text(), secret.read_text()
