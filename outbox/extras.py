@@ -60,7 +60,7 @@ def install_hint(requirement: str, extra: str) -> str:
         chosen = Path(sys.prefix, IMAGE_EXTRAS).read_text("utf-8").strip()
     except OSError:
         return f"run: pip install '{requirement}'"
-    return f"build the image with --build-arg EXTRAS={chosen and chosen + ','}{extra}"
+    return f"build the image with --build-arg EXTRAS={','.join(filter(None, (chosen, extra)))}"
 
 
 def load_name(module: str, name: str, what: str) -> Any:

@@ -245,7 +245,7 @@ def _exporter(signal: str, env: Mapping[str, str]) -> Any:
     except ImportError:
         hint = install_hint("outbox-relay[otlp]", "otlp")
         if protocol == "grpc":
-            hint = f"run: pip install '{_GRPC}'"
+            hint = f"use http/protobuf, or run: pip install '{_GRPC}'"
         raise UsageError(
             f"exporting {signal} by OTLP over {protocol} needs a package that is not installed; "
             f"{hint}, or set {variable}=none"
