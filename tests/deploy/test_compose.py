@@ -62,6 +62,7 @@ def test_each_service_has_a_role_of_its_own_with_its_password() -> None:
 
 
 def test_the_volumes_are_declared_and_the_files_are_there() -> None:
+    assert "$" not in TEXT, "Compose would replace what follows it"
     parsed = yaml.safe_load(TEXT)
     used = {
         volume.split(":")[0]

@@ -40,6 +40,7 @@ _RUN = f"""
 set -e
 root=$1 paths=$2 trace=$3
 shift 3
+umask 022
 mount -t tmpfs -o mode=755 root "$root"
 printf '%s\\n' "$paths" | while read -r path; do
     if [ -L "$path" ]; then cp -P "$path" "$root$path"; continue; fi
@@ -86,7 +87,7 @@ class Sandbox:
     async def _start(
         self, words: Sequence[str], env: Mapping[str, str], trace: Path | None, log: int | None
     ) -> asyncio.subprocess.Process:
-        paths = "\n".join((*_SYSTEM, sys.base_prefix, str(ROOT)))
+        paths = "\n".join((*_SYSTEM, sys.base_prefix, str(ROOT), sys.prefix))
         argv = [
             *(shutil.which("unshare") or "", "--mount", "--propagation", "private"),
             *("sh", "-c", _RUN, "sandbox", str(self._root), paths, str(trace or "")),
