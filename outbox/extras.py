@@ -6,8 +6,10 @@ command that installs the extra.
 
 from __future__ import annotations
 
+import sys
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from outbox.errors import MissingExtra
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 RELAY = "relay"
+IMAGE_EXTRAS = "image-extras"
+"""File in the environment of an image of `deploy/Dockerfile`: its build argument EXTRAS."""
 
 
 @contextmanager
@@ -47,7 +51,16 @@ def missing_extra(error: ImportError, extra: str, what: str) -> MissingExtra | N
         if isinstance(error, ModuleNotFoundError)
         else f"another version of the package {package}"
     )
-    return MissingExtra(f"{what} needs {needed}; run: pip install 'outbox-relay[{extra}]'")
+    return MissingExtra(f"{what} needs {needed}; {install_hint(f'outbox-relay[{extra}]', extra)}")
+
+
+def install_hint(requirement: str, extra: str) -> str:
+    """What installs a requirement: pip, or in an image, which has no pip, its build argument."""
+    try:
+        chosen = Path(sys.prefix, IMAGE_EXTRAS).read_text("utf-8").strip()
+    except OSError:
+        return f"run: pip install '{requirement}'"
+    return f"build the image with --build-arg EXTRAS={','.join(filter(None, (chosen, extra)))}"
 
 
 def load_name(module: str, name: str, what: str) -> Any:

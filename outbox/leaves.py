@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
 from outbox.errors import MissingExtra
+from outbox.extras import install_hint
 from outbox.version import __version__
 
 if TYPE_CHECKING:
@@ -46,15 +47,16 @@ class Leaf(NamedTuple):
         # Each command imports this module, and few load a leaf.
         from importlib import metadata
 
-        install = f"run: pip install 'outbox-relay[{self.extra}]=={__version__}'"
         try:
             found = metadata.version(self.distribution)
         except metadata.PackageNotFoundError:
-            raise MissingExtra(f"{self.distribution} is not installed; {install}") from None
-        if found != __version__:
-            raise MissingExtra(
-                f"{self.distribution} has version {found}, outbox-relay {__version__}; {install}"
-            )
+            wrong = f"{self.distribution} is not installed"
+        else:
+            if found == __version__:
+                return
+            wrong = f"{self.distribution} has version {found}, outbox-relay {__version__}"
+        hint = install_hint(f"outbox-relay[{self.extra}]=={__version__}", self.extra)
+        raise MissingExtra(f"{wrong}; {hint}")
 
 
 ADOPT = Leaf("outbox-adopt", "adopt")

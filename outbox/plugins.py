@@ -11,6 +11,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from outbox.errors import OutboxError, UsageError
+from outbox.extras import install_hint
 from outbox.version import __version__
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def _unknown(group: str, scheme: str) -> str:
     if any(_distribution_of(each) == BROKERS for entries in known.values() for each in entries):
         return f"{unknown}, but {', '.join(others + sorted(known))}; correct the scheme"
     correct = "start with https://" if others else "correct the scheme"
-    return f"{unknown}; {correct}, or run: pip install '{BROKERS}[all]=={__version__}'"
+    return f"{unknown}; {correct}, or {install_hint(f'{BROKERS}[all]=={__version__}', 'brokers')}"
 
 
 def _distribution_of(entry: metadata.EntryPoint) -> str:

@@ -37,6 +37,7 @@ from opentelemetry.sdk.trace.export import (
 )
 
 from outbox.errors import UsageError
+from outbox.extras import install_hint
 from outbox.telemetry.otlp import OtlpConverter
 from outbox.telemetry.sampling import configure_sampling
 from outbox.telemetry.tracing import PresetIdGenerator, Tracing
@@ -61,10 +62,7 @@ _MODULES = {
     ("grpc", "traces"): "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
     ("grpc", "metrics"): "opentelemetry.exporter.otlp.proto.grpc.metric_exporter",
 }
-_PACKAGES = {
-    "http/protobuf": "outbox-relay[otlp]",
-    "grpc": "opentelemetry-exporter-otlp-proto-grpc",
-}
+_GRPC = "opentelemetry-exporter-otlp-proto-grpc"
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,9 +243,12 @@ def _exporter(signal: str, env: Mapping[str, str]) -> Any:
     try:
         module = importlib.import_module(_MODULES[protocol, signal])
     except ImportError:
+        hint = install_hint("outbox-relay[otlp]", "otlp")
+        if protocol == "grpc":
+            hint = f"use http/protobuf, or run: pip install '{_GRPC}'"
         raise UsageError(
-            f"exporting {signal} by OTLP over {protocol} needs a package that is not installed: "
-            f"pip install '{_PACKAGES[protocol]}', or set {variable}=none"
+            f"exporting {signal} by OTLP over {protocol} needs a package that is not installed; "
+            f"{hint}, or set {variable}=none"
         ) from None
     return getattr(module, _SIGNALS[signal])()
 

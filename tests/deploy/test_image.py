@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import re
+import os
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import yaml
 
-from tests.support.containers import ROOT, Containers, Image, built_image, containers
+from tests.support.compose import FILE, compose_database, example, services
+from tests.support.containers import Containers, Image, Volume, built_image, containers
 from tests.support.tcp import forward_to, free_port, listening
-from tests.support.waiting import until
+from tests.support.waiting import LIVE_S, until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-    from pathlib import Path
-
-    from tests.support.postgres import Database
+    from collections.abc import AsyncIterator, Iterator, Sequence
 
 pytestmark = [pytest.mark.image, pytest.mark.full]
 
@@ -29,48 +27,57 @@ def image() -> Iterator[Image]:
         yield image
 
 
-class Composition:
-    """The services of compose.yaml, all on this machine's loopback.
+class Containment:
+    """The services of compose.yaml as containers, all on this machine's loopback.
 
     In place of the service `postgres` runs the test's server; ports that would be taken
     twice on one machine are replaced.
     """
 
-    def __init__(self, running: Containers, database: Database, port: int, tmp_path: Path) -> None:
-        self._running = running
+    def __init__(self, running: Containers, dsn: str, tmp_path: Path) -> None:
+        self._running, self._directory = running, tmp_path
         receiver = str(free_port())
-        text = (ROOT / "deploy/compose.yaml").read_text()
-        at = f"@postgres:{port}/{database.name}?sslmode=disable"
+        text = FILE.read_text()
         for before, after in (
-            ("@postgres/postgres", at),
+            ("@postgres/app", f"@{dsn.partition('@')[2]}"),
             ("172.16.0.0/12,192.168.0.0/16", "127.0.0.0/8"),
             ('"9000"', f'"{receiver}"'),
+            ("0.0.0.0:8080", f"127.0.0.1:{free_port()}"),
         ):
             assert before in text
             text = text.replace(before, after)
-        self.services: dict[str, dict[str, Any]] = yaml.safe_load(text)["services"]
-        declaration = (ROOT / "deploy/endpoints.yaml").read_text()
-        self._declaration = tmp_path / "endpoints.yaml"
-        self._declaration.write_text(declaration.replace(":9000", f":{receiver}"))
-        self._declaration.chmod(0o644)
+        self.services = services(text)
+        declared = (FILE.parent / "endpoints.yaml").read_text()
+        (tmp_path / "endpoints.yaml").write_text(declared.replace(":9000", f":{receiver}"))
+        (tmp_path / "endpoints.yaml").chmod(0o644)
 
     def _container(
-        self, service: str, words: list[str] | None, health: int | None
-    ) -> tuple[list[str], dict[str, str], list[tuple[Path, str]]]:
-        described = self.services[service]
-        command = self._running.image.command(described["command"] if words is None else words)
-        env = described["environment"] | {"OUTBOX_HEALTH": f"127.0.0.1:{health or 9090}"}
-        targets = [volume.split(":")[1] for volume in described.get("volumes", ())]
-        return command, env, [(self._declaration, target) for target in targets]
+        self, name: str, words: Sequence[str], health: int
+    ) -> tuple[list[str], dict[str, str], list[Volume], str]:
+        service = self.services[name]
+        env = {**service.environment, "OUTBOX_HEALTH": f"127.0.0.1:{health}"}
+        volumes = [
+            Volume(self._volume(source), target, "ro" if target in service.read_only else "rw")
+            for target, source in service.volumes.items()
+        ]
+        return [*service.words, *words], env, volumes, service.directory
 
-    async def run(self, service: str, *words: str) -> str:
-        """`docker compose run --rm SERVICE [WORDS]`: its output."""
-        code, out = await self._running.run(*self._container(service, list(words) or None, None))
+    def _volume(self, source: str) -> Path:
+        """The file or the directory of a volume, which a new one gives to the user."""
+        path = self._directory / Path(source).name
+        if not path.exists():
+            path.mkdir(mode=0o700)
+            os.chown(path, *map(int, self._running.image.config["User"].split(":")))
+        return path
+
+    async def run(self, name: str, *words: str) -> str:
+        """`docker compose run --rm NAME WORDS`: its output."""
+        code, out = await self._running.run(*self._container(name, words, 9090))
         assert code == 0, out
         return out
 
-    async def start(self, service: str, health: int | None = None) -> asyncio.subprocess.Process:
-        return await self._running.start(*self._container(service, None, health))
+    async def start(self, name: str, health: int = 9090) -> asyncio.subprocess.Process:
+        return await self._running.start(*self._container(name, (), health))
 
     async def is_healthy(self, health: int) -> bool:
         check = [word.replace("9090", str(health)) for word in self._running.image.healthcheck]
@@ -79,43 +86,42 @@ class Composition:
 
 
 @pytest.fixture
-async def composition(
-    image: Image, empty_database: Database, tmp_path: Path
-) -> AsyncIterator[tuple[Composition, Containers]]:
-    socket_path = empty_database.server.embedded.socket_dir / ".s.PGSQL.5432"
+async def containment(
+    image: Image, tmp_path: Path
+) -> AsyncIterator[tuple[Containment, Containers]]:
     async with AsyncExitStack() as stack:
-        port = await stack.enter_async_context(listening(forward_to(str(socket_path))))
-        running = await stack.enter_async_context(containers(image, ["postgres", "receiver"]))
-        yield Composition(running, empty_database, port, tmp_path), running
+        enter = stack.enter_async_context
+        server = await enter(compose_database())
+        socket = f"{server.socket_dir}/.s.PGSQL.5432"
+        port = await enter(listening(forward_to(socket)))
+        running = await enter(containers(image, ["postgres", "receiver"]))
+        dsn = f"postgresql://x@postgres:{port}/app?sslmode=disable"
+        yield Containment(running, dsn, tmp_path), running
 
 
 async def test_two_relays_deliver_and_take_over(
-    composition: tuple[Composition, Containers],
+    containment: tuple[Containment, Containers],
 ) -> None:
-    services, running = composition
-    assert services.services["relay"]["deploy"] == {"replicas": 2}
-    assert "schema" in await services.run("migrate")
-    assert "whsec_" in await services.run("endpoints")
-    receiver = await services.start("receiver")
+    made, running = containment
+    assert made.services["relay"].replicas == 2
+    for name in ("key", "migrate", "endpoints"):
+        await made.run(name)
+    receiver, api = await made.start("receiver"), await made.start("api", free_port())
     ports = [free_port(), free_port()]
-    relays = [await services.start("relay", port) for port in ports]
+    relays = [await made.start("relay", port) for port in ports]
     for port in ports:
-        await until(lambda port=port: services.is_healthy(port), 20, "a relay to be healthy")
+        await until(lambda port=port: made.is_healthy(port), LIVE_S, "a relay to be healthy")
 
-    # The example of the file's header.
-    header = (ROOT / "deploy/compose.yaml").read_text()
-    example = re.search(r"run --rm relay publish (.*)", header)
-    assert example is not None
-    words = [word.strip("'") for word in re.findall(r"'[^']*'|\S+", example[1])]
-    await services.run("relay", "publish", *words)
+    words = example("publish")
+    await made.run("outbox", *words)
     assert "sequence 1 order.paid key order-7" in await _next_delivery(receiver)
 
-    (owner, other) = relays if await _owns(services, relays[0]) else reversed(relays)
+    (owner, other) = relays if await _owns(made, relays[0]) else reversed(relays)
     code, out = await running.stop(owner)
     assert code == 0, out
-    await services.run("relay", "publish", *words)
+    await made.run("outbox", *words)
     assert "sequence 2 order.paid key order-7" in await _next_delivery(receiver)
-    for process in (other, receiver):
+    for process in (other, api, receiver):
         code, out = await running.stop(process)
         assert code == 0, out
 
@@ -128,9 +134,9 @@ async def _next_delivery(receiver: asyncio.subprocess.Process) -> str:
     return line.decode()
 
 
-async def _owns(services: Composition, relay: asyncio.subprocess.Process) -> bool:
+async def _owns(made: Containment, relay: asyncio.subprocess.Process) -> bool:
     """Whether the relay owns the endpoint; its name ends with its process's number."""
-    status = await services.run("relay", "status")
+    status = await made.run("outbox", "status")
     return f":{relay.pid}" in status.splitlines()[-1]
 
 

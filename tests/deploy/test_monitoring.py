@@ -64,7 +64,7 @@ def _dashboard() -> dict[str, Any]:
 
 
 def test_a_composition_without_the_profile_has_no_monitoring() -> None:
-    optional = {name for name, service in SERVICES.items() if "profiles" in service}
+    optional = {name for name, each in SERVICES.items() if PROFILE in each.get("profiles", ())}
     assert optional == {"prometheus", "grafana"}
     assert all(SERVICES[name]["profiles"] == [PROFILE] for name in optional)
 
@@ -75,11 +75,11 @@ def test_monitoring_is_published_on_loopback_only() -> None:
             assert port.startswith("127.0.0.1:")
 
 
-def test_prometheus_scrapes_every_relay() -> None:
+def test_prometheus_scrapes_every_relay_and_api() -> None:
     (job,) = _only("prometheus", "/etc/prometheus/prometheus.yml")["scrape_configs"]
     (discovery,) = job["dns_sd_configs"]
-    assert discovery["names"] == ["relay"]
-    assert "relay" in SERVICES
+    assert discovery["names"] == ["relay", "api"]
+    assert {"relay", "api"} <= set(SERVICES)
     exposed = re.search(r"OUTBOX_HEALTH=0\.0\.0\.0:(\d+)", (ROOT / "deploy/Dockerfile").read_text())
     assert exposed is not None
     assert (discovery["type"], discovery["port"]) == ("A", int(exposed[1]))

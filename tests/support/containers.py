@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import tempfile
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tests.support.small_disk import may_mount
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
 ROOT = Path(__file__).parents[2]
+DOCKERFILE = ROOT / "deploy/Dockerfile"
 _RELEASE, _PYTHON = "bookworm", "3.11"
 """The release of Debian that the image is based on here, and its Python."""
 _MACHINE = "x86_64"
@@ -32,7 +34,7 @@ _BUILD_MAX_S = 1200
 _END_MAX_S = 30
 
 # Runs in a mount namespace of its own.  $1: the root; $2: a file of host names;
-# $3: user:group; $4: bind mounts as "source target" lines; then the command.
+# $3: user:group; $4: bind mounts as "source target mode" lines; then the command.
 _RUN = """
 set -e
 root=$1 hosts=$2 user=${3%%:*} group=${3##*:} mounts=$4
@@ -41,9 +43,9 @@ mount --bind "$root" "$root"
 mount -t proc proc "$root/proc"
 mount --rbind /dev "$root/dev"
 mount --bind "$hosts" "$root/etc/hosts"
-printf '%s' "$mounts" | while read -r source target; do
-    touch "$root$target"
-    mount --bind -o ro "$source" "$root$target"
+printf '%s' "$mounts" | while read -r source target mode; do
+    if [ -d "$source" ]; then mkdir -p "$root$target"; else touch "$root$target"; fi
+    mount --bind -o "$mode" "$source" "$root$target"
 done
 mount -o remount,bind,ro "$root"
 exec chroot "$root" setpriv --reuid "$user" --regid "$group" --clear-groups \
@@ -60,6 +62,15 @@ def can_build() -> bool:
         and may_mount()
         and all(shutil.which(each) is not None for each in programs)
     )
+
+
+class Volume(NamedTuple):
+    """A file or directory of this machine in a container."""
+
+    source: Path
+    target: str
+    mode: str
+    """`ro` or `rw`."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +106,8 @@ class Containers:
         self,
         command: Sequence[str],
         env: Mapping[str, str],
-        volumes: Sequence[tuple[Path, str]] = (),
+        volumes: Sequence[Volume] = (),
+        directory: str = "/",
     ) -> asyncio.subprocess.Process:
         """Start a container; its output is a pipe."""
         variables = dict(each.split("=", 1) for each in self.image.config["Env"]) | dict(env)
@@ -104,8 +116,13 @@ class Containers:
             str(self.image.root),
             str(self.hosts),
             self.image.config["User"],
-            "".join(f"{source} {target}\n" for source, target in volumes),
-            *("env", "-i", *(f"{name}={value}" for name, value in variables.items())),
+            "".join(f"{each.source} {each.target} {each.mode}\n" for each in volumes),
+            *(
+                "env",
+                "-i",
+                f"--chdir={directory}",
+                *(f"{name}={value}" for name, value in variables.items()),
+            ),
             *command,
         ]
         process = await asyncio.create_subprocess_exec(
@@ -118,10 +135,11 @@ class Containers:
         self,
         command: Sequence[str],
         env: Mapping[str, str],
-        volumes: Sequence[tuple[Path, str]] = (),
+        volumes: Sequence[Volume] = (),
+        directory: str = "/",
     ) -> tuple[int | None, str]:
         """Run a container to its end; return its exit code and output."""
-        process = await self.start(command, env, volumes)
+        process = await self.start(command, env, volumes, directory)
         async with asyncio.timeout(_END_MAX_S):
             out, _ = await process.communicate()
         return process.returncode, out.decode()
@@ -210,7 +228,7 @@ def _build(directory: Path) -> None:
     buildah(
         *("bud", "--quiet", "--isolation=chroot", "--format=docker"),
         *(f"--volume={wheels}:/wheels:ro", f"--volume={pip_conf}:/etc/pip.conf:ro"),
-        *("--build-arg=BASE=localhost/base", f"--file={ROOT}/deploy/Dockerfile"),
+        *("--build-arg=BASE=localhost/base", f"--file={DOCKERFILE}"),
         *("--tag=outbox-relay", str(ROOT)),
     )
 
@@ -222,10 +240,20 @@ def _requirements() -> list[str]:
     files = (ROOT / "pyproject.toml", *ROOT.glob("packages/*/pyproject.toml"))
     read = [tomllib.loads(file.read_text()) for file in files]
     package, *leaves = (each["project"] for each in read)
-    extras = package["optional-dependencies"]
+    (chosen,) = re.findall(r"^ARG EXTRAS=(.*)$", DOCKERFILE.read_text(), re.MULTILINE)
+    extras: dict[str, list[str]] = dict(package["optional-dependencies"])
+    for leaf in leaves:
+        extras |= {
+            f"{leaf['name']}[{name}]": required
+            for name, required in leaf.get("optional-dependencies", {}).items()
+        }
     named = [*read[0]["build-system"]["requires"], *package["dependencies"]]
-    named += [*extras["relay"], *extras["otlp"]]
     named += [each for leaf in leaves for each in leaf["dependencies"]]
+    for extra in ("relay", *chosen.split(",")):
+        named += extras[extra]
+    # Our own packages, with extras of theirs: outbox-brokers[all]==0.1.0.
+    own = {each.partition("==")[0] for each in named if each.startswith("outbox-")}
+    named += [each for name in own & set(extras) for each in extras[name]]
     return [each for each in named if not each.startswith("outbox-")]
 
 

@@ -77,8 +77,9 @@ def test_the_console_exporter_prints_to_the_console() -> None:
         ),
         (
             {**ENDPOINT, "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
-            "exporting traces by OTLP over grpc needs a package that is not installed: pip install "
-            "'opentelemetry-exporter-otlp-proto-grpc', or set OTEL_TRACES_EXPORTER=none",
+            "exporting traces by OTLP over grpc needs a package that is not installed; use "
+            "http/protobuf, or run: pip install 'opentelemetry-exporter-otlp-proto-grpc', or set "
+            "OTEL_TRACES_EXPORTER=none",
         ),
         (
             {"OTEL_METRIC_EXPORT_INTERVAL": "1 minute"},

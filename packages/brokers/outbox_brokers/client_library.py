@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from outbox.extras import install_hint
 from outbox.plugins import PluginUnusable
 from outbox.version import __version__
 
@@ -27,7 +28,7 @@ def load_class(broker: str, client: str, module: str, class_name: str) -> Any:
         is_there = False
     if not is_there:
         raise PluginUnusable(
-            f"url: the client library for {broker} is missing; run: pip install "
-            f"'outbox-brokers[{broker}]=={__version__}'"
+            f"url: the client library for {broker} is missing; "
+            + install_hint(f"outbox-brokers[{broker}]=={__version__}", broker)
         )
     return getattr(import_module(f"{__package__}.{broker}.{module}"), class_name)

