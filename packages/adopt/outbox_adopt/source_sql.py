@@ -355,8 +355,8 @@ UPDATE adopted_row a SET state = 'duplicate', was_held = true, event = NULL, bod
         """Abort before code of another role runs with the rights of the function's owner.
 
         The table was its own when the adoption began, see `read_source`.  The transaction has
-        written to it, so that neither its owner nor its triggers change after this check.  One with
-        an older snapshot (REPEATABLE READ) does not see such a change, which only the owner permits.
+        written to it, so that neither its owner nor its triggers change after this check.  With an
+        older snapshot (REPEATABLE READ) it sees no change since, which only the owner permits.
         """
         tables = f"(TG_RELID, {self.source.oid})"
         return f"""IF EXISTS (SELECT FROM pg_class c WHERE c.oid IN {tables}
