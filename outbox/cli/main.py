@@ -187,7 +187,7 @@ def run(args: Sequence[str]) -> int:
     except click.exceptions.Exit as end:
         return end.exit_code
     except NoArgsIsHelpError as error:
-        click.echo(error.format_message(), err=True)
+        click.echo(error.format_message(), err=True)  # noqa: TID251 (our own help)
         return UsageError.exit_code
     except click.ClickException as error:
         return _fail(_usage(error), UsageError.exit_code)
@@ -220,7 +220,7 @@ def _flush() -> None:
 def _is_output_error(error: OSError) -> bool:
     """Whether writing the output failed, for example on a full disk."""
     frames = traceback.walk_tb(error.__traceback__)
-    if any(frame.f_code is click.echo.__code__ for frame, _ in frames):
+    if any(frame.f_code is click.echo.__code__ for frame, _ in frames):  # noqa: TID251
         return True
     # The failed data is still in the buffer of stdout, so that flushing it fails again.
     try:
@@ -273,5 +273,5 @@ def _fail(message: str, exit_code: int) -> int:
 
     # Quoted user input may contain line breaks; the message stays one line.
     with suppress(OSError):  # stderr may be full as well; the exit code still reports the error.
-        click.echo(f"{PROGRAM}: {one_line(message)}", err=True)
+        click.echo(f"{PROGRAM}: {one_line(message)}", err=True)  # noqa: TID251 (one line)
     return exit_code

@@ -115,7 +115,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize(("url", "tenant", "proxy", "reason"), WAYS, ids=["proxy", "port"])
+@pytest.mark.parametrize(("url", "tenant", "proxy", "reason"), sampled(WAYS), ids=["proxy", "port"])
 def test_no_command_lets_it_in(
     database: Database,
     here: Command,
