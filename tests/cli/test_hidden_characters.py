@@ -1,7 +1,6 @@
 """No command prints a character that controls a terminal, or that hides or reorders others.
 
-All commands run against rows with such characters in each text that an outsider or an operator
-chooses: also in names, which could have them in earlier versions.
+All commands run against `tests.support.hidden_rows`.
 """
 
 from __future__ import annotations
@@ -16,9 +15,17 @@ import pytest
 from structlog.testing import capture_logs
 
 from outbox.cli.main import cli
-from outbox.core.model.response import AttemptResult
 from outbox.core.model.text import safe
-from tests.support.relay import Network, add_endpoint, all_ended, publish, running
+from tests.support.hidden_rows import (
+    KEY,
+    NAME,
+    ONCE,
+    SCHEDULE,
+    SHOWN,
+    TENANT,
+    TOKEN,
+    add_hidden_rows,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,21 +35,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.one_major
 
-HIDDEN = "\u202e\u2066\u200b\ufeff\x9b31m\x1b[8m\x7f\r\nFALSE LINE"
-NAME, KEY, TENANT, ONCE = (f"{each}{HIDDEN}" for each in ("shop", "order", "acme", "once"))
 URL = "http://127.0.0.1:9/"
-
-CHANGES = """
-UPDATE endpoint SET name = '{name}', state_comment = '{name}', state_by = '{name}';
-UPDATE replica SET name = '{name}';
-UPDATE journal SET actor = '{name}', data = data || jsonb_build_object('comment', '{name}');
-UPDATE attempt SET error = '{name}',
-       response = response || jsonb_build_object('detail', '{name}', 'body', '{name}');
-UPDATE dead_letter
-   SET last_response = last_response || jsonb_build_object('body', '{name}');
-UPDATE token SET created_by = '{name}';
-UPDATE schedule SET state_by = '{name}', state_comment = '{name}', state = 'paused';
-"""
 
 VALUES: dict[str, str] = {
     "name": NAME, "names": NAME, "endpoint": NAME, "url": URL, "event": KEY, "id": KEY,
@@ -52,8 +45,8 @@ VALUES: dict[str, str] = {
 }  # fmt: skip
 """Arguments and required options by name.  A new one needs a value here."""
 OF_GROUP = {
-    "schedule": {"name": "nightly", "names": "nightly"},
-    "token": {"name": "reader"},
+    "schedule": {"name": SCHEDULE, "names": SCHEDULE},
+    "token": {"name": TOKEN},
     "quota": {"tenant": TENANT},
 }
 MORE = {
@@ -97,28 +90,9 @@ def leaves(
 
 
 @pytest.fixture
-def hostile(database: Database, outbox: Command) -> Database:
-    refused = AttemptResult.completed(400, 0.1, headers=(("X-Request-Id", "a"),), body=b"no")
-
-    async def prepare() -> None:
-        await add_endpoint(database, all_tenants=True)
-        async with running(database, Network(lambda _: refused)):
-            await publish(database, {"text": HIDDEN}, key=KEY, tenant=TENANT)
-            await all_ended(database)
-        async with database.connection(server_settings={"search_path": "relay"}) as db:
-            await db.execute("SET session_replication_role = replica")
-            await db.execute(CHANGES.format(name=NAME))
-
-    of_tenant = ("--tenant", TENANT)
-    for words in (
-        ("schedule", "add", "nightly", "@daily", "--type", "a.b", "--key", KEY, *of_tenant),
-        ("token", "add", "reader", "--scope", "read", *of_tenant),
-        ("publish", "a.b", "--once", ONCE, "--key", KEY, *of_tenant),
-        ("quota", "set", TENANT, "--endpoints", "5"),
-    ):
-        assert outbox(*words, OUTBOX_DSN=database.dsn).code == 0, words
+def hostile(database: Database) -> Database:
     with capture_logs():
-        asyncio.run(prepare())
+        asyncio.run(add_hidden_rows(database))
     return database
 
 
@@ -153,7 +127,7 @@ def test_no_command_prints_a_hidden_character(
                 continue
             if lines or "\nFALSE LINE" in text:
                 wrong.add((name, *lines))
-        if safe("\u202e") in result.out and result.code in (0, 1):
+        if SHOWN in result.out and result.code in (0, 1):
             shown.add(name)
     assert sorted(wrong) == []
     assert len(commands) > 50
