@@ -162,4 +162,4 @@ class Destination:
     """Whether the egress policy is asked immediately before each connect.  Otherwise tenants cannot
     use the destination."""
     default_ports: frozenset[int] = frozenset()
-    """Of its servers.  An endpoint of a tenant reaches public addresses on these only."""
+    """Ports of its servers.  An endpoint of a tenant reaches public addresses on these only."""

@@ -133,7 +133,7 @@ def _escape_texts(_: Any, __: str, fields: MutableMapping[str, Any]) -> Mapping[
 
 
 def _format_traceback(out: TextIO, error: Any) -> None:
-    """Without the variables of each frame, which structlog shows if Rich is installed."""
+    """Write a traceback without the variables of frames, which structlog shows if there is Rich."""
     text = io.StringIO()
     structlog.dev.plain_traceback(text, error)
     out.write(safe_lines(text.getvalue()))

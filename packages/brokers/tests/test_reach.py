@@ -157,14 +157,14 @@ async def test_no_request_lets_it_in(
     async with serving(database, **settings) as api:
         everywhere = api.with_token(await make_token(database))
         new = {"name": "new", "url": url, "tenant": tenant}
-        answers = [
+        responses = [
             await everywhere.post("/v1/endpoints", new),
             await everywhere.request("PUT", "/v1/declaration", {"endpoints": [new]}),
         ]
         if tenant is not None:
             own = api.with_token(await make_token(database, "own", tenant=tenant))
-            answers.append(await own.post("/v1/endpoints", {**new, "name": f"{tenant}.new"}))
-        for each in answers:
+            responses.append(await own.post("/v1/endpoints", {**new, "name": f"{tenant}.new"}))
+        for each in responses:
             assert each.status == 422
             assert re.search(reason, each.json["detail"])
 
