@@ -15,9 +15,9 @@ from outbox.cli.common import (
     warn_about_networks,
 )
 from outbox.cli.document import read_document
-from outbox.cli.output import print_changed, style
+from outbox.cli.output import echo, print_changed, style
 from outbox.core.model import endpoint_config
-from outbox.core.model.text import count, safe
+from outbox.core.model.text import count
 from outbox.destinations.endpoint_validation import check_declared, policy_of
 from outbox.errors import UsageError
 from outbox.operations.apply import apply_file
@@ -36,22 +36,22 @@ def _show(report: ApplyReport) -> None:
         line = f"{_SIGNS[step.action]} {step.name}"
         if step.pending:
             line += f" (dead-letters {count(step.pending, 'delivery')})"
-        click.echo(style(safe(line), fg=_COLOURS[step.action]))
+        echo(style(line, fg=_COLOURS[step.action]))
         print_changed(step.changed, indent=4)
         if step.secret is not None:
-            click.echo(f"    secret: {step.secret}")
+            echo(f"    secret: {step.secret}")
     if report.not_in_the_file:
         names = " ".join(report.not_in_the_file)
-        click.echo(safe(f"not in the file, unchanged (--prune removes them): {names}"))
+        echo(f"not in the file, unchanged (--prune removes them): {names}")
     changes = count(report.changes, "endpoint")
     if not report.changes:
-        click.echo("nothing to change")
+        echo("nothing to change")
     elif report.dry_run:
-        click.echo(f"{changes} would change; nothing was changed")
+        echo(f"{changes} would change; nothing was changed")
     else:
-        click.echo(f"{changes} changed")
+        echo(f"{changes} changed")
     if any(step.secret for step in report.endpoints):
-        click.echo("Save the secrets now; they are not shown again.", err=True)
+        echo("Save the secrets now; they are not shown again.", err=True)
 
 
 @click.command(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import click
 
-from outbox.cli.output import emit_json
+from outbox.cli.output import echo, emit_json
 from outbox.config import Settings, load
 from outbox.core.model import duration
 from outbox.core.model.cloud_metadata_ranges import network_warnings
@@ -209,7 +209,7 @@ async def run_until_signal(work: Coroutine[Any, Any, T]) -> T:
 
 def warn(message: str) -> None:
     """Print a one-line warning on stderr; stdout is for the result."""
-    click.echo(f"outbox: warning: {one_line(message)}", err=True)
+    echo(f"outbox: warning: {one_line(message)}", err=True)
 
 
 def warn_about_networks(name: str, networks: Iterable[str | Network]) -> None:
@@ -222,7 +222,7 @@ def note_next_page(rows: RowPage[T], cursor: Callable[[T], object]) -> RowPage[T
     """Print on stderr how to get the rows after a page, if there are some; returns the page."""
     if rows.more:
         last = shlex.quote(str(cursor(rows[-1])))
-        click.echo(f"more rows exist; next page: --after {last}", err=True)
+        echo(f"more rows exist; next page: --after {last}", err=True)
     return rows
 
 

@@ -6,6 +6,7 @@ import click
 from click.shell_completion import get_completion_class
 
 from outbox.cli.main import COMPLETE_VARIABLE, PROGRAM, cli
+from outbox.cli.output import emit_document
 
 
 @click.command(
@@ -24,4 +25,4 @@ def command(shell: str) -> None:
     """
     completion = get_completion_class(shell)
     assert completion is not None
-    click.echo(completion(cli, {}, PROGRAM, COMPLETE_VARIABLE).source())
+    emit_document(completion(cli, {}, PROGRAM, COMPLETE_VARIABLE).source() + "\n")

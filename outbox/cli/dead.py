@@ -20,7 +20,7 @@ from outbox.cli.common import (
 )
 from outbox.cli.filter_options import dead_id, filter_options, selection_options
 from outbox.cli.main import Group
-from outbox.cli.output import cell, describe_payload, emit_pairs, emit_table
+from outbox.cli.output import cell, describe_payload, echo, emit_pairs, emit_table
 from outbox.core.model.text import count
 from outbox.operations import dead_letters, replays
 from outbox.operations import discard as discards
@@ -98,12 +98,12 @@ def _show_skipped(skipped: SkippedDelivery) -> None:
     if skipped.dead_letter is not None:
         behind = f"; {count(skipped.pending, 'delivery')} waited behind it"
         letter = skipped.dead_letter
-        click.echo(f"skipped {which}{behind if skipped.pending else ''}")
-        click.echo(f"it is dead letter {letter}; to send it again: outbox dead replay {letter}")
+        echo(f"skipped {which}{behind if skipped.pending else ''}")
+        echo(f"it is dead letter {letter}; to send it again: outbox dead replay {letter}")
     elif skipped.relay is None:
-        click.echo(f"{which} will be skipped when a relay runs; none has the endpoint now")
+        echo(f"{which} will be skipped when a relay runs; none has the endpoint now")
     else:
-        click.echo(
+        echo(
             f"{which} will be skipped by relay {skipped.relay}; if a request is in flight, it "
             "completes first"
         )
@@ -113,11 +113,11 @@ def _show_discarded(report: DiscardReport) -> None:
     if report.dry_run:
         _print_plan("discard", report.discarded)
     else:
-        click.echo(f"discarded {count(report.discarded, 'dead letter')}")
+        echo(f"discarded {count(report.discarded, 'dead letter')}")
 
 
 def _print_plan(verb: str, dead_letters: int) -> None:
-    click.echo(f"would {verb} {count(dead_letters, 'dead letter')}; nothing was changed")
+    echo(f"would {verb} {count(dead_letters, 'dead letter')}; nothing was changed")
 
 
 def _print_replay(report: ReplayReport) -> None:
@@ -125,10 +125,10 @@ def _print_replay(report: ReplayReport) -> None:
         _print_plan("replay", report.replaying)
     else:
         job = "" if report.job is None else f" (replay job {report.job})"
-        click.echo(f"replaying {count(report.replaying, 'dead letter')}{job}")
+        echo(f"replaying {count(report.replaying, 'dead letter')}{job}")
     if report.skipped:
         skipped = ", ".join(f"{n} {_SKIPPED[reason]}" for reason, n in report.skipped.items())
-        click.echo(f"skipped: {skipped}")
+        echo(f"skipped: {skipped}")
     if report.dry_run and len(report.by_endpoint) > 1:
         emit_table(["endpoint", "dead letters"], list(report.by_endpoint.items()), "")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outbox.cli.common import print_result, run_connected
-from outbox.cli.output import fold, style
+from outbox.cli.output import echo, fold, style
 from outbox.core.model.text import count
 from outbox.operations.doctor import DoctorContext, DoctorFinding, DoctorReport, Severity, examine
 
@@ -33,27 +33,29 @@ def _show(report: DoctorReport) -> None:
     """Print each finding and its recommended action, wrapped at spaces on a terminal."""
     name_chars = max(len(finding.check) for finding in report.findings)
     for number, (subject, group) in enumerate(groupby(report.findings, key=lambda f: f.subject)):
-        click.echo(("\n" if number else "") + style(subject.capitalize(), bold=True))
+        if number:
+            echo()
+        echo(style(subject.capitalize(), bold=True))
         previous = ""
         for finding in group:
             # Print the name of a check at its first finding only.
             name = "" if finding.check == previous else finding.check
             previous = finding.check
             _print_finding(finding, name.ljust(name_chars))
-    click.echo(f"\n{_summary(report.problems, report.warnings)}")
+    echo("", _summary(report.problems, report.warnings))
 
 
 def _print_finding(finding: DoctorFinding, name: str) -> None:
     mark = finding.severity.ljust(_MARK_CHARS)
     margin = " " * (2 + len(mark) + 2 + len(name) + 2)
     first, *others = fold(finding.message, len(margin))
-    click.echo(f"  {style(mark, fg=_COLOURS[finding.severity])}  {name}  {first}")
+    echo(f"  {style(mark, fg=_COLOURS[finding.severity])}  {name}  {first}")
     for line in others:
-        click.echo(f"{margin}{line}")
+        echo(f"{margin}{line}")
     if finding.action is not None:
         first, *others = fold(f"→ {finding.action}", len(margin) + 2)
         for line in (first, *(f"  {line}" for line in others)):
-            click.echo(f"{margin}{line}")
+            echo(f"{margin}{line}")
 
 
 @click.command(

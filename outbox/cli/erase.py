@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outbox.cli.common import actor, print_result, run_connected, warn
+from outbox.cli.output import echo
 from outbox.cli.progress import confirm, progress_bar, require_terminal
 from outbox.core.model.text import count
 from outbox.operations import erase
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 def _show(done: ErasureReport) -> None:
     verb = "would be erased" if done.dry_run else "erased"
     responses = "" if done.responses is None else f", {count(done.responses, 'response')}"
-    click.echo(f"{verb}: {_describe(done)}{responses}")
+    echo(f"{verb}: {_describe(done)}{responses}")
 
 
 @click.command(

@@ -205,7 +205,7 @@ def run(args: Sequence[str]) -> int:
     except click.exceptions.Exit as end:
         return end.exit_code
     except NoArgsIsHelpError as error:
-        click.echo(error.format_message(), err=True)
+        click.echo(error.format_message(), err=True)  # noqa: TID251 (our own help)
         return UsageError.exit_code
     except click.ClickException as error:
         return _fail(_usage(error), UsageError.exit_code)
@@ -238,7 +238,7 @@ def _flush() -> None:
 def _is_output_error(error: OSError) -> bool:
     """Whether writing the output failed, for example on a full disk."""
     frames = traceback.walk_tb(error.__traceback__)
-    if any(frame.f_code is click.echo.__code__ for frame, _ in frames):
+    if any(frame.f_code is click.echo.__code__ for frame, _ in frames):  # noqa: TID251
         return True
     # The failed data is still in the buffer of stdout, so that flushing it fails again.
     try:
@@ -292,7 +292,7 @@ def _fail(message: str, exit_code: int, error: Exception | None = None) -> int:
 
     # Quoted user input may contain line breaks; the message stays one line.
     with suppress(OSError):  # stderr may be full as well; the exit code still reports the error.
-        click.echo(f"{PROGRAM}: {one_line(message)}", err=True)
+        click.echo(f"{PROGRAM}: {one_line(message)}", err=True)  # noqa: TID251 (one line)
         if (page := find_page(error)) is not None:
-            click.echo(f"{PROGRAM}: see {page}", err=True)
+            click.echo(f"{PROGRAM}: see {page}", err=True)  # noqa: TID251 (our own)
     return exit_code

@@ -8,7 +8,7 @@ import asyncpg
 import click
 
 from outbox.cli.common import database, json_option, run_connected, settings_options, warn
-from outbox.cli.output import emit_json
+from outbox.cli.output import echo, emit_document, emit_json
 from outbox.core.model.schema_name import migrate_command
 from outbox.errors import UsageError
 from outbox.store.connection import current_schema, migrate
@@ -108,7 +108,7 @@ def command(
             revoked=revoke,
             payload_bytes_max=payload_bytes_max,
         )
-        click.echo(script, nl=False)
+        emit_document(script)
     elif from_version:
         raise UsageError("--from requires --sql")
     elif check:
@@ -127,12 +127,12 @@ def _check(settings: Settings, as_json: bool) -> None:
     if as_json:
         emit_json({"schema": status.schema, "version": status.version, "pending": pending})
     elif pending:
-        click.echo(
+        echo(
             f'schema "{status.schema}" is at version {status.version}; '
             f"pending: {', '.join(pending)}; run: {migrate_command(status.schema)}"
         )
     else:
-        click.echo(f'schema "{status.schema}" is up to date, at version {status.version}')
+        echo(f'schema "{status.schema}" is up to date, at version {status.version}')
     if pending:
         raise click.exceptions.Exit(1)
 
@@ -174,17 +174,17 @@ def _migrate(
         )
         return
     if applied:
-        click.echo(f'schema "{schema}" is at version {version}; applied {", ".join(applied)}')
+        echo(f'schema "{schema}" is at version {version}; applied {", ".join(applied)}')
     else:
-        click.echo(f'schema "{schema}" is up to date, at version {version}')
+        echo(f'schema "{schema}" is up to date, at version {version}')
     for role in revoked:
-        click.echo(f'role "{role}": all rights revoked')
+        echo(f'role "{role}": all rights revoked')
     for purpose, role in roles:
-        click.echo(f'role "{role}" may {PURPOSES[purpose]}')
+        echo(f'role "{role}" may {PURPOSES[purpose]}')
     if dropped:
-        click.echo(f"partitions of dropped periods: {dropped} dropped")
+        echo(f"partitions of dropped periods: {dropped} dropped")
     if payload_bytes_max is not None:
-        click.echo(f"payload limit: {payload_bytes_max} bytes")
+        echo(f"payload limit: {payload_bytes_max} bytes")
 
 
 async def _drop_partitions(connection: Connection[Any]) -> int:

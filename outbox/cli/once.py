@@ -15,7 +15,7 @@ from outbox.cli.common import (
 )
 from outbox.cli.filter_options import time_options
 from outbox.cli.main import Group
-from outbox.cli.output import emit_pairs, emit_table
+from outbox.cli.output import echo, emit_pairs, emit_table
 from outbox.core.model.text import is_text
 from outbox.errors import UsageError
 from outbox.operations import idempotency_keys
@@ -54,9 +54,9 @@ def _show(found: IdempotencyKey) -> None:
 
 def _show_reset(done: ResetKey) -> None:
     if done.reset:
-        click.echo(f'reset "{done.key}": its next event will be published')
+        echo(f'reset "{done.key}": its next event will be published')
     else:
-        click.echo(f'"{done.key}" was not taken')
+        echo(f'"{done.key}" was not taken')
 
 
 @click.group("once", cls=Group)

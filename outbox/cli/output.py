@@ -2,13 +2,12 @@
 
 A terminal gets rich tables, a pipe gets the same rows as aligned plain text, and
 `--json` prints one line.  Control characters in values are escaped, so data from
-events and receivers cannot control the terminal.
+events and receivers cannot control the terminal.  All output of commands goes through `echo`.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
 import textwrap
@@ -19,7 +18,7 @@ import click
 import orjson
 
 from outbox.core.model import duration
-from outbox.core.model.text import count, safe
+from outbox.core.model.text import count, safe, safe_lines
 from outbox.operations.rows import JsonText, encode_other
 
 if TYPE_CHECKING:
@@ -36,25 +35,37 @@ SHORTEST = {"url": 16, "types": 10, "type": 10, "endpoint": 12, "name": 12, "rel
 # Columns of sentences, which are wrapped at spaces, and their minimum width.
 SENTENCES = {"guarantee": 30}
 
-# JSON may have them as they are: C1 control characters, which a terminal obeys, and characters that
-# hide or reorder others.
-_UNSEEN = re.compile("[\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\u061c\ufeff]")
+# Begins a control sequence of `style`: no value can have it, because it differs in each process.
+_OWN_ESCAPE = f"\x0e{os.urandom(8).hex()}"
 
 _COLUMN_GAP = 2
 _FOLD_CHARS_MIN = 30
+
+
+def echo(*lines: str, err: bool = False) -> None:
+    """Print lines, or an empty one; control characters are escaped, but for those of `style`."""
+    for line in lines or ("",):
+        text = "\x1b".join(map(safe, line.split(_OWN_ESCAPE)))
+        click.echo(text, err=err)  # noqa: TID251 (this is the place)
+
+
+def emit_document(text: str) -> None:
+    """Print the text of a file: exactly, unless it goes to a terminal."""
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    click.echo(safe_lines(text) if is_terminal else text, nl=False)  # noqa: TID251 (a file's text)
 
 
 def emit_json(value: Any) -> None:
     """Print one line of JSON; times in RFC 3339, dataclasses as objects."""
     # asyncpg returns its own UUID class, which orjson does not serialize.
     text = orjson.dumps(value, default=encode_other, option=orjson.OPT_UTC_Z).decode()
-    click.echo(_UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
+    echo(text)
 
 
 def emit_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], empty: str) -> None:
     """Print rows under headings; without rows print `empty`."""
     if not rows:
-        click.echo(empty)
+        echo(empty)
         return
     cells, numeric = _cells(columns, rows)
     if sys.stdout is not None and sys.stdout.isatty():
@@ -64,7 +75,7 @@ def emit_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], empty: str
         table, left_out = _rich_table(columns, rows, console.width)
         console.print(table)
         if left_out:
-            click.echo(style(f"not shown at this width: {', '.join(left_out)}", dim=True))
+            echo(style(f"not shown at this width: {', '.join(left_out)}", dim=True))
     else:
         _plain_table(columns, cells, numeric)
 
@@ -74,21 +85,24 @@ def emit_pairs(*sections: Sequence[tuple[str, Any]]) -> None:
     width = max(len(name) for pairs in sections for name, value in pairs if value is not None)
     for number, pairs in enumerate(sections):
         if number:
-            click.echo()
+            echo()
         for name, value in pairs:
             if value is not None:
-                click.echo(f"{style(name.ljust(width), dim=True)}  {cell(value)}")
+                echo(f"{style(name.ljust(width), dim=True)}  {cell(value)}")
 
 
 def print_changed(changed: Mapping[str, tuple[str, str]], *, indent: int) -> None:
     """Print changed settings, each with its old and its new value."""
     for name, (old, new) in changed.items():
-        click.echo(safe(f"{' ' * indent}{name}: {old} -> {new}"))
+        echo(safe(f"{' ' * indent}{name}: {old} -> {new}"))
 
 
 def style(text: str, **styles: Any) -> str:
     """Style text with click, unless NO_COLOR is set (no-color.org)."""
-    return text if os.environ.get("NO_COLOR") else click.style(text, **styles)
+    text = safe(text)
+    if os.environ.get("NO_COLOR"):
+        return text
+    return click.style(text, **styles).replace("\x1b", _OWN_ESCAPE)
 
 
 NEVER_YEAR = 9999
@@ -222,4 +236,4 @@ def _plain_table(
             text.rjust(width) if is_numeric else text.ljust(width)
             for text, width, is_numeric in zip(row, widths, numeric, strict=True)
         )
-        click.echo(line.rstrip())
+        echo(line.rstrip())

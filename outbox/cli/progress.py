@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from outbox.cli.common import run_connected, warn
-from outbox.cli.output import emit_json
-from outbox.core.model.text import count
+from outbox.cli.output import echo, emit_json
+from outbox.core.model.text import count, safe
 from outbox.errors import UsageError
 from outbox.operations import replay_jobs
 
@@ -57,7 +57,7 @@ def confirm(question: str, refused: str = "nothing was changed") -> None:
     Raises:
         UsageError: it was declined; the message is `refused`.
     """
-    if not click.confirm(question, err=True):
+    if not click.confirm(safe(question), err=True):
         raise UsageError(refused)
 
 
@@ -154,9 +154,9 @@ def _print_result(job: ReplayJob, *, as_json: bool) -> None:
     if as_json:
         emit_json(job)
     else:
-        click.echo(f"replay job {job.id} is {job.state}: {count(job.taken, 'delivery')}")
+        echo(f"replay job {job.id} is {job.state}: {count(job.taken, 'delivery')}")
         if text := describe_stopped(job):
-            click.echo(f"incomplete: {text}")
+            echo(f"incomplete: {text}")
     if job.state == "aborted" or job.stopped:
         raise click.exceptions.Exit(1)
 

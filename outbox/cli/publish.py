@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from outbox.cli.common import duration_s, json_option, run_connected, settings_options, warn
-from outbox.cli.output import cell, emit_json
+from outbox.cli.output import cell, echo, emit_json
 from outbox.errors import UsageError
 from outbox.operations.events import explain_no_subscriber
 from outbox.producers.publish import publish
@@ -143,11 +143,11 @@ def command(
         extra = {} if deliver_at is None else {"deliver_at": deliver_at}
         emit_json({"id": event_id, "already": event_id is None, **extra})
     elif event_id is None:
-        click.echo(f'not published: the idempotency key "{once}" was already taken')
+        echo(f'not published: the idempotency key "{once}" was already taken')
     elif deliver_at is not None:
-        click.echo(f"published {event_id}, due {cell(deliver_at)}")
+        echo(f"published {event_id}, due {cell(deliver_at)}")
     else:
-        click.echo(f"published {event_id}")
+        echo(f"published {event_id}")
     if unsubscribed is not None:
         warn(unsubscribed)
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outbox.cli.common import actor, json_option, run_operation, settings_options
-from outbox.cli.output import emit_json
+from outbox.cli.output import echo, emit_json
 from outbox.cli.progress import confirm, progress_bar, require_terminal
-from outbox.core.model.text import count, safe
+from outbox.core.model.text import count
 from outbox.errors import UsageError
 from outbox.operations import rotate_key
 from outbox.store.connection.secrets import SETTING, Vault, new_key
@@ -67,7 +67,7 @@ def command(
         if as_json:
             emit_json({"key": key})
         else:
-            click.echo(key)
+            echo(key)
         return
     vault = Vault.from_settings(settings)
     if not vault.key_ids:
@@ -89,17 +89,17 @@ def command(
         emit_json(done)
     else:
         how = "in clear" if done.key is None else f"encrypted with the key {done.key}"
-        click.echo(
+        echo(
             f"{count(done.secrets, 'secret')} of {count(done.endpoints, 'endpoint')} rewritten, "
             f"{how}"
         )
         for reason in done.locked:
-            click.echo(safe(f"skipped: {reason}"), err=True)
+            echo(f"skipped: {reason}", err=True)
         if done.left and not done.locked:
-            click.echo(f"{count(done.left, 'secret')} changed concurrently; run again", err=True)
+            echo(f"{count(done.left, 'secret')} changed concurrently; run again", err=True)
         was_in_clear = any(each.key is None for each in kept)
         if done.secrets and was_in_clear and done.key is not None:
-            click.echo(
+            echo(
                 "Backups and logs of the database may still contain the clear text; to replace the "
                 "secrets: outbox endpoint rotate-secret.",
                 err=True,
@@ -132,16 +132,14 @@ def _print_encryption(kept: list[SecretCount], vault: Vault, *, as_json: bool) -
         return bool(other)
     for each in kept:
         how = "in clear" if each.key is None else f"encrypted with the key {each.key}"
-        click.echo(f"{count(each.count, 'secret')} {how}")
+        echo(f"{count(each.count, 'secret')} {how}")
     unread = [each.key for each in kept if each.key and each.key not in vault.key_ids]
     if unread:
         keys = f"the key {unread[0]}" if len(unread) == 1 else f"the keys {', '.join(unread)}"
-        click.echo(
-            f"outbox rekey would skip secrets that {SETTING} cannot decrypt; add {keys} to it"
-        )
+        echo(f"outbox rekey would skip secrets that {SETTING} cannot decrypt; add {keys} to it")
     if any(each.key != vault.key_id and each.key not in unread for each in kept):
         rest = "the rest" if unread else "the others"
-        click.echo(f"outbox rekey would rewrite {rest}")
+        echo(f"outbox rekey would rewrite {rest}")
     if not other:
-        click.echo("nothing to do")
+        echo("nothing to do")
     return bool(other)

@@ -19,7 +19,7 @@ from outbox.cli.common import (
 )
 from outbox.cli.filter_options import time_options
 from outbox.cli.main import Group
-from outbox.cli.output import emit_json, emit_pairs, emit_table
+from outbox.cli.output import echo, emit_json, emit_pairs, emit_table
 from outbox.core.model.text import count
 from outbox.operations import backfill, replay_jobs
 from outbox.operations.criteria import Criteria
@@ -74,11 +74,11 @@ def _show_list(rows: list[ReplayJob]) -> None:
 
 
 def _show_started(job: ReplayJob) -> None:
-    click.echo(f"replay job {job.id} started; see: outbox replay show {job.id}")
+    echo(f"replay job {job.id} started; see: outbox replay show {job.id}")
 
 
 def _show_aborted(job: ReplayJob) -> None:
-    click.echo(f"aborted replay job {job.id} after {count(job.taken, 'delivery')}")
+    echo(f"aborted replay job {job.id} after {count(job.taken, 'delivery')}")
 
 
 def _show(job: ReplayJob) -> None:
@@ -165,7 +165,7 @@ def command(
             emit_json(plan)
         else:
             deliveries = count(plan.deliveries, "delivery")
-            click.echo(f"would create {deliveries}; nothing was changed")
+            echo(f"would create {deliveries}; nothing was changed")
         return
 
     async def start(connection: Connection[Any]) -> tuple[ReplayJob, int]:

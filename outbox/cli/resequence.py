@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from outbox.cli.common import actor, print_result, run_connected
+from outbox.cli.output import echo
 from outbox.core.model.text import count
 from outbox.operations.resequence import Resequenced, resequence
 
@@ -16,18 +17,18 @@ if TYPE_CHECKING:
 
 def _show(done: Resequenced) -> None:
     if not done.batches:
-        click.echo("no committed event was skipped")
+        echo("no committed event was skipped")
     elif not done.events:
         does = "would be corrected" if done.dry_run else "corrected"
         batches = f"{done.batches} batch{'es' * (done.batches > 1)}"
-        click.echo(f"{batches} {does}: the skipped events have deliveries already")
+        echo(f"{batches} {does}: the skipped events have deliveries already")
     else:
         verb = "would be sequenced" if done.dry_run else "will be sequenced with the next batches"
         ids = ", ".join(map(str, done.first_ids))
         more = ", …" if done.events > len(done.first_ids) else ""
-        click.echo(f"{count(done.events, 'skipped event')} {verb}: {ids}{more}")
+        echo(f"{count(done.events, 'skipped event')} {verb}: {ids}{more}")
         if not done.dry_run:
-            click.echo("running relays register again; requests in flight may be repeated")
+            echo("running relays register again; requests in flight may be repeated")
 
 
 @click.command(

@@ -9,7 +9,7 @@ import click
 
 from outbox.cli import summary as view
 from outbox.cli.common import json_option, limit_option, run_operation, settings_options
-from outbox.cli.output import emit_json, emit_pairs, emit_table, fold
+from outbox.cli.output import echo, emit_json, emit_pairs, emit_table, fold
 from outbox.core.model.text import count
 from outbox.operations import status
 
@@ -46,9 +46,9 @@ def command(settings: Settings, limit: int, as_json: bool) -> None:
 def emit(overview: Overview) -> None:
     emit_pairs(view.pairs(overview))
     if relays := view.relay_rows(overview):
-        click.echo()
+        echo()
         emit_table(view.RELAY_COLUMNS, relays, "")
-    click.echo()
+    echo()
     emit_table(
         view.ENDPOINT_COLUMNS,
         [view.endpoint_row(endpoint) for endpoint in overview.endpoints],
@@ -56,12 +56,12 @@ def emit(overview: Overview) -> None:
     )
     rest = overview.endpoints_total - len(overview.endpoints)
     if rest > 0:
-        click.echo(f"and {count(rest, 'endpoint')} more; see: outbox endpoint list")
+        echo(f"and {count(rest, 'endpoint')} more; see: outbox endpoint list")
     notes = list(view.notes(overview))
     if notes:
-        click.echo()
+        echo()
     for note in islice(notes, NOTES_MAX):
         for line in fold(note):
-            click.echo(line)
+            echo(line)
     if len(notes) > NOTES_MAX:
-        click.echo(f"and {len(notes) - NOTES_MAX} more; see: outbox doctor")
+        echo(f"and {len(notes) - NOTES_MAX} more; see: outbox doctor")

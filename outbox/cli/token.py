@@ -16,7 +16,7 @@ from outbox.cli.common import (
     run_operation,
 )
 from outbox.cli.main import Group
-from outbox.cli.output import emit_pairs, emit_table
+from outbox.cli.output import echo, emit_pairs, emit_table
 from outbox.core.model.api_token import SCOPES, TokenSettings
 from outbox.operations import api_tokens
 
@@ -35,7 +35,7 @@ def _show_added(token: NewToken) -> None:
             ("secret", token.secret),
         ]
     )
-    click.echo("Save the secret now; it is not shown again.", err=True)
+    echo("Save the secret now; it is not shown again.", err=True)
 
 
 _FIELDS = [
@@ -56,7 +56,7 @@ def _show_list(rows: list[TokenRow]) -> None:
 
 
 def _show_revoked(done: RevokedToken) -> None:
-    click.echo(f'revoked token "{done.revoked}"')
+    echo(f'revoked token "{done.revoked}"')
 
 
 @click.group("token", cls=Group)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outbox.cli.common import before_id_option, print_result, run_operation, warn
-from outbox.cli.output import cell, describe_payload, emit_pairs, fold, style
+from outbox.cli.output import cell, describe_payload, echo, emit_pairs, fold, style
 from outbox.core.model.text import count, safe
 from outbox.operations import trace
 from outbox.operations.future_events import describe
@@ -35,7 +35,7 @@ def _show_report(report: TraceReport) -> None:
         _show_future(report.future)
     for n, event_trace in enumerate(report.events):
         if n:
-            click.echo()
+            echo()
         _show(event_trace, report.found_by if len(report.events) == 1 else None)
 
 
@@ -114,17 +114,17 @@ def _show(event_trace: EventTrace, found_by: str | None) -> None:
         ]
     )
     for delivery in event_trace.deliveries:
-        click.echo()
+        echo()
         _show_delivery(delivery, event.published_at)
     left = event_trace.deliveries_total - len(event_trace.deliveries)
     if left:
-        click.echo(f"\n{count(left, 'delivery')} more; see one endpoint: --endpoint NAME")
+        echo("", f"{count(left, 'delivery')} more; see one endpoint: --endpoint NAME")
     if event_trace.diagnosis:
-        click.echo()
-        click.echo(style("why it is not delivered", bold=True))
+        echo()
+        echo(style("why it is not delivered", bold=True))
         for sentence in event_trace.diagnosis:
             for i, line in enumerate(fold(sentence, 4)):
-                click.echo(f"{'    ' if i else '  - '}{line}")
+                echo(f"{'    ' if i else '  - '}{line}")
 
 
 def _show_future(event: FutureEvent) -> None:
@@ -140,9 +140,9 @@ def _show_future(event: FutureEvent) -> None:
             ("deliveries ahead", event.deliveries_ahead),
         ]
     )
-    click.echo()
+    echo()
     for line in fold(f"it {describe(event)}"):
-        click.echo(line)
+        echo(line)
 
 
 def _payload(event_trace: EventTrace) -> Any:
@@ -168,14 +168,14 @@ _COLOURS = {"delivered": "green", "replayed": "green", "pending": "yellow", "rep
 def _show_delivery(delivery: TracedDelivery, published_at: datetime) -> None:
     state = delivery.state.replace("_", " ")
     colour = _COLOURS.get(delivery.state, "red")
-    click.echo(
-        f"{style(safe(delivery.endpoint), bold=True)}  {style(state, fg=colour)}  "
+    echo(
+        f"{style(delivery.endpoint, bold=True)}  {style(state, fg=colour)}  "
         f"sequence {delivery.sequence} of lane {delivery.lane}  X-Delivery {delivery.delivery_id}"
     )
     rows = list(_timeline(delivery, published_at))
     width = max(len(at) for at, _ in rows)
     for at, what in rows:
-        click.echo(f"  {style(at.rjust(width), dim=True)}  {what}")
+        echo(f"  {style(at.rjust(width), dim=True)}  {what}")
 
 
 def _timeline(delivery: TracedDelivery, published_at: datetime) -> Iterator[tuple[str, str]]:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outbox.cli.common import print_result, run_connected
-from outbox.cli.output import emit_table
-from outbox.core.model.text import count, safe, singular
+from outbox.cli.output import echo, emit_table
+from outbox.core.model.text import count, singular
 from outbox.operations.verify.audit import run_audit
 from outbox.operations.verify.guarantees import CHECKS
 
@@ -29,15 +29,15 @@ def _show(audit: VerifyReport) -> None:
     )
     for check in audit.checks:
         for example in check.examples:
-            click.echo(f"  {check.name}: {safe(example)}")
+            echo(f"  {check.name}: {example}")
         if check.action is not None:
-            click.echo(f"    → {check.action}")
+            echo(f"    → {check.action}")
     checked = ", ".join(
         count(n, singular(nouns).replace("_", " ")) for nouns, n in audit.counts.items()
     )
     violations = audit.violations
     summary = "no violations" if not violations else count(violations, "violation")
-    click.echo(f"\n{summary}; checked {checked} in {audit.seconds:.1f} s")
+    echo("", f"{summary}; checked {checked} in {audit.seconds:.1f} s")
 
 
 @click.command(

@@ -41,6 +41,8 @@ class BrokerAddress:
     """The endpoint's TLS settings; None: system trust store, no client certificate."""
     problem: str | None = None
     """Why it cannot be used as it is configured."""
+    of_tenant: bool = False
+    """Whether the endpoint is one of a tenant."""
 
 
 class BrokerFinding(NamedTuple):
@@ -159,3 +161,5 @@ class Destination:
     checks_every_address: bool = False
     """Whether the egress policy is asked immediately before each connect.  Otherwise tenants cannot
     use the destination."""
+    default_ports: frozenset[int] = frozenset()
+    """Ports of its servers.  An endpoint of a tenant reaches public addresses on these only."""

@@ -32,6 +32,8 @@ class BrokerSettings(Protocol):
     @property
     def url(self) -> str: ...
     @property
+    def tenant(self) -> str | None: ...
+    @property
     def headers(self) -> EndpointHeaders: ...
     @property
     def connect_timeout_s(self) -> float: ...
@@ -67,6 +69,7 @@ def broker_address(endpoint: BrokerSettings) -> BrokerAddress | None:
         endpoint.networks,
         Tls(endpoint.ca, endpoint.identity) if endpoint.ca or endpoint.identity else None,
         problem,
+        of_tenant=endpoint.tenant is not None,
     )
 
 

@@ -1,7 +1,7 @@
 """Connections to brokers: the egress rules and TLS settings of all other deliveries.
 
-The address of every connection is checked immediately before the connect, as for HTTP.  A public
-address needs TLS; on any port, because brokers have their own.
+The address of every connection is checked immediately before the connect, as for HTTP; see
+`BrokerPolicy` for public ones.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class BrokerOpener:
         address = self._address
         target = Target(
             secure, host, port, address.networks, address.tls if secure else None,
-            via_proxy=False, endpoint=None, any_port=True,
+            via_proxy=False, endpoint=None,
         )  # fmt: skip
         return await self._opener.open(target, factory, address.connect_timeout_s)
 

@@ -12,6 +12,7 @@ from outbox.destinations.broker import BrokerFinding, Destination
 from outbox.destinations.guarded_broker import GuardedBroker
 from outbox.errors import OutboxError, UsageError
 from outbox.network.dns import CachingResolver
+from outbox.network.egress import BrokerPolicy
 from outbox.plugins import DESTINATIONS, PluginUnusable, load
 
 if TYPE_CHECKING:
@@ -58,16 +59,27 @@ def calling_plugin(url: str) -> Iterator[None]:
         ) from error
 
 
-def check_broker_url(url: str, policy: EgressPolicy, networks: tuple[Network, ...]) -> None:
+def check_broker_url(
+    url: str, policy: EgressPolicy, networks: tuple[Network, ...], *, of_tenant: bool = False
+) -> BrokerPolicy:
     """Validate the URL of a stream destination; its client library need not be installed.
+
+    Args:
+        of_tenant: whether the endpoint is one of a tenant.
+
+    Returns:
+        The rules for its connections.
 
     Raises:
         UsageError: one line with the next step.
     """
+    found = find_destination(url)
+    rules = BrokerPolicy(policy, found.default_ports if of_tenant else None)
     with calling_plugin(url):
-        target = find_destination(url).parse_url(url)
+        target = found.parse_url(url)
         for host, port in target.servers:
-            policy.check_broker(host, port, networks, tls=target.secure)
+            rules.check_server(host, port, networks, tls=target.secure)
+    return rules
 
 
 def is_same_stream(url: str, other_url: str) -> bool:
@@ -118,10 +130,12 @@ class Brokers:
     def _connect(self, address: BrokerAddress) -> Broker:
         if address.problem is not None:
             raise UsageError(address.problem)
-        check_broker_url(address.url, self._policy, address.networks)
+        rules = check_broker_url(
+            address.url, self._policy, address.networks, of_tenant=address.of_tenant
+        )
         connect = find_destination(address.url).connect
         with calling_plugin(address.url):
-            driver = connect(address, self._policy, self._resolver)
+            driver = connect(address, rules, self._resolver)
         return GuardedBroker(driver, address.timeout_s)
 
     async def aclose(self) -> None:

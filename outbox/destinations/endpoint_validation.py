@@ -45,7 +45,8 @@ def check_settings(
 
 def is_open_without_setting(wanted: EndpointSettings) -> bool:
     """Whether a relay without OUTBOX_ALLOW_NETWORKS delivers to the endpoint."""
-    return explain_url_rejection(wanted.url, EgressPolicy(), _networks(wanted)) is None
+    reason = explain_url_rejection(wanted.url, EgressPolicy(), _networks(wanted), wanted.tenant)
+    return reason is None
 
 
 def check_reachable(
@@ -54,9 +55,13 @@ def check_reachable(
     """Validate URL and networks only; parsing the CA certificates is slow."""
     if is_stream(wanted.url):
         _check_broker_settings(wanted, current)
-    route = (wanted.url, wanted.allow_networks)
-    if current is None or route != (current.url, current.allow_networks):
-        check_url(wanted.url, policy, _networks(wanted))
+    if current is None or _route(wanted) != _route(current):
+        check_url(wanted.url, policy, _networks(wanted), wanted.tenant)
+
+
+def _route(settings: EndpointSettings) -> tuple[object, ...]:
+    of_tenant = is_stream(settings.url) and settings.tenant is not None
+    return settings.url, settings.allow_networks, of_tenant
 
 
 def _check_broker_settings(wanted: EndpointSettings, current: EndpointSettings | None) -> None:
@@ -69,8 +74,13 @@ def _check_broker_settings(wanted: EndpointSettings, current: EndpointSettings |
         raise UsageError(f"time-outs: must be at most {BROKER_TIMEOUT_S_MAX:g} s for a broker")
 
 
-def check_url(url: str, policy: EgressPolicy, networks: tuple[Network, ...]) -> None:
+def check_url(
+    url: str, policy: EgressPolicy, networks: tuple[Network, ...], tenant: str | None = None
+) -> None:
     """Validate the URL of a receiver or a broker.
+
+    Args:
+        tenant: that of the endpoint.
 
     Raises:
         UsageError: the URL is refused; one line with the next step.
@@ -78,17 +88,20 @@ def check_url(url: str, policy: EgressPolicy, networks: tuple[Network, ...]) -> 
     if not is_stream(url):
         policy.check_url(url, networks)
     else:
-        check_broker_url(url, policy, networks)
+        check_broker_url(url, policy, networks, of_tenant=tenant is not None)
 
 
 def explain_url_rejection(
-    url: str, policy: EgressPolicy, networks: tuple[Network, ...] = ()
+    url: str,
+    policy: EgressPolicy,
+    networks: tuple[Network, ...] = (),
+    tenant: str | None = None,
 ) -> str | None:
     """Why a URL is refused; None: it is allowed, or its plug-in, which checks it, is missing."""
     if not is_stream(url):
         return policy.refusal_of_url(url, networks)
     try:
-        check_broker_url(url, policy, networks)
+        check_url(url, policy, networks, tenant)
     except PluginUnusable:
         # No rule: who examines the broker says so.
         return None

@@ -19,13 +19,14 @@ from django.contrib.admin.views.main import ChangeList
 from django.db import connections, transaction
 from django.db.models import TextField
 from django.db.models.functions import Cast, Length
+from django.template.response import TemplateResponse
 from django.urls import reverse
 from django.utils.html import format_html
 from django.utils.http import urlencode
 from django.utils.timezone import template_localtime
 
 from outbox.core.model.stored_response import outcome_fields
-from outbox.core.model.text import count, indent_json
+from outbox.core.model.text import count, indent_json, safe_lines
 from outbox.django.models import DeadLetter, Endpoint, Event
 from outbox.django.settings import APP_LABEL, page_link, read_databases
 
@@ -38,6 +39,8 @@ FOUND_MAX = 1_000
 """Maximum number of rows that a search finds."""
 DIGITS_MAX = 18
 """Digits of the longest number that is searched: longer ones are not all in the range of bigint."""
+TIME_LOOKUPS = ("gte", "lt", "isnull")
+"""Those of a filter by time."""
 DATABASE = "database"
 """Query parameter: alias of the database."""
 
@@ -130,6 +133,18 @@ class OutboxChangeList(ChangeList):
         return with_database(super().url_for_result(result), result._state.db)
 
 
+def escape_hidden(response: Any) -> Any:
+    """Escape characters that hide or reorder others in a page, as the commands do."""
+
+    def escape(rendered: Any) -> None:
+        text = rendered.content.decode(rendered.charset)
+        rendered.content = safe_lines(text).encode(rendered.charset)
+
+    if isinstance(response, TemplateResponse):
+        response.add_post_render_callback(escape)
+    return response
+
+
 class ReadOnlyAdmin(admin.ModelAdmin):
     """Shows rows of one of the databases."""
 
@@ -160,10 +175,11 @@ class ReadOnlyAdmin(admin.ModelAdmin):
 
     def lookup_allowed(self, lookup: str, value: Any, request: Any = None) -> bool:
         """Only those of the filters: any other one would reveal a hidden column bit by bit."""
-        names = (
-            each[0] if isinstance(each, tuple) else each.parameter_name for each in self.list_filter
-        )
-        return lookup.partition("__")[0] in names
+        times = (each[0] for each in self.list_filter if isinstance(each, tuple))
+        # Django asks for the parameters of other filters, too, which are no lookups.
+        names = (each.parameter_name for each in self.list_filter if not isinstance(each, tuple))
+        ranges = (f"{time}__{end}" for time in times for end in TIME_LOOKUPS)
+        return lookup in (*names, *ranges)
 
     def get_queryset(self, request: Any) -> Any:
         """Rows of the selected database."""
@@ -176,6 +192,18 @@ class ReadOnlyAdmin(admin.ModelAdmin):
     def list_rows(self, queryset: Any) -> Any:
         """The rows of a list without a search."""
         return queryset
+
+    def changelist_view(self, request: Any, *args: Any, **options: Any) -> Any:
+        """The list."""
+        return escape_hidden(super().changelist_view(request, *args, **options))
+
+    def changeform_view(self, request: Any, *args: Any, **options: Any) -> Any:
+        """The details."""
+        return escape_hidden(super().changeform_view(request, *args, **options))
+
+    def history_view(self, request: Any, *args: Any, **options: Any) -> Any:
+        """Changes by users of the admin: none."""
+        return escape_hidden(super().history_view(request, *args, **options))
 
     def page_item(self, row: Any) -> str:
         """What identifies a row on the relay's page."""

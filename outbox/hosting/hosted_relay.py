@@ -13,8 +13,9 @@ import structlog
 
 from outbox.core.model.cloud_metadata_ranges import network_warnings
 from outbox.destinations.brokers import Brokers
+from outbox.destinations.endpoint_validation import policy_of
 from outbox.destinations.http.transport import HttpTransport
-from outbox.network.egress import SETTING, EgressPolicy
+from outbox.network.egress import SETTING
 from outbox.relay.cluster.connections import Connections
 from outbox.relay.delivery.telemetry import DeliveryTelemetry
 from outbox.relay.relay import Relay
@@ -65,7 +66,7 @@ async def hosted_relay(
     for warning in (*address.warnings, *network_warnings(SETTING, settings.allow_networks)):
         warn(warning)
     async with AsyncExitStack() as stack:
-        policy = EgressPolicy(settings.allow_networks)
+        policy = policy_of(settings)
         transport = HttpTransport(policy, proxy=settings.outbound_proxy)
         stack.push_async_callback(transport.aclose)
         brokers = Brokers(policy)

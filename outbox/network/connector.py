@@ -58,8 +58,6 @@ class Target(NamedTuple):
     via_proxy: bool
     endpoint: UUID | None
     """The endpoint whose requests it carries; None: those without one."""
-    any_port: bool = False
-    """Public addresses may have any port."""
 
 
 class ConnectionOpener:
@@ -104,9 +102,8 @@ class ConnectionOpener:
     async def _connect_directly(self, target: Target, factory: Callable[[], P]) -> P:
         context = await self._contexts.get(target.tls) if target.secure else None
         refusal = functools.partial(
-            self._policy.refusal, port=target.port, tls=target.secure,
-            networks=target.networks, any_port=target.any_port,
-        )  # fmt: skip
+            self._policy.refusal, port=target.port, tls=target.secure, networks=target.networks
+        )
         sock = await self._connect_socket(target.host, target.port, refusal)
         _, protocol = await self._start_protocol(factory, sock, context, target.host)
         return protocol

@@ -19,7 +19,7 @@ IANA's special-purpose registries, also the globally reachable ones, since no we
 is there.  For IPv6, only 2000::/3 is allowed at all (IANA IPv6 Address Space).
 
 With a proxy, the proxy resolves names and checks their addresses.  Checks that need no DNS
-are still made here.
+are still made here.  Brokers have rules of their own for public addresses: see `BrokerPolicy`.
 """
 
 from __future__ import annotations
@@ -172,14 +172,12 @@ class EgressPolicy:
         port: int,
         tls: bool,
         networks: tuple[Network, ...] = (),
-        any_port: bool = False,
     ) -> str | None:
         """Return why a connection to an address is refused; None: it is allowed.
 
         Args:
             tls: whether the connection is encrypted.
             networks: open for the endpoint, in addition to the relay's.
-            any_port: whether public addresses may have any port.
         """
         ip = ip_address(address) if isinstance(address, str) else address
         if self._is_open(ip, networks):
@@ -187,27 +185,25 @@ class EgressPolicy:
         what = _special_range(_unmap(ip))
         if what is not None:
             return f"{ip} is {what}; to deliver there, open it {_BY}"
-        if not tls:
-            return _PLAIN
-        return None if any_port else _wrong_port(port)
+        return self._refusal_of_public(port) if tls else _PLAIN
 
     def refusal_of_host(
-        self,
-        host: str,
-        *,
-        port: int,
-        tls: bool,
-        networks: tuple[Network, ...] = (),
-        any_port: bool = False,
+        self, host: str, *, port: int, tls: bool, networks: tuple[Network, ...] = ()
     ) -> str | None:
         """Return why a host is refused, as far as this is known without DNS."""
         if (address := literal(host)) is not None:
-            return self.refusal(address, port=port, tls=tls, networks=networks, any_port=any_port)
+            return self.refusal(address, port=port, tls=tls, networks=networks)
         if not tls:
             return _PLAIN
         if _is_loopback(host):
             return f"{host} is loopback; to deliver there, open it {_BY}"
-        return None if any_port else _wrong_port(port)
+        return self._refusal_of_public(port)
+
+    def _refusal_of_public(self, port: int) -> str | None:
+        """Why an encrypted connection to a public address is refused."""
+        if port in PORTS:
+            return None
+        return f"port {port} is not allowed for https; use {_OR_PORTS}, or open the network {_BY}"
 
     def proxy_refusal(
         self, host: str, *, port: int, networks: tuple[Network, ...] = ()
@@ -236,16 +232,6 @@ class EgressPolicy:
         unmapped = _unmap(ip)
         return any(unmapped in network for network in (*self.allow_networks, *networks))
 
-    def check_broker(
-        self, host: str, port: int, networks: tuple[Network, ...], *, tls: bool
-    ) -> None:
-        """Validate a server of a broker's URL.
-
-        Raises:
-            UsageError: it is refused; one line with the next step.
-        """
-        self._check_target(host, port, networks, tls=tls, any_port=True)
-
     def _check(self, text: str, networks: tuple[Network, ...]) -> None:
         check_url_text(text)
         if "@" in _END_OF_AUTHORITY.split(text.partition("//")[2], maxsplit=1)[0]:
@@ -266,17 +252,16 @@ class EgressPolicy:
             raise UsageError("url: must not have a fragment (#…), which is never sent")
         if port == 0:
             raise UsageError("url: port 0 is not valid")
-        self._check_target(url.raw_host, url.port or 0, networks, tls=url.scheme == "https")
+        self.check_server(url.raw_host, url.port or 0, networks, tls=url.scheme == "https")
 
-    def _check_target(
-        self,
-        host: str,
-        port: int,
-        networks: tuple[Network, ...],
-        *,
-        tls: bool,
-        any_port: bool = False,
+    def check_server(
+        self, host: str, port: int, networks: tuple[Network, ...], *, tls: bool
     ) -> None:
+        """Validate a server of a URL.
+
+        Raises:
+            UsageError: it is refused; one line with the next step.
+        """
         if "%" in host:
             raise UsageError("url: the host must not contain %")
         if literal(host) is None:
@@ -292,22 +277,50 @@ class EgressPolicy:
             if self.allow_networks or networks:
                 # The address, and therefore the rule, is known only at the connect, or to
                 # the proxy.
-                via_proxy = (
-                    self._proxied
-                    and not any_port
-                    and self.uses_proxy(host, tls=tls, networks=networks)
-                )
+                via_proxy = self._proxied and self.uses_proxy(host, tls=tls, networks=networks)
                 reason = (
                     self.proxy_refusal(host, port=port, networks=networks) if via_proxy else None
                 )
                 if reason is not None:
                     raise AddressRefused(f"url: {reason}")
                 return
-        reason = self.refusal_of_host(
-            host, port=port, tls=tls, networks=networks, any_port=any_port
-        )
+        reason = self.refusal_of_host(host, port=port, tls=tls, networks=networks)
         if reason is not None:
             raise AddressRefused(f"url: {reason}")
+
+
+class BrokerPolicy(EgressPolicy):
+    """The rules of one broker, to which the relay connects itself.
+
+    A broker has ports of its own.  Its server is sent what publishers choose, so an endpoint of a
+    tenant must not reach other services of public addresses.
+
+    Args:
+        policy: those of the relay.
+        ports: the ports of public addresses; None: any.
+    """
+
+    def __init__(self, policy: EgressPolicy, ports: frozenset[int] | None) -> None:
+        super().__init__(policy.allow_networks, proxied=policy._proxied)
+        self._ports = ports
+
+    def uses_proxy(self, host: str, *, tls: bool, networks: tuple[Network, ...] = ()) -> bool:
+        """Never: the proxy is for https."""
+        return False
+
+    def _refusal_of_public(self, port: int) -> str | None:
+        if self._proxied:
+            return (
+                "brokers are not reached through OUTBOX_PROXY; to connect to this one directly, "
+                f"open its network {_BY}"
+            )
+        if self._ports is None or port in self._ports:
+            return None
+        allowed = " or ".join(map(str, sorted(self._ports))) or "another destination"
+        return (
+            f"port {port}: a broker of a tenant has its default port; use {allowed}, or open the "
+            f"network {_BY}"
+        )
 
 
 def plain_http_warning(url: str) -> str | None:
@@ -349,12 +362,6 @@ def _special_range(ip: Address) -> str | None:
         if int(ip) >> 32 & 0xFDFF_FFFF == _ISATAP:
             return "an IPv4 address inside an IPv6 one (ISATAP)"
     return None
-
-
-def _wrong_port(port: int) -> str | None:
-    if port in PORTS:
-        return None
-    return f"port {port} is not allowed for https; use {_OR_PORTS}, or open the network {_BY}"
 
 
 def _network(text: str) -> Network:

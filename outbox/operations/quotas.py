@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.model.event import TENANT_BYTES_MAX, check_text
+from outbox.core.model.event import TENANT_BYTES_MAX, check_tenant, check_text
 from outbox.errors import NotFound, QuotaExceeded, UsageError
 from outbox.operations.pages import page_of
 from outbox.operations.rows import from_row
@@ -134,7 +134,7 @@ async def set_quota(
     for name, value in given.items():
         if not 0 <= value <= QUOTA_MAX:
             raise UsageError(f"{name}: must be from 0 to {QUOTA_MAX:,}")
-    check_text("tenant", tenant, TENANT_BYTES_MAX)
+    check_tenant(tenant)
     stored = ALL_TENANTS if tenant is None else tenant
 
     async def plan(change: Change) -> Quota:

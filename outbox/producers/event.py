@@ -66,7 +66,7 @@ def encode_metadata(event: Event) -> Parameters:
     return {
         "type": rules.check_type(event.type),
         "key": rules.check_text("key", event.key, rules.KEY_BYTES_MAX),
-        "tenant": rules.check_text("tenant", event.tenant, rules.TENANT_BYTES_MAX),
+        "tenant": rules.check_tenant(event.tenant),
         "once": rules.check_text("once", event.once, rules.ONCE_BYTES_MAX),
         "once_for_s": rules.once_for_s(event.once_for, event.once),
         "expires_in_s": rules.expires_in_s(event.expires_in),

@@ -7,6 +7,7 @@ the type of its exception, and one of a place in a minute.
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 import os
@@ -14,12 +15,16 @@ import sys
 import time
 import traceback
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import orjson
 import structlog
 
+from outbox.core.model.text import safe, safe_lines
+
 if TYPE_CHECKING:
+    from collections.abc import Mapping, MutableMapping
+
     from outbox.config import Settings
 
 TELEMETRY_LOG_EVERY_S = 300.0
@@ -41,9 +46,10 @@ def configure(settings: Settings) -> None:
     ]
     if human:
         colors = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-        # By default it shows the variables of each frame, if Rich is installed.
-        plain = structlog.dev.plain_traceback
-        processors.append(structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=plain))
+        processors += [
+            _escape_texts,
+            structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=_format_traceback),
+        ]
         factory: Any = structlog.PrintLoggerFactory(sys.stderr)
     else:
         processors += [
@@ -116,4 +122,18 @@ def describe_without_text(error: BaseException | None) -> dict[str, Any]:
 
 
 def _one_line(value: Any, **_: Any) -> bytes:
-    return orjson.dumps(value, default=str)
+    return safe(orjson.dumps(value, default=str).decode()).encode()
+
+
+def _escape_texts(_: Any, __: str, fields: MutableMapping[str, Any]) -> Mapping[str, Any]:
+    """Escape what would control a terminal; other values are shown by their repr, which does so."""
+    return {
+        name: safe(value) if isinstance(value, str) else value for name, value in fields.items()
+    }
+
+
+def _format_traceback(out: TextIO, error: Any) -> None:
+    """Write a traceback without the variables of frames, which structlog shows if there is Rich."""
+    text = io.StringIO()
+    structlog.dev.plain_traceback(text, error)
+    out.write(safe_lines(text.getvalue()))

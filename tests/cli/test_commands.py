@@ -491,7 +491,7 @@ def test_dead_show(here: Command, database: Database) -> None:
     assert 'payload        {"n": 7}' in text
     # What an application wrote does not steer the operator's terminal.
     assert "\x1b" not in text
-    assert "key            k\N{REPLACEMENT CHARACTER}[31m" in text
+    assert "key            k\\u001b[31m" in text
     replacement = "SET payload = NULL, body = '\\x00ff', content_type = 'image/png'"
     execute(database, f"UPDATE dead_letter {replacement} WHERE id = 1 RETURNING 1")
     assert "payload        2 bytes of image/png\n" in here("dead", "show", 1).out

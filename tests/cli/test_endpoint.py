@@ -721,7 +721,7 @@ def test_a_preview_is_printed_like_a_request(here: Command, database: Database) 
     lines = head.splitlines()
     assert lines[0] == f"POST {URL}?x=1"
     assert {"X-Event: order.paid", "X-Event-Key: order-7", "X-Key: ***"} <= set(lines)
-    assert body == '{"n": "a\ufffd"}\n', "safe for a terminal"
+    assert body == '{"n": "a\\u009b"}\n', "safe for a terminal"
     assert here("endpoint", "preview", "a", "order-7", "--json").json["body"] == (
         '{"n": "a\u009b"}'
     )

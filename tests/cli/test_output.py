@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import unicodedata
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,15 @@ import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outbox.cli.output import DISPENSABLE, SHORTEST, emit_json, fit
+from outbox.cli.output import (
+    DISPENSABLE,
+    SHORTEST,
+    echo,
+    emit_document,
+    emit_json,
+    fit,
+    style,
+)
 
 if TYPE_CHECKING:
     import pytest
@@ -54,3 +63,24 @@ def test_a_table_fits_or_every_column_has_its_minimum(
             assert min(natural, SHORTEST.get(columns[i], natural)) <= widths[i] <= natural
         elif i not in widths:
             assert columns[i] in DISPENSABLE
+
+
+def test_a_style_is_kept_and_one_in_a_value_is_not(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    hostile = "\x1b[8mhidden\nFALSE LINE"
+    echo(f"{style('a', bold=True)} {hostile}", style(hostile, fg="red"))
+    escaped = r"\u001b[8mhidden\u000aFALSE LINE"
+    assert capsys.readouterr().out == (f"\x1b[1ma\x1b[0m {escaped}\n\x1b[31m{escaped}\x1b[0m\n")
+
+
+def test_a_file_is_exact_unless_it_goes_to_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emit_document("a: \u202e\n")
+    assert capsys.readouterr().out == "a: \u202e\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    emit_document("a: \u202e\n")
+    assert capsys.readouterr().out == "a: \\u202e\n"

@@ -68,7 +68,7 @@ def test_short_values_are_quoted_as_they_are() -> None:
 
 
 def test_a_line_contains_no_terminal_control_sequences() -> None:
-    assert one_line("a\n\tb\x1b[2J\u2028c\x00\ud800") == "a b\ufffd[2J c\ufffd\ufffd"
+    assert one_line("a\n\tb\x1b[2J\u2028c\x00\ud800") == r"a b\u001b[2J c\u0000\ud800"
 
 
 @pytest.mark.parametrize(

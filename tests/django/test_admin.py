@@ -13,9 +13,11 @@ from django.db import connections, transaction
 from django.test import Client
 from django.test.utils import CaptureQueriesContext, override_settings
 
+from outbox.core.model.text import safe_lines
 from outbox.django import publish
 from outbox.errors import UsageError
 from tests.django.test_migrations import in_project, run_migrate
+from tests.support.hidden_rows import KEY, NAME, SHOWN, add_hidden_rows
 from tests.support.old_rows import OLD_ROWS, Refusing, insert_old_rows
 from tests.support.relay import OK, Network, add_endpoint, all_ended, running
 from tests.support.relay import publish as publish_event
@@ -276,6 +278,107 @@ async def test_endpoints_and_dead_letters_are_shown_without_secrets(database: Da
             get(client, "outbox_relay/deadletter/?at__gte=2020-01-01T00:00:00Z")
             found = get(client, "outbox_relay/deadletter/?q=absent")
             assert "order-17" not in found
+
+    await in_project({"default": database}, run)
+
+
+def hidden_fields(model_admin: Any) -> list[str]:
+    """The fields of a model, and of those that it refers to, that no page of its admin shows."""
+    pages = (*model_admin.list_display, *model_admin.fields)
+    shown = {each if isinstance(each, str) else each.__name__ for each in pages}
+    own = {each.name for each in model_admin.model._meta.fields}
+    related = {
+        f"{each.name}__{other.name}"
+        for each in model_admin.model._meta.fields
+        if each.related_model is not None
+        for other in each.related_model._meta.fields
+    }
+    return sorted(own - shown | related)
+
+
+def lookups_of(model: Any, path: str) -> Iterator[str]:
+    """All lookups of a field, also those of its transforms."""
+    for name in path.split("__"):
+        field = model._meta.get_field(name)
+        model = field.related_model
+    yield path
+    for name, lookup in field.get_lookups().items():
+        yield f"{path}__{name}"
+        if hasattr(lookup, "get_lookups"):
+            yield from (f"{path}__{name}__{each}" for each in lookup.get_lookups())
+
+
+async def test_no_hidden_column_can_be_read_bit_by_bit(database: Database) -> None:
+    """By a condition, an order, a search or a list for a form."""
+    await add_hidden_rows(database)
+
+    def run() -> None:
+        from django.contrib import admin
+
+        registered = [
+            each
+            for each in admin.site._registry.values()
+            if each.model._meta.app_label == "outbox_relay"
+        ]
+        assert len(registered) == 3
+        with signed_in() as client:
+            for model_admin in registered:
+                path = f"outbox_relay/{model_admin.model._meta.model_name}/"
+                hidden = hidden_fields(model_admin)
+                assert len(hidden) >= 4, path
+                for field in hidden:
+                    for lookup in lookups_of(model_admin.model, field):
+                        assert not model_admin.lookup_allowed(lookup, "x"), (path, lookup)
+                shown = (each.name for each in model_admin.model._meta.fields)
+                lookups = {each for name in shown for each in lookups_of(model_admin.model, name)}
+                allowed = {each for each in lookups if model_admin.lookup_allowed(each, "x")}
+                ends = {each.partition("__")[2] for each in allowed}
+                assert ends <= {"", "gte", "lt", "isnull"}, path
+                columns = [each for each in hidden if "__" not in each]
+                for field in columns:
+                    get(client, f"{path}?{field}__isnull=False", 400)
+                    get(client, f"{path}?_to_field={field}", 400)
+                for field in (*columns, "endpoint"):
+                    place = {"app_label": "outbox_relay", "model_name": path.split("/")[1]}
+                    chosen = {**place, "field_name": field, "term": "X-Request-Id"}
+                    response = client.get("/admin/autocomplete/", chosen)
+                    # Endpoints are found by what their list shows.
+                    if response.status_code != 200:
+                        assert response.status_code in (403, 404), (path, field)
+                    else:
+                        assert (field, response.json()["results"]) == ("endpoint", [])
+                count = len(model_admin.list_display) + 1
+                for order in range(-count, count + 1):
+                    with CaptureQueriesContext(connections["default"]) as queries:
+                        get(client, f"{path}?o={order}")
+                    ordered = " ".join(each["sql"].partition("ORDER BY")[2] for each in queries)
+                    assert [each for each in columns if f'"{each}"' in ordered] == [], (path, order)
+                # Of a payload, a header and a response.
+                for search in ('"text"', "X-A", "X-Request-Id", "400"):
+                    assert "0 results" in text_of(get(client, f"{path}?q={quote(search)}"))
+
+    await in_project({"default": database}, run)
+
+
+async def test_no_page_shows_a_hidden_character(database: Database) -> None:
+    await add_hidden_rows(database)
+
+    def run() -> None:
+        from outbox.django.models import DeadLetter, Endpoint, Event
+
+        with signed_in() as client:
+            for model, column in ((Event, "key"), (Endpoint, "name"), (DeadLetter, "key")):
+                path = f"outbox_relay/{model._meta.model_name}/"
+                row = model.objects.filter(**{column: KEY if column == "key" else NAME}).last()
+                for page in (
+                    path,
+                    f"{path}?q={quote(KEY)}",
+                    f"{path}{row.pk}/change/",
+                    f"{path}{row.pk}/history/",
+                ):
+                    shown = get(client, page)
+                    assert safe_lines(shown) == shown, page
+                    assert SHOWN in shown or page.endswith("history/"), page
 
     await in_project({"default": database}, run)
 

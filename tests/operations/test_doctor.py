@@ -361,7 +361,9 @@ async def test_an_allowed_network_of_an_endpoint_is_no_problem(
 ) -> None:
     await add_endpoint(database, "a", url="http://10.1.2.3/", allow_networks=["10.1.2.3/32"])
     refusal = EgressPolicy().refusal_of_url
-    (found,) = await findings_of(db, "networks", explain_url_rejection=refusal)
+    (found,) = await findings_of(
+        db, "networks", explain_url_rejection=lambda url, networks, _: refusal(url, networks)
+    )
     assert found.severity is Severity.OK
 
 
@@ -408,9 +410,7 @@ async def test_a_url_rejected_by_the_settings_is_a_problem(
 ) -> None:
     for name in ("a", "b"):
         await add_endpoint(database, name)
-    found = await the_one(
-        db, "networks", explain_url_rejection=lambda url, networks: "it is loopback"
-    )
+    found = await the_one(db, "networks", explain_url_rejection=lambda *_: "it is loopback")
     assert found.message == (
         'the settings of this command reject the URL of "a", "b": it is loopback'
     )

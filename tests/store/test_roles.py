@@ -86,7 +86,11 @@ OWNERS_RIGHTS = {
 FUNCTIONS = """
 SELECT p.proname AS name, p.prosecdef AS definer, p.proconfig AS config,
        EXISTS (SELECT FROM aclexplode(coalesce(p.proacl, acldefault('f', p.proowner))) a
-                WHERE a.grantee = 0) AS public
+                WHERE a.grantee = 0) AS public,
+       ARRAY(SELECT format_type(a.type, NULL) FROM unnest(p.proargtypes) AS a(type)
+               JOIN pg_type t ON t.oid = a.type
+              WHERE t.typtype = 'p' OR t.typnamespace NOT IN (
+                    p.pronamespace, 'pg_catalog'::regnamespace)) AS foreign_types
   FROM pg_proc p WHERE p.pronamespace = $1::regnamespace
 """
 
@@ -301,6 +305,10 @@ async def test_functions_are_not_public_and_have_a_fixed_search_path(
     # Without an explicit position pg_temp is searched first, and any role can create tables there.
     pinned = f"search_path={await connection.fetchval('SELECT quote_ident($1)', schema)}, pg_temp"
     assert all(pinned in f["config"] for f in found if f["definer"])
+    # A value of a caller's own type could bring casts and operators, which run with these rights.
+    assert {
+        f["name"]: f["foreign_types"] for f in found if f["definer"] and f["foreign_types"]
+    } == {}
 
 
 @pytest.mark.one_major

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import structlog
 from structlog.testing import capture_logs
 
 from outbox.config import Settings
+from outbox.core.model.text import safe, safe_lines
 from outbox.telemetry.logs import ForwardToStructlog, configure
 
 if TYPE_CHECKING:
-    import pytest
+    from collections.abc import Iterator
+
+HIDDEN = "\u202e\u200b\x9b31m\x1b[8m\x7f\r"
+SHOWN = safe("\u202e")
 
 
 def emitted(handler: ForwardToStructlog, name: str, *values: Any, error: Any = None) -> Any:
@@ -55,20 +61,44 @@ def test_a_record_of_a_library_has_no_text_that_it_received() -> None:
     assert emitted(handler, "asyncio", "canary") == []
 
 
-def test_a_traceback_on_a_terminal_shows_no_variables(capsys: pytest.CaptureFixture[str]) -> None:
-    """Rich would show those of each frame."""
-    root, configured = logging.getLogger(), structlog.get_config()
+@contextmanager
+def configured(log_format: str) -> Iterator[None]:
+    """The log of a process in this format, during the block."""
+    root, before = logging.getLogger(), structlog.get_config()
     handlers, level = root.handlers[:], root.level
     try:
-        configure(Settings(log_format="console"))
+        configure(Settings(log_format=log_format))
+        yield
+    finally:
+        structlog.configure(**before)
+        root.handlers[:], root.level = handlers, level
+
+
+def test_a_traceback_on_a_terminal_shows_no_variables(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rich would show those of each frame."""
+    with configured("console"):
         secret = "".join(["can", "ary"])
         try:
             raise ValueError("for a reason")
         except ValueError as error:
             structlog.get_logger("outbox.test").error("it failed", exc_info=error, n=len(secret))
-    finally:
-        structlog.configure(**configured)
-        root.handlers[:], root.level = handlers, level
     shown = capsys.readouterr().err
     assert "for a reason" in shown
     assert "canary" not in shown
+
+
+@pytest.mark.parametrize("log_format", ["console", "json"])
+def test_a_line_shows_no_hidden_character(
+    capfdbinary: pytest.CaptureFixture[bytes], log_format: str
+) -> None:
+    with configured(log_format):
+        log = structlog.get_logger("outbox.test")
+        try:
+            raise ValueError(HIDDEN)
+        except ValueError as error:
+            log.warning(
+                HIDDEN, reason=HIDDEN, keys=[HIDDEN], named={HIDDEN: HIDDEN}, exc_info=error
+            )
+    shown = capfdbinary.readouterr().err.decode()
+    assert shown.count(SHOWN) >= 6
+    assert safe_lines(shown) == shown

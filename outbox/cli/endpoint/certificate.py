@@ -10,7 +10,7 @@ import click
 from outbox.cli.common import actor, print_result, run_operation
 from outbox.cli.endpoint.group import command
 from outbox.cli.endpoint.options import file_name, read_text
-from outbox.core.model.text import safe
+from outbox.cli.output import echo
 from outbox.errors import UsageError
 from outbox.operations.endpoint_certificate import set_identity
 from outbox.store.connection.secrets import Vault
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 def _show(done: CertificateChange) -> None:
     if done.certificate is None:
-        click.echo(f'removed the client certificate of endpoint "{done.name}"')
+        echo(f'removed the client certificate of endpoint "{done.name}"')
         return
     from outbox.network.tls import CertificateInfo
 
     about = CertificateInfo(**done.certificate)
-    click.echo(safe(f'set the client certificate of endpoint "{done.name}": {about}'))
+    echo(f'set the client certificate of endpoint "{done.name}": {about}')
 
 
 @command.command(

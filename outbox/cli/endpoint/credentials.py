@@ -9,7 +9,7 @@ import click
 from outbox.cli.common import actor, print_result, run_operation
 from outbox.cli.endpoint.group import command
 from outbox.cli.endpoint.options import read_text
-from outbox.core.model.text import safe
+from outbox.cli.output import echo
 from outbox.destinations.broker_address import credentials_header
 from outbox.errors import UsageError
 from outbox.operations.endpoint_credentials import CredentialsChange, set_credentials
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def _show(done: CredentialsChange) -> None:
     verb = "set" if done.set else "removed"
-    click.echo(safe(f'{verb} the credentials of endpoint "{done.endpoint}" for its broker'))
+    echo(f'{verb} the credentials of endpoint "{done.endpoint}" for its broker')
 
 
 @command.command(

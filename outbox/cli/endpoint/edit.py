@@ -16,7 +16,7 @@ from outbox.cli.common import (
 )
 from outbox.cli.endpoint.group import command
 from outbox.cli.endpoint.options import Command, edit_options, new_options
-from outbox.cli.output import emit_pairs, print_changed
+from outbox.cli.output import echo, emit_pairs, print_changed
 from outbox.core.delivery.ed25519 import PUBLIC_PREFIX
 from outbox.core.model.destination import is_stream
 from outbox.core.model.endpoint_settings import EndpointSettings
@@ -43,7 +43,7 @@ def _show_added(added: NewEndpoint) -> None:
         # Messages of a broker are not signed.
         fields = ("id", "name", "url", "types", "lanes")
         emit_pairs([(each, getattr(added, each)) for each in fields])
-        click.echo(
+        echo(
             f"Credentials: outbox endpoint credentials {shlex.quote(added.name)} FILE.  To examine "
             f"the broker: outbox endpoint test {shlex.quote(added.name)}",
             err=True,
@@ -61,15 +61,15 @@ def _show_added(added: NewEndpoint) -> None:
         ]
     )
     if not is_public:
-        click.echo("Save the secret now; it is not shown again.", err=True)
+        echo("Save the secret now; it is not shown again.", err=True)
 
 
 def _show_updated(done: Updated) -> None:
     if not done.changed:
-        click.echo(f'endpoint "{done.name}" already has these settings; nothing was changed')
+        echo(f'endpoint "{done.name}" already has these settings; nothing was changed')
     else:
         old_name = done.changed.get("name", (done.name,))[0]
-        click.echo(f'updated endpoint "{old_name}"')
+        echo(f'updated endpoint "{old_name}"')
         print_changed(done.changed, indent=2)
 
 

@@ -9,7 +9,7 @@ import click
 from outbox.cli.common import actor, print_result, run_operation
 from outbox.cli.endpoint.group import command
 from outbox.cli.endpoint.options import overlap_option
-from outbox.cli.output import cell, emit_pairs
+from outbox.cli.output import cell, echo, emit_pairs
 from outbox.core.model.text import count
 from outbox.operations import fetch_tokens
 from outbox.operations.fetch_tokens import FetchToken, RevokedFetchTokens
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 def _show(done: FetchToken | RevokedFetchTokens) -> None:
     if isinstance(done, RevokedFetchTokens):
-        click.echo(f'revoked {count(done.revoked, "fetch token")} of endpoint "{done.name}"')
+        echo(f'revoked {count(done.revoked, "fetch token")} of endpoint "{done.name}"')
         return
     old = "revoked" if done.old_until is None else f"valid until {cell(done.old_until)}"
     emit_pairs([("name", done.name), ("token", done.token), ("old tokens", old)])
-    click.echo("Save the token now; it is not shown again.", err=True)
+    echo("Save the token now; it is not shown again.", err=True)
 
 
 @command.command(

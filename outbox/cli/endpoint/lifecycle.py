@@ -10,7 +10,7 @@ import click
 from outbox.cli.common import actor, comment_option, names_argument, print_result, run_operation
 from outbox.cli.endpoint.group import command
 from outbox.cli.endpoint.options import overlap_option
-from outbox.cli.output import cell, emit_pairs
+from outbox.cli.output import cell, echo, emit_pairs
 from outbox.core.delivery.ed25519 import PUBLIC_PREFIX
 from outbox.core.model.text import count
 from outbox.operations import endpoint_secrets, endpoint_states
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def _show_paused(changes: list[StateChange]) -> None:
     for each in changes:
         done = f'paused endpoint "{each.name}"'
-        click.echo(done if each.changed else f'endpoint "{each.name}" is already paused')
+        echo(done if each.changed else f'endpoint "{each.name}" is already paused')
 
 
 def _show_resumed(changes: list[StateChange]) -> None:
@@ -35,18 +35,18 @@ def _show_resumed(changes: list[StateChange]) -> None:
             text = f'endpoint "{each.name}" was not paused; it is retried at once'
         if each.unblocked:
             text += f"; {count(each.unblocked, 'lane')} unblocked"
-        click.echo(text)
+        echo(text)
 
 
 def _show_enabled(change: StateChange) -> None:
     name = change.name
-    click.echo(f'enabled endpoint "{name}"; it receives events that are sequenced from now on')
+    echo(f'enabled endpoint "{name}"; it receives events that are sequenced from now on')
     if change.missed_since is not None and change.missed_until is not None:
         since, until = change.missed_since, change.missed_until
-        click.echo(
-            "events that were published while it was disabled were not sent to it; to send them:\n"
+        echo(
+            "events that were published while it was disabled were not sent to it; to send them:",
             f"  outbox replay --endpoint {shlex.quote(name)} --since {since.isoformat()} "
-            f"--until {until.isoformat()}"
+            f"--until {until.isoformat()}",
         )
 
 
@@ -58,7 +58,7 @@ def _show_rotated(rotated: Rotation) -> None:
     what = "public key" if is_public else "secret"
     emit_pairs([("name", rotated.name), (what, rotated.secret), ("old secret", old)])
     if not is_public:
-        click.echo("Save the secret now; it is not shown again.", err=True)
+        echo("Save the secret now; it is not shown again.", err=True)
 
 
 @command.command(

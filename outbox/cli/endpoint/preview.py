@@ -10,7 +10,8 @@ import click
 
 from outbox.cli.common import print_result, run_operation, warn
 from outbox.cli.endpoint.group import command
-from outbox.core.model.text import count, safe
+from outbox.cli.output import echo
+from outbox.core.model.text import count
 from outbox.operations.preview import preview_request
 from outbox.store.connection.secrets import Vault
 
@@ -20,20 +21,20 @@ if TYPE_CHECKING:
 
 
 def _show(preview: RequestPreview) -> None:
-    click.echo(safe(f"{preview.method} {preview.url}"))
+    echo(f"{preview.method} {preview.url}")
     for name, value in preview.headers:
-        click.echo(safe(f"{name}: {value}"))
-    click.echo(f"\n{_body(preview)}")
+        echo(f"{name}: {value}")
+    echo("", *_body(preview).split("\n"))
     if not preview.is_sequenced:
         warn("the event has no delivery to this endpoint; lane and numbers are examples")
 
 
 def _body(preview: RequestPreview) -> str:
     if preview.body is not None:
-        return safe(preview.body)
+        return preview.body
     body = b64decode(preview.body_base64 or "")
     try:
-        return safe(body.decode())
+        return body.decode()
     except UnicodeDecodeError:
         return f"({count(len(body), 'byte')} that are not text; see body_base64 with --json)"
 

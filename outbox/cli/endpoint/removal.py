@@ -9,6 +9,7 @@ import click
 
 from outbox.cli.common import actor, print_result, run_connected
 from outbox.cli.endpoint.group import command
+from outbox.cli.output import echo
 from outbox.cli.progress import confirm, require_terminal
 from outbox.core.model.text import count
 from outbox.errors import UsageError
@@ -26,9 +27,9 @@ REMOVAL_POLL_S = 0.5
 
 def show_removal(removal: Removal) -> None:
     if removal.state == "removed":
-        click.echo(f'removed endpoint "{removal.name}"')
+        echo(f'removed endpoint "{removal.name}"')
     else:
-        click.echo(
+        echo(
             f'removing endpoint "{removal.name}": the relay dead-letters its '
             f"{count(removal.pending, 'delivery')}; if no relay is running, the next one will"
         )
@@ -66,7 +67,7 @@ def remove(settings: Settings, name: str, dead_letter: bool, wait: bool) -> Remo
         return run_connected(settings, remove_endpoint)
     except KeyboardInterrupt:
         if wait:
-            click.echo(
+            echo(
                 f'endpoint "{name}" receives no new events, and its backlog is delivered; repeat '
                 f"this command to continue, or cancel: outbox endpoint enable {name}",
                 err=True,
@@ -100,7 +101,7 @@ async def _wait_until_delivered(connection: Connection[Any], schema: str, name: 
     while waiting.drains and not waiting.subscribed:
         line = _line(waiting)
         if line != previous:
-            click.echo(line, err=True)
+            echo(line, err=True)
         previous = line
         await asyncio.sleep(REMOVAL_POLL_S)
         waiting = await endpoint_removal.read_drain_status(connection, schema, waiting.id)

@@ -8,9 +8,10 @@ import click
 
 from outbox.cli.common import actor, comment_option, print_result, run_connected, run_operation
 from outbox.cli.endpoint.group import command
+from outbox.cli.output import echo
 from outbox.cli.progress import confirm, require_terminal
 from outbox.core.brokers.repair import RepairKind
-from outbox.core.model.text import count, safe
+from outbox.core.model.text import count
 from outbox.operations.repair import request_adoption, request_refill
 
 if TYPE_CHECKING:
@@ -31,8 +32,7 @@ def _show(done: RequestedRepair, *, err: bool = False) -> None:
     ]
     if done.new_lanes:
         lines.append("new lanes begin, and go on when these are drained")
-    for line in lines:
-        click.echo(safe(line), err=err)
+    echo(*lines, err=err)
 
 
 def _describe(lane: RepairedLane) -> str:

@@ -18,7 +18,7 @@ from outbox.cli.common import (
     run_operation,
 )
 from outbox.cli.endpoint.group import command
-from outbox.cli.output import cell, emit_json, emit_pairs, emit_table
+from outbox.cli.output import cell, echo, emit_document, emit_json, emit_pairs, emit_table
 from outbox.core.delivery.circuit_breaker import PROBED_STATES, PROBING_TEXT
 from outbox.core.delivery.connection_reuse import DISTRUST_S, ConnectionReuse
 from outbox.core.delivery.retry_preview import COLUMNS, cells, markdown, schedule
@@ -54,7 +54,7 @@ def _show_list(rows: list[EndpointRow]) -> None:
 
 def _show(detail: EndpointDetail) -> None:
     emit_pairs(_state_pairs(detail), _setting_pairs(detail))
-    click.echo()
+    echo()
     emit_table(
         [
             "lane",
@@ -84,7 +84,7 @@ def _show(detail: EndpointDetail) -> None:
         "no lanes",
     )
     if detail.ownership_history:
-        click.echo()
+        echo()
         emit_table(
             ["at", "relay", "change", "epoch", "by", "reason"],
             [
@@ -98,7 +98,7 @@ def _show(detail: EndpointDetail) -> None:
 def _show_export(document: dict[str, Any]) -> None:
     import yaml
 
-    click.echo(yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=100), nl=False)
+    emit_document(yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=100))
 
 
 @command.command(
@@ -202,10 +202,12 @@ def policies(policy: tuple[str, ...], as_markdown: bool, as_json: bool) -> None:
             ]
         )
     elif as_markdown:
-        click.echo(markdown(chosen), nl=False)
+        emit_document(markdown(chosen))
     else:
         for i, (name, each) in enumerate(chosen.items()):
-            click.echo(f"{'' if i == 0 else chr(10)}{name}: {retry_policy.format_values(each)}\n")
+            if i:
+                echo()
+            echo(f"{name}: {retry_policy.format_values(each)}", "")
             emit_table(COLUMNS, [cells(row) for row in schedule(each)], "no attempts")
 
 

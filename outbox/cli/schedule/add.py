@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outbox.cli.common import actor, duration_s, print_result, run_operation
-from outbox.cli.output import clock_time
+from outbox.cli.output import clock_time, echo
 from outbox.cli.publish import parse_headers, read_payload
 from outbox.cli.schedule.group import command
 from outbox.operations import schedule_changes
@@ -20,12 +20,10 @@ if TYPE_CHECKING:
 def _show_added(schedule: Schedule) -> None:
     name = schedule.name
     if not schedule.next_runs:
-        click.echo(
-            f'schedule "{name}" is still paused; resume it with: outbox schedule resume {name}'
-        )
+        echo(f'schedule "{name}" is still paused; resume it with: outbox schedule resume {name}')
         return
     first, *later = map(clock_time, schedule.next_runs)
-    click.echo(f'schedule "{name}" runs at {first}, then at {", ".join(later)}')
+    echo(f'schedule "{name}" runs at {first}, then at {", ".join(later)}')
 
 
 @command.command(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from outbox.cli.common import actor, comment_option, names_argument, print_result, run_operation
-from outbox.cli.output import clock_time
+from outbox.cli.output import clock_time, echo
 from outbox.cli.schedule.group import command
 from outbox.operations import schedule_changes
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 def _show_paused(schedules: list[Schedule]) -> None:
     for each in schedules:
-        click.echo(f'schedule "{each.name}" is paused')
+        echo(f'schedule "{each.name}" is paused')
 
 
 def _show_resumed(schedules: list[Schedule]) -> None:
     for each in schedules:
-        click.echo(f'resumed schedule "{each.name}"; next run at {clock_time(each.next_runs[0])}')
+        echo(f'resumed schedule "{each.name}"; next run at {clock_time(each.next_runs[0])}')
 
 
 def _show_removed(schedules: list[RemovedSchedule]) -> None:
     for each in schedules:
-        click.echo(f'removed schedule "{each.removed}"')
+        echo(f'removed schedule "{each.removed}"')
 
 
 def _show_run(run: ScheduleRun) -> None:
-    click.echo(f"published {run.id}")
+    echo(f"published {run.id}")
 
 
 @command.command(

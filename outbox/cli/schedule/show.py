@@ -13,7 +13,7 @@ from outbox.cli.common import (
     run_connected,
     run_operation,
 )
-from outbox.cli.output import age, clock_time, emit_pairs, emit_table
+from outbox.cli.output import age, clock_time, echo, emit_pairs, emit_table
 from outbox.cli.schedule.group import command
 from outbox.core.model import duration
 from outbox.core.model.text import count
@@ -34,7 +34,7 @@ def _show_list(listing: dict[str, Any]) -> None:
         [_row(row) for row in listing["schedules"]],
         "no schedules; add one with: outbox schedule add NAME CRON --type TYPE",
     )
-    click.echo(_waiting(listing["future_events"]))
+    echo(_waiting(listing["future_events"]))
 
 
 def _show(schedule: Schedule) -> None:

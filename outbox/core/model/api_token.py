@@ -19,7 +19,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-from outbox.core.model.event import TENANT_BYTES_MAX, check_text
+from outbox.core.model.event import NOT_ADDRESSABLE, check_tenant
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
@@ -56,10 +56,10 @@ class TokenSettings:
         if not TOKEN_NAME.fullmatch(self.name):
             raise UsageError(
                 f"name: {self.name[:120]!r} is not 1 to 100 letters, digits, dots, dashes or "
-                "underscores"
+                f"underscores; {NOT_ADDRESSABLE}"
             )
         object.__setattr__(self, "scopes", normalize_scopes(self.scopes))
-        check_text("tenant", self.tenant, TENANT_BYTES_MAX)
+        check_tenant(self.tenant)
         if self.expires_in_s is not None and not 0 < self.expires_in_s <= EXPIRES_IN_S_MAX:
             raise UsageError(f"expires: {self.expires_in_s:g} s is not between 0 and ten years")
 

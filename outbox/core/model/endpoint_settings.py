@@ -390,6 +390,8 @@ class EndpointSettings:
     def from_dict(cls, values: Mapping[str, Any]) -> EndpointSettings:
         """Settings from stored values; missing ones have their default.
 
+        The name is kept as it is: one that an earlier version allowed can still be changed.
+
         Raises:
             UsageError: a name is unknown, or a value is invalid.
         """
@@ -400,7 +402,9 @@ class EndpointSettings:
         retry = values.get("retry", {})
         if not isinstance(retry, RetryPolicy):
             retry = RetryPolicy.from_dict(retry)
-        return cls(**{**values, "retry": retry})
+        stored = cls(**{**values, "name": "-", "retry": retry})
+        object.__setattr__(stored, "name", values["name"])
+        return stored
 
 
 def _table() -> dict[str, Setting]:

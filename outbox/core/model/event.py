@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 
 KEY_BYTES_MAX = 512
 TENANT_BYTES_MAX = 255
+DOT_SEGMENTS = (".", "..")
+"""Clients remove them from the path of a URL (RFC 3986, 5.2.4)."""
+NOT_ADDRESSABLE = '"." and ".." are parts of paths, so no URL could name it'
 ONCE_BYTES_MAX = 512
 HEADERS_BYTES_MAX = 8192
 CONTENT_TYPE_BYTES_MAX = 255
@@ -80,6 +83,18 @@ def check_text(field: str, value: object, bytes_max: int) -> str | None:
         InvalidEvent: the value is not text, empty or too long.
     """
     return None if value is None else _text(field, value, bytes_max)
+
+
+def check_tenant(value: object) -> str | None:
+    """Validate and return a tenant, which the API has in paths; None is valid.
+
+    Raises:
+        InvalidEvent: the value is not text, empty, too long or a part of paths.
+    """
+    text = check_text("tenant", value, TENANT_BYTES_MAX)
+    if text in DOT_SEGMENTS:
+        raise InvalidEvent("tenant", NOT_ADDRESSABLE)
+    return text
 
 
 def encode_headers(

@@ -13,7 +13,7 @@ from ipaddress import ip_network
 from typing import Any, ClassVar
 
 from outbox.core.model import duration, pattern, retry_policy, retryable_statuses
-from outbox.core.model.event import TENANT_BYTES_MAX, check_text, encode_headers
+from outbox.core.model.event import DOT_SEGMENTS, NOT_ADDRESSABLE, check_tenant, encode_headers
 from outbox.core.model.filter import validate_filter
 from outbox.core.model.headers import check_prefix, header_problem
 from outbox.core.model.retry_policy import RetryPolicy
@@ -83,8 +83,8 @@ class Name(SettingType):
             raise UsageError(f"{name}: must be printable text without spaces around it")
         if len(text.encode()) > NAME_BYTES_MAX:
             raise UsageError(f"{name}: longer than {NAME_BYTES_MAX} bytes")
-        if text in (".", ".."):
-            raise UsageError(f'{name}: "{text}" is a part of paths, so no URL could name it')
+        if text in DOT_SEGMENTS:
+            raise UsageError(f"{name}: {NOT_ADDRESSABLE}")
         if text == OTHERS:
             raise UsageError(f'{name}: "{OTHERS}" is reserved for the other endpoints in metrics')
         return text
@@ -120,8 +120,7 @@ class Tenant(SettingType):
     metavar = "TENANT"
 
     def validate(self, name: str, value: Any) -> Any:
-        check_text(name, value, TENANT_BYTES_MAX)
-        return value
+        return check_tenant(value)
 
 
 class Filter(SettingType):

@@ -1,4 +1,4 @@
-"""Texts of messages: plurals, and external values in bounded length, without control characters.
+"""Texts of messages: plurals, and external values in bounded length, as visible characters.
 
 A value may be a text of megabytes, an integer with ten thousand digits, which Python refuses
 to format, or a deeply nested list.  A message about it must stay short, must not raise, and
@@ -23,7 +23,11 @@ COMPARED_MAX = 500
 INDENTED_MAX = 40
 """Deeper levels of JSON are not indented further, because that would take megabytes."""
 
-_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+_HIDDEN = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
+)
+"""Characters that control a terminal (C0, DEL, C1), that hide or reorder others (zero width,
+bidirectional), that begin lines, and those that cannot be encoded."""
 
 _JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{},:]|[^\s\[\]{},:"]+')
 
@@ -58,12 +62,20 @@ def is_text(text: str) -> bool:
 
 
 def safe(text: str) -> str:
-    """Replace control characters, which a terminal would interpret."""
-    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+    """Escape characters that would control a terminal, or hide or reorder others: `\\u202e`.
+
+    JSON text stays JSON of the same value.
+    """
+    return _HIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def safe_lines(text: str) -> str:
+    """Escape as `safe` does, but for line breaks and tabs."""
+    return re.sub(r"[^\n\t]+", lambda found: safe(found[0]), text)
 
 
 def one_line(text: str) -> str:
-    """Join lines and replace control characters, so that the text is one line."""
+    """Join lines and escape control characters, so that the text is one line."""
     return safe(" ".join(text.split()))
 
 

@@ -30,7 +30,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from outbox.core.model.event import (
     KEY_BYTES_MAX,
-    TENANT_BYTES_MAX,
+    NOT_ADDRESSABLE,
+    check_tenant,
     check_text,
     check_type,
     encode_headers,
@@ -97,12 +98,12 @@ class ScheduleSettings:
         if not SCHEDULE_NAME.fullmatch(self.name):
             raise UsageError(
                 f"name: {self.name[:120]!r} is not 1 to {NAME_CHARS_MAX} letters, digits, "
-                "dots, dashes or underscores"
+                f"dots, dashes or underscores; {NOT_ADDRESSABLE}"
             )
         Cron(self.cron, self.timezone)
         check_type(self.type)
         check_text("key", self.key, KEY_BYTES_MAX)
-        check_text("tenant", self.tenant, TENANT_BYTES_MAX)
+        check_tenant(self.tenant)
         _ = self.payload_json, self.headers_json
         if self.misfire not in get_args(Misfire):
             raise UsageError(f"misfire: must be one of {', '.join(get_args(Misfire))}")

@@ -141,8 +141,11 @@ class DoctorContext:
     """Publish a probe event."""
     policy: EgressPolicy | None = None
     """Egress rules of relays with these settings; None: brokers are not examined."""
-    explain_url_rejection: Callable[[str, tuple[Network, ...]], str | None] = lambda _, __: None
-    """Reason why egress rules reject a URL, given an endpoint's own networks; None: allowed."""
+    explain_url_rejection: Callable[[str, tuple[Network, ...], str | None], str | None] = (
+        lambda *_: None
+    )
+    """Reason why egress rules reject a URL, given an endpoint's own networks and tenant; None:
+    allowed."""
     allow_networks: tuple[Network, ...] = ()
     """Networks that the settings allow for all endpoints."""
     clock: Callable[[], float] = time.time
@@ -166,8 +169,8 @@ class DoctorContext:
             pooled=settings.pooled,
             probing=probing,
             policy=policy,
-            explain_url_rejection=lambda url, networks: explain_url_rejection(
-                url, policy, networks
+            explain_url_rejection=lambda url, networks, tenant: explain_url_rejection(
+                url, policy, networks, tenant
             ),
             allow_networks=settings.allow_networks,
             vault=Vault.from_settings(settings),

@@ -116,7 +116,8 @@ async def _find_altered_secrets(context: DoctorContext) -> dict[str, str]:
 
 
 URLS = """
-SELECT name, url, allow_networks FROM endpoint WHERE state <> 'removed' ORDER BY name COLLATE "C"
+SELECT name, url, allow_networks, tenant FROM endpoint WHERE state <> 'removed'
+ ORDER BY name COLLATE "C"
 """
 
 
@@ -134,7 +135,8 @@ async def networks(context: DoctorContext) -> Results:
         allowed = tuple(map(ip_network, row["allow_networks"]))
         for reason in exposed_metadata_warnings(allowed):
             exposed.setdefault(reason, []).append(row["name"])
-        if (refusal := context.explain_url_rejection(row["url"], allowed)) is not None:
+        refusal = context.explain_url_rejection(row["url"], allowed, row["tenant"])
+        if refusal is not None:
             refused.setdefault(refusal, []).append(row["name"])
     for reason, names in islice(refused.items(), ROWS_MAX):
         yield warning(

@@ -27,6 +27,9 @@ than every held one, and is committed after them.
 Each step is one message or statement; one that locks the table is sent again if its locks are not
 granted (see `outbox.store.connection.lock_retry`): an operator's client that falls silent holds
 nothing, and an interrupted command can be run again.  All of them lock the adoption's row, so
-that two commands run one after the other.  They run as the owner of the adopted table and of
-the schema; the application's role needs no new privilege.
+that two commands run one after the other.
+
+Rights: the triggers run with the rights of the role that made them.  It owns the adopted table, the
+schema and everything that the table uses, so that code of another role gets no rights by them; see
+`read_source`.  The application's role needs no new privilege.
 """

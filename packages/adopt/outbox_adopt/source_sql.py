@@ -299,12 +299,14 @@ UPDATE adopted_row a SET state = 'duplicate', was_held = true, event = NULL, bod
         )
         bodies = {
             self._function(): f"""
+    {self._require_own()}
     IF {adopted} <> 'rejected' AND TG_ARGV[0] <> 'dual_run' THEN
         {saved}
         {hide};
     END IF;
     RETURN NULL;""",
             self._function("_sent"): f"""
+    {self._require_own()}
     PERFORM record_sent({self.adoption}, {self.id("NEW")});
     RETURN NULL;""",
         }
@@ -348,6 +350,25 @@ UPDATE adopted_row a SET state = 'duplicate', was_held = true, event = NULL, bod
             *(f"DROP TRIGGER IF EXISTS {name} ON {self.source.name}" for name in TRIGGERS),
             *(f"DROP FUNCTION IF EXISTS {self._function(each)}()" for each in ("", "_sent")),
         ]
+
+    def _require_own(self) -> str:
+        """Abort before code of another role runs with the rights of the function's owner.
+
+        The table was its own when the adoption began, see `read_source`.  The transaction has
+        written to it, so that neither its owner nor its triggers change after this check.  With an
+        older snapshot (REPEATABLE READ) it sees no change since, which only the owner permits.
+        """
+        tables = f"(TG_RELID, {self.source.oid})"
+        return f"""IF EXISTS (SELECT FROM pg_class c WHERE c.oid IN {tables}
+                  AND pg_get_userbyid(c.relowner) <> current_user)
+       OR EXISTS (SELECT FROM pg_trigger t JOIN pg_proc p ON p.oid = t.tgfoid
+                    JOIN pg_roles r ON r.oid = p.proowner
+                   WHERE t.tgrelid IN {tables} AND r.rolname <> current_user AND NOT r.rolsuper)
+    THEN
+        RAISE insufficient_privilege USING
+            MESSAGE = {quote_literal(self.source.name)} || ' is adopted by the outbox, and it or a '
+                'trigger of it belongs to another role now; see: outbox adopt verify';
+    END IF;"""
 
     def _trigger(self, name: str, event: str, when: str, function: str, phase: str) -> str:
         return (

@@ -14,13 +14,73 @@ if TYPE_CHECKING:
 
     from outbox_adopt.mapping import SourceMapping
 
+# session: the role that has logged in, which SET ROLE and SET SESSION AUTHORIZATION do not change.
 READ_TABLE = """
 SELECT c.oid, format('%I.%I', n.nspname, c.relname) AS name, c.relkind::text AS kind,
        n.nspname = current_schema() AS is_own,
-       pg_has_role(c.relowner, 'USAGE') AS is_owner,
-       has_schema_privilege(current_schema(), 'CREATE') AS may_create
+       quote_ident(pg_get_userbyid(c.relowner)) AS owner,
+       quote_ident(pg_get_userbyid(s.nspowner)) AS schema_owner,
+       quote_ident(current_user) AS role,
+       (SELECT quote_ident(usename) FROM pg_stat_activity WHERE pid = pg_backend_pid()) AS session
   FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+  JOIN pg_namespace s ON s.nspname = current_schema()
  WHERE c.oid = to_regclass($1)
+"""
+
+# What belongs to another role, although statements on the table may run it with the rights of this
+# one: tables that inherit from it, and types, functions and operators of columns, defaults,
+# constraints, triggers, policies, rules and indexes.  What belongs to a superuser does not count.
+READ_FOREIGN = """
+WITH RECURSIVE tree AS (
+    SELECT $1::oid AS id
+     UNION SELECT i.inhrelid FROM pg_inherits i JOIN tree ON i.inhparent = tree.id),
+used AS (
+    SELECT part.* FROM tree CROSS JOIN LATERAL (
+        SELECT 'pg_class'::regclass::oid AS class, tree.id
+         UNION ALL SELECT 'pg_class'::regclass, indexrelid FROM pg_index WHERE indrelid = tree.id
+         UNION ALL SELECT 'pg_attrdef'::regclass, oid FROM pg_attrdef WHERE adrelid = tree.id
+         UNION ALL SELECT 'pg_constraint'::regclass, oid FROM pg_constraint WHERE conrelid = tree.id
+         UNION ALL SELECT 'pg_trigger'::regclass, oid FROM pg_trigger WHERE tgrelid = tree.id
+         UNION ALL SELECT 'pg_policy'::regclass, oid FROM pg_policy WHERE polrelid = tree.id
+         UNION ALL SELECT 'pg_rewrite'::regclass, oid FROM pg_rewrite WHERE ev_class = tree.id
+    ) part
+     UNION
+    SELECT needed.* FROM used CROSS JOIN LATERAL (
+        SELECT refclassid, refobjid FROM pg_depend
+         WHERE classid = used.class AND objid = used.id
+           AND refclassid IN ('pg_type'::regclass, 'pg_proc'::regclass, 'pg_operator'::regclass)
+         UNION ALL SELECT 'pg_class'::regclass, typrelid FROM pg_type
+         WHERE used.class = 'pg_type'::regclass AND oid = used.id AND typrelid <> 0
+         UNION ALL SELECT 'pg_constraint'::regclass, oid FROM pg_constraint
+         WHERE used.class = 'pg_type'::regclass AND contypid = used.id
+    ) needed)
+SELECT pg_describe_object(used.class, used.id, 0) AS object,
+       quote_ident(pg_get_userbyid(owned.by_role)) AS owner
+  FROM used CROSS JOIN LATERAL (
+       SELECT relowner FROM pg_class WHERE used.class = 'pg_class'::regclass AND oid = used.id
+        UNION ALL SELECT typowner FROM pg_type
+        WHERE used.class = 'pg_type'::regclass AND oid = used.id
+        UNION ALL SELECT proowner FROM pg_proc
+        WHERE used.class = 'pg_proc'::regclass AND oid = used.id
+        UNION ALL SELECT oprowner FROM pg_operator
+        WHERE used.class = 'pg_operator'::regclass AND oid = used.id) AS owned(by_role)
+  JOIN pg_roles r ON r.oid = owned.by_role
+ WHERE r.rolname <> current_user AND NOT r.rolsuper
+ ORDER BY 1 LIMIT 1
+"""
+
+# Roles that may create triggers on the table, or on one that inherits from it.
+READ_TRIGGER_GRANT = """
+WITH RECURSIVE tree AS (
+    SELECT $1::oid AS id
+     UNION SELECT i.inhrelid FROM pg_inherits i JOIN tree ON i.inhparent = tree.id)
+SELECT format('%I.%I', n.nspname, c.relname) AS name,
+       coalesce(quote_ident(r.rolname), 'PUBLIC') AS grantee
+  FROM tree JOIN pg_class c ON c.oid = tree.id JOIN pg_namespace n ON n.oid = c.relnamespace
+ CROSS JOIN LATERAL aclexplode(c.relacl) a
+  LEFT JOIN pg_roles r ON r.oid = a.grantee
+ WHERE a.privilege_type = 'TRIGGER' AND a.grantee <> c.relowner AND r.rolsuper IS NOT TRUE
+ ORDER BY 1, 2 LIMIT 1
 """
 
 # Columns with their types; for a domain, that of its values.  is_unique: an index without a
@@ -92,7 +152,8 @@ async def read_source(connection: Connection[Any], name: str) -> SourceTable:
     Raises:
         NotFound: there is no such table.
         UsageError: it is no table that can be adopted.
-        CannotRun: the role does not own it, or may not create functions.
+        CannotRun: the table, the schema of the outbox and the session are of different roles, or
+            something of the table is of another one.
     """
     row = await connection.fetchrow(READ_TABLE, name)
     if row is None:
@@ -101,13 +162,40 @@ async def read_source(connection: Connection[Any], name: str) -> SourceTable:
         raise UsageError(f"{row['name']} is no table; triggers need the table itself")
     if row["is_own"]:
         raise UsageError(f"{row['name']} is a table of this outbox")
-    if not row["is_owner"]:
-        raise CannotRun(f"this role does not own {row['name']}, on which it creates triggers")
-    if not row["may_create"]:
-        raise CannotRun("this role may not create functions in the schema of the outbox")
+    await _require_one_role(connection, row)
     found = await connection.fetch(READ_COLUMNS, row["oid"])
     columns = {each["name"]: SourceColumn(**dict(each)) for each in found}
     return SourceTable(row["oid"], row["name"], columns)
+
+
+async def _require_one_role(connection: Connection[Any], row: Any) -> None:
+    """Require that nothing of another role runs with the rights of this one, or of the session."""
+    name, role, owner, schema_owner = row["name"], row["role"], row["owner"], row["schema_owner"]
+    if owner != schema_owner:
+        raise CannotRun(
+            f"{name} belongs to role {owner}, and the schema of the outbox to {schema_owner}; both "
+            "must be the same role, because triggers run with its rights: ALTER TABLE … OWNER TO, "
+            "and grant the application what it needs"
+        )
+    if {role, row["session"]} != {owner}:
+        used = role if role != owner else row["session"]
+        raise CannotRun(
+            f"{name} belongs to role {owner}, and this session is one of {used}; it must be the "
+            "same role, because code of the table would run with its rights: connect as that "
+            "role, without SET ROLE"
+        )
+    foreign = await connection.fetchrow(READ_FOREIGN, row["oid"])
+    if foreign is not None:
+        raise CannotRun(
+            f"{foreign['object']} belongs to role {foreign['owner']}, and {name} uses it: it would "
+            f"run with the rights of {role}; change its owner, or do without it"
+        )
+    granted = await connection.fetchrow(READ_TRIGGER_GRANT, row["oid"])
+    if granted is not None:
+        raise CannotRun(
+            f"{granted['grantee']} may create triggers on {granted['name']}, which would run with "
+            f"the rights of {role}: REVOKE TRIGGER ON {granted['name']} FROM {granted['grantee']}"
+        )
 
 
 async def check_mapping(

@@ -45,6 +45,7 @@ REDIS = Destination(
     parse_url=redis_target.parse_url,
     connect=partial(_connect, "redis", "redis", "RedisBroker"),
     checks_every_address=True,
+    default_ports=frozenset(redis_target.REDIS_PORTS.values()),
 )
 NATS = Destination(
     title="NATS JetStream",
@@ -55,6 +56,7 @@ NATS = Destination(
     connect=partial(_connect, "nats", "nats", "NatsBroker"),
     check_credentials=nats_target.parse_credentials,
     checks_every_address=True,
+    default_ports=frozenset(nats_target.NATS_PORTS.values()),
 )
 RABBITMQ = Destination(
     title="RabbitMQ Streams",
@@ -64,6 +66,7 @@ RABBITMQ = Destination(
     parse_url=rabbitmq_target.parse_url,
     connect=partial(_connect, "rabbitmq", "rstream", "RabbitMqBroker"),
     checks_every_address=True,
+    default_ports=frozenset(rabbitmq_target.RABBITMQ_PORTS.values()),
 )
 KAFKA = Destination(
     title="Kafka",
@@ -72,4 +75,5 @@ KAFKA = Destination(
     "are sent.",
     parse_url=kafka_target.parse_url,
     connect=partial(_connect, "kafka", "confluent_kafka", "KafkaBroker"),
+    default_ports=frozenset(kafka_target.KAFKA_PORTS.values()),
 )

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import click
 
 from outbox.cli.common import actor, print_result, run_connected
-from outbox.cli.output import emit_pairs, emit_table
-from outbox.core.model.text import count, safe
+from outbox.cli.output import echo, emit_pairs, emit_table
+from outbox.core.model.text import count
 from outbox_adopt.cli.group import command, table_argument
 from outbox_adopt.cli.mapping_options import mapping_options
 from outbox_adopt.plan import plan_adoption
@@ -37,26 +37,24 @@ def show_plan(plan: AdoptionPlan) -> None:
             ("rejected", plan.rejected),
         ]
     )
-    click.echo()
+    echo()
     emit_table(
         ["name", "event type", "rows"],
         [(each.name, each.type, each.rows) for each in plan.types],
         "no rows to convert",
     )
     for each in plan.faults:
-        ids = safe(", ".join(each.ids))
-        click.echo(f"rejected: {count(each.rows, 'row')}, such as {ids}: {safe(each.fault)}")
+        ids = ", ".join(each.ids)
+        echo(f"rejected: {count(each.rows, 'row')}, such as {ids}: {each.fault}")
     for name in plan.collisions:
-        click.echo(
-            f"collision: several names become {safe(name)}; give each one: --type-name OLD=NEW"
-        )
+        echo(f"collision: several names become {name}; give each one: --type-name OLD=NEW")
     for name in plan.unmatched:
-        click.echo(f"undelivered: no endpoint subscribes to {safe(name)}")
+        echo(f"undelivered: no endpoint subscribes to {name}")
     for name in plan.receives_shadow:
-        click.echo(f"dual run: the endpoint {safe(name)} gets the events shadow.*")
+        echo(f"dual run: the endpoint {name} gets the events shadow.*")
     for example in plan.examples:
         key = "" if example.key is None else f", key {example.key}"
-        click.echo(safe(f"row {example.source_id}: {example.type}{key}: {example.payload}"))
+        echo(f"row {example.source_id}: {example.type}{key}: {example.payload}")
 
 
 @command.command(
@@ -97,13 +95,11 @@ def plan_command(settings: Settings, table: str, mapping: SourceMapping) -> Adop
 
 def _show_started(started: Started) -> None:
     did = "its mapping was changed" if started.changed else "begun"
-    click.echo(f"{started.table}: dual run {did}; new rows are published as shadow.*")
+    echo(f"{started.table}: dual run {did}; new rows are published as shadow.*")
     plan = started.plan
     if plan.rejected:
-        click.echo(
-            f"{count(plan.rejected, 'pending row')} would be rejected; see: outbox adopt plan"
-        )
-    click.echo(f"next: outbox adopt verify {started.table}, then outbox adopt cut-over")
+        echo(f"{count(plan.rejected, 'pending row')} would be rejected; see: outbox adopt plan")
+    echo(f"next: outbox adopt verify {started.table}, then outbox adopt cut-over")
 
 
 @command.command(

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import click
-
 from outbox.cli.common import print_result, run_connected, run_operation
-from outbox.cli.output import emit_table
-from outbox.core.model.text import count, safe
+from outbox.cli.output import echo, emit_table
+from outbox.core.model.text import count
 from outbox_adopt.adoption import DESCRIBED
 from outbox_adopt.cli.group import command, table_argument
 from outbox_adopt.status import list_adoptions
@@ -50,8 +48,8 @@ def status_command(settings: Settings) -> list[AdoptionRow]:
 
 
 def _show_report(report: AdoptionReport) -> None:
-    click.echo(f"{report.table}: {DESCRIBED[report.phase]}")
-    click.echo(f"rows: {_describe_rows(report.rows)}\n")
+    echo(f"{report.table}: {DESCRIBED[report.phase]}")
+    echo(f"rows: {_describe_rows(report.rows)}", "")
     emit_table(
         ["check", "guarantee", "violations"],
         [(check.name, check.guarantee, check.violations) for check in report.checks],
@@ -59,10 +57,10 @@ def _show_report(report: AdoptionReport) -> None:
     )
     for check in report.checks:
         if check.violations:
-            click.echo(f"  {check.name}: such as {safe(', '.join(check.ids))}")
-            click.echo(f"    → {check.action}")
+            echo(f"  {check.name}: such as {', '.join(check.ids)}")
+            echo(f"    → {check.action}")
     violations = report.violations
-    click.echo(f"\n{count(violations, 'violation') if violations else 'no violations'}")
+    echo("", count(violations, "violation") if violations else "no violations")
 
 
 @command.command(

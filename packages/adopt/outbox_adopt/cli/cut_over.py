@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from outbox.cli.common import actor, duration_s, print_result, run_connected
+from outbox.cli.output import echo
 from outbox.cli.progress import progress_bar
 from outbox.core.model.text import count
 from outbox_adopt.cli.begin import show_plan
@@ -23,18 +24,18 @@ if TYPE_CHECKING:
 def _show(done: CutOver) -> None:
     if done.dry_run:
         show_plan(done.plan)
-        click.echo("nothing was changed")
+        echo("nothing was changed")
         return
-    click.echo(f"{done.table}: cut over; the relay delivers")
-    click.echo(f"published in the order of the table: {count(done.published, 'row')}")
+    echo(f"{done.table}: cut over; the relay delivers")
+    echo(f"published in the order of the table: {count(done.published, 'row')}")
     for rows, text in (
         (done.duplicates, "not published, because an earlier one has its idempotency key"),
         (done.sent, "sent by the old poller meanwhile, and not published"),
         (done.rejected, "rejected, and still pending in the old table"),
     ):
         if rows:
-            click.echo(f"{text}: {count(rows, 'row')}")
-    click.echo(f"next: outbox adopt verify {done.table}")
+            echo(f"{text}: {count(rows, 'row')}")
+    echo(f"next: outbox adopt verify {done.table}")
 
 
 @command.command(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outbox.cli.common import actor, duration_s, print_result, run_connected, warn
+from outbox.cli.output import echo
 from outbox.cli.progress import confirm, progress_bar, require_terminal
 from outbox.core.model.text import count
 from outbox_adopt.cli.group import command, table_argument
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def _show_undone(ended: Ended) -> None:
-    click.echo(f"{ended.table}: given back to its old poller; start it if it is stopped")
-    click.echo(f"pending again: {count(ended.shown, 'row')}")
+    echo(f"{ended.table}: given back to its old poller; start it if it is stopped")
+    echo(f"pending again: {count(ended.shown, 'row')}")
     if ended.published:
-        click.echo(f"published, and not pending again: {count(ended.published, 'row')}")
+        echo(f"published, and not pending again: {count(ended.published, 'row')}")
 
 
 @command.command("undo", epilog="\b\nExample:\n  outbox adopt undo app.events")
@@ -76,9 +77,9 @@ def undo_command(settings: Settings, table: str, wait_s: float, yes: bool) -> En
 
 
 def _show_retired(ended: Ended) -> None:
-    click.echo(f"{ended.table}: retired; its trigger and ledger are removed")
-    click.echo("The table is not changed. To remove it:")
-    click.echo(f"  DROP TABLE {ended.table};")
+    echo(f"{ended.table}: retired; its trigger and ledger are removed")
+    echo("The table is not changed. To remove it:")
+    echo(f"  DROP TABLE {ended.table};")
 
 
 @command.command("retire", epilog="\b\nExample:\n  outbox adopt retire app.events")

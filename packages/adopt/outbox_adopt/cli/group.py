@@ -24,8 +24,8 @@ def command() -> None:
     """Move in from another outbox table, step by step and with a way back.
 
     The application writes to its table as before, until it is changed to publish with
-    outbox. The commands run as the owner of that table and of the outbox schema. They
-    can be interrupted and run again.
+    outbox. One role owns that table and the outbox schema, and the commands connect as
+    it. They can be interrupted and run again.
     """
 
 

@@ -1,16 +1,21 @@
-// DOM elements from plain values.  Values become text nodes, never HTML: payloads, names and
-// receiver responses are untrusted.
+// DOM elements from plain values.  Values become text nodes, never HTML, and their hidden characters
+// are escaped: payloads, names and receiver responses are untrusted.  What is edited stays exact.
+
+import { visible } from "./text.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 
+const SHOWN = ["title", "alt", "placeholder", "aria-label"];
+
 function fill(element, attributes, children) {
+  const shown = (each) => (each instanceof Node || element.nodeName === "TEXTAREA" ? each : visible(each));
   for (const [name, value] of Object.entries(attributes ?? {})) {
     if (value === undefined || value === null || value === false) continue;
     if (name.startsWith("on")) element[name] = value;
     else if (name === "style") Object.assign(element.style, value);
-    else element.setAttribute(name, value === true ? "" : String(value));
+    else element.setAttribute(name, value === true ? "" : SHOWN.includes(name) ? visible(value) : String(value));
   }
-  element.append(...children.flat(Infinity).filter((c) => c !== null && c !== undefined && c !== false));
+  element.append(...children.flat(Infinity).filter((c) => c !== null && c !== undefined && c !== false).map(shown));
   return element;
 }
 
@@ -85,5 +90,5 @@ function patchChildren(parent, nodes) {
 
 export function show(parent, ...children) {
   patchChildren(parent, children.flat(Infinity).filter(Boolean).map(
-    (each) => (typeof each === "string" ? document.createTextNode(each) : each)));
+    (each) => (typeof each === "string" ? document.createTextNode(visible(each)) : each)));
 }

@@ -6,6 +6,7 @@ import { showLogin } from "./login.js";
 import { h, show } from "./dom.js";
 import { confirm, notice } from "./dialogs.js";
 import { currentRoute, link, canonicalLink } from "./router.js";
+import { visible } from "./text.js";
 import * as deadLetters from "./views/dead_letters.js";
 import * as editEndpoint from "./views/edit_endpoint.js";
 import * as endpoint from "./views/endpoint.js";
@@ -127,7 +128,7 @@ function route() {
   drawHeader();
   const main = h("div", { class: `view ${place}` });
   document.getElementById("main").replaceChildren(main);
-  document.title = `${found?.[2] ?? rest[0] ?? "outbox"} – outbox`;
+  document.title = visible(`${found?.[2] ?? rest[0] ?? "outbox"} – outbox`);
   if (!found) showMessage(main, "Page not found.");
   else if (!session.may("read")) showMessage(main, "This token may not read anything.", "Sign in with a token that has the scope read.");
   else stopView = found[1].view(main, rest, values) ?? null;

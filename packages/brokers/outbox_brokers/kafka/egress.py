@@ -13,6 +13,7 @@ and the credentials if there are any.  So this driver is for endpoints of the op
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from outbox.core.brokers.port import Stop, StopKind
@@ -57,10 +58,6 @@ class ClientLimits:
         return all(limits.allow(peer) for limits, peer in self._limits)
 
 
-_PORT = 0
-"""A placeholder: the port is not checked, because a broker may have any."""
-
-
 class ServerChecks:
     """Egress checks for the servers of one endpoint."""
 
@@ -99,7 +96,7 @@ class ServerChecks:
             is_any_resolved = True
             self._found[host] = tuple(addresses)
             for address in addresses:
-                if (reason := self._refusal(address)) is not None:
+                if (reason := self._refusal(address, server.port)) is not None:
                     return Stop(StopKind.MISCONFIGURED, one_line(f"{server}: {reason}"))
         return None if is_any_resolved else unresolved
 
@@ -108,19 +105,11 @@ class ServerChecks:
         found, self._found = self._found, {}
         return ClientLimits(self._resolver, found)
 
-    def _refusal(self, address: str) -> str | None:
-        reason = self._policy.refusal(
-            address, port=_PORT, tls=True, networks=self._networks, any_port=True
-        )
-        if reason is not None or self._secure:
+    def _refusal(self, address: str, port: int) -> str | None:
+        refusal = partial(self._policy.refusal, address, port=port, networks=self._networks)
+        reason = refusal(tls=True)
+        if reason is not None or self._secure or refusal(tls=False) is None:
             return reason
-        if (
-            self._policy.refusal(
-                address, port=_PORT, tls=False, networks=self._networks, any_port=True
-            )
-            is None
-        ):
-            return None
         return (
             "kafka:// is not encrypted; use kafka+tls://, or open the network with "
             f"{OPTION} (for this endpoint alone) or {SETTING} (for all)"

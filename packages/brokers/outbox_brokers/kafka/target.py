@@ -19,7 +19,7 @@ from outbox.errors import UsageError
 if TYPE_CHECKING:
     from outbox.core.brokers.broker_url import Server
 
-_PORTS = {"kafka": 9092, "kafka+tls": 9093}
+KAFKA_PORTS = {"kafka": 9092, "kafka+tls": 9093}
 SERVERS_MAX = 16
 TOPIC_CHARS_MAX = 249
 _FORM = "kafka://host[:port]/TOPIC or kafka+tls://host[:port]/TOPIC"
@@ -51,7 +51,7 @@ def parse_url(url: str) -> KafkaTarget:
         UsageError: it is not one; one line with the next step.
     """
     parts = parse_broker_url(
-        url, ports=_PORTS, path="topic", options=("sasl",), form=_FORM, servers_max=SERVERS_MAX
+        url, ports=KAFKA_PORTS, path="topic", options=("sasl",), form=_FORM, servers_max=SERVERS_MAX
     )
     secure = parts.scheme == "kafka+tls"
     mechanism = parts.options.get("sasl", "PLAIN" if secure else "SCRAM-SHA-512").upper()

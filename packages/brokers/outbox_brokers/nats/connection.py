@@ -94,13 +94,9 @@ async def open_socket(
     allowed: list[str] = []
     refused = ""
     for address in addresses:
-        reason = policy.refusal(
-            address, port=target.port, tls=True, networks=networks, any_port=True
-        )
+        reason = policy.refusal(address, port=target.port, tls=True, networks=networks)
         if reason is None and not target.secure:
-            reason = policy.refusal(
-                address, port=target.port, tls=False, networks=networks, any_port=True
-            ) and (
+            reason = policy.refusal(address, port=target.port, tls=False, networks=networks) and (
                 f"plain NATS to {address} is not encrypted; use nats+tls://, or open the network "
                 f"with {OPTION}"
             )

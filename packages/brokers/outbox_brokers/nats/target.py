@@ -16,7 +16,7 @@ from outbox.core.brokers.broker_url import parse_broker_url
 from outbox.core.model.text import quoted
 from outbox.errors import UsageError
 
-_PORTS = {"nats+tls": 4222, "nats": 4222}
+NATS_PORTS = {"nats+tls": 4222, "nats": 4222}
 SUBJECT_TOKENS_MAX = 16
 CREDS_HEADER = "-----BEGIN NATS USER JWT-----"
 _FORM = "nats+tls://nats.example.com/SUBJECT?stream=NAME"
@@ -63,7 +63,7 @@ def parse_url(url: str) -> NatsTarget:
     Raises:
         UsageError: it is not valid; one line with the next step.
     """
-    parts = parse_broker_url(url, ports=_PORTS, path="subject", options=("stream",), form=_FORM)
+    parts = parse_broker_url(url, ports=NATS_PORTS, path="subject", options=("stream",), form=_FORM)
     ((host, port),) = parts.servers
     stream = parts.options.get("stream")
     if stream is not None and not _STREAM.fullmatch(stream):

@@ -10,7 +10,7 @@ from outbox.errors import UsageError
 
 PLAIN_SCHEME = "rabbitmq-stream"
 TLS_SCHEME = "rabbitmq-stream+tls"
-_PORTS = {PLAIN_SCHEME: 5552, TLS_SCHEME: 5551}
+RABBITMQ_PORTS = {PLAIN_SCHEME: 5552, TLS_SCHEME: 5551}
 STREAM_NAME_BYTES_MAX = 255
 """Limit of a stream's name; the server refuses longer ones."""
 LANE_BYTES_MAX = 120
@@ -52,7 +52,7 @@ def parse_url(url: str) -> StreamTarget:
         UsageError: the URL is not usable; one line with the next step.
     """
     parts = parse_broker_url(
-        url, ports=_PORTS, path="stream", options=("vhost", "create"), form=_FORM
+        url, ports=RABBITMQ_PORTS, path="stream", options=("vhost", "create"), form=_FORM
     )
     ((host, port),) = parts.servers
     vhost, create = parts.options.get("vhost", "/"), parts.options.get("create", "0")

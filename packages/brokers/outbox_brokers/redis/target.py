@@ -9,7 +9,7 @@ from outbox.core.brokers.broker_url import decode_name, parse_broker_url
 from outbox.core.model.text import quoted
 from outbox.errors import UsageError
 
-_PORTS = dict.fromkeys(("redis", "rediss", "valkey", "valkeys"), 6379)
+REDIS_PORTS = dict.fromkeys(("redis", "rediss", "valkey", "valkeys"), 6379)
 STREAM_CHARS_MAX = 200
 _SECURE = ("rediss", "valkeys")
 _STREAM = re.compile(r"[^\s{}\x00-\x1f\x7f]+")
@@ -62,7 +62,7 @@ def parse_url(url: str) -> RedisTarget:
     Raises:
         UsageError: one line that begins with "url: ".
     """
-    parts = parse_broker_url(url, ports=_PORTS, path="stream", options=("db",), form=_FORM)
+    parts = parse_broker_url(url, ports=REDIS_PORTS, path="stream", options=("db",), form=_FORM)
     ((host, port),) = parts.servers
     stream = decode_name(parts.path, "stream")
     if not _STREAM.fullmatch(stream) or len(stream) > STREAM_CHARS_MAX:

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from outbox.cli.common import json_option, require_http_url, run_async
-from outbox.cli.output import emit_json, style
+from outbox.cli.output import echo, emit_json, style
 from outbox.config import load
 from outbox.core.model.headers import DEFAULT_PREFIX
 from outbox.core.model.message_format import FormatName
 from outbox.core.model.setting_types import HeaderPrefix
-from outbox.core.model.text import safe
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
@@ -115,11 +114,11 @@ def command(
     if as_json:
         emit_json({"cases": len(grades), "failed": failed, "grades": grades})
     else:
-        click.echo()
+        echo()
         good = style("conforms", fg="green") if not failed else style("does not conform", fg="red")
-        click.echo(f"{len(grades) - failed} of {len(grades)} cases passed: it {good}")
+        echo(f"{len(grades) - failed} of {len(grades)} cases passed: it {good}")
         if processed is None:
-            click.echo("not checked: that each event was processed exactly once; see --processed")
+            echo("not checked: that each event was processed exactly once; see --processed")
     if failed:
         raise click.exceptions.Exit(1)
 
@@ -143,10 +142,10 @@ async def _grade(
         if as_json:
             return
         if done.passed:
-            click.echo(f"  {style('ok', fg='green')}      {done.case}")
+            echo(f"  {style('ok', fg='green')}      {done.case}")
         else:
-            click.echo(f"  {style('failed', fg='red')}  {done.case}: {safe(done.failure or '')}")
-            click.echo(f"          ({done.reason})")
+            echo(f"  {style('failed', fg='red')}  {done.case}: {done.failure or ''}")
+            echo(f"          ({done.reason})")
 
     return await grade(url, test_cases, processed_url=processed, on_grade=show)
 

@@ -12,7 +12,7 @@ import click
 
 import outbox
 from outbox.cli.common import json_option, run_async, run_until_signal
-from outbox.cli.output import emit_json, style
+from outbox.cli.output import echo, emit_json, style
 
 if TYPE_CHECKING:
     from outbox_devtools.chaos.run import ChaosReport
@@ -51,7 +51,7 @@ def command(events: int, seed: int | None, major: int | None, as_json: bool) -> 
     from outbox_devtools.demo import run_demo
 
     def log(line: str) -> None:
-        click.echo(line, err=True)
+        echo(line, err=True)
 
     log("starting PostgreSQL, three receivers and a relay …")
     chosen = random.SystemRandom().randrange(1_000_000) if seed is None else seed
@@ -106,29 +106,31 @@ def _show(report: ChaosReport) -> None:
         ("phantoms", "phantoms", "rolled back, but delivered"),
         ("violations", "verify", "found by outbox verify"),
     ]
-    click.echo()
+    echo()
     for name, value, meaning in counts:
-        click.echo(f"    {name:<16} {value:>9,}   {style(meaning, dim=True)}")
+        echo(f"    {name:<16} {value:>9,}   {style(meaning, dim=True)}")
     for name, check, meaning in violations:
         found = result.findings[check].count
         mark = style("✗", fg="red") if found else style("✓", fg="green")
-        click.echo(f"  {mark} {name:<16} {found:>9,}   {style(meaning, dim=True)}")
+        echo(f"  {mark} {name:<16} {found:>9,}   {style(meaning, dim=True)}")
     kills, seconds = report.faults.get("kill", 0), report.faults_s + report.settle_s
     killed = f"{kills} kill -9 of the relay" if kills else "no kill"
-    click.echo(
-        f"\nPostgreSQL {report.versions['postgres']}, {killed}, {seconds:.1f} s, "
-        f"seed {report.plan.seed}"
+    echo(
+        "",
+        f"PostgreSQL {report.versions['postgres']}, {killed}, {seconds:.1f} s, "
+        f"seed {report.plan.seed}",
     )
     if result.good:
         us = _own_name()
-        click.echo(
-            "\nNext, with your database:\n"
-            "  export OUTBOX_DSN=postgresql://localhost/app\n"
-            f"  {us} migrate\n"
-            f"  {us} endpoint add billing https://example.com/hooks --type 'order.*'\n"
-            f"  {us} relay\n"
-            "An application that publishes or receives installs one package:\n"
-            "  pip install outbox-relay"
+        echo(
+            "",
+            "Next, with your database:",
+            "  export OUTBOX_DSN=postgresql://localhost/app",
+            f"  {us} migrate",
+            f"  {us} endpoint add billing https://example.com/hooks --type 'order.*'",
+            f"  {us} relay",
+            "An application that publishes or receives installs one package:",
+            "  pip install outbox-relay",
         )
 
 

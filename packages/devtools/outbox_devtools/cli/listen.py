@@ -13,12 +13,12 @@ import click
 
 from outbox.cli.common import json_option, require_http_url, run_async, settings_options, warn
 from outbox.cli.endpoint.removal import show_removal
-from outbox.cli.output import emit_json, style
+from outbox.cli.output import echo, emit_json, style
 from outbox.core.delivery.signature import parse_secret
 from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.model.headers import DEFAULT_PREFIX
 from outbox.core.model.setting_types import EVERYTHING, HeaderPrefix
-from outbox.core.model.text import count, safe
+from outbox.core.model.text import count
 from outbox.errors import UsageError
 from outbox.operations.rows import JsonText
 from outbox.receiver.lane_order import OrderKind
@@ -188,7 +188,7 @@ async def _listen(
     def report(handled: HandledRequest) -> None:
         nonlocal broken
         try:
-            emit_json(_as_json(handled)) if as_json else click.echo(_line(handled))
+            emit_json(_as_json(handled)) if as_json else echo(_line(handled))
         except BrokenPipeError:
             # The reader of stdout is gone; still complete this request, then stop.
             broken = True
@@ -207,7 +207,7 @@ async def _listen(
                 loop.add_signal_handler(getattr(signal, name), end)
 
     def report_waiting() -> None:
-        click.echo("its former endpoint is being removed by a relay; waiting for that", err=True)
+        echo("its former endpoint is being removed by a relay; waiting for that", err=True)
 
     async with AsyncExitStack() as stack:
         forward = None
@@ -227,8 +227,8 @@ async def _listen(
             receiver.secrets, sockets = endpoint.secrets, endpoint.sockets
         url = await stack.enter_async_context(receiver.serve_on(sockets))
         if endpoint is not None:
-            click.echo(_describe(endpoint), err=True)
-        click.echo(f"listening on {url}", err=True)
+            echo(_describe(endpoint), err=True)
+        echo(f"listening on {url}", err=True)
         await stop.wait()
     if broken:
         raise BrokenPipeError
@@ -257,10 +257,10 @@ def _line(handled: HandledRequest) -> str:
     outcome = style(f"{handled.outcome:<9}", fg=_COLOURS[handled.outcome])
     parts = [f"{datetime.now().astimezone():%H:%M:%S}", outcome]
     if message is None:
-        return " ".join([*parts, f"{handled.status}: {safe(handled.reason)}"])
-    parts.append(safe(f"lane {message.lane} sequence {message.sequence} {message.type}"))
+        return " ".join([*parts, f"{handled.status}: {handled.reason}"])
+    parts.append(f"lane {message.lane} sequence {message.sequence} {message.type}")
     if message.key is not None:
-        parts.append(safe(f"key {message.key}"))
+        parts.append(f"key {message.key}")
     if message.attempt is not None and message.attempt > 1:
         parts.append(f"attempt {message.attempt}")
     notes = _notes(handled)
@@ -276,7 +276,7 @@ def _notes(handled: HandledRequest) -> list[str]:
         notes.append(handled.reason)
     message, seen = handled.message, handled.observation
     if message is not None and message.replay_of is not None:
-        notes.append(safe(f"replay of sequence {message.replay_of[1]} of {message.replay_of[0]}"))
+        notes.append(f"replay of sequence {message.replay_of[1]} of {message.replay_of[0]}")
     if message is not None and message.backfill is not None:
         notes.append(f"replay job {message.backfill} (backfill)")
     if message is not None and message.lane_ends:
@@ -316,12 +316,12 @@ def _as_json(handled: HandledRequest) -> dict[str, Any]:
 
 def _show(totals: DevelopmentTotals) -> None:
     order = totals.order
-    click.echo(
+    echo(
         f"{count(totals.requests, 'request')}: {totals.accepted} accepted, "
         f"{count(totals.duplicates, 'duplicate')}, {totals.failed} failed, "
         f"{totals.rejected} rejected"
     )
-    click.echo(
+    echo(
         f"missing {order.missing}, out of order {order.out_of_order}, "
         f"dead-lettered by the sender {order.holes}, conflicts {order.conflicts}"
     )

@@ -9,9 +9,8 @@ from urllib.parse import urlsplit
 import click
 
 from outbox.cli.common import json_option, run_async, run_until_signal, warn
-from outbox.cli.output import emit_json, emit_table, style
+from outbox.cli.output import echo, emit_json, emit_table, style
 from outbox.config import load
-from outbox.core.model.text import safe
 from outbox.errors import CannotRun, UsageError
 from outbox_devtools.chaos.plan import CHECKS, FAULT_KINDS, ChaosPlan, select_faults
 
@@ -180,7 +179,7 @@ def command(
             warn(warning)
 
     def log(line: str) -> None:
-        click.echo(safe(line), err=True)
+        echo(line, err=True)
 
     log(_announcement(plan, str(address) if address else "an embedded PostgreSQL"))
     secret = parse_secret(settings.secret.get_secret_value()) if settings.secret else None
@@ -266,7 +265,7 @@ def _show(report: ChaosReport) -> None:
     from outbox_devtools.chaos.recovery import ENDPOINT_LEASES, LEADER_LEASES
 
     result, plan = report.result, report.plan
-    click.echo()
+    echo()
     recovery = result.recovery
     rows = []
     for kind, n in report.faults.items():
@@ -275,19 +274,23 @@ def _show(report: ChaosReport) -> None:
             times[2] = recovery.others_s[kind][1]
         rows.append((kind, n, *(None if s is None else f"{s:.1f} s" for s in times)))
     emit_table(["fault", "times", "recovery", "longest", "others"], rows, "no faults")
-    click.echo(
+    echo(
         style(
             "recovery: median and longest time until an endpoint of the relay delivers again, "
-            f"within {ENDPOINT_LEASES * plan.lease_s:g} s;\nothers: all other endpoints, if the "
+            f"within {ENDPOINT_LEASES * plan.lease_s:g} s;",
+            dim=True,
+        ),
+        style(
+            "others: all other endpoints, if the "
             f"relay led, within {LEADER_LEASES * plan.lease_s:g} s. Faults of receivers and "
             "commands of operators: from their end.",
             dim=True,
-        )
+        ),
     )
-    click.echo()
+    echo()
     copies = [(cause, n) for cause, n in result.copies.items()]
     emit_table(["copies because of", "times"], copies, "no copies")
-    click.echo()
+    echo()
     about = [
         (
             "committed",
@@ -301,38 +304,39 @@ def _show(report: ChaosReport) -> None:
         ("not injected", report.skipped, "faults that had nothing to hit, or no database"),
     ]
     for name, value, meaning in about:
-        click.echo(f"    {name:<13} {value:>9,}   {style(meaning, dim=True)}")
-    click.echo(
+        echo(f"    {name:<13} {value:>9,}   {style(meaning, dim=True)}")
+    echo(
         f"    {'longest pause':<13} {recovery.longest_pause_s:>7.1f} s   "
         + style("of a lane with pending deliveries", dim=True)
     )
-    click.echo(
+    echo(
         f"    {'undisturbed':<13} {recovery.undisturbed_s:>7.1f} s   "
         + style("the part of a pause after the bounds of all faults", dim=True)
     )
-    click.echo(
+    echo(
         f"    {'settled':<13} {report.settle_s:>7.1f} s   "
         + style("after the last fault", dim=True)
     )
     if report.stalled_s:
-        click.echo(
+        echo(
             f"    {'held up':<13} {report.stalled_s:>7.1f} s   "
             + style("at most, because this process was not scheduled in time", dim=True)
         )
     for name, meaning in CHECKS.items():
         note = result.findings[name]
         mark = style("✗", fg="red") if note.count else style("✓", fg="green")
-        click.echo(f"  {mark} {name:<13} {note.count:>9,}   {style(meaning, dim=True)}")
+        echo(f"  {mark} {name:<13} {note.count:>9,}   {style(meaning, dim=True)}")
         for example in note.examples:
-            click.echo(f"      {safe(example)}")
+            echo(f"      {example}")
     versions = report.versions
-    click.echo(
-        f"\noutbox {versions['outbox']}, PostgreSQL {versions['postgres']}, "
+    echo(
+        "",
+        f"outbox {versions['outbox']}, PostgreSQL {versions['postgres']}, "
         f"{plan.replicas} relays, lease {plan.lease_s:g} s, {plan.endpoints} endpoints, "
-        f"{report.faults_s:.0f} s, seed {plan.seed}"
+        f"{report.faults_s:.0f} s, seed {plan.seed}",
     )
     if report.logs:
-        click.echo(f"the relays' logs are in {report.logs}")
+        echo(f"the relays' logs are in {report.logs}")
     faults = sum(report.faults.values())
     summary = (
         f"proven: {result.committed:,} events under {faults} faults, "
@@ -343,4 +347,4 @@ def _show(report: ChaosReport) -> None:
             f"{name} {note.count:,}" for name, note in result.findings.items() if note.count
         )
     )
-    click.echo(style(summary, fg="green" if result.good else "red", bold=True))
+    echo(style(summary, fg="green" if result.good else "red", bold=True))

@@ -9,6 +9,7 @@ import { sentence } from "../format.js";
 import { once } from "../live.js";
 import { link, navigate } from "../router.js";
 import { labelOf, showValue } from "../setting_fields.js";
+import { visible } from "../text.js";
 
 const HEADS = ["Setting", "Before", "After"];
 
@@ -67,6 +68,6 @@ export function view(place, [endpoint = ""]) {
         await save(endpoint, description.settings, form, detail.settings).finally(() => { submit.disabled = false; });
       },
     }, form.element, h("div", { class: "actions" }, submit, h("a", { class: "button", href: link("endpoint", [endpoint]) }, "Cancel"))));
-    document.title = `Edit ${endpoint} – outbox`;
+    document.title = visible(`Edit ${endpoint} – outbox`);
   }, { missing: `Endpoint ${endpoint} not found.` });
 }

@@ -13,6 +13,7 @@ import { condition, responseLine, button, code, definitionList, row, table, when
 import { retryAction, stuckAction } from "../stuck_lane.js";
 import { link } from "../router.js";
 import { capital, count, plural, time } from "../format.js";
+import { visible } from "../text.js";
 
 const LANES = ["Lane", "#Pending", "#Completed", "#Attempts", "Next attempt", "Last response", "Stuck"];
 const OWNERSHIP = ["When", "Change", "Relay", "Reason"];
@@ -143,6 +144,6 @@ export function view(place, [endpoint]) {
     detail = await get(`/v1/endpoints/${name(endpoint)}`, {}, signal);
     await findBlockers(endpoint, detail.lanes.filter(isBlocked), known, signal);
     draw();
-    document.title = `${endpoint} – outbox`;
+    document.title = visible(`${endpoint} – outbox`);
   }, { missing: `Endpoint ${endpoint} not found.`, details });
 }
