@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 import outbox as package
-from tests.support.documents import Session, blocks, console, read
+from tests.support.documents import Session, blocks, console, normalized, read
 from tests.support.process import outbox
-from tests.support.relay import all_ended
+from tests.support.relay import fetchval
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from tests.support.postgres import Database
 
 README_LINES_MAX = 200
+WAIT_S = 60
 README = read("README.md")
 BLOCKS = blocks(README)
 
@@ -37,17 +39,30 @@ async def test_the_walkthrough_prints_the_output_of_the_readme(
     empty_database: Database, tmp_path: Path
 ) -> None:
     session = Session(empty_database, tmp_path)
+    arrived = "15:34:18 accepted  lane"
     (sql,) = _blocks_in("sql")
     try:
         for line, output in (each for block in _blocks_in("console") for each in console(block)):
             if line.startswith(("python3", "export OUTBOX_DSN")):
                 continue
-            if line == "outbox status":
+            # The receiver prints in the same terminal.
+            published, _, received = output.partition(arrived)
+            await session.run_line(line, published)
+            if received:
+                await _until_printed(session, arrived + received)
                 await session.run(sql)
-                await all_ended(empty_database)
-            await session.run_line(line, output)
+                await until(lambda: "key order-8" in session.printed("outbox listen"), WAIT_S)
     finally:
         await session.end()
+    # The receiver has removed its own.
+    left = "SELECT array_agg(name) FROM relay.endpoint WHERE state <> 'removed'"
+    assert await fetchval(empty_database, left) == ["shop"]
+
+
+async def _until_printed(session: Session, lines: str) -> None:
+    await until(
+        lambda: set(normalized(lines)) <= set(normalized(session.printed("outbox listen"))), WAIT_S
+    )
 
 
 @pytest.mark.one_major

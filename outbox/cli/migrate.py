@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 # Detaching a partition waits for transactions that use it; the time-out limits how long
 # other sessions queue behind this lock request.
 DROP_WAIT = "SET lock_timeout = '5s'"
+NAMED_MAX = 3
+"""Applied migrations that are printed by name."""
 
 
 def _purpose_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -174,7 +176,9 @@ def _migrate(
         )
         return
     if applied:
-        echo(f'schema "{schema}" is at version {version}; applied {", ".join(applied)}')
+        # A new schema has all of them.
+        named = [applied[0], "…", applied[-1]] if len(applied) > NAMED_MAX else applied
+        echo(f'schema "{schema}" is at version {version}; applied {", ".join(named)}')
     else:
         echo(f'schema "{schema}" is up to date, at version {version}')
     for role in revoked:

@@ -76,7 +76,7 @@ def test_migrate(outbox: Command, empty_database: Database) -> None:
         "pending": FILES,
     }
     assert outbox("migrate", **env).out == (
-        f'schema "My schema" is at version {LAST}; applied {", ".join(FILES)}\n'
+        f'schema "My schema" is at version {LAST}; applied {FILES[0]}, …, {FILES[-1]}\n'
     )
     again = outbox("migrate", **env)
     assert (again.code, again.out) == (0, f'schema "My schema" is up to date, at version {LAST}\n')

@@ -212,7 +212,7 @@ class Session:
         """Run one command line, and compare its output with the document if it shows any."""
         if self.before_line is not None:
             await self.before_line(line)
-        line = self._rewritten(line)
+        line = self._rewritten(line).removesuffix(" &")
         words = shlex.split(line.replace("$PWD", str(self.directory)))
         if words[0] == "export":
             self.env |= dict(word.split("=", 1) for word in words[1:])
