@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from outbox.cli.error_pages import DOCUMENTS_URL
 from tests.support.documents import read
 
 RULES = ("outbox/telemetry/alerts.yml", "deploy/monitoring/database-rules.yml")
@@ -15,8 +16,6 @@ FOLDER = "docs/howto/"
 INDEX = FOLDER + "runbook.md"
 OF_ALERTS = [FOLDER + name for name in ("runbook-deliveries.md", "runbook-relay.md")]
 OF_EVENTS = FOLDER + "runbook-events.md"
-BASE = "https://github.com/outbox-relay/outbox/blob/main/"
-"""Where the links of the rules find the documents."""
 
 EVENTS = [
     "Disk full",
@@ -65,7 +64,7 @@ def test_the_rules_link_to_the_section_of_their_alert() -> None:
     places = {name: document for document in OF_ALERTS for name in sections(document)}
     for name, rules in alerts().items():
         links = {rule["annotations"]["runbook_url"] for rule in rules}
-        assert links == {f"{BASE}{places[name]}#{name.lower()}"}
+        assert links == {f"{DOCUMENTS_URL}{places[name].removeprefix('docs/')}#{name.lower()}"}
 
 
 def test_the_section_of_an_alert_says_what_it_means_what_to_do_and_when_to_wake_whom() -> None:

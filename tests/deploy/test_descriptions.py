@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from outbox.cli.error_pages import DOCUMENTS_URL
 from outbox.version import __version__
 from tests.support.documents import ROOT, read
 
@@ -112,6 +113,7 @@ def test_all_packages_name_the_same_project() -> None:
     for name, project in PROJECTS.items():
         assert project["urls"] == URLS, name
     assert list(URLS) == ["Homepage", "Documentation", "Source", "Changelog", "Issues"]
+    assert URLS["Documentation"] == DOCUMENTS_URL + "README.md"
     for name in ("Documentation", "Changelog"):
         assert file_of(URLS[name], "blob").is_file(), name
     package = json.loads(read("receivers/typescript/package.json"))
