@@ -25,7 +25,7 @@ import asyncio
 import logging
 import os
 import socket
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from enum import Enum
 from typing import TYPE_CHECKING, Any, cast
 
@@ -39,7 +39,7 @@ from outbox.errors import CannotRun
 from outbox.web.address import Address, address_key
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
 
     from aiohttp import StreamReader
     from multidict import CIMultiDict
@@ -140,6 +140,26 @@ class Awaited(Enum):
     """The rest of the body, before or after the response."""
     READING = "reading"
     """The client reads the response."""
+    SHARE = "share"
+    """The client has used its share of the server's time."""
+
+
+@contextmanager
+def awaiting_share(request: web.BaseRequest) -> Iterator[None]:
+    """While a request waits for its client's share, another connection may take its place.
+
+    Otherwise those of one client that wait would take all places.
+    """
+    connection = request.protocol
+    assert isinstance(connection, Connection)
+    connection.wait(Awaited.SHARE)
+    try:
+        yield
+    finally:
+        if connection.awaited is Awaited.SHARE:
+            connection.stop_waiting()
+            if not request.content.is_eof():
+                connection.wait(Awaited.BODY)
 
 
 class _Log:

@@ -22,6 +22,7 @@ from aiohttp import web
 from outbox.destinations.endpoint_validation import policy_of
 from outbox.operations.rows import encode_other
 from outbox.store.connection.connect import in_one_line
+from outbox.web.serving import awaiting_share
 from outbox_api import openapi, page, problem, tenancy
 from outbox_api.auth import API_TOKENS, require_scope
 from outbox_api.endpoint_tester import EndpointTester
@@ -148,7 +149,8 @@ class _RouteHandlers:
                     )
                     respond = partial(self._respond, route, request, caller)
                     if caller.tenant is not None:
-                        return await self._loop_time.run(caller.holder, respond)
+                        waiting = awaiting_share(request)
+                        return await self._loop_time.run(caller.holder, respond, waiting)
                     self._loop_time.note(caller.holder)
                     return await respond()
             except web.HTTPException:

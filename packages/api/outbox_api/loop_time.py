@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, OrderedDict
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -25,6 +26,7 @@ from outbox_api.token_bucket import Allowance, TokenBuckets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Generator
+    from contextlib import AbstractContextManager
 
     from outbox_api.rate_limit import Holder
 
@@ -64,15 +66,22 @@ class LoopTime:
             self._seen_at.popitem(last=False)
 
     async def run(
-        self, holder: Holder, process: Callable[[], Coroutine[Any, Any, Result]]
+        self,
+        holder: Holder,
+        process: Callable[[], Coroutine[Any, Any, Result]],
+        waiting: AbstractContextManager[None] = nullcontext(),  # noqa: B008 (it has no state)
     ) -> Result:
         """Process a request when its holder has time left, and charge the holder.
+
+        Args:
+            waiting: entered while the request waits for that.
 
         Raises:
             Problem: there was none left for too long.
         """
         self.note(holder)
-        await self._wait_for_turn(holder)
+        with waiting:
+            await self._wait_for_turn(holder)
         return await _Measured(process(), self._clock, partial(self._charge, holder))
 
     async def _wait_for_turn(self, holder: Holder) -> None:

@@ -34,6 +34,7 @@ from outbox.operations import fetch_tokens, lane_history
 from outbox.store.connection.secrets import Vault
 from outbox.store.delivery.endpoints import read_endpoints, require_usable
 from outbox.web.loopback_hosts import is_loopback
+from outbox.web.serving import awaiting_share
 from outbox_api import problem
 from outbox_api.in_flight import request_in_flight
 from outbox_api.limits import REQUEST_TIMEOUT_S
@@ -188,7 +189,9 @@ class _Receivers:
                         request.headers.get("Authorization"), request.remote
                     )
                     return await self._loop_time.run(
-                        _holder(fetcher), partial(self._respond, request, fetcher, respond)
+                        _holder(fetcher),
+                        partial(self._respond, request, fetcher, respond),
+                        awaiting_share(request),
                     )
             except Problem:
                 raise

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from outbox.web import serving
+from outbox.web.address import parse_address
 from outbox_api import loop_time
 from outbox_api.limits import CONNECTION_WAIT_S
 from outbox_api.loop_time import LOOP_SHARE, REQUEST_S, LoopTime
 from outbox_api.problem import Problem
 from tests.support.api import Api, make_token
 from tests.support.virtual_time import VirtualTimeLoop, run_virtual
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -233,3 +237,51 @@ async def test_tenants_of_the_api_have_shares_and_operators_are_not_limited(
     assert refused.headers["Retry-After"] == "1"
     for each in (api, acme):
         assert (await each.get("/v1/endpoints")).status == 200
+
+
+@pytest.fixture
+def connections(monkeypatch: pytest.MonkeyPatch) -> list[serving.Connections]:
+    """Those of each listener that is opened after this fixture, of which each has at most five."""
+    opened: list[serving.Connections] = []
+
+    class FewConnections(serving.Connections):
+        def __init__(self, server: Any, _: int, log: Any) -> None:
+            super().__init__(server, 5, log)
+            opened.append(self)
+
+    monkeypatch.setattr(serving, "Connections", FewConnections)
+    return opened
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("body", ["", "{"], ids=["no body", "half a body"])
+async def test_requests_that_wait_for_their_share_do_not_keep_others_out(
+    body: str,
+    connections: list[serving.Connections],
+    database: Database,
+    api: Api,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hog = await make_token(database, "hog", tenant="hog")
+    monkeypatch.setattr(loop_time, "CONNECTION_WAIT_S", 60)
+    monkeypatch.setattr(LoopTime, "_wait_s", lambda _, holder: 60.0 * (holder == HOG))
+    request = (
+        f"GET /v1/endpoints HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {hog}\r\n"
+        f"Content-Length: {2 * len(body)}\r\n\r\n{body}"
+    ).encode()
+    at = parse_address(api.url.removeprefix("http://"))
+    waiting = connections[0].waiting
+
+    def of_the_hog() -> int:
+        return sum(len(each) for (_, why), each in waiting.items() if why is serving.Awaited.SHARE)
+
+    async with AsyncExitStack() as stack:
+        for _ in range(6):
+            _, writer = await asyncio.open_connection(at.host, at.port)
+            stack.callback(writer.close)
+            writer.write(request)
+            await asyncio.sleep(0.05)
+        await until(lambda: of_the_hog() == 5, 20, "the requests that wait")
+        for _ in range(3):
+            assert (await api.get("/v1/endpoints")).status == 200
+        assert of_the_hog() == 4
