@@ -348,9 +348,7 @@ def test_enable_prints_the_replay_of_what_was_missed(here: Command, database: Da
     execute(database, disabled)
     execute(database, "UPDATE subscription SET to_batch = 1 RETURNING 1")
     _, reason, replay = here("endpoint", "enable", "a").out.splitlines()
-    assert (
-        why == "events that were published while it was disabled were not sent to it; to send them:"
-    )
+    assert reason.startswith("events that were published while it was disabled were not sent to it")
     program, *words = shlex.split(replay)
     assert (program, words[:5]) == (
         "outbox",
