@@ -223,7 +223,7 @@ def _build(directory: Path) -> None:
     _run(
         *(sys.executable, "-m", "pip", "download", "--quiet", f"--dest={wheels}"),
         *(f"--python-version={_PYTHON}", "--only-binary=:all:", *platforms),
-        *(f"--constraint={ROOT}/.ci/constraints.txt", "hatchling", *_requirements()),
+        *(f"--constraint={ROOT}/.ci/constraints.txt", *_requirements()),
     )
     pip_conf = directory / "pip.conf"
     pip_conf.write_text("[global]\nno-index = true\nfind-links = /wheels\n")
@@ -236,13 +236,12 @@ def _build(directory: Path) -> None:
 
 
 def _requirements() -> list[str]:
-    """What the image has of the index: the dependencies of the package and of its leaves."""
+    """What the build takes from the index: what builds, and what package and leaves require."""
     import tomllib
 
-    package, *leaves = (
-        tomllib.loads(file.read_text())["project"]
-        for file in (ROOT / "pyproject.toml", *ROOT.glob("packages/*/pyproject.toml"))
-    )
+    files = (ROOT / "pyproject.toml", *ROOT.glob("packages/*/pyproject.toml"))
+    read = [tomllib.loads(file.read_text()) for file in files]
+    package, *leaves = (each["project"] for each in read)
     (chosen,) = re.findall(r"^ARG EXTRAS=(.*)$", DOCKERFILE.read_text(), re.MULTILINE)
     extras: dict[str, list[str]] = dict(package["optional-dependencies"])
     for leaf in leaves:
@@ -250,7 +249,8 @@ def _requirements() -> list[str]:
             f"{leaf['name']}[{name}]": required
             for name, required in leaf.get("optional-dependencies", {}).items()
         }
-    named = [*package["dependencies"], *(each for leaf in leaves for each in leaf["dependencies"])]
+    named = [*read[0]["build-system"]["requires"], *package["dependencies"]]
+    named += [each for leaf in leaves for each in leaf["dependencies"]]
     for extra in ("relay", *chosen.split(",")):
         named += extras[extra]
     # Our own packages, with extras of theirs: outbox-brokers[all]==0.1.0.
