@@ -51,7 +51,7 @@ SELECT b.high, coalesce(
 """
 
 READ_ENDPOINTS = f"""
-SELECT e.id, e.state, e.state_at, clock_timestamp() AS read_at, {SETTING_COLUMNS},
+SELECT e.id, e.state, {SETTING_COLUMNS},
        EXISTS (SELECT FROM subscription s
                 WHERE s.endpoint_id = e.id AND s.to_batch IS NULL) AS subscribed
   FROM endpoint e WHERE e.state <> 'removed'

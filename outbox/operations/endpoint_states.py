@@ -11,13 +11,13 @@ a journal entry.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from outbox.errors import Conflict
 from outbox.operations.endpoint_changes import find_endpoint, find_endpoints
 from outbox.operations.endpoint_writes import SET_STATES, replace_subscriptions
-from outbox.store.change import make_change
+from outbox.store.change import make_change, make_change_and_read
 from outbox.store.connection.message import WriteStatement
 
 if TYPE_CHECKING:
@@ -56,6 +56,24 @@ REQUEST_RETRY = WriteStatement(
     "request_retry", "UPDATE endpoint SET resumes = resumes + 1 WHERE id = ANY ($1)"
 )
 
+# When the events were published that a disabled endpoint has missed: from when it was disabled on,
+# or earlier, because they were not sequenced yet.
+READ_MISSED_SINCE = """
+SELECT least(e.state_at, (
+           SELECT min(created_at) FROM (
+               (SELECT o.created_at FROM outbox o WHERE o.id > b.high ORDER BY o.id LIMIT 1)
+                UNION ALL
+               SELECT o.created_at FROM unnest(b.young) AS gap(ids)
+                 JOIN outbox o ON o.id >= lower(gap.ids) AND o.id < upper(gap.ids)
+           ) AS unsequenced))
+  FROM endpoint e
+  LEFT JOIN batch b
+    ON b.batch = (SELECT max(s.to_batch) - 1 FROM subscription s WHERE s.endpoint_id = e.id)
+ WHERE e.id = $1
+"""
+# All events of the batches before it was enabled were published before this time.
+READ_ENABLED_AT = "SELECT state_at FROM endpoint WHERE id = $1"
+
 
 @dataclass(frozen=True, slots=True)
 class StateChange:
@@ -69,7 +87,8 @@ class StateChange:
     """Number of lanes that were unblocked."""
     missed_since: datetime | None = None
     """Events that were published from this time on, and before `missed_until`, were not sent to it,
-    because it was disabled; null: it was not."""
+    because it was disabled; null: it was not.  Those of a transaction that had been open for more
+    than a second when it was disabled may be older."""
     missed_until: datetime | None = None
 
 
@@ -156,9 +175,18 @@ async def enable_endpoint(
     async def plan(change: Change) -> StateChange:
         endpoint = await find_endpoint(change, name, owner)
         require_enableable(endpoint)
-        return (await plan_enablings(change, [endpoint], comment))[0]
+        since = None
+        if endpoint.state == "disabled":
+            since = await change.db.fetchval(READ_MISSED_SINCE, endpoint.id)
+        (enabled,) = await plan_enablings(change, [endpoint], comment)
+        return replace(enabled, missed_since=since)
 
-    return await make_change(connection, schema, actor, plan)
+    async def read_missed_until(db: Any, _: UUID, enabled: StateChange) -> StateChange:
+        if enabled.missed_since is None:
+            return enabled
+        return replace(enabled, missed_until=await db.fetchval(READ_ENABLED_AT, enabled.id))
+
+    return await make_change_and_read(connection, schema, actor, plan, read_missed_until)
 
 
 async def plan_pauses(
@@ -207,13 +235,7 @@ async def plan_enablings(
     for state in sorted(set(states.values())):
         some = [each for each in endpoints if states[each.id] == state]
         _set_states(change, some, state, comment, "enabled", batch_as="from_batch")
-    return [_enabled(each, states[each.id]) for each in endpoints]
-
-
-def _enabled(endpoint: FoundEndpoint, state: str) -> StateChange:
-    row = endpoint.row
-    missed = (row["state_at"], row["read_at"]) if endpoint.state == "disabled" else (None, None)
-    return StateChange(endpoint.id, endpoint.name, state, True, 0, *missed)
+    return [StateChange(e.id, e.name, states[e.id], changed=True) for e in endpoints]
 
 
 def require_pausable(endpoint: FoundEndpoint) -> None:

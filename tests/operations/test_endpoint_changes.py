@@ -352,6 +352,31 @@ async def test_enabling_starts_with_new_events(database: Database, db: Connectio
     assert len(await journal(db, "endpoint_enabled")) == 1
 
 
+@pytest.mark.parametrize("is_in_a_gap", [False, True])
+async def test_what_a_disabled_endpoint_missed_begins_with_what_was_not_sequenced(
+    database: Database, db: Connection[Any], is_in_a_gap: bool
+) -> None:
+    """An event may be published before the endpoint is disabled, and sequenced afterwards."""
+    await add_endpoint(database)
+    sent, missed, later = [
+        await db.fetchrow(
+            "INSERT INTO outbox (type, payload) VALUES ('a.b', '{}') RETURNING id, created_at"
+        )
+        for _ in range(3)
+    ]
+    high = later["id"] if is_in_a_gap else sent["id"]
+    gap = f"{{[{missed['id']},{later['id']})}}" if is_in_a_gap else "{}"
+    await db.execute(f"INSERT INTO batch (batch, high, young) VALUES (1, {high}, '{gap}')")
+    # As its owner leaves it.
+    await db.execute("UPDATE endpoint SET state = 'disabled', state_at = clock_timestamp()")
+    await db.execute("UPDATE subscription SET to_batch = 2")
+    await db.execute("INSERT INTO batch (batch, high) VALUES (2, $1)", later["id"])
+    done = await endpoint_states.enable_endpoint(db, "relay", "shop", actor="ann")
+    assert done.missed_since == missed["created_at"]
+    # What was sequenced until then was published before.
+    assert done.missed_until == await db.fetchval("SELECT state_at FROM endpoint")
+
+
 async def test_enabling_before_the_next_batch(database: Database, db: Connection[Any]) -> None:
     await add_endpoint(database)
     await db.execute("UPDATE endpoint SET state = 'disabled'")
