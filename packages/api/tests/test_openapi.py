@@ -160,6 +160,7 @@ def test_every_command_has_routes_or_is_listed_as_without(described: dict[str, A
         "adopt",
         "alerts",
         "api",
+        "completion",
         "conform",
         "demo",
         "listen",

@@ -101,6 +101,20 @@ async def test_the_next_receiver_takes_over_what_kill_9_has_left(
     assert (last["removal"]["name"], last["removal"]["pending"]) == ("dev", 0)
 
 
+@pytest.mark.slow
+async def test_a_receiver_is_started_again_with_the_same_options(database: Database) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    args = (*DEV, "--host", "localhost", "--port", str(port))
+    with listen(*args, OUTBOX_DSN=database.dsn) as killed:
+        killed.end(signal.SIGKILL)
+    with listen(*args, OUTBOX_DSN=database.dsn) as listening:
+        assert listening.before[0].startswith('took over endpoint "dev"')
+        assert listening.url == killed.url
+        assert listening.end()[0] == 0
+    assert await fetchval(database, STATE) == "removed"
+
+
 @pytest.mark.full
 @pytest.mark.slow
 async def test_what_is_pending_at_the_end_is_dead_lettered(
