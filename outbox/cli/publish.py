@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from datetime import datetime
 from typing import TYPE_CHECKING
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.config import Settings
+
+EXPLAIN_S = 5.0
+"""How long the endpoints of a published event are searched."""
 
 
 def time_with_zone(text: str) -> datetime:
@@ -136,7 +140,13 @@ def command(
         )
         if event_id is None:
             return None, None
-        return event_id, await explain_no_subscriber(connection, type_, tenant)
+        try:
+            async with asyncio.timeout(EXPLAIN_S):
+                return event_id, await explain_no_subscriber(connection, type_, tenant)
+        except TimeoutError:
+            # The event is published: a command that hangs would let a script publish it again.
+            connection.terminate()
+            return event_id, None
 
     event_id, unsubscribed = run_connected(settings, publish_event, current=False)
     if as_json:

@@ -10,8 +10,10 @@ from uuid import UUID
 
 import pytest
 
+from outbox.cli import publish as publish_command
 from outbox.store.schema import lock_attempts
 from outbox.store.schema.migration_files import migrations
+from tests.support.relay import fetchval
 
 if TYPE_CHECKING:
     from tests.support.commands import Command
@@ -218,6 +220,17 @@ def test_an_event_is_published_although_its_endpoints_cannot_be_read(
 ) -> None:
     execute(database, "ALTER TABLE subscription RENAME TO gone")
     assert here("publish", "order.paid").code == 0
+
+
+async def test_publishing_does_not_wait_for_the_endpoints_of_its_event(
+    here: Command, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publish_command, "EXPLAIN_S", 0.1)
+    async with database.connection() as other:
+        await other.execute("BEGIN; LOCK TABLE relay.subscription")
+        published = asyncio.to_thread(here, "publish", "order.paid")
+        assert (await asyncio.wait_for(published, 8)).code == 0
+    assert await fetchval(database, "SELECT count(*) FROM outbox") == 1
 
 
 def test_publish(here: Command, database: Database) -> None:
