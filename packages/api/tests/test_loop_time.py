@@ -272,8 +272,10 @@ async def test_requests_that_wait_for_their_share_do_not_keep_others_out(
     at = parse_address(api.url.removeprefix("http://"))
     waiting = connections[0].waiting
 
+    share = serving.Awaited.SHARE
+
     def of_the_hog() -> int:
-        return sum(len(each) for (_, why), each in waiting.items() if why is serving.Awaited.SHARE)
+        return sum(len(each) for (_, awaited), each in waiting.items() if awaited is share)
 
     async with AsyncExitStack() as stack:
         for _ in range(6):
