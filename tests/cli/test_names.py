@@ -57,10 +57,16 @@ def test_a_name_of_an_earlier_version_can_be_changed_and_removed(
         assert here("endpoint", "update", old, "--name", "b").code == 0
         execute(database, f"UPDATE endpoint SET name = '{old}' RETURNING 1")
         assert here("endpoint", "remove", old).code == 0
+    assert here("endpoint", "add", "a", URL).code == 0
+    execute(database, "UPDATE endpoint SET tenant = '..' RETURNING 1")
+    for words in (("show", "a"), ("list",), ("pause", "a"), ("resume", "a"), ("export",)):
+        assert here("endpoint", *words).code == 0, words
+    assert here("endpoint", "update", "a", "--lanes", "2").code == 2
+    assert here("endpoint", "update", "a", "--tenant", "acme").code == 0
     execute(database, "INSERT INTO quota (tenant, endpoints) VALUES ('..', 1) RETURNING 1")
     assert here("quota", "show", "..").code == 0
     assert here("quota", "unset", "..").code == 0
     assert here("schedule", "add", "n", "@daily", "--type", "a.b").code == 0
-    execute(database, "UPDATE schedule SET name = '..' RETURNING 1")
+    execute(database, "UPDATE schedule SET name = '..', tenant = '..' RETURNING 1")
     for words in (("show", ".."), ("pause", ".."), ("resume", ".."), ("remove", "..")):
         assert here("schedule", *words).code == 0, words

@@ -390,7 +390,8 @@ class EndpointSettings:
     def from_dict(cls, values: Mapping[str, Any]) -> EndpointSettings:
         """Settings from stored values; missing ones have their default.
 
-        The name is kept as it is: one that an earlier version allowed can still be changed.
+        Name and tenant are kept as they are: those that an earlier version allowed can still be
+        changed.
 
         Raises:
             UsageError: a name is unknown, or a value is invalid.
@@ -402,8 +403,9 @@ class EndpointSettings:
         retry = values.get("retry", {})
         if not isinstance(retry, RetryPolicy):
             retry = RetryPolicy.from_dict(retry)
-        stored = cls(**{**values, "name": "-", "retry": retry})
-        object.__setattr__(stored, "name", values["name"])
+        stored = cls(**{**values, "name": "-", "tenant": None, "retry": retry})
+        for kept in ("name", "tenant"):
+            object.__setattr__(stored, kept, values.get(kept))
         return stored
 
 
