@@ -11,6 +11,7 @@ a search finds rows of any age by the columns that have one.
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
@@ -24,6 +25,7 @@ from django.urls import reverse
 from django.utils.html import format_html
 from django.utils.http import urlencode
 from django.utils.timezone import template_localtime
+from django.utils.translation import get_language
 
 from outbox.core.model.stored_response import outcome_fields
 from outbox.core.model.text import count, indent_json, safe_lines
@@ -133,12 +135,23 @@ class OutboxChangeList(ChangeList):
         return with_database(super().url_for_result(result), result._state.db)
 
 
+def escape_page(html: str) -> str:
+    """Escape characters that hide or reorder others, as the commands do.
+
+    Words of Persian, Khmer and other languages have joiners and marks, U+200B to U+200F, which stay
+    on pages in another language than English.
+    """
+    if (get_language() or "en").startswith("en"):
+        return safe_lines(html)
+    return re.sub("[^\u200b-\u200f]+", lambda found: safe_lines(found[0]), html)
+
+
 def escape_hidden(response: Any) -> Any:
-    """Escape characters that hide or reorder others in a page, as the commands do."""
+    """Escape a page when it is rendered; see `escape_page`."""
 
     def escape(rendered: Any) -> None:
         text = rendered.content.decode(rendered.charset)
-        rendered.content = safe_lines(text).encode(rendered.charset)
+        rendered.content = escape_page(text).encode(rendered.charset)
 
     if isinstance(response, TemplateResponse):
         response.add_post_render_callback(escape)

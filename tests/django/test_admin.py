@@ -12,6 +12,7 @@ import pytest
 from django.db import connections, transaction
 from django.test import Client
 from django.test.utils import CaptureQueriesContext, override_settings
+from django.utils.translation import override
 
 from outbox.core.model.text import safe_lines
 from outbox.django import publish
@@ -280,6 +281,17 @@ async def test_endpoints_and_dead_letters_are_shown_without_secrets(database: Da
             assert "order-17" not in found
 
     await in_project({"default": database}, run)
+
+
+def test_pages_in_other_languages_keep_the_joiners_of_their_words() -> None:
+    """Django's Persian translation has 36 of them."""
+    from outbox.django.admin import escape_page
+
+    html = "<td>\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645 \u202eresu</td>\n"
+    with override("fa"):
+        assert escape_page(html) == html.replace("\u202e", "\\u202e")
+    with override("en-gb"):
+        assert "\\u200c" in escape_page(html)
 
 
 def hidden_fields(model_admin: Any) -> list[str]:
