@@ -729,6 +729,8 @@ def test_the_links_of_a_document_lead_somewhere(document: str) -> None:
 
 
 def test_the_pages_that_errors_name_exist() -> None:
+    urls = tomllib.loads(read("pyproject.toml"))["project"].get("urls", {})
+    assert urls.get("Documentation", DOCUMENTS_URL).startswith(DOCUMENTS_URL)
     assert (ROOT / DOCS).samefile(ROOT / DOCUMENTS_URL.rpartition("/blob/main/")[2])
     for page in ERROR_PAGES:
         path, _, anchor = page.partition("#")

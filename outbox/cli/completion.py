@@ -12,8 +12,8 @@ from outbox.cli.output import emit_document
 @click.command(
     epilog="""\b
 Examples:
-  source <(outbox completion bash)                      now; in ~/.bashrc: always
-  outbox completion zsh >"${fpath[1]}/_outbox"          then start a new shell
+  eval "$(outbox completion bash)"       in ~/.bashrc
+  eval "$(outbox completion zsh)"        in ~/.zshrc, below compinit
   outbox completion fish >~/.config/fish/completions/outbox.fish
 """
 )

@@ -11,7 +11,7 @@ PAGES = {
     "howto/encrypt-secrets.md": ["UnreadableSecret"],
     "howto/encrypt-secrets.md#altered-secrets": ["AlteredSecret"],
     "howto/grant-database-roles.md": ["InsufficientPrivilegeError", "LacksPrivileges"],
-    "howto/install.md": ["MissingExtra"],
+    "howto/install.md": ["ImportError", "MissingExtra"],
     "howto/limit-tenants.md": ["QuotaExceeded"],
     "howto/upgrade.md": ["SchemaMissing"],
     "howto/upgrade.md#roll-back": ["SchemaTooNew"],

@@ -21,7 +21,7 @@ from outbox.operations.delivery_counts import DeliveryCounts, count_deliveries
 from outbox.operations.future_events import NotPublishedYet, find_future_event
 from outbox.operations.pages import page_of
 from outbox.operations.rows import ID_MAX, from_row
-from outbox.store.connection.connect import map_errors
+from outbox.store.connection.connect import CONNECTION_ERRORS, map_errors
 from outbox.store.retention.erasure import PLAN_BY_INDEX
 from outbox.store.type_match import TENANT_MATCHES, TYPE_MATCHES, matches_criteria
 
@@ -215,11 +215,15 @@ async def explain_no_subscriber(
     """Why no endpoint subscribes to an event, whatever its payload.
 
     Returns:
-        A sentence; None: an endpoint does, or this role may not read the subscriptions.
+        A sentence; None: an endpoint does, or it is not known, because this role may not read
+        the subscriptions or they cannot be read: the event is published already.
     """
-    if not await connection.fetchval(MAY_READ_SUBSCRIPTIONS):
+    try:
+        if not await connection.fetchval(MAY_READ_SUBSCRIPTIONS):
+            return None
+        found = await connection.fetchrow(FIND_SUBSCRIBERS, event_type, tenant)
+    except CONNECTION_ERRORS:
         return None
-    found = await connection.fetchrow(FIND_SUBSCRIBERS, event_type, tenant)
     if found["for_event"]:
         return None
     if not found["for_type"]:

@@ -213,6 +213,13 @@ def test_publishing_for_no_endpoint_is_reported(here: Command) -> None:
     assert warning("order.paid") != ""
 
 
+def test_an_event_is_published_although_its_endpoints_cannot_be_read(
+    here: Command, database: Database
+) -> None:
+    execute(database, "ALTER TABLE subscription RENAME TO gone")
+    assert here("publish", "order.paid").code == 0
+
+
 def test_publish(here: Command, database: Database) -> None:
     result = here("publish", "order.paid", "--key", "order-7", "--payload", '{"order": 7}')
     assert re.fullmatch(r"published [0-9a-f-]{36}\n", result.out)

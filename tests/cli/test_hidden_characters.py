@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from tests.support.commands import Command
     from tests.support.postgres import Database
 
-pytestmark = pytest.mark.one_major
+# In the default tier, ruff lets commands print through `echo` only, which has tests of its own.
+pytestmark = [pytest.mark.one_major, pytest.mark.full]
 
 URL = "http://127.0.0.1:9/"
 
@@ -104,8 +105,8 @@ def without_own_styles(text: str) -> str:
     ("words", "on_terminal"),
     [
         ((), False),
-        pytest.param(("--json",), False, marks=pytest.mark.full),
-        pytest.param((), True, marks=pytest.mark.full),
+        (("--json",), False),
+        ((), True),
     ],
     ids=["text", "json", "terminal"],
 )

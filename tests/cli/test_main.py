@@ -68,7 +68,7 @@ def test_every_command_can_be_the_first_that_is_imported() -> None:
         "        del sys.modules[module]\n"
         "    importlib.import_module(f'outbox.cli.{name}')\n"
     )
-    names = [entry.name for entry in COMMANDS]
+    names = [entry.name for entry in COMMANDS if entry.leaf is None]
     subprocess.run([sys.executable, "-c", code, *names], cwd=ROOT, check=True)
 
 

@@ -44,6 +44,7 @@ def test_no_command_takes_a_name_that_no_url_could_have(
         assert '"." and ".." are parts of paths, so no URL could name it' in refused.error, words
 
 
+@pytest.mark.full
 def test_a_name_of_an_earlier_version_can_be_changed_and_removed(
     here: Command, database: Database
 ) -> None:

@@ -360,6 +360,7 @@ async def test_no_hidden_column_can_be_read_bit_by_bit(database: Database) -> No
     await in_project({"default": database}, run)
 
 
+@pytest.mark.full
 async def test_no_page_shows_a_hidden_character(database: Database) -> None:
     await add_hidden_rows(database)
 

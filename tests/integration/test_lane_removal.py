@@ -4,6 +4,7 @@ number of changes collects them, in the tables or in a relay.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from outbox.errors import QuotaExceeded
 from outbox.operations import endpoint_changes, endpoint_removal, lane_history, quotas
 from outbox.operations.status import COUNT_SEQUENCED
 from outbox.relay.delivery import recorder
+from outbox.store.delivery.records import RecordStore
 from outbox.store.retention.periods import RetentionStore
 from outbox.store.retention.upkeep import UpkeepStore
 from tests.support.observed import observe
@@ -222,6 +224,37 @@ async def test_all_lanes_of_a_removed_endpoint_go_and_no_name_is_used_again(
     assert await upkeep.remove_lanes() == 5
     assert await db.fetchval(COUNT) == await db.fetchval("SELECT count(*) FROM lane_progress") == 0
     assert await upkeep.remove_lanes() == 0
+
+
+@pytest.mark.system
+async def test_a_forgotten_lane_is_not_sent_again_before_it_is_recorded(
+    database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lane is read again when its endpoint changes; the table does not know its successes yet."""
+    may_write, write = asyncio.Event(), RecordStore.write
+
+    async def write_later(*args: Any, **kwargs: Any) -> Any:
+        await may_write.wait()
+        return await write(*args, **kwargs)
+
+    monkeypatch.setattr(RecordStore, "write", write_later)
+    await add_endpoint(database, lanes=1)
+    network = Network()
+    async with running(database, network) as worker:
+        await publish(database, 1)
+        await until(lambda: len(network.accepted) == 1, 20, "the first delivery")
+        for lanes in (2, 3):
+            await set_lanes(db, lanes)
+            rows = await db.fetch("SELECT id FROM lane ORDER BY id DESC LIMIT $1", lanes)
+            newest = {row["id"] for row in rows}
+            await until(lambda: newest <= remembered(worker)[0], 20, "the new lanes")  # noqa: B023
+        assert remembered(worker)[0] == newest
+        await publish(database, 2)
+        await until(lambda: len(network.accepted) == 2, 20, "the second delivery")
+        may_write.set()
+        await all_ended(database)
+    assert network.data() == [1, 2]
+    assert await exceptions(database) == {}
 
 
 @pytest.mark.system

@@ -247,7 +247,7 @@ async def test_the_command_exits_with_3_in_one_line(database: Database) -> None:
         await fetchval(database, f'REVOKE INSERT ON batch FROM "{name}"')
         ended = await outbox("relay", env={"OUTBOX_DSN": dsn_of(database, name)})
     assert (ended.code, ended.stdout) == (3, "")
-    assert ended.stderr == (
+    assert ended.stderr.partition("outbox: see https://")[0] == (
         f'outbox: the role "{name}" lacks privileges of the purpose "relay" (INSERT on '
         f"batch); as the role that ran outbox migrate: outbox migrate --relay {name}\n"
     )
@@ -273,4 +273,7 @@ async def test_a_relay_with_an_api_reports_its_own_error_in_one_line(
                 "relay", "--admin", "127.0.0.1:0", *words, env={"OUTBOX_DSN": given.dsn}
             )
             assert ended.code == 3
-            assert ended.stderr.splitlines()[-1] == f"outbox: {message}"
+            *_, reported = (
+                each for each in ended.stderr.splitlines() if not each.startswith("outbox: see ")
+            )
+            assert reported == f"outbox: {message}"

@@ -29,6 +29,8 @@ ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "deploy/Dockerfile"
 _RELEASE, _PYTHON = "bookworm", "3.11"
 """The release of Debian that the image is based on here, and its Python."""
+_OF_OLDER_PYTHON = ("async-timeout",)
+"""What libraries need with that Python, 3.11.2, and not with this one."""
 _MACHINE = "x86_64"
 _BUILD_MAX_S = 1200
 _END_MAX_S = 30
@@ -254,7 +256,7 @@ def _requirements() -> list[str]:
     # Our own packages, with extras of theirs: outbox-brokers[all]==0.1.0.
     own = {each.partition("==")[0] for each in named if each.startswith("outbox-")}
     named += [each for name in own & set(extras) for each in extras[name]]
-    return [each for each in named if not each.startswith("outbox-")]
+    return [*_OF_OLDER_PYTHON, *(each for each in named if not each.startswith("outbox-"))]
 
 
 def _run(*argv: str) -> str:

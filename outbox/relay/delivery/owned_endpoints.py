@@ -282,10 +282,18 @@ class EndpointRuntime:
     def add_lanes(
         self, loaded: Iterable[LoadedLane], sent_through_batch: int, now: float
     ) -> list[LaneRuntime]:
-        """Add lanes, and update known ones from newly read rows; return all of them."""
+        """Add lanes, and update known ones from newly read rows; return all of them.
+
+        New lanes have a newer generation.  An unknown one of an older generation was forgotten
+        because it is drained, but its last acknowledgements may not be written yet: read again, it
+        would be sent again.
+        """
         touched: list[LaneRuntime] = []
+        known_generation = self.newest_generation
         for each in loaded:
             lane = self.lanes.get(each.id)
+            if lane is None and each.generation <= known_generation:
+                continue
             if lane is None:
                 lane = self.lanes[each.id] = LaneRuntime(self, each, sent_through_batch)
                 lane.state.clamp_times(self.endpoint.retry, now)

@@ -272,6 +272,7 @@ async def test_a_change_after_the_beginning_runs_nothing_with_the_owners_rights(
     assert await shop.had() == set()
 
 
+@pytest.mark.full
 async def test_the_owner_of_both_adopts_without_more_rights(empty_database: Database) -> None:
     """The right way: one role for the table and the outbox, and an application that inserts."""
     superuser = await empty_database.connect(**PATH)

@@ -34,7 +34,7 @@ REQUEST_S = 0.001
 """What a request takes besides the steps that are measured."""
 PRESENT_S = 1.0
 """How long a holder counts as present after a request."""
-HOLDERS_MAX = 10_000
+MEASURED_HOLDERS_MAX = 10_000
 """Holders whose time is kept."""
 
 Result = TypeVar("Result")
@@ -49,7 +49,7 @@ class LoopTime:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._used = TokenBuckets(LOOP_SHARE, keys_max=HOLDERS_MAX)
+        self._used = TokenBuckets(LOOP_SHARE, keys_max=MEASURED_HOLDERS_MAX)
         self._locks: dict[Holder, asyncio.Lock] = {}
         self._waiting: Counter[Holder] = Counter()
         # The holder of the last request is the last one.

@@ -75,8 +75,8 @@ def test_above_its_share_a_tenant_waits_while_others_send_requests() -> None:
     run_virtual(run())
 
 
-@pytest.mark.parametrize("others", [[], [HOG]], ids=["nobody", "itself"])
-def test_while_nobody_else_sends_requests_it_does_not_wait(others: list[Holder]) -> None:
+@pytest.mark.parametrize("others", [[], [HOG]], ids=["alone", "itself"])
+def test_alone_it_does_not_wait(others: list[Holder]) -> None:
     async def run() -> None:
         requests = Requests()
         for each in others:

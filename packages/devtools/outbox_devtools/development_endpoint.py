@@ -10,7 +10,7 @@ Every other endpoint with the name is refused.
 from __future__ import annotations
 
 import asyncio
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
@@ -90,23 +90,29 @@ async def development_endpoint(
     """
     mark = f"{actor()} (outbox listen)"
     schema, vault = settings.schema_name, Vault.from_settings(settings)
-    with ExitStack() as opened:
+    async with AsyncExitStack() as stack:
         async with database(settings) as connection:
             former = await _find_former(connection, schema, wanted.name, mark, on_wait)
-            sockets = await _open_sockets(former, address, opened)
+            sockets = await _open_sockets(former, address)
+            for each in sockets:
+                stack.callback(each.close)
             wanted = _for_address(settings, wanted, sockets[0])
+            endpoint = DevelopmentEndpoint(wanted, (), sockets, former)
             before_change()
             if former is None:
-                await add_endpoint(connection, schema, wanted, actor=mark, vault=vault)
+                added = await add_endpoint(connection, schema, wanted, actor=mark, vault=vault)
+                endpoint_id = added.id
             else:
                 await _take_over(connection, schema, wanted, mark, vault)
+                endpoint_id = former.id
+
+            async def remove() -> None:
+                endpoint.removal = await _remove(settings, endpoint_id, wanted.name, mark)
+
+            stack.push_async_callback(remove)
             found = await find_endpoint(connection, schema, wanted.name, vault)
-        secrets = tuple(key for key, _ in found.secrets if isinstance(key, bytes))
-        endpoint = DevelopmentEndpoint(wanted, secrets, sockets, former)
-        try:
-            yield endpoint
-        finally:
-            endpoint.removal = await _remove(settings, found.id, wanted.name, mark)
+            endpoint.secrets = tuple(key for key, _ in found.secrets if isinstance(key, bytes))
+        yield endpoint
 
 
 async def _find_former(
@@ -133,28 +139,19 @@ async def _find_former(
         await asyncio.sleep(REMOVAL_POLL_S)
 
 
-async def _open_sockets(
-    former: EndpointRow | None, address: Address, opened: ExitStack
-) -> list[socket.socket]:
+async def _open_sockets(former: EndpointRow | None, address: Address) -> list[socket.socket]:
     """Listen; of a former endpoint, first at its address, which another receiver may have.
 
     Raises:
         Conflict: another receiver has this endpoint.
         CannotRun: the address is in use.
     """
-
-    async def listen_at(address: Address) -> list[socket.socket]:
-        sockets = await listen(address)
-        for each in sockets:
-            opened.callback(each.close)
-        return sockets
-
     if former is None:
-        return await listen_at(address)
+        return await listen(address)
     url = urlsplit(former.url)
     at = Address(url.hostname or "", url.port or 0)
     try:
-        sockets = await listen_at(at)
+        sockets = await listen(at)
     except CannotRun:
         raise Conflict(
             f'endpoint "{former.name}" belongs to an outbox listen that is running at {at}; '
@@ -162,7 +159,9 @@ async def _open_sockets(
         ) from None
     if address.port in (0, at.port) and address.host == at.host:
         return sockets
-    return await listen_at(address)
+    for each in sockets:
+        each.close()
+    return await listen(address)
 
 
 def _for_address(

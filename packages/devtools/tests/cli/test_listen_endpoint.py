@@ -8,6 +8,7 @@ import signal
 import socket
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import orjson
 import pytest
@@ -78,13 +79,16 @@ async def test_an_endpoint_exists_while_its_receiver_listens(
 async def test_the_next_receiver_takes_over_what_kill_9_has_left(
     database: Database, transport: HttpTransport
 ) -> None:
-    with listen(*DEV, OUTBOX_DSN=database.dsn) as killed:
+    local = (*DEV, "--host", "localhost")
+    with listen(*local, OUTBOX_DSN=database.dsn) as killed:
         killed.end(signal.SIGKILL)
     assert await fetchval(database, STATE) == "active"
     async with running(database, transport):
         await publish(database, 1, key="order-7")
         await until(lambda: fetchval(database, FAILED), what="a refused connection")
-        with listen(*DEV, "--type", "a.*", "--json", OUTBOX_DSN=database.dsn) as listening:
+        port = str(urlsplit(killed.url).port)
+        again = (*local, "--port", port, "--type", "a.*", "--json")
+        with listen(*again, OUTBOX_DSN=database.dsn) as listening:
             assert listening.before == [
                 'took over endpoint "dev" for a.*, with 1 pending delivery\n'
             ]
