@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import outbox as package
-from tests.support.documents import Session, blocks, console, normalized, read
+from tests.support.documents import ROOT, Session, blocks, console, normalized, read
 from tests.support.process import outbox
 from tests.support.relay import fetchval
 from tests.support.waiting import until
@@ -94,6 +94,8 @@ async def test_the_demo_prints_the_output_of_the_readme() -> None:
     assert all(line in ended.stdout.splitlines() for line in zeros)
     printed = without_numbers(ended.stdout)
     assert [line for line in without_numbers(output) if line not in printed] == []
+    # From a checkout, what it says next installs the checkout: no index may have the package.
+    assert f"  pip install {ROOT}" in ended.stdout.splitlines()
 
 
 async def test_the_body_example_is_json(database: Database, tmp_path: Path) -> None:

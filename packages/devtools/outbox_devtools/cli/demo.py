@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -130,7 +131,7 @@ def _show(report: ChaosReport) -> None:
             f"  {us} endpoint add billing https://example.com/hooks --type 'order.*'",
             f"  {us} relay",
             "An application that publishes or receives installs one package:",
-            "  pip install outbox-relay",
+            f"  pip install {_checkout() or 'outbox-relay'}",
         )
 
 
@@ -139,5 +140,10 @@ def _own_name() -> str:
     if shutil.which("outbox"):
         return "outbox"
     # From a checkout, run.py has started this; otherwise, an environment that is not activated.
-    is_checkout = (Path(outbox.__file__).parents[1] / "run.py").exists()
-    return "python3 run.py outbox" if is_checkout else sys.argv[0]
+    return sys.argv[0] if _checkout() is None else "python3 run.py outbox"
+
+
+def _checkout() -> str | None:
+    """The directory of the checkout that this runs from; None: an installed package."""
+    directory = Path(outbox.__file__).parents[1]
+    return shlex.quote(str(directory)) if (directory / "run.py").exists() else None
