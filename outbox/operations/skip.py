@@ -15,7 +15,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from outbox.core.brokers.results import BROKER_FAILURES
-from outbox.core.model.response import HOLD_FAILURES, STREAM_HOLD_FAILURES, Failure
+from outbox.core.model.response import (
+    HOLD_FAILURES,
+    STREAM_HOLD_FAILURES,
+    UNREACHABLE_FAILURES,
+    Failure,
+)
 from outbox.errors import Conflict
 from outbox.operations.endpoint_changes import find_endpoint
 from outbox.operations.lane_history import get_lane
@@ -98,7 +103,7 @@ def stuck_advice(
         )
     if failure in STREAM_HOLD_FAILURES:
         return f"to go on with the stream as it is: outbox endpoint adopt {name} --dry-run"
-    if failure in BROKER_FAILURES:
+    if failure in BROKER_FAILURES or failure in UNREACHABLE_FAILURES:
         return None
     if failure == Failure.MISSING:
         return (

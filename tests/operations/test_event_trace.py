@@ -261,6 +261,15 @@ HEAD = STANDING.head
             ["failed after 1 attempt, the last: no connection; the next is due now"],
         ),
         (
+            # The next delivery would fail as well.
+            {
+                "head": replace(
+                    HEAD, attempts=30, next_attempt_at=NOW, last_response={"failure": "connect"}
+                )
+            },
+            ["failed after 30 attempts, the last: no connection; the next is due now"],
+        ),
+        (
             {
                 "health": "failing",
                 "head": replace(

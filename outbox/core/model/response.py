@@ -66,6 +66,10 @@ class Failure(StrEnum):
     """The event is gone, and no record says that it was erased; nothing was sent."""
 
 
+UNREACHABLE_FAILURES = frozenset(
+    {Failure.CONNECT, Failure.DNS, Failure.TLS, Failure.EGRESS_REFUSED}
+)
+"""No request was sent, whatever the delivery is."""
 STREAM_HOLD_FAILURES = frozenset({Failure.FORGOT, Failure.AHEAD, Failure.FOREIGN, Failure.FENCED})
 """Failures of a broker's lane that end only when a person acts."""
 OWN_FAILURES = frozenset({Failure.INTERNAL, Failure.LOCAL})

@@ -49,6 +49,7 @@ THRESHOLDS = [
     ("OutboxReplicaUnreachable", "warning", "up == 0"),
     ("OutboxNoLeader", "critical", "outbox_replica_leads == 1"),
     ("OutboxApiDown", "critical", "outbox_api_up == 0"),
+    ("OutboxApiUnreachable", "critical", "outbox_api_requests_in_progress"),
     ("OutboxApiRestarts", "warning", "[30m]) >= 3"),
     ("OutboxApiRequestsFail", "warning", "> 0.05"),
 ]
@@ -134,6 +135,7 @@ def test_alerts_do_not_flap() -> None:
         "OutboxReplicaUnreachable",
         "OutboxSessionsLost",
         "OutboxReplicaRestarts",
+        "OutboxApiUnreachable",
         "OutboxApiRestarts",
         "OutboxInstallationsMixed",
     }

@@ -6,8 +6,9 @@ import * as endpointActions from "./endpoint_actions.js";
 
 // Failures of a lane that is held until a person acts.
 const HELD = ["forgot", "ahead", "foreign", "fenced"];
-// Other failures that only brokers have: they are never the fault of one delivery.
-const OF_BROKERS = ["refused", "unavailable", "misconfigured", "moved", "unknown"];
+// Failures that are never the fault of one delivery: of brokers, and of receivers that no request
+// reaches. The next delivery would fail as well.
+const OF_ALL = ["refused", "unavailable", "misconfigured", "moved", "unknown", "connect", "dns", "tls", "egress_refused"];
 
 const refill = (endpoint) => button("Refill", () => endpointActions.refill(endpoint), { title: "Append again what the stream has lost" });
 const adopt = (endpoint) => button("Adopt", () => endpointActions.adopt(endpoint), { title: "Continue with the stream as it is" });
@@ -20,6 +21,6 @@ export const retryAction = (endpoint) => button("Retry now", () => endpointActio
 export function stuckAction(endpoint, lane, label = "Skip") {
   const { failure } = lane.last_response ?? {};
   if (HELD.includes(failure)) return h("span", { class: "actions" }, failure === "forgot" ? refill(endpoint) : null, adopt(endpoint));
-  if (OF_BROKERS.includes(failure)) return null;
+  if (OF_ALL.includes(failure)) return null;
   return button(label, () => endpointActions.skip(endpoint, lane), { title: "Dead-letter this delivery, so that the lane continues" });
 }
