@@ -209,6 +209,8 @@ def test_update_prints_the_changed_settings(here: Command) -> None:
         f"  url: {URL} -> {OTHER}\n"
         "  filter: @.a == 1 -> none\n"
         "  lanes: 4 -> 8\n"
+        "what is pending goes first, through the old lanes; events from now on wait for it in the "
+        "new ones: outbox endpoint show b\n"
     )
     again = here("endpoint", "update", "b", "--lanes", 8)
     assert (again.code, again.out) == (

@@ -71,6 +71,11 @@ def _show_updated(done: Updated) -> None:
         old_name = done.changed.get("name", (done.name,))[0]
         echo(f'updated endpoint "{old_name}"')
         print_changed(done.changed, indent=2)
+        if "lanes" in done.changed:
+            echo(
+                "what is pending goes first, through the old lanes; events from now on wait for it "
+                f"in the new ones: outbox endpoint show {shlex.quote(done.name)}"
+            )
 
 
 class _Add(Command):
