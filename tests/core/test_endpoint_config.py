@@ -92,7 +92,7 @@ def test_defaults_apply_to_endpoints_that_do_not_override_them() -> None:
     )
     assert (first.settings.lanes, first.settings.tenant) == (4, "acme")
     assert (second.settings.lanes, second.settings.headers) == (1, {"X-B": "2"})
-    assert (third.settings.lanes, third.settings.tenant) == (1, None)
+    assert (third.settings.lanes, third.settings.tenant) == (4, None)
     assert (first.id, third.id, third.place) == (None, UUID(ID), "endpoints[2]")
 
 

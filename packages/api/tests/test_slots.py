@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from outbox.operations import status
 from outbox_api import database as database_module
+from outbox_api import slots
 from outbox_api.database import Database as Connections
 from outbox_api.limits import CONNECTION_WAIT_S, REQUEST_BODY_BYTES_MAX, WAITING_MAX
 from outbox_api.problem import Problem
@@ -20,7 +21,7 @@ from outbox_api.tenancy import stored_key
 from tests.support.api import Api, make_token, serving
 from tests.support.relay import current, fetchval, settings_for
 from tests.support.virtual_time import run_virtual
-from tests.support.waiting import until
+from tests.support.waiting import LIVE_S, until
 
 if TYPE_CHECKING:
     from tests.support.api import AttemptResult
@@ -240,6 +241,8 @@ async def test_a_tenant_that_takes_its_share_leaves_the_api_to_others(
         return await read(*arguments, tenant=tenant, **options)
 
     monkeypatch.setattr(status, "read_endpoint_statuses", slow)
+    # The requests wait for as long as the test needs on a busy machine.
+    monkeypatch.setattr(slots, "CONNECTION_WAIT_S", 2 * LIVE_S)
     hog = await tenant_api(database, api, "hog")
     # Another token of the same tenant has no other share.
     both = (hog, api.with_token(await make_token(database, "hog-2", tenant="hog")))
@@ -263,13 +266,14 @@ async def test_a_tenant_that_takes_its_share_leaves_the_api_to_others(
 
 async def until_refused(api: Api) -> AttemptResult:
     """Send requests until one is refused; those before it wait, and are cancelled."""
-    while True:
-        waiting = asyncio.create_task(api.get("/v1/endpoint-statuses"))
-        done, _ = await asyncio.wait([waiting], timeout=0.1)
-        if done:
-            return waiting.result()
-        waiting.cancel()
-        await asyncio.wait([waiting])
+    async with asyncio.timeout(LIVE_S):
+        while True:
+            waiting = asyncio.create_task(api.get("/v1/endpoint-statuses"))
+            done, _ = await asyncio.wait([waiting], timeout=0.5)
+            if done:
+                return waiting.result()
+            waiting.cancel()
+            await asyncio.wait([waiting])
 
 
 @pytest.mark.one_major
