@@ -12,16 +12,17 @@ from outbox.drivers.statement import Call
 from outbox.errors import CannotRun, SchemaMissing, SchemaTooNew
 from outbox.producers.statements import in_schema
 from outbox.store.schema.migration_files import Migration, migrations
-from outbox.store.schema.server_product import READ_VERSION, explain_foreign_product
+from outbox.store.schema.server_product import explain_foreign_product
 
 if TYPE_CHECKING:
     from outbox.drivers.statement import Plan
 
-# Whether this schema has a history table, independently of the search path.
+# The server's product, and whether this schema has a history table, independently of the search
+# path.
 FIND_HISTORY = """
-SELECT EXISTS (SELECT FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
-                WHERE n.nspname = CAST(:schema AS text) AND c.relname = 'migration'
-                  AND c.relkind = 'r')
+SELECT version(), EXISTS (
+       SELECT FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+       WHERE n.nspname = CAST(:schema AS text) AND c.relname = 'migration' AND c.relkind = 'r')
 """
 
 # Applied migrations.
@@ -56,10 +57,9 @@ def read_status(schema: str) -> Plan[SchemaStatus]:
             application, or the server is not PostgreSQL.
     """
     history: dict[int, _Applied] = {}
-    ((version,),) = yield Call(READ_VERSION, {})
+    ((version, exists),) = yield Call(FIND_HISTORY, {"schema": schema})
     if (reason := explain_foreign_product(version)) is not None:
         raise CannotRun(reason)
-    ((exists,),) = yield Call(FIND_HISTORY, {"schema": schema})
     if exists:
         rows = yield Call(in_schema(READ_HISTORY, schema), {})
         history = {row[0]: _Applied(*row) for row in rows}
