@@ -6,7 +6,7 @@ import os
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from playwright.async_api import expect
+from playwright.async_api import ViewportSize, expect
 
 from tests.support.chromium import browsing
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 WAIT_MS = 30_000
 """Enough for a machine that is busy with other tests."""
-DESKTOP = {"width": 1280, "height": 800}
-PHONE = {"width": 390, "height": 844}
+DESKTOP = ViewportSize(width=1280, height=800)
+PHONE = ViewportSize(width=390, height=844)
 
 
 class Visitor:
@@ -90,7 +90,7 @@ async def visiting(url: str, *, phone: bool = False, dark: bool = False) -> Asyn
     """A visitor without a session; browser errors fail the test."""
     async with browsing() as browser:
         context = await browser.new_context(
-            viewport=PHONE if phone else DESKTOP,  # type: ignore[arg-type]
+            viewport=PHONE if phone else DESKTOP,
             color_scheme="dark" if dark else "light",
             has_touch=phone,
         )
