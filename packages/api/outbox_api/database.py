@@ -223,7 +223,9 @@ class Database:
         try:
             async with self._connected(pool) as connection:
                 if not self._has_privileges:
-                    await require_privileges(connection, self.schema, PURPOSE)
+                    # The connection may have hung since it was opened.
+                    async with asyncio.timeout(CONNECTION_WAIT_S):
+                        await require_privileges(connection, self.schema, PURPOSE)
                     self._has_privileges, self._refusal = True, None
                 yield connection
         except Exception as error:
@@ -253,7 +255,8 @@ class Database:
             ) from None
         try:
             if self.settings.pooled:
-                await require_unprotected(cast("Connection[Any]", connection))
+                async with asyncio.timeout(CONNECTION_WAIT_S):
+                    await require_unprotected(cast("Connection[Any]", connection))
             yield cast("Connection[Any]", connection)
         finally:
             # The request is complete: a failed reset closes the connection and must not

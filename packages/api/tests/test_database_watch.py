@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from pydantic import SecretStr
@@ -45,3 +45,28 @@ async def test_a_connection_that_hangs_is_noticed_and_opened_again(
                 assert watched.problem is None
                 watching.cancel()
                 await asyncio.wait([watching])
+
+
+async def test_a_connection_that_hangs_at_its_first_use_is_noticed(
+    database: postgres.Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one of a process asks for its privileges."""
+    require = connections.require_privileges
+    hangs = True
+
+    async def require_or_hang(*arguments: Any) -> None:
+        if hangs:
+            await asyncio.Event().wait()
+        await require(*arguments)
+
+    monkeypatch.setattr(connections, "require_privileges", require_or_hang)
+    for name in ("WATCH_EVERY_S", "CONNECTION_WAIT_S"):
+        monkeypatch.setattr(connections, name, 0.2)
+    watched = Database(current(settings_for(database, dsn_source="test")))
+    async with watched.opened():
+        watching = asyncio.create_task(watched.watch())
+        await until(lambda: watched.problem, LIVE_S, "the problem")
+        hangs = False
+        await until(lambda: watched.problem is None, LIVE_S, "its end")
+        watching.cancel()
+        await asyncio.wait([watching])
