@@ -52,6 +52,7 @@ class Client:
         self._rng = rng
         self._numbers: dict[str, Iterator[int]] = defaultdict(count)
         self.published: Counter[tuple[str, int]] = Counter()
+        self.requests = 0
 
     async def run(self) -> None:
         for _ in range(REQUESTS):
@@ -70,6 +71,7 @@ class Client:
             api = self._rng.choice(self._apis)
             response = await api.post("/v1/events", {"events": events})
             assert response.status in (200, 201), response.detail
+            self.requests += 1
         self.published.update((each["key"], each["payload"]) for each in events)
 
     def _event(self) -> dict[str, Any]:
@@ -111,7 +113,8 @@ async def test_what_tokens_of_tenants_publish_keeps_its_order_over_apis_and_rela
         async with killed_at_the_end(database, network):
             await all_ended(database)
     held = sum(each.meters.to_json()["series"]["outbox.api.held"][0][1] for each in shared)
-    assert len(clients) < held < len(clients) * (ROUNDS * REQUESTS - 1)
+    # The faster the machine, the fewer requests pass at once.
+    assert len(clients) < held < sum(client.requests for client in clients)
     published = sum((client.published for client in clients), Counter())
     stored = await fetchval(database, "SELECT count(*) FROM outbox WHERE type = 'a.b'")
     assert stored == published.total()
