@@ -42,7 +42,7 @@ VALUES: dict[str, str] = {
     "name": NAME, "names": NAME, "endpoint": NAME, "url": URL, "event": KEY, "id": KEY,
     "tenant": TENANT, "key": ONCE, "policy": "standard", "which": "rules", "table": f"app.{KEY}",
     "file": f"/{NAME}", "path": f"/{NAME}", "cron": "@daily", "type_": "a.b", "scopes": "read",
-    "ids": "1", "dead_id": "1", "job_id": "1", "lane": NAME, "sequence": "1",
+    "ids": "1", "dead_id": "1", "job_id": "1", "lane": NAME, "sequence": "1", "shell": "bash",
 }  # fmt: skip
 """Arguments and required options by name.  A new one needs a value here."""
 OF_GROUP = {
