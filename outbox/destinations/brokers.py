@@ -82,17 +82,26 @@ def check_broker_url(
     return rules
 
 
-def is_same_stream(url: str, other_url: str) -> bool:
+def is_same_stream(stored_url: str, url: str) -> bool:
     """Whether two URLs name the same streams, maybe by other servers.
 
+    A stored one may have an option that an earlier version accepted; then they are compared without
+    their options.
+
     Raises:
-        UsageError: one of them is not valid, or nothing usable is installed for it.
+        UsageError: the other one is not valid, or nothing usable is installed for it.
     """
-    if not (is_stream(url) and is_stream(other_url)):
+    if not (is_stream(stored_url) and is_stream(url)):
         return False
-    found, other = find_destination(url), find_destination(other_url)
+    found = find_destination(url)
+    if find_destination(stored_url) is not found:
+        return False
     with calling_plugin(url):
-        return found is other and found.parse_url(url).streams == found.parse_url(other_url).streams
+        streams = found.parse_url(url).streams
+        try:
+            return found.parse_url(stored_url).streams == streams
+        except UsageError:
+            return stored_url.partition("?")[0] == url.partition("?")[0]
 
 
 def require_for_tenant(url: str, current_url: str | None = None) -> None:

@@ -124,7 +124,7 @@ async def test_no_secret_is_left_anywhere(database: Database, tmp_path: Path) ->
             ("dead", f"http://127.0.0.1:{free_port()}/"),
         ):
             made = await command(
-                *("endpoint", "add", name, url, "--headers-file", "-", "--json"),
+                *("endpoint", "add", name, url, "--headers-file", "-", "--lanes", "1", "--json"),
                 stdin=f"Authorization: Bearer {header}\nX-Key: {header}\n",
                 shows="secret",
             )

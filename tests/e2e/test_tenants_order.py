@@ -20,7 +20,7 @@ import aiohttp
 import pytest
 
 from outbox.core.delivery.signature import parse_secret
-from outbox.operations import endpoint_states
+from outbox.operations import endpoint_states, quotas
 from outbox_devtools.development_receiver import DevelopmentReceiver, HandledOutcome, HandledRequest
 from tests.support.api import make_token
 from tests.support.process import outbox as command
@@ -121,6 +121,9 @@ async def test_what_tenants_publish_keeps_its_order(
             added = await command(*words, env=env)
             assert added.code == 0, added.stderr
             secrets.append(parse_secret(added.json["secret"]))
+            async with database.at_hand() as db:
+                limits = {"endpoints": PAUSED + 1, "lanes": PAUSED + 2}
+                await quotas.set_quota(db, "relay", tenant, limits, actor="test")
             names = [f"{tenant}-{n}" for n in range(PAUSED)]
             for name in names:
                 await add_endpoint(database, name, tenant=tenant, lanes=1)

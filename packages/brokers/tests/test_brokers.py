@@ -160,6 +160,13 @@ def test_other_servers_may_have_the_same_streams(url: str, other: str, *, is_sam
     assert is_same_stream(other, url) is is_same
 
 
+def test_a_stored_url_may_have_an_option_that_is_gone() -> None:
+    assert is_same_stream("kafka://a/t?exact=1", "kafka://a/t")
+    assert not is_same_stream("kafka://a/t?exact=1", "kafka://a/u")
+    with pytest.raises(UsageError, match="unknown option 'exact'"):
+        is_same_stream("kafka://a/t", "kafka://a/t?exact=1")
+
+
 def test_credentials_that_a_broker_does_not_take_are_refused() -> None:
     creds = "-----BEGIN NATS USER JWT-----\nx\n------END NATS USER JWT------\n"
     plugins.NATS.check_credentials(creds)
