@@ -152,7 +152,7 @@ async def test_the_unit_of_the_relay_allows_every_feature(
     features = ("plain", "batches", "filtered", "mutual", "redis", "nats", "kafka")
     authority, receiver, trace = Authority(), DevelopmentReceiver(()), tmp_path / "trace"
     kafka = MockCluster()
-    kafka.create_topic("topic", 1)
+    kafka.create_topic("topic", 4)
     async with AsyncExitStack() as stack:
         stack.callback(kafka.close)
         enter = stack.enter_async_context

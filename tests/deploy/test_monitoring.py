@@ -30,8 +30,9 @@ PROFILE = "monitoring"
 WITHOUT_DATA = {
     *("Failed requests", "Failed requests by cause", "Failed retries", "Unhealthy longest"),
     "Deliveries in runs",
+    *("API requests", "API request duration", "Refused API requests", "API processes"),
 }
-"""Panels that show nothing while every delivery succeeds and there is no backlog."""
+"""Panels that show nothing while every delivery succeeds, there is no backlog and no API."""
 
 
 def _mounted(service: str) -> dict[str, Path]:

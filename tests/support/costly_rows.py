@@ -13,6 +13,7 @@ from outbox.core.model.event import KEY_BYTES_MAX, ONCE_BYTES_MAX, TENANT_BYTES_
 from outbox.core.model.pattern import TYPE_BYTES_MAX
 from outbox.core.model.setting_types import NAME_BYTES_MAX
 from outbox.core.model.stored_response import STORED_BODY_CHARS_MAX, STORED_HEADER_CHARS_MAX
+from outbox.operations import quotas
 from outbox.operations.apply import apply_file
 from outbox_api.limits import COMMENT_CHARS_MAX, LIMIT_MAX
 from outbox_api.tenancy import stored_key
@@ -148,11 +149,13 @@ async def fill(database: Database, *, large: bool) -> None:
     values = VALUES if large else VALUES | MANY_SMALL_VALUES
     statements = re.sub(r"(?<!:):([a-z]+)\b", lambda each: values[each[1]], FILL)
     declared: list[dict[str, Any]] = [
-        {"name": ENDPOINT.format(n), "url": "https://e.example/", "tenant": TENANT}
+        {"name": ENDPOINT.format(n), "url": "https://e.example/", "tenant": TENANT, "lanes": 1}
         for n in range(ROWS)
     ]
     declared[0]["lanes"] = ENDPOINT_LANES_MAX
     async with database.connection(server_settings={"search_path": "relay"}) as connection:
         parsed = endpoint_config.parse_file({"endpoints": declared})
+        limits = {"endpoints": ROWS, "lanes": ROWS + ENDPOINT_LANES_MAX}
+        await quotas.set_quota(connection, "relay", TENANT, limits, actor="ann")
         await apply_file(connection, "relay", parsed, actor="ann")
         await connection.execute(statements)

@@ -53,6 +53,7 @@ GUIDES = {
 BACKGROUND = {
     "outbox listen": "listening",
     "outbox relay": "replica registered",
+    "outbox api": "the API listens",
     "uvicorn": "Uvicorn running",
     "python worker.py": "replica registered",
     "python receiver.py": "Running on",
