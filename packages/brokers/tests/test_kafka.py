@@ -14,7 +14,7 @@ from confluent_kafka import KafkaError, KafkaException, Producer
 from outbox.core.brokers.port import Appended, Position, Stop, StopKind
 from outbox.destinations.broker import BrokerAddress
 from outbox.network.dns import CachingResolver
-from outbox.network.egress import EgressPolicy
+from outbox.network.egress import BrokerPolicy, EgressPolicy
 from outbox_brokers.kafka import broker as driver
 from outbox_brokers.kafka import producer as producers
 from outbox_brokers.kafka import settings
@@ -375,7 +375,8 @@ async def test_an_address_outside_of_open_networks_is_refused(cluster: MockClust
         (f"kafka://{cluster.server}/{TOPIC}", "loopback"),
         ("kafka://1.1.1.1/t", "not encrypted"),
     ):
-        broker = KafkaBroker(BrokerAddress(url, timeout_s=2.0), EgressPolicy(), resolver)
+        policy = BrokerPolicy(EgressPolicy(), None)
+        broker = KafkaBroker(BrokerAddress(url, timeout_s=2.0), policy, resolver)
         standing = await broker.open(LANE, OWNER, 0, None)
         assert isinstance(standing, Stop)
         assert standing.kind is StopKind.MISCONFIGURED
