@@ -41,9 +41,7 @@ WAIT_S, LONG_S, LONG = 0.02, 0.5, 0.02
 POLL_S, SETTLE_S = 0.005, 2.0
 NONE = Target("at most", 0)
 
-MAKE_COUNTERS = """
-CREATE TABLE counter AS SELECT key, 0 AS n FROM generate_series(1, $1) AS key;
-"""
+MAKE_COUNTERS = f"CREATE TABLE counter AS SELECT key, 0 AS n FROM generate_series(1, {KEYS}) AS key"
 COUNT = "UPDATE counter SET n = n + 1 WHERE key = $1 RETURNING n"
 PUBLISH = """
 INSERT INTO outbox (type, key, payload)
@@ -150,7 +148,7 @@ async def _race(
 ) -> dict[str, list[str]]:
     """Run the writers; returns what each reader has read, in its order."""
     async with stage.server.database() as database, search(database) as connection:
-        await connection.execute(MAKE_COUNTERS.replace("$1", str(KEYS)))
+        await connection.execute(MAKE_COUNTERS)
         await add_endpoint(connection, stage.urls["http"], lanes=LANES)
         stage.expect(committed, keep=True)
         async with (

@@ -94,7 +94,7 @@ def emit_pairs(*sections: Sequence[tuple[str, Any]]) -> None:
 def print_changed(changed: Mapping[str, tuple[str, str]], *, indent: int) -> None:
     """Print changed settings, each with its old and its new value."""
     for name, (old, new) in changed.items():
-        echo(safe(f"{' ' * indent}{name}: {old} -> {new}"))
+        echo(f"{' ' * indent}{name}: {old} -> {new}")
 
 
 def style(text: str, **styles: Any) -> str:

@@ -8,7 +8,7 @@ import click
 
 from outbox.cli.common import before_id_option, print_result, run_operation, warn
 from outbox.cli.output import cell, describe_payload, echo, emit_pairs, fold, style
-from outbox.core.model.text import count, safe
+from outbox.core.model.text import count
 from outbox.operations import trace
 from outbox.operations.future_events import describe
 from outbox.operations.trace_diagnosis import describe_unsent
@@ -215,7 +215,7 @@ def _attempt(attempt: TracedAttempt) -> str:
         details.append(attempt.error)
     if body := response.get("body", "").strip():
         details.append(cell(body) if len(body) < 80 else _cut(body))
-    return safe(f"{text}  {'  '.join(details)}".rstrip())
+    return f"{text}  {'  '.join(details)}".rstrip()
 
 
 def _cut(text: str) -> str:

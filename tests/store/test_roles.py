@@ -94,6 +94,11 @@ SELECT p.proname AS name, p.prosecdef AS definer, p.proconfig AS config,
   FROM pg_proc p WHERE p.pronamespace = $1::regnamespace
 """
 
+ADD_RELAY = """
+INSERT INTO replica (name, version, label, lease_s, expires_at)
+VALUES ('r1', '1', 'outbox-relay:r1', 3600, clock_timestamp() + interval '1 h')
+"""
+"""A running relay, whose sessions have this label."""
 DENIED = (asyncpg.InsufficientPrivilegeError, asyncpg.GeneratedAlwaysError)
 FORGED = "INSERT INTO outbox (id, type, payload) OVERRIDING SYSTEM VALUE VALUES (5, 'a', '{}')"
 
@@ -390,11 +395,8 @@ async def test_epochs_and_registrations_change_only_if_events_were_skipped(
     database: Database, owner: Connection[Any]
 ) -> None:
     endpoint = await add_endpoint(database)
-    await owner.execute("""
-        INSERT INTO replica (name, version, label, lease_s, expires_at)
-        VALUES ('r1', '1', 'outbox-relay:r1', 3600, clock_timestamp() + interval '1 h');
-        UPDATE ownership SET replica_id = (SELECT id FROM replica), epoch = 3
-    """)
+    await owner.execute(ADD_RELAY)
+    await owner.execute("UPDATE ownership SET replica_id = (SELECT id FROM replica), epoch = 3")
     state = "SELECT (SELECT count(*) FROM replica), (SELECT max(epoch) FROM ownership)"
     async with role(database, "api") as name:
         connection = await _as(database, name)
@@ -681,11 +683,8 @@ async def _says(connection: Connection[Any], check: str = "roles") -> list[Docto
 
 @pytest.mark.one_major
 async def test_the_doctor_reports_relays_that_are_superusers(owner: Connection[Any]) -> None:
-    await owner.execute("""
-        SET application_name = 'outbox-relay:r1';
-        INSERT INTO replica (name, version, label, lease_s, expires_at)
-        VALUES ('r1', '1', 'outbox-relay:r1', 3600, clock_timestamp() + interval '1 h')
-    """)
+    await owner.execute("SET application_name = 'outbox-relay:r1'")
+    await owner.execute(ADD_RELAY)
     (found,) = await _says(owner)
     assert found.severity == "warning"
     assert 'a relay connects as "' in found.message
@@ -700,10 +699,7 @@ async def test_the_doctor_reports_relays_that_own_the_schema(
     async with role(database, "relay") as name:
         relay = await _as(database, name)
         await relay.execute("SET application_name = 'outbox-relay:r1'")
-        await owner.execute("""
-            INSERT INTO replica (name, version, label, lease_s, expires_at)
-            VALUES ('r1', '1', 'outbox-relay:r1', 3600, clock_timestamp() + interval '1 h')
-        """)
+        await owner.execute(ADD_RELAY)
         assert [f for f in await _says(owner) if "a relay connects" in f.message] == []
         await owner.execute(f'ALTER TABLE outbox OWNER TO "{name}"')
         (found,) = [f for f in await _says(owner) if "a relay connects" in f.message]

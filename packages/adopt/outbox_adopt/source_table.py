@@ -27,13 +27,17 @@ SELECT c.oid, format('%I.%I', n.nspname, c.relname) AS name, c.relkind::text AS 
  WHERE c.oid = to_regclass($1)
 """
 
+# The table, and those that inherit from it.
+_WITH_TREE = """\
+WITH RECURSIVE tree AS (
+    SELECT $1::oid AS id
+     UNION SELECT i.inhrelid FROM pg_inherits i JOIN tree ON i.inhparent = tree.id)"""
+
 # What belongs to another role, although statements on the table may run it with the rights of this
 # one: tables that inherit from it, and types, functions and operators of columns, defaults,
 # constraints, triggers, policies, rules and indexes.  What belongs to a superuser does not count.
-READ_FOREIGN = """
-WITH RECURSIVE tree AS (
-    SELECT $1::oid AS id
-     UNION SELECT i.inhrelid FROM pg_inherits i JOIN tree ON i.inhparent = tree.id),
+READ_FOREIGN = f"""
+{_WITH_TREE},
 used AS (
     SELECT part.* FROM tree CROSS JOIN LATERAL (
         SELECT 'pg_class'::regclass::oid AS class, tree.id
@@ -70,10 +74,8 @@ SELECT pg_describe_object(used.class, used.id, 0) AS object,
 """
 
 # Roles that may create triggers on the table, or on one that inherits from it.
-READ_TRIGGER_GRANT = """
-WITH RECURSIVE tree AS (
-    SELECT $1::oid AS id
-     UNION SELECT i.inhrelid FROM pg_inherits i JOIN tree ON i.inhparent = tree.id)
+READ_TRIGGER_GRANT = f"""
+{_WITH_TREE}
 SELECT format('%I.%I', n.nspname, c.relname) AS name,
        coalesce(quote_ident(r.rolname), 'PUBLIC') AS grantee
   FROM tree JOIN pg_class c ON c.oid = tree.id JOIN pg_namespace n ON n.oid = c.relnamespace
