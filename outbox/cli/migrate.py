@@ -11,7 +11,10 @@ from outbox.cli.common import database, json_option, run_connected, settings_opt
 from outbox.cli.output import echo, emit_document, emit_json
 from outbox.core.model.schema_name import migrate_command
 from outbox.errors import UsageError
-from outbox.store.connection import current_schema, migrate
+from outbox.setting_sources import read_secret
+from outbox.store.connection import current_schema, dsn, migrate
+from outbox.store.connection.connect import map_errors
+from outbox.store.login_roles import LoginRole, create_login_roles
 from outbox.store.privileges import PURPOSES
 from outbox.store.retention.partitions import PartitionStore
 
@@ -38,12 +41,30 @@ def _purpose_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+def _login_roles(
+    context: click.Context, parameter: click.Parameter, given: tuple[str, ...]
+) -> list[LoginRole]:
+    """Read the address of each PURPOSE=FILE."""
+    roles = []
+    for text in given:
+        purpose, _, path = text.partition("=")
+        if purpose not in PURPOSES or not path:
+            raise UsageError(
+                f"--create-role {text}: give PURPOSE=FILE; purposes: {', '.join(PURPOSES)}"
+            )
+        source = f"--create-role {purpose}"
+        name, password = dsn.login_in(read_secret(source, path), source=source)
+        roles.append(LoginRole(purpose, name, password, source))
+    return roles
+
+
 @click.command(
     epilog="""\b
 Examples:
   outbox migrate
   outbox migrate --producer app            the role "app" may publish, nothing else
   outbox migrate --relay app_relay         and "app_relay" may run outbox relay
+  outbox migrate --create-role relay=dsn   also creates the role: that of the DSN in the file "dsn"
   outbox migrate --revoke app --reader app the role "app" may only read from now on
   outbox migrate --check || outbox migrate
   outbox migrate --sql > outbox.sql        to apply the SQL by other means
@@ -63,6 +84,15 @@ Examples:
 )
 @_purpose_options
 @click.option(
+    "--create-role",
+    "logins",
+    multiple=True,
+    metavar="PURPOSE=FILE",
+    callback=_login_roles,
+    help="Create the role of the DSN in FILE, or give it the DSN's password, and grant it a "
+    "purpose: producer, relay, operator, api or reader.",
+)
+@click.option(
     "--revoke",
     multiple=True,
     metavar="ROLE",
@@ -81,6 +111,7 @@ def command(
     check: bool,
     as_sql: bool,
     from_version: int,
+    logins: list[LoginRole],
     revoke: tuple[str, ...],
     payload_bytes_max: int | None,
     as_json: bool,
@@ -96,13 +127,16 @@ def command(
     if check and as_sql:
         raise UsageError("--check and --sql exclude each other")
     roles = [(purpose, role) for purpose in PURPOSES for role in named[purpose]]
-    if check and (roles or revoke or payload_bytes_max is not None):
+    if check and (roles or logins or revoke or payload_bytes_max is not None):
         given = "--revoke" if revoke else "--payload-bytes-max"
+        given = "--create-role" if logins else given
         given = f"--{roles[0][0]}" if roles else given
         raise UsageError(f"--check changes nothing; it cannot be combined with {given}")
     if as_sql:
         if as_json:
             raise UsageError("--sql prints SQL; it cannot be combined with --json")
+        if logins:
+            raise UsageError("--sql has no passwords; it cannot be combined with --create-role")
         script = migrate.sql(
             settings.schema_name,
             after=from_version,
@@ -116,7 +150,7 @@ def command(
     elif check:
         _check(settings, as_json)
     else:
-        _migrate(settings, roles, revoke, payload_bytes_max, as_json)
+        _migrate(settings, roles, logins, revoke, payload_bytes_max, as_json)
 
 
 def _check(settings: Settings, as_json: bool) -> None:
@@ -141,14 +175,20 @@ def _check(settings: Settings, as_json: bool) -> None:
 
 def _migrate(
     settings: Settings,
-    roles: Sequence[tuple[str, str]],
+    roles: list[tuple[str, str]],
+    logins: Sequence[LoginRole],
     revoked: Sequence[str],
     payload_bytes_max: int | None,
     as_json: bool,
 ) -> None:
     schema = settings.schema_name
+    roles = [*roles, *((login.purpose, login.name) for login in logins)]
 
-    async def apply(connection: Connection[Any]) -> tuple[list[Migration], int, int]:
+    async def apply(
+        connection: Connection[Any],
+    ) -> tuple[list[Migration], dict[str, bool], int, int]:
+        with map_errors(schema):
+            logging_in = await create_login_roles(connection, logins)
         done = await migrate.migrate(
             connection,
             schema,
@@ -158,9 +198,9 @@ def _migrate(
             open_observer=lambda: database(settings, current=False),
         )
         dropped = await _drop_partitions(connection)
-        return done, dropped, (await current_schema.status(connection, schema)).version
+        return done, logging_in, dropped, (await current_schema.status(connection, schema)).version
 
-    done, dropped, version = run_connected(settings, apply, current=False, long=True)
+    done, logging_in, dropped, version = run_connected(settings, apply, current=False, long=True)
     applied = [str(migration) for migration in done]
     if as_json:
         emit_json(
@@ -169,6 +209,7 @@ def _migrate(
                 "version": version,
                 "applied": applied,
                 "roles": [{"purpose": purpose, "role": role} for purpose, role in roles],
+                "roles_created": [name for name, is_new in logging_in.items() if is_new],
                 "revoked": list(revoked),
                 "partitions_dropped": dropped,
                 "payload_bytes_max": payload_bytes_max,
@@ -183,6 +224,11 @@ def _migrate(
         echo(f'schema "{schema}" is up to date, at version {version}')
     for role in revoked:
         echo(f'role "{role}": all rights revoked')
+    for login in logins:
+        if logging_in[login.name]:
+            echo(f'role "{login.name}": created')
+        elif login.password is not None:
+            echo(f'role "{login.name}": password set')
     for purpose, role in roles:
         echo(f'role "{role}" may {PURPOSES[purpose]}')
     if dropped:

@@ -183,9 +183,10 @@ def test_the_defaults_of_the_settings_are_those_of_the_relay() -> None:
 
 @pytest.mark.slow
 @pytest.mark.system
-def test_each_pod_has_the_address_of_its_own_role_alone(minimal: Objects) -> None:
+def test_each_pod_but_that_which_creates_the_roles_has_one_address(minimal: Objects) -> None:
     key = ("outbox", "key", "OUTBOX_KEY")
-    assert _files(minimal, "migration") == {("outbox", "migration-dsn", "OUTBOX_DSN")}
+    roles = {("outbox", "relay-dsn", "relay"), ("outbox", "api-dsn", "api")}
+    assert _files(minimal, "migration") == {("outbox", "migration-dsn", "OUTBOX_DSN"), *roles}
     assert _files(minimal, "relay") == {("outbox", "relay-dsn", "OUTBOX_DSN"), key}
     assert _files(minimal, "api") == {("outbox", "api-dsn", "OUTBOX_DSN"), key}
     for workload in ("migration", "relay", "api"):
@@ -279,10 +280,30 @@ def test_each_process_accepts_the_environment_of_its_container(
 def test_the_migration_grants_the_roles_of_the_values(everything: Objects) -> None:
     migration = _container(everything, "migration")
     assert migration["args"][0] == "migrate"
+    created = ("relay", "api", "operator")
     assert set(migration["args"][1:]) == {
-        f"--{purpose}={role}" for purpose in PURPOSES for role in (f"a_{purpose}", f"b {purpose}")
+        *(
+            f"--{purpose}={role}"
+            for purpose in PURPOSES
+            for role in (f"a_{purpose}", f"b {purpose}")
+        ),
+        *(f"--create-role={purpose}=/run/secrets/outbox/{purpose}" for purpose in created),
     }
-    assert _files(everything, "migration") == {("owner", "dsn", "OUTBOX_DSN")}
+    addresses = {("shared", f"{purpose}-dsn", purpose) for purpose in created}
+    assert _files(everything, "migration") == {("owner", "dsn", "OUTBOX_DSN"), *addresses}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "migration", [{"createRoles": False}, {"dsn": {"secret": "", "key": "relay-dsn"}}]
+)
+def test_no_role_is_created_where_that_is_off_or_all_have_one(
+    helm: Helm, migration: dict[str, Any]
+) -> None:
+    api = {"dsn": {"secret": "outbox", "key": "relay-dsn"}}
+    objects = _render(helm, {"migration": migration, "api": api})
+    assert _container(objects, "migration")["args"] == ["migrate"]
+    assert len(_files(objects, "migration")) == 1
 
 
 @pytest.mark.full
@@ -461,7 +482,7 @@ def test_a_changed_secret_restarts_pods_and_a_missing_key_is_named(
     helpers.write_text(text.replace(lookup, f"get (fromJson `{json.dumps(secrets)}`)"))
     copy = type(helm)(chart)
     objects = _render(copy, {"migration": {"dsn": {"secret": "mine", "key": "dsn"}}})
-    for workload, version in (("migration", "8"), ("relay", "7"), ("api", "7")):
+    for workload, version in (("migration", "8,7"), ("relay", "7"), ("api", "7")):
         annotations = _pod(objects, workload)["metadata"]["annotations"]
         assert annotations == {"outbox-relay/secret-versions": version}
     with pytest.raises(ValueError, match='the Secret "outbox" has no key "migration-dsn"'):

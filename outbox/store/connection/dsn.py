@@ -183,6 +183,18 @@ def parse(text: str, *, source: str, env: Mapping[str, str]) -> Dsn:
     return _build({**environment, **from_service, **given}, source, warnings)
 
 
+def login_in(text: str, *, source: str) -> tuple[str, str | None]:
+    """The role that an address names, and its password, if it has one.
+
+    Raises:
+        UsageError: as in `parse`, or it names no role.
+    """
+    given, _ = _known(conninfo.parameters(text, source), source)
+    if not given.get("user"):
+        raise invalid_address(source, "it names no user")
+    return given["user"], given.get("password")
+
+
 def from_settings(settings: Settings, env: Mapping[str, str] | None = None) -> Dsn:
     """The database of the settings.
 

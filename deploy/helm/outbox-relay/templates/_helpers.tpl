@@ -21,9 +21,29 @@ outbox-api: {{ include "outbox.name" . }}-api
 {{- end }}
 {{- end }}
 
+{{/* Whether endpoints are applied: "true" or nothing. */}}
+{{- define "outbox.hasApply" -}}
+{{- with .Values.apply }}
+{{- if or .file .configMap .secret }}true{{ end }}
+{{- end }}
+{{- end }}
+
 {{/* The Secret that has a DSN; takes `root` and `dsn`. */}}
 {{- define "outbox.secretOf" -}}
 {{ .dsn.secret | default .root.Values.secret.name }}
+{{- end }}
+
+{{/* The DSN of each purpose that is not that of the migration, as YAML. */}}
+{{- define "outbox.otherDsns" -}}
+{{- $purposes := dict "relay" .Values.relay }}
+{{- if include "outbox.hasApi" . }}{{ $_ := set $purposes "api" .Values.api }}{{ end }}
+{{- if include "outbox.hasApply" . }}{{ $_ := set $purposes "operator" .Values.apply }}{{ end }}
+{{- $owner := printf "%s %s" (include "outbox.secretOf" (dict "root" . "dsn" .Values.migration.dsn)) .Values.migration.dsn.key }}
+{{- range $purpose, $own := $purposes }}
+{{- if ne $owner (printf "%s %s" (include "outbox.secretOf" (dict "root" $ "dsn" $own.dsn)) $own.dsn.key) }}
+{{ $purpose }}: {{ toJson $own.dsn }}
+{{- end }}
+{{- end }}
 {{- end }}
 
 {{/* Labels of all that belongs to the release. */}}
@@ -40,6 +60,7 @@ app: its name, such as outbox-relay
 own: its values, which come before those of the chart
 env: variables that the chart sets
 keys: whether it gets the keys of the shared Secret
+creates: the addresses of the roles that it creates, by their purposes
 volumes, mounts: those of its own, besides the secrets
 */}}
 
@@ -54,13 +75,16 @@ app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 {{- merge $own (include "outbox.selector" . | fromYaml) (include "outbox.partOf" .root | fromYaml) .root.Values.labels | toYaml }}
 {{- end }}
 
-{{/* The Secret and the key of each secret variable, as YAML. */}}
+{{/* The Secret and the key of each secret file, as YAML: variables, and the addresses of roles to create. */}}
 {{- define "outbox.files" -}}
 OUTBOX_DSN: {secret: {{ include "outbox.secretOf" (dict "root" .root "dsn" .own.dsn) | quote }}, key: {{ .own.dsn.key | quote }}}
 {{- if .keys }}
 {{- range $variable, $key := .root.Values.secret.keys }}
 {{ $variable }}: {secret: {{ $.root.Values.secret.name | quote }}, key: {{ $key | quote }}}
 {{- end }}
+{{- end }}
+{{- range $purpose, $dsn := .creates }}
+{{ $purpose }}: {secret: {{ include "outbox.secretOf" (dict "root" $.root "dsn" $dsn) | quote }}, key: {{ $dsn.key | quote }}}
 {{- end }}
 {{- end }}
 
@@ -130,7 +154,9 @@ image: "{{ .root.Values.image.repository }}:{{ .root.Values.image.tag | default 
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 env:
   {{- range $variable, $_ := include "outbox.files" . | fromYaml }}
+  {{- if hasPrefix "OUTBOX_" $variable }}
   - {name: {{ $variable }}_FILE, value: /run/secrets/outbox/{{ $variable }}}
+  {{- end }}
   {{- end }}
   {{- range $variable, $value := merge (deepCopy (.env | default dict)) .root.Values.settings }}
   - {name: {{ $variable }}, value: {{ kindIs "string" $value | ternary $value (toJson $value) | quote }}}

@@ -1,0 +1,125 @@
+"""The database roles of other processes: `outbox migrate --create-role`.
+
+An address has the name and the password of a role.  The server gets the verifier of the password,
+never the password, which its log could show.  Verifier: RFC 5803; PostgreSQL documentation,
+CREATE ROLE.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+from base64 import b64encode
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import asyncpg
+
+from outbox.core.model.sql_names import quote_ident, quote_literal
+from outbox.drivers.errors import server_error
+from outbox.errors import CannotRun, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncpg import Connection
+
+SALT_BYTES = 16
+ITERATIONS = 4096  # As PostgreSQL's scram_iterations.
+
+# What stands against giving some roles a password; a role that does not exist has no row.
+READ_ROLES = """
+SELECT rolname AS name, rolsuper AS is_superuser, rolname = current_user AS is_own
+  FROM pg_roles WHERE rolname = ANY ($1::text[])
+"""
+
+# Another session may create the role at the same time.
+WRITE_ROLE = """BEGIN
+    CREATE ROLE {role} LOGIN{password};
+EXCEPTION WHEN duplicate_object OR unique_violation THEN
+    ALTER ROLE {role} LOGIN{password};
+END"""
+
+
+@dataclass(frozen=True, slots=True)
+class LoginRole:
+    """The role of a process, as the address that it connects with names it."""
+
+    purpose: str
+    """One of `privileges.PURPOSES`."""
+    name: str
+    password: str | None = field(repr=False)
+    """The password; None if the server identifies the role in another way, as by a certificate."""
+    source: str
+    """Where the address is from, for messages."""
+
+
+async def create_login_roles(
+    connection: Connection[Any], roles: Sequence[LoginRole]
+) -> dict[str, bool]:
+    """Create roles that log in, and give those that exist their passwords.
+
+    A role that exists is left as it is if its address has no password.
+
+    Returns:
+        The roles by their names, and whether each was created.
+
+    Raises:
+        UsageError: a superuser, the current role, or a password that is not ASCII.  Nothing was
+            changed.
+        CannotRun: the current role may not create a role, or set its password.
+        asyncpg.PostgresError: any other error of the server.
+    """
+    found = {
+        row["name"]: row for row in await connection.fetch(READ_ROLES, [r.name for r in roles])
+    }
+    for role in roles:
+        if (row := found.get(role.name)) is not None and (row["is_own"] or row["is_superuser"]):
+            which = "runs this command" if row["is_own"] else "is a superuser"
+            raise UsageError(
+                f'{role.source}: the role "{role.name}" {which}; a process needs a role of its own'
+            )
+        if role.password is not None and not _is_plain(role.password):
+            raise UsageError(
+                f"{role.source}: the password has characters other than printable ASCII ones, "
+                "which servers normalize; choose another one"
+            )
+    for role in roles:
+        if role.password is not None or role.name not in found:
+            await _write(connection, role)
+    return {role.name: role.name not in found for role in roles}
+
+
+async def _write(connection: Connection[Any], role: LoginRole) -> None:
+    password = ""
+    if role.password is not None:
+        verifier = scram_verifier(role.password, os.urandom(SALT_BYTES))
+        password = f" PASSWORD {quote_literal(verifier)}"
+    block = WRITE_ROLE.format(role=quote_ident(role.name), password=password)
+    try:
+        await connection.execute(f"DO {quote_literal(block)}")
+    except asyncpg.InsufficientPrivilegeError as error:
+        raise CannotRun(
+            f'the role "{role.name}" was not created, or not given its password: '
+            f"{server_error(error).message}; run as a role with CREATEROLE that created it, or "
+            f"create it and use --{role.purpose} instead of --create-role"
+        ) from error
+
+
+def scram_verifier(password: str, salt: bytes) -> str:
+    """What a server stores for a password of printable ASCII characters (RFC 5803).
+
+    Args:
+        salt: random bytes.
+    """
+    salted = hashlib.pbkdf2_hmac("sha256", password.encode("ascii"), salt, ITERATIONS)
+    stored = hashlib.sha256(hmac.digest(salted, b"Client Key", "sha256")).digest()
+    server = hmac.digest(salted, b"Server Key", "sha256")
+    encoded = [b64encode(each).decode("ascii") for each in (salt, stored, server)]
+    return "SCRAM-SHA-256${}:{}${}:{}".format(ITERATIONS, *encoded)
+
+
+def _is_plain(password: str) -> bool:
+    """Whether SASLprep (RFC 4013) changes nothing in a password."""
+    return password.isascii() and password.isprintable()
