@@ -10,10 +10,12 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 import orjson
+from asyncpg import InsufficientPrivilegeError
 
 from outbox.core.delivery.commands import DeadRange
 from outbox.core.delivery.operational_events import ROW_REFUSED
 from outbox.drivers.errors import condition_of
+from outbox.store.connection.connect import not_granted
 from outbox.store.connection.message import WriteStatement, is_aborted
 from outbox.store.connection.row_security import RowSecurityError
 from outbox.store.operational_events import HAS_OPERATIONAL_SUBSCRIBER
@@ -171,5 +173,8 @@ def is_refused(error: PostgresError) -> bool:
 
 
 def reason_of(error: PostgresError) -> str:
-    """The first line of the database's message."""
+    """The first line of the database's message, and the command that grants a missing privilege."""
+    # The error of a trigger's statement has a context, and the privilege is the application's.
+    if isinstance(error, InsufficientPrivilegeError) and not error.context:
+        return not_granted(error, "relay")
     return str(error).partition("\n")[0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import traceback
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -45,7 +44,7 @@ from tests.support.relay import (
     remove_events,
     running,
 )
-from tests.support.tcp import listening
+from tests.support.tcp import through_lines
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -586,34 +585,12 @@ async def test_changes_for_a_closing_dispatcher_are_no_error(database: Database)
 
 @pytest.mark.full
 async def test_a_cancelled_statement_ends_while_the_server_is_unreachable(
-    database: Database,
+    database: Database, logs: Logs
 ) -> None:
     """The clean-up would open another connection to the server."""
-    frozen = asyncio.Event()
-    socket = str(database.server.embedded.socket_dir / ".s.PGSQL.5432")
-
-    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(65536):
-            writer.write(data)
-            await writer.drain()
-
-    async def through(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Forward to the database and back until it freezes; later connections get through."""
-        there, back = await asyncio.open_unix_connection(socket)
-        pumps = [asyncio.create_task(pump(reader, back)), asyncio.create_task(pump(there, writer))]
-        freezes = asyncio.create_task(asyncio.Event().wait() if frozen.is_set() else frozen.wait())
-        try:
-            done, _ = await asyncio.wait([*pumps, freezes], return_when=asyncio.FIRST_COMPLETED)
-            if freezes in done:
-                for each in pumps:
-                    each.cancel()
-                await asyncio.Event().wait()
-        finally:
-            for each in (*pumps, freezes):
-                each.cancel()
-            back.close()
-
-    # Maintenance waits for a producer before it drops a partition.
+    # Maintenance waits for a producer before it drops a partition.  Because of the foreign key it
+    # sets its time limits back afterwards.
+    await fetchval(database, "CREATE TABLE mine (id bigint REFERENCES relay.outbox)")
     await fetchval(
         database,
         "INSERT INTO period (kind, number, dropped_at) "
@@ -621,12 +598,19 @@ async def test_a_cancelled_statement_ends_while_the_server_is_unreachable(
     )
     producer = await database.connect(**SESSION)
     await producer.execute("BEGIN; INSERT INTO outbox (type, payload) VALUES ('a.b', '0')")
-    async with listening(through) as port:
-        dsn = f"postgresql://postgres@127.0.0.1:{port}/{database.name}"
-        async with running(SimpleNamespace(dsn=dsn), Network()):
+    sockets = database.server.embedded.socket_dir
+    async with through_lines(sockets, database.name) as (lines, dsn):
+        async with running(database, Network(), dsn=dsn):
             waiting = "SELECT count(*) FROM pg_stat_activity WHERE query LIKE '%CONCURRENTLY%' "
             await until(lambda: fetchval(database, waiting + "AND wait_event_type = 'Lock'"))
-            frozen.set()
+            # Also new connections, or each one that was lost would be opened again.
+            lines.hang()
+            lost = "the session was lost"
+            try:
+                await until(lambda: any(each["event"] == lost for each in logs), 20, "its end")
+            finally:
+                lines.cut()
+                lines.heal()
             await until(lambda: fetchval(database, "SELECT max(id) >= 2 FROM replica"), 20)
         await producer.execute("ROLLBACK")
 

@@ -216,7 +216,7 @@ async def test_a_schedule_error_in_the_database_does_not_delay_deliveries(
     network = Network()
     async with running(database, network, **QUICK):
         await until(
-            lambda: any(entry["event"] == "scheduled runs failed" for entry in logs), what="a word"
+            lambda: any(entry["event"] == "schedule is invalid" for entry in logs), what="the error"
         )
         await outbox.publish(db, "a", 1, autocommit=True)
         await until(lambda: network.accepted, what="the event")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from outbox_devtools.embedded.binaries import find_binaries
+from tests.support.postgres import create_roles
 
 if TYPE_CHECKING:
     from tests.support.postgres import Database
@@ -45,6 +46,9 @@ async def dump(database: Database, *arguments: str) -> str:
 
 
 async def restore(database: Database, dumped: str) -> None:
+    """Restore a dump, in a cluster that has the roles to which it grants rights."""
+    async with database.at_hand() as db:
+        await create_roles(db)
     await asyncio.to_thread(
         run, database, "psql", "-qX", "-v", "ON_ERROR_STOP=1", "-f", "-", stdin=dumped
     )

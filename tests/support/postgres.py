@@ -57,6 +57,12 @@ async def _connect(dsn: str, **options: Any) -> asyncpg.Connection:
     return await asyncpg.connect(dsn, **{"connection_class": StoreConnection, **options})
 
 
+async def create_roles(connection: asyncpg.Connection) -> None:
+    """Create the roles that databases of the template have grants for; no dump contains them."""
+    if not await connection.fetchval(_FIND_ROLE, API_ROLE):
+        await connection.execute(f"CREATE ROLE {API_ROLE} LOGIN")
+
+
 class Database:
     """A database and the connections of a test to it."""
 
@@ -253,8 +259,7 @@ class Server:
             f"CREATE DATABASE {self.template} TEMPLATE template0",
         )
         async with self._connection(self.template) as connection:
-            if not await connection.fetchval(_FIND_ROLE, API_ROLE):
-                await connection.execute(f"CREATE ROLE {API_ROLE} LOGIN")
+            await create_roles(connection)
             await migrate(connection, SCHEMA, roles=[("api", API_ROLE)])
         # The first connection fills the catalog cache files; a copy of the template has them
         # already.

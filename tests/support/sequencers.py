@@ -19,6 +19,7 @@ from outbox.operations import endpoint_changes
 from outbox.relay.sequencing.cursor import BatchResult, Cursor
 from outbox.relay.sequencing.sequencer import Sequencer
 from outbox.relay.wake_event import WakeEvent
+from outbox.store.connection.message import WriteStatement
 from outbox.store.sequencing import event_reads
 from outbox.store.sequencing.batches import SequencingStore
 from outbox.store.sequencing.event_reads import Reading
@@ -44,6 +45,7 @@ LOST = (
     asyncpg.CannotConnectNowError,
 )
 
+NO_SECOND_READ = WriteStatement("no_second_read", "SELECT $1::text")
 # Replica ids that the table `replica` does not assign.
 replica_ids = itertools.count(1_000_000)
 
@@ -78,6 +80,8 @@ class Variant:
     tracker: type[GapTracker] = GapTracker
     prepare: str = ""
     """SQL to run in the database first."""
+    second_read: bool = True
+    """Whether the proof reads ids again; it hides that a cursor is incorrect."""
 
     def build(
         self,
@@ -104,6 +108,8 @@ class Variant:
         settled = {"cursor_type": cursor_type, "busy_events": busy_events}
         sequencer_type = type(self.sequencer.__name__, (self.sequencer,), settled)
         store = store_type(connection)
+        if not self.second_read:
+            store.proof.second_read = NO_SECOND_READ
         sequencer = sequencer_type(
             store,
             next(replica_ids) if replica_id is None else replica_id,

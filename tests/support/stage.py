@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from outbox.relay.sequencing.cursor import BatchResult
-from outbox.store.connection.message import WriteStatement
 from tests.support.sequencers import (
     Hooked,
     Variant,
@@ -34,7 +33,6 @@ VALUES ('app.scripted', $1, CASE WHEN $2::bigint IS NULL THEN '{}'::jsonb
                                  ELSE jsonb_build_object('v', $2::bigint) END)
 RETURNING id
 """
-NO_SECOND_READ = WriteStatement("no_second_read", "SELECT $1::text")
 UNASSIGNED = "SELECT pg_current_xact_id_if_assigned() IS NULL"
 
 
@@ -94,7 +92,7 @@ class Stage:
         self._ahead_s = 0.0
         # The clock advances by `pass_time` only.
         stopped = on_clock(variant.tracker, lambda now: self._ahead_s - now)
-        self._variant = replace(variant, tracker=stopped)
+        self._variant = replace(variant, tracker=stopped, second_read=strict)
         self._connection: Connection | None = None
         self._sequencer: Sequencer
         self._store: Hooked
@@ -137,9 +135,6 @@ class Stage:
                 store_mixin=Hooked,
             )
         await self._store.check()
-        if not self._strict:
-            # It would hide that the cursor is incorrect.
-            self._store.proof.second_read = NO_SECOND_READ
 
     def forget(self) -> None:
         """Reset the state, as when a commit is in doubt."""

@@ -38,7 +38,8 @@ MOVED_POLL_S = 0.1
 
 START = "start one: outbox relay"
 START_FOR_SCHEDULES = (
-    'start a relay: outbox relay; if one runs, its log has the error ("scheduled runs failed")'
+    "start a relay: outbox relay; if one runs, its log has the error "
+    '("scheduled runs failed" or "schedule is invalid")'
 )
 
 HAS_ENDPOINTS = "SELECT EXISTS (SELECT FROM endpoint WHERE state <> 'removed')"
