@@ -20,6 +20,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import signal
 import sys
 from contextlib import ExitStack
 from functools import cache
@@ -103,6 +104,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # Tests start processes by the hundred; without this each would compile every module anew.
     if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
         sys.dont_write_bytecode = False
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # As a background job of a shell without job control.  The commands that tests start and
+        # interrupt would inherit that.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # pytest-xdist's processes inherit what this one has found.
     if (majors := _asked(config)) and not hasattr(config, "workerinput"):
         try:

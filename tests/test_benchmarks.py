@@ -324,7 +324,8 @@ def test_a_profile_of_a_busy_relay_is_drawn(
     assert [path.name for path in tmp_path.iterdir()] == ["profile.svg"]
     picture = ElementTree.parse(tmp_path / "profile.svg")  # noqa: S314 (our own)
     titles = [each.text or "" for each in picture.iter("{http://www.w3.org/2000/svg}title")]
-    assert any(title.startswith("AttemptSender.send (outbox/relay/") for title in titles)
+    # There are a dozen samples or more: too few for a function of which it is certain to have one.
+    assert any(" (outbox/relay/" in title for title in titles)
 
 
 def test_profile_boxes_have_the_width_of_their_share_below_their_callers() -> None:

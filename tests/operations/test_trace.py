@@ -21,6 +21,7 @@ from outbox.operations import (
     trace,
 )
 from outbox.operations.criteria import DeadLetterSelection
+from outbox.operations.pages import WHOLE_RESPONSES_MAX
 from outbox.store.retention import erasure
 from tests.support.plans import explain
 from tests.support.relay import (
@@ -123,14 +124,17 @@ async def test_a_trace_has_the_newest_attempts_of_each_delivery_and_a_limited_si
         INSERT INTO attempt (lane_id, batch, seq, attempt, replica_id, outcome, started_at,
                              elapsed_ms, response)
         SELECT lane_id, batch, seq, n, replica_id, 'retry', started_at, 1.0,
-               jsonb_build_object('status', 500, 'body', repeat('b', 600000))
-          FROM attempt, generate_series(2, 9) n""")
-    monkeypatch.setattr(trace, "TRACED_ATTEMPTS_MAX", 4)
+               '{"status": 500, "headers": [], "body": "busy"}'
+          FROM attempt, generate_series(2, 200) n""")
+    whole = WHOLE_RESPONSES_MAX // 2
+    monkeypatch.setattr(trace, "TRACED_ATTEMPTS_MAX", 2 * (whole + 2))
     deliveries = (await trace.read_trace(db, "relay", 1)).deliveries
-    assert [[each.attempt for each in d.attempts] for d in deliveries] == [[8, 9], [8, 9]]
-    responses = [each.response or {} for d in deliveries for each in d.attempts]
-    assert [response["status"] for response in responses] == [500] * 4
-    assert sum("body" in response for response in responses) == 1
+    assert len(deliveries) == 2
+    for delivery in deliveries:
+        assert [each.attempt for each in delivery.attempts] == list(range(199 - whole, 201))
+        responses = [each.response for each in delivery.attempts]
+        assert responses[:2] == [{"status": 500}] * 2
+        assert responses[2:] == [{"status": 500, "headers": [], "body": "busy"}] * whole
 
 
 UNKNOWN = (

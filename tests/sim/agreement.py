@@ -111,6 +111,10 @@ class Side(Protocol):
         """Let all schedules be due."""
         ...
 
+    async def put_schedules_off(self) -> None:
+        """Let all schedules wait for a distant time, as after a pass with a wrong clock."""
+        ...
+
     async def request_new_lanes(self) -> None:
         """Request new lanes, as after the restore of a snapshot."""
         ...
@@ -146,6 +150,7 @@ class Script:
         self._store = stores.batches.SequencingStore(db)
         await self._store.check()
         self._labels: dict[int, str] = {}
+        self._has_history = False
         self._ids = [await self._register() for _ in range(2)]
         self._epochs: dict[UUID, int] = {}
         self._owner: dict[UUID, int] = {}
@@ -492,8 +497,11 @@ class Script:
         return [sorted(each) for each in matches]
 
     async def _read_database_stats(self) -> Any:
-        stats = await self._state_store(self._ids[0]).read_database_stats()
-        return stats.dead_letters, stats.alive, stats.lapsed
+        store = self._state_store(self._ids[0])
+        stats = await store.read_database_stats()
+        # A later row is not written before some seconds have passed, which differ.
+        self._has_history |= await store.add_interval(None)
+        return stats.dead_letters, stats.alive, stats.lapsed, self._has_history
 
     async def _maintain(self) -> Any:
         """Begin, settle and drop periods that last 0 s and are kept for 0 s."""
@@ -579,13 +587,20 @@ class Script:
         return name
 
     async def _run_schedules(self) -> Any:
+        restarted = None
+        if self._rng.random() < 0.3:
+            await self._side.put_schedules_off()
+            put_off = self._stores.put_off.PutOffStore(self._db, self._ids[0])
+            # The second call finds nothing: the first one has written what it returned.
+            restarted = [await put_off.restart() for _ in range(2)]
         await self._side.set_schedules_due()
         store = self._stores.schedule_runs.ScheduleRunStore(self._db, self._ids[0])
         result = await store.run_due_schedules()
         events = self._stores.future_events.FutureEventStore(self._db, self._ids[0])
         moved, postponed = await events.move_due(), await events.postponed()
         due_in_s = await store.due_in_s(), *await events.due_in_s()
-        return result.schedules, moved, postponed, [each is None for each in due_in_s]
+        empty = [each is None for each in due_in_s]
+        return restarted, result.schedules, moved, postponed, empty
 
     async def _share(self) -> Any:
         """Publish above the shares of tenants, erase some of it, and move what is left."""

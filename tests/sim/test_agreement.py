@@ -81,6 +81,7 @@ STEPS = 150
 LOG = ("log", False)
 """The periods of the log that are not dropped."""
 LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
+FAR_AHEAD = datetime(2200, 1, 1, tzinfo=UTC)
 
 # The rows of both servers, which must be the same.
 TABLES = {
@@ -190,6 +191,9 @@ class RealSide:
     async def set_schedules_due(self) -> None:
         await self._db.execute("UPDATE schedule SET next_at = $1, due_at = $1", LONG_AGO)
 
+    async def put_schedules_off(self) -> None:
+        await self._db.execute("UPDATE schedule SET next_at = $1, due_at = $1", FAR_AHEAD)
+
     async def request_new_lanes(self) -> None:
         await self._db.execute("UPDATE cursor SET identity = 'restored'")
 
@@ -265,6 +269,10 @@ class SimulatedSide:
     async def set_schedules_due(self) -> None:
         for row in self.database.schedule.rows.values():
             row.update(next_at=LONG_AGO, due_at=LONG_AGO)
+
+    async def put_schedules_off(self) -> None:
+        for row in self.database.schedule.rows.values():
+            row.update(next_at=FAR_AHEAD, due_at=FAR_AHEAD)
 
     async def request_new_lanes(self) -> None:
         row = self.database.cursor.rows[1]

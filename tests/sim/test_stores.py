@@ -41,7 +41,7 @@ NOT_SIMULATED = {
 }
 """Methods that no simulated relay calls."""
 SCRIPTS_MAX = 100
-COVERING_SEEDS = (0, 49, 45, 50)
+COVERING_SEEDS = (0, 2, 6, 53)
 """Scripts that call everything, as of now; if they no longer do, more are played."""
 
 

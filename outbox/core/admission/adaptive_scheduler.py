@@ -22,7 +22,6 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING
 
-from outbox.core.admission.endpoint_queue import capacity_holder
 from outbox.core.admission.request_scheduler import RequestScheduler
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ class AdaptiveRequestScheduler(RequestScheduler):
 
     def _count_ended(self, slot: Slot) -> None:
         self._ended += 1
-        holder = capacity_holder(slot.queue)
+        holder = slot.queue.holder
         if holder is not self._last_holder:
             if self._last_holder is not None:
                 self._alone_s = 0.0

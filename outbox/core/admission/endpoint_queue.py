@@ -77,6 +77,7 @@ class EndpointQueue:
     __slots__ = (
         "capacity_class",
         "fast",
+        "holder",
         "in_flight_max",
         "known_fast",
         "open",
@@ -92,7 +93,7 @@ class EndpointQueue:
     )
 
     def __init__(self, tenant: Tenant) -> None:
-        self.tenant = tenant
+        self.set_tenant(tenant)
         self.in_flight_max: int | None = None
         self.rate: RateLimit | None = None
         self.open = self.fast = self.probation = self.slow = 0
@@ -106,6 +107,12 @@ class EndpointQueue:
         # The class whose slot it waits for; None: it does not wait for a slot.
         self.capacity_class: CapacityClass | None = None
         self.wake_at: float | None = None
+
+    def set_tenant(self, tenant: Tenant) -> None:
+        """Set the tenant, and with it the holder of the endpoint's capacity."""
+        self.tenant = tenant
+        self.holder: Tenant | EndpointQueue = tenant if tenant.bounded else self
+        """Its tenant, or itself without one."""
 
 
 class Slot:
@@ -130,8 +137,3 @@ class Slot:
         self.preempted_count = 0
         self.started_at = 0.0
         self.capacity_class = CapacityClass.FAST
-
-
-def capacity_holder(queue: EndpointQueue) -> Tenant | EndpointQueue:
-    """The holder of an endpoint's capacity: its tenant, or itself without one."""
-    return queue.tenant if queue.tenant.bounded else queue

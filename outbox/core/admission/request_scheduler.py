@@ -64,7 +64,6 @@ from outbox.core.admission.endpoint_queue import (
     Slot,
     Tenant,
     WaitReason,
-    capacity_holder,
 )
 from outbox.core.admission.fair_queue import FairQueue
 from outbox.core.admission.rate_limit import RESOLUTION_S, RateLimit
@@ -188,7 +187,7 @@ class RequestScheduler:
                 was.queues[queue.capacity_class].discard(queue)
                 queue.capacity_class = None
             tenant_queue = self._join_tenant(tenant)
-            holder = capacity_holder(queue)
+            holder = queue.holder
             held = [
                 (holders, slot)
                 for holders in (self._slow, self._overdue)
@@ -197,9 +196,9 @@ class RequestScheduler:
             ]
             for holders, slot in held:
                 holders.remove(holder, slot)
-            queue.tenant = tenant_queue
+            queue.set_tenant(tenant_queue)
             for holders, slot in held:
-                holders.add(capacity_holder(queue), slot)
+                holders.add(queue.holder, slot)
             for each, sign in ((was, -1), (tenant_queue, 1)):
                 each.open += sign * queue.open
                 each.fast += sign * queue.fast
@@ -477,7 +476,7 @@ class RequestScheduler:
             queue.slow += 1
             tenant.slow += 1
             self.slow += 1
-            self._slow.add(capacity_holder(queue), slot)
+            self._slow.add(queue.holder, slot)
             self._enforce_overdue_limit(now)
         else:
             queue.fast += 1
@@ -496,14 +495,14 @@ class RequestScheduler:
     def _leave_class(self, slot: Slot) -> None:
         queue, capacity_class = slot.queue, slot.capacity_class
         if capacity_class is _OVERDUE:
-            self._overdue.remove(capacity_holder(queue), slot)
+            self._overdue.remove(queue.holder, slot)
             return
         tenant = queue.tenant
         if capacity_class is _SLOW:
             queue.slow -= 1
             tenant.slow -= 1
             self.slow -= 1
-            self._slow.remove(capacity_holder(queue), slot)
+            self._slow.remove(queue.holder, slot)
             return
         queue.fast -= 1
         tenant.fast -= 1
@@ -523,7 +522,7 @@ class RequestScheduler:
             queue = slot.queue
             self._leave_class(slot)
             slot.capacity_class = _OVERDUE
-            self._overdue.add(capacity_holder(queue), slot)
+            self._overdue.add(queue.holder, slot)
             self._mark_slow(queue, now, 0.0)
             if queue.tenant.waiting:
                 self._place(queue, now)

@@ -86,7 +86,7 @@ class DeliveryRun:
     def pop_due(self, now: float) -> RunResults | None:
         """Remove the results if they are to be given to the recorder now, in epoch seconds."""
         results = self.results
-        if len(results) < RESULTS_MAX and now - results.started_at[0] < RESULTS_S:
+        if len(results.seqs) < RESULTS_MAX and now - results.started_at[0] < RESULTS_S:
             return None
         self.results = RunResults()
         return results

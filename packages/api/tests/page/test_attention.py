@@ -10,7 +10,7 @@ from playwright.async_api import expect
 from outbox.operations.endpoint_states import pause_endpoints
 from packages.api.tests.page.shop import shop
 from tests.support.api import make_token, serving
-from tests.support.browser import PHONE, visiting
+from tests.support.browser import PHONE, WAIT_MS, visiting
 from tests.support.relay import fetchval, publish
 from tests.support.waiting import until
 
@@ -135,9 +135,12 @@ async def test_a_paused_endpoint_with_a_backlog_is_resumed(database: Database) -
             )
         items = page.get_by_role("region", name="Needs attention").get_by_role("listitem")
         item = items.filter(has_text="sick")
-        await expect(item).to_contain_text("ago by me@vm (ticket 4711); 3 deliveries pending.")
+        # The page may have read the status just before, and reads it every ten seconds.
+        await expect(item).to_contain_text(
+            "ago by me@vm (ticket 4711); 3 deliveries pending.", timeout=WAIT_MS
+        )
         await visitor.press("Resume…", inside=item)
-        await expect(item).to_contain_text("failing")
+        await expect(item).to_contain_text("failing", timeout=WAIT_MS)
 
 
 @pytest.mark.full
