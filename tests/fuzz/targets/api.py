@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
+from functools import partial
 from ipaddress import IPv4Network
+from itertools import count
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 from urllib.parse import quote
 
+import asyncpg
 import orjson
 from aiohttp import StreamReader, web
 from aiohttp.http_parser import RawRequestMessage
@@ -24,11 +27,14 @@ from outbox.core.model.api_token import SCOPES, digest
 from outbox.operations import api_tokens, tenancy
 from outbox.store.routing_change import READ_NOW
 from outbox.web.address import Address
+from outbox.web.serving import Connection
 from outbox_api import request_body
 from outbox_api.app import application
-from outbox_api.in_flight import InFlight
+from outbox_api.database import Database
 from outbox_api.logins import PREFIX_BYTES, READ_PREFIXES
+from outbox_api.loop_time import LoopTime
 from outbox_api.routes import ROUTES
+from outbox_api.shared import Shared
 from tests.fuzz.data import Data, fields
 from tests.fuzz.target import Target, hold, one_line, storable
 
@@ -55,26 +61,16 @@ class Reached(web.HTTPException):
 _SETTINGS = Settings(allow_networks=(IPv4Network("127.0.0.0/8"),))
 
 
-class _Database:
+class _Connection:
     """Checks the arguments of a query, and returns nothing."""
 
-    settings = _SETTINGS
-    schema = "relay"
+    __class__ = asyncpg.Connection
+    """Drivers are found by it."""
     reopen = None
     """How a change gets another connection; none is lost here."""
 
     def terminate(self) -> None:
         hold(False, "the database is asked for longer than it may take")
-
-    def connection(self, *, long: bool = False) -> Any:
-        return self._opened()
-
-    def login(self) -> Any:
-        return self._opened()
-
-    @asynccontextmanager
-    async def _opened(self) -> AsyncIterator[_Database]:
-        yield self
 
     @asynccontextmanager
     async def transaction(self, **_: Any) -> AsyncIterator[None]:
@@ -102,6 +98,14 @@ class _Database:
         raise Reached
 
     fetch = fetchrow = execute = executemany = _asked
+
+
+class _Database(Database):
+    """Limits and shares of the API, without a server."""
+
+    @asynccontextmanager
+    async def _acquired(self, _: Any) -> AsyncIterator[Any]:
+        yield _Connection()
 
 
 def _require_valid_sql(value: Any) -> None:
@@ -140,14 +144,18 @@ def _prepare() -> None:
 
 
 async def _make() -> web.Application:
-    failures = mock.Mock()
-    app = application(_SETTINGS, Address("127.0.0.1", 80), _Database(), failures, InFlight())  # type: ignore[arg-type]
+    # Hours pass between two steps, so that inputs are not refused for their rate.
+    clock = partial(next, count(step=3600.0))
+    database = _Database(SimpleNamespace(settings=_SETTINGS))  # type: ignore[arg-type]
+    shared = Shared(loop_time=LoopTime(clock))
+    address = Address("127.0.0.1", 80)
+    app = application(_SETTINGS, address, database, mock.Mock(), shared, clock=clock)
     app.freeze()
     return app
 
 
 _APP = _LOOP.run_until_complete(_make())
-_PROTOCOL = mock.Mock(_reading_paused=False)
+_PROTOCOL = mock.Mock(Connection, _reading_paused=False, transport=None, awaited=None)
 
 
 def api(raw: bytes) -> None:
@@ -213,10 +221,10 @@ async def _request(method: str, target: str, headers: CIMultiDict[str], body: by
 _NUMBERS = {route.operation_id: chr((ord("0") + i) % 256) for i, route in enumerate(ROUTES)}
 
 
-def _to(operation: str, *parts: str, body: Any = None) -> bytes:
-    """A seed: a valid request for this operation."""
+def _to(operation: str, *parts: str, body: Any = None, token: bytes = b"0") -> bytes:
+    """A seed: a valid request for this operation; b"1" is the token of a tenant."""
     output = b"" if body is None else orjson.dumps(body)
-    return _NUMBERS[operation].encode("latin-1") + b"01" + fields(*parts) + b"\x1f" + output
+    return _NUMBERS[operation].encode("latin-1") + token + b"1" + fields(*parts) + b"\x1f" + output
 
 
 _ENDPOINT = {
@@ -254,7 +262,8 @@ TARGETS = (
             _to("get_trace_id", "order-7", "limit=3&payload=1", ""),
             _to("get_dead_letters_id", "0" * 19 + "1" + "9" * 20, "", ""),
             _to("get_events", "after=" + "0" * 20 + "9" * 20, ""),
-            *(_to(route.operation_id, *["7"] * route.path.count("{"), "", "") for route in ROUTES),
+            *(_to(route.operation_id, *["7"] * route.path.count("{"), "", "", token=token)
+              for route in ROUTES for token in (b"0", b"1")),
         ),
         words=(
             "limit=", "after=", "since=", "until=", "type=", "tenant=", "endpoint=", "state=",

@@ -11,6 +11,7 @@ import tempfile
 from typing import Any
 
 from outbox.cli import main
+from outbox.cli.error_pages import DOCUMENTS_URL
 from outbox.cli.main import COMMANDS, run
 from outbox.errors import DatabaseUnavailable
 from tests.fuzz.data import Data, fields
@@ -44,7 +45,10 @@ def _prepare() -> None:
 
 
 def commands(raw: bytes) -> None:
-    """Any arguments end with a documented exit code and, on failure, one line with the reason."""
+    """Any arguments end with a documented exit code and, on failure, one line with the reason.
+
+    Another line may name the page that explains it.
+    """
     data = Data(raw)
     arguments: list[str] = []
     while not data.is_empty and len(arguments) < 12:
@@ -71,6 +75,8 @@ def commands(raw: bytes) -> None:
         lines = [line for line in output.splitlines() if not line.startswith("outbox: warning: ")]
         if lines and lines[0].startswith("Usage: "):
             return  # A group without a command prints its help.
+        if lines[1:] and lines[-1].startswith(f"{main.PROGRAM}: see {DOCUMENTS_URL}"):
+            del lines[-1]
         hold(len(lines) == 1, f"{arguments}: not one line: {output!r}")
         hold(lines[0].startswith(f"{main.PROGRAM}: "), f"{arguments}: {output!r}")
         hold(len(lines[0]) < 4000, f"{arguments}: {len(lines[0])} characters")

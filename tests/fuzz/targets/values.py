@@ -100,10 +100,14 @@ def patterns(raw: bytes) -> None:
     hold(matches == _matches(text, event_type), f"{text!r} and {event_type!r}: {matches}")
 
 
+_MARKS = str.maketrans("_-", "aa")
+
+
 def _matches(text: str, event_type: str) -> bool:
     wanted, has = text.split("."), event_type.split(".")
     if not all(
-        each and all(c.isascii() and (c.isalnum() or c == "_") for c in each) for each in has
+        each.isascii() and not each.startswith("-") and each.translate(_MARKS).isalnum()
+        for each in has
     ):
         return False
     if has[0] == "outbox" and len(has) > 1 and wanted[0] != "outbox":
@@ -263,8 +267,9 @@ TARGETS = (
         one=patterns,
         seeds=(fields("order.*", "order.paid"), fields("**", "outbox.probe"),
                fields("outbox.**", "outbox.probe"), fields("order.**", "order.item.added"),
-               fields("order.*", "order.item.added")),
-        words=("outbox", "outbox.", "outbox.probe", "**", "*", ".", "order", "\n", "é", "²"),
+               fields("order.*", "order.item.added"), fields("order-item.*", "order-item.re-sent"),
+               fields("*", "-paid")),
+        words=("outbox", "outbox.", "outbox.probe", "**", "*", ".", "order", "-", "\n", "é", "²"),
         bytes_max=300,
         runs=6000,
     ),

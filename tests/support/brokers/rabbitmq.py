@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import signal
 import socket
@@ -39,6 +40,8 @@ PACKAGES = (
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 COOKIE = "outboxtests"
 USER, PASSWORD = "guest", "guest"
+_calls = itertools.count(1)
+"""Names of callers: a server refuses a name whose last connection it has not ended yet."""
 
 
 class TlsFiles(NamedTuple):
@@ -115,6 +118,7 @@ class RabbitMq:
         )
         try:
             self.start()
+            self._keep_coordinator()
         except BaseException:
             self.__exit__()
             raise
@@ -166,7 +170,7 @@ class RabbitMq:
         done = subprocess.run(
             (
                 *(self._programs / "erl_call", "-address", f"127.0.0.1:{self._distribution_port}"),
-                *("-c", COOKIE, "-e"),
+                *("-h", f"call{next(_calls)}", "-c", COOKIE, "-e"),
             ),
             input=f"{expression}.\n".encode(),
             capture_output=True,
@@ -194,6 +198,17 @@ class RabbitMq:
         self.evaluate(
             f'{{ok, Pid}} = rabbit_stream_manager:lookup_leader(<<"/">>, <<"{stream}">>), '
             "exit(Pid, kill)"
+        )
+
+    def _keep_coordinator(self) -> None:
+        """Create a stream, and store the name of the coordinator that starts with it.
+
+        RabbitMQ has that name in memory for three seconds (dets, `delayed_write`).  A server that
+        is killed meanwhile finds no coordinator, and none of its streams is ever available again.
+        """
+        self.evaluate(
+            '{ok, _} = rabbit_stream_manager:create(<<"/">>, <<"first">>, #{}, <<"tests">>), '
+            "ok = dets:sync(ra_coordination_directory_reverse)"
         )
 
     def _is_started(self) -> bool:
