@@ -430,13 +430,13 @@ async def test_a_day_without_success_is_reported_once_and_three_disable_the_endp
     async def stalled(times: int, hours: int) -> None:
         async with killed_at_the_end(database, network):
             await publish(database, *range(4), type="order.paid")
-            await until(lambda: _has_pending(database, "shop"), 20, "something to be pending")
+            await until(lambda: _has_pending(database, "shop"), what="something to be pending")
         await _shift(database, hours)
         async with killed_at_the_end(database, network):
-            await until(lambda: count_of(database, STALLED, times), 20, "the stall reports")
+            await until(lambda: count_of(database, STALLED, times), what="the stall reports")
         async with killed_at_the_end(database, network):
             sent = len(network.sent)
-            await until(lambda: len(network.sent) > sent + 20, 20, "some polls")
+            await until(lambda: len(network.sent) > sent + 20, what="some polls")
 
     await stalled(1, 25)
     payload = await one(database, STALLED, shop.id)
@@ -448,12 +448,12 @@ async def test_a_day_without_success_is_reported_once_and_three_disable_the_endp
     broken = False
     async with running(database, network):
         over = "SELECT reported_stalled_at IS NULL FROM endpoint_health WHERE endpoint_id = $1"
-        await until(lambda: fetchval(database, over, shop.id), 20, "the stall to end")
+        await until(lambda: fetchval(database, over, shop.id), what="the stall to end")
     broken = True
     await stalled(2, 25)
     await _shift(database, 50)
     async with running(database, network):
-        await until(lambda: count_of(database, DISABLED, 3), 20, "the end")
+        await until(lambda: count_of(database, DISABLED, 3), what="the end")
     disabled = {
         e["payload"]["endpoint"]["name"] for e in await operational_events(database, DISABLED)
     }

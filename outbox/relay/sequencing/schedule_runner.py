@@ -31,7 +31,8 @@ BEHIND_MAX_S = 5.0
 SEARCH_SHARES_EVERY_S = 60.0
 """How often a pass is made although no share tells of a held event: a share may be gone."""
 REFUSED_RETRY_S = 10.0
-"""Retry delay after an error of the database: a missing privilege, a user's trigger."""
+"""Retry delay after an error of the database: a missing privilege, a user's trigger.  An error of a
+schedule that the database does not let be postponed is logged again after it."""
 
 
 class ScheduleRunner:
@@ -67,6 +68,9 @@ class ScheduleRunner:
         self._passed_at = self._pass_at = 0.0
         self._search_shares_at = 0.0
         self._postponed = 0
+        # The invalid schedules of the last run, and when they are logged again.
+        self._invalid: tuple[tuple[str, str], ...] = ()
+        self._log_invalid_at = 0.0
 
     def set_leader(self, leads: bool) -> None:
         """Enable or disable the runner."""
@@ -114,8 +118,7 @@ class ScheduleRunner:
         if wait_s <= 0:
             # Alternately, so that neither waits for a backlog of the other.
             ticked, moved = await self._schedules.run_due_schedules(), await self._events.move_due()
-            for name, reason in ticked.broken:
-                log.error("schedule is invalid", schedule=name, reason=reason)
+            self._log_invalid(ticked.broken)
             if moved:
                 await self._report_postponed()
             # Otherwise another replica holds the lock; poll again later.
@@ -125,6 +128,15 @@ class ScheduleRunner:
         if shares_in_s is not None:
             wait_s = min(wait_s, await self._move_shares(shares_in_s))
         return wait_s
+
+    def _log_invalid(self, schedules: tuple[tuple[str, str], ...]) -> None:
+        """Log schedules that are invalid, with the reason."""
+        now = asyncio.get_running_loop().time()
+        if schedules == self._invalid and now < self._log_invalid_at:
+            return
+        self._invalid, self._log_invalid_at = schedules, now + REFUSED_RETRY_S
+        for name, reason in schedules:
+            log.error("schedule is invalid", schedule=name, reason=reason)
 
     async def _move_shares(self, due_in_s: float) -> float:
         """Make a pass over tenants if it is due; return the seconds until the next one.
