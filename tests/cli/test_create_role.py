@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.system
 
-PASSWORD = 'it\'s a \\ "secret" %7B{0}'
-"""As it is percent-encoded in `ADDRESS`."""
-ENCODED = "it%27s%20a%20%5C%20%22secret%22%20%257B%7B0%7D"
+TEXT = 'it\'s a \\ "word" %7B{0}'
+"""A password; `ENCODED` is its form in an address."""
+ENCODED = "it%27s%20a%20%5C%20%22word%22%20%257B%7B0%7D"
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,9 @@ def verifies(stored: str | None, password: str) -> bool:
 
 async def test_the_verifier_is_that_of_the_server(installed: Installation) -> None:
     role = quote_ident(installed.name("relay"))
-    await fetchval(installed.database, f"CREATE ROLE {role} PASSWORD {quote_literal(PASSWORD)}")
-    assert verifies(await installed.stored("relay"), PASSWORD)
-    assert not verifies(await installed.stored("relay"), PASSWORD[:-1])
+    await fetchval(installed.database, f"CREATE ROLE {role} PASSWORD {quote_literal(TEXT)}")
+    assert verifies(await installed.stored("relay"), TEXT)
+    assert not verifies(await installed.stored("relay"), TEXT[:-1])
 
 
 async def test_roles_are_created_with_the_passwords_of_their_addresses(
@@ -123,7 +123,7 @@ async def test_roles_are_created_with_the_passwords_of_their_addresses(
         f'role "{reader}" may read everything but secrets',
     ]
     for who in ("relay", "reader"):
-        assert verifies(await installed.stored(who), PASSWORD)
+        assert verifies(await installed.stored(who), TEXT)
     assert (await installed.run("reader", "status")).code == 0
     # A rotated password, and a role whose address has none.
     named = installed.name("reader").replace(" ", "%20")
@@ -132,7 +132,7 @@ async def test_roles_are_created_with_the_passwords_of_their_addresses(
     again = await installed.run("owner", "migrate", *files, "--json")
     assert again.json["roles_created"] == []
     assert verifies(await installed.stored("relay"), "new")
-    assert verifies(await installed.stored("reader"), PASSWORD)
+    assert verifies(await installed.stored("reader"), TEXT)
     again = await installed.run("owner", "migrate", *files)
     assert f'role "{relay}": password set' in again.out
 
@@ -143,7 +143,10 @@ async def test_roles_are_created_with_the_passwords_of_their_addresses(
         ("postgresql://postgres:p@h/app", 'the role "postgres" is a superuser; a process needs'),
         ("postgresql://OWNER:p@h/app", 'the role "OWNER" runs this command; a process needs'),
         ("postgresql://h/app", "--create-role relay is not a database address: it names no user"),
-        ("postgresql://r:p%C3%A9@h/app", "the password has characters other than printable ASCII"),
+        (
+            "user=r password=\u00e9 host=h dbname=app",
+            "the password has characters other than printable",
+        ),
         ("", "is empty"),
     ],
 )
