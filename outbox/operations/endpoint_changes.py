@@ -15,8 +15,8 @@ from uuid import uuid4
 
 import asyncpg
 
-from outbox.core.delivery.ed25519 import KEY_BYTES, format_private_key
-from outbox.core.delivery.signature import format_secret, parse_signing_key
+from outbox.core.messages.ed25519 import KEY_BYTES, format_private_key
+from outbox.core.messages.signature import format_secret, parse_signing_key
 from outbox.core.model import endpoint_config
 from outbox.core.model.destination import is_stream
 from outbox.core.sequencing.partition_window import unsequenced_ids

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.brokers.message import messages_of
-from outbox.core.delivery import signed_metadata
-from outbox.core.delivery.batch import prepare_request
-from outbox.core.delivery.message import encode_body
-from outbox.core.delivery.signature import SIGNATURE_HEADER
+from outbox.core.messages import signed_metadata
+from outbox.core.messages.batch import prepare_request
+from outbox.core.messages.message import encode_body
+from outbox.core.messages.signature import SIGNATURE_HEADER
 from outbox.core.model.delivery import Delivery
 from outbox.core.model.destination import is_stream
 from outbox.core.model.headers import parse_lines

@@ -18,7 +18,7 @@ import pytest
 from aiohttp import web
 
 from outbox.core.delivery.retry_preview import markdown
-from outbox.core.delivery.signature import parse_secret, verify
+from outbox.core.messages.signature import parse_secret, verify
 from outbox.operations import endpoint_states
 from outbox.store.cluster.replicas import ReplicaStore
 from tests.cli.test_commands import execute

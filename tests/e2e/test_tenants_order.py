@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
-from outbox.core.delivery.signature import parse_secret
+from outbox.core.messages.signature import parse_secret
 from outbox.operations import endpoint_states, quotas
 from outbox_devtools.development_receiver import DevelopmentReceiver, HandledOutcome, HandledRequest
 from tests.support.api import make_token

@@ -12,7 +12,7 @@ import pytest
 import trustme
 from aiohttp import web
 
-from outbox.core.delivery.signature import parse_key, verify
+from outbox.core.messages.signature import parse_key, verify
 from outbox.core.model.encryption_keys import format_key
 from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.destinations.http.transport import HttpTransport

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from outbox.core.delivery.signature import parse_secret
+from outbox.core.messages.signature import parse_secret
 from outbox.core.model import endpoint_config
 from outbox.core.model.endpoint_settings import SETTINGS, EndpointSettings
 from outbox.core.model.retry_policy import PRESETS

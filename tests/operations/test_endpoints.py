@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from outbox.core.delivery.signature import parse_secret
+from outbox.core.messages.signature import parse_secret
 from outbox.core.model import endpoint_config
 from outbox.core.model.endpoint_condition import CONDITIONS
 from outbox.core.model.endpoint_settings import EndpointSettings

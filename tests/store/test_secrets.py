@@ -9,7 +9,7 @@ from uuid import UUID, uuid4
 import orjson
 import pytest
 
-from outbox.core.delivery.signature import parse_secret
+from outbox.core.messages.signature import parse_secret
 from outbox.core.model import endpoint_config
 from outbox.core.model.encryption_keys import format_key, parse_keys
 from outbox.core.model.endpoint_settings import EndpointSettings

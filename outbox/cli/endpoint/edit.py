@@ -17,7 +17,7 @@ from outbox.cli.common import (
 from outbox.cli.endpoint.group import command
 from outbox.cli.endpoint.options import Command, edit_options, new_options
 from outbox.cli.output import echo, emit_pairs, print_changed
-from outbox.core.delivery.ed25519 import PUBLIC_PREFIX
+from outbox.core.messages.ed25519 import PUBLIC_PREFIX
 from outbox.core.model.destination import is_stream
 from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.model.text import count

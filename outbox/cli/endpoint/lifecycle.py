@@ -11,7 +11,7 @@ from outbox.cli.common import actor, comment_option, names_argument, print_resul
 from outbox.cli.endpoint.group import command
 from outbox.cli.endpoint.options import overlap_option
 from outbox.cli.output import cell, echo, emit_pairs
-from outbox.core.delivery.ed25519 import PUBLIC_PREFIX
+from outbox.core.messages.ed25519 import PUBLIC_PREFIX
 from outbox.core.model.text import count
 from outbox.operations import endpoint_secrets, endpoint_states
 from outbox.store.connection.secrets import Vault

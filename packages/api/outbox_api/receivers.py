@@ -25,8 +25,8 @@ import orjson
 import structlog
 from aiohttp import web
 
-from outbox.core.delivery.message import encode_body, prepare
 from outbox.core.delivery.signing_clock import ClockDifference
+from outbox.core.messages.message import encode_body, prepare
 from outbox.core.model.api_token import is_fetch_token
 from outbox.core.model.headers import parse_lines
 from outbox.errors import NotFound
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.core.delivery.signature import SigningKey
+    from outbox.core.messages.signature import SigningKey
     from outbox.operations.fetch_tokens import Fetcher
     from outbox.operations.lane_history import FetchedDelivery, LaneHistory
     from outbox.store.connection.current_settings import CurrentSettings

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.delivery.signature import parse_secret
+from outbox.core.messages.signature import parse_secret
 from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.model.retry_policy import RetryPolicy
 from outbox.errors import DatabaseUnavailable, OutboxError

@@ -24,7 +24,7 @@ import re
 from typing import TYPE_CHECKING
 from urllib.parse import unquote_to_bytes
 
-from outbox.core.delivery.envelope import rfc3339
+from outbox.core.messages.envelope import rfc3339
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

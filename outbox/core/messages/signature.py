@@ -6,7 +6,7 @@ The signed text is `{webhook-id}.{webhook-timestamp}.{body}`; the header
 `webhook-signature` has one or more signatures, separated by spaces, each with its
 version.  During a secret rotation the sender signs with both secrets.
 Version `v1` is HMAC-SHA256 with a shared secret, `v1a` is ed25519
-(`outbox.core.delivery.ed25519`).
+(`outbox.core.messages.ed25519`).
 
     SignatureError
     ├── MissingHeader        one of the three headers is missing
@@ -29,7 +29,7 @@ from functools import lru_cache
 from hashlib import sha256
 from typing import TYPE_CHECKING, TypeAlias
 
-from outbox.core.delivery.ed25519 import (
+from outbox.core.messages.ed25519 import (
     PRIVATE_PREFIX,
     PUBLIC_PREFIX,
     PublicKey,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from hashlib import _Hash
 
-    from outbox.core.delivery.ed25519 import PrivateKey
+    from outbox.core.messages.ed25519 import PrivateKey
 
 Key: TypeAlias = bytes | PublicKey
 """A verification key: a shared secret or a public key."""

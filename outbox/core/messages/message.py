@@ -3,7 +3,7 @@
 The body of the envelope has everything that a receiver relies on, because only the body,
 `webhook-id` and `webhook-timestamp` are signed.  The `X-` headers repeat it for routing and
 logging without parsing.  Formats whose body is the payload alone sign those headers as well, see
-`outbox.core.delivery.signed_metadata`.
+`outbox.core.messages.signed_metadata`.
 
 Headers that the relay sets:
 
@@ -21,16 +21,16 @@ from __future__ import annotations
 from base64 import b64encode
 from typing import TYPE_CHECKING, NamedTuple
 
-from outbox.core.delivery import cloud_event, signed_metadata
-from outbox.core.delivery.envelope import envelope
-from outbox.core.delivery.signature import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, sign_with
+from outbox.core.messages import cloud_event, signed_metadata
+from outbox.core.messages.envelope import envelope
+from outbox.core.messages.signature import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, sign_with
 from outbox.core.model.headers import NO_HEADERS, format_lines, merge, parse_lines
 from outbox.core.model.message_format import ENVELOPE, JSON_TYPE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from outbox.core.delivery.signature import SigningKey
+    from outbox.core.messages.signature import SigningKey
     from outbox.core.model.delivery import Delivery
     from outbox.core.model.headers import EndpointHeaders
     from outbox.core.model.message_format import MessageFormat

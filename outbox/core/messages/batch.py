@@ -40,10 +40,10 @@ from uuid import UUID
 
 import orjson
 
-from outbox.core.delivery import cloud_event
-from outbox.core.delivery.envelope import envelope
-from outbox.core.delivery.message import USER_AGENT, Prepared, prepare
-from outbox.core.delivery.signature import ID_HEADER
+from outbox.core.messages import cloud_event
+from outbox.core.messages.envelope import envelope
+from outbox.core.messages.message import USER_AGENT, Prepared, prepare
+from outbox.core.messages.signature import ID_HEADER
 from outbox.core.model.headers import NO_HEADERS, format_lines, merge, normalize_name
 from outbox.core.model.message_format import BATCH_MAX, ENVELOPE, JSON_TYPE, UNBATCHED
 from outbox.core.model.response_policy import AttemptOutcome, classify

@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import orjson
 
-from outbox.core.delivery.envelope import add_data, rfc3339
-from outbox.core.delivery.signed_metadata import ATTRIBUTE_PREFIX, encode_text
+from outbox.core.messages.envelope import add_data, rfc3339
+from outbox.core.messages.signed_metadata import ATTRIBUTE_PREFIX, encode_text
 from outbox.core.model.message_format import JSON_TYPE
 
 if TYPE_CHECKING:
