@@ -14,8 +14,8 @@ from outbox.operations.pages import page_of
 from outbox.operations.rows import RowPage, from_row
 from outbox.store.change import make_change, make_change_and_read
 from outbox.store.connection.connect import map_errors
-from outbox.store.connection.message import WriteStatement
 from outbox.store.routing_change import ADD_TO_JOURNAL, READ_NOW
+from outbox.store.sql.message import WriteStatement
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -16,9 +16,9 @@ from outbox.operations.criteria import criteria_parameters
 from outbox.operations.replay_jobs import JobRange, add_job, read_new_job
 from outbox.store.change import make_change_and_read
 from outbox.store.connection.connect import map_errors
-from outbox.store.connection.message import WriteStatement
 from outbox.store.delivery.endpoints import endpoint_not_found
-from outbox.store.type_match import FILTER_MET, MATCHES, matches_criteria
+from outbox.store.sql.message import WriteStatement
+from outbox.store.sql.type_match import FILTER_MET, MATCHES, matches_criteria
 
 if TYPE_CHECKING:
     from datetime import datetime

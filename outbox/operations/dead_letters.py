@@ -16,9 +16,9 @@ from outbox.operations.pages import page_of
 from outbox.operations.rows import from_row
 from outbox.operations.tenancy import OWNS_RANGE
 from outbox.store.connection.connect import map_errors
-from outbox.store.expressions import PAYLOAD_SIZE
 from outbox.store.replays.replay_feed import MATCHES_SELECTION
 from outbox.store.retention.erasure import PLAN_BY_INDEX
+from outbox.store.sql.expressions import PAYLOAD_SIZE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,8 +10,8 @@ import orjson
 from outbox.operations.endpoint_changes import find_endpoint
 from outbox.operations.endpoint_states import require_state
 from outbox.store.change import make_change
-from outbox.store.connection.message import Private, WriteStatement
 from outbox.store.connection.secrets import CLEAR, IDENTITY
+from outbox.store.sql.message import Private, WriteStatement
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.model.endpoint_condition import CONDITIONS
 from outbox.errors import UsageError
 from outbox.operations.lanes import BLOCKED, FAILING, SUBSCRIBED
-from outbox.store.type_match import TYPE_MATCHES
+from outbox.store.sql.type_match import TYPE_MATCHES
 
 if TYPE_CHECKING:
     from outbox.core.model.endpoint_condition import EndpointCondition

@@ -18,9 +18,9 @@ from outbox.operations.lanes import PENDING, SUBSCRIBED
 from outbox.operations.rows import from_row
 from outbox.store.change import make_change
 from outbox.store.connection.connect import map_errors
-from outbox.store.connection.message import WriteStatement
-from outbox.store.expressions import lease_runs
 from outbox.store.replays.replay_feed import CANCEL_REPLAYS
+from outbox.store.sql.expressions import lease_runs
+from outbox.store.sql.message import WriteStatement
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -9,8 +9,8 @@ from outbox.errors import Conflict
 from outbox.operations.endpoint_changes import find_endpoint, new_secret, public_key
 from outbox.operations.endpoint_states import require_state
 from outbox.store.change import make_change
-from outbox.store.connection.message import Private, WriteStatement
 from outbox.store.connection.secrets import CLEAR, SIGNING
+from outbox.store.sql.message import Private, WriteStatement
 
 if TYPE_CHECKING:
     from datetime import datetime

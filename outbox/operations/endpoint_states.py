@@ -18,7 +18,7 @@ from outbox.errors import Conflict
 from outbox.operations.endpoint_changes import find_endpoint, find_endpoints
 from outbox.operations.endpoint_writes import SET_STATES, replace_subscriptions
 from outbox.store.change import make_change, make_change_and_read
-from outbox.store.connection.message import WriteStatement
+from outbox.store.sql.message import WriteStatement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

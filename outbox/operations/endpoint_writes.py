@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.endpoint_settings import SETTINGS
 from outbox.store.change import document
-from outbox.store.connection.message import Private, WriteStatement
-from outbox.store.expressions import CURRENT_XID
 from outbox.store.routing_change import NEXT_BATCH
+from outbox.store.sql.expressions import CURRENT_XID
+from outbox.store.sql.message import Private, WriteStatement
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

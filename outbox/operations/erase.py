@@ -22,7 +22,6 @@ import orjson
 from outbox.errors import UsageError
 from outbox.store.channels import NOTIFY_ALL
 from outbox.store.connection.connect import map_errors
-from outbox.store.connection.message import WriteStatement
 from outbox.store.retention.erasure import (
     PLAN_BY_INDEX,
     SET_PLANNER,
@@ -31,6 +30,7 @@ from outbox.store.retention.erasure import (
     erase_responses,
 )
 from outbox.store.routing_change import ADD_TO_JOURNAL
+from outbox.store.sql.message import WriteStatement
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -23,7 +23,7 @@ from outbox.operations.pages import page_of
 from outbox.operations.rows import ID_MAX, from_row
 from outbox.store.connection.connect import CONNECTION_ERRORS, map_errors
 from outbox.store.retention.erasure import PLAN_BY_INDEX
-from outbox.store.type_match import TENANT_MATCHES, TYPE_MATCHES, matches_criteria
+from outbox.store.sql.type_match import TENANT_MATCHES, TYPE_MATCHES, matches_criteria
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,7 +11,7 @@ from outbox.operations.endpoint_changes import find_endpoint
 from outbox.operations.endpoint_secrets import OVERLAP_S
 from outbox.store.change import make_change
 from outbox.store.connection.connect import map_errors
-from outbox.store.connection.message import WriteStatement
+from outbox.store.sql.message import WriteStatement
 
 if TYPE_CHECKING:
     from datetime import datetime

@@ -14,8 +14,8 @@ from outbox.operations.pages import page_of
 from outbox.operations.rows import RowPage, from_row
 from outbox.store.change import make_change
 from outbox.store.connection.connect import map_errors
-from outbox.store.connection.message import WriteStatement
 from outbox.store.retention.erasure import PLAN_BY_INDEX
+from outbox.store.sql.message import WriteStatement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

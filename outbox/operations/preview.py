@@ -21,8 +21,8 @@ from outbox.operations.lane_history import READ_PREVIOUS
 from outbox.operations.trace import NO_BATCH, READ_DELIVERIES, READ_SEQUENCED
 from outbox.store.connection.connect import map_errors
 from outbox.store.delivery.endpoints import find_endpoint
-from outbox.store.expressions import PAYLOAD_BYTES, epoch_s
 from outbox.store.retention.erasure import PLAN_BY_INDEX
+from outbox.store.sql.expressions import PAYLOAD_BYTES, epoch_s
 
 if TYPE_CHECKING:
     from asyncpg import Connection

@@ -16,8 +16,8 @@ from outbox.operations.endpoint_changes import find_endpoint
 from outbox.operations.endpoint_writes import begin_generations
 from outbox.operations.lanes import FAILING
 from outbox.store.change import make_change
-from outbox.store.connection.message import WriteStatement
-from outbox.store.expressions import is_stream_held
+from outbox.store.sql.expressions import is_stream_held
+from outbox.store.sql.message import WriteStatement
 
 if TYPE_CHECKING:
     from typing import Any

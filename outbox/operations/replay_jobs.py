@@ -16,9 +16,9 @@ from outbox.operations.rows import ID_MAX, RowPage, from_row
 from outbox.operations.tenancy import JOB_IS_OWN
 from outbox.store.change import NEW_JOB, document, make_change_and_read
 from outbox.store.connection.connect import map_errors
-from outbox.store.connection.message import WriteStatement
-from outbox.store.expressions import lease_runs
 from outbox.store.replays.replay_feed import CANCEL_REPLAYS
+from outbox.store.sql.expressions import lease_runs
+from outbox.store.sql.message import WriteStatement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -20,8 +20,8 @@ from outbox.operations.replay_jobs import JobRange, add_job, read_new_job
 from outbox.operations.rows import from_row
 from outbox.store.change import NEW_JOB, make_change_and_read
 from outbox.store.connection.connect import map_errors
-from outbox.store.connection.message import WriteStatement
 from outbox.store.replays.replay_feed import END_REASON, IS_ERASED, MATCHES_SELECTION
+from outbox.store.sql.message import WriteStatement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.store.change import make_change
 from outbox.store.connection.connect import map_errors
-from outbox.store.connection.message import WriteStatement
 from outbox.store.sequencing.skipped_events import SKIPPED_EVENTS, SKIPPED_IDS_MAX
+from outbox.store.sql.message import WriteStatement
 
 if TYPE_CHECKING:
     from asyncpg import Connection

@@ -14,7 +14,6 @@ import orjson
 
 from outbox.store.change import document
 from outbox.store.connection.connect import map_errors
-from outbox.store.connection.message import Private, WriteStatement
 from outbox.store.connection.secrets import (
     IDENTITY,
     SIGNING,
@@ -23,14 +22,15 @@ from outbox.store.connection.secrets import (
     unreadable_values,
 )
 from outbox.store.routing_change import ADD_TO_JOURNAL, RAISE_VERSION
+from outbox.store.sql.message import Private, WriteStatement
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from uuid import UUID
 
-    from outbox.store.connection.message import WriteCall
     from outbox.store.connection.secrets import Vault
     from outbox.store.connection.store_connection import StoreConnection
+    from outbox.store.sql.message import WriteCall
 
 ROTATED_PAGE = 200
 PASSES_MAX = 5

@@ -25,9 +25,9 @@ from outbox.errors import Conflict, EventSuppressed, QuotaExceeded, UsageError
 from outbox.operations.future_events import OLDEST_HELD
 from outbox.operations.schedules import read_schedule, schedule_not_found
 from outbox.store.change import make_change, make_change_and_read
-from outbox.store.connection.message import Private, WriteStatement
 from outbox.store.routing_change import READ_NOW
 from outbox.store.schedules.schedule_runs import LOCK_SCHEDULES, Run, publish_calls
+from outbox.store.sql.message import Private, WriteStatement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

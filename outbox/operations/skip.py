@@ -28,8 +28,8 @@ from outbox.operations.lanes import BLOCKED_BY, FAILING, LANE_STATE
 from outbox.operations.rows import from_row
 from outbox.store.change import make_change
 from outbox.store.connection.connect import LOST_ERRORS, map_errors
-from outbox.store.connection.message import WriteStatement
-from outbox.store.expressions import lease_runs
+from outbox.store.sql.expressions import lease_runs
+from outbox.store.sql.message import WriteStatement
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -17,9 +17,9 @@ from outbox.store.connection.connect import map_errors
 from outbox.store.connection.row_security import stop_empty
 from outbox.store.database_stats import COUNT_UNACCOUNTED
 from outbox.store.delivery.endpoint_state import CONDITION_EVERY_S, Condition
-from outbox.store.expressions import lease_runs
 from outbox.store.routing_change import READ_NOW
 from outbox.store.sequencing.stalls import Blocker, read_cursor_blocker
+from outbox.store.sql.expressions import lease_runs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

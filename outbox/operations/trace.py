@@ -36,10 +36,10 @@ from outbox.operations.rows import ID_MAX, encode_other, from_row
 from outbox.operations.trace_diagnosis import add_diagnosis
 from outbox.store.connection.connect import map_errors
 from outbox.store.delivery.lanes import lacks_end
-from outbox.store.expressions import PAYLOAD_SIZE, lease_runs
 from outbox.store.retention.erasure import PLAN_BY_INDEX
 from outbox.store.routing_change import READ_NOW
-from outbox.store.type_match import FILTER_MET, TENANT_MATCHES, TYPE_MATCHES
+from outbox.store.sql.expressions import PAYLOAD_SIZE, lease_runs
+from outbox.store.sql.type_match import FILTER_MET, TENANT_MATCHES, TYPE_MATCHES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -18,9 +18,9 @@ from outbox.relay.delivery.endpoint_supervisor import EndpointSupervisor
 from outbox.relay.delivery.owned_endpoints import EndpointRuntime
 from outbox.store.cluster import replicas, timeline
 from outbox.store.cluster.replicas import Renewal, ReplicaStore
-from outbox.store.connection.message import WriteStatement
 from outbox.store.retention.partitions import PartitionStore
 from outbox.store.retention.periods import THIN_MARKS, RetentionStore
+from outbox.store.sql.message import WriteStatement
 from tests.support.observed import age, observe
 from tests.support.relay import (
     BUSY,

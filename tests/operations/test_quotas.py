@@ -26,7 +26,7 @@ from outbox.operations import (
 from outbox.operations.quotas import Quota, Use
 from outbox.store import change as changes
 from outbox.store import quotas as counting
-from outbox.store.connection.message import WriteStatement
+from outbox.store.sql.message import WriteStatement
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

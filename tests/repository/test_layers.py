@@ -127,6 +127,7 @@ def broken_contracts(graph: ImportGraph, importer: str, imported: str) -> set[st
         ("core.delivery.commands", "outbox.core.delivery.lane", CIRCLES),
         ("destinations.http.request", "outbox.destinations.endpoint_test", CIRCLES),
         ("store.cluster.replicas", "outbox.store.sequencing.batches", CIRCLES),
+        ("store.sql.message", "outbox.store.connection.connect", CIRCLES),
         ("setting_sources", "outbox.operations", CIRCLES),
         ("core.model.retry_policy", "time", "The core is sans-IO"),
         ("producers.publish", "outbox.config", "Publishing is light"),

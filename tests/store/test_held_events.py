@@ -22,10 +22,10 @@ from outbox.operations.erase import (
     ErasureTarget,
     erase_events,
 )
-from outbox.store.connection.message import WriteStatement
 from outbox.store.schedules import future_events
 from outbox.store.schedules.future_events import FutureEventStore
 from outbox.store.schedules.schedule_runs import ScheduleRunStore
+from outbox.store.sql.message import WriteStatement
 from tests.support.roles import role
 from tests.support.schedules import add_schedule, let_be_due
 from tests.support.waiting import until

@@ -81,7 +81,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from uuid import UUID
 
-    from outbox.store.connection.message import WriteCall, WriteStatement
+    from outbox.store.sql.message import WriteCall, WriteStatement
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.full

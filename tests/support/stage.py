@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from outbox.relay.sequencing.cursor import BatchResult
-from outbox.store.connection.message import WriteStatement
+from outbox.store.sql.message import WriteStatement
 from tests.support.sequencers import (
     Hooked,
     Variant,

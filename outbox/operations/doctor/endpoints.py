@@ -34,7 +34,7 @@ from outbox.operations.doctor.check import (
 from outbox.operations.rotate_key import COUNT_SECRETS
 from outbox.store.delivery.altered_secrets import read_altered_secrets
 from outbox.store.delivery.endpoints import read_endpoints
-from outbox.store.expressions import lease_runs
+from outbox.store.sql.expressions import lease_runs
 
 # Live relays that lack one of the keys that secrets are encrypted with.
 RELAYS_WITHOUT_KEYS = f"""

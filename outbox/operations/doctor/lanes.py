@@ -24,7 +24,7 @@ from outbox.operations.doctor.check import (
 )
 from outbox.operations.rows import parse_json
 from outbox.operations.skip import stuck_advice
-from outbox.store.expressions import is_held
+from outbox.store.sql.expressions import is_held
 
 
 def _lane(row: Any) -> str:
