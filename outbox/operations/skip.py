@@ -22,7 +22,7 @@ from outbox.core.model.response import (
     Failure,
 )
 from outbox.errors import Conflict
-from outbox.operations.endpoint_changes import find_endpoint
+from outbox.operations.endpoints.changes import find_endpoint
 from outbox.operations.lane_history import get_lane
 from outbox.operations.lanes import BLOCKED_BY, FAILING, LANE_STATE
 from outbox.operations.rows import from_row

@@ -16,14 +16,9 @@ import pytest
 
 import outbox
 from outbox.core.sequencing.partition_window import Retention
-from outbox.operations import (
-    backfill,
-    endpoint_removal,
-    erase,
-    replay_jobs,
-    replays,
-)
+from outbox.operations import backfill, erase, replay_jobs, replays
 from outbox.operations.criteria import Criteria, DeadLetterSelection
+from outbox.operations.endpoints import removal as endpoint_removal
 from outbox.operations.erase import ErasureTarget
 from outbox.store.cluster.replicas import ReplicaStore
 from outbox.store.connection.migrate import migrate

@@ -13,7 +13,7 @@ import pytest
 from outbox.core.cluster.observed_time import GRACE_RESPONSES, GracePeriod, Odometer
 from outbox.core.model.response import AttemptResult, Failure
 from outbox.core.sequencing.partition_window import Retention
-from outbox.operations.endpoint_changes import update_endpoint
+from outbox.operations.endpoints.changes import update_endpoint
 from outbox.relay.delivery.endpoint_supervisor import EndpointSupervisor
 from outbox.relay.delivery.owned_endpoints import EndpointRuntime
 from outbox.store.cluster import replicas, timeline

@@ -19,14 +19,9 @@ from outbox.core.sequencing.gaps import CursorChange
 from outbox.core.sequencing.partition_window import WIDTH, Retention
 from outbox.core.sequencing.router import Deliveries
 from outbox.errors import UsageError
-from outbox.operations import (
-    backfill,
-    endpoint_states,
-    replay_jobs,
-    replays,
-    trace,
-)
+from outbox.operations import backfill, replay_jobs, replays, trace
 from outbox.operations.criteria import Criteria, DeadLetterSelection
+from outbox.operations.endpoints import states as endpoint_states
 from outbox.relay import maintenance
 from outbox.relay.cluster import connections
 from outbox.relay.delivery import recorder

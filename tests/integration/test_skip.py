@@ -10,8 +10,10 @@ import pytest
 
 from outbox.core.model.retry_policy import RetryPolicy
 from outbox.errors import Conflict, NotFound
-from outbox.operations import dead_letters, endpoint_changes, endpoint_states, replays, skip
+from outbox.operations import dead_letters, replays, skip
 from outbox.operations.criteria import DeadLetterSelection
+from outbox.operations.endpoints import changes as endpoint_changes
+from outbox.operations.endpoints import states as endpoint_states
 from outbox.operations.rows import JsonText
 from outbox.operations.skip import LaneMoved, skip_delivery
 from outbox.operations.status import read_overview

@@ -10,8 +10,9 @@ import orjson
 import pytest
 
 from outbox.errors import NotFound, UsageError
-from outbox.operations import dead_letters, discard, endpoint_removal, replays
+from outbox.operations import dead_letters, discard, replays
 from outbox.operations.criteria import Criteria, DeadLetterSelection
+from outbox.operations.endpoints import removal as endpoint_removal
 from tests.support import ranges
 from tests.support.relay import (
     OK,

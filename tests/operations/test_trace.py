@@ -11,16 +11,11 @@ import pytest
 import outbox
 from outbox.core.model.response import AttemptResult
 from outbox.errors import NotFound
-from outbox.operations import (
-    criteria,
-    endpoint_changes,
-    endpoint_removal,
-    endpoint_states,
-    events,
-    replays,
-    trace,
-)
+from outbox.operations import criteria, events, replays, trace
 from outbox.operations.criteria import DeadLetterSelection
+from outbox.operations.endpoints import changes as endpoint_changes
+from outbox.operations.endpoints import removal as endpoint_removal
+from outbox.operations.endpoints import states as endpoint_states
 from outbox.store.retention import erasure
 from tests.support.plans import explain
 from tests.support.relay import (

@@ -61,6 +61,12 @@ REAL_PACKAGES = (
     "outbox.operations",
 )
 """Packages of the modules that `tests.sim.stores` stands in for."""
+OPERATIONS = {
+    "endpoint_changes": "endpoints.changes",
+    "endpoint_states": "endpoints.states",
+    "endpoint_writes": "endpoints.writes",
+}
+"""Modules of `outbox.operations`, by the names of their stand-ins."""
 
 
 def modules_of(*packages: str) -> Any:
@@ -70,7 +76,9 @@ def modules_of(*packages: str) -> Any:
 
 
 def _module_of(packages: tuple[str, ...], name: str) -> ModuleType:
-    specs = (find_spec(f"{package}.{name}") for package in packages)
+    names = [f"{package}.{name}" for package in packages]
+    names += [f"outbox.operations.{OPERATIONS[name]}"] if name in OPERATIONS else []
+    specs = (find_spec(each) for each in names)
     # A package may have the name of a module of another one.
     found = (spec for spec in specs if spec is not None and not spec.submodule_search_locations)
     return import_module(next(found).name)

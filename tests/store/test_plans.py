@@ -29,12 +29,8 @@ from outbox.core.sequencing.router import Deliveries
 from outbox.operations import (
     dead_letters as dead,
 )
-from outbox.operations import (
-    delivery_counts,
-    endpoints,
-    lane_history,
-    status,
-)
+from outbox.operations import delivery_counts, lane_history, status
+from outbox.operations.endpoints import queries as endpoints
 from outbox.operations.erase import ERASE_EVENTS
 from outbox.relay.cluster.connections import SESSION_SETTINGS
 from outbox.store import database_stats, installation_history, operational_events

@@ -15,7 +15,7 @@ from outbox.config import Settings
 from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.sequencing.gaps import GapTracker
 from outbox.core.sequencing.router import RoutableEvent
-from outbox.operations import endpoint_changes
+from outbox.operations.endpoints import changes as endpoint_changes
 from outbox.relay.sequencing.cursor import BatchResult, Cursor
 from outbox.relay.sequencing.sequencer import Sequencer
 from outbox.relay.wake_event import WakeEvent

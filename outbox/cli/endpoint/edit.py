@@ -28,14 +28,14 @@ from outbox.destinations.endpoint_validation import (
     policy_of,
 )
 from outbox.network.egress import plain_http_warning
-from outbox.operations import endpoint_changes
+from outbox.operations.endpoints import changes as endpoint_changes
 from outbox.store.connection.secrets import Vault
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from outbox.config import Settings
-    from outbox.operations.endpoint_changes import NewEndpoint, Updated
+    from outbox.operations.endpoints.changes import NewEndpoint, Updated
 
 
 def _show_added(added: NewEndpoint) -> None:

@@ -16,7 +16,7 @@ from outbox.operations.dead_letters import (
     DeadLetterState,
 )
 from outbox.operations.discard import DiscardReport
-from outbox.operations.endpoints import NOT_SHOWN
+from outbox.operations.endpoints.queries import NOT_SHOWN
 from outbox.operations.replays import ReplayReport
 from outbox.operations.rows import ID_MAX
 from outbox.operations.skip import SkippedDelivery, skip_delivery

@@ -28,7 +28,7 @@ from outbox.core.model.stored_response import (
     outcome_fields,
 )
 from outbox.operations import tenancy
-from outbox.operations.endpoints import NOT_SHOWN
+from outbox.operations.endpoints.queries import NOT_SHOWN
 from outbox.operations.trace_diagnosis import add_diagnosis
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from outbox.destinations.endpoint_test import EndpointTestResult
     from outbox.operations.dead_letters import DeadLetter, DeadLetterRow
-    from outbox.operations.endpoints import EndpointDetail, EndpointRow
+    from outbox.operations.endpoints.queries import EndpointDetail, EndpointRow
     from outbox.operations.event_trace import EventTrace, TracedAttempt, TracedDelivery
     from outbox.operations.journal import JournalRow
     from outbox.operations.replay_jobs import ReplayJob

@@ -10,7 +10,7 @@ from outbox.core.model.destination import is_stream
 from outbox.destinations.broker_address import credentials_of
 from outbox.destinations.brokers import calling_plugin, find_destination
 from outbox.errors import UsageError
-from outbox.operations.endpoint_changes import update_endpoint
+from outbox.operations.endpoints.changes import update_endpoint
 from outbox.store.connection.secrets import CLEAR
 
 if TYPE_CHECKING:

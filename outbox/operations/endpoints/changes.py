@@ -22,9 +22,9 @@ from outbox.core.model.destination import is_stream
 from outbox.core.sequencing.partition_window import unsequenced_ids
 from outbox.destinations.brokers import is_same_stream
 from outbox.errors import Conflict, UsageError
-from outbox.operations import endpoint_writes
-from outbox.operations.endpoint_writes import REQUIRE_STATES
-from outbox.operations.endpoints import SETTING_COLUMNS, settings_of
+from outbox.operations.endpoints import writes as endpoint_writes
+from outbox.operations.endpoints.queries import SETTING_COLUMNS, settings_of
+from outbox.operations.endpoints.writes import REQUIRE_STATES
 from outbox.store.change import make_change
 from outbox.store.connection.secrets import CLEAR, SIGNING
 from outbox.store.delivery.endpoints import endpoint_not_found

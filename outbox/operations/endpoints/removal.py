@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.text import count
 from outbox.errors import Conflict
-from outbox.operations.endpoint_changes import find_endpoint
-from outbox.operations.endpoint_states import UNBLOCK_LANES
-from outbox.operations.endpoint_writes import END_SUBSCRIPTIONS, SET_STATES
+from outbox.operations.endpoints.changes import find_endpoint
+from outbox.operations.endpoints.states import UNBLOCK_LANES
+from outbox.operations.endpoints.writes import END_SUBSCRIPTIONS, SET_STATES
 from outbox.operations.lanes import PENDING, SUBSCRIBED
 from outbox.operations.rows import from_row
 from outbox.store.change import make_change
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.operations.endpoint_changes import FoundEndpoint
+    from outbox.operations.endpoints.changes import FoundEndpoint
     from outbox.store.change import Change
 
 # Pending deliveries of endpoints, and the number of all their deliveries, by which

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.model import endpoint_config
 from outbox.core.model.endpoint_settings import SETTINGS, EndpointSettings
 from outbox.core.model.ids import lane_name
-from outbox.operations.endpoint_filter import EndpointFilter, matches_filter
+from outbox.operations.endpoints.filter import EndpointFilter, matches_filter
 from outbox.operations.lanes import (
     BLOCKED,
     DEAD_LETTERS,

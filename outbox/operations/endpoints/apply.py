@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from outbox.core.model.destination import is_stream
 from outbox.destinations.brokers import find_destination
 from outbox.errors import Conflict, NotFound, UsageError
-from outbox.operations.endpoint_changes import (
+from outbox.operations.endpoints.changes import (
     READ_ENDPOINTS,
     FoundEndpoint,
     check_filters,
@@ -24,8 +24,8 @@ from outbox.operations.endpoint_changes import (
     require_states,
     write_updates,
 )
-from outbox.operations.endpoint_removal import StillPending, plan_removals
-from outbox.operations.endpoint_writes import add_endpoints, replace_subscriptions
+from outbox.operations.endpoints.removal import StillPending, plan_removals
+from outbox.operations.endpoints.writes import add_endpoints, replace_subscriptions
 from outbox.store.change import make_change
 from outbox.store.connection.secrets import CLEAR
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from outbox.core.model.endpoint_config import DeclaredEndpoint
     from outbox.core.model.endpoint_settings import EndpointSettings
-    from outbox.operations.endpoint_changes import Addition, Update
+    from outbox.operations.endpoints.changes import Addition, Update
     from outbox.store.change import Change
     from outbox.store.connection.secrets import Vault
 

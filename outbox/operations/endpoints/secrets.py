@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outbox.errors import Conflict
-from outbox.operations.endpoint_changes import find_endpoint, new_secret, public_key
-from outbox.operations.endpoint_states import require_state
+from outbox.operations.endpoints.changes import find_endpoint, new_secret, public_key
+from outbox.operations.endpoints.states import require_state
 from outbox.store.change import make_change
 from outbox.store.connection.secrets import CLEAR, SIGNING
 from outbox.store.sql.message import Private, WriteStatement

@@ -14,7 +14,7 @@ from outbox.core.delivery.delivery_history import (
     LATENCY_BOUNDS_S,
     latency_quantile_s,
 )
-from outbox.operations.endpoints import ANY, NAMES_PAGE
+from outbox.operations.endpoints.queries import ANY, NAMES_PAGE
 from outbox.operations.pages import page_of
 from outbox.store.connection.connect import map_errors
 from outbox.store.delivery.endpoints import endpoint_not_found
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection, Record
 
-    from outbox.operations.endpoint_filter import EndpointFilter
+    from outbox.operations.endpoints.filter import EndpointFilter
     from outbox.operations.rows import RowPage
 
 HOUR_S = 3600

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from outbox.core.brokers.repair import RepairKind
 from outbox.core.model.response import Failure
 from outbox.errors import Conflict
-from outbox.operations.endpoint_changes import find_endpoint
-from outbox.operations.endpoint_writes import begin_generations
+from outbox.operations.endpoints.changes import find_endpoint
+from outbox.operations.endpoints.writes import begin_generations
 from outbox.operations.lanes import FAILING
 from outbox.store.change import make_change
 from outbox.store.sql.expressions import is_stream_held
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.operations.endpoint_changes import FoundEndpoint
+    from outbox.operations.endpoints.changes import FoundEndpoint
     from outbox.store.change import Change
 
 RepairAction: TypeAlias = Literal["refill", "continue", "take_over", "dead_letter"]

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from outbox.errors import Conflict
-from outbox.operations.endpoint_changes import find_endpoint, find_endpoints
-from outbox.operations.endpoint_writes import SET_STATES, replace_subscriptions
+from outbox.operations.endpoints.changes import find_endpoint, find_endpoints
+from outbox.operations.endpoints.writes import SET_STATES, replace_subscriptions
 from outbox.store.change import make_change, make_change_and_read
 from outbox.store.sql.message import WriteStatement
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.operations.endpoint_changes import FoundEndpoint
+    from outbox.operations.endpoints.changes import FoundEndpoint
     from outbox.store.change import Change
 
 COUNT_BLOCKED_LANES = """

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from outbox.operations.endpoint_changes import find_endpoint
-from outbox.operations.endpoint_states import require_state
+from outbox.operations.endpoints.changes import find_endpoint
+from outbox.operations.endpoints.states import require_state
 from outbox.store.change import make_change
 from outbox.store.connection.secrets import CLEAR, IDENTITY
 from outbox.store.sql.message import Private, WriteStatement
