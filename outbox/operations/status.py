@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.model.ids import lane_name
 from outbox.core.sequencing.partition_window import unsequenced_ids
 from outbox.operations import lanes
-from outbox.operations.dead_letters import LAST_REPLAY
+from outbox.operations.dead_letters.queries import LAST_REPLAY
 from outbox.operations.future_events import HeldEvents, read_held
 from outbox.operations.pages import page_of, shorten_responses
 from outbox.operations.rows import from_row

@@ -15,7 +15,7 @@ from outbox.core.sequencing.partition_window import WIDTH
 from outbox.errors import NotFound
 from outbox.operations import events
 from outbox.operations.criteria import find_endpoint_ids
-from outbox.operations.dead_letters import LAST_REPLAY
+from outbox.operations.dead_letters.queries import LAST_REPLAY
 from outbox.operations.event_trace import (
     EventTrace,
     LaneHead,

@@ -13,11 +13,11 @@ from outbox.destinations.brokers import Brokers
 from outbox.errors import Conflict, UsageError
 from outbox.network.egress import EgressPolicy
 from outbox.operations.criteria import Criteria, DeadLetterSelection
+from outbox.operations.dead_letters.replay import start_replay
+from outbox.operations.dead_letters.skip import skip_delivery
 from outbox.operations.endpoints import changes as endpoint_changes
 from outbox.operations.endpoints import states as endpoint_states
 from outbox.operations.endpoints.repair import request_adoption, request_refill
-from outbox.operations.replays import start_replay
-from outbox.operations.skip import skip_delivery
 from outbox.relay.delivery import broker_attempts
 from tests.support.ranges import next_pending
 from tests.support.relay import (

@@ -16,8 +16,8 @@ from outbox.core.delivery.commands import AttemptRow, Progress, Record
 from outbox.core.delivery.delivery_history import DeliveryHistory
 from outbox.core.delivery.lane import Lane
 from outbox.core.model.endpoint_settings import EndpointSettings
-from outbox.operations import replays
 from outbox.operations.criteria import DeadLetterSelection
+from outbox.operations.dead_letters import replay as replays
 from outbox.operations.endpoints import changes as endpoint_changes
 from outbox.operations.endpoints import removal as endpoint_removal
 from outbox.relay.delivery.dispatcher import Dispatcher

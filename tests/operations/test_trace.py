@@ -11,8 +11,9 @@ import pytest
 import outbox
 from outbox.core.model.response import AttemptResult
 from outbox.errors import NotFound
-from outbox.operations import criteria, events, replays, trace
+from outbox.operations import criteria, events, trace
 from outbox.operations.criteria import DeadLetterSelection
+from outbox.operations.dead_letters import replay as replays
 from outbox.operations.endpoints import changes as endpoint_changes
 from outbox.operations.endpoints import removal as endpoint_removal
 from outbox.operations.endpoints import states as endpoint_states

@@ -8,8 +8,9 @@ import asyncpg
 import orjson
 import pytest
 
-from outbox.operations import dead_letters, erase, events, trace
+from outbox.operations import erase, events, trace
 from outbox.operations.criteria import Criteria
+from outbox.operations.dead_letters import queries as dead_letters
 from outbox.operations.rows import encode_other
 from outbox.store.connection.connect import connect
 from outbox.store.connection.dsn import parse

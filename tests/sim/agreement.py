@@ -32,7 +32,7 @@ from outbox.core.sequencing.partition_window import Retention
 from outbox.core.sequencing.router import Deliveries
 from outbox.errors import OutboxError
 from outbox.operations.criteria import Criteria, DeadLetterSelection
-from outbox.operations.skip import LaneMoved
+from outbox.operations.dead_letters.skip import LaneMoved
 from outbox.relay.sequencing.cursor import Cursor, SequencedBatch
 from outbox.store.cluster.sessions import session_label
 from outbox.store.cluster.timeline import History
@@ -62,9 +62,14 @@ REAL_PACKAGES = (
 )
 """Packages of the modules that `tests.sim.stores` stands in for."""
 OPERATIONS = {
+    "backfill": "replays.backfill",
+    "discard": "dead_letters.discard",
     "endpoint_changes": "endpoints.changes",
     "endpoint_states": "endpoints.states",
     "endpoint_writes": "endpoints.writes",
+    "replay_jobs": "replays.jobs",
+    "replays": "dead_letters.replay",
+    "skip": "dead_letters.skip",
 }
 """Modules of `outbox.operations`, by the names of their stand-ins."""
 

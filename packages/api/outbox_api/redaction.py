@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from collections.abc import Set
 
     from outbox.destinations.endpoint_test import EndpointTestResult
-    from outbox.operations.dead_letters import DeadLetter, DeadLetterRow
+    from outbox.operations.dead_letters.queries import DeadLetter, DeadLetterRow
     from outbox.operations.endpoints.queries import EndpointDetail, EndpointRow
     from outbox.operations.event_trace import EventTrace, TracedAttempt, TracedDelivery
     from outbox.operations.journal import JournalRow
-    from outbox.operations.replay_jobs import ReplayJob
+    from outbox.operations.replays.jobs import ReplayJob
     from outbox.operations.schedules import ListedSchedule
     from outbox.operations.status import EndpointStatus, EndpointStatuses, Overview
     from outbox_api.route import Call

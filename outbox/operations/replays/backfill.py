@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.sequencing.partition_window import WIDTH
 from outbox.errors import Conflict
 from outbox.operations.criteria import criteria_parameters
-from outbox.operations.replay_jobs import JobRange, add_job, read_new_job
+from outbox.operations.replays.jobs import JobRange, add_job, read_new_job
 from outbox.store.change import make_change_and_read
 from outbox.store.connection.connect import map_errors
 from outbox.store.delivery.endpoints import endpoint_not_found

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from outbox.core.model.text import count
 from outbox.errors import Conflict
 from outbox.operations.criteria import criteria_parameters, find_endpoint_ids
-from outbox.operations.dead_letters import dead_letter_not_found, list_replays
-from outbox.operations.replay_jobs import JobRange, add_job, read_new_job
+from outbox.operations.dead_letters.queries import dead_letter_not_found, list_replays
+from outbox.operations.replays.jobs import JobRange, add_job, read_new_job
 from outbox.operations.rows import from_row
 from outbox.store.change import NEW_JOB, make_change_and_read
 from outbox.store.connection.connect import map_errors

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outbox.operations.criteria import criteria_parameters, find_endpoint_ids
-from outbox.operations.replays import (
+from outbox.operations.dead_letters.replay import (
     find_candidates,
     require_counted,
     single,
