@@ -12,7 +12,7 @@ from outbox.core.model.endpoint_condition import DEGRADED, HEALTHY, describe_con
 from outbox.core.model.stored_response import describe_attempts, describe_response
 from outbox.core.model.text import count
 from outbox.operations.dead_letters.skip import is_held, stuck_advice
-from outbox.operations.future_events import COUNT_MAX
+from outbox.operations.events.future import COUNT_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

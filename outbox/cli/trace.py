@@ -10,7 +10,7 @@ from outbox.cli.common import before_id_option, print_result, run_operation, war
 from outbox.cli.output import cell, describe_payload, echo, emit_pairs, fold, style
 from outbox.core.model.text import count
 from outbox.operations import trace
-from outbox.operations.future_events import describe
+from outbox.operations.events.future import describe
 from outbox.operations.trace_diagnosis import describe_unsent
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from outbox.core.model.destination import is_stream
 from outbox.core.model.headers import parse_lines
 from outbox.core.model.ids import lane_name
 from outbox.errors import Conflict, NotFound
-from outbox.operations import events
+from outbox.operations.events import queries as events
 from outbox.operations.lane_history import READ_PREVIOUS
 from outbox.operations.trace import NO_BATCH, READ_DELIVERIES, READ_SEQUENCED
 from outbox.store.connection.connect import map_errors
@@ -101,7 +101,7 @@ async def preview_request(
         text: an event id, X-Delivery, once key, key or outbox id; of several events the newest.
         now: epoch seconds, of the signature.
         tenant: the tenant that the event must belong to; None: any.
-        once_key: see `outbox.operations.events.find_events`.
+        once_key: see `outbox.operations.events.queries.find_events`.
 
     Raises:
         NotFound: there is no such endpoint, or no event.

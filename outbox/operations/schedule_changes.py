@@ -22,7 +22,7 @@ from outbox.core.schedules.schedule import ticks_from
 from outbox.core.sequencing.tenant_pace import HELD_DELIVERIES_MAX, PER_S
 from outbox.drivers.errors import NOT_STORED
 from outbox.errors import Conflict, EventSuppressed, QuotaExceeded, UsageError
-from outbox.operations.future_events import OLDEST_HELD
+from outbox.operations.events.future import OLDEST_HELD
 from outbox.operations.schedules import read_schedule, schedule_not_found
 from outbox.store.change import make_change, make_change_and_read
 from outbox.store.routing_change import READ_NOW

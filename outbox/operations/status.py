@@ -9,7 +9,7 @@ from outbox.core.model.ids import lane_name
 from outbox.core.sequencing.partition_window import unsequenced_ids
 from outbox.operations import lanes
 from outbox.operations.dead_letters.queries import LAST_REPLAY
-from outbox.operations.future_events import HeldEvents, read_held
+from outbox.operations.events.future import HeldEvents, read_held
 from outbox.operations.pages import page_of, shorten_responses
 from outbox.operations.rows import from_row
 from outbox.store.cluster.timeline import read_stopped

@@ -13,7 +13,6 @@ import orjson
 from outbox.core.model.ids import delivery_id
 from outbox.core.sequencing.partition_window import WIDTH
 from outbox.errors import NotFound
-from outbox.operations import events
 from outbox.operations.criteria import find_endpoint_ids
 from outbox.operations.dead_letters.queries import LAST_REPLAY
 from outbox.operations.event_trace import (
@@ -29,7 +28,8 @@ from outbox.operations.event_trace import (
     TraceReport,
     UnsentGroup,
 )
-from outbox.operations.future_events import NotPublishedYet
+from outbox.operations.events import queries as events
+from outbox.operations.events.future import NotPublishedYet
 from outbox.operations.lanes import BLOCKED_BY, LANE_STATE, retry_state
 from outbox.operations.pages import shorten_responses
 from outbox.operations.rows import ID_MAX, encode_other, from_row
@@ -213,7 +213,7 @@ async def trace_events(
 
     Args:
         endpoint: only deliveries to the endpoints that ever had this name; None: to all.
-        limit, below, tenant, once_key: see `outbox.operations.events.find_events`.
+        limit, below, tenant, once_key: see `outbox.operations.events.queries.find_events`.
         payload: include the payloads.
         bytes_max: size of the report as JSON, which ends with the event that exceeds it.
 

@@ -13,7 +13,7 @@ import pytest
 
 from outbox.operations.endpoints import changes as endpoint_changes
 from outbox.operations.endpoints import states as endpoint_states
-from outbox.operations.erase import ErasureTarget, erase_events
+from outbox.operations.events.erase import ErasureTarget, erase_events
 from outbox.relay.relay import Relay
 from tests.support.relay import (
     BUSY,

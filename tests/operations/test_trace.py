@@ -11,12 +11,13 @@ import pytest
 import outbox
 from outbox.core.model.response import AttemptResult
 from outbox.errors import NotFound
-from outbox.operations import criteria, events, trace
+from outbox.operations import criteria, trace
 from outbox.operations.criteria import DeadLetterSelection
 from outbox.operations.dead_letters import replay as replays
 from outbox.operations.endpoints import changes as endpoint_changes
 from outbox.operations.endpoints import removal as endpoint_removal
 from outbox.operations.endpoints import states as endpoint_states
+from outbox.operations.events import queries as events
 from outbox.store.retention import erasure
 from tests.support.plans import explain
 from tests.support.relay import (

@@ -8,9 +8,11 @@ import asyncpg
 import orjson
 import pytest
 
-from outbox.operations import erase, events, trace
+from outbox.operations import trace
 from outbox.operations.criteria import Criteria
 from outbox.operations.dead_letters import queries as dead_letters
+from outbox.operations.events import erase
+from outbox.operations.events import queries as events
 from outbox.operations.rows import encode_other
 from outbox.store.connection.connect import connect
 from outbox.store.connection.dsn import parse

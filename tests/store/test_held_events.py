@@ -15,8 +15,9 @@ import pytest
 
 from outbox.core.sequencing.tenant_pace import PASS_S, PER_S
 from outbox.errors import QuotaExceeded
-from outbox.operations import erase, schedule_changes
-from outbox.operations.erase import (
+from outbox.operations import schedule_changes
+from outbox.operations.events import erase
+from outbox.operations.events.erase import (
     DELETE_FUTURE_EVENTS,
     LOCK_SHARES_OF_TARGET,
     ErasureTarget,

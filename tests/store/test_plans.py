@@ -26,10 +26,11 @@ from outbox.core.delivery.commands import (
 from outbox.core.sequencing.filter_budget import AGAIN_AFTER_S
 from outbox.core.sequencing.gaps import CursorChange
 from outbox.core.sequencing.router import Deliveries
-from outbox.operations import delivery_counts, lane_history, status
+from outbox.operations import lane_history, status
 from outbox.operations.dead_letters import queries as dead
 from outbox.operations.endpoints import queries as endpoints
-from outbox.operations.erase import ERASE_EVENTS
+from outbox.operations.events import delivery_counts
+from outbox.operations.events.erase import ERASE_EVENTS
 from outbox.relay.cluster.connections import SESSION_SETTINGS
 from outbox.store import database_stats, installation_history, operational_events
 from outbox.store.cluster import leadership, replicas

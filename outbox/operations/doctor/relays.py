@@ -18,7 +18,7 @@ from outbox.operations.doctor.check import (
     report_rows,
     warning,
 )
-from outbox.operations.future_events import OLDEST_HELD
+from outbox.operations.events.future import OLDEST_HELD
 from outbox.operations.status import REPLICAS
 from outbox.store.cluster.sessions import LISTENER_SUFFIX
 from outbox.store.schedules.future_events import READ_POSTPONED

@@ -1,6 +1,6 @@
 """Erasing stored responses and dead letters of events, in bounded steps.
 
-`outbox.operations.erase` erases the events themselves, and then runs these steps for them.
+`outbox.operations.events.erase` erases the events themselves, and then runs these steps for them.
 Maintenance repeats the steps for events erased lately, because a request in flight may have been
 recorded after the erasure.
 """

@@ -12,7 +12,8 @@ from yarl import URL
 
 from outbox.core.model.text import count as count_of
 from outbox.errors import CannotRun
-from outbox.operations import api_tokens, erase, status
+from outbox.operations import api_tokens, status
+from outbox.operations.events import erase
 from outbox.web import loopback_hosts
 from outbox.web.address import Address
 from outbox.web.serving import listen

@@ -17,8 +17,8 @@ from uuid import UUID
 from outbox.core.model.ids import delivery_id, outbox_id_of
 from outbox.errors import NotFound
 from outbox.operations.criteria import Criteria, criteria_parameters
-from outbox.operations.delivery_counts import DeliveryCounts, count_deliveries
-from outbox.operations.future_events import NotPublishedYet, find_future_event
+from outbox.operations.events.delivery_counts import DeliveryCounts, count_deliveries
+from outbox.operations.events.future import NotPublishedYet, find_future_event
 from outbox.operations.pages import page_of
 from outbox.operations.rows import ID_MAX, from_row
 from outbox.store.connection.connect import CONNECTION_ERRORS, map_errors
