@@ -16,11 +16,12 @@ from outbox.core.model import endpoint_config
 from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.schedules.schedule import ScheduleSettings
 from outbox.errors import NotFound, QuotaExceeded, UsageError
-from outbox.operations import quotas, schedule_changes
+from outbox.operations import quotas
 from outbox.operations.endpoints import apply
 from outbox.operations.endpoints import changes as endpoint_changes
 from outbox.operations.endpoints import removal as endpoint_removal
 from outbox.operations.quotas import Quota, Use
+from outbox.operations.schedules import changes as schedule_changes
 from outbox.store import change as changes
 from outbox.store import quotas as counting
 from outbox.store.sql.message import WriteStatement
@@ -138,7 +139,7 @@ def test_every_statement_that_adds_is_counted() -> None:
     assert places == {
         ("endpoints/writes.py", "endpoint"),
         ("endpoints/writes.py", "lane"),
-        ("operations/schedule_changes.py", "schedule"),
+        ("schedules/changes.py", "schedule"),
         # New lanes of all endpoints, in a new history.
         ("cluster/timeline.py", "lane"),
     }

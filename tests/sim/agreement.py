@@ -69,6 +69,7 @@ OPERATIONS = {
     "endpoint_writes": "endpoints.writes",
     "replay_jobs": "replays.jobs",
     "replays": "dead_letters.replay",
+    "schedule_changes": "schedules.changes",
     "skip": "dead_letters.skip",
 }
 """Modules of `outbox.operations`, by the names of their stand-ins."""

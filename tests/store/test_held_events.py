@@ -15,7 +15,6 @@ import pytest
 
 from outbox.core.sequencing.tenant_pace import PASS_S, PER_S
 from outbox.errors import QuotaExceeded
-from outbox.operations import schedule_changes
 from outbox.operations.events import erase
 from outbox.operations.events.erase import (
     DELETE_FUTURE_EVENTS,
@@ -23,6 +22,7 @@ from outbox.operations.events.erase import (
     ErasureTarget,
     erase_events,
 )
+from outbox.operations.schedules import changes as schedule_changes
 from outbox.store.schedules import future_events
 from outbox.store.schedules.future_events import FutureEventStore
 from outbox.store.schedules.schedule_runs import ScheduleRunStore

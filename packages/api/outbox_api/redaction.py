@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from outbox.operations.event_trace import EventTrace, TracedAttempt, TracedDelivery
     from outbox.operations.journal import JournalRow
     from outbox.operations.replays.jobs import ReplayJob
-    from outbox.operations.schedules import ListedSchedule
+    from outbox.operations.schedules.queries import ListedSchedule
     from outbox.operations.status import EndpointStatus, EndpointStatuses, Overview
     from outbox_api.route import Call
 

@@ -23,7 +23,7 @@ from outbox.core.sequencing.tenant_pace import HELD_DELIVERIES_MAX, PER_S
 from outbox.drivers.errors import NOT_STORED
 from outbox.errors import Conflict, EventSuppressed, QuotaExceeded, UsageError
 from outbox.operations.events.future import OLDEST_HELD
-from outbox.operations.schedules import read_schedule, schedule_not_found
+from outbox.operations.schedules.queries import read_schedule, schedule_not_found
 from outbox.store.change import make_change, make_change_and_read
 from outbox.store.routing_change import READ_NOW
 from outbox.store.schedules.schedule_runs import LOCK_SCHEDULES, Run, publish_calls
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from asyncpg import Connection, Record
 
     from outbox.core.schedules.schedule import ScheduleSettings
-    from outbox.operations.schedules import Schedule
+    from outbox.operations.schedules.queries import Schedule
     from outbox.store.change import Change
 
 # revision: it changes with every change of the row, also by a relay that publishes a run.
