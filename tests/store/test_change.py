@@ -12,11 +12,11 @@ import pytest
 
 from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.errors import CannotRun, Conflict, CursorBroken, DatabaseUnavailable
-from outbox.operations import fetch_tokens
 from outbox.operations.endpoints import changes as endpoint_changes
 from outbox.operations.endpoints import queries as endpoints
 from outbox.operations.endpoints import removal as endpoint_removal
 from outbox.operations.endpoints import states as endpoint_states
+from outbox.operations.tokens import fetch as fetch_tokens
 from outbox.store import change as changes
 from outbox.store.connection import dsn as dsns
 from outbox.store.connection.connect import connect
