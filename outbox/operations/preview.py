@@ -18,7 +18,7 @@ from outbox.core.model.ids import lane_name
 from outbox.errors import Conflict, NotFound
 from outbox.operations.events import queries as events
 from outbox.operations.lane_history import READ_PREVIOUS
-from outbox.operations.trace import NO_BATCH, READ_DELIVERIES, READ_SEQUENCED
+from outbox.operations.trace.queries import NO_BATCH, READ_DELIVERIES, READ_SEQUENCED
 from outbox.store.connection.connect import map_errors
 from outbox.store.delivery.endpoints import find_endpoint
 from outbox.store.retention.erasure import PLAN_BY_INDEX

@@ -9,7 +9,6 @@ import pytest
 
 import outbox
 from outbox.core.model.message_format import UNBATCHED, FormatName
-from outbox.operations import trace
 from outbox.operations.criteria import Criteria, DeadLetterSelection
 from outbox.operations.dead_letters.queries import get_dead_letter
 from outbox.operations.dead_letters.replay import start_replay
@@ -17,6 +16,7 @@ from outbox.operations.events import erase
 from outbox.operations.events.erase import ErasureTarget
 from outbox.operations.preview import preview_request
 from outbox.operations.replays import backfill
+from outbox.operations.trace import queries as trace
 from outbox.operations.verify.audit import run_checks
 from outbox.receiver import FetchClient, verify
 from outbox.store.connection.secrets import CLEAR

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.sequencing.tenant_pace import PER_S
 from outbox.errors import NotFound
-from outbox.operations.event_trace import FutureEvent
 from outbox.operations.rows import from_row
 from outbox.store.connection.connect import map_errors
 
@@ -65,6 +64,29 @@ SELECT count(*) AS tenants, coalesce(sum(s.total - oldest.held_before), 0)::bigi
   FROM tenant_share s CROSS JOIN LATERAL ({OLDEST_HELD}) oldest
  WHERE $1::text IS NULL OR s.tenant = $1
 """  # noqa: S608 (constants only)
+
+
+@dataclass(frozen=True, slots=True)
+class FutureEvent:
+    """An event that is accepted, and not published in the outbox yet."""
+
+    future_id: int
+    """Increases in the order of acceptance."""
+    id: UUID
+    type: str
+    tenant: str | None
+    key: str | None
+    accepted_at: datetime
+    expires_at: datetime | None
+    held: bool
+    """Held for its tenant's share of deliveries; otherwise delayed by its `deliver_at`."""
+    deliver_at: datetime | None
+    """The time before which it is not published; null for a held event."""
+    deliveries_ahead: int | None
+    """Held deliveries of the tenant that are published before it; null: it is not held."""
+    expected_at: datetime
+    """About when it is published: its `deliver_at`, or the end of what is ahead of it at the rate
+    of a tenant."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,13 +17,13 @@ from outbox.core.model.response import STREAM_HOLD_FAILURES, Failure
 from outbox.core.model.stored_response import describe_attempts, describe_response
 from outbox.core.model.text import count
 from outbox.operations.dead_letters.skip import is_held, stuck_advice
-from outbox.operations.event_trace import TraceAction, TraceCause
+from outbox.operations.trace.model import TraceAction, TraceCause
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from datetime import datetime
 
-    from outbox.operations.event_trace import (
+    from outbox.operations.trace.model import (
         EventTrace,
         PendingLaneState,
         SequencingProgress,

@@ -15,7 +15,13 @@ from outbox.core.sequencing.partition_window import WIDTH
 from outbox.errors import NotFound
 from outbox.operations.criteria import find_endpoint_ids
 from outbox.operations.dead_letters.queries import LAST_REPLAY
-from outbox.operations.event_trace import (
+from outbox.operations.events import queries as events
+from outbox.operations.events.future import NotPublishedYet
+from outbox.operations.lanes import BLOCKED_BY, LANE_STATE, retry_state
+from outbox.operations.pages import shorten_responses
+from outbox.operations.rows import ID_MAX, encode_other, from_row
+from outbox.operations.trace.diagnosis import add_diagnosis
+from outbox.operations.trace.model import (
     EventTrace,
     LaneHead,
     PendingLaneState,
@@ -28,12 +34,6 @@ from outbox.operations.event_trace import (
     TraceReport,
     UnsentGroup,
 )
-from outbox.operations.events import queries as events
-from outbox.operations.events.future import NotPublishedYet
-from outbox.operations.lanes import BLOCKED_BY, LANE_STATE, retry_state
-from outbox.operations.pages import shorten_responses
-from outbox.operations.rows import ID_MAX, encode_other, from_row
-from outbox.operations.trace_diagnosis import add_diagnosis
 from outbox.store.connection.connect import map_errors
 from outbox.store.delivery.lanes import lacks_end
 from outbox.store.retention.erasure import PLAN_BY_INDEX

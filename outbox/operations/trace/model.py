@@ -1,7 +1,7 @@
 """Event trace: the data model of one event's history.
 
-`outbox.operations.trace` reads a trace from the database; `outbox.operations.trace_diagnosis`
-explains it.
+`outbox.operations.trace.queries` reads a trace from the database, and
+`outbox.operations.trace.diagnosis` explains it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 if TYPE_CHECKING:
     from datetime import datetime
     from uuid import UUID
+
+    from outbox.operations.events.future import FutureEvent
 
 VERSION = 1
 """Version of the JSON form; raised when the meaning of a field changes."""
@@ -226,29 +228,6 @@ class EventTrace:
     """Causes why the event is not delivered, one sentence each, with its command."""
     causes: tuple[TraceCause, ...] = ()
     """The diagnosis as data, with actions instead of commands."""
-
-
-@dataclass(frozen=True, slots=True)
-class FutureEvent:
-    """An event that is accepted, and not published in the outbox yet."""
-
-    future_id: int
-    """Increases in the order of acceptance."""
-    id: UUID
-    type: str
-    tenant: str | None
-    key: str | None
-    accepted_at: datetime
-    expires_at: datetime | None
-    held: bool
-    """Held for its tenant's share of deliveries; otherwise delayed by its `deliver_at`."""
-    deliver_at: datetime | None
-    """The time before which it is not published; null for a held event."""
-    deliveries_ahead: int | None
-    """Held deliveries of the tenant that are published before it; null: it is not held."""
-    expected_at: datetime
-    """About when it is published: its `deliver_at`, or the end of what is ahead of it at the rate
-    of a tenant."""
 
 
 @dataclass(frozen=True, slots=True)
