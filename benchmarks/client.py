@@ -18,7 +18,7 @@ from uuid import uuid4
 import aiohttp
 
 from benchmarks.receiver import new_event_loop, say
-from outbox.core.delivery.message import build
+from outbox.core.messages.message import build
 from outbox.core.model.delivery import Delivery
 from outbox.core.model.headers import format_lines
 from outbox.core.model.ids import lane_name

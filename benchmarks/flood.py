@@ -21,7 +21,7 @@ from benchmarks.api import until_served
 from benchmarks.figures import Rounds, Row, Samples, Target, percentile
 from benchmarks.latency import NS_PER_MS
 from benchmarks.stage import add_tenant_endpoint, child, search
-from outbox.operations import endpoint_states
+from outbox.operations.endpoints import states as endpoint_states
 from tests.support.api import make_token
 from tests.support.postgres import SCHEMA
 from tests.support.tcp import free_port

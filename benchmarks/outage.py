@@ -20,7 +20,7 @@ from benchmarks.lines import Line, draw
 from benchmarks.peers.turns import unless_ended
 from benchmarks.retrying import policies
 from benchmarks.stage import add_endpoint, child, search, until
-from outbox.operations.endpoint_states import pause_endpoints, resume_endpoints
+from outbox.operations.endpoints.states import pause_endpoints, resume_endpoints
 from tests.support.postgres import SCHEMA
 
 if TYPE_CHECKING:

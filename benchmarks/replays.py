@@ -12,8 +12,9 @@ from benchmarks.commits import MAKE_ACCOUNTS
 from benchmarks.figures import Rounds, Row, Target, percentile
 from benchmarks.latency import NS_PER_MS, WARM_UP, produce
 from benchmarks.stage import add_endpoint, search
-from outbox.operations import replay_jobs, replays
 from outbox.operations.criteria import DeadLetterSelection
+from outbox.operations.dead_letters import replay as replays
+from outbox.operations.replays import jobs as replay_jobs
 from tests.support.postgres import SCHEMA
 
 if TYPE_CHECKING:

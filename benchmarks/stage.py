@@ -20,7 +20,7 @@ from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.model.retry_policy import STANDARD
 from outbox.destinations.broker_address import credentials_header
 from outbox.errors import CannotRun
-from outbox.operations import endpoint_changes
+from outbox.operations.endpoints import changes as endpoint_changes
 from outbox_devtools.embedded.launch import command
 from tests.support.postgres import SCHEMA, Database, Server, memory
 from tests.support.process import RelayProcess, environment, relay_process

@@ -1,6 +1,6 @@
 """Tens of thousands of endpoints, written by SQL as copies of the first one.
 
-`endpoint_changes.add` locks the cursor row for each endpoint, and would take a minute.
+`endpoints.changes.add` locks the cursor row for each endpoint, and would take a minute.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from benchmarks.figures import Row, Samples, Target, percentile
 from benchmarks.latency import NS_PER_MS, WARM_UP, produce
 from benchmarks.stage import child, search, until
 from outbox.core.model.endpoint_settings import EndpointSettings
-from outbox.operations import endpoint_changes
+from outbox.operations.endpoints import changes as endpoint_changes
 from tests.support.postgres import SCHEMA
 from tests.support.tcp import free_port
 

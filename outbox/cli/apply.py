@@ -20,12 +20,12 @@ from outbox.core.model import endpoint_config
 from outbox.core.model.text import count
 from outbox.destinations.endpoint_validation import check_declared, policy_of
 from outbox.errors import UsageError
-from outbox.operations.apply import apply_file
+from outbox.operations.endpoints.apply import apply_file
 from outbox.store.connection.secrets import Vault
 
 if TYPE_CHECKING:
     from outbox.config import Settings
-    from outbox.operations.apply import ApplyReport
+    from outbox.operations.endpoints.apply import ApplyReport
 
 _SIGNS = {"add": "+", "change": "~", "remove": "-", "keep": "="}
 _COLOURS = {"add": "green", "change": "yellow", "remove": "red", "keep": None}

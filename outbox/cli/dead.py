@@ -22,25 +22,26 @@ from outbox.cli.filter_options import dead_id, filter_options, selection_options
 from outbox.cli.main import Group
 from outbox.cli.output import cell, describe_payload, echo, emit_pairs, emit_table
 from outbox.core.model.text import count
-from outbox.operations import dead_letters, replays
-from outbox.operations import discard as discards
-from outbox.operations import skip as skips
 from outbox.operations.criteria import Criteria, DeadLetterSelection
+from outbox.operations.dead_letters import discard as discards
+from outbox.operations.dead_letters import queries as dead_letters
+from outbox.operations.dead_letters import replay as replays
+from outbox.operations.dead_letters import skip as skips
 from outbox.operations.rows import ID_MAX
 
 if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.config import Settings
-    from outbox.operations.dead_letters import (
+    from outbox.operations.dead_letters.discard import DiscardReport
+    from outbox.operations.dead_letters.queries import (
         DeadLetter,
         DeadLetterCounts,
         DeadLetterRow,
         ReplayRow,
     )
-    from outbox.operations.discard import DiscardReport
-    from outbox.operations.replays import ReplayReport
-    from outbox.operations.skip import SkippedDelivery
+    from outbox.operations.dead_letters.replay import ReplayReport
+    from outbox.operations.dead_letters.skip import SkippedDelivery
 
 
 _SKIPPED = {

@@ -10,14 +10,14 @@ from outbox.cli.common import actor, print_result, run_connected, warn
 from outbox.cli.output import echo
 from outbox.cli.progress import confirm, progress_bar, require_terminal
 from outbox.core.model.text import count
-from outbox.operations import erase
-from outbox.operations.erase import ErasureTarget
+from outbox.operations.events import erase
+from outbox.operations.events.erase import ErasureTarget
 
 if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.config import Settings
-    from outbox.operations.erase import ErasureReport
+    from outbox.operations.events.erase import ErasureReport
 
 
 def _show(done: ErasureReport) -> None:

@@ -18,12 +18,16 @@ from outbox.cli.main import Group
 from outbox.cli.output import echo, emit_pairs, emit_table
 from outbox.core.model.text import is_text
 from outbox.errors import UsageError
-from outbox.operations import idempotency_keys
+from outbox.operations.events import idempotency_keys
 
 if TYPE_CHECKING:
     from outbox.config import Settings
     from outbox.operations.criteria import When
-    from outbox.operations.idempotency_keys import IdempotencyKey, IdempotencyKeyRow, ResetKey
+    from outbox.operations.events.idempotency_keys import (
+        IdempotencyKey,
+        IdempotencyKeyRow,
+        ResetKey,
+    )
 
 
 def _show_list(rows: list[IdempotencyKeyRow]) -> None:

@@ -13,7 +13,7 @@ from outbox.cli.common import run_connected, warn
 from outbox.cli.output import echo, emit_json
 from outbox.core.model.text import count, safe
 from outbox.errors import UsageError
-from outbox.operations import replay_jobs
+from outbox.operations.replays import jobs as replay_jobs
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.config import Settings
-    from outbox.operations.replay_jobs import ReplayJob
+    from outbox.operations.replays.jobs import ReplayJob
 
 T = TypeVar("T")
 

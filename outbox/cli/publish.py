@@ -12,7 +12,7 @@ import click
 from outbox.cli.common import duration_s, json_option, run_connected, settings_options, warn
 from outbox.cli.output import cell, echo, emit_json
 from outbox.errors import UsageError
-from outbox.operations.events import explain_no_subscriber
+from outbox.operations.events.queries import explain_no_subscriber
 from outbox.producers.publish import publish
 
 if TYPE_CHECKING:

@@ -21,8 +21,9 @@ from outbox.cli.filter_options import time_options
 from outbox.cli.main import Group
 from outbox.cli.output import echo, emit_json, emit_pairs, emit_table
 from outbox.core.model.text import count
-from outbox.operations import backfill, replay_jobs
 from outbox.operations.criteria import Criteria
+from outbox.operations.replays import backfill
+from outbox.operations.replays import jobs as replay_jobs
 from outbox.operations.rows import ID_MAX
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     from outbox.config import Settings
     from outbox.operations.criteria import When
-    from outbox.operations.replay_jobs import ReplayJob
+    from outbox.operations.replays.jobs import ReplayJob
 
 job_argument = click.argument("job_id", metavar="JOB", type=click.IntRange(1, ID_MAX))
 

@@ -11,8 +11,8 @@ from outbox.core.delivery.operational_events import STUCK_EVERY
 from outbox.core.model.endpoint_condition import DEGRADED, HEALTHY, describe_condition
 from outbox.core.model.stored_response import describe_attempts, describe_response
 from outbox.core.model.text import count
-from outbox.operations.future_events import COUNT_MAX
-from outbox.operations.skip import is_held, stuck_advice
+from outbox.operations.dead_letters.skip import is_held, stuck_advice
+from outbox.operations.events.future import COUNT_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

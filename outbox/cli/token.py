@@ -18,11 +18,11 @@ from outbox.cli.common import (
 from outbox.cli.main import Group
 from outbox.cli.output import echo, emit_pairs, emit_table
 from outbox.core.model.api_token import SCOPES, TokenSettings
-from outbox.operations import api_tokens
+from outbox.operations.tokens import api as api_tokens
 
 if TYPE_CHECKING:
     from outbox.config import Settings
-    from outbox.operations.api_tokens import NewToken, RevokedToken, TokenRow
+    from outbox.operations.tokens.api import NewToken, RevokedToken, TokenRow
 
 
 def _show_added(token: NewToken) -> None:

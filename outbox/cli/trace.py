@@ -9,18 +9,18 @@ import click
 from outbox.cli.common import before_id_option, print_result, run_operation, warn
 from outbox.cli.output import cell, describe_payload, echo, emit_pairs, fold, style
 from outbox.core.model.text import count
-from outbox.operations import trace
-from outbox.operations.future_events import describe
-from outbox.operations.trace_diagnosis import describe_unsent
+from outbox.operations.events.future import describe
+from outbox.operations.trace import queries as trace
+from outbox.operations.trace.diagnosis import describe_unsent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from datetime import datetime
 
     from outbox.config import Settings
-    from outbox.operations.event_trace import (
+    from outbox.operations.events.future import FutureEvent
+    from outbox.operations.trace.model import (
         EventTrace,
-        FutureEvent,
         TracedAttempt,
         TracedDelivery,
         TraceReport,

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import orjson
 
-from outbox.core.delivery.batch import RequestSettings, accepted_through, prepare_request
+from outbox.core.messages.batch import RequestSettings, accepted_through, prepare_request
 from outbox.core.model import duration
 from outbox.core.model import retry_policy as retry
 from outbox.core.model.delivery import Delivery
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from uuid import UUID
 
-    from outbox.core.delivery.signature import SigningKey
+    from outbox.core.messages.signature import SigningKey
     from outbox.core.model.response import AttemptResult
     from outbox.core.model.retry_policy import RetryPolicy
     from outbox.destinations.interface import Request, Transport

@@ -1,1 +1,1 @@
-"""What an operator does: one module per subject, with its SQL and its journal entries."""
+"""What an operator does: one module or folder per subject, with its SQL and its journal entries."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
-from outbox.core.delivery.envelope import datetime_rfc3339
+from outbox.core.messages.envelope import datetime_rfc3339
 from outbox.core.model import pattern
 from outbox.core.model.dead_letter_reason import DeadLetterReason
 from outbox.errors import UsageError

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.errors import UsageError
 from outbox.operations.criteria import absolute_time, read_now
-from outbox.operations.events import PLAN_BY_ID
+from outbox.operations.events.queries import PLAN_BY_ID
 from outbox.operations.pages import read_page
 from outbox.operations.rows import ID_MAX, RowPage, from_row
 from outbox.store.connection.connect import map_errors

@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.brokers.message import messages_of
-from outbox.core.delivery import signed_metadata
-from outbox.core.delivery.batch import prepare_request
-from outbox.core.delivery.message import encode_body
-from outbox.core.delivery.signature import SIGNATURE_HEADER
+from outbox.core.messages import signed_metadata
+from outbox.core.messages.batch import prepare_request
+from outbox.core.messages.message import encode_body
+from outbox.core.messages.signature import SIGNATURE_HEADER
 from outbox.core.model.delivery import Delivery
 from outbox.core.model.destination import is_stream
 from outbox.core.model.headers import parse_lines
 from outbox.core.model.ids import lane_name
 from outbox.errors import Conflict, NotFound
-from outbox.operations import events
+from outbox.operations.events import queries as events
 from outbox.operations.lane_history import READ_PREVIOUS
-from outbox.operations.trace import NO_BATCH, READ_DELIVERIES, READ_SEQUENCED
+from outbox.operations.trace.queries import NO_BATCH, READ_DELIVERIES, READ_SEQUENCED
 from outbox.store.connection.connect import map_errors
 from outbox.store.delivery.endpoints import find_endpoint
-from outbox.store.expressions import PAYLOAD_BYTES, epoch_s
 from outbox.store.retention.erasure import PLAN_BY_INDEX
+from outbox.store.sql.expressions import PAYLOAD_BYTES, epoch_s
 
 if TYPE_CHECKING:
     from asyncpg import Connection
@@ -101,7 +101,7 @@ async def preview_request(
         text: an event id, X-Delivery, once key, key or outbox id; of several events the newest.
         now: epoch seconds, of the signature.
         tenant: the tenant that the event must belong to; None: any.
-        once_key: see `outbox.operations.events.find_events`.
+        once_key: see `outbox.operations.events.queries.find_events`.
 
     Raises:
         NotFound: there is no such endpoint, or no event.

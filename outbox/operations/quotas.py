@@ -11,8 +11,8 @@ from outbox.operations.pages import page_of
 from outbox.operations.rows import from_row
 from outbox.store.change import make_change
 from outbox.store.connection.connect import map_errors
-from outbox.store.connection.message import WriteStatement
 from outbox.store.quotas import ALL_TENANTS, NEXT_STEP, READ_KEYS_OVER, READ_USE, RESOURCES
+from outbox.store.sql.message import WriteStatement
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

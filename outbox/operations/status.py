@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.model.ids import lane_name
 from outbox.core.sequencing.partition_window import unsequenced_ids
 from outbox.operations import lanes
-from outbox.operations.dead_letters import LAST_REPLAY
-from outbox.operations.future_events import HeldEvents, read_held
+from outbox.operations.dead_letters.queries import LAST_REPLAY
+from outbox.operations.events.future import HeldEvents, read_held
 from outbox.operations.pages import page_of, shorten_responses
 from outbox.operations.rows import from_row
 from outbox.store.cluster.timeline import read_stopped
@@ -17,9 +17,9 @@ from outbox.store.connection.connect import map_errors
 from outbox.store.connection.row_security import stop_empty
 from outbox.store.database_stats import COUNT_UNACCOUNTED
 from outbox.store.delivery.endpoint_state import CONDITION_EVERY_S, Condition
-from outbox.store.expressions import lease_runs
 from outbox.store.routing_change import READ_NOW
 from outbox.store.sequencing.stalls import Blocker, read_cursor_blocker
+from outbox.store.sql.expressions import lease_runs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -24,7 +24,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from outbox.core.delivery.signature import (
+    from outbox.core.messages.signature import (
         MalformedHeader,
         MissingHeader,
         RepeatedHeader,
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from outbox.receiver.verification import Verified, Verifier, verify
 
 _MODULES = {
-    "outbox.core.delivery.signature": (
+    "outbox.core.messages.signature": (
         "MalformedHeader",
         "MissingHeader",
         "RepeatedHeader",

@@ -14,8 +14,8 @@ from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.delivery.batch import ACCEPTED_THROUGH
-from outbox.core.delivery.signature import TOLERANCE_S, SignatureError
+from outbox.core.messages.batch import ACCEPTED_THROUGH
+from outbox.core.messages.signature import TOLERANCE_S, SignatureError
 from outbox.core.model.headers import DEFAULT_PREFIX
 from outbox.drivers.errors import DatabaseCondition, condition_of
 from outbox.errors import UsageError

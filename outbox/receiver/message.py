@@ -3,7 +3,7 @@
 A body with metadata (envelope, thin, cloudevents) is signed as a whole.  The `X-` headers repeat
 its fields for proxies and logs, so a header that differs from the body was changed in transit.
 For the other formats (raw, cloudevents-binary) the verified headers are the metadata, see
-`outbox.core.delivery.signed_metadata`.
+`outbox.core.messages.signed_metadata`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from outbox.core.delivery import signed_metadata
+from outbox.core.messages import signed_metadata
 from outbox.core.model.headers import DEFAULT_PREFIX
 from outbox.core.model.message_format import JSON_TYPE
 from outbox.errors import OutboxError

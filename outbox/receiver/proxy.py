@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 
-from outbox.core.delivery.batch import accepted_through
-from outbox.core.delivery.signature import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, sign
+from outbox.core.messages.batch import accepted_through
+from outbox.core.messages.signature import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, sign
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence

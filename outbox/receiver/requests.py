@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from outbox.core.delivery.signature import REFUSED_TIMESTAMP, TimestampRefused
+from outbox.core.messages.signature import REFUSED_TIMESTAMP, TimestampRefused
 
 if TYPE_CHECKING:
-    from outbox.core.delivery.signature import SignatureError
+    from outbox.core.messages.signature import SignatureError
     from outbox.receiver.verification import Headers
 
 DELIVERY_BODY_BYTES_MAX = 1024 * 1024

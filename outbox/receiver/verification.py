@@ -6,7 +6,7 @@ It accepts every sender that signs according to Standard Webhooks 1.0.  For deli
 a relay it also parses the body and compares the `X-` headers with it, because the
 signature does not cover them: see `outbox.receiver.message`.
 
-    SignatureError       no valid signature: see `outbox.core.delivery.signature`
+    SignatureError       no valid signature: see `outbox.core.messages.signature`
     BadMessage           signed, but headers and body differ, or the headers are those of
                          a delivery and the body is not one
 """
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
 from uuid import UUID
 
-from outbox.core.delivery import signed_metadata
-from outbox.core.delivery.ed25519 import PUBLIC_PREFIX
-from outbox.core.delivery.signature import (
+from outbox.core.messages import signed_metadata
+from outbox.core.messages.ed25519 import PUBLIC_PREFIX
+from outbox.core.messages.signature import (
     ID_HEADER,
     SECRET_PREFIX,
     SIGNATURE_HEADER,
@@ -30,7 +30,7 @@ from outbox.core.delivery.signature import (
     parse_key,
     verify_signatures,
 )
-from outbox.core.delivery.signature import verify as verify_signature
+from outbox.core.messages.signature import verify as verify_signature
 from outbox.core.model.headers import DEFAULT_PREFIX, check_prefix, relay_headers
 from outbox.core.model.message_format import FormatName, MessageFormat
 from outbox.core.model.text import quoted
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from typing import TypeAlias
 
-    from outbox.core.delivery.signature import Key, VerifiedSignature
+    from outbox.core.messages.signature import Key, VerifiedSignature
     from outbox.receiver.payload import Parse
 
     Headers: TypeAlias = Mapping[str, str] | Iterable[tuple[str, str]]

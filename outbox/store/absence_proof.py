@@ -24,15 +24,15 @@ from asyncpg import PostgresError
 from outbox.core.model.sql_names import quote_ident
 from outbox.core.sequencing.partition_window import WIDTH
 from outbox.errors import CursorBroken, SchemaMissing
-from outbox.store.connection.message import WriteStatement, is_aborted
 from outbox.store.connection.row_security import read_row_security_reason, stop_empty
+from outbox.store.sql.message import WriteStatement, is_aborted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from outbox.core.sequencing.gaps import Range
-    from outbox.store.connection.message import WriteCall
     from outbox.store.connection.store_connection import StoreConnection
+    from outbox.store.sql.message import WriteCall
 
 log = structlog.get_logger("outbox.sequencer")
 

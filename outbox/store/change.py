@@ -1,7 +1,7 @@
 """Changes by operators: planned by reading, and written in one message.
 
 A plan reads without a lock, and collects the statements that write.  They are sent as one
-message (see `outbox.store.connection.message`), so an operator who hangs holds nothing.  The
+message (see `outbox.store.sql.message`), so an operator who hangs holds nothing.  The
 message aborts if what the plan depends on has changed meanwhile: the routing version, or what one
 of its own statements requires.  Then the plan is made again.
 
@@ -24,17 +24,17 @@ import orjson
 from outbox.errors import CannotRun, DatabaseUnavailable, OutboxError
 from outbox.store.channels import NOTIFY_ALL
 from outbox.store.connection.connect import LOST_ERRORS, map_errors
-from outbox.store.connection.message import WriteStatement, is_aborted
 from outbox.store.connection.row_security import stop_empty
 from outbox.store.quotas import Additions
 from outbox.store.routing_change import BEGIN_CHANGE_OF, NEXT_BATCH
+from outbox.store.sql.message import WriteStatement, is_aborted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from asyncpg import Connection
 
-    from outbox.store.connection.message import WriteCall
+    from outbox.store.sql.message import WriteCall
 
 _UNSETTLED = (
     asyncpg.InterfaceError,

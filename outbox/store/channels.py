@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outbox.store.connection.message import WriteStatement
 from outbox.store.connection.store_connection import TRIM_NOTIFICATION_QUEUE
+from outbox.store.sql.message import WriteStatement
 
 if TYPE_CHECKING:
     from asyncpg import Connection

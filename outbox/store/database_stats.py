@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from outbox.store.expressions import lease_runs
+from outbox.store.sql.expressions import lease_runs
 
 if TYPE_CHECKING:
     from asyncpg import Connection

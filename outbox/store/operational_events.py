@@ -19,8 +19,8 @@ from outbox.core.delivery.operational_events import (
     LANE_STUCK,
     RELAY_LAGGING,
 )
-from outbox.store.connection.message import WriteStatement
-from outbox.store.expressions import is_stream_held
+from outbox.store.sql.expressions import is_stream_held
+from outbox.store.sql.message import WriteStatement
 
 # An uncorrelated subquery: evaluated once per statement, not per row.
 HAS_OPERATIONAL_SUBSCRIBER = """(

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.text import count
 from outbox.errors import QuotaExceeded
-from outbox.store.connection.message import WriteStatement
 from outbox.store.connection.row_security import stop_empty
+from outbox.store.sql.message import WriteStatement
 
 if TYPE_CHECKING:
     from uuid import UUID
 
-    from outbox.store.connection.message import WriteCall
+    from outbox.store.sql.message import WriteCall
 
 RESOURCES = ("endpoints", "lanes", "schedules", "once_keys")
 """What is limited: the columns of the table `quota`."""

@@ -16,9 +16,9 @@ from outbox.core.delivery.commands import DeadRange
 from outbox.core.delivery.operational_events import ROW_REFUSED
 from outbox.drivers.errors import condition_of
 from outbox.store.connection.connect import not_granted
-from outbox.store.connection.message import WriteStatement, is_aborted
 from outbox.store.connection.row_security import RowSecurityError
 from outbox.store.operational_events import HAS_OPERATIONAL_SUBSCRIBER
+from outbox.store.sql.message import WriteStatement, is_aborted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from outbox.core.delivery.commands import AttemptRow, ErasedEvent, Record
     from outbox.core.model.delivery import Delivery
-    from outbox.store.connection.message import WriteCall
+    from outbox.store.sql.message import WriteCall
 
 REPORT_AGAIN_S = 600.0
 """Minimum seconds between two operational events of a process about the same kind of row."""

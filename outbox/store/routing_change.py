@@ -9,7 +9,7 @@ endpoint that is gone, and that no dead-letter range covers.
 
 from __future__ import annotations
 
-from outbox.store.connection.message import WriteStatement
+from outbox.store.sql.message import WriteStatement
 
 # The database's time; all decisions about time use it.
 READ_NOW = "SELECT clock_timestamp()"

@@ -20,7 +20,7 @@ from outbox.config import load
 from outbox.core.model.ids import lane_name
 from outbox.errors import Conflict, UsageError
 from outbox.operations import lanes
-from outbox.operations.dead_letters import list_dead_letters
+from outbox.operations.dead_letters.queries import list_dead_letters
 from outbox.relay.cluster.connections import Connections
 from outbox.relay.relay import Relay
 from outbox.store.cluster.replicas import read_names
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.config import Settings
-    from outbox.operations.dead_letters import DeadLetterRow
+    from outbox.operations.dead_letters.queries import DeadLetterRow
     from outbox.receiver.message import Message
     from outbox.testing.receivers import ReceiverLike, RunBlocking, SentRequest
 

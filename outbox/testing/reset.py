@@ -21,9 +21,9 @@ from outbox.store.cluster.replicas import read_names
 from outbox.store.connection import dsn as addresses
 from outbox.store.connection.connect import connect, map_errors
 from outbox.store.connection.current_schema import require_current
-from outbox.store.expressions import CURRENT_XID
 from outbox.store.retention.partitions import PartitionStore
 from outbox.store.schema.migration_files import table_names
+from outbox.store.sql.expressions import CURRENT_XID
 
 if TYPE_CHECKING:
     from outbox.store.connection.store_connection import StoreConnection

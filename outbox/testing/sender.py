@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from outbox.core.delivery.batch import prepare_batch
-from outbox.core.delivery.ed25519 import PRIVATE_PREFIX, parse_private_key
-from outbox.core.delivery.message import prepare
-from outbox.core.delivery.signature import (
+from outbox.core.messages.batch import prepare_batch
+from outbox.core.messages.ed25519 import PRIVATE_PREFIX, parse_private_key
+from outbox.core.messages.message import prepare
+from outbox.core.messages.signature import (
     ID_HEADER,
     SIGNATURE_HEADER,
     TIMESTAMP_HEADER,
     parse_secret,
     sign_ed25519,
 )
-from outbox.core.delivery.signature import sign as sign_hmac
+from outbox.core.messages.signature import sign as sign_hmac
 from outbox.core.model.delivery import Delivery
 from outbox.core.model.event import check_body, check_content_type
 from outbox.core.model.headers import (
@@ -36,7 +36,7 @@ from outbox.receiver.verification import pairs_of
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
-    from outbox.core.delivery.message import Prepared
+    from outbox.core.messages.message import Prepared
     from outbox.core.model.message_format import FormatName
 
 SECRET = "whsec_" + "dGVzdGluZyBvbmx5LCBub3QgYSBzZWNyZXQ="

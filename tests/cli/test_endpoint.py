@@ -18,8 +18,8 @@ import pytest
 from aiohttp import web
 
 from outbox.core.delivery.retry_preview import markdown
-from outbox.core.delivery.signature import parse_secret, verify
-from outbox.operations import endpoint_states
+from outbox.core.messages.signature import parse_secret, verify
+from outbox.operations.endpoints import states as endpoint_states
 from outbox.store.cluster.replicas import ReplicaStore
 from tests.cli.test_commands import execute
 from tests.destinations import hostile

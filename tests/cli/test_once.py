@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import outbox as producer
-from outbox.operations import idempotency_keys
+from outbox.operations.events import idempotency_keys
 from tests.support.relay import remove_events
 
 if TYPE_CHECKING:

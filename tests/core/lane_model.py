@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from outbox.core.delivery.batch import classify_batch
 from outbox.core.delivery.commands import (
     AttemptRow,
     ErasedEvent,
@@ -21,6 +20,7 @@ from outbox.core.delivery.commands import (
     Wait,
 )
 from outbox.core.delivery.lane import Lane
+from outbox.core.messages.batch import classify_batch
 from outbox.core.model.response import AttemptResult, Failure
 from outbox.core.model.response_policy import RETRYABLE, AttemptOutcome, classify
 from tests.core.invariants import expect

@@ -7,7 +7,9 @@ from uuid import UUID
 import orjson
 import pytest
 
-from outbox.core.delivery.batch import (
+from outbox.core.delivery.commands import ErasedEvent, Fetch, Progress, Send
+from outbox.core.delivery.lane import Lane
+from outbox.core.messages.batch import (
     BATCH_BYTES_MAX,
     BatchSize,
     accepted_through,
@@ -15,10 +17,8 @@ from outbox.core.delivery.batch import (
     element_bytes,
     prepare_batch,
 )
-from outbox.core.delivery.commands import ErasedEvent, Fetch, Progress, Send
-from outbox.core.delivery.envelope import envelope
-from outbox.core.delivery.lane import Lane
-from outbox.core.delivery.message import prepare
+from outbox.core.messages.envelope import envelope
+from outbox.core.messages.message import prepare
 from outbox.core.model.headers import EndpointHeaders, parse_lines
 from outbox.core.model.message_format import BATCH_MAX
 from outbox.core.model.response import AttemptResult, Failure

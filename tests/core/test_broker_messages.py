@@ -9,7 +9,7 @@ from outbox.core.brokers.message import end_id, end_message, messages_of
 from outbox.core.brokers.port import Appended, Fenced, Foreign, Position, Stop, StopKind
 from outbox.core.brokers.results import append_outcome, failed_result
 from outbox.core.brokers.take_over import Acknowledge, Hold, HoldReason, LaneBooks, Proceed, decide
-from outbox.core.delivery.message import prepare
+from outbox.core.messages.message import prepare
 from outbox.core.model.destination import is_stream, scheme_of
 from outbox.core.model.headers import NO_HEADERS, EndpointHeaders, parse_lines, valid_headers
 from outbox.core.model.message_format import MessageFormat

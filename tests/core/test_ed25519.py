@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outbox.core.delivery.ed25519 import PrivateKey, parse_private_key, parse_public_key
-from outbox.core.delivery.signature import (
+from outbox.core.messages.ed25519 import PrivateKey, parse_private_key, parse_public_key
+from outbox.core.messages.signature import (
     MalformedHeader,
     SignatureMismatch,
     parse_key,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outbox.core.delivery.message import prepare
+from outbox.core.messages.message import prepare
 from outbox.core.model.delivery import Delivery
 from outbox.core.model.event import HEADERS_BYTES_MAX, check_type, encode_headers, encode_payload
 from outbox.core.model.headers import parse_lines

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from outbox.core.brokers import message as broker_message
-from outbox.core.delivery.batch import prepare_batch
-from outbox.core.delivery.message import prepare
-from outbox.core.delivery.signed_metadata import ATTRIBUTE_PREFIX, ATTRIBUTES, METADATA_NAMES
+from outbox.core.messages.batch import prepare_batch
+from outbox.core.messages.message import prepare
+from outbox.core.messages.signed_metadata import ATTRIBUTE_PREFIX, ATTRIBUTES, METADATA_NAMES
 from outbox.core.model.headers import (
     EndpointHeaders,
     event_header_problem,
@@ -34,8 +34,8 @@ READERS = (
     "outbox/receiver",
     "packages/brokers/outbox_brokers",
     "outbox/core/brokers",
-    "outbox/core/delivery/signature.py",
-    "outbox/core/delivery/signed_metadata.py",
+    "outbox/core/messages/signature.py",
+    "outbox/core/messages/signed_metadata.py",
 )
 """Modules that look up headers of messages which may have a publisher's headers."""
 RESPONSES = {"retry-after", "x-accepted-through", "x-refused"}

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from standardwebhooks import Webhook
 
-from outbox.core.delivery.envelope import datetime_rfc3339, rfc3339
-from outbox.core.delivery.message import build, prepare
-from outbox.core.delivery.signature import format_secret, verify
+from outbox.core.messages.envelope import datetime_rfc3339, rfc3339
+from outbox.core.messages.message import build, prepare
+from outbox.core.messages.signature import format_secret, verify
 from outbox.core.model.delivery import Delivery, earliest_commit
 from outbox.core.model.headers import EndpointHeaders, parse_lines
 from outbox.core.model.headers import valid_headers as carried

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outbox.core.delivery import signed_metadata
-from outbox.core.delivery.batch import BATCH_BYTES_MAX, element_bytes, prepare_batch
-from outbox.core.delivery.message import prepare
-from outbox.core.delivery.signature import ID_HEADER, SignatureError, parse_secret
+from outbox.core.messages import signed_metadata
+from outbox.core.messages.batch import BATCH_BYTES_MAX, element_bytes, prepare_batch
+from outbox.core.messages.message import prepare
+from outbox.core.messages.signature import ID_HEADER, SignatureError, parse_secret
 from outbox.core.model.delivery import Delivery
 from outbox.core.model.headers import EndpointHeaders, parse_lines, valid_headers
 from outbox.core.model.message_format import UNBATCHED, FormatName, MessageFormat

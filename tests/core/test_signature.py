@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from standardwebhooks import Webhook, WebhookVerificationError
 
-from outbox.core.delivery.signature import (
+from outbox.core.messages.signature import (
     MalformedHeader,
     MissingHeader,
     RepeatedHeader,

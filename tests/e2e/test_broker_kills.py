@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 import outbox
-from outbox.operations.skip import LaneMoved, skip_delivery
+from outbox.operations.dead_letters.skip import LaneMoved, skip_delivery
 from outbox.store.delivery.records import FOUND_DETAIL
 from tests.support.brokers.guarantees import read_lanes
 from tests.support.brokers.killed import (

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import outbox
-from outbox.core.delivery.signature import parse_secret
+from outbox.core.messages.signature import parse_secret
 from outbox_devtools.development_receiver import DevelopmentReceiver, HandledOutcome, HandledRequest
 from tests.support.pgbouncer import find_the_schema, pgbouncer
 from tests.support.process import outbox as command

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from outbox.core.delivery.signature import parse_secret
+from outbox.core.messages.signature import parse_secret
 from outbox.store.schema.migration_files import migrations
 from outbox_devtools.development_receiver import DevelopmentReceiver, HandledOutcome, HandledRequest
 from tests.support.checkout import commit_before, export, last_release, require_checkout

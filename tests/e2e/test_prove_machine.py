@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.core.delivery import signature
+from outbox.core.messages import signature
 from outbox.store.connection import dsn
 from outbox_devtools.chaos import faults, plan, receivers, recovery, run
 from outbox_devtools.chaos.plan import CHECKS, ChaosPlan, FaultKind

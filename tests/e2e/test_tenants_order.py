@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
-from outbox.core.delivery.signature import parse_secret
-from outbox.operations import endpoint_states, quotas
+from outbox.core.messages.signature import parse_secret
+from outbox.operations import quotas
+from outbox.operations.endpoints import states as endpoint_states
 from outbox_devtools.development_receiver import DevelopmentReceiver, HandledOutcome, HandledRequest
 from tests.support.api import make_token
 from tests.support.process import outbox as command

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from outbox.core.delivery.signature import parse_secret
+from outbox.core.messages.signature import parse_secret
 from outbox_devtools.development_receiver import DevelopmentReceiver, HandledOutcome, HandledRequest
 from tests.support.load import COMMITTED, INSERT
 from tests.support.newer_version import LAST, ROLLING, STOP_FIRST, VERSION, newer_version

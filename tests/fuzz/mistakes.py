@@ -38,7 +38,7 @@ def many_headers() -> None:
 
 def unsigned_time() -> None:
     """The time stamp is not signed."""
-    from outbox.core.delivery import signature
+    from outbox.core.messages import signature
 
     of_all = signature._hmac
 
@@ -65,7 +65,7 @@ def hidden_bang() -> None:
 
 def loose_header() -> None:
     """Header values may contain line breaks."""
-    from outbox.core.delivery import message
+    from outbox.core.messages import message
     from outbox.core.model import headers
 
     cast("Any", headers)._VALUE = re.compile(r"[\x20-\x7e\t\r\n]*")

@@ -10,7 +10,7 @@ import pytest
 
 from outbox.destinations.brokers import Brokers
 from outbox.network.egress import EgressPolicy
-from outbox.operations.repair import request_adoption
+from outbox.operations.endpoints.repair import request_adoption
 from tests.support.brokers.nats import STREAM, SUBJECT, nats_server, server_binary
 from tests.support.brokers.valkey import valkey
 from tests.support.relay import (

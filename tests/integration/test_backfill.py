@@ -10,17 +10,15 @@ import pytest
 from outbox.core.model.ids import delivery_id
 from outbox.core.sequencing import replay_throttle
 from outbox.errors import NotFound, UsageError
-from outbox.operations import (
-    backfill,
-    dead_letters,
-    endpoint_removal,
-    endpoint_states,
-    events,
-    replay_jobs,
-    replays,
-    trace,
-)
 from outbox.operations.criteria import Criteria, DeadLetterSelection
+from outbox.operations.dead_letters import queries as dead_letters
+from outbox.operations.dead_letters import replay as replays
+from outbox.operations.endpoints import removal as endpoint_removal
+from outbox.operations.endpoints import states as endpoint_states
+from outbox.operations.events import queries as events
+from outbox.operations.replays import backfill
+from outbox.operations.replays import jobs as replay_jobs
+from outbox.operations.trace import queries as trace
 from outbox.relay.sequencing.cursor import BatchResult
 from tests.support import ranges
 from tests.support.relay import (

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.core.delivery.signature import parse_secret
+from outbox.core.messages.signature import parse_secret
 from outbox.core.model.response import AttemptResult
 from outbox.destinations.http.transport import HttpTransport
 from outbox.network.egress import EgressPolicy
-from outbox.operations import endpoint_changes, erase
-from outbox.operations.erase import ErasureTarget
+from outbox.operations.endpoints import changes as endpoint_changes
+from outbox.operations.events import erase
+from outbox.operations.events.erase import ErasureTarget
 from outbox.telemetry import catalogue
 from outbox_devtools.development_receiver import DevelopmentReceiver
 from tests.support.relay import (

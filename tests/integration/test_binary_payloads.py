@@ -9,12 +9,14 @@ import pytest
 
 import outbox
 from outbox.core.model.message_format import UNBATCHED, FormatName
-from outbox.operations import backfill, erase, trace
 from outbox.operations.criteria import Criteria, DeadLetterSelection
-from outbox.operations.dead_letters import get_dead_letter
-from outbox.operations.erase import ErasureTarget
+from outbox.operations.dead_letters.queries import get_dead_letter
+from outbox.operations.dead_letters.replay import start_replay
+from outbox.operations.events import erase
+from outbox.operations.events.erase import ErasureTarget
 from outbox.operations.preview import preview_request
-from outbox.operations.replays import start_replay
+from outbox.operations.replays import backfill
+from outbox.operations.trace import queries as trace
 from outbox.operations.verify.audit import run_checks
 from outbox.receiver import FetchClient, verify
 from outbox.store.connection.secrets import CLEAR

@@ -12,11 +12,12 @@ from outbox.core.brokers.port import Appended, Capabilities, Fenced, Position, S
 from outbox.destinations.brokers import Brokers
 from outbox.errors import Conflict, UsageError
 from outbox.network.egress import EgressPolicy
-from outbox.operations import endpoint_changes, endpoint_states
 from outbox.operations.criteria import Criteria, DeadLetterSelection
-from outbox.operations.repair import request_adoption, request_refill
-from outbox.operations.replays import start_replay
-from outbox.operations.skip import skip_delivery
+from outbox.operations.dead_letters.replay import start_replay
+from outbox.operations.dead_letters.skip import skip_delivery
+from outbox.operations.endpoints import changes as endpoint_changes
+from outbox.operations.endpoints import states as endpoint_states
+from outbox.operations.endpoints.repair import request_adoption, request_refill
 from outbox.relay.delivery import broker_attempts
 from tests.support.ranges import next_pending
 from tests.support.relay import (
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
     from outbox.core.brokers.port import Message, Owner, Standing
     from outbox.destinations.broker import BrokerAddress, BrokerFinding
-    from outbox.operations.repair import RequestedRepair
+    from outbox.operations.endpoints.repair import RequestedRepair
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.one_major

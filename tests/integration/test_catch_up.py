@@ -17,7 +17,7 @@ import pytest
 
 from outbox.core.model.response import AttemptResult
 from outbox.errors import UsageError
-from outbox.operations import fetch_tokens
+from outbox.operations.tokens import fetch as fetch_tokens
 from outbox.receiver import (
     AsyncReceiver,
     Gaps,

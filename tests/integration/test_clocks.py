@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from outbox.core.cluster.lease import Lease
 from outbox.core.cluster.observed_time import Odometer
-from outbox.core.delivery.signature import TOLERANCE_S
+from outbox.core.messages.signature import TOLERANCE_S
 from outbox.core.model.response import AttemptResult
 from outbox.relay.cluster.lease_clock import steady
 from outbox.relay.cluster.lease_renewal import keep_lease

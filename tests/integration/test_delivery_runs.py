@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.operations import endpoint_changes, endpoint_states
-from outbox.operations.erase import ErasureTarget, erase_events
+from outbox.operations.endpoints import changes as endpoint_changes
+from outbox.operations.endpoints import states as endpoint_states
+from outbox.operations.events.erase import ErasureTarget, erase_events
 from outbox.relay.relay import Relay
 from tests.support.relay import (
     BUSY,

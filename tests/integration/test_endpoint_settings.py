@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from outbox.core.delivery.signature import SignatureMismatch, parse_secret, verify
+from outbox.core.messages.signature import SignatureMismatch, parse_secret, verify
 from outbox.core.model.response import AttemptResult
 from outbox.receiver import BadMessage
 from outbox.receiver import verify as verify_request

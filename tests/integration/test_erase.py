@@ -11,9 +11,12 @@ import pytest
 from outbox.core.model.response import AttemptResult
 from outbox.core.sequencing.partition_window import Retention
 from outbox.errors import UsageError
-from outbox.operations import backfill, erase, replays, trace
 from outbox.operations.criteria import Criteria, DeadLetterSelection
-from outbox.operations.erase import ErasureTarget
+from outbox.operations.dead_letters import replay as replays
+from outbox.operations.events import erase
+from outbox.operations.events.erase import ErasureTarget
+from outbox.operations.replays import backfill
+from outbox.operations.trace import queries as trace
 from outbox.store.retention.periods import RetentionStore
 from tests.integration.test_retention import Maintainer, checkpointed
 from tests.support.relay import (

@@ -14,7 +14,7 @@ import pytest
 import outbox
 from outbox.core.schedules.schedule import SCHEDULE_HEADERS_BYTES_MAX, ScheduleSettings
 from outbox.errors import OutboxError, UsageError
-from outbox.operations import schedule_changes
+from outbox.operations.schedules import changes as schedule_changes
 from outbox.producers.event import Event
 from tests.support.api import make_token, serving
 from tests.support.process import outbox as command

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import orjson
 import pytest
 
-from outbox.operations import endpoint_changes
+from outbox.operations.endpoints import changes as endpoint_changes
 from outbox.receiver.lane_order import LaneOrder, OrderKind, SequenceState
 from tests.support.failover import pair
 from tests.support.relay import (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from outbox.core.sequencing.filter_budget import FilterFailure, FilterStopReason
-from outbox.operations import endpoint_changes
+from outbox.operations.endpoints import changes as endpoint_changes
 from outbox.store.sequencing.filters import READ_MATCHES, FilterStore
 from tests.support.relay import (
     Network,

@@ -12,8 +12,8 @@ from outbox.core.delivery.commands import Progress
 from outbox.core.delivery.delivery_history import ALL_ENDPOINTS, DeliveryHistory
 from outbox.core.sequencing.partition_window import Retention
 from outbox.errors import NotFound
-from outbox.operations import endpoint_removal
-from outbox.operations.history import list_histories, read_history
+from outbox.operations.endpoints import removal as endpoint_removal
+from outbox.operations.endpoints.history import list_histories, read_history
 from outbox.store.cluster.replicas import ReplicaStore
 from outbox.store.delivery.records import RecordStore
 from outbox.store.retention.periods import RetentionStore
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from outbox.core.model.response import AttemptResult
-    from outbox.operations.history import History
+    from outbox.operations.endpoints.history import History
     from tests.support.postgres import Database
     from tests.support.relay import Sent
 

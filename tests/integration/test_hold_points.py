@@ -16,15 +16,13 @@ import pytest
 
 import outbox
 from outbox.core.sequencing.partition_window import Retention
-from outbox.operations import (
-    backfill,
-    endpoint_removal,
-    erase,
-    replay_jobs,
-    replays,
-)
 from outbox.operations.criteria import Criteria, DeadLetterSelection
-from outbox.operations.erase import ErasureTarget
+from outbox.operations.dead_letters import replay as replays
+from outbox.operations.endpoints import removal as endpoint_removal
+from outbox.operations.events import erase
+from outbox.operations.events.erase import ErasureTarget
+from outbox.operations.replays import backfill
+from outbox.operations.replays import jobs as replay_jobs
 from outbox.store.cluster.replicas import ReplicaStore
 from outbox.store.connection.migrate import migrate
 from outbox.store.connection.store_connection import StoreConnection

@@ -8,7 +8,7 @@ import asyncpg
 import pytest
 from structlog.testing import capture_logs
 
-from outbox.operations import endpoint_removal
+from outbox.operations.endpoints import removal as endpoint_removal
 from outbox.store import installation_history
 from outbox.store.installation_history import HISTORY_ROWS, add_interval
 from outbox_api.live_status import READ_SAMPLES

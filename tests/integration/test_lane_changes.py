@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from outbox.core.model.response import AttemptResult
-from outbox.operations import endpoint_changes, endpoint_states
+from outbox.operations.endpoints import changes as endpoint_changes
+from outbox.operations.endpoints import states as endpoint_states
 from tests.support.relay import (
     BUSY,
     OK,

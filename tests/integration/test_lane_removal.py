@@ -12,7 +12,9 @@ import pytest
 
 from outbox.core.sequencing.partition_window import Retention
 from outbox.errors import QuotaExceeded
-from outbox.operations import endpoint_changes, endpoint_removal, lane_history, quotas
+from outbox.operations import lane_history, quotas
+from outbox.operations.endpoints import changes as endpoint_changes
+from outbox.operations.endpoints import removal as endpoint_removal
 from outbox.operations.status import COUNT_SEQUENCED
 from outbox.relay.delivery import recorder
 from outbox.store.delivery.records import RecordStore

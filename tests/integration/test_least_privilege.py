@@ -17,9 +17,9 @@ from outbox import operations, store
 from outbox.core.sequencing.partition_window import WIDTH, Retention
 from outbox.errors import CannotRun
 from outbox.relay.delivery import recorder
-from outbox.store.connection.message import WriteStatement
 from outbox.store.retention.partitions import PARENTS, PartitionStore
 from outbox.store.retention.periods import RetentionStore
+from outbox.store.sql.message import WriteStatement
 from tests.support.process import outbox
 from tests.support.relay import (
     BUSY,

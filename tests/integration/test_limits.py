@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.operations import endpoint_changes
+from outbox.operations.endpoints import changes as endpoint_changes
 from outbox.relay.delivery.admission import PREEMPTED_DETAIL
 from tests.support.relay import (
     OK,

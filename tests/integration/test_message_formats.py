@@ -13,9 +13,9 @@ import pytest
 
 from outbox.core.model.message_format import UNBATCHED, FormatName
 from outbox.operations.criteria import DeadLetterSelection
-from outbox.operations.endpoint_changes import update_endpoint
+from outbox.operations.dead_letters.replay import start_replay
+from outbox.operations.endpoints.changes import update_endpoint
 from outbox.operations.preview import MASKED, RequestPreview, preview_request
-from outbox.operations.replays import start_replay
 from outbox.receiver import verify
 from outbox.store.connection.secrets import CLEAR
 from tests.support.relay import (

@@ -13,14 +13,14 @@ import pytest
 from outbox.core.cluster.observed_time import GRACE_RESPONSES, GracePeriod, Odometer
 from outbox.core.model.response import AttemptResult, Failure
 from outbox.core.sequencing.partition_window import Retention
-from outbox.operations.endpoint_changes import update_endpoint
+from outbox.operations.endpoints.changes import update_endpoint
 from outbox.relay.delivery.endpoint_supervisor import EndpointSupervisor
 from outbox.relay.delivery.owned_endpoints import EndpointRuntime
 from outbox.store.cluster import replicas, timeline
 from outbox.store.cluster.replicas import Renewal, ReplicaStore
-from outbox.store.connection.message import WriteStatement
 from outbox.store.retention.partitions import PartitionStore
 from outbox.store.retention.periods import THIN_MARKS, RetentionStore
+from outbox.store.sql.message import WriteStatement
 from tests.support.observed import age, observe
 from tests.support.relay import (
     BUSY,

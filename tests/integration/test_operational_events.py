@@ -15,7 +15,7 @@ import pytest
 
 from outbox.core.delivery.operational_events import STUCK_EVERY
 from outbox.core.model.response import AttemptResult
-from outbox.operations.skip import skip_delivery
+from outbox.operations.dead_letters.skip import skip_delivery
 from tests.support.observed import observe
 from tests.support.relay import (
     BUSY,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from outbox.core.model.response import AttemptResult
-from outbox.operations import endpoint_states
+from outbox.operations.endpoints import states as endpoint_states
 from tests.support.relay import (
     OK,
     REFUSED,

@@ -10,7 +10,8 @@ import pytest
 
 from outbox.core.delivery.circuit_breaker import CircuitBreaker
 from outbox.core.model.response import AttemptResult
-from outbox.operations import endpoint_changes, endpoint_states
+from outbox.operations.endpoints import changes as endpoint_changes
+from outbox.operations.endpoints import states as endpoint_states
 from outbox.relay.delivery.attempt import AttemptSender
 from outbox.relay.delivery.dispatcher import Dispatcher
 from outbox.relay.delivery.endpoint_supervisor import EndpointSupervisor

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from outbox.core.model.response import AttemptResult
-from outbox.operations import replays
 from outbox.operations.criteria import DeadLetterSelection
+from outbox.operations.dead_letters import replay as replays
 from tests.support.ranges import dead_letter_pending, sequence_all
 from tests.support.relay import (
     Network,

@@ -14,9 +14,9 @@ from outbox.core.cluster.observed_time import Odometer
 from outbox.core.delivery.circuit_breaker import BreakerRecord
 from outbox.core.delivery.commands import ErasedEvent, Fetch, Progress, Record, Send
 from outbox.core.delivery.connection_reuse import ConnectionReuse
-from outbox.core.delivery.message import prepare
 from outbox.core.delivery.operational_events import ReportedState
-from outbox.core.delivery.signature import parse_secret
+from outbox.core.messages.message import prepare
+from outbox.core.messages.signature import parse_secret
 from outbox.core.model.headers import NO_HEADERS, EndpointHeaders
 from outbox.core.model.message_format import FormatName, MessageFormat
 from outbox.core.model.response import AttemptResult

@@ -11,8 +11,11 @@ import pytest
 
 from outbox.core.model.ids import delivery_id
 from outbox.core.sequencing import replay_throttle
-from outbox.operations import dead_letters, endpoint_removal, replay_jobs, replays
 from outbox.operations.criteria import DeadLetterSelection
+from outbox.operations.dead_letters import queries as dead_letters
+from outbox.operations.dead_letters import replay as replays
+from outbox.operations.endpoints import removal as endpoint_removal
+from outbox.operations.replays import jobs as replay_jobs
 from outbox.relay.sequencing.cursor import BatchResult
 from tests.support import ranges
 from tests.support.relay import (

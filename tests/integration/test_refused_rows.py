@@ -13,9 +13,12 @@ import pytest
 
 from outbox.core.delivery import lane as lanes
 from outbox.core.delivery.commands import Progress, Record
-from outbox.operations import endpoint_removal, endpoint_states, replays, status
+from outbox.operations import status
 from outbox.operations.criteria import DeadLetterSelection
+from outbox.operations.dead_letters import replay as replays
 from outbox.operations.doctor import Severity
+from outbox.operations.endpoints import removal as endpoint_removal
+from outbox.operations.endpoints import states as endpoint_states
 from outbox.relay.cluster import ownership
 from outbox.relay.delivery import endpoint_supervisor
 from outbox.relay.sequencing import replay_feeder, sequencer

@@ -15,8 +15,10 @@ from outbox.core.delivery.commands import AttemptRow, Progress, Record
 from outbox.core.delivery.delivery_history import DeliveryHistory
 from outbox.core.delivery.lane import Lane
 from outbox.core.model.endpoint_settings import EndpointSettings
-from outbox.operations import endpoint_changes, endpoint_removal, replays
 from outbox.operations.criteria import DeadLetterSelection
+from outbox.operations.dead_letters import replay as replays
+from outbox.operations.endpoints import changes as endpoint_changes
+from outbox.operations.endpoints import removal as endpoint_removal
 from outbox.relay.delivery.dispatcher import Dispatcher
 from outbox.relay.delivery.recorder import Recorder
 from outbox.store.cluster.replicas import ReplicaStore

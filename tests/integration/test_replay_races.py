@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.operations import backfill, discard, replay_jobs, replays
 from outbox.operations.criteria import Criteria, DeadLetterSelection
+from outbox.operations.dead_letters import discard
+from outbox.operations.dead_letters import replay as replays
+from outbox.operations.replays import backfill
+from outbox.operations.replays import jobs as replay_jobs
 from tests.integration.test_backfill import LONG_AGO
 from tests.support import ranges
 from tests.support.relay import (

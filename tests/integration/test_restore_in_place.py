@@ -14,10 +14,10 @@ import pytest
 
 from outbox.cli.summary import notes
 from outbox.errors import CursorBroken
-from outbox.operations import backfill
 from outbox.operations.criteria import Criteria
 from outbox.operations.doctor import Severity
-from outbox.operations.endpoint_removal import drain_endpoint
+from outbox.operations.endpoints.removal import drain_endpoint
+from outbox.operations.replays import backfill
 from outbox.operations.status import read_overview
 from outbox.relay.sequencing import cursor as cursor_module
 from outbox.relay.sequencing import sequencer

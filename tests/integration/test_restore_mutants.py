@@ -11,8 +11,8 @@ import pytest
 from outbox.errors import CursorBroken
 from outbox.store.cluster import timeline
 from outbox.store.cluster.replicas import Renewal
-from outbox.store.connection.message import WriteStatement
 from outbox.store.errors import Fenced
+from outbox.store.sql.message import WriteStatement
 from tests.integration.test_restore import PATH, deliver, expect_unique_numbers
 from tests.integration.test_restore_in_place import DATA, WAYS, drop_schema, try_to_lead
 from tests.integration.test_timeline import Leader

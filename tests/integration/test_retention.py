@@ -19,14 +19,12 @@ from outbox.core.sequencing.gaps import CursorChange
 from outbox.core.sequencing.partition_window import WIDTH, Retention
 from outbox.core.sequencing.router import Deliveries
 from outbox.errors import UsageError
-from outbox.operations import (
-    backfill,
-    endpoint_states,
-    replay_jobs,
-    replays,
-    trace,
-)
 from outbox.operations.criteria import Criteria, DeadLetterSelection
+from outbox.operations.dead_letters import replay as replays
+from outbox.operations.endpoints import states as endpoint_states
+from outbox.operations.replays import backfill
+from outbox.operations.replays import jobs as replay_jobs
+from outbox.operations.trace import queries as trace
 from outbox.relay import maintenance
 from outbox.relay.cluster import connections
 from outbox.relay.delivery import recorder

@@ -14,7 +14,7 @@ from outbox.core.cluster.observed_time import Odometer
 from outbox.core.delivery.circuit_breaker import CircuitBreaker
 from outbox.core.delivery.commands import Fetch, Progress
 from outbox.core.delivery.lane import Lane
-from outbox.operations import endpoint_changes
+from outbox.operations.endpoints import changes as endpoint_changes
 from outbox.relay.cluster import ownership
 from outbox.relay.delivery import endpoint_supervisor, fetcher
 from outbox.relay.delivery.endpoint_supervisor import EndpointSupervisor

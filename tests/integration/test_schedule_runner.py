@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import outbox
-from outbox.operations import schedule_changes
+from outbox.operations.schedules import changes as schedule_changes
 from outbox.relay.sequencing import schedule_runner
 from outbox.store.schedules import future_events
 from outbox.store.schedules.schedule_runs import ScheduleRunResult, ScheduleRunStore

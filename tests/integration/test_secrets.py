@@ -12,16 +12,18 @@ import pytest
 import trustme
 from aiohttp import web
 
-from outbox.core.delivery.signature import parse_key, verify
+from outbox.core.messages.signature import parse_key, verify
 from outbox.core.model.encryption_keys import format_key
 from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.destinations.http.transport import HttpTransport
 from outbox.network.egress import EgressPolicy
 from outbox.network.tls import check_identity
-from outbox.operations import endpoint_changes, endpoint_secrets, rotate_key
 from outbox.operations.doctor import Severity
-from outbox.operations.endpoint_certificate import set_identity
-from outbox.operations.endpoint_removal import remove_endpoint
+from outbox.operations.endpoints import changes as endpoint_changes
+from outbox.operations.endpoints import rotate_key
+from outbox.operations.endpoints import secrets as endpoint_secrets
+from outbox.operations.endpoints.certificate import set_identity
+from outbox.operations.endpoints.removal import remove_endpoint
 from outbox.store.connection.secrets import Vault
 from outbox.store.connection.store_connection import StoreConnection
 from outbox.store.delivery.altered_secrets import journal_altered_secrets

@@ -10,10 +10,14 @@ import pytest
 
 from outbox.core.model.retry_policy import RetryPolicy
 from outbox.errors import Conflict, NotFound
-from outbox.operations import dead_letters, endpoint_changes, endpoint_states, replays, skip
 from outbox.operations.criteria import DeadLetterSelection
+from outbox.operations.dead_letters import queries as dead_letters
+from outbox.operations.dead_letters import replay as replays
+from outbox.operations.dead_letters import skip
+from outbox.operations.dead_letters.skip import LaneMoved, skip_delivery
+from outbox.operations.endpoints import changes as endpoint_changes
+from outbox.operations.endpoints import states as endpoint_states
 from outbox.operations.rows import JsonText
-from outbox.operations.skip import LaneMoved, skip_delivery
 from outbox.operations.status import read_overview
 from tests.support.ranges import next_pending, sequence_all
 from tests.support.relay import (
@@ -35,7 +39,7 @@ from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from outbox.core.model.response import AttemptResult
-    from outbox.operations.skip import SkippedDelivery
+    from outbox.operations.dead_letters.skip import SkippedDelivery
     from tests.support.postgres import Database
     from tests.support.relay import Sent
 

@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from outbox.core.delivery.commands import AttemptRow, Record
-from outbox.operations import endpoint_states
+from outbox.operations.endpoints import states as endpoint_states
 from outbox.relay.sequencing.cursor import BatchResult, Cursor
 from outbox.store.cluster import timeline
 from outbox.store.cluster.replicas import ReplicaStore

@@ -14,15 +14,12 @@ from outbox.core.model.api_token import (
     normalize_scopes,
 )
 from outbox.errors import UsageError
-from outbox.operations import (
-    api_tokens,
-    dead_letters,
-    idempotency_keys,
-    journal,
-    replay_jobs,
-    tenancy,
-)
-from outbox.operations.events import PLAN_BY_ID
+from outbox.operations import journal, tenancy
+from outbox.operations.dead_letters import queries as dead_letters
+from outbox.operations.events import idempotency_keys
+from outbox.operations.events.queries import PLAN_BY_ID
+from outbox.operations.replays import jobs as replay_jobs
+from outbox.operations.tokens import api as api_tokens
 from outbox.store.connection.connect import connect
 from outbox.store.connection.dsn import parse
 from tests.support.plans import explain

@@ -10,8 +10,8 @@ import pytest
 
 from outbox.core.model import endpoint_config
 from outbox.errors import UsageError
-from outbox.operations import endpoints
-from outbox.operations.apply import apply_file
+from outbox.operations.endpoints import queries as endpoints
+from outbox.operations.endpoints.apply import apply_file
 from tests.support.operators import LOCK_EPOCH
 from tests.support.relay import add_endpoint
 from tests.support.waiting import until
@@ -19,7 +19,7 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from asyncpg import Connection
 
-    from outbox.operations.apply import ApplyReport
+    from outbox.operations.endpoints.apply import ApplyReport
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.one_major

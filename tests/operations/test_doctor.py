@@ -18,8 +18,10 @@ from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.destinations.broker import BrokerFinding
 from outbox.errors import CannotRun, DatabaseUnavailable, SchemaTooNew
 from outbox.network.egress import EgressPolicy
-from outbox.operations import doctor, endpoint_changes, rotate_key
+from outbox.operations import doctor
 from outbox.operations.doctor import DoctorFinding, DoctorLimits, Severity
+from outbox.operations.endpoints import changes as endpoint_changes
+from outbox.operations.endpoints import rotate_key
 from outbox.relay.cluster.connections import Connections
 from outbox.relay.relay import Relay
 from outbox.store.cluster.replicas import ReplicaStore

@@ -9,7 +9,7 @@ import pytest
 
 from outbox.core.model.encryption_keys import format_key, parse_keys
 from outbox.core.model.endpoint_settings import EndpointSettings
-from outbox.operations.endpoint_changes import add_endpoint
+from outbox.operations.endpoints.changes import add_endpoint
 from outbox.store.connection.secrets import CLEAR, Vault
 from tests.support.doctor import PATH, reported_findings
 

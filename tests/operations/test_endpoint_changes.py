@@ -10,18 +10,16 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from outbox.core.delivery.signature import parse_secret
+from outbox.core.messages.signature import parse_secret
 from outbox.core.model import endpoint_config
 from outbox.core.model.endpoint_settings import SETTINGS, EndpointSettings
 from outbox.core.model.retry_policy import PRESETS
 from outbox.errors import NotFound, UsageError
-from outbox.operations import (
-    endpoint_changes,
-    endpoint_removal,
-    endpoint_secrets,
-    endpoint_states,
-    endpoints,
-)
+from outbox.operations.endpoints import changes as endpoint_changes
+from outbox.operations.endpoints import queries as endpoints
+from outbox.operations.endpoints import removal as endpoint_removal
+from outbox.operations.endpoints import secrets as endpoint_secrets
+from outbox.operations.endpoints import states as endpoint_states
 from outbox.store.cluster.replicas import ReplicaStore
 from outbox.store.connection.secrets import CLEAR
 from outbox.store.delivery.endpoints import read_endpoints
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.operations.endpoint_changes import Updated
+    from outbox.operations.endpoints.changes import Updated
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.one_major

@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from outbox.core.delivery.signature import parse_secret
+from outbox.core.messages.signature import parse_secret
 from outbox.core.model import endpoint_config
 from outbox.core.model.endpoint_condition import CONDITIONS
 from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.model.retry_policy import STANDARD
 from outbox.errors import NotFound, SchemaMissing, UsageError
-from outbox.operations import endpoint_changes, endpoint_removal, endpoint_states, endpoints
-from outbox.operations.apply import apply_file
-from outbox.operations.endpoint_filter import EndpointFilter
+from outbox.operations.endpoints import changes as endpoint_changes
+from outbox.operations.endpoints import queries as endpoints
+from outbox.operations.endpoints import removal as endpoint_removal
+from outbox.operations.endpoints import states as endpoint_states
+from outbox.operations.endpoints.apply import apply_file
+from outbox.operations.endpoints.filter import EndpointFilter
 from tests.support.relay import (
     BUSY,
     SLOW_RETRY,
@@ -32,7 +35,7 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from asyncpg import Connection
 
-    from outbox.operations.endpoint_removal import Removal
+    from outbox.operations.endpoints.removal import Removal
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.one_major

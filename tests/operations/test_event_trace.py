@@ -10,7 +10,8 @@ from uuid import UUID
 import pytest
 
 from outbox.core.delivery.circuit_breaker import PROBING_TEXT
-from outbox.operations.event_trace import (
+from outbox.operations.trace.diagnosis import add_diagnosis
+from outbox.operations.trace.model import (
     EventTrace,
     LaneHead,
     PendingLaneState,
@@ -21,7 +22,6 @@ from outbox.operations.event_trace import (
     TracedEvent,
     UnsentGroup,
 )
-from outbox.operations.trace_diagnosis import add_diagnosis
 
 NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
 EVENT = TracedEvent(

@@ -11,7 +11,7 @@ import pytest
 import outbox
 from outbox import Event, InvalidEvent
 from outbox.errors import NotFound
-from outbox.operations import events
+from outbox.operations.events import queries as events
 from outbox.store.connection.migrate import migrate
 from outbox.store.schedules.future_events import FutureEventStore
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.core.delivery.message import prepare
+from outbox.core.messages.message import prepare
 from outbox.core.model.headers import parse_lines
 from outbox.core.model.response import AttemptResult
 from outbox.errors import NotFound

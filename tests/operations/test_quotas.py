@@ -16,17 +16,15 @@ from outbox.core.model import endpoint_config
 from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.schedules.schedule import ScheduleSettings
 from outbox.errors import NotFound, QuotaExceeded, UsageError
-from outbox.operations import (
-    apply,
-    endpoint_changes,
-    endpoint_removal,
-    quotas,
-    schedule_changes,
-)
+from outbox.operations import quotas
+from outbox.operations.endpoints import apply
+from outbox.operations.endpoints import changes as endpoint_changes
+from outbox.operations.endpoints import removal as endpoint_removal
 from outbox.operations.quotas import Quota, Use
+from outbox.operations.schedules import changes as schedule_changes
 from outbox.store import change as changes
 from outbox.store import quotas as counting
-from outbox.store.connection.message import WriteStatement
+from outbox.store.sql.message import WriteStatement
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -132,18 +130,18 @@ async def test_no_way_in_passes_the_quota(db: Connection[Any], way: str) -> None
 def test_every_statement_that_adds_is_counted() -> None:
     """Nothing but the functions that count writes endpoints, lanes and schedules."""
     places = {
-        (path.name, table)
+        ("/".join(path.parts[-2:]), table)
         for path in Path(outbox.__file__).parent.rglob("*.py")
         for table in re.findall(
             r"INSERT INTO (endpoint|lane|schedule)\b(?: AS \w+)? \(", path.read_text()
         )
     }
     assert places == {
-        ("endpoint_writes.py", "endpoint"),
-        ("endpoint_writes.py", "lane"),
-        ("schedule_changes.py", "schedule"),
+        ("endpoints/writes.py", "endpoint"),
+        ("endpoints/writes.py", "lane"),
+        ("schedules/changes.py", "schedule"),
         # New lanes of all endpoints, in a new history.
-        ("timeline.py", "lane"),
+        ("cluster/timeline.py", "lane"),
     }
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from outbox.core.schedules.schedule import ScheduleSettings
 from outbox.errors import CannotRun, NotFound, SchemaMissing, UsageError
-from outbox.operations import schedule_changes, schedules
+from outbox.operations.schedules import changes as schedule_changes
+from outbox.operations.schedules import queries as schedules
 from outbox.store.connection.migrate import migrate
 from outbox.store.schedules.schedule_runs import ScheduleRunStore
 from tests.support.schedules import DAY, add_schedule, journal, let_be_due, published

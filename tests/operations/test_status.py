@@ -8,8 +8,10 @@ import pytest
 
 from outbox.cli.summary import notes, pairs
 from outbox.errors import SchemaMissing
-from outbox.operations import dead_letters, replays, status
+from outbox.operations import status
 from outbox.operations.criteria import DeadLetterSelection
+from outbox.operations.dead_letters import queries as dead_letters
+from outbox.operations.dead_letters import replay as replays
 from outbox.operations.doctor.check import Severity
 from outbox.store.cluster.replicas import ReplicaStore
 from outbox.store.connection.store_connection import StoreConnection

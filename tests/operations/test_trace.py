@@ -11,17 +11,15 @@ import pytest
 import outbox
 from outbox.core.model.response import AttemptResult
 from outbox.errors import NotFound
-from outbox.operations import (
-    criteria,
-    endpoint_changes,
-    endpoint_removal,
-    endpoint_states,
-    events,
-    replays,
-    trace,
-)
+from outbox.operations import criteria
 from outbox.operations.criteria import DeadLetterSelection
+from outbox.operations.dead_letters import replay as replays
+from outbox.operations.endpoints import changes as endpoint_changes
+from outbox.operations.endpoints import removal as endpoint_removal
+from outbox.operations.endpoints import states as endpoint_states
+from outbox.operations.events import queries as events
 from outbox.operations.pages import WHOLE_RESPONSES_MAX
+from outbox.operations.trace import queries as trace
 from outbox.store.retention import erasure
 from tests.support.plans import explain
 from tests.support.relay import (
@@ -41,7 +39,7 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from asyncpg import Connection
 
-    from outbox.operations.event_trace import EventTrace, TracedDelivery
+    from outbox.operations.trace.model import EventTrace, TracedDelivery
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.one_major

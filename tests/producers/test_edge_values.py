@@ -8,9 +8,12 @@ import asyncpg
 import orjson
 import pytest
 
-from outbox.operations import dead_letters, erase, events, trace
 from outbox.operations.criteria import Criteria
+from outbox.operations.dead_letters import queries as dead_letters
+from outbox.operations.events import erase
+from outbox.operations.events import queries as events
 from outbox.operations.rows import encode_other
+from outbox.operations.trace import queries as trace
 from outbox.store.connection.connect import connect
 from outbox.store.connection.dsn import parse
 from tests.core.test_marks import ATTACKS

@@ -7,7 +7,7 @@ import contextlib
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.delivery.signature import format_secret
+from outbox.core.messages.signature import format_secret
 from outbox.drivers.blocking import run
 from outbox.drivers.connections import open_connection
 from outbox.drivers.statement import Call

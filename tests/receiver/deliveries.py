@@ -9,7 +9,7 @@ from uuid import UUID
 
 from multidict import CIMultiDict
 
-from outbox.core.delivery.message import prepare
+from outbox.core.messages.message import prepare
 from outbox.core.model.delivery import Delivery
 from outbox.core.model.headers import format_lines, parse_lines
 from outbox.core.model.message_format import FormatName, MessageFormat

@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from outbox.core.delivery.signature import format_secret
+from outbox.core.messages.signature import format_secret
 from outbox.core.model.message_format import FormatName
 from outbox.errors import UsageError
 from outbox.receiver import AsyncReceiver, MemoryDatabase, Receiver

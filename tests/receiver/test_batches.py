@@ -13,8 +13,8 @@ import orjson
 import pytest
 from aiohttp import web
 
-from outbox.core.delivery.batch import prepare_batch
-from outbox.core.delivery.signature import format_secret
+from outbox.core.messages.batch import prepare_batch
+from outbox.core.messages.signature import format_secret
 from outbox.core.model.headers import parse_lines
 from outbox.receiver import (
     AsyncReceiver,
@@ -46,7 +46,7 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
-    from outbox.core.delivery.message import Prepared
+    from outbox.core.messages.message import Prepared
     from tests.support.postgres import Database
 
 TEXT = format_secret(SECRET)

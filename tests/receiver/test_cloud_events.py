@@ -11,9 +11,9 @@ import pytest
 from cloudevents.core.bindings.http import HTTPMessage, from_http_event
 from cloudevents.core.formats.json import JSONFormat
 
-from outbox.core.delivery.batch import prepare_batch
-from outbox.core.delivery.message import prepare
-from outbox.core.delivery.signed_metadata import decode_text
+from outbox.core.messages.batch import prepare_batch
+from outbox.core.messages.message import prepare
+from outbox.core.messages.signed_metadata import decode_text
 from outbox.core.model.delivery import Delivery
 from outbox.core.model.headers import parse_lines
 from outbox.core.model.message_format import MessageFormat
@@ -24,7 +24,7 @@ from tests.support.tiers import sampled
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from outbox.core.delivery.message import Prepared
+    from outbox.core.messages.message import Prepared
 
 pytestmark = pytest.mark.system
 

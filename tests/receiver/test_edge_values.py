@@ -10,8 +10,8 @@ from typing import Any, get_args
 import pytest
 
 from outbox.core.brokers.message import messages_of
-from outbox.core.delivery.batch import prepare_batch
-from outbox.core.delivery.signature import format_secret
+from outbox.core.messages.batch import prepare_batch
+from outbox.core.messages.signature import format_secret
 from outbox.core.model.headers import parse_lines
 from outbox.core.model.message_format import UNBATCHED, FormatName, MessageFormat
 from outbox.receiver import (

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.core.delivery.signature import format_secret
+from outbox.core.messages.signature import format_secret
 from outbox.errors import UsageError
 from outbox.receiver import (
     AsyncReceiver,
@@ -211,7 +211,7 @@ def test_an_event_type_without_a_handler_can_be_ignored() -> None:
 
 
 def test_a_batch_is_processed_up_to_the_type_without_a_handler() -> None:
-    from outbox.core.delivery.batch import prepare_batch
+    from outbox.core.messages.batch import prepare_batch
     from outbox.core.model.headers import parse_lines
     from tests.receiver.deliveries import DAY
 

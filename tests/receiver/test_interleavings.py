@@ -24,7 +24,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from outbox.core.delivery.signature import format_secret
+from outbox.core.messages.signature import format_secret
 from outbox.receiver import Gaps, Inbox, MemoryDatabase, Receiver, Request, pipeline
 from outbox.receiver.catch_up import catch_up
 from outbox.receiver.fetch import LanePage, LaneProgress, PageItem

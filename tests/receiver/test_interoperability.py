@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
-from outbox.core.delivery.signature import SignatureError, format_secret
+from outbox.core.messages.signature import SignatureError, format_secret
 from outbox.errors import CannotRun
 from outbox.receiver import verify
 from outbox.testing import sign

@@ -17,7 +17,7 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from outbox import receiver as library
-from outbox.core.delivery.signature import format_secret
+from outbox.core.messages.signature import format_secret
 from outbox.receiver import (
     AsyncReceiver,
     Busy,

@@ -12,7 +12,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Mount, Route
 from werkzeug.middleware.dispatcher import DispatcherMiddleware
 
-from outbox.core.delivery.signature import format_secret
+from outbox.core.messages.signature import format_secret
 from outbox.errors import UsageError
 from outbox.receiver import AsyncReceiver, MemoryDatabase, Receiver
 from outbox.receiver.adapters import asgi, wsgi

@@ -6,8 +6,8 @@ from typing import get_args
 
 import pytest
 
-from outbox.core.delivery.message import prepare
-from outbox.core.delivery.signature import format_secret, parse_secret
+from outbox.core.messages.message import prepare
+from outbox.core.messages.signature import format_secret, parse_secret
 from outbox.core.model.headers import parse_lines
 from outbox.core.model.message_format import FormatName, MessageFormat
 from outbox.receiver import Verifier

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 import pytest
 
-from outbox.core.delivery.signature import format_secret
+from outbox.core.messages.signature import format_secret
 from outbox.drivers.blocking import run
 from outbox.drivers.databases import SQLite
 from outbox.errors import UsageError

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from standardwebhooks import Webhook
 
-from outbox.core.delivery.signature import format_secret
+from outbox.core.messages.signature import format_secret
 from outbox.errors import OutboxError, UsageError
 from outbox.receiver import (
     BadMessage,

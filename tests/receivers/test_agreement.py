@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outbox.core.delivery.batch import prepare_batch
-from outbox.core.delivery.ed25519 import parse_private_key
-from outbox.core.delivery.message import prepare
-from outbox.core.delivery.signature import SignatureError, TimestampRefused, parse_secret
+from outbox.core.messages.batch import prepare_batch
+from outbox.core.messages.ed25519 import parse_private_key
+from outbox.core.messages.message import prepare
+from outbox.core.messages.signature import SignatureError, TimestampRefused, parse_secret
 from outbox.core.model.headers import parse_lines
 from outbox.core.model.message_format import FormatName, MessageFormat
 from outbox.receiver.lane_order import LaneOrder
@@ -351,7 +351,7 @@ def test_a_malformed_envelope_is_read_alike(
 
 def resigned(headers: dict[str, str], body: bytes) -> dict[str, str]:
     """The headers with a signature of another body."""
-    from outbox.core.delivery.signature import sign
+    from outbox.core.messages.signature import sign
 
     signature = sign(
         parse_secret(SECRET), headers["webhook-id"], int(headers["webhook-timestamp"]), body

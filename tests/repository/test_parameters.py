@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import outbox
-from outbox.store.connection.message import WriteStatement
+from outbox.store.sql.message import WriteStatement
 from tests.repository.sources import nodes, nodes_of
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from outbox.core.sequencing.partition_window import Retention
 from outbox.core.sequencing.router import Deliveries
 from outbox.errors import OutboxError
 from outbox.operations.criteria import Criteria, DeadLetterSelection
-from outbox.operations.skip import LaneMoved
+from outbox.operations.dead_letters.skip import LaneMoved
 from outbox.relay.sequencing.cursor import Cursor, SequencedBatch
 from outbox.store.cluster.sessions import session_label
 from outbox.store.cluster.timeline import History
@@ -61,6 +61,18 @@ REAL_PACKAGES = (
     "outbox.operations",
 )
 """Packages of the modules that `tests.sim.stores` stands in for."""
+OPERATIONS = {
+    "backfill": "replays.backfill",
+    "discard": "dead_letters.discard",
+    "endpoint_changes": "endpoints.changes",
+    "endpoint_states": "endpoints.states",
+    "endpoint_writes": "endpoints.writes",
+    "replay_jobs": "replays.jobs",
+    "replays": "dead_letters.replay",
+    "schedule_changes": "schedules.changes",
+    "skip": "dead_letters.skip",
+}
+"""Modules of `outbox.operations`, by the names of their stand-ins."""
 
 
 def modules_of(*packages: str) -> Any:
@@ -70,7 +82,9 @@ def modules_of(*packages: str) -> Any:
 
 
 def _module_of(packages: tuple[str, ...], name: str) -> ModuleType:
-    specs = (find_spec(f"{package}.{name}") for package in packages)
+    names = [f"{package}.{name}" for package in packages]
+    names += [f"outbox.operations.{OPERATIONS[name]}"] if name in OPERATIONS else []
+    specs = (find_spec(each) for each in names)
     # A package may have the name of a module of another one.
     found = (spec for spec in specs if spec is not None and not spec.submodule_search_locations)
     return import_module(next(found).name)

@@ -13,7 +13,7 @@ from outbox.core.model.ids import lane_name
 from outbox.core.schedules.schedule import ScheduleSettings
 from outbox.errors import OutboxError
 from outbox.operations.criteria import Criteria, DeadLetterSelection
-from outbox.operations.endpoint_states import require_state
+from outbox.operations.endpoints.states import require_state
 from tests.sim.clients import TENANTS
 from tests.sim.database.connection import Connection
 from tests.sim.database.tables import SCHEMA

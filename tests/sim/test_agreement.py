@@ -13,9 +13,10 @@ import pytest
 
 from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.sequencing import partition_window
-from outbox.operations import endpoint_changes, replay_jobs
-from outbox.operations.erase import DELETE_FUTURE_EVENTS, LOCK_SHARES_OF_TARGET
-from outbox.store.expressions import key_hash
+from outbox.operations.endpoints import changes as endpoint_changes
+from outbox.operations.events.erase import DELETE_FUTURE_EVENTS, LOCK_SHARES_OF_TARGET
+from outbox.operations.replays import jobs as replay_jobs
+from outbox.store.sql.expressions import key_hash
 from tests.sim.agreement import (
     LATER_GENERATION,
     POLICY,

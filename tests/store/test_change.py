@@ -12,13 +12,11 @@ import pytest
 
 from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.errors import CannotRun, Conflict, CursorBroken, DatabaseUnavailable
-from outbox.operations import (
-    endpoint_changes,
-    endpoint_removal,
-    endpoint_states,
-    endpoints,
-    fetch_tokens,
-)
+from outbox.operations.endpoints import changes as endpoint_changes
+from outbox.operations.endpoints import queries as endpoints
+from outbox.operations.endpoints import removal as endpoint_removal
+from outbox.operations.endpoints import states as endpoint_states
+from outbox.operations.tokens import fetch as fetch_tokens
 from outbox.store import change as changes
 from outbox.store.connection import dsn as dsns
 from outbox.store.connection.connect import connect
@@ -32,7 +30,7 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.operations.endpoint_changes import NewEndpoint
+    from outbox.operations.endpoints.changes import NewEndpoint
     from outbox.store.change import Change
     from tests.support.postgres import Database
 

@@ -15,9 +15,10 @@ from outbox.core.model.api_token import TokenSettings
 from outbox.core.schedules.cron import Cron
 from outbox.core.schedules.schedule import AHEAD_MAX, restart_at, ticks_from
 from outbox.core.sequencing.filter_budget import AGAIN_AFTER_S
-from outbox.operations import api_tokens, fetch_tokens
-from outbox.operations.replay_jobs import FIND_RELAY
+from outbox.operations.replays.jobs import FIND_RELAY
 from outbox.operations.status import read_overview
+from outbox.operations.tokens import api as api_tokens
+from outbox.operations.tokens import fetch as fetch_tokens
 from outbox.store.cluster import sessions
 from outbox.store.cluster.replicas import ReplicaStore, read_names
 from outbox.store.connection.secrets import READ_RELAYS_WITHOUT_KEY

@@ -15,17 +15,18 @@ import pytest
 
 from outbox.core.sequencing.tenant_pace import PASS_S, PER_S
 from outbox.errors import QuotaExceeded
-from outbox.operations import erase, schedule_changes
-from outbox.operations.erase import (
+from outbox.operations.events import erase
+from outbox.operations.events.erase import (
     DELETE_FUTURE_EVENTS,
     LOCK_SHARES_OF_TARGET,
     ErasureTarget,
     erase_events,
 )
-from outbox.store.connection.message import WriteStatement
+from outbox.operations.schedules import changes as schedule_changes
 from outbox.store.schedules import future_events
 from outbox.store.schedules.future_events import FutureEventStore
 from outbox.store.schedules.schedule_runs import ScheduleRunStore
+from outbox.store.sql.message import WriteStatement
 from tests.support.roles import role
 from tests.support.schedules import add_schedule, let_be_due
 from tests.support.waiting import until

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from outbox.core.delivery.delivery_history import ALL_ENDPOINTS, INTERVALS, DeliveryHistory
-from outbox.operations.history import HISTORY_OF_EACH, HISTORY_TOGETHER, HOUR_S
+from outbox.operations.endpoints.history import HISTORY_OF_EACH, HISTORY_TOGETHER, HOUR_S
 from outbox.relay.cluster.connections import SESSION_SETTINGS
 from outbox.store.delivery.records import RecordStore
 from outbox.store.retention.periods import DELETE_HISTORY

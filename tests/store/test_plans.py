@@ -26,16 +26,11 @@ from outbox.core.delivery.commands import (
 from outbox.core.sequencing.filter_budget import AGAIN_AFTER_S
 from outbox.core.sequencing.gaps import CursorChange
 from outbox.core.sequencing.router import Deliveries
-from outbox.operations import (
-    dead_letters as dead,
-)
-from outbox.operations import (
-    delivery_counts,
-    endpoints,
-    lane_history,
-    status,
-)
-from outbox.operations.erase import ERASE_EVENTS
+from outbox.operations import lane_history, status
+from outbox.operations.dead_letters import queries as dead
+from outbox.operations.endpoints import queries as endpoints
+from outbox.operations.events import delivery_counts
+from outbox.operations.events.erase import ERASE_EVENTS
 from outbox.relay.cluster.connections import SESSION_SETTINGS
 from outbox.store import database_stats, installation_history, operational_events
 from outbox.store.cluster import leadership, replicas
@@ -81,7 +76,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from uuid import UUID
 
-    from outbox.store.connection.message import WriteCall, WriteStatement
+    from outbox.store.sql.message import WriteCall, WriteStatement
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.full

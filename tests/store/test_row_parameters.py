@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from outbox.store.connection.message import literal
-from outbox.store.row_params import composite_array, composite_text, number_rows
+from outbox.store.sql.message import literal
+from outbox.store.sql.row_params import composite_array, composite_text, number_rows
 from tests.store.test_message import TRICKY
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from outbox.operations import schedule_changes
+from outbox.operations.schedules import changes as schedule_changes
 from outbox.store.schedules import schedule_runs
 from outbox.store.schedules.schedule_runs import ScheduleRunStore
 from tests.support.schedules import DAY, add_schedule, journal, let_be_due, published

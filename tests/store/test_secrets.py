@@ -9,13 +9,16 @@ from uuid import UUID, uuid4
 import orjson
 import pytest
 
-from outbox.core.delivery.signature import parse_secret
+from outbox.core.messages.signature import parse_secret
 from outbox.core.model import endpoint_config
 from outbox.core.model.encryption_keys import format_key, parse_keys
 from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.errors import CannotRun, Conflict
-from outbox.operations import endpoint_changes, endpoint_secrets, endpoints, rotate_key
-from outbox.operations.apply import apply_file
+from outbox.operations.endpoints import changes as endpoint_changes
+from outbox.operations.endpoints import queries as endpoints
+from outbox.operations.endpoints import rotate_key
+from outbox.operations.endpoints import secrets as endpoint_secrets
+from outbox.operations.endpoints.apply import apply_file
 from outbox.store.cluster.replicas import ReplicaStore
 from outbox.store.connection.secrets import (
     CLEAR,

@@ -9,9 +9,9 @@ import orjson
 import pytest
 
 from outbox.errors import CannotRun
-from outbox.operations import resequence as module
 from outbox.operations.doctor import Severity
-from outbox.operations.resequence import Resequenced, resequence
+from outbox.operations.events import resequence as module
+from outbox.operations.events.resequence import Resequenced, resequence
 from outbox.relay import maintenance
 from outbox.store import change
 from outbox.store.connection.store_connection import StoreConnection

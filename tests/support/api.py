@@ -15,7 +15,7 @@ import orjson
 from yarl import URL
 
 from outbox.core.model.api_token import TokenSettings
-from outbox.operations import api_tokens
+from outbox.operations.tokens import api as api_tokens
 from outbox.web.address import Address
 from outbox_api import server
 from outbox_api.openapi import document

@@ -14,7 +14,7 @@ from outbox.core.model.pattern import TYPE_BYTES_MAX
 from outbox.core.model.setting_types import NAME_BYTES_MAX
 from outbox.core.model.stored_response import STORED_BODY_CHARS_MAX, STORED_HEADER_CHARS_MAX
 from outbox.operations import quotas
-from outbox.operations.apply import apply_file
+from outbox.operations.endpoints.apply import apply_file
 from outbox_api.limits import COMMENT_CHARS_MAX, LIMIT_MAX
 from outbox_api.tenancy import stored_key
 

@@ -10,8 +10,8 @@ import asyncpg
 from outbox.core.sequencing.gaps import CursorChange, GapTracker, LockHolders
 from outbox.core.sequencing.router import RoutableEvent
 from outbox.relay.sequencing.cursor import Cursor
-from outbox.store.expressions import key_hash
 from outbox.store.sequencing.batches import SequencingStore
+from outbox.store.sql.expressions import key_hash
 from tests.support.sequencers import Slow, Variant
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from outbox.core.model.response import AttemptResult
 from outbox.core.model.text import safe
 from outbox.core.schedules.schedule import ScheduleSettings
-from outbox.operations import quotas, schedule_changes
+from outbox.operations import quotas
+from outbox.operations.schedules import changes as schedule_changes
 from tests.support.api import make_token
 from tests.support.relay import Network, add_endpoint, all_ended, publish, running
 

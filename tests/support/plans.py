@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from outbox.store.connection.message import literal
+from outbox.store.sql.message import literal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

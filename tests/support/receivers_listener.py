@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
-from outbox.operations import fetch_tokens
+from outbox.operations.tokens import fetch as fetch_tokens
 from outbox.web.address import Address
 from outbox_api import receivers
 from tests.support.postgres import API_ROLE

@@ -15,7 +15,7 @@ import orjson
 from outbox.config import Settings
 from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.model.response import AttemptResult
-from outbox.operations import endpoint_changes
+from outbox.operations.endpoints import changes as endpoint_changes
 from outbox.operations.verify.audit import run_checks
 from outbox.relay.cluster.connections import Connections
 from outbox.relay.relay import Relay
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from outbox.destinations.broker import BrokerFactory
     from outbox.destinations.interface import Following, Request, Transport
-    from outbox.operations.endpoint_changes import NewEndpoint
+    from outbox.operations.endpoints.changes import NewEndpoint
     from outbox.store.cluster.replicas import ReplicaStore
     from tests.support.postgres import Database
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from outbox.core.schedules.schedule import ScheduleSettings
-from outbox.operations import schedule_changes
+from outbox.operations.schedules import changes as schedule_changes
 
 if TYPE_CHECKING:
     from asyncpg import Connection

@@ -15,14 +15,14 @@ from outbox.config import Settings
 from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.sequencing.gaps import GapTracker
 from outbox.core.sequencing.router import RoutableEvent
-from outbox.operations import endpoint_changes
+from outbox.operations.endpoints import changes as endpoint_changes
 from outbox.relay.sequencing.cursor import BatchResult, Cursor
 from outbox.relay.sequencing.sequencer import Sequencer
 from outbox.relay.wake_event import WakeEvent
-from outbox.store.connection.message import WriteStatement
 from outbox.store.sequencing import event_reads
 from outbox.store.sequencing.batches import SequencingStore
 from outbox.store.sequencing.event_reads import Reading
+from outbox.store.sql.message import WriteStatement
 
 if TYPE_CHECKING:
     import random

@@ -12,12 +12,12 @@ from outbox.cli.endpoint.group import command
 from outbox.cli.endpoint.options import file_name, read_text
 from outbox.cli.output import echo
 from outbox.errors import UsageError
-from outbox.operations.endpoint_certificate import set_identity
+from outbox.operations.endpoints.certificate import set_identity
 from outbox.store.connection.secrets import Vault
 
 if TYPE_CHECKING:
     from outbox.config import Settings
-    from outbox.operations.endpoint_certificate import CertificateChange
+    from outbox.operations.endpoints.certificate import CertificateChange
 
 
 def _show(done: CertificateChange) -> None:

@@ -12,7 +12,7 @@ from outbox.cli.endpoint.options import read_text
 from outbox.cli.output import echo
 from outbox.destinations.broker_address import credentials_header
 from outbox.errors import UsageError
-from outbox.operations.endpoint_credentials import CredentialsChange, set_credentials
+from outbox.operations.endpoints.credentials import CredentialsChange, set_credentials
 from outbox.store.connection.secrets import Vault
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from outbox.cli.common import (
 from outbox.cli.endpoint.group import command
 from outbox.cli.endpoint.options import Command, edit_options, new_options
 from outbox.cli.output import echo, emit_pairs, print_changed
-from outbox.core.delivery.ed25519 import PUBLIC_PREFIX
+from outbox.core.messages.ed25519 import PUBLIC_PREFIX
 from outbox.core.model.destination import is_stream
 from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.model.text import count
@@ -28,14 +28,14 @@ from outbox.destinations.endpoint_validation import (
     policy_of,
 )
 from outbox.network.egress import plain_http_warning
-from outbox.operations import endpoint_changes
+from outbox.operations.endpoints import changes as endpoint_changes
 from outbox.store.connection.secrets import Vault
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from outbox.config import Settings
-    from outbox.operations.endpoint_changes import NewEndpoint, Updated
+    from outbox.operations.endpoints.changes import NewEndpoint, Updated
 
 
 def _show_added(added: NewEndpoint) -> None:

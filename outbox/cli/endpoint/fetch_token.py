@@ -11,8 +11,8 @@ from outbox.cli.endpoint.group import command
 from outbox.cli.endpoint.options import overlap_option
 from outbox.cli.output import cell, echo, emit_pairs
 from outbox.core.model.text import count
-from outbox.operations import fetch_tokens
-from outbox.operations.fetch_tokens import FetchToken, RevokedFetchTokens
+from outbox.operations.tokens import fetch as fetch_tokens
+from outbox.operations.tokens.fetch import FetchToken, RevokedFetchTokens
 
 if TYPE_CHECKING:
     from outbox.config import Settings

@@ -9,11 +9,11 @@ import click
 from outbox.cli.common import print_result, run_operation
 from outbox.cli.endpoint.group import command
 from outbox.cli.output import emit_table
-from outbox.operations import history
+from outbox.operations.endpoints import history
 
 if TYPE_CHECKING:
     from outbox.config import Settings
-    from outbox.operations.history import History
+    from outbox.operations.endpoints.history import History
 
 
 def _show(found: History) -> None:

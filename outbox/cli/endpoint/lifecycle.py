@@ -11,15 +11,16 @@ from outbox.cli.common import actor, comment_option, names_argument, print_resul
 from outbox.cli.endpoint.group import command
 from outbox.cli.endpoint.options import overlap_option
 from outbox.cli.output import cell, echo, emit_pairs
-from outbox.core.delivery.ed25519 import PUBLIC_PREFIX
+from outbox.core.messages.ed25519 import PUBLIC_PREFIX
 from outbox.core.model.text import count
-from outbox.operations import endpoint_secrets, endpoint_states
+from outbox.operations.endpoints import secrets as endpoint_secrets
+from outbox.operations.endpoints import states as endpoint_states
 from outbox.store.connection.secrets import Vault
 
 if TYPE_CHECKING:
     from outbox.config import Settings
-    from outbox.operations.endpoint_secrets import Rotation
-    from outbox.operations.endpoint_states import StateChange
+    from outbox.operations.endpoints.secrets import Rotation
+    from outbox.operations.endpoints.states import StateChange
 
 
 def _show_paused(changes: list[StateChange]) -> None:

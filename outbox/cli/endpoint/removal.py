@@ -13,14 +13,14 @@ from outbox.cli.output import echo
 from outbox.cli.progress import confirm, require_terminal
 from outbox.core.model.text import count
 from outbox.errors import UsageError
-from outbox.operations import endpoint_removal
-from outbox.operations.endpoint_removal import StillPending
+from outbox.operations.endpoints import removal as endpoint_removal
+from outbox.operations.endpoints.removal import StillPending
 
 if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.config import Settings
-    from outbox.operations.endpoint_removal import DrainStatus, Removal
+    from outbox.operations.endpoints.removal import DrainStatus, Removal
 
 REMOVAL_POLL_S = 0.5
 

@@ -12,13 +12,13 @@ from outbox.cli.output import echo
 from outbox.cli.progress import confirm, require_terminal
 from outbox.core.brokers.repair import RepairKind
 from outbox.core.model.text import count
-from outbox.operations.repair import request_adoption, request_refill
+from outbox.operations.endpoints.repair import request_adoption, request_refill
 
 if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.config import Settings
-    from outbox.operations.repair import RepairedLane, RequestedRepair
+    from outbox.operations.endpoints.repair import RepairedLane, RequestedRepair
 
 
 def _show(done: RequestedRepair, *, err: bool = False) -> None:

@@ -26,14 +26,14 @@ from outbox.core.model import retry_policy
 from outbox.core.model.endpoint_condition import CONDITIONS, HEALTHY, describe_condition
 from outbox.core.model.endpoint_settings import SETTINGS
 from outbox.core.model.text import count
-from outbox.operations import endpoints
-from outbox.operations.endpoint_filter import EndpointFilter
+from outbox.operations.endpoints import queries as endpoints
+from outbox.operations.endpoints.filter import EndpointFilter
 
 if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.config import Settings
-    from outbox.operations.endpoints import EndpointDetail, EndpointRow, LaneRow
+    from outbox.operations.endpoints.queries import EndpointDetail, EndpointRow, LaneRow
 
 DECLARED_PAGE = 500
 

@@ -10,11 +10,11 @@ from outbox.cli.common import actor, duration_s, print_result, run_operation
 from outbox.cli.output import clock_time, echo
 from outbox.cli.publish import parse_headers, read_payload
 from outbox.cli.schedule.group import command
-from outbox.operations import schedule_changes
+from outbox.operations.schedules import changes as schedule_changes
 
 if TYPE_CHECKING:
     from outbox.config import Settings
-    from outbox.operations.schedules import Schedule
+    from outbox.operations.schedules.queries import Schedule
 
 
 def _show_added(schedule: Schedule) -> None:

@@ -9,12 +9,12 @@ import click
 from outbox.cli.common import actor, comment_option, names_argument, print_result, run_operation
 from outbox.cli.output import clock_time, echo
 from outbox.cli.schedule.group import command
-from outbox.operations import schedule_changes
+from outbox.operations.schedules import changes as schedule_changes
 
 if TYPE_CHECKING:
     from outbox.config import Settings
-    from outbox.operations.schedule_changes import RemovedSchedule, ScheduleRun
-    from outbox.operations.schedules import Schedule
+    from outbox.operations.schedules.changes import RemovedSchedule, ScheduleRun
+    from outbox.operations.schedules.queries import Schedule
 
 
 def _show_paused(schedules: list[Schedule]) -> None:

@@ -17,13 +17,13 @@ from outbox.cli.output import age, clock_time, echo, emit_pairs, emit_table
 from outbox.cli.schedule.group import command
 from outbox.core.model import duration
 from outbox.core.model.text import count
-from outbox.operations import schedules
+from outbox.operations.schedules import queries as schedules
 
 if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.config import Settings
-    from outbox.operations.schedules import FutureEvents, ListedSchedule, Schedule
+    from outbox.operations.schedules.queries import FutureEvents, ListedSchedule, Schedule
 
 _COLUMNS = ("name", "cron", "zone", "type", "state", "next run", "in", "last run")
 

@@ -17,9 +17,9 @@ from uuid import UUID, uuid5
 import orjson
 
 from outbox.core.brokers.port import Message
-from outbox.core.delivery.envelope import envelope
-from outbox.core.delivery.message import prepare
-from outbox.core.delivery.signature import ID_HEADER
+from outbox.core.messages.envelope import envelope
+from outbox.core.messages.message import prepare
+from outbox.core.messages.signature import ID_HEADER
 from outbox.core.model.headers import DEFAULT_PREFIX, parse_lines
 from outbox.core.model.ids import message_id
 from outbox.core.model.message_format import JSON_TYPE
@@ -27,7 +27,7 @@ from outbox.core.model.message_format import JSON_TYPE
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from outbox.core.delivery.batch import RequestSettings
+    from outbox.core.messages.batch import RequestSettings
     from outbox.core.model.delivery import Delivery
     from outbox.core.model.message_format import FormatName
     from outbox.core.model.response import Headers

@@ -1,1 +1,1 @@
-"""One lane's deliveries: order, retry state, circuit breaker, message format, signature."""
+"""One lane's deliveries: order, retry state, circuit breaker."""

@@ -14,7 +14,6 @@ from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from outbox.core.delivery.batch import BATCH_BYTES_MAX, element_bytes
 from outbox.core.delivery.buffer_budget import (
     COPIES,
     READ_BYTES_MAX,
@@ -26,6 +25,7 @@ from outbox.core.delivery.buffer_budget import (
     row_bytes,
 )
 from outbox.core.delivery.commands import ErasedEvent, Fetch
+from outbox.core.messages.batch import BATCH_BYTES_MAX, element_bytes
 from outbox.core.model.delivery import Delivery
 
 if TYPE_CHECKING:

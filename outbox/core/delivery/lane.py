@@ -50,7 +50,6 @@ from math import inf
 from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
-from outbox.core.delivery.batch import BatchSize
 from outbox.core.delivery.commands import (
     AttemptRow,
     DeadLetter,
@@ -70,6 +69,7 @@ from outbox.core.delivery.commands import (
 )
 from outbox.core.delivery.delivery_buffer import DeliveryBuffer, is_expired
 from outbox.core.delivery.retry_state import RetryState
+from outbox.core.messages.batch import BatchSize
 from outbox.core.model.delivery import Delivery
 from outbox.core.model.response_policy import AttemptOutcome
 from outbox.core.model.stored_response import (

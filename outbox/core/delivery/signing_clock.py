@@ -23,7 +23,7 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
-from outbox.core.delivery.signature import REFUSED_TIMESTAMP
+from outbox.core.messages.signature import REFUSED_TIMESTAMP
 from outbox.core.model.response_policy import is_success
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ class RoutableEvent(NamedTuple):
     """The fields of a committed event that sequencing needs.
 
     `key_hash` selects the lane: a non-negative hash of the key, or the id; the database computes it
-    (`outbox.store.expressions.key_hash`).
+    (`outbox.store.sql.expressions.key_hash`).
     """
 
     id: int

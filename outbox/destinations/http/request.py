@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from uuid import UUID
 
-    from outbox.core.delivery.message import Prepared
-    from outbox.core.delivery.signature import SigningKey
+    from outbox.core.messages.message import Prepared
+    from outbox.core.messages.signature import SigningKey
     from outbox.destinations.http.targets import Destination
     from outbox.network.egress import Network
 

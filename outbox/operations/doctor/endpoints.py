@@ -31,10 +31,10 @@ from outbox.operations.doctor.check import (
     problem,
     warning,
 )
-from outbox.operations.rotate_key import COUNT_SECRETS
+from outbox.operations.endpoints.rotate_key import COUNT_SECRETS
 from outbox.store.delivery.altered_secrets import read_altered_secrets
 from outbox.store.delivery.endpoints import read_endpoints
-from outbox.store.expressions import lease_runs
+from outbox.store.sql.expressions import lease_runs
 
 # Live relays that lack one of the keys that secrets are encrypted with.
 RELAYS_WITHOUT_KEYS = f"""

@@ -12,6 +12,7 @@ from outbox.core.model.response import HOLD_FAILURES
 from outbox.core.model.stored_response import describe_attempts
 from outbox.core.model.text import count
 from outbox.operations import lanes
+from outbox.operations.dead_letters.skip import stuck_advice
 from outbox.operations.doctor.check import (
     CheckResult,
     DoctorContext,
@@ -23,8 +24,7 @@ from outbox.operations.doctor.check import (
     warning,
 )
 from outbox.operations.rows import parse_json
-from outbox.operations.skip import stuck_advice
-from outbox.store.expressions import is_held
+from outbox.store.sql.expressions import is_held
 
 
 def _lane(row: Any) -> str:

@@ -23,7 +23,7 @@ from outbox.operations.doctor.check import (
     problem,
     warning,
 )
-from outbox.store.expressions import lease_runs
+from outbox.store.sql.expressions import lease_runs
 
 STEPS = ("insert", "commit", "notification", "sequenced")
 

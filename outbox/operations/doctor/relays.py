@@ -18,10 +18,9 @@ from outbox.operations.doctor.check import (
     report_rows,
     warning,
 )
-from outbox.operations.future_events import OLDEST_HELD
+from outbox.operations.events.future import OLDEST_HELD
 from outbox.operations.status import REPLICAS
 from outbox.store.cluster.sessions import LISTENER_SUFFIX
-from outbox.store.expressions import lease_runs
 from outbox.store.schedules.future_events import READ_POSTPONED
 from outbox.store.schedules.schedule_runs import RETRY_MAX
 from outbox.store.sequencing.skipped_events import (
@@ -30,6 +29,7 @@ from outbox.store.sequencing.skipped_events import (
     SKIPPED_EVENTS_MAX,
 )
 from outbox.store.sequencing.stalls import read_cursor_blocker
+from outbox.store.sql.expressions import lease_runs
 
 ACCOUNTED_BLOCKS_MAX = 3
 """Blocks of ids that are counted, each in less than a second."""

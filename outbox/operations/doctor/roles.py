@@ -15,8 +15,8 @@ from outbox.operations.doctor.check import (
     problem,
     warning,
 )
-from outbox.store.expressions import lease_runs
 from outbox.store.privileges import PURPOSES, missing_privileges
+from outbox.store.sql.expressions import lease_runs
 
 # Superusers and members of the owner among the roles of running relays; without a relay, the
 # current role if it is a superuser.  All roles may read the role of a session.

@@ -17,7 +17,7 @@ from outbox.operations.verify.inconsistent_rows import (
 )
 from outbox.store.refused_rows import IS_REFUSED_SUCCESS
 from outbox.store.sequencing.skipped_events import SKIPPED_EVENTS
-from outbox.store.type_match import FILTER_MET, MATCHES
+from outbox.store.sql.type_match import FILTER_MET, MATCHES
 
 # A filter that could not be evaluated counts as matching, with a journal entry.  The journal is
 # read last, and only for events that do not match.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from outbox.operations.doctor.schema import EMPTIED
 from outbox.store.cluster.timeline import INCARNATION, MISSING_ROWS
-from outbox.store.expressions import proves_itself
+from outbox.store.sql.expressions import proves_itself
 
 UNUSED_CLAIM_S = 86400
 """Time after which a claimed idempotency key without an event is considered abandoned."""

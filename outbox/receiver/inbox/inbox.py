@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, get_args
 
 import orjson
 
-from outbox.core.delivery.envelope import rfc3339
+from outbox.core.messages.envelope import rfc3339
 from outbox.drivers.blocking import run
 from outbox.drivers.connections import OpenConnection, open_connection
 from outbox.drivers.statement import Call

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import orjson
 
 from outbox.core.brokers.message import CONTROL_HEADER, END, end_id
-from outbox.core.delivery import signed_metadata
+from outbox.core.messages import signed_metadata
 from outbox.core.model.headers import DEFAULT_PREFIX, relay_headers
 from outbox.core.model.ids import lane_name_at, parse_lane_name
 from outbox.receiver.message import BadMessage, Message

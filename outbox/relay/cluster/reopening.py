@@ -24,8 +24,8 @@ from outbox.store.errors import ResponseLost
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from outbox.store.connection.message import WriteCall, WriteStatement
     from outbox.store.connection.worker import Worker
+    from outbox.store.sql.message import WriteCall, WriteStatement
 
 log = structlog.get_logger("outbox.relay")
 

@@ -19,8 +19,8 @@ from outbox.core.brokers.take_over import (
     Proceed,
     decide,
 )
-from outbox.core.delivery.batch import BATCH_BYTES_MAX
 from outbox.core.delivery.buffer_budget import COPIES, row_bytes
+from outbox.core.messages.batch import BATCH_BYTES_MAX
 from outbox.core.model.response import AttemptResult
 from outbox.store.errors import Fenced
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from outbox.core.admission.endpoint_queue import Slot
 from outbox.core.cluster.observed_time import GracePeriod
-from outbox.core.delivery.batch import prepare_request
 from outbox.core.delivery.buffer_budget import BufferBudget
 from outbox.core.delivery.circuit_breaker import BreakerState, CircuitBreaker
 from outbox.core.delivery.commands import Gate
 from outbox.core.delivery.lane import Lane
 from outbox.core.delivery.lane_generations import LaneGenerations
 from outbox.core.delivery.signing_clock import ClockDifference, SigningClock
+from outbox.core.messages.batch import prepare_request
 from outbox.core.model.redaction import SecretRedactor
 from outbox.destinations.broker_address import broker_address
 from outbox.destinations.brokers import UnusableBroker
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from outbox.core.brokers.repair import Repair
     from outbox.core.cluster.observed_time import Odometer
     from outbox.core.delivery.commands import Send
-    from outbox.core.delivery.message import Prepared
-    from outbox.core.delivery.signature import SigningKey
+    from outbox.core.messages.message import Prepared
+    from outbox.core.messages.signature import SigningKey
     from outbox.destinations.broker import Broker, BrokerFactory
     from outbox.destinations.interface import Request
     from outbox.store.delivery.endpoints import Endpoint

@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from outbox.core.brokers.results import append_outcome
-from outbox.core.delivery.batch import classify_batch
 from outbox.core.delivery.circuit_breaker import PROBED_STATES, BreakerState
 from outbox.core.delivery.commands import End, Open
 from outbox.core.delivery.operational_events import is_operational
+from outbox.core.messages.batch import classify_batch
 from outbox.core.model.response import OWN_FAILURES, STREAM_HOLD_FAILURES, Failure
 from outbox.core.model.response_policy import (
     AttemptOutcome,

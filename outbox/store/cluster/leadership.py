@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outbox.store.cluster.replicas import fence
-from outbox.store.connection.message import WriteStatement
+from outbox.store.sql.message import WriteStatement
 
 AWAKE = 1
 """Value of the wake-up flag while the relay polls without notifications."""

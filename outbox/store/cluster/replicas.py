@@ -26,10 +26,10 @@ from outbox.store.cluster.sessions import (
     StuckSessions,
     terminate_busy_sessions,
 )
-from outbox.store.connection.message import WriteStatement
 from outbox.store.connection.row_security import stop_empty
-from outbox.store.expressions import lease_runs
 from outbox.store.refused_rows import is_refused, reason_of
+from outbox.store.sql.expressions import lease_runs
+from outbox.store.sql.message import WriteStatement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

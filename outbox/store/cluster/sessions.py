@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 
 from outbox.errors import DatabaseUnavailable
-from outbox.store.connection.message import WriteStatement
 from outbox.store.connection.worker import SENDING_MAX_S
 from outbox.store.errors import Fenced
+from outbox.store.sql.message import WriteStatement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -37,8 +37,8 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.store.channels import NOTIFY_ALL
 from outbox.store.cluster.replicas import ADVANCE_SEQUENCES
-from outbox.store.connection.message import WriteCall, WriteStatement
-from outbox.store.expressions import CURRENT_XID, proves_itself
+from outbox.store.sql.expressions import CURRENT_XID, proves_itself
+from outbox.store.sql.message import WriteCall, WriteStatement
 
 if TYPE_CHECKING:
     from asyncpg import Connection

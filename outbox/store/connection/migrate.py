@@ -15,7 +15,6 @@ from outbox.errors import CannotRun, UsageError
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.current_schema import status
 from outbox.store.connection.lock_retry import LockRetry
-from outbox.store.connection.message import is_aborted
 from outbox.store.schema.lock_attempts import MESSAGE_LOCK_TIMEOUT_S
 from outbox.store.schema.migration_files import Migration, migrations
 from outbox.store.schema.migration_statements import (
@@ -31,6 +30,7 @@ from outbox.store.schema.migration_statements import (
     statements_before,
 )
 from outbox.store.schema.schema_status import not_ours
+from outbox.store.sql.message import is_aborted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.store.connection.message import WriteCall, WriteStatement
+    from outbox.store.sql.message import WriteCall, WriteStatement
 
 # Required session settings; other settings affect only speed.  A success, a dead letter or a batch
 # that is lost in a server crash would break the order of deliveries (synchronous_commit); the

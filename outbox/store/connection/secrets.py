@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.encryption_keys import KEY_BYTES, format_key, parse_keys
 from outbox.errors import CannotRun, Conflict
-from outbox.store.expressions import lease_runs
+from outbox.store.sql.expressions import lease_runs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

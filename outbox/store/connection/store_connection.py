@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from asyncpg import InsufficientPrivilegeError, PostgresError, ProgramLimitExceededError
 
-from outbox.store.connection.message import Private, SettingArgument, is_aborted, rows_of
 from outbox.store.connection.row_security import RowSecurityError, explain_denial
 from outbox.store.connection.type_cache import TypeCachingConnection
+from outbox.store.sql.message import Private, SettingArgument, is_aborted, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from outbox.store.connection.message import WriteCall, WriteStatement
+    from outbox.store.sql.message import WriteCall, WriteStatement
 
 SET_PRIVATE = (
     "SELECT set_config(name, value, false) FROM unnest($1::text[], $2::text[]) AS s(name, value)"

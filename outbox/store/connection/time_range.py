@@ -2,7 +2,7 @@
 
 PostgreSQL's range is larger, and asyncpg raises an error for a whole result if one of its times is
 outside of Python's: one event would make every list unreadable that contains it.  Here such a time
-becomes the nearest one that `outbox.store.expressions.epoch_s` returns, too.
+becomes the nearest one that `outbox.store.sql.expressions.epoch_s` returns, too.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.store.connection.message import WriteStatement
+    from outbox.store.sql.message import WriteStatement
 
 SENDING_MAX_S = 60
 """Maximum time for sending a large result over a slow line."""

@@ -12,7 +12,6 @@ import orjson
 from outbox.store.channels import NOTIFY_ALL
 from outbox.store.cluster.replicas import OWN_ROW, fence
 from outbox.store.connection.connect import map_errors
-from outbox.store.connection.message import WriteStatement
 from outbox.store.database_stats import read_database_stats
 from outbox.store.installation_history import add_interval
 from outbox.store.operational_events import (
@@ -23,6 +22,7 @@ from outbox.store.operational_events import (
     PUBLISH_ENDPOINT_STALLED,
 )
 from outbox.store.routing_change import ADD_TO_JOURNAL, BEGIN_CHANGE
+from outbox.store.sql.message import WriteStatement
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

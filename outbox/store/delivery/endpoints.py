@@ -13,7 +13,7 @@ from outbox.core.brokers.port import APPEND_MAX
 from outbox.core.delivery.circuit_breaker import BreakerRecord, BreakerState
 from outbox.core.delivery.connection_reuse import ConnectionReuse
 from outbox.core.delivery.operational_events import ReportedState
-from outbox.core.delivery.signature import parse_signing_key
+from outbox.core.messages.signature import parse_signing_key
 from outbox.core.model import headers, retryable_statuses
 from outbox.core.model.delivery import epoch_seconds
 from outbox.core.model.destination import is_stream
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.core.delivery.signature import SigningKey
+    from outbox.core.messages.signature import SigningKey
     from outbox.core.model.headers import EndpointHeaders
     from outbox.store.connection.secrets import Vault
 

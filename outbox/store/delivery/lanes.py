@@ -19,8 +19,8 @@ from outbox.store.connection.row_security import (
 )
 from outbox.store.connection.secrets import CLEAR
 from outbox.store.delivery.endpoints import read_endpoints
-from outbox.store.expressions import PAYLOAD_BYTES, epoch_s
 from outbox.store.refused_rows import IS_REFUSED_SUCCESS
+from outbox.store.sql.expressions import PAYLOAD_BYTES, epoch_s
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

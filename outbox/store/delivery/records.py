@@ -18,7 +18,6 @@ from outbox.core.delivery.delivery_history import HISTORY_INTERVAL_S, INTERVALS
 from outbox.errors import CannotRun
 from outbox.store.absence_proof import AbsenceProof
 from outbox.store.cluster.replicas import fence
-from outbox.store.connection.message import WriteStatement
 from outbox.store.errors import Fenced, ResponseLost
 from outbox.store.operational_events import (
     DEAD_LETTER_COLUMNS,
@@ -30,7 +29,8 @@ from outbox.store.operational_events import (
     PUBLISH_REPORTED_EVENTS,
 )
 from outbox.store.routing_change import ADD_TO_JOURNAL
-from outbox.store.row_params import composite_array, composite_number, composite_text
+from outbox.store.sql.message import WriteStatement
+from outbox.store.sql.row_params import composite_array, composite_number, composite_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from outbox.core.brokers.repair import Repair
     from outbox.core.delivery.commands import DeadLetter, Progress, Record, RunResults
     from outbox.core.delivery.delivery_history import CountedDeliveries
-    from outbox.store.connection.message import WriteCall
     from outbox.store.connection.store_connection import StoreConnection
     from outbox.store.refused_rows import RefusedRow
+    from outbox.store.sql.message import WriteCall
 
 RANGE_GROWTH_MAX_S = 3600
 """Maximum time for which a dead-letter range is extended; it bounds how much too early the

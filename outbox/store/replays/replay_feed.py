@@ -23,19 +23,19 @@ from outbox.core.sequencing.replay_throttle import EndpointProgress, JobPart
 from outbox.core.sequencing.router import RoutableEvent
 from outbox.store.channels import NOTIFY_ALL
 from outbox.store.cluster.leadership import REQUIRE_LEADER
-from outbox.store.connection.message import WriteStatement
 from outbox.store.connection.row_security import rows_hidden, stop_hidden
-from outbox.store.expressions import key_hash
 from outbox.store.routing_change import BEGIN_CHANGE
-from outbox.store.type_match import matches_criteria
+from outbox.store.sql.expressions import key_hash
+from outbox.store.sql.message import WriteStatement
+from outbox.store.sql.type_match import matches_criteria
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from uuid import UUID
 
     from outbox.core.sequencing.replay_throttle import PartKey, Share
-    from outbox.store.connection.message import WriteCall
     from outbox.store.connection.store_connection import StoreConnection
+    from outbox.store.sql.message import WriteCall
 
 # Whether a selection `s` includes a dead letter `d`; the endpoint is checked separately.  A
 # range has neither type nor tenant.

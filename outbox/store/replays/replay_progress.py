@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from outbox.store.connection.message import WriteStatement
 from outbox.store.replays.replay_feed import CANCEL_REPLAYS
+from outbox.store.sql.message import WriteStatement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from outbox.core.sequencing.filter_budget import FilterFailure
     from outbox.core.sequencing.replay_throttle import JobPart, Share
     from outbox.core.sequencing.router import Replay, ReplayChunk, TenantFilter
-    from outbox.store.connection.message import WriteCall
+    from outbox.store.sql.message import WriteCall
 
 # Advances replays past their chunks.
 ADVANCE_REPLAYS = WriteStatement(

@@ -1,6 +1,6 @@
 """Erasing stored responses and dead letters of events, in bounded steps.
 
-`outbox.operations.erase` erases the events themselves, and then runs these steps for them.
+`outbox.operations.events.erase` erases the events themselves, and then runs these steps for them.
 Maintenance repeats the steps for events erased lately, because a request in flight may have been
 recorded after the erasure.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from outbox.store.connection.message import WriteStatement
+from outbox.store.sql.message import WriteStatement
 
 if TYPE_CHECKING:
     from outbox.store.connection.store_connection import StoreConnection

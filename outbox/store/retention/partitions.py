@@ -38,8 +38,8 @@ import asyncpg
 
 from outbox.core.model.sql_names import quote_ident
 from outbox.core.sequencing.partition_window import AHEAD, WIDTH
-from outbox.store.connection.message import WriteStatement
 from outbox.store.schema.lock_attempts import MESSAGE_LOCK_TIMEOUT_S, PAUSE_S, RETRY_FOR_S
+from outbox.store.sql.message import WriteStatement
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping

@@ -34,11 +34,11 @@ from outbox.core.sequencing.partition_window import (
 from outbox.store.absence_proof import AbsenceProof
 from outbox.store.channels import NOTIFY_ALL
 from outbox.store.cluster.leadership import CLEAR_LEADER
-from outbox.store.connection.message import WriteCall, WriteStatement
 from outbox.store.connection.row_security import rows_hidden, stop_empty
 from outbox.store.retention.erasure import erase_leftovers
 from outbox.store.routing_change import LOCK_CURSOR
 from outbox.store.sequencing.accounting import ACCOUNT_BATCHES, BATCHES_PER_STEP
+from outbox.store.sql.message import WriteCall, WriteStatement
 
 if TYPE_CHECKING:
     from outbox.core.sequencing.gaps import LockHolders

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 import asyncpg
 
 from outbox.core.sequencing.tenant_pace import PASS_TENANTS_MAX, PacedEvent, TenantPace
-from outbox.store.connection.message import WriteStatement
 from outbox.store.refused_rows import RefusedRowReports, is_refused, reason_of
 from outbox.store.schedules.schedule_runs import RETRY_MAX, RETRY_MIN
+from outbox.store.sql.message import WriteStatement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,7 +16,6 @@ import orjson
 from outbox.core.schedules.cron import Cron
 from outbox.core.schedules.schedule import AHEAD_MAX, restart_at
 from outbox.errors import UsageError
-from outbox.store.connection.message import WriteStatement
 from outbox.store.routing_change import ADD_TO_JOURNAL
 from outbox.store.schedules.schedule_runs import (
     ADVANCE_SCHEDULES,
@@ -24,6 +23,7 @@ from outbox.store.schedules.schedule_runs import (
     RETRY_MAX,
     SCHEDULES_MAX,
 )
+from outbox.store.sql.message import WriteStatement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from asyncpg import Record
 
-    from outbox.store.connection.message import WriteCall
     from outbox.store.connection.store_connection import StoreConnection
+    from outbox.store.sql.message import WriteCall
 
 # Schedules whose next run, or next poll, may be further ahead than the clock can have decided.  The
 # last run tells nothing of a schedule that was added or resumed by a wrong clock.

@@ -33,11 +33,11 @@ from outbox.core.schedules.schedule import (
     overlap_poll_s,
 )
 from outbox.errors import UsageError
-from outbox.store.connection.message import WriteStatement
 from outbox.store.connection.row_security import rows_hidden
 from outbox.store.refused_rows import RefusedRowReports, is_refused, reason_of
 from outbox.store.routing_change import ADD_TO_JOURNAL
-from outbox.store.type_match import MATCHES, TENANT_MATCHES
+from outbox.store.sql.message import WriteStatement
+from outbox.store.sql.type_match import MATCHES, TENANT_MATCHES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
     from asyncpg import Record
 
-    from outbox.store.connection.message import WriteCall
     from outbox.store.connection.store_connection import StoreConnection
+    from outbox.store.sql.message import WriteCall
 
 RETRY_MIN, RETRY_MAX = timedelta(seconds=10), timedelta(minutes=10)
 """Delay before a refused schedule is tried again: as long as it has been due, within these.  One

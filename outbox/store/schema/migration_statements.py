@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from outbox.core.model.sql_names import quote_ident, quote_literal, search_path
 from outbox.errors import CannotRun
 from outbox.store.errors import ABORTED
-from outbox.store.expressions import lease_runs
+from outbox.store.sql.expressions import lease_runs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -29,13 +29,11 @@ from outbox.store.cluster.leadership import (
     LeaderStatus,
 )
 from outbox.store.cluster.timeline import COUNTER_RESTORED, CursorRow, History
-from outbox.store.connection.message import WriteStatement
 from outbox.store.connection.row_security import rows_hidden, stop_empty, stop_hidden
 from outbox.store.delivery.lanes import READ_COUNTERS
 from outbox.store.errors import Fenced
 from outbox.store.replays.replay_feed import ReplayFeedStore
 from outbox.store.replays.replay_progress import write_progress
-from outbox.store.row_params import number_rows
 from outbox.store.sequencing.event_reads import (
     READ_CONTENT_AND_STATE,
     READ_EVENTS_AND_STATE,
@@ -46,6 +44,8 @@ from outbox.store.sequencing.event_reads import (
 from outbox.store.sequencing.filters import FilterStore, stop_filters
 from outbox.store.sequencing.routing import RoutingStore
 from outbox.store.sequencing.stalls import StallStore
+from outbox.store.sql.message import WriteStatement
+from outbox.store.sql.row_params import number_rows
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -53,10 +53,10 @@ if TYPE_CHECKING:
 
     from outbox.core.sequencing.filter_budget import FilterFailure
     from outbox.core.sequencing.router import Deliveries, TenantFilter
-    from outbox.store.connection.message import WriteCall
     from outbox.store.connection.store_connection import StoreConnection
     from outbox.store.replays.replay_progress import ReplayBatch
     from outbox.store.sequencing.event_reads import Reading
+    from outbox.store.sql.message import WriteCall
 
 log = structlog.get_logger("outbox.sequencer")
 

@@ -16,7 +16,7 @@ from outbox.core.sequencing.router import RoutableEvent
 from outbox.errors import CursorBroken
 from outbox.store.cluster.leadership import AWAKE
 from outbox.store.connection.row_security import rows_hidden
-from outbox.store.expressions import PAYLOAD_BYTES, epoch_s, key_hash
+from outbox.store.sql.expressions import PAYLOAD_BYTES, epoch_s, key_hash
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -15,8 +15,8 @@ import asyncpg
 
 from outbox.core.delivery.operational_events import FILTER_STOPPED
 from outbox.core.sequencing.filter_budget import AGAIN_AFTER_S, FilterFailure, FilterStopReason
-from outbox.store.connection.message import WriteStatement
 from outbox.store.operational_events import HAS_OPERATIONAL_SUBSCRIBER
+from outbox.store.sql.message import WriteStatement
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.core.sequencing.router import TenantFilter
-    from outbox.store.connection.message import WriteCall
+    from outbox.store.sql.message import WriteCall
 
 # A savepoint, so that a failing filter does not abort the transaction; rolling back to it also
 # restores statement_timeout.

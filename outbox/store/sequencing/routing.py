@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.sequencing.router import Replay, ReplayChunk, Route, count_fitting
 from outbox.store.connection.row_security import rows_hidden, stop_hidden
-from outbox.store.expressions import key_hash
+from outbox.store.sql.expressions import key_hash
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,8 +14,8 @@ from outbox.core.model.sql_names import quote_literal
 from outbox.errors import Conflict, NotFound
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.lock_retry import LockRetry
-from outbox.store.connection.message import is_aborted
 from outbox.store.routing_change import ADD_TO_JOURNAL
+from outbox.store.sql.message import is_aborted
 from outbox_adopt.mapping import parse_mapping
 from outbox_adopt.source_sql import SourceSql
 from outbox_adopt.source_table import read_source

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from outbox.store.connection.connect import map_errors
-from outbox.store.type_match import TYPE_MATCHES
+from outbox.store.sql.type_match import TYPE_MATCHES
 from outbox_adopt.adoption import find_adoption
 from outbox_adopt.source_sql import SourceSql
 from outbox_adopt.source_table import check_mapping, read_source

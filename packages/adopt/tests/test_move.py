@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from outbox.core.delivery.signature import parse_secret
+from outbox.core.messages.signature import parse_secret
 from outbox_devtools.development_receiver import DevelopmentReceiver, HandledOutcome, HandledRequest
 from packages.adopt.tests.legacy_outbox import KEYS, LegacyOutbox
 from tests.support.process import Ended, relay_process

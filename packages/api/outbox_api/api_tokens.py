@@ -6,8 +6,8 @@ from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar
 
 from outbox.core.model.api_token import EXPIRES_IN_S_MAX, SCOPES, Scope, TokenSettings
-from outbox.operations import api_tokens
-from outbox.operations.api_tokens import NewToken, RevokedToken, TokenRow
+from outbox.operations.tokens import api as api_tokens
+from outbox.operations.tokens.api import NewToken, RevokedToken, TokenRow
 from outbox_api import route
 from outbox_api.auth import require_scope
 from outbox_api.field_types import Tenant, Text, TokenName

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.api_token import is_token
-from outbox.operations import api_tokens
+from outbox.operations.tokens import api as api_tokens
 from outbox_api.logins import KEPT_S, REALM, TokenKind
 from outbox_api.problem import Problem, ProblemKind
 from outbox_api.route import Caller

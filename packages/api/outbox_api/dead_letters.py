@@ -7,19 +7,21 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StrictBool
 
-from outbox.operations import dead_letters, discard, replays
 from outbox.operations.criteria import SELECTED_IDS_MAX, Criteria, DeadLetterSelection
-from outbox.operations.dead_letters import (
+from outbox.operations.dead_letters import discard
+from outbox.operations.dead_letters import queries as dead_letters
+from outbox.operations.dead_letters import replay as replays
+from outbox.operations.dead_letters.discard import DiscardReport
+from outbox.operations.dead_letters.queries import (
     DeadLetter,
     DeadLetterCounts,
     DeadLetterRow,
     DeadLetterState,
 )
-from outbox.operations.discard import DiscardReport
-from outbox.operations.endpoints import NOT_SHOWN
-from outbox.operations.replays import ReplayReport
+from outbox.operations.dead_letters.replay import ReplayReport
+from outbox.operations.dead_letters.skip import SkippedDelivery, skip_delivery
+from outbox.operations.endpoints.queries import NOT_SHOWN
 from outbox.operations.rows import ID_MAX
-from outbox.operations.skip import SkippedDelivery, skip_delivery
 from outbox_api import route, tenancy
 from outbox_api.field_types import Name
 from outbox_api.redaction import redactor_for

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from outbox.errors import Conflict
-from outbox.operations import endpoint_states
-from outbox.operations.endpoint_changes import find_endpoints
+from outbox.operations.endpoints import states as endpoint_states
+from outbox.operations.endpoints.changes import find_endpoints
 from outbox.store.change import make_change
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.operations.endpoint_changes import FoundEndpoint
-    from outbox.operations.endpoint_states import StateChange
+    from outbox.operations.endpoints.changes import FoundEndpoint
+    from outbox.operations.endpoints.states import StateChange
     from outbox.store.change import Change
 
 CHANGED_ENDPOINTS_MAX = 200

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from outbox.core.model import endpoint_config
 from outbox.destinations.endpoint_validation import check_declared, policy_of
 from outbox.errors import UsageError
-from outbox.operations import endpoints
-from outbox.operations.apply import ApplyReport, apply_file
+from outbox.operations.endpoints import queries as endpoints
+from outbox.operations.endpoints.apply import ApplyReport, apply_file
 from outbox.store.connection.secrets import Vault
 from outbox_api import route
 from outbox_api.limits import CONFIG_BODY_BYTES_MAX, CONFIG_ENDPOINTS_MAX

@@ -10,10 +10,10 @@ from pydantic import Field, StrictBool
 from outbox.core.model.duration import MAX_S
 from outbox.destinations.broker_address import credentials_header
 from outbox.network.tls import check_identity
-from outbox.operations import endpoint_secrets
-from outbox.operations.endpoint_certificate import CertificateChange, set_identity
-from outbox.operations.endpoint_credentials import CredentialsChange, set_credentials
-from outbox.operations.endpoint_secrets import OVERLAP_S, Rotation
+from outbox.operations.endpoints import secrets as endpoint_secrets
+from outbox.operations.endpoints.certificate import CertificateChange, set_identity
+from outbox.operations.endpoints.credentials import CredentialsChange, set_credentials
+from outbox.operations.endpoints.secrets import OVERLAP_S, Rotation
 from outbox.store.connection.secrets import Vault
 from outbox_api import route
 from outbox_api.field_types import Name

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import StrictBool
 
-from outbox.operations import endpoint_states
-from outbox.operations.endpoint_states import StateChange
+from outbox.operations.endpoints import states as endpoint_states
+from outbox.operations.endpoints.states import StateChange
 from outbox_api import route, tenancy
 from outbox_api.endpoint_bulk import (
     CHANGED_ENDPOINTS_MAX,

@@ -19,17 +19,15 @@ from outbox.destinations.endpoint_validation import (
     trust_error,
 )
 from outbox.errors import Conflict, UsageError
-from outbox.operations import (
-    endpoint_changes,
-    endpoint_removal,
-    endpoints,
-)
-from outbox.operations.endpoint_changes import NewEndpoint, Updated
-from outbox.operations.endpoint_filter import EndpointFilter
-from outbox.operations.endpoint_removal import DrainStatus, Removal
-from outbox.operations.endpoints import EndpointDetail, EndpointRow
+from outbox.operations.endpoints import changes as endpoint_changes
+from outbox.operations.endpoints import queries as endpoints
+from outbox.operations.endpoints import removal as endpoint_removal
+from outbox.operations.endpoints.changes import NewEndpoint, Updated
+from outbox.operations.endpoints.filter import EndpointFilter
+from outbox.operations.endpoints.queries import EndpointDetail, EndpointRow
+from outbox.operations.endpoints.removal import DrainStatus, Removal
+from outbox.operations.endpoints.repair import RequestedRepair, request_adoption, request_refill
 from outbox.operations.preview import RequestPreview, preview_request
-from outbox.operations.repair import RequestedRepair, request_adoption, request_refill
 from outbox.store.delivery.endpoints import find_endpoint
 from outbox_api import route, tenancy
 from outbox_api.endpoint_bodies import EndpointBody, NewEndpointBody, SettingsBody

@@ -7,8 +7,8 @@ from typing import ClassVar
 from pydantic import StrictBool
 
 from outbox.errors import UsageError
-from outbox.operations import erase
-from outbox.operations.erase import ErasureReport, ErasureTarget
+from outbox.operations.events import erase
+from outbox.operations.events.erase import ErasureReport, ErasureTarget
 from outbox_api import route, tenancy
 from outbox_api.field_types import Text
 from outbox_api.route import (

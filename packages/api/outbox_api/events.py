@@ -15,13 +15,15 @@ from outbox.core.model.event import check_text, deliver_at
 from outbox.core.model.json_values import encode_json
 from outbox.drivers.connections import open_connection
 from outbox.errors import InvalidEvent, UsageError
-from outbox.operations import events, quotas, trace
-from outbox.operations import idempotency_keys as once
+from outbox.operations import quotas
 from outbox.operations.criteria import Criteria
-from outbox.operations.event_trace import TraceReport
-from outbox.operations.events import EventRow
+from outbox.operations.events import idempotency_keys as once
+from outbox.operations.events import queries as events
+from outbox.operations.events.queries import EventRow
 from outbox.operations.pages import PAGE_BYTES_MAX
 from outbox.operations.rows import ID_MAX
+from outbox.operations.trace import queries as trace
+from outbox.operations.trace.model import TraceReport
 from outbox.producers.event import Event, encode_events, numbered
 from outbox.producers.publishing import publish_encoded
 from outbox.producers.tracing import traced

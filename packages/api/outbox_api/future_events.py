@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from outbox.operations.event_trace import FutureEvent
-from outbox.operations.future_events import COLUMNS, OLDEST_HELD, HeldEvents, read_held
+from outbox.operations.events.future import COLUMNS, OLDEST_HELD, FutureEvent, HeldEvents, read_held
 from outbox.operations.pages import page_of
 from outbox.operations.rows import ID_MAX, from_row
 from outbox.store.connection.connect import map_errors

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pydantic import Field
 
 from outbox.core.delivery.delivery_history import HISTORY_INTERVAL_S
-from outbox.operations import history
-from outbox.operations.history import EndpointHistory, History
+from outbox.operations.endpoints import history
+from outbox.operations.endpoints.history import EndpointHistory, History
 from outbox_api import route
 from outbox_api.endpoint_credentials import NAME
 from outbox_api.endpoints import EndpointsQuery

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from outbox.operations import idempotency_keys
-from outbox.operations.idempotency_keys import (
+from outbox.operations.events import idempotency_keys
+from outbox.operations.events.idempotency_keys import (
     IdempotencyKey,
     IdempotencyKeyRow,
     IdempotencyKeyState,

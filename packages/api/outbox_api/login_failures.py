@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from outbox.operations.api_tokens import record_failed_logins
+from outbox.operations.tokens.api import record_failed_logins
 from outbox.store.connection.connect import in_one_line
 
 if TYPE_CHECKING:

@@ -25,12 +25,13 @@ import orjson
 import structlog
 from aiohttp import web
 
-from outbox.core.delivery.message import encode_body, prepare
 from outbox.core.delivery.signing_clock import ClockDifference
+from outbox.core.messages.message import encode_body, prepare
 from outbox.core.model.api_token import is_fetch_token
 from outbox.core.model.headers import parse_lines
 from outbox.errors import NotFound
-from outbox.operations import fetch_tokens, lane_history
+from outbox.operations import lane_history
+from outbox.operations.tokens import fetch as fetch_tokens
 from outbox.store.connection.secrets import Vault
 from outbox.store.delivery.endpoints import read_endpoints, require_usable
 from outbox.web.loopback_hosts import is_loopback
@@ -52,9 +53,9 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.core.delivery.signature import SigningKey
-    from outbox.operations.fetch_tokens import Fetcher
+    from outbox.core.messages.signature import SigningKey
     from outbox.operations.lane_history import FetchedDelivery, LaneHistory
+    from outbox.operations.tokens.fetch import Fetcher
     from outbox.store.connection.current_settings import CurrentSettings
     from outbox.store.delivery.endpoints import Endpoint
     from outbox.web.address import Address

@@ -28,20 +28,20 @@ from outbox.core.model.stored_response import (
     outcome_fields,
 )
 from outbox.operations import tenancy
-from outbox.operations.endpoints import NOT_SHOWN
-from outbox.operations.trace_diagnosis import add_diagnosis
+from outbox.operations.endpoints.queries import NOT_SHOWN
+from outbox.operations.trace.diagnosis import add_diagnosis
 
 if TYPE_CHECKING:
     from collections.abc import Set
 
     from outbox.destinations.endpoint_test import EndpointTestResult
-    from outbox.operations.dead_letters import DeadLetter, DeadLetterRow
-    from outbox.operations.endpoints import EndpointDetail, EndpointRow
-    from outbox.operations.event_trace import EventTrace, TracedAttempt, TracedDelivery
+    from outbox.operations.dead_letters.queries import DeadLetter, DeadLetterRow
+    from outbox.operations.endpoints.queries import EndpointDetail, EndpointRow
     from outbox.operations.journal import JournalRow
-    from outbox.operations.replay_jobs import ReplayJob
-    from outbox.operations.schedules import ListedSchedule
+    from outbox.operations.replays.jobs import ReplayJob
+    from outbox.operations.schedules.queries import ListedSchedule
     from outbox.operations.status import EndpointStatus, EndpointStatuses, Overview
+    from outbox.operations.trace.model import EventTrace, TracedAttempt, TracedDelivery
     from outbox_api.route import Call
 
 S = TypeVar("S", bound="ListedSchedule")

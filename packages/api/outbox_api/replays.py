@@ -6,10 +6,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StrictBool
 
-from outbox.operations import backfill, replay_jobs
-from outbox.operations.backfill import BackfillPlan
 from outbox.operations.criteria import Criteria
-from outbox.operations.replay_jobs import JobState, ReplayJob
+from outbox.operations.replays import backfill
+from outbox.operations.replays import jobs as replay_jobs
+from outbox.operations.replays.backfill import BackfillPlan
+from outbox.operations.replays.jobs import JobState, ReplayJob
 from outbox.operations.rows import ID_MAX
 from outbox_api import route, tenancy
 from outbox_api.field_types import Name

@@ -13,9 +13,10 @@ from outbox.core.schedules.schedule import (
     Overlap,
     ScheduleSettings,
 )
-from outbox.operations import schedule_changes, schedules
-from outbox.operations.schedule_changes import RemovedSchedule, ScheduleRun
-from outbox.operations.schedules import FutureEvents, ListedSchedule, Schedule
+from outbox.operations.schedules import changes as schedule_changes
+from outbox.operations.schedules import queries as schedules
+from outbox.operations.schedules.changes import RemovedSchedule, ScheduleRun
+from outbox.operations.schedules.queries import FutureEvents, ListedSchedule, Schedule
 from outbox.operations.tenancy import owns_schedule
 from outbox_api import route, tenancy
 from outbox_api.endpoints import ChangeBody

@@ -18,13 +18,14 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from outbox.core.model.api_token import Scope
 from outbox.core.model.endpoint_settings import Section
+from outbox.operations.events.future import FutureEvent
 
 if TYPE_CHECKING:
     from pydantic.json_schema import JsonSchemaMode
     from pydantic_core import core_schema
 
 NAMES: dict[str, Any] = {
-    each.__name__: each for each in (Mapping, Sequence, datetime, timedelta, UUID)
+    each.__name__: each for each in (FutureEvent, Mapping, Sequence, datetime, timedelta, UUID)
 } | {"Any": Any, "Scope": Scope, "Section": Section}
 """Names that the dataclasses import under TYPE_CHECKING only."""
 

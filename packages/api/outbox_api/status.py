@@ -10,7 +10,7 @@ from pydantic import Field
 
 from outbox.operations import status
 from outbox.operations.doctor import DoctorContext, DoctorReport, examine
-from outbox.operations.resequence import Resequenced, resequence
+from outbox.operations.events.resequence import Resequenced, resequence
 from outbox.operations.status import EndpointStatuses, Overview, ReplicaStatus
 from outbox.operations.verify.audit import VerifyReport, run_audit
 from outbox_api import route

@@ -12,7 +12,9 @@ from yarl import URL
 
 from outbox.core.model.text import count as count_of
 from outbox.errors import CannotRun
-from outbox.operations import api_tokens, erase, status
+from outbox.operations import status
+from outbox.operations.events import erase
+from outbox.operations.tokens import api as api_tokens
 from outbox.web import loopback_hosts
 from outbox.web.address import Address
 from outbox.web.serving import listen

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 
 from outbox.core.model.endpoint_settings import SETTINGS
-from outbox.operations import fetch_tokens
+from outbox.operations.tokens import fetch as fetch_tokens
 from outbox.store.privileges import require_privileges
 from outbox_api import app
 from outbox_api import database as database_module

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.operations.endpoints import NOT_SHOWN
+from outbox.operations.endpoints.queries import NOT_SHOWN
 from outbox.relay.relay import default_name
 from tests.support.api import make_token
 from tests.support.ranges import next_pending

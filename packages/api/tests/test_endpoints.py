@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import trustme
 
-from outbox.core.delivery.signature import parse_secret
+from outbox.core.messages.signature import parse_secret
 from outbox.core.model.response import AttemptResult
 from outbox.destinations.http.transport import HttpTransport
 from outbox.network.egress import EgressPolicy

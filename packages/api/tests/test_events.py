@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.operations import events
+from outbox.operations.events import queries as events
 from outbox.operations.rows import ID_MAX
 from outbox.producers.event import Event
 from outbox.store.connection.connect import connect

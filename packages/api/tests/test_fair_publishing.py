@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.operations import future_events as operations
-from outbox.operations import schedules
+from outbox.operations.events import future as operations
 from outbox.operations.rows import ID_MAX
+from outbox.operations.schedules import queries as schedules
 from outbox_api import app, future_events
 from outbox_api.fair_publishing import READ_SUBSCRIPTIONS, FairPublisher
 from outbox_api.problem import Refusal

@@ -13,7 +13,8 @@ import aiohttp
 import pytest
 
 from outbox.core.model.api_token import digest
-from outbox.operations import api_tokens, fetch_tokens
+from outbox.operations.tokens import api as api_tokens
+from outbox.operations.tokens import fetch as fetch_tokens
 from outbox.web.address import Address
 from outbox.web.serving import listen, serving
 from outbox_api import logins, receivers

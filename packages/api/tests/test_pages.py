@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from outbox.core.model import endpoint_config
-from outbox.operations.apply import apply_file
+from outbox.operations.endpoints.apply import apply_file
 from outbox.operations.pages import PAGE_BYTES_MAX
 from outbox_api.limits import COMMENT_CHARS_MAX, LIMIT_MAX
 from tests.support.api import make_token

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
-from outbox.operations import fetch_tokens
+from outbox.operations.tokens import fetch as fetch_tokens
 from outbox.receiver import fetch as fetching
 from outbox.web.address import Address
 from outbox.web.serving import listen, serving

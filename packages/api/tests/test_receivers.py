@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.operations import endpoint_removal, endpoint_secrets, endpoint_states, fetch_tokens
+from outbox.operations.endpoints import removal as endpoint_removal
+from outbox.operations.endpoints import secrets as endpoint_secrets
+from outbox.operations.endpoints import states as endpoint_states
+from outbox.operations.tokens import fetch as fetch_tokens
 from outbox.receiver import verify
 from outbox_api import in_flight
 from tests.support.detaching import ATTACH, DETACH

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.operations import endpoint_states
+from outbox.operations.endpoints import states as endpoint_states
 from outbox_api.route import TenantAccess
 from outbox_api.routes import ROUTES
 from outbox_api.tenancy import name_prefix

@@ -12,7 +12,12 @@ from rstream.amqp import AMQPMessage, amqp_decoder
 from rstream.encoding import encode_frame
 
 from outbox.core.brokers.port import Message
-from outbox_brokers.rabbitmq.connection import Lost, Rejected, StreamConnection
+from outbox_brokers.rabbitmq.connection import (
+    SILENT_HEARTBEATS,
+    Lost,
+    Rejected,
+    StreamConnection,
+)
 from outbox_brokers.rabbitmq.lanes import Publishing, fit, publish_frames
 from outbox_brokers.rabbitmq.messages import (
     MalformedChunk,
@@ -21,7 +26,7 @@ from outbox_brokers.rabbitmq.messages import (
     identify,
     last_entry,
 )
-from tests.support.waiting import until
+from tests.support.virtual_time import run_virtual
 
 if TYPE_CHECKING:
     import random
@@ -179,10 +184,17 @@ async def test_the_end_of_a_connection_ends_all_that_waits() -> None:
     assert transport.aborted
 
 
-async def test_a_silent_server_is_found_by_its_missing_heartbeats() -> None:
-    connection, transport = _connected()
-    connection.start_heartbeats(0.02)
-    await until(lambda: transport.aborted, what="the end of the connection")
+def test_a_silent_server_is_found_by_its_missing_heartbeats() -> None:
+    """Time is virtual: a stall of a real loop may reach the limit before the first heartbeat."""
+
+    async def wait_for_the_end() -> tuple[StreamConnection, _Transport]:
+        connection, transport = _connected()
+        connection.start_heartbeats(60.0)
+        await asyncio.sleep(60.0 * (SILENT_HEARTBEATS + 1))
+        return connection, transport
+
+    connection, transport = run_virtual(wait_for_the_end())
+    assert transport.aborted
     assert encode_frame(schema.Heartbeat()) in transport.writes
     assert connection.lost is not None
     assert "heartbeat" in connection.lost.detail

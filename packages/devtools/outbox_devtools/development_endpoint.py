@@ -23,10 +23,10 @@ from outbox.destinations.endpoint_validation import (
     policy_of,
 )
 from outbox.errors import CannotRun, Conflict, NotFound, OutboxError, UsageError
-from outbox.operations.endpoint_changes import add_endpoint, name_conflict, update_endpoint
-from outbox.operations.endpoint_removal import remove_endpoint
-from outbox.operations.endpoint_states import resume_endpoints
-from outbox.operations.endpoints import get_endpoint
+from outbox.operations.endpoints.changes import add_endpoint, name_conflict, update_endpoint
+from outbox.operations.endpoints.queries import get_endpoint
+from outbox.operations.endpoints.removal import remove_endpoint
+from outbox.operations.endpoints.states import resume_endpoints
 from outbox.store.connection.secrets import Vault
 from outbox.store.delivery.endpoints import find_endpoint
 from outbox.web.address import Address
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
     from outbox.config import Settings
     from outbox.core.model.endpoint_settings import EndpointSettings
-    from outbox.operations.endpoint_removal import Removal
-    from outbox.operations.endpoints import EndpointRow
+    from outbox.operations.endpoints.queries import EndpointRow
+    from outbox.operations.endpoints.removal import Removal
 
 REMOVAL_POLL_S = 0.5
 

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from outbox.core.delivery.batch import ACCEPTED_THROUGH
-from outbox.core.delivery.signature import SignatureError, verify
+from outbox.core.messages.batch import ACCEPTED_THROUGH
+from outbox.core.messages.signature import SignatureError, verify
 from outbox.core.model.headers import DEFAULT_PREFIX
 from outbox.errors import UsageError
 from outbox.receiver.inbox.inbox import Inbox

@@ -1,6 +1,6 @@
 """A receiver whose secret is a public key."""
 
-from outbox.core.delivery.ed25519 import parse_private_key
+from outbox.core.messages.ed25519 import parse_private_key
 from outbox.receiver import SignatureMismatch, verify
 from outbox.testing import sign
 

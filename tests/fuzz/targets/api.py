@@ -24,7 +24,8 @@ from yarl import URL
 import outbox_api.app
 from outbox.config import Settings
 from outbox.core.model.api_token import SCOPES, digest
-from outbox.operations import api_tokens, tenancy
+from outbox.operations import tenancy
+from outbox.operations.tokens import api as api_tokens
 from outbox.store.routing_change import READ_NOW
 from outbox.web.address import Address
 from outbox.web.serving import Connection

@@ -12,9 +12,9 @@ from uuid import UUID
 import orjson
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from outbox.core.delivery.ed25519 import parse_private_key
-from outbox.core.delivery.message import prepare
-from outbox.core.delivery.signature import SIGNATURES_MAX, SignatureError, format_secret, sign
+from outbox.core.messages.ed25519 import parse_private_key
+from outbox.core.messages.message import prepare
+from outbox.core.messages.signature import SIGNATURES_MAX, SignatureError, format_secret, sign
 from outbox.core.model.delivery import Delivery
 from outbox.core.model.headers import parse_lines
 from outbox.errors import OutboxError

@@ -9,7 +9,7 @@ from uuid import UUID
 import h11
 import orjson
 
-from outbox.core.delivery.message import prepare
+from outbox.core.messages.message import prepare
 from outbox.core.model.delivery import Delivery
 from outbox.core.model.event import encode_headers
 from outbox.core.model.headers import parse_lines, valid_headers

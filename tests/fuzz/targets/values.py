@@ -11,8 +11,8 @@ from itertools import islice
 
 import orjson
 
-from outbox.core.delivery.ed25519 import PAIR_BYTES, parse_private_key, parse_public_key
-from outbox.core.delivery.signature import format_secret, parse_key, parse_secret
+from outbox.core.messages.ed25519 import PAIR_BYTES, parse_private_key, parse_public_key
+from outbox.core.messages.signature import format_secret, parse_key, parse_secret
 from outbox.core.model import duration, pattern, retry_policy, retryable_statuses
 from outbox.core.model.api_token import TokenSettings, is_fetch_token, is_token
 from outbox.core.model.endpoint_settings import EndpointSettings

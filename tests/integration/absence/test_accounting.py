@@ -17,7 +17,7 @@ import orjson
 import pytest
 
 from outbox.core.sequencing.partition_window import Retention
-from outbox.operations.resequence import resequence
+from outbox.operations.events.resequence import resequence
 from outbox.operations.status import read_overview
 from outbox.relay.session_state import Readiness
 from outbox.store.connection.connect import connect

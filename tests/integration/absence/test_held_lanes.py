@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from outbox.cli.summary import notes
-from outbox.operations import endpoint_changes, replays, skip
 from outbox.operations.criteria import Criteria, DeadLetterSelection
-from outbox.operations.endpoint_removal import remove_endpoint
+from outbox.operations.dead_letters import replay as replays
+from outbox.operations.dead_letters import skip
+from outbox.operations.endpoints import changes as endpoint_changes
+from outbox.operations.endpoints.removal import remove_endpoint
 from outbox.operations.status import read_overview
 from tests.support.detaching import ATTACH, DETACH
 from tests.support.doctor import PATH, reported_findings

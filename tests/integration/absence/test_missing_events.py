@@ -8,8 +8,8 @@ import pytest
 
 from outbox.core.sequencing.partition_window import Retention
 from outbox.errors import CursorBroken
-from outbox.operations import replays
 from outbox.operations.criteria import DeadLetterSelection
+from outbox.operations.dead_letters import replay as replays
 from outbox.store.retention.periods import RetentionStore
 from tests.support.detaching import ATTACH, DETACH
 from tests.support.relay import (

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 import pytest
 
-from outbox.operations import endpoint_states
+from outbox.operations.endpoints import states as endpoint_states
 from outbox.store.channels import NOTIFY_ALL, WAKE_OWNERS
 from outbox.store.connection.store_connection import StoreConnection
 from tests.support.postgres import Server

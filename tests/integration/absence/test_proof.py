@@ -13,7 +13,7 @@ from outbox.core.sequencing.partition_window import WIDTH
 from outbox.errors import CursorBroken
 from outbox.store import absence_proof
 from outbox.store.absence_proof import AbsenceProof
-from outbox.store.connection.message import WriteStatement
+from outbox.store.sql.message import WriteStatement
 from tests.support.detaching import ATTACH, DETACH
 from tests.support.relay import fetchval, publish
 from tests.support.roles import role

@@ -17,8 +17,8 @@ import outbox
 from outbox import Event
 from outbox.core.delivery.operational_events import RELAY_LAGGING
 from outbox.errors import EventSuppressed
-from outbox.operations import schedule_changes
 from outbox.operations.doctor import Severity
+from outbox.operations.schedules import changes as schedule_changes
 from outbox.store.schedules.future_events import FutureEventStore
 from outbox.store.schedules.schedule_runs import ScheduleRunStore
 from tests.producers.applications import APPLICATIONS, Application, Psycopg, play

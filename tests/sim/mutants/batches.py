@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.delivery import batch, lane
+from outbox.core.delivery import lane
+from outbox.core.messages import batch
 from outbox.core.model.message_format import BATCH_MAX
 from outbox.relay.delivery import settle
 from tests.sim.mutants.catalogue import mutant, swap

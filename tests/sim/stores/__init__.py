@@ -1,5 +1,5 @@
-"""Stand-ins for the stores: each module has the name of one of `outbox.store` or
-`outbox.operations`.
+"""Stand-ins for the stores: each module has the name of one of `outbox.store`, or stands in for one
+of `outbox.operations` (see `tests.sim.agreement.OPERATIONS`).
 
 A method or function here has the name and the signature of the real one, and the same
 round trips: each `Connection.call` executes one *step* on the simulated server, where

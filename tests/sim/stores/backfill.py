@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from outbox.core.sequencing import partition_window
 from outbox.errors import Conflict, NotFound
-from outbox.operations.replay_jobs import JobRange
+from outbox.operations.replays.jobs import JobRange
 from tests.sim.database.engine import abort_unless
 from tests.sim.stores.change import make_change_and_read
 from tests.sim.stores.replay_feed import is_subscribed

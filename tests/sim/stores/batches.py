@@ -13,9 +13,9 @@ from outbox.core.sequencing.router import RoutableEvent
 from outbox.store.absence_proof import AbsenceProof
 from outbox.store.cluster.leadership import LeaderStatus
 from outbox.store.cluster.timeline import CursorRow
-from outbox.store.connection.message import is_aborted
 from outbox.store.sequencing import batches as real
 from outbox.store.sequencing.event_reads import CONTENT_EVENTS_MAX, Reading
+from outbox.store.sql.message import is_aborted
 from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait, abort_unless
 from tests.sim.database.tables import AWAKE, Batch, Given
 from tests.sim.stores import timeline

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from outbox.operations.discard import BATCH_SIZE, DiscardReport
+from outbox.operations.dead_letters.discard import BATCH_SIZE, DiscardReport
 from tests.sim.stores.change import make_change
 from tests.sim.stores.replays import find_candidates, is_blocking, write_dead_letter_state
 

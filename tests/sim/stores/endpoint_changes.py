@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from outbox.core.model import endpoint_config
 from outbox.errors import Conflict, NotFound
-from outbox.operations import endpoint_changes
-from outbox.operations.endpoint_changes import Updated
+from outbox.operations.endpoints import changes as endpoint_changes
+from outbox.operations.endpoints.changes import Updated
 from outbox.store.connection.secrets import CLEAR
 from tests.sim.stores import endpoint_writes
 from tests.sim.stores.change import make_change

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from outbox.errors import Conflict
-from outbox.operations.endpoint_states import StateChange, require_state
+from outbox.operations.endpoints.states import StateChange, require_state
 from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait
 from tests.sim.stores.change import make_change
 from tests.sim.stores.endpoint_changes import find_endpoint, find_endpoints

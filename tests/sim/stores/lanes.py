@@ -10,7 +10,7 @@ from outbox.core.delivery.circuit_breaker import BreakerRecord, BreakerState
 from outbox.core.delivery.commands import ErasedEvent, Progress
 from outbox.core.delivery.connection_reuse import ConnectionReuse
 from outbox.core.delivery.operational_events import ReportedState
-from outbox.core.delivery.signature import parse_signing_key
+from outbox.core.messages.signature import parse_signing_key
 from outbox.core.model import retryable_statuses
 from outbox.core.model.delivery import Delivery, EventContent, earliest_commit, epoch_seconds
 from outbox.core.model.headers import EndpointHeaders

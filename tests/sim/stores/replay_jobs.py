@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from outbox.errors import Conflict, NotFound
-from outbox.operations.replay_jobs import ReplayJob
+from outbox.operations.replays.jobs import ReplayJob
 from outbox.store.connection.connect import map_errors
 from tests.sim.database.engine import UPDATE, Wait, abort_unless
 from tests.sim.stores.change import make_change_and_read

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from outbox.errors import Conflict, NotFound
-from outbox.operations.replay_jobs import JobRange
-from outbox.operations.replays import ReplayCandidates, ReplayReport
+from outbox.operations.dead_letters.replay import ReplayCandidates, ReplayReport
+from outbox.operations.replays.jobs import JobRange
 from outbox.store.connection.connect import map_errors
 from tests.sim.database.engine import EXCLUSIVE, Wait, abort_unless
 from tests.sim.stores.change import make_change_and_read, new_job

@@ -11,8 +11,8 @@ import orjson
 from outbox.core.schedules.cron import Cron
 from outbox.core.schedules.schedule import ticks_from
 from outbox.errors import Conflict, NotFound
-from outbox.operations.schedule_changes import ScheduleRun
-from outbox.operations.schedules import Schedule, next_runs
+from outbox.operations.schedules.changes import ScheduleRun
+from outbox.operations.schedules.queries import Schedule, next_runs
 from tests.sim.database.engine import EXCLUSIVE, Wait, abort_unless
 from tests.sim.database.shares import lock_shares
 from tests.sim.stores.change import make_change_and_read

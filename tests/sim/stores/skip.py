@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from outbox.core.model.ids import lane_name
 from outbox.errors import Conflict, NotFound
-from outbox.operations.skip import OWNER_WAIT_S, LaneMoved, SkippedDelivery
+from outbox.operations.dead_letters.skip import OWNER_WAIT_S, LaneMoved, SkippedDelivery
 from tests.sim.database.engine import UPDATE, Wait
 from tests.sim.stores.change import make_change
 from tests.sim.stores.endpoint_changes import find_endpoint

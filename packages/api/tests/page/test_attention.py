@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from playwright.async_api import expect
 
-from outbox.operations.endpoint_states import pause_endpoints
+from outbox.operations.endpoints.states import pause_endpoints
 from packages.api.tests.page.shop import shop
 from tests.support.api import make_token, serving
 from tests.support.browser import PHONE, WAIT_MS, visiting

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from playwright.async_api import expect
 
-from outbox.operations import endpoint_states
+from outbox.operations.endpoints import states as endpoint_states
 from packages.api.tests.page.shop import shop
 from tests.support.relay import publish
 

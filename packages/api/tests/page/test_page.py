@@ -9,7 +9,8 @@ import pytest
 from playwright.async_api import expect
 
 from outbox.core.schedules.schedule import ScheduleSettings
-from outbox.operations import endpoint_states, schedule_changes
+from outbox.operations.endpoints import states as endpoint_states
+from outbox.operations.schedules import changes as schedule_changes
 from packages.api.tests.page.shop import shop
 from tests.support.api import make_token, serving
 from tests.support.browser import visiting

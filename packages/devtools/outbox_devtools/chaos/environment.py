@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.delivery.signature import parse_secret
+from outbox.core.messages.signature import parse_secret
 from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.model.retry_policy import RetryPolicy
 from outbox.errors import DatabaseUnavailable, OutboxError
-from outbox.operations.endpoint_changes import plan_addition
-from outbox.operations.endpoint_writes import add_endpoints, replace_subscriptions
+from outbox.operations.endpoints.changes import plan_addition
+from outbox.operations.endpoints.writes import add_endpoints, replace_subscriptions
 from outbox.receiver.proxy import open_proxy
 from outbox.store.change import make_change
 from outbox.store.connection import dsn

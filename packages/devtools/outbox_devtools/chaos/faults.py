@@ -10,8 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from outbox.errors import CannotRun, DatabaseUnavailable, OutboxError
-from outbox.operations import endpoint_changes, endpoint_states, replays
 from outbox.operations.criteria import DeadLetterSelection
+from outbox.operations.dead_letters import replay as replays
+from outbox.operations.endpoints import changes as endpoint_changes
+from outbox.operations.endpoints import states as endpoint_states
 from outbox.store.connection.connect import CONNECTION_ERRORS
 from outbox_devtools.chaos import operators, queries
 from outbox_devtools.chaos.facts import Incident

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 from uuid import UUID
 
-from outbox.core.delivery.signature import SignatureError, verify
+from outbox.core.messages.signature import SignatureError, verify
 from outbox.core.model.headers import DEFAULT_PREFIX
 from outbox.receiver.message import BadMessage
 from outbox.receiver.verification import parse_signed

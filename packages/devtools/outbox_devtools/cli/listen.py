@@ -14,7 +14,7 @@ import click
 from outbox.cli.common import json_option, require_http_url, run_async, settings_options, warn
 from outbox.cli.endpoint.removal import show_removal
 from outbox.cli.output import echo, emit_json, style
-from outbox.core.delivery.signature import parse_secret
+from outbox.core.messages.signature import parse_secret
 from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.model.headers import DEFAULT_PREFIX
 from outbox.core.model.setting_types import EVERYTHING, HeaderPrefix

@@ -141,7 +141,7 @@ def command(
     events are compared with all received requests, every duplicate must have a known
     cause, and every endpoint must have recovered in time.
     """
-    from outbox.core.delivery.signature import parse_secret
+    from outbox.core.messages.signature import parse_secret
     from outbox.store.connection import dsn as addresses
     from outbox_devtools.chaos.proxy_dsn import require_proxyable
     from outbox_devtools.chaos.run import RunProgress, run_chaos

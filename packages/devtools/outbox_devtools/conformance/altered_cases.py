@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from outbox.core.delivery.signature import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER
-from outbox.core.delivery.signed_metadata import SIGNATURE_HEADER as METADATA_SIGNATURE
+from outbox.core.messages.signature import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER
+from outbox.core.messages.signed_metadata import SIGNATURE_HEADER as METADATA_SIGNATURE
 from outbox.receiver.verification import pairs_of
 from outbox_devtools.conformance.altered_requests import (
     also_signed,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from outbox.core.delivery.signature import (
+from outbox.core.messages.signature import (
     ID_HEADER,
     SIGNATURE_HEADER,
     TIMESTAMP_HEADER,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import orjson
 
-from outbox.core.delivery.batch import ACCEPTED_THROUGH, accepted_through
+from outbox.core.messages.batch import ACCEPTED_THROUGH, accepted_through
 from outbox.errors import CannotRun
 from outbox.receiver.requests import one_line
 from outbox.receiver.verification import pairs_of

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from outbox.core.model.endpoint_settings import EndpointSettings
-from outbox.operations import endpoint_states
-from outbox.operations.endpoint_changes import add_endpoint
+from outbox.operations.endpoints import states as endpoint_states
+from outbox.operations.endpoints.changes import add_endpoint
 from outbox.store.connection import dsn
 from outbox_devtools.chaos import operators
 from outbox_devtools.chaos.operators import OperatorCommand, Operators

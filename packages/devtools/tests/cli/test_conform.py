@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import orjson
 import pytest
 
-from outbox.core.delivery.signature import format_secret
+from outbox.core.messages.signature import format_secret
 from outbox.receiver import verify
 from outbox_devtools.cli import conform
 from packages.devtools.tests.cli.test_listen import listen

@@ -9,7 +9,7 @@ import aiohttp
 import orjson
 import pytest
 
-from outbox.core.delivery.signature import format_secret
+from outbox.core.messages.signature import format_secret
 from packages.devtools.tests.cli.listening import listen
 from tests.receiver.deliveries import OTHER, SECRET
 from tests.support.tiers import sampled

@@ -13,7 +13,7 @@ import orjson
 import pytest
 from aiohttp import web
 
-from outbox.core.delivery.signature import SignatureError
+from outbox.core.messages.signature import SignatureError
 from outbox.core.model.message_format import UNBATCHED, FormatName
 from outbox.errors import CannotRun, UsageError
 from outbox.receiver import AsyncReceiver, Gaps, MemoryDatabase, Message, Receiver, verify

@@ -1,0 +1,1 @@
+"""Messages that receivers get: formats, batches, metadata, signatures."""

@@ -1,0 +1,1 @@
+"""Dead letters: shown, replayed and discarded, and the skip that makes one."""

@@ -1,0 +1,1 @@
+"""Endpoints: their settings, states, secrets and lanes, shown and changed."""

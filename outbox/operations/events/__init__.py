@@ -1,0 +1,1 @@
+"""Events: found, counted, erased and resequenced; future events; idempotency keys."""

@@ -1,0 +1,1 @@
+"""Replay jobs: of many dead letters, and of the history of an endpoint."""

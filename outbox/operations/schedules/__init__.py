@@ -1,0 +1,1 @@
+"""Schedules: shown, added, changed, and run by hand."""

@@ -1,0 +1,1 @@
+"""Tokens: those of the API, and those with which receivers fetch events."""

@@ -1,0 +1,1 @@
+"""Trace of an event: its history, read and explained."""

@@ -1,0 +1,1 @@
+"""What the other parts of the store write statements with: expressions, rows, messages."""
