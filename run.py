@@ -69,7 +69,7 @@ FOR_UNIT = ("relay", UNIT)
 """Extras that the tier `unit` needs."""
 TIERS = ("", UNIT, "--full", "--soak")
 """The default tier has no name."""
-SIM_SEEDS = {"": "8", "--full": "200", "--soak": "2000"}
+SIM_SEEDS = {"": "4", "--full": "200", "--soak": "2000"}
 """Simulated hours of each tier."""
 REPOSITORY = "tests/repository"
 """Checks of the tree itself: they parse each file once, in one process."""

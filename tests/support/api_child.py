@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 MODULE = "outbox_api.child"
 LISTENERS = ("admin", "receivers", "health")
-PUBLISH_EVERY_S = 0.01
-GO_ON = 25
+PUBLISH_EVERY_S = 0.05
+GO_ON = 10
 """Deliveries that show that a relay goes on."""
 
 

@@ -68,7 +68,7 @@ class Tier:
 
 TIERS = {
     "unit": Tier("none", 2, 0.2, 4.0, 4.0, 8, "8", 1, 1, 15, is_unit=True),
-    "default": Tier("newest", 1, 0.2, 4.0, 4.0, 8, "8", 1, 1, 25),
+    "default": Tier("newest", 1, 0.2, 4.0, 4.0, 8, "8", 1, 1, 15),
     "full": Tier("installed", 3, 0.2, 6.0, 6.0, 20, "30", 2, 1, 100, is_full=True),
     "soak": Tier("all", 100, 10.0, 300.0, 120.0, 2000, "all", 20, 3, 1000, is_full=True),
 }

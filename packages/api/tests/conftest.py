@@ -6,14 +6,23 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from outbox_api import openapi
 from packages.api.tests.two_tenants import World
-from tests.support.api import make_token, serving
+from tests.support.api import api_document, make_token, serving
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
 
     from tests.support.api import Api
     from tests.support.postgres import Database
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_document() -> Iterator[None]:
+    """All servers of this process serve one document: to make it takes half a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(openapi, "document", lambda _: api_document())
+        yield
 
 
 @pytest.fixture
