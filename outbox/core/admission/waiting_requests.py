@@ -1,9 +1,6 @@
-"""The requests that wait for a slot, in the order in which they start.
+"""The requests that wait for a slot, and in which queue: see `request_scheduler` for their order.
 
-First the tenant with the fewest requests in the class, then its endpoint with the fewest, then the
-lane that has waited longest.  Ties go to the one served longest ago (see `fair_queue`).  All
-endpoints without a tenant count as one tenant here.  Requests that wait for a limit of their own
-endpoint or tenant are in no queue, and delay no others.
+Requests that wait for a limit of their own endpoint or tenant are in no queue, and delay no others.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class AttemptRow(NamedTuple):
     """The stored response, see `outbox.core.model.stored_response`."""
 
     @classmethod
-    def of(
+    def from_response(
         cls,
         delivery: Delivery | ErasedEvent | LaneEnd,
         attempt: int,

@@ -84,7 +84,7 @@ class LaneOutcomes(OwnedLane):
         """
         first, retry = self._buffer.queue[0], self._retry
         if outcome is _DELIVERED:
-            row = AttemptRow.of(
+            row = AttemptRow.from_response(
                 first, retry.attempts + 1, "delivered", response, stored_success(response),
                 started_at,
             )  # fmt: skip
@@ -154,7 +154,7 @@ class LaneOutcomes(OwnedLane):
         retry.last_response = stored_response(response)
         # Isolate a refused delivery at once; after a failure the receiver needs a delay.
         retry.postpone(now + (0.0 if outcome is _REFUSED else policy.delay_s(1, u)))
-        row = AttemptRow.of(
+        row = AttemptRow.from_response(
             first, retry.attempts, "retry", response, retry.last_response, started_at
         )
         return results, self._record_retry(first, row)
@@ -267,7 +267,9 @@ class LaneOutcomes(OwnedLane):
         self._batch_size.record_failed(first.seq)
         retry.attempts += 1
         retry.record_failure(stored, started_at)
-        return AttemptRow.of(first, retry.attempts, outcome, response, stored, started_at)
+        return AttemptRow.from_response(
+            first, retry.attempts, outcome, response, stored, started_at
+        )
 
     def _postpone(self, policy: RetryPolicy, now: float, u: float) -> None:
         """Set the next attempt of a broker's lane, which costs no budget."""
