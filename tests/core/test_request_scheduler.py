@@ -186,7 +186,7 @@ def saturated_simulation(rng: Random, kind: type[RequestScheduler]) -> Simulatio
     simulation = Simulation(kind(rng.choice((4, 12, PLACES)), *limits))
     simulation.ending_s = 0.5
     for n in range(rng.choice((1, 2, 4))):
-        slow_share = rng.choice((0.0, 0.02, 0.1)) if n else 0.0
+        slow_share = rng.choice((0.0, 0.02, 0.1) if n else (0.0, 0.0, 0.002))
 
         def takes_s(_: int, __: float, share: float = slow_share) -> float:
             return 30.0 * rng.random() if rng.random() < share else 0.2 * rng.random()
@@ -197,8 +197,8 @@ def saturated_simulation(rng: Random, kind: type[RequestScheduler]) -> Simulatio
             lanes=rng.choice((12, 40)) if n == 0 else 1,
             every_s=None if n == 0 else 0.3,
             tenant=rng.choice((None, None, "a", "b")),
-            in_flight_max=rng.choice((None, None, None, 2)) if n else None,
-            rate_per_s=rng.choice((None, None, None, 10.0)) if n else None,
+            in_flight_max=rng.choice((None, None, None, 2)),
+            rate_per_s=rng.choice((None, None, None, 10.0)),
             begins_at=0.01 * n,
         )
     return simulation
