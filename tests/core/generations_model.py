@@ -128,16 +128,7 @@ class World:
 
     def _load(self, lane_id: int) -> None:
         disk = self.disks[lane_id]
-        self.owner_state.lanes[lane_id] = self._lane_type(
-            lane_id,
-            disk.progress,
-            disk.tail(),
-            disk.last_seq,
-            self._batch,
-            pending_since=disk.pending_since,
-            blocked=disk.blocked,
-            ended=disk.closed,
-        )
+        self.owner_state.lanes[lane_id] = self._lane_type(disk.snapshot(lane_id), self._batch)
         if disk.closed:
             self.owner_state.ended.add(lane_id)
 

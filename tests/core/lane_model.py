@@ -7,7 +7,7 @@ choose the order. Every error of the lane is a `Violation`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from outbox.core.delivery.commands import (
@@ -78,18 +78,13 @@ class World(Watch):
 
     def _take_over(self) -> None:
         disk, faults = self.disk, self._faults
-        self.lane = self._lane_type(
-            7,
-            disk.progress,
-            [] if faults.skips_tail else disk.tail(),
-            disk.last_seq,
-            0 if faults.assumes_no_duplicates else self._batch,
-            pending_since=disk.pending_since,
-            blocked=disk.blocked and not faults.forgets_blocks,
-            ended=disk.closed,
-            batch_max=self._batch_max,
-            skip_seq=disk.skip_seq,
-        )
+        snapshot = disk.snapshot(7)
+        if faults.skips_tail:
+            snapshot = replace(snapshot, tail=())
+        if faults.forgets_blocks:
+            snapshot = replace(snapshot, blocked=False)
+        sent_through_batch = 0 if faults.assumes_no_duplicates else self._batch
+        self.lane = self._lane_type(snapshot, sent_through_batch, batch_max=self._batch_max)
         self._skip_seq = disk.skip_seq
         self.sending: Send | None = None
         self._runs = False

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.delivery.commands import ErasedEvent, Fetch, Gate, Progress, Record, Send
+from outbox.core.delivery.commands import (
+    ErasedEvent,
+    Fetch,
+    Gate,
+    LaneSnapshot,
+    Progress,
+    Record,
+    Send,
+)
 from outbox.core.delivery.lane import Lane
 from outbox.core.model.response import AttemptResult
 from outbox.core.model.response_policy import classify
@@ -22,7 +30,7 @@ NO = AttemptResult.completed(400, 0.1)
 
 def lane_with(*deliveries: Delivery | ErasedEvent) -> Lane:
     """Return a new lane with these deliveries in its buffer."""
-    lane = Lane(7, Progress(), (), len(deliveries), sent_through_batch=0)
+    lane = Lane(LaneSnapshot(7, len(deliveries), Progress()), sent_through_batch=0)
     assert lane.next(NOW) == Fetch(0, 0)
     lane.append_fetched(deliveries)
     return lane

@@ -10,7 +10,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 from uuid import UUID
 
-from outbox.core.delivery.commands import DeadRange, ErasedEvent, Progress
+from outbox.core.delivery.commands import DeadRange, ErasedEvent, LaneSnapshot, Progress
 from outbox.core.model.delivery import Delivery
 from outbox.receiver.lane_order import LaneOrder, SequenceState
 from tests.core.invariants import expect
@@ -99,6 +99,19 @@ class Disk:
             ErasedEvent(ENDPOINT, d.seq, d.batch, d.outbox_id) if d.seq in self.erased else d
             for d in found[:rows]
         ]
+
+    def snapshot(self, lane_id: int) -> LaneSnapshot:
+        """Return the lane as a new owner reads it."""
+        return LaneSnapshot(
+            lane_id,
+            self.last_seq,
+            self.progress,
+            self.tail(),
+            self.pending_since,
+            self.blocked,
+            self.closed,
+            self.skip_seq,
+        )
 
     def tail(self) -> list[tuple[int, int, float]]:
         """Return the numbers that were delivered after the checkpoint."""

@@ -7,7 +7,7 @@ from uuid import UUID
 import orjson
 import pytest
 
-from outbox.core.delivery.commands import ErasedEvent, Fetch, Progress, Send
+from outbox.core.delivery.commands import ErasedEvent, Fetch, LaneSnapshot, Progress, Send
 from outbox.core.delivery.lane import Lane
 from outbox.core.messages.batch import (
     BATCH_BYTES_MAX,
@@ -165,7 +165,7 @@ def test_a_batch_of_one_is_classified_like_a_delivery() -> None:
 
 
 def lane_of(*deliveries: object, batch_max: int | None = 3) -> Lane:
-    lane = Lane(7, Progress(), (), len(deliveries), 0, batch_max=batch_max)
+    lane = Lane(LaneSnapshot(7, len(deliveries), Progress()), 0, batch_max=batch_max)
     assert isinstance(lane.next(NOW), Fetch)
     lane.append_fetched(deliveries)  # type: ignore[arg-type]
     return lane
@@ -339,7 +339,7 @@ def test_a_conflict_refuses_a_delivery_that_was_not_sent_before(is_known: bool) 
 
     As a success, the refused delivery would be lost.
     """
-    lane = Lane(7, Progress(), (), 2, int(is_known), batch_max=3)
+    lane = Lane(LaneSnapshot(7, 2, Progress()), int(is_known), batch_max=3)
     lane.next(NOW)
     lane.append_fetched([delivery(1), delivery(2)])
     send = lane.next(NOW)

@@ -12,7 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox.core.delivery.buffer_budget import ROW_BYTES, SHARE_FACTOR, BufferBudget, row_bytes
-from outbox.core.delivery.commands import ErasedEvent, Fetch, Gate, Progress, Record, Send, Wait
+from outbox.core.delivery.commands import (
+    ErasedEvent,
+    Fetch,
+    Gate,
+    LaneSnapshot,
+    Progress,
+    Record,
+    Send,
+    Wait,
+)
 from outbox.core.delivery.delivery_buffer import DeliveryBuffer
 from outbox.core.delivery.lane import Lane
 from outbox.core.model.delivery import Delivery
@@ -260,7 +269,7 @@ def test_a_lane_gives_everything_back(end: str) -> None:
 
 def test_a_read_that_a_lost_lane_awaited_is_given_back() -> None:
     budget = BufferBudget()
-    lane = Lane(7, Progress(), (), 9, 0, share=budget.share_of("a"))
+    lane = Lane(LaneSnapshot(7, 9, Progress()), 0, share=budget.share_of("a"))
     assert lane.next(NOW) == Fetch(0, 0)
     lane.close()
     lane.reserve(32)
@@ -273,7 +282,7 @@ def test_a_full_budget_leaves_one_row_at_a_time() -> None:
     budget = BufferBudget(1 << 20)
     others = budget.share_of("b")
     others.take_bytes(1 << 30)
-    lane = Lane(7, Progress(), (), 9, 0, share=budget.share_of("a"))
+    lane = Lane(LaneSnapshot(7, 9, Progress()), 0, share=budget.share_of("a"))
     for seq in range(1, 4):
         assert lane.next(NOW) == Fetch(seq - 1, int(seq > 1))
         assert lane.reserve(32) == (1, 0)

@@ -13,6 +13,7 @@ from outbox.core.delivery.commands import (
     ErasedEvent,
     Fetch,
     Gate,
+    LaneSnapshot,
     MissingEvent,
     Open,
     Progress,
@@ -21,6 +22,7 @@ from outbox.core.delivery.commands import (
     Wait,
 )
 from outbox.core.delivery.lane import MISSING_POLL_S, Lane
+from outbox.core.delivery.stream_position import StreamPosition
 from outbox.core.model.response import AttemptResult
 from outbox.core.model.stored_response import missing_response
 from tests.core.lane_invariants import POLICY
@@ -45,7 +47,7 @@ def holding(
     *deliveries: Delivery | MissingEvent, kind: type[Lane] = Lane, batch_max: int | None = None
 ) -> Lane:
     """A lane with these deliveries in its buffer, whose endpoint holds missing events."""
-    lane = kind(7, Progress(), (), len(deliveries), sent_through_batch=0, batch_max=batch_max)
+    lane = kind(LaneSnapshot(7, len(deliveries), Progress()), 0, batch_max=batch_max)
     lane.holds_missing = True
     assert lane.next(NOW) == Fetch(0, 0)
     lane.append_fetched(deliveries)
@@ -110,13 +112,13 @@ def test_an_event_that_was_missing_long_ago_is_searched_for_first(holds: bool) -
 
 def test_a_new_owner_holds_the_lane_and_does_not_report_it_again() -> None:
     progress = held().checkpoint()
-    lane = Lane(7, progress, (), 2, sent_through_batch=5)
+    lane = Lane(LaneSnapshot(7, 2, progress), sent_through_batch=5)
     lane.holds_missing = True
     assert lane.next(LATER) == Fetch(0, 1)
     lane.append_fetched([missing(1), delivery(2)])
     assert not recorded(lane, LATER).stuck
     # It begins anew when the event is there, although it had been held for long.
-    other = Lane(7, progress, (), 2, sent_through_batch=5)
+    other = Lane(LaneSnapshot(7, 2, progress), sent_through_batch=5)
     assert other.next(LATER) == Fetch(0, 1)
     other.append_fetched([delivery(1), delivery(2)])
     send = other.next(LATER)
@@ -268,7 +270,7 @@ def test_an_operator_who_resumes_the_endpoint_need_not_wait() -> None:
 
 
 def test_a_broker_s_lane_is_opened_before_it_is_held() -> None:
-    lane = Lane(7, Progress(), (), 2, sent_through_batch=0, has_position=True)
+    lane = Lane(LaneSnapshot(7, 2, Progress()), sent_through_batch=0, stream=StreamPosition())
     lane.holds_missing = True
     assert lane.next(NOW) == Fetch(0, 0)
     lane.append_fetched([missing(1), delivery(2)])

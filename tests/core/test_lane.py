@@ -19,6 +19,7 @@ from outbox.core.delivery.commands import (
     ErasedEvent,
     Fetch,
     Gate,
+    LaneSnapshot,
     Open,
     Progress,
     Record,
@@ -28,6 +29,7 @@ from outbox.core.delivery.commands import (
 from outbox.core.delivery.delivery_buffer import REFILL_LEVEL
 from outbox.core.delivery.lane import Lane
 from outbox.core.delivery.operational_events import STUCK_EVERY
+from outbox.core.delivery.stream_position import StreamPosition
 from outbox.core.model.response import AttemptResult, Failure
 from outbox.core.model.response_policy import AttemptOutcome
 from outbox.core.model.stored_response import stored_response
@@ -354,14 +356,12 @@ def test_a_skipped_delivery_is_not_sent_when_its_slot_comes() -> None:
 
 def test_a_held_lane_is_no_probe_before_its_time() -> None:
     """The circuit breaker does not count its result, and would admit it again at once."""
-    lane = Lane(1, Progress(), (), 1, 0, has_position=True)
+    lane = Lane(LaneSnapshot(1, 1, Progress()), 0, stream=StreamPosition())
     lane.append([delivery(1)])
     forgot = AttemptResult.failed(Failure.FORGOT, "", 0.1)
     for now in (NOW, NOW + 60):
         assert isinstance(lane.next(now, Gate.PROBE), Open)
-        record = lane.record_result(
-            AttemptOutcome.RETRY, forgot, POLICY, started_at=now, now=now, u=0.5, held=True
-        )
+        record = lane.record_open_failed(forgot, POLICY, started_at=now, now=now, u=0.5, held=True)
         lane.confirm_recorded(record)
         command = lane.next(now, Gate.PROBE)
         assert isinstance(command, Wait)
@@ -372,7 +372,7 @@ def test_a_held_lane_is_no_probe_before_its_time() -> None:
 
 def test_a_delivery_is_not_appended_when_its_slot_comes_to_a_lane_that_must_be_opened() -> None:
     """The credentials of the broker have changed while it waited."""
-    lane = Lane(1, Progress(), (), 1, 0, has_position=True)
+    lane = Lane(LaneSnapshot(1, 1, Progress()), 0, stream=StreamPosition())
     lane.append([delivery(1)])
     assert isinstance(lane.next(NOW), Open)
     lane.record_position(0)
@@ -431,7 +431,7 @@ def test_an_erased_event_keeps_its_sequence_number() -> None:
 def test_a_new_owner_reads_checkpoint_and_tail() -> None:
     progress = Progress(4, 4, 2, retry_seq=5, attempts=2, first_attempt_at=NOW, next_attempt_at=NOW)
     tail = [(6, 3, NOW + 2), (5, 2, NOW + 1)]
-    lane = Lane(7, progress, tail, last_seq=9, sent_through_batch=3)
+    lane = Lane(LaneSnapshot(7, 9, progress, tail), sent_through_batch=3)
     assert lane.checkpoint() == Progress(6, 6, 3, success_at=NOW + 2)
     assert (lane.pending, lane.settled) == (3, True)
     assert lane.next(NOW) == Fetch(6, 3)
@@ -447,13 +447,13 @@ def test_a_new_owner_reads_checkpoint_and_tail() -> None:
 
 def test_a_stale_tail_is_sent_again_rather_than_skipped() -> None:
     tail = [(6, 3, NOW), (4, 2, NOW), (3, 1, NOW)]
-    lane = Lane(7, Progress(4, 4, 2), tail, last_seq=9, sent_through_batch=9)
+    lane = Lane(LaneSnapshot(7, 9, Progress(4, 4, 2), tail), sent_through_batch=9)
     assert lane.acked_seq == 4
     assert lane.next(NOW) == Fetch(4, 2)
 
 
 def test_a_lane_prefetches_within_its_limit() -> None:
-    lane = Lane(7, Progress(), (), last_seq=40, sent_through_batch=0)
+    lane = Lane(LaneSnapshot(7, 40, Progress()), sent_through_batch=0)
     assert lane.next(NOW) == Fetch(0, 0)
     assert lane.next(NOW) is None
     lane.append_fetched([delivery(n, batch=n) for n in range(1, 21)])

@@ -13,6 +13,7 @@ from outbox.core.delivery.commands import (
     ErasedEvent,
     Fetch,
     Gate,
+    LaneSnapshot,
     Progress,
     Record,
     Send,
@@ -35,7 +36,7 @@ def test_a_probe_before_its_time_is_free() -> None:
     assert first.progress is not None
     for n in range(2, 20):
         # Neither the number nor the age of free probes can end the delivery.
-        lane = Lane(7, lane.checkpoint()._replace(next_attempt_at=NOW + 1e6), (), 1, 0)
+        lane = Lane(LaneSnapshot(7, 1, lane.checkpoint()._replace(next_attempt_at=NOW + 1e6)), 0)
         lane.next(NOW)
         lane.append_fetched([delivery(1)])
         send, record = attempt(lane, BUSY, NOW + 1000 * n, gate=Gate.PROBE)
@@ -88,7 +89,7 @@ def test_a_probe_at_its_time_counts() -> None:
 
 
 def test_a_shut_gate_sends_nothing_but_fetches() -> None:
-    lane = Lane(7, Progress(), (), 1, 0)
+    lane = Lane(LaneSnapshot(7, 1, Progress()), 0)
     assert lane.next(NOW, Gate.SHUT) == Fetch(0, 0)
     lane.append_fetched([delivery(1)])
     assert lane.next(NOW, Gate.SHUT) is None
@@ -144,7 +145,7 @@ def test_a_cut_waits_for_the_request_in_flight() -> None:
 
 
 def test_a_cut_may_extend_beyond_the_fetched_deliveries() -> None:
-    lane = Lane(7, Progress(floor_batch=2), (), last_seq=20, sent_through_batch=0)
+    lane = Lane(LaneSnapshot(7, 20, Progress(floor_batch=2)), sent_through_batch=0)
     assert lane.next(NOW) == Fetch(0, 2)
     lane.dead_letter_through(5, "backlog")
     record = lane.next(NOW)
@@ -195,7 +196,7 @@ def test_a_blocked_lane_waits_for_an_operator() -> None:
         assert lane.blocked
         assert [lane.next(NOW, gate) for gate in Gate] == [None, None, None]
         # The next owner's lane is blocked too.
-        lane = Lane(7, lane.checkpoint(), (), 4, 0, blocked=True)
+        lane = Lane(LaneSnapshot(7, 4, lane.checkpoint(), blocked=True), 0)
         assert lane.next(NOW) is None
         lane.dead_letter_through(2, "backlog")
         record = lane.next(NOW)
@@ -216,7 +217,7 @@ def test_the_last_delivery_of_a_lane_is_marked_on_every_attempt() -> None:
     assert send.lane_ends
     assert attempt(lane, BUSY, gate=Gate.PROBE)[0].lane_ends
     # The next owner marks it too.
-    lane = Lane(7, lane.checkpoint(), (), 2, 0, ended=True)
+    lane = Lane(LaneSnapshot(7, 2, lane.checkpoint(), ended=True), 0)
     lane.next(NOW)
     lane.append_fetched([delivery(2)])
     assert attempt(lane, OK, gate=Gate.PROBE)[0].lane_ends
@@ -226,7 +227,7 @@ def test_the_last_delivery_of_a_lane_is_marked_on_every_attempt() -> None:
 
 
 def test_stalled_since_is_the_time_of_pending_deliveries_without_a_success() -> None:
-    lane = Lane(7, Progress(), (), 0, 0)
+    lane = Lane(LaneSnapshot(7, 0, Progress()), 0)
     assert lane.stalled_since is None
     lane.extend_to(3, NOW)
     lane.extend_to(4, NOW + 1)
@@ -245,7 +246,7 @@ def test_stalled_since_is_the_time_of_pending_deliveries_without_a_success() -> 
 
 
 def test_deliveries_fetched_before_they_were_announced_are_pending_once() -> None:
-    lane = Lane(7, Progress(), (), 1, 0, pending_since=NOW)
+    lane = Lane(LaneSnapshot(7, 1, Progress(), pending_since=NOW), 0)
     lane.next(NOW)
     lane.append_fetched([delivery(1), delivery(2)])
     assert lane.pending == 2
@@ -265,8 +266,8 @@ def test_a_new_owner_restores_stalled_since(
     pending_since: float | None, success_at: float | None, stalled_since: float | None
 ) -> None:
     progress = Progress(1, 1, 1, success_at=success_at)
-    lane = Lane(7, progress, (), 2, 0, pending_since=pending_since)
+    lane = Lane(LaneSnapshot(7, 2, progress, pending_since=pending_since), 0)
     assert lane.stalled_since == stalled_since
-    assert Lane(7, progress, (), 1, 0, pending_since=pending_since).stalled_since is None
+    assert Lane(LaneSnapshot(7, 1, progress, pending_since=pending_since), 0).stalled_since is None
     lane.extend_to(3, 9.0)
     assert lane.stalled_since == (9.0 if stalled_since is None else stalled_since)

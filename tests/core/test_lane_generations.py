@@ -178,7 +178,7 @@ class ReportsDrainedBeforeWrite(Lane):
 
     @property
     def drained(self) -> bool:
-        return not self.pending and not self._blocked
+        return not self.pending and not self.blocked
 
 
 class ReportsDrainedWhileBlocked(Lane):
@@ -201,7 +201,7 @@ class MarksLaneEndTooEarly(Lane):
 
     def next(self, now: float, gate: Gate = Gate.OPEN) -> Command:
         command = super().next(now, gate)
-        return command._replace(lane_ends=self._ended) if isinstance(command, Send) else command
+        return command._replace(lane_ends=self.ended) if isinstance(command, Send) else command
 
 
 def _name(value: Any) -> str | None:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from outbox.core.delivery.commands import DeadRange, Gate, Progress, Record, Send, Wait
-from outbox.core.delivery.lane import Lane, _Busy
+from outbox.core.delivery.lane import Lane
+from outbox.core.delivery.owned_lane import Busy
 from outbox.core.delivery.retry_state import RetryState
 from outbox.core.model.response_policy import AttemptOutcome
 from tests.core.invariants import Violation
@@ -22,7 +23,7 @@ from tests.core.random_walk import hunt_lane
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from outbox.core.delivery.commands import Command
+    from outbox.core.delivery.commands import Command, LaneSnapshot
     from outbox.core.model.delivery import Delivery
 
 
@@ -61,7 +62,7 @@ class AcknowledgesBeforeTheResponse(Lane):
     """Counts an in-flight request as delivered."""
 
     def checkpoint(self) -> Progress:
-        if self._busy is _Busy.SENDING and self.committed_seq == self.acked_seq:
+        if self._busy is Busy.SENDING and self.committed_seq == self.acked_seq:
             head = self._buffer.queue[0]
             return Progress(head.seq, head.seq, head.batch)
         return super().checkpoint()
@@ -72,7 +73,9 @@ class CheckpointsUnwrittenSuccesses(Lane):
 
     def checkpoint(self) -> Progress:
         floor_batch = self._committed.floor_batch
-        return Progress(self._acked, self._delivered, floor_batch, success_at=self._success_at)
+        return Progress(
+            self.acked_seq, self.delivered_seq, floor_batch, success_at=self._success_at
+        )
 
 
 class CheckpointsUnwrittenRetries(Lane):
@@ -81,7 +84,7 @@ class CheckpointsUnwrittenRetries(Lane):
     def checkpoint(self) -> Progress:
         committed = super().checkpoint()
         if self._retry.attempts and self.committed_seq == self.acked_seq:
-            return committed._replace(retry_seq=self._acked + 1, attempts=self._retry.attempts)
+            return committed._replace(retry_seq=self.acked_seq + 1, attempts=self._retry.attempts)
         return committed
 
 
@@ -107,16 +110,17 @@ class DoesNotAwaitFailureWrite(Lane):
 class ResetsBudgetOnTakeover(Lane):
     """Gives every new owner a new retry budget."""
 
-    def __init__(self, lane_id: int, progress: Progress, *more: Any, **named: Any) -> None:
-        super().__init__(lane_id, progress._replace(retry_seq=None), *more, **named)
+    def __init__(self, snapshot: LaneSnapshot, *more: Any, **named: Any) -> None:
+        progress = snapshot.progress._replace(retry_seq=None)
+        super().__init__(replace(snapshot, progress=progress), *more, **named)
 
 
 class KeepsStaleRetryState(Lane):
     """Does not check that retry state belongs to the head."""
 
-    def __init__(self, lane_id: int, progress: Progress, *more: Any, **named: Any) -> None:
-        super().__init__(lane_id, progress, *more, **named)
-        self._retry.attempts = progress.attempts
+    def __init__(self, snapshot: LaneSnapshot, *more: Any, **named: Any) -> None:
+        super().__init__(snapshot, *more, **named)
+        self._retry.attempts = snapshot.progress.attempts
 
 
 class LinksToDeadLetter(Lane):
@@ -160,8 +164,9 @@ class CountsNoProbes(Lane):
 class ForgetsSpentAttempts(Lane):
     """Gives every new owner the attempts, but not the count against the budget."""
 
-    def __init__(self, lane_id: int, progress: Progress, *more: Any, **named: Any) -> None:
-        super().__init__(lane_id, progress._replace(spent=0), *more, **named)
+    def __init__(self, snapshot: LaneSnapshot, *more: Any, **named: Any) -> None:
+        progress = snapshot.progress._replace(spent=0)
+        super().__init__(replace(snapshot, progress=progress), *more, **named)
 
 
 class SendsThroughShutGate(Lane):
@@ -200,7 +205,7 @@ class CutsInFlightRequest(Lane):
     """Applies a cut without waiting for the response."""
 
     def next(self, now: float, gate: Gate = Gate.OPEN) -> Command:
-        if self._pending_cut is not None and self._busy is _Busy.SENDING:
+        if self._pending_cut is not None and self._busy is Busy.SENDING:
             self._busy = None
         return super().next(now, gate)
 
@@ -257,14 +262,14 @@ class SkipsWhateverIsNext(Lane):
     """Skips the next delivery, although the skipped one has ended meanwhile."""
 
     def skip(self, seq: int) -> None:
-        super().skip(self._acked + 1)
+        super().skip(self.acked_seq + 1)
 
 
 class IgnoresBlock(Lane):
     """Does not wait for an operator."""
 
     def next(self, now: float, gate: Gate = Gate.OPEN) -> Command:
-        self._blocked = False
+        self.blocked = False
         return super().next(now, gate)
 
 
@@ -288,7 +293,7 @@ class MarksLaneEndTooEarly(Lane):
 
     def next(self, now: float, gate: Gate = Gate.OPEN) -> Command:
         command = super().next(now, gate)
-        return command._replace(lane_ends=self._ended) if isinstance(command, Send) else command
+        return command._replace(lane_ends=self.ended) if isinstance(command, Send) else command
 
 
 class MarksLaneEndOnFirstAttemptOnly(Lane):
@@ -345,7 +350,7 @@ class ChecksLaneEndOfHeadOnly(Lane):
     def next(self, now: float, gate: Gate = Gate.OPEN) -> Command:
         command = super().next(now, gate)
         if isinstance(command, Send):
-            ends = self._ended and command.delivery.seq == self._last_seq
+            ends = self.ended and command.delivery.seq == self.last_seq
             command = command._replace(lane_ends=ends)
         return command
 
@@ -354,9 +359,9 @@ class IgnoresSuccessInStalledSince(Lane):
     """Never advances `stalled_since` on a success."""
 
     def record_result(self, *args: Any, **more: Any) -> Record:
-        since = self._stalled_since
+        since = self.stalled_since
         record = super().record_result(*args, **more)
-        self._stalled_since = since and self._stalled_since and since
+        self.stalled_since = since and self.stalled_since and since
         return record
 
 
@@ -364,9 +369,9 @@ class StalledWithoutPendingDeliveries(Lane):
     """Stays stalled after its deliveries are dead-lettered."""
 
     def _record_dead(self, *args: Any, **more: Any) -> Record:
-        since = self._stalled_since
+        since = self.stalled_since
         record = super()._record_dead(*args, **more)
-        self._stalled_since = since
+        self.stalled_since = since
         return record
 
 
@@ -375,16 +380,16 @@ class AdvancesStalledSinceOnNewDelivery(Lane):
 
     def extend_to(self, last_seq: int, now: float) -> None:
         super().extend_to(last_seq, now)
-        self._stalled_since = now if self.pending else None
+        self.stalled_since = now if self.pending else None
 
 
 class IgnoresNewerFetchedDeliveries(Lane):
     """Does not count deliveries that were fetched before they were announced."""
 
     def append_fetched(self, deliveries: Any) -> None:
-        last_seq = self._last_seq
+        last_seq = self.last_seq
         super().append_fetched(deliveries)
-        self._last_seq = last_seq
+        self.last_seq = last_seq
 
 
 class ReportsDrainedTooEarly(Lane):

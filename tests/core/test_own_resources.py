@@ -7,7 +7,8 @@ import errno
 import pytest
 
 from outbox.core.admission.endpoint_queue import Slot
-from outbox.core.admission.request_scheduler import RECOVERY_S, RequestScheduler
+from outbox.core.admission.open_requests import RECOVERY_S
+from outbox.core.admission.request_scheduler import RequestScheduler
 from outbox.core.brokers.port import StopKind
 from outbox.core.model.response import Failure
 from outbox.destinations.broker_connection import stop_of

@@ -9,16 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outbox.core.admission.endpoint_queue import CapacityClass, Slot, WaitReason
+from outbox.core.admission.endpoint_queue import CapacityClass, EndpointQueue, Slot, WaitReason
+from outbox.core.admission.open_requests import FAST_LATENCY_MAX_S, PREEMPT_GRACE_S, SLOW_MIN_S
 from outbox.core.admission.rate_limit import RATE_SLACK_S, RESOLUTION_S, RateLimit
-from outbox.core.admission.request_scheduler import (
-    FAST_LATENCY_MAX_S,
-    PREEMPT_GRACE_S,
-    PREEMPTED_MAX,
-    SLOW_MIN_S,
-    RequestScheduler,
-)
+from outbox.core.admission.request_scheduler import RequestScheduler
 from outbox.core.admission.timer_queue import SPARE
+from outbox.core.admission.waiting_requests import PREEMPTED_MAX
 from tests.core.request_scheduler_model import Endpoint, Simulation
 
 PLACES = 64
@@ -63,8 +59,8 @@ def assert_no_idle_capacity(simulation: Simulation) -> None:
     for endpoint in simulation.endpoints.values():
         queue = endpoint.queue
         if queue.waiting:
-            part = scheduler._class_for(queue, simulation.now)
-            held = scheduler._limit_reached(queue, simulation.now)
+            part, now = queue.class_at(simulation.now), simulation.now
+            held = queue.limit_reached(now) or queue.tenant.limit_reached(now)
             assert held is not None or not scheduler._has_capacity(queue, part)
 
 
@@ -170,20 +166,27 @@ def test_limits_hold_slots_are_used_and_every_endpoint_is_served(
     assert not any(ring.usage for ring in scheduler._tenant_queues)
 
 
-class SchedulerWithoutFastPath(RequestScheduler):
-    """Examine every queue instead of using the fast path."""
+class SchedulerWithoutRuns(RequestScheduler):
+    """Let every request ask for a slot."""
 
-    def _is_fast_path(self, slot: Slot, now: float) -> bool:
+    def continue_run(self, slot: Slot, began_at: float, now: float) -> bool:
         return False
 
 
-def uncontended_simulation(rng: Random, kind: type[RequestScheduler]) -> Simulation:
-    """Return a simulation in which requests hardly ever wait."""
+class SchedulerWithoutShortcut(SchedulerWithoutRuns):
+    """Grant every slot by all rules."""
+
+    def _start_successor(self, queue: EndpointQueue, now: float) -> None:
+        return None
+
+
+def saturated_simulation(rng: Random, kind: type[RequestScheduler]) -> Simulation:
+    """Return a simulation in which mostly the lanes of one endpoint wait."""
     limits = rng.choice((None, None, 3)), rng.choice((None, None, 9.0))
     simulation = Simulation(kind(rng.choice((4, 12, PLACES)), *limits))
     simulation.ending_s = 0.5
-    for n in range(6):
-        slow_share = rng.choice((0.0, 0.02, 0.1))
+    for n in range(rng.choice((1, 2, 4))):
+        slow_share = rng.choice((0.0, 0.02, 0.1) if n else (0.0, 0.0, 0.002))
 
         def takes_s(_: int, __: float, share: float = slow_share) -> float:
             return 30.0 * rng.random() if rng.random() < share else 0.2 * rng.random()
@@ -191,8 +194,8 @@ def uncontended_simulation(rng: Random, kind: type[RequestScheduler]) -> Simulat
         Endpoint(
             simulation,
             takes_s,
-            lanes=rng.choice((1, 3, 12)),
-            every_s=rng.choice((0.04, 0.3)),
+            lanes=rng.choice((12, 40)) if n == 0 else 1,
+            every_s=None if n == 0 else 0.3,
             tenant=rng.choice((None, None, "a", "b")),
             in_flight_max=rng.choice((None, None, None, 2)),
             rate_per_s=rng.choice((None, None, None, 10.0)),
@@ -204,10 +207,10 @@ def uncontended_simulation(rng: Random, kind: type[RequestScheduler]) -> Simulat
 @pytest.mark.slow
 @settings(max_examples=settings().max_examples * 3 // 5)
 @given(st.integers(0, 2**32))
-def test_the_fast_path_decides_like_the_full_path(seed: int) -> None:
+def test_the_shortcut_decides_like_all_rules(seed: int) -> None:
     runs = []
-    for kind in (RequestScheduler, SchedulerWithoutFastPath):
-        simulation = uncontended_simulation(Random(seed), kind)
+    for kind in (SchedulerWithoutRuns, SchedulerWithoutShortcut):
+        simulation = saturated_simulation(Random(seed), kind)
         samples: list[tuple[float, ...]] = []
 
         def sample(simulation: Simulation, samples: list[tuple[float, ...]] = samples) -> None:
@@ -220,11 +223,12 @@ def test_the_fast_path_decides_like_the_full_path(seed: int) -> None:
                     scheduler.probation,
                     scheduler.slow,
                     scheduler.waiting,
+                    *(each.open_count for each in simulation.endpoints.values()),
                 )
             )
 
         simulation.on_step.append(sample)
-        simulation.run(20.0)
+        simulation.run(10.0)
         runs.append(samples)
     assert runs[0] == runs[1]
 
@@ -383,8 +387,8 @@ def test_an_overdue_request_frees_a_fast_slot() -> None:
     assert scheduler.end(first, 1.5) == []
     assert scheduler.end(second, 1.6, responded=False) == []
     # The endpoint stays slow for a while after that.
-    assert scheduler._class_for(queue, 1.6 + SLOW_MIN_S - 1) is CapacityClass.SLOW
-    assert scheduler._class_for(queue, 100.0) is CapacityClass.PROBATION
+    assert queue.class_at(1.6 + SLOW_MIN_S - 1) is CapacityClass.SLOW
+    assert queue.class_at(100.0) is CapacityClass.PROBATION
 
 
 def test_overdue_requests_beyond_the_limit_are_preempted_oldest_of_the_largest_holder_first() -> (
@@ -503,7 +507,7 @@ def test_an_abandoned_request_does_not_classify_its_endpoint() -> None:
     slot = Slot(queue)
     assert scheduler.admit(slot, 0.0)
     scheduler.end(slot, 0.1, responded=False)
-    assert scheduler._class_for(queue, 0.2) is CapacityClass.PROBATION
+    assert queue.class_at(0.2) is CapacityClass.PROBATION
 
 
 def test_stale_timers_are_removed() -> None:

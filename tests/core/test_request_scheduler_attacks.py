@@ -8,8 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from outbox.core.admission.endpoint_queue import Slot, WaitReason
-from outbox.core.admission.request_scheduler import FAST_LATENCY_MAX_S as QUICK_MAX_S
-from outbox.core.admission.request_scheduler import PREEMPT_GRACE_S, PREEMPTED_MAX, RequestScheduler
+from outbox.core.admission.open_requests import FAST_LATENCY_MAX_S as QUICK_MAX_S
+from outbox.core.admission.open_requests import PREEMPT_GRACE_S
+from outbox.core.admission.request_scheduler import RequestScheduler
+from outbox.core.admission.waiting_requests import PREEMPTED_MAX
 from tests.core.request_scheduler_model import Endpoint, Simulation
 from tests.support.tiers import sampled
 

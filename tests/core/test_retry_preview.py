@@ -6,7 +6,7 @@ from uuid import UUID
 
 import pytest
 
-from outbox.core.delivery.commands import Fetch, Progress, Record, Send, Wait
+from outbox.core.delivery.commands import Fetch, LaneSnapshot, Progress, Record, Send, Wait
 from outbox.core.delivery.lane import Lane
 from outbox.core.delivery.retry_preview import markdown, schedule
 from outbox.core.model.delivery import Delivery
@@ -40,7 +40,7 @@ def attempts(policy: RetryPolicy, u: float, *, late_s: float = 0.0) -> tuple[lis
 
     `late_s`: delay of every attempt after its due time, in seconds.
     """
-    lane = Lane(1, Progress(), (), 1, 0)
+    lane = Lane(LaneSnapshot(1, 1, Progress()), 0)
     now, times = START, []
     while True:
         command = lane.next(now)

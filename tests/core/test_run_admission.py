@@ -6,12 +6,8 @@ import pytest
 
 from outbox.core.admission.adaptive_scheduler import AdaptiveRequestScheduler
 from outbox.core.admission.endpoint_queue import CapacityClass, EndpointQueue, Slot
-from outbox.core.admission.request_scheduler import (
-    FAST_LATENCY_MAX_S,
-    ROTATION_S,
-    RUN_S,
-    RequestScheduler,
-)
+from outbox.core.admission.open_requests import FAST_LATENCY_MAX_S
+from outbox.core.admission.request_scheduler import ROTATION_S, RUN_S, RequestScheduler
 
 
 def fast_endpoint(

@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from outbox.core.admission.endpoint_queue import Slot
-from outbox.core.admission.request_scheduler import FAST_LATENCY_MAX_S, RequestScheduler
+from outbox.core.admission.open_requests import FAST_LATENCY_MAX_S
+from outbox.core.admission.request_scheduler import RequestScheduler
 from outbox.core.model.response import AttemptResult, Failure
 from outbox.relay.delivery.admission import PREEMPTED_DETAIL, AdmissionQueue
 from tests.support.virtual_time import run_virtual

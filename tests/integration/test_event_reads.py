@@ -10,7 +10,7 @@ import pytest
 
 from outbox.core.delivery.buffer_budget import COPIES, READ_BYTES_MAX, ROW_BYTES, BufferBudget
 from outbox.core.delivery.circuit_breaker import FAILURES_MAX, CircuitBreaker
-from outbox.core.delivery.commands import Progress
+from outbox.core.delivery.commands import LaneSnapshot, Progress
 from outbox.core.delivery.lane import Lane
 from outbox.core.model.message_format import BATCH_MAX
 from outbox.core.model.response_policy import AttemptOutcome
@@ -33,7 +33,9 @@ class WaitingLane:
     ) -> None:
         self.id = lane_id
         share = (budget or BufferBudget()).share_of("shop")
-        self.state = Lane(lane_id, Progress(), (), PENDING, 0, batch_max=batch_max, share=share)
+        self.state = Lane(
+            LaneSnapshot(lane_id, PENDING, Progress()), 0, batch_max=batch_max, share=share
+        )
         self.read = None
         endpoint = SimpleNamespace(id=lane_id % 7, tenant=None, batch_max=batch_max)
         self.runtime = SimpleNamespace(endpoint=endpoint, breaker=CircuitBreaker(), stopped=False)
@@ -112,7 +114,7 @@ async def test_a_lane_in_trouble_reads_one_delivery(trouble: str) -> None:
             lane.runtime.breaker.record_result(AttemptOutcome.RETRY, NOW, 0.0)
     else:
         progress = Progress(retry_seq=1, attempts=1, spent=1, next_attempt_at=NOW)
-        lane.state = Lane(1, progress, (), PENDING, 0)
+        lane.state = Lane(LaneSnapshot(1, PENDING, progress), 0)
     await read([lane], store := FullLanes())
     assert store.reads == [1]
 

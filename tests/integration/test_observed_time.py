@@ -353,7 +353,7 @@ async def test_time_in_which_a_relay_lacks_resources_ends_nothing(
 ) -> None:
     """Also if no check of the endpoints sees it, because they are further apart."""
     monkeypatch.setattr("outbox.relay.delivery.admission.EXHAUSTED_S", 0.0)
-    monkeypatch.setattr("outbox.core.admission.request_scheduler.RECOVERY_S", 0.05)
+    monkeypatch.setattr("outbox.core.admission.open_requests.RECOVERY_S", 0.05)
     await add_endpoint(database, "disabled", retry=PATIENT, lanes=1, disable_after_s=60.0)
     lacks, attempts, checks = False, 0, 0
     check = EndpointSupervisor._check_endpoints

@@ -68,7 +68,8 @@ class Owner:
             endpoint(), 1, self.now, Meters().acquire("shop"), line, Odometer()
         )
         loaded = LoadedLane(
-            1, ENDPOINT, "lane", 1, False, False, 0, LAST_SEQ, self.now, Progress(), ()
+            1, LAST_SEQ, Progress(), pending_since=self.now,
+            endpoint_id=ENDPOINT, name="lane", generation=1,
         )  # fmt: skip
         (self.lane,) = self.home.add_lanes([loaded], 0, self.now)
         self.erased: set[int] = set()

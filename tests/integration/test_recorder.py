@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any, cast
 from uuid import UUID
 
-from outbox.core.delivery.commands import AttemptRow, DeadLetter, Progress, Record
+from outbox.core.delivery.commands import AttemptRow, DeadLetter, LaneSnapshot, Progress, Record
 from outbox.core.delivery.delivery_history import DeliveryHistory
 from outbox.core.delivery.lane import Lane
 from outbox.core.model.delivery import Delivery
@@ -55,7 +55,7 @@ async def groups_of(records: list[Record]) -> list[list[int]]:
     """Let lanes write these records at the same time; return the lanes of each group."""
     store = Groups()
     recorder = Recorder(cast("RecordStore", store), 0.0, lambda: 60.0, DeliveryHistory())
-    lanes = [Lane(record.lane_id, Progress(), (), 1, 0) for record in records]
+    lanes = [Lane(LaneSnapshot(record.lane_id, 1, Progress()), 0) for record in records]
     async with asyncio.timeout(30):
         writes = [
             asyncio.create_task(recorder.write(lane, 1, record))
@@ -100,7 +100,7 @@ async def test_responses_count_until_they_are_written() -> None:
 
     store = cast("RecordStore", SlowGroups())
     recorder = Recorder(store, 0.0, lambda: 60.0, DeliveryHistory(), response_bytes_max=1_000)
-    lane = Lane(1, Progress(), (), 1, 0)
+    lane = Lane(LaneSnapshot(1, 1, Progress()), 0)
     row = AttemptRow(1, 1, 1, "delivered", 200, None, 1.0, 0.001, {"body": "x" * 1_000})
     running = asyncio.create_task(recorder.run())
     async with asyncio.timeout(30):

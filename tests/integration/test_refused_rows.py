@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from outbox.core.delivery import lane as lanes
+from outbox.core.delivery import owned_lane
 from outbox.core.delivery.commands import Progress, Record
 from outbox.operations import status
 from outbox.operations.criteria import DeadLetterSelection
@@ -294,8 +294,8 @@ async def test_a_refused_dead_letter_holds_its_lane_alone(
     refuse: Callable[[str, str], str],
 ) -> None:
     """Until the database accepts it; nothing is lost or sent again, and the order holds."""
-    monkeypatch.setattr(lanes, "REFUSED_RETRY_S_MIN", 0.2)
-    monkeypatch.setattr(lanes, "REFUSED_RETRY_S_MAX", 0.2)
+    monkeypatch.setattr(owned_lane, "REFUSED_RETRY_S_MIN", 0.2)
+    monkeypatch.setattr(owned_lane, "REFUSED_RETRY_S_MAX", 0.2)
     await add_endpoint(database, "good", lanes=1)
     await add_endpoint(database, "bad", lanes=1)
     await add_endpoint(database, "oncall", types=[ROW_REFUSED])

@@ -11,9 +11,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from outbox.core.admission.request_scheduler import RequestScheduler
-from outbox.core.delivery.commands import AttemptRow, Progress, Record
+from outbox.core.delivery.commands import AttemptRow, LaneSnapshot, Progress, Record
 from outbox.core.delivery.delivery_history import DeliveryHistory
 from outbox.core.delivery.lane import Lane
+from outbox.core.delivery.stream_position import StreamPosition
 from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.operations.criteria import DeadLetterSelection
 from outbox.operations.dead_letters import replay as replays
@@ -423,7 +424,7 @@ class Replica:
         (self.epoch,) = self.epochs.values()
         self.connection = await self.database.connect(**SESSION)
         lane_id = await fetchval(self.database, "SELECT id FROM lane")
-        self.lane = Lane(lane_id, Progress(), (), 10**9, 0)
+        self.lane = Lane(LaneSnapshot(lane_id, 10**9, Progress()), 0)
         return self
 
 
@@ -521,7 +522,8 @@ async def test_the_receipt_of_a_partial_append_is_written_without_a_later_succes
     recorder = Recorder(
         RecordStore(replica.connection, replica.id), 0.0, lambda: 60.0, DeliveryHistory()
     )
-    lane.record_receipt(1, "receipt 1")
+    lane.stream = StreamPosition()
+    lane.stream.record_receipt(1, "receipt 1")
     stored = AttemptRow(1, 1, 1, "delivered", None, None, 1.0, 0.001)
     recorder.add(lane, replica.epoch, Record(lane.id, 1, stored))
     rest = AttemptRow(1, 2, 1, "retry", None, "full", 1.0, 0.001)

@@ -12,7 +12,7 @@ import pytest
 
 from outbox.core.cluster.observed_time import Odometer
 from outbox.core.delivery.circuit_breaker import CircuitBreaker
-from outbox.core.delivery.commands import Fetch, Progress
+from outbox.core.delivery.commands import Fetch, LaneSnapshot, Progress
 from outbox.core.delivery.lane import Lane
 from outbox.operations.endpoints import changes as endpoint_changes
 from outbox.relay.cluster import ownership
@@ -121,7 +121,7 @@ def lane(lane_id: int, endpoint_id: int, tenant: str | None, pending: int = 1000
         runtime=SimpleNamespace(endpoint=endpoint, stopped=False, breaker=CircuitBreaker()),
         loaded=SimpleNamespace(id=lane_id, name=f"lane-{lane_id}"),
         read=None,
-        state=Lane(lane_id, Progress(), (), pending, 0),
+        state=Lane(LaneSnapshot(lane_id, pending, Progress()), 0),
     )
 
 

@@ -16,8 +16,9 @@ from outbox.core.brokers.port import Appended, Owner, Stop, StopKind
 from outbox.core.cluster.observed_time import GracePeriod
 from outbox.core.delivery.buffer_budget import BufferBudget
 from outbox.core.delivery.circuit_breaker import BreakerState
-from outbox.core.delivery.commands import End, Fetch, Open, Record, Send, Wait
+from outbox.core.delivery.commands import End, Fetch, LaneSnapshot, Open, Record, Send, Wait
 from outbox.core.delivery.signing_clock import ClockDifference, SigningClock
+from outbox.core.delivery.stream_position import StreamPosition
 from outbox.core.model.headers import NO_HEADERS
 from outbox.core.model.message_format import ENVELOPE
 from outbox.core.model.response import AttemptResult, Failure
@@ -191,11 +192,11 @@ class LaneOwner:
     def __init__(self, world: World, lanes: type[Lane], attempts: type[BrokerAttempts]) -> None:
         self._world = world
         database, self.epoch = world.database, world.database.claim()
-        self.lane = lanes(
-            1, database.progress, database.tail(), database.last_seq, 0,
-            batch_max=BATCH_MAX, has_position=True, ended=database.ended,
-            end_written=database.end_seq is not None,
-        )  # fmt: skip
+        snapshot = LaneSnapshot(
+            1, database.last_seq, database.progress, database.tail(), ended=database.ended
+        )
+        stream = StreamPosition(end_written=database.end_seq is not None)
+        self.lane = lanes(snapshot, 0, batch_max=BATCH_MAX, stream=stream)
         self.lane.clamp_times(POLICY, world.now)
         self.recorder = Recorder(world, self.lane, self.epoch)
         self.held: Failure | None = None

@@ -89,10 +89,11 @@ class EagerDeadLetters(Lane):
     __slots__ = ()
 
     def next(self, now: float, gate: Gate = Gate.OPEN) -> Command:
-        if self._position is None and self._busy is None:
+        assert self.stream is not None
+        if self.stream.seq is None and self._busy is None:
             if self._pending_cut is not None:
                 (through, reason), self._pending_cut = self._pending_cut, None
-                if through > self._acked:
+                if through > self.acked_seq:
                     return self._dead_letter_range(through, reason)
             if self._buffer.queue and self._buffer.queue[0].seq == self._skip_seq:
                 return self._dead_letter(self._buffer.queue[0], "skipped", None)
@@ -103,10 +104,10 @@ class BlindAttempts(BrokerAttempts):
     """A mutant: after a lost response it appends again, without opening the lane."""
 
     async def append(self, lane: Any, *args: Any) -> Any:
-        position = lane.state.position
+        position = lane.state.stream.seq
         result = await super().append(lane, *args)
         if result is not None and _is_unknown(result[1]):
-            lane.state._position = position
+            lane.state.stream.seq = position
         return result
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from outbox import store
 from outbox.config import Settings
 from outbox.core.delivery.circuit_breaker import BreakerRecord, BreakerState
-from outbox.core.delivery.commands import Record, Send
+from outbox.core.delivery.commands import LaneSnapshot, Record, Send
 from outbox.core.delivery.lane import Lane
 from outbox.core.delivery.operational_events import ReportedState
 from outbox.core.model.response import AttemptResult
@@ -294,7 +294,9 @@ class Script:
             return None
         chosen = rng.choice(loaded)
         p = chosen.progress
-        lane = Lane(chosen.id, p, chosen.tail, chosen.last_seq, 0, blocked=chosen.blocked)
+        lane = Lane(
+            LaneSnapshot(chosen.id, chosen.last_seq, p, chosen.tail, blocked=chosen.blocked), 0
+        )
         fetch = lane.fetch()
         if fetch is not None:
             rows = await self._lanes.deliveries(
@@ -552,7 +554,9 @@ class Script:
         for endpoint_id in sorted(self._owner, key=self._n):
             loaded = await self._lanes.lanes([endpoint_id])
             for row in sorted(loaded, key=lambda row: int(row.id)):
-                lane = Lane(row.id, row.progress, row.tail, row.last_seq, 0, blocked=False)
+                lane = Lane(
+                    LaneSnapshot(row.id, row.last_seq, row.progress, row.tail, blocked=False), 0
+                )
                 lane.dead_letter_through(row.last_seq, "backlog")
                 record = lane.next(STARTED_AT + 1e6)
                 if isinstance(record, Record):

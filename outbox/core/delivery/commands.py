@@ -78,6 +78,27 @@ class LaneEnd(NamedTuple):
         return ""
 
 
+@dataclass(frozen=True, slots=True)
+class LaneSnapshot:
+    """The stored state of a lane: its checkpoint, counter and later acknowledgements."""
+
+    id: int
+    last_seq: int
+    """The last assigned sequence."""
+    progress: Progress
+    """Its checkpoint."""
+    tail: Sequence[tuple[int, int, float]] = ()
+    """Sequence, batch and time of the delivered rows of the attempt log after the checkpoint."""
+    pending_since: float | None = None
+    """When its first pending delivery got its sequence, in epoch seconds; None: there is none."""
+    blocked: bool = False
+    """It is blocked until an operator unblocks it."""
+    ended: bool = False
+    """A newer generation replaced it, so it gets no new deliveries."""
+    skip_seq: int = 0
+    """The sequence that an operator skipped last; 0: none."""
+
+
 class AttemptRow(NamedTuple):
     """One row of the attempt log."""
 
@@ -91,6 +112,28 @@ class AttemptRow(NamedTuple):
     elapsed_s: float
     response: dict[str, Any] | None = None
     """The stored response, see `outbox.core.model.stored_response`."""
+
+    @classmethod
+    def from_response(
+        cls,
+        delivery: Delivery | ErasedEvent | LaneEnd,
+        attempt: int,
+        outcome: Literal["delivered", "retry", "refused"],
+        response: AttemptResult,
+        stored: dict[str, Any] | None,
+        started_at: float,
+    ) -> AttemptRow:
+        """The row of an attempt with one delivery.
+
+        Args:
+            stored: the response in its stored form.
+            started_at: when the request began, in epoch seconds.
+        """
+        error = response.detail or (response.failure.value if response.failure else None)
+        return cls(
+            delivery.batch, delivery.seq, attempt, outcome, response.status, error, started_at,
+            response.elapsed_s, stored,
+        )  # fmt: skip
 
 
 class RunResults:

@@ -58,8 +58,8 @@ class RetryState:
             reported_spent=progress.spent - progress.spent % STUCK_EVERY,
         )
 
-    def should_report_stuck(self) -> bool:
-        """Whether to report the lane as stuck now; the caller then does."""
+    def report_stuck(self) -> bool:
+        """Record that the lane is reported as stuck, if that is due; whether it is."""
         if self.spent - self.reported_spent < STUCK_EVERY:
             return False
         self.reported_spent = self.spent

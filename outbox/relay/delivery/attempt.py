@@ -15,6 +15,7 @@ from outbox.core.delivery.commands import End, Open, Send
 from outbox.core.delivery.delivery_run import DeliveryRun
 from outbox.core.model.response import Failure
 from outbox.relay.delivery.attempts import Attempt
+from outbox.relay.delivery.broker_attempts import stream_of
 from outbox.relay.delivery.lane_run import LaneRun
 from outbox.store.errors import Fenced
 
@@ -178,7 +179,7 @@ class AttemptSender:
         """Whether nothing was sent, because this process lacks resources."""
         appended = attempt.appended
         return attempt.response.failure is Failure.LOCAL and (
-            appended is None or appended.through == lane.state.position
+            appended is None or appended.through == stream_of(lane).seq
         )
 
     def _require_lease(self) -> None:
@@ -225,6 +226,4 @@ def revalidate(
     runtime = lane.runtime
     if runtime.stopped or runtime.breaker.state is not state or runtime.breaker.blocks_all(now):
         return None
-    if isinstance(send, End):
-        return None if lane.state.position is None else send
-    return send if isinstance(send, Open) else lane.state.revalidate(send, now)
+    return lane.state.revalidate(send, now)

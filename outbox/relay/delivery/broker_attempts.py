@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from outbox.core.brokers.port import Message, Standing
     from outbox.core.brokers.repair import Repair, RepairDecision
     from outbox.core.delivery.commands import End, Send
+    from outbox.core.delivery.stream_position import StreamPosition
     from outbox.destinations.broker import Broker
     from outbox.relay.delivery.admission import AdmissionQueue
     from outbox.relay.delivery.owned_endpoints import LaneRuntime
@@ -132,7 +133,8 @@ class BrokerAttempts:
         self, lane: LaneRuntime, broker: Broker, owner: Owner, *, force: bool = False
     ) -> _Opened | AttemptResult:
         """Open the lane and compare its position with the database."""
-        state, name, receipt = lane.state, lane.loaded.name, lane.state.release_receipt()
+        state, name = lane.state, lane.loaded.name
+        receipt = stream_of(lane).release_receipt(state.committed_seq)
         standing = await self._admission.send(
             lane.slot, broker.open(name, owner, state.delivered_seq, receipt, force=force)
         )
@@ -316,7 +318,7 @@ class BrokerAttempts:
         """Append the deliveries of a Send to the lane's stream; None: nothing was stored, and the
         lane must be opened at once.
         """
-        position = lane.state.position
+        position = stream_of(lane).seq
         assert position is not None
         messages = messages_of(
             lane.runtime.endpoint,
@@ -357,7 +359,7 @@ class BrokerAttempts:
         # The acknowledgements in memory first.  The next owner would otherwise find the entry, and
         # pending deliveries before it that it cannot tell from those of a restored database.
         await self._recorder.flush()
-        position = lane.state.position
+        position = stream_of(lane).seq
         if position is None:
             lane.state.cancel_send()
             return None
@@ -396,7 +398,7 @@ class BrokerAttempts:
             lane.slot, broker.append(lane.loaded.name, owner, after, messages)
         )
         if isinstance(appended, Appended) and appended.receipt is not None:
-            lane.state.record_receipt(appended.through, appended.receipt)
+            stream_of(lane).record_receipt(appended.through, appended.receipt)
         return appended
 
     async def _read(self, reading: Coroutine[Any, Any, T]) -> T:
@@ -410,7 +412,13 @@ class BrokerAttempts:
     async def _owner(self, lane: LaneRuntime) -> Owner:
         if self._identity is None:
             self._identity = await self._read(self._store.identity())
-        return Owner(self._identity, lane.runtime.epoch, lane.state.openings)
+        return Owner(self._identity, lane.runtime.epoch, stream_of(lane).openings)
+
+
+def stream_of(lane: LaneRuntime) -> StreamPosition:
+    """The position of a broker's lane."""
+    assert lane.state.stream is not None
+    return lane.state.stream
 
 
 def _is_forgotten(opened: _Opened) -> bool:

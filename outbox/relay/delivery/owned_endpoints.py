@@ -15,6 +15,7 @@ from outbox.core.delivery.commands import Gate
 from outbox.core.delivery.lane import Lane
 from outbox.core.delivery.lane_generations import LaneGenerations
 from outbox.core.delivery.signing_clock import ClockDifference, SigningClock
+from outbox.core.delivery.stream_position import StreamPosition
 from outbox.core.messages.batch import prepare_request
 from outbox.core.model.redaction import SecretRedactor
 from outbox.destinations.broker_address import broker_address
@@ -87,20 +88,14 @@ class LaneRuntime:
     ) -> None:
         self.runtime = runtime
         self.loaded = loaded
+        stream = None
+        if runtime.broker is not None:
+            stream = StreamPosition(loaded.receipt, end_written=loaded.end_written)
         self.state = Lane(
-            loaded.id,
-            loaded.progress,
-            loaded.tail,
-            loaded.last_seq,
+            loaded,
             sent_through_batch,
-            pending_since=loaded.pending_since,
-            blocked=loaded.blocked,
-            ended=loaded.ended,
             batch_max=runtime.endpoint.batch_max,
-            skip_seq=loaded.skip_seq,
-            has_position=runtime.broker is not None,
-            receipt=loaded.receipt,
-            end_written=loaded.end_written,
+            stream=stream,
             share=runtime.share,
         )
         self.slot = Slot(runtime.queue)

@@ -218,8 +218,10 @@ class Recorder:
                 entry.lane.confirm_recorded(entry.record)
             if not (isinstance(entry.record, Record) and entry.record.urgent):
                 self._dirty_lanes[entry.lane.id] = (entry.epoch, entry.lane.checkpoint())
-            if (receipt := entry.lane.release_receipt()) is not None:
-                self._receipts[entry.lane.id] = (entry.epoch, receipt)
+            if (stream := entry.lane.stream) is not None:
+                receipt = stream.release_receipt(entry.lane.committed_seq)
+                if receipt is not None:
+                    self._receipts[entry.lane.id] = (entry.epoch, receipt)
         for entry in group:
             if entry.done is not None and not entry.done.done():
                 entry.done.set_result(None)

@@ -104,8 +104,8 @@ def _settle_without_delivery(
         effect = BreakerEffect(probes_changed=runtime.breaker.state is not _HEALTHY)
     else:
         outcome, effect = _apply_to_breaker(runtime, attempt, outcome, now, rng, telemetry)
-    record = lane.state.record_result(
-        outcome, attempt.response, runtime.endpoint.retry,
+    record = lane.state.record_open_failed(
+        attempt.response, runtime.endpoint.retry,
         started_at=attempt.started_at, now=now, u=rng.random(), held=held,
     )  # fmt: skip
     telemetry.open_failed(lane, attempt.response, record)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import orjson
 
 from outbox.core.brokers.repair import Repair, RepairKind
-from outbox.core.delivery.commands import ErasedEvent, MissingEvent, Progress
+from outbox.core.delivery.commands import ErasedEvent, LaneSnapshot, MissingEvent, Progress
 from outbox.core.model.delivery import Delivery, earliest_commit, epoch_seconds
 from outbox.core.model.ids import lane_name, message_id
 from outbox.core.sequencing.partition_window import WIDTH
@@ -236,24 +236,13 @@ SELECT lane.id AS lane_id, c.last_seq
 """
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedLane:
-    """A lane with its checkpoint, counter and later acknowledgements."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedLane(LaneSnapshot):
+    """A lane as it was read, with its identity."""
 
-    id: int
     endpoint_id: UUID
     name: str
     generation: int
-    ended: bool
-    """A newer generation replaced it."""
-    blocked: bool
-    skip_seq: int
-    """The sequence number that an operator skipped last; 0: none."""
-    last_seq: int
-    pending_since: float | None
-    """Epoch seconds; None: it has no pending delivery."""
-    progress: Progress
-    tail: tuple[tuple[int, int, float], ...]
     receipt: str | None = None
     """The receipt of the last durable append to a broker."""
     end_written: bool = False
@@ -327,14 +316,7 @@ class LaneStore:
         return [
             LoadedLane(
                 r["id"],
-                r["endpoint_id"],
-                lane_name(r["endpoint_id"], r["generation"], r["slot"]),
-                r["generation"],
-                r["ended"],
-                r["blocked"],
-                r["skip_seq"],
                 r["last_seq"],
-                epoch_seconds(r["pending_since"]),
                 Progress(
                     r["acked_seq"],
                     r["delivered_seq"],
@@ -347,10 +329,17 @@ class LaneStore:
                     r["last_response"] and orjson.loads(r["last_response"]),
                     epoch_seconds(r["success_at"]),
                 ),
-                tuple(tails.get(r["id"], ())),
-                r["receipt"],
-                r["end_written"],
-                r["lanes"],
+                tails.get(r["id"], ()),
+                epoch_seconds(r["pending_since"]),
+                r["blocked"],
+                r["ended"],
+                r["skip_seq"],
+                endpoint_id=r["endpoint_id"],
+                name=lane_name(r["endpoint_id"], r["generation"], r["slot"]),
+                generation=r["generation"],
+                receipt=r["receipt"],
+                end_written=r["end_written"],
+                lanes=r["lanes"],
             )
             for r in rows
         ]

@@ -55,7 +55,7 @@ def batch_advanced_past_accepted_part(sim: Simulation) -> None:
     def patched(self: Any, sent: Any, accepted_seq: int, *args: Any, **rest: Any) -> Any:
         records = record_batch(self, sent, accepted_seq, *args, **rest)
         if accepted_seq >= sent[0].seq:
-            self._advance(sent[-1].seq, sent[-1].batch, delivered=True)
+            self._deliver_through(sent[-1].seq, sent[-1].batch, self._success_at)
         return records
 
     swap(lane.Lane, "record_batch_result", patched)

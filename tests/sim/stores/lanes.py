@@ -154,16 +154,15 @@ def read_lanes(db: Database, tx: Transaction, endpoint_ids: set[UUID]) -> list[L
         found.append(
             LoadedLane(
                 lane["id"],
-                lane["endpoint_id"],
-                lane_name(lane["endpoint_id"], lane["generation"], lane["slot"]),
-                lane["generation"],
-                not newest or history_changed(db, tx),
-                blocked,
-                lane["skip_seq"] or 0,
                 c["last_seq"],
-                db.batch(first[0].batch).at.timestamp() if first else None,
                 Progress(**{name: p[name] for name in Progress._fields}),
-                (),
+                pending_since=db.batch(first[0].batch).at.timestamp() if first else None,
+                blocked=blocked,
+                ended=not newest or history_changed(db, tx),
+                skip_seq=lane["skip_seq"] or 0,
+                endpoint_id=lane["endpoint_id"],
+                name=lane_name(lane["endpoint_id"], lane["generation"], lane["slot"]),
+                generation=lane["generation"],
             )
         )
     return found
