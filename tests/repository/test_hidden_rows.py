@@ -33,7 +33,7 @@ UNGUARDED = {
         change.IS_MADE cluster.replicas.READ_REGISTERED cluster.timeline.MISSING_ROWS
         cluster.timeline.RESTORE_PROBLEM delivery.lanes.READ_COUNTERS
         delivery.records.READ_ATTEMPT_WRITTEN delivery.records.READ_DEAD_LETTER_WRITTEN
-        delivery.records.READ_LANE_CHECKPOINTS retention.periods.READ_UNCLASSIFIED
+        delivery.progress.READ_LANE_CHECKPOINTS retention.periods.READ_UNCLASSIFIED
         schedules.future_events.READ_DUE_EVENTS schedules.future_events.READ_PACED_EVENTS
         schedules.future_events.READ_PACED_TENANTS schedules.schedule_runs.READ_DUE
         sequencing.skipped_events.FIND_SKIPPED_EVENTS
