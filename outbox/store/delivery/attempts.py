@@ -72,34 +72,16 @@ def attempt_rows(runs: Sequence[tuple[int, RunResults]], records: Sequence[Recor
         columns = run.batches, run.seqs, run.statuses, run.started_at, run.elapsed_s, run.responses
         rows += [
             _attempt_row(
-                lane_id,
-                batch,
-                seq,
-                1,
-                "delivered",
-                status,
-                error,
-                started_at,
-                elapsed_s,
-                encoded[id(response)],
+                lane_id, batch, seq, 1, "delivered", status, error, at, elapsed_s, encoded[id(body)]
             )
-            for batch, seq, status, started_at, elapsed_s, response in zip(*columns, strict=True)
+            for batch, seq, status, at, elapsed_s, body in zip(*columns, strict=True)
         ]
     for record in records:
         if (row := record.attempt) is not None:
+            batch, seq, attempt, outcome, status, cause, at, took_s, response = row
+            lane_id, cause, text = record.lane_id, composite_text(cause), composite_json(response)
             rows.append(
-                _attempt_row(
-                    record.lane_id,
-                    row.batch,
-                    row.seq,
-                    row.attempt,
-                    row.outcome,
-                    row.status,
-                    composite_text(row.error),
-                    row.started_at,
-                    row.elapsed_s,
-                    composite_json(row.response),
-                )
+                _attempt_row(lane_id, batch, seq, attempt, outcome, status, cause, at, took_s, text)
             )
     return composite_array(rows)
 

@@ -107,9 +107,8 @@ SELECT require_stored((SELECT count(*) FROM created) + (SELECT count(*) FROM ext
 #   journalled: journal entries for dead-lettered backlogs, abandoned lanes and missing events.
 #   new: the dead letters to report: the created ones, and an extended range when it
 #     receives its first ordinary event.  MATERIALIZED: evaluated once for two readers.
-#   stuck: the lanes to report as stuck ($5), with what their deliveries were read from; an end
-#     entry is no delivery.
-#   reported: the operational events for them.
+#   reported: the operational events for them, and for the lanes to report as stuck ($5), whose
+#     deliveries were read from an event or a copy; an end entry is no delivery.
 # One row for each lane that was moved.
 REPORT_RECORDS = WriteStatement(
     "report_records",
@@ -133,21 +132,19 @@ new AS MATERIALIZED (
        AND CASE x.seq WHEN x.from_seq THEN {IS_ORDINARY}
                 ELSE NOT contains_ordinary_event(x.lane_id, x.batch, x.seq, x.from_seq - 1)
                      AND contains_ordinary_event(x.lane_id, x.batch, x.from_seq, x.to_seq) END),
-stuck AS MATERIALIZED (
-    SELECT moved.*, n.outbox_id, n.copy_id
-      FROM moved LEFT JOIN LATERAL (
-           SELECT outbox_id, copy_id FROM delivery
-            WHERE lane_id = moved.lane_id AND batch = moved.floor_batch AND seq = moved.retry_seq
-            LIMIT 1) n ON true
-     WHERE moved.lane_id = ANY ($5::bigint[]) AND {HAS_OPERATIONAL_SUBSCRIBER}),
 reported(type, endpoint_id, details) AS (
     SELECT {LANE_STUCK_EVENT}
-      FROM stuck x JOIN lane l ON l.id = x.lane_id JOIN endpoint e ON e.id = x.endpoint_id
+      FROM moved x JOIN lane l ON l.id = x.lane_id JOIN endpoint e ON e.id = x.endpoint_id
       LEFT JOIN LATERAL (
-           SELECT event_id, type FROM outbox WHERE id = x.outbox_id
+           SELECT outbox_id, copy_id FROM delivery
+            WHERE lane_id = x.lane_id AND batch = x.floor_batch AND seq = x.retry_seq
+            LIMIT 1) n ON true
+      LEFT JOIN LATERAL (
+           SELECT event_id, type FROM outbox WHERE id = n.outbox_id
             UNION ALL
-           SELECT event_id, type FROM dead_letter WHERE id = x.copy_id LIMIT 1) o ON true
-     WHERE coalesce(o.type, '') NOT LIKE 'outbox.%'
+           SELECT event_id, type FROM dead_letter WHERE id = n.copy_id LIMIT 1) o ON true
+     WHERE x.lane_id = ANY ($5::bigint[]) AND {HAS_OPERATIONAL_SUBSCRIBER}
+       AND coalesce(o.type, '') NOT LIKE 'outbox.%'
      UNION ALL
     SELECT {DEAD_LETTER_CREATED_EVENT}
       FROM new x JOIN lane l ON l.id = x.lane_id
