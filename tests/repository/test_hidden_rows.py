@@ -38,6 +38,9 @@ UNGUARDED = {
         schedules.future_events.READ_PACED_TENANTS schedules.schedule_runs.READ_DUE
         sequencing.skipped_events.FIND_SKIPPED_EVENTS
     """,
+    "a statement before it in the message has written these rows, or the replica is fenced": """
+        delivery.progress.MOVED
+    """,
     "nothing is written: it waits until the row is returned": """
         cluster.replicas.READ_CLOCK cluster.replicas.READ_EPOCHS cluster.replicas.READ_OWNERSHIP
         delivery.endpoint_state.READ_HAS_PENDING_ORDINARY delivery.endpoint_state.READ_OVER_AGE
