@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import binascii
 from base64 import b64decode, b64encode
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from outbox.core.brokers.message import CREDENTIALS_HEADER
 from outbox.core.model.destination import is_stream
@@ -13,10 +13,9 @@ from outbox.errors import UsageError
 from outbox.network.tls import Tls
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
-    from outbox.core.model.headers import EndpointHeaders
-    from outbox.network.egress import Network
+    from outbox.core.delivery.endpoint import Endpoint
 
 BROKER_TIMEOUT_S_MAX = 60.0
 """Longest time-out of a call to a broker, and so the time for which its server can hold one."""
@@ -26,32 +25,7 @@ CREDENTIALS_FORMS = (
 )
 
 
-class BrokerSettings(Protocol):
-    """Endpoint settings that an address has."""
-
-    @property
-    def url(self) -> str: ...
-    @property
-    def tenant(self) -> str | None: ...
-    @property
-    def headers(self) -> EndpointHeaders: ...
-    @property
-    def connect_timeout_s(self) -> float: ...
-    @property
-    def timeout_s(self) -> float: ...
-    @property
-    def networks(self) -> tuple[Network, ...]: ...
-    @property
-    def ca(self) -> str | None: ...
-    @property
-    def identity(self) -> str | None: ...
-    @property
-    def lane_names(self) -> Sequence[str]:
-        """The names of the lanes of the current generation."""
-        ...
-
-
-def broker_address(endpoint: BrokerSettings) -> BrokerAddress | None:
+def broker_address(endpoint: Endpoint) -> BrokerAddress | None:
     """The address of an endpoint's broker; None: its destination is an HTTP receiver."""
     if not is_stream(endpoint.url):
         return None

@@ -16,13 +16,12 @@ from outbox.destinations.endpoint_test import EndpointTestFinding, EndpointTestR
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
+    from outbox.core.delivery.endpoint import Endpoint
     from outbox.destinations.broker import BrokerFinding
-    from outbox.destinations.broker_address import BrokerSettings
-    from outbox.destinations.endpoint_test import EndpointUnderTest
     from outbox.network.egress import EgressPolicy
 
 
-async def examine_broker(endpoint: BrokerSettings, policy: EgressPolicy) -> list[BrokerFinding]:
+async def examine_broker(endpoint: Endpoint, policy: EgressPolicy) -> list[BrokerFinding]:
     """Examine the broker of an endpoint, from this process.
 
     Raises:
@@ -42,7 +41,7 @@ async def examine_broker(endpoint: BrokerSettings, policy: EgressPolicy) -> list
         await brokers.aclose()
 
 
-async def run_broker_test(endpoint: EndpointUnderTest, policy: EgressPolicy) -> EndpointTestResult:
+async def run_broker_test(endpoint: Endpoint, policy: EgressPolicy) -> EndpointTestResult:
     """Examine the broker of an endpoint, as the result of a test."""
     began_at = time.monotonic()
     findings = await examine_broker(endpoint, policy)

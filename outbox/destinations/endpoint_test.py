@@ -6,12 +6,12 @@ import math
 import secrets
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import orjson
 
-from outbox.core.messages.batch import RequestSettings, accepted_through, prepare_request
+from outbox.core.messages.batch import accepted_through, prepare_request
 from outbox.core.model import duration
 from outbox.core.model import retry_policy as retry
 from outbox.core.model.delivery import Delivery
@@ -23,15 +23,11 @@ from outbox.core.model.response_policy import (
     retry_after_s,
 )
 from outbox.core.model.stored_response import stored_response
-from outbox.destinations.http.request import RecipientSettings, recipient_of, signed_request
+from outbox.destinations.http.request import recipient_of, signed_request
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from uuid import UUID
-
-    from outbox.core.messages.signature import SigningKey
+    from outbox.core.delivery.endpoint import Endpoint
     from outbox.core.model.response import AttemptResult
-    from outbox.core.model.retry_policy import RetryPolicy
     from outbox.destinations.interface import Request, Transport
 
 TYPE = "outbox.test"
@@ -64,32 +60,8 @@ class EndpointTestResult:
     """About a broker; empty for callers that may not read responses."""
 
 
-class EndpointUnderTest(RecipientSettings, RequestSettings, Protocol):
-    """Endpoint settings that a test delivery needs."""
-
-    @property
-    def id(self) -> UUID: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def tenant(self) -> str | None: ...
-    @property
-    def batch_max(self) -> int | None: ...
-    @property
-    def retry(self) -> RetryPolicy: ...
-    @property
-    def retryable(self) -> frozenset[int]: ...
-    @property
-    def credentials(self) -> Sequence[str]: ...
-    @property
-    def lane_names(self) -> Sequence[str]: ...
-    def secrets_at(self, now: float) -> Sequence[SigningKey]:
-        """Return the signing keys at a time (epoch seconds)."""
-        ...
-
-
 async def send_test_delivery(
-    transport: Transport, endpoint: EndpointUnderTest, *, total_s_max: float = math.inf
+    transport: Transport, endpoint: Endpoint, *, total_s_max: float = math.inf
 ) -> EndpointTestResult:
     """Send one signed delivery of the type `outbox.test`, immediately.
 
@@ -102,7 +74,7 @@ async def send_test_delivery(
     return EndpointTestResult(endpoint.name, endpoint.method, endpoint.url, stored, *outcome)
 
 
-def _request(endpoint: EndpointUnderTest, total_s_max: float) -> Request:
+def _request(endpoint: Endpoint, total_s_max: float) -> Request:
     """Build the request like that of a real delivery, on a lane of its own."""
     now = time.time()
     delivery = Delivery(
@@ -129,7 +101,7 @@ def _request(endpoint: EndpointUnderTest, total_s_max: float) -> Request:
     return signed_request(recipient, prepared, 1, int(now), endpoint.secrets_at(now))
 
 
-def _classify(response: AttemptResult, endpoint: EndpointUnderTest) -> tuple[str, str]:
+def _classify(response: AttemptResult, endpoint: Endpoint) -> tuple[str, str]:
     """Classify a response like the relay; returns outcome and phrase."""
     outcome = classify(response, maybe_sent_before=False, retryable=endpoint.retryable)
     in_array = endpoint.batch_max is not None

@@ -27,8 +27,8 @@ from outbox.store.sql.expressions import PAYLOAD_BYTES, epoch_s
 if TYPE_CHECKING:
     from asyncpg import Connection
 
+    from outbox.core.delivery.endpoint import Endpoint
     from outbox.store.connection.secrets import Vault
-    from outbox.store.delivery.endpoints import Endpoint
 
 # What a delivery takes from its event.
 READ_CONTENT = f"""

@@ -24,7 +24,7 @@ import pytest
 
 import outbox
 from outbox.operations.dead_letters.skip import LaneMoved, skip_delivery
-from outbox.store.delivery.records import FOUND_DETAIL
+from outbox.store.delivery.stream_progress import FOUND_DETAIL
 from tests.support.brokers.guarantees import read_lanes
 from tests.support.brokers.killed import (
     KAFKA_COMMAND,

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
     from outbox.core.delivery.circuit_breaker import BreakerRecord
     from outbox.core.delivery.commands import Send
+    from outbox.core.delivery.endpoint import Endpoint
     from outbox.relay.delivery.attempts import Attempt
     from outbox.relay.delivery.owned_endpoints import LaneRuntime
-    from outbox.store.delivery.endpoints import Endpoint
     from tests.support.postgres import Database
     from tests.support.relay import Sent
 

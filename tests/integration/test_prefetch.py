@@ -14,6 +14,7 @@ from outbox.core.cluster.observed_time import Odometer
 from outbox.core.delivery.circuit_breaker import BreakerRecord
 from outbox.core.delivery.commands import ErasedEvent, Fetch, Progress, Record, Send
 from outbox.core.delivery.connection_reuse import ConnectionReuse
+from outbox.core.delivery.endpoint import Endpoint
 from outbox.core.delivery.operational_events import ReportedState
 from outbox.core.messages.message import prepare
 from outbox.core.messages.signature import parse_secret
@@ -24,7 +25,6 @@ from outbox.core.model.response_policy import RETRYABLE, AttemptOutcome
 from outbox.core.model.retry_policy import RetryPolicy
 from outbox.destinations.http.request import signed_request
 from outbox.relay.delivery.owned_endpoints import EndpointRuntime, LaneRuntime
-from outbox.store.delivery.endpoints import Endpoint
 from outbox.store.delivery.lanes import LoadedLane
 from outbox.telemetry.meters import Meters
 from tests.core.lane_tables import ENDPOINT, EPOCH_S, delivery

@@ -35,7 +35,7 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from outbox.store.delivery.endpoints import Endpoint
+    from outbox.core.delivery.endpoint import Endpoint
     from outbox.store.delivery.lanes import LoadedLane
     from tests.support.postgres import Database
 

@@ -44,7 +44,7 @@ CONTAINED = (
     "claim_endpoints",
     "write_batch",
     "write_acknowledgements",
-    "write_records",
+    "write_progress",
     "renew_lease",
     "fall_asleep",
     "release_endpoints",

@@ -33,10 +33,13 @@ UNGUARDED = {
         change.IS_MADE cluster.replicas.READ_REGISTERED cluster.timeline.MISSING_ROWS
         cluster.timeline.RESTORE_PROBLEM delivery.lanes.READ_COUNTERS
         delivery.records.READ_ATTEMPT_WRITTEN delivery.records.READ_DEAD_LETTER_WRITTEN
-        delivery.records.READ_LANE_CHECKPOINTS retention.periods.READ_UNCLASSIFIED
+        delivery.progress.READ_LANE_CHECKPOINTS retention.periods.READ_UNCLASSIFIED
         schedules.future_events.READ_DUE_EVENTS schedules.future_events.READ_PACED_EVENTS
         schedules.future_events.READ_PACED_TENANTS schedules.schedule_runs.READ_DUE
         sequencing.skipped_events.FIND_SKIPPED_EVENTS
+    """,
+    "a statement before it in the message has written these rows, or the replica is fenced": """
+        delivery.progress.MOVED
     """,
     "nothing is written: it waits until the row is returned": """
         cluster.replicas.READ_CLOCK cluster.replicas.READ_EPOCHS cluster.replicas.READ_OWNERSHIP

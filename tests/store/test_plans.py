@@ -37,6 +37,7 @@ from outbox.store.cluster import leadership, replicas
 from outbox.store.cluster.timeline import READ_SERVER_FENCE
 from outbox.store.delivery import endpoint_state, lanes, records
 from outbox.store.delivery import endpoints as destinations
+from outbox.store.delivery.progress import READ_LANE_CHECKPOINTS
 from outbox.store.errors import Fenced
 from outbox.store.replays import replay_feed
 from outbox.store.replays.replay_progress import ReplayBatch
@@ -44,6 +45,7 @@ from outbox.store.retention.erasure import ERASE_RESPONSES, PLAN_BY_INDEX, SET_P
 from outbox.store.schedules import schedule_runs
 from outbox.store.sequencing import batches as sequencing
 from outbox.store.sequencing import event_reads, routing
+from outbox.store.sql.message import WriteStatement
 from outbox_api import live_status
 from tests.support.long_log import (
     ACKED,
@@ -76,7 +78,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from uuid import UUID
 
-    from outbox.store.sql.message import WriteCall, WriteStatement
+    from outbox.store.sql.message import WriteCall
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.full
@@ -418,35 +420,6 @@ def _attempt(outcome: Any = "delivered") -> AttemptRow:
     return AttemptRow(BATCHES - 1, NUMBERS, 1, outcome, 200, None, 1e9, 0.1)
 
 
-async def _written(log: LongLog, group: Sequence[Record]) -> tuple[str, tuple[Any, ...]]:
-    received = Received()
-    store = records.RecordStore(received, log.replica, log.server_fence)
-    with suppress(Fenced):
-        await store.write(group, [0] * len(group))
-    return received.asked[0]
-
-
-async def _group(log: LongLog) -> Case:
-    group = [Record(lane, NUMBERS, _attempt()) for lane in log.lanes[:100]]
-    return Case(*await _written(log, group), 1, 7 * 100)
-
-
-async def _group_with_a_dead_letter(log: LongLog) -> Case:
-    group = [
-        Record(
-            lane,
-            NUMBERS,
-            _attempt("refused"),
-            Progress(acked_seq=NUMBERS, floor_batch=BATCHES - 1),
-            DeadLetter(
-                ErasedEvent(log.endpoints[1], NUMBERS, BATCHES - 1, HIGH), "erased", 1, None
-            ),
-        )
-        for lane in log.lanes_of(1)[:10]
-    ]
-    return Case(*await _written(log, group), 30, 60 * 10)
-
-
 WANTED = "UPDATE subscription SET types = types || '{outbox.**}'::text[]"
 ASKED_BEFORE = (
     f"{WANTED}; SELECT publish_operational_event('outbox.x', NULL, '{{}}'), "
@@ -455,16 +428,58 @@ ASKED_BEFORE = (
 """The server reads the functions' bodies once in a session, and plans what is in them."""
 
 
-async def _group_with_a_reported_range(log: LongLog) -> Case:
-    """Only the first sequence of the range is read.
+async def _written(
+    log: LongLog, group: Sequence[Record], n: int, rows_max: int, pages_max: int
+) -> Case:
+    """The statement `n` of the message that writes a group, after those before it."""
+    received = Received()
+    store = records.RecordStore(received, log.replica, log.server_fence)
+    with suppress(Fenced):
+        await store.write(group, [0] * len(group))
+    calls = [WriteStatement("", sql).inline(arguments) for sql, arguments in received.asked]
+    return Case(*received.asked[n], rows_max, pages_max, before=(ASKED_BEFORE, *calls[:n]))
 
-    Two lanes only, because rolled-back rows also make the indexes of dead letters grow.
-    """
-    ids = log.lanes_of(0)[:2]
+
+async def _group(log: LongLog) -> Case:
+    group = [Record(lane, NUMBERS, _attempt()) for lane in log.lanes[:100]]
+    return await _written(log, group, 0, 1, 7 * 100)
+
+
+def _dead_letters(log: LongLog) -> list[Record]:
+    """Few lanes only, because rolled-back rows also make the indexes of dead letters grow."""
+    progress = Progress(acked_seq=NUMBERS, floor_batch=BATCHES - 1)
+    event = ErasedEvent(log.endpoints[1], NUMBERS, BATCHES - 1, HIGH)
+    dead = DeadLetter(event, "erased", 1, None)
+    ids = log.lanes_of(1)[:4]
+    return [Record(lane, NUMBERS, _attempt("refused"), progress, dead) for lane in ids]
+
+
+async def _progress_of_a_group(log: LongLog) -> Case:
+    return await _written(log, _dead_letters(log), 0, 3 * 4, 30 * 4)
+
+
+async def _dead_letters_of_a_group(log: LongLog) -> Case:
+    return await _written(log, _dead_letters(log), 1, 4 * 4, 60 * 4)
+
+
+async def _reports_of_a_group(log: LongLog) -> Case:
+    return await _written(log, _dead_letters(log), 2, 10 * 4, 80 * 4)
+
+
+def _ranges(log: LongLog) -> list[Record]:
+    """Two lanes only, for the same reason."""
     dead = DeadRange(batch_of(STUCK + 1), STUCK + 1, NUMBERS, "backlog", 0, None)
     progress = Progress(acked_seq=NUMBERS, floor_batch=BATCHES - 1)
-    group = [Record(lane, NUMBERS, None, progress, dead) for lane in ids]
-    return Case(*await _written(log, group), 80, 300 * len(ids), before=(ASKED_BEFORE,))
+    return [Record(lane, NUMBERS, None, progress, dead) for lane in log.lanes_of(0)[:2]]
+
+
+async def _ranges_of_a_group(log: LongLog) -> Case:
+    return await _written(log, _ranges(log), 1, 80, 300 * 2)
+
+
+async def _reports_of_ranges(log: LongLog) -> Case:
+    """Only the first sequence of a range is read."""
+    return await _written(log, _ranges(log), 2, 80, 300 * 2)
 
 
 async def _whether_lanes_have_ordinary_events(log: LongLog) -> Case:
@@ -498,7 +513,7 @@ async def _checkpoints(log: LongLog) -> Case:
 
 async def _checkpoints_that_were_written(log: LongLog) -> Case:
     ids = log.lanes[:100]
-    return Case(records.READ_LANE_CHECKPOINTS, (ids, [0] * 100, [ACKED] * 100), LANES, 20 * 100)
+    return Case(READ_LANE_CHECKPOINTS, (ids, [0] * 100, [ACKED] * 100), LANES, 20 * 100)
 
 
 async def _endpoints_of_an_owner(log: LongLog) -> Case:
@@ -577,8 +592,11 @@ RELAY = {
         _notifications,
         _last_batch,
         _group,
-        _group_with_a_dead_letter,
-        _group_with_a_reported_range,
+        _progress_of_a_group,
+        _dead_letters_of_a_group,
+        _reports_of_a_group,
+        _ranges_of_a_group,
+        _reports_of_ranges,
         _whether_lanes_have_ordinary_events,
         _lag,
         _checkpoints,

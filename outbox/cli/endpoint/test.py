@@ -16,6 +16,7 @@ from outbox.store.delivery import endpoints
 
 if TYPE_CHECKING:
     from outbox.config import Settings
+    from outbox.core.delivery.endpoint import Endpoint
     from outbox.destinations.endpoint_test import EndpointTestResult
 
 
@@ -68,7 +69,7 @@ def test(settings: Settings, name: str) -> EndpointTestResult:
     return run_async(_send(settings, endpoint))
 
 
-async def _send(settings: Settings, endpoint: endpoints.Endpoint) -> EndpointTestResult:
+async def _send(settings: Settings, endpoint: Endpoint) -> EndpointTestResult:
     # Imported here, because no other endpoint command needs an HTTP client or a broker's.
     from outbox.destinations.broker_check import run_broker_test
     from outbox.destinations.endpoint_test import send_test_delivery

@@ -1,7 +1,7 @@
 """Endpoint settings: one table with everything that can be set for an endpoint.
 
-Each field of `EndpointSettings` declares everything about one setting: its type and limits, its
-default, and how it is described.  Storage (`outbox.operations.endpoints`), files
+Each field of `DeclaredSettings` declares everything about one setting: its type and limits, its
+default, and how it is described.  Storage (`outbox.store.delivery.endpoints`), files
 (`outbox.core.model.endpoint_config`), flags (`outbox.cli.endpoint.options`) and the HTTP API
 (`outbox_api.endpoints`) are generated from it.
 """
@@ -9,7 +9,7 @@ default, and how it is described.  Storage (`outbox.operations.endpoints`), file
 from __future__ import annotations
 
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast, get_args
 
 from outbox.core.model import setting_types
 from outbox.core.model.destination import is_stream
@@ -28,6 +28,8 @@ OnDeadLetter = Literal["continue", "block"]
 OnMissing = Literal["dead_letter", "hold"]
 OnForgotten = Literal["hold", "refill"]
 Section = Literal["Subscription", "Requests", "Failures"]
+HeadersT = TypeVar("HeadersT")
+StatusesT = TypeVar("StatusesT")
 
 ENDPOINT_LANES_MAX = 1024
 IN_FLIGHT_MAX = 1024
@@ -107,11 +109,10 @@ def _metadata(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EndpointSettings:
-    """The settings of one endpoint.
+class DeclaredSettings(Generic[HeadersT, StatusesT]):
+    """The fields of everything that has an endpoint's settings: these alone declare them.
 
-    Raises:
-        UsageError: a setting is wrong; the message begins with its name.
+    An endpoint that is ready to deliver has the headers and statuses in another form.
     """
 
     name: str = field(
@@ -180,8 +181,9 @@ class EndpointSettings:
             setting_types.Choice(get_args(Method)), _REQUESTS, "HTTP method: POST, PUT or PATCH."
         ),
     )
-    headers: Mapping[str, str] = field(
-        default_factory=dict,
+    headers: HeadersT = field(
+        default_factory=cast("Any", dict),
+        repr=False,
         metadata=_metadata(
             setting_types.HeaderMap(),
             _REQUESTS,
@@ -288,8 +290,8 @@ class EndpointSettings:
             "stepped,attempts=8.",
         ),
     )
-    retryable: tuple[str, ...] | None = field(
-        default=None,
+    retryable: StatusesT = field(
+        default=cast("Any", None),
         metadata=_metadata(
             setting_types.StatusList(setting_types.STATUSES_MAX),
             _FAILURES,
@@ -351,6 +353,15 @@ class EndpointSettings:
             "Disable the endpoint after this time without a success.",
         ),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointSettings(DeclaredSettings["Mapping[str, str]", "tuple[str, ...] | None"]):
+    """The settings of one endpoint, as an operator gives them.
+
+    Raises:
+        UsageError: a setting is wrong; the message begins with its name.
+    """
 
     def __post_init__(self) -> None:
         for each in SETTINGS.values():
@@ -420,3 +431,5 @@ def _table() -> dict[str, Setting]:
 
 SETTINGS = _table()
 """All settings by public name, in display order."""
+SETTING_FIELDS = tuple(each.field for each in SETTINGS.values())
+"""The fields of all settings, which are their columns, too."""

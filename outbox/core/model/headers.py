@@ -221,7 +221,8 @@ NO_HEADERS = EndpointHeaders()
 def valid_headers(headers: Mapping[str, object], prefix: str = DEFAULT_PREFIX) -> EndpointHeaders:
     """The allowed headers of an endpoint with this prefix, the first of each name."""
     found = _select(headers.items(), header_problem)
-    own = tuple(found[plain] for plain in found if plain not in relay_headers(prefix))
+    set_by_relay = relay_headers(prefix)
+    own = tuple([each for plain, each in found.items() if plain not in set_by_relay])
     return EndpointHeaders(own, prefix)
 
 

@@ -2,46 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from outbox.destinations.interface import Recipient, Request
 from outbox.network.tls import Tls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from uuid import UUID
 
+    from outbox.core.delivery.endpoint import Endpoint
     from outbox.core.messages.message import Prepared
     from outbox.core.messages.signature import SigningKey
     from outbox.destinations.http.targets import Destination
-    from outbox.network.egress import Network
 
 CLOSE = "Connection: close\r\n"
 
 
-class RecipientSettings(Protocol):
-    """Endpoint settings that a recipient has."""
-
-    @property
-    def id(self) -> UUID: ...
-    @property
-    def url(self) -> str: ...
-    @property
-    def method(self) -> str: ...
-    @property
-    def connect_timeout_s(self) -> float: ...
-    @property
-    def timeout_s(self) -> float: ...
-    @property
-    def networks(self) -> tuple[Network, ...]: ...
-    @property
-    def ca(self) -> str | None: ...
-    @property
-    def identity(self) -> str | None: ...
-
-
 def recipient_of(
-    endpoint: RecipientSettings, on_unsolicited: Callable[[], object] | None = None
+    endpoint: Endpoint, on_unsolicited: Callable[[], object] | None = None
 ) -> Recipient:
     """Build the recipient of an endpoint's requests."""
     return Recipient(

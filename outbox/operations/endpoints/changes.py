@@ -23,11 +23,11 @@ from outbox.core.sequencing.partition_window import unsequenced_ids
 from outbox.destinations.brokers import is_same_stream
 from outbox.errors import Conflict, UsageError
 from outbox.operations.endpoints import writes as endpoint_writes
-from outbox.operations.endpoints.queries import SETTING_COLUMNS, settings_of
+from outbox.operations.endpoints.queries import settings_of
 from outbox.operations.endpoints.writes import REQUIRE_STATES
 from outbox.store.change import make_change
 from outbox.store.connection.secrets import CLEAR, SIGNING
-from outbox.store.delivery.endpoints import endpoint_not_found
+from outbox.store.delivery.endpoints import endpoint_not_found, setting_columns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -51,7 +51,7 @@ SELECT b.high, coalesce(
 """
 
 READ_ENDPOINTS = f"""
-SELECT e.id, e.state, {SETTING_COLUMNS},
+SELECT e.id, e.state, {setting_columns()},
        EXISTS (SELECT FROM subscription s
                 WHERE s.endpoint_id = e.id AND s.to_batch IS NULL) AS subscribed
   FROM endpoint e WHERE e.state <> 'removed'
@@ -93,7 +93,7 @@ class FoundEndpoint:
 
     @classmethod
     def from_row(cls, row: Any, vault: Vault) -> FoundEndpoint:
-        """Build from a row with these columns and those of SETTING_COLUMNS."""
+        """Build from a row with these columns and those of `setting_columns`."""
         return cls(row["id"], row["name"], row["state"], row["subscribed"], row, vault)
 
     @cached_property

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.model import endpoint_config
-from outbox.core.model.endpoint_settings import SETTINGS, EndpointSettings
+from outbox.core.model.endpoint_settings import SETTING_FIELDS, EndpointSettings
 from outbox.core.model.ids import lane_name
 from outbox.operations.endpoints.filter import EndpointFilter, matches_filter
 from outbox.operations.lanes import (
@@ -23,7 +23,10 @@ from outbox.operations.pages import read_page, shorten_responses
 from outbox.operations.rows import RowPage, from_row, parse_json
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.secrets import CLEAR
-from outbox.store.delivery.endpoints import endpoint_not_found
+from outbox.store.delivery.endpoints import (
+    endpoint_not_found,
+    setting_columns,
+)
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -32,18 +35,6 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.store.connection.secrets import Vault
-
-# Each setting is a column of the same name.  JSON is read as text, and headers apart, because
-# they may be credentials.
-_PLAIN_SETTINGS = ", ".join(
-    "e.retry::text AS retry" if each.field == "retry" else f"e.{each.field}"
-    for each in SETTINGS.values()
-    if each.field != "headers"
-)
-_HEADERS = "e.headers::text"
-
-# The columns of EndpointSettings.
-SETTING_COLUMNS = f"{_PLAIN_SETTINGS}, {_HEADERS} AS headers"
 
 
 def _select_endpoints(columns: str) -> str:
@@ -57,15 +48,14 @@ SELECT e.id, e.state, e.state_at, e.state_by, e.state_comment, e.generation, e.c
 """  # noqa: S608 (constants only)
 
 
-def _select_details(headers: str) -> str:
-    """Select all endpoints with everything, and with this expression as their headers."""
+def _select_details(settings: str) -> str:
+    """Select all endpoints with everything."""
     return _select_endpoints(f"""
-       {_PLAIN_SETTINGS}, {headers} AS headers,
-       e.identity_about, h.since, h.held_until, h.last_response, h.unsolicited_at""")
+       {settings}, e.identity_about, h.since, h.held_until, h.last_response, h.unsolicited_at""")
 
 
 _LIST_ENDPOINTS = _select_endpoints("e.name, e.url, e.types, e.tenant, e.all_tenants, e.lanes")
-_LIST_DETAILS = _select_details(_HEADERS)
+_LIST_DETAILS = _select_details(setting_columns())
 
 
 # COLLATE "C": the order of bytes is the same in every locale.
@@ -84,12 +74,12 @@ SELECT count(*) FROM endpoint e
  WHERE e.state <> 'removed' AND ($1::text IS NULL OR e.tenant = $1) AND {matches_filter(2)}
 """  # noqa: S608 (constants only)
 NAMES_PAGE = f"SELECT e.id, e.name FROM endpoint e {_FILTERED_PAGE}"  # noqa: S608 (constants only)
-LIST_SETTINGS = f"SELECT e.id, {SETTING_COLUMNS} FROM endpoint e {_PAGE}"  # noqa: S608
+LIST_SETTINGS = f"SELECT e.id, {setting_columns()} FROM endpoint e {_PAGE}"  # noqa: S608
 
 _NAMED = " WHERE e.name = $1 AND e.state <> 'removed'"
 GET_ENDPOINT = _LIST_DETAILS + _NAMED
 # For roles without the right to read headers, which may hold credentials.
-GET_WITHOUT_HEADERS = _select_details("'{}'") + _NAMED
+GET_WITHOUT_HEADERS = _select_details(setting_columns("'{}'")) + _NAMED
 MAY_SEE_HEADERS = "SELECT has_column_privilege('endpoint', 'headers', 'SELECT')"
 HEADER_NAMES = "SELECT header_names($1)"
 
@@ -331,11 +321,11 @@ async def get_endpoint(connection: Connection[Any], schema: str, name: str) -> E
 
 
 def settings_of(row: Any, vault: Vault = CLEAR) -> EndpointSettings:
-    """Parse the settings from a row with the columns of SETTING_COLUMNS and the id.
+    """Parse the settings from a row with the columns of `setting_columns` and the id.
 
     Headers that the vault cannot decrypt have `LockedText` as their value.
     """
-    values = {field: row[field] for field in EndpointSettings.__dataclass_fields__}
+    values = {field: row[field] for field in SETTING_FIELDS}
     values["retry"] = parse_json(row["retry"])
     values["headers"] = vault.open_headers(parse_json(row["headers"]), row["id"])
     return EndpointSettings.from_dict(values)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.model.endpoint_settings import SETTINGS
+from outbox.core.model.endpoint_settings import SETTING_FIELDS
 from outbox.store.change import document
 from outbox.store.routing_change import NEXT_BATCH
 from outbox.store.sql.expressions import CURRENT_XID
@@ -21,14 +21,12 @@ if TYPE_CHECKING:
     from outbox.core.model.endpoint_settings import EndpointSettings
     from outbox.store.change import Change
 
-# Each setting is a column of the same name.
-_COLUMNS = [each.field for each in SETTINGS.values()]
-
+_COLUMNS = ", ".join(SETTING_FIELDS)
 ADD_ENDPOINTS = WriteStatement(
     "add_endpoints",
     f"""
-INSERT INTO endpoint (id, state_by, {", ".join(_COLUMNS)})
-SELECT id, $2, {", ".join(_COLUMNS)} FROM jsonb_populate_recordset(NULL::endpoint, $1::text::jsonb)
+INSERT INTO endpoint (id, state_by, {_COLUMNS})
+SELECT id, $2, {_COLUMNS} FROM jsonb_populate_recordset(NULL::endpoint, $1::text::jsonb)
 """,  # noqa: S608 (constants only)
 )
 
@@ -54,7 +52,7 @@ UPDATE_ENDPOINTS = WriteStatement(
     "update_endpoints",
     f"""
 UPDATE endpoint e
-   SET {", ".join(f"{name} = n.{name}" for name in _COLUMNS if name != "headers")},
+   SET {", ".join(f"{name} = n.{name}" for name in SETTING_FIELDS if name != "headers")},
        headers = coalesce(n.headers, e.headers)
   FROM jsonb_populate_recordset(NULL::endpoint, $1::text::jsonb) n WHERE e.id = n.id
 """,  # noqa: S608 (constants only)
@@ -195,7 +193,7 @@ def replace_subscriptions(change: Change, ids: Collection[UUID]) -> None:
 
 def endpoint_columns(endpoint_id: UUID, settings: EndpointSettings) -> dict[str, Any]:
     """The columns of an endpoint's row, except its headers."""
-    values = {name: getattr(settings, name) for name in _COLUMNS if name != "headers"}
+    values = {name: getattr(settings, name) for name in SETTING_FIELDS if name != "headers"}
     return {"id": endpoint_id, **values, "retry": settings.retry.to_dict()}
 
 

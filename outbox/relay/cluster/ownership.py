@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from outbox.core.cluster.lease import Lease, Peer
+    from outbox.core.delivery.endpoint import Endpoint
     from outbox.relay.delivery.batch_feed import BatchFeed
     from outbox.relay.delivery.dispatcher import Dispatcher
     from outbox.relay.delivery.owned_endpoints import EndpointRuntime
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from outbox.relay.delivery.telemetry import DeliveryTelemetry
     from outbox.relay.wake_event import WakeEvent
     from outbox.store.cluster.replicas import ReplicaStore
-    from outbox.store.delivery.endpoints import Endpoint
     from outbox.store.delivery.lanes import LaneStore
 
 log = structlog.get_logger("outbox.ownership")

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
+    from outbox.core.delivery.endpoint import Endpoint
     from outbox.store.connection.store_connection import StoreConnection
-    from outbox.store.delivery.endpoints import Endpoint
 
 
 @dataclass(frozen=True, slots=True)

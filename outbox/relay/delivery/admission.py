@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from outbox.core.admission.endpoint_queue import EndpointQueue, Slot, WaitReason
     from outbox.core.admission.request_scheduler import RequestScheduler
-    from outbox.store.delivery.endpoints import Endpoint
+    from outbox.core.delivery.endpoint import Endpoint
 
 
 T = TypeVar("T")

@@ -105,7 +105,7 @@ class BrokerAttempts:
             repair = await self._read(self._store.repair(lane.loaded.id))
             if repair is not None and repair.delivered_seq == lane.state.delivered_seq:
                 opened = await self._repair(lane, broker, owner, opened, repair)
-            elif lane.runtime.endpoint.refills_forgotten and _is_forgotten(opened):
+            elif lane.runtime.endpoint.on_forgotten == "refill" and _is_forgotten(opened):
                 opened = await self._refill_unasked(lane, broker, owner, opened)
         if isinstance(opened, AttemptResult):
             return opened

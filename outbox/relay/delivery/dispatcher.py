@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from outbox.core.admission.endpoint_queue import WaitReason
     from outbox.core.admission.request_scheduler import RequestScheduler
     from outbox.core.brokers.repair import Repair
+    from outbox.core.delivery.endpoint import Endpoint
     from outbox.core.delivery.lane import Lane
     from outbox.core.delivery.signing_clock import ClockDifference
     from outbox.core.model.delivery import Delivery
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from outbox.destinations.interface import Transport
     from outbox.relay.delivery.attempts import Attempt, BreakerEffect
     from outbox.relay.delivery.recorder import Recorder
-    from outbox.store.delivery.endpoints import Endpoint
     from outbox.store.delivery.lanes import LaneStore, LoadedLane
 
 

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from outbox.core.brokers.repair import Repair
     from outbox.core.cluster.observed_time import Odometer
     from outbox.core.delivery.commands import Send
+    from outbox.core.delivery.endpoint import Endpoint
     from outbox.core.messages.message import Prepared
     from outbox.core.messages.signature import SigningKey
     from outbox.destinations.broker import Broker, BrokerFactory
     from outbox.destinations.interface import Request
-    from outbox.store.delivery.endpoints import Endpoint
     from outbox.store.delivery.lanes import LoadedLane
     from outbox.telemetry.meters import EndpointMeters
 

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
     from outbox.core.delivery.commands import AttemptRow, Record, RunResults
     from outbox.core.delivery.delivery_run import DeliveryRun
+    from outbox.core.delivery.endpoint import Endpoint
     from outbox.core.delivery.lane import Lane
     from outbox.core.model.response import AttemptResult
     from outbox.core.model.response_policy import AttemptOutcome
     from outbox.destinations.interface import Request
     from outbox.relay.delivery.attempts import Attempt
     from outbox.relay.delivery.owned_endpoints import EndpointRuntime, LaneRuntime
-    from outbox.store.delivery.endpoints import Endpoint
     from outbox.telemetry.sampling import TraceOrigin
     from outbox.telemetry.tracing import AttemptSpan, Tracing
 

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from outbox.core.delivery.circuit_breaker import BreakerRecord
+    from outbox.core.delivery.endpoint import Endpoint
     from outbox.core.delivery.operational_events import ReportedState
     from outbox.store.connection.store_connection import StoreConnection
     from outbox.store.database_stats import DatabaseStats
-    from outbox.store.delivery.endpoints import Endpoint
 
 CONDITION_EVERY_S = 60.0
 """Interval of the journal's entries while a condition lasts."""

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
+    from outbox.core.delivery.endpoint import Endpoint
     from outbox.core.delivery.inline_deliveries import LaneIdentity
     from outbox.store.connection.secrets import Vault
-    from outbox.store.delivery.endpoints import Endpoint
 
 # 0 if the table was emptied: the sequencer reports that, and delivery goes on.
 READ_LAST_BATCH = "SELECT coalesce(max(batch), 0) FROM batch"

@@ -42,3 +42,13 @@ def number_rows(rows: Iterable[tuple[int | None, ...]]) -> str:
     """An array of rows of numbers."""
     arrays = orjson.dumps(list(rows)).decode()[1:-1].replace("null", "")
     return f"{{{arrays.replace('[', _OPEN).replace(']', _CLOSE)}}}"
+
+
+def composite_json(value: object) -> str:
+    """A JSON value, or NULL, as a field of a row of `composite_array`."""
+    return "" if value is None else composite_text(json_text(value))
+
+
+def json_text(value: object) -> str:
+    """A value as JSON."""
+    return orjson.dumps(value).decode()

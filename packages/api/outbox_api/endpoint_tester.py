@@ -21,7 +21,7 @@ from outbox.network.tls import system_context
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from outbox.destinations.endpoint_test import EndpointUnderTest
+    from outbox.core.delivery.endpoint import Endpoint
     from outbox.destinations.interface import Transport
     from outbox.network.egress import EgressPolicy
     from outbox.web.proxy import Proxy
@@ -56,7 +56,7 @@ class EndpointTester:
         self._running: Counter[str | None] = Counter()
 
     async def run_test(
-        self, endpoint: EndpointUnderTest, tenant: str | None
+        self, endpoint: Endpoint, tenant: str | None
     ) -> endpoint_test.EndpointTestResult:
         """Send one signed delivery of the type `outbox.test`, within `TEST_S`.
 

@@ -53,11 +53,11 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
+    from outbox.core.delivery.endpoint import Endpoint
     from outbox.core.messages.signature import SigningKey
     from outbox.operations.lane_history import FetchedDelivery, LaneHistory
     from outbox.operations.tokens.fetch import Fetcher
     from outbox.store.connection.current_settings import CurrentSettings
-    from outbox.store.delivery.endpoints import Endpoint
     from outbox.web.address import Address
     from outbox_api.database import Database
     from outbox_api.login_failures import FailedLogins

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from outbox.store.delivery.endpoints import Endpoint
+    from outbox.core.delivery.endpoint import Endpoint
     from tests.sim.database.connection import Connection
 
 

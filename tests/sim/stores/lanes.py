@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.delivery.circuit_breaker import BreakerRecord, BreakerState
 from outbox.core.delivery.commands import ErasedEvent, Progress
 from outbox.core.delivery.connection_reuse import ConnectionReuse
+from outbox.core.delivery.endpoint import Endpoint
 from outbox.core.delivery.operational_events import ReportedState
 from outbox.core.messages.signature import parse_signing_key
 from outbox.core.model import retryable_statuses
 from outbox.core.model.delivery import Delivery, EventContent, earliest_commit, epoch_seconds
+from outbox.core.model.endpoint_settings import SETTING_FIELDS
 from outbox.core.model.headers import EndpointHeaders
 from outbox.core.model.ids import lane_name
 from outbox.core.model.message_format import MessageFormat
 from outbox.core.model.response_policy import RETRYABLE
 from outbox.store.connection.secrets import CLEAR
 from outbox.store.delivery import lanes as real
-from outbox.store.delivery.endpoints import Endpoint
 from outbox.store.delivery.lanes import NEW_BATCHES_MAX, LoadedLane, NewBatches
 from tests.sim.database.endpoints import SECRET
 from tests.sim.stores.routing_change import read_last_batch
@@ -99,16 +100,15 @@ def read_endpoints(db: Database, tx: Transaction, endpoint_ids: list[UUID]) -> l
 
 def _endpoint(e: Row, h: Row) -> Endpoint:
     settings = e["settings"]
-    kept = ("connect_timeout_s", "timeout_s", "in_flight_max", "rate_per_s", "batch_max",
-            "ca", "retry", "backlog_max", "backlog_age_s", "disable_after_s")  # fmt: skip
+    plain = {
+        each: getattr(settings, each)
+        for each in SETTING_FIELDS
+        if each not in ("headers", "retryable")
+    }
     retryable = settings.retryable
     return Endpoint(
         id=e["id"],
-        name=settings.name,
-        tenant=settings.tenant,
         state=e["state"],
-        url=settings.url,
-        method=settings.method,
         headers=EndpointHeaders(prefix=settings.header_prefix),
         message_format=MessageFormat(settings.format, settings.source),
         secrets=((parse_signing_key(SECRET), None),),
@@ -124,7 +124,7 @@ def _endpoint(e: Row, h: Row) -> Endpoint:
         ),
         reported=ReportedState(h["reported_held_since"], h["reported_stalled_at"]),
         reuse=ConnectionReuse(settings.keep_alive, h["unsolicited_at"]),
-        **{name: getattr(settings, name) for name in kept},
+        **plain,
     )
 
 

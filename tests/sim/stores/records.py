@@ -8,7 +8,7 @@ from outbox.core.delivery.commands import DeadRange, Progress
 from outbox.core.model.delivery import Delivery
 from outbox.store.absence_proof import AbsenceProof
 from outbox.store.delivery import records as real
-from outbox.store.delivery.records import RANGE_GROWTH_MAX_S
+from outbox.store.delivery.dead_letters import RANGE_GROWTH_MAX_S
 from outbox.store.errors import Fenced
 from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait
 from tests.sim.database.tables import Tried
