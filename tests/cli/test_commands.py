@@ -87,6 +87,7 @@ def test_migrate(outbox: Command, empty_database: Database) -> None:
         "version": LAST,
         "applied": [],
         "roles": [],
+        "roles_created": [],
         "revoked": [],
         "partitions_dropped": 0,
         "payload_bytes_max": None,
