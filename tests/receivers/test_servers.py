@@ -293,14 +293,16 @@ async def test_effects_are_exact_while_relay_and_receiver_are_killed(
     assert [tuple(row) for row in lanes] == [("[]", "[]")] * 4
     assert await exceptions(database) == {}
     print(f"{len(effects)} events, {killing.result()} kills")
-    assert len(effects) >= seconds * PER_S / 4, "so slow that little was shown"
 
 
 async def produce(producer: Any, rng: random.Random, seconds: float) -> None:
-    """Publish in transactions, of which some roll back."""
+    """Publish in transactions, of which some roll back.
+
+    On a busy machine for longer than `seconds`: until there are enough events to show something.
+    """
     published = 0
     started = time.monotonic()
-    while (elapsed := time.monotonic() - started) < seconds:
+    while (elapsed := time.monotonic() - started) < seconds or published < seconds * PER_S / 4:
         if published > elapsed * PER_S:
             await asyncio.sleep(AT_ONCE / PER_S)
             continue

@@ -410,7 +410,8 @@ async def test_a_silent_server_is_unavailable_within_the_time_out(server: str, t
         proxy.close()
     assert isinstance(stop, Stop)
     assert stop.kind is StopKind.UNAVAILABLE
-    assert "no response within 1 s" in stop.detail
+    # librdkafka gives up at the same time, and may be first.
+    assert "no response within 1 s" in stop.detail or "_TRANSPORT" in stop.detail
 
 
 async def test_the_loop_is_never_blocked_and_closing_ends_calls(cluster: MockCluster) -> None:
