@@ -174,7 +174,8 @@ def is_refused(error: PostgresError) -> bool:
 
 def reason_of(error: PostgresError) -> str:
     """The first line of the database's message, and the command that grants a missing privilege."""
-    # The error of a trigger's statement has a context, and the privilege is the application's.
+    # An error with a context is one of a function or trigger, where the privilege may be the
+    # application's.
     if isinstance(error, InsufficientPrivilegeError) and not error.context:
         return not_granted(error, "relay")
     return str(error).partition("\n")[0]

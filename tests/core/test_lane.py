@@ -361,7 +361,9 @@ def test_a_held_lane_is_no_probe_before_its_time() -> None:
     forgot = AttemptResult.failed(Failure.FORGOT, "", 0.1)
     for now in (NOW, NOW + 60):
         assert isinstance(lane.next(now, Gate.PROBE), Open)
-        record = lane.record_open_failed(forgot, POLICY, started_at=now, now=now, u=0.5, held=True)
+        record = lane.record_stream_failed(
+            forgot, POLICY, started_at=now, now=now, u=0.5, held=True
+        )
         lane.confirm_recorded(record)
         command = lane.next(now, Gate.PROBE)
         assert isinstance(command, Wait)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -515,7 +516,7 @@ async def test_a_held_lane_is_not_opened_all_the_time_after_a_resume(
 async def change_settings(database: Database, **changed: Any) -> None:
     async with database.at_hand() as db:
         await endpoint_changes.update_endpoint(
-            db, "relay", "shop", lambda old: type(old)(**{**_fields(old), **changed}), actor="test"
+            db, "relay", "shop", lambda old: replace(old, **changed), actor="test"
         )
 
 
@@ -742,13 +743,9 @@ async def test_an_endpoint_keeps_its_streams(
     with pytest.raises(UsageError, match=message):
         async with database.at_hand() as db:
             await endpoint_changes.update_endpoint(
-                db, "relay", "shop", lambda old: type(old)(**{**_fields(old), **change}),
+                db, "relay", "shop", lambda old: replace(old, **change),
                 actor="test",
             )  # fmt: skip
-
-
-def _fields(settings: Any) -> dict[str, Any]:
-    return {name: getattr(settings, name) for name in settings.__slots__}
 
 
 @pytest.mark.full
@@ -790,7 +787,7 @@ async def test_a_url_that_is_no_longer_valid_holds_the_endpoint_until_it_is_chan
     async with database.at_hand() as db:
         await endpoint_changes.update_endpoint(
             db, "relay", "shop",
-            lambda old: type(old)(**{**_fields(old), "url": "kafka://127.0.0.1/t"}),
+            lambda old: replace(old, url="kafka://127.0.0.1/t"),
             actor="test",
         )  # fmt: skip
     async with running(database, network, brokers=streams.connect):

@@ -209,7 +209,7 @@ class LaneOwner:
             broker=Wire(),
             endpoint=SimpleNamespace(
                 name="shop", headers=NO_HEADERS, message_format=ENVELOPE, retryable=RETRYABLE,
-                retry=POLICY, blocks=False, refills_forgotten=False,
+                retry=POLICY, blocks=False, on_forgotten="hold",
             ),
             breaker=_Breaker(),
             reported=_Reported(),

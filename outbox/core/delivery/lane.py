@@ -7,8 +7,8 @@ result with the other methods.
       │                     └─────────▶ Record(retry, dead letter) ──▶ confirm_recorded ──▶ next
       ├────▶ Record(dead letter unsent: erased, missing, skipped, expired, exhausted by a new
       │             policy, backlog) ──▶ confirm_recorded ──▶ next
-      ├────▶ Open ──▶ record_position, record_found or record_open_failed ──▶ next (brokers)
-      ├────▶ End ──▶ record_end or record_open_failed ──▶ next                     (brokers)
+      ├────▶ Open ──▶ record_position, record_found or record_stream_failed ──▶ next (brokers)
+      ├────▶ End ──▶ record_end or record_stream_failed ──▶ next                     (brokers)
       ├────▶ Record(held: its event is missing) ──▶ confirm_recorded ──▶ next
       ├────▶ Fetch ───▶ append_fetched ──▶ next
       ├────▶ Wait(until) … next
@@ -288,7 +288,7 @@ class Lane(LaneOutcomes):
         return send if count is None else send._replace(batch=send.batch[:count], lane_ends=False)
 
     def cancel_send(self) -> None:
-        """Report that a Send or an Open was not executed; `next` decides again."""
+        """Report that a Send, an Open or an End was not executed; `next` decides again."""
         self._busy = None
 
     def _select_batch(self, batch_max: int, gate: Gate, now: float) -> tuple[Delivery, ...]:

@@ -159,7 +159,7 @@ class LaneOutcomes(OwnedLane):
         )
         return results, self._record_retry(first, row)
 
-    def record_open_failed(
+    def record_stream_failed(
         self,
         response: AttemptResult,
         policy: RetryPolicy,

@@ -104,7 +104,7 @@ def _settle_without_delivery(
         effect = BreakerEffect(probes_changed=runtime.breaker.state is not _HEALTHY)
     else:
         outcome, effect = _apply_to_breaker(runtime, attempt, outcome, now, rng, telemetry)
-    record = lane.state.record_open_failed(
+    record = lane.state.record_stream_failed(
         attempt.response, runtime.endpoint.retry,
         started_at=attempt.started_at, now=now, u=rng.random(), held=held,
     )  # fmt: skip

@@ -68,9 +68,8 @@ class ScheduleRunner:
         self._passed_at = self._pass_at = 0.0
         self._search_shares_at = 0.0
         self._postponed = 0
-        # The invalid schedules of the last run, and when they are logged again.
-        self._invalid: tuple[tuple[str, str], ...] = ()
-        self._log_invalid_at = 0.0
+        # When the errors of schedules are logged again.
+        self._log_again_at: dict[tuple[str, str], float] = {}
 
     def set_leader(self, leads: bool) -> None:
         """Enable or disable the runner."""
@@ -132,11 +131,12 @@ class ScheduleRunner:
     def _log_invalid(self, schedules: tuple[tuple[str, str], ...]) -> None:
         """Log schedules that are invalid, with the reason."""
         now = asyncio.get_running_loop().time()
-        if schedules == self._invalid and now < self._log_invalid_at:
-            return
-        self._invalid, self._log_invalid_at = schedules, now + REFUSED_RETRY_S
+        logged = {each: at for each, at in self._log_again_at.items() if at > now}
         for name, reason in schedules:
-            log.error("schedule is invalid", schedule=name, reason=reason)
+            if (name, reason) not in logged:
+                log.error("schedule is invalid", schedule=name, reason=reason)
+                logged[name, reason] = now + REFUSED_RETRY_S
+        self._log_again_at = logged
 
     async def _move_shares(self, due_in_s: float) -> float:
         """Make a pass over tenants if it is due; return the seconds until the next one.

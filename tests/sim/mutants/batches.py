@@ -55,7 +55,9 @@ def batch_advanced_past_accepted_part(sim: Simulation) -> None:
     def patched(self: Any, sent: Any, accepted_seq: int, *args: Any, **rest: Any) -> Any:
         records = record_batch(self, sent, accepted_seq, *args, **rest)
         if accepted_seq >= sent[0].seq:
+            busy = self._busy
             self._deliver_through(sent[-1].seq, sent[-1].batch, self._success_at)
+            self._busy = busy  # A record that has to be durable first is waited for.
         return records
 
     swap(lane.Lane, "record_batch_result", patched)
