@@ -39,11 +39,18 @@ CREATE FUNCTION suppress() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NUL
 CREATE TRIGGER suppress BEFORE INSERT ON dead_letter FOR EACH ROW EXECUTE FUNCTION suppress()
 """
 # Each of its blocks with EXCEPTION is a subtransaction, which has an id of its own once it writes.
+# The last one writes the moved row itself.
 WRITE_IN_SUBTRANSACTIONS = """
 CREATE TABLE seen (lane_id bigint);
 CREATE FUNCTION see() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN
     BEGIN INSERT INTO seen VALUES (NEW.lane_id); EXCEPTION WHEN others THEN NULL; END;
     BEGIN INSERT INTO seen VALUES (1 / 0); EXCEPTION WHEN others THEN NULL; END;
+    IF TG_WHEN = 'AFTER' AND pg_trigger_depth() = 1 THEN
+        BEGIN
+            UPDATE lane_progress SET spent = spent WHERE lane_id = NEW.lane_id;
+        EXCEPTION WHEN division_by_zero THEN NULL;
+        END;
+    END IF;
     RETURN NEW;
 END$$;
 CREATE TRIGGER before BEFORE UPDATE ON lane_progress FOR EACH ROW EXECUTE FUNCTION see();
@@ -191,7 +198,7 @@ async def test_a_lane_is_moved_although_a_trigger_writes_in_subtransactions(owne
     a, b, _ = owner.lanes
     await owner.damage(WRITE_IN_SUBTRANSACTIONS)
     await owner.write(dead(a, owner.endpoints[0]), cut(b, 1, 3))
-    assert await fetchval(owner.database, "SELECT count(*) FROM seen") == 4
+    assert await fetchval(owner.database, "SELECT count(*) FROM seen") == 8
     assert await owner.written() == ([a, b], [a], [a, b], [a], [b], REPORTED)
 
 

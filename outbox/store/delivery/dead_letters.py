@@ -29,7 +29,7 @@ RANGE_GROWTH_MAX_S = 3600
 """Maximum time for which a dead-letter range is extended; it bounds how much too early the
 deliveries in it may be dropped."""
 
-# Writes the dead letters $3 of a group, after `WRITE_PROGRESS`.
+# Writes the dead letters $4 of a group, after `WRITE_PROGRESS`.
 #   dead_lettered: those of moved lanes.  The event's content is copied from where the delivery was
 #     read, because arguments appear in the server's log if the message fails.
 #   preceding: the range directly before a new range of the same reason, because a backlog is
@@ -45,7 +45,7 @@ WRITE_DEAD_LETTERS = WriteStatement(
     f"""{MOVED},
 dead_lettered AS (
     SELECT d.*, moved.endpoint_id, event.*
-      FROM unnest($3::json[]) AS document CROSS JOIN json_to_record(document)
+      FROM unnest($4::json[]) AS document CROSS JOIN json_to_record(document)
            AS d(lane_id bigint, batch bigint, seq bigint, to_seq bigint, reason text,
                 attempts integer, last_response jsonb, blocks boolean, outbox_id bigint,
                 backfill_id bigint)
@@ -102,12 +102,12 @@ SELECT require_stored((SELECT count(*) FROM created) + (SELECT count(*) FROM ext
 )
 
 # Reports a group, after `WRITE_PROGRESS` and `WRITE_DEAD_LETTERS`.
-#   dead_lettered: the dead letters that begin with the sequences $4 of the lanes $3, or the ranges
+#   dead_lettered: the dead letters that begin with the sequences $5 of the lanes $4, or the ranges
 #     that were extended by them.
 #   journalled: journal entries for dead-lettered backlogs, abandoned lanes and missing events.
 #   new: the dead letters to report: the created ones, and an extended range when it
 #     receives its first ordinary event.  MATERIALIZED: evaluated once for two readers.
-#   reported: the operational events for them, and for the lanes to report as stuck ($5), whose
+#   reported: the operational events for them, and for the lanes to report as stuck ($6), whose
 #     deliveries were read from an event or a copy; an end entry is no delivery.
 # One row for each lane that was moved.
 REPORT_RECORDS = WriteStatement(
@@ -115,7 +115,7 @@ REPORT_RECORDS = WriteStatement(
     f"""{MOVED},
 dead_lettered AS MATERIALIZED (
     SELECT x.*, d.seq AS from_seq
-      FROM unnest($3::bigint[], $4::bigint[]) AS d(lane_id, seq) JOIN moved USING (lane_id)
+      FROM unnest($4::bigint[], $5::bigint[]) AS d(lane_id, seq) JOIN moved USING (lane_id)
      CROSS JOIN LATERAL (
            SELECT {DEAD_LETTER_COLUMNS}, outbox_id FROM dead_letter
             WHERE lane_id = d.lane_id AND seq <= d.seq ORDER BY seq DESC LIMIT 1) x),
@@ -143,7 +143,7 @@ reported(type, endpoint_id, details) AS (
            SELECT event_id, type FROM outbox WHERE id = n.outbox_id
             UNION ALL
            SELECT event_id, type FROM dead_letter WHERE id = n.copy_id LIMIT 1) o ON true
-     WHERE x.lane_id = ANY ($5::bigint[]) AND {HAS_OPERATIONAL_SUBSCRIBER}
+     WHERE x.lane_id = ANY ($6::bigint[]) AND {HAS_OPERATIONAL_SUBSCRIBER}
        AND coalesce(o.type, '') NOT LIKE 'outbox.%'
      UNION ALL
     SELECT {DEAD_LETTER_CREATED_EVENT}
@@ -209,17 +209,19 @@ SELECT require_stored(
 )
 
 
-def dead_letter_calls(replica_id: int, records: Sequence[Record]) -> list[WriteCall]:
+def dead_letter_calls(
+    replica_id: int, records: Sequence[Record], epochs: Sequence[int]
+) -> list[WriteCall]:
     """The calls after that of `WRITE_PROGRESS`, for the records with progress of a group."""
-    lanes = [record.lane_id for record in records]
+    lanes = [record.lane_id for record in records], epochs
     dead = [_dead_row(record, record.dead) for record in records if record.dead is not None]
     stuck = [record.lane_id for record in records if record.stuck]
     calls: list[WriteCall] = []
     if dead:
-        calls.append((WRITE_DEAD_LETTERS, replica_id, lanes, [json_text(row) for row in dead]))
+        calls.append((WRITE_DEAD_LETTERS, replica_id, *lanes, [json_text(row) for row in dead]))
     if dead or stuck:
         begins = [row["lane_id"] for row in dead], [row["seq"] for row in dead]
-        calls.append((REPORT_RECORDS, replica_id, lanes, *begins, stuck))
+        calls.append((REPORT_RECORDS, replica_id, *lanes, *begins, stuck))
     return calls
 
 

@@ -54,9 +54,13 @@ SELECT FROM fence
 
 MOVED = """
 WITH moved AS MATERIALIZED (
-    SELECT * FROM lane_progress
-     WHERE lane_id = ANY ($2::bigint[]) AND xmin = pg_current_xact_id_if_assigned()::xid)"""
-"""The lanes $2 that `WRITE_PROGRESS` has moved in the same message: rows of its transaction.
+    SELECT p.* FROM lane_progress p
+      JOIN unnest($2::bigint[], $3::bigint[]) AS v(lane_id, epoch) USING (lane_id, epoch)
+     WHERE age(p.xmin) <= 0)"""
+"""The lanes $2 that `WRITE_PROGRESS` has moved in the same message, in the epochs $3.
+
+The age of a row is 0 if its transaction has written it, and less if a subtransaction has, such as
+that of an application's trigger, or a later transaction.  No other one moves a lane in its epoch.
 
 The first CTE of the statements after it.  They have no fence of their own, whose condition is the
 time: a lease that ends between two statements would leave progress without its dead letter.  The

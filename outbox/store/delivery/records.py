@@ -132,20 +132,20 @@ class RecordStore:
     ) -> None:
         attempts = attempt_rows(runs, records)
         logged = sum(r.attempt is not None for r in records) + sum(len(run) for _, run in runs)
-        urgent = [record for record in records if record.progress is not None]
+        urgent = [(r, e) for r, e in zip(records, epochs, strict=True) if r.progress is not None]
         if not urgent:
             await self._acknowledge(attempts, logged, refused)
             return
         progress = composite_array(
             progress_row(r.lane_id, epoch, r.progress)
-            for r, epoch in zip(records, epochs, strict=True)
+            for r, epoch in urgent
             if r.progress is not None
         )
         calls: list[WriteCall] = [
             (WRITE_PROGRESS, self._replica_id, attempts, progress, self._fence, logged),
-            *dead_letter_calls(self._replica_id, urgent),
+            *dead_letter_calls(self._replica_id, [r for r, _ in urgent], [e for _, e in urgent]),
         ]
-        if missing := [(event_id, event_id) for r in urgent for event_id in r.missing]:
+        if missing := [(event_id, event_id) for r, _ in urgent for event_id in r.missing]:
             before = self.proof.contradictions
             moved = await self.proof.write(missing, *await self.proof.prove(missing), *calls)
             if self.proof.contradictions > before:
