@@ -14,7 +14,7 @@ from outbox.errors import UsageError
 from outbox.setting_sources import read_secret
 from outbox.store.connection import current_schema, dsn, migrate
 from outbox.store.connection.connect import map_errors
-from outbox.store.login_roles import LoginRole, create_login_roles
+from outbox.store.login_roles import LoginRole, read_new_roles
 from outbox.store.privileges import PURPOSES
 from outbox.store.retention.partitions import PartitionStore
 
@@ -48,9 +48,11 @@ def _login_roles(
     roles = []
     for text in given:
         purpose, _, path = text.partition("=")
-        if purpose not in PURPOSES or not path:
+        # The text is not repeated: an address may have been given instead of its file.
+        if purpose not in PURPOSES or not path or "://" in path:
             raise UsageError(
-                f"--create-role {text}: give PURPOSE=FILE; purposes: {', '.join(PURPOSES)}"
+                "--create-role: give PURPOSE=FILE, such as relay=/run/secrets/relay-dsn; purposes: "
+                + ", ".join(PURPOSES)
             )
         source = f"--create-role {purpose}"
         name, password = dsn.login_in(read_secret(source, path), source=source)
@@ -186,21 +188,22 @@ def _migrate(
 
     async def apply(
         connection: Connection[Any],
-    ) -> tuple[list[Migration], dict[str, bool], int, int]:
+    ) -> tuple[list[Migration], set[str], int, int]:
         with map_errors(schema):
-            logging_in = await create_login_roles(connection, logins)
+            created = await read_new_roles(connection, logins)
         done = await migrate.migrate(
             connection,
             schema,
+            logins=[each for each in logins if each.name in created or each.password is not None],
             roles=roles,
             revoked=revoked,
             payload_bytes_max=payload_bytes_max,
             open_observer=lambda: database(settings, current=False),
         )
         dropped = await _drop_partitions(connection)
-        return done, logging_in, dropped, (await current_schema.status(connection, schema)).version
+        return done, created, dropped, (await current_schema.status(connection, schema)).version
 
-    done, logging_in, dropped, version = run_connected(settings, apply, current=False, long=True)
+    done, created, dropped, version = run_connected(settings, apply, current=False, long=True)
     applied = [str(migration) for migration in done]
     if as_json:
         emit_json(
@@ -209,7 +212,7 @@ def _migrate(
                 "version": version,
                 "applied": applied,
                 "roles": [{"purpose": purpose, "role": role} for purpose, role in roles],
-                "roles_created": [name for name, is_new in logging_in.items() if is_new],
+                "roles_created": sorted(created),
                 "revoked": list(revoked),
                 "partitions_dropped": dropped,
                 "payload_bytes_max": payload_bytes_max,
@@ -225,7 +228,7 @@ def _migrate(
     for role in revoked:
         echo(f'role "{role}": all rights revoked')
     for login in logins:
-        if logging_in[login.name]:
+        if login.name in created:
             echo(f'role "{login.name}": created')
         elif login.password is not None:
             echo(f'role "{login.name}": password set')

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 SALT_BYTES = 16
 ITERATIONS = 4096  # As PostgreSQL's scram_iterations.
 
-# What stands against giving some roles a password; a role that does not exist has no row.
+# What speaks against giving some roles a password; a role that does not exist has no row.
 READ_ROLES = """
 SELECT rolname AS name, rolsuper AS is_superuser, rolname = current_user AS is_own
   FROM pg_roles WHERE rolname = ANY ($1::text[])
@@ -36,9 +36,13 @@ SELECT rolname AS name, rolsuper AS is_superuser, rolname = current_user AS is_o
 
 # Another session may create the role at the same time.
 WRITE_ROLE = """BEGIN
-    CREATE ROLE {role} LOGIN{password};
+    CREATE ROLE {role} LOGIN PASSWORD {password};
 EXCEPTION WHEN duplicate_object OR unique_violation THEN
-    ALTER ROLE {role} LOGIN{password};
+    ALTER ROLE {role} LOGIN PASSWORD {password};
+END"""
+CREATE_ROLE = """BEGIN
+    CREATE ROLE {role} LOGIN;
+EXCEPTION WHEN duplicate_object OR unique_violation THEN NULL;
 END"""
 
 
@@ -55,25 +59,16 @@ class LoginRole:
     """Where the address is from, for messages."""
 
 
-async def create_login_roles(
-    connection: Connection[Any], roles: Sequence[LoginRole]
-) -> dict[str, bool]:
-    """Create roles that log in, and give those that exist their passwords.
-
-    A role that exists is left as it is if its address has no password.
-
-    Returns:
-        The roles by their names, and whether each was created.
+async def read_new_roles(connection: Connection[Any], roles: Sequence[LoginRole]) -> set[str]:
+    """The names of the roles that do not exist yet, after a check of all.
 
     Raises:
-        UsageError: a superuser, the current role, or a password that is not ASCII.  Nothing was
-            changed.
-        CannotRun: the current role may not create a role, or set its password.
-        asyncpg.PostgresError: any other error of the server.
+        UsageError: a superuser, the current role, a password that is not ASCII, or two passwords of
+            one role.
     """
-    found = {
-        row["name"]: row for row in await connection.fetch(READ_ROLES, [r.name for r in roles])
-    }
+    names = [role.name for role in roles]
+    found = {row["name"]: row for row in await connection.fetch(READ_ROLES, names)}
+    passwords: dict[str, str | None] = {}
     for role in roles:
         if (row := found.get(role.name)) is not None and (row["is_own"] or row["is_superuser"]):
             which = "runs this command" if row["is_own"] else "is a superuser"
@@ -85,26 +80,39 @@ async def create_login_roles(
                 f"{role.source}: the password has characters other than printable ASCII ones, "
                 "which servers normalize; choose another one"
             )
-    for role in roles:
-        if role.password is not None or role.name not in found:
-            await _write(connection, role)
-    return {role.name: role.name not in found for role in roles}
+        if passwords.setdefault(role.name, role.password) != role.password:
+            raise UsageError(
+                f'{role.source}: the role "{role.name}" has another password in another address'
+            )
+    return set(passwords) - set(found)
 
 
-async def _write(connection: Connection[Any], role: LoginRole) -> None:
-    password = ""
-    if role.password is not None:
-        verifier = scram_verifier(role.password, os.urandom(SALT_BYTES))
-        password = f" PASSWORD {quote_literal(verifier)}"
-    block = WRITE_ROLE.format(role=quote_ident(role.name), password=password)
+async def write_login_roles(connection: Connection[Any], roles: Sequence[LoginRole]) -> None:
+    """Create roles that log in, or give those that exist their passwords: all or none.
+
+    Raises:
+        CannotRun: the current role may not create a role, or set its password.
+        asyncpg.PostgresError: any other error of the server.
+    """
+    blocks = {role.name: f"DO {quote_literal(_block(role))}" for role in roles}
+    if not blocks:
+        return
     try:
-        await connection.execute(f"DO {quote_literal(block)}")
+        await connection.execute("; ".join(blocks.values()))
     except asyncpg.InsufficientPrivilegeError as error:
+        named = ", ".join(f'"{name}"' for name in blocks)
         raise CannotRun(
-            f'the role "{role.name}" was not created, or not given its password: '
-            f"{server_error(error).message}; run as a role with CREATEROLE that created it, or "
-            f"create it and use --{role.purpose} instead of --create-role"
+            f"no role of {named} was created or given its password: {server_error(error).message}; "
+            "run as a role with CREATEROLE that created those that exist, or create them and use "
+            f"--{roles[0].purpose} instead of --create-role (Helm: migration.createRoles: false)"
         ) from error
+
+
+def _block(role: LoginRole) -> str:
+    if role.password is None:
+        return CREATE_ROLE.format(role=quote_ident(role.name))
+    verifier = scram_verifier(role.password, os.urandom(SALT_BYTES))
+    return WRITE_ROLE.format(role=quote_ident(role.name), password=quote_literal(verifier))
 
 
 def scram_verifier(password: str, salt: bytes) -> str:

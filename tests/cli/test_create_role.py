@@ -182,11 +182,16 @@ def test_roles_are_created_by_a_migration_alone(
     assert (result.code, "--create-role" in result.err) == (2, True)
 
 
-@pytest.mark.parametrize("given", ["relay", "boss=/x", "relay=", "relay=/does/not/exist"])
-def test_an_invalid_option_is_named(outbox: Command, given: str) -> None:
+@pytest.mark.parametrize(
+    "given",
+    ["relay", "boss=/x", "relay=", "relay=/does/not/exist"]
+    + [f"{start}postgresql://relay:{ENCODED}@h/app" for start in ("", "relay=", "boss=")],
+)
+def test_an_invalid_option_is_named_without_its_text(outbox: Command, given: str) -> None:
     result = outbox("migrate", f"--create-role={given}")
     assert result.code == 2
     assert "--create-role" in result.err
+    assert ENCODED not in result.err
     assert len(result.err.splitlines()) == 1
 
 
@@ -196,5 +201,23 @@ async def test_a_role_without_createrole_creates_none(
     async with installation(empty_database, outbox, tmp_path, "") as made:
         result = await made.run("owner", "migrate", f"--create-role=relay={made.address('relay')}")
         assert result.code == 3
-        assert f'the role "{made.name("relay")}" was not created' in result.err
+        assert f'no role of "{made.name("relay")}" was created' in result.err
         assert "use --relay instead of --create-role" in result.err
+
+
+async def test_one_role_with_two_passwords_is_refused(installed: Installation) -> None:
+    relay = installed.address("relay")
+    other = installed.directory / "other"
+    other.write_text((installed.directory / "relay").read_text().replace(ENCODED, "other"))
+    result = await installed.run(
+        "owner", "migrate", f"--create-role=relay={relay}", f"--create-role=api={other}"
+    )
+    assert result.code == 2
+    assert "has another password in another address" in result.err
+
+
+async def test_no_role_is_created_where_the_migration_is_refused(installed: Installation) -> None:
+    relay = f"--create-role=relay={installed.address('relay')}"
+    result = await installed.run("owner", "migrate", relay, "--payload-bytes-max", "1")
+    assert result.code == 2
+    assert await installed.stored("relay") is None

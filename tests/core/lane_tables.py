@@ -45,7 +45,7 @@ def delivery(seq: int, batch: int = 1, expires_at: float | None = None) -> Deliv
 
 
 class Disk:
-    """The tables, written in one statement per group, as the recorder does it."""
+    """The tables, written in one message per group, as the recorder does it."""
 
     def __init__(self) -> None:
         self.deliveries: list[Delivery] = []

@@ -1,4 +1,4 @@
-"""Groups of the recorder: what one statement writes is bounded."""
+"""Groups of the recorder: what one message writes is bounded."""
 
 from __future__ import annotations
 

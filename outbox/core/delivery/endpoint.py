@@ -29,6 +29,8 @@ class Endpoint(DeclaredSettings[EndpointHeaders, frozenset[int]]):
     request.  For a broker, the deliveries of one append.
     """
 
+    headers: EndpointHeaders
+    retryable: frozenset[int]
     id: UUID
     state: str
     """State set by the operator: `active`, `paused`, `disabling`, `removing`, …"""

@@ -1,7 +1,7 @@
 """Endpoint settings: one table with everything that can be set for an endpoint.
 
 Each field of `DeclaredSettings` declares everything about one setting: its type and limits, its
-default, and how it is described.  Storage (`outbox.store.delivery.endpoints`), files
+default, and how it is described.  Reading (`outbox.store.delivery.endpoints`), files
 (`outbox.core.model.endpoint_config`), flags (`outbox.cli.endpoint.options`) and the HTTP API
 (`outbox_api.endpoints`) are generated from it.
 """

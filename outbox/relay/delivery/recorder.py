@@ -39,10 +39,10 @@ HISTORY_ENDPOINTS_MAX = 1_000
 """Endpoints whose counts are written with one checkpoint, because records wait meanwhile; the
 others follow with the next checkpoints."""
 GROUP_MAX = 5_000
-"""Rows in one statement; more wait for the next."""
+"""Rows in one message; more wait for the next."""
 GROUP_BYTES_MAX = 32 << 20
-"""Bytes of the payloads of the dead letters in one statement, except the last one's.  The statement
-copies them within the server: this bounds its duration and its WAL, while other records wait."""
+"""Bytes of the payloads of the dead letters in one message, except the last one's.  The server
+copies them: this bounds its duration and its WAL, while other records wait."""
 PENDING_MAX = 4 * GROUP_MAX
 """Number of waiting rows above which lanes wait, too (backpressure): unwritten records take memory,
 and their deliveries are sent again after a crash."""

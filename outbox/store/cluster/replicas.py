@@ -49,7 +49,7 @@ OWN_ROW = """id = $1 AND expires_at > clock_timestamp()
 
 
 def fence(server_fence: str) -> str:
-    """The fence: the first CTE of every write of a replica locks its own row.
+    """The fence: the first CTE of a replica's write locks its own row.
 
     MATERIALIZED: the lock is taken once.  FOR KEY SHARE: it conflicts with the deletion of
     the row (expiry), but not with the renewal of the lease.

@@ -15,6 +15,7 @@ from outbox.errors import CannotRun, UsageError
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.current_schema import status
 from outbox.store.connection.lock_retry import LockRetry
+from outbox.store.login_roles import write_login_roles
 from outbox.store.schema.lock_attempts import MESSAGE_LOCK_TIMEOUT_S
 from outbox.store.schema.migration_files import Migration, migrations
 from outbox.store.schema.migration_statements import (
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from asyncpg import Connection
+
+    from outbox.store.login_roles import LoginRole
 
 PAYLOAD_BYTES_RANGE = (1536, 67_108_864)
 """Range of `set_payload_bytes_max`."""
@@ -70,6 +73,7 @@ async def migrate(
     connection: Connection[Any],
     schema: str,
     *,
+    logins: Sequence[LoginRole] = (),
     roles: Sequence[tuple[str, str]] = (),
     revoked: Sequence[str] = (),
     payload_bytes_max: int | None = None,
@@ -82,6 +86,7 @@ async def migrate(
     Args:
         connection: outside of a transaction; its search path does not matter.
         schema: created if it does not exist.
+        logins: written before the grants, as by `write_login_roles`.
         roles: pairs of purpose and existing role to grant it to.
         revoked: roles whose privileges in the schema are revoked first.
         payload_bytes_max: maximum payload size in bytes, as text; None: unchanged.
@@ -107,6 +112,7 @@ async def migrate(
         if await connection.fetchval(MAY_REPAIR, schema):
             await _guard_events(connection, locks, schema)
             await connection.execute(ADVANCE_SEQUENCES.format(schema=quote_ident(schema)))
+        await write_login_roles(connection, logins)
         await _apply_settings(connection, locks, schema, roles, revoked, payload_bytes_max)
     return done
 

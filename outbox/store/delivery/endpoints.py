@@ -127,7 +127,7 @@ def _endpoint(row: Any, vault: Vault) -> Endpoint:
     retry, retryable = STANDARD, RETRYABLE
     secrets: tuple[tuple[SigningKey, float | None], ...] = ()
     endpoint_id, own, identity = row["id"], {}, None
-    settings: dict[str, Any] = dict(zip(SETTING_FIELDS, row, strict=False))
+    settings: dict[str, Any] = {name: row[name] for name in SETTING_FIELDS}
     header_prefix, source = headers.DEFAULT_PREFIX, DEFAULT_SOURCE
     networks: tuple[IPv4Network | IPv6Network, ...] = ()
     try:

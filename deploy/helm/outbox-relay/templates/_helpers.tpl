@@ -95,7 +95,7 @@ OUTBOX_DSN: {secret: {{ include "outbox.secretOf" (dict "root" .root "dsn" .own.
 {{- range $variable, $file := include "outbox.files" . | fromYaml }}
   {{- with lookup "v1" "Secret" $.root.Release.Namespace $file.secret }}
     {{- if not (hasKey (.data | default dict) $file.key) }}
-      {{- fail (printf "the Secret %q has no key %q with the value of %s" $file.secret $file.key $variable) }}
+      {{- fail (printf "the Secret %q has no key %q with %s" $file.secret $file.key (hasPrefix "OUTBOX_" $variable | ternary (printf "the value of %s" $variable) (printf "the address of the role of the purpose %s" $variable))) }}
     {{- end }}
     {{- $versions = append $versions .metadata.resourceVersion | uniq }}
   {{- end }}
