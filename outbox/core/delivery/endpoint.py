@@ -29,7 +29,7 @@ class Endpoint(DeclaredSettings[EndpointHeaders, frozenset[int]]):
     request.  For a broker, the deliveries of one append.
     """
 
-    headers: EndpointHeaders
+    headers: EndpointHeaders = field(repr=False)
     retryable: frozenset[int]
     id: UUID
     state: str
