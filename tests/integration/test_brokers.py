@@ -298,10 +298,12 @@ async def test_nothing_is_dead_lettered_while_an_response_is_missing(
     """The skipped delivery is in the stream after all."""
     await stream_endpoint(database)
     streams.lost_responses = 1
+    streams.gate = asyncio.Event()
     async with running(database, Network(), brokers=streams.connect):
         await publish(database, 1)
         await until(lambda: streams.appends, what="the append")
         streams.stop = AWAY
+        streams.gate.set()
         await until(lambda: last_failure(database), what="the failure")
         lane, sequence = await next_pending(database, "shop")
         async with database.at_hand() as db:

@@ -17,6 +17,7 @@ from outbox.operations.events import erase
 from outbox.operations.events.erase import ErasureTarget
 from outbox.operations.replays import backfill
 from outbox.operations.trace import queries as trace
+from outbox.store.retention.partitions import PartitionStore
 from outbox.store.retention.periods import RetentionStore
 from tests.integration.test_retention import Maintainer, checkpointed
 from tests.support.relay import (
@@ -198,7 +199,12 @@ async def test_data_written_during_an_erasure_is_erased_within_an_hour(
         await may_respond.wait()
         return AttemptResult.completed(400, 0.001, body=str(sent.body["data"]).encode())
 
-    async with running(database, Network(slow)):
+    # The relay's own maintenance, which erases it, has to wait.
+    async with (
+        PartitionStore(db).maintenance_lease() as is_held,
+        running(database, Network(slow)),
+    ):
+        assert is_held
         await publish(database, SECRET, tenant="acme")
         await requested.wait()
         await erase.erase_events(db, "relay", ErasureTarget(tenant="acme"), actor="test")
