@@ -177,7 +177,7 @@ def _check(settings: Settings, as_json: bool) -> None:
 
 def _migrate(
     settings: Settings,
-    roles: list[tuple[str, str]],
+    roles: Sequence[tuple[str, str]],
     logins: Sequence[LoginRole],
     revoked: Sequence[str],
     payload_bytes_max: int | None,

@@ -209,13 +209,15 @@ SELECT require_stored(
 )
 
 
-def dead_letter_calls(
-    replica_id: int, records: Sequence[Record], epochs: Sequence[int]
-) -> list[WriteCall]:
-    """The calls after that of `WRITE_PROGRESS`, for the records with progress of a group."""
-    lanes = [record.lane_id for record in records], epochs
-    dead = [_dead_row(record, record.dead) for record in records if record.dead is not None]
-    stuck = [record.lane_id for record in records if record.stuck]
+def dead_letter_calls(replica_id: int, records: Sequence[tuple[Record, int]]) -> list[WriteCall]:
+    """The calls after that of `WRITE_PROGRESS`.
+
+    Args:
+        records: those of a group that have progress, with their epochs.
+    """
+    lanes = [record.lane_id for record, _ in records], [epoch for _, epoch in records]
+    dead = [_dead_row(record, record.dead) for record, _ in records if record.dead is not None]
+    stuck = [record.lane_id for record, _ in records if record.stuck]
     calls: list[WriteCall] = []
     if dead:
         calls.append((WRITE_DEAD_LETTERS, replica_id, *lanes, [json_text(row) for row in dead]))

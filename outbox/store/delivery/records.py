@@ -143,7 +143,7 @@ class RecordStore:
         )
         calls: list[WriteCall] = [
             (WRITE_PROGRESS, self._replica_id, attempts, progress, self._fence, logged),
-            *dead_letter_calls(self._replica_id, [r for r, _ in urgent], [e for _, e in urgent]),
+            *dead_letter_calls(self._replica_id, urgent),
         ]
         if missing := [(event_id, event_id) for r, _ in urgent for event_id in r.missing]:
             before = self.proof.contradictions
