@@ -65,3 +65,5 @@ API = Leaf("outbox-api", "relay")
 """The HTTP API with its page, and the receivers' listener."""
 DEVTOOLS = Leaf("outbox-devtools", "demo")
 """`outbox demo`, `listen`, `conform` and `prove`, and an embedded PostgreSQL."""
+DOCTOR = Leaf("outbox-doctor", "relay")
+"""`outbox doctor` and `verify`."""

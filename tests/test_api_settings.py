@@ -64,7 +64,7 @@ def test_the_api_reads_no_other_setting() -> None:
     """By the attributes that its modules read, and those of what it calls with its settings."""
     root = Path(__file__).parents[1]
     places = [*(root / "packages/api/outbox_api").rglob("*.py")]
-    places += [root / "outbox/operations/doctor/check.py", root / "outbox/telemetry/logs.py"]
+    places += [root / "packages/doctor/outbox_doctor/check.py", root / "outbox/telemetry/logs.py"]
     places += [root / "outbox/destinations/endpoint_validation.py"]
     read = {
         name

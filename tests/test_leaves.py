@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 
 from outbox import Relay
 from outbox.errors import CannotRun, UsageError
-from outbox.leaves import ADOPT, API, DEVTOOLS, Leaf
+from outbox.leaves import ADOPT, API, DEVTOOLS, DOCTOR, Leaf
 from outbox.plugins import BROKERS
 from outbox.version import __version__
 from tests.support.imports import loaded_by
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tests.support.postgres import Database
 
 ROOT = Path(__file__).parents[1]
-LEAVES = {each.distribution: each for each in (ADOPT, API, DEVTOOLS)}
+LEAVES = {each.distribution: each for each in (ADOPT, API, DEVTOOLS, DOCTOR)}
 VERSIONS = {
     None: "is not installed",
     "0.0.9": f"has version 0.0.9, outbox-relay {__version__}",
@@ -56,17 +56,21 @@ def test_every_leaf_of_the_tree_has_the_licence_and_an_extra_that_installs_it() 
         assert leaf.distribution in {each.name for each in installed}
 
 
-@pytest.mark.parametrize(("leaf", "module"), [(ADOPT, "cli"), (API, "server"), (DEVTOOLS, "cli")])
+@pytest.mark.parametrize(
+    ("leaf", "module"), [(ADOPT, "cli"), (API, "server"), (DEVTOOLS, "cli"), (DOCTOR, "cli")]
+)
 def test_a_leaf_is_loaded(leaf: Leaf, module: str) -> None:
     assert leaf.load(module).__name__ == f"{leaf.package}.{module}"
 
 
-@pytest.mark.parametrize("command", ["demo", "listen", "conform", "prove", "adopt"])
+@pytest.mark.parametrize(
+    "command", ["demo", "listen", "conform", "prove", "adopt", "doctor", "verify"]
+)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_command_names_the_leaf_that_it_needs(
     outbox: Command, monkeypatch: pytest.MonkeyPatch, command: str, version: str | None
 ) -> None:
-    leaf = ADOPT if command == "adopt" else DEVTOOLS
+    leaf = {"adopt": ADOPT, "doctor": DOCTOR, "verify": DOCTOR}.get(command, DEVTOOLS)
     pretend(monkeypatch, version)
     for arguments in ([command], [command, "--help"]):
         result = outbox(*arguments)
@@ -117,4 +121,6 @@ def test_help_lists_all_commands_without_the_leaves(
     pretend(monkeypatch, None)
     result = outbox("--help")
     assert result.code == 0
-    assert all(f"  {name} " in result.out for name in ("demo", "listen", "adopt", "relay"))
+    assert all(
+        f"  {name} " in result.out for name in ("demo", "listen", "adopt", "doctor", "relay")
+    )

@@ -28,7 +28,7 @@ from click.exceptions import NoArgsIsHelpError
 from outbox import __version__
 from outbox.errors import OutboxError, UsageError
 from outbox.extras import RELAY, missing_extra
-from outbox.leaves import ADOPT, API, DEVTOOLS, Leaf
+from outbox.leaves import ADOPT, API, DEVTOOLS, DOCTOR, Leaf
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -95,7 +95,9 @@ COMMANDS = (
     ),
     CommandEntry("status", "Show relays, pending deliveries and failing endpoints.", _INSPECT),
     CommandEntry("trace", "Trace an event, and explain why it is not delivered.", _INSPECT),
-    CommandEntry("doctor", "Check the configuration and health, and suggest fixes.", _INSPECT),
+    CommandEntry(
+        "doctor", "Check the configuration and health, and suggest fixes.", _INSPECT, DOCTOR
+    ),
     CommandEntry("alerts", "Print Prometheus alert rules or a Grafana dashboard.", _INSPECT),
     CommandEntry("dead", "List, count, show, replay and discard dead letters.", _INSPECT),
     CommandEntry("replay", "Replay past events to an endpoint; list and abort replays.", _INSPECT),
@@ -105,7 +107,9 @@ COMMANDS = (
     CommandEntry(
         "prove", "Run relays under injected faults, and check the result.", _INSPECT, DEVTOOLS
     ),
-    CommandEntry("verify", "Check the tables for lost, duplicate or misordered events.", _INSPECT),
+    CommandEntry(
+        "verify", "Check the tables for lost, duplicate or misordered events.", _INSPECT, DOCTOR
+    ),
     CommandEntry("resequence", "Sequence committed events that were skipped.", _INSPECT),
 )
 

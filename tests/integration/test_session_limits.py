@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 import pytest
 
-from outbox.operations.verify.audit import run_checks
 from outbox.relay.cluster.connections import Connections
 from outbox.store.channels import NOTIFY_ALL
 from outbox.store.cluster.sessions import session_label
@@ -17,6 +16,7 @@ from outbox.store.connection import dsn
 from outbox.store.connection.current_settings import CurrentSettings
 from outbox.store.connection.operator import connect_operator
 from outbox.store.connection.store_connection import StoreConnection
+from outbox_doctor.verify.audit import run_checks
 from tests.support.pgbouncer import find_the_schema, pgbouncer
 from tests.support.relay import (
     Network,

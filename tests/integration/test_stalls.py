@@ -12,9 +12,9 @@ import pytest
 
 from outbox.cli import summary
 from outbox.operations import status
-from outbox.operations.doctor import Severity
 from outbox.store.sequencing.stalls import read_cursor_blocker, read_lock_blocker
 from outbox.telemetry import catalogue
+from outbox_doctor.check import Severity
 from tests.support.doctor import findings, the_one
 from tests.support.relay import (
     Network,

@@ -10,13 +10,13 @@ import asyncpg
 import pytest
 
 from outbox.errors import CannotRun
-from outbox.operations.doctor import DoctorLimits, Severity
 from outbox.relay.cluster.connections import SESSION_SETTINGS
 from outbox.relay.delivery import recorder
 from outbox.relay.relay import SESSION_UNAVAILABLE
 from outbox.relay.session_state import Readiness
 from outbox.store.cluster.replicas import ReplicaStore
 from outbox.store.connection.connect import READ_ONLY
+from outbox_doctor.check import DoctorLimits, Severity
 from tests.support.doctor import PATH, findings, findings_of
 from tests.support.pgbouncer import find_the_schema, pgbouncer
 from tests.support.relay import (

@@ -14,7 +14,7 @@ import pytest
 
 from outbox.destinations.http.transport import HttpTransport
 from outbox.network.egress import EgressPolicy
-from outbox.operations.doctor import Severity
+from outbox_doctor.check import Severity
 from tests.destinations.servers import OK, serving
 from tests.integration.test_delivery_runs import publish_backlog, run_deliveries
 from tests.support.doctor import findings_of

@@ -12,10 +12,10 @@ from outbox.operations import status
 from outbox.operations.criteria import DeadLetterSelection
 from outbox.operations.dead_letters import queries as dead_letters
 from outbox.operations.dead_letters import replay as replays
-from outbox.operations.doctor.check import Severity
 from outbox.store.cluster.replicas import ReplicaStore
 from outbox.store.connection.store_connection import StoreConnection
 from outbox.store.delivery.endpoint_state import Condition, EndpointStateStore
+from outbox_doctor.check import Severity
 from tests.support.doctor import findings_of
 from tests.support.relay import (
     BUSY,

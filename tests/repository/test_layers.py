@@ -29,6 +29,7 @@ PLUGINS = "Brokers import the port, the network and the model of a stream"
 CORE = "The core's packages import its messages and its model only"
 CIRCLES = "No circles"
 LEAVES = "The package imports no leaf"
+DOCTOR = "The doctor imports no host and no running relay"
 API = "The API imports no command, no host and no running relay"
 RECEIVER = "The receiver library needs the message format only"
 
@@ -100,6 +101,7 @@ def broken_contracts(graph: ImportGraph, importer: str, imported: str) -> set[st
         ("cli", "outbox.django", LAYERS),
         ("hosting", "outbox.cli", LAYERS),
         ("operations", "outbox_api", LEAVES),
+        ("operations", "outbox_doctor.check", LEAVES),
         ("operations", "outbox.relay", LAYERS),
         ("relay", "outbox.operations", LAYERS),
         ("relay", "outbox.testing", LAYERS),
@@ -150,6 +152,12 @@ def test_the_api_is_independent_of_the_process_that_serves_it(
     graph: ImportGraph, imported: str
 ) -> None:
     assert API in broken_contracts(graph, "outbox_api.server", imported)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("imported", ["outbox.hosting", "outbox.relay", "outbox_api.status"])
+def test_the_doctor_checks_a_relay_from_outside(graph: ImportGraph, imported: str) -> None:
+    assert DOCTOR in broken_contracts(graph, "outbox_doctor.relays", imported)
 
 
 @pytest.mark.parametrize("imported", ["outbox.relay.relay", "outbox.store.errors"])

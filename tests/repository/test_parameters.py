@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import outbox
+import outbox_doctor
 from outbox.store.sql.message import WriteStatement
 from tests.repository.sources import nodes, nodes_of
 
@@ -34,7 +35,11 @@ def highest_parameter(values: Iterable[object], source: Iterable[ast.AST] = ()) 
 
 @pytest.mark.slow
 def test_no_statement_has_more_than_a_dozen_parameters() -> None:
-    names = [each.name for each in walk_packages(outbox.__path__, f"{outbox.__name__}.")]
+    names = [
+        each.name
+        for package in (outbox, outbox_doctor)
+        for each in walk_packages(package.__path__, f"{package.__name__}.")
+    ]
     # Django's modules need a configured project, and pass parameters by %s.
     modules = [
         import_module(name)

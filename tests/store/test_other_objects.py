@@ -9,12 +9,12 @@ import asyncpg
 import pytest
 
 from outbox.core.sequencing.partition_window import AHEAD, WIDTH
-from outbox.operations.doctor import Severity
 from outbox.relay.cluster.reopening import ReopeningConnection
 from outbox.store.connection.worker import Worker
 from outbox.store.errors import ResponseLost
 from outbox.store.retention import partitions
 from outbox.store.retention.partitions import ADDED_MAX, PartitionStore
+from outbox_doctor.check import Severity
 from tests.support.doctor import findings_of
 from tests.support.relay import (
     Network,

@@ -38,7 +38,7 @@ from tests.support.tiers import sampled
 if TYPE_CHECKING:
     from asyncpg import Connection
 
-    from outbox.operations.doctor import DoctorFinding
+    from outbox_doctor.check import DoctorFinding
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.system

@@ -9,13 +9,13 @@ import asyncpg
 import pytest
 
 from outbox.errors import CannotRun
-from outbox.operations.doctor import Severity
 from outbox.store.connection import connect as connect_module
 from outbox.store.connection.connect import connect
 from outbox.store.connection.current_schema import require_current
 from outbox.store.connection.dsn import parse
 from outbox.store.connection.migrate import migrate
 from outbox.store.schema.server_product import explain_foreign_product
+from outbox_doctor.check import Severity
 from tests.support.doctor import findings
 from tests.support.documents import read
 from tests.support.process import outbox

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.sequencing.gaps import GapTracker
-from outbox.operations.verify.audit import run_checks
 from outbox.relay.sequencing.cursor import BatchResult
 from outbox.store.retention.partitions import PartitionStore
 from outbox.store.retention.periods import RetentionStore
 from outbox.store.sequencing.accounting import AccountingStore
+from outbox_doctor.verify.audit import run_checks
 from tests.support.doctor import reported_findings
 from tests.support.sequencers import Variant, session, settings
 

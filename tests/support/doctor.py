@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from outbox.operations import doctor
-from outbox.operations.doctor import DoctorContext, DoctorFinding, Severity, examine
+from outbox_doctor import examination
+from outbox_doctor.check import DoctorContext, DoctorFinding, Severity
+from outbox_doctor.examination import examine
 
 if TYPE_CHECKING:
     from asyncpg import Connection
@@ -21,10 +22,10 @@ async def findings(db: Connection[Any], **options: Any) -> list[DoctorFinding]:
 async def findings_of(db: Connection[Any], check: str, **options: Any) -> list[DoctorFinding]:
     """The findings of one check. The others, about a hundred statements, are not run."""
     only: dict[str, Any] = {
-        table: tuple(each for each in getattr(doctor, table) if each.name == check)
+        table: tuple(each for each in getattr(examination, table) if each.name == check)
         for table in ("PRECONDITIONS", "LIVE")
     }
-    with patch.multiple(doctor, **only):
+    with patch.multiple(examination, **only):
         return [f for f in await findings(db, **options) if f.check == check]
 
 

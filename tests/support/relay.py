@@ -16,12 +16,12 @@ from outbox.config import Settings
 from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.model.response import AttemptResult
 from outbox.operations.endpoints import changes as endpoint_changes
-from outbox.operations.verify.audit import run_checks
 from outbox.relay.cluster.connections import Connections
 from outbox.relay.relay import Relay
 from outbox.store.cluster.sessions import session_label
 from outbox.store.connection import dsn
 from outbox.store.connection.current_settings import CurrentSettings
+from outbox_doctor.verify.audit import run_checks
 from tests.support.runs import send_run
 from tests.support.waiting import until
 

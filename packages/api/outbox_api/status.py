@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from outbox.operations import status
-from outbox.operations.doctor import DoctorContext, DoctorReport, examine
 from outbox.operations.events.resequence import Resequenced, resequence
 from outbox.operations.status import EndpointStatuses, Overview, ReplicaStatus
-from outbox.operations.verify.audit import VerifyReport, run_audit
 from outbox_api import route
 from outbox_api.limits import LIMIT, LIMIT_MAX
 from outbox_api.problem import unavailable
@@ -23,6 +21,9 @@ from outbox_api.route import (
     RequestModel,
     TenantAccess,
 )
+from outbox_doctor.check import DoctorContext, DoctorReport
+from outbox_doctor.examination import examine
+from outbox_doctor.verify.audit import VerifyReport, run_audit
 
 if TYPE_CHECKING:
     from datetime import datetime

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from outbox.operations.verify import audit
 from outbox_api import status
+from outbox_doctor.verify import audit
 from tests.support.api import make_token, serving
 from tests.support.postgres import API_ROLE
 from tests.support.relay import (

@@ -12,7 +12,7 @@ import pytest
 
 from outbox.core.sequencing.partition_window import Retention
 from outbox.operations.events.resequence import resequence
-from outbox.operations.verify import audit
+from outbox_doctor.verify import audit
 from tests.support.books import BLOCK, INSERT, INSERT_WITH_ID, sequence_events
 
 if TYPE_CHECKING:

@@ -17,13 +17,13 @@ import pytest
 
 from outbox.core.sequencing.partition_window import WIDTH
 from outbox.errors import CannotRun, CursorBroken
-from outbox.operations.doctor.check import Severity
 from outbox.relay.sequencing.cursor import BatchResult
 from outbox.store.connection.connect import connect, map_errors, not_granted
 from outbox.store.connection.dsn import parse
 from outbox.store.connection.pgbouncer import PooledWorker
 from outbox.store.delivery.lanes import LaneStore
 from outbox.store.sequencing.batches import SequencingStore
+from outbox_doctor.check import Severity
 from tests.support.cursor_checks import NO_VIOLATIONS, check_cursor
 from tests.support.damages import DAMAGES
 from tests.support.detaching import ATTACH, DETACH

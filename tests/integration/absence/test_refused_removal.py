@@ -11,9 +11,9 @@ import asyncpg
 import pytest
 
 from outbox.core.sequencing.partition_window import AHEAD, WIDTH
-from outbox.operations.doctor import Severity
 from outbox.store.connection.migrate import migrate
 from outbox.store.retention.partitions import PartitionStore
+from outbox_doctor.check import Severity
 from tests.support.detaching import DETACH
 from tests.support.doctor import reported_findings, sql_of
 from tests.support.relay import publish

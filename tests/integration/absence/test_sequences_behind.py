@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from outbox.core.sequencing.partition_window import WIDTH
-from outbox.operations.doctor import Severity
 from outbox.store.connection.migrate import migrate
+from outbox_doctor.check import Severity
 from tests.support.doctor import findings, reported_findings, sql_of, the_one
 from tests.support.documents import ROOT
 from tests.support.dumps import restore, run

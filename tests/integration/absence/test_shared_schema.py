@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import outbox.testing
-from outbox.operations.doctor.check import Severity
 from outbox.store.connection.migrate import migrate
 from outbox.store.schema.migration_files import table_names
+from outbox_doctor.check import Severity
 from tests.support.doctor import findings
 from tests.support.roles import role
 

@@ -17,10 +17,10 @@ import outbox
 from outbox import Event
 from outbox.core.delivery.operational_events import RELAY_LAGGING
 from outbox.errors import EventSuppressed
-from outbox.operations.doctor import Severity
 from outbox.operations.schedules import changes as schedule_changes
 from outbox.store.schedules.future_events import FutureEventStore
 from outbox.store.schedules.schedule_runs import ScheduleRunStore
+from outbox_doctor.check import Severity
 from tests.producers.applications import APPLICATIONS, Application, Psycopg, play
 from tests.support.api import make_token, serving
 from tests.support.doctor import findings_of, the_one

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import outbox
 from outbox.errors import CannotRun, DatabaseUnavailable
-from outbox.operations.verify.audit import run_checks
 from outbox.store.connection.connect import CONNECTION_ERRORS
 from outbox_devtools.chaos import queries
 from outbox_devtools.chaos.checker import check_run
 from outbox_devtools.chaos.environment import open_environment
 from outbox_devtools.chaos.facts import STALL, Incident, RunFacts, numbers_by_lane
 from outbox_devtools.chaos.faults import FaultInjector
+from outbox_doctor.verify.audit import run_checks
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,0 +1,1 @@
+"""Checks of an installation: `outbox doctor` and `outbox verify`."""
