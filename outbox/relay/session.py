@@ -108,8 +108,7 @@ class Session:
             self._opened.terminate()
 
     async def _work(self, registered: Registered, stop: asyncio.Event) -> None:
-        settings, stores = self._settings, self._connections.stores
-        me, control = registered.replica_id, registered.workers.control
+        settings, me = self._settings, registered.replica_id
         log.info("replica registered", replica=me, lease_s=settings.lease_s)
         parts = build_session(
             settings, registered, self._connections, self._transport,
@@ -151,7 +150,7 @@ class Session:
             await parts.sequencer.release_leadership()
             await parts.replicas.release_all(me, f"replica {me}")
             self._released = True
-            await stores.wake_all(control)
+            await parts.replicas.wake_all()
             for task in background:
                 task.cancel()
             left_s = (stopped_by - loop.time()) / 2

@@ -203,7 +203,7 @@ class Script:
 
         cursor = Cursor(self._store, replica_id, settings, on_batch, lambda *_: False)
         # The two clocks differ, on which the interval between proofs depends.
-        cursor._tracker.proof_every_s = 0.0
+        cursor.reader._tracker.proof_every_s = 0.0
         return cursor
 
     def _records(self, replica_id: int) -> Any:
@@ -459,9 +459,9 @@ class Script:
         new = await self._replicas.register(label, "another", "0", LEASE_S, pid, ["key"])
         now = await self._replicas.read_clock()
         epochs = await self._replicas.claim(new, await self._free(), "test")
-        await self._stores.channels.wake_all(self._db)
+        await self._replicas.wake_all()
         await self._stores.channels.trim_notification_queue(self._db)
-        await self._stores.channels.wake_owners(self._db, "no payload")
+        await self._replicas.wake_owners("no payload")
         await self._replicas.release_all(new, "test")
         await self._replicas.terminate_busy_sessions(label)
         registered = [*self._labels.values(), label]

@@ -18,7 +18,7 @@ from outbox.core.sequencing.router import RoutableEvent
 from outbox.operations.endpoints import changes as endpoint_changes
 from outbox.relay.sequencing.cursor import BatchResult, Cursor
 from outbox.relay.sequencing.sequencer import Sequencer
-from outbox.relay.wake_event import WakeEvent
+from outbox.relay.wake_event import Wakeups
 from outbox.store.sequencing import event_reads
 from outbox.store.sequencing.batches import SequencingStore
 from outbox.store.sequencing.event_reads import Reading
@@ -89,7 +89,7 @@ class Variant:
         settings: Settings,
         *,
         replica_id: int | None = None,
-        wake_event: WakeEvent | None = None,
+        wakeups: Wakeups | None = None,
         store_mixin: type | None = None,
         on_batch: Callable[[SequencedBatch], None] = lambda _: None,
         notified: bool = False,
@@ -114,7 +114,7 @@ class Variant:
             store,
             next(replica_ids) if replica_id is None else replica_id,
             settings,
-            wake_event or WakeEvent(),
+            wakeups or Wakeups(),
             on_batch,
             notified=notified,
         )
