@@ -10,8 +10,10 @@ from pydantic import Field
 
 from outbox.operations import status
 from outbox.operations.doctor import DoctorContext, DoctorReport, examine
+from outbox.operations.endpoints import statuses
+from outbox.operations.endpoints.statuses import EndpointStatuses
 from outbox.operations.events.resequence import Resequenced, resequence
-from outbox.operations.status import EndpointStatuses, Overview, ReplicaStatus
+from outbox.operations.status import Overview, ReplicaStatus
 from outbox.operations.verify.audit import VerifyReport, run_audit
 from outbox_api import route
 from outbox_api.limits import LIMIT, LIMIT_MAX
@@ -91,7 +93,7 @@ async def _status(call: Call[StatusQuery, None]) -> Overview:
 )
 async def _endpoint_statuses(call: Call[StatusQuery, None]) -> EndpointStatuses:
     found = await call.run(
-        status.read_endpoint_statuses, tenant=call.tenant, limit=call.query.limit
+        statuses.read_endpoint_statuses, tenant=call.tenant, limit=call.query.limit
     )
     return (await redactor_for(call)).redact_statuses(found)
 
