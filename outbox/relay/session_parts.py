@@ -175,9 +175,9 @@ def build_session(
         settings,
         wakeups,
         feed.batch_written,
+        dispatcher.needs_inline_payloads,
+        feed.notification_payload,
         notified=listening,
-        needs_inline_payloads=dispatcher.needs_inline_payloads,
-        notification_payload=feed.notification_payload,
     )
     schedule_runner = ScheduleRunner(
         stores.schedule_runs(workers.schedules, me),

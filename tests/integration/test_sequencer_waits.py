@@ -11,6 +11,7 @@ from outbox.config import Settings
 from outbox.relay.sequencing.cursor import BatchResult
 from outbox.relay.sequencing.sequencer import BUSY_POLL_S, LOCK_RETRY_S, POLL_MIN_S, Sequencer
 from outbox.relay.wake_event import Wakeups
+from tests.support.sequencers import always_notify, no_inline_payloads
 
 if TYPE_CHECKING:
     from outbox.store.sequencing.batches import SequencingStore
@@ -22,8 +23,9 @@ def _sequencer(*, notified: bool = True) -> Sequencer:
     store = SimpleNamespace(filters=None, replay_feed=None, routing=None, stalls=None)
     unused = cast("SequencingStore", store)
     return Sequencer(
-        unused, 1, Settings(poll_s=POLL_S), Wakeups(), lambda _: None, notified=notified
-    )
+        unused, 1, Settings(poll_s=POLL_S), Wakeups(), lambda _: None,
+        no_inline_payloads, always_notify, notified=notified,
+    )  # fmt: skip
 
 
 def _waits_s(sequencer: Sequencer) -> dict[str, float | None]:

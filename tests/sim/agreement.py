@@ -26,6 +26,7 @@ from outbox.core.model.response import AttemptResult
 from outbox.core.model.response_policy import AttemptOutcome
 from outbox.core.model.retry_policy import RetryPolicy
 from outbox.core.schedules.schedule import ScheduleSettings
+from outbox.core.sequencing.batch_notifications import READ_BATCHES
 from outbox.core.sequencing.filter_budget import FilterFailure, FilterStopReason
 from outbox.core.sequencing.gaps import CursorChange
 from outbox.core.sequencing.partition_window import Retention
@@ -201,7 +202,10 @@ class Script:
             numbers = sorted(zip(columns.lane_ids, columns.seqs, strict=True))
             self._batches.append((sequenced.batch, numbers))
 
-        cursor = Cursor(self._store, replica_id, settings, on_batch, lambda *_: False)
+        cursor = Cursor(
+            self._store, replica_id, settings, on_batch, lambda *_: False,
+            lambda _: {}, lambda *_: READ_BATCHES,
+        )  # fmt: skip
         # The two clocks differ, on which the interval between proofs depends.
         cursor.reader._tracker.proof_every_s = 0.0
         return cursor

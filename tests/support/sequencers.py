@@ -13,6 +13,7 @@ from pydantic import SecretStr
 
 from outbox.config import Settings
 from outbox.core.model.endpoint_settings import EndpointSettings
+from outbox.core.sequencing.batch_notifications import READ_BATCHES
 from outbox.core.sequencing.gaps import GapTracker
 from outbox.core.sequencing.router import RoutableEvent
 from outbox.operations.endpoints import changes as endpoint_changes
@@ -26,12 +27,13 @@ from outbox.store.sql.message import WriteStatement
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
     from asyncpg import Connection
 
     from outbox.core.sequencing.gaps import CursorChange, CursorState, LockHolders, Range
     from outbox.relay.sequencing.cursor import SequencedBatch
+    from outbox.store.delivery.lanes import LoadedLane
     from tests.support.postgres import Database
 
 # The errors of a lost connection or server.
@@ -68,6 +70,16 @@ class Registered(SequencingStore):
         taken = await super().take_leadership(replica_id)
         await self._db.execute(_UNREGISTER, replica_id)
         return taken
+
+
+def always_notify(_: int, __: Mapping[int, int]) -> str | None:
+    """Notify other replicas of every batch, without its lanes."""
+    return READ_BATCHES
+
+
+def no_inline_payloads(_: Collection[int]) -> Mapping[int, LoadedLane]:
+    """Read no payloads with the events; all deliveries are read later."""
+    return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +128,8 @@ class Variant:
             settings,
             wakeups or Wakeups(),
             on_batch,
+            no_inline_payloads,
+            always_notify,
             notified=notified,
         )
         return sequencer, store

@@ -20,7 +20,6 @@ import asyncpg
 import structlog
 
 from outbox.core.delivery.inline_deliveries import INLINE_DELIVERIES_MAX, inline_deliveries
-from outbox.core.sequencing.batch_notifications import READ_BATCHES
 from outbox.core.sequencing.filter_budget import AGAIN_AFTER_S
 from outbox.core.sequencing.gaps import CursorChange, CursorState, GapTracker
 from outbox.core.sequencing.router import Deliveries, Router, assign_sequences
@@ -92,16 +91,6 @@ class _Draft:
         return self.change.changed or self.replays.has_changes
 
 
-def always_notify(_: int, __: Mapping[int, int]) -> str | None:
-    """Notify other replicas of every batch, without its lanes."""
-    return READ_BATCHES
-
-
-def no_inline_payloads(_: Collection[int]) -> Mapping[int, LoadedLane]:
-    """Read no payloads with the events; all deliveries are read later."""
-    return {}
-
-
 class Cursor:
     """The cursor on one connection.
 
@@ -124,10 +113,8 @@ class Cursor:
         settings: Settings,
         on_batch: Callable[[SequencedBatch], None],
         keep_polling: Callable[[int, int], bool],
-        needs_inline_payloads: Callable[
-            [Collection[int]], Mapping[int, LoadedLane]
-        ] = no_inline_payloads,
-        notification_payload: Callable[[int, Mapping[int, int]], str | None] = always_notify,
+        needs_inline_payloads: Callable[[Collection[int]], Mapping[int, LoadedLane]],
+        notification_payload: Callable[[int, Mapping[int, int]], str | None],
     ) -> None:
         self._store = store
         self._me = replica_id

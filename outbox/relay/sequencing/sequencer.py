@@ -25,7 +25,7 @@ import structlog
 
 from outbox.core.delivery.operational_events import LAGGING_S, LagAction, LagDetector
 from outbox.errors import CursorBroken
-from outbox.relay.sequencing.cursor import BatchResult, Cursor, always_notify, no_inline_payloads
+from outbox.relay.sequencing.cursor import BatchResult, Cursor
 from outbox.relay.sequencing.stall_monitor import StallMonitor
 from outbox.store.errors import ResponseLost
 
@@ -91,12 +91,10 @@ class Sequencer:
         settings: Settings,
         wakeups: Wakeups,
         on_batch: Callable[[SequencedBatch], None],
+        needs_inline_payloads: Callable[[Collection[int]], Mapping[int, LoadedLane]],
+        notification_payload: Callable[[int, Mapping[int, int]], str | None],
         *,
         notified: bool,
-        needs_inline_payloads: Callable[
-            [Collection[int]], Mapping[int, LoadedLane]
-        ] = no_inline_payloads,
-        notification_payload: Callable[[int, Mapping[int, int]], str | None] = always_notify,
     ) -> None:
         self._store = store
         self._me = replica_id
