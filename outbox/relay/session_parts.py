@@ -58,6 +58,26 @@ CLOCK_JUMP_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
+class SharedParts:
+    """What all sessions of a relay share."""
+
+    connections: Connections
+    transport: Transport
+    brokers: BrokerFactory | None
+    """Makes the brokers of endpoints; None: there are only HTTP receivers."""
+    telemetry: DeliveryTelemetry
+    """Receives logs, metrics and traces of deliveries."""
+    clock: Callable[[], float]
+    """Seconds of the steady clock; wall-clock time comes from the database."""
+    wall: Callable[[], float]
+    """This machine's clock in epoch seconds, for comparison with the database's."""
+    rng: random.Random
+    """The source of labels, and of the jitter of retries and probes."""
+    companion: Companion | None
+    """A process beside the relay, whose problems are journalled."""
+
+
+@dataclass(frozen=True, slots=True)
 class SessionParts:
     """The parts that a session starts and stops."""
 
@@ -72,26 +92,11 @@ class SessionParts:
 
 
 def build_session(
-    settings: Settings,
-    registered: Registered,
-    connections: Connections,
-    transport: Transport,
-    brokers: BrokerFactory | None,
-    vault: Vault,
-    telemetry: DeliveryTelemetry,
-    clock: Callable[[], float],
-    wall: Callable[[], float],
-    rng: random.Random,
-    companion: Companion | None,
+    settings: Settings, registered: Registered, vault: Vault, shared: SharedParts
 ) -> SessionParts:
-    """Wire the parts of a registered replica.
-
-    Args:
-        clock: seconds of the steady clock; wall-clock time comes from the database.
-        wall: this machine's clock in epoch seconds, for comparison with the database's.
-        rng: the source of the jitter of retries and probes.
-        companion: a process beside the relay, whose problems are journalled.
-    """
+    """Wire the parts of a registered replica."""
+    connections, telemetry, companion = shared.connections, shared.telemetry, shared.companion
+    clock = shared.clock
     me, here, workers = registered.replica_id, registered.server_fence, registered.workers
     stores, actor = connections.stores, f"replica {me}"
     listening = settings.notify and not settings.pooled
@@ -116,7 +121,7 @@ def build_session(
         return time.now(clock())
 
     def compare_clocks() -> None:
-        if clocks.measure(wall(), now()):
+        if clocks.measure(shared.wall(), now()):
             if clocks.matters:
                 ahead_s = round(clocks.ahead_s)
                 log.warning("the clocks of relay and database differ", ahead_s=ahead_s)
@@ -139,16 +144,16 @@ def build_session(
     dispatcher = Dispatcher(
         stores.lanes(workers.reader, vault),
         recorder,
-        transport,
+        shared.transport,
         lease_left_s,
         scheduler,
         on_idle=wakeups.ownership.set,
         wake_supervisor=wakeups.supervisor.set,
         now=now,
         odometer=odometer,
-        rng=rng,
+        rng=shared.rng,
         telemetry=telemetry,
-        brokers=brokers,
+        brokers=shared.brokers,
         clocks=clocks,
         budget=budget,
     )
