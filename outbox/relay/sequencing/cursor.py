@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from outbox.config import Settings
     from outbox.core.model.delivery import Delivery
     from outbox.core.sequencing.filter_budget import FilterFailure
-    from outbox.core.sequencing.router import RoutableEvent, TenantFilter
+    from outbox.core.sequencing.router import Placements, RoutableEvent, TenantFilter
     from outbox.store.delivery.lanes import LoadedLane
     from outbox.store.sequencing.batches import SequencingStore
     from outbox.store.sequencing.event_reads import Reading
@@ -335,14 +335,12 @@ class Cursor:
 
     async def _route(
         self, events: Sequence[RoutableEvent], router: Router
-    ) -> tuple[list[tuple[int, int]], Mapping[TenantFilter, FilterFailure]]:
+    ) -> tuple[Placements, Mapping[TenantFilter, FilterFailure]]:
         """Place events in the lanes of their endpoints; returns the filters to be stopped, too."""
         refused, failed = await self._filters.evaluate(router, events)
         return router.placements(events, refused), failed
 
-    async def _number(
-        self, placements: Sequence[tuple[int, int]], replays: ReplayBatch
-    ) -> Deliveries:
+    async def _number(self, placements: Placements, replays: ReplayBatch) -> Deliveries:
         """Number what was placed, and the replays after it, in each lane."""
         lanes = {lane_id for lane_id, _ in placements} | {r.lane_id for r in replays.replays}
         if unknown := lanes - self._counters.keys():
