@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from datetime import datetime
 
-    from outbox.operations.status import EndpointStatus, Overview
+    from outbox.operations.endpoints.statuses import EndpointStatus
+    from outbox.operations.status import Overview
 
 RELAY_COLUMNS = ("relay", "state", "sequences", "endpoints", "version", "since")
 ENDPOINT_COLUMNS = ("endpoint", "state", "pending", "oldest", "dead letters", "relay")

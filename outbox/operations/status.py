@@ -5,26 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.model.ids import lane_name
 from outbox.core.sequencing.partition_window import unsequenced_ids
-from outbox.operations import lanes
 from outbox.operations.dead_letters.queries import LAST_REPLAY
+from outbox.operations.endpoints.statuses import READ_STATUSES, EndpointStatus, endpoint_statuses
 from outbox.operations.events.future import HeldEvents, read_held
-from outbox.operations.pages import page_of, shorten_responses
 from outbox.operations.rows import from_row
 from outbox.store.cluster.timeline import read_stopped
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.row_security import stop_empty
 from outbox.store.database_stats import COUNT_UNACCOUNTED
 from outbox.store.delivery.endpoint_state import CONDITION_EVERY_S, Condition
-from outbox.store.routing_change import READ_NOW
 from outbox.store.sequencing.stalls import Blocker, read_cursor_blocker
 from outbox.store.sql.expressions import lease_runs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from datetime import datetime
-    from uuid import UUID
 
     from asyncpg import Connection
 
@@ -91,55 +86,6 @@ SELECT j.reason
   FROM {RECENT} j JOIN replica r ON j.actor = 'replica ' || r.id AND {lease_runs("r")}
  WHERE j.kind IN {Condition.SEQUENCING.value}
  ORDER BY j.id DESC LIMIT 1
-"""  # noqa: S608 (constants only)
-
-# Endpoints of a tenant ($2; NULL: all), those that fail first, then those with the most pending
-# deliveries.  Retry state and age are of the lane that has been failing or pending longest.
-# Details are read only for the endpoints shown.
-ENDPOINTS = f"""
-{lanes.rank_endpoints(lanes.LANE_STATE, "$2", "$1")},
-near AS MATERIALIZED (
-    SELECT l.* FROM lanes l WHERE l.endpoint_id IN (SELECT endpoint_id FROM shown)),
-blocks AS MATERIALIZED (
-    SELECT l.endpoint_id, l.generation, l.slot, b.seq, b.at, {lanes.BLOCKED_BY} AS dead_id,
-           count(*) OVER endpoints AS lanes, row_number() OVER (endpoints ORDER BY b.at) AS nth
-      FROM lane_block b JOIN lane l ON l.id = b.lane_id
-     WHERE l.endpoint_id IN (SELECT endpoint_id FROM shown)
-    WINDOW endpoints AS (PARTITION BY l.endpoint_id)),
-worst AS MATERIALIZED (
-    SELECT DISTINCT ON (endpoint_id) * FROM near WHERE failing
-     ORDER BY endpoint_id, attempts DESC, lane_id),
-oldest AS MATERIALIZED (
-    SELECT l.endpoint_id, max({lanes.OLDEST_S}) AS oldest_s FROM near l
-     WHERE l.last_seq > l.acked_seq GROUP BY l.endpoint_id)
-SELECT t.*, e.id, e.name, e.url, e.state, e.state_at, e.state_by, e.state_comment, e.lanes,
-       (SELECT sum(pending) FROM totals)::bigint AS pending_total,
-       (SELECT count(*) FROM totals) AS endpoints_total, r.name AS replica,
-       {lanes.DEAD_LETTERS} AS dead_letters,
-       h.state AS health, h.since AS health_since, h.held_until,
-       {lanes.SUBSCRIBED} AS subscribed, k.lanes IS NOT NULL AS blocked,
-       coalesce(k.lanes, 0) AS blocked_lanes, k.generation AS block_generation,
-       k.slot AS block_slot, k.seq AS block_seq, k.at AS block_at, k.dead_id,
-       f.generation, f.slot, f.retry_seq, f.attempts, f.spent, f.next_attempt_at, n.event_id,
-       s.skip_seq,
-       {shorten_responses("p.last_response", f"t.{lanes.RANK}")} AS last_response, o.oldest_s
-  FROM shown t
-  JOIN endpoint e ON e.id = t.endpoint_id
-  LEFT JOIN ownership w ON w.endpoint_id = e.id
-  LEFT JOIN replica r ON r.id = w.replica_id
-  LEFT JOIN endpoint_health h ON h.endpoint_id = e.id
-  LEFT JOIN blocks k ON k.endpoint_id = e.id AND k.nth = 1
-  LEFT JOIN worst f ON f.endpoint_id = e.id
-  LEFT JOIN oldest o ON o.endpoint_id = e.id
-  LEFT JOIN lane_progress p ON p.lane_id = f.lane_id
-  LEFT JOIN lane s ON s.id = f.lane_id
-  LEFT JOIN LATERAL (
-       SELECT o.event_id
-         FROM (SELECT d.outbox_id FROM delivery d
-                WHERE d.lane_id = f.lane_id AND d.batch >= f.floor_batch AND d.seq > f.acked_seq
-                ORDER BY d.batch, d.seq LIMIT 1) head
-         JOIN outbox o ON o.id = head.outbox_id) n ON true
- ORDER BY t.{lanes.RANK}
 """  # noqa: S608 (constants only)
 
 REPLAYS_MAX = 10_000
@@ -210,92 +156,6 @@ class ReplicaStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class FailingDelivery:
-    """The first pending delivery of a failing lane."""
-
-    lane: str
-    sequence: int
-    event: UUID | None
-    """The event; None: it was erased, or it is a copy of a dead letter."""
-    attempts: int
-    """Requests that were made for it, probes included."""
-    probes: int
-    """Attempts that only probed the receiver; they do not count against the retry limit."""
-    next_attempt_at: datetime | None
-    """The time of the next attempt by the retry policy; while the circuit breaker is open, its
-    probes decide instead."""
-    last_response: dict[str, Any] | None
-    skip_requested: bool
-    """An operator has skipped it, and no relay has applied that yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class HealthStatus:
-    """State of an endpoint's circuit breaker, as its owner stored it."""
-
-    state: str
-    since: datetime
-    held_until: datetime | None
-    """Hold-off from the receiver's Retry-After."""
-
-
-@dataclass(frozen=True, slots=True)
-class LaneBlock:
-    """A blocked lane, which waits for an operator's decision."""
-
-    lane: str
-    sequence: int
-    """Sequence number of the dead letter that blocks the lane."""
-    since: datetime
-    dead_letter: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class EndpointStatus:
-    """Status of an endpoint."""
-
-    name: str
-    url: str
-    state: str
-    """Operational state: active, paused, disabling, disabled or removing."""
-    state_at: datetime
-    state_by: str | None
-    state_comment: str | None
-    condition: str
-    """One word from operational state, lanes and circuit breaker."""
-    health: HealthStatus | None
-    lanes: int
-    pending: int
-    oldest_s: float | None
-    """Age of the oldest pending event, in seconds; None: none is pending."""
-    failing_lanes: int
-    failing: FailingDelivery | None
-    """The failing delivery with the most attempts."""
-    blocked_lanes: int
-    block: LaneBlock | None
-    """The lane that has been blocked longest."""
-    old_lanes: int
-    """Lanes of older generations with pending deliveries; newer lanes wait for them."""
-    old_pending: int
-    dead_letters: int
-    replica: str | None
-    """The relay that owns the endpoint; None: no relay owns it."""
-
-
-@dataclass(frozen=True, slots=True)
-class EndpointStatuses:
-    """The status of endpoints, without that of the relays."""
-
-    at: datetime
-    """The time by the server's clock."""
-    held: HeldEvents
-    """What is held for the share of the tenant; for other tokens, of all tenants."""
-    endpoints_total: int
-    endpoints: tuple[EndpointStatus, ...]
-    """Those that fail first, then those with the most pending deliveries."""
-
-
-@dataclass(frozen=True, slots=True)
 class Overview:
     """The data of `outbox status`, from one snapshot."""
 
@@ -343,7 +203,7 @@ async def read_overview(connection: Connection[Any], schema: str, *, limit: int 
             gaps = await connection.fetchrow(GAPS)
             replicas = await connection.fetch(REPLICAS)
             held = await read_held(connection, schema)
-            endpoints = await connection.fetch(ENDPOINTS, limit, None)
+            endpoints = await connection.fetch(READ_STATUSES, limit, None)
             dead = await connection.fetch(COUNT_DEAD_LETTERS)
             unaccounted: int = await connection.fetchval(COUNT_UNACCOUNTED)
             sequenced: int = await connection.fetchval(COUNT_SEQUENCED)
@@ -362,63 +222,14 @@ async def read_overview(connection: Connection[Any], schema: str, *, limit: int 
         held=held,
         unaccounted_events=unaccounted,
         replicas=tuple(from_row(ReplicaStatus, row) for row in replicas),
-        endpoints=_endpoints(endpoints),
+        endpoints=endpoint_statuses(endpoints),
         endpoints_total=endpoints[0]["endpoints_total"] if endpoints else 0,
         dead_letters={row["state"]: row["dead_letters"] for row in dead},
         dead_letters_of_removed=sum(row["of_removed"] for row in dead if row["state"] == "dead"),
     )
 
 
-async def read_endpoint_statuses(
-    connection: Connection[Any], schema: str, *, tenant: str | None = None, limit: int = 100
-) -> EndpointStatuses:
-    """Read the status of at most `limit` endpoints, or those of a page.
-
-    Args:
-        tenant: only endpoints of this tenant alone; None: all.
-    """
-    with map_errors(schema):
-        at: datetime = await connection.fetchval(READ_NOW)
-        rows = await connection.fetch(ENDPOINTS, limit, tenant)
-    held = await read_held(connection, schema, tenant=tenant)
-    total = rows[0]["endpoints_total"] if rows else 0
-    return EndpointStatuses(at, held, total, _endpoints(rows))
-
-
 async def list_replicas(connection: Connection[Any], schema: str) -> list[ReplicaStatus]:
     """List the registered relays."""
     with map_errors(schema):
         return [from_row(ReplicaStatus, row) for row in await connection.fetch(REPLICAS)]
-
-
-def _endpoints(rows: Sequence[Any]) -> tuple[EndpointStatus, ...]:
-    return tuple(map(_endpoint, page_of(rows, len(rows))))
-
-
-def _endpoint(row: Any) -> EndpointStatus:
-    failing = health = block = None
-    if row["retry_seq"] is not None:
-        failing = FailingDelivery(
-            lane_name(row["id"], row["generation"], row["slot"]),
-            row["retry_seq"],
-            row["event_id"],
-            **lanes.retry_state(row, failing=True),
-            skip_requested=row["skip_seq"] == row["retry_seq"],
-        )
-    if row["health"] is not None:
-        health = HealthStatus(row["health"], row["health_since"], row["held_until"])
-    if row["block_seq"] is not None:
-        block = LaneBlock(
-            lane=lane_name(row["id"], row["block_generation"], row["block_slot"]),
-            sequence=row["block_seq"],
-            since=row["block_at"],
-            dead_letter=row["dead_id"],
-        )
-    return from_row(
-        EndpointStatus,
-        row,
-        condition=lanes.condition_of(row),
-        health=health,
-        failing=failing,
-        block=block,
-    )

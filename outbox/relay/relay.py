@@ -15,6 +15,7 @@ from outbox.errors import DatabaseUnavailable, OutboxError
 from outbox.relay.cluster.lease_clock import steady, wall
 from outbox.relay.delivery.telemetry import DeliveryTelemetry
 from outbox.relay.session import Session
+from outbox.relay.session_parts import SharedParts
 from outbox.relay.session_state import Readiness
 from outbox.store.connection.connect import (
     CONNECTION_ERRORS,
@@ -25,7 +26,6 @@ from outbox.store.connection.connect import (
 )
 from outbox.store.errors import Fenced
 from outbox.store.sequencing.stalls import CommitUnconfirmed
-from outbox.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -78,26 +78,28 @@ class Relay:
         wait_for_database: bool = False,
         companion: Companion | None = None,
     ) -> None:
-        self._transport = transport
-        self._brokers = brokers
-        self._connections = connections
+        self._shared = SharedParts(
+            connections,
+            transport,
+            brokers,
+            telemetry or DeliveryTelemetry(),
+            clock,
+            wall,
+            rng or random.Random(),  # noqa: S311 (jitter needs no secrecy)
+            companion,
+        )
         self._name = name or default_name()
-        self._telemetry = telemetry or DeliveryTelemetry()
         self.started = asyncio.Event()
         """Set at the first registration."""
         self.attempted = asyncio.Event()
         """Set after the first attempt to register, unless its error ends the relay."""
         self._wait_for_database = wait_for_database
-        self._companion = companion
         # Labels of this relay's earlier replicas.
         self._former: list[str] = []
         self._session: Session | None = None
         # Why there is no session; and the same for unauthenticated clients.
         self._down_reason = "it has not reached the database yet"
         self._down_public_reason = SESSION_UNAVAILABLE
-        self._clock = clock
-        self._wall = wall
-        self._rng = rng or random.Random()  # noqa: S311 (jitter needs no secrecy)
         self._stop = asyncio.Event()
 
     def stop(self) -> None:
@@ -113,7 +115,7 @@ class Relay:
             return Readiness(
                 ready=False, reason=self._down_reason, redacted_reason=self._down_public_reason
             )
-        condition, companion = working.readiness(), self._companion
+        condition, companion = working.readiness(), self._shared.companion
         if not condition.ready or companion is None or companion.problem is None:
             return condition
         return condition.with_warning(companion.problem, companion.public_problem)
@@ -125,10 +127,10 @@ class Relay:
             at: epoch seconds.
         """
         working = None if self._session is None else self._session.running
-        meters = self._telemetry.meters
+        meters, companion = self._shared.telemetry.meters, self._shared.companion
         gauges = {} if working is None else await working.gauges(meters)
         snapshot = meters.snapshot(at, gauges)
-        return snapshot if self._companion is None else self._companion.add_to(snapshot)
+        return snapshot if companion is None else companion.add_to(snapshot)
 
     async def run(self) -> None:
         """Deliver until stopped; after an unexpected error it may be called again.
@@ -140,19 +142,11 @@ class Relay:
         delay_s = RETRY_MIN_S
         while not self._stop.is_set():
             session = Session(
-                self._connections.reread_secrets(),
-                self._transport,
-                self._brokers,
-                self._connections,
+                self._shared.connections.reread_secrets(),
+                self._shared,
                 self._name,
-                __version__,
-                former=self._former,
-                clock=self._clock,
-                wall=self._wall,
-                rng=self._rng,
-                telemetry=self._telemetry,
-                on_registered=self._mark_registered,
-                companion=self._companion,
+                self._former,
+                self._mark_registered,
             )
             self._session = session
             started_at = asyncio.get_running_loop().time()
@@ -170,7 +164,7 @@ class Relay:
                 self._session = None
             self._down_reason = reason
             self.attempted.set()
-            self._telemetry.meters.session_losses += 1
+            self._shared.telemetry.meters.session_losses += 1
             if self._stop.is_set():
                 log.warning(
                     "stopping; other replicas take over when the lease expires", reason=reason

@@ -16,18 +16,14 @@ import structlog
 from outbox.relay.registration import Registration, SessionConnections
 from outbox.relay.session_parts import build_session
 from outbox.store.connection.secrets import Vault
+from outbox.version import __version__
 
 if TYPE_CHECKING:
-    import random
     from collections.abc import Callable
 
     from outbox.config import Settings
-    from outbox.destinations.broker import BrokerFactory
-    from outbox.destinations.interface import Transport
-    from outbox.relay.cluster.connections import Connections
-    from outbox.relay.companion import Companion
-    from outbox.relay.delivery.telemetry import DeliveryTelemetry
     from outbox.relay.registration import Registered
+    from outbox.relay.session_parts import SharedParts
     from outbox.relay.session_state import RunningSession
 
 log = structlog.get_logger("outbox.relay")
@@ -44,45 +40,26 @@ class Session:
 
     Args:
         former: labels of this process's earlier replicas, see `Registration`.
-        clock: steady seconds for the lease; wall-clock time comes from the database.
-        wall: this machine's clock in epoch seconds, for comparison with the database's.
-        rng: the source of the label, and of the jitter of retries and probes.
-        telemetry: receives logs, metrics and traces of deliveries.
         on_registered: called after the registration.
-        companion: a process beside the relay, whose problems are journalled.
     """
 
     def __init__(
         self,
         settings: Settings,
-        transport: Transport,
-        brokers: BrokerFactory | None,
-        connections: Connections,
+        shared: SharedParts,
         name: str,
-        version: str,
         former: list[str],
-        clock: Callable[[], float],
-        wall: Callable[[], float],
-        rng: random.Random,
-        telemetry: DeliveryTelemetry,
         on_registered: Callable[[], object],
-        companion: Companion | None,
     ) -> None:
         self._settings = settings
-        self._transport = transport
-        self._brokers = brokers
-        self._connections = connections
-        self._opened = SessionConnections(connections)
-        self._clock = clock
-        self._wall = wall
-        self._rng = rng
-        self._telemetry = telemetry
+        self._shared = shared
+        self._opened = SessionConnections(shared.connections)
         self._on_registered = on_registered
-        self._companion = companion
         self._vault = Vault.from_settings(settings)
         self._registration = Registration(
-            settings, connections, self._opened, self._vault, name, version, former, clock, rng
-        )
+            settings, shared.connections, self._opened, self._vault,
+            name, __version__, former, shared.clock, shared.rng,
+        )  # fmt: skip
         self._released = False
         self.running: RunningSession | None = None
         """Readiness and gauges; None: the replica is not registered yet."""
@@ -108,15 +85,10 @@ class Session:
             self._opened.terminate()
 
     async def _work(self, registered: Registered, stop: asyncio.Event) -> None:
-        settings, stores = self._settings, self._connections.stores
-        me, control = registered.replica_id, registered.workers.control
+        settings, me = self._settings, registered.replica_id
         log.info("replica registered", replica=me, lease_s=settings.lease_s)
-        parts = build_session(
-            settings, registered, self._connections, self._transport,
-            self._brokers, self._vault, self._telemetry, self._clock, self._wall,
-            self._rng, self._companion,
-        )  # fmt: skip
-        self._telemetry.meters.begin()
+        parts = build_session(settings, registered, self._vault, self._shared)
+        self._shared.telemetry.meters.begin()
         self.running = parts.running
         self._on_registered()
         async with asyncio.TaskGroup() as tasks:
@@ -151,7 +123,7 @@ class Session:
             await parts.sequencer.release_leadership()
             await parts.replicas.release_all(me, f"replica {me}")
             self._released = True
-            await stores.wake_all(control)
+            await parts.replicas.wake_all()
             for task in background:
                 task.cancel()
             left_s = (stopped_by - loop.time()) / 2

@@ -1,12 +1,14 @@
 """The parts of a session, built in the order in which they depend on each other.
 
-clock, lease ─ recorder ─ dispatcher ─ batch feed ─ ownership ─ sequencer ─ listener
-                                 └──── supervisor
+clock, lease ─ recorder ─ dispatcher ─ batch feed ─ ownership
+                                 ├──── supervisor
+                                 └──── sequencer ─ schedule runner, listener
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -18,7 +20,6 @@ from outbox.core.cluster.lease import Lease
 from outbox.core.cluster.observed_time import Odometer
 from outbox.core.delivery.buffer_budget import BufferBudget
 from outbox.core.delivery.signing_clock import ClockDifference
-from outbox.core.sequencing.batch_notifications import READ_BATCHES
 from outbox.relay.cluster.lease_renewal import keep_lease
 from outbox.relay.cluster.listener import Listener
 from outbox.relay.cluster.ownership import Ownership
@@ -32,7 +33,7 @@ from outbox.relay.maintenance import maintain
 from outbox.relay.sequencing.schedule_runner import ScheduleRunner
 from outbox.relay.sequencing.sequencer import Sequencer
 from outbox.relay.session_state import RunningSession
-from outbox.relay.wake_event import WakeEvent
+from outbox.relay.wake_event import Wakeups
 from outbox.store.delivery.endpoint_state import Condition
 
 if TYPE_CHECKING:
@@ -57,6 +58,26 @@ CLOCK_JUMP_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
+class SharedParts:
+    """What all sessions of a relay share."""
+
+    connections: Connections
+    transport: Transport
+    brokers: BrokerFactory | None
+    """Makes the brokers of endpoints; None: there are only HTTP receivers."""
+    telemetry: DeliveryTelemetry
+    """Receives logs, metrics and traces of deliveries."""
+    clock: Callable[[], float]
+    """Seconds of the steady clock; wall-clock time comes from the database."""
+    wall: Callable[[], float]
+    """This machine's clock in epoch seconds, for comparison with the database's."""
+    rng: random.Random
+    """The source of labels, and of the jitter of retries and probes."""
+    companion: Companion | None
+    """A process beside the relay, whose problems are journalled."""
+
+
+@dataclass(frozen=True, slots=True)
 class SessionParts:
     """The parts that a session starts and stops."""
 
@@ -71,28 +92,13 @@ class SessionParts:
 
 
 def build_session(
-    settings: Settings,
-    registered: Registered,
-    connections: Connections,
-    transport: Transport,
-    brokers: BrokerFactory | None,
-    vault: Vault,
-    telemetry: DeliveryTelemetry,
-    clock: Callable[[], float],
-    wall: Callable[[], float],
-    rng: random.Random,
-    companion: Companion | None,
+    settings: Settings, registered: Registered, vault: Vault, shared: SharedParts
 ) -> SessionParts:
-    """Wire the parts of a registered replica.
-
-    Args:
-        clock: seconds of the steady clock; wall-clock time comes from the database.
-        wall: this machine's clock in epoch seconds, for comparison with the database's.
-        rng: the source of the jitter of retries and probes.
-        companion: a process beside the relay, whose problems are journalled.
-    """
+    """Wire the parts of a registered replica."""
+    connections, telemetry, companion = shared.connections, shared.telemetry, shared.companion
+    clock = shared.clock
     me, here, workers = registered.replica_id, registered.server_fence, registered.workers
-    stores, actor = connections.stores, f"replica {registered.replica_id}"
+    stores, actor = connections.stores, f"replica {me}"
     listening = settings.notify and not settings.pooled
     lease = Lease(settings.lease_s)
     lease.renewed(registered.started_at)
@@ -115,7 +121,7 @@ def build_session(
         return time.now(clock())
 
     def compare_clocks() -> None:
-        if clocks.measure(wall(), now()):
+        if clocks.measure(shared.wall(), now()):
             if clocks.matters:
                 ahead_s = round(clocks.ahead_s)
                 log.warning("the clocks of relay and database differ", ahead_s=ahead_s)
@@ -123,7 +129,7 @@ def build_session(
                 log.info("the clocks of relay and database agree again")
 
     compare_clocks()
-    published, wake_ownership, wake_supervisor = WakeEvent(), WakeEvent(), WakeEvent()
+    wakeups = Wakeups()
     budget = BufferBudget(settings.buffer_bytes_max)
     recorder = Recorder(
         records,
@@ -138,88 +144,62 @@ def build_session(
     dispatcher = Dispatcher(
         stores.lanes(workers.reader, vault),
         recorder,
-        transport,
+        shared.transport,
         lease_left_s,
         scheduler,
-        on_idle=wake_ownership.set,
-        wake_supervisor=wake_supervisor.set,
+        on_idle=wakeups.ownership.set,
+        wake_supervisor=wakeups.supervisor.set,
         now=now,
         odometer=odometer,
-        rng=rng,
+        rng=shared.rng,
         telemetry=telemetry,
-        brokers=brokers,
+        brokers=shared.brokers,
         clocks=clocks,
         budget=budget,
     )
     replicas, lanes = stores.replicas(workers.control, here), stores.lanes(workers.control, vault)
-    feed = BatchFeed(
-        lanes,
-        dispatcher,
-        lambda: stores.wake_owners(workers.control, READ_BATCHES),
-        wake_ownership,
-        clock,
-        telemetry.meters,
-    )
+    feed = BatchFeed(replicas, lanes, dispatcher, wakeups.ownership, clock, telemetry.meters)
     ownership = Ownership(
         replicas,
         lanes,
         dispatcher,
         recorder,
         feed,
-        wake_ownership,
+        wakeups,
         me,
         lease,
-        wake_replicas=lambda: stores.wake_all(workers.control),
-        journal_altered_secrets=lambda endpoints, version: stores.journal_altered_secrets(
-            workers.control, endpoints, actor, version
-        ),
+        partial(stores.journal_altered_secrets, workers.control),
         # Without notifications nothing else finds changes and other replicas' batches.
         poll_s=min(lease.renew_every_s, inf if listening else settings.poll_s),
         clock=clock,
         telemetry=telemetry,
+    )
+    sequencer = Sequencer(
+        sequencing,
+        me,
+        settings,
+        wakeups,
+        feed.batch_written,
+        dispatcher.needs_inline_payloads,
+        feed.notification_payload,
+        notified=listening,
     )
     schedule_runner = ScheduleRunner(
         stores.schedule_runs(workers.schedules, me),
         stores.future_events(workers.schedules, me),
         stores.put_off(workers.schedules, me),
         settings.poll_s,
-        lambda: sequencer.cursor.complete_at,
-        published.set,
+        sequencer.cursor.reader,
+        wakeups,
     )
-
-    def lead(leads: bool) -> None:
-        listener.listen_to_producers(wanted=leads)
-        schedule_runner.set_leader(leads)
-
-    sequencer = Sequencer(
-        sequencing,
-        me,
-        settings,
-        published,
-        feed.batch_written,
-        notified=listening,
-        needs_inline_payloads=dispatcher.needs_inline_payloads,
-        notification_payload=feed.notification_payload,
-        on_lead=lead,
-        # A batch whose response was lost may have been written.
-        on_response_lost=lambda: ownership.poll_now(),
-    )
-
-    def poll_changes() -> None:
-        ownership.poll_now()
-        sequencer.wake_standby()
-
     listener = Listener(
-        lambda: connections.listener(registered.label),
-        settings.schema_name,
-        published,
-        schedule_runner.wake,
-        poll_changes,
+        partial(connections.listener, registered.label),
+        settings,
+        wakeups,
         feed.receive_notification,
         lambda: (workers.cursor.get_server_pid(), workers.control.get_server_pid()),
-        settings.poll_s,
-        settings.lease_s,
     )
+    sequencer.on_lead = (listener.set_leader, schedule_runner.set_leader)
     watchdog = Watchdog(
         {
             "ownership": workers.control,
@@ -236,7 +216,7 @@ def build_session(
     supervisor = EndpointSupervisor(
         stores.endpoint_state(workers.endpoint_state, settings.schema_name, me, here),
         dispatcher,
-        wake_supervisor,
+        wakeups.supervisor,
         now,
         odometer,
         lambda: sequencer.cursor.leads,

@@ -1,4 +1,4 @@
-"""A wake event: set by a notification, a command or a shutdown, and consumed by one wait.
+"""Wake events: set by a notification, a command or a shutdown, and consumed by one wait.
 
 For the flag by which producers know whether a notification is needed, see
 `outbox.relay.sequencing.sequencer`.
@@ -7,6 +7,7 @@ For the flag by which producers know whether a notification is needed, see
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 
 
 class WakeEvent:
@@ -35,3 +36,35 @@ class WakeEvent:
             return False
         self._event.clear()
         return True
+
+
+@dataclass(slots=True)
+class Wakeups:
+    """The wake events of a session, by the part that waits: made before the parts that set them."""
+
+    published: WakeEvent = field(default_factory=WakeEvent)
+    """The sequencer: events may have been published."""
+    standby: WakeEvent = field(default_factory=WakeEvent)
+    """The sequencer on standby: a replica may have been released or registered."""
+    schedules: WakeEvent = field(default_factory=WakeEvent)
+    """The schedule runner: an event of a tenant was held."""
+    ownership: WakeEvent = field(default_factory=WakeEvent)
+    """Ownership: a stopped endpoint became idle, or the batch feed is due earlier."""
+    supervisor: WakeEvent = field(default_factory=WakeEvent)
+    """The endpoint supervisor: the state of an endpoint changed."""
+    _is_cluster_changed: bool = False
+
+    def poll_cluster(self) -> None:
+        """Let ownership poll the cluster at once: batches may have been missed."""
+        self._is_cluster_changed = True
+        self.ownership.set()
+
+    def poll_changes(self) -> None:
+        """Let ownership, or a sequencer on standby, poll at once: endpoints were changed."""
+        self.poll_cluster()
+        self.standby.set()
+
+    def pop_cluster_changed(self) -> bool:
+        """Whether ownership is to poll the cluster at once; resets that."""
+        changed, self._is_cluster_changed = self._is_cluster_changed, False
+        return changed

@@ -39,13 +39,3 @@ async def trim_notification_queue(connection: Connection[Any]) -> float:
     """Trim the server's notification queue; returns the share that is still in use."""
     share: float = await connection.fetchval(TRIM_NOTIFICATION_QUEUE)
     return share
-
-
-async def wake_all(connection: Connection[Any]) -> None:
-    """Notify every replica of a routing change."""
-    await connection.execute(WAKE_ALL)
-
-
-async def wake_owners(connection: Connection[Any], payload: str) -> None:
-    """Notify the owners of endpoints of new batches."""
-    await connection.execute(WAKE_OWNERS, payload)

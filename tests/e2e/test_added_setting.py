@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.system, pytest.mark.full, pytest.mark.one_major]
 
-BEFORE = "    method: Method = field("
-ENTRY = """    colour: str = field(
+BEFORE = "    method: Method = declare("
+ENTRY = """    colour: str = declare(
+        setting_types.Choice(("grey", "blue", "red")),
+        REQUESTS,
+        "Colour of the receiver.",
         default="grey",
-        metadata=_metadata(
-            setting_types.Choice(("grey", "blue", "red")), _REQUESTS, "Colour of the receiver."
-        ),
     )
 """
 READ = """

@@ -12,7 +12,7 @@ import pytest
 
 from outbox.core.sequencing import batch_notifications
 from outbox.relay.cluster.listener import Listener
-from outbox.relay.wake_event import WakeEvent
+from outbox.relay.wake_event import Wakeups
 from tests.support.relay import (
     Network,
     add_endpoint,
@@ -23,6 +23,7 @@ from tests.support.relay import (
     running,
     shared_out,
 )
+from tests.support.sequencers import settings
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -99,50 +100,52 @@ async def test_a_notification_of_an_unauthorized_sender_is_ignored(database: Dat
 # ---------------------------------------------------- wake events of producers
 
 
+class CountedChanges(Wakeups):
+    """Counts how often changes are to be polled."""
+
+    changes = 0
+
+    def poll_changes(self) -> None:
+        self.changes += 1
+
+
 async def test_producers_wake_only_the_leader(database: Database) -> None:
-    wake_event = WakeEvent()
-    changes: list[None] = []
+    wakeups = CountedChanges()
     listener = Listener(
         database.connect,
-        "relay",
-        wake_event,
-        lambda: None,
-        lambda: changes.append(None),
+        settings(database, poll_s=1.0),
+        wakeups,
         lambda *_: None,
         tuple,
-        1.0,
-        60.0,
     )
-    listener.listen_to_producers(wanted=False)
+    listener.set_leader(leads=False)
     task = asyncio.create_task(listener.run())
-    await until(lambda: changes, SOON_S, "it to listen")
+    await until(lambda: wakeups.changes, SOON_S, "it to listen")
 
     async def notify(*channels: str) -> None:
         for channel in channels:
             await fetchval(database, "SELECT pg_notify($1, 'reconfigured')", channel)
 
     await notify("relay", "relay:owners")
-    await until(lambda: len(changes) == 2, SOON_S, "what came after it")
-    assert not await wake_event.wait(0)
+    await until(lambda: wakeups.changes == 2, SOON_S, "what came after it")
+    assert not await wakeups.published.wait(0)
     # It may have missed notifications until now: read first, then wait.
-    listener.listen_to_producers(wanted=True)
-    assert await wake_event.wait(SOON_S)
+    listener.set_leader(leads=True)
+    assert await wakeups.published.wait(SOON_S)
     await notify("relay")
-    assert await wake_event.wait(SOON_S)
-    listener.listen_to_producers(wanted=False)
-    await until(lambda: _is_deaf(notify, wake_event, changes), SOON_S, "it to stop listening")
+    assert await wakeups.published.wait(SOON_S)
+    listener.set_leader(leads=False)
+    await until(lambda: _is_deaf(notify, wakeups), SOON_S, "it to stop listening")
     task.cancel()
     await asyncio.wait([task])
 
 
-async def _is_deaf(
-    notify: Callable[..., Awaitable[None]], wake_event: WakeEvent, changes: list[None]
-) -> bool:
-    wake_event.clear()
-    before = len(changes)
+async def _is_deaf(notify: Callable[..., Awaitable[None]], wakeups: CountedChanges) -> bool:
+    wakeups.published.clear()
+    before = wakeups.changes
     await notify("relay", "relay:owners")
-    await until(lambda: len(changes) > before, SOON_S, "what came after it")
-    return not await wake_event.wait(0)
+    await until(lambda: wakeups.changes > before, SOON_S, "what came after it")
+    return not await wakeups.published.wait(0)
 
 
 @pytest.mark.full
@@ -151,13 +154,13 @@ async def test_producers_wake_the_next_leader(
 ) -> None:
     """It polls once a minute only."""
     requests: list[bool] = []
-    listen_to_producers = Listener.listen_to_producers
+    set_leader = Listener.set_leader
 
-    def record_request(self: Listener, *, wanted: bool) -> None:
-        requests.append(wanted)
-        listen_to_producers(self, wanted=wanted)
+    def record_request(self: Listener, leads: bool) -> None:
+        requests.append(leads)
+        set_leader(self, leads)
 
-    monkeypatch.setattr(Listener, "listen_to_producers", record_request)
+    monkeypatch.setattr(Listener, "set_leader", record_request)
     await add_endpoint(database)
     network = Network()
     options = {"poll_s": 60.0, "lease_s": LEASE_S}

@@ -19,7 +19,7 @@ from outbox.operations.dead_letters.skip import skip_delivery
 from outbox.operations.endpoints import changes as endpoint_changes
 from outbox.operations.endpoints import states as endpoint_states
 from outbox.operations.endpoints.repair import request_adoption, request_refill
-from outbox.relay.delivery import broker_attempts
+from outbox.relay.delivery import stream_refill
 from tests.support.ranges import next_pending
 from tests.support.relay import (
     QUICK_RETRY,
@@ -384,7 +384,7 @@ async def test_a_refill_without_a_person_goes_on_after_an_interruption(
     database: Database, streams: Streams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is not held as if the broker had forgotten again."""
-    monkeypatch.setattr(broker_attempts, "APPEND_MAX", 2)
+    monkeypatch.setattr(stream_refill, "APPEND_MAX", 2)
     await stream_endpoint(database, on_forgotten="refill")
     async with running(database, Network(), brokers=streams.connect):
         await publish(database, *range(1, 11))
@@ -402,7 +402,7 @@ async def test_a_stream_is_not_refilled_without_a_person_unless_all_is_kept(
     database: Database, streams: Streams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not even the part that is."""
-    monkeypatch.setattr(broker_attempts, "APPEND_MAX", 2)
+    monkeypatch.setattr(stream_refill, "APPEND_MAX", 2)
     await stream_endpoint(database, on_forgotten="refill")
     async with running(database, Network(), brokers=streams.connect):
         await publish(database, *range(1, 11))

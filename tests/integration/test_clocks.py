@@ -161,7 +161,7 @@ async def test_nothing_is_sent_between_resume_and_a_new_lease(
 
     monkeypatch.setattr(ReplicaStore, "register", registering)
     worker = relay(database, network, lease_s=60.0)
-    worker._clock = lambda: steady() + slept_s
+    worker._shared = replace(worker._shared, clock=lambda: steady() + slept_s)
     task = asyncio.create_task(worker.run())
     for n in range(40):
         await publish(database, n, key=f"k{n % 10}")
@@ -354,7 +354,7 @@ async def test_a_wrong_clock_of_the_relay_has_no_effect(database: Database, off_
     await add_endpoint(database, "unauthorized")
     network = Network(refusing_wrong_times)
     worker = relay(database, network)
-    worker._wall = lambda: time.time() + off_s
+    worker._shared = replace(worker._shared, wall=lambda: time.time() + off_s)
     with capture_logs() as logs:
         task = asyncio.create_task(worker.run())
         for n in range(20):

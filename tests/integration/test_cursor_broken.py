@@ -112,7 +112,7 @@ async def test_sequencing_resumes_after_the_repair(
         await relay.sequenced(*[await producer.fetchval(INSERT) for _ in range(5)])
         await _break(producer, how)
         # Wake the sequencer to check at once; a stopped sequencer stays stopped.
-        relay.wake_event.set()
+        relay.wakeups.published.set()
         with pytest.raises(TimeoutError):
             await relay.sequenced(1000, within_s=0.2)
         await until(lambda: logs, what="the log to say so")
@@ -186,7 +186,7 @@ async def test_a_sequence_that_is_altered_later_stops_sequencing_until_its_repai
         await producer.execute(f"ALTER SEQUENCE relay.outbox_id_seq {unfit}")
         async with asyncio.timeout(20):
             while not logs:
-                relay.wake_event.set()
+                relay.wakeups.published.set()
                 await asyncio.sleep(0.01)
         assert "CACHE 1, INCREMENT 1" in logs[0]["reason"]
         assert relay.sequencer.broken
@@ -207,11 +207,11 @@ async def test_a_stopped_sequencer_limits_its_log_under_load(
     async with sleeper(database) as relay:
         await relay.sequenced(await producer.fetchval(INSERT))
         await _copy_with_id(producer, 1000)
-        relay.wake_event.set()
+        relay.wakeups.published.set()
         await until(lambda: logs, what="the log to say so")
         for _ in range(50):
             await producer.execute(INSERT)
-            relay.wake_event.set()
+            relay.wakeups.published.set()
         assert len(logs) <= 2
 
 

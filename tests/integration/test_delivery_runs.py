@@ -62,7 +62,7 @@ async def publish_backlog(
 
 
 def run_deliveries(worker: Relay) -> int:
-    return worker._telemetry.meters.run_deliveries
+    return worker._shared.telemetry.meters.run_deliveries
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ async def _sequence_all(sequencer: Sequencer) -> int:
         batches += 1
         assert batches < 200, "the sequencer does not come to rest"
         result = await sequencer.sequence_batch()
-        idle = idle + 1 if result is BatchResult.EMPTY and not sequencer.cursor.more else 0
+        idle = idle + 1 if result is BatchResult.EMPTY and not sequencer.cursor.reader.more else 0
     return batches
 
 

@@ -81,7 +81,7 @@ async def test_a_leader_that_stops_is_replaced_at_once(database: Database) -> No
             await first.sequencer.release_leadership()
             # The other one may lead by now.
             assert not await leader_is(producer, first)
-            second.sequencer.wake_standby()
+            second.wakeups.standby.set()
             await second.sequenced(await producer.fetchval(INSERT))
 
 
@@ -93,11 +93,11 @@ async def test_a_wake_event_during_a_pause_is_kept(database: Database) -> None:
         async with replica(database, poll_s=60) as second:
             for polls in (1, 2, 3):
                 await until(lambda polls=polls: second.store.polls >= polls, what="a poll")
-                second.sequencer.wake_standby()
+                second.wakeups.standby.set()
             first.sequencer.stop()
             await first.ended()
             await first.sequencer.release_leadership()
-            second.sequencer.wake_standby()
+            second.wakeups.standby.set()
             await until(lambda: leader_is(producer, second), what="the other one to lead")
 
 

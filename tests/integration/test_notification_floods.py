@@ -14,10 +14,11 @@ from outbox.core.sequencing.batch_notifications import NOTIFY_EVERY_S
 from outbox.relay.cluster import listener
 from outbox.relay.cluster.listener import CHANGES_EVERY_S, FLOOD_PER_S, Listener
 from outbox.relay.sequencing import sequencer
-from outbox.relay.wake_event import WakeEvent
+from outbox.relay.wake_event import WakeEvent, Wakeups
 from outbox.store.delivery.lanes import LaneStore
 from outbox.store.sequencing.batches import SequencingStore
 from tests.support.relay import Network, add_endpoint, all_ended, fetchval, publish, running
+from tests.support.sequencers import settings
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -45,15 +46,16 @@ class CountedEvent(WakeEvent):
         super().set()
 
 
-class Calls:
+class Calls(Wakeups):
     """What a listener calls."""
 
     def __init__(self) -> None:
-        self.producers = CountedEvent()
+        super().__init__()
+        self.producers = self.published = CountedEvent()
         self.changes = 0
         self.texts: list[str] = []
 
-    def change(self) -> None:
+    def poll_changes(self) -> None:
         self.changes += 1
 
     def notification(self, text: str, _: int) -> None:
@@ -65,14 +67,10 @@ async def listening(database: Database) -> AsyncIterator[Calls]:
     calls = Calls()
     working = Listener(
         database.connect,
-        "relay",
-        calls.producers,
-        lambda: None,
-        calls.change,
+        settings(database, poll_s=1.0),
+        calls,
         calls.notification,
         tuple,
-        1.0,
-        60.0,
     )
     task = asyncio.create_task(working.run())
     try:

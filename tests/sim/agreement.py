@@ -26,6 +26,7 @@ from outbox.core.model.response import AttemptResult
 from outbox.core.model.response_policy import AttemptOutcome
 from outbox.core.model.retry_policy import RetryPolicy
 from outbox.core.schedules.schedule import ScheduleSettings
+from outbox.core.sequencing.batch_notifications import READ_BATCHES
 from outbox.core.sequencing.filter_budget import FilterFailure, FilterStopReason
 from outbox.core.sequencing.gaps import CursorChange
 from outbox.core.sequencing.partition_window import Retention
@@ -201,9 +202,12 @@ class Script:
             numbers = sorted(zip(columns.lane_ids, columns.seqs, strict=True))
             self._batches.append((sequenced.batch, numbers))
 
-        cursor = Cursor(self._store, replica_id, settings, on_batch, lambda *_: False)
+        cursor = Cursor(
+            self._store, replica_id, settings, on_batch, lambda *_: False,
+            lambda _: {}, lambda *_: READ_BATCHES,
+        )  # fmt: skip
         # The two clocks differ, on which the interval between proofs depends.
-        cursor._tracker.proof_every_s = 0.0
+        cursor.reader._tracker.proof_every_s = 0.0
         return cursor
 
     def _records(self, replica_id: int) -> Any:
@@ -459,9 +463,9 @@ class Script:
         new = await self._replicas.register(label, "another", "0", LEASE_S, pid, ["key"])
         now = await self._replicas.read_clock()
         epochs = await self._replicas.claim(new, await self._free(), "test")
-        await self._stores.channels.wake_all(self._db)
+        await self._replicas.wake_all()
         await self._stores.channels.trim_notification_queue(self._db)
-        await self._stores.channels.wake_owners(self._db, "no payload")
+        await self._replicas.wake_owners("no payload")
         await self._replicas.release_all(new, "test")
         await self._replicas.terminate_busy_sessions(label)
         registered = [*self._labels.values(), label]

@@ -29,6 +29,7 @@ from outbox.core.sequencing.router import Deliveries
 from outbox.operations import lane_history, status
 from outbox.operations.dead_letters import queries as dead
 from outbox.operations.endpoints import queries as endpoints
+from outbox.operations.endpoints import statuses
 from outbox.operations.events import delivery_counts
 from outbox.operations.events.erase import ERASE_EVENTS
 from outbox.relay.cluster.connections import SESSION_SETTINGS
@@ -646,7 +647,7 @@ async def _status_gaps(log: LongLog) -> Case:
 
 
 async def _status_endpoints(log: LongLog) -> Case:
-    return Case(status.ENDPOINTS, (100, None), 100_000, 2 * _STATES)
+    return Case(statuses.READ_STATUSES, (100, None), 100_000, 2 * _STATES)
 
 
 async def _endpoint_list(log: LongLog) -> Case:

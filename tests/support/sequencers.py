@@ -13,12 +13,13 @@ from pydantic import SecretStr
 
 from outbox.config import Settings
 from outbox.core.model.endpoint_settings import EndpointSettings
+from outbox.core.sequencing.batch_notifications import READ_BATCHES
 from outbox.core.sequencing.gaps import GapTracker
 from outbox.core.sequencing.router import RoutableEvent
 from outbox.operations.endpoints import changes as endpoint_changes
 from outbox.relay.sequencing.cursor import BatchResult, Cursor
 from outbox.relay.sequencing.sequencer import Sequencer
-from outbox.relay.wake_event import WakeEvent
+from outbox.relay.wake_event import Wakeups
 from outbox.store.sequencing import event_reads
 from outbox.store.sequencing.batches import SequencingStore
 from outbox.store.sequencing.event_reads import Reading
@@ -26,12 +27,13 @@ from outbox.store.sql.message import WriteStatement
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
     from asyncpg import Connection
 
     from outbox.core.sequencing.gaps import CursorChange, CursorState, LockHolders, Range
     from outbox.relay.sequencing.cursor import SequencedBatch
+    from outbox.store.delivery.lanes import LoadedLane
     from tests.support.postgres import Database
 
 # The errors of a lost connection or server.
@@ -70,6 +72,16 @@ class Registered(SequencingStore):
         return taken
 
 
+def always_notify(_: int, __: Mapping[int, int]) -> str | None:
+    """Notify other replicas of every batch, without its lanes."""
+    return READ_BATCHES
+
+
+def no_inline_payloads(_: Collection[int]) -> Mapping[int, LoadedLane]:
+    """Read no payloads with the events; all deliveries are read later."""
+    return {}
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
     """The parts of a sequencer; the defaults are the real ones."""
@@ -89,7 +101,7 @@ class Variant:
         settings: Settings,
         *,
         replica_id: int | None = None,
-        wake_event: WakeEvent | None = None,
+        wakeups: Wakeups | None = None,
         store_mixin: type | None = None,
         on_batch: Callable[[SequencedBatch], None] = lambda _: None,
         notified: bool = False,
@@ -114,8 +126,10 @@ class Variant:
             store,
             next(replica_ids) if replica_id is None else replica_id,
             settings,
-            wake_event or WakeEvent(),
+            wakeups or Wakeups(),
             on_batch,
+            no_inline_payloads,
+            always_notify,
             notified=notified,
         )
         return sequencer, store

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from outbox.relay.cluster.listener import Listener
-from outbox.relay.wake_event import WakeEvent
+from outbox.relay.wake_event import Wakeups
 from tests.support.sequencers import REAL, Slow, Variant, session, settings
 from tests.support.waiting import until
 
@@ -110,10 +110,10 @@ class Drowsy(Slow):
 
 
 class Sleeper:
-    def __init__(self, sequencer: Sequencer, store: SequencingStore, wake_event: WakeEvent) -> None:
+    def __init__(self, sequencer: Sequencer, store: SequencingStore, wakeups: Wakeups) -> None:
         self.sequencer = sequencer
         self.store = store
-        self.wake_event = wake_event
+        self.wakeups = wakeups
         self.task: asyncio.Task[None]
         self._seen: set[int] = set()
         self._more = asyncio.Event()
@@ -150,33 +150,29 @@ async def sleeper(
     busy_events: int = 1,
 ) -> AsyncIterator[Sleeper]:
     """A running sequencer with a listener; a failure of either ends the block."""
-    wake_event = WakeEvent()
+    wakeups, options = Wakeups(), settings(database, poll_s=poll_s)
     connection = await session(database)
     this: list[Sleeper] = []
     sequencer, store = variant.build(
         connection,
-        settings(database, poll_s=poll_s),
-        wake_event=wake_event,
+        options,
+        wakeups=wakeups,
         store_mixin=Drowsy,
         on_batch=lambda sequenced: this[0].record_batch(sequenced),
         notified=notified,
         busy_events=busy_events,
     )
     store.database = database
-    this.append(Sleeper(sequencer, store, wake_event))
+    this.append(Sleeper(sequencer, store, wakeups))
     async with asyncio.TaskGroup() as tasks:
         listening = None
         if notified:
             listener = Listener(
                 lambda: session(database),
-                database.schema,
-                wake_event,
-                lambda: None,
-                sequencer.wake_standby,
+                options,
+                wakeups,
                 lambda *_: None,
                 lambda: [connection.get_server_pid()],
-                poll_s,
-                60.0,
             )
             listening = tasks.create_task(listener.run())
         running = this[0].task = tasks.create_task(sequencer.run())

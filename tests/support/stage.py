@@ -116,7 +116,9 @@ class Stage:
 
     async def limit(self, events_max: int) -> None:
         """Limit the batches to this many events."""
-        self._sequencer.cursor._settings = settings(self._database, batch_events_max=events_max)
+        self._sequencer.cursor.reader._settings = settings(
+            self._database, batch_events_max=events_max
+        )
 
     async def reconnect(self) -> None:
         """Reconnect the sequencer, as after a restart of the server.

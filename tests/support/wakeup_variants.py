@@ -70,7 +70,7 @@ class BlindSequencer(Sequencer):
 
     async def _fall_asleep(self) -> BatchResult:
         turn = await super()._fall_asleep()
-        self.cursor.watched = frozenset()
+        self.cursor.reader.watched = frozenset()
         return turn
 
 

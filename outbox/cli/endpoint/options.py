@@ -12,7 +12,8 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar, get_args
 import click
 
 from outbox.core.model import duration
-from outbox.core.model.endpoint_settings import SETTINGS, Section
+from outbox.core.model.endpoint_settings import SETTINGS
+from outbox.core.model.setting import Section
 from outbox.core.model.setting_types import (
     Certificates,
     Choice,
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 
     from click import Context, HelpFormatter
 
-    from outbox.core.model.endpoint_settings import EndpointSettings, Setting
+    from outbox.core.model.endpoint_settings import EndpointSettings
+    from outbox.core.model.setting import Setting
 
 T = TypeVar("T")
 

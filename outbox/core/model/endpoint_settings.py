@@ -16,7 +16,15 @@ from outbox.core.model.destination import is_stream
 from outbox.core.model.headers import DEFAULT_PREFIX, normalize_name, relay_headers, size_warning
 from outbox.core.model.message_format import BATCH_MAX, DEFAULT_SOURCE, UNBATCHED, FormatName
 from outbox.core.model.retry_policy import PRESETS, STANDARD, RetryPolicy
-from outbox.core.model.setting_types import EVERYTHING, SettingType
+from outbox.core.model.setting import (
+    FAILURES,
+    REQUESTS,
+    SUBSCRIPTION,
+    Setting,
+    declare,
+    metadata_of,
+)
+from outbox.core.model.setting_types import EVERYTHING
 from outbox.core.model.text import quoted
 from outbox.errors import UsageError
 
@@ -27,7 +35,6 @@ Method = Literal["POST", "PUT", "PATCH"]
 OnDeadLetter = Literal["continue", "block"]
 OnMissing = Literal["dead_letter", "hold"]
 OnForgotten = Literal["hold", "refill"]
-Section = Literal["Subscription", "Requests", "Failures"]
 HeadersT = TypeVar("HeadersT")
 StatusesT = TypeVar("StatusesT")
 
@@ -45,67 +52,6 @@ HTTP_ONLY = (
     "retryable",
 )
 """Settings that a broker's endpoint cannot have."""
-_SUBSCRIPTION: Section = "Subscription"
-_REQUESTS: Section = "Requests"
-_FAILURES: Section = "Failures"
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One setting of an endpoint."""
-
-    field: str
-    """Its field and column: the name with the unit."""
-    type: SettingType
-    section: Section
-    help: str
-    none: str
-    """What null means."""
-    default: Any
-    """MISSING: it is required."""
-
-    @property
-    def name(self) -> str:
-        """The public name: in files, in the API and, with dashes, as a flag."""
-        return self.field.removesuffix("_s").removesuffix("_per")
-
-    @property
-    def is_required(self) -> bool:
-        return self.default is MISSING
-
-    @property
-    def is_nullable(self) -> bool:
-        return self.default is None
-
-    def describe(self, note: str = "") -> str:
-        """The help, a note and the default."""
-        sentences = [self.help, note] if note else [self.help]
-        if not self.is_required:
-            sentences.append(f"Default: {self.display(self.public_default)}.")
-        return "  ".join(sentences)
-
-    @property
-    def public_default(self) -> Any:
-        """The default as in files and in the API."""
-        return self._public(self.default)
-
-    def public(self, settings: EndpointSettings) -> Any:
-        """The value as in files and in the API."""
-        return self._public(getattr(settings, self.field))
-
-    def _public(self, value: Any) -> Any:
-        return None if value is None else self.type.public(value)
-
-    def display(self, public: Any) -> str:
-        """The public form of the value as one line of text."""
-        return self.none if public is None else self.type.display(public)
-
-
-def _metadata(
-    type_: SettingType, section: Section, help_: str, none: str = "none"
-) -> Mapping[str, Any]:
-    """The entry of a field in the table."""
-    return {"type": type_, "section": section, "help": help_, "none": none}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,242 +62,197 @@ class DeclaredSettings(Generic[HeadersT, StatusesT]):
     """
 
     name: str = field(
-        metadata=_metadata(
+        metadata=metadata_of(
             setting_types.Name(),
-            _SUBSCRIPTION,
+            SUBSCRIPTION,
             "Unique name of the endpoint; its id stays when the name changes.",
         )
     )
     url: str = field(
-        metadata=_metadata(
+        metadata=metadata_of(
             setting_types.Url(),
-            _REQUESTS,
+            REQUESTS,
             "URL of the receiver, also for pending deliveries; or of the streams of a "
             "broker, whose plug-in is installed.",
         )
     )
-    types: tuple[str, ...] = field(
+    types: tuple[str, ...] = declare(
+        setting_types.PatternList(setting_types.TYPES_MAX),
+        SUBSCRIPTION,
+        'Types of the events to receive.  "*" matches one segment, a last "**" the rest; "**" '
+        "alone is every type except outbox.*.",
         default=(EVERYTHING,),
-        metadata=_metadata(
-            setting_types.PatternList(setting_types.TYPES_MAX),
-            _SUBSCRIPTION,
-            'Types of the events to receive.  "*" matches one segment, a last "**" the rest; "**" '
-            "alone is every type except outbox.*.",
-        ),
     )
-    filter: str | None = field(
+    filter: str | None = declare(
+        setting_types.Filter(),
+        SUBSCRIPTION,
+        "Condition on the payload, in SQL/JSON path: '@.total > 100 && @.currency == \"EUR\"'. "
+        "Payloads that are not JSON never meet it.",
         default=None,
-        metadata=_metadata(
-            setting_types.Filter(),
-            _SUBSCRIPTION,
-            "Condition on the payload, in SQL/JSON path: '@.total > 100 && @.currency == \"EUR\"'. "
-            "Payloads that are not JSON never meet it.",
-        ),
     )
-    tenant: str | None = field(
+    tenant: str | None = declare(
+        setting_types.Tenant(),
+        SUBSCRIPTION,
+        "Receive the events of this tenant only.  Without one, those without a tenant.",
         default=None,
-        metadata=_metadata(
-            setting_types.Tenant(),
-            _SUBSCRIPTION,
-            "Receive the events of this tenant only.  Without one, those without a tenant.",
-        ),
     )
-    all_tenants: bool = field(
+    all_tenants: bool = declare(
+        setting_types.Switch(),
+        SUBSCRIPTION,
+        "Receive the events of all tenants, and events without one.",
         default=False,
-        metadata=_metadata(
-            setting_types.Switch(),
-            _SUBSCRIPTION,
-            "Receive the events of all tenants, and events without one.",
-        ),
     )
-    lanes: int = field(
+    lanes: int = declare(
+        setting_types.Count(ENDPOINT_LANES_MAX),
+        SUBSCRIPTION,
+        f"Number of lanes, 1 to {ENDPOINT_LANES_MAX}.  A lane sends one request at a time, and "
+        "lanes send in parallel; events with the same key always use the same lane, in order.  "
+        "An event that fails stops its lane only.  1: one order over all keys.",
         default=4,
-        metadata=_metadata(
-            setting_types.Count(ENDPOINT_LANES_MAX),
-            _SUBSCRIPTION,
-            f"Number of lanes, 1 to {ENDPOINT_LANES_MAX}.  A lane sends one request at a time, and "
-            "lanes send in parallel; events with the same key always use the same lane, in order.  "
-            "An event that fails stops its lane only.  1: one order over all keys.",
-        ),
     )
 
-    method: Method = field(
+    method: Method = declare(
+        setting_types.Choice(get_args(Method)),
+        REQUESTS,
+        "HTTP method: POST, PUT or PATCH.",
         default="POST",
-        metadata=_metadata(
-            setting_types.Choice(get_args(Method)), _REQUESTS, "HTTP method: POST, PUT or PATCH."
-        ),
     )
     headers: HeadersT = field(
         default_factory=cast("Any", dict),
         repr=False,
-        metadata=_metadata(
+        metadata=metadata_of(
             setting_types.HeaderMap(),
-            _REQUESTS,
+            REQUESTS,
             "Headers to send, in place of an event's headers of the same names.",
         ),
     )
-    header_prefix: str = field(
+    header_prefix: str = declare(
+        setting_types.HeaderPrefix(),
+        REQUESTS,
+        "Begins the names of the headers that describe a delivery: X-Acme-Sequence instead of "
+        "X-Sequence.",
         default=DEFAULT_PREFIX,
-        metadata=_metadata(
-            setting_types.HeaderPrefix(),
-            _REQUESTS,
-            "Begins the names of the headers that describe a delivery: X-Acme-Sequence instead of "
-            "X-Sequence.",
-        ),
     )
-    format: FormatName = field(
+    format: FormatName = declare(
+        setting_types.Choice(get_args(FormatName)),
+        REQUESTS,
+        "Format of the body: envelope, thin (the envelope without the payload), raw (the "
+        "payload), cloudevents or cloudevents-binary.",
         default="envelope",
-        metadata=_metadata(
-            setting_types.Choice(get_args(FormatName)),
-            _REQUESTS,
-            "Format of the body: envelope, thin (the envelope without the payload), raw (the "
-            "payload), cloudevents or cloudevents-binary.",
-        ),
     )
-    source: str = field(
+    source: str = declare(
+        setting_types.UriReference(),
+        REQUESTS,
+        "source of CloudEvents: a URI.",
         default=DEFAULT_SOURCE,
-        metadata=_metadata(
-            setting_types.UriReference(), _REQUESTS, "source of CloudEvents: a URI."
-        ),
     )
-    connect_timeout_s: float = field(
+    connect_timeout_s: float = declare(
+        setting_types.Time(TIMEOUT_S_MAX),
+        REQUESTS,
+        "Connect time-out, including DNS and TLS.",
         default=5.0,
-        metadata=_metadata(
-            setting_types.Time(TIMEOUT_S_MAX), _REQUESTS, "Connect time-out, including DNS and TLS."
-        ),
     )
-    timeout_s: float = field(
-        default=15.0,
-        metadata=_metadata(
-            setting_types.Time(TIMEOUT_S_MAX), _REQUESTS, "Time-out of the whole request."
-        ),
+    timeout_s: float = declare(
+        setting_types.Time(TIMEOUT_S_MAX), REQUESTS, "Time-out of the whole request.", default=15.0
     )
-    in_flight_max: int | None = field(
+    in_flight_max: int | None = declare(
+        setting_types.Count(IN_FLIGHT_MAX),
+        REQUESTS,
+        "Maximum concurrent requests, over all lanes.",
+        none="one per lane",
         default=None,
-        metadata=_metadata(
-            setting_types.Count(IN_FLIGHT_MAX),
-            _REQUESTS,
-            "Maximum concurrent requests, over all lanes.",
-            none="one per lane",
-        ),
     )
-    rate_per_s: float | None = field(
+    rate_per_s: float | None = declare(
+        setting_types.Rate(),
+        REQUESTS,
+        "Maximum requests per second of one relay; 0.5 is one every two seconds.",
+        none="no limit",
         default=None,
-        metadata=_metadata(
-            setting_types.Rate(),
-            _REQUESTS,
-            "Maximum requests per second of one relay; 0.5 is one every two seconds.",
-            none="no limit",
-        ),
     )
-    batch_max: int | None = field(
+    batch_max: int | None = declare(
+        setting_types.Count(BATCH_MAX),
+        REQUESTS,
+        f"Maximum deliveries of a lane in one request, sent as a JSON array, 1 to {BATCH_MAX}; "
+        "for the formats envelope, thin and cloudevents.",
+        none="one delivery per request, not in an array",
         default=None,
-        metadata=_metadata(
-            setting_types.Count(BATCH_MAX),
-            _REQUESTS,
-            f"Maximum deliveries of a lane in one request, sent as a JSON array, 1 to {BATCH_MAX}; "
-            "for the formats envelope, thin and cloudevents.",
-            none="one delivery per request, not in an array",
-        ),
     )
-    keep_alive: bool = field(
+    keep_alive: bool = declare(
+        setting_types.Switch(),
+        REQUESTS,
+        "Reuse connections; otherwise each request has a connection of its own.",
         default=True,
-        metadata=_metadata(
-            setting_types.Switch(),
-            _REQUESTS,
-            "Reuse connections; otherwise each request has a connection of its own.",
-        ),
     )
-    allow_networks: tuple[str, ...] = field(
+    allow_networks: tuple[str, ...] = declare(
+        setting_types.NetworkList(setting_types.NETWORKS_MAX),
+        REQUESTS,
+        "Private networks that the endpoint may be in, also with plain http and any port, such "
+        "as 10.1.2.0/24, besides OUTBOX_ALLOW_NETWORKS.",
         default=(),
-        metadata=_metadata(
-            setting_types.NetworkList(setting_types.NETWORKS_MAX),
-            _REQUESTS,
-            "Private networks that the endpoint may be in, also with plain http and any port, such "
-            "as 10.1.2.0/24, besides OUTBOX_ALLOW_NETWORKS.",
-        ),
     )
-    ca: str | None = field(
+    ca: str | None = declare(
+        setting_types.Certificates(),
+        REQUESTS,
+        "CA certificates (PEM) to trust instead of the system's.",
+        none="the system's",
         default=None,
-        metadata=_metadata(
-            setting_types.Certificates(),
-            _REQUESTS,
-            "CA certificates (PEM) to trust instead of the system's.",
-            none="the system's",
-        ),
     )
 
-    retry: RetryPolicy = field(
+    retry: RetryPolicy = declare(
+        setting_types.Retry(),
+        FAILURES,
+        f"Retry policy: {', '.join(PRESETS)}, values such as base=5s,factor=2,cap=1h, or both: "
+        "stepped,attempts=8.",
         default=STANDARD,
-        metadata=_metadata(
-            setting_types.Retry(),
-            _FAILURES,
-            f"Retry policy: {', '.join(PRESETS)}, values such as base=5s,factor=2,cap=1h, or both: "
-            "stepped,attempts=8.",
-        ),
     )
-    retryable: StatusesT = field(
+    retryable: StatusesT = declare(
+        setting_types.StatusList(setting_types.STATUSES_MAX),
+        FAILURES,
+        "Statuses to retry, such as 429, 5xx or 500-504.",
+        none="408 421 425 429 5xx",
         default=cast("Any", None),
-        metadata=_metadata(
-            setting_types.StatusList(setting_types.STATUSES_MAX),
-            _FAILURES,
-            "Statuses to retry, such as 429, 5xx or 500-504.",
-            none="408 421 425 429 5xx",
-        ),
     )
-    on_dead_letter: OnDeadLetter = field(
+    on_dead_letter: OnDeadLetter = declare(
+        setting_types.Choice(get_args(OnDeadLetter)),
+        FAILURES,
+        "After a dead letter: continue with the next delivery, or block the lane until it is "
+        "resumed.",
         default="continue",
-        metadata=_metadata(
-            setting_types.Choice(get_args(OnDeadLetter)),
-            _FAILURES,
-            "After a dead letter: continue with the next delivery, or block the lane until it is "
-            "resumed.",
-        ),
     )
-    on_missing: OnMissing = field(
+    on_missing: OnMissing = declare(
+        setting_types.Choice(get_args(OnMissing)),
+        FAILURES,
+        "If the event of a delivery is gone, and no record says that it was erased: "
+        "dead_letter the delivery, or hold its lane until the event exists again or the "
+        "delivery is skipped.",
         default="dead_letter",
-        metadata=_metadata(
-            setting_types.Choice(get_args(OnMissing)),
-            _FAILURES,
-            "If the event of a delivery is gone, and no record says that it was erased: "
-            "dead_letter the delivery, or hold its lane until the event exists again or the "
-            "delivery is skipped.",
-        ),
     )
-    on_forgotten: OnForgotten = field(
+    on_forgotten: OnForgotten = declare(
+        setting_types.Choice(get_args(OnForgotten)),
+        FAILURES,
+        "If a broker has lost messages that it had acknowledged: hold the lane until a person "
+        "acts, or refill the stream with what is missing, if all of it is still kept.",
         default="hold",
-        metadata=_metadata(
-            setting_types.Choice(get_args(OnForgotten)),
-            _FAILURES,
-            "If a broker has lost messages that it had acknowledged: hold the lane until a person "
-            "acts, or refill the stream with what is missing, if all of it is still kept.",
-        ),
     )
-    backlog_max: int | None = field(
+    backlog_max: int | None = declare(
+        setting_types.Count(BACKLOG_DELIVERIES_MAX),
+        FAILURES,
+        "Maximum pending deliveries; older ones are dead-lettered.",
+        none="no limit",
         default=None,
-        metadata=_metadata(
-            setting_types.Count(BACKLOG_DELIVERIES_MAX),
-            _FAILURES,
-            "Maximum pending deliveries; older ones are dead-lettered.",
-            none="no limit",
-        ),
     )
-    backlog_age_s: float | None = field(
+    backlog_age_s: float | None = declare(
+        setting_types.Time(AGE_S_MAX),
+        FAILURES,
+        "Maximum age of pending deliveries; older ones are dead-lettered.",
+        none="no limit",
         default=None,
-        metadata=_metadata(
-            setting_types.Time(AGE_S_MAX),
-            _FAILURES,
-            "Maximum age of pending deliveries; older ones are dead-lettered.",
-            none="no limit",
-        ),
     )
-    disable_after_s: float = field(
+    disable_after_s: float = declare(
+        setting_types.Time(AGE_S_MAX),
+        FAILURES,
+        "Disable the endpoint after this time without a success.",
         default=3 * 86400.0,
-        metadata=_metadata(
-            setting_types.Time(AGE_S_MAX),
-            _FAILURES,
-            "Disable the endpoint after this time without a success.",
-        ),
     )
 
 

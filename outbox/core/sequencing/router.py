@@ -27,6 +27,9 @@ TenantFilter: TypeAlias = tuple[str | None, str]
 """A filter of a tenant's endpoints, or of those without a tenant: equal filters of different
 tenants are evaluated and charged separately."""
 
+Placements: TypeAlias = list[tuple[int, int]]
+"""Pairs of lane and event id."""
+
 NONE_REFUSED: Refused = MappingProxyType({})
 
 MATCHES_MAX, MATCHED_MAX = 10_000, 500_000
@@ -185,13 +188,13 @@ class Router:
 
     def placements(
         self, events: Iterable[RoutableEvent], refused: Refused = NONE_REFUSED
-    ) -> list[tuple[int, int]]:
-        """Pairs of lane and event id for each event and subscribed endpoint.
+    ) -> Placements:
+        """Place each event in a lane of each subscribed endpoint.
 
         Args:
             refused: results of `filters_to_evaluate`.
         """
-        placements: list[tuple[int, int]] = []
+        placements: Placements = []
         for event_id, tenant, type_, key_hash in events:
             for route in self.match(tenant, type_):
                 tenant_filter = route.tenant_filter

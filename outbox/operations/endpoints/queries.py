@@ -306,13 +306,7 @@ async def get_endpoint(connection: Connection[Any], schema: str, name: str) -> E
     return EndpointDetail(
         endpoint=_endpoint(row),
         settings=endpoint_config.public_settings(settings),
-        health=EndpointHealth(
-            row["health"],
-            row["since"],
-            row["held_until"],
-            parse_json(row["last_response"]),
-            row["unsolicited_at"],
-        ),
+        health=from_row(EndpointHealth, row, state=row["health"], parse=("last_response",)),
         secrets=tuple(SecretRow(**s) for s in secrets),
         certificate=parse_json(row["identity_about"]),
         lanes=tuple(_lane(lane) for lane in lanes),

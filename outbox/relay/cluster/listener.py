@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.relay.wake_event import WakeEvent
+    from outbox.config import Settings
+    from outbox.relay.wake_event import Wakeups
 
 log = structlog.get_logger("outbox.listener")
 
@@ -55,38 +56,31 @@ class Listener:
 
     Args:
         connect: opens the connection.
-        producers: set when events were published or endpoints changed.
-        on_held: called when an event of a tenant was held.
-        on_change: called when endpoints changed, or a notification may have been missed.
+        settings: events without a notification are found after `poll_s`, so the connection is
+            checked no more often, within bounds; the server ends a listener that is silent for
+            `lease_s`.
+        wakeups: set also when a notification may have been missed.
         on_notification: called with the payload of another replica's notification, and its backend.
         own_pids: the backends that send this replica's notifications; they are ignored.
-        poll_s: events without a notification are found after this time; so the
-            connection is checked no more often, within bounds.
-        lease_s: the server's limit for a silent listener.
     """
 
     def __init__(
         self,
         connect: Callable[[], Awaitable[Connection[Any]]],
-        schema: str,
-        producers: WakeEvent,
-        on_held: Callable[[], None],
-        on_change: Callable[[], None],
+        settings: Settings,
+        wakeups: Wakeups,
         on_notification: Callable[[str, int], None],
         own_pids: Callable[[], Collection[int]],
-        poll_s: float,
-        lease_s: float,
     ) -> None:
         self._connect = connect
-        self._schema = schema
-        self._producers = producers
-        self._report_held = _Coalescer(on_held, PASS_S)
-        self._on_change = on_change
-        self._report_change = _Coalescer(on_change, CHANGES_EVERY_S)
+        self._schema = settings.schema_name
+        self._wakeups = wakeups
+        self._report_held = _Coalescer(wakeups.schedules.set, PASS_S)
+        self._report_change = _Coalescer(wakeups.poll_changes, CHANGES_EVERY_S)
         self._on_notification = on_notification
         self._own_pids = own_pids
-        relaxed_s = max(HEARTBEAT_MIN_S, min(poll_s, HEARTBEAT_MAX_S))
-        self._heartbeat_s = min(relaxed_s, lease_s * HEARTBEAT_SHARE)
+        relaxed_s = max(HEARTBEAT_MIN_S, min(settings.poll_s, HEARTBEAT_MAX_S))
+        self._heartbeat_s = min(relaxed_s, settings.lease_s * HEARTBEAT_SHARE)
         self._wanted = True
         self._changed = asyncio.Event()
         # Notifications since the start of the current second.
@@ -126,10 +120,10 @@ class Listener:
             self._report_change.cancel()
             self._report_held.cancel()
 
-    def listen_to_producers(self, *, wanted: bool) -> None:
+    def set_leader(self, leads: bool) -> None:
         """Listen to producers or not; only the sequencing replica needs to."""
-        if wanted != self._wanted:
-            self._wanted = wanted
+        if leads != self._wanted:
+            self._wanted = leads
             self._changed.set()
 
     async def _poll(self, duration_s: float) -> None:
@@ -137,7 +131,7 @@ class Listener:
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + duration_s
         while loop.time() < ends_at:
-            self._producers.set()
+            self._wakeups.published.set()
             self._on_notification(READ_BATCHES, NO_PID)
             await asyncio.sleep(FLOOD_POLL_S)
 
@@ -162,7 +156,7 @@ class Listener:
                 await connection.add_listener(
                     self._schema + OWNERS_SUFFIX, self._on_owner_notification
                 )
-            self._on_change()
+            self._wakeups.poll_changes()
             listens = False
             while not lost:
                 self._changed.clear()
@@ -173,7 +167,7 @@ class Listener:
                 async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
                     if wanted and not listens:
                         await connection.add_listener(self._schema, self._on_producer_notification)
-                        self._producers.set()
+                        self._wakeups.published.set()
                     elif listens and not wanted:
                         await connection.remove_listener(
                             self._schema, self._on_producer_notification
@@ -210,7 +204,7 @@ class Listener:
         if payload == HELD:
             self._report_held()
         else:
-            self._producers.set()
+            self._wakeups.published.set()
 
     def _on_owner_notification(
         self, _connection: object, pid: int, _channel: str, payload: object

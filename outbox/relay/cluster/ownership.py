@@ -5,7 +5,6 @@ Only this module decides what the dispatcher owns.
 
 from __future__ import annotations
 
-from math import inf
 from typing import TYPE_CHECKING
 
 import structlog
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from outbox.relay.delivery.owned_endpoints import EndpointRuntime
     from outbox.relay.delivery.recorder import Recorder
     from outbox.relay.delivery.telemetry import DeliveryTelemetry
-    from outbox.relay.wake_event import WakeEvent
+    from outbox.relay.wake_event import Wakeups
     from outbox.store.cluster.replicas import ReplicaStore
     from outbox.store.delivery.lanes import LaneStore
 
@@ -43,9 +42,8 @@ class Ownership:
     """Claims and releases endpoints; in between, the batch feed reads and notifies.
 
     Args:
-        wake: set when a stopped endpoint became idle, or the batch feed is due earlier.
-        wake_replicas: wakes the other replicas after endpoints were released.
-        journal_altered_secrets: journals endpoints with an altered secret, at a routing version.
+        journal_altered_secrets: journals, by an actor, endpoints with an altered secret at a
+            routing version.
         poll_s: polling interval of changes and of other replicas' batches.
         clock: seconds of the steady clock.
     """
@@ -57,11 +55,10 @@ class Ownership:
         dispatcher: Dispatcher,
         recorder: Recorder,
         feed: BatchFeed,
-        wake: WakeEvent,
+        wakeups: Wakeups,
         replica_id: int,
         lease: Lease,
-        wake_replicas: Callable[[], Awaitable[object]],
-        journal_altered_secrets: Callable[[list[Endpoint], int], Awaitable[object]],
+        journal_altered_secrets: Callable[[list[Endpoint], str, int], Awaitable[object]],
         poll_s: float,
         clock: Callable[[], float],
         telemetry: DeliveryTelemetry,
@@ -72,11 +69,10 @@ class Ownership:
         self._dispatcher = dispatcher
         self._recorder = recorder
         self._feed = feed
-        self._wake_event = wake
+        self._wakeups = wakeups
         self._me = replica_id
         self._actor = f"replica {replica_id}"
         self._lease = lease
-        self._wake_replicas = wake_replicas
         self._journal_altered_secrets = journal_altered_secrets
         self._poll_s = poll_s
         self._clock = clock
@@ -100,29 +96,22 @@ class Ownership:
         """Poll the cluster until stopped; asyncpg's errors end it."""
         await self._feed.start()
         # Replicas that have endpoints for this new one release them without waiting for a poll.
-        await self._wake_replicas()
+        await self._replicas.wake_all()
         while not self._stopping:
-            if self._clock() >= self._poll_at or self._drained():
-                # A `poll_now` from here on causes another poll.
-                self._poll_at = inf
+            # What changes from here on causes another poll.
+            changed = self._wakeups.pop_cluster_changed()
+            if changed or self._clock() >= self._poll_at or self._drained():
                 next_poll_at = self._clock() + self._poll_s
                 await self._poll()
-                self._poll_at = min(
-                    self._poll_at, next_poll_at, self._watch.next_expiry_at(self._me)
-                )
+                self._poll_at = min(next_poll_at, self._watch.next_expiry_at(self._me))
             await self._feed.run_due()
             wake_at = min(self._poll_at, self._feed.due_at())
-            await self._wake_event.wait(max(wake_at - self._clock(), 0.0))
+            await self._wakeups.ownership.wait(max(wake_at - self._clock(), 0.0))
 
     def stop(self) -> None:
         """Let `run` return after the current poll."""
         self._stopping = True
-        self._wake_event.set()
-
-    def poll_now(self) -> None:
-        """Poll as soon as possible: endpoints were changed."""
-        self._poll_at = 0.0
-        self._wake_event.set()
+        self._wakeups.ownership.set()
 
     async def drain(self) -> None:
         """Stop all endpoints and wait until no request is in flight."""
@@ -203,7 +192,7 @@ class Ownership:
                 expired = True
         if expired:
             # Other replicas claim the endpoints without waiting for their own poll.
-            await self._wake_replicas()
+            await self._replicas.wake_all()
         return expired
 
     async def _claim(self, claimable: list[UUID]) -> None:
@@ -267,7 +256,7 @@ class Ownership:
             return
         reason = "moved to another replica, or ended"
         await self._replicas.release(self._me, [e.id for e in drained], self._actor, reason)
-        await self._wake_replicas()
+        await self._replicas.wake_all()
         log.info("endpoints released", endpoints=len(drained))
 
     def _drained(self) -> list[Endpoint]:
@@ -342,5 +331,5 @@ class Ownership:
                 )
         if altered := [e for e in endpoints if e.secret_altered]:
             # If an operator changed something meanwhile, the next poll reads them again.
-            await self._journal_altered_secrets(altered, self._version)
+            await self._journal_altered_secrets(altered, self._actor, self._version)
         return endpoints

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from outbox.store.channels import trim_notification_queue, wake_all, wake_owners
+from outbox.store.channels import trim_notification_queue
 from outbox.store.cluster.replicas import ReplicaStore
 from outbox.store.cluster.timeline import read_server_fence
 from outbox.store.connection.current_schema import require_current
@@ -61,5 +61,3 @@ class Stores:
     journal_altered_secrets: Callable[
         [StoreConnection, Sequence[Endpoint], str, int], Awaitable[None]
     ] = journal_altered_secrets
-    wake_all: Callable[[Connection[Any]], Awaitable[None]] = wake_all
-    wake_owners: Callable[[Connection[Any], str], Awaitable[None]] = wake_owners

@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING
 
 from outbox.core.sequencing.batch_notifications import (
     NOTIFY_EVERY_S,
+    READ_BATCHES,
     BatchNotification,
     NotificationThrottle,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Callable, Mapping
 
     from outbox.relay.delivery.dispatcher import Dispatcher
     from outbox.relay.sequencing.cursor import SequencedBatch
     from outbox.relay.wake_event import WakeEvent
+    from outbox.store.cluster.replicas import ReplicaStore
     from outbox.store.delivery.lanes import LaneStore
     from outbox.telemetry.meters import Meters
 
@@ -33,23 +35,22 @@ class BatchFeed:
     lane's counter is read either by its claim or by a later batch.
 
     Args:
-        notify: notifies the other replicas that there are batches to read.
         wake: set when `due_at` moved to an earlier time.
         clock: seconds of the steady clock.
     """
 
     def __init__(
         self,
+        replicas: ReplicaStore,
         lanes: LaneStore,
         dispatcher: Dispatcher,
-        notify: Callable[[], Awaitable[object]],
         wake: WakeEvent,
         clock: Callable[[], float],
         meters: Meters,
     ) -> None:
+        self._replicas = replicas
         self._lanes = lanes
         self._dispatcher = dispatcher
-        self._notify = notify
         self._wake = wake
         self._clock = clock
         self._meters = meters
@@ -76,7 +77,7 @@ class BatchFeed:
             await self._read_new_batches()
         if self._clock() >= self._throttle.flush_at():
             self._throttle.mark_sent(self._clock())
-            await self._notify()
+            await self._replicas.wake_owners(READ_BATCHES)
 
     def cluster_polled(self, leaders: set[int | None], *, alone: bool) -> None:
         """Note the cluster's state, and read the batches that a lost notification announced.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import structlog
 
 from outbox.core.brokers.message import end_message, messages_of
-from outbox.core.brokers.port import APPEND_MAX, Appended, Owner, Position, Stop, StopKind
+from outbox.core.brokers.port import Appended, Owner, Position, Stop, StopKind
 from outbox.core.brokers.repair import Abandon, RepairKind, adopt
 from outbox.core.brokers.results import failed_result, stored_result
 from outbox.core.brokers.take_over import (
@@ -19,9 +19,8 @@ from outbox.core.brokers.take_over import (
     Proceed,
     decide,
 )
-from outbox.core.delivery.buffer_budget import COPIES, row_bytes
-from outbox.core.messages.batch import BATCH_BYTES_MAX
 from outbox.core.model.response import AttemptResult
+from outbox.relay.delivery.stream_refill import StreamRefill
 from outbox.store.errors import Fenced
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from outbox.relay.delivery.admission import AdmissionQueue
     from outbox.relay.delivery.owned_endpoints import LaneRuntime
     from outbox.relay.delivery.recorder import Recorder
-    from outbox.store.delivery.lanes import FoundDelivery, LaneStore, LostDeliveries
+    from outbox.store.delivery.lanes import FoundDelivery, LaneStore
 
 
 T = TypeVar("T")
@@ -55,9 +54,6 @@ class _Opened(NamedTuple):
 
 REFILL_EVERY_S = 600.0
 """Minimum seconds between two refills of a lane that no operator has requested."""
-LOST_ROWS_MIN, LOST_ROWS_GROWTH = 8, 4
-"""Rows of the first read of a refill, and how many times more the next one may return than the last
-did: the server converts all of them, and large events leave room for few."""
 
 
 class BrokerAttempts:
@@ -87,6 +83,7 @@ class BrokerAttempts:
         self._lease_left_s = lease_left_s
         self._steady = steady
         self._now = now
+        self._stream_refill = StreamRefill(store, self._read, self._append)
         self._identity: str | None = None
 
     async def open(self, lane: LaneRuntime, broker: Broker) -> AttemptResult | None:
@@ -169,7 +166,7 @@ class BrokerAttempts:
         if repair.kind is RepairKind.REFILL:
             if not (is_forgot and isinstance(standing, Position)):
                 return opened
-            stopped = await self._refill(lane, broker, owner, standing.sequence)
+            stopped = await self._stream_refill.refill(lane, broker, owner, standing.sequence)
             if isinstance(stopped, AttemptResult):
                 return stopped
             if stopped is not None:
@@ -208,9 +205,10 @@ class BrokerAttempts:
         assert isinstance(opened.standing, Position)
         position, through = opened.standing.sequence, lane.state.delivered_seq
         now = self._steady()
-        if now < lane.refilled_at + REFILL_EVERY_S or not await self._has_all(lane, position):
+        refill = self._stream_refill
+        if now < lane.refilled_at + REFILL_EVERY_S or not await refill.is_possible(lane, position):
             return opened
-        stopped = await self._refill(lane, broker, owner, position)
+        stopped = await refill.refill(lane, broker, owner, position)
         if isinstance(stopped, AttemptResult):
             return stopped
         if not isinstance(stopped, Stop):  # One that was interrupted goes on at the next opening.
@@ -221,96 +219,12 @@ class BrokerAttempts:
         await self._recorder.journal_refill(lane.state.id, endpoint_id, position + 1, through)
         return opened._replace(decision=Proceed(through))
 
-    async def _has_all(self, lane: LaneRuntime, position: int) -> bool:
-        """Whether everything that the stream has lost is kept, and its last message not erased."""
-        at, last_seq, through = position, position, lane.state.delivered_seq
-        rows_max = LOST_ROWS_MIN
-        while at < through:
-            lost = await self._read(self._lost(lane, at, rows_max))
-            if lost is None:
-                return False
-            rows_max = LOST_ROWS_GROWTH * (lost.through_seq - at)
-            at = lost.through_seq
-            last_seq = lost.deliveries[-1].seq if lost.deliveries else last_seq
-            del lost  # The next read may wait for those of many lanes.
-        return last_seq == through
-
-    async def _lost(
-        self, lane: LaneRuntime, after_seq: int, rows_max: int
-    ) -> LostDeliveries | None:
-        """Read the next deliveries that the stream has lost.
-
-        A broker that has lost its data makes all lanes read at once, so the room is that of the
-        moment at which the read begins.
-        """
-        bytes_max = min(max(lane.runtime.share.room, 0) // COPIES, BATCH_BYTES_MAX)
-        return await self._store.lost_deliveries(
-            lane.loaded,
-            after_seq,
-            lane.state.delivered_seq,
-            min(rows_max, APPEND_MAX),
-            bytes_max,
-        )
-
     async def _finish_repair(self, lane: LaneRuntime) -> None:
         """Delete the request that was carried out, if there is one."""
         repair, lane.repaired = lane.repaired, None
         if repair is not None:
             lane.repair = None
             await self._recorder.finish_repair(lane.state, lane.runtime.epoch, repair)
-
-    async def _refill(
-        self, lane: LaneRuntime, broker: Broker, owner: Owner, position: int
-    ) -> AttemptResult | Stop | Hold | None:
-        """Append what the stream has lost again, with its own sequences; None: all of it.
-
-        The lane's progress does not change.  Erased events are left out.
-        """
-        loaded, through, share = lane.loaded, lane.state.delivered_seq, lane.runtime.share
-        at = previous_seq = position
-        rows_max = LOST_ROWS_MIN
-        while at < through:
-            lost = await self._read(self._lost(lane, at, rows_max))
-            if lost is None:
-                return Hold(
-                    HoldReason.FORGOT,
-                    f"lane {loaded.name} cannot be filled again: of sequences {at + 1} to "
-                    f"{through}, not all are kept any more",
-                )
-            if lost.deliveries:
-                if lane.runtime.broker is not broker:
-                    return Stop(StopKind.MOVED, "the endpoint's address was changed")
-                messages = messages_of(lane.runtime.endpoint, lost.deliveries, previous_seq)
-                with share.holding(sum(map(row_bytes, lost.deliveries))):
-                    appended = await self._append(lane, broker, owner, previous_seq, messages)
-                if isinstance(appended, AttemptResult):
-                    return appended
-                if appended.stop is not None and appended.stop.kind is StopKind.REFUSED:
-                    # Delivered once, so it is no dead letter; nor is the endpoint at fault.
-                    first = min(m.sequence for m in messages if m.sequence > appended.through)
-                    return Hold(
-                        HoldReason.FORGOT,
-                        f"lane {loaded.name} cannot be filled again: sequence {first} is refused: "
-                        f"{appended.stop.detail}",
-                    )
-                if appended.stop is not None:
-                    return appended.stop
-                previous_seq = lost.deliveries[-1].seq
-                del messages
-            rows_max = LOST_ROWS_GROWTH * (lost.through_seq - at)
-            at = lost.through_seq
-            del lost  # It is not counted any more.
-        if previous_seq != through:
-            return Hold(
-                HoldReason.FORGOT,
-                f"lane {loaded.name} cannot be filled again to its end: the event of sequence "
-                f"{through} was erased",
-            )
-        log.info(
-            "stream refilled", endpoint=lane.runtime.endpoint.name, lane=loaded.name,
-            sequence=position + 1, to_sequence=through,
-        )  # fmt: skip
-        return None
 
     async def append(
         self, lane: LaneRuntime, broker: Broker, send: Send

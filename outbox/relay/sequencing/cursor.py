@@ -20,25 +20,23 @@ import asyncpg
 import structlog
 
 from outbox.core.delivery.inline_deliveries import INLINE_DELIVERIES_MAX, inline_deliveries
-from outbox.core.sequencing.batch_notifications import READ_BATCHES
 from outbox.core.sequencing.filter_budget import AGAIN_AFTER_S
-from outbox.core.sequencing.gaps import CursorChange, CursorState, GapTracker, LockHolders
+from outbox.core.sequencing.gaps import CursorChange, CursorState, GapTracker
 from outbox.core.sequencing.router import Deliveries, Router, assign_sequences
 from outbox.errors import CursorBroken
+from outbox.relay.sequencing.event_reader import EventReader
 from outbox.relay.sequencing.filter_evaluator import FilterEvaluator
 from outbox.relay.sequencing.replay_feeder import ReplayFeeder
-from outbox.store.cluster.leadership import AWAKE
 from outbox.store.refused_rows import is_refused, reason_of
 from outbox.store.replays.replay_progress import ReplayBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
-    from datetime import datetime
 
     from outbox.config import Settings
     from outbox.core.model.delivery import Delivery
     from outbox.core.sequencing.filter_budget import FilterFailure
-    from outbox.core.sequencing.router import TenantFilter
+    from outbox.core.sequencing.router import Placements, RoutableEvent, TenantFilter
     from outbox.store.delivery.lanes import LoadedLane
     from outbox.store.sequencing.batches import SequencingStore
     from outbox.store.sequencing.event_reads import Reading
@@ -79,6 +77,7 @@ class SequencedBatch:
 class _Draft:
     """A computed batch that is not written yet."""
 
+    reading: Reading
     change: CursorChange
     events: int
     deliveries: Deliveries
@@ -86,25 +85,10 @@ class _Draft:
     failed: Mapping[TenantFilter, FilterFailure]
     awake: bool
     """Whether to set the flag to "awake", so that producers stop notifying."""
-    began_at: tuple[datetime | None, float]
-    """When its read started, by the database's clock and by the loop's."""
-    more: bool
-    """Whether the read left out events or gaps."""
-    reading: Reading
 
     @property
     def has_changes(self) -> bool:
         return self.change.changed or self.replays.has_changes
-
-
-def always_notify(_: int, __: Mapping[int, int]) -> str | None:
-    """Notify other replicas of every batch, without its lanes."""
-    return READ_BATCHES
-
-
-def no_inline_payloads(_: Collection[int]) -> Mapping[int, LoadedLane]:
-    """Read no payloads with the events; all deliveries are read later."""
-    return {}
 
 
 class Cursor:
@@ -129,22 +113,16 @@ class Cursor:
         settings: Settings,
         on_batch: Callable[[SequencedBatch], None],
         keep_polling: Callable[[int, int], bool],
-        needs_inline_payloads: Callable[
-            [Collection[int]], Mapping[int, LoadedLane]
-        ] = no_inline_payloads,
-        notification_payload: Callable[[int, Mapping[int, int]], str | None] = always_notify,
+        needs_inline_payloads: Callable[[Collection[int]], Mapping[int, LoadedLane]],
+        notification_payload: Callable[[int, Mapping[int, int]], str | None],
     ) -> None:
         self._store = store
         self._me = replica_id
-        self._settings = settings
         self._on_batch = on_batch
         self._keep_polling = keep_polling
         self._needs_inline_payloads = needs_inline_payloads
         self._notification_payload = notification_payload
         self._notified = False
-        # Whether lanes may need the content of the next events.
-        self._reads_content = True
-        self._tracker = self.tracker_type()
         # Cached from the tables; valid while no other replica has written.
         self._state: CursorState | None = None
         self._counters: dict[int, int] = {}
@@ -158,22 +136,11 @@ class Cursor:
             self._filters.evaluate,
             0.0 if notified else settings.poll_s / 2,
         )
-        # The sequence's lock holders after the last read; None: not known.
-        self._holders: LockHolders | None = None
-        # Start of the last read that reached no limit, by the database's clock.
-        self._complete_at: datetime | None = None
         # When the row of the incarnation was first missing, by the loop's clock.
         self._absent_since: float | None = None
         self.leads = False
         """Whether this replica was the leader at its last poll."""
-        self.awake = True
-        """Whether the wake-up flag was "awake" at the last poll."""
-        self.watched: LockHolders = frozenset()
-        """The transactions in flight when the flag was last set to "asleep"."""
-        self.more = False
-        """Whether the last read left events or gaps to read at once."""
-        self.complete_at: float | None = None
-        """Start of the last read that reached no limit, by the loop's clock."""
+        self.reader = EventReader(store, settings, self.tracker_type())
 
     def forget(self) -> None:
         """Drop all cached state."""
@@ -184,11 +151,9 @@ class Cursor:
         self.leads = False
 
     def _forget_position(self) -> None:
-        self._tracker.forget()
+        self.reader.forget()
         self._state = None
         self._counters.clear()
-        self._holders = None
-        self._complete_at = self.complete_at = None
 
     @property
     def replay_at(self) -> float | None:
@@ -279,9 +244,9 @@ class Cursor:
         self._router = Router(routes)
         self._filters.load_routes(self._router)
         await self._replays.load_jobs()
-        if self.complete_at is None:
+        if self.reader.complete_at is None:
             # The age of older events is unknown; the lag counts from now on.
-            self.complete_at = asyncio.get_running_loop().time()
+            self.reader.complete_at = asyncio.get_running_loop().time()
         return True
 
     def _await_incarnation(self) -> None:
@@ -325,7 +290,7 @@ class Cursor:
             self._replays.rejected(replays)
             return self._lose_routes()
         if not draft.has_changes:
-            self._remember_read(draft)
+            self.reader.committed(draft.reading, draft.change)
             self._replays.committed(replays)
             return BatchResult.EMPTY
         inline_lanes = self._needed_content(draft)
@@ -348,53 +313,39 @@ class Cursor:
         self, state: CursorState, router: Router, replays: ReplayBatch, *, watch: bool
     ) -> _Draft | None:
         """Read events and compute a batch; None: leadership or routing version changed."""
-        clock = asyncio.get_running_loop().time
-        store, tracker = self._store, self._tracker
-        before: LockHolders = frozenset()
-        if watch:
-            before = self.watched = await store.holders()
-        elif tracker.reads_gaps(state):
-            # The holders of the last read suffice: a gap is declared dead one batch later.
-            before = await store.holders() if self._holders is None else self._holders
-        tracker.begin_batch(state, before, clock())
-        while True:
-            began_at = clock()
-            limit = self._settings.batch_events_max
-            gaps = tracker.ranges(gaps_max=limit)
-            reading = await store.read(
-                None if tracker.is_partial else state.high,
-                gaps,
-                limit,
-                more_gaps=tracker.left_out,
-                with_content=self._reads_content,
-            )
-            if (reading.leader, reading.version) != (self._me, self._version):
-                self.leads = reading.leader == self._me
-                return None
-            reading.check(state.high)
-            self._holders = reading.holders
-            if not tracker.left_out or tracker.complete(await store.running()):
-                break
-        events = reading.events
-        fits = router.count_fitting_events(events, self._settings.batch_deliveries_max)
-        cut = len(events) == limit or fits < len(events)
-        events = events[:fits]
-        after = reading.holders or frozenset()
-        step = tracker.close_batch([e.id for e in events], cut, after, clock())
-        self.awake = reading.wakeup == AWAKE
-        self.more = cut or tracker.is_partial
+        reading = await self.reader.read(state, self._is_current, watch=watch)
+        if reading is None:
+            return None
+        events, change = self.reader.close(reading, router)
+        placements, failed = await self._route(events, router)
+        return _Draft(
+            reading,
+            change,
+            len(events),
+            deliveries=await self._number(placements, replays),
+            replays=replays,
+            failed={**failed, **replays.failed},
+            awake=bool(events) and self._keep_polling(len(events), reading.waiting),
+        )
+
+    def _is_current(self, reading: Reading) -> bool:
+        """Whether this replica still led, by the routes that it knows, when that was read."""
+        self.leads = reading.leader == self._me
+        return self.leads and reading.version == self._version
+
+    async def _route(
+        self, events: Sequence[RoutableEvent], router: Router
+    ) -> tuple[Placements, Mapping[TenantFilter, FilterFailure]]:
+        """Place events in the lanes of their endpoints; returns the filters to be stopped, too."""
         refused, failed = await self._filters.evaluate(router, events)
-        placements = router.placements(events, refused)
+        return router.placements(events, refused), failed
+
+    async def _number(self, placements: Placements, replays: ReplayBatch) -> Deliveries:
+        """Number what was placed, and the replays after it, in each lane."""
         lanes = {lane_id for lane_id, _ in placements} | {r.lane_id for r in replays.replays}
-        unknown = lanes - self._counters.keys()
-        if unknown:
-            self._counters |= await store.counters(unknown)
-        deliveries = assign_sequences(placements, replays.replays, self._counters)
-        awake = bool(events) and self._keep_polling(len(events), reading.waiting)
-        failed = {**failed, **replays.failed}
-        at = (reading.began_at, began_at)
-        more = self.more
-        return _Draft(step, len(events), deliveries, replays, failed, awake, at, more, reading)
+        if unknown := lanes - self._counters.keys():
+            self._counters |= await self._store.counters(unknown)
+        return assign_sequences(placements, replays.replays, self._counters)
 
     def _needed_content(self, draft: _Draft) -> Mapping[int, LoadedLane]:
         """The lanes that need the content of their new deliveries now."""
@@ -403,7 +354,8 @@ class Cursor:
         few = len(draft.deliveries) <= INLINE_DELIVERIES_MAX
         lanes = draft.deliveries.counters.keys()
         needing = self._needs_inline_payloads(lanes) if few else {}
-        self._reads_content = bool(needing) or (few and not lanes and self._reads_content)
+        reader = self.reader
+        reader.reads_content = bool(needing) or (few and not lanes and reader.reads_content)
         return needing
 
     async def _write(
@@ -419,39 +371,30 @@ class Cursor:
             draft.deliveries,
             self._me,
             self._version,
-            committed_after=self._complete_at,
-            awake=draft.awake and not self.awake,
+            committed_after=self.reader.committed_after,
+            awake=draft.awake and not self.reader.awake,
             erasures=draft.reading.erasures if inline_lanes else None,
             notification=payload,
             replays=draft.replays,
             stopped=draft.failed,
         )
 
-    def _remember_read(self, draft: _Draft) -> None:
-        """Remember a read whose events are all sequenced."""
-        self._tracker.committed(draft.change)
-        if not draft.more:
-            self._complete_at, self.complete_at = draft.began_at
-
     def _batch_committed(
         self, state: CursorState, draft: _Draft, inline_lanes: Mapping[int, LoadedLane]
     ) -> None:
         """Apply a durable batch to the cached state, and report it."""
-        step, committed_after = draft.change, self._complete_at
-        self._remember_read(draft)
+        committed_after = self.reader.committed_after
+        self.reader.committed(draft.reading, draft.change)
         self._filters.mark_stored(draft.failed)
         self._replays.committed(draft.replays)
         if draft.events:
             self._replays.record_live_events()
         batch = state.batch + 1
         # The tracker remembers the gaps.
-        self._state = CursorState(batch, step.high)
+        self._state = CursorState(batch, draft.change.high)
         self._counters |= draft.deliveries.counters
-        self.awake = self.awake or draft.awake
-        given = draft.deliveries
-        rows = zip(given.lane_ids, given.seqs, given.outbox_ids, strict=True)
-        contents = draft.reading.contents
+        self.reader.awake |= draft.awake
+        deliveries, contents = draft.deliveries, draft.reading.contents
+        rows = zip(deliveries.lane_ids, deliveries.seqs, deliveries.outbox_ids, strict=True)
         inline = inline_deliveries(batch, rows, contents, inline_lanes, committed_after)
-        self._on_batch(
-            SequencedBatch(batch, draft.events, draft.deliveries, inline, self._notified)
-        )
+        self._on_batch(SequencedBatch(batch, draft.events, deliveries, inline, self._notified))

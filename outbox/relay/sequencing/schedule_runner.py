@@ -13,13 +13,12 @@ import asyncpg
 import structlog
 
 from outbox.core.sequencing.tenant_pace import PASS_S
-from outbox.relay.wake_event import WakeEvent
 from outbox.store.connection.connect import in_one_line
 from outbox.store.errors import ResponseLost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from outbox.relay.sequencing.event_reader import EventReader
+    from outbox.relay.wake_event import Wakeups
     from outbox.store.schedules.future_events import FutureEventStore
     from outbox.store.schedules.put_off import PutOffStore
     from outbox.store.schedules.schedule_runs import ScheduleRunStore
@@ -40,9 +39,7 @@ class ScheduleRunner:
 
     Args:
         poll_s: polling interval; new schedules are found after this time.
-        sequenced_at: when the sequencer began the last read after which nothing was left to read,
-            by the loop's clock; None: unknown.
-        wake_sequencer: lets the sequencer read at once.
+        reader: the sequencer's, whose backlog does not grow by what is moved.
     """
 
     def __init__(
@@ -51,16 +48,15 @@ class ScheduleRunner:
         events: FutureEventStore,
         put_off: PutOffStore,
         poll_s: float,
-        sequenced_at: Callable[[], float | None],
-        wake_sequencer: Callable[[], None],
+        reader: EventReader,
+        wakeups: Wakeups,
     ) -> None:
         self._schedules = schedules
         self._events = events
         self._put_off = put_off
         self._poll_s = poll_s
-        self._sequenced_at = sequenced_at
-        self._wake_sequencer = wake_sequencer
-        self._wake_event = WakeEvent()
+        self._reader = reader
+        self._wakeups = wakeups
         self._leads = False
         # What a wrong clock has put off may wait to be found.
         self._search = True
@@ -77,14 +73,10 @@ class ScheduleRunner:
             self.clock_set_back()
         self._leads = leads
 
-    def wake(self) -> None:
-        """Look at once for what is due."""
-        self._wake_event.set()
-
     def clock_set_back(self) -> None:
         """Search for what a clock that was ahead has put off."""
         self._search = True
-        self._wake_event.set()
+        self._wakeups.schedules.set()
 
     async def run(self) -> None:
         """Run schedules until cancelled; a lost connection ends it.
@@ -105,7 +97,7 @@ class ScheduleRunner:
                 except asyncpg.PostgresError as error:
                     wait_s = REFUSED_RETRY_S
                     log.error("scheduled runs failed", reason=in_one_line(error), retry_s=wait_s)
-            await self._wake_event.wait(wait_s)
+            await self._wakeups.schedules.wait(wait_s)
 
     async def _run_due(self) -> float:
         """Publish what is due; return the seconds until the next poll."""
@@ -150,7 +142,7 @@ class ScheduleRunner:
         if wait_s > 0:
             return wait_s
         self._pass_at = now + PASS_S
-        sequenced_at = self._sequenced_at()
+        sequenced_at = self._reader.complete_at
         if sequenced_at is not None and sequenced_at < self._passed_at > now - BEHIND_MAX_S:
             return PASS_S
         moved = await self._events.move_shares(now)
@@ -159,7 +151,7 @@ class ScheduleRunner:
             self._passed_at = clock()
             # Without notifications it would read them at its next poll, and the pass after this
             # one waits for that.
-            self._wake_sequencer()
+            self._wakeups.published.set()
             await self._report_postponed()
         return PASS_S if moved or self._events.more else self._poll_s
 

@@ -25,16 +25,16 @@ import structlog
 
 from outbox.core.delivery.operational_events import LAGGING_S, LagAction, LagDetector
 from outbox.errors import CursorBroken
-from outbox.relay.sequencing.cursor import BatchResult, Cursor, always_notify, no_inline_payloads
+from outbox.relay.sequencing.cursor import BatchResult, Cursor
 from outbox.relay.sequencing.stall_monitor import StallMonitor
-from outbox.relay.wake_event import WakeEvent
 from outbox.store.errors import ResponseLost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from outbox.config import Settings
     from outbox.relay.sequencing.cursor import SequencedBatch
+    from outbox.relay.wake_event import Wakeups
     from outbox.store.cluster.leadership import LeaderStatus
     from outbox.store.delivery.lanes import LoadedLane
     from outbox.store.sequencing.batches import SequencingStore
@@ -76,12 +76,9 @@ class Sequencer:
 
     Args:
         on_batch: called after each committed batch.
-        wake_event: set by notifications.
         notified: whether notifications can arrive; without them the sequencer polls,
             and producers never notify.
         needs_inline_payloads, notification_payload: see `Cursor`.
-        on_lead: called with whether this replica leads, and so must listen to producers.
-        on_response_lost: called when a batch may have been written without `on_batch`.
     """
 
     cursor_type: type[Cursor] = Cursor
@@ -92,24 +89,19 @@ class Sequencer:
         store: SequencingStore,
         replica_id: int,
         settings: Settings,
-        wake_event: WakeEvent,
+        wakeups: Wakeups,
         on_batch: Callable[[SequencedBatch], None],
+        needs_inline_payloads: Callable[[Collection[int]], Mapping[int, LoadedLane]],
+        notification_payload: Callable[[int, Mapping[int, int]], str | None],
         *,
         notified: bool,
-        needs_inline_payloads: Callable[
-            [Collection[int]], Mapping[int, LoadedLane]
-        ] = no_inline_payloads,
-        notification_payload: Callable[[int, Mapping[int, int]], str | None] = always_notify,
-        on_lead: Callable[[bool], None] = lambda _: None,
-        on_response_lost: Callable[[], object] = lambda: None,
     ) -> None:
         self._store = store
         self._me = replica_id
         self._settings = settings
-        self._wake_event = wake_event
+        self._wakeups = wakeups
+        self._wake_event = wakeups.published
         self._notified = notified
-        self._on_lead = on_lead
-        self._on_response_lost = on_response_lost
         self.cursor = self.cursor_type(
             store,
             replica_id,
@@ -119,9 +111,11 @@ class Sequencer:
             needs_inline_payloads,
             notification_payload,
         )
+        # When to check the sequence's options again.
+        self._check_at = -math.inf
+        # Reads in a row without an event, and when the next one may start.
+        self._empty_reads, self._read_at = 0, 0.0
         self._asleep_until = 0.0
-        # Set when a replica may have been released or registered.
-        self._standby_event = WakeEvent()
         # Times at which the newest events were sequenced.
         self._sequenced_at: deque[float] = deque(maxlen=self.busy_events)
         # Until then, producers that notify would delay each other.
@@ -136,6 +130,8 @@ class Sequencer:
         self._take_overs = 0
         self._took_over_at = -math.inf
         self._stopping = False
+        self.on_lead: Sequence[Callable[[bool], None]] = ()
+        """Called before each poll with whether this replica leads."""
         self.polled_at: float | None = None
         """When it last read the cursor, by the loop's clock; None: never."""
         self.broken: str | None = None
@@ -145,77 +141,92 @@ class Sequencer:
 
     async def run(self) -> None:
         """Sequence until stopped; asyncpg's errors end it."""
-        clock = asyncio.get_running_loop().time
-        check_at = -math.inf
-        # Reads in a row without an event, and when the next one may start.
-        empty_reads, read_at = 0, 0.0
         while not self._stopping:
             try:
-                if clock() >= check_at:
-                    await self._store.check()
-                    check_at = clock() + SEQUENCE_CHECK_EVERY_S
-                if not self.cursor.leads and not await self._may_take_leadership():
-                    self._on_lead(False)
-                    self._mark_polled()
-                    await self._stand_by()
-                    continue
-                self._on_lead(True)
-                if empty_reads >= EMPTY_READS_MAX:
-                    await self._pause(read_at - clock())
-                read_at = clock() + EMPTY_READ_EVERY_S
-                result = await self.sequence_batch()
-                if result is BatchResult.EMPTY and not (
-                    self.cursor.more or self._asleep_until or self._polls()
-                ):
-                    result = await self._fall_asleep()
-                empty_reads = empty_reads + 1 if result is BatchResult.EMPTY else 0
-                await self._record_result(result)
+                result = await self._poll_once()
             except ResponseLost:
                 # The cursor starts from the tables again.
                 self._asleep_until = 0.0
-                self._on_response_lost()
+                # A batch may have been written without `on_batch`.
+                self._wakeups.poll_cluster()
                 continue
             except CursorBroken as broken:
-                check_at = -math.inf
+                self._check_at = -math.inf
                 self.broken = str(broken)
                 log.error("sequencing stopped", reason=str(broken), retry_s=BROKEN_RETRY_S)
                 await self._pause(BROKEN_RETRY_S)
                 continue
-            if result is BatchResult.STALE:
-                # Another replica may have changed the flag, so this one is not asleep any more.
-                self._asleep_until = 0.0
+            if result is None:
+                await self._stand_by()
+            elif (wait_s := self._next_wait_s(result)) is None:
                 continue
-            if result is BatchResult.WRITTEN and (self.cursor.more or not self._notified):
-                continue
-            if result is BatchResult.EMPTY and self.cursor.more:
-                continue
-            if result is BatchResult.LOCKED:
-                # The release of the row's lock causes no notification.
-                await self._wake_event.wait(min(LOCK_RETRY_S, self._settings.poll_s))
-            elif self._asleep_until:
-                await self._sleep()
-            elif not self._notified:
-                now = asyncio.get_running_loop().time()
-                await self._wake_event.wait(
-                    max(self._next_poll_at(now + self._settings.poll_s) - now, 0.0)
-                )
+            elif wait_s < math.inf:
+                await self._wake_event.wait(wait_s)
             else:
-                busy = result is BatchResult.WRITTEN and self._is_busy()
-                await self._wake_event.wait(BUSY_POLL_S if busy else POLL_MIN_S)
+                await self._sleep()
+
+    async def _poll_once(self) -> BatchResult | None:
+        """Sequence a batch, or set the flag to "asleep"; None: another replica leads."""
+        clock = asyncio.get_running_loop().time
+        if clock() >= self._check_at:
+            await self._store.check()
+            self._check_at = clock() + SEQUENCE_CHECK_EVERY_S
+        if not self.cursor.leads and not await self._may_take_leadership():
+            self._report_leadership(leads=False)
+            self._mark_polled()
+            return None
+        self._report_leadership(leads=True)
+        if self._empty_reads >= EMPTY_READS_MAX:
+            await self._pause(self._read_at - clock())
+        self._read_at = clock() + EMPTY_READ_EVERY_S
+        result = await self.sequence_batch()
+        if result is BatchResult.EMPTY and not (
+            self.cursor.reader.more or self._asleep_until or self._polls()
+        ):
+            result = await self._fall_asleep()
+        self._empty_reads = self._empty_reads + 1 if result is BatchResult.EMPTY else 0
+        await self._record_result(result)
+        return result
+
+    def _next_wait_s(self, result: BatchResult) -> float | None:
+        """How long to wait for a wake event before the next poll, in seconds.
+
+        Returns:
+            None: poll at once.  Infinite: sleep as long as the wake-up flag says so.
+        """
+        poll_s = self._settings.poll_s
+        match result:
+            case BatchResult.STALE:
+                return None
+            case BatchResult.LOCKED:
+                # The release of the row's lock causes no notification.
+                return min(LOCK_RETRY_S, poll_s)
+            case _ if self.cursor.reader.more:
+                return None
+            case BatchResult.WRITTEN if not self._notified:
+                return None
+            case _ if self._asleep_until:
+                return math.inf
+            case _ if not self._notified:
+                now = asyncio.get_running_loop().time()
+                return max(self._next_poll_at(now + poll_s) - now, 0.0)
+            case BatchResult.WRITTEN if self._is_busy():
+                return BUSY_POLL_S
+        return POLL_MIN_S
 
     def stop(self) -> None:
         """Let `run` return after the current batch."""
         self._stopping = True
         self._wake_event.set()
-        self._standby_event.set()
-
-    def wake_standby(self) -> None:
-        """Poll the leader at once, if on standby: a replica may have been released."""
-        self._standby_event.set()
+        self._wakeups.standby.set()
 
     async def release_leadership(self) -> None:
         """Release the leadership after `run`, so that another replica can lead at once."""
         await self.cursor.release_leadership()
+
+    def _report_leadership(self, *, leads: bool) -> None:
+        for each in self.on_lead:
+            each(leads)
 
     async def _record_result(self, result: BatchResult) -> None:
         """Record whether this replica could sequence."""
@@ -228,7 +239,10 @@ class Sequencer:
         self._replaced_leader = 0
         if result is BatchResult.LOCKED:
             await self.stall.record_locked()
-        elif result is not BatchResult.STALE and self.stall.record_success():
+        elif result is BatchResult.STALE:
+            # Another replica may have changed the flag, so this one is not asleep any more.
+            self._asleep_until = 0.0
+        elif self.stall.record_success():
             # Another replica may have reported the stall.
             self._lag.reset()
 
@@ -239,7 +253,7 @@ class Sequencer:
     @property
     def lag_s(self) -> float | None:
         """Seconds since the last read that reached no limit; None: another replica leads."""
-        read_at = self.cursor.complete_at
+        read_at = self.cursor.reader.complete_at
         if read_at is None or not self.cursor.leads:
             return None
         return asyncio.get_running_loop().time() - read_at
@@ -252,7 +266,7 @@ class Sequencer:
         """
         result = await self.cursor.sequence_batch()
         self._mark_polled()
-        if self.cursor.awake:
+        if self.cursor.reader.awake:
             self._asleep_until = 0.0
         if not self.cursor.leads:
             self._lag.reset()
@@ -263,7 +277,7 @@ class Sequencer:
     async def _report_lag(self) -> None:
         """Report by operational events that sequencing lags, and that it has caught up."""
         now = asyncio.get_running_loop().time()
-        match self._lag.record_batch(now, full=self.cursor.more):
+        match self._lag.record_batch(now, full=self.cursor.reader.more):
             case LagAction.CHECK if await self._store.stalls.publish_lagging(self._me):
                 self._lag.mark_reported()
                 log.warning("sequencing lags behind", longer_than_s=LAGGING_S)
@@ -326,7 +340,7 @@ class Sequencer:
         clock = asyncio.get_running_loop().time
         renew_at = self._asleep_until - ASLEEP_S / 2
         poll_at = self._next_poll_at(min(clock() + self._settings.poll_s, renew_at))
-        watched = self.cursor.watched
+        watched = self.cursor.reader.watched
         while (left_s := poll_at - clock()) > 0:
             watched_s = clock() - (self._asleep_until - ASLEEP_S)
             step_s = min(max(WATCH_SHARE * watched_s, WATCH_MIN_S), WATCH_MAX_S)
@@ -337,7 +351,7 @@ class Sequencer:
             remaining = watched & await self._store.holders()
             if remaining != watched:
                 # It stays asleep; producers that started since then notify.
-                self.cursor.watched = remaining
+                self.cursor.reader.watched = remaining
                 break
         if clock() >= renew_at:
             self._asleep_until = 0.0  # The flag expires soon: set it again.
@@ -388,4 +402,4 @@ class Sequencer:
         self._asleep_until = 0.0
         await asyncio.sleep(STAND_BY_MIN_S)
         if not self._stopping:
-            await self._standby_event.wait(max(self._settings.poll_s / 2 - STAND_BY_MIN_S, 0.0))
+            await self._wakeups.standby.wait(max(self._settings.poll_s / 2 - STAND_BY_MIN_S, 0.0))

@@ -15,6 +15,7 @@ import structlog
 
 from outbox.core.cluster.lease import Peer
 from outbox.core.cluster.observed_time import MARK_EVERY_S
+from outbox.store.channels import WAKE_ALL, WAKE_OWNERS
 from outbox.store.cluster.sessions import (
     AWAIT_SESSIONS,
     BUSY_SESSION_END_MAX_S,
@@ -499,6 +500,14 @@ class ReplicaStore:
     async def release_all(self, replica_id: int, actor: str) -> None:
         """Release everything on a clean stop."""
         await self._remove((replica_id, None, None), actor, "clean stop", None)
+
+    async def wake_all(self) -> None:
+        """Notify every replica of a routing change."""
+        await self._db.execute(WAKE_ALL)
+
+    async def wake_owners(self, payload: str) -> None:
+        """Notify the owners of endpoints of new batches."""
+        await self._db.execute(WAKE_OWNERS, payload)
 
     async def _remove(
         self,

@@ -14,7 +14,7 @@ from outbox_api.field_types import TYPE_PATTERN, text_schema
 from outbox_api.route import Headers, RequestModel, at_most
 
 if TYPE_CHECKING:
-    from outbox.core.model.endpoint_settings import Setting
+    from outbox.core.model.setting import Setting
     from outbox.core.model.setting_types import SettingType
 
 

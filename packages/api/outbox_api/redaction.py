@@ -37,10 +37,11 @@ if TYPE_CHECKING:
     from outbox.destinations.endpoint_test import EndpointTestResult
     from outbox.operations.dead_letters.queries import DeadLetter, DeadLetterRow
     from outbox.operations.endpoints.queries import EndpointDetail, EndpointRow
+    from outbox.operations.endpoints.statuses import EndpointStatus, EndpointStatuses
     from outbox.operations.journal import JournalRow
     from outbox.operations.replays.jobs import ReplayJob
     from outbox.operations.schedules.queries import ListedSchedule
-    from outbox.operations.status import EndpointStatus, EndpointStatuses, Overview
+    from outbox.operations.status import Overview
     from outbox.operations.trace.model import EventTrace, TracedAttempt, TracedDelivery
     from outbox_api.route import Call
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
 from outbox.core.model.api_token import Scope
-from outbox.core.model.endpoint_settings import Section
+from outbox.core.model.setting import Section
 from outbox.operations.events.future import FutureEvent
 
 if TYPE_CHECKING:

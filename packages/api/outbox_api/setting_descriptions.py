@@ -11,7 +11,7 @@ from outbox.core.model.message_format import UNBATCHED, FormatName
 from outbox.core.model.retry_policy import PRESETS
 
 if TYPE_CHECKING:
-    from outbox.core.model.endpoint_settings import Section, Setting
+    from outbox.core.model.setting import Section, Setting
     from outbox.core.model.setting_types import SettingType
 
 ValueKind: TypeAlias = Literal[

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from outbox.operations import status
+from outbox.operations.endpoints import statuses
+from outbox.operations.endpoints.statuses import EndpointStatuses
 from outbox.operations.events.resequence import Resequenced, resequence
-from outbox.operations.status import EndpointStatuses, Overview, ReplicaStatus
+from outbox.operations.status import Overview, ReplicaStatus
 from outbox_api import route
 from outbox_api.limits import LIMIT, LIMIT_MAX
 from outbox_api.problem import unavailable
@@ -92,7 +94,7 @@ async def _status(call: Call[StatusQuery, None]) -> Overview:
 )
 async def _endpoint_statuses(call: Call[StatusQuery, None]) -> EndpointStatuses:
     found = await call.run(
-        status.read_endpoint_statuses, tenant=call.tenant, limit=call.query.limit
+        statuses.read_endpoint_statuses, tenant=call.tenant, limit=call.query.limit
     )
     return (await redactor_for(call)).redact_statuses(found)
 

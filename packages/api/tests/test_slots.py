@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from outbox.operations import status
+from outbox.operations.endpoints import statuses
 from outbox_api import database as database_module
 from outbox_api import slots
 from outbox_api.database import Database as Connections
@@ -230,7 +230,7 @@ async def tenant_api(database: Database, api: Api, tenant: str) -> Api:
 async def test_a_tenant_that_takes_its_share_leaves_the_api_to_others(
     database: Database, api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, read, at_work = asyncio.Event(), status.read_endpoint_statuses, 0
+    gate, read, at_work = asyncio.Event(), statuses.read_endpoint_statuses, 0
 
     async def slow(*arguments: Any, tenant: str | None = None, **options: Any) -> Any:
         nonlocal at_work
@@ -240,7 +240,7 @@ async def test_a_tenant_that_takes_its_share_leaves_the_api_to_others(
             at_work -= 1
         return await read(*arguments, tenant=tenant, **options)
 
-    monkeypatch.setattr(status, "read_endpoint_statuses", slow)
+    monkeypatch.setattr(statuses, "read_endpoint_statuses", slow)
     # The requests wait for as long as the test needs on a busy machine.
     monkeypatch.setattr(slots, "CONNECTION_WAIT_S", 2 * LIVE_S)
     hog = await tenant_api(database, api, "hog")
@@ -327,7 +327,7 @@ async def test_a_statement_of_a_tenant_ends_sooner_than_that_of_an_operator(
         await connection.execute("SELECT pg_sleep(60)")
 
     monkeypatch.setitem(database_module.TENANT_SESSION_SETTINGS, "statement_timeout", "50")
-    monkeypatch.setattr(status, "read_endpoint_statuses", slow)
+    monkeypatch.setattr(statuses, "read_endpoint_statuses", slow)
     async with serving(database) as api:
         hog = await tenant_api(database, api, "hog")
         refused = await hog.get("/v1/endpoint-statuses")

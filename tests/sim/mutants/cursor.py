@@ -105,7 +105,7 @@ def no_recheck_before_sleep(sim: Simulation) -> None:
         self._wake_event.clear()
         if not await self._store.fall_asleep(self._me, sequencer.ASLEEP_S):
             return cursor.BatchResult.LOCKED
-        self.cursor.awake = False
+        self.cursor.reader.awake = False
         self._asleep_until = asyncio.get_running_loop().time() + sequencer.ASLEEP_S
         return cursor.BatchResult.EMPTY
 

@@ -48,7 +48,5 @@ STORES = Stores(
     read_server_fence=timeline.read_server_fence,
     trim_notification_queue=channels.trim_notification_queue,
     journal_altered_secrets=altered_secrets.journal_altered_secrets,
-    wake_all=channels.wake_all,
-    wake_owners=channels.wake_owners,
 )
 """The stores of simulated relays."""

@@ -19,14 +19,6 @@ async def trim_notification_queue(connection: Connection) -> float:
     return await connection.call(read_queue_share)
 
 
-async def wake_all(connection: Connection) -> None:
-    await connection.call(notify_all)
-
-
-async def wake_owners(connection: Connection, payload: str) -> None:
-    await connection.call(notify_owners, payload)
-
-
 def read_queue_share(db: Database, tx: Transaction) -> float:
     return 0.0
 

@@ -21,6 +21,7 @@ from outbox.store.cluster.replicas import (
 )
 from outbox.store.cluster.sessions import BUSY_SESSION_END_MAX_S
 from tests.sim.database.engine import EXCLUSIVE, SHARE, UPDATE, Wait, perform
+from tests.sim.stores.channels import notify_all, notify_owners
 from tests.sim.stores.routing_change import add_to_journal
 from tests.sim.stores.sessions import (
     await_sessions,
@@ -100,6 +101,12 @@ class ReplicaStore(replicas.ReplicaStore):
 
     async def release_all(self, replica_id: int, actor: str) -> None:
         await self._db.call(expire_row, (replica_id, None, None), actor, "clean stop", None)
+
+    async def wake_all(self) -> None:
+        await self._db.call(notify_all)
+
+    async def wake_owners(self, payload: str) -> None:
+        await self._db.call(notify_owners, payload)
 
     async def terminate_stuck_sessions(self, lease_s: float) -> list[StuckSession]:
         rows = await self._db.call(terminate_stuck_sessions, lease_s, self._stuck)
