@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import aclosing
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-import outbox
 from outbox.destinations.http.transport import HttpTransport
 from outbox.network.egress import EgressPolicy
 from tests.destinations.servers import OK, Connection, serving
+from tests.support.recorded_calls import recorded_calls
 from tests.support.relay import add_endpoint, all_ended, publish, running
 
 if TYPE_CHECKING:
@@ -22,36 +20,27 @@ pytestmark = pytest.mark.one_major
 
 MODULES_MAX = 30
 EVENTS = 100
-PACKAGE = f"{Path(outbox.__file__).parent}/"
 
 
 @pytest.mark.full
 async def test_a_delivery_of_a_run_passes_few_modules(database: Database) -> None:
     ways: list[frozenset[str]] = []
-    modules: set[str] = set()
-
-    def note(frame: Any, event: str, _: object) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
-            modules.add(frame.f_code.co_filename.removeprefix(PACKAGE))
 
     async def script(connection: Connection) -> None:
         """Count from one request to the next, which is built after the response to this one."""
         while True:
             await connection.request()
-            ways.append(frozenset(modules))
-            modules.clear()
+            ways.append(frozenset(call.module for call in calls))
+            calls.clear()
             await connection.send(OK)
 
-    try:
-        async with serving(script) as server:
-            await add_endpoint(database, "shop", url=server.url, lanes=1)
-            await publish(database, *range(EVENTS))
-            transport = HttpTransport(EgressPolicy(["127.0.0.0/8"]))
-            sys.setprofile(note)
+    async with serving(script) as server:
+        await add_endpoint(database, "shop", url=server.url, lanes=1)
+        await publish(database, *range(EVENTS))
+        transport = HttpTransport(EgressPolicy(["127.0.0.0/8"]))
+        with recorded_calls() as calls:
             async with aclosing(transport), running(database, transport):
                 await all_ended(database)
-    finally:
-        sys.setprofile(None)
     # Runs begin and end, and buffers are read meanwhile: the median delivery is within a run.
     way = sorted(ways, key=len)[len(ways) // 2]
     print(*sorted(way), sep="\n")
