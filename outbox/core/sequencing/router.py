@@ -216,25 +216,18 @@ def assign_sequences(
         counters: the last sequence number of every lane that occurs.
     """
     out = Deliveries()
-    last = out.counters
-
-    def add(lane_id: int, outbox_id: int) -> None:
-        seq = (last[lane_id] if lane_id in last else counters[lane_id]) + 1
-        last[lane_id] = seq
-        out.lane_ids.append(lane_id)
-        out.seqs.append(seq)
-        out.outbox_ids.append(outbox_id)
-
-    for lane_id, event_id in placements:
-        add(lane_id, event_id)
-    fresh = len(out)
-    again = tuple(replays)
-    for replay in again:
-        add(replay.lane_id, replay.outbox_id)
-    out.replay_ids = [*[None] * fresh, *[each.id for each in again]]
-    out.replay_seqs = [*[None] * fresh, *[each.seq for each in again]]
-    out.backfill_ids = [*[None] * fresh, *[each.backfill_id for each in again]]
-    out.copy_ids = [*[None] * fresh, *[each.copy_id for each in again]]
+    last, seqs = out.counters, out.seqs
+    fresh, again = tuple(placements), tuple(replays)
+    out.lane_ids = [lane_id for lane_id, _ in fresh] + [each.lane_id for each in again]
+    out.outbox_ids = [event_id for _, event_id in fresh] + [each.outbox_id for each in again]
+    for lane_id in out.lane_ids:
+        last[lane_id] = seq = (last[lane_id] if lane_id in last else counters[lane_id]) + 1
+        seqs.append(seq)
+    none = [None] * len(fresh)
+    out.replay_ids = [*none, *[each.id for each in again]]
+    out.replay_seqs = [*none, *[each.seq for each in again]]
+    out.backfill_ids = [*none, *[each.backfill_id for each in again]]
+    out.copy_ids = [*none, *[each.copy_id for each in again]]
     return out
 
 

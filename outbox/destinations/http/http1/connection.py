@@ -30,6 +30,7 @@ from outbox.destinations.http.attempt_results import (
     timeout_detail,
 )
 from outbox.destinations.http.http1.response_parser import ResponseReader
+from outbox.destinations.http.http1.watched_sockets import WatchedSockets
 from outbox.destinations.http.limits import RESPONSE_HEAD_BYTES_MAX
 from outbox.destinations.http.request import encode_request
 from outbox.network.errors import TRANSPORT_CLOSED, NotConnected
@@ -37,7 +38,7 @@ from outbox.network.reuse_limits import RESEND_WITHIN_S, peer_address
 from outbox.network.tls import ResumingContext, ssl_error_reason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Container
 
     from outbox.destinations.http.http1.response_parser import CachedResponse
     from outbox.destinations.http.targets import Destination
@@ -68,6 +69,7 @@ class Connection(asyncio.Protocol):
         "_destination",
         "_early",
         "_ended",
+        "_fd",
         "_follow_ups",
         "_following",
         "_limits",
@@ -115,6 +117,7 @@ class Connection(asyncio.Protocol):
         self._ended = False
         self._transport: asyncio.Transport | None = None
         self._socket: socket.socket | None = None
+        self._fd = -1
         self._poll = select.poll()
         # Of the last request.
         self._on_unsolicited: Callable[[], object] | None = None
@@ -271,7 +274,8 @@ class Connection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
         self._socket = transport.get_extra_info("socket")
         assert self._socket is not None
-        self._poll.register(self._socket.fileno(), select.POLLIN)
+        self._fd = self._socket.fileno()
+        self._poll.register(self._fd, select.POLLIN)
 
     def data_received(self, data: bytes) -> None:
         waiting = self._waiting
@@ -295,7 +299,7 @@ class Connection(asyncio.Protocol):
                 self._report_unsolicited()
         elif self._following is not None and not self._ended and not waiting.done():
             self._response = result
-            self._follow_ups.add(self)
+            self._follow_ups.add(self, self._fd)
             return
         self._settle(result)
 
@@ -305,6 +309,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
+        self._follow_ups.forget(self, self._fd)
         if self._waiting is not None and not self._waiting.done():
             self.resendable = (
                 self._reused
@@ -326,8 +331,13 @@ class Connection(asyncio.Protocol):
 
     # ------------------------------------------------------ the three steps of `FollowUps`
 
-    def take_following(self) -> bool:
-        """Take the request that follows a response; False: none does, and the result is set."""
+    def take_following(self, readable: Container[int], now: float) -> bool:
+        """Take the request that follows a response; False: none does, and the result is set.
+
+        Args:
+            readable: the file descriptors that have data or EOF that the loop has not read yet.
+            now: by the loop's clock.
+        """
         response, waiting = self._response, self._waiting
         # A cancelled task has not called `cancel` yet.
         if response is None or waiting is None or waiting.done():
@@ -335,7 +345,7 @@ class Connection(asyncio.Protocol):
         self._response = None
         assert self._destination is not None
         assert self._following is not None
-        if self.reusable and not self.readable:
+        if self._fd not in readable and self.reusable:
             try:
                 request = self._following.follow(response)
                 if request is not None:
@@ -343,7 +353,7 @@ class Connection(asyncio.Protocol):
                     self._resent = False
                     self._reader.begin()
                     self._started_at = monotonic()
-                    self.deadline = self._loop.time() + request.recipient.timeout_s
+                    self.deadline = now + request.recipient.timeout_s
                     return True
             except Exception as error:
                 response = self._internal_failure(error)
@@ -445,7 +455,11 @@ class Connection(asyncio.Protocol):
         reader = self._reader
         assert reader.status is not None
         result = completed_result(
-            reader.status, self.elapsed_s, reader.headers(), reader.content(), cut_by
+            reader.status,
+            monotonic() - self._started_at,
+            reader.headers(),
+            reader.content(),
+            cut_by,
         )
         return result._replace(resent=True) if self._resent else result
 
@@ -462,16 +476,23 @@ class FollowUps:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._connections: list[Connection] = []
+        self._sockets = WatchedSockets()
 
-    def add(self, connection: Connection) -> None:
+    def add(self, connection: Connection, fd: int) -> None:
         """Serve a connection after the responses that are being read now."""
         if not self._connections:
             self._loop.call_soon(self._serve)
         self._connections.append(connection)
+        self._sockets.watch(fd, connection)
+
+    def forget(self, connection: Connection, fd: int) -> None:
+        """Forget the socket of a connection that has ended."""
+        self._sockets.forget(fd, connection)
 
     def _serve(self) -> None:
         connections, self._connections = self._connections, []
-        sending = [each for each in connections if each.take_following()]
+        readable, now = self._sockets.readable(), self._loop.time()
+        sending = [each for each in connections if each.take_following(readable, now)]
         for each in sending:
             each.write_following()
         for each in sending:
