@@ -336,7 +336,7 @@ class Connection(asyncio.Protocol):
 
         Args:
             readable: the file descriptors that have data or EOF that the loop has not read yet.
-            now: by the loop's clock.
+            now: the time by the loop's clock.
         """
         response, waiting = self._response, self._waiting
         # A cancelled task has not called `cancel` yet.
