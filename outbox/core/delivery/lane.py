@@ -254,7 +254,9 @@ class Lane(LaneOutcomes):
         if self._stopped or self._pending_cut is not None or self._buffer.outdated:
             return None
         send = self.peek_next_send(known)
-        return None if send is None or is_expired(send.delivery, now) else send
+        if send is None or (expires_at := send.delivery.expires_at) is None or expires_at > now:
+            return send
+        return None
 
     def advance_run(self, now: float) -> None:
         """Record that the request in flight succeeded and that of `next_in_run` has started.
