@@ -49,7 +49,7 @@ def settle(
     runtime, send, response = lane.runtime, attempt.send, attempt.response
     endpoint = runtime.endpoint
     if not attempt.preempted and response.failure not in OWN_FAILURES:
-        runtime.grace.record_response()
+        runtime.grace.responses += 1
     if isinstance(send, Open | End):
         return _settle_without_delivery(lane, attempt, now, rng, breakers, telemetry)
     before, signing = send.maybe_sent_before or response.resent, runtime.signing
