@@ -123,6 +123,17 @@ def test_a_change_applies_to_a_prepared_request(change: str) -> None:
     assert built == RequestCache(source).build(NEXT, EPOCH_S, keep_alive=True)
 
 
+def test_the_next_request_is_prepared_by_the_clock_of_the_one_in_flight() -> None:
+    source, cache = prefetched()
+    drift(source)
+    cache.build(NEXT, EPOCH_S, keep_alive=True)
+    after = NEXT._replace(delivery=delivery(3), previous_seq=2)
+    cache.prefetch(after, EPOCH_S, keep_alive=True)
+    assert cache.prepared is not None
+    ahead = cache.prepared.request
+    assert cache.build(after, EPOCH_S, keep_alive=True) is ahead
+
+
 def test_keys_end_and_seconds_pass_between_preparing_and_sending() -> None:
     source, cache = prefetched()
     for started_at, keep_alive in ((EPOCH_S + 1, True), (EPOCH_S, False)):
