@@ -348,6 +348,9 @@ class _Breaker:
     def blocks_all(self, _: float) -> bool:
         return False
 
+    def record_result(self, *_: Any) -> None:
+        pass
+
     def released(self, _: int) -> None:
         pass
 

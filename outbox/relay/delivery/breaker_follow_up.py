@@ -75,8 +75,6 @@ class BreakerFollowUp:
         before = breaker.state
         if outcome is _DELIVERED:
             breaker.record_result(outcome, now, 0.0)
-            if before is _HEALTHY and breaker.state is _HEALTHY:
-                return outcome
         else:
             outcome = self._record_failure(runtime, attempt, outcome, now)
         if breaker.state is before:

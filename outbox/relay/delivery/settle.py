@@ -66,7 +66,11 @@ def settle(
     else:
         outcome = classify(response, maybe_sent_before=before, retryable=retryable)
         accepted_seq = send.delivery.seq
-    outcome = breakers.record_result(runtime, attempt, outcome, now)
+    if outcome is _DELIVERED and runtime.breaker.state is _HEALTHY:
+        # Nothing follows from it, so it is recorded without the follow-up.
+        runtime.breaker.record_result(outcome, now, 0.0)
+    else:
+        outcome = breakers.record_result(runtime, attempt, outcome, now)
     policy, u = endpoint.retry, rng.random()
     if len(send.batch) > 1:
         accepted, failed = lane.state.record_batch_result(
