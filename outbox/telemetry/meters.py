@@ -16,7 +16,7 @@ from outbox.telemetry.catalogue import ATTEMPT_OUTCOMES, DELIVERY_OUTCOMES
 from outbox.telemetry.snapshot import Buckets, Snapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from outbox.core.delivery.commands import AttemptRow, DeadLetter, RunResults
     from outbox.core.model.response import AttemptResult
@@ -40,6 +40,16 @@ class Histogram:
             value = 0.0
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
+
+    def add_all(self, values: Iterable[float | None]) -> None:
+        """Add the values that are not None, without a call for each."""
+        counts, bounds, total = self._counts, self._bounds, self._sum
+        for value in values:
+            if value is not None:
+                counts[bisect_left(bounds, value)] += 1
+                if value > 0.0:
+                    total += value
+        self._sum = total
 
     def buckets(self) -> Buckets:
         """The current counts."""
@@ -171,9 +181,7 @@ class Meters:
         count = len(results)
         meters.attempts["delivered", None] += count
         self.run_deliveries += count
-        add_duration = meters.duration.add
-        for elapsed_s in results.elapsed_s:
-            add_duration(elapsed_s)
+        meters.duration.add_all(results.elapsed_s)
         self.record_accepted(meters, results)
 
     def record_accepted(self, meters: EndpointMeters, results: RunResults) -> None:
@@ -181,10 +189,7 @@ class Meters:
         count = len(results)
         meters.deliveries["delivered"] += count
         self._delivery_attempts.add(1, count)
-        add_latency = meters.latency.add
-        for latency_s in results.latencies_s:
-            if latency_s is not None:
-                add_latency(latency_s)
+        meters.latency.add_all(results.latencies_s)
 
     def record_retry_delay(self, delay_s: float) -> None:
         """Add the delay before a retry."""

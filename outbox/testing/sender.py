@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING
 import orjson
 
 from outbox.core.messages.batch import prepare_batch
-from outbox.core.messages.ed25519 import PRIVATE_PREFIX, parse_private_key
 from outbox.core.messages.message import prepare
 from outbox.core.messages.signature import (
     ID_HEADER,
     SIGNATURE_HEADER,
     TIMESTAMP_HEADER,
     parse_secret,
-    sign_ed25519,
+    parse_signing_key,
 )
-from outbox.core.messages.signature import sign as sign_hmac
+from outbox.core.messages.signature import sign as sign_with
 from outbox.core.model.delivery import Delivery
 from outbox.core.model.event import check_body, check_content_type
 from outbox.core.model.headers import (
@@ -58,10 +57,7 @@ def sign(
         UsageError: the secret is invalid.
     """
     at = int(time.time()) if timestamp is None else timestamp
-    if secret.startswith(PRIVATE_PREFIX):
-        signature = sign_ed25519(parse_private_key(secret), message_id, at, body)
-    else:
-        signature = sign_hmac(parse_secret(secret), message_id, at, body)
+    signature = sign_with(parse_signing_key(secret), message_id, at, body)
     return {ID_HEADER: message_id, TIMESTAMP_HEADER: str(at), SIGNATURE_HEADER: signature}
 
 

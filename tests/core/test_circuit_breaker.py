@@ -244,9 +244,9 @@ class ServesLastInFirstOut(CircuitBreaker):
     """Serves waiting lanes last in, first out."""
 
     def wake(self, now: float) -> list[int]:
-        self._waiting = dict.fromkeys(reversed(self._waiting))
+        self.waiting = dict.fromkeys(reversed(self.waiting))
         woken = super().wake(now)
-        self._waiting = dict.fromkeys(reversed(self._waiting))
+        self.waiting = dict.fromkeys(reversed(self.waiting))
         return woken
 
 

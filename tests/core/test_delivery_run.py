@@ -36,17 +36,17 @@ class Running:
         assert isinstance(send, Send)
         assert self.lane.may_run(send)
         self.breaker.started(7)
-        self.run = DeliveryRun(self.lane, self.breaker, self._may_reuse, self._admit, send, NOW)
-
-    def _may_reuse(self, now: float) -> bool:
-        return self.reuse.is_allowed(now)
+        self.run = DeliveryRun(self.lane, self.breaker, self._admit, send, NOW)
 
     def _admit(self, now: float) -> bool:
         self.admitted.append(now)
         return self.admits
 
     def advance(self, response: AttemptResult = OK, now: float = NOW + 1) -> Send | None:
-        return self.run.advance(response, {"body": "ok"}, None, now=now, admission_now=5.0)
+        may_reuse = self.reuse.is_allowed(now)
+        return self.run.advance(
+            response, {"body": "ok"}, None, now=now, admission_now=5.0, may_reuse=may_reuse
+        )
 
 
 def test_after_a_success_the_next_delivery_is_sent_at_once() -> None:

@@ -36,7 +36,7 @@ def test_a_lane_gets_its_deliveries_up_to_the_first_one_without_content() -> Non
     assert (first.event_id, first.payload, first.waits_since) == (
         UUID(int=11), b"x" * 8, AT,
     )  # fmt: skip
-    assert first.is_plain
+    assert first.replay_of is first.backfill_id is None
 
 
 def test_their_size_is_bounded_over_all_lanes() -> None:

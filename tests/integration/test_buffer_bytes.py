@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from outbox.core.delivery.buffer_budget import COPIES, ROW_BYTES
-from outbox.relay.delivery import dispatcher
+from outbox.relay.delivery import lane_worker
 from outbox.store.delivery.lanes import LaneStore
 from tests.integration.test_brokers import URL, Streams
 from tests.support.operators import routing_transaction
@@ -85,7 +85,7 @@ async def test_an_endpoint_that_becomes_unusable_holds_nothing(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its lanes have no command that would release the content for which they wait."""
-    monkeypatch.setattr(dispatcher, "RELEASE_WAIT_S", 1e9)
+    monkeypatch.setattr(lane_worker, "RELEASE_WAIT_S", 1e9)
     await add_endpoint(database, lanes=1, retry=PATIENT)
     for n in range(8):
         await publish(database, [n, LARGE])

@@ -126,7 +126,9 @@ async def test_a_lane_that_is_claimed_again_is_read_once() -> None:
     store, done = FullLanes(), asyncio.Event()
     reader = DeliveryFetcher(store, asyncio.Lock(), lambda _: done.set())  # type: ignore[arg-type]
     for lane in (before, now):
-        reader.refill(lane)  # type: ignore[arg-type]
+        fetch = lane.state.fetch()
+        assert fetch is not None
+        reader.request(lane, fetch)  # type: ignore[arg-type]
     task = asyncio.create_task(reader.run())
     async with asyncio.timeout(20):
         await asyncio.wait([task, asyncio.create_task(done.wait())], return_when="FIRST_COMPLETED")
@@ -154,7 +156,9 @@ async def read(lanes: Sequence[WaitingLane], store: FullLanes) -> None:
 
     reader = DeliveryFetcher(store, asyncio.Lock(), on_rows)  # type: ignore[arg-type]
     for lane in lanes:
-        reader.refill(lane)  # type: ignore[arg-type]
+        fetch = lane.state.fetch()
+        assert fetch is not None
+        reader.request(lane, fetch)  # type: ignore[arg-type]
     task = asyncio.create_task(reader.run())
     async with asyncio.timeout(20):
         await done.wait()

@@ -24,7 +24,8 @@ from outbox.core.model.response import AttemptResult
 from outbox.core.model.response_policy import RETRYABLE, AttemptOutcome
 from outbox.core.model.retry_policy import RetryPolicy
 from outbox.destinations.http.request import signed_request
-from outbox.relay.delivery.owned_endpoints import EndpointRuntime, LaneRuntime
+from outbox.relay.delivery.owned_endpoints import EndpointRuntime
+from outbox.relay.delivery.request_cache import RequestCache
 from outbox.store.delivery.lanes import LoadedLane
 from outbox.telemetry.meters import Meters
 from tests.core.lane_tables import ENDPOINT, EPOCH_S, delivery
@@ -75,6 +76,9 @@ class Owner:
         self.erased: set[int] = set()
         self.taken_ahead = 0
 
+    def prefetch(self) -> None:
+        self.lane.prefetch_next(self.now, self.home.reuse.is_allowed(self.now))
+
     def send(self) -> Send | None:
         """The next request; all other commands of the lane are executed."""
         machine = self.lane.state
@@ -99,7 +103,7 @@ class Owner:
 
     def check(self, send: Send) -> None:
         """The request equals one that is built without prefetching."""
-        to, ahead = self.home.endpoint, self.lane.prefetched
+        to, ahead = self.home.endpoint, self.lane.requests.prepared
         fresh = prepare(
             send.delivery,
             send.previous_seq,
@@ -108,8 +112,8 @@ class Owner:
             message_format=to.message_format,
         )
         keys = to.secrets_at(self.now)
-        built: Request = self.lane.request(send, self.now)
         reused = self.home.reuse.is_allowed(self.now)
+        built = self.lane.requests.build(send, self.now, keep_alive=reused)
         assert built == signed_request(
             self.home.recipient, fresh, send.attempt, int(self.now), keys, keep_alive=reused
         )
@@ -174,10 +178,10 @@ def drive(events: list[Event]) -> Owner:
     n = 0
     while (send := owner.send()) is not None:
         owner.check(send)
-        owner.lane.prefetch_next(owner.now)
+        owner.prefetch()
         while not owner.happens(next(script), n):
             n += 1
-            owner.lane.prefetch_next(owner.now)
+            owner.prefetch()
     assert owner.lane.state.drained
     return owner
 
@@ -203,14 +207,16 @@ def test_the_check_detects_a_stale_prefetched_request(
 ) -> None:
     """An implementation that uses it anyway is detected."""
 
-    def request(lane: LaneRuntime, send: Send, started_at: float) -> Request:
-        ahead = lane.prefetched
+    def build(
+        requests: RequestCache, send: Send, started_at: float, *, keep_alive: bool
+    ) -> Request:
+        ahead = requests.prepared
         if ahead is not None and ahead.send.delivery is send.delivery:
             return ahead.request
-        return genuine(lane, send, started_at)
+        return genuine(requests, send, started_at, keep_alive=keep_alive)
 
-    genuine = LaneRuntime.request
-    monkeypatch.setattr(LaneRuntime, "request", request)
+    genuine = RequestCache.build
+    monkeypatch.setattr(RequestCache, "build", build)
     monkeypatch.setattr(
         EndpointRuntime, "apply_settings", lambda home, to, _: setattr(home, "endpoint", to)
     )

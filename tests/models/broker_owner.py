@@ -212,7 +212,6 @@ class LaneOwner:
                 retry=POLICY, blocks=False, on_forgotten="hold",
             ),
             breaker=_Breaker(),
-            reported=_Reported(),
             grace=GracePeriod(0.0),
             budget_s=lambda since, at: 0.0 if since is None else at - since,
             signing=SigningClock(ClockDifference()),
@@ -223,7 +222,8 @@ class LaneOwner:
             "Any",
             SimpleNamespace(
                 state=self.lane, loaded=SimpleNamespace(id=1, name=LANE, lanes=1), slot=None,
-                runtime=self.runtime, repair=None, repaired=None, signed_by=None,
+                runtime=self.runtime, repair=None, repaired=None,
+                requests=SimpleNamespace(signed_by=None),
             ),
         )  # fmt: skip
         self.lease_left_s = 1.0
@@ -320,10 +320,13 @@ class LaneOwner:
             response, appended = result
         attempt = Attempt(send, self._world.now, response, False, None, appended)
         telemetry: Any = _Telemetry()
-        settlement = settle(self._of_relay, attempt, self._world.now, self._world.rng, telemetry)
-        record = settlement.record
-        if settlement.accepted is not None:
-            rows = map(settlement.accepted.row, range(len(settlement.accepted)))
+        breakers: Any = _Breakers()
+        world = self._world
+        _, accepted, record = settle(
+            self._of_relay, attempt, world.now, world.rng, breakers, telemetry
+        )
+        if accepted is not None:
+            rows = map(accepted.row, range(len(accepted)))
             self.recorder.pending += [Record(self.lane.id, row.seq, row) for row in rows]
         if record is not None and record.urgent:
             await self.recorder.write(record)
@@ -345,16 +348,16 @@ class _Breaker:
     def blocks_all(self, _: float) -> bool:
         return False
 
-    def record_result(self, outcome: Any, *_: Any, **__: Any) -> Any:
-        return outcome
+    def record_result(self, *_: Any) -> None:
+        pass
 
     def released(self, _: int) -> None:
         pass
 
 
-class _Reported:
-    def record_failure(self, *_: Any, **__: Any) -> _Reported:
-        return self
+class _Breakers:
+    def record_result(self, _: Any, attempt: Attempt, outcome: Any, now: float) -> Any:
+        return outcome
 
 
 class _Telemetry:

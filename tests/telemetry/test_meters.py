@@ -11,7 +11,7 @@ from outbox.core.model.response import AttemptResult, Failure
 from outbox.core.model.setting_types import OTHERS
 from outbox.telemetry import catalogue
 from outbox.telemetry.catalogue import ATTEMPT_OUTCOMES, DELIVERY_OUTCOMES
-from outbox.telemetry.meters import Meters, error_type
+from outbox.telemetry.meters import Histogram, Meters, error_type
 from outbox.telemetry.snapshot import Buckets
 
 if TYPE_CHECKING:
@@ -42,6 +42,15 @@ def test_a_value_counts_in_the_first_bucket_that_it_fits() -> None:
     assert buckets.counts == (2, 1, *[0] * 11, 1, 1)
     assert buckets.count == 5
     assert buckets.sum == pytest.approx(601.011)
+
+
+def test_values_that_are_added_together_count_as_each_alone() -> None:
+    alone, together = (Histogram(catalogue.ATTEMPT_DURATION) for _ in range(2))
+    values = (-1.0, 0.0, 0.005, 0.006, 300.0, 301.0)
+    for value in values:
+        alone.add(value)
+    together.add_all((None, *values, None))
+    assert together.buckets() == alone.buckets()
 
 
 def test_delivery_outcomes_are_counted() -> None:

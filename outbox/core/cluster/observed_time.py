@@ -128,15 +128,12 @@ class GracePeriod:
         observed_s: the odometer's reading at the claim.
     """
 
-    __slots__ = ("_began_s", "_responses")
+    __slots__ = ("_began_s", "responses")
 
     def __init__(self, observed_s: float) -> None:
         self._began_s = observed_s
-        self._responses = 0
-
-    def record_response(self) -> None:
-        """Count a completed attempt or probe that did not fail by a fault of the relay."""
-        self._responses += 1
+        self.responses = 0
+        """Completed attempts and probes that did not fail by a fault of the relay."""
 
     def is_over(self, policy: RetryPolicy, limit_s: float, observed_s: float) -> bool:
         """Whether something may end.
@@ -145,7 +142,7 @@ class GracePeriod:
             limit_s: the time after which it ends; the grace period is not longer.
             observed_s: the odometer's reading.
         """
-        if self._responses < min(GRACE_RESPONSES, policy.attempts_max):
+        if self.responses < min(GRACE_RESPONSES, policy.attempts_max):
             return False
         period_s = min(policy.longest_delay_s, GRACE_PERIOD_S_MAX, limit_s)
         return observed_s - self._began_s >= period_s

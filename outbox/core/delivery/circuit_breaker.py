@@ -100,6 +100,7 @@ class CircuitBreaker:
         "_failures",
         "_held_until",
         "_in_flight",
+        "_is_shut",
         "_last_response",
         "_opened_at",
         "_outage_since",
@@ -113,9 +114,10 @@ class CircuitBreaker:
         "_state",
         "_tried_lanes",
         "_unproven",
-        "_waiting",
         "_width",
+        "state",
         "unhealthy_since",
+        "waiting",
     )
 
     def __init__(self, record: BreakerRecord | None = None) -> None:
@@ -130,6 +132,7 @@ class CircuitBreaker:
         A recovery that fails does not reset it; `resume` does."""
         self._paused = False
         self._disabled = False
+        self._show_state()
         self._failures = 0
         self._refusals = 0
         # For failing and rejecting; 0: a new owner may probe at once.  The interval of probes grows
@@ -146,29 +149,22 @@ class CircuitBreaker:
         # flight that began before the resume.
         self._unproven = record.state is BreakerState.RECOVERING
         self._stale_requests = 0
-        # Requests in flight, lanes that were admitted and have not sent, and waiting lanes (FIFO).
+        # Requests in flight, and lanes that were admitted and have not sent.
         self._in_flight = 0
         self._admitted: set[int] = set()
-        self._waiting: dict[int, None] = {}
+        self.waiting: dict[int, None] = {}
+        """The lanes that wait for `wake` (FIFO)."""
 
     # ---------------------------------------------------------------- state
-
-    @property
-    def state(self) -> BreakerState:
-        """The state, including what an operator set."""
-        if self._disabled:
-            return BreakerState.DISABLED
-        return BreakerState.PAUSED if self._paused else self._state
 
     @property
     def is_calm(self) -> bool:
         """Whether it is healthy and a success would change nothing, not even a counter."""
         return (
-            self._state is _HEALTHY
+            self.state is _HEALTHY
             and not self._failures
             and not self._refusals
             and not self._held_until
-            and not self._is_shut
         )
 
     def blocks_all(self, now: float) -> bool:
@@ -182,7 +178,7 @@ class CircuitBreaker:
 
     def wake_at(self) -> float | None:
         """When to call `wake`, in epoch seconds; None: after the next response or operator call."""
-        if not self._waiting or self._is_shut or self._in_flight or self._admitted:
+        if not self.waiting or self._is_shut or self._in_flight or self._admitted:
             return None
         if self._state in PROBED_STATES:
             return max(self._probe_at, self._held_until)
@@ -192,15 +188,15 @@ class CircuitBreaker:
 
     def admit(self, lane_id: int, now: float) -> Gate:
         """Whether this lane may send; a lane that may not is queued for `wake`."""
-        if self.blocks_all(now):
+        if self._is_shut or now < self._held_until:
             self._admitted.discard(lane_id)  # Admitted before the breaker shut.
-            self._waiting[lane_id] = None
+            self.waiting[lane_id] = None
             return Gate.SHUT
         if lane_id not in self._admitted:
             if self._state is _HEALTHY:
                 return _OPEN
-            if lane_id in self._waiting or self._waiting or self._free_slots(now) < 1:
-                self._waiting[lane_id] = None
+            if lane_id in self.waiting or self.waiting or self._free_slots(now) < 1:
+                self.waiting[lane_id] = None
                 return Gate.SHUT
             self._admitted.add(lane_id)
         if self._state is BreakerState.HEALTHY or (
@@ -234,15 +230,15 @@ class CircuitBreaker:
 
     def wake(self, now: float) -> list[int]:
         """Admit waiting lanes and return them; each must call `admit` or `yielded`."""
-        if self.blocks_all(now) or not self._waiting:
+        if self.blocks_all(now) or not self.waiting:
             return []
         if self._state is BreakerState.HEALTHY:
-            woken = list(self._waiting)
-            self._waiting.clear()
+            woken = list(self.waiting)
+            self.waiting.clear()
             return woken
-        woken = list(self._waiting)[: max(self._free_slots(now), 0)]
+        woken = list(self.waiting)[: max(self._free_slots(now), 0)]
         for lane_id in woken:
-            del self._waiting[lane_id]
+            del self.waiting[lane_id]
             self._admitted.add(lane_id)
         return woken
 
@@ -281,6 +277,7 @@ class CircuitBreaker:
             return outcome
         if gone:
             self._disabled = True
+            self._show_state()
             self._last_response = last_response
             return outcome
         if outcome is AttemptOutcome.REFUSED:
@@ -346,6 +343,7 @@ class CircuitBreaker:
     def pause(self) -> None:
         """Admit no requests; requests in flight complete as usual."""
         self._paused = True
+        self._show_state()
 
     def resume(self, now: float) -> None:
         """Clear all failures and the hold-off, and start recovering with one request at a time."""
@@ -374,9 +372,13 @@ class CircuitBreaker:
 
     # ------------------------------------------------------------- internal
 
-    @property
-    def _is_shut(self) -> bool:
-        return self._paused or self._disabled
+    def _show_state(self) -> None:
+        # Kept, because each delivery asks for it several times.
+        self._is_shut = self._paused or self._disabled
+        self.state = self._state
+        """The state, including what an operator set."""
+        if self._is_shut:
+            self.state = BreakerState.DISABLED if self._disabled else BreakerState.PAUSED
 
     def _free_slots(self, now: float) -> int:
         """How many more lanes may be admitted; not for the healthy state."""
@@ -411,7 +413,7 @@ class CircuitBreaker:
             self._width = max(self._width // 2, 1)
         else:
             self._width *= 2
-            if not self._waiting:
+            if not self.waiting:
                 self._enter(BreakerState.HEALTHY, now, None)
         self._round_results = self._round_failures = 0
 
@@ -424,6 +426,7 @@ class CircuitBreaker:
 
     def _enter(self, state: BreakerState, now: float, response: dict[str, Any] | None) -> None:
         self._state = state
+        self._show_state()
         self._since = now
         if state is BreakerState.HEALTHY:
             self.unhealthy_since = None

@@ -58,11 +58,11 @@ class DeliveryBuffer:
         "_discard_fetch",
         "_fetching",
         "_mean_bytes",
-        "_outdated",
         "_read_from_batch",
         "_share",
         "batch_max",
         "fetched_seq",
+        "outdated",
         "queue",
         "reserved",
         "stub",
@@ -93,8 +93,10 @@ class DeliveryBuffer:
         self._mean_bytes = UNREAD_BYTES
         self._read_from_batch = floor_batch
         self._fetching = False
-        # The buffer is stale; the result of a Fetch from before the reset is discarded.
-        self._outdated = self._discard_fetch = False
+        self.outdated = False
+        """Whether the buffered deliveries may be stale."""
+        # The result of a Fetch from before the reset is discarded.
+        self._discard_fetch = False
 
     def set_share(self, share: BufferShare) -> None:
         """Count what is held for another holder, because the tenant was changed."""
@@ -103,18 +105,13 @@ class DeliveryBuffer:
         share.take_bytes(held)
         self._share = share
 
-    @property
-    def outdated(self) -> bool:
-        """Whether the buffered deliveries may be stale."""
-        return self._outdated
-
     def invalidate(self) -> None:
         """Mark the buffered deliveries as stale; see `reset`."""
-        self._outdated = True
+        self.outdated = True
 
     def reset(self, acked_seq: int, floor_batch: int) -> None:
         """Empty the buffer; the next Fetch starts after `acked_seq`."""
-        self._outdated = False
+        self.outdated = False
         self._discard_fetch = self._fetching
         self.queue.clear()
         self.stub = None

@@ -45,8 +45,6 @@ class DeliveryRun:
     """Decides after each success whether the lane's next delivery is sent at once.
 
     Args:
-        may_reuse: whether the endpoint's connections may carry more than one request, at a time in
-            epoch seconds.
         admit: whether admission control lets the next request start in the slot of the one before,
             by its own clock; if so it counts as started.
         send: the first request, a first attempt with one delivery.
@@ -57,7 +55,6 @@ class DeliveryRun:
         "_admit",
         "_breaker",
         "_lane",
-        "_may_reuse",
         "results",
         "send",
         "started_at",
@@ -67,14 +64,12 @@ class DeliveryRun:
         self,
         lane: Lane,
         breaker: CircuitBreaker,
-        may_reuse: Callable[[float], bool],
         admit: Callable[[float], bool],
         send: Send,
         started_at: float,
     ) -> None:
         self._lane = lane
         self._breaker = breaker
-        self._may_reuse = may_reuse
         self._admit = admit
         self.send = send
         """The request in flight."""
@@ -99,6 +94,7 @@ class DeliveryRun:
         *,
         now: float,
         admission_now: float,
+        may_reuse: bool,
     ) -> Send | None:
         """Take the result of the request in flight and return the next one, to be sent now.
 
@@ -109,6 +105,7 @@ class DeliveryRun:
             known: the next request, if it was prepared.
             now: epoch seconds.
             admission_now: the time by the clock of admission control.
+            may_reuse: whether the endpoint's connections may carry more than one request.
 
         Returns:
             None: the run ends.  The result was not taken and nothing has changed.
@@ -118,8 +115,8 @@ class DeliveryRun:
             status is None
             or not is_success(status)
             or response.detail
+            or not may_reuse
             or not self._breaker.is_calm
-            or not self._may_reuse(now)
         ):
             return None
         lane = self._lane

@@ -65,7 +65,9 @@ def envelope(
     tenant, key = delivery.tenant, delivery.key
     tenant_json = "" if tenant is None else f',"tenant":{_quoted(tenant)}'
     key_json = "" if key is None else f',"key":{orjson.dumps(key).decode()}'
-    rest = "" if delivery.is_plain and not lane_ends else _rest(delivery, lane_ends=lane_ends)
+    rest = ""
+    if lane_ends or delivery.replay_of is not None or delivery.backfill_id is not None:
+        rest = _rest(delivery, lane_ends=lane_ends)
     if delivery.content_type is not None:
         rest += f',"content_type":{_quoted(delivery.content_type)}'
     metadata = (

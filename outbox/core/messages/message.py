@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from outbox.core.messages import cloud_event, signed_metadata
 from outbox.core.messages.envelope import envelope
-from outbox.core.messages.signature import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, sign_with
+from outbox.core.messages.signature import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, sign
 from outbox.core.model.headers import NO_HEADERS, format_lines, merge, parse_lines
 from outbox.core.model.message_format import ENVELOPE, JSON_TYPE
 
@@ -58,9 +58,9 @@ class Prepared(NamedTuple):
         """
         message_id, lines, body, prefix, metadata = self
         if len(keys) == 1:
-            signatures = sign_with(keys[0], message_id, timestamp, body)
+            signatures = sign(keys[0], message_id, timestamp, body)
         else:
-            signatures = " ".join([sign_with(key, message_id, timestamp, body) for key in keys])
+            signatures = " ".join([sign(key, message_id, timestamp, body) for key in keys])
         lines = (
             f"{lines}{prefix}Attempt: {number}\r\n{TIMESTAMP_HEADER}: {timestamp}\r\n"
             f"{SIGNATURE_HEADER}: {signatures}\r\n"
@@ -68,7 +68,7 @@ class Prepared(NamedTuple):
         if metadata is None:
             return lines
         signed_id = signed_metadata.SIGNED_ID + message_id
-        signatures = " ".join([sign_with(key, signed_id, timestamp, metadata) for key in keys])
+        signatures = " ".join([sign(key, signed_id, timestamp, metadata) for key in keys])
         return f"{lines}{signed_metadata.SIGNATURE_HEADER}: {signatures}\r\n"
 
 

@@ -163,21 +163,18 @@ def format_secret(secret: bytes) -> str:
     return SECRET_PREFIX + base64.b64encode(secret).decode("ascii")
 
 
-def sign(secret: bytes, message_id: str, timestamp: int, body: bytes) -> str:
-    """An HMAC-SHA256 signature, `v1,…`; `timestamp` is in epoch seconds."""
-    return f"{_HMAC},{_hmac(secret, f'{message_id}.{timestamp}.'.encode(), body)}"
+def sign(key: SigningKey, message_id: str, timestamp: int, body: bytes) -> str:
+    """A signature of the key's version: `v1,…` (HMAC-SHA256) with a shared secret, `v1a,…` with a
+    private key; `timestamp` is in epoch seconds.
+    """
+    if isinstance(key, bytes):
+        return f"{_HMAC},{_hmac(key, f'{message_id}.{timestamp}.'.encode(), body)}"
+    return sign_ed25519(key, message_id, timestamp, body)
 
 
 def sign_ed25519(key: PrivateKey, message_id: str, timestamp: int, body: bytes) -> str:
     """An ed25519 signature, `v1a,…`; `timestamp` is in epoch seconds."""
     return f"{_ED25519},{key.sign(f'{message_id}.{timestamp}.'.encode() + body)}"
-
-
-def sign_with(key: SigningKey, message_id: str, timestamp: int, body: bytes) -> str:
-    """A signature of the key's version; `timestamp` is in epoch seconds."""
-    if isinstance(key, bytes):
-        return sign(key, message_id, timestamp, body)
-    return sign_ed25519(key, message_id, timestamp, body)
 
 
 def parse_signing_key(text: str) -> SigningKey:

@@ -45,11 +45,6 @@ class Delivery(NamedTuple):
         """The X-Delivery, stable over all attempts."""
         return message_id(self.endpoint_id, self.outbox_id, self.event_id, self.backfill_id)
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is the event's first delivery: no replay or backfill."""
-        return self.replay_of is None and self.backfill_id is None
-
 
 class EventContent(NamedTuple):
     """What the first delivery of an event takes from it; the fields are those of `Delivery`."""

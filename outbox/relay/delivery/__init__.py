@@ -6,18 +6,23 @@ Before: `dispatcher.Dispatcher.add_endpoints` registers the lanes that this repl
 `batch_feed.BatchFeed` reports new deliveries to `dispatcher.Dispatcher.notify_new_deliveries`, and
 `fetcher.DeliveryFetcher.run` reads them into the buffers of their lanes.
 
-1. Decide: `dispatcher.Dispatcher._work` executes the commands of `outbox.core.delivery.lane.Lane`.
+1. Decide: `lane_worker.LaneWorker._work` executes the commands of `outbox.core.delivery.lane.Lane`.
    `attempt.AttemptSender.send` makes the attempt of a `Send`, steps 2 to 4.
 2. Wait for a slot: `admission.AdmissionQueue.begin`, or `admission.AdmissionQueue.wait` if none is
    free.  After a wait, `attempt.revalidate` checks the decision again.
-3. Build and sign: `owned_endpoints.LaneRuntime.request`.
+3. Build and sign: `request_cache.RequestCache.build`.
 4. Send: `outbox.destinations.interface.Transport.send`.  During a delivery run, it sends further
    requests from `lane_run.LaneRun.follow`.  To a broker: `broker_attempts.BrokerAttempts.append`.
 5. Settle: `settle.settle` finds the outcome, and applies it to the lane and the circuit breaker.
-6. Record: `dispatcher.Dispatcher._finish` queues a success with `recorder.Recorder.add`, for the
+   `breaker_follow_up.BreakerFollowUp.record_result` acts on what changes about the breaker.
+6. Record: `lane_worker.LaneWorker._finish` queues a success with `recorder.Recorder.add`, for the
    next group commit.  It waits for `recorder.Recorder.write` if the record has to be durable first:
    a failure, a dead letter.
 
 After: the lane decides again.  `recorder.Recorder.checkpoint` writes the lane's durable progress,
 and `endpoint_supervisor.EndpointSupervisor` the state of the endpoint's circuit breaker.
+
+The data of an event has six names on this way: `Delivery` (the row that was read), `Send` (the
+command), `Request` (signed), `AttemptResult` (the response), `Attempt` (all of these, completed)
+and `Record` (with its row of the attempt log), or `RunResults` for those of a run.
 """

@@ -54,7 +54,7 @@ class AdmissionQueue:
     def begin(self, slot: Slot) -> bool:
         """Start a request if a slot is free; otherwise return False, and call `wait`."""
         granted = self.scheduler.admit(slot, self._loop.time())
-        if len(granted) > 1 or self._has_waiting_or_preempted:
+        if len(granted) > 1 or self._waiting or self.scheduler.preempted:
             self.start_granted(granted[1:])
         return bool(granted)
 
@@ -101,11 +101,6 @@ class AdmissionQueue:
         finally:
             del self._sending[slot]
 
-    @staticmethod
-    def has_response(slot: Slot, response: AttemptResult) -> bool:
-        """Whether the result is the receiver's, not that of a preemption."""
-        return not slot.preempted or response.failure is None
-
     def end(self, slot: Slot, *, responded: bool) -> None:
         """Release the slot of a completed request, which may admit others.
 
@@ -113,7 +108,7 @@ class AdmissionQueue:
             responded: the receiver responded, so that the duration classifies its endpoint.
         """
         granted = self.scheduler.end(slot, self._loop.time(), responded=responded)
-        if granted or self._has_waiting_or_preempted:
+        if granted or self._waiting or self.scheduler.preempted:
             self.start_granted(granted)
 
     def record_exhausted(self, slot: Slot, detail: str) -> None:
@@ -139,11 +134,6 @@ class AdmissionQueue:
         """What this process has lacked just now; None: nothing."""
         is_recent = self._loop.time() < self._exhausted_at + EXHAUSTED_S
         return self._exhausted_detail if is_recent else None
-
-    @property
-    def _has_waiting_or_preempted(self) -> bool:
-        """Whether requests wait or are being preempted."""
-        return bool(self._waiting or self.scheduler.preempted)
 
     def change_endpoint(self, queue: EndpointQueue, endpoint: Endpoint) -> None:
         """Apply an endpoint's changed limits."""

@@ -22,9 +22,8 @@ from outbox.store.errors import Fenced
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from outbox.core.model.response import AttemptResult
     from outbox.destinations.broker import Broker
-    from outbox.destinations.interface import Request, Transport
+    from outbox.destinations.interface import Transport
     from outbox.relay.delivery.admission import AdmissionQueue
     from outbox.relay.delivery.broker_attempts import BrokerAttempts
     from outbox.relay.delivery.fetcher import DeliveryFetcher
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from outbox.telemetry.tracing import AttemptSpan
 
 # By name: Python 3.11 takes far longer to find the members of an enumeration.
-_HEALTHY = BreakerState.HEALTHY
+_HEALTHY, _LOCAL = BreakerState.HEALTHY, Failure.LOCAL
 
 
 class AttemptSender:
@@ -78,66 +77,67 @@ class AttemptSender:
         Raises:
             Fenced: the lease expired.
         """
-        admission, state = self._admission, lane.runtime.breaker.state
-        self._fetcher.refill(lane)
-        lane.runtime.breaker.started(lane.loaded.id)
-        started = at_once = admission.begin(lane.slot)
-        if not at_once:
-            started = await admission.wait(lane.slot)
+        runtime, slot, admission = lane.runtime, lane.slot, self._admission
+        state = runtime.breaker.state
+        runtime.breaker.started(lane.loaded.id)
+        if not admission.begin(slot):
+            granted = await admission.wait(slot)
             started_at = self._now()
+            left = revalidate(lane, send, state, started_at) if granted else None
+            if left is None:
+                # The wait changed the decision: nothing is sent.
+                lane.cancel_send()
+                if granted:
+                    admission.end(slot, responded=False)
+                return None
+            send = left
         responded = False
         try:
-            self._require_lease()
-            if not at_once:
-                left = revalidate(lane, send, state, started_at) if started else None
-                if left is None:
-                    # The wait changed the decision: nothing is sent.
-                    lane.runtime.breaker.released(lane.loaded.id)
-                    lane.state.cancel_send()
-                    return None
-                send = left
-            if lane.runtime.broker is not None:
-                attempt = await self._send_to_broker(lane, lane.runtime.broker, send, started_at)
+            if runtime.broker is not None:
+                attempt = await self._send_to_broker(lane, runtime.broker, send, started_at)
             else:
                 assert isinstance(send, Send)
                 attempt = await self._request(lane, send, started_at, state)
-            if attempt is not None and self._is_own_failure(lane, attempt):
+            if (
+                attempt is not None
+                and attempt.response.failure is _LOCAL
+                and (attempt.appended is None or attempt.appended.through == stream_of(lane).seq)
+            ):
                 # Nothing was sent, so it is no attempt: the lane waits for fewer open requests.
-                self._admission.record_exhausted(lane.slot, attempt.response.detail)
-                lane.runtime.begin_grace()
-                lane.runtime.breaker.released(lane.loaded.id)
-                lane.state.cancel_send()
+                admission.record_exhausted(slot, attempt.response.detail)
+                self._telemetry.attempt_abandoned(attempt.span, self._now())
+                runtime.begin_grace()
+                lane.cancel_send()
                 return None
             responded = attempt is None or not attempt.preempted
+            return attempt
         finally:
-            if started:
-                admission.end(lane.slot, responded=responded)
-        return attempt
+            admission.end(slot, responded=responded)
 
     async def _send_to_broker(
         self, lane: LaneRuntime, broker: Broker, send: Send | Open | End, started_at: float
     ) -> Attempt | None:
         """Open the lane, append to it or end it; None: it is open, or must be opened again."""
-        redactor = lane.runtime.redactor
-        response: AttemptResult | None = None
-        appended = None
+        self._require_lease()
+        # Settings may change while the request is in flight.
+        redactor, attempts, appended = lane.runtime.redactor, self._brokers, None
         if isinstance(send, Open):
-            response = await self._brokers.open(lane, broker)
+            failed = await attempts.open(lane, broker)
+            if failed is None:
+                lane.runtime.breaker.released(lane.loaded.id)
+                return None
+            response = failed
         else:
-            attempts = self._brokers
             result = await (
                 attempts.end(lane, broker, send)
                 if isinstance(send, End)
                 else attempts.append(lane, broker, send)
             )
             if result is None:
-                lane.state.cancel_send()
-            else:
-                response, appended = result
-        if response is None:
-            lane.runtime.breaker.released(lane.loaded.id)
-            return None
-        preempted = not self._admission.has_response(lane.slot, response)
+                lane.cancel_send()
+                return None
+            response, appended = result
+        preempted = lane.slot.preempted and response.failure is not None
         if redactor is not None:
             response = redactor.redact(response)
         return Attempt(send, started_at, response, preempted, None, appended)
@@ -146,65 +146,50 @@ class AttemptSender:
         self, lane: LaneRuntime, send: Send, started_at: float, state: BreakerState
     ) -> Attempt:
         """Send the request, and those of the delivery run after it."""
-        # Of this request: settings may change while it is in flight.
-        redactor = lane.runtime.redactor
-        request, span = self._telemetry.attempt_started(
-            lane, send, lane.request(send, started_at), started_at
-        )
-        if send.attempt == 1 and state is _HEALTHY:
-            # During the request, so that building the next one adds no latency.
-            self._loop.call_soon(lane.prefetch_next, started_at)
-        run = self._begin_run(lane, send, request, span, started_at)
+        telemetry, redactor = self._telemetry, lane.runtime.redactor
+        keep_alive = lane.runtime.reuse.is_allowed(started_at)
+        request = lane.requests.build(send, started_at, keep_alive=keep_alive)
+        span = run = None
+        if telemetry.tracing is not None:
+            request, span = telemetry.attempt_started(lane, send, request, started_at)
+        if lane.state.may_run(send):
+            if state is _HEALTHY:
+                # During the request, so that building the next one adds no latency.
+                self._loop.call_soon(lane.prefetch_next, started_at, keep_alive)
+            if keep_alive:
+                run = self._begin_run(lane, send, span, started_at)
         try:
             sending = self._transport.send(request, run, self._require_lease)
             response = await self._admission.send(lane.slot, sending)
         except BaseException:
-            self._telemetry.attempt_abandoned(span if run is None else run.span, self._now())
+            telemetry.attempt_abandoned(span if run is None else run.span, self._now())
             raise
         finally:
             if run is not None:
                 run.record_rest()
         if run is not None:
             # The request that the response is for.
-            send, span, started_at = run.send, run.span, run.started_at
-        preempted = not self._admission.has_response(lane.slot, response)
-        if response.failure is Failure.LOCAL:
-            self._telemetry.attempt_abandoned(span, self._now())
+            send, span, started_at = run.run.send, run.span, run.run.started_at
+        preempted = lane.slot.preempted and response.failure is not None
         if redactor is not None:
             response = redactor.redact(response)
         return Attempt(send, started_at, response, preempted, span)
 
-    @staticmethod
-    def _is_own_failure(lane: LaneRuntime, attempt: Attempt) -> bool:
-        """Whether nothing was sent, because this process lacks resources."""
-        appended = attempt.appended
-        return attempt.response.failure is Failure.LOCAL and (
-            appended is None or appended.through == stream_of(lane).seq
-        )
-
     def _require_lease(self) -> None:
         """Raise Fenced without a lease.
 
-        Called again before each write: the process may have been frozen since the decision.
+        Called before each write: the process may have been frozen since the decision.
         """
         if self._lease_left_s() <= 0:
             raise Fenced
 
     def _begin_run(
-        self,
-        lane: LaneRuntime,
-        send: Send,
-        request: Request,
-        span: AttemptSpan | None,
-        started_at: float,
-    ) -> LaneRun | None:
-        """The delivery run that may follow a request; None: none may."""
-        if not request.keep_alive or not lane.state.may_run(send):
-            return None
+        self, lane: LaneRuntime, send: Send, span: AttemptSpan | None, started_at: float
+    ) -> LaneRun:
+        """The delivery run that may follow a request."""
         run = DeliveryRun(
             lane.state,
             lane.runtime.breaker,
-            lane.runtime.may_reuse,
             partial(self._admission.scheduler.continue_run, lane.slot, self._loop.time()),
             send,
             started_at,

@@ -1,15 +1,33 @@
-"""A completed attempt, and its consequences."""
+"""What a delivery is on its way: a prepared request, a completed attempt, a pending record."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, NamedTuple
+
+from outbox.core.delivery.commands import RunResults
+from outbox.core.model.stored_response import stored_bytes
 
 if TYPE_CHECKING:
     from outbox.core.brokers.port import Appended
-    from outbox.core.delivery.commands import End, Open, Record, RunResults, Send
+    from outbox.core.delivery.commands import End, Open, Record, Send
+    from outbox.core.delivery.lane import Lane
+    from outbox.core.messages.message import Prepared
+    from outbox.core.messages.signature import SigningKey
     from outbox.core.model.response import AttemptResult
-    from outbox.core.model.response_policy import AttemptOutcome
+    from outbox.destinations.interface import Request
     from outbox.telemetry.tracing import AttemptSpan
+
+
+class PreparedRequest(NamedTuple):
+    """A delivery's first attempt, built while the previous delivery is in flight."""
+
+    send: Send
+    message: Prepared
+    at_s: int
+    """The epoch second in its signature."""
+    keys: list[SigningKey]
+    request: Request
 
 
 class Attempt(NamedTuple):
@@ -28,24 +46,32 @@ class Attempt(NamedTuple):
     """What a broker stored; None: an HTTP request, or an Open."""
 
 
-class BreakerEffect(NamedTuple):
-    """What a result changed about an endpoint's circuit breaker."""
+class PendingRecord:
+    """A record, or the results of a delivery run, that is not durable yet; `done` exists only if
+    a task waits for it.
+    """
 
-    state_changed: bool = False
-    """All lanes of the endpoint decide again."""
-    probes_changed: bool = False
-    """The time of the next probe may have changed."""
-    must_be_stored: bool = False
-    """The endpoint's next owner must know of it."""
+    __slots__ = ("done", "epoch", "lane", "record", "response_bytes", "rows")
 
+    def __init__(self, lane: Lane, epoch: int, record: Record | RunResults) -> None:
+        self.lane = lane
+        self.epoch = epoch
+        self.record = record
+        self.rows = 1
+        """Rows of the attempt log, at most."""
+        self.response_bytes = 0
+        """What its responses take in memory."""
+        if isinstance(record, RunResults):
+            self.rows = len(record.seqs)
+            # Receivers repeat the same response, which is one object.
+            counted = {id(each): each for each in record.responses}
+            self.response_bytes = sum(map(stored_bytes, counted.values()))
+        elif record.attempt is not None:
+            self.response_bytes = stored_bytes(record.attempt.response)
+        self.done: asyncio.Future[None] | None = None
 
-class Settlement(NamedTuple):
-    """The consequences of an attempt."""
-
-    outcome: AttemptOutcome
-    """The outcome of the delivery, or of a batch's last one."""
-    accepted: RunResults | None
-    """Deliveries of a batch that were accepted, to be written first."""
-    record: Record | None
-    """The record of the delivery, or of the first one of a batch that was not accepted."""
-    breaker: BreakerEffect
+    async def written(self) -> None:
+        """Wait until it is durable; cancelling one waiter does not affect others."""
+        if self.done is None:
+            self.done = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self.done)

@@ -1,9 +1,6 @@
-"""The dispatcher: sends the deliveries of the lanes that this replica owns.
+"""The dispatcher: the endpoints and lanes that this replica owns, and what changes about them.
 
-A lane with work is *active*: one task executes the lane's commands until the lane
-waits for rows, for a time, for a slot or for new deliveries.  The endpoint's circuit
-breaker is consulted before every request; when its state changes, all lanes of the
-endpoint with pending deliveries are activated.
+`LaneWorker` sends their deliveries; `BreakerFollowUp` acts on changes of their circuit breakers.
 """
 
 from __future__ import annotations
@@ -16,13 +13,9 @@ from typing import TYPE_CHECKING
 
 from outbox.core.cluster.observed_time import Odometer
 from outbox.core.delivery.buffer_budget import BufferBudget
-from outbox.core.delivery.commands import End, Fetch, Open, Record, Send, Wait
 from outbox.relay.delivery.admission import AdmissionQueue
-from outbox.relay.delivery.attempt import AttemptSender
-from outbox.relay.delivery.broker_attempts import BrokerAttempts
-from outbox.relay.delivery.fetcher import DeliveryFetcher
-from outbox.relay.delivery.owned_endpoints import EndpointRuntime, LaneRuntime, call_later
-from outbox.relay.delivery.settle import settle
+from outbox.relay.delivery.lane_worker import LaneWorker
+from outbox.relay.delivery.owned_endpoints import EndpointRuntime, LaneRuntime
 from outbox.relay.delivery.telemetry import DeliveryTelemetry
 
 if TYPE_CHECKING:
@@ -36,19 +29,14 @@ if TYPE_CHECKING:
     from outbox.core.delivery.lane import Lane
     from outbox.core.delivery.signing_clock import ClockDifference
     from outbox.core.model.delivery import Delivery
-    from outbox.destinations.broker import Broker, BrokerFactory
+    from outbox.destinations.broker import BrokerFactory
     from outbox.destinations.interface import Transport
-    from outbox.relay.delivery.attempts import Attempt, BreakerEffect
     from outbox.relay.delivery.recorder import Recorder
     from outbox.store.delivery.lanes import LaneStore, LoadedLane
 
 
-RELEASE_WAIT_S = 1.0
-"""A lane that waits longer releases the content of its deliveries, and reads it again later."""
-
-
 class Dispatcher:
-    """Sends the pending deliveries of owned lanes.
+    """Registers owned endpoints and lanes, and reports their changes to what sends.
 
     Args:
         store: used by the delivery fetcher, and to open brokers' lanes.
@@ -84,32 +72,35 @@ class Dispatcher:
         self._budget = budget or BufferBudget()
         self._brokers = brokers
         self._clocks = clocks
-        reading = asyncio.Lock()
-        self._fetcher = DeliveryFetcher(store, reading, self._activate)
         self._recorder = recorder
         self._admission = AdmissionQueue(scheduler, wake_supervisor)
         self._telemetry = telemetry or DeliveryTelemetry()
-        self._attempts = AttemptSender(
-            transport, self._admission, self._fetcher, recorder, self._telemetry,
-            BrokerAttempts(
-                store, reading, recorder, self._admission, lease_left_s,
-                asyncio.get_running_loop().time, now,
-            ),
-            lease_left_s, now,
-        )  # fmt: skip
         self._on_idle = on_idle
-        self._wake_supervisor = wake_supervisor
         self._now = now
         self._odometer = odometer or Odometer()
-        self._rng = rng or random.Random()  # noqa: S311 (jitter needs no secrecy)
+        rng = rng or random.Random()  # noqa: S311 (jitter needs no secrecy)
+        self._worker = LaneWorker(
+            store, recorder, transport, self._admission, lease_left_s, self._release_lane,
+            wake_supervisor, now, rng, self._telemetry,
+        )  # fmt: skip
+        self._breakers = self._worker.breakers
         self._owned: dict[UUID, EndpointRuntime] = {}
         self._lanes: dict[int, LaneRuntime] = {}
-        # Endpoints whose state changed, for the endpoint supervisor.
-        self._changed: set[UUID] = set()
-        # None before it runs, and as soon as it is ending.
-        self._tasks: asyncio.TaskGroup | None = None
 
-    # ---------------------------------------------------------- what is owned
+    async def run(self) -> None:
+        """Deliver until cancelled; cancelling closes requests in flight.
+
+        Raises:
+            Fenced: the lease expired, or another replica acquired an endpoint.
+        """
+        try:
+            await self._worker.run(self._owned.values())
+        finally:
+            self._admission.close()
+            for runtime in self._owned.values():
+                runtime.clear_timers()
+                if runtime.broker is not None:
+                    await runtime.broker.aclose()
 
     def lane(self, lane_id: int) -> Lane:
         """An owned lane."""
@@ -125,7 +116,7 @@ class Dispatcher:
 
     def pop_changed(self) -> list[EndpointRuntime]:
         """The owned endpoints whose state changed since the last call."""
-        changed, self._changed = self._changed, set()
+        changed, self._breakers.changed = self._breakers.changed, set()
         return self._owned_among(changed)
 
     def add_endpoints(
@@ -171,7 +162,7 @@ class Dispatcher:
             runtime = self._owned[endpoint_id]
             for owned in runtime.add_lanes(lanes, sent_through_batch, self._now()):
                 self._lanes[owned.loaded.id] = owned
-            self._activate_all(runtime)
+            self._breakers.activate_lanes(runtime)
 
     def update_endpoints(
         self,
@@ -193,9 +184,9 @@ class Dispatcher:
             if endpoint.name != runtime.endpoint.name:
                 self._telemetry.meters.release(runtime.meters)
                 runtime.meters = self._telemetry.meters.acquire(endpoint.name)
-            self._close_broker(runtime.apply_settings(endpoint, self._now()))
+            self._worker.close_broker(runtime.apply_settings(endpoint, self._now()))
             self._admission.change_endpoint(runtime.queue, endpoint)
-            self._requeue(runtime)
+            self._breakers.requeue(runtime)
             for lane_id in runtime.lanes.keys() & skipped.keys():
                 runtime.lanes[lane_id].state.skip(skipped[lane_id])
             for lane_id in runtime.lanes.keys() & repairs.keys():
@@ -203,27 +194,27 @@ class Dispatcher:
             for lane_id in runtime.lanes.keys() & lifted:
                 runtime.lanes[lane_id].state.unblock()
                 # Also without pending deliveries: newer generations may wait for it.
-                self._activate(runtime.lanes[lane_id])
+                self._worker.activate(runtime.lanes[lane_id])
             if runtime.breaker.state is not before:
                 self._telemetry.breaker_changed(runtime, self._now())
-                self._mark_changed(runtime)
-            self._activate_all(runtime)
-            self._schedule_probes(runtime)
+                self._breakers.mark_changed(runtime)
+            self._breakers.activate_lanes(runtime)
+            self._breakers.schedule_probes(runtime)
 
     def clock_jumped(self) -> None:
         """Recompute all timers after the clock was set."""
         for runtime in self._owned.values():
             runtime.clamp_times(self._now())
-            self._activate_all(runtime)
-            self._schedule_probes(runtime)
+            self._breakers.activate_lanes(runtime)
+            self._breakers.schedule_probes(runtime)
 
     def reread(self) -> None:
         """Discard delivery buffers after events were erased; lanes read them again."""
         for runtime in self._owned.values():
             for lane in runtime.lanes.values():
                 lane.state.invalidate_buffer()
-            self._requeue(runtime)
-            self._activate_all(runtime)
+            self._breakers.requeue(runtime)
+            self._breakers.activate_lanes(runtime)
 
     def stop(self, endpoint_ids: Iterable[UUID]) -> None:
         """Start no further requests to the endpoints; requests in flight complete."""
@@ -232,7 +223,7 @@ class Dispatcher:
             runtime.clear_timers()
             for lane in runtime.lanes.values():
                 lane.state.stop()
-            self._requeue(runtime)
+            self._breakers.requeue(runtime)
 
     def drained_endpoints(self, endpoint_ids: Iterable[UUID]) -> list[Endpoint]:
         """The stopped endpoints without requests in flight."""
@@ -258,7 +249,7 @@ class Dispatcher:
             runtime = self._owned.pop(endpoint_id)
             self._telemetry.meters.release(runtime.meters)
             self._admission.scheduler.remove_endpoint(runtime.queue)
-            self._close_broker(runtime.broker)
+            self._worker.close_broker(runtime.broker)
             for lane in runtime.lanes.values():
                 del self._lanes[lane.loaded.id]
                 lane.state.close()
@@ -271,7 +262,7 @@ class Dispatcher:
             lane, seq = owned.lanes[lane_id], through[lane_id]
             lane.state.dead_letter_through(seq, "backlog")
             self._admission.cancel_waiting([lane.slot])
-            self._activate(lane)
+            self._worker.activate(lane)
 
     def needs_inline_payloads(self, lane_ids: Iterable[int]) -> dict[int, LoadedLane]:
         """The lanes whose delivery buffers need the payloads of a new batch at once: they
@@ -302,124 +293,17 @@ class Dispatcher:
             lane.state.extend_to(last_seq, now)
             if inline_deliveries and lane_id in inline_deliveries:
                 lane.state.append(inline_deliveries[lane_id])
-                self._activate(lane)
-            if lane.runtime.endpoint.usable:
-                self._fetcher.refill(lane)
+                self._worker.activate(lane)
+            if lane.runtime.usable and (fetch := lane.state.fetch()) is not None:
+                self._worker.fetcher.request(lane, fetch)
 
     def _owned_among(self, endpoint_ids: Iterable[UUID]) -> list[EndpointRuntime]:
         return [self._owned[each] for each in endpoint_ids if each in self._owned]
 
-    # ------------------------------------------------------------- delivering
-
-    async def run(self) -> None:
-        """Deliver until cancelled; cancelling closes requests in flight.
-
-        Raises:
-            Fenced: the lease expired, or another replica acquired an endpoint.
-        """
-        try:
-            async with asyncio.TaskGroup() as self._tasks:
-                for runtime in self._owned.values():
-                    self._activate_all(runtime)
-                try:
-                    await self._fetcher.run()
-                finally:
-                    self._tasks = None
-        finally:
-            self._admission.close()
-            for runtime in self._owned.values():
-                runtime.clear_timers()
-                if runtime.broker is not None:
-                    await runtime.broker.aclose()
-
-    def _close_broker(self, broker: Broker | None) -> None:
-        """Close a broker that is used no more."""
-        if broker is not None and self._tasks is not None:
-            self._tasks.create_task(broker.aclose())
-
-    def _activate_all(self, runtime: EndpointRuntime) -> None:
-        for lane in runtime.lanes.values():
-            if lane.state.has_work:
-                self._activate(lane)
-
-    def _activate(self, lane: LaneRuntime) -> bool:
-        """Start the lane's task if needed; False if the lane may not run."""
-        if lane.task is not None:
-            return True
-        if self._tasks is None or lane.runtime.stopped or not lane.runtime.endpoint.usable:
-            lane.release_content()
-            return False
-        lane.clear_timer()
-        lane.task = self._tasks.create_task(self._work(lane))
-        return True
-
-    def _schedule_probes(self, runtime: EndpointRuntime) -> None:
-        """Activate the lanes that the circuit breaker admits now, and set a timer for the
-        next probe.
-        """
-        if runtime.timer is not None:
-            runtime.timer.cancel()
-            runtime.timer = None
-        if self._tasks is None or runtime.stopped:
-            return
-        while woken := runtime.breaker.wake(self._now()):
-            for lane_id in woken:
-                lane = runtime.lanes.get(lane_id)
-                if lane is None or not self._activate(lane):
-                    runtime.breaker.yielded(lane_id)
-        if (wake_at := runtime.breaker.wake_at()) is not None:
-            runtime.timer = call_later(wake_at - self._now(), self._schedule_probes, runtime)
-
-    async def _work(self, lane: LaneRuntime) -> None:
-        """Execute the lane's commands until it has to wait."""
-        runtime, lane_state = lane.runtime, lane.state
-        try:
-            now = self._now()
-            while runtime.endpoint.usable:
-                match lane_state.next(now, lane.gate(now)):
-                    case Send() | Open() | End() as send:
-                        attempt = await self._attempts.send(lane, send, now)
-                        now = self._now() if attempt is None else await self._finish(lane, attempt)
-                    case Record() as record:
-                        written = await self._record(lane, record)
-                        now = self._now()
-                        self._telemetry.recorded_unsent(lane, written, now)
-                    case Fetch() as fetch if runtime.breaker.is_admitted(lane.loaded.id):
-                        # Its admission stays its own: every other lane would have to read, too.
-                        await self._fetcher.read(lane, fetch)
-                        if not lane_state.is_buffered:
-                            return
-                        now = self._now()
-                    case Fetch() as fetch:
-                        self._fetcher.request(lane, fetch)
-                        return
-                    case Wait(until=until):
-                        wait_s = until - self._now()
-                        if wait_s > RELEASE_WAIT_S:
-                            lane.release_content()
-                        lane.timer = call_later(wait_s, self._activate, lane)
-                        return
-                    case None:
-                        break
-            lane.release_content()
-        except BaseException:
-            # The task group is ending and accepts no more tasks.
-            self._tasks = None
-            raise
-        finally:
-            lane.task = None
-            self._release_lane(lane)
-
     def _release_lane(self, lane: LaneRuntime) -> None:
-        """End the lane's activity, and activate lanes that waited for it."""
-        runtime = lane.runtime
-        drained = lane.loaded.ended and lane.state.drained
-        if drained and runtime.generations.remove_drained(lane.loaded.id, lane.loaded.generation):
-            self._activate_all(runtime)
-        if runtime.breaker.yielded(lane.loaded.id) or runtime.timer is None:
-            self._schedule_probes(runtime)
+        """Process the end of the task of a lane that is not needed much longer."""
         self._forget_drained(lane)
-        if runtime.stopped:
+        if lane.runtime.stopped:
             self._on_idle()
 
     def _forget_drained(self, lane: LaneRuntime) -> None:
@@ -429,55 +313,6 @@ class Dispatcher:
             del self._lanes[lane_id], lane.runtime.lanes[lane_id]
             lane.clear_timer()
             lane.state.close()
-
-    async def _finish(self, lane: LaneRuntime, attempt: Attempt) -> float:
-        """Settle a completed attempt and write its records; return when the lane may go on."""
-        runtime, recorder, now = lane.runtime, self._recorder, self._now()
-        settlement = settle(lane, attempt, now, self._rng, self._telemetry)
-        self._follow_breaker(runtime, settlement.breaker)
-        if settlement.accepted:
-            recorder.add_run(lane.state, runtime.epoch, settlement.accepted)
-        record = settlement.record
-        if record is None or not record.urgent:
-            if record is not None:
-                recorder.add(lane.state, runtime.epoch, record)
-            if not recorder.is_full(lane.state):
-                return now
-            await recorder.flush()
-            return self._now()
-        record = await self._record(lane, record)
-        if record.dead is None:
-            self._telemetry.attempt_failed(lane, attempt, settlement.outcome, record, now)
-        else:
-            self._telemetry.dead_lettered(lane, record, record.dead, now)
-        return self._now()
-
-    async def _record(self, lane: LaneRuntime, record: Record) -> Record:
-        """Write a record; its lane waits if the database refuses its dead letter.
-
-        Returns:
-            What was written.
-        """
-        written = await self._recorder.write(lane.state, lane.runtime.epoch, record)
-        if written is not record:
-            self._telemetry.dead_letter_refused(lane, lane.state.hold_refused(self._now()))
-        return written
-
-    def _follow_breaker(self, runtime: EndpointRuntime, effect: BreakerEffect) -> None:
-        """Act on what a result changed about the endpoint's circuit breaker."""
-        if effect.must_be_stored:
-            self._mark_changed(runtime)
-        if effect.state_changed:
-            self._requeue(runtime)
-            # Lanes that sleep until a retry time may be admitted sooner.
-            self._activate_all(runtime)
-        if effect.probes_changed:
-            self._schedule_probes(runtime)
-
-    def _requeue(self, runtime: EndpointRuntime) -> None:
-        """Cancel the endpoint's waiting requests, so that each lane decides again."""
-        if runtime.queue.waiting:
-            self._admission.cancel_waiting(list(runtime.queue.waiting))
 
     @property
     def buffered_bytes(self) -> int:
@@ -507,9 +342,4 @@ class Dispatcher:
         if reuse is not runtime.reuse:
             runtime.reuse = reuse
             self._telemetry.unsolicited_data(runtime)
-            self._mark_changed(runtime)
-
-    def _mark_changed(self, runtime: EndpointRuntime) -> None:
-        """Mark the endpoint's state as changed; the supervisor stores it."""
-        self._changed.add(runtime.endpoint.id)
-        self._wake_supervisor()
+            self._breakers.mark_changed(runtime)

@@ -9,7 +9,7 @@ from outbox.core.model.stored_response import stored_success
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from outbox.core.delivery.commands import RunResults, Send
+    from outbox.core.delivery.commands import RunResults
     from outbox.core.delivery.delivery_run import DeliveryRun
     from outbox.core.model.response import AttemptResult
     from outbox.destinations.interface import Request
@@ -40,6 +40,7 @@ class LaneRun:
         "_now",
         "_recorder",
         "_redactor",
+        "_reuse",
         "_stored",
         "_telemetry",
         "run",
@@ -58,11 +59,14 @@ class LaneRun:
         now: Callable[[], float],
     ) -> None:
         self.run = run
+        """It knows the request in flight, or the last one."""
         self.span = span
         """The span of the request in flight."""
         self._lane = lane
         self._endpoint = lane.runtime.endpoint
         self._redactor = lane.runtime.redactor
+        # It allowed the first request on a connection that is reused.
+        self._reuse = lane.runtime.reuse
         self._fetcher = fetcher
         self._recorder = recorder
         self._telemetry = telemetry
@@ -75,45 +79,41 @@ class LaneRun:
         # Whether the lane must wait for the recorder.  It is asked when it gets results of the run.
         self._is_full = False
 
-    @property
-    def send(self) -> Send:
-        """The request in flight, or the last one."""
-        return self.run.send
-
-    @property
-    def started_at(self) -> float:
-        """When it started, in epoch seconds."""
-        return self.run.started_at
-
     def follow(self, response: AttemptResult) -> Request | None:
         """See `Following.follow`."""
         lane, run = self._lane, self.run
-        if lane.runtime.endpoint is not self._endpoint or self._is_full:
+        runtime = lane.runtime
+        if runtime.endpoint is not self._endpoint or self._is_full:
             return None
         if response.headers is not self._headers or response.body is not self._body:
             self._headers, self._body = response.headers, response.body
             redacted = response if self._redactor is None else self._redactor.redact(response)
             self._stored = stored_success(redacted)
         now, done = self._now(), run.send
-        prefetched = lane.prefetched
-        known = None if prefetched is None else prefetched.send
-        send = run.advance(response, self._stored, known, now=now, admission_now=self._loop_time())
+        requests = lane.requests
+        known = None if requests.prepared is None else requests.prepared.send
+        send = run.advance(
+            response, self._stored, known, now=now, admission_now=self._loop_time(),
+            may_reuse=runtime.reuse is self._reuse or runtime.reuse.is_allowed(now),
+        )  # fmt: skip
         if send is None:
             return None
-        if lane.signed_by is not None:
-            lane.runtime.signing.record(lane.signed_by, response)
-        if self.span is not None:
-            self._telemetry.run_attempt_traced(lane, done.delivery, run, response, self.span)
-        request, self.span = self._telemetry.attempt_started(
-            lane, send, lane.request(send, now), now
-        )
+        if requests.signed_by is not None:
+            runtime.signing.record(requests.signed_by, response)
+        request, telemetry = requests.build(send, now, keep_alive=True), self._telemetry
+        if telemetry.tracing is not None:
+            if self.span is not None:
+                telemetry.run_attempt_traced(lane, done.delivery, run, response, self.span)
+            request, self.span = telemetry.attempt_started(lane, send, request, now)
         return request
 
     def sent(self) -> None:
         """See `Following.sent`."""
-        now = self.run.started_at
-        self._fetcher.refill(self._lane)
-        self._lane.prefetch_next(now)
+        lane, now = self._lane, self.run.started_at
+        if (fetch := lane.state.fetch()) is not None:
+            self._fetcher.request(lane, fetch)
+        if (send := lane.state.peek_next_send()) is not None:
+            lane.requests.prefetch(send, now, keep_alive=True)
         if (due := self.run.pop_due(now)) is not None:
             self._record(due)
 
@@ -123,6 +123,6 @@ class LaneRun:
             self._record(self.run.results)
 
     def _record(self, results: RunResults) -> None:
-        self._recorder.add_run(self._lane.state, self._lane.runtime.epoch, results)
+        self._recorder.add(self._lane.state, self._lane.runtime.epoch, results)
         self._is_full = self._recorder.is_full(self._lane.state)
         self._telemetry.run_delivered(self._lane, results)

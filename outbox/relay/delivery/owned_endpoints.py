@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from outbox.core.admission.endpoint_queue import Slot
 from outbox.core.cluster.observed_time import GracePeriod
@@ -16,11 +16,11 @@ from outbox.core.delivery.lane import Lane
 from outbox.core.delivery.lane_generations import LaneGenerations
 from outbox.core.delivery.signing_clock import ClockDifference, SigningClock
 from outbox.core.delivery.stream_position import StreamPosition
-from outbox.core.messages.batch import prepare_request
 from outbox.core.model.redaction import SecretRedactor
 from outbox.destinations.broker_address import broker_address
 from outbox.destinations.brokers import UnusableBroker
-from outbox.destinations.http.request import recipient_of, signed_request
+from outbox.destinations.http.request import recipient_of
+from outbox.relay.delivery.request_cache import RequestCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -28,12 +28,9 @@ if TYPE_CHECKING:
     from outbox.core.admission.endpoint_queue import EndpointQueue
     from outbox.core.brokers.repair import Repair
     from outbox.core.cluster.observed_time import Odometer
-    from outbox.core.delivery.commands import Send
     from outbox.core.delivery.endpoint import Endpoint
-    from outbox.core.messages.message import Prepared
     from outbox.core.messages.signature import SigningKey
     from outbox.destinations.broker import Broker, BrokerFactory
-    from outbox.destinations.interface import Request
     from outbox.store.delivery.lanes import LoadedLane
     from outbox.telemetry.meters import EndpointMeters
 
@@ -45,38 +42,17 @@ def call_later(delay_s: float, call: Callable[[T], object], what: T) -> asyncio.
     return asyncio.get_running_loop().call_later(max(delay_s, 0.0), call, what)
 
 
-class PreparedRequest(NamedTuple):
-    """A delivery's first attempt, built while the previous delivery is in flight."""
-
-    send: Send
-    prepared: Prepared
-    at_s: int
-    """The epoch second in its signature."""
-    keys: list[SigningKey]
-    request: Request
-
-    def matches(self, send: Send) -> bool:
-        """Whether the command sends what was prepared."""
-        was = self.send
-        return was is send or (
-            was.delivery is send.delivery
-            and was.previous_seq == send.previous_seq
-            and was.lane_ends == send.lane_ends
-        )
-
-
 class LaneRuntime:
     """A lane: its state machine and its task."""
 
     __slots__ = (
         "loaded",
-        "prefetched",
         "read",
         "refilled_at",
         "repair",
         "repaired",
+        "requests",
         "runtime",
-        "signed_by",
         "slot",
         "state",
         "task",
@@ -109,69 +85,33 @@ class LaneRuntime:
         self.timer: asyncio.TimerHandle | None = None
         # Set while its task waits for a read.
         self.read: asyncio.Future[None] | None = None
-        # The request that follows when the current delivery succeeds.
-        self.prefetched: PreparedRequest | None = None
-        # The choice of `SigningClock` for the request in flight, or the last one.
-        self.signed_by: float | None = None
+        self.requests = RequestCache(runtime)
 
     def gate(self, now: float) -> Gate:
         """What lane generations and the circuit breaker allow the lane."""
-        if not self.runtime.generations.may_send(self.loaded.generation):
+        generations = self.runtime.generations
+        if generations.older and not generations.may_send(self.loaded.generation):
             return Gate.SHUT
         return self.runtime.breaker.admit(self.loaded.id, now)
 
     @property
     def runs_dry(self) -> bool:
         """Whether new payloads can be appended directly: no unread rows, endpoint usable."""
-        return self.state.needs_refill and self.runtime.endpoint.usable
+        return self.state.needs_refill and self.runtime.usable
 
-    def request(self, send: Send, started_at: float) -> Request:
-        """Build an attempt's request, signed now."""
-        runtime = self.runtime
-        self.signed_by = runtime.signing.choose()
-        signed_at_s = int(started_at + (self.signed_by or 0.0))
-        keep_alive = runtime.may_reuse(started_at)
-        keys = runtime.signing_keys(started_at)
-        prepared: Prepared | None = None
-        prefetched, self.prefetched = self.prefetched, None
-        if prefetched is not None and prefetched.matches(send):
-            prepared, request = prefetched.prepared, prefetched.request
-            if (prefetched.at_s, request.keep_alive) == (signed_at_s, keep_alive) and (
-                prefetched.keys == keys
-            ):
-                return request
-        return signed_request(
-            runtime.recipient, prepared or self._prepare(send), send.attempt, signed_at_s, keys,
-            keep_alive=keep_alive,
-        )  # fmt: skip
-
-    def prefetch_next(self, now: float) -> None:
+    def prefetch_next(self, now: float, keep_alive: bool) -> None:
         """Build the following request while the current one is in flight."""
-        send = self.state.peek_next_send()
-        if send is None or self.prefetched is not None:
-            return
-        runtime, prepared = self.runtime, self._prepare(send)
-        # As the request in flight; another choice makes another time.
-        at_s = int(now + (self.signed_by or 0.0))
-        keys = runtime.signing_keys(now)
-        request = signed_request(
-            runtime.recipient, prepared, send.attempt, at_s, keys,
-            keep_alive=runtime.may_reuse(now),
-        )  # fmt: skip
-        self.prefetched = PreparedRequest(send, prepared, at_s, keys, request)
+        if (send := self.state.peek_next_send()) is not None:
+            self.requests.prefetch(send, now, keep_alive=keep_alive)
 
-    def _prepare(self, send: Send) -> Prepared:
-        return prepare_request(
-            self.runtime.endpoint,
-            send.batch or (send.delivery,),
-            send.previous_seq,
-            lane_ends=send.lane_ends,
-            in_array=bool(send.batch),
-        )
+    def cancel_send(self) -> None:
+        """Report that an attempt was not made; the lane decides again."""
+        self.runtime.breaker.released(self.loaded.id)
+        self.state.cancel_send()
 
     def release_content(self) -> None:
         """Release what is in memory to be sent, because the lane waits long."""
-        self.prefetched = None
+        self.requests.prepared = None
         self.state.release_content()
 
     def request_repair(self, repair: Repair, now: float) -> None:
@@ -201,7 +141,6 @@ class EndpointRuntime:
     __slots__ = (
         "_brokers",
         "_budget",
-        "_keys",
         "breaker",
         "broker",
         "endpoint",
@@ -209,6 +148,7 @@ class EndpointRuntime:
         "generations",
         "grace",
         "lanes",
+        "lasting_keys",
         "meters",
         "newest_generation",
         "odometer",
@@ -223,6 +163,7 @@ class EndpointRuntime:
         "stored",
         "stored_unsolicited_at",
         "timer",
+        "usable",
     )
 
     def __init__(
@@ -238,16 +179,12 @@ class EndpointRuntime:
         clocks: ClockDifference | None = None,
         budget: BufferBudget | None = None,
     ) -> None:
-        self.endpoint = endpoint
         self._budget = budget or BufferBudget()
-        # Of its tenant, which it may share with other endpoints.
-        self.share = self._budget.share_of(endpoint.tenant or endpoint.id)
+        self._configure(endpoint, on_unsolicited)
         self.signing = SigningClock(clocks or ClockDifference())
         self._brokers = brokers
         # None: the destination is an HTTP receiver.
         self.broker = self._make_broker()
-        self.recipient = recipient_of(endpoint, on_unsolicited)
-        self._keys = _lasting_keys(endpoint)
         self.redactor = _redactor_of(endpoint)
         # Where its lanes wait for slots.
         self.queue = queue
@@ -360,13 +297,15 @@ class EndpointRuntime:
     def _has_tried(self, limit_s: float) -> bool:
         return self.grace.is_over(self.endpoint.retry, limit_s, self.odometer.observed_s)
 
-    def signing_keys(self, now: float) -> list[SigningKey]:
-        """The valid signing keys."""
-        return self.endpoint.secrets_at(now) if self._keys is None else self._keys
-
-    def may_reuse(self, now: float) -> bool:
-        """Whether a connection may carry more than one request now."""
-        return self.reuse.is_allowed(now)
+    def _configure(self, endpoint: Endpoint, on_unsolicited: Callable[[], object] | None) -> None:
+        """Derive from the settings what each delivery needs."""
+        self.endpoint = endpoint
+        self.usable = endpoint.usable
+        # Replaced by each change of the settings, so that no prepared request outlives one.
+        self.recipient = recipient_of(endpoint, on_unsolicited)
+        self.lasting_keys = _lasting_keys(endpoint)
+        # Of its tenant, which it may share with other endpoints.
+        self.share = self._budget.share_of(endpoint.tenant or endpoint.id)
 
     def apply_settings(self, endpoint: Endpoint, now: float) -> Broker | None:
         """Apply changed settings, a pause or a resume.
@@ -374,18 +313,15 @@ class EndpointRuntime:
         Returns:
             The broker that a new one has replaced, to be closed.
         """
-        was, self.endpoint = self.endpoint, endpoint
-        replaced = None
+        was, replaced = self.endpoint, None
+        self._configure(endpoint, self.recipient.on_unsolicited)
         if broker_address(was) != broker_address(endpoint):
             replaced, self.broker = self.broker, self._make_broker()
-        self.recipient = recipient_of(endpoint, self.recipient.on_unsolicited)
-        self._keys = _lasting_keys(endpoint)
         if was.headers != endpoint.headers:
             self.redactor = _redactor_of(endpoint)
         self.reuse = replace(self.reuse, keep_alive=endpoint.reuse.keep_alive)
-        self.share = self._budget.share_of(endpoint.tenant or endpoint.id)
         for lane in self.lanes.values():
-            lane.prefetched = None
+            lane.requests.prepared = None
             lane.state.set_share(self.share)
             lane.state.set_batch_max(endpoint.batch_max)
             lane.state.apply_policy(endpoint.retry, blocks=endpoint.blocks)

@@ -17,7 +17,7 @@ import asyncpg
 from outbox.core.delivery.buffer_budget import BUFFER_BYTES_MAX, RESPONSES_PART
 from outbox.core.delivery.commands import DeadLetter, Record, RunResults
 from outbox.core.model.delivery import Delivery
-from outbox.relay.delivery.pending_record import PendingRecord
+from outbox.relay.delivery.attempts import PendingRecord
 from outbox.relay.delivery.refused_records import RefusedRecords
 from outbox.store.errors import Fenced
 from outbox.store.refused_rows import ATTEMPT, RefusedRow, is_refused, reason_of
@@ -98,13 +98,14 @@ class Recorder:
             or lane.unwritten > LANE_PENDING_MAX
         )
 
-    def add(self, lane: Lane, epoch: int, record: Record) -> None:
-        """Queue a success; it is durable within about `group_s`."""
-        self._append(PendingRecord(lane, epoch, record))
-
-    def add_run(self, lane: Lane, epoch: int, results: RunResults) -> None:
-        """Queue the successes of a run or a batch, before any later record of the lane."""
-        self._append(PendingRecord(lane, epoch, results))
+    def add(self, lane: Lane, epoch: int, record: Record | RunResults) -> PendingRecord:
+        """Queue a success, or those of a run or a batch; durable within about `group_s`."""
+        entry = self._newest = PendingRecord(lane, epoch, record)
+        self._pending.append(entry)
+        self._pending_rows += entry.rows
+        self.response_bytes += entry.response_bytes
+        self._arrived.set()
+        return entry
 
     async def write(self, lane: Lane, epoch: int, record: Record) -> Record:
         """Write a record that must be durable before its lane continues.
@@ -115,8 +116,7 @@ class Recorder:
         Raises:
             Fenced: this replica is no longer the owner.
         """
-        entry = PendingRecord(lane, epoch, record)
-        self._append(entry)
+        entry = self.add(lane, epoch, record)
         self._urgent.set()
         await entry.written()
         assert isinstance(entry.record, Record)
@@ -133,13 +133,6 @@ class Recorder:
         checkpoint.
         """
         self._dirty_lanes[lane_id] = (epoch, progress)
-        self._arrived.set()
-
-    def _append(self, entry: PendingRecord) -> None:
-        self._pending.append(entry)
-        self._pending_rows += entry.rows
-        self.response_bytes += entry.response_bytes
-        self._newest = entry
         self._arrived.set()
 
     async def run(self) -> None:

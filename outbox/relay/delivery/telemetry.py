@@ -44,7 +44,7 @@ class DeliveryTelemetry:
         self.meters = meters or Meters()
         self.history = DeliveryHistory()
         """Written by the recorder of the session that runs."""
-        self._tracing = tracing
+        self.tracing = tracing
 
     # -------------------------------------------------------------- attempts
 
@@ -52,9 +52,8 @@ class DeliveryTelemetry:
         self, lane: LaneRuntime, send: Send, request: Request, now: float
     ) -> tuple[Request, AttemptSpan | None]:
         """Report an attempt before it is sent; return the request with trace headers."""
-        tracing = self._tracing
-        if tracing is None:
-            return request, None
+        tracing = self.tracing
+        assert tracing is not None
         for delivery in send.batch or (send.delivery,):
             # A batch carries the context of its first traced delivery.
             if (origin := tracing.origin(delivery)) is not None:
@@ -78,8 +77,8 @@ class DeliveryTelemetry:
         row = record.attempt
         assert row is not None
         self.meters.record_attempt(lane.runtime.meters, row, response)
-        if self._tracing is not None and span is not None:
-            self._tracing.end_attempt(span, row, response)
+        if self.tracing is not None and span is not None:
+            self.tracing.end_attempt(span, row, response)
         endpoint_id = lane.runtime.endpoint.id
         if row.outcome != "delivered":
             self.history.add_failure(endpoint_id)
@@ -87,8 +86,8 @@ class DeliveryTelemetry:
             self.history.add_successes(endpoint_id, (row.elapsed_s,))
             # An append to a broker has no span of its own.
             origin = None if span is None else span.origin
-            if self._tracing is not None and lane.runtime.broker is not None:
-                origin = self._tracing.origin(delivery)
+            if self.tracing is not None and lane.runtime.broker is not None:
+                origin = self.tracing.origin(delivery)
             since = delivery.waits_since
             latency_s = None if since is None else row.started_at + row.elapsed_s - since
             self.meters.record_delivered(lane.runtime.meters, row.attempt, latency_s)
@@ -111,9 +110,9 @@ class DeliveryTelemetry:
         span: AttemptSpan,
     ) -> None:
         """Report the traces of the last success that a run took."""
-        assert self._tracing is not None
+        assert self.tracing is not None
         row = run.results.row(-1)
-        self._tracing.end_attempt(span, row, response)
+        self.tracing.end_attempt(span, row, response)
         self._trace_delivered(lane, delivery, row, span.origin)
 
     def run_delivered(self, lane: LaneRuntime, results: RunResults) -> None:
@@ -136,7 +135,7 @@ class DeliveryTelemetry:
             accepted: the results of the first deliveries.
             failed: the record of the delivery after them, if there is one; the others stay pending.
         """
-        tracing = self._tracing
+        tracing = self.tracing
         endpoint_id = lane.runtime.endpoint.id
         self.meters.record_accepted(lane.runtime.meters, accepted)
         self.history.add_run(endpoint_id, accepted)
@@ -156,17 +155,17 @@ class DeliveryTelemetry:
     def _trace_delivered(
         self, lane: LaneRuntime, delivery: Delivery, row: AttemptRow, origin: TraceOrigin
     ) -> None:
-        assert self._tracing is not None
+        assert self.tracing is not None
         since, name = delivery.waits_since, lane.runtime.endpoint.name
         began_at, ended_at = since or row.started_at, row.started_at + row.elapsed_s
-        self._tracing.record_delivery(
+        self.tracing.record_delivery(
             name, delivery, "delivered", row.attempt, began_at, ended_at, origin
         )
 
     def attempt_abandoned(self, span: AttemptSpan | None, now: float) -> None:
         """Report an attempt that was closed without a response; it is repeated."""
-        if self._tracing is not None and span is not None:
-            self._tracing.abandon_attempt(span, now)
+        if self.tracing is not None and span is not None:
+            self.tracing.abandon_attempt(span, now)
 
     # The following are called when their records are durable.
 
@@ -246,7 +245,7 @@ class DeliveryTelemetry:
             lane_blocked=record.blocks or None,
             **self._trace(delivery),
         )
-        tracing = self._tracing
+        tracing = self.tracing
         if tracing is None or delivery is None or (origin := tracing.origin(delivery)) is None:
             return
         since = delivery.waits_since
@@ -292,9 +291,9 @@ class DeliveryTelemetry:
 
     def _trace(self, delivery: Delivery | None) -> dict[str, str]:
         """The log fields with the delivery's trace id; empty without tracing."""
-        if self._tracing is None or delivery is None:
+        if self.tracing is None or delivery is None:
             return {}
-        return {"trace_id": self._tracing.trace_id(delivery)}
+        return {"trace_id": self.tracing.trace_id(delivery)}
 
 
 def _where(lane: LaneRuntime, seq: int) -> dict[str, Any]:

@@ -372,7 +372,8 @@ class LaneStore:
             if r["hidden"]:
                 await stop_hidden(self._db)
             lane = names[r["lane_id"]]
-            found[lane.id].append(_delivery(lane, r))
+            exists = r["payload"] is not None
+            found[lane.id].append(build_delivery(lane, r) if exists else _erased(lane, r))
         return found
 
     async def identity(self) -> str:
@@ -466,13 +467,9 @@ class LaneStore:
         return {r["id"]: Repair(RepairKind(r["repair"]), r["repair_seq"]) for r in rows}
 
 
-def _delivery(lane: LoadedLane, row: Any) -> Delivery | ErasedEvent:
-    if row["payload"] is None:
-        kind = ErasedEvent if row["is_recorded"] else MissingEvent
-        return kind(
-            lane.endpoint_id, row["seq"], row["batch"], row["outbox_id"], row["backfill_id"]
-        )
-    return build_delivery(lane, row)
+def _erased(lane: LoadedLane, row: Any) -> ErasedEvent:
+    kind = ErasedEvent if row["is_recorded"] else MissingEvent
+    return kind(lane.endpoint_id, row["seq"], row["batch"], row["outbox_id"], row["backfill_id"])
 
 
 def build_delivery(lane: LaneIdentity, row: Any) -> Delivery:

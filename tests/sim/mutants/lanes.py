@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.delivery import lane
 from outbox.core.model.response_policy import AttemptOutcome
 from outbox.relay.delivery import recorder
-from outbox.relay.delivery.pending_record import PendingRecord
 from tests.sim.mutants.catalogue import mutant, swap
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ def dead_letter_waits_for_next_group(sim: Simulation) -> None:
         if record.dead is None:
             await write(self, lane_state, epoch, record)
         else:
-            self._append(PendingRecord(lane_state, epoch, record))
+            self.add(lane_state, epoch, record)
             lane_state._busy = None
         return record
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.delivery.operational_events import ReportedState
-from outbox.relay.delivery import settle
+from outbox.relay.delivery import breaker_follow_up
 from tests.sim.mutants.catalogue import mutant, swap
 from tests.sim.stores import lanes, operational_events, records
 
@@ -40,7 +40,7 @@ def reported_hold_only_in_memory(sim: Simulation) -> None:
 @mutant
 def hold_reported_for_operational_failures(sim: Simulation) -> None:
     """A hold is reported even if only operational events failed."""
-    swap(settle, "is_operational", lambda _: False)
+    swap(breaker_follow_up, "is_operational", lambda _: False)
 
 
 @mutant

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.admission import adaptive_scheduler, request_scheduler
-from outbox.core.delivery import circuit_breaker, delivery_run, signing_clock
-from outbox.relay.delivery import lane_run, owned_endpoints, recorder
+from outbox.core.delivery import circuit_breaker, connection_reuse, delivery_run, signing_clock
+from outbox.core.delivery.commands import RunResults
+from outbox.relay.delivery import lane_run, recorder
 from tests.sim.mutants.catalogue import mutant, swap
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ def run_continues_after_pause(sim: Simulation) -> None:
 
     def patched(self: Any, response: AttemptResult) -> Any:
         self._endpoint = self._lane.runtime.endpoint
+        self._reuse = self._lane.runtime.reuse
         return follow(self, response)
 
     swap(lane_run.LaneRun, "follow", patched)
@@ -38,7 +40,7 @@ def run_continues_after_failure(sim: Simulation) -> None:
 @mutant
 def run_continues_after_unsolicited_data(sim: Simulation) -> None:
     """A run does not ask whether connections are still reused."""
-    swap(owned_endpoints.EndpointRuntime, "may_reuse", lambda self, now: True)
+    swap(connection_reuse.ConnectionReuse, "is_allowed", lambda self, now: True)
 
 
 @mutant
@@ -50,7 +52,12 @@ def refused_time_is_final(sim: Simulation) -> None:
 @mutant
 def run_is_not_recorded(sim: Simulation) -> None:
     """The successes of a run are not in the attempt log."""
-    swap(recorder.Recorder, "add_run", lambda self, lane, epoch, results: None)
+    add = recorder.Recorder.add
+
+    def patched(self: Any, lane: Any, epoch: int, record: Any) -> Any:
+        return None if isinstance(record, RunResults) else add(self, lane, epoch, record)
+
+    swap(recorder.Recorder, "add", patched)
 
 
 @mutant
