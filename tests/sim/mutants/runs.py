@@ -24,7 +24,6 @@ def run_continues_after_pause(sim: Simulation) -> None:
 
     def patched(self: Any, response: AttemptResult) -> Any:
         self._endpoint = self._lane.runtime.endpoint
-        self._reuse = self._lane.runtime.reuse
         return follow(self, response)
 
     swap(lane_run.LaneRun, "follow", patched)
