@@ -84,8 +84,8 @@ def checks(tier: str) -> tuple[list[Check], list[Check]]:
         return [*lint, ("pytest", "--unit", *in_processes(2), "--quiet")], []
     options = ["--check-cases", *([tier] if tier else [])]
     return (
-        # Four processes on two cores, because tests wait for I/O.
-        [*lint, ("pytest", *in_processes(4), "--ignore", REPOSITORY, *options)],
+        # Six processes on two cores, because tests wait for I/O.
+        [*lint, ("pytest", *in_processes(6), "--ignore", REPOSITORY, *options)],
         [
             ("mypy",),
             ("lint-imports",),
