@@ -74,6 +74,16 @@ def test_a_closed_socket_is_forgotten(open_pairs: ExitStack) -> None:
     assert watched.readable() == set()
 
 
+def test_nothing_is_readable_after_the_end(open_pairs: ExitStack) -> None:
+    watched = WatchedSockets()
+    here, there = _pair(open_pairs)
+    watched.watch(here.fileno(), "owner")
+    there.send(b"x")
+    watched.close()
+    watched.forget(here.fileno(), "owner")
+    assert watched.readable() == set()
+
+
 def test_all_of_many_are_seen(open_pairs: ExitStack) -> None:
     watched, reader = WatchedSockets(), socket.socketpair()
     for each in reader:

@@ -89,8 +89,9 @@ class Leader:
         self.store = SequencingStore(self.db, here)
         await self.store.check()
         self.cursor = Cursor(
-            self.store, self.id, settings(self.database), lambda _: None, lambda *_: False
-        )
+            self.store, self.id, settings(self.database), lambda _: None, lambda *_: False,
+            lambda _: {}, lambda *_: None,
+        )  # fmt: skip
         return self
 
     async def turn(self) -> BatchResult:

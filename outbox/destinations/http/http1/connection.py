@@ -489,6 +489,10 @@ class FollowUps:
         """Forget the socket of a connection that has ended."""
         self._sockets.forget(fd, connection)
 
+    def close(self) -> None:
+        """Close, after all connections."""
+        self._sockets.close()
+
     def _serve(self) -> None:
         connections, self._connections = self._connections, []
         readable, now = self._sockets.readable(), self._loop.time()

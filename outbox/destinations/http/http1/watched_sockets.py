@@ -41,11 +41,19 @@ class WatchedSockets:
             with suppress(OSError):  # It is closed.
                 self._poll.unregister(fd)
 
+    def close(self) -> None:
+        """Forget all sockets; none may be watched afterwards."""
+        self._owners.clear()
+        if sys.platform == "linux":
+            self._poll.close()
+
     def readable(self) -> set[int]:
         """The sockets that have data, or EOF, now."""
+        if not self._owners:
+            return set()
         if sys.platform == "linux":
             # All of them: the default maximum is 1,023.
-            found = self._poll.poll(0, len(self._owners) or 1)
+            found = self._poll.poll(0, len(self._owners))
         else:
             found = self._poll.poll(0)
         return {fd for fd, _ in found}
