@@ -618,7 +618,7 @@ async def test_a_dump_of_hours_delays_only_the_drop_of_partitions(
     await publish(database, 1)
     await ranges.sequence_all(database)
     monkeypatch.setattr(connections, "MAINTENANCE_LOCK_TIMEOUT_S", 0.1)
-    opened = relay(database, Network())._connections
+    opened = relay(database, Network())._shared.connections
     keeper = Maintainer(await opened.worker("maintenance", long=True))
 
     async def maintain() -> bool:
