@@ -27,7 +27,7 @@ _PUBLISH_TYPES = {
     "claimed": "boolean",
 }
 
-# The same with a payload that is not JSON; see schema/0009_binary_payloads.sql.
+# The same with a payload that is not JSON; see schema/0016_values.sql.
 #   given: the parameters that occur twice, once: some drivers send each occurrence.
 PUBLISH_BODY = """
 SELECT CASE WHEN octet_length(given.body) > {schema}.payload_bytes_max()

@@ -12,7 +12,7 @@ from outbox.core.delivery.circuit_breaker import CircuitBreaker
 from outbox.core.model.response import AttemptResult
 from outbox.operations.endpoints import changes as endpoint_changes
 from outbox.operations.endpoints import states as endpoint_states
-from outbox.relay.delivery.attempt import AttemptSender
+from outbox.relay.delivery.attempt_sender import AttemptSender
 from outbox.relay.delivery.dispatcher import Dispatcher
 from outbox.relay.delivery.endpoint_supervisor import EndpointSupervisor
 from outbox.store.delivery.lanes import LaneStore
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from outbox.core.delivery.circuit_breaker import BreakerRecord
     from outbox.core.delivery.commands import Send
     from outbox.core.delivery.endpoint import Endpoint
-    from outbox.relay.delivery.attempts import Attempt
+    from outbox.relay.delivery.attempt import Attempt
     from outbox.relay.delivery.owned_endpoints import LaneRuntime
     from tests.support.postgres import Database
     from tests.support.relay import Sent

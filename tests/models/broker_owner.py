@@ -24,8 +24,8 @@ from outbox.core.model.message_format import ENVELOPE
 from outbox.core.model.response import AttemptResult, Failure
 from outbox.core.model.response_policy import RETRYABLE
 from outbox.core.model.retry_policy import RetryPolicy
-from outbox.relay.delivery.attempt import revalidate
-from outbox.relay.delivery.attempts import Attempt
+from outbox.relay.delivery.attempt import Attempt
+from outbox.relay.delivery.attempt_sender import revalidate
 from outbox.relay.delivery.settle import settle
 from tests.models.broker_database import LANE, Database
 

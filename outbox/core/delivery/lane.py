@@ -78,6 +78,8 @@ class Lane(LaneOutcomes):
     def next(self, now: float, gate: Gate = _OPEN) -> Command:
         """The next command; None when there is none or one is in progress.
 
+        What keeps a delivery from being sent here does so in `next_in_run` and `revalidate`, too.
+
         Args:
             gate: what the endpoint's circuit breaker allows; it does not apply to deliveries
                 that are dead-lettered unsent.

@@ -7,9 +7,9 @@ Before: `dispatcher.Dispatcher.add_endpoints` registers the lanes that this repl
 `fetcher.DeliveryFetcher.run` reads them into the buffers of their lanes.
 
 1. Decide: `lane_worker.LaneWorker._work` executes the commands of `outbox.core.delivery.lane.Lane`.
-   `attempt.AttemptSender.send` makes the attempt of a `Send`, steps 2 to 4.
+   `attempt_sender.AttemptSender.send` makes the attempt of a `Send`, steps 2 to 4.
 2. Wait for a slot: `admission.AdmissionQueue.begin`, or `admission.AdmissionQueue.wait` if none is
-   free.  After a wait, `attempt.revalidate` checks the decision again.
+   free.  After a wait, `attempt_sender.revalidate` checks the decision again.
 3. Build and sign: `request_cache.RequestCache.build`.
 4. Send: `outbox.destinations.interface.Transport.send`.  During a delivery run, it sends further
    requests from `lane_run.LaneRun.follow`.  To a broker: `broker_attempts.BrokerAttempts.append`.
@@ -21,6 +21,11 @@ Before: `dispatcher.Dispatcher.add_endpoints` registers the lanes that this repl
 
 After: the lane decides again.  `recorder.Recorder.checkpoint` writes the lane's durable progress,
 and `endpoint_supervisor.EndpointSupervisor` the state of the endpoint's circuit breaker.
+
+What keeps an attempt from being sent, in the order in which it is asked:
+`owned_endpoints.EndpointRuntime.usable`, `owned_endpoints.LaneRuntime.gate`, then the lane's `next`
+(within a delivery run `next_in_run`), the slot, after a wait for it the lane's `revalidate`, and
+immediately before the bytes are written the lease.
 
 The data of an event has six names on this way: `Delivery` (the row that was read), `Send` (the
 command), `Request` (signed), `AttemptResult` (the response), `Attempt` (all of these, completed)

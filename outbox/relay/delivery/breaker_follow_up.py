@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from outbox.relay.delivery.admission import AdmissionQueue
-    from outbox.relay.delivery.attempts import Attempt
+    from outbox.relay.delivery.attempt import Attempt
     from outbox.relay.delivery.owned_endpoints import EndpointRuntime, LaneRuntime
     from outbox.relay.delivery.telemetry import DeliveryTelemetry
 

@@ -11,7 +11,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from outbox.core.delivery.commands import End, Fetch, Open, Record, Send, Wait
-from outbox.relay.delivery.attempt import AttemptSender
+from outbox.relay.delivery.attempt_sender import AttemptSender
 from outbox.relay.delivery.breaker_follow_up import BreakerFollowUp
 from outbox.relay.delivery.broker_attempts import BrokerAttempts
 from outbox.relay.delivery.fetcher import DeliveryFetcher
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from outbox.destinations.broker import Broker
     from outbox.destinations.interface import Transport
     from outbox.relay.delivery.admission import AdmissionQueue
-    from outbox.relay.delivery.attempts import Attempt
+    from outbox.relay.delivery.attempt import Attempt
     from outbox.relay.delivery.owned_endpoints import EndpointRuntime, LaneRuntime
     from outbox.relay.delivery.recorder import Recorder
     from outbox.relay.delivery.telemetry import DeliveryTelemetry

@@ -17,7 +17,7 @@ import asyncpg
 from outbox.core.delivery.buffer_budget import BUFFER_BYTES_MAX, RESPONSES_PART
 from outbox.core.delivery.commands import DeadLetter, Record, RunResults
 from outbox.core.model.delivery import Delivery
-from outbox.relay.delivery.attempts import PendingRecord
+from outbox.relay.delivery.attempt import PendingRecord
 from outbox.relay.delivery.refused_records import RefusedRecords
 from outbox.store.errors import Fenced
 from outbox.store.refused_rows import ATTEMPT, RefusedRow, is_refused, reason_of

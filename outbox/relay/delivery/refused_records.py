@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from outbox.core.delivery.delivery_history import CountedDeliveries
-    from outbox.relay.delivery.attempts import PendingRecord
+    from outbox.relay.delivery.attempt import PendingRecord
     from outbox.store.delivery.records import RecordStore
 
 log = structlog.get_logger("outbox.recorder")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from outbox.core.messages.batch import prepare_request
 from outbox.core.messages.message import prepare
 from outbox.destinations.interface import Request
-from outbox.relay.delivery.attempts import PreparedRequest
+from outbox.relay.delivery.attempt import PreparedRequest
 
 if TYPE_CHECKING:
     from outbox.core.delivery.commands import Send

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from random import Random
 
     from outbox.core.delivery.commands import Record, RunResults
-    from outbox.relay.delivery.attempts import Attempt
+    from outbox.relay.delivery.attempt import Attempt
     from outbox.relay.delivery.breaker_follow_up import BreakerFollowUp
     from outbox.relay.delivery.owned_endpoints import LaneRuntime
     from outbox.relay.delivery.telemetry import DeliveryTelemetry

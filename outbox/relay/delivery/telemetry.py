@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from outbox.core.model.response import AttemptResult
     from outbox.core.model.response_policy import AttemptOutcome
     from outbox.destinations.interface import Request
-    from outbox.relay.delivery.attempts import Attempt
+    from outbox.relay.delivery.attempt import Attempt
     from outbox.relay.delivery.owned_endpoints import EndpointRuntime, LaneRuntime
     from outbox.telemetry.sampling import TraceOrigin
     from outbox.telemetry.tracing import AttemptSpan, Tracing

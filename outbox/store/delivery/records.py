@@ -222,7 +222,10 @@ class RecordStore:
     async def journal_refill(
         self, lane_id: int, endpoint_id: UUID, first_seq: int, last_seq: int
     ) -> None:
-        """Record that a stream was refilled as its endpoint's setting says."""
+        """Record that a stream was refilled as its endpoint's setting says.
+
+        Without the fence: it has happened, whoever owns the lane by now.
+        """
         data = json_text({"lane": lane_id, "sequence": first_seq, "to_sequence": last_seq})
         actor = f"replica {self._replica_id}"
         await self._db.write(ADD_TO_JOURNAL, "stream_refilled", actor, endpoint_id, data)
