@@ -26,6 +26,7 @@ from outbox.core.model.response_policy import RETRYABLE
 from outbox.core.model.retry_policy import RetryPolicy
 from outbox.relay.delivery.attempt import Attempt
 from outbox.relay.delivery.attempt_sender import revalidate
+from outbox.relay.delivery.breaker_follow_up import BreakerFollowUp
 from outbox.relay.delivery.settle import settle
 from tests.models.broker_database import LANE, Database
 
@@ -212,6 +213,7 @@ class LaneOwner:
                 retry=POLICY, blocks=False, on_forgotten="hold",
             ),
             breaker=_Breaker(),
+            reported=_Reported(),
             grace=GracePeriod(0.0),
             budget_s=lambda since, at: 0.0 if since is None else at - since,
             signing=SigningClock(ClockDifference()),
@@ -320,8 +322,11 @@ class LaneOwner:
             response, appended = result
         attempt = Attempt(send, self._world.now, response, False, None, appended)
         telemetry: Any = _Telemetry()
-        breakers: Any = _Breakers()
         world = self._world
+        breakers = BreakerFollowUp(
+            cast("Any", self.admission), lambda _: True, lambda: True, lambda: None,
+            lambda: world.now, world.rng, telemetry,
+        )  # fmt: skip
         _, accepted, record = settle(
             self._of_relay, attempt, world.now, world.rng, breakers, telemetry
         )
@@ -348,16 +353,16 @@ class _Breaker:
     def blocks_all(self, _: float) -> bool:
         return False
 
-    def record_result(self, *_: Any) -> None:
-        pass
+    def record_result(self, outcome: Any, *_: Any, **__: Any) -> Any:
+        return outcome
 
     def released(self, _: int) -> None:
         pass
 
 
-class _Breakers:
-    def record_result(self, _: Any, attempt: Attempt, outcome: Any, now: float) -> Any:
-        return outcome
+class _Reported:
+    def record_failure(self, *_: Any, **__: Any) -> _Reported:
+        return self
 
 
 class _Telemetry:

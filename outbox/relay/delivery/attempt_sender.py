@@ -146,6 +146,7 @@ class AttemptSender:
         self, lane: LaneRuntime, send: Send, started_at: float, state: BreakerState
     ) -> Attempt:
         """Send the request, and those of the delivery run after it."""
+        self._require_lease()
         telemetry, redactor = self._telemetry, lane.runtime.redactor
         keep_alive = lane.runtime.reuse.is_allowed(started_at)
         request = lane.requests.build(send, started_at, keep_alive=keep_alive)
@@ -178,7 +179,8 @@ class AttemptSender:
     def _require_lease(self) -> None:
         """Raise Fenced without a lease.
 
-        Called before each write: the process may have been frozen since the decision.
+        Called before an attempt, and before each write: the process may have been frozen since the
+        decision.
         """
         if self._lease_left_s() <= 0:
             raise Fenced

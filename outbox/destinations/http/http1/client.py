@@ -118,7 +118,6 @@ class Http1Client:
         for connection in list(self._in_flight):
             connection.shut_down()
         self._pools.close()
-        self._follow_ups.close()
 
     async def _connect(self, target: Target, request: Request, deadline: float) -> Connection:
         if self._closed:

@@ -30,7 +30,6 @@ from outbox.destinations.http.attempt_results import (
     timeout_detail,
 )
 from outbox.destinations.http.http1.response_parser import ResponseReader
-from outbox.destinations.http.http1.watched_sockets import WatchedSockets
 from outbox.destinations.http.limits import RESPONSE_HEAD_BYTES_MAX
 from outbox.destinations.http.request import encode_request
 from outbox.network.errors import TRANSPORT_CLOSED, NotConnected
@@ -69,7 +68,6 @@ class Connection(asyncio.Protocol):
         "_destination",
         "_early",
         "_ended",
-        "_fd",
         "_follow_ups",
         "_following",
         "_limits",
@@ -87,6 +85,7 @@ class Connection(asyncio.Protocol):
         "_transport",
         "_waiting",
         "deadline",
+        "fd",
         "idle_until",
         "resendable",
         "target",
@@ -117,7 +116,8 @@ class Connection(asyncio.Protocol):
         self._ended = False
         self._transport: asyncio.Transport | None = None
         self._socket: socket.socket | None = None
-        self._fd = -1
+        self.fd = -1
+        """File descriptor of its socket, which may be closed."""
         self._poll = select.poll()
         # Of the last request.
         self._on_unsolicited: Callable[[], object] | None = None
@@ -274,8 +274,8 @@ class Connection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
         self._socket = transport.get_extra_info("socket")
         assert self._socket is not None
-        self._fd = self._socket.fileno()
-        self._poll.register(self._fd, select.POLLIN)
+        self.fd = self._socket.fileno()
+        self._poll.register(self.fd, select.POLLIN)
 
     def data_received(self, data: bytes) -> None:
         waiting = self._waiting
@@ -299,7 +299,7 @@ class Connection(asyncio.Protocol):
                 self._report_unsolicited()
         elif self._following is not None and not self._ended and not waiting.done():
             self._response = result
-            self._follow_ups.add(self, self._fd)
+            self._follow_ups.add(self)
             return
         self._settle(result)
 
@@ -309,7 +309,6 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        self._follow_ups.forget(self, self._fd)
         if self._waiting is not None and not self._waiting.done():
             self.resendable = (
                 self._reused
@@ -335,7 +334,8 @@ class Connection(asyncio.Protocol):
         """Take the request that follows a response; False: none does, and the result is set.
 
         Args:
-            readable: the file descriptors that have data or EOF that the loop has not read yet.
+            readable: file descriptors whose sockets have data or EOF that the loop has not read yet,
+                or are closed.
             now: the time by the loop's clock.
         """
         response, waiting = self._response, self._waiting
@@ -345,7 +345,7 @@ class Connection(asyncio.Protocol):
         self._response = None
         assert self._destination is not None
         assert self._following is not None
-        if self._fd not in readable and self.reusable:
+        if self.fd not in readable and self.reusable:
             try:
                 request = self._following.follow(response)
                 if request is not None:
@@ -476,26 +476,20 @@ class FollowUps:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._connections: list[Connection] = []
-        self._sockets = WatchedSockets()
 
-    def add(self, connection: Connection, fd: int) -> None:
+    def add(self, connection: Connection) -> None:
         """Serve a connection after the responses that are being read now."""
         if not self._connections:
             self._loop.call_soon(self._serve)
         self._connections.append(connection)
-        self._sockets.watch(fd, connection)
-
-    def forget(self, connection: Connection, fd: int) -> None:
-        """Forget the socket of a connection that has ended."""
-        self._sockets.forget(fd, connection)
-
-    def close(self) -> None:
-        """Close, after all connections."""
-        self._sockets.close()
 
     def _serve(self) -> None:
         connections, self._connections = self._connections, []
-        readable, now = self._sockets.readable(), self._loop.time()
+        # One system call for all, before the first decision.
+        poll = select.poll()
+        for each in connections:
+            poll.register(each.fd, select.POLLIN)
+        readable, now = {fd for fd, _ in poll.poll(0)}, self._loop.time()
         sending = [each for each in connections if each.take_following(readable, now)]
         for each in sending:
             each.write_following()
