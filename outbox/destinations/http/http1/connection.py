@@ -334,8 +334,8 @@ class Connection(asyncio.Protocol):
         """Take the request that follows a response; False: none does, and the result is set.
 
         Args:
-            readable: file descriptors whose sockets have data or EOF that the loop has not read yet,
-                or are closed.
+            readable: file descriptors of sockets that are closed, or have data or EOF that the loop
+                has not read yet.
             now: the time by the loop's clock.
         """
         response, waiting = self._response, self._waiting
