@@ -23,6 +23,8 @@ class Leaf(NamedTuple):
     distribution: str
     extra: str
     """The extra of outbox-relay that installs it."""
+    needs: tuple[Leaf, ...] = ()
+    """Other leaves that it imports."""
 
     @property
     def package(self) -> str:
@@ -39,11 +41,15 @@ class Leaf(NamedTuple):
         return import_module(f"{self.package}.{module}")
 
     def require(self) -> None:
-        """Check that the leaf is installed, without importing it.
+        """Check that the leaf and those that it needs are installed, without importing them.
 
         Raises:
-            MissingExtra: it is not installed, or another version of it is.
+            MissingExtra: one is not installed, or another version of it is.
         """
+        for each in (self, *self.needs):
+            each._require_itself()
+
+    def _require_itself(self) -> None:
         # Each command imports this module, and few load a leaf.
         from importlib import metadata
 
@@ -61,9 +67,9 @@ class Leaf(NamedTuple):
 
 ADOPT = Leaf("outbox-adopt", "adopt")
 """`outbox adopt`."""
-API = Leaf("outbox-api", "relay")
-"""The HTTP API with its page, and the receivers' listener."""
-DEVTOOLS = Leaf("outbox-devtools", "demo")
-"""`outbox demo`, `listen`, `conform` and `prove`, and an embedded PostgreSQL."""
 DOCTOR = Leaf("outbox-doctor", "relay")
 """`outbox doctor` and `verify`."""
+API = Leaf("outbox-api", "relay", needs=(DOCTOR,))
+"""The HTTP API with its page, and the receivers' listener."""
+DEVTOOLS = Leaf("outbox-devtools", "demo", needs=(DOCTOR,))
+"""`outbox demo`, `listen`, `conform` and `prove`, and an embedded PostgreSQL."""

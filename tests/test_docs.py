@@ -36,7 +36,7 @@ from outbox.cli.main import COMMANDS, cli
 from outbox.core.brokers.message import messages_of
 from outbox.core.model.response import AttemptResult
 from outbox.errors import UsageError
-from outbox.extras import RELAY
+from outbox.leaves import DOCTOR
 from outbox.receiver import AsyncReceiver, MemoryDatabase, Receiver
 from outbox.store.connection.current_schema import status
 from outbox.testing import FakeSender
@@ -188,8 +188,8 @@ def test_the_commands_that_a_document_mentions_exist(document: str) -> None:
 
 
 def test_a_document_names_what_installs_the_commands_that_it_runs() -> None:
-    # [relay] has the command `outbox` itself.
-    leaves = {each.name: each.leaf for each in COMMANDS if each.leaf and each.leaf.extra != RELAY}
+    # Whoever has the command `outbox` has the doctor.
+    leaves = {each.name: each.leaf for each in COMMANDS if each.leaf not in (None, DOCTOR)}
     missing = []
     for document in set(DOCUMENTS) - GENERATED:
         text = read(document)
@@ -782,17 +782,21 @@ PLAIN_PARTS = {"__init__", "__main__", "__pycache__"}
 
 def test_the_drawing_of_the_tree_is_that_of_the_import_contracts() -> None:
     (drawing,) = re.findall(r"```text\n(.*?)```", read("CONTRIBUTING.md"), re.DOTALL)
-    leaves, *drawn = [re.split(r" {2,}", line)[0].split(" · ") for line in drawing.splitlines()]
+    lines = [re.split(r" {2,}", line)[0].split(" · ") for line in drawing.splitlines()]
     there = sorted(each.parent.name for each in (ROOT / "packages").glob("*/pyproject.toml"))
-    assert leaves == [f"packages/{there[0]}", *there[1:]]
     pyproject = tomllib.loads(read("pyproject.toml"))
-    (contract,) = (
-        each
+    contracts = {
+        each["name"]: [re.split(r" \| ", layer) for layer in each["layers"]]
         for each in pyproject["tool"]["importlinter"]["contracts"]
-        if each["name"] == "Imports go one way"
-    )
-    layers = [layer.replace("outbox.", "").split(" | ") for layer in contract["layers"]]
-    assert drawn == layers
+        if each["type"] == "layers"
+    }
+    leaves = [
+        [each.replace("outbox_", "packages/") for each in layer]
+        for layer in contracts["Leaves import the doctor only"]
+    ]
+    drawn = [[each.replace("outbox.", "") for each in x] for x in contracts["Imports go one way"]]
+    assert lines == [*leaves, *drawn]
+    assert sorted(each.removeprefix("packages/") for x in leaves for each in x) == there
     parts = {each.stem for each in (ROOT / "outbox").iterdir() if each.suffix in ("", ".py")}
     assert {part for line in drawn for part in line} == parts - PLAIN_PARTS
 

@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from outbox import Relay
-from outbox.errors import CannotRun, UsageError
+from outbox.errors import CannotRun, MissingExtra, UsageError
 from outbox.leaves import ADOPT, API, DEVTOOLS, DOCTOR, Leaf
 from outbox.plugins import BROKERS
 from outbox.version import __version__
@@ -31,10 +31,12 @@ VERSIONS = {
 """Versions of a leaf that is refused, and why; None: it is not installed."""
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
-    """Let the installed leaves have another version; None: they are not there."""
+def pretend(monkeypatch: pytest.MonkeyPatch, version: str | None, only: str | None = None) -> None:
+    """Let the installed leaves, or only one, have another version; None: they are not there."""
 
     def find(distribution: str) -> str:
+        if distribution != (only or distribution):
+            return __version__
         if version is None:
             raise importlib.metadata.PackageNotFoundError(distribution)
         return version
@@ -54,6 +56,24 @@ def test_every_leaf_of_the_tree_has_the_licence_and_an_extra_that_installs_it() 
     for leaf in LEAVES.values():
         installed = map(Requirement, project["optional-dependencies"][leaf.extra])
         assert leaf.distribution in {each.name for each in installed}
+
+
+@pytest.mark.parametrize("leaf", [API, DEVTOOLS])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_leaf_is_refused_without_one_that_it_needs(
+    monkeypatch: pytest.MonkeyPatch, leaf: Leaf, version: str | None
+) -> None:
+    pretend(monkeypatch, version, only="outbox-doctor")
+    with pytest.raises(MissingExtra, match=f"outbox-doctor {VERSIONS[version]}"):
+        leaf.require()
+
+
+def test_the_leaves_that_a_leaf_needs_are_its_requirements() -> None:
+    for file in ROOT.glob("packages/*/pyproject.toml"):
+        project = tomllib.loads(file.read_text())["project"]
+        wanted = {Requirement(each).name for each in project["dependencies"]} & LEAVES.keys()
+        if (leaf := LEAVES.get(project["name"])) is not None:
+            assert wanted == {each.distribution for each in leaf.needs}
 
 
 @pytest.mark.parametrize(

@@ -82,9 +82,9 @@ def programs(wheel: Path, tmp_path: Path) -> Path:
     built = run(*argv, PIP_CONSTRAINT=PINS)
     assert built.returncode == 0, built.stderr
     (plug_in,) = tmp_path.glob("outbox_jsonl-*.whl")
-    (api,) = wheel.parent.glob("outbox_api-*.whl")
     (devtools,) = wheel.parent.glob("outbox_devtools-*.whl")
-    wanted = (f"{wheel}[relay]", str(api), f"{devtools}[suite]", str(plug_in))
+    found = f"--find-links={wheel.parent}"
+    wanted = (found, f"{wheel}[relay]", f"{devtools}[suite]", str(plug_in))
     programs = make_environment(tmp_path / "env", *wanted)
     (author / "outbox_jsonl.py").unlink()  # From here on it is the wheel's.
     run_its_tests(programs / "python", author)

@@ -132,7 +132,7 @@ def test_an_image_has_the_extras_that_are_chosen(tmp_path: Path, extras: str, cl
     assert built.returncode == 0, built.stderr
     programs = tmp_path / "outbox/bin"
     assert run(programs / "python", "-c", HAS_CLIENTS).stdout.strip() == clients
-    for command in ("relay", "api", "listen", "adopt"):
+    for command in ("relay", "api", "listen", "adopt", "doctor", "verify"):
         ended = run(programs / "outbox", command, "--help", cwd=tmp_path)
         assert ended.returncode == 0, ended.stderr
     missing = run(programs / "python", "-c", LOAD, cwd=tmp_path).stderr

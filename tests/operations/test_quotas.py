@@ -6,12 +6,10 @@ import asyncio
 import re
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import outbox
 from outbox.core.model import endpoint_config
 from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.core.schedules.schedule import ScheduleSettings
@@ -25,6 +23,7 @@ from outbox.operations.schedules import changes as schedule_changes
 from outbox.store import change as changes
 from outbox.store import quotas as counting
 from outbox.store.sql.message import WriteStatement
+from tests.repository.sources import PACKAGES
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -131,7 +130,8 @@ def test_every_statement_that_adds_is_counted() -> None:
     """Nothing but the functions that count writes endpoints, lanes and schedules."""
     places = {
         ("/".join(path.parts[-2:]), table)
-        for path in Path(outbox.__file__).parent.rglob("*.py")
+        for package in PACKAGES
+        for path in package.rglob("*.py")
         for table in re.findall(
             r"INSERT INTO (endpoint|lane|schedule)\b(?: AS \w+)? \(", path.read_text()
         )
