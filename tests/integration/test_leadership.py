@@ -34,9 +34,12 @@ pytestmark = pytest.mark.costly
 INSERT = "INSERT INTO relay.outbox (type, payload) VALUES ('app.any', '{}') RETURNING id"
 FLAG = "SELECT last_value FROM relay.wakeup"
 LEADER = "SELECT writer FROM relay.cursor"
+# Its sequencer may be registered at this moment, see `Registered`.
 REPLICA = """
 INSERT INTO relay.replica (id, label, name, version, lease_s, expires_at) OVERRIDING SYSTEM VALUE
 VALUES ($1, 'outbox-relay:' || $1::bigint, 'test', '0', 60, clock_timestamp() + interval '1 minute')
+    ON CONFLICT (id) DO UPDATE SET label = excluded.label, name = excluded.name,
+       lease_s = excluded.lease_s, expires_at = excluded.expires_at
 """
 POLL_S = 0.4
 
