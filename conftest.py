@@ -24,7 +24,6 @@ import signal
 import sys
 from contextlib import ExitStack
 from functools import cache
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +41,7 @@ from tests.support.pgbouncer import program
 from tests.support.promtool import promtool
 from tests.support.small_disk import may_mount
 from tests.support.tiers import TIERS, tier_of
+from tests.support.units import unit_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Generator, Iterator, MutableMapping
@@ -151,16 +151,20 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def _spread(items: list[pytest.Item]) -> list[pytest.Item]:
-    """The same, with the slow ones spread over the first three quarters.
+    """The same, those that belong together first, and the slow ones spread over three quarters.
 
     At the end no process is left alone with one of them, and at no time are all at work on
     such ones, which start the most processes and have time-outs.
     """
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    others = [item for item in items if not item.get_closest_marker("slow")]
-    placed = [(n / len(slow) * 0.75, item) for n, item in enumerate(slow)]
-    placed += [(n / len(others), item) for n, item in enumerate(others)]
-    return [item for _, item in sorted(placed, key=itemgetter(0))]
+    units: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        units.setdefault(unit_of(item), []).append(item)
+    slow = [unit for unit in units.values() if unit[0].get_closest_marker("slow")]
+    others = [unit for unit in units.values() if not unit[0].get_closest_marker("slow")]
+    placed = [(n / len(slow) * 0.75, unit) for n, unit in enumerate(slow)]
+    placed += [(n / len(others), unit) for n, unit in enumerate(others)]
+    placed.sort(key=lambda each: (len(each[1]) == 1, each[0]))
+    return [item for _, unit in placed for item in unit]
 
 
 @pytest.hookimpl(trylast=True)  # After pytest has sorted them by their servers.

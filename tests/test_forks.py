@@ -51,6 +51,19 @@ def test_fails(subtests):
 def test_skipped():
     ...
 """
+TOGETHER = """
+
+@pytest.fixture(scope="session")
+def shared():
+    with (HERE / "shared").open("a") as file:
+        file.write("made\\n")
+
+@pytest.mark.together("shared")
+@pytest.mark.parametrize("n", range(30, 40))
+def test_with_others(n, shared):
+    with (HERE / "ran").open("a") as file:
+        file.write(f"{n}\\n")
+"""
 KILLED = """
 
 def test_is_killed():
@@ -84,6 +97,12 @@ def test_each_test_runs_once_and_fixtures_end(tmp_path: Path) -> None:
     assert "printed before" in ended.stdout
     assert "assert 3 == 4" in ended.stdout
     assert "[first]" in ended.stdout
+
+
+def test_one_process_runs_what_belongs_together(tmp_path: Path) -> None:
+    ended = pytest_on(tmp_path, MODULE + TOGETHER, "--forks", "3")
+    assert ran(tmp_path) == list(range(PASSING + 10)), ended.stdout + ended.stderr
+    assert (tmp_path / "shared").read_text() == "made\n"
 
 
 def test_a_process_that_is_killed_is_a_failure_of_its_test(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ from outbox.version import __version__
 from tests.support.cluster import objects_of
 from tests.support.helm import KUBERNETES, Helm, validate_object
 
+pytestmark = pytest.mark.together("chart")
+
 CHART = Path(__file__).parents[2] / "deploy/helm/outbox-relay"
 ALERTS = Path(__file__).parents[2] / "outbox/telemetry/alerts.yml"
 SET_BY_THE_CHART = {"dsn", "api_dsn", "health", "admin", "receivers"}

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from outbox.receiver.lane_order import Observation
     from tests.receivers.programs import Language
 
-pytestmark = pytest.mark.one_major
+pytestmark = [pytest.mark.one_major, pytest.mark.together("receivers")]
 
 ROUNDED_BY_JAVASCRIPT = {
     "2^53 + 1",

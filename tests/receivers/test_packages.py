@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tests.receivers.programs import Language
     from tests.support.postgres import Server
 
-pytestmark = [pytest.mark.one_major, pytest.mark.full]
+pytestmark = [pytest.mark.one_major, pytest.mark.full, pytest.mark.together("receivers")]
 
 TIMEOUT_S = 240
 

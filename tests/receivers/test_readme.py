@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tests.receivers.programs import Language
     from tests.support.postgres import Database
 
-pytestmark = [pytest.mark.one_major, pytest.mark.full]
+pytestmark = [pytest.mark.one_major, pytest.mark.full, pytest.mark.together("receivers")]
 
 ADDRESS = "127.0.0.1:9000"
 

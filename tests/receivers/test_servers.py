@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from tests.receivers.programs import Language
     from tests.support.postgres import Database, Server
 
-pytestmark = [pytest.mark.one_major, pytest.mark.full]
+pytestmark = [pytest.mark.one_major, pytest.mark.full, pytest.mark.together("receivers")]
 
 OTHER = "whsec_" + "QSBzZWNyZXQgdGhhdCBub2JvZHkgaGFzLg=="
 FORMATS: tuple[FormatName, ...] = get_args(FormatName)

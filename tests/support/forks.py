@@ -4,6 +4,9 @@ A pytest plugin: `--forks N`.  Each process of pytest-xdist imports and collects
 Here pytest collects them once and forks.  A process takes its next test from a file of indexes, and
 sends its reports to the first process, which prints and counts.  Requires Linux: on other systems a
 process may not use some libraries after a fork.
+
+Tests that are marked `together(NAME)` and follow one another are taken by one process: what they
+share, such as a browser or a compiled program, is made once.
 """
 
 from __future__ import annotations
@@ -12,19 +15,26 @@ import os
 import struct
 import sys
 import tempfile
+from itertools import groupby
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import IO, TYPE_CHECKING, Any
 
 import pytest
 
+from tests.support.units import unit_of
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_INDEX = struct.Struct("=I")
+_UNIT = struct.Struct("=II")
 
 Message = tuple[str, Any]
 """What a process sends: the index of the test that begins or ended, or a report."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "together(name): one process runs all tests of this name")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,8 +49,11 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     if not option.forks or option.collectonly or session.testsfailed:
         return None  # pytest's own loop.
     with tempfile.TemporaryFile(buffering=0) as indexes:
-        for index in range(len(session.items)):
-            indexes.write(_INDEX.pack(index))
+        first = 0
+        for _, tests in groupby(session.items, unit_of):
+            count = len(list(tests))
+            indexes.write(_UNIT.pack(first, count))
+            first += count
         indexes.seek(0)
         sys.stdout.flush()
         children: dict[Connection, int] = {}
@@ -63,7 +76,8 @@ class _Parent:
 
     Args:
         session: the session, with all tests.
-        indexes: the file from which the processes take the indexes of their tests.
+        indexes: the file from which the processes take the indexes of their tests, as units: the
+            first, and their number.
         children: the process behind each connection.
     """
 
@@ -152,8 +166,9 @@ def _run(session: pytest.Session, indexes: IO[bytes], reports: Connection) -> No
     config.pluginmanager.register(_Sender(config, reports))
 
     def remaining() -> Iterator[int]:
-        while read := os.read(indexes.fileno(), _INDEX.size):
-            yield _INDEX.unpack(read)[0]
+        while read := os.read(indexes.fileno(), _UNIT.size):
+            first, count = _UNIT.unpack(read)
+            yield from range(first, first + count)
 
     indexes_left = remaining()
     index = next(indexes_left, None)

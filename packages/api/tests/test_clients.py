@@ -38,7 +38,12 @@ LINTERS = ("@redocly/cli@2.77.0", "@stoplight/spectral-cli@6.16.3")
 STRICT = ("--strict", "--noUncheckedIndexedAccess")
 TO_MODULES = ("--module", "nodenext", "--target", "es2022", "--outDir", "built")
 
-pytestmark = [pytest.mark.system, pytest.mark.one_major, pytest.mark.full]
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.one_major,
+    pytest.mark.full,
+    pytest.mark.together("clients"),
+]
 
 
 def run(words: list[str], directory: Path, env: Mapping[str, str] | None = None) -> str:
