@@ -283,6 +283,7 @@ async def test_endpoints_and_dead_letters_are_shown_without_secrets(database: Da
     await in_project({"default": database}, run)
 
 
+@pytest.mark.usefixtures("site")
 def test_pages_in_other_languages_keep_the_joiners_of_their_words() -> None:
     """Django's Persian translation has 36 of them."""
     from outbox.django.admin import escape_page
