@@ -147,14 +147,14 @@ class WaitsForPreviousGenerationOnly(LaneGenerations):
     """Waits only for the newest of the older generations."""
 
     def may_send(self, generation: int) -> bool:
-        return not self.older or generation <= max(self.older)
+        return not self._older or generation <= max(self._older)
 
 
 class BeginsAfterFirstDrainedLane(LaneGenerations):
     """Treats a generation as drained when one of its lanes is."""
 
     def remove_drained(self, lane_id: int, generation: int) -> bool:
-        self.older.pop(generation, None)
+        self._older.pop(generation, None)
         return True
 
 

@@ -29,7 +29,7 @@ from tests.support.relay import (
     register,
     running,
 )
-from tests.support.sequencers import settings
+from tests.support.sequencers import always_notify, no_inline_payloads, settings
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Leader:
         await self.store.check()
         self.cursor = Cursor(
             self.store, self.id, settings(self.database), lambda _: None, lambda *_: False,
-            lambda _: {}, lambda *_: None,
+            no_inline_payloads, always_notify,
         )  # fmt: skip
         return self
 

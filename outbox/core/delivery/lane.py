@@ -105,11 +105,11 @@ class Lane(LaneOutcomes):
         first = buffer.queue[0]
         if isinstance(first, ErasedEvent):
             return self._next_without_event(first, now)
-        retry = self._retry
-        if retry.attempts and retry.is_missing:
+        if self._retry.is_missing:
             # Its event exists again, and its time begins now.
-            requests = retry.requests
-            retry = self._retry = RetryState(attempts=requests, spent=requests)
+            requests = self._retry.requests
+            self._retry = RetryState(attempts=requests, spent=requests)
+        retry = self._retry
         expires_at = inf if first.expires_at is None else first.expires_at
         ends: LaneDeadLetterReason | None = None
         blocks = False
@@ -121,7 +121,7 @@ class Lane(LaneOutcomes):
             _, ends, blocks = self._refused_dead
         elif retry.exhausted:
             ends, blocks = "exhausted", retry.blocks
-        is_due = not retry.attempts or retry.is_due(now)
+        is_due = retry.is_due(now)
         if ends is None and (gate is _SHUT or (gate is _OPEN and not is_due)):
             due_at = inf if gate is _SHUT else retry.next_attempt_at or now
             # Wake up at the expiry as well: an expired event must not block the lane.
@@ -256,9 +256,7 @@ class Lane(LaneOutcomes):
         if self._stopped or self._pending_cut is not None or self._buffer.outdated:
             return None
         send = self.peek_next_send(known)
-        if send is None or (expires_at := send.delivery.expires_at) is None or expires_at > now:
-            return send
-        return None
+        return None if send is None or is_expired(send.delivery, now) else send
 
     def advance_run(self, now: float) -> None:
         """Record that the request in flight succeeded and that of `next_in_run` has started.

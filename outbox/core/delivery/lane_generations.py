@@ -27,27 +27,26 @@ if TYPE_CHECKING:
 class LaneGenerations:
     """Decides which generations of an endpoint's lanes may send."""
 
-    __slots__ = ("older",)
+    __slots__ = ("_older",)
 
     def __init__(self, older: Iterable[tuple[int, int]] = ()) -> None:
         """`older`: (lane, generation) of lanes of older generations that are not drained."""
-        self.older: dict[int, set[int]] = {}
-        """The lanes of older generations that are not drained; empty: every lane may send."""
+        self._older: dict[int, set[int]] = {}
         for lane_id, generation in older:
-            self.older.setdefault(generation, set()).add(lane_id)
+            self._older.setdefault(generation, set()).add(lane_id)
 
     def may_send(self, generation: int) -> bool:
         """Whether all lanes of older generations are drained."""
-        return not self.older or generation <= min(self.older)
+        return not self._older or generation <= min(self._older)
 
     def remove_drained(self, lane_id: int, generation: int) -> bool:
         """Remove a drained lane; returns whether a newer generation may send now."""
-        lanes = self.older.get(generation)
+        lanes = self._older.get(generation)
         if lanes is None:
             return False
         lanes.discard(lane_id)
         if lanes:
             return False
-        was_first = generation == min(self.older)
-        del self.older[generation]
+        was_first = generation == min(self._older)
+        del self._older[generation]
         return was_first

@@ -294,8 +294,8 @@ class Dispatcher:
             if inline_deliveries and lane_id in inline_deliveries:
                 lane.state.append(inline_deliveries[lane_id])
                 self._worker.activate(lane)
-            if lane.runtime.usable and (fetch := lane.state.fetch()) is not None:
-                self._worker.fetcher.request(lane, fetch)
+            if lane.runtime.usable:
+                self._worker.fetcher.refill(lane)
 
     def _owned_among(self, endpoint_ids: Iterable[UUID]) -> list[EndpointRuntime]:
         return [self._owned[each] for each in endpoint_ids if each in self._owned]

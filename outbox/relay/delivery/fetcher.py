@@ -50,6 +50,11 @@ class DeliveryFetcher:
         self._requests: RoundRobin[tuple[LaneRuntime, Fetch]] = RoundRobin()
         self._requested = asyncio.Event()
 
+    def refill(self, lane: LaneRuntime) -> None:
+        """Queue a read if the lane's delivery buffer needs one."""
+        if (fetch := lane.state.fetch()) is not None:
+            self.request(lane, fetch)
+
     async def read(self, lane: LaneRuntime, fetch: Fetch) -> None:
         """Queue a read for the lane, and wait until it has completed."""
         lane.read = asyncio.get_running_loop().create_future()

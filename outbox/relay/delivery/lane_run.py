@@ -110,10 +110,8 @@ class LaneRun:
     def sent(self) -> None:
         """See `Following.sent`."""
         lane, now = self._lane, self.run.started_at
-        if (fetch := lane.state.fetch()) is not None:
-            self._fetcher.request(lane, fetch)
-        if (send := lane.state.peek_next_send()) is not None:
-            lane.requests.prefetch(send, now, keep_alive=True)
+        self._fetcher.refill(lane)
+        lane.prefetch_next(now, keep_alive=True)
         if (due := self.run.pop_due(now)) is not None:
             self._record(due)
 

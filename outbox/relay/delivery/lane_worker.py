@@ -92,8 +92,7 @@ class LaneWorker:
             while runtime.usable:
                 match lane_state.next(now, lane.gate(now)):
                     case Send() | Open() | End() as send:
-                        if (refill := lane_state.fetch()) is not None:
-                            self.fetcher.request(lane, refill)
+                        self.fetcher.refill(lane)
                         attempt = await self._attempts.send(lane, send, now)
                         now = self._now() if attempt is None else await self._finish(lane, attempt)
                     case Record() as record:

@@ -89,8 +89,7 @@ class LaneRuntime:
 
     def gate(self, now: float) -> Gate:
         """What lane generations and the circuit breaker allow the lane."""
-        generations = self.runtime.generations
-        if generations.older and not generations.may_send(self.loaded.generation):
+        if not self.runtime.generations.may_send(self.loaded.generation):
             return Gate.SHUT
         return self.runtime.breaker.admit(self.loaded.id, now)
 

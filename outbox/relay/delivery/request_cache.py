@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from outbox.core.messages.batch import prepare_request
 from outbox.core.messages.message import prepare
-from outbox.destinations.interface import Request
+from outbox.destinations.http.request import signed_request
 from outbox.relay.delivery.attempt import PreparedRequest
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from outbox.core.delivery.endpoint import Endpoint
     from outbox.core.delivery.signing_clock import SigningClock
     from outbox.core.messages.signature import SigningKey
-    from outbox.destinations.interface import Recipient
+    from outbox.destinations.interface import Recipient, Request
 
 
 class RequestSource(Protocol):
@@ -71,8 +71,7 @@ class RequestCache:
                 endpoint, send.batch or (send.delivery,), send.previous_seq,
                 lane_ends=send.lane_ends, in_array=bool(send.batch),
             )  # fmt: skip
-        lines = message.attempt(send.attempt, at_s, keys)
-        return Request(recipient, lines, message.body, keep_alive)
+        return signed_request(recipient, message, send.attempt, at_s, keys, keep_alive=keep_alive)
 
     def prefetch(self, send: Send, now: float, *, keep_alive: bool) -> None:
         """Build the request of the next delivery, a first attempt, unless this was done.
@@ -92,6 +91,7 @@ class RequestCache:
         # As the request in flight; another choice makes another time.
         at_s = int(now if self.signed_by is None else now + self.signed_by)
         keys = source.lasting_keys or endpoint.secrets_at(now)
-        lines = message.attempt(send.attempt, at_s, keys)
-        request = Request(source.recipient, lines, message.body, keep_alive)
+        request = signed_request(
+            source.recipient, message, send.attempt, at_s, keys, keep_alive=keep_alive
+        )
         self.prepared = PreparedRequest(send, message, at_s, keys, request)

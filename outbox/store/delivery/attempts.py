@@ -9,6 +9,7 @@ from outbox.store.sql.message import WriteStatement
 from outbox.store.sql.row_params import (
     composite_array,
     composite_json,
+    composite_number,
     composite_text,
 )
 
@@ -99,6 +100,6 @@ def _attempt_row(
 ) -> str:
     """The fields in the order of the type `attempt_row`; error and response are encoded."""
     return (
-        f"({lane_id},{batch},{seq},{attempt},{outcome},{'' if status is None else status},"
+        f"({lane_id},{batch},{seq},{attempt},{outcome},{composite_number(status)},"
         f"{error},{round(started_at * 1e6)},{round(elapsed_s * 1e6)},{response})"
     )

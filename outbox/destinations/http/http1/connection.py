@@ -455,11 +455,7 @@ class Connection(asyncio.Protocol):
         reader = self._reader
         assert reader.status is not None
         result = completed_result(
-            reader.status,
-            monotonic() - self._started_at,
-            reader.headers(),
-            reader.content(),
-            cut_by,
+            reader.status, self.elapsed_s, reader.headers(), reader.content(), cut_by
         )
         return result._replace(resent=True) if self._resent else result
 
