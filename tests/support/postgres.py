@@ -35,6 +35,8 @@ TEST_SETTINGS: Mapping[str, Setting] = {
     "fsync": False,
     "full_page_writes": False,
     "max_prepared_transactions": 50,
+    # Its workers would be sessions that a test did not open, and read each database of a test.
+    "autovacuum_naptime": "1d",
 }
 
 # Cloning a database in memory takes a tenth of the time it takes on a disk.

@@ -113,7 +113,9 @@ QUERY_CHARS_MAX = 60
 # reports for its reader, and holds back the same without a reader.
 PINS = f"""
 WITH pins AS MATERIALIZED (
-    SELECT 'session' AS kind, a.pid, NULL::text AS name, a.usename::text AS role,
+    SELECT CASE a.backend_type WHEN 'autovacuum worker' THEN 'autovacuum' ELSE 'session' END
+               AS kind,
+           a.pid, NULL::text AS name, a.usename::text AS role,
            a.application_name AS application, a.state,
            left(regexp_replace(a.query, '\\s+', ' ', 'g'), {QUERY_CHARS_MAX + 1}) AS query,
            false AS catalog_only,
@@ -246,12 +248,20 @@ def _describe(row: Any) -> str:
             return f'replication slot "{row["name"]}"{reader}'
         case "standby":
             return f"the standby of pid {row['pid']} ({who})"
+        case "autovacuum":
+            at_work = f", at work for {since}" if since else ""
+            return f"autovacuum's worker of pid {row['pid']}{at_work}{_quote(row, 'with')},"
     state = "in a transaction" if row["state"] == "active" else row["state"] or "active"
-    statement = ""
-    if query := (row.get("query") or "").strip():
-        cut = f"{query[:QUERY_CHARS_MAX]}…" if len(query) > QUERY_CHARS_MAX else query
-        statement = f", {'with' if row['state'] == 'active' else 'last with'} {cut}"
+    statement = _quote(row, "with" if row["state"] == "active" else "last with")
     return f"pid {row['pid']} ({who}), {state}{since and f' for {since}'}{statement},"
+
+
+def _quote(row: Any, verb: str) -> str:
+    """The statement of a session, cut, after a comma; empty without one."""
+    query = (row.get("query") or "").strip()
+    if not query:
+        return ""
+    return f", {verb} {query[:QUERY_CHARS_MAX]}{'…' if len(query) > QUERY_CHARS_MAX else ''}"
 
 
 def _end_command(row: Any) -> str:
@@ -267,6 +277,8 @@ def _end_command(row: Any) -> str:
                 "end the old query on that standby, or set hot_standby_feedback = off there; "
                 f"to end it from here: {end_session}"
             )
+        case "autovacuum":
+            return f"it ends by itself; to end it now: {end_session}"
     return f"end it in its application, or {end_session}"
 
 

@@ -112,6 +112,29 @@ async def test_a_standby_with_hot_standby_feedback_is_reported(pg_major: int) ->
         await reader.close()
 
 
+@pytest.mark.full
+@pytest.mark.costly
+async def test_a_long_analyze_of_autovacuum_is_reported_as_its_own(pg_major: int) -> None:
+    slow = {"autovacuum_naptime": "1s", "autovacuum_vacuum_cost_delay": "100ms"}
+    server = Server(pg_major, {**slow, "autovacuum_vacuum_cost_limit": 1})
+    with server.embedded:
+        async with server.database() as database:
+            db = await database.connect(**PATH)
+            await db.execute("CREATE TABLE public.t AS SELECT n FROM generate_series(1, 9999) n")
+
+            async def reported() -> list[str]:
+                found = await reported_findings(db, "horizon", limits=AT_ONCE)
+                return [f"{f.message}; {f.action}" for f in found if "public.t" in f.message]
+
+            (text,) = await until(reported, 60, "the worker")
+    assert re.match(
+        r"autovacuum's worker of pid (\d+), at work for .*, with autovacuum: (VACUUM )?ANALYZE "
+        r"public\.t, keeps VACUUM from removing dead rows; its snapshot is \d+ transactions? old; "
+        r"it ends by itself; to end it now: SELECT pg_terminate_backend\(\1\)$",
+        text,
+    )
+
+
 # ---------------------------------------------------------------- autovacuum
 
 
