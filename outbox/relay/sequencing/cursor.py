@@ -337,6 +337,8 @@ class Cursor:
         self, events: Sequence[RoutableEvent], router: Router
     ) -> tuple[Placements, Mapping[TenantFilter, FilterFailure]]:
         """Place events in the lanes of their endpoints; returns the filters to be stopped, too."""
+        if not router.filters:
+            return router.placements(events), {}
         refused, failed = await self._filters.evaluate(router, events)
         return router.placements(events, refused), failed
 
@@ -385,7 +387,8 @@ class Cursor:
         """Apply a durable batch to the cached state, and report it."""
         committed_after = self.reader.committed_after
         self.reader.committed(draft.reading, draft.change)
-        self._filters.mark_stored(draft.failed)
+        if draft.failed:
+            self._filters.mark_stored(draft.failed)
         self._replays.committed(draft.replays)
         if draft.events:
             self._replays.record_live_events()

@@ -131,7 +131,8 @@ class Sequencer:
         self._took_over_at = -math.inf
         self._stopping = False
         self.on_lead: Sequence[Callable[[bool], None]] = ()
-        """Called before each poll with whether this replica leads."""
+        """Called before a poll with whether this replica leads, if that has changed."""
+        self._reported_leads: bool | None = None
         self.polled_at: float | None = None
         """When it last read the cursor, by the loop's clock; None: never."""
         self.broken: str | None = None
@@ -225,8 +226,10 @@ class Sequencer:
         await self.cursor.release_leadership()
 
     def _report_leadership(self, *, leads: bool) -> None:
-        for each in self.on_lead:
-            each(leads)
+        if leads is not self._reported_leads:
+            self._reported_leads = leads
+            for each in self.on_lead:
+                each(leads)
 
     async def _record_result(self, result: BatchResult) -> None:
         """Record whether this replica could sequence."""

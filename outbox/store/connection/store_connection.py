@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from asyncpg import InsufficientPrivilegeError, PostgresError, ProgramLimitExceededError
+from asyncpg import (
+    InsufficientPrivilegeError,
+    InterfaceError,
+    PostgresError,
+    ProgramLimitExceededError,
+)
 
 from outbox.store.connection.row_security import RowSecurityError, explain_denial
 from outbox.store.connection.type_cache import TypeCachingConnection
@@ -27,9 +33,13 @@ TRIM_NOTIFICATION_QUEUE = "SELECT pg_notification_queue_usage()"
 
 
 class StoreConnection(TypeCachingConnection):
-    """A connection that sends a writing statement as one message."""
+    """A connection that sends a writing statement as one message.
 
-    __slots__ = ("reopen",)
+    It measures how long its statement has been running, explains row security, and reports its
+    loss as such.
+    """
+
+    __slots__ = ("_started_at", "reopen", "statements_started")
     message_settings: ClassVar[tuple[str, ...]] = ()
     """Statements that begin every message that writes."""
 
@@ -37,29 +47,51 @@ class StoreConnection(TypeCachingConnection):
         super().__init__(*args, **kwargs)
         self.reopen: Callable[[], Awaitable[StoreConnection]] | None = None
         """Opens another connection like this one; None: it was not opened by `connect`."""
+        self._started_at: float | None = None
+        self.statements_started = 0
+        """Number of statements started."""
+
+    @property
+    def waiting_s(self) -> float:
+        """How long the running statement has had no result, in seconds.
+
+        0 when there is none, and when the connection was lost: the caller gets an error then.
+        """
+        if self._started_at is None or self.is_closed():
+            return 0.0
+        return asyncio.get_running_loop().time() - self._started_at
 
     async def execute(self, *args: Any, **kwargs: Any) -> Any:
-        return await self._explained(super().execute(*args, **kwargs))
+        return await self._run(super().execute(*args, **kwargs))
 
     async def fetch(self, *args: Any, **kwargs: Any) -> Any:
-        return await self._explained(super().fetch(*args, **kwargs))
+        return await self._run(super().fetch(*args, **kwargs))
 
     async def fetchval(self, *args: Any, **kwargs: Any) -> Any:
-        return await self._explained(super().fetchval(*args, **kwargs))
+        return await self._run(super().fetchval(*args, **kwargs))
 
     async def fetchrow(self, *args: Any, **kwargs: Any) -> Any:
-        return await self._explained(super().fetchrow(*args, **kwargs))
+        return await self._run(super().fetchrow(*args, **kwargs))
 
-    async def _explained(self, statement: Awaitable[Any]) -> Any:
-        """Distinguish row security from a missing privilege, which has the same error code."""
+    async def _run(self, statement: Awaitable[Any]) -> Any:
+        self.statements_started += 1
+        self._started_at = asyncio.get_running_loop().time()
         try:
             return await statement
+        except AttributeError as error:
+            # asyncpg drops its protocol object on a lost connection, and uses it unchecked.
+            if self.is_closed():
+                raise InterfaceError("connection was lost while a statement was running") from error
+            raise
         except RowSecurityError:
             raise
         except InsufficientPrivilegeError as error:
+            # Row security has the error code of a missing privilege.
             if self.is_in_transaction():
                 raise
             raise await explain_denial(self, error) from error.__cause__
+        finally:
+            self._started_at = None
 
     async def write(
         self,

@@ -1,5 +1,4 @@
-"""Connections that measure how long a statement has been running, and whether the server
-still executes it.
+"""The connections of a relay's session, and whether the server still executes their statements.
 
 A connection can hang although both ends consider it open: something between them accepts and
 acknowledges packets without forwarding them.  The client then waits for ever, and no TCP
@@ -9,16 +8,15 @@ transaction in the database.  But the server knows whether it is executing the s
 
 from __future__ import annotations
 
-import asyncio
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from asyncpg import DuplicatePreparedStatementError, InterfaceError
+from asyncpg import DuplicatePreparedStatementError
 
 from outbox.store.connection.store_connection import StoreConnection
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Sequence
 
     from asyncpg import Connection
 
@@ -41,26 +39,13 @@ SELECT pid FROM pg_stat_activity
 
 
 class Worker(StoreConnection):
-    """A connection that prepares writes, and measures how long its statement has been running."""
+    """A connection that prepares writes."""
 
-    __slots__ = ("_prepared_writes", "_started_at", "statements_started")
+    __slots__ = ("_prepared_writes",)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._prepared_writes: set[str] = set()
-        self._started_at: float | None = None
-        self.statements_started = 0
-        """Number of statements started."""
-
-    @property
-    def waiting_s(self) -> float:
-        """How long the running statement has had no result, in seconds.
-
-        0 when there is none, and when the connection was lost: the caller gets an error then.
-        """
-        if self._started_at is None or self.is_closed():
-            return 0.0
-        return asyncio.get_running_loop().time() - self._started_at
 
     @property
     def is_connected(self) -> bool:
@@ -71,22 +56,6 @@ class Worker(StoreConnection):
         """Whether another connection is opened in place of this one, if it hangs: no."""
         return False
 
-    async def execute(self, *args: Any, **kwargs: Any) -> Any:
-        with self._timing():
-            return await super().execute(*args, **kwargs)
-
-    async def fetch(self, *args: Any, **kwargs: Any) -> Any:
-        with self._timing():
-            return await super().fetch(*args, **kwargs)
-
-    async def fetchval(self, *args: Any, **kwargs: Any) -> Any:
-        with self._timing():
-            return await super().fetchval(*args, **kwargs)
-
-    async def fetchrow(self, *args: Any, **kwargs: Any) -> Any:
-        with self._timing():
-            return await super().fetchrow(*args, **kwargs)
-
     async def _call(self, statement: WriteStatement, arguments: Sequence[object]) -> str:
         """The text that executes a statement; it is prepared once, which keeps its plan."""
         if statement.name not in self._prepared_writes:
@@ -96,20 +65,6 @@ class Worker(StoreConnection):
                 await self.execute(statement.prepare)
             self._prepared_writes.add(statement.name)
         return statement.execute(arguments)
-
-    @contextmanager
-    def _timing(self) -> Iterator[None]:
-        self.statements_started += 1
-        self._started_at = asyncio.get_running_loop().time()
-        try:
-            yield
-        except AttributeError as error:
-            # asyncpg drops its protocol object on a lost connection, and uses it unchecked.
-            if self.is_closed():
-                raise InterfaceError("connection was lost while a statement was running") from error
-            raise
-        finally:
-            self._started_at = None
 
 
 async def read_busy_backends(connection: Connection[Any], pids: Collection[int]) -> set[int]:

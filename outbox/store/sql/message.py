@@ -102,7 +102,11 @@ def literal(value: object) -> str:
     """
     if isinstance(value, SettingArgument):
         return f"current_setting({quote_literal(value.name)})"
-    return "NULL" if value is None else quote_literal(_text(value))
+    if value is None:
+        return "NULL"
+    text = _text(value)
+    # Few texts have anything to escape.
+    return quote_literal(text) if "'" in text or "\\" in text else f"'{text}'"
 
 
 def _text(value: object) -> str:
