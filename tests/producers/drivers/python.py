@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import sys
 from typing import Any
@@ -145,7 +146,9 @@ async def main() -> None:
             await driver.run(statement["text"], statement["arguments"])
         except Exception as error:
             failures.append(f"{statement['name']}: {error}")
-    print(json.dumps(failures))
+    print(json.dumps(failures), flush=True)
+    # Threads of psqlpy may call the interpreter while it ends, which then aborts.
+    os._exit(0)
 
 
 if __name__ == "__main__":
