@@ -111,8 +111,9 @@ EVENT_COLUMNS = f"""event_id, type, tenant, key,
 # an index lookup: a join would hash the whole outbox.  bytes_before bounds a chunk by the size that
 # its payloads and headers have in memory, which may be a hundred times the compressed one; OFFSET 0
 # converts each of them once.  LATERAL would do so as well, but the planner memoizes its result, and
-# looks for it by the whole payload.  hidden: row security may have hidden events.  The columns have
-# the order of `build_delivery`.
+# looks for it by the whole payload.  IS NOT NULL keeps the look-ups of dead letters and replays,
+# which few deliveries need, from being begun.  hidden: row security may have hidden events.  The
+# columns have the order of `build_delivery`.
 READ_DELIVERIES = f"""
 SELECT lane_id, seq, batch, outbox_id, {EVENT_COLUMNS},
        backfill_id, date_part('epoch', committed_after) AS committed_after,
@@ -155,7 +156,8 @@ SELECT lane_id, seq, batch, outbox_id, {EVENT_COLUMNS},
           LEFT JOIN LATERAL (
                SELECT * FROM outbox WHERE id = d.outbox_id LIMIT 1) o ON true
           LEFT JOIN LATERAL (
-               SELECT * FROM dead_letter WHERE id = d.copy_id LIMIT 1) x ON true
+               SELECT * FROM dead_letter
+                WHERE d.copy_id IS NOT NULL AND id = d.copy_id LIMIT 1) x ON true
           LEFT JOIN LATERAL (
                SELECT was.endpoint_id AS was_endpoint_id,
                       was.generation AS was_generation, was.slot AS was_slot,
@@ -163,7 +165,7 @@ SELECT lane_id, seq, batch, outbox_id, {EVENT_COLUMNS},
                  FROM replay
                  JOIN dead_letter dead ON dead.id = replay.dead_id
                  JOIN lane was ON was.id = dead.lane_id
-                WHERE replay.id = d.replay_id LIMIT 1) w ON true
+                WHERE d.replay_id IS NOT NULL AND replay.id = d.replay_id LIMIT 1) w ON true
         OFFSET 0) converted) sized) found
  WHERE bytes_before IS NULL OR bytes_before + bytes <= bytes_max
  ORDER BY lane_id, seq
