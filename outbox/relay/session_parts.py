@@ -12,14 +12,8 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
-import structlog
-
 from outbox.core.admission.adaptive_scheduler import AdaptiveRequestScheduler
-from outbox.core.cluster.database_clock import DatabaseClock
-from outbox.core.cluster.lease import Lease
-from outbox.core.cluster.observed_time import Odometer
 from outbox.core.delivery.buffer_budget import BufferBudget
-from outbox.core.delivery.signing_clock import ClockDifference
 from outbox.relay.cluster.lease_renewal import keep_lease
 from outbox.relay.cluster.listener import Listener
 from outbox.relay.cluster.ownership import Ownership
@@ -32,6 +26,7 @@ from outbox.relay.delivery.recorder import Recorder
 from outbox.relay.maintenance import maintain
 from outbox.relay.sequencing.schedule_runner import ScheduleRunner
 from outbox.relay.sequencing.sequencer import Sequencer
+from outbox.relay.session_clocks import SessionClocks
 from outbox.relay.session_state import RunningSession
 from outbox.relay.wake_event import Wakeups
 from outbox.store.delivery.endpoint_state import Condition
@@ -50,11 +45,6 @@ if TYPE_CHECKING:
     from outbox.relay.registration import Registered
     from outbox.store.cluster.replicas import ReplicaStore
     from outbox.store.connection.secrets import Vault
-
-log = structlog.get_logger("outbox.relay")
-
-CLOCK_JUMP_S = 1.0
-"""Smaller moves of the database's clock are ignored; timers are late by at most that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +90,8 @@ def build_session(
     me, here, workers = registered.replica_id, registered.server_fence, registered.workers
     stores, actor = connections.stores, f"replica {me}"
     listening = settings.notify and not settings.pooled
-    lease = Lease(settings.lease_s)
-    lease.renewed(registered.started_at)
-    reading = registered.reading
-    time = DatabaseClock(reading.now, registered.asked_at, clock())
-    odometer = Odometer()
-    odometer.update(reading.observed_s, reading.marks)
-    clocks = ClockDifference()
+    clocks = SessionClocks(registered, settings.lease_s, clock, shared.wall)
+    lease, now, lease_left_s = clocks.lease, clocks.now, clocks.lease_left_s
 
     records = stores.records(workers.records, me, here)
     sequencing = stores.sequencing(workers.cursor, here)
@@ -114,21 +99,6 @@ def build_session(
     for store in (records, sequencing, retention):
         store.proof.on_contradiction = telemetry.meters.count_contradiction
 
-    def lease_left_s() -> float:
-        return lease.left_s(clock())
-
-    def now() -> float:
-        return time.now(clock())
-
-    def compare_clocks() -> None:
-        if clocks.measure(shared.wall(), now()):
-            if clocks.matters:
-                ahead_s = round(clocks.ahead_s)
-                log.warning("the clocks of relay and database differ", ahead_s=ahead_s)
-            else:
-                log.info("the clocks of relay and database agree again")
-
-    compare_clocks()
     wakeups = Wakeups()
     budget = BufferBudget(settings.buffer_bytes_max)
     recorder = Recorder(
@@ -150,11 +120,11 @@ def build_session(
         on_idle=wakeups.ownership.set,
         wake_supervisor=wakeups.supervisor.set,
         now=now,
-        odometer=odometer,
+        odometer=clocks.odometer,
         rng=shared.rng,
         telemetry=telemetry,
         brokers=shared.brokers,
-        clocks=clocks,
+        clocks=clocks.difference,
         budget=budget,
     )
     replicas, lanes = stores.replicas(workers.control, here), stores.lanes(workers.control, vault)
@@ -218,7 +188,7 @@ def build_session(
         dispatcher,
         wakeups.supervisor,
         now,
-        odometer,
+        clocks.odometer,
         lambda: sequencer.cursor.leads,
         {
             Condition.SEQUENCING: lambda: sequencer.broken,
@@ -227,14 +197,11 @@ def build_session(
         },
     )
 
-    def adjust_clock(database_now: float, requested_at: float, responded_at: float) -> None:
-        moved_s = time.adjust(database_now, requested_at, responded_at)
-        if abs(moved_s) >= CLOCK_JUMP_S:
-            log.warning("database clock jumped", by_s=round(moved_s, 3))
+    def adjust_clock(*reading: float) -> None:
+        if moved_s := clocks.adjust(*reading):
             dispatcher.clock_jumped()
             if moved_s < 0:
                 schedule_runner.clock_set_back()
-        compare_clocks()
 
     background = [
         watchdog.run(),
@@ -243,7 +210,7 @@ def build_session(
             stores.replicas(workers.renewal, here),
             me,
             lease,
-            odometer,
+            clocks.odometer,
             clock,
             adjust_clock,
             workers.renewal.reconnect,
@@ -269,7 +236,14 @@ def build_session(
         ownership,
         sequencer,
         RunningSession(
-            settings, dispatcher, sequencer, supervisor, watchdog, clocks, lease_left_s, now
+            settings,
+            dispatcher,
+            sequencer,
+            supervisor,
+            watchdog,
+            clocks.difference,
+            lease_left_s,
+            now,
         ),
         background,
     )
