@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 SALT_BYTES = 16
 ITERATIONS = 4096  # As PostgreSQL's scram_iterations.
+TRIES_MAX = 3
+"""Tries of a message while other sessions change the same roles."""
 
 # What speaks against giving some roles a password; a role that does not exist has no row.
 READ_ROLES = """
@@ -97,15 +99,22 @@ async def write_login_roles(connection: Connection[Any], roles: Sequence[LoginRo
     blocks = {role.name: f"DO {quote_literal(_block(role))}" for role in roles}
     if not blocks:
         return
-    try:
-        await connection.execute("; ".join(blocks.values()))
-    except asyncpg.InsufficientPrivilegeError as error:
-        named = ", ".join(f'"{name}"' for name in blocks)
-        raise CannotRun(
-            f"no role of {named} was created or given its password: {server_error(error).message}; "
-            "run as a role with CREATEROLE that created those that exist, or create them and use "
-            f"--{roles[0].purpose} instead of --create-role (Helm: migration.createRoles: false)"
-        ) from error
+    for further in reversed(range(TRIES_MAX)):
+        try:
+            await connection.execute("; ".join(blocks.values()))
+            return
+        except asyncpg.InsufficientPrivilegeError as error:
+            named = ", ".join(f'"{name}"' for name in blocks)
+            raise CannotRun(
+                f"no role of {named} was created or given its password: "
+                f"{server_error(error).message}; run as a role with CREATEROLE that created those "
+                f"that exist, or create them and use --{roles[0].purpose} instead of --create-role "
+                "(Helm: migration.createRoles: false)"
+            ) from error
+        except asyncpg.InternalServerError:
+            # "tuple concurrently updated": another migration has given a role its password.
+            if not further:
+                raise
 
 
 def _block(role: LoginRole) -> str:

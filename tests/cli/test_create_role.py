@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from outbox.core.model.sql_names import quote_ident, quote_literal
-from outbox.store.login_roles import scram_verifier
+from outbox.store.login_roles import LoginRole, scram_verifier, write_login_roles
 from tests.support.relay import fetchval
 from tests.support.roles import dsn_of
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -214,6 +215,21 @@ async def test_one_role_with_two_passwords_is_refused(installed: Installation) -
     )
     assert result.code == 2
     assert "has another password in another address" in result.err
+
+
+async def test_a_role_that_another_migration_changes_at_once_gets_its_password(
+    installed: Installation,
+) -> None:
+    name = installed.name("relay")
+    await fetchval(installed.database, f"CREATE ROLE {quote_ident(name)} PASSWORD 'old'")
+    role = LoginRole("relay", name, TEXT, "a test")
+    one, other = [await installed.database.connect() for _ in range(2)]
+    async with asyncio.TaskGroup() as running, one.transaction():
+        await one.execute(f"ALTER ROLE {quote_ident(name)} PASSWORD 'other'")
+        running.create_task(write_login_roles(other, [role]))
+        waits = "SELECT wait_event_type = 'Lock' FROM pg_stat_activity WHERE pid = $1"
+        await until(lambda: one.fetchval(waits, other.get_server_pid()), what="the wait")
+    assert verifies(await installed.stored("relay"), TEXT)
 
 
 async def test_no_role_is_created_where_the_migration_is_refused(installed: Installation) -> None:
