@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+OPEN_FILES_MAX = 65_536
+"""A higher limit is of no use: idle connections are bounded by their memory, too.  Some systems say
+that there is no limit, and refuse a high one."""
 YOUNG_OBJECTS_MAX = 10_000
 """Allocations that trigger a collection of the youngest generation."""
 
@@ -26,14 +29,16 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
 
 
 def allow_many_sockets() -> None:
-    """Raise the limit of open files to the hard limit, because idle connections stay open."""
+    """Raise the limit of open files as far as it may be, because idle connections stay open."""
     try:
         import resource
     except ImportError:  # Not available on Windows.
         return
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES_MAX)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def collect_rarely() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from outbox.core.delivery.buffer_budget import BUFFER_BYTES_MAX
 from outbox.core.model.headers import parse_lines
 
 if TYPE_CHECKING:
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
 KEEP_ALIVE_S = 4.0
 """Idle time after which a pooled connection is closed, if the receiver announces none: the usual
 servers close one after 5 s."""
-POOLS_MAX = 1024
-"""Maximum number of targets with pooled connections; the least recently used are closed.  Each
-endpoint has a target of its own."""
+IDLE_BYTES_MAX = BUFFER_BYTES_MAX // 2
+"""What pooled connections may take in memory; the least recently used are closed.  Each endpoint
+has connections of its own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

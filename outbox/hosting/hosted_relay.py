@@ -67,7 +67,9 @@ async def hosted_relay(
         warn(warning)
     async with AsyncExitStack() as stack:
         policy = policy_of(settings)
-        transport = HttpTransport(policy, proxy=settings.outbound_proxy)
+        transport = HttpTransport(
+            policy, proxy=settings.outbound_proxy, idle_bytes_max=settings.buffer_bytes_max // 2
+        )
         stack.push_async_callback(transport.aclose)
         brokers = Brokers(policy)
         stack.push_async_callback(brokers.aclose)

@@ -17,6 +17,7 @@ from aiohappyeyeballs import start_connection
 
 from outbox.core.model.response import Failure
 from outbox.errors import UsageError
+from outbox.network.descriptors import socket_factory
 from outbox.network.dns import Unresolved
 from outbox.network.egress import literal
 from outbox.network.errors import NotConnected, is_own_failure
@@ -79,6 +80,7 @@ class ConnectionOpener:
         self._contexts = contexts
         self._proxy = proxy
         self._proxy_context = system_context() if proxy is not None and proxy.secure else None
+        self._open_socket = socket_factory()
         self._loop = asyncio.get_running_loop()
 
     async def open(self, target: Target, factory: Callable[[], P], timeout_s: float) -> P:
@@ -168,6 +170,7 @@ class ConnectionOpener:
                 [_address_info(address, port) for address in tried],
                 happy_eyeballs_delay=ATTEMPT_DELAY_S,
                 loop=self._loop,
+                socket_factory=self._open_socket,
             )
         except OSError as error:
             if is_own_failure(error, tried):

@@ -33,8 +33,8 @@ CACHE_S = 8.0
 second, so that a stream of requests follows a changed name within its TTL and 10 s."""
 CACHE_MAX_S = 60.0
 """Maximum lifetime of a cached result."""
-CACHED_NAMES_MAX = 4096
-"""Maximum number of cached names."""
+CACHED_NAMES_MAX = 16_384
+"""Maximum number of cached names, about half a kilobyte each."""
 LOOKUPS_MAX = 4096
 """Maximum number of concurrent lookups; names without an earlier success get three quarters."""
 RESOLVED_ADDRESSES_MAX = 64

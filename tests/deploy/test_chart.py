@@ -213,7 +213,7 @@ def test_the_memory_limit_of_a_relay_follows_from_the_buffer(helm: Helm, minimal
         "limits": {"memory": "512Mi"},
     }
     larger = _render(helm, {"settings": {"OUTBOX_BUFFER_BYTES_MAX": 1 << 30}})
-    assert _container(larger, "relay")["resources"]["limits"] == {"memory": "1408Mi"}
+    assert _container(larger, "relay")["resources"]["limits"] == {"memory": "1856Mi"}
     assert _container(larger, "api")["resources"]["limits"] == {"memory": "256Mi"}
     chosen = _render(helm, {"relay": {"resources": {"limits": {"memory": "2Gi", "cpu": 1}}}})
     assert _container(chosen, "relay")["resources"]["limits"] == {"memory": "2Gi", "cpu": 1}

@@ -1,16 +1,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
+from outbox.core.model.response import Failure
 from outbox.destinations.http.http1 import pool
 from outbox.destinations.http.http1.response_parser import PIECE_BYTES, ResponseReader
 from outbox.destinations.http.limits import BODY_RAW_BYTES_MAX, HEADER_COUNT_MAX, INTERIM_MAX
 from outbox.destinations.http.transport import HttpTransport
 from outbox.destinations.interface import KEEP_ALIVE_S
+from outbox.network import descriptors
 from outbox.network.dns import Unresolved
 from tests.destinations.conformance import LOOPBACK, Make, TransportConformance, closing, to
 from tests.destinations.delivery_runs import DeliveryRuns
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 
     from outbox.network.egress import EgressPolicy
     from outbox.web.proxy import Proxy
+    from tests.destinations.certificates import Certificates
 
 
 __all__ = ("authority", "connected")  # Fixtures.
@@ -157,13 +161,11 @@ async def test_a_connection_with_an_unsolicited_response_is_used_once() -> None:
 
 
 @pytest.mark.system
-async def test_idle_connections_are_limited_to_a_bounded_number_of_targets(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_idle_connections_are_limited_to_a_bounded_number_of_targets() -> None:
     """Connections of the least recently used target are closed; those in use stay open."""
-    monkeypatch.setattr(pool, "POOLS_MAX", 2)
+    made = HttpTransport(LOOPBACK, idle_bytes_max=2 * pool.PLAIN_BYTES)
     async with AsyncExitStack() as stack:
-        transport = await stack.enter_async_context(closing(HttpTransport(LOOPBACK)))
+        transport = await stack.enter_async_context(closing(made))
         servers = [await stack.enter_async_context(serving(respond_with(OK))) for _ in range(3)]
         for n in (0, 1, 0, 2):
             assert (await transport.send(to(servers[n]))).status == 200
@@ -172,6 +174,80 @@ async def test_idle_connections_are_limited_to_a_bounded_number_of_targets(
         for n in (0, 1, 2):
             assert (await transport.send(to(servers[n]))).status == 200
         assert [server.connections for server in servers] == [1, 2, 2]
+
+
+@pytest.mark.system
+async def test_an_idle_connection_counts_with_the_memory_that_it_takes(
+    certificates: Certificates,
+) -> None:
+    made = HttpTransport(
+        LOOPBACK,
+        tls=certificates.client,
+        idle_bytes_max=pool.ASYNCIO_TLS_BYTES + 2 * pool.PLAIN_BYTES,
+    )
+    async with AsyncExitStack() as stack:
+        transport = await stack.enter_async_context(closing(made))
+        tls = (None, certificates.server, None, certificates.server)
+        servers = [await stack.enter_async_context(serving(respond_with(OK), s)) for s in tls]
+        for server in servers:
+            assert (await transport.send(to(server))).status == 200
+        for server in servers[:2]:
+            await server.ended()
+        assert [bool(server._tasks) for server in servers] == [False, False, True, True]
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("encrypted", [False, True], ids=["http", "https"])
+async def test_idle_connections_are_closed_for_a_new_one(
+    certificates: Certificates, monkeypatch: pytest.MonkeyPatch, encrypted: bool
+) -> None:
+    """No request fails for want of a descriptor that an idle connection has."""
+    tls = certificates.server if encrypted else None
+    async with AsyncExitStack() as stack:
+        servers = [
+            await stack.enter_async_context(serving(respond_with(OK), tls)) for _ in "123456"
+        ]
+        limit_descriptors(monkeypatch, 5)
+        made = HttpTransport(LOOPBACK, tls=certificates.client)
+        transport = await stack.enter_async_context(closing(made))
+        for server in servers * 2:
+            assert (await transport.send(to(server))).status == 200
+        # One of them closes what the other one needs, too.
+        both = await asyncio.gather(*(transport.send(to(server)) for server in servers[:2]))
+        assert [each.status for each in both] == [200, 200]
+        assert sum(server.connections for server in servers) > len(servers)
+
+
+@pytest.mark.system
+async def test_some_descriptors_are_left_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that have no descriptor fail before those of the database and of listeners do."""
+
+    async def script(connection: Connection) -> None:
+        await connection.request()
+        await respond.wait()
+        await connection.send(OK)
+
+    respond = asyncio.Event()
+    async with serving(script) as server:
+        limit_descriptors(monkeypatch, 5)
+        async with closing(HttpTransport(LOOPBACK)) as transport:
+            sending = [asyncio.create_task(transport.send(to(server))) for _ in range(8)]
+            await until(lambda: any(each.done() for each in sending))
+            respond.set()
+            results = await asyncio.gather(*sending)
+            failed = {each.detail for each in results if each.failure is Failure.LOCAL}
+            assert failed == {"too many open files"}
+            assert any(each.status == 200 for each in results)
+            # Nothing is left behind by those that failed.
+            assert (await transport.send(to(server))).status == 200
+
+
+def limit_descriptors(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    """Let transports open sockets only as this number of the lowest free descriptors."""
+    taken = [os.dup(0) for _ in range(free)]
+    for each in taken:
+        os.close(each)
+    monkeypatch.setattr(descriptors, "_descriptors_max", lambda: (max(taken) + 1) * 8 / 7)
 
 
 ANNOUNCED = {

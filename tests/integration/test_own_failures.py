@@ -15,8 +15,8 @@ from outbox_doctor.check import Severity
 from tests.support.doctor import findings_of
 from tests.support.process import environment
 from tests.support.relay import QUICK_RETRY, add_endpoint, exceptions, fetchval, publish
-from tests.support.tcp import listening
-from tests.support.waiting import until
+from tests.support.tcp import free_port, listening
+from tests.support.waiting import LIVE_S, until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -81,8 +81,9 @@ async def child(program: str, env: dict[str, str], log_path: Path) -> AsyncItera
 class Receiver:
     """Keeps each connection busy for a moment, so that many are open at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, takes_s: float = 0.2) -> None:
         self.requests = 0
+        self._takes_s = takes_s
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
@@ -90,7 +91,7 @@ class Receiver:
             (size,) = (x.split(":")[1] for x in head.split("\r\n") if x.startswith("content-len"))
             await reader.readexactly(int(size))
             self.requests += 1
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(self._takes_s)
             writer.write(b"HTTP/1.1 204 No Content\r\n\r\n")
 
 
@@ -138,6 +139,46 @@ async def test_a_relay_without_descriptors_makes_no_dead_letters(
         assert reasons == [
             "unready: its process lacks resources for connections: too many open files"
         ]
+
+
+async def test_idle_connections_leave_descriptors_for_new_ones_and_for_listeners(
+    database: Database, tmp_path: Path
+) -> None:
+    """More endpoints than the process has descriptors, a few of them at a time."""
+    receiver, log_path, health = Receiver(0.02), tmp_path / "relay.log", free_port()
+    async with listening(receiver.serve) as port:
+        for n in range(ENDPOINTS):
+            await add_endpoint(
+                database, f"shop-{n}", url=f"http://127.0.0.1:{port}/{n}",
+                allow_networks=["127.0.0.0/8"], retry=QUICK_RETRY,
+            )  # fmt: skip
+        env = {
+            "OUTBOX_DSN": database.dsn,
+            "OUTBOX_ALLOW_NETWORKS": "127.0.0.0/8",
+            "OUTBOX_LOG_FORMAT": "json",
+            "OUTBOX_HEALTH": f"127.0.0.1:{health}",
+            "OUTBOX_IN_FLIGHT_MAX": "4",
+        }
+        async with child(COMMAND, env, log_path):
+            await until(lambda: _is_ready(health), what="the health listener")
+            await publish(database, *range(EVENTS))
+            while not await _delivered(database):
+                assert await _is_ready(health)
+    assert LACKS not in log_path.read_text()
+    assert await fetchval(database, "SELECT max(attempts) FROM lane_progress") == 0
+
+
+async def _is_ready(port: int) -> bool:
+    """Whether the health listener accepts a new connection, and says that the relay is ready."""
+    try:
+        async with asyncio.timeout(LIVE_S):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            response = await reader.read()
+            writer.close()
+    except OSError:
+        return False
+    return response.startswith(b"HTTP/1.1 200 ")
 
 
 async def _lacks(database: Database) -> bool:

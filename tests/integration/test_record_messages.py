@@ -6,19 +6,28 @@ letters and reports of exactly the lanes that it moved.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import asyncpg
+import orjson
 import pytest
 
-from outbox.core.delivery.commands import AttemptRow, DeadLetter, DeadRange, Progress, Record
+from outbox.core.delivery.commands import (
+    AttemptRow,
+    DeadLetter,
+    DeadRange,
+    Progress,
+    Record,
+    RunResults,
+)
 from outbox.core.model.delivery import Delivery
 from outbox.store.cluster.replicas import ReplicaStore
 from outbox.store.connection.store_connection import StoreConnection
 from outbox.store.connection.worker import Worker
 from outbox.store.delivery.records import RecordStore
 from outbox.store.errors import Fenced
+from tests.store.test_message import TRICKY
 from tests.support.relay import add_endpoint, fetchval, register
 
 if TYPE_CHECKING:
@@ -72,6 +81,13 @@ WITH event AS (INSERT INTO outbox (type, payload) VALUES ('a.b', '1') RETURNING 
 INSERT INTO delivery (lane_id, batch, seq, outbox_id)
 SELECT l.id, 1, n, event.id FROM event, lane l, generate_series(1, 6) n
 """
+SUPPRESS_NOTHING = """
+CREATE FUNCTION keep() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NEW; END';
+CREATE TRIGGER keep BEFORE INSERT ON attempt FOR EACH ROW EXECUTE FUNCTION keep()
+"""
+RESPONSES: list[dict[str, Any] | None] = [
+    None, {"body": "same"}, *({"body": text} for text in TRICKY), {"body": "same"}, None,
+]  # fmt: skip
 CREATED, BLOCKED = "outbox.dead_letter.created", "outbox.lane.blocked"
 REPORTED = [CREATED, CREATED, BLOCKED]
 """The events for a dead letter that blocks its lane, and for a range."""
@@ -96,6 +112,24 @@ def cut(lane_id: int, seq: int, to_seq: int) -> Record:
         Progress(to_seq, 0, 1),
         DeadRange(1, seq, to_seq, "backlog", 0, None),
     )
+
+
+def succeeded(lane_id: int, seq: int, response: dict[str, Any] | None) -> Record:
+    """A success that waits for a group."""
+    return Record(lane_id, seq, AttemptRow(1, seq, 1, "delivered", 200, None, 1.0, 0.1, response))
+
+
+def run(first_seq: int, responses: list[dict[str, Any] | None]) -> RunResults:
+    """The successes of a run."""
+    results = RunResults()
+    for seq, response in enumerate(responses, first_seq):
+        results.batches.append(1)
+        results.seqs.append(seq)
+        results.statuses.append(200)
+        results.started_at.append(1.0)
+        results.elapsed_s.append(0.1)
+        results.responses.append(response)
+    return results
 
 
 class Owner:
@@ -213,3 +247,44 @@ async def test_an_extended_range_is_journalled_by_its_part(owner: Owner) -> None
         "FROM journal WHERE kind = 'backlog_dead_lettered'"
     )
     assert await fetchval(owner.database, parts) == "1-3 4-6"
+
+
+@pytest.mark.parametrize("message", ["acknowledgements", "counted", "progress"])
+async def test_each_attempt_has_its_own_response(owner: Owner, message: str) -> None:
+    a, b, c = owner.lanes
+    if message == "counted":
+        await owner.damage(SUPPRESS_NOTHING)
+    records = [succeeded(b, seq, each) for seq, each in enumerate(RESPONSES, 1)]
+    if message == "progress":
+        records.append(cut(c, 1, 3))
+    epochs = [owner.epochs[owner.endpoints[owner.lanes.index(r.lane_id)]] for r in records]
+    runs = [(a, run(1, RESPONSES)), (a, run(1 + len(RESPONSES), RESPONSES[::-1]))]
+    await owner.records.write(records, epochs, runs)
+    async with owner.database.at_hand() as db:
+        found = await db.fetch("SELECT lane_id, response FROM attempt ORDER BY lane_id, seq")
+    of_lane: dict[int, list[dict[str, Any] | None]] = {a: [], b: []}
+    for lane_id, response in found:
+        of_lane[lane_id].append(None if response is None else orjson.loads(response))
+    assert of_lane == {a: [*RESPONSES, *RESPONSES[::-1]], b: RESPONSES}
+
+
+async def test_a_response_that_repeats_is_sent_once(
+    owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, c = owner.lanes
+    messages: list[str] = []
+    execute = asyncpg.Connection.execute
+
+    async def logged(self: asyncpg.Connection, query: str, *args: Any, **kwargs: Any) -> Any:
+        messages.append(query)
+        return await execute(self, query, *args, **kwargs)
+
+    monkeypatch.setattr(asyncpg.Connection, "execute", logged)
+    repeated = [{"body": "repeated"} for _ in range(4)]
+    runs = [(a, run(1, [*repeated[2:], {"body": "other"}]))]
+    records = [succeeded(b, 1, repeated[0]), succeeded(c, 1, repeated[1])]
+    await owner.records.write(records, [0, 0], runs)
+    text = "".join(messages)
+    assert text.count("repeated") == text.count("other") == 1
+    written = "SELECT count(*) FROM attempt WHERE response ->> 'body' = 'repeated'"
+    assert await fetchval(owner.database, written) == 4

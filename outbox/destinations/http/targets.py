@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from outbox.destinations.interface import Recipient
     from outbox.network.egress import EgressPolicy
 
-DESTINATIONS_MAX = 1024
-"""Maximum number of cached destinations."""
+DESTINATIONS_MAX = 16_384
+"""Maximum number of cached destinations, about 0.6 KB each."""
 
 
 @dataclass(frozen=True, slots=True)

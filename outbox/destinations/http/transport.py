@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.model.response import AttemptResult, Failure
 from outbox.destinations.http.http1.client import Http1Client
 from outbox.destinations.http.targets import DestinationCache
-from outbox.destinations.interface import KEEP_ALIVE_S
+from outbox.destinations.interface import IDLE_BYTES_MAX, KEEP_ALIVE_S
 from outbox.errors import UsageError
 from outbox.network.connector import ConnectionOpener
 from outbox.network.dns import CachingResolver
@@ -31,6 +31,7 @@ class HttpTransport:
         tls: replaces the system trust store for endpoints without their own.
         resolver: replaces c-ares.
         keep_alive_s: idle time-out of pooled connections; None: no pooling.
+        idle_bytes_max: what pooled connections may take in memory.
         contexts_max: maximum number of cached TLS contexts of endpoints with a client
             certificate and the system trust store.
     """
@@ -43,13 +44,14 @@ class HttpTransport:
         tls: ssl.SSLContext | None = None,
         resolver: Resolver | None = None,
         keep_alive_s: float | None = KEEP_ALIVE_S,
+        idle_bytes_max: int = IDLE_BYTES_MAX,
         contexts_max: int = SYSTEM_MAX,
     ) -> None:
         self._destinations = DestinationCache(policy, proxied=proxy is not None)
         self._resolver = resolver or CachingResolver()
         self._contexts = ContextCache(tls, system_max=contexts_max)
         opener = ConnectionOpener(policy, self._resolver, self._contexts, proxy)
-        self._client = Http1Client(opener, self._resolver, keep_alive_s)
+        self._client = Http1Client(opener, self._resolver, keep_alive_s, idle_bytes_max)
 
     def send(
         self,

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 #     replica no longer owns, nothing at all is written.
 #   logged: the attempts, except those of lanes that were not moved.
 # One row for each lane that was moved.  It fails if a trigger suppresses the progress of a lane of
-# this replica, or one of the $5 attempts while all lanes are moved.
+# this replica, or one of the $7 attempts while all lanes are moved.
 WRITE_PROGRESS = WriteStatement(
     "write_progress",
-    f"""{fence("$4")},
+    f"""{fence("$6")},
 progress AS MATERIALIZED (
-    SELECT * FROM unnest($3::progress_row[])),
+    SELECT * FROM unnest($5::progress_row[])),
 moved AS (
     UPDATE lane_progress p
        SET acked_seq = v.acked_seq, delivered_seq = v.delivered_seq,
@@ -43,7 +43,7 @@ SELECT FROM moved
  UNION ALL
 SELECT FROM fence
  WHERE require_stored(
-           (SELECT count(*) FROM logged) = $5::bigint
+           (SELECT count(*) FROM logged) = $7::bigint
            OR (SELECT count(*) FROM moved) < (SELECT count(*) FROM progress), 'attempt') IS NULL
     OR require_stored(
            (SELECT count(*) FROM moved)

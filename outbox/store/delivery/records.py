@@ -142,7 +142,7 @@ class RecordStore:
             if r.progress is not None
         )
         calls: list[WriteCall] = [
-            (WRITE_PROGRESS, self._replica_id, attempts, progress, self._fence, logged),
+            (WRITE_PROGRESS, self._replica_id, *attempts, progress, self._fence, logged),
             *dead_letter_calls(self._replica_id, urgent),
         ]
         if missing := [(event_id, event_id) for r, _ in urgent for event_id in r.missing]:
@@ -155,11 +155,13 @@ class RecordStore:
         if moved != len(urgent):
             raise Fenced
 
-    async def _acknowledge(self, attempts: str, count: int, refused: RefusedRow | None) -> None:
+    async def _acknowledge(
+        self, attempts: tuple[str, str, str], count: int, refused: RefusedRow | None
+    ) -> None:
         if self._counts_attempts is None:
             self._counts_attempts = bool(await self._db.fetchval(MAY_SUPPRESS_ATTEMPTS))
         counts = self._counts_attempts or refused is not None
-        call: WriteCall = (WRITE_ACKNOWLEDGEMENTS, self._replica_id, attempts, self._fence)
+        call: WriteCall = (WRITE_ACKNOWLEDGEMENTS, self._replica_id, *attempts, self._fence)
         if counts:
             call = (WRITE_COUNTED_ACKNOWLEDGEMENTS, *call[1:], count)
         stored = await self._db.write_together(*self._reports(refused), call)

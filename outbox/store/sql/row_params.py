@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import orjson
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 _OPEN, _CLOSE = '"(', ')"'
 
@@ -47,6 +47,25 @@ def number_rows(rows: Iterable[tuple[int | None, ...]]) -> str:
 def composite_json(value: object) -> str:
     """A JSON value, or NULL, as a field of a row of `composite_array`."""
     return "" if value is None else composite_text(json_text(value))
+
+
+def distinct_json(values: Sequence[object]) -> tuple[str, str]:
+    """JSON values, or NULL, each of which is sent once: `$2::jsonb -> index` is the value.
+
+    Returns:
+        An array of the index of each value, and the JSON array of the distinct ones.  Both are
+        empty if all are NULL: `unnest` of several arrays fills the shorter ones with NULL.
+    """
+    if values.count(None) == len(values):
+        return "{}", "[]"
+    indexes: dict[str, int] = {}
+    # A value that is repeated is often the same object, which is encoded once.
+    by_id = {
+        key: None if value is None else indexes.setdefault(json_text(value), len(indexes))
+        for key, value in {id(value): value for value in values}.items()
+    }
+    array = json_text([by_id[id(value)] for value in values])
+    return f"{{{array[1:-1]}}}", f"[{','.join(indexes)}]"
 
 
 def json_text(value: object) -> str:

@@ -36,14 +36,19 @@ class Http1Client:
 
     Args:
         keep_alive_s: idle time-out of pooled connections; None: no pooling.
+        idle_bytes_max: what pooled connections may take in memory.
     """
 
     def __init__(
-        self, opener: ConnectionOpener, resolver: Resolver, keep_alive_s: float | None
+        self,
+        opener: ConnectionOpener,
+        resolver: Resolver,
+        keep_alive_s: float | None,
+        idle_bytes_max: int,
     ) -> None:
         self._opener = opener
         self._resolver = resolver
-        self._pools = ConnectionPools(keep_alive_s)
+        self._pools = ConnectionPools(keep_alive_s, idle_bytes_max)
         self._loop = asyncio.get_running_loop()
         # Connections with a request in flight.
         self._in_flight: set[Connection] = set()
@@ -124,31 +129,41 @@ class Http1Client:
             raise NotConnected(Failure.RESET, TRANSPORT_CLOSED)
         try:
             async with asyncio.timeout_at(deadline):
-                connection = await self._opener.open(
+                connection = await self._open(target, request.recipient.connect_timeout_s)
+        except TimeoutError:
+            reason = timeout_detail(request.recipient.timeout_s)
+            raise NotConnected(Failure.TIMEOUT, reason) from None
+        if self._closed:  # The client was closed meanwhile.
+            connection.close()
+            raise NotConnected(Failure.RESET, TRANSPORT_CLOSED)
+        return connection
+
+    async def _open(self, target: Target, timeout_s: float) -> Connection:
+        retried = False
+        while True:
+            try:
+                return await self._opener.open(
                     target,
                     lambda: Connection(
                         target,
                         self._loop,
                         self._cached_responses,
                         self._follow_ups,
+                        self._pools.bytes_of(target),
                         ReuseLimits(
                             self._resolver, self._loop, None if target.via_proxy else target.host
                         ),
                     ),
-                    request.recipient.connect_timeout_s,
+                    timeout_s,
                 )
-        except TimeoutError:
-            reason = timeout_detail(request.recipient.timeout_s)
-            raise NotConnected(Failure.TIMEOUT, reason) from None
-        except NotConnected as error:
-            if error.failure is Failure.LOCAL:
-                # Idle connections have what it lacks.
-                self._pools.close()
-            raise
-        if self._closed:  # The client was closed meanwhile.
-            connection.close()
-            raise NotConnected(Failure.RESET, TRANSPORT_CLOSED)
-        return connection
+            except NotConnected as error:
+                if error.failure is not Failure.LOCAL:
+                    raise
+                # Idle connections have what it lacks, or another request has just closed them.
+                if not self._pools.free_resources() and retried:
+                    raise
+            retried = True
+            await asyncio.sleep(0)
 
     # ------------------------------------------------------------------ time
 

@@ -59,6 +59,7 @@ class Connection(asyncio.Protocol):
     Args:
         cached_responses: see `ResponseReader`.
         follow_ups: takes the connections that received a response in a delivery run.
+        idle_bytes: what it takes in memory while it is idle.
         limits: the limits of its age and its peer's address; None: it has none.
     """
 
@@ -86,6 +87,7 @@ class Connection(asyncio.Protocol):
         "_waiting",
         "deadline",
         "fd",
+        "idle_bytes",
         "idle_until",
         "resendable",
         "target",
@@ -97,9 +99,11 @@ class Connection(asyncio.Protocol):
         loop: asyncio.AbstractEventLoop,
         cached_responses: dict[bytes, CachedResponse],
         follow_ups: FollowUps,
+        idle_bytes: int = 0,
         limits: ReuseLimits | None = None,
     ) -> None:
         self.target = target
+        self.idle_bytes = idle_bytes
         self.idle_until = 0.0
         """When it is closed if it is still idle, by the loop's clock."""
         self.deadline = 0.0
@@ -260,6 +264,12 @@ class Connection(asyncio.Protocol):
             transport.abort()
         else:
             transport.close()
+
+    def abort(self) -> None:
+        """Close without waiting for the peer."""
+        self._ended = True
+        if self._transport is not None:
+            self._transport.abort()
 
     def shut_down(self) -> None:
         """Close the connection because its client is closed."""
