@@ -44,6 +44,7 @@ from outbox.store.sequencing.event_reads import (
 from outbox.store.sequencing.filters import FilterStore, stop_filters
 from outbox.store.sequencing.routing import RoutingStore
 from outbox.store.sequencing.stalls import StallStore
+from outbox.store.sql.expressions import SERVER_FENCE
 from outbox.store.sql.message import WriteStatement
 from outbox.store.sql.row_params import number_rows
 
@@ -89,7 +90,7 @@ WRITE_BATCH = WriteStatement(
     f"""
 WITH locked AS MATERIALIZED (
     SELECT FROM cursor
-     WHERE writer = $5 AND version = $6 AND ($7::bigint IS NULL OR server_fence() = $7)
+     WHERE writer = $5 AND version = $6 AND ($7::bigint IS NULL OR {SERVER_FENCE} = $7)
        AND ($8::bigint IS NULL OR erasures = $8)
        AND EXISTS (SELECT FROM batch WHERE batch = $1::bigint - 1)
        FOR UPDATE SKIP LOCKED),

@@ -16,7 +16,7 @@ from outbox.core.sequencing.router import RoutableEvent
 from outbox.errors import CursorBroken
 from outbox.store.cluster.leadership import AWAKE
 from outbox.store.connection.row_security import rows_hidden
-from outbox.store.sql.expressions import PAYLOAD_BYTES, epoch_s, key_hash
+from outbox.store.sql.expressions import PAYLOAD_BYTES, SERVER_FENCE, epoch_s, key_hash
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -124,7 +124,7 @@ SELECT NULL, NULL, NULL, NULL,
        CASE WHEN cardinality($2) > 0 OR $6
                  OR (SELECT count(*) < max(id) - $1 FROM event WHERE id > $1)
             THEN array({_LOCK_HOLDERS}$5) END,
-       writer, version, erasures, server_fence(), statement_timestamp(),
+       writer, version, erasures, {SERVER_FENCE}, statement_timestamp(),
        {rows_hidden("outbox")}{no_content}
   FROM cursor
 """  # noqa: S608 (constants only)
