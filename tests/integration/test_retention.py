@@ -692,7 +692,7 @@ async def test_a_batch_planned_before_a_period_began_is_not_written(
     writing = asyncio.create_task(
         leader.write(
             row.batch + 1,
-            CursorChange(state.high, (), (), (), (), (), True, {}),
+            CursorChange(state.high, (), (), (), (), (), False, True, {}),
             0,
             Deliveries(),
             7,

@@ -103,7 +103,8 @@ IN_FLIGHT_MIN = 3
 #   event: MATERIALIZED, so that the locks are read after the events, when the snapshot exists:
 #     no event can be above the sequence, and no holder of a missing id escapes.  A transaction
 #     that ended in between is seen by the next read.
-# The locks are read only while an id is missing, because that costs as much as everything else.
+# The locks are read only if an id above $1 is missing, or if $6, because that costs as much as
+# everything else.
 # The row without an id carries the values that occur once.
 def _with_state(events: str, content: str = "", no_content: str = "") -> str:
     return f"""
@@ -121,7 +122,7 @@ SELECT NULL, NULL, NULL, NULL,
                  AND pg_sequence_last_value($5::oid::regclass) - {IN_FLIGHT_MIN}
                      >= (SELECT max(id) FROM event)
             THEN ({COUNT_WAITING_PRODUCERS}) END,
-       CASE WHEN cardinality($2) > 0 OR $6
+       CASE WHEN $6
                  OR (SELECT count(*) < max(id) - $1 FROM event WHERE id > $1)
             THEN array({_LOCK_HOLDERS}$5) END,
        writer, version, erasures, {SERVER_FENCE}, statement_timestamp(),
@@ -150,7 +151,7 @@ class Reading:
     waiting: int
     """Number of producers that wait for each other's NOTIFY."""
     holders: LockHolders | None
-    """The transactions that may still insert a missing id; None: no id is missing."""
+    """The transactions that may still insert a missing id; None: they were not read."""
     leader: int | None
     version: int
     erasures: int = 0
