@@ -221,7 +221,11 @@ class Cursor:
         b.cut = b.full or fits < len(b.rows)
         b.rows = b.rows[:fits]
         ids = [row.id for row in b.rows]
-        b.step = self.replicas[b.me].tracker.close_batch(ids, b.cut, b.after, self.now)
+        tracker = self.replicas[b.me].tracker
+        new = [i for i in ids if i > tracker.high]
+        if not tracker.needs_holders and len(new) == max([*new, tracker.high]) - tracker.high:
+            b.after = frozenset()  # They are not read.
+        b.step = tracker.close_batch(ids, b.cut, b.after, self.now)
         self._expect_sound(b, b.step)
         b.next = self._commit
 
@@ -256,7 +260,8 @@ class Cursor:
         if not step.changed:
             return b.state
         old = tuple(sorted({*b.state.old, *step.old_opened} - {*step.old_closed}))
-        return CursorState(b.state.batch + 1, step.high, step.young, old)
+        young = step.young if step.young_changed else b.state.young
+        return CursorState(b.state.batch + 1, step.high, young, old)
 
     # ------------------------------------------------------------ invariants
 

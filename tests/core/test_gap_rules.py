@@ -128,6 +128,16 @@ class ResolvesUnreadGaps(GapTracker):
         return super().close_batch(ids, cut, after, now)
 
 
+class CopiesChangedGaps(GapTracker):
+    """Copies the young gaps of the batch before although they changed."""
+
+    def close_batch(
+        self, ids: Sequence[int], cut: bool, after: LockHolders, now: float
+    ) -> CursorChange:
+        step = super().close_batch(ids, cut, after, now)
+        return replace(step, young_changed=False)
+
+
 class WaitsForAbsentHolders(GapTracker):
     """Makes an old gap without holders wait until one of them ends."""
 
@@ -181,6 +191,7 @@ def _faults(value: object) -> str | None:
         (SkipsOldGapsAfterTakeover, NO_FAULTS, OVERTAKEN),
         (ReadsBeyondPortion, NO_FAULTS, OVERTAKEN),
         (ResolvesUnreadGaps, NO_FAULTS, LOST),
+        (CopiesChangedGaps, NO_FAULTS, "an id vanishes"),
         (WaitsForAbsentHolders, NO_FAULTS, "gaps stay open"),
         (IgnoresPreparedTransactions, NO_FAULTS, LOST),
         (GapTracker, Faults(one_snapshot=True), LOST),

@@ -263,6 +263,46 @@ def test_a_row_that_the_proof_found_is_read_by_the_next_batch() -> None:
     assert set(batch(now + 2 * PROOF_EVERY_S).dead) == {(2, 2), (4, 4)}
 
 
+def test_lock_holders_are_read_only_while_they_decide_about_a_gap() -> None:
+    """Reading them costs as much as everything else in a read."""
+    tracker, held = GapTracker(), frozenset({"3/1"})
+    state = CursorState(batch=1, high=9, young=((2, 4),))
+
+    def batch(before: LockHolders, now: float) -> bool:
+        tracker.begin_batch(state, before, now)
+        tracker.ranges(1000)
+        needed = tracker.needs_holders
+        tracker.committed(tracker.close_batch([], False, before, now))
+        return needed
+
+    assert batch(held, 0.0)  # They are not captured yet.
+    assert batch(held, 0.1)
+    assert batch(held, 2.0)
+    assert batch(held, 2.1)  # Left out, as an old gap.
+    assert not batch(frozenset(), 2.2)
+    assert not batch(frozenset(), 2.3)
+
+
+def test_stored_young_gaps_are_copied_until_they_change() -> None:
+    tracker = GapTracker()
+    tables = CursorState(batch=1, high=9, young=((2, 4), (6, 6)))
+    changed = []
+    for number in range(12):
+        tracker.begin_batch(tables, frozenset(), number / 4)
+        high = 10 + 2 * number  # Each leaves a gap until then, the others do not.
+        ids = [high + 1] if number in (1, 2) else [*range(tables.high + 1, high + 2)]
+        tracker.ranges(1000)
+        step = tracker.close_batch(ids, False, frozenset(), number / 4)
+        changed.append(step.young_changed)
+        assert step.young_changed or step.young == tables.young
+        assert step.young == tuple(sorted({*step.young}))
+        tracker.committed(step)
+        tables = CursorState(tables.batch + 1, step.high, step.young)
+    assert changed[1:3] == [True, True]
+    assert changed.count(True) < 6
+    assert tables.young == ()
+
+
 def test_due_gaps_are_read_in_portions_the_lowest_first() -> None:
     """The cost of a batch does not depend on the number of all gaps."""
     gaps = [(n, n) for n in range(1, 20_000, 2)]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,6 +13,7 @@ from outbox.errors import CursorBroken
 from outbox.store.cluster import timeline
 from outbox.store.cluster.replicas import Renewal
 from outbox.store.errors import Fenced
+from outbox.store.sql.expressions import SERVER_FENCE
 from outbox.store.sql.message import WriteStatement
 from tests.integration.test_restore import PATH, deliver, expect_unique_numbers
 from tests.integration.test_restore_in_place import DATA, WAYS, drop_schema, try_to_lead
@@ -58,9 +60,23 @@ NOT_PROVED_WHOLE = Mutant(
 NONE = Mutant()
 
 
+def call_server_fence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every statement call the function, instead of the expression that stands for it."""
+    stores = [module for name, module in sys.modules.items() if name.startswith("outbox.store.")]
+    for module in stores:
+        for name, value in vars(module).copy().items():
+            if isinstance(value, WriteStatement) and SERVER_FENCE in value.sql:
+                sql = value.sql.replace(SERVER_FENCE, "server_fence()")
+                monkeypatch.setattr(module, name, replace(value, sql=sql))
+            elif isinstance(value, str) and SERVER_FENCE in value and name != "SERVER_FENCE":
+                monkeypatch.setattr(module, name, value.replace(SERVER_FENCE, "server_fence()"))
+
+
 async def apply(mutant: Mutant, database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in mutant.patches.items():
         monkeypatch.setattr(timeline, name, value)
+    if "server_fence" in mutant.sql:
+        call_server_fence(monkeypatch)
     if mutant.sql:
         async with database.connection(**PATH) as db:
             await db.execute(mutant.sql)

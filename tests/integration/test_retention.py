@@ -672,7 +672,7 @@ async def test_periods_are_dropped_while_no_partition_can_be_created(
 
 
 SLOW = """
-CREATE OR REPLACE FUNCTION server_fence() RETURNS bigint LANGUAGE plpgsql AS
+CREATE OR REPLACE FUNCTION server_timeline() RETURNS bigint LANGUAGE plpgsql AS
 $$ BEGIN PERFORM pg_sleep(0.5); RETURN {}; END $$
 """
 
@@ -687,12 +687,12 @@ async def test_a_batch_planned_before_a_period_began_is_not_written(
     await ranges.sequence_all(database)
     await keeper.db.execute("UPDATE cursor SET writer = 7")
     row, state = await leader.cursor_row(), await leader.state()
-    await keeper.db.execute(SLOW.format(fence))
+    await keeper.db.execute(SLOW.format(fence >> 32))
     sleeping = "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE wait_event = 'PgSleep')"
     writing = asyncio.create_task(
         leader.write(
             row.batch + 1,
-            CursorChange(state.high, (), (), (), (), (), True, {}),
+            CursorChange(state.high, (), (), (), (), (), False, True, {}),
             0,
             Deliveries(),
             7,

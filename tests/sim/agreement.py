@@ -490,7 +490,7 @@ class Script:
         gaps = tuple((n, n) for n in self._rng.sample(range(1, 20), 2))
         written = await store.write(
             row.batch + 1,
-            CursorChange(0, (), (), (), gaps[:1], gaps, True, {}),
+            CursorChange(0, (), (), (), gaps[:1], gaps, False, True, {}),
             0,
             Deliveries(),
             row.leader,

@@ -291,7 +291,7 @@ async def _batch(log: LongLog) -> Case:
         deliveries.backfill_ids.append(None)
         deliveries.copy_ids.append(None)
         deliveries.counters[lane] = NUMBERS + 1
-    step = CursorChange(NEXT, tuple(GAPS[-20:]), (), (), (), (), True, {})
+    step = CursorChange(NEXT, tuple(GAPS[-20:]), (), (), (), (), True, True, {})
     received = Received()
     await sequencing.SequencingStore(received, log.server_fence).write(
         BATCHES,

@@ -111,6 +111,7 @@ class HorizonTracker(GapTracker):
             dead=(),
             old_closed=(),
             old_opened=(),
+            young_changed=False,
             changed=bool(ids),
             memory={},
         )

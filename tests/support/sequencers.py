@@ -191,7 +191,7 @@ class Slow(SequencingStore):
         gaps: Sequence[Range],
         limit: int,
         *,
-        more_gaps: bool,
+        with_holders: bool,
         with_content: bool = False,
     ) -> Reading:
         events = await self.events(high, gaps, limit)
@@ -201,7 +201,7 @@ class Slow(SequencingStore):
             self.proof.sequence,
         )
         fresh = [e.id for e in events if high is not None and e.id > high]
-        missing = gaps or more_gaps or (fresh and fresh[-1] - (high or 0) > len(fresh))
+        missing = with_holders or (fresh and fresh[-1] - (high or 0) > len(fresh))
         waiting = 0
         if events and last_id - event_reads.IN_FLIGHT_MIN >= events[-1].id:
             waiting = await self._db.fetchval(event_reads.COUNT_WAITING_PRODUCERS)

@@ -31,8 +31,9 @@ whose row is already visible.  Hence:
   one: gaps there stay due;
 * the message that declares ids dead proves that they are absent, at most twice a second unless a
   read takes a portion.  Until then a gap that was absent after the end of its holders stays open,
-  and is not read again before the proof reads it.  If that finds a row, nothing is written, and
-  the next batch reads all of them again;
+  and is not read again before the proof reads it; it costs a batch nothing but a copy of the
+  stored gaps.  If the proof finds a row, nothing is written, and the next batch reads all of them
+  again;
 * a gap becomes old only after a read that began after its holders were
   captured;
 * holders are memory, never state: a replica that was not the last writer
@@ -89,12 +90,14 @@ class CursorState:
     old: tuple[Range, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, nor is `_Gap`: they are made with each batch, and that would cost twice as much.
+@dataclass(slots=True)
 class CursorChange:
     """The changes of one batch to the cursor, written in its transaction."""
 
     high: int
     young: tuple[Range, ...]
+    """All young gaps, including those that await the proof."""
     found: tuple[Range, ...]
     """Late ids: former gaps that are sequenced now."""
     dead: tuple[Range, ...]
@@ -103,12 +106,14 @@ class CursorChange:
     """Rows to delete from the table of old gaps …"""
     old_opened: tuple[Range, ...]
     """… and to insert into it."""
+    young_changed: bool
+    """Whether `young` differs from that of the batch before, which is copied otherwise."""
     changed: bool
     """Whether the tables need a write."""
     memory: dict[Range, _Gap] = field(repr=False)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Gap:
     """An open gap; `holders` is None until they are captured."""
 
@@ -138,7 +143,8 @@ class GapTracker:
             ranges = tracker.ranges(gaps_max)
             above = None if tracker.is_partial else tracker.high
             ids, after = read(above, ranges, limit)
-                                                # holders: after its snapshot was taken
+                                                # holders: after its snapshot was taken, if
+                                                # `needs_holders` or an id above is missing
             if not tracker.left_out or tracker.complete(running()): break
         step = tracker.close_batch(ids, cut, after, now)
         … write step, unless another replica leads by now; commit …
@@ -159,6 +165,8 @@ class GapTracker:
         self._old: dict[LockHolders | None, list[_Gap]] = {}
         # Gaps that await the proof, young and old.
         self._absent: dict[Range, _Gap] = {}
+        # The young gaps of the newest batch, ascending: those above that are not old.
+        self._young_stored: tuple[Range, ...] = ()
         # Whether the last batch proved them, and is not committed.
         self._is_proving = False
         # Old gaps to read, highest first, so that the lowest are taken at the end.
@@ -205,14 +213,16 @@ class GapTracker:
             self._old = {None: [_Gap(*r, True, None, now) for r in state.old]}
             self._due, self._portion, self._forced = [], None, []
             self._absent.clear()
+            self._young_stored = tuple(sorted(state.young))
             self._never_running.clear()
             self._known = True
         self._return_portion()
         if self._is_proving:
             self._return_absent()
-        # Also gaps without holders: not captured yet, or none left.
-        self._make_due({h for h in self._old if not h or self._one_ended(h, before)})
-        if not self._due:
+        if self._old:
+            # Also gaps without holders: not captured yet, or none left.
+            self._make_due({h for h in self._old if not h or self._one_ended(h, before)})
+        if self._never_running and not self._due:
             self._never_running &= self._old.keys()
 
     def ranges(self, gaps_max: int) -> list[Range]:
@@ -232,6 +242,17 @@ class GapTracker:
     def left_out(self) -> bool:
         """Whether an old gap is left out of the read, so that `complete` must be called."""
         return bool(self._old)
+
+    @property
+    def needs_holders(self) -> bool:
+        """Whether the lock holders after the read decide about a gap that is known already.
+
+        They do not if all that it reads are gaps whose holders have ended: it decides about them.
+        """
+        return self.left_out or any(
+            gap.holders is None or self._still_held(gap.holders, self._before)
+            for gap in self._portion or ()
+        )
 
     def complete(self, running: LockHolders) -> bool:
         """Whether the read may be used; if not, read again with other ranges.
@@ -287,10 +308,10 @@ class GapTracker:
             self._proved_at = now
         self._adapt_portion(limit)
         high = max(self.high, ids[-1]) if ids else self.high
-        fresh = ids[bisect_right(ids, self.high) :]
-        kept.extend(
-            _Gap(lo, hi, False, after, now) for lo, hi in _without((self.high + 1, high), fresh)
-        )
+        first = bisect_right(ids, self.high)
+        if len(ids) - first < high - self.high:
+            fresh = _without((self.high + 1, high), ids[first:])
+            kept.extend(_Gap(lo, hi, False, after, now) for lo, hi in fresh)
         return self._step(high, kept, found, dead)
 
     def committed(self, step: CursorChange) -> None:
@@ -300,6 +321,7 @@ class GapTracker:
                 del self._young[gap.range]
         for each in step.dead:
             self._absent.pop(each, None)
+        self._young_stored = step.young
         self._is_proving = False
         self._portion, self._forced = None, []
         for gap in step.memory.values():
@@ -314,6 +336,9 @@ class GapTracker:
 
     def _choose_portion(self, gaps_max: int) -> None:
         """Take the lowest gaps that are young or due."""
+        if not (self._young or self._due or self._forced):
+            self._portion, self.is_partial, self._is_crowded = [], False, False
+            return
         gaps_max = int(min(gaps_max, max(self._gaps_reached, len(self._young))))
         count = min(gaps_max, len(self._due))
         taken = self._due[len(self._due) - count :]
@@ -407,27 +432,40 @@ class GapTracker:
     def _step(
         self, high: int, kept: list[_Gap], found_ids: list[int], dead: list[Range]
     ) -> CursorChange:
-        read = self._portion or ()
-        declared = {*dead}
-        young_before = self._young.keys() | {r for r, g in self._absent.items() if not g.old}
-        read_young = {g.range for g in read if not g.old}
-        young = young_before - read_young - declared | {g.range for g in kept if not g.old}
-        old_before = {g.range for g in read if g.old}
-        old = {g.range for g in kept if g.old}
-        old_absent = {r for r, g in self._absent.items() if g.old}
-        old_closed = old_before - old | old_absent & declared
+        young = self._young_stored
+        if not (self._portion or kept or dead):
+            # As in most batches.
+            moved = high != self.high
+            return CursorChange(high, young, (), (), (), (), False, moved, {})
+        read_young, read_old = _split(self._portion or ())
+        kept_young, kept_old = _split(kept)
+        proven_young, proven_old = _split(self._absent[r] for r in dead if r in self._absent)
+        closed = read_young - kept_young | proven_young
+        opened = kept_young - read_young
+        if closed or opened:
+            young = tuple(sorted({*young} - closed | opened))
+        old_closed = read_old - kept_old | proven_old
+        old_opened = kept_old - read_old
         return CursorChange(
             high=high,
-            young=tuple(sorted(young)),
+            young=young,
             found=_as_ranges(sorted(found_ids)),
             dead=tuple(sorted(dead)),
             old_closed=tuple(sorted(old_closed)),
-            old_opened=tuple(sorted(old - old_before)),
-            changed=high != self.high
-            or young != young_before
-            or bool(old_closed | old - old_before),
+            old_opened=tuple(sorted(old_opened)),
+            young_changed=bool(closed or opened),
+            changed=high != self.high or bool(closed or opened or old_closed or old_opened),
             memory={g.range: g for g in kept},
         )
+
+
+def _split(gaps: Iterable[_Gap]) -> tuple[set[Range], set[Range]]:
+    """The ranges of the young gaps, and those of the old ones."""
+    young: set[Range] = set()
+    old: set[Range] = set()
+    for gap in gaps:
+        (old if gap.old else young).add((gap.lo, gap.hi))
+    return young, old
 
 
 def _without(whole: Range, ids: Iterable[int]) -> list[Range]:

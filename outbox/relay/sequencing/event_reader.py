@@ -73,7 +73,7 @@ class EventReader:
                 None if tracker.is_partial else state.high,
                 gaps,
                 limit,
-                more_gaps=tracker.left_out,
+                with_holders=tracker.needs_holders,
                 with_content=self.reads_content,
             )
             if not is_current(reading):

@@ -29,7 +29,7 @@ from outbox.store.cluster.sessions import (
 )
 from outbox.store.connection.row_security import stop_empty
 from outbox.store.refused_rows import is_refused, reason_of
-from outbox.store.sql.expressions import lease_runs
+from outbox.store.sql.expressions import SERVER_FENCE, lease_runs
 from outbox.store.sql.message import WriteStatement
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ log = structlog.get_logger("outbox.ownership")
 # A replica's own row, while its lease runs ($1 is the replica), on the server and in the state in
 # which it registered: after a failover behind a proxy, or a restore, its id may belong to another
 # replica, and its lanes may have other pending deliveries.
-OWN_ROW = """id = $1 AND expires_at > clock_timestamp()
-       AND ({0}::bigint IS NULL OR server_fence() = {0})"""
+OWN_ROW = f"""id = $1 AND expires_at > clock_timestamp()
+       AND ({{0}}::bigint IS NULL OR {SERVER_FENCE} = {{0}})"""
 
 
 def fence(server_fence: str) -> str:

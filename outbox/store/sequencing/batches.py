@@ -44,6 +44,7 @@ from outbox.store.sequencing.event_reads import (
 from outbox.store.sequencing.filters import FilterStore, stop_filters
 from outbox.store.sequencing.routing import RoutingStore
 from outbox.store.sequencing.stalls import StallStore
+from outbox.store.sql.expressions import SERVER_FENCE
 from outbox.store.sql.message import WriteStatement
 from outbox.store.sql.row_params import number_rows
 
@@ -75,7 +76,8 @@ SELECT lo, hi FROM gap UNION ALL SELECT NULL, NULL WHERE {rows_hidden("gap")}
 # the one from which everything was read (a proxy may have switched to a server that does not
 # have the last batch).  One row, or none if nothing was written.
 #   locked: the cursor row, if all of that holds; FOR UPDATE until the batch commits.
-#     SKIP LOCKED: a routing change that holds the row raises the version anyway.
+#     SKIP LOCKED: a routing change that holds the row raises the version anyway.  And the young
+#     gaps of the batch before: mostly they stay until the proof, and a copy costs hardly anything.
 #   advanced: the lanes with deliveries; MATERIALIZED: $3 is parsed once.
 #   row: the batch itself.
 #   counted: the lane counters.  MATERIALIZED, because the function has side effects
@@ -88,17 +90,18 @@ WRITE_BATCH = WriteStatement(
     "write_batch",
     f"""
 WITH locked AS MATERIALIZED (
-    SELECT FROM cursor
-     WHERE writer = $5 AND version = $6 AND ($7::bigint IS NULL OR server_fence() = $7)
+    SELECT previous.young FROM cursor, batch AS previous
+     WHERE cursor.writer = $5 AND version = $6 AND ($7::bigint IS NULL OR {SERVER_FENCE} = $7)
        AND ($8::bigint IS NULL OR erasures = $8)
-       AND EXISTS (SELECT FROM batch WHERE batch = $1::bigint - 1)
-       FOR UPDATE SKIP LOCKED),
+       AND previous.batch = $1::bigint - 1
+       FOR UPDATE OF cursor SKIP LOCKED),
 advanced AS MATERIALIZED (
     SELECT * FROM unnest($3::counter_row[])),
 row AS (
     INSERT INTO batch (batch, high, young, found, dead, events, deliveries, lanes, writer,
                        committed_after)
-    SELECT $1, r.high, r.young, r.found, r.dead, r.events, r.deliveries,
+    SELECT $1, r.high, coalesce(r.young, locked.young), coalesce(r.found, '{{}}'),
+           coalesce(r.dead, '{{}}'), r.events, r.deliveries,
            array(SELECT lane_id FROM advanced), $5, r.committed_after
       FROM locked, json_to_record($2::json)
            AS r(high bigint, young int8multirange, found int8multirange, dead int8multirange,
@@ -220,14 +223,14 @@ class SequencingStore:
         gaps: Sequence[Range],
         limit: int,
         *,
-        more_gaps: bool,
+        with_holders: bool,
         with_content: bool = False,
     ) -> Reading:
         """Read committed events in the gaps and above `high`, by id, at most `limit`.
 
         Args:
             high: the highest sequenced id; None: read the gaps only.
-            more_gaps: there are further gaps, which are not read.
+            with_holders: whether to read the lock holders although no id above `high` is missing.
             with_content: whether to read the content of the first small events, too.
         """
         rows = await self._db.fetch(
@@ -237,7 +240,7 @@ class SequencingStore:
             [hi for _, hi in gaps],
             limit,
             self.proof.sequence,
-            more_gaps,
+            with_holders,
         )
         reading = parse_reading(rows, with_content=with_content)
         if reading is None:
@@ -313,15 +316,18 @@ class SequencingStore:
             (lane_id, last_seq - new[lane_id], last_seq)
             for lane_id, last_seq in deliveries.counters.items()
         )
-        row = {
+        row: dict[str, object] = {
             "high": step.high,
-            "young": multirange(step.young),
-            "found": multirange(step.found),
-            "dead": multirange(step.dead),
             "events": events,
             "deliveries": len(deliveries),
             "committed_after": committed_after,
         }
+        if step.young_changed:
+            row["young"] = multirange(step.young)
+        if step.found:
+            row["found"] = multirange(step.found)
+        if step.dead:
+            row["dead"] = multirange(step.dead)
         call = (
             WRITE_BATCH,
             batch,

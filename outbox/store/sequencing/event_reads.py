@@ -16,7 +16,7 @@ from outbox.core.sequencing.router import RoutableEvent
 from outbox.errors import CursorBroken
 from outbox.store.cluster.leadership import AWAKE
 from outbox.store.connection.row_security import rows_hidden
-from outbox.store.sql.expressions import PAYLOAD_BYTES, epoch_s, key_hash
+from outbox.store.sql.expressions import PAYLOAD_BYTES, SERVER_FENCE, epoch_s, key_hash
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -103,7 +103,8 @@ IN_FLIGHT_MIN = 3
 #   event: MATERIALIZED, so that the locks are read after the events, when the snapshot exists:
 #     no event can be above the sequence, and no holder of a missing id escapes.  A transaction
 #     that ended in between is seen by the next read.
-# The locks are read only while an id is missing, because that costs as much as everything else.
+# The locks are read only if an id above $1 is missing, or if $6, because that costs as much as
+# everything else.
 # The row without an id carries the values that occur once.
 def _with_state(events: str, content: str = "", no_content: str = "") -> str:
     return f"""
@@ -121,10 +122,10 @@ SELECT NULL, NULL, NULL, NULL,
                  AND pg_sequence_last_value($5::oid::regclass) - {IN_FLIGHT_MIN}
                      >= (SELECT max(id) FROM event)
             THEN ({COUNT_WAITING_PRODUCERS}) END,
-       CASE WHEN cardinality($2) > 0 OR $6
+       CASE WHEN $6
                  OR (SELECT count(*) < max(id) - $1 FROM event WHERE id > $1)
             THEN array({_LOCK_HOLDERS}$5) END,
-       writer, version, erasures, server_fence(), statement_timestamp(),
+       writer, version, erasures, {SERVER_FENCE}, statement_timestamp(),
        {rows_hidden("outbox")}{no_content}
   FROM cursor
 """  # noqa: S608 (constants only)
@@ -150,7 +151,7 @@ class Reading:
     waiting: int
     """Number of producers that wait for each other's NOTIFY."""
     holders: LockHolders | None
-    """The transactions that may still insert a missing id; None: no id is missing."""
+    """The transactions that may still insert a missing id; None: they were not read."""
     leader: int | None
     version: int
     erasures: int = 0

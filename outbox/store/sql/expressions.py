@@ -18,6 +18,10 @@ PAYLOAD_SIZE = "coalesce(octet_length(body), octet_length(payload::text))"
 """Their number."""
 CURRENT_XID = "pg_current_xact_id()::xid::text::bigint"
 """The id of this transaction, as the column xmin of the rows that it writes has it."""
+SERVER_FENCE = """(coalesce(server_timeline(), 0) << 32
+            | coalesce((SELECT xmin::text::bigint FROM incarnation), 0))"""
+"""`server_fence()`, for statements that are executed often: PostgreSQL plans the body of a function
+in SQL with each of them, which costs as much as all the rest of some."""
 
 
 def lease_runs(row: str) -> str:

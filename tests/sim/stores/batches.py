@@ -86,11 +86,11 @@ class SequencingStore(real.SequencingStore):
         gaps: Sequence[Range],
         limit: int,
         *,
-        more_gaps: bool,
+        with_holders: bool,
         with_content: bool = False,
     ) -> Reading:
         return await self._db.call(
-            read_events, high, gaps, limit, more_gaps=more_gaps, with_content=with_content
+            read_events, high, gaps, limit, with_holders=with_holders, with_content=with_content
         )
 
     async def running(self) -> LockHolders:
@@ -240,7 +240,7 @@ def read_events(
     gaps: Sequence[Range],
     limit: int,
     *,
-    more_gaps: bool,
+    with_holders: bool,
     with_content: bool,
 ) -> Steps[Reading]:
     began_at = db.clock_timestamp()
@@ -263,7 +263,7 @@ def read_events(
     if db.rng.random() < 0.3:
         yield db.pause_s()
     # No snapshot covers sequences and locks.
-    missing = bool(gaps) or more_gaps
+    missing = with_holders
     if high is not None:
         newer = [i for i in ids if i > high]
         missing = missing or (bool(newer) and len(newer) < newer[-1] - high)
@@ -323,7 +323,7 @@ def write_batch(
     new = Batch(
         batch,
         step.high,
-        step.young,
+        step.young if step.young_changed else db.batches[-1].young,
         step.found,
         step.dead,
         tuple(deliveries.counters),
