@@ -22,8 +22,9 @@ from outbox.destinations.broker_address import credentials_header
 from outbox.errors import CannotRun
 from outbox.operations.endpoints import changes as endpoint_changes
 from outbox_devtools.embedded.launch import command
-from tests.support.postgres import SCHEMA, Database, Server, memory
+from tests.support.postgres import SCHEMA, Database, Server
 from tests.support.process import RelayProcess, environment, relay_process
+from tests.support.prototypes import memory
 from tests.support.relay import SHARED_OUT
 
 if TYPE_CHECKING:
