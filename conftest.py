@@ -205,8 +205,9 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, bool | None, 
     """Let the processes of `--forks` share what takes long to make."""
     if session.config.option.forks < 2 or tier_of(session.config).is_unit:
         return (yield)
-    from tests.support import prototypes
+    from tests.support import forking, prototypes
 
+    forking.share()
     with prototypes.shared():
         return (yield)
 

@@ -172,7 +172,7 @@ class Stage:
         self._relays += 1
         log_path = self.directory / f"relay-{self._relays}.log"
         given = {"OUTBOX_DSN": database.dsn, "OUTBOX_LEASE_S": "5", **self.trusting(), **env}
-        async with relay_process(given, log_path) as relay:
+        async with relay_process(given, log_path, is_forked=False) as relay:
             if owns:
                 await self.until_owned(database, relay)
             yield relay
