@@ -200,6 +200,18 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, bool | None, bool | None]:
+    """Let the processes of `--forks` share what takes long to make."""
+    if session.config.option.forks < 2 or tier_of(session.config).is_unit:
+        return (yield)
+    from tests.support import forking, prototypes
+
+    forking.share()
+    with prototypes.shared():
+        return (yield)
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "pg_major" not in metafunc.fixturenames:
         return

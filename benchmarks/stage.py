@@ -22,8 +22,9 @@ from outbox.destinations.broker_address import credentials_header
 from outbox.errors import CannotRun
 from outbox.operations.endpoints import changes as endpoint_changes
 from outbox_devtools.embedded.launch import command
-from tests.support.postgres import SCHEMA, Database, Server, memory
+from tests.support.postgres import SCHEMA, Database, Server
 from tests.support.process import RelayProcess, environment, relay_process
+from tests.support.prototypes import memory
 from tests.support.relay import SHARED_OUT
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ class Stage:
         self._relays += 1
         log_path = self.directory / f"relay-{self._relays}.log"
         given = {"OUTBOX_DSN": database.dsn, "OUTBOX_LEASE_S": "5", **self.trusting(), **env}
-        async with relay_process(given, log_path) as relay:
+        async with relay_process(given, log_path, is_forked=False) as relay:
             if owns:
                 await self.until_owned(database, relay)
             yield relay

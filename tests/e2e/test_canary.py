@@ -154,7 +154,7 @@ async def test_no_secret_is_left_anywhere(database: Database, tmp_path: Path) ->
         }
         log, development_log = tmp_path / "relay.log", tmp_path / "listen.log"
         async with (
-            relay_process(env | served, log) as relay,
+            relay_process(env | served, log, is_forked=False) as relay,
             relay_process(
                 env, development_log, None, "--port", str(development), name="listen"
             ) as receiver,

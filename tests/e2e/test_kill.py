@@ -168,7 +168,7 @@ async def test_sigterm_drains_and_a_second_sigterm_stops_at_once(
     receiver._handle = arriving
     async with receiver.serve() as url:
         await command("endpoint", "add", "slow", url, env=env)
-        async with relay_process(env, tmp_path / "relay.log") as relay:
+        async with relay_process(env, tmp_path / "relay.log", is_forked=False) as relay:
             await command("publish", "order.paid", "--payload", "{}", env=env)
             await asyncio.wait_for(arrived.wait(), 20)
             assert relay.process is not None

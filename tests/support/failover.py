@@ -14,7 +14,8 @@ import asyncpg
 
 from outbox.store.connection.migrate import migrate
 from outbox_devtools.embedded import EmbeddedPostgres
-from tests.support.postgres import SCHEMA, TEST_SETTINGS, Database, Server, memory
+from tests.support.postgres import SCHEMA, TEST_SETTINGS, Database, Server
+from tests.support.prototypes import memory
 from tests.support.waiting import until
 
 if TYPE_CHECKING:

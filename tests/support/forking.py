@@ -2,7 +2,7 @@
 
 Imports take most of the time of a short command. A forked command is still a process with its own
 arguments, environment, streams and exit code. Other tests check that a fresh interpreter can start
-each command: `tests/cli/test_main.py`, and those that start a relay.
+each command: `tests/cli/test_main.py`, and `tests/e2e/test_kill.py` that it can be a relay.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ import os
 import selectors
 import signal
 import socket
-import struct
 import subprocess
 import sys
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 _ROOT = Path(__file__).parents[2]
-_LENGTH = struct.Struct("!I")
 
 
 async def run(
@@ -47,48 +44,103 @@ async def run(
     with TemporaryFile() as given, TemporaryFile() as out, TemporaryFile() as err:
         given.write(stdin)
         given.seek(0)
-        status_read_fd, status_fd = os.pipe()
-        with os.fdopen(status_read_fd, "rb", buffering=0) as status_pipe:
-            try:
-                _parent().start_command(
-                    words, env, [given.fileno(), out.fileno(), err.fileno(), status_fd]
-                )
-            finally:
-                os.close(status_fd)
+        process = await start(words, env, [given, out, err])
+        try:
             async with asyncio.timeout(timeout_s):
-                pid = int(await _line(status_pipe))
-                try:
-                    code = int(await _line(status_pipe))
-                except BaseException:
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                    raise
+                code = await process.wait()
+        except BaseException:
+            process.send_signal(signal.SIGKILL)
+            raise
         out.seek(0)
         err.seek(0)
         return code, out.read(), err.read()
 
 
-async def _line(pipe: IO[bytes]) -> bytes:
-    """The next line; each is written atomically."""
-    loop = asyncio.get_running_loop()
-    readable = loop.create_future()
-    loop.add_reader(pipe, readable.set_result, None)
+async def start(
+    words: Sequence[str], env: Mapping[str, str], streams: Sequence[IO[bytes]]
+) -> Process:
+    """Start `outbox` with these arguments; it ends with this process.
+
+    Args:
+        words: the arguments.
+        env: the environment.
+        streams: stdin, stdout and stderr, or the last two of them.
+    """
+    read_fd, write_fd = os.pipe()
     try:
-        await readable
+        _parent().start_command(words, env, [*(each.fileno() for each in streams), write_fd])
+    except BaseException:
+        os.close(read_fd)
+        raise
     finally:
-        loop.remove_reader(pipe)
-    line = pipe.readline()
-    if not line:
-        raise RuntimeError("the process that forks commands has ended")
-    return line
+        os.close(write_fd)
+    process = Process(read_fd)
+    await process.started
+    return process
+
+
+class Process:
+    """A forked command: what tests use of `asyncio.subprocess.Process`.
+
+    Args:
+        status_fd: a pipe with its pid, and later its exit code; the process closes it.
+    """
+
+    def __init__(self, status_fd: int) -> None:
+        self._status_fd = status_fd
+        self._loop = asyncio.get_running_loop()
+        self._received = b""
+        self._ended: asyncio.Future[int] = self._loop.create_future()
+        self.pid = 0
+        self.started: asyncio.Future[None] = self._loop.create_future()
+        self._loop.add_reader(status_fd, self._read)
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code (negative: the terminating signal); None while it runs."""
+        return self._ended.result() if self._ended.done() else None
+
+    async def wait(self) -> int:
+        """Wait for the end, and return the exit code."""
+        return await asyncio.shield(self._ended)
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if not self._ended.done():
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+    def _read(self) -> None:
+        part = os.read(self._status_fd, 64)
+        self._received += part
+        pid, *code = self._received.split(b"\n")[:-1] or [b""]
+        if pid and not self.started.done():
+            self.pid = int(pid)
+            self.started.set_result(None)
+        if code:
+            self._ended.set_result(int(code[0]))
+        elif not part:
+            error = RuntimeError("the process that forks commands has ended")
+            (self._ended if self.started.done() else self.started).set_exception(error)
+        else:
+            return
+        self._loop.remove_reader(self._status_fd)
+        os.close(self._status_fd)
 
 
 class _Parent:
-    """The client of the process that has imported all modules."""
+    """The client of the process that has imported all modules.
+
+    Processes that are forked from this one use it, too: a request is one byte, with files.
+    """
 
     def __init__(self) -> None:
+        self._owner_pid = os.getpid()
         self._control, theirs = socket.socketpair()
-        self._lock = threading.Lock()
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.support.forking", str(theirs.fileno())],
@@ -103,18 +155,24 @@ class _Parent:
     def start_command(
         self, words: Sequence[str], env: Mapping[str, str], fds: Sequence[int]
     ) -> None:
-        """Fork a command with three streams and a status pipe."""
-        what = orjson.dumps([words, env, str(Path.cwd())])
-        with self._lock:
-            socket.send_fds(self._control, [_LENGTH.pack(len(what))], fds)
-            self._control.sendall(what)
+        """Fork a command with these streams, and a status pipe as the last of them."""
+        with TemporaryFile(buffering=0) as what:
+            what.write(orjson.dumps([words, env, str(Path.cwd())]))
+            what.seek(0)
+            socket.send_fds(self._control, [b"!"], [what.fileno(), *fds])
 
     def _end(self) -> None:
-        self._control.close()
-        self._process.wait()
+        if os.getpid() == self._owner_pid:
+            self._control.close()
+            self._process.wait()
 
 
 _made: list[_Parent] = []
+
+
+def share() -> None:
+    """Let the processes that are forked from this one use the same parent of commands."""
+    _parent()
 
 
 def _parent() -> _Parent:
@@ -141,10 +199,11 @@ def _serve(control: socket.socket) -> None:
                 _reap(running)
             if control not in ready:
                 continue
-            head, fds, _, _ = socket.recv_fds(control, _LENGTH.size, 4)
-            if not head:
+            request, fds, _, _ = socket.recv_fds(control, 1, 5)
+            if not request:
                 _leave(running)
-            words, env, where = orjson.loads(_exactly(control, *_LENGTH.unpack(head)))
+            with os.fdopen(fds.pop(0), "rb") as what:
+                words, env, where = orjson.loads(what.read())
             status_fd = fds.pop()
             if pid := os.fork():
                 running[pid] = status_fd
@@ -154,7 +213,7 @@ def _serve(control: socket.socket) -> None:
                 continue
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for number, fd in enumerate(fds):
+            for number, fd in enumerate(fds, 3 - len(fds)):
                 os.dup2(fd, number)
             for fd in (*fds, status_fd, *running.values()):
                 os.close(fd)
@@ -162,13 +221,6 @@ def _serve(control: socket.socket) -> None:
                 each.close()
             _become(words, env, where)
             return
-
-
-def _exactly(control: socket.socket, size: int) -> bytes:
-    what = b""
-    while len(what) < size:
-        what += control.recv(size - len(what))
-    return what
 
 
 def _reap(running: dict[int, int]) -> None:

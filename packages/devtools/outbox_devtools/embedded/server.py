@@ -263,14 +263,18 @@ class EmbeddedPostgres:
         version_file = self.data_dir / "PG_VERSION"
         if not version_file.exists():
             change_owner(self.data_dir, account)
-            # A temporary cluster need not survive a crash of the machine: no sync.
-            temporary = self._given_dir is None
-            initdb(self._runnable, self.data_dir, account, self._server_dir(), sync=not temporary)
+            self._create_cluster()
         elif (created_by := version_file.read_text().strip()) != str(self.major):
             raise CannotRun(
                 f"{self.data_dir} was created by PostgreSQL {created_by}, not {self.version}: "
                 "use that major version or another data directory"
             )
+
+    def _create_cluster(self) -> None:
+        """Fill the empty data directory."""
+        # A temporary cluster need not survive a crash of the machine: no sync.
+        temporary = self._given_dir is None
+        initdb(self._runnable, self.data_dir, self._account, self._server_dir(), sync=not temporary)
 
     def _launch(self) -> None:
         settings = {

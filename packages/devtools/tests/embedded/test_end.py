@@ -19,8 +19,8 @@ import pytest
 from outbox_devtools.embedded import find_binaries
 from outbox_devtools.embedded.run_as_user import Account
 from outbox_devtools.embedded.tempdir import PREFIX, can_reach, remove_abandoned
-from tests.support.postgres import memory
 from tests.support.processes import family, running
+from tests.support.prototypes import memory
 from tests.support.waiting import until_sync
 
 if TYPE_CHECKING:

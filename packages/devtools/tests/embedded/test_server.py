@@ -15,8 +15,8 @@ import pytest
 from outbox.errors import CannotRun
 from outbox.store.connection.connect import CONNECTION_ERRORS
 from outbox_devtools.embedded import EmbeddedPostgres, binaries, find_binaries, installed_binaries
-from tests.support.postgres import memory
 from tests.support.processes import family, running
+from tests.support.prototypes import memory
 from tests.support.waiting import until_sync
 
 if TYPE_CHECKING:
