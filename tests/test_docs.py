@@ -276,7 +276,7 @@ async def _catch_up(session: Session) -> AsyncIterator[None]:
         yield
         assert len(warnings) == 1, "the token is not valid"
         keeping = asyncio.create_task(session.names["keep_caught_up"]())
-        await until(lambda: len(warnings) == 2, 20, "the next catch-up")
+        await until(lambda: len(warnings) == 2, what="the next catch-up")
         keeping.cancel()
 
 
@@ -454,9 +454,9 @@ async def _blocked_lane(session: Session) -> AsyncIterator[None]:
         for n in range(18):
             # The other lane's successes keep the endpoint's circuit breaker closed.
             attempts = min(5, n)
-            await until(lambda attempts=attempts: len(poison) >= attempts, 20, "an attempt")
+            await until(lambda attempts=attempts: len(poison) >= attempts, what="an attempt")
             await publish(database, {"order": 100 + n}, key=keys[0])
-        await until(lambda: len(network.accepted) == 20 and len(poison) >= 5, 20, "five failures")
+        await until(lambda: len(network.accepted) == 20 and len(poison) >= 5, what="five failures")
         yield
         await all_ended(database)
     assert await exceptions(database) == {}

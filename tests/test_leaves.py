@@ -126,7 +126,7 @@ async def test_a_relay_without_the_api_needs_no_leaf(
 ) -> None:
     pretend(monkeypatch, None)
     async with Relay(database.dsn) as relay:
-        await until(lambda: relay.ready, 20, "the relay")
+        await until(lambda: relay.ready, what="the relay")
 
 
 @pytest.mark.system

@@ -129,17 +129,17 @@ async def test_prometheus_scrapes_a_relay_and_evaluates_the_rules_and_the_dashbo
         await add_endpoint(database, "shop", url=url)
         await publish(database, 1)
         await all_ended(database)
-        await until(lambda: _health(server, "up"), 60, "the relay to be scraped")
+        await until(lambda: _health(server, "up"), what="the relay to be scraped")
         # Rates need an earlier sample.
         await publish(database, 2, 3)
         delivered = 'outbox_deliveries_total{job="outbox",endpoint="shop",outcome="delivered"}'
-        await until(lambda: _shows(server, f"{delivered} == 3"), 60, "the deliveries")
-        await until(lambda: _are_evaluated(server), 60, "the rules to be evaluated")
+        await until(lambda: _shows(server, f"{delivered} == 3"), what="the deliveries")
+        await until(lambda: _are_evaluated(server), what="the rules to be evaluated")
         for panel in _panels():
             if panel["title"] not in WITHOUT_DATA:
-                await until(lambda panel=panel: _has_data(server, panel), 60, panel["title"])
+                await until(lambda panel=panel: _has_data(server, panel), what=panel["title"])
         assert await relay.end() == 0
-        await until(lambda: _health(server, "down"), 60, "the relay to be missed")
+        await until(lambda: _health(server, "down"), what="the relay to be missed")
 
 
 def _panels() -> list[dict[str, Any]]:

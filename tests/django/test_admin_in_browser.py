@@ -60,7 +60,7 @@ async def serving(database: Database, directory: Path) -> AsyncIterator[str]:
             stderr=output,
         )
     try:
-        await until(lambda: "Quit the server" in log.read_text(), 20, "the server")
+        await until(lambda: "Quit the server" in log.read_text(), what="the server")
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()

@@ -167,8 +167,7 @@ async def test_no_secret_is_left_anywhere(database: Database, tmp_path: Path) ->
                     "(SELECT count(*) >= 2 FROM attempt WHERE outcome = 'delivered') AND "
                     "(SELECT count(*) = 2 FROM lane_progress WHERE last_response IS NOT NULL)",
                 ),
-                60,
-                "what works to be delivered, and what does not to have failed",
+                what="what works to be delivered, and what does not to have failed",
             )
             event = str(await fetchval(database, "SELECT event_id FROM outbox LIMIT 1"))
             for words in (

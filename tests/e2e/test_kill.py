@@ -104,7 +104,7 @@ async def _kill(
             for _ in range(kills):
                 seen = len(ledger.got)
                 await _publish(producer, rng, committed, rolled_back)
-                await until(lambda seen=seen: len(ledger.got) > seen + PER_KILL // 3, 30)
+                await until(lambda seen=seen: len(ledger.got) > seen + PER_KILL // 3)
                 if fault is not None:
                     await fault()
                 await relay.end(signal.SIGKILL)

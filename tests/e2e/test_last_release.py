@@ -97,7 +97,7 @@ async def test_nothing_is_lost_or_reordered_in_an_upgrade(
         count += 1
 
     async def delivered() -> None:
-        await until(lambda: accepted() == [*range(count)], 30, f"{count} deliveries in order")
+        await until(lambda: accepted() == [*range(count)], what=f"{count} deliveries in order")
 
     async def migrate() -> None:
         migrated = await command("migrate", env=env, package=upgrade.new)
@@ -115,7 +115,7 @@ async def test_nothing_is_lost_or_reordered_in_an_upgrade(
         await publish(upgrade.new)
         await delivered()
         await new.start()
-        await until(lambda: _is_registered(new), 30, "the newest relay")
+        await until(lambda: _is_registered(new), what="the newest relay")
         await publish(upgrade.old)
         await delivered()
         assert await old.end() == 0

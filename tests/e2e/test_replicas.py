@@ -57,7 +57,7 @@ class Relays:
             relay_process(env, self._tmp_path / f"{name}.log")
         )
         self.wire.pids.add(pid_of(relay))
-        await until(lambda: self.replica(relay), 30, f"{name} to register")
+        await until(lambda: self.replica(relay), what=f"{name} to register")
         return relay
 
     async def replica(self, relay: RelayProcess) -> int | None:
@@ -109,7 +109,7 @@ async def add_endpoints(relays: Relays, number: int) -> None:
 async def test_deliveries_of_a_killed_relay_are_sent_by_another(relays: Relays) -> None:
     await add_endpoints(relays, 12)
     first, second = await relays.start("first"), await relays.start("second")
-    await until(relays.settled, 20, "the endpoints to be shared out")
+    await until(relays.settled, what="the endpoints to be shared out")
     owned = {e for e, owner in (await relays.owners()).items() if owner is not None}
     lost = await relays.replica(first)
     lost_endpoints = {e for e, owner in (await relays.owners()).items() if owner == lost}
@@ -138,7 +138,7 @@ async def test_a_new_replica_gets_its_share_and_a_clean_stop_releases_it_at_once
     """Another replica would acquire them after a fifth of the lease, without a notification."""
     await add_endpoints(relays, 12)
     first = await relays.start("first", LONG_LEASE_S)
-    await until(relays.settled, 20, "the endpoints to be claimed")
+    await until(relays.settled, what="the endpoints to be claimed")
     second = await relays.start("second", LONG_LEASE_S)
     await until(relays.settled, SOON_S, "the endpoints to be shared out")
     assert await first.end() == 0
@@ -164,7 +164,7 @@ async def test_a_fenced_relay_writes_nothing_and_closes_its_requests(
     wire.holds = lambda arrived: arrived.pid == zombie
     was = await relays.replica(frozen)
     await publish(relays.database, "one", "two", "three")
-    await until(lambda: len(wire.arrived) == 24, 20, "a request in every lane")
+    await until(lambda: len(wire.arrived) == 24, what="a request in every lane")
 
     assert frozen.process is not None
     frozen.process.send_signal(signal.SIGSTOP)
@@ -177,7 +177,7 @@ async def test_a_fenced_relay_writes_nothing_and_closes_its_requests(
     assert await relays.db.fetchval(written, was) == 0
 
     frozen.process.send_signal(signal.SIGCONT)
-    await until(lambda: relays.replica(frozen), 20, "it to register anew")
+    await until(lambda: relays.replica(frozen), what="it to register anew")
     now = await relays.replica(frozen)
     assert now is not None
     assert was is not None
@@ -187,9 +187,9 @@ async def test_a_fenced_relay_writes_nothing_and_closes_its_requests(
         "SELECT extract(epoch FROM started_at)::float8 FROM replica WHERE id = $1", now
     )
     # Half of its requests had responses waiting, the others were open.
-    await until(lambda: all(a.closed for a in wire.arrived[12:24]), 20, "it to close them")
+    await until(lambda: all(a.closed for a in wire.arrived[12:24]), what="it to close them")
     wire.holds = lambda _: False
-    await until(relays.settled, 20, "it to get endpoints again")
+    await until(relays.settled, what="it to get endpoints again")
     await publish(relays.database, "four")
     await all_ended(relays.database, timeout_s=20)
 
@@ -215,7 +215,7 @@ async def test_a_frozen_leader_delays_events_by_a_tick_and_resumes_as_a_standby(
     first = await relays.start("first", LONG_LEASE_S)
     leader = "SELECT writer FROM cursor"
     leads = await relays.replica(first)
-    await until(lambda: _query_returns(relays, leader, leads), 20, "it to lead")
+    await until(lambda: _query_returns(relays, leader, leads), what="it to lead")
     second = await relays.start("second", LONG_LEASE_S)
     await until(relays.settled, SOON_S, "the endpoints to be shared out")
     assert first.process is not None
@@ -258,11 +258,11 @@ async def test_a_new_endpoint_goes_to_the_relay_with_the_fewest(relays: Relays) 
     await add_endpoints(relays, 3)
     await relays.start("first", LONG_LEASE_S)
     await relays.start("second", LONG_LEASE_S)
-    await until(relays.settled, 20, "the endpoints to be shared out")
+    await until(relays.settled, what="the endpoints to be shared out")
     before = await relays.owners()
     ((fewest, _),) = [each for each in Counter(before.values()).items() if each[1] == 1]
     await add_endpoint(relays.database, "new", url=relays.url)
-    await until(relays.settled, 20, "the new endpoint to be claimed")
+    await until(relays.settled, what="the new endpoint to be claimed")
     after = await relays.owners()
     assert {e: owner for e, owner in after.items() if e in before} == before
     assert [owner for e, owner in after.items() if e not in before] == [fewest]
@@ -272,12 +272,12 @@ async def test_a_new_endpoint_goes_to_the_relay_with_the_fewest(relays: Relays) 
 async def test_a_membership_change_moves_the_fewest_endpoints(relays: Relays) -> None:
     await add_endpoints(relays, 100)
     members = [await relays.start("first"), await relays.start("second")]
-    await until(relays.settled, 30, "the endpoints to be shared out")
+    await until(relays.settled, what="the endpoints to be shared out")
     two = await relays.owners()
     started_at = (await relays.claims())[-1]["id"]
 
     joiner = await relays.start("joiner")
-    await until(relays.settled, 30, "the endpoints to be shared out anew")
+    await until(relays.settled, what="the endpoints to be shared out anew")
     three, new = await relays.owners(), await relays.replica(joiner)
     won = {e for e, owner in three.items() if owner == new}
     assert won
@@ -292,7 +292,7 @@ async def test_a_membership_change_moves_the_fewest_endpoints(relays: Relays) ->
     leaver = members[0]
     old = await relays.replica(leaver)
     assert await leaver.end() == 0
-    await until(relays.settled, 30, "the leaver's endpoints to be claimed")
+    await until(relays.settled, what="the leaver's endpoints to be claimed")
     freed = [r for r in await relays.claims(after=joined_at) if r["kind"] == "endpoint_released"]
     left = {e for e, owner in three.items() if owner == old}
     assert {r["endpoint_id"] for r in freed} == left

@@ -107,8 +107,8 @@ async def test_one_trace_joins_producer_relay_and_receiver(
                             connection, "order.paid", {"order": 7}, autocommit=True
                         )
             await all_ended(database)
-            await until(lambda: len(collector.spans) == 7, 30, "all spans to be pushed")
-            await until(lambda: "outbox.events" in collector.metrics, 20, "metrics")
+            await until(lambda: len(collector.spans) == 7, what="all spans to be pushed")
+            await until(lambda: "outbox.events" in collector.metrics, what="metrics")
             assert await relay.end() == 0
         await asyncio.to_thread(provider.shutdown)
     by_name: dict[str, list[Span]] = {}
@@ -153,7 +153,7 @@ async def test_an_event_without_a_trace_gets_one_for_all_its_endpoints(
         }
         async with relay_process(env, tmp_path / "relay.log"):
             await publish(database, 1)
-            await until(lambda: len(collector.spans) == 6, 30, "all spans to be pushed")
+            await until(lambda: len(collector.spans) == 6, what="all spans to be pushed")
     assert len({span.trace_id for span in collector.spans}) == 1
     roots = [span.name for span in collector.spans if not span.parent]
     assert sorted(roots) == ["deliver one", "deliver two"]
@@ -170,7 +170,7 @@ async def test_probes_and_metrics_of_a_relay(database: Database, tmp_path: Path)
             async def ready() -> bool:
                 return await status_or_none(f"{url}/readyz") == (200, "ready\n")
 
-            await until(ready, 20, "it to be ready")
+            await until(ready, what="it to be ready")
             assert await get(f"{url}/healthz") == (200, "ok\n")
             await publish(database, 1, 2, 3)
             await all_ended(database)
@@ -223,7 +223,7 @@ async def test_an_unreachable_collector_delays_nothing(database: Database, tmp_p
         async with relay_process(env, log) as relay:
             await publish(database, *range(20))
             await all_ended(database)
-            await until(lambda: "Transient error" in log.read_text(), 20, "the warning")
+            await until(lambda: "Transient error" in log.read_text(), what="the warning")
             assert await relay.end() == 0
     assert all(orjson.loads(line) for line in log.read_text().splitlines()), "all of it is JSON"
 
@@ -252,13 +252,13 @@ async def test_systemd_is_notified(database: Database, tmp_path: Path) -> None:
             "WATCHDOG_USEC": "200000",
         }
         async with relay_process(env, tmp_path / "relay.log") as relay:
-            await until(has_received("READY=1"), 20, "READY")
-            await until(has_received("STATUS=delivering"), 20, "STATUS")
+            await until(has_received("READY=1"), what="READY")
+            await until(has_received("STATUS=delivering"), what="STATUS")
             output.clear()
             for _ in range(3):
-                await until(has_received("WATCHDOG=1"), 20, "WATCHDOG")
+                await until(has_received("WATCHDOG=1"), what="WATCHDOG")
                 output.clear()
             assert relay.process is not None
             relay.process.send_signal(signal.SIGTERM)
-            await until(has_received("STOPPING=1"), 20, "STOPPING")
+            await until(has_received("STOPPING=1"), what="STOPPING")
             assert await relay.process.wait() == 0

@@ -146,7 +146,7 @@ async def test_what_tenants_publish_keeps_its_order(
             for n in range(KILLS):
                 served.clear()
                 await until(
-                    lambda: all(served[each] >= SERVED for each in urls), 60, "the APIs to serve"
+                    lambda: all(served[each] >= SERVED for each in urls), what="the APIs to serve"
                 )
                 held_max = max(held_max, await fetchval(database, HELD))
                 relay = relays[n % 2]

@@ -31,7 +31,7 @@ async def _output(relay: RelayProcess, message: str, times: int = 1) -> None:
     def count() -> int:
         return sum(line["message"] == message for line in relay.log())
 
-    await until(lambda: count() >= times, 60, f"{message!r} in the log")
+    await until(lambda: count() >= times, what=f"{message!r} in the log")
 
 
 async def test_relays_are_upgraded_one_by_one_on_a_newer_schema(
@@ -60,7 +60,7 @@ async def test_relays_are_upgraded_one_by_one_on_a_newer_schema(
 
     async def flows() -> None:
         before = len(accepted())
-        await until(lambda: len(accepted()) > before + 30, 60, "events to flow")
+        await until(lambda: len(accepted()) > before + 30, what="events to flow")
 
     async with receiver.serve() as url, AsyncExitStack() as stack:
         for name in ("one", "two", "three"):
@@ -104,7 +104,7 @@ async def test_relays_are_upgraded_one_by_one_on_a_newer_schema(
             assert await relay.end() == 0
             await flows()
         new_alone = "SELECT bool_and(version = $1) FROM replica"
-        await until(lambda: fetchval(database, new_alone, VERSION), 20, "new ones alone")
+        await until(lambda: fetchval(database, new_alone, VERSION), what="new ones alone")
         stop.set()
         await producing
         await all_ended(database, 90)
@@ -140,18 +140,18 @@ async def test_a_frozen_relay_does_not_go_on_after_a_migration_before_which_rela
         receiver.secrets = (parse_secret(added.json["secret"]),)
         async with relay_process(env, tmp_path / "old.log") as old:
             await fetchval(database, f"WITH new AS ({INSERT} RETURNING 1) TABLE new", "key", 0)
-            await until(lambda: len(got) == 1, 30, "the first delivery")
+            await until(lambda: len(got) == 1, what="the first delivery")
             assert old.process is not None
             old.process.send_signal(signal.SIGSTOP)
             await fetchval(database, f"WITH new AS ({INSERT} RETURNING 1) TABLE new", "key", 1)
-            await until(migrate, 30, "the migration")
+            await until(migrate, what="the migration")
             old.process.send_signal(signal.SIGCONT)
             refusal = (
                 f'schema "relay" is at version {LAST + 1}, this program knows {LAST}; '
                 "upgrade outbox-relay here"
             )
             await until(
-                lambda: any(refusal == line.get("reason") for line in old.log()), 30, "the refusal"
+                lambda: any(refusal == line.get("reason") for line in old.log()), what="the refusal"
             )
             alive = "SELECT count(*) FROM replica WHERE expires_at > clock_timestamp()"
             assert await fetchval(database, alive) == 0

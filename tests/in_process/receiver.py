@@ -49,7 +49,7 @@ class Receiver:
 
     async def receives(self, order: int) -> None:
         """Wait for an event."""
-        await until(lambda: order in self.orders, 30, f"order {order}")
+        await until(lambda: order in self.orders, what=f"order {order}")
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:

@@ -84,9 +84,9 @@ async def test_a_process_that_waits_for_a_processor_is_not_frozen() -> None:
     """Beside relays that use all processors, it may use no time for seconds."""
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", "while True: pass")
     try:
-        await until(lambda: cpu_time(process.pid) is None, 20, "it to run")
+        await until(lambda: cpu_time(process.pid) is None, what="it to run")
         process.send_signal(signal.SIGSTOP)
-        await until(lambda: cpu_time(process.pid) is not None, 20, "it to be stopped")
+        await until(lambda: cpu_time(process.pid) is not None, what="it to be stopped")
     finally:
         process.kill()
         await process.wait()

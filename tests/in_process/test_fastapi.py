@@ -101,7 +101,7 @@ async def test_a_request_publishes_and_the_application_delivers(
     await subscribe(database, receiver)
     application = Application(database, tmp_path / "log")
     async with application.run("--loop", loop):
-        await until(application.is_ready, 30, "the application")
+        await until(application.is_ready, what="the application")
         response = await application.request("POST", "/orders/7")
         assert response["shop"] == "a shop"
         await receiver.receives(7)
@@ -124,7 +124,7 @@ async def test_a_receiver_that_does_not_respond_does_not_delay_the_end(
     receiver.responds.clear()
     application = Application(database, tmp_path / "log")
     async with application.run():
-        await until(application.is_ready, 30, "the application")
+        await until(application.is_ready, what="the application")
         await application.request("POST", "/orders/7")
         await receiver.receives(7)
         async with asyncio.timeout(DRAIN_S + 20):
@@ -140,8 +140,8 @@ async def test_two_workers_share_the_work_and_one_of_them_warns(
     await subscribe(database, receiver)
     application = Application(database, tmp_path / "log")
     async with application.run("--workers", "2"):
-        await until(lambda: SEVERAL in application.log(), 30, "the warning")
-        await until(lambda: _has(database, 2), 30, "two relays")
+        await until(lambda: SEVERAL in application.log(), what="the warning")
+        await until(lambda: _has(database, 2), what="two relays")
         for order in range(5):
             await application.request("POST", f"/orders/{order}")
         for order in range(5):
@@ -167,7 +167,7 @@ async def test_starlette_runs_a_relay(database: Database) -> None:
     async with app.router.lifespan_context(app) as state:
         assert state is None
         relay = app.state.outbox_relay
-        await until(lambda: relay.ready, 20, "readiness")
+        await until(lambda: relay.ready, what="readiness")
     assert not relay.ready
 
 

@@ -31,11 +31,11 @@ async def test_the_database_restarts(private_database: Database, receiver: Recei
         await publish(database, {"order": 1})
         await receiver.receives(1)
         await asyncio.to_thread(database.server.embedded.halt)
-        await until(lambda: not relay.ready, 20, "the loss of the database")
+        await until(lambda: not relay.ready, what="the loss of the database")
         await asyncio.to_thread(database.server.embedded.start)
         await publish(database, {"order": 2})
         await receiver.receives(2)
-        await until(lambda: relay.ready, 20, "readiness")
+        await until(lambda: relay.ready, what="readiness")
 
 
 async def test_a_crashed_relay_is_restarted(
@@ -57,7 +57,7 @@ async def test_a_crashed_relay_is_restarted(
         await publish(database, {"order": 7})
         crash.set()
         await receiver.receives(7)
-        await until(lambda: relay.ready, 20, "readiness")
+        await until(lambda: relay.ready, what="readiness")
     (crashed,) = [each for each in logs if each["event"] == "the relay crashed"]
     assert crashed["reason"] == "ZeroDivisionError: no events"
     assert crashed["log_level"] == "error"

@@ -50,12 +50,12 @@ async def test_an_event_is_delivered_and_nothing_is_left_running(
     async with relay_of(database) as relay:
         await publish(database, {"order": 7})
         await receiver.receives(7)
-        await until(lambda: relay.ready, 20, "readiness")
+        await until(lambda: relay.ready, what="readiness")
         assert relay.unready_reason is None
     assert relay.unready_reason == "it is not running"
     assert running_tasks() == before.tasks
     await until(before.is_all, CLOSED_S, "the end of all sockets and threads")
-    await until(lambda: _none_of(sessions(database)), 20, "the end of all sessions")
+    await until(lambda: _none_of(sessions(database)), what="the end of all sessions")
     assert await fetchval(database, REPLICAS) == 0
     assert await fetchval(database, OWNED) == 0
 
@@ -68,7 +68,7 @@ async def test_the_health_listener_is_served_as_long_as_the_relay_runs(database:
             async with client.get(f"http://127.0.0.1:{port}/readyz") as response:
                 return response.status == 200
 
-        await until(is_ready, 20, "readiness")
+        await until(is_ready, what="readiness")
         async with client.get(f"http://127.0.0.1:{port}/metrics") as response:
             assert "outbox_" in await response.text()
     with pytest.raises(ConnectionRefusedError):
@@ -120,7 +120,7 @@ async def test_a_cancellation_of_the_drain_stops_at_once(
     await publish(database, {"order": 7})
     await receiver.receives(7)
     leave.set()
-    await until(lambda: relay.unready_reason == "it is stopping", 20, "the drain")
+    await until(lambda: relay.unready_reason == "it is stopping", what="the drain")
     running.cancel()
     ended, _ = await asyncio.wait([running], timeout=20)
     assert ended
@@ -128,7 +128,7 @@ async def test_a_cancellation_of_the_drain_stops_at_once(
     assert running_tasks() == before.tasks
     receiver.responds.set()
     await until(before.is_all, CLOSED_S, "the end of all sockets and threads")
-    await until(lambda: _none_of(sessions(database)), 20, "the end of all sessions")
+    await until(lambda: _none_of(sessions(database)), what="the end of all sessions")
 
 
 async def test_an_error_of_the_application_drains_the_relay(database: Database) -> None:
@@ -143,9 +143,9 @@ async def test_a_relay_can_be_entered_again_but_not_twice(database: Database) ->
     async with relay:
         with pytest.raises(outbox.UsageError, match="this relay runs already; make another"):
             await relay.__aenter__()
-        await until(lambda: relay.ready, 20, "readiness")
+        await until(lambda: relay.ready, what="readiness")
     async with relay:
-        await until(lambda: relay.ready, 20, "readiness")
+        await until(lambda: relay.ready, what="readiness")
 
 
 async def test_the_state_of_the_application_is_not_changed(

@@ -75,10 +75,10 @@ async def test_a_database_is_named_as_elsewhere(
     of_engine = make_url(database.dsn.replace("postgresql:", "postgresql+asyncpg:"))
     for dsn in (of_engine, of_engine.render_as_string(hide_password=False)):
         async with relay_of(database, dsn) as relay:
-            await until(lambda relay=relay: relay.ready, 20, "readiness")
+            await until(lambda relay=relay: relay.ready, what="readiness")
     monkeypatch.setenv("DATABASE_URL", database.dsn)
     async with outbox.Relay(lease_s=2) as relay:
-        await until(lambda: relay.ready, 20, "readiness")
+        await until(lambda: relay.ready, what="readiness")
 
 
 async def test_the_log_says_which_variables_have_no_effect(
@@ -141,7 +141,7 @@ async def test_an_application_starts_while_the_database_is_away(
             assert "closed the connection at once" in failed["reason"]
             lines.heal()
             await receiver.receives(7)
-            await until(lambda: relay.ready, 20, "readiness")
+            await until(lambda: relay.ready, what="readiness")
 
 
 @pytest.mark.full
@@ -165,11 +165,11 @@ async def test_errors_after_the_start_are_retried(empty_database: Database, logs
         lines.cut()
         async with relay_of(database, dsn) as relay:
             lines.heal()
-            await until(lambda: any("outbox migrate" in str(each) for each in logs), 20, "the log")
+            await until(lambda: any("outbox migrate" in str(each) for each in logs), what="the log")
             assert not relay.ready
             async with database.connection() as connection:
                 await migrate(connection, "relay")
-            await until(lambda: relay.ready, 20, "readiness")
+            await until(lambda: relay.ready, what="readiness")
 
 
 async def test_a_start_can_be_cancelled(database: Database) -> None:

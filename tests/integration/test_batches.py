@@ -82,7 +82,7 @@ async def test_pending_deliveries_share_a_request_and_each_is_logged(database: D
     network = Network(slowly)
     async with running(database, network):
         await publish(database, 0)
-        await until(lambda: network.sent, 20, "the first request")
+        await until(lambda: network.sent, what="the first request")
         await publish(database, *range(1, 26))
         release.set()
         await all_ended(database)

@@ -65,12 +65,12 @@ async def test_a_receiver_in_trouble_costs_its_budget_and_then_nothing(database:
     for n in range(EVENTS):
         await publish(database, [n, LARGE], key=f"k{n}")
     async with running(database, network, buffer_bytes_max=2 << 20) as worker:
-        await until(lambda: len(network.sent) >= 5, 20, "failures")
+        await until(lambda: len(network.sent) >= 5, what="failures")
         budget = budget_of(worker)
-        await until(lambda: budget.held == budget.beyond == 0, 20, "the content to be released")
+        await until(lambda: budget.held == budget.beyond == 0, what="the content to be released")
         response = OK
         await all_ended(database)
-        await until(lambda: budget.held == budget.beyond == 0, 20, "nothing to be held")
+        await until(lambda: budget.held == budget.beyond == 0, what="nothing to be held")
     assert max(within for within, _ in held) <= budget.bytes_max
     assert 0 < max(beyond for _, beyond in held) <= LANES * ROW
     for lane in {sent.lane for sent in network.accepted}:
@@ -90,14 +90,14 @@ async def test_an_endpoint_that_becomes_unusable_holds_nothing(
     for n in range(8):
         await publish(database, [n, LARGE])
     async with running(database, network := Network(lambda _: BUSY)) as worker:
-        await until(lambda: network.sent, 20, "the failure")
+        await until(lambda: network.sent, what="the failure")
         (lane,) = dispatcher_of(worker).owned()[0].lanes.values()
-        await until(lambda: lane.timer is not None, 20, "the wait for the retry")
+        await until(lambda: lane.timer is not None, what="the wait for the retry")
         budget = budget_of(worker)
         assert budget.held > ROW
         async with database.at_hand() as connection, routing_transaction(connection):
             await connection.execute("UPDATE endpoint SET timeout_s = 'NaN'")
-        await until(lambda: budget.held == budget.beyond == 0, 20, "the content to be released")
+        await until(lambda: budget.held == budget.beyond == 0, what="the content to be released")
 
 
 async def test_the_refills_of_many_streams_share_the_budget(database: Database) -> None:
@@ -119,7 +119,7 @@ async def test_the_refills_of_many_streams_share_the_budget(database: Database) 
         for n in range(6 * LANES):
             await publish(database, n, key=f"k{n}")
         budget = budget_of(worker)
-        await until(lambda: len(streams.appends) - stored == len(whole), 20, "a part of each")
+        await until(lambda: len(streams.appends) - stored == len(whole), what="a part of each")
         assert budget.held <= budget.bytes_max + len(whole) * ROW
         streams.gate.set()
         await all_ended(database)
@@ -142,7 +142,7 @@ async def test_a_read_is_bounded_by_bytes_in_memory(database: Database) -> None:
         )
         for n in (4, 5):
             await publish(database, n)
-        await until(lambda: _sequenced(database, 6), 20, "all to be sequenced")
+        await until(lambda: _sequenced(database, 6), what="all to be sequenced")
     async with database.at_hand() as connection:
         store = LaneStore(connection)
         endpoint_id = await connection.fetchval("SELECT id FROM endpoint")

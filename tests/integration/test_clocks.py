@@ -166,15 +166,15 @@ async def test_nothing_is_sent_between_resume_and_a_new_lease(
     for n in range(40):
         await publish(database, n, key=f"k{n % 10}")
     numbered = "SELECT count(*) = 40 FROM delivery"
-    await until(lambda: fetchval(database, numbered), 20, "all to have their numbers")
+    await until(lambda: fetchval(database, numbered), what="all to have their numbers")
     lanes = int(await fetchval(database, "SELECT count(DISTINCT lane_id) FROM delivery"))
-    await until(lambda: len(network.sent) == lanes, 20, "a request in every lane")
+    await until(lambda: len(network.sent) == lanes, what="a request in every lane")
     held, responses = responses, None
     assert held is not None
     # The machine is suspended, and every response is available on resume.
     slept_s = HOUR_S
     held.set()
-    await until(lambda: len(sent_before_registering) == 2, 20, "a new replica")
+    await until(lambda: len(sent_before_registering) == 2, what="a new replica")
     assert sent_before_registering == [0, lanes]
     assert await fetchval(database, "SELECT count(*) FROM attempt WHERE replica_id = 1") == 0
     await all_ended(database)
@@ -213,9 +213,9 @@ async def test_a_clock_set_back_does_not_delay_a_retry(
     network = Network(lambda sent: BUSY if sent.attempt == 1 else OK)
     async with running(database, network):
         await publish(database, "late")
-        await until(lambda: _waits(database), 20, "a retry to be due")
+        await until(lambda: _waits(database), what="a retry to be due")
         shift_database_clock(-5 * HOUR_S)
-        await until(lambda: network.data() == ["late"], 20, "the retry")
+        await until(lambda: network.data() == ["late"], what="the retry")
     assert await exceptions(database) == {}
 
 
@@ -227,9 +227,9 @@ async def test_a_clock_set_forward_makes_a_retry_due(
     network = Network(lambda sent: BUSY if sent.attempt == 1 else OK)
     async with running(database, network):
         await publish(database, "late")
-        await until(lambda: _waits(database), 20, "a retry to be due")
+        await until(lambda: _waits(database), what="a retry to be due")
         shift_database_clock(4 * HOUR_S)
-        await until(lambda: network.data() == ["late"], 20, "the retry")
+        await until(lambda: network.data() == ["late"], what="the retry")
 
 
 @pytest.mark.full
@@ -246,7 +246,7 @@ async def test_a_clock_set_back_does_not_delay_a_probe(
         for n in range(12):
             await publish(database, n, key=f"k{n}")
         failing = "SELECT state = 'failing' FROM endpoint_health"
-        await until(lambda: fetchval(database, failing), 20, "the breaker to open")
+        await until(lambda: fetchval(database, failing), what="the breaker to open")
 
         async def all_recorded() -> bool:
             return bool(
@@ -255,7 +255,7 @@ async def test_a_clock_set_back_does_not_delay_a_probe(
 
         # A lane whose failure is still being written when the endpoint is healthy again waits for
         # its own retry.
-        await until(all_recorded, 20, "all failures to be recorded")
+        await until(all_recorded, what="all failures to be recorded")
         shift_database_clock(-5 * HOUR_S)
         back = True
         await all_ended(database)
@@ -267,7 +267,7 @@ async def test_a_retry_written_with_another_clock_is_due_in_time(database: Datab
     network = Network(lambda sent: BUSY if sent.attempt == 1 else OK)
     async with running(database, network):
         await publish(database, "late")
-        await until(lambda: _waits(database), 20, "a retry to be due")
+        await until(lambda: _waits(database), what="a retry to be due")
     await fetchval(
         database,
         """
@@ -277,7 +277,7 @@ async def test_a_retry_written_with_another_clock_is_due_in_time(database: Datab
         """,
     )
     async with running(database, network):
-        await until(lambda: network.data() == ["late"], 20, "the retry")
+        await until(lambda: network.data() == ["late"], what="the retry")
 
 
 async def test_the_local_clock_is_not_used(
@@ -330,7 +330,7 @@ async def test_a_wrong_clock_of_the_database_dead_letters_nothing(
         for n, shift_s in enumerate((off_s, 0.0, off_s)):
             shift_database_clock(shift_s)
             differ = bool(shift_s)
-            await until(lambda d=differ: _clocks_differ(worker) is d, 20, "the relay to notice")
+            await until(lambda d=differ: _clocks_differ(worker) is d, what="the relay to notice")
             before = len(network.sent) - len(network.accepted)
             for data in range(20):
                 await publish(database, 20 * n + data, key=f"k{data % 10}")
@@ -398,7 +398,7 @@ async def test_a_refusal_for_another_reason_is_final_once_the_clocks_agree(
     shift_database_clock(-600.0)
     async with running(database, network):
         await publish(database, "bad", "good", key="k")
-        await until(lambda: len(network.sent) > 2, 20, "retries of the refused one")
+        await until(lambda: len(network.sent) > 2, what="retries of the refused one")
         assert await fetchval(database, "SELECT count(*) FROM dead_letter") == 0
         shift_database_clock(0.0)
         await all_ended(database)

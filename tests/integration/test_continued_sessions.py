@@ -89,7 +89,7 @@ async def test_what_a_lost_connection_executes_again(database: Database) -> None
         task = asyncio.ensure_future(statement)
         sleeping = "SELECT wait_event = 'PgSleep' FROM pg_stat_activity WHERE pid = $1"
         pid = connection.get_server_pid()
-        await until(lambda: fetchval(database, sleeping, pid), 20, "the statement to run")
+        await until(lambda: fetchval(database, sleeping, pid), what="the statement to run")
         await fetchval(database, END, pid)
         return await task
 
@@ -97,7 +97,7 @@ async def test_what_a_lost_connection_executes_again(database: Database) -> None
         async with connection.transaction():
             count = len(opened)
             await fetchval(database, END, connection.get_server_pid())
-            await until(lambda: len(opened) > count, 20, "another connection")
+            await until(lambda: len(opened) > count, what="another connection")
             await connection.write(often, 0)
 
     try:
@@ -139,7 +139,7 @@ async def test_a_connection_that_cannot_be_opened_again_ends(database: Database)
     connection.add_termination_listener(ends.append)
     try:
         await fetchval(database, END, opened.get_server_pid())
-        await until(lambda: ends, 20, "the end to be noticed")
+        await until(lambda: ends, what="the end to be noticed")
         with pytest.raises(Fenced):
             await connection.fetch("SELECT 1")
         assert not connection.reconnect()

@@ -69,7 +69,7 @@ async def test_server_restarts_under_load(private_database: Database, logs: Logs
             await load.arrives()
             earlier = len(reasons(logs))
             await asyncio.to_thread(database.server.embedded.restart, immediate=immediate)
-            await until(lambda n=earlier: len(reasons(logs)) > n, 20, f"the loss ({immediate=})")
+            await until(lambda n=earlier: len(reasons(logs)) > n, what=f"the loss ({immediate=})")
 
 
 # By their position among the connections of a replica, in the order of opening.
@@ -103,13 +103,13 @@ async def test_one_lost_connection_is_opened_again_under_load(
         for losses, kind in enumerate(KINDS, 1):
             # That which was opened again is the last one.
             assert await fetchval(database, END_ONE), kind
-            await until(lambda n=losses: opened_again() >= n, 20, f"{kind} to be opened again")
+            await until(lambda n=losses: opened_again() >= n, what=f"{kind} to be opened again")
             await load.arrives()
             assert await fetchval(database, OWNERS) == owned, f"the loss of {kind} moved lanes"
         assert load.copies() == 0
         assert reasons(logs) == []
         assert await fetchval(database, END_NAMED, "^outbox-relay")
-        await until(lambda: reasons(logs), 20, "the loss of all to be noticed")
+        await until(lambda: reasons(logs), what="the loss of all to be noticed")
     assert len(reasons(logs)) == 1
     assert opened_again() == len(KINDS)
 
@@ -128,7 +128,7 @@ async def test_a_lost_connection_waits_for_a_free_slot_without_giving_up_the_oth
         owned, opened = await fetchval(database, OWNERS), len(lines.opened)
         lines.refusing = True
         lines.opened[KINDS.index("recording")].cut()
-        await until(lambda: sum(each["event"] == refused for each in logs) > 1, 20, "two attempts")
+        await until(lambda: sum(each["event"] == refused for each in logs) > 1, what="two attempts")
         lines.heal()
         await load.arrives()
         assert await fetchval(database, OWNERS) == owned
@@ -159,9 +159,9 @@ async def test_losing_the_listening_connection_keeps_the_session(
     async with under_load(database, poll_s=1.0) as load:
         for n in range(3):
             await load.arrives()
-            await until(lambda: fetchval(database, LISTENING), 20, "it to listen")
+            await until(lambda: fetchval(database, LISTENING), what="it to listen")
             assert await fetchval(database, END_NAMED, ":listen$")
-            await until(lambda n=n: _closed(logs) > n, 20, "the loss to be noticed")
+            await until(lambda n=n: _closed(logs) > n, what="the loss to be noticed")
     assert reasons(logs) == []
 
 
@@ -175,11 +175,11 @@ async def test_deliveries_without_a_listener_are_delayed_by_a_tick_at_most(
         await publish(database, 0)
         await until(lambda: network.accepted)
         assert await fetchval(database, END_NAMED, ":listen$")
-        await until(lambda: any("listening" in each["event"] for each in logs), 20)
+        await until(lambda: any("listening" in each["event"] for each in logs))
         for n in range(1, 4):
             await publish(database, n)
             # Far less than the hour until it listens again.
-            await until(lambda n=n: n in network.data(), 20, "an event without a notification")
+            await until(lambda n=n: n in network.data(), what="an event without a notification")
     assert reasons(logs) == []
 
 
@@ -260,15 +260,15 @@ async def test_an_unreachable_database(
 
             load.network.script = script
             hold.set()
-            await until(lambda: held, 20, "a request that is not answered")
+            await until(lambda: held, what="a request that is not answered")
             tasks = len(asyncio.all_tasks())
             outage.begin(kind)
             # Requests in flight are closed when the lease ends, or earlier ...
             in_flight = load.network.in_flight
-            await until(lambda: not any(in_flight.values()), 20, "the requests to be closed")
+            await until(lambda: not any(in_flight.values()), what="the requests to be closed")
             closed_at = loop.time()
             tried = 3 if kind == "swallowed" else 4
-            await until(lambda: len(reasons(logs)) >= tried, 60, "attempts to reconnect")
+            await until(lambda: len(reasons(logs)) >= tried, what="attempts to reconnect")
             # ... and no request began later, and no retries accumulated.
             assert not [at for at in times if at > closed_at]
             assert len(asyncio.all_tasks()) <= tasks
@@ -305,8 +305,7 @@ async def test_too_few_connections_are_waited_for(database: Database, logs: Logs
             assert await fetchval(database, END_NAMED, "^outbox-relay")
             await until(
                 lambda n=earlier: len(reasons(logs)) >= n + 4,
-                20,
-                f"some attempts to reconnect with a limit of {limit}",
+                what=f"some attempts to reconnect with a limit of {limit}",
             )
             await fetchval(database, "ALTER ROLE limited CONNECTION LIMIT -1")
             found = reasons(logs)[earlier:]
@@ -324,9 +323,9 @@ async def test_a_missing_connection_to_listen_is_tolerated(database: Database, l
         await publish(database, 1)
         await until(lambda: network.accepted)
         interrupted = "listening was interrupted"
-        await until(lambda: any("no connection left" in r for r in reasons(logs, interrupted)), 20)
+        await until(lambda: any("no connection left" in r for r in reasons(logs, interrupted)))
         await fetchval(database, "ALTER ROLE limited CONNECTION LIMIT -1")
-        await until(lambda: fetchval(database, LISTENING), 20, "it to listen")
+        await until(lambda: fetchval(database, LISTENING), what="it to listen")
     assert reasons(logs) == []
 
 
@@ -373,7 +372,7 @@ async def test_a_temporarily_missing_privilege(database: Database, logs: Logs) -
             if family in ("owning", "supervision", "the journal"):
                 # Give the relay work.
                 await fetchval(database, END_NAMED, "^outbox-relay")
-            await until(lambda texts=denied: _reported(logs, texts), 20, f"{family}: {denied}")
+            await until(lambda texts=denied: _reported(logs, texts), what=f"{family}: {denied}")
             await fetchval(database, f"GRANT {right} ON relay.{table} TO plain")
     async with database.connection() as admin:
         await admin.execute("DROP OWNED BY plain; DROP ROLE plain")
@@ -390,7 +389,7 @@ async def test_a_database_error_in_the_background_is_logged_in_one_line(
         for table, name, other in renamed:
             await fetchval(database, rename.format(table, name, other))
         for event in ("maintenance failed", "scheduled runs failed"):
-            await until(lambda event=event: reasons(logs, event), 20, event)
+            await until(lambda event=event: reasons(logs, event), what=event)
         for table, name, other in renamed:
             await fetchval(database, rename.format(table, other, name))
     assert reasons(logs) == []

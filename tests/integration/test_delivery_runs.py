@@ -329,7 +329,7 @@ async def test_without_a_lease_nothing_follows(database: Database, network: Inte
     worker = Relay(network, connections_for(values), clock=lambda: time.monotonic() + ahead_s)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(worker.run())
-        await until(lambda: network.accepted and network.accepted[-1].seq == 100, 20, "all")
+        await until(lambda: network.accepted and network.accepted[-1].seq == 100, what="all")
         worker.stop()
     # The next session repeats what was not recorded, in order.
     assert network.sent_after[0].seq <= network.AT

@@ -76,13 +76,13 @@ async def test_a_burst_of_rejections_dead_letters_few_deliveries_and_keeps_the_o
     network = Network(lambda _: NOT_FOUND)
     async with running(database, network):
         await publish(database, *range(40))
-        await until(lambda: _breaker_is(database, "rejecting"), 20, "the storm to be noticed")
+        await until(lambda: _breaker_is(database, "rejecting"), what="the storm to be noticed")
         requests = len(network.sent)
-        await until(lambda: len(network.sent) > requests + 3, 20, "probes")
+        await until(lambda: len(network.sent) > requests + 3, what="probes")
         assert network.accepted == []
         network.script = lambda _: OK
         await all_ended(database)
-        await until(lambda: _breaker_is(database, "healthy"), 20, "the endpoint to recover")
+        await until(lambda: _breaker_is(database, "healthy"), what="the endpoint to recover")
     assert network.data() == list(range(9, 40))
     assert network.accepted[0].previous_seq == 0
     assert await letters(database) == [("refused", n, n) for n in range(1, 10)]
@@ -94,10 +94,10 @@ async def test_the_next_owner_inherits_the_open_circuit_breaker(database: Databa
     network = Network(lambda _: NOT_FOUND)
     async with killed_at_the_end(database, network):
         await publish(database, *range(40))
-        await until(lambda: _breaker_is(database, "rejecting"), 20, "the storm to be noticed")
+        await until(lambda: _breaker_is(database, "rejecting"), what="the storm to be noticed")
     requests = len(network.sent)
     async with running(database, network):
-        await until(lambda: len(network.sent) > requests + 20, 20, "more refusals")
+        await until(lambda: len(network.sent) > requests + 20, what="more refusals")
     assert len(await letters(database)) == 9
 
 
@@ -116,7 +116,7 @@ async def test_retry_after_holds_off_every_lane_of_the_endpoint(database: Databa
     network = Network(response)
     async with running(database, network):
         await publish(database, 0, key="first")
-        await until(lambda: len(times) == 1, 20, "the first request")
+        await until(lambda: len(times) == 1, what="the first request")
         await publish(database, *range(1, 30))
         await all_ended(database)
     assert times[1] - times[0] > 0.95
@@ -140,8 +140,7 @@ async def test_the_next_owner_inherits_a_repeated_hold_off(
             lambda: fetchval(
                 database, "SELECT held_until > now() + interval '1 minute' FROM endpoint_health"
             ),
-            20,
-            "the second response to be kept",
+            what="the second response to be kept",
         )
     assert len(network.sent) == 2
 
@@ -153,9 +152,9 @@ async def test_one_failing_delivery_does_not_open_the_circuit_breaker(
     network = Network(lambda sent: BUSY if sent.body["data"] == "poison" else OK)
     async with running(database, network):
         await publish(database, "poison", key="poison")
-        await until(lambda: _breaker_is(database, "failing"), 20, "the breaker to open")
+        await until(lambda: _breaker_is(database, "failing"), what="the breaker to open")
         await publish(database, *range(50))
-        await until(lambda: len(network.accepted) >= 40, 20, "the other lanes")
+        await until(lambda: len(network.accepted) >= 40, what="the other lanes")
     assert await letters(database) == []
 
 
@@ -167,10 +166,10 @@ async def test_a_probe_detects_recovery_before_the_next_attempt_is_due(database:
     async with running(database, network):
         # A delivery that was tried and waits for an hour, until others open the circuit breaker.
         await publish(database, 1, 2, 3)
-        await until(lambda: len(network.sent) == 1, 20, "the first attempt")
+        await until(lambda: len(network.sent) == 1, what="the first attempt")
         await fetchval(database, "UPDATE endpoint_health SET state = 'failing'")
     async with running(database, network):
-        await until(lambda: len(network.sent) > 5, 20, "probes")
+        await until(lambda: len(network.sent) > 5, what="probes")
         broken = False
         await all_ended(database)
     assert network.data() == [1, 2, 3]
@@ -183,7 +182,7 @@ async def test_410_disables_the_endpoint_and_dead_letters_the_rest_as_one_range(
     network = Network(lambda sent: OK if sent.seq < 3 else GONE)
     async with running(database, network):
         await publish(database, *range(20))
-        await until(lambda: _has_state(database, "disabled"), 20, "the endpoint to be disabled")
+        await until(lambda: _has_state(database, "disabled"), what="the endpoint to be disabled")
         before = len(network.sent)
         await publish(database, *range(20, 30))
         await all_sequenced(database)
@@ -210,7 +209,7 @@ async def test_an_endpoint_without_a_success_is_disabled_after_its_timeout(
     async with running(database, network):
         for key in "abcdefgh":
             await publish(database, 1, 2, 3, key=key)
-        await until(lambda: _has_state(database, "disabled"), 20, "the endpoint to be disabled")
+        await until(lambda: _has_state(database, "disabled"), what="the endpoint to be disabled")
     ranges = [each for each in await letters(database) if each[0] == "disabled"]
     assert 1 <= len(ranges) <= 4
     assert (
@@ -247,7 +246,7 @@ async def test_a_backlog_over_its_limit_is_cut_and_the_gap_is_named(
     network = Network(lambda _: BUSY if broken else OK)
     async with running(database, network):
         await publish(database, *range(50))
-        await until(lambda: _pending(database, 10), 20, "the backlog to be cut")
+        await until(lambda: _pending(database, 10), what="the backlog to be cut")
         broken = False
         await all_ended(database)
     assert network.data() == list(range(40, 50))
@@ -279,7 +278,7 @@ async def test_a_growing_gap_starts_a_new_dead_letter_after_a_while(database: Da
         async def are_as_wanted() -> bool:
             return await holes() == wanted
 
-        await until(are_as_wanted, 20, f"{wanted} dead-lettered")
+        await until(are_as_wanted, what=f"{wanted} dead-lettered")
 
     async with running(database, Network(lambda _: BUSY)):
         await dead_lettered(5, [3])
@@ -302,7 +301,7 @@ async def test_a_backlog_over_its_age_limit_is_cut(database: Database) -> None:
     async with running(database, network):
         for key in "abcdefgh":
             await publish(database, 1, 2, key=key)
-        await until(lambda: _pending(database, 0), 20, "the backlog to be cut")
+        await until(lambda: _pending(database, 0), what="the backlog to be cut")
     assert {reason for reason, _, _ in await letters(database)} == {"backlog"}
     assert await exceptions(database) == {}
 
@@ -310,7 +309,7 @@ async def test_a_backlog_over_its_age_limit_is_cut(database: Database) -> None:
 async def all_sequenced(database: Database) -> None:
     sql = """SELECT (SELECT max(id) FROM outbox)
                     <= (SELECT high FROM batch ORDER BY batch DESC LIMIT 1)"""
-    await until(lambda: fetchval(database, sql), 20, "sequencing")
+    await until(lambda: fetchval(database, sql), what="sequencing")
 
 
 async def _breaker_is(database: Database, state: str) -> bool:

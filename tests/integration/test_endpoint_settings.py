@@ -113,7 +113,7 @@ async def test_a_replaced_secret_signs_until_it_expires(database: Database) -> N
             await all_ended(database)
             return " " not in network.sent[-1].headers["webhook-signature"]
 
-        await until(one_signature, 20, "the old secret to end")
+        await until(one_signature, what="the old secret to end")
     first, last = network.sent[0], network.sent[-1]
     for secret, sent, signs in (
         (old, first, True),

@@ -99,16 +99,16 @@ async def test_erasure_removes_event_data_and_keeps_delivery_history(
         for n in range(3):
             await publish(database, f"{SECRET}-{n}", **columns)
             await publish(database, f"public-{n}", **others)
-        await until(lambda: len(network.accepted) == 6, 20, "the good one")
-        await until(lambda: fetchval(database, "SELECT count(*) = 6 FROM dead_letter"), 20)
-        await until(lambda: fetchval(database, "SELECT count(*) >= 13 FROM attempt"), 20)
+        await until(lambda: len(network.accepted) == 6, what="the good one")
+        await until(lambda: fetchval(database, "SELECT count(*) = 6 FROM dead_letter"))
+        await until(lambda: fetchval(database, "SELECT count(*) >= 13 FROM attempt"))
         # One more delivery to one of them, which another response echoes.
         job = await backfill.request_backfill(
             db, "relay", Criteria("good", since=LONG_AGO), actor="test"
         )
-        await until(lambda: len(network.accepted) == 12, 20, "the backfill")
+        await until(lambda: len(network.accepted) == 12, what="the backfill")
         ended = "SELECT ended_at IS NOT NULL FROM replay_job_endpoint WHERE job_id = $1"
-        await until(lambda: fetchval(database, ended, job), 20, "its end")
+        await until(lambda: fetchval(database, ended, job), what="its end")
     # Simulate that the slow request has been running for longer.
     await db.execute(
         "UPDATE endpoint_health SET last_response = jsonb_build_object('body', $1::text) "
@@ -151,7 +151,7 @@ async def test_erased_events_in_a_delivery_buffer_are_not_sent(
         for n in range(6):
             tenant = "acme" if n % 3 else "other"
             await publish(database, f"{SECRET}-{n}" if n % 3 else n, tenant=tenant)
-        await until(lambda: network.sent, 20, "a first attempt")
+        await until(lambda: network.sent, what="a first attempt")
         await erase.erase_events(db, "relay", ErasureTarget(tenant="acme"), actor="test")
         renewals_sql = "SELECT max(renewals) FROM replica"
         before = await fetchval(database, renewals_sql)
@@ -179,7 +179,7 @@ async def test_an_event_erased_before_sequencing_is_not_sent(
     network = Network()
     async with running(database, network):
         await publish(database, {"n": 3}, tenant="acme")
-        await until(lambda: len(network.accepted) == 4, 20)
+        await until(lambda: len(network.accepted) == 4)
         await all_ended(database)
     assert sorted(d["n"] for d in network.data()) == [2, 2, 3, 3]
     assert await db.fetchval("SELECT array_agg(reason) FROM dead_letter") == ["erased"]
@@ -246,7 +246,7 @@ async def erase_acme(db: Connection[Any], *, only_later: bool = True) -> tuple[i
 async def sequenced(database: Database) -> None:
     """Wait until every committed event is sequenced."""
     sql = "SELECT (SELECT max(id) FROM outbox) = (SELECT max(high) FROM batch)"
-    await until(lambda: fetchval(database, sql), 20, "all events to be sequenced")
+    await until(lambda: fetchval(database, sql), what="all events to be sequenced")
 
 
 async def test_a_later_erasure_scans_only_what_the_last_one_could_not_have_seen(

@@ -95,8 +95,8 @@ async def test_no_event_is_mistaken_for_another_after_a_lossy_failover(
         async with running(database, network), running(database, network):
             await publish_some(database, 20)
             # Everything is acknowledged by the first receiver, and nothing by the other.
-            await until(lambda: received("shop") == 20, 20, "the first events")
-            await until(lambda: fetchval(database, ACKNOWLEDGED, "shop"), 20, "their records")
+            await until(lambda: received("shop") == 20, what="the first events")
+            await until(lambda: fetchval(database, ACKNOWLEDGED, "shop"), what="their records")
             await database.cut()
 
             cut.set()

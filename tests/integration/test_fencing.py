@@ -174,7 +174,7 @@ async def test_a_late_response_expires_no_replica(
 
     monkeypatch.setattr(ReplicaStore, "read_cluster", late)
     async with running(database, Network(), lease_s=30.0 * OTHER_LEASE_S):
-        await until(lambda: len(polls) > 2, 20, "another poll")
+        await until(lambda: len(polls) > 2, what="another poll")
     assert other_id in polls[2]
 
 
@@ -281,7 +281,7 @@ async def test_a_move_and_a_change_lock_endpoints_in_the_same_order(
     async with operator.transaction():
         await operator.fetchval(LOCK_EPOCH, second)
         moving = asyncio.create_task(_move(move, replica, other, [first, second]))
-        await until(lambda: fetchval(database, WAITING), 20, "the other one to wait")
+        await until(lambda: fetchval(database, WAITING), what="the other one to wait")
         await operator.fetchval(LOCK_EPOCH, first)
     await moving
     owners = "SELECT count(*) FROM ownership WHERE replica_id = $1"

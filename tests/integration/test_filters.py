@@ -203,11 +203,11 @@ async def test_many_filters_near_the_limit_do_not_delay_others(
         for n in range(60):
             await publish(database, {"n": [0] * 8_000}, tenant="t" if n % 2 else None)
         await publish(database, {"total": 150}, type="good")
-        await until(lambda: got(network, "good"), 60, "the good one")
+        await until(lambda: got(network, "good"), what="the good one")
         took_s = clock() - began_at
         began_at = clock()
         await publish(database, {"total": 160}, type="good")
-        await until(lambda: len(got(network, "good")) == 2, 20, "the good one")
+        await until(lambda: len(got(network, "good")) == 2, what="the good one")
         after_s = clock() - began_at
         await all_ended(database)
     stopped = await fetchval(

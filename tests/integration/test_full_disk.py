@@ -59,7 +59,7 @@ async def test_the_relay_waits_while_there_is_no_space_for_rows(
 ) -> None:
     async with under_load(database):
         disk.fill()
-        await until(lambda: says_full(logs), 30, "the relay to find no room")
+        await until(lambda: says_full(logs), what="the relay to find no room")
         with pytest.raises(asyncpg.DiskFullError):
             await publish(database, *[{"n": n} for n in range(10_000)], type="other.event")
         disk.free()
@@ -85,7 +85,7 @@ async def test_the_relay_waits_while_there_is_no_space_for_the_wal(
 ) -> None:
     async with under_load(database):
         disk.fill()
-        await until(lambda: _crashed(database), 60, "the server to crash")
+        await until(lambda: _crashed(database), what="the server to crash")
         disk.free()
         await asyncio.to_thread(database.server.embedded.restart, immediate=True)
     assert any(each["event"] == "the session was lost" for each in logs)

@@ -124,7 +124,7 @@ async def test_a_hanging_connection_is_opened_again_within_two_leases(
             owned = await fetchval(database, OWNERS)
             lines.opened[OPENED.index(which)].hangs = True
             hung_at = loop.time()
-            await until(noticed, 30, "the hanging connection to be noticed")
+            await until(noticed, what="the hanging connection to be noticed")
             took_s = loop.time() - hung_at
             await load.arrives()
             assert await fetchval(database, OWNERS) == owned, f"the lanes of {which} moved"
@@ -163,14 +163,14 @@ async def test_a_write_without_a_confirmation_is_not_repeated(server: Server) ->
             lines.opened[OPENED.index(which)].mute = True
             if which == "ownership":
                 await add_endpoint(database, "late", lanes=1)
-                await until(lambda: fetchval(database, LATE_IS_OWNED), 20, "the claim")
+                await until(lambda: fetchval(database, LATE_IS_OWNED), what="the claim")
             await publish(database, 1)
             done = "SELECT max(last_seq) = 2 FROM lane_counter"
             if which == "recording":
                 done = "SELECT count(*) >= 2 FROM attempt"
-            await until(lambda: fetchval(database, done), 20, "the server to do it")
+            await until(lambda: fetchval(database, done), what="the server to do it")
             await publish(database, 2)
-            await until(lambda: 2 in arrived(), 20, "the relay to go on")
+            await until(lambda: 2 in arrived(), what="the relay to go on")
             await all_ended(database)
         # What was acknowledged, or sequenced, is not sent again.
         assert arrived() == ([1, 2] if which == "ownership" else [0, 1, 2])
@@ -197,8 +197,8 @@ async def test_a_connection_of_maintenance_that_hangs_while_it_is_opened_again(
         await until(lambda: len(lines.opened) >= len(OPENED))
         lines.last_words = sessions.READ_SURVIVES.encode()
         lines.opened[OPENED.index("maintenance")].cut()
-        await until(lambda: lines.last_words is None, 20, "the new connection to hang")
-        await until(lambda: any(each["event"] == OPENED_AGAIN for each in logs), 30, "another one")
+        await until(lambda: lines.last_words is None, what="the new connection to hang")
+        await until(lambda: any(each["event"] == OPENED_AGAIN for each in logs), what="another one")
     assert not any(each["event"] == "the session was lost" for each in logs)
 
 
@@ -223,7 +223,7 @@ async def test_a_connection_that_hangs_at_session_start_does_not_block_the_sessi
                 begun = len(lines.opened)
 
                 async def hang_one() -> None:
-                    await until(lambda: len(lines.opened) > begun + opened, 20)
+                    await until(lambda: len(lines.opened) > begun + opened)
                     lines.opened[begun + opened].hangs = True
 
                 hanging = asyncio.create_task(hang_one())
@@ -231,7 +231,7 @@ async def test_a_connection_that_hangs_at_session_start_does_not_block_the_sessi
                     line.cut()
                 await hanging
                 await publish(database, 2)
-                await until(lambda: 2 in network.data(), 30, "the relay to go on")
+                await until(lambda: 2 in network.data(), what="the relay to go on")
         await all_ended(database)
 
     await run_concurrently(server, ("ownership", "sequencing", "schedules"), hang)
@@ -253,9 +253,9 @@ async def test_a_session_that_hangs_during_a_takeover_delays_nothing(server: Ser
                 lines.last_words = words[name]
                 for line in list(lines.opened):
                     line.cut()
-                await until(lambda: lines.last_words is None, 20, "the next session to hang")
+                await until(lambda: lines.last_words is None, what="the next session to hang")
                 await publish(database, 2)
-                await until(lambda: 2 in network.data(), 30, "the relay to go on")
+                await until(lambda: 2 in network.data(), what="the relay to go on")
             assert network.data()[-1] == 2
         assert not any("lease ran out" in each["event"] for each in logs), "it was waited for"
         assert await exceptions(database) == {}
@@ -279,13 +279,13 @@ async def test_a_clean_stop_releases_the_locks_of_a_hanging_connection(server: S
                     partitions.READ_MISSING if forwarded == "half" else "EXECUTE take_maintenance"
                 )
                 lines.last_words = last.encode()
-                await until(lambda: lines.last_words is None, 20, "the connection to hang")
+                await until(lambda: lines.last_words is None, what="the connection to hang")
             assert await fetchval(database, "SELECT count(*) FROM replica") == 0
             locks = """
                 SELECT count(*) = 0 FROM pg_locks l JOIN pg_stat_activity a USING (pid)
                  WHERE a.application_name LIKE 'outbox-relay:%'
                    AND a.datname = current_database()"""
-            await until(lambda: fetchval(database, locks), 20, "the locks to be free")
+            await until(lambda: fetchval(database, locks), what="the locks to be free")
 
     await run_concurrently(server, ("half", "nothing"), stop)
 
@@ -305,7 +305,7 @@ async def test_a_lock_wait_is_not_taken_for_a_hanging_connection(
             await until(lambda: len(network.accepted) == 2)
             waiting = """SELECT clock_timestamp() - min(state_change) > interval '3 s'
                            FROM pg_stat_activity WHERE wait_event_type = 'Lock'"""
-            await until(lambda: fetchval(database, waiting), 20, "three leases to pass")
+            await until(lambda: fetchval(database, waiting), what="three leases to pass")
         await publish(database, 3)
         await all_ended(database)
     assert list(dict.fromkeys(network.data())) == [1, 2, 3]
@@ -335,9 +335,9 @@ async def test_a_slow_response_is_not_taken_for_a_hanging_connection(
         await fetchval(database, large)
         sending = """SELECT clock_timestamp() - min(query_start) > interval '3 s'
                        FROM pg_stat_activity WHERE wait_event = 'ClientWrite'"""
-        await until(lambda: fetchval(database, sending), 20, "three leases to pass")
+        await until(lambda: fetchval(database, sending), what="three leases to pass")
         reading.flows.set()
-        await until(lambda: len({s.seq for s in network.accepted}) == 31, 20, "the rest")
+        await until(lambda: len({s.seq for s in network.accepted}) == 31, what="the rest")
         await all_ended(database)
     assert not dead_lettered(logs)
 
@@ -364,9 +364,9 @@ async def test_a_failed_registration_is_retried(
                 def refused() -> bool:
                     return any("to register a replica" in each.get("reason", "") for each in logs)
 
-                await until(refused, 20, "the relay to give up waiting")
+                await until(refused, what="the relay to give up waiting")
             await publish(database, 2)
-            await until(lambda: 2 in network.data(), 20, "the relay to go on")
+            await until(lambda: 2 in network.data(), what="the relay to go on")
 
 
 @pytest.mark.full
@@ -388,7 +388,7 @@ async def test_a_stop_does_not_wait_for_a_blocked_statement(server: Server) -> N
             await operator.execute(f"LOCK relay.{table} IN ACCESS EXCLUSIVE MODE")
         async with running(database, network):
             await publish(database, 2)
-            await until(lambda: 2 in network.data(), 20, "another relay to take over")
+            await until(lambda: 2 in network.data(), what="another relay to take over")
             await all_ended(database)
         assert await exceptions(database) == {}
 

@@ -111,8 +111,8 @@ async def test_expiry_schedules_delayed_events_and_disabling(
         running(database, network, dsn=dsn, lease_s=LEASE_S),
     ):
         disabled = "SELECT state = 'disabled' FROM endpoint WHERE name = 'gone'"
-        await until(lambda: fetchval(database, disabled), 30, "the endpoint to be disabled")
-        await until(lambda: len(network.accepted) == 3, 30, "the events")
+        await until(lambda: fetchval(database, disabled), what="the endpoint to be disabled")
+        await until(lambda: len(network.accepted) == 3, what="the events")
     assert await fetchval(database, "SELECT count(*) FROM replica") == 0
     assert not seen.hold_points, seen.report()
 
@@ -131,7 +131,7 @@ async def test_replays_a_backfill_and_a_stopped_filter(database: Database, poole
     async with running(database, network):
         await publish(database, *range(8))
         dead = "SELECT count(*) = 17 FROM dead_letter"
-        await until(lambda: fetchval(database, dead), 30, "the dead letters")
+        await until(lambda: fetchval(database, dead), what="the dead letters")
     network.script = lambda _: OK
     await add_endpoint(database, "broken", filter="@.total > 100")
     # Syntax that this version of PostgreSQL does not know.
@@ -156,7 +156,7 @@ async def test_replays_a_backfill_and_a_stopped_filter(database: Database, poole
         ):
             await publish(database, *range(8, 12))
             ended = "SELECT count(*) = 6 FROM replay_job WHERE ended_at IS NOT NULL"
-            await until(lambda: fetchval(database, ended), 30, "the jobs to end")
+            await until(lambda: fetchval(database, ended), what="the jobs to end")
             await all_ended(database)
         jobs = (await replay_jobs.list_jobs(db, "relay"))[::-1]
         journal = await db.fetch("SELECT kind, data FROM journal ORDER BY id")

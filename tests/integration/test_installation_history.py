@@ -235,7 +235,7 @@ async def newest(database: Database, n: int) -> Record:
             row = await connection.fetchrow(NEWEST)
             return row is not None and row["n"] >= n
 
-        await until(is_there, 30, f"row {n}")
+        await until(is_there, what=f"row {n}")
         row = await connection.fetchrow(NEWEST)
         assert row is not None
         return row
@@ -257,13 +257,13 @@ async def test_leaders_write_without_a_reader(
     async with running(database, Network(lambda sent: BUSY if "held" in sent.url else OK)):
         await publish(database, *range(5), type="held.back")
         sequenced = "SELECT sum(last_seq) = 20 FROM lane_counter"
-        await until(lambda: fetchval(database, sequenced), 20, "deliveries of both endpoints")
+        await until(lambda: fetchval(database, sequenced), what="deliveries of both endpoints")
         async with database.connection(**SESSION) as connection:
             await endpoint_removal.remove_endpoint(
                 connection, "relay", "held", dead_letter=True, actor="test"
             )
         removed = "SELECT state = 'removed' FROM endpoint WHERE name = 'held'"
-        await until(lambda: fetchval(database, removed), 20, "its removal")
+        await until(lambda: fetchval(database, removed), what="its removal")
         await all_ended(database)
         after = await newest(database, before["n"] + 1)
         await fetchval(database, PASS, 30.0)
@@ -289,5 +289,5 @@ async def test_nothing_depends_on_the_totals(
             async def complained() -> bool:
                 return sum(each["event"] == "totals were not written" for each in logs) > 2
 
-            await until(complained, 20, "some attempts to write them")
+            await until(complained, what="some attempts to write them")
     assert not any(each["event"] == "the session was lost" for each in logs)

@@ -67,7 +67,7 @@ async def test_every_key_keeps_its_order_across_lane_changes_and_kills(
         for _ in range(60):
             n += 1
             await publish(database, n, key=rng.choice("abcdefghij"))
-        await until(lambda: len(network.accepted) > accepted, 20, "a delivery by these lanes")
+        await until(lambda: len(network.accepted) > accepted, what="a delivery by these lanes")
         await set_lanes(database, lanes)
 
     async with killed_at_the_end(database, network):
@@ -100,7 +100,7 @@ async def test_the_last_delivery_of_a_lane_marks_the_lane_end(
     async with running(database, network):
         for key in "abcdefgh":
             await publish(database, 1, 2, 3, key=key)
-        await until(lambda: len({sent.lane for sent in network.sent}) == 2, 20, "both lanes")
+        await until(lambda: len({sent.lane for sent in network.sent}) == 2, what="both lanes")
         await set_lanes(database, 1)
         await publish(database, 4, key="a")
         # Requests sent before the owner learns of the change cannot contain it.
@@ -121,10 +121,10 @@ async def test_a_blocked_lane_blocks_the_next_generation(database: Database) -> 
     network = Network(lambda sent: REFUSED if sent.body["data"] == 1 else OK)
     async with running(database, network):
         await publish(database, 0, 1, 2)
-        await until(lambda: fetchval(database, "SELECT count(*) FROM lane_block"), 20, "the block")
+        await until(lambda: fetchval(database, "SELECT count(*) FROM lane_block"), what="the block")
         await set_lanes(database, 2)
         await publish(database, 3, 4)
-        await until(lambda: _numbered(database, 5), 20, "sequencing")
+        await until(lambda: _numbered(database, 5), what="sequencing")
         assert network.data() == [0]
         async with database.connection(server_settings={"search_path": "relay"}) as connection:
             await endpoint_states.resume_endpoints(connection, "relay", ["shop"], actor="test")
@@ -145,11 +145,11 @@ async def test_a_disabled_endpoint_leaves_no_blocked_lane(
     )
     async with running(database, network):
         await publish(database, 1, key="a")
-        await until(lambda: fetchval(database, "SELECT count(*) FROM lane_block"), 20, "the block")
+        await until(lambda: fetchval(database, "SELECT count(*) FROM lane_block"), what="the block")
         for key in "bcdefgh":
             await publish(database, 2, key=key)
         disabled = "SELECT state = 'disabled' FROM endpoint"
-        await until(lambda: fetchval(database, disabled), 20, "the end")
+        await until(lambda: fetchval(database, disabled), what="the end")
     assert await fetchval(database, "SELECT count(*) FROM lane_block") == 0
 
 
@@ -160,17 +160,17 @@ async def test_a_lane_blocked_by_its_last_delivery_blocks_the_next_generation(
     network = Network(lambda sent: REFUSED if sent.body["data"] == 1 else OK)
     async with running(database, network):
         await publish(database, 0, 1)
-        await until(lambda: fetchval(database, "SELECT count(*) FROM lane_block"), 20, "the block")
+        await until(lambda: fetchval(database, "SELECT count(*) FROM lane_block"), what="the block")
         await set_lanes(database, 2)
         await publish(database, 2, 3)
         # Otherwise the other endpoint gets these as well.
         await until(lambda: _numbered(database, 4))
         await add_endpoint(database, "other")
         await publish(database, 4)
-        await until(lambda: 4 in network.data(), 20, "another endpoint")
+        await until(lambda: 4 in network.data(), what="another endpoint")
     async with running(database, network):
         await publish(database, 5)
-        await until(lambda: 5 in network.data(), 20, "another endpoint")
+        await until(lambda: 5 in network.data(), what="another endpoint")
         assert network.data() == [0, 4, 5]
         async with database.connection(server_settings={"search_path": "relay"}) as connection:
             await endpoint_states.resume_endpoints(connection, "relay", ["shop"], actor="test")

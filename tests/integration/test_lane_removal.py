@@ -82,7 +82,7 @@ async def test_changes_of_lanes_within_the_quota_do_not_collect_lanes(
     refused: list[str] = []
     async with running(database, Network()) as worker:
         owned = "SELECT replica_id IS NOT NULL FROM ownership"
-        await until(lambda: fetchval(database, owned), 20, "an owner")
+        await until(lambda: fetchval(database, owned), what="an owner")
         while made < 12:
             try:
                 await set_lanes(db, LANES - 1 + made % 2)
@@ -96,9 +96,9 @@ async def test_changes_of_lanes_within_the_quota_do_not_collect_lanes(
         await publish(database, *range(20), tenant="acme")
         await all_ended(database)
         left = f"SELECT ({COUNT}) = (SELECT lanes FROM endpoint)"
-        await until(lambda: fetchval(database, left), 20, "the removal")
+        await until(lambda: fetchval(database, left), what="the removal")
         ids = {row["id"] for row in await db.fetch("SELECT id FROM lane")}
-        await until(lambda: remembered(worker)[0] == ids, 20, "the relay's lanes")
+        await until(lambda: remembered(worker)[0] == ids, what="the relay's lanes")
         assert remembered(worker)[1] <= ids
     assert await exceptions(database) == {}
 
@@ -120,14 +120,14 @@ async def test_a_relay_forgets_lanes_that_are_drained(
         await publish(database, 2, key="a")
         await until(lambda: fetchval(database, "SELECT sum(last_seq) = 9 FROM lane_counter"))
         newest = {row["id"] for row in await db.fetch("SELECT id FROM lane WHERE generation = 2")}
-        await until(lambda: newest < remembered(worker)[0], 20, "both generations")
+        await until(lambda: newest < remembered(worker)[0], what="both generations")
         assert remembered(worker)[1] <= newest
         broken = False
         await all_ended(database)
-        await until(lambda: remembered(worker)[0] == newest, 20, "only the newest generation")
+        await until(lambda: remembered(worker)[0] == newest, what="only the newest generation")
         assert set(owned_endpoint(worker).lanes) == newest
         await set_lanes(db, 3)
-        await until(lambda: len(remembered(worker)[0]) == 3, 20, "only the newest generation")
+        await until(lambda: len(remembered(worker)[0]) == 3, what="only the newest generation")
         await publish(database, 3, key="a")
         await all_ended(database)
     assert await db.fetchval(COUNT) == 4 + 2 + 3
@@ -244,15 +244,15 @@ async def test_a_forgotten_lane_is_not_sent_again_before_it_is_recorded(
     network = Network()
     async with running(database, network) as worker:
         await publish(database, 1)
-        await until(lambda: len(network.accepted) == 1, 20, "the first delivery")
+        await until(lambda: len(network.accepted) == 1, what="the first delivery")
         for lanes in (2, 3):
             await set_lanes(db, lanes)
             rows = await db.fetch("SELECT id FROM lane ORDER BY id DESC LIMIT $1", lanes)
             newest = {row["id"] for row in rows}
-            await until(lambda: newest <= remembered(worker)[0], 20, "the new lanes")  # noqa: B023
+            await until(lambda: newest <= remembered(worker)[0], what="the new lanes")  # noqa: B023
         assert remembered(worker)[0] == newest
         await publish(database, 2)
-        await until(lambda: len(network.accepted) == 2, 20, "the second delivery")
+        await until(lambda: len(network.accepted) == 2, what="the second delivery")
         may_write.set()
         await all_ended(database)
     assert network.data() == [1, 2]

@@ -113,7 +113,7 @@ async def test_a_least_privilege_relay_leads_delivers_and_drops_old_periods(
             for n in range(3):
                 await publish(database, *range(n * 20, n * 20 + 20), "no", key=f"k{n}")
                 await all_ended(database)
-                await until(lambda: fetchval(database, UNCHECKPOINTED), 20, "the checkpoints")
+                await until(lambda: fetchval(database, UNCHECKPOINTED), what="the checkpoints")
                 await keeper.maintain()
                 assert await keeper.partitions.drop() == (0, 0, [])  # Simulates an hour.
                 await fetchval(database, AN_HOUR_AGO)

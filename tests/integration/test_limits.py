@@ -58,9 +58,9 @@ async def test_the_concurrency_of_an_endpoint_is_limited(database: Database) -> 
     network = Network(receiver)
     async with running(database, network):
         await publish(database, *range(40))
-        await until(lambda: receiver.now.get("shop") == 3, 20, "three requests")
+        await until(lambda: receiver.now.get("shop") == 3, what="three requests")
         await change(database, "shop", in_flight_max=5)
-        await until(lambda: receiver.now["shop"] == 5, 20, "five requests")
+        await until(lambda: receiver.now["shop"] == 5, what="five requests")
         receiver.may_respond.set()
         await all_ended(database)
     assert receiver.most == {"shop": 5}
@@ -77,9 +77,9 @@ async def test_a_rate_limit_affects_only_its_endpoint_until_it_is_removed(
     network = Network()
     async with running(database, network, in_flight_max=1):
         await publish(database, *range(8), type="slowly")
-        await until(lambda: len(network.sent) == 1, 20, "the first of them")
+        await until(lambda: len(network.sent) == 1, what="the first of them")
         await publish(database, *"abcdefgh")
-        await until(lambda: len(network.sent) == 9, 20, "those of the other one")
+        await until(lambda: len(network.sent) == 9, what="those of the other one")
         assert [sent.body["type"] for sent in network.sent] == ["slowly"] + 8 * ["a.b"]
         await change(database, "slowly", rate_per_s=None)
         await all_ended(database)
@@ -94,7 +94,7 @@ async def test_a_stop_does_not_wait_for_slots(database: Database) -> None:
     clock = asyncio.get_running_loop().time
     async with running(database, network, drain_s=30.0) as relay:
         await publish(database, *range(20))
-        await until(lambda: network.sent, 20, "the first request")
+        await until(lambda: network.sent, what="the first request")
         relay.stop()
         stopped_at = clock()
     assert clock() - stopped_at < 10.0
@@ -110,7 +110,7 @@ async def test_limits_apply_per_tenant(database: Database) -> None:
     async with running(database, network, tenant_in_flight_max=2):
         for tenant in ("a", "b", None):
             await publish(database, *range(20), tenant=tenant)
-        await until(lambda: sum(receiver.now.values()) == 2 + 2 + 4, 20, "what may be open")
+        await until(lambda: sum(receiver.now.values()) == 2 + 2 + 4, what="what may be open")
         receiver.may_respond.set()
         await all_ended(database)
     assert receiver.most["b1"] == 2
@@ -155,10 +155,10 @@ async def test_hanging_endpoints_do_not_delay_others(database: Database) -> None
         await publish(database, "first")
         await all_ended(database)
         await publish(database, *range(40), type="hang")
-        await until(lambda: len(network.sent) > 2, 20, "those that hang")
+        await until(lambda: len(network.sent) > 2, what="those that hang")
         for n in range(20):
             await publish(database, n)
-            await until(lambda n=n: len(network.accepted) == n + 2, 20, "what is quick")
+            await until(lambda n=n: len(network.accepted) == n + 2, what="what is quick")
         hanging.set()
         await all_ended(database)
     assert await exceptions(database) == {}
@@ -187,8 +187,8 @@ async def test_hanging_endpoints_beyond_the_slots_are_preempted_and_retried(
         await publish(database, "second", "third", type="hang")
         for n in range(12):
             await publish(database, n)
-            await until(lambda n=n: n in network.data(), 20, "what is quick")
-        await until(lambda: any(sent.attempt > 1 for sent in network.sent), 20, "another try")
+            await until(lambda n=n: n in network.data(), what="what is quick")
+        await until(lambda: any(sent.attempt > 1 for sent in network.sent), what="another try")
         async with database.at_hand() as connection:
             details = await connection.fetch(
                 """SELECT last_response->>'detail' FROM relay.lane_progress

@@ -121,8 +121,8 @@ async def test_an_endpoint_that_takes_no_operational_events_causes_none(
     network = responses(shop=REFUSED, ops=response, more=response)
     async with running(database, network):
         await publish(database, *range(5), type="order.paid")
-        await until(lambda: _letters_of(database, "ops", 5), 20, "all dead letters")
-        await until(lambda: _letters_of(database, "more", 1), 20, "a block")
+        await until(lambda: _letters_of(database, "ops", 5), what="all dead letters")
+        await until(lambda: _letters_of(database, "more", 1), what="a block")
         assert await counted(database) == {LETTER: 5}
     assert await counted(database) == {LETTER: 5}
     assert await exceptions(database) == {}
@@ -136,7 +136,7 @@ async def test_a_failing_endpoint_that_receives_its_own_events_causes_no_loop(
     network = responses(both=BUSY, ops=BUSY)
     async with running(database, network):
         await publish(database, *range(5), type="order.paid")
-        await until(lambda: count_of(database, LETTER, 5), 20, "the dead letters of the orders")
+        await until(lambda: count_of(database, LETTER, 5), what="the dead letters of the orders")
         await all_ended(database)
         assert await counted(database) == {LETTER: 5, HELD: 1}
     assert await exceptions(database) == {}
@@ -152,7 +152,7 @@ async def test_cutting_a_backlog_of_operational_events_creates_no_event(
     async with running(database, network):
         await publish(database, *range(6), type="order.paid")
         ranges = "SELECT sum(to_seq - seq + 1) = 5 FROM dead_letter WHERE reason = 'backlog'"
-        await until(lambda: fetchval(database, ranges), 20, "the backlog to be cut")
+        await until(lambda: fetchval(database, ranges), what="the backlog to be cut")
     assert await counted(database) == {LETTER: 6}
     assert await exceptions(database) == {}
 
@@ -170,16 +170,16 @@ async def test_a_block_of_operational_events_is_reported_once_an_ordinary_event_
     network = responses(shop=REFUSED, both=lambda _: BUSY if broken else OK)
     async with running(database, network):
         await publish(database, 1, type="user.added")
-        await until(lambda: _health(database, "both", "failing"), 20, "the silent hold")
+        await until(lambda: _health(database, "both", "failing"), what="the silent hold")
         sent = len(network.sent)
-        await until(lambda: len(network.sent) > sent + 3, 20, "more probes")
+        await until(lambda: len(network.sent) > sent + 3, what="more probes")
         assert await counted(database) == {LETTER: 1}
         await publish(database, *range(8), type="order.paid")
-        await until(lambda: count_of(database, HELD, 1), 20, "the report of the hold-off")
+        await until(lambda: count_of(database, HELD, 1), what="the report of the hold-off")
         broken = False
         await all_ended(database)
         await publish(database, *range(8), type="order.paid")
-        await until(lambda: count_of(database, RECOVERED, 1), 20, "its end")
+        await until(lambda: count_of(database, RECOVERED, 1), what="its end")
         await all_ended(database)
     assert await counted(database) == {LETTER: 1, HELD: 1, RECOVERED: 1}
     assert got(network, "ops") == [HELD, RECOVERED]
@@ -194,9 +194,9 @@ async def test_the_end_of_an_unreported_block_is_not_reported(database: Database
     network = responses(shop=REFUSED, ops=lambda _: BUSY if broken else OK)
     async with running(database, network):
         await publish(database, *range(5), type="order.paid")
-        await until(lambda: _health(database, "ops", "failing"), 20, "the silent hold")
+        await until(lambda: _health(database, "ops", "failing"), what="the silent hold")
         broken = False
-        await until(lambda: _health(database, "ops", "healthy"), 20, "its end")
+        await until(lambda: _health(database, "ops", "healthy"), what="its end")
         await all_ended(database)
     assert await counted(database) == {LETTER: 5}
 
@@ -216,9 +216,9 @@ async def test_an_event_without_subscribers_is_not_written(database: Database) -
     network = responses(shop=BUSY, blocks=REFUSED)
     async with running(database, network):
         await publish(database, *range(8), type="order.paid")
-        await until(lambda: _letters_of(database, "shop", 1), 20, "a range")
-        await until(lambda: fetchval(database, "SELECT count(*) FROM lane_block"), 20, "a block")
-        await until(lambda: _health(database, "shop", "failing"), 20, "a hold")
+        await until(lambda: _letters_of(database, "shop", 1), what="a range")
+        await until(lambda: fetchval(database, "SELECT count(*) FROM lane_block"), what="a block")
+        await until(lambda: _health(database, "shop", "failing"), what="a hold")
     assert await counted(database) == {}
 
 
@@ -233,7 +233,7 @@ async def test_a_tenant_receives_events_of_its_own_endpoints_only(database: Data
     async with running(database, network):
         await publish(database, 1, type="order.paid", tenant="a")
         await publish(database, 2, 3, type="order.paid", tenant="b")
-        await until(lambda: count_of(database, LETTER, 6), 20, "all reports")
+        await until(lambda: count_of(database, LETTER, 6), what="all reports")
         await all_ended(database)
     received = {
         name: Counter(
@@ -286,7 +286,7 @@ async def test_a_dead_letter_and_its_block_are_reported(database: Database) -> N
         await publish(
             database, {"card": SECRET}, 2, type="order.paid", key=SECRET, headers='{"X-A": "b"}'
         )
-        await until(lambda: len(got(network, "ops")) == 2, 20, "both reports")
+        await until(lambda: len(got(network, "ops")) == 2, what="both reports")
     event, lane = await _first(database, "event_id"), network.sent[0].lane
     letter_id = await fetchval(database, "SELECT id FROM dead_letter")
     place = {"lane": lane, "sequence": 1, "dead_letter": letter_id, "reason": "refused"}
@@ -311,12 +311,12 @@ async def test_a_range_is_reported_once_it_contains_an_ordinary_event(database: 
 
     async with running(database, network):
         await publish(database, *range(3), type="user.added")
-        await until(lambda: is_cut(2), 20, "the cut of operational events")
+        await until(lambda: is_cut(2), what="the cut of operational events")
         assert await counted(database) == {LETTER: 3}
         # The first cut covers operational events only; it is reported once it contains an ordinary
         # event.
         await publish(database, 1, 2, type="order.paid")
-        await until(lambda: count_of(database, LETTER, 4), 20, "the report of the range")
+        await until(lambda: count_of(database, LETTER, 4), what="the report of the range")
         await publish(database, 3, 4, type="order.paid")
         await all_cut(database)
     letters = [e["payload"] for e in await operational_events(database, LETTER)]
@@ -340,7 +340,7 @@ async def test_only_ordinary_erased_events_are_reported(
     await fetchval(database, "UPDATE outbox SET payload = NULL, erased_at = now()")
     network = Network()
     async with running(database, network):
-        await until(lambda: _letters_of(database, "both", 2), 20, "both dead letters")
+        await until(lambda: _letters_of(database, "both", 2), what="both dead letters")
         await all_ended(database)
     assert got(network, "both") == [LETTER]
     report = await one(database, LETTER, both.id, "both")
@@ -359,13 +359,13 @@ async def test_a_hold_off_and_its_end_are_reported_once_across_a_takeover(
     network = responses(shop=lambda _: resting if broken else OK)
     async with killed_at_the_end(database, network):
         await publish(database, *range(20), type="order.paid")
-        await until(lambda: count_of(database, HELD, 1), 20, "the report of the hold-off")
+        await until(lambda: count_of(database, HELD, 1), what="the report of the hold-off")
     async with running(database, network):
         sent = len(network.sent)
-        await until(lambda: len(network.sent) > sent + 10, 20, "probes of the next owner")
-        await until(lambda: _health(database, "shop", "failing"), 20, "it to write that down")
+        await until(lambda: len(network.sent) > sent + 10, what="probes of the next owner")
+        await until(lambda: _health(database, "shop", "failing"), what="it to write that down")
         broken = False
-        await until(lambda: count_of(database, RECOVERED, 1), 20, "the report of its end")
+        await until(lambda: count_of(database, RECOVERED, 1), what="the report of its end")
         await all_ended(database)
     assert await counted(database) == {HELD: 1, RECOVERED: 1}
     held = await one(database, HELD, shop.id)
@@ -384,9 +384,9 @@ async def test_every_hold_off_is_reported(database: Database) -> None:
         for n in (1, 2, 3):
             broken = True
             await publish(database, *range(20), type="order.paid")
-            await until(lambda n=n: count_of(database, HELD, n), 20, "the report of the hold-off")
+            await until(lambda n=n: count_of(database, HELD, n), what="the report of the hold-off")
             broken = False
-            await until(lambda n=n: count_of(database, RECOVERED, n), 20, "the report of its end")
+            await until(lambda n=n: count_of(database, RECOVERED, n), what="the report of its end")
     assert await counted(database) == {HELD: 3, RECOVERED: 3}
 
 
@@ -401,9 +401,9 @@ async def test_410_reports_the_disabled_endpoint_and_its_dead_letters(
     async with running(database, network):
         await publish(database, *range(20), type="order.paid")
         ended = "SELECT state = 'disabled' FROM endpoint WHERE name = 'shop'"
-        await until(lambda: fetchval(database, ended), 20, "the end of it")
+        await until(lambda: fetchval(database, ended), what="the end of it")
         letters = await fetchval(database, "SELECT count(*) FROM dead_letter")
-        await until(lambda: count_of(database, LETTER, letters), 20, "the report of the range")
+        await until(lambda: count_of(database, LETTER, letters), what="the report of the range")
     expected = {"reason": "the receiver responded 410 Gone", "status": 410}
     payload = await one(database, DISABLED, shop.id)
     assert payload.pop("by").startswith("replica ")
@@ -475,9 +475,9 @@ async def test_a_lasting_backlog_is_reported_once_across_leaders(
     await publish_many(database, 6_000)
     for _ in range(2):
         async with killed_at_the_end(database, Network(), batch_events_max=3):
-            await until(lambda: count_of(database, LAGGING, 1), 20, "the report")
+            await until(lambda: count_of(database, LAGGING, 1), what="the report")
             batches = await fetchval(database, "SELECT max(batch) FROM batch")
-            await until(lambda n=batches: _batches(database, n + 150), 20, "more batches")
+            await until(lambda n=batches: _batches(database, n + 150), what="more batches")
     assert await counted(database) == {LAGGING: 1}
     payload = await one(database, LAGGING, None)
     assert payload.pop("waiting_s") > 0.3
@@ -485,7 +485,7 @@ async def test_a_lasting_backlog_is_reported_once_across_leaders(
     network = Network()
     async with running(database, network):
         await all_ended(database)
-        await until(lambda: fetchval(database, CAUGHT_UP), 20, "its end")
+        await until(lambda: fetchval(database, CAUGHT_UP), what="its end")
     assert got(network, "ops") == [LAGGING]
     # A second backlog soon after is not reported, a later one is.
     for last_report, wanted in (("5 minutes", 1), ("11 minutes", 2)):
@@ -494,7 +494,7 @@ async def test_a_lasting_backlog_is_reported_once_across_leaders(
         await publish_many(database, 2_000)
         async with running(database, Network(), batch_events_max=3):
             await all_ended(database)
-            await until(lambda: fetchval(database, CAUGHT_UP), 20, "an end")
+            await until(lambda: fetchval(database, CAUGHT_UP), what="an end")
         assert await counted(database) == {LAGGING: wanted}
     assert await exceptions(database) == {}
 
@@ -513,7 +513,7 @@ async def test_a_long_transaction_does_not_count_as_lag(
                 "SELECT 'a.b', '1', now() - interval '1 hour' FROM generate_series(1, 300)"
             )
             await publish(database, 1, 2, 3)
-            await until(lambda: fetchval(database, "SELECT count(*) FROM gap"), 20, "a gap")
+            await until(lambda: fetchval(database, "SELECT count(*) FROM gap"), what="a gap")
         await all_ended(database)
     assert await counted(database) == {}
 
@@ -527,10 +527,10 @@ async def test_lag_is_reported_once_an_endpoint_subscribes(
     monkeypatch.setattr("outbox.store.sequencing.stalls.LAGGING_S", 0.1)
     await publish_many(database, 10_000)
     async with killed_at_the_end(database, Network(), batch_events_max=3):
-        await until(lambda: _batches(database, 500), 20, "many batches")
+        await until(lambda: _batches(database, 500), what="many batches")
         assert await counted(database) == {}
         await add_endpoint(database, "ops", types=["outbox.relay.*"])
-        await until(lambda: count_of(database, LAGGING, 1), 20, "the report")
+        await until(lambda: count_of(database, LAGGING, 1), what="the report")
 
 
 # ---------------------------------------------------------------------------- helpers
@@ -551,7 +551,7 @@ async def all_cut(database: Database) -> None:
         SELECT (SELECT max(id) FROM outbox) <= (SELECT high FROM batch ORDER BY batch DESC LIMIT 1)
            AND (SELECT sum(c.last_seq - p.acked_seq) FROM lane_counter c
                   JOIN lane_progress p USING (lane_id)) = 1"""
-    await until(lambda: fetchval(database, sql), 20, "the backlog to be cut")
+    await until(lambda: fetchval(database, sql), what="the backlog to be cut")
 
 
 async def _shift(database: Database, hours: int) -> None:
@@ -559,7 +559,7 @@ async def _shift(database: Database, hours: int) -> None:
     # A statement that a killed relay had sent may still run, and would write a time of now.
     gone = """SELECT NOT EXISTS (SELECT FROM pg_stat_activity
                WHERE datname = current_database() AND application_name LIKE 'outbox-relay%')"""
-    await until(lambda: fetchval(database, gone), 20, "the killed relay's sessions to end")
+    await until(lambda: fetchval(database, gone), what="the killed relay's sessions to end")
     by = f"make_interval(hours => {hours})"
     async with database.connection(server_settings={"search_path": "relay"}) as db:
         await db.execute(f"UPDATE batch SET at = at - {by}")
@@ -608,15 +608,15 @@ async def test_a_lane_with_a_delivery_that_fails_alone_is_reported_as_stuck(
         patched.setattr("outbox.core.delivery.circuit_breaker.FAILURES_MAX", 1000)
         async with running(database, network):
             await publish(database, "first", SECRET, "waits", type="order.paid")
-            await until(lambda: count_of(database, STUCK, 1), 20, "the report")
+            await until(lambda: count_of(database, STUCK, 1), what="the report")
             (event,) = await operational_events(database, STUCK)
-            await until(lambda: count_of(database, STUCK, 2), 20, "another report")
+            await until(lambda: count_of(database, STUCK, 2), what="another report")
             payload = event["payload"]
             skip = shlex.split(payload["skip"])
             assert skip[:4] == ["outbox", "dead", "skip", "bill ing's"]
             async with database.at_hand() as db:
                 await skip_delivery(db, "relay", skip[3], skip[5], int(skip[7]), actor="test")
-            await until(lambda: "waits" in network.data(), 20, "the next delivery")
+            await until(lambda: "waits" in network.data(), what="the next delivery")
     assert payload["endpoint"] == {"id": str(endpoint.id), "name": "bill ing's"}
     assert (payload["sequence"], payload["attempts"], payload["probes"]) == (2, STUCK_EVERY, 0)
     assert (payload["type"], payload["status"]) == ("order.paid", 503)
@@ -637,7 +637,7 @@ async def test_operational_events_that_fail_are_not_reported_as_stuck(database: 
         async with running(database, network):
             await publish(database, 1, type="order.paid")
             tried = "SELECT max(spent) > $1 FROM lane_progress"
-            await until(lambda: fetchval(database, tried, 2 * STUCK_EVERY), 20, "its attempts")
+            await until(lambda: fetchval(database, tried, 2 * STUCK_EVERY), what="its attempts")
     assert await counted(database) == {LETTER: 1}
 
 

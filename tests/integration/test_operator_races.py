@@ -37,7 +37,7 @@ async def noticed(database: Database, name: str) -> None:
     """Wait until the relay has read earlier changes: its polls are sequential."""
     for n in range(2):
         made = await add_endpoint(database, f"{name}{n}", types=["none"])
-        await until(lambda made=made: fetchval(database, CLAIMED, made.id), 20, "a poll")
+        await until(lambda made=made: fetchval(database, CLAIMED, made.id), what="a poll")
 
 
 async def pause(database: Database) -> None:
@@ -62,9 +62,9 @@ async def test_a_block_being_written_is_not_taken_for_an_unblock(
         ):
             await other.execute("LOCK TABLE lane_block IN SHARE MODE")
             await publish(database, 1, 2)
-            await until(lambda: network.sent, 20, "the refusal")
+            await until(lambda: network.sent, what="the refusal")
             await noticed(database, "while")
-        await until(lambda: fetchval(database, "SELECT count(*) FROM lane_block"), 20, "the block")
+        await until(lambda: fetchval(database, "SELECT count(*) FROM lane_block"), what="the block")
         await noticed(database, "behind")
         assert [sent.body["data"] for sent in network.sent] == [1]
         await resume(database)
@@ -86,12 +86,12 @@ async def test_a_delivery_waiting_for_a_slot_is_not_sent_after_a_pause(
     network = Network(response)
     async with running(database, network, in_flight_max=1):
         await publish(database, *range(30))
-        await until(lambda: fetchval(database, NUMBERED, 30), 20, "sequencing")
-        await until(lambda: network.sent, 20, "the first request")
+        await until(lambda: fetchval(database, NUMBERED, 30), what="sequencing")
+        await until(lambda: network.sent, what="the first request")
         await pause(database)
         await noticed(database, "pause")
         responses.set()
-        await until(lambda: network.accepted, 20, "the one that is in flight")
+        await until(lambda: network.accepted, what="the one that is in flight")
         await noticed(database, "response")
         assert len(network.sent) == 1
         await resume(database)
@@ -119,8 +119,8 @@ async def test_a_delivery_waiting_for_a_slot_is_not_sent_during_a_hold_off(
     network = Network(response)
     async with running(database, network, in_flight_max=1):
         await publish(database, *range(30))
-        await until(lambda: fetchval(database, NUMBERED, 30), 20, "sequencing")
-        await until(lambda: network.sent, 20, "the first request")
+        await until(lambda: fetchval(database, NUMBERED, 30), what="sequencing")
+        await until(lambda: network.sent, what="the first request")
         await noticed(database, "all")
         requested_at = clock()
         responses.set()

@@ -120,7 +120,7 @@ async def test_a_relay_without_descriptors_makes_no_dead_letters(
                     f for f in await findings_of(db, "relays") if f.severity is Severity.PROBLEM
                 ]
             assert "lacks resources for connections: too many open files" in found[0].message
-            await until(lambda: _delivered(database), 60, "all deliveries")
+            await until(lambda: _delivered(database), what="all deliveries")
     assert await fetchval(database, "SELECT count(*) FROM dead_letter") == 0
     assert (
         await fetchval(database, "SELECT count(*) FROM attempt WHERE outcome <> 'delivered'") == 0

@@ -69,21 +69,21 @@ async def test_a_lane_blocked_during_a_poll_stays_blocked(
     async def slowly(self: LaneStore, lane_ids: Collection[int]) -> set[int]:
         found = await read_blocked(self, lane_ids)
         response_b.set()
-        await until(lambda: _blocks(database, 2), 20, "the second block")
+        await until(lambda: _blocks(database, 2), what="the second block")
         return found
 
     monkeypatch.setattr(LaneStore, "blocked", slowly)
     network = Network(response)
     async with running(database, network):
         await publish(database, "a1", "a2", key="a")
-        await until(lambda: _blocks(database, 1), 20, "the first block")
+        await until(lambda: _blocks(database, 1), what="the first block")
         await publish(database, "b1", "b2", "b3", key="b")
-        await until(lambda: len(network.sent) == 2, 20, "a request")
+        await until(lambda: len(network.sent) == 2, what="a request")
         await change_endpoint(database, disable_after_s=1000.0)
-        await until(lambda: _blocks(database, 2), 20, "the second block")
+        await until(lambda: _blocks(database, 2), what="the second block")
         await change_endpoint(database, disable_after_s=2000.0)
         await publish(database, "c", key="c")
-        await until(lambda: network.data() == ["c"], 20, "another lane")
+        await until(lambda: network.data() == ["c"], what="another lane")
     assert [sent.body["data"] for sent in network.sent] == ["a1", "b1", "c"]
     assert await exceptions(database) == {}
 
@@ -113,15 +113,15 @@ async def test_a_delivery_waiting_for_a_slot_obeys_a_pause(
     network = Network(response)
     async with running(database, network, in_flight_max=1):
         await publish(database, "slow", type="slow")
-        await until(lambda: len(network.sent) == 1, 20, "the slot to be taken")
+        await until(lambda: len(network.sent) == 1, what="the slot to be taken")
         await publish(database, "paused")
-        await until(lambda: _numbered(database, 2), 20, "sequencing")
+        await until(lambda: _numbered(database, 2), what="sequencing")
         async with database.connection(server_settings={"search_path": "relay"}) as connection:
             await endpoint_states.pause_endpoints(connection, "relay", ["shop"], actor="test")
             await updated_once.wait()
             release.set()
             await publish(database, "last", type="slow")
-            await until(lambda: network.data() == ["slow", "last"], 20, "the slot to be free")
+            await until(lambda: network.data() == ["slow", "last"], what="the slot to be free")
             await endpoint_states.resume_endpoints(connection, "relay", ["shop"], actor="test")
         await all_ended(database)
     assert network.data() == ["slow", "last", "paused"]
@@ -155,10 +155,10 @@ async def test_new_lanes_obey_a_pause_of_the_same_transaction(
                 await endpoint_states.pause_endpoints(connection, "relay", ["shop"], actor="test")
             await is_held.wait()
             await publish(database, 2)
-            await until(lambda: len(network.accepted) == 3, 20, "the other endpoint's delivery")
+            await until(lambda: len(network.accepted) == 3, what="the other endpoint's delivery")
             release.set()
             await publish(database, 3)
-            await until(lambda: len(network.accepted) == 4, 20, "the other endpoint's delivery")
+            await until(lambda: len(network.accepted) == 4, what="the other endpoint's delivery")
             assert [sent.body["data"] for sent in network.accepted] == [1, 1, 2, 3]
             await endpoint_states.resume_endpoints(connection, "relay", ["shop"], actor="test")
         await all_ended(database)
@@ -194,11 +194,11 @@ async def test_a_delivery_waiting_for_a_slot_obeys_a_retry_after(
         for key in "abcdefgh":
             await publish(database, key, key=key)
         lanes = await _lanes(database)
-        await until(lambda: len(waiting) == lanes, 20, "them to wait for the slot")
+        await until(lambda: len(waiting) == lanes, what="them to wait for the slot")
         await publish(database, "other", type="other")
-        await until(lambda: len(waiting) == lanes + 1, 20, "the other one to wait behind them")
+        await until(lambda: len(waiting) == lanes + 1, what="the other one to wait behind them")
         response_first.set()
-        await until(lambda: network.data() == ["other"], 20, "the slot to be free")
+        await until(lambda: network.data() == ["other"], what="the slot to be free")
     assert len(network.sent) == 2
 
 
@@ -218,11 +218,11 @@ async def test_sending_is_bounded_while_the_log_cannot_be_written(
         ):
             await connection.execute("LOCK TABLE attempt IN SHARE MODE")
             await publish(database, *range(20))
-            await until(lambda: _numbered(database, 21), 20, "sequencing")
-            await until(lambda: len(network.sent) >= 5, 20, "what may be sent")
+            await until(lambda: _numbered(database, 21), what="sequencing")
+            await until(lambda: len(network.sent) >= 5, what="what may be sent")
             await add_endpoint(database, "other", types=["other"])
             await publish(database, "other", type="other")
-            await until(lambda: "other" in network.data(), 20, "another endpoint")
+            await until(lambda: "other" in network.data(), what="another endpoint")
             # A run goes on while no more than three rows wait, before and during the write.
             assert len(network.sent) <= 1 + (3 + 2) + (3 + 2) + 1
         await all_ended(database)
@@ -250,7 +250,7 @@ async def test_the_work_of_one_endpoint_does_not_visit_the_others(
         monkeypatch.setattr(CircuitBreaker, "record", recorded)
         await publish(database, *range(10))
         failing = "SELECT count(*) = 1 FROM endpoint_health WHERE state = 'failing'"
-        await until(lambda: fetchval(database, failing), 20, "the breaker to open")
+        await until(lambda: fetchval(database, failing), what="the breaker to open")
     assert len(visited) == 1
 
 
@@ -269,7 +269,7 @@ async def test_a_cancelled_relay_ends_although_its_session_fails(
     worker = relay(database, network)
     task = asyncio.create_task(worker.run())
     await publish(database, 1)
-    await until(lambda: network.data() == [1], 20, "the relay to work")
+    await until(lambda: network.data() == [1], what="the relay to work")
     task.cancel()
     done, _ = await asyncio.wait([task], timeout=20)
     worker.stop()
@@ -283,7 +283,7 @@ async def _numbered(database: Database, deliveries: int) -> bool:
 
 async def _lanes(database: Database) -> int:
     """The number of lanes that the keys map to."""
-    await until(lambda: _numbered(database, 8), 20, "sequencing")
+    await until(lambda: _numbered(database, 8), what="sequencing")
     return int(await fetchval(database, "SELECT count(DISTINCT lane_id) FROM delivery"))
 
 

@@ -122,7 +122,7 @@ async def test_a_cancelled_statement_sends_no_cancel_request(database: Database)
         connection = await asyncpg.connect(dsn, connection_class=PooledWorker)
         sleeping = asyncio.create_task(connection.execute("SELECT pg_sleep(60)"))
         running_it = "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE wait_event = 'PgSleep')"
-        await until(lambda: fetchval(database, running_it), 20, "the statement to run")
+        await until(lambda: fetchval(database, running_it), what="the statement to run")
         sleeping.cancel()
         with pytest.raises(asyncio.CancelledError):
             await sleeping
@@ -147,7 +147,7 @@ async def test_periods_rotate_without_session_locks(
     ):
         for number in (0, 1):
             await publish(database, number)
-            await until(lambda n=number: fetchval(database, gone, n), 20, "a partition to go")
+            await until(lambda n=number: fetchval(database, gone, n), what="a partition to go")
     assert await exceptions(database) == {}
 
 
@@ -220,11 +220,13 @@ async def test_a_relay_waits_for_a_connection_of_an_exhausted_pool(database: Dat
                     await transaction.start()
             await publish(database, 2)
             lost = "the session was lost"
-            await until(lambda: any(each["event"] == lost for each in logs), 20, "the lease to end")
+            await until(
+                lambda: any(each["event"] == lost for each in logs), what="the lease to end"
+            )
             sent = len(network.sent)
             for each in greedy:
                 each.terminate()
-            await until(lambda: 2 in network.data(), 30, "the relay to go on")
+            await until(lambda: 2 in network.data(), what="the relay to go on")
             assert sent == 1
         await all_ended(database)
     assert await exceptions(database) == {}

@@ -59,10 +59,10 @@ async def test_an_owner_that_polls_is_not_fed_one_delivery_per_poll(database: Da
         running(database, network, **polling),
         database.connection(server_settings={"search_path": "relay"}) as db,
     ):
-        await until(lambda: fetchval(database, NOT_BY_LEADER), 30, "both to own something")
+        await until(lambda: fetchval(database, NOT_BY_LEADER), what="both to own something")
         selection = DeadLetterSelection(everything=True)
         await replays.start_replay(db, "relay", selection, actor="test")
-        await until(lambda: fetchval(database, ENDED), 60, "the replay")
+        await until(lambda: fetchval(database, ENDED), what="the replay")
         await all_ended(database)
     # Per endpoint: a first one for the unknown receiver, and one for the rest.
     assert await fetchval(database, CHUNKS) <= ENDPOINTS * 4

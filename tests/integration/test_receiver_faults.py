@@ -206,15 +206,16 @@ async def test_faulty_receivers_do_not_delay_others_and_leak_no_resources(
                 return sum(map(len, receiver.got.values())) == EVENTS
 
             # The healthy receivers get everything while all others misbehave.
-            await until(lambda: all(map(complete, good.values())), 20, "the good ones to be served")
+            await until(
+                lambda: all(map(complete, good.values())), what="the good ones to be served"
+            )
             for name in LOGGED:
                 await until(
                     lambda name=name: _logged(database, name),
-                    20,
-                    f"{name}: {LOGGED[name]} in the log",
+                    what=f"{name}: {LOGGED[name]} in the log",
                 )
             # An endless response is a response.
-            await until(lambda: complete(bad["endless"]), 30, "the endless one to be served")
+            await until(lambda: complete(bad["endless"]), what="the endless one to be served")
             assert bad["endless"].sent_bytes_max < ENDLESS_BYTES_MAX
             for receiver in bad.values():
                 receiver.cured = True
@@ -224,7 +225,7 @@ async def test_faulty_receivers_do_not_delay_others_and_leak_no_resources(
             listener.close()
             await begun.stop()
         for receiver in (*bad.values(), *good.values(), late):
-            await until(lambda each=receiver: each.opened == each.closed, 20, "no connection left")
+            await until(lambda each=receiver: each.opened == each.closed, what="no connection left")
             assert all(each == sorted(each) for each in receiver.got.values())
             assert complete(receiver)
     assert await fetchval(database, "SELECT count(*) FROM dead_letter") == 0

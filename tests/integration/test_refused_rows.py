@@ -404,7 +404,7 @@ async def test_refused_progress_of_a_lane_after_failures_ends_no_session(
         assert session_losses(logs) == []
         await execute(database, "DROP FUNCTION IF EXISTS refuse, suppress CASCADE")
         network.script = lambda _: OK
-        await until(lambda: 3 in received(network, "/bad"), 60, "the rest")
+        await until(lambda: 3 in received(network, "/bad"), what="the rest")
         await all_ended(database)
     assert received(network, "/bad") in ([1, 2, 3], [1, 3])
     assert session_losses(logs) == []

@@ -287,7 +287,7 @@ async def test_the_relay_recovers_from_terminated_backends(database: Database) -
                         AND datname = current_database()"""
             assert await fetchval(database, sql) > 0
         await publish(database, "last")
-        await until(lambda: "last" in network.data(), timeout_s=20)
+        await until(lambda: "last" in network.data())
         await all_ended(database)
     assert list(dict.fromkeys(network.data())) == [0, 1, 2, "last"]
 
@@ -336,6 +336,6 @@ async def test_two_relays_share_endpoints_and_one_takes_over_from_the_other(
             assert first.accepted
             assert second.accepted
         await publish(database, "alone")
-        await until(lambda: second.data().count("alone") == 12, timeout_s=20)
+        await until(lambda: second.data().count("alone") == 12)
         await all_ended(database)
     assert await exceptions(database) == {}

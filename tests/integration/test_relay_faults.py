@@ -470,7 +470,7 @@ async def test_the_successor_of_a_dead_relay_writes_the_missing_checkpoints(
     monkeypatch.setattr("outbox.relay.delivery.recorder.CHECKPOINT_EVERY_S", 0.05)
     idle = Network()
     async with running(database, idle):
-        await until(lambda: fetchval(database, f"SELECT ({progress}) = 5"), 20, "a checkpoint")
+        await until(lambda: fetchval(database, f"SELECT ({progress}) = 5"), what="a checkpoint")
     assert idle.sent == []
 
 
@@ -611,11 +611,11 @@ async def test_a_cancelled_statement_ends_while_the_server_is_unreachable(
             lines.hang()
             lost = "the session was lost"
             try:
-                await until(lambda: any(each["event"] == lost for each in logs), 20, "its end")
+                await until(lambda: any(each["event"] == lost for each in logs), what="its end")
             finally:
                 lines.cut()
                 lines.heal()
-            await until(lambda: fetchval(database, "SELECT max(id) >= 2 FROM replica"), 20)
+            await until(lambda: fetchval(database, "SELECT max(id) >= 2 FROM replica"))
         await producer.execute("ROLLBACK")
 
 

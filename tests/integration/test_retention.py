@@ -123,7 +123,7 @@ async def checkpointed(database: Database) -> None:
         SELECT NOT EXISTS (SELECT FROM lane_progress p JOIN lane_counter c USING (lane_id)
                             WHERE c.last_seq > p.acked_seq)
     """
-    await until(lambda: fetchval(database, uncheckpointed), 20, "the checkpoints")
+    await until(lambda: fetchval(database, uncheckpointed), what="the checkpoints")
 
 
 async def test_delivered_periods_are_dropped_and_new_events_are_delivered(
@@ -216,9 +216,9 @@ async def test_an_event_that_commits_late_keeps_its_period(
         assert (await keeper.first("events") > 0) == lost
         await late.execute("COMMIT")
         if not lost:
-            await until(lambda: "late" in network.data(), 20, "the late event")
+            await until(lambda: "late" in network.data(), what="the late event")
             await checkpointed(database)
-            await until(keeper.has_dropped, 20, "the period to go")
+            await until(keeper.has_dropped, what="the period to go")
             assert await exceptions(database) == {}
 
 
@@ -231,9 +231,9 @@ async def test_pending_deliveries_of_a_paused_endpoint_are_kept(
     async with running(database, network, lease_s=30.0):
         await endpoint_states.pause_endpoints(keeper.db, "relay", ["paused"], actor="test")
         await publish(database, *range(10))
-        await until(lambda: len(network.accepted) == 10, 20, "the quick one")
+        await until(lambda: len(network.accepted) == 10, what="the quick one")
         await publish(database, *range(10, 20))
-        await until(lambda: len(network.accepted) == 20, 20, "the quick one")
+        await until(lambda: len(network.accepted) == 20, what="the quick one")
         await keeper.maintain_until_idle()
         assert [await keeper.first(kind) for kind in ("events", "log")] == [0, 0]
         await endpoint_states.resume_endpoints(keeper.db, "relay", ["paused"], actor="test")
@@ -301,7 +301,7 @@ async def test_a_range_keeps_its_events_until_its_replay(
         await replays.start_replay(
             keeper.db, "relay", DeadLetterSelection(everything=True), actor="test"
         )
-        await until(lambda: len(network.accepted) == 11, 20, "the replay")
+        await until(lambda: len(network.accepted) == 11, what="the replay")
         await checkpointed(database)
         await keeper.maintain_until_idle()
     assert network.data() == ["after", *range(10)]
@@ -348,7 +348,7 @@ async def test_dead_letters_outlive_their_events_and_can_be_replayed(
         await replays.start_replay(
             keeper.db, "relay", DeadLetterSelection(everything=True), actor="test"
         )
-        await until(lambda: network.data() == ["refused"], 20, "the replay")
+        await until(lambda: network.data() == ["refused"], what="the replay")
         await checkpointed(database)
         # Its payload copy is kept as long as the log of the new delivery.
         keeper.retention = RetentionStore(keeper.db, NOTHING, period_s=0)
@@ -388,7 +388,7 @@ async def test_a_payload_copy_is_kept_for_a_replay_dead_lettered_in_a_range(
     network.script = Network().script
     async with running(database, network):
         await replays.start_replay(keeper.db, "relay", everything, actor="test")
-        await until(lambda: network.data() == ["refused"], 20, "the replay")
+        await until(lambda: network.data() == ["refused"], what="the replay")
         await checkpointed(database)
     # All of them in the lane of its key.
     lanes = "SELECT array_agg(DISTINCT lane_id) FROM delivery"
@@ -430,9 +430,9 @@ async def test_events_are_kept_for_the_rest_of_a_running_range_replay(
     await keeper.maintain_until_idle()
     assert await keeper.first("events") == 0
     async with running(database, network):
-        await until(lambda: network.data() == [2, 3, 4, 5], 20, "the rest")
+        await until(lambda: network.data() == [2, 3, 4, 5], what="the rest")
         ended = "SELECT bool_and(ended_at IS NOT NULL) FROM replay_job_endpoint"
-        await until(lambda: fetchval(database, ended), 20, "the job's end")
+        await until(lambda: fetchval(database, ended), what="the job's end")
     await keeper.maintain_until_idle()
     assert await keeper.first("events") > 0
 
@@ -455,7 +455,7 @@ async def test_an_attempt_log_may_be_dropped_before_its_events(
         assert await keeper.first("log") > 0
         await late.execute("COMMIT")
         await publish(database, 4)
-        await until(lambda: len(network.accepted) == 4, 20, "all of them")
+        await until(lambda: len(network.accepted) == 4, what="all of them")
         await checkpointed(database)
     assert sorted(network.data()) == [1, 2, 3, 4]
     ids = [r["id"] for r in await keeper.db.fetch("SELECT id FROM outbox ORDER BY payload")]
@@ -546,7 +546,7 @@ async def test_ids_never_go_back_under_concurrent_maintenance(
                 tasks.create_task(produce(n))
             tasks.create_task(keep())
         assert failures == []
-        await until(lambda: len({s.delivery for s in network.accepted}) == sum(map(len, given)), 60)
+        await until(lambda: len({s.delivery for s in network.accepted}) == sum(map(len, given)))
         await checkpointed(database)
         # No id is assigned twice, and the ids of each producer rise.
         numbers = [n for mine in given for n in mine]
@@ -600,7 +600,7 @@ async def test_a_drop_waits_for_a_reader_and_blocks_no_session(
             await keeper.partitions.drop()
         other = await database.connect(**SESSION)
         await other.execute(f"SET lock_timeout = '2s'; {INSERT}")
-        await until(lambda: len(network.accepted) == 2, 20, "an event in between")
+        await until(lambda: len(network.accepted) == 2, what="an event in between")
         await reader.execute("COMMIT")
         await keeper.db.execute("RESET statement_timeout")
         # A partition that was detached but not dropped is dropped, too.
@@ -635,7 +635,7 @@ async def test_a_dump_of_hours_delays_only_the_drop_of_partitions(
     assert await fetchval(database, dropped) > 0
     assert not await maintain()
     await dump.execute("COMMIT")
-    await until(maintain, 20, "the partitions to be dropped")
+    await until(maintain, what="the partitions to be dropped")
     keeper.db.terminate()
     assert await exceptions(database) == {}
 
@@ -744,7 +744,7 @@ async def test_a_range_of_backfilled_events_keeps_them(
         await replays.start_replay(
             keeper.db, "relay", DeadLetterSelection(everything=True), actor="test"
         )
-        await until(lambda: network.data() == list(range(5)), 20, "the range")
+        await until(lambda: network.data() == list(range(5)), what="the range")
         await checkpointed(database)
         await until(
             lambda: fetchval(
@@ -795,7 +795,7 @@ async def test_events_that_a_job_has_not_reached_are_kept(
     await replay_jobs.abort_job(keeper.db, "relay", job, actor="test")
     async with running(database, Network()):
         ended = "SELECT bool_and(ended_at IS NOT NULL) FROM replay_job_endpoint"
-        await until(lambda: fetchval(database, ended), 20, "the job's end")
+        await until(lambda: fetchval(database, ended), what="the job's end")
     assert await keeper.retention.delete_expired() == 2
 
 

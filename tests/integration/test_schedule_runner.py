@@ -101,7 +101,7 @@ async def test_held_events_keep_their_pace_without_notifications(
     async with running(database, Network(), poll_s=60, notify=False):
         left = "SELECT NOT EXISTS (SELECT FROM future_event)"
         # 8,000 deliveries at 5,000 per second; by polls it would be a minute for each 1,000.
-        await until(lambda: db.fetchval(left), 20, "the held events to be moved")
+        await until(lambda: db.fetchval(left), what="the held events to be moved")
 
 
 async def test_each_tick_is_published_once_while_replicas_restart(

@@ -103,11 +103,10 @@ async def test_only_a_relay_with_the_key_sends(
         await worker.started.wait()
         await until(
             lambda: fetchval(database, "SELECT bool_or(replica_id IS NOT NULL) FROM ownership"),
-            20,
-            "the endpoint to be claimed",
+            what="the endpoint to be claimed",
         )
         await until(
-            lambda: fetchval(database, "SELECT count(*) = 1 FROM delivery"), 20, "its number"
+            lambda: fetchval(database, "SELECT count(*) = 1 FROM delivery"), what="its number"
         )
     assert blind.sent == []
     network = Network()
@@ -181,8 +180,7 @@ async def test_a_client_certificate_is_presented_on_request(database: Database) 
                 lambda: fetchval(
                     database, "SELECT bool_or(last_response IS NOT NULL) FROM endpoint_health"
                 ),
-                20,
-                "the handshake to fail",
+                what="the handshake to fail",
             )
             assert shown == []
             async with database.at_hand() as connection:
@@ -249,10 +247,10 @@ async def test_an_altered_secret_is_an_alarm_until_it_is_set_again(
     network = Network()
     async with running(database, network, key=OLD):
         await publish(database, 1)
-        await until(lambda: fetchval(database, JOURNAL), 20, "the journal")
+        await until(lambda: fetchval(database, JOURNAL), what="the journal")
         # Each change of an endpoint lets the relay read the secrets again.
         await change_rate(database, "other")
-        await until(lambda: len(errors(logs)) >= 2, 20, "the secret to be read again")
+        await until(lambda: len(errors(logs)) >= 2, what="the secret to be read again")
         (entry,) = await fetchval(database, JOURNAL)
         assert "is not what was encrypted for it: the table was changed" in entry
         found = await the_one(db, "altered secrets")

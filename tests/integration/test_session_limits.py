@@ -163,8 +163,8 @@ async def test_a_session_with_an_unread_result_ends_and_holds_nothing(pg_major: 
             asking = asyncio.ensure_future(worker.execute(LARGE))
             await until(lambda: worker.waiting_s)
             stop_reading(worker)
-            await until(lambda: fetchval(database, LOCKED, True), 20, "the row to be locked")
-            await until(lambda: fetchval(database, LOCKED, False), 20, "the row to be free")
+            await until(lambda: fetchval(database, LOCKED, True), what="the row to be locked")
+            await until(lambda: fetchval(database, LOCKED, False), what="the row to be free")
             worker.terminate()
             await asyncio.gather(asking, return_exceptions=True)
 
@@ -180,7 +180,7 @@ async def test_an_operator_that_is_silent_in_a_transaction_ends(
         operator = await connect_operator(address_of(database), values, "outbox-cli")
         await operator.execute("BEGIN; SELECT FROM cursor FOR UPDATE")
         await publish(database, 1)
-        await until(lambda: network.accepted, 20, "the server to end the operator's session")
+        await until(lambda: network.accepted, what="the server to end the operator's session")
         operator.terminate()
         await all_ended(database)
 
@@ -237,7 +237,7 @@ async def test_a_new_listener_ends_its_predecessor(database: Database) -> None:
             pids = await fetchval(database, listeners)
             return pids is not None and len(pids) == 1 and pids != [old]
 
-        await until(is_replaced, 30, "the old listener's backend to end")
+        await until(is_replaced, what="the old listener's backend to end")
 
 
 @pytest.mark.full

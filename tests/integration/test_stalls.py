@@ -91,7 +91,7 @@ async def test_a_held_cursor_makes_every_replica_unready(
                 series = (await relay.snapshot(0.0)).series
                 assert series[catalogue.STALLED][()] > 3 * LEASE_S
         for relay in relays:
-            await until(lambda r=relay: r.readiness().ready, 20, "it to be ready again")
+            await until(lambda r=relay: r.readiness().ready, what="it to be ready again")
         await all_ended(database)
     output = [each for each in logs if each["event"] == STALLED]
     assert output
@@ -151,7 +151,7 @@ async def test_standbys_see_that_the_leader_makes_no_progress(database: Database
             for relay in (one, other):
                 await until(lambda r=relay: not r.readiness().ready, SOON_S, "it to be not ready")
         for relay in (one, other):
-            await until(lambda r=relay: r.readiness().ready, 20, "it to be ready again")
+            await until(lambda r=relay: r.readiness().ready, what="it to be ready again")
         await all_ended(database)
 
 
@@ -188,7 +188,7 @@ async def test_a_stall_is_reported_by_an_operational_event(
         async with holding_the_cursor(database) as holder:
             await publish(database, 1)
             found = orjson.loads(
-                await until(lambda: fetchval(database, payload), 20, "the event to be published")
+                await until(lambda: fetchval(database, payload), what="the event to be published")
             )
             assert found["blocked_by"]["pid"] == holder.get_server_pid()
             assert found["blocked_by"]["application"] == "psql of a colleague"
@@ -296,10 +296,10 @@ async def test_the_session_that_locks_a_table_is_named(
                 pid = holder.get_server_pid()
                 # Producers wait only for the outbox itself.
                 producing = asyncio.ensure_future(publish(database, 1))
-                await until(lambda: f"pid {pid} " in relay.readiness().reason, 20, "its pid")
+                await until(lambda: f"pid {pid} " in relay.readiness().reason, what="its pid")
                 assert not relay.readiness().ready
                 assert "colleague" not in relay.readiness().public_reason
-                await until(lambda: _actions(logs), 20, "the log")
+                await until(lambda: _actions(logs), what="the log")
                 assert _actions(logs) == {f"SELECT pg_terminate_backend({pid})"}
                 (found,) = [f for f in await findings(doctor) if f.check == "locks"]
                 assert f"pid {pid} " in found.message

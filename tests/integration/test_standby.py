@@ -59,7 +59,7 @@ async def test_a_relay_of_a_standby_is_not_ready_and_delivers_after_its_promotio
     server.restart()
     network = Network()
     async with running(private_database, network) as worker:
-        await until(lambda: _losses(logs) > 2, 20, "several attempts")
+        await until(lambda: _losses(logs) > 2, what="several attempts")
         assert worker.readiness() == Readiness(
             ready=False, reason=READ_ONLY, redacted_reason=SESSION_UNAVAILABLE
         )
@@ -123,7 +123,7 @@ async def test_commits_that_no_standby_confirms_do_not_use_up_the_connections(
     async with AsyncExitStack() as absent:
         await absent.enter_async_context(_absent_standby(private_database))
         async with running(private_database, network, lease_s=1.0, drain_s=1.0) as worker:
-            await until(lambda: _losses(logs) > 4, 30, "several attempts to register")
+            await until(lambda: _losses(logs) > 4, what="several attempts to register")
             assert await fetchval(private_database, UNCONFIRMED) <= 2
             assert worker.readiness() == Readiness(
                 ready=False,

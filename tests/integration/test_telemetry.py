@@ -162,7 +162,7 @@ async def test_pending_deliveries_are_measured_with_their_age(
                 and found[catalogue.REPLICAS]
             )
 
-        await until(all_but_the_sick_one_are_done, 20, "the numbers to settle")
+        await until(all_but_the_sick_one_are_done, what="the numbers to settle")
         assert worker.readiness().ready, "a receiver's fault is not the relay's"
         broken = False
         await all_ended(database)
@@ -204,14 +204,14 @@ async def test_open_transactions_are_measured_as_gap_and_horizon(
             gap, horizon = series[catalogue.GAP_AGE], series[catalogue.HORIZON_AGE]
             return bool(gap and 0 < gap[()] <= horizon[()])
 
-        await until(seen, 20, "gap and horizon to show")
+        await until(seen, what="gap and horizon to show")
         await transaction.commit()
         await all_ended(database)
 
         async def gone() -> bool:
             return (await measured(worker))[catalogue.GAP_AGE] == {(): 0.0}
 
-        await until(gone, 20, "the gap to be gone")
+        await until(gone, what="the gap to be gone")
 
 
 @pytest.mark.full
@@ -225,14 +225,14 @@ async def test_deliveries_dead_lettered_with_an_endpoint_are_counted(database: D
         async def pending() -> bool:
             return (await measured(worker))[catalogue.BACKLOG].get(("shop",)) == 3
 
-        await until(pending, 20, "three to be pending")
+        await until(pending, what="three to be pending")
         network.script = lambda _: AttemptResult.completed(410, 0.001)
 
         async def ended() -> bool:
             series = (await measured(worker))[catalogue.DELIVERIES]
             return counted(series) == {("shop", "refused"): 1, ("shop", "disabled"): 2}
 
-        await until(ended, 20, "the dead letters")
+        await until(ended, what="the dead letters")
 
 
 async def test_a_relay_is_ready_while_it_reaches_the_database(database: Database) -> None:
@@ -241,14 +241,14 @@ async def test_a_relay_is_ready_while_it_reaches_the_database(database: Database
         worker = relay(database, Network(), dsn=dsn)
         assert not worker.readiness().ready
         task = asyncio.create_task(worker.run())
-        await until(lambda: worker.readiness().ready, 20, "it to be ready")
+        await until(lambda: worker.readiness().ready, what="it to be ready")
         lines.cut()
-        await until(lambda: not worker.readiness().ready, 20, "it to notice")
+        await until(lambda: not worker.readiness().ready, what="it to notice")
         # The route is public, and the reason contains the server's address.
         assert worker.readiness().public_reason == SESSION_UNAVAILABLE
         assert (await worker.snapshot(0.0)).series[catalogue.BACKLOG] == {}
         lines.heal()
-        await until(lambda: worker.readiness().ready, 20, "it to be ready again")
+        await until(lambda: worker.readiness().ready, what="it to be ready again")
         assert (await measured(worker))[catalogue.SESSION_LOSSES] == {(): 1}
         worker.stop()
         assert worker.readiness().reason == "it is stopping"
@@ -278,7 +278,7 @@ async def test_a_takeover_from_a_dead_replica_is_counted(database: Database) -> 
         async def seen() -> bool:
             return (await measured(second))[catalogue.LOSSES] == {(): 1}
 
-        await until(seen, 20, "the loss to be counted")
+        await until(seen, what="the loss to be counted")
 
 
 async def test_a_relay_is_not_ready_after_a_sequence_went_back(
@@ -290,7 +290,7 @@ async def test_a_relay_is_not_ready_after_a_sequence_went_back(
         await until(lambda: worker.readiness().ready)
         await all_ended(database)
         await fetchval(database, "SELECT setval(pg_get_serial_sequence('outbox', 'id'), 1, false)")
-        await until(lambda: not worker.readiness().ready, 20, "it to notice")
+        await until(lambda: not worker.readiness().ready, what="it to notice")
         assert "sequencing stopped: the sequence" in worker.readiness().reason
         await fetchval(database, "SELECT setval(pg_get_serial_sequence('outbox', 'id'), 9)")
-        await until(lambda: worker.readiness().ready, 20, "it to go on")
+        await until(lambda: worker.readiness().ready, what="it to go on")

@@ -95,7 +95,7 @@ async def test_after_one_sight_no_late_response_acknowledges_a_refused_delivery(
         await add_endpoint(database, url=server.url, lanes=1)
         async with delivering(database):
             await publish(database, 1)
-            await until(lambda: fetchval(database, SEEN), 20, "the second response to be seen")
+            await until(lambda: fetchval(database, SEEN), what="the second response to be seen")
             await publish(database, *range(2, 11))
             await all_ended(database)
         assert receiver.processed == list(range(1, 11))
@@ -188,7 +188,7 @@ async def test_another_relay_and_the_doctor_know_it(database: Database) -> None:
         await add_endpoint(database, url=server.url, lanes=1)
         async with delivering(database):
             await publish(database, 1)
-            await until(lambda: fetchval(database, SEEN), 20, "the second response to be seen")
+            await until(lambda: fetchval(database, SEEN), what="the second response to be seen")
         async with delivering(database):
             await publish(database, *range(2, 11))
             await all_ended(database)

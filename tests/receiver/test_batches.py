@@ -210,7 +210,7 @@ async def test_a_batch_is_held_for_missing_deliveries_before_it(pool: asyncpg.Po
     assert (await shop.receiver.handle(batch(1))).status == 200
     async with asyncio.TaskGroup() as group:
         late = group.create_task(shop.receiver.handle(batch(3, 4)))
-        await until(lambda: shop.receiver._reorder_buffer.held, 20, "the late ones wait")
+        await until(lambda: shop.receiver._reorder_buffer.held, what="the late ones wait")
         first = group.create_task(shop.receiver.handle(batch(2)))
     assert (first.result().status, late.result().status) == (200, 200)
     assert shop.called == [1, 2, 3, 4]

@@ -36,7 +36,7 @@ async def create(connection: Connection[Any]) -> None:
 async def until_waiting(database: Database, connection: Connection[Any]) -> None:
     pid = connection.get_server_pid()
     async with database.connection() as observer:
-        await until(lambda: observer.fetchval(WAITING, pid), 20, "it to wait")
+        await until(lambda: observer.fetchval(WAITING, pid), what="it to wait")
 
 
 async def test_a_role_that_may_only_connect_cannot_delay_it(database: Database) -> None:

@@ -107,11 +107,11 @@ async def test_a_schedule_runs_again_after_a_clock_that_was_ahead(
     yearly = await db.fetchval("SELECT next_at FROM schedule WHERE name = 'yearly'")
     async with running(database, Network()):
         soon = "SELECT next_at < now() + interval '2 minutes' FROM schedule WHERE name = 'minutely'"
-        await until(lambda: fetchval(database, soon), 20, "the schedule to be due soon")
+        await until(lambda: fetchval(database, soon), what="the schedule to be due soon")
         await db.execute("UPDATE schedule SET due_at = now(), next_at = now() - interval '1 s' "
                          "WHERE name = 'minutely'")  # fmt: skip
         if misfire == "once":
-            await until(lambda: fetchval(database, "SELECT count(*) > 0 FROM outbox"), 20, "a run")
+            await until(lambda: fetchval(database, "SELECT count(*) > 0 FROM outbox"), what="a run")
     (entry,) = await journal(db, "schedule_restarted")
     assert entry["name"] == "minutely"
     assert datetime.fromisoformat(entry["was"]) - datetime.fromisoformat(entry["next"]) > (
@@ -249,7 +249,7 @@ async def test_a_session_that_hung_before_the_clock_was_set_back_is_ended(
     await session.execute("BEGIN")
     pid = session.get_server_pid()
     waits = f"SELECT wait_event_type = 'Client' FROM pg_stat_activity WHERE pid = {pid}"
-    await until(lambda: fetchval(database, waits), 20, "it to wait for its client")
+    await until(lambda: fetchval(database, waits), what="it to wait for its client")
     assert await store.terminate_stuck_sessions(60.0) == []
     (ended,) = await store.terminate_stuck_sessions(60.0)
     assert ended.pid == pid

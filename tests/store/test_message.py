@@ -134,7 +134,7 @@ async def test_each_statement_of_a_message_has_its_own_snapshot(
         await db.write_together((hold,), (COUNT,), lock_timeout_s=0.05)
     writing = asyncio.create_task(db.write_together((hold,), (COUNT,)))
     waits = "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE wait_event_type = 'Lock')"
-    await until(lambda: other.fetchval(waits), 20, "it to wait")
+    await until(lambda: other.fetchval(waits), what="it to wait")
     await transaction.commit()
     assert await writing == 1
 

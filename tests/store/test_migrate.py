@@ -263,7 +263,7 @@ async def test_a_newer_compatible_schema_is_accepted(database: Database, by_hand
     text = f"{ROLLING}CREATE TABLE later (id int);"
     await add_endpoint(database)
     async with running(database, Network()):
-        await until(lambda: shared_out(database, 1), 20, "the relay")
+        await until(lambda: shared_out(database, 1), what="the relay")
         with pytest.MonkeyPatch.context() as later:
             _with_more(later, text)
             if by_hand:
@@ -314,7 +314,7 @@ async def test_a_migration_is_refused_while_a_relay_that_must_stop_first_runs(
             await migrate(connection, "relay")
 
     async with running(database, Network(), name="shop-1"):
-        await until(lambda: shared_out(database, 1), 20, "the relay")
+        await until(lambda: shared_out(database, 1), what="the relay")
         # A relay that starts now would refuse the older schema.
         _with_more(monkeypatch, f"{STOP_FIRST}CREATE TABLE later (id int);")
         with pytest.raises(AssertionError if by_hand else CannotRun) as caught:
@@ -415,7 +415,7 @@ async def test_a_relay_registers_before_a_migration_before_which_relays_stop_or_
     await migrating.execute(script)
     async with asyncio.TaskGroup() as tasks:
         registering = tasks.create_task(register(ReplicaStore(connection)))
-        await until(lambda: fetchval(database, REGISTRATION_WAITS), 20, "the registration to wait")
+        await until(lambda: fetchval(database, REGISTRATION_WAITS), what="the registration to wait")
         await migrating.execute(commit)
     assert registering.result()
     # The check that follows a registration.
@@ -446,7 +446,7 @@ async def test_a_relay_that_registers_after_such_a_migration_sends_nothing(
         return any("upgrade outbox-relay here" in str(line.get("reason")) for line in logs)
 
     async with running(database, network):
-        await until(refused, 20, "the refusal")
+        await until(refused, what="the refusal")
     assert network.sent == []
     assert await fetchval(database, "SELECT count(*) FROM ownership WHERE epoch > 0") == 0
 
@@ -556,7 +556,7 @@ async def test_a_waiting_migration_does_not_block_producers(
     async with asyncio.TaskGroup() as tasks:
         migrating = tasks.create_task(migration)
         for _ in range(3):
-            await until(lambda: fetchval(database, WAITING), 20, "the migration to wait")
+            await until(lambda: fetchval(database, WAITING), what="the migration to wait")
             await producer.execute(PUBLISH)
         await holder.execute("COMMIT")
     assert len(migrating.result()) == (payload_bytes_max is None)
@@ -611,9 +611,9 @@ async def test_a_migration_that_deadlocks_is_applied_again(
     await other.execute("BEGIN; LOCK TABLE lane IN ACCESS SHARE MODE")
     async with asyncio.TaskGroup() as tasks:
         migrating = tasks.create_task(migrate(connection, "relay"))
-        await until(lambda: _waiters(database, 1), 20, "the migration to wait")
+        await until(lambda: _waiters(database, 1), what="the migration to wait")
         tasks.create_task(other.execute("LOCK TABLE endpoint IN ACCESS SHARE MODE; COMMIT"))
-        await until(lambda: _waiters(database, 2), 20, "the other session to wait")
+        await until(lambda: _waiters(database, 2), what="the other session to wait")
         await starter.execute("SELECT pg_advisory_unlock(7)")
     assert [m.version for m in migrating.result()] == [LAST + 1]
 

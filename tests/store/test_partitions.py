@@ -180,7 +180,7 @@ async def test_two_maintainers_drop_the_same_tables(database: Database) -> None:
         async def is_waiting(number: int = number) -> bool:
             return await fetchval(database, waiting) == number
 
-        await until(is_waiting, 20, "it to wait for the reader")
+        await until(is_waiting, what="it to wait for the reader")
     # Producers wait for neither.
     await asyncio.wait_for(publish(database, 1), 20)
     await reader.execute("COMMIT")

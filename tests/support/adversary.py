@@ -106,7 +106,7 @@ class Run:
         self.stop_producers.set()
         await asyncio.wait(self.producing)
         async with self._database.connection() as connection:
-            await until(lambda: finished(connection), 30, "every gap to end")
+            await until(lambda: finished(connection), what="every gap to end")
 
 
 @asynccontextmanager

@@ -278,7 +278,7 @@ class Session:
             return ready in path.read_text()
 
         try:
-            await until(is_ready, 60, ready)
+            await until(is_ready, what=ready)
         except AssertionError as error:
             error.add_note(f"{program} has printed: {path.read_text()}")
             raise

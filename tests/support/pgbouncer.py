@@ -84,7 +84,7 @@ class PgBouncer:
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
         )
-        await until(self._responds, 20, "PgBouncer to respond")
+        await until(self._responds, what="PgBouncer to respond")
 
     async def _responds(self) -> bool:
         assert self._process is not None

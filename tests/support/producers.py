@@ -134,7 +134,7 @@ class Producer:
                 await self._act(kind)
             except self._lost:
                 self._done["lost connection"] += 1
-                await until(self._recover, 30, "the server to be back")
+                await until(self._recover, what="the server to be back")
 
     async def _act(self, kind: str) -> None:
         try:

@@ -192,7 +192,7 @@ async def test_data_after_a_request_for_another_protocol_are_bounded(
         await client.response()
         client.writer.write(b"x" * 10_000_000)
         assert await client.ended()
-        await until(lambda: not servers[0].open, 20, "the connection to be closed")
+        await until(lambda: not servers[0].open, what="the connection to be closed")
 
 
 @pytest.mark.parametrize("protocol", ["websocket", "h2c"])
@@ -227,7 +227,7 @@ async def test_a_dripping_request_head_times_out(
                 second.send("X")
             return ended.done()
 
-        await until(drip, 20, "the connection to be ended")
+        await until(drip, what="the connection to be ended")
         assert await first.ended()
 
 
@@ -255,8 +255,8 @@ async def test_a_client_that_does_not_read_is_disconnected(
         transport.pause_reading()
         transport.write(b"GET /large HTTP/1.1\r\nHost: a\r\n\r\n")
         # The server must detect it; the test reads nothing before.
-        await until(lambda: servers[0]._server.requests_count == 1, 20, "the request")
-        await until(lambda: not servers[0].open, 20, "the connection to be ended")
+        await until(lambda: servers[0]._server.requests_count == 1, what="the request")
+        await until(lambda: not servers[0].open, what="the connection to be ended")
         transport.abort()
 
 
@@ -272,13 +272,11 @@ async def test_a_new_connection_closes_one_with_an_unread_response(
         stack.callback(unread.close)
         await loop.sock_connect(unread, (at.host, at.port))
         await loop.sock_sendall(unread, b"GET /large HTTP/1.1\r\nHost: a\r\n\r\n")
-        await until(
-            lambda: any(each is serving.Awaited.READING for _, each in servers[0].waiting), 20
-        )
+        await until(lambda: any(each is serving.Awaited.READING for _, each in servers[0].waiting))
         (hostile,) = servers[0].open
         await stack.enter_async_context(connected(at))
-        await until(lambda: hostile not in servers[0].open, 20, "it to be closed")
-        await until(lambda: hostile.transport is None, 20, "its transport to be closed")
+        await until(lambda: hostile not in servers[0].open, what="it to be closed")
+        await until(lambda: hostile.transport is None, what="its transport to be closed")
 
 
 async def test_a_pipelined_request_waits_until_the_response_before_it_is_read(
@@ -292,12 +290,10 @@ async def test_a_pipelined_request_waits_until_the_response_before_it_is_read(
         )
         transport.pause_reading()
         transport.write(b"GET /large HTTP/1.1\r\nHost: a\r\n\r\n" * 3)
-        await until(
-            lambda: any(each is serving.Awaited.READING for _, each in servers[0].waiting), 20
-        )
+        await until(lambda: any(each is serving.Awaited.READING for _, each in servers[0].waiting))
         assert servers[0]._server.requests_count == 1
         transport.abort()
-        await until(lambda: not servers[0].open, 20, "the connection to be closed")
+        await until(lambda: not servers[0].open, what="the connection to be closed")
 
 
 async def test_many_connections_of_one_client_do_not_block_others() -> None:
@@ -355,8 +351,7 @@ async def test_six_hundred_half_requests_do_not_keep_other_clients_out(
                 writer.write(sent[n % len(sent)].encode())
             await until(
                 lambda: len(servers[0].open) <= serving.CLIENT_CONNECTIONS_MAX,
-                20,
-                "the bound",
+                what="the bound",
             )
             async with asyncio.TaskGroup() as group:
                 for _ in range(10):
@@ -420,7 +415,7 @@ async def test_the_newest_connection_is_closed_when_all_are_busy(
     async with listening(connections_max=2) as at, connected(at) as one, connected(at) as two:
         for each in (one, two):
             each.send("GET /slow HTTP/1.1\r\nHost: a\r\n\r\n")
-        await until(lambda: busy_connections() == 2, 20, "both to be at work")
+        await until(lambda: busy_connections() == 2, what="both to be at work")
         async with connected(at) as three:
             assert await three.ended()
         assert busy_connections() == 2

@@ -142,7 +142,7 @@ async def test_failed_logins_are_one_journal_entry(
     rows = "SELECT data FROM journal WHERE kind = 'logins_failed' ORDER BY id"
     async with serving(database) as api:
         await api.get("/v1/me")
-        await until(lambda: fetchval(database, rows), 20, "the first row")
+        await until(lambda: fetchval(database, rows), what="the first row")
         guesses = [api.with_token(f"obx_{n:043}").get("/v1/me") for n in range(50)]
         assert {response.status for response in await asyncio.gather(*guesses)} == {401, 429}
         count = "SELECT count(*) FROM journal WHERE kind = 'logins_failed'"
@@ -166,7 +166,7 @@ async def test_failed_logins_name_a_few_addresses_and_count_the_others(database:
     async with connections.opened():
         writing = asyncio.ensure_future(failed.run())
         sql = "SELECT data -> 'addresses' ->> 'others' FROM journal"
-        others = await until(lambda: fetchval(database, sql), 20, "the row")
+        others = await until(lambda: fetchval(database, sql), what="the row")
         writing.cancel()
         await asyncio.wait([writing])
     assert int(others) == 100 - login_failures.REPORTED_ADDRESSES_MAX
@@ -416,7 +416,7 @@ async def test_requests_get_503_while_the_database_is_unavailable(
             # These responses do not need the database.
             assert (await api.get("/openapi.json")).status == 200
             await asyncio.to_thread(database.server.embedded.start)
-            await until(lambda: _statuses(api), 20, "the API to go on")
+            await until(lambda: _statuses(api), what="the API to go on")
         reported = [each for each in logs if each["event"].startswith("the database")]
         assert reported[-1]["event"] == "the database is available again"
         reasons = [each["reason"] for each in reported[:-1]]
@@ -463,7 +463,7 @@ async def test_slow_requests_leave_connections_for_others(
         for _ in range(6):
             asked = api.post("/v1/erase", {"tenant": "acme", "dry_run": True})
             erasing.append(tasks.create_task(asked))
-        await until(lambda: at_work == LONG_MAX, 20, "as many as may to be at work")
+        await until(lambda: at_work == LONG_MAX, what="as many as may to be at work")
         newcomer = api.with_token(await make_token(database, "new"))
         assert (await newcomer.get("/v1/status")).status == 200
         with monkeypatch.context() as hurry:
@@ -494,7 +494,7 @@ async def test_a_token_is_authenticated_while_all_other_connections_are_busy(
     async with asyncio.TaskGroup() as tasks:
         for _ in range(6):
             tasks.create_task(api.get("/v1/replicas"))
-        await until(lambda: at_work == REQUESTS_MAX, 20, "all connections to be busy")
+        await until(lambda: at_work == REQUESTS_MAX, what="all connections to be busy")
         assert (await api.with_token(UNKNOWN_TOKEN).get("/v1/me")).status == 401
         newcomer = api.with_token(await make_token(database, "new", ("read",)))
         assert (await newcomer.get("/v1/me")).json["scopes"] == ["read"]

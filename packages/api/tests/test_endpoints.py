@@ -214,7 +214,7 @@ async def test_a_disabled_endpoint_is_enabled(database: Database, api: Api) -> N
     async with running(database, Network(lambda _: AttemptResult.completed(410, 0.001))):
         await publish(database, 1)
         state = "SELECT state = 'disabled' FROM endpoint"
-        await until(lambda: fetchval(database, state), 20, "it to be disabled")
+        await until(lambda: fetchval(database, state), what="it to be disabled")
         assert (await api.post("/v1/endpoints/shop/resume")).status == 409
         enabled = await api.post("/v1/endpoints/shop/enable", {"comment": "a new address"})
     assert (enabled.json["state"], enabled.json["changed"]) == ("active", True)
@@ -229,7 +229,7 @@ async def test_resuming_unblocks_blocked_lanes(database: Database, api: Api) -> 
     async with running(database, network):
         await publish(database, 1, 2)
         blocked = "SELECT count(*) FROM lane_block"
-        await until(lambda: fetchval(database, blocked), 20, "the lane to be blocked")
+        await until(lambda: fetchval(database, blocked), what="the lane to be blocked")
         assert (await api.post("/v1/endpoints/shop/resume")).json["unblocked"] == 1
         await all_ended(database)
     assert network.data() == [2]
@@ -256,7 +256,7 @@ async def test_a_removal_with_pending_deliveries_requires_a_choice(
     async with running(database, Network()):
         await publish(database, 1, 2)
         made = "SELECT count(*) = 2 FROM delivery"
-        await until(lambda: fetchval(database, made), 20, "the deliveries")
+        await until(lambda: fetchval(database, made), what="the deliveries")
         kept = await api.request("DELETE", "/v1/endpoints/shop")
         assert (kept.status, "2 deliveries pending" in kept.detail) == (409, True)
         both = await api.request("DELETE", "/v1/endpoints/shop", dead_letter=True, drain=True)
@@ -264,7 +264,7 @@ async def test_a_removal_with_pending_deliveries_requires_a_choice(
         gone = await api.request("DELETE", "/v1/endpoints/shop", dead_letter=True)
         assert (gone.json["state"], gone.json["pending"]) == ("removing", 2)
         none = "SELECT count(*) = 0 FROM endpoint WHERE state <> 'removed'"
-        await until(lambda: fetchval(database, none), 20, "the removal")
+        await until(lambda: fetchval(database, none), what="the removal")
 
 
 @pytest.mark.full
@@ -283,7 +283,7 @@ async def test_a_drain_is_polled_until_its_deliveries_are_done(
     async with running(database, network):
         await publish(database, 1)
         sent = lambda: any(s.url.endswith("slow") for s in network.sent)  # noqa: E731
-        await until(sent, 20, "an attempt")
+        await until(sent, what="an attempt")
         waiting = await api.request("DELETE", "/v1/endpoints/slow", drain=True)
         assert (waiting.status, waiting.json["pending"]) == (202, 1)
         open_ = True
@@ -292,7 +292,7 @@ async def test_a_drain_is_polled_until_its_deliveries_are_done(
             response = await api.request("DELETE", "/v1/endpoints/slow", drain=True)
             return response.status == 200 and response.json["state"] == "removed"
 
-        await until(removed, 20, "the removal")
+        await until(removed, what="the removal")
     assert 1 in network.data()
 
 
@@ -340,7 +340,7 @@ async def test_concurrent_test_deliveries_are_limited_also_by_tenant(
         async def asked(by: Api, path: str, times: int) -> list[asyncio.Task[Responded]]:
             so_far = server.connections
             tasks = [asking.create_task(by.post(path)) for _ in range(times)]
-            await until(lambda: server.connections == so_far + times, 20, "the test deliveries")
+            await until(lambda: server.connections == so_far + times, what="the test deliveries")
             return tasks
 
         paths = {}
@@ -594,7 +594,7 @@ async def test_a_concurrent_rename_does_not_expose_another_tenants_endpoint(
     ):
         rotated = asyncio.ensure_future(tenant.post("/v1/endpoints/acme.a/rotate-secret"))
         waits = "SELECT count(*) > 0 FROM pg_locks WHERE NOT granted"
-        await until(lambda: fetchval(database, waits), 20, "the tenant to wait")
+        await until(lambda: fetchval(database, waits), what="the tenant to wait")
         await operator.execute("UPDATE endpoint SET name = 'x' WHERE name = 'acme.a'")
         await operator.execute("UPDATE endpoint SET name = 'acme.a' WHERE name = 'theirs'")
     response = await rotated

@@ -108,7 +108,7 @@ async def test_what_tokens_of_tenants_publish_keeps_its_order_over_apis_and_rela
         while not publishing.done():
             async with killed_at_the_end(database, network):
                 enough = len(network.sent) + 200
-                await until(partial(_has_sent, network, publishing, enough), 60, "deliveries")
+                await until(partial(_has_sent, network, publishing, enough), what="deliveries")
         await publishing
         async with killed_at_the_end(database, network):
             await all_ended(database)
@@ -133,7 +133,7 @@ async def _publish_in_rounds(database: Database, clients: list[Client]) -> None:
     """Between two rounds, what was held is published: then requests pass at once again."""
     for _ in range(ROUNDS):
         await asyncio.gather(*(client.run() for client in clients))
-        await until(lambda: fetchval(database, NONE_HELD), 60, "the held events")
+        await until(lambda: fetchval(database, NONE_HELD), what="the held events")
 
 
 def _has_sent(network: Network, publishing: asyncio.Future[Any], enough: int) -> bool:

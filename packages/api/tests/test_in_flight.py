@@ -185,7 +185,7 @@ async def test_a_request_is_in_flight_until_its_response_is_read() -> None:
     requests = InFlight()
     async with listening(requests) as at, AsyncExitStack() as stack:
         client = await unread_request(at, stack, "/a")
-        await until(lambda: requests.bytes["token", "/a"] == len(BODY), 20, "the response")
+        await until(lambda: requests.bytes["token", "/a"] == len(BODY), what="the response")
         assert requests.requests["token", "/a"] == 1
         loop, head = asyncio.get_running_loop(), b""
         async with asyncio.timeout(60):
@@ -196,7 +196,7 @@ async def test_a_request_is_in_flight_until_its_response_is_read() -> None:
             while len(body) < len(BODY):
                 body += await loop.sock_recv(client, MIB)
         assert body == BODY
-        await until(lambda: not requests.requests, 20, "the end of the request")
+        await until(lambda: not requests.requests, what="the end of the request")
         assert not requests.bytes
 
 
@@ -208,8 +208,8 @@ async def test_a_client_that_does_not_read_loses_its_connection(
     requests = InFlight()
     async with listening(requests) as at, AsyncExitStack() as stack:
         client = await unread_request(at, stack, "/a")
-        await until(lambda: requests.bytes["token", "/a"] == len(BODY), 20, "the response")
-        await until(lambda: not requests.requests, 20, "the connection to be closed")
+        await until(lambda: requests.bytes["token", "/a"] == len(BODY), what="the response")
+        await until(lambda: not requests.requests, what="the connection to be closed")
         assert not requests.bytes
         assert len(await read_all(client)) < len(BODY)
 
@@ -221,19 +221,19 @@ async def test_unread_responses_of_one_client_make_room_for_those_of_others() ->
         hostile = []
         for _ in range(2):
             hostile.append(await unread_request(at, stack, "/hostile"))
-            await until(lambda: requests.bytes["token", "/hostile"] == len(hostile) * len(BODY), 20)
+            await until(lambda: requests.bytes["token", "/hostile"] == len(hostile) * len(BODY))
         # The third one of the same client is refused.
         more = await unread_request(at, stack, "/hostile")
         async with asyncio.timeout(20):
             assert b" 429 " in (await asyncio.get_running_loop().sock_recv(more, 100))
         user = await unread_request(at, stack, "/user")
         await until(
-            lambda: requests.bytes["token", "/user"] == len(BODY), 20, "the response to the other"
+            lambda: requests.bytes["token", "/user"] == len(BODY), what="the response to the other"
         )
         assert requests.bytes["token", "/hostile"] == len(BODY)
         assert len(await read_all(hostile[0])) < len(BODY)
         user.close()
-        await until(lambda: requests.bytes["token", "/user"] == 0, 20, "the end of the request")
+        await until(lambda: requests.bytes["token", "/user"] == 0, what="the end of the request")
 
 
 @pytest.mark.system
@@ -241,9 +241,9 @@ async def test_a_client_that_is_gone_is_not_counted() -> None:
     requests = InFlight()
     async with listening(requests) as at, AsyncExitStack() as stack:
         client = await unread_request(at, stack, "/a")
-        await until(lambda: requests.bytes["token", "/a"] == len(BODY), 20, "the response")
+        await until(lambda: requests.bytes["token", "/a"] == len(BODY), what="the response")
         client.close()
-        await until(lambda: not requests.requests, 20, "the end of the request")
+        await until(lambda: not requests.requests, what="the end of the request")
         assert not requests.bytes
 
 
@@ -254,7 +254,7 @@ async def test_pipelined_requests_are_one_in_flight() -> None:
         client = await unread_request(at, stack, "/a")
         text = b"GET /a HTTP/1.1\r\nHost: localhost\r\n\r\n"
         await asyncio.get_running_loop().sock_sendall(client, text * 50)
-        await until(lambda: requests.bytes["token", "/a"] > 0, 20, "the response")
+        await until(lambda: requests.bytes["token", "/a"] > 0, what="the response")
         assert requests.requests["token", "/a"] == 1
         assert requests.bytes["token", "/a"] == len(BODY)
 
@@ -279,7 +279,7 @@ async def test_a_change_is_not_reported_as_refused_for_its_response() -> None:
     async with listening(requests) as at, AsyncExitStack() as stack:
         for count in (1, 2):
             await unread_request(at, stack, "/a")
-            await until(lambda count=count: requests.bytes["token", "/a"] == count * len(BODY), 20)
+            await until(lambda count=count: requests.bytes["token", "/a"] == count * len(BODY))
         change = await unread_request(at, stack, "/a", "POST")
         assert await read_all(change) == b""
 
@@ -313,7 +313,7 @@ async def test_six_hundred_dripping_bodies_of_a_valid_token_do_not_keep_others_o
     try:
         async with asyncio.TaskGroup() as group:
             drips = [group.create_task(drip()) for _ in range(600)]
-            await until(lambda: statuses.total() >= 600 - TOKEN_REQUESTS_MAX, 20, "the refusals")
+            await until(lambda: statuses.total() >= 600 - TOKEN_REQUESTS_MAX, what="the refusals")
             event: Any = {"type": "a.b", "payload": "x" * 50_000}
             for _ in range(20):
                 assert (await user.get("/v1/me")).status == 200

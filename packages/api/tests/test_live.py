@@ -67,7 +67,7 @@ async def test_pending_deliveries_are_shown_with_their_lanes(database: Database,
             words = {each["condition"] for each in reported["endpoints"]}
             return bool(words == {"blocked"} and reported["totals"]["states"] == {"blocked": 2})
 
-        await until(settled, 20, "it to settle")
+        await until(settled, what="it to settle")
         reported = (await api.get("/v1/live")).json
     sick, well = reported["endpoints"]
     assert sum(lane["pending"] for lane in sick["lanes"]) == 10
@@ -79,7 +79,7 @@ async def test_pending_deliveries_are_shown_with_their_lanes(database: Database,
     assert reported["totals"]["states"] == {"failing": 1, "healthy": 1}
     assert [each["condition"] for each in reported["endpoints"]] == ["failing", "healthy"]
     await fetchval(database, "INSERT INTO lane_block (lane_id, seq) SELECT id, 1 FROM lane")
-    await until(everything_is_blocked, 20, "the next look")
+    await until(everything_is_blocked, what="the next look")
 
 
 async def add_samples(database: Database) -> None:
@@ -153,7 +153,7 @@ async def test_a_tenant_sees_only_its_own_endpoints(database: Database, api: Api
         async def seen() -> bool:
             return bool((await tenants.get("/v1/live")).json["totals"]["pending"])
 
-        await until(seen, 20, "it to be pending")
+        await until(seen, what="it to be pending")
         # What is cached of all is not returned to a tenant.
         assert (await api.get("/v1/live")).json["samples"]
         reported = (await tenants.get("/v1/live")).json

@@ -195,13 +195,13 @@ async def test_a_new_token_is_known_when_its_client_tries_again(listener: Listen
     guesses = [listener.status(listener.guess()) for _ in range(GUESSES)]
     async with in_background(*guesses) as guessing:
         refused = GUESSES - logins.ADDRESS_WAITING_MAX
-        await until(lambda: sum(each.done() for each in guessing) == refused, 20, "the limit")
+        await until(lambda: sum(each.done() for each in guessing) == refused, what="the limit")
         assert await listener.status(token) == 429
         assert listener.uses == before + 1
         for _ in range(GUESSES):
             listener.permits.release()
-        await until(lambda: listener.uses > before + 1, 20, "the next query")
-        await until(lambda: all(each.done() for each in guessing), 20, "the guesses")
+        await until(lambda: listener.uses > before + 1, what="the next query")
+        await until(lambda: all(each.done() for each in guessing), what="the guesses")
     listener.permits = None
     async with in_background(*(_flood(listener) for _ in range(2 * logins.ADDRESS_WAITING_MAX))):
         await asyncio.sleep(0.1)
@@ -252,17 +252,17 @@ async def test_guesses_do_not_wait_in_front_of_a_valid_token(
     listener.permits, before = asyncio.Semaphore(0), listener.uses
     guesses = [listener.status(listener.guess()) for _ in range(GUESSES // 2)]
     async with in_background(*guesses) as guessing:
-        await until(lambda: listener.uses > before, 20, "the first query")
+        await until(lambda: listener.uses > before, what="the first query")
         if not restarted:
             # Others would have the connections of the listener for as long as it is slow.
             refused = GUESSES // 2 - logins.ADDRESS_WAITING_MAX
-            await until(lambda: sum(each.done() for each in guessing) == refused, 20, "the limit")
+            await until(lambda: sum(each.done() for each in guessing) == refused, what="the limit")
         async with in_background(listener.status(token)) as (valid,):
             for _ in range(4):
                 listener.permits.release()
                 used = listener.uses
                 await until(
-                    lambda used=used: valid.done() or listener.uses > used, 20, "another query"
+                    lambda used=used: valid.done() or listener.uses > used, what="another query"
                 )
                 if valid.done():
                     break
@@ -316,10 +316,10 @@ async def test_clients_that_leave_do_not_delay_a_valid_token(listener: Listener)
     async def in_progress(requests: int) -> None:
         name = "api" if listener.is_api else "receivers"
         counts = listener.shared.meters._in_progress
-        await until(lambda: counts[name] == requests, 20, "the requests")
+        await until(lambda: counts[name] == requests, what="the requests")
 
     async with in_background(listener.status(listener.guess())):
-        await until(lambda: listener.uses > 0, 20, "the first query")
+        await until(lambda: listener.uses > 0, what="the first query")
         # Both wait for the next query.
         async with in_background(listener.status(token)) as (valid,):
             async with in_background(listener.status(listener.guess())):

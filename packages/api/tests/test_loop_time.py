@@ -283,7 +283,7 @@ async def test_requests_that_wait_for_their_share_do_not_keep_others_out(
             stack.callback(writer.close)
             writer.write(request)
             await asyncio.sleep(0.05)
-        await until(lambda: of_the_hog() == 5, 20, "the requests that wait")
+        await until(lambda: of_the_hog() == 5, what="the requests that wait")
         for _ in range(3):
             assert (await api.get("/v1/endpoints")).status == 200
         assert of_the_hog() == 4

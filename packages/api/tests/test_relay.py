@@ -43,7 +43,7 @@ async def test_a_relay_serves_the_api_until_it_ends(database: Database, tmp_path
     log = tmp_path / "relay.log"
     async with aiohttp.ClientSession() as session, relay_process(env, log) as relay:
         api = Api(session, f"http://127.0.0.1:{port}", secret)
-        await until(lambda: "replica registered" in log.read_text(), 60, "the relay")
+        await until(lambda: "replica registered" in log.read_text(), what="the relay")
         (replica,) = (await api.get("/v1/replicas")).json["items"]
         assert replica["alive"]
         assert await relay.end() == 0
@@ -110,9 +110,9 @@ async def test_deliveries_continue_while_api_requests_use_the_database(
                 "WHERE application_name = 'outbox-admin' AND wait_event_type = 'Lock'"
             )
             # By another connection: in a transaction one sees the sessions of its first look.
-            await until(lambda: fetchval(database, sql), 20, "all of its connections to wait")
+            await until(lambda: fetchval(database, sql), what="all of its connections to wait")
             await publish(database, 1, 2, 3)
-            await until(lambda: len(network.accepted) == 3, 20, "the deliveries")
+            await until(lambda: len(network.accepted) == 3, what="the deliveries")
             assert not any(task.done() for task in asking)
             await transaction.rollback()
         # Or given up, where this took longer than they wait for a lock.

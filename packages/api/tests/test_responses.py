@@ -76,7 +76,7 @@ async def live_through(database: Database) -> None:
     async with running(database, Network(script)):
         await publish(database, 1, key="k")
         await publish(database, 1, key="k", tenant="acme")
-        await until(lambda: fetchval(database, READY), 30, "everything to have happened")
+        await until(lambda: fetchval(database, READY), what="everything to have happened")
 
 
 @asynccontextmanager

@@ -251,7 +251,7 @@ async def test_a_tenant_that_takes_its_share_leaves_the_api_to_others(
             tasks.create_task(both[n % 2].get("/v1/endpoint-statuses"))
             for n in range(WAITING_MAX + 1)
         ]
-        await until(lambda: at_work > 0, 20, "the first request")
+        await until(lambda: at_work > 0, what="the first request")
         refused = await until_refused(hog)
         assert refused.detail.startswith(
             f"this tenant has {WAITING_MAX} requests that wait for a database connection"
@@ -292,7 +292,7 @@ async def test_large_bodies_that_wait_for_a_lock_leave_slots_to_others(
         for key in keys:
             await db.execute("SELECT claim_once($1)", stored_key("hog", key))
         waiting = [tasks.create_task(hog.post("/v1/events", large | {"once": key})) for key in keys]
-        await until(lambda: waits_for_a_lock(database), 20, "the first to wait for a lock")
+        await until(lambda: waits_for_a_lock(database), what="the first to wait for a lock")
         for other in (acme, api):
             assert (await other.post("/v1/events", large)).status == 201
         assert not any(each.done() for each in waiting)

@@ -133,7 +133,7 @@ async def test_a_tenant_sees_no_relay_names_in_a_trace(world: World) -> None:
             # It may be sequenced before a relay owns its lane.
             return found if found and found["relay"] else None
 
-        reported = await until(standing, 20, "the delivery, and whose it is")
+        reported = await until(standing, what="the delivery, and whose it is")
         assert (reported["state"], reported["relay"]) == ("paused", "(not shown)")
         known = (await world.everything.get(f"/v1/trace/{made}", endpoint="acme-shop")).json
         assert str(os.getpid()) in known["events"][0]["deliveries"][0]["lane_state"]["relay"]

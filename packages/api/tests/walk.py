@@ -217,7 +217,7 @@ async def prepare(database: Database) -> None:
         await publish(database, 1, 2, 3, key="k")
         await all_ended(database)
         off = "SELECT bool_and(state = 'disabled') FROM endpoint WHERE name LIKE 'off%'"
-        await until(lambda: fetchval(database, off), 20, "them to be disabled")
+        await until(lambda: fetchval(database, off), what="them to be disabled")
     await fetchval(database, "SELECT publish('a.b', '{}', once => 'o')")
     await publish(database, "stuck")
     await sequence_all(database)

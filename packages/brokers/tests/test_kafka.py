@@ -177,9 +177,7 @@ async def test_a_lost_response_is_unknown_and_the_lane_is_found_where_it_is(
                 )
                 proxy.response_bytes_left = None
                 outcomes.add(stop_kind(appended))
-                reopened = await until(
-                    lambda broker=broker, after=after: _opened(broker, after), 20
-                )
+                reopened = await until(lambda broker=broker, after=after: _opened(broker, after))
                 delivered = reopened.sequence
                 assert delivered >= appended.through
         found = sequences(f"{host}:{port}", TOPIC, 0)
@@ -210,9 +208,9 @@ async def test_nothing_is_stored_after_a_call_that_timed_out(cluster: MockCluste
         assert stop_kind(appended) in (StopKind.UNKNOWN, StopKind.UNAVAILABLE)
         assert stop_kind(await broker.open(LANE, OWNER, 1, None)) is StopKind.UNAVAILABLE
         cluster.start_server()
-        position = await until(lambda: _opened(broker, 1), 20)
+        position = await until(lambda: _opened(broker, 1))
         assert position.sequence == 1
-        await until(lambda: client.has_ended, 20)
+        await until(lambda: client.has_ended)
         assert (await broker.append(LANE, OWNER, 1, [message(LANE, 2)])).stop is None
     assert sequences(cluster.server, TOPIC, 0) == [1, 2]
 
@@ -228,9 +226,9 @@ async def test_a_cancelled_append_is_not_sent_later(cluster: MockCluster) -> Non
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.3):
                 await task
-        await until(lambda: client.has_ended, 20)
+        await until(lambda: client.has_ended)
         cluster.start_server()
-        position = await until(lambda: _opened(broker, 1), 20)
+        position = await until(lambda: _opened(broker, 1))
         assert position.sequence == 1
         assert (await broker.append(LANE, OWNER, 1, [message(LANE, 2)])).stop is None
     assert sequences(cluster.server, TOPIC, 0) == [1, 2]

@@ -840,5 +840,5 @@ async def test_held_events_are_overdue_only_if_none_is_published(
     polling = asyncio.ensure_future(
         reported_findings(db, "schedules", limits=DoctorLimits(moved_s=60))
     )
-    await until(lambda: mover.move_shares(0.0), 20, "the mover")
+    await until(lambda: mover.move_shares(0.0), what="the mover")
     assert await polling == []

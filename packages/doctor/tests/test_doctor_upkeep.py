@@ -105,7 +105,7 @@ async def test_a_standby_with_hot_standby_feedback_is_reported(pg_major: int) ->
         for n in range(3):
             await db.execute("UPDATE cursor SET version = version + $1", n)
         received = "SELECT EXISTS (SELECT FROM pg_stat_replication WHERE backend_xmin IS NOT NULL)"
-        await until(lambda: db.fetchval(received), 30, "the standby's report")
+        await until(lambda: db.fetchval(received), what="the standby's report")
         found = await the_one(db, "horizon", limits=AT_ONCE)
         assert found.message.startswith("the standby of pid ")
         assert "set hot_standby_feedback = off there" in str(found.action)
@@ -126,7 +126,7 @@ async def test_a_long_analyze_of_autovacuum_is_reported_as_its_own(pg_major: int
                 found = await reported_findings(db, "horizon", limits=AT_ONCE)
                 return [f"{f.message}; {f.action}" for f in found if "public.t" in f.message]
 
-            (text,) = await until(reported, 60, "the worker")
+            (text,) = await until(reported, what="the worker")
     assert re.match(
         r"autovacuum's worker of pid (\d+), at work for .*, with autovacuum: (VACUUM )?ANALYZE "
         r"public\.t, keeps VACUUM from removing dead rows; its snapshot is \d+ transactions? old; "

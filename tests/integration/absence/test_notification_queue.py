@@ -150,12 +150,12 @@ async def test_a_relay_delivers_by_polling(database: Database, db: Connection[An
         async with filled(database, 1):
             await db.execute(ASLEEP)
             await publish(database, 1, 2)
-            await until(lambda: network.data() == [0, 1, 2], 20, "the events")
+            await until(lambda: network.data() == [0, 1, 2], what="the events")
             # An operator's change does not notify either, and succeeds.
             await endpoint_states.pause_endpoints(db, "relay", ["shop"], actor="test")
             await publish(database, 3)
             await endpoint_states.resume_endpoints(db, "relay", ["shop"], actor="test")
-            await until(lambda: network.data() == [0, 1, 2, 3], 20, "the last event")
+            await until(lambda: network.data() == [0, 1, 2, 3], what="the last event")
     assert await exceptions(database) == {}
 
 
@@ -179,5 +179,5 @@ async def test_two_relays_deliver_by_polling(database: Database, db: Connection[
         await until(lambda: shared_out(database, 2), what="the endpoints to be shared out")
         async with filled(database, 1):
             await publish(database, 1, 2)
-            await until(lambda: len(network.accepted) == 4, 20, "the events")
+            await until(lambda: len(network.accepted) == 4, what="the events")
     assert await exceptions(database) == {}

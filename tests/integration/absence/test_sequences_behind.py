@@ -96,7 +96,7 @@ async def test_sequences_of_the_relay_are_named_and_advanced(
             running(database, network, dsn=dsn_of(database, name)),
         ):
             await publish(database, 4)
-            await until(lambda: network.accepted, 20, "the event")
+            await until(lambda: network.accepted, what="the event")
             await all_ended(database)
     assert await reported_findings(db, "sequences") == []
     await add_endpoint(database, "new", lanes=3)

@@ -199,7 +199,7 @@ async def test_a_broker_that_is_silent_is_noticed(
         await until(_has_all(shop, streams), what="the events")
         streams.server.freeze()
         try:
-            await until(lambda: "reading is interrupted" in caplog.text, 30, "the time-out")
+            await until(lambda: "reading is interrupted" in caplog.text, what="the time-out")
         finally:
             streams.server.thaw()
         await streams.write(LANES[0], 3)

@@ -61,7 +61,7 @@ class Shop:
             found: int = await fetchval(self.database, sql, state)
             return found == number
 
-        await until(there, 30, f"{number} dead letters that are {state}")
+        await until(there, what=f"{number} dead letters that are {state}")
 
 
 async def respond(page: Page, path: str, body: Any, status: int = 200) -> None:

@@ -64,7 +64,7 @@ async def blocked(
         async def there() -> bool:
             return bool(await fetchval(database, "SELECT count(*) FROM lane_block"))
 
-        await until(there, 30, "the lane to be blocked")
+        await until(there, what="the lane to be blocked")
         await visitor.sign_in(secret)
         yield visitor
 
@@ -73,7 +73,7 @@ async def unblocked(database: Database) -> None:
     async def gone() -> bool:
         return not await fetchval(database, "SELECT count(*) FROM lane_block")
 
-    await until(gone, 30, "the lane to go on")
+    await until(gone, what="the lane to go on")
 
 
 async def test_an_endpoint_links_the_blocking_dead_letter_and_can_be_unblocked(
@@ -147,7 +147,7 @@ async def test_a_stuck_delivery_is_skipped_from_the_page(database: Database) -> 
         running(database, network),
     ):
         await publish(database, "poison", 2, 3)
-        await until(lambda: network.sent, 30, "an attempt")
+        await until(lambda: network.sent, what="an attempt")
         await visitor.sign_in(secret)
         await visitor.open("endpoint/strict")
         await visitor.press("Skip")
@@ -155,5 +155,5 @@ async def test_a_stuck_delivery_is_skipped_from_the_page(database: Database) -> 
         await visitor.press("Skip", inside=visitor.dialog)
         letter = visitor.page.get_by_role("link", name="dead letter 1")
         await expect(letter).to_have_attribute("href", "#/dead-letter/1")
-        await until(lambda: network.data() == [2, 3], 30, "the lane to go on")
+        await until(lambda: network.data() == [2, 3], what="the lane to go on")
         await expect(visitor.main.get_by_role("button", name="Skip")).to_have_count(0)

@@ -324,7 +324,7 @@ async def test_receiver_responses_are_shown_as_text(database: Database) -> None:
         network = Network(lambda sent: busy if sent.url.endswith("busy") else output)
         async with running(database, network):
             await publish(database, 1, key="k")
-            await until(failing, 30, "both responses to be recorded")
+            await until(failing, what="both responses to be recorded")
         await visitor.sign_in(secret)
         title = await visitor.page.title()
         for place in ("dead-letters/1", "endpoints/busy", "trace/k"):

@@ -87,7 +87,7 @@ async def test_the_overview_of_a_busy_installation(database: Database, suffix: s
             async with page.expect_response("**/v1/live*"):
                 pass
         dead = "SELECT count(*) = 14 FROM dead_letter"
-        await until(lambda: fetchval(database, dead), 30, "the dead letters")
+        await until(lambda: fetchval(database, dead), what="the dead letters")
         items = page.get_by_role("region", name="Needs attention").get_by_role("listitem")
         await expect(items).to_have_count(2, timeout=30_000)
         await expect(items.nth(1)).to_contain_text("billing: 14 dead letters", timeout=30_000)

@@ -66,7 +66,7 @@ async def test_the_ledger_equals_the_outbox_although_commit_responses_are_lost(
     monkeypatch.setattr(Link, "to_server", lose_the_response)
     producing = asyncio.create_task(producers.run(time.monotonic() + SECONDS))
     try:
-        await until(lambda: lost > 5, 30)
+        await until(lambda: lost > 5)
         await asyncio.to_thread(server.restart, immediate=True)
         await producing
     finally:

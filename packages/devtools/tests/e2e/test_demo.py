@@ -63,7 +63,7 @@ async def test_nothing_is_left_behind(number: signal.Signals) -> None:
         await process.wait()
     assert process.returncode == (-9 if number is signal.SIGKILL else 130), output
     assert "Traceback" not in output
-    await until(lambda: not running(started), 20, "everything to be gone")
+    await until(lambda: not running(started), what="everything to be gone")
 
 
 async def test_too_few_events_are_rejected_in_one_line() -> None:

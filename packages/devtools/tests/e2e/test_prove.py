@@ -117,5 +117,5 @@ async def test_nothing_is_left_behind(database: Database, number: signal.Signals
         await process.wait()
     assert process.returncode == 130, output
     assert "Traceback" not in output
-    await until(lambda: not running(started), 20, "everything to be gone")
+    await until(lambda: not running(started), what="everything to be gone")
     assert await schemas(database) == []
