@@ -69,6 +69,7 @@ PRECONDITIONS = (
     events.guards,
     events.removal_setting,
     events.filters,
+    schema.constraint,
     schema.wakeup_flag,
     schema.partitions,
     schema.local_tables,

@@ -201,6 +201,33 @@ async def trigger(context: DoctorContext) -> Results:
         )
 
 
+# Of the constraint of the outbox, which checks each event.
+CONSTRAINT = """
+SELECT EXISTS (SELECT FROM pg_constraint WHERE conrelid = 'outbox'::regclass
+                                           AND conname = 'event_must_be_valid') AS found,
+       has_function_privilege('public', 'require_valid_event'::regproc, 'EXECUTE') AS granted
+"""
+
+
+@check("constraint", passed="invalid events are refused")
+async def constraint(context: DoctorContext) -> Results:
+    """The outbox has its constraint, and producers may execute the function that it calls."""
+    row = await context.db.fetchrow(CONSTRAINT)
+    if not row["found"]:
+        yield problem(
+            f"the constraint event_must_be_valid of {context.qualify('outbox')} is missing: "
+            "producers can publish events that receivers refuse",
+            f"SELECT {context.qualify('constrain_events')}"
+            f"({context.qualify('payload_bytes_max')}())",
+        )
+    if not row["granted"]:
+        name = context.qualify("require_valid_event")
+        yield problem(
+            f"producers may not execute {name}: their INSERT fails",
+            f"GRANT EXECUTE ON FUNCTION {name} TO PUBLIC",
+        )
+
+
 FLAG = """
 SELECT pg_sequence_last_value('wakeup'::regclass) AS value,
        extract(epoch FROM clock_timestamp())::float8 AS now,

@@ -190,6 +190,25 @@ async def test_a_disabled_trigger_is_a_problem(db: Connection[Any]) -> None:
     assert "is missing" in found.message
 
 
+@pytest.mark.one_major
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("ALTER TABLE outbox DROP CONSTRAINT event_must_be_valid", "is missing"),
+        ("REVOKE EXECUTE ON FUNCTION require_valid_event FROM PUBLIC", "may not execute"),
+    ],
+    ids=["dropped", "revoked"],
+)
+async def test_a_constraint_that_does_not_work_is_a_problem(
+    db: Connection[Any], damage: str, message: str
+) -> None:
+    await db.execute(damage)
+    found = await the_one(db, "constraint")
+    assert (found.severity, message in found.message) == (Severity.PROBLEM, True)
+    await db.execute(sql_of(found))
+    assert await reported_findings(db, "constraint") == []
+
+
 async def test_an_unreadable_wake_up_flag_is_a_problem(db: Connection[Any]) -> None:
     await db.execute("REVOKE SELECT ON SEQUENCE wakeup FROM PUBLIC")
     found = await the_one(db, "wake-up flag")
