@@ -1,7 +1,7 @@
 -- Compatible with programs of version 22.
 --
 -- One constraint of the outbox instead of ten.  PostgreSQL parses the stored expression of each
--- constraint again for every statement, which cost more than half of a producer's INSERT.  A plpgsql
+-- constraint again for every statement, which cost about half of a producer's INSERT.  A plpgsql
 -- function is parsed once in a session, whose first INSERT costs up to a millisecond more.  A
 -- constraint, not a trigger: it checks the row after all triggers, also in the replica role and while
 -- triggers are disabled.
