@@ -8,6 +8,7 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import asyncpg
 import pytest
 
 from outbox.core.sequencing.partition_window import Retention
@@ -135,6 +136,11 @@ async def test_a_relay_forgets_lanes_that_are_drained(
 
 # ------------------------------------------------------------------ what keeps a lane
 
+FAILING = """
+CREATE OR REPLACE FUNCTION remove_lanes(lanes_max integer) RETURNS bigint LANGUAGE plpgsql AS
+$$ BEGIN RAISE EXCEPTION 'lanes are looked for'; END $$
+"""
+
 LANE = "(SELECT min(id) FROM lane)"
 DEAD_LETTER = f"""
 INSERT INTO dead_letter (endpoint_id, lane_id, batch, seq, to_seq, reason, attempts)
@@ -181,6 +187,20 @@ CASES: dict[str, tuple[str, str]] = {
         "UPDATE endpoint SET generation = 2",
     ),
 }
+
+
+async def test_lanes_are_not_looked_for_where_endpoints_have_their_first_ones(
+    db: Connection[Any], database: Database, upkeep: UpkeepStore
+) -> None:
+    await add_endpoint(database, lanes=1)
+    await db.execute(FAILING)
+    assert await upkeep.remove_lanes() == 0
+    await set_lanes(db, 2)
+    with pytest.raises(asyncpg.RaiseError, match="lanes are looked for"):
+        await upkeep.remove_lanes()
+    await db.execute("UPDATE endpoint SET generation = 1, state = 'removed'")
+    with pytest.raises(asyncpg.RaiseError, match="lanes are looked for"):
+        await upkeep.remove_lanes()
 
 
 @pytest.mark.parametrize("case", CASES)
