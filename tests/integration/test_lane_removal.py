@@ -138,7 +138,7 @@ async def test_a_relay_forgets_lanes_that_are_drained(
 
 FAILING = """
 CREATE OR REPLACE FUNCTION remove_lanes(lanes_max integer) RETURNS bigint LANGUAGE plpgsql AS
-$$ BEGIN RAISE EXCEPTION 'lanes are looked for'; END $$
+$$ BEGIN RAISE EXCEPTION 'lanes are examined'; END $$
 """
 
 LANE = "(SELECT min(id) FROM lane)"
@@ -189,17 +189,17 @@ CASES: dict[str, tuple[str, str]] = {
 }
 
 
-async def test_lanes_are_not_looked_for_where_endpoints_have_their_first_ones(
+async def test_lanes_are_not_examined_where_endpoints_have_their_first_ones(
     db: Connection[Any], database: Database, upkeep: UpkeepStore
 ) -> None:
     await add_endpoint(database, lanes=1)
     await db.execute(FAILING)
     assert await upkeep.remove_lanes() == 0
     await set_lanes(db, 2)
-    with pytest.raises(asyncpg.RaiseError, match="lanes are looked for"):
+    with pytest.raises(asyncpg.RaiseError, match="lanes are examined"):
         await upkeep.remove_lanes()
     await db.execute("UPDATE endpoint SET generation = 1, state = 'removed'")
-    with pytest.raises(asyncpg.RaiseError, match="lanes are looked for"):
+    with pytest.raises(asyncpg.RaiseError, match="lanes are examined"):
         await upkeep.remove_lanes()
 
 
