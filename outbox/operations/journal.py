@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.errors import UsageError
 from outbox.operations.criteria import absolute_time, read_now
 from outbox.operations.events.queries import PLAN_BY_ID
-from outbox.operations.pages import read_page
+from outbox.operations.pages import convert, read_page
 from outbox.operations.rows import ID_MAX, RowPage, from_row
 from outbox.store.connection.connect import map_errors
 
@@ -129,4 +129,4 @@ async def list_journal(
                 select = LIST_OF_ENDPOINTS
                 arguments = (*arguments, endpoint_ids, ownership_changes)
             page = await read_page(connection, select, "id", before, limit, *arguments)
-    return page.map(lambda row: from_row(JournalRow, row, parse=("data",)))
+    return await convert(page, lambda row: from_row(JournalRow, row, parse=("data",)))

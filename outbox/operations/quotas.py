@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.event import TENANT_BYTES_MAX, check_tenant, check_text
 from outbox.errors import NotFound, QuotaExceeded, UsageError
-from outbox.operations.pages import page_of
+from outbox.operations.pages import convert, page_of
 from outbox.operations.rows import from_row
 from outbox.store.change import make_change
 from outbox.store.connection.connect import map_errors
@@ -97,7 +97,7 @@ async def list_quotas(
     """List the quotas that are set: those of all tenants first, then those of tenants by name."""
     with map_errors(schema):
         rows = await connection.fetch(LIST_QUOTAS, after, limit + 1)
-    return page_of(rows, limit).map(_quota)
+    return await convert(page_of(rows, limit), _quota)
 
 
 async def read_quota_use(connection: Connection[Any], schema: str, tenant: str) -> QuotaUse:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Collection, Iterable
 
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound="DataclassInstance")
 Item = TypeVar("Item")
-Other = TypeVar("Other")
 
 ID_MAX = 2**63 - 1
 """The largest id in a table, and the largest sequence number."""
@@ -50,10 +50,6 @@ class RowPage(list[Item]):
         super().__init__(rows)
         self.more = more
 
-    def map(self, convert: Callable[[Item], Other]) -> RowPage[Other]:
-        """Convert the items of the page."""
-        return RowPage(map(convert, self), more=self.more)
-
 
 def from_row(
     kind: type[T],
@@ -71,9 +67,8 @@ def from_row(
             No parser represents every number and depth that jsonb can have.
         values: fields that are not columns.
     """
-    for each in fields(kind):
-        name = each.name
-        if each.init and name not in values:
+    for name in _columns(kind):
+        if name not in values:
             value = row[name]
             if name in parse:
                 value = parse_json(value)
@@ -81,6 +76,11 @@ def from_row(
                 value = None if value is None else JsonText(value)
             values[name] = value
     return kind(**values)
+
+
+@cache
+def _columns(kind: type[DataclassInstance]) -> tuple[str, ...]:
+    return tuple(each.name for each in fields(kind) if each.init)
 
 
 def parse_id(text: str, least: int = 1) -> int | None:

@@ -222,7 +222,7 @@ async def read_overview(connection: Connection[Any], schema: str, *, limit: int 
         held=held,
         unaccounted_events=unaccounted,
         replicas=tuple(from_row(ReplicaStatus, row) for row in replicas),
-        endpoints=endpoint_statuses(endpoints),
+        endpoints=await endpoint_statuses(endpoints),
         endpoints_total=endpoints[0]["endpoints_total"] if endpoints else 0,
         dead_letters={row["state"]: row["dead_letters"] for row in dead},
         dead_letters_of_removed=sum(row["of_removed"] for row in dead if row["state"] == "dead"),

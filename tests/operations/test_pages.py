@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.operations.pages import PAGE_BYTES_MAX, PORTION_ROWS, page_of, read_page
+from outbox.operations.pages import (
+    PAGE_BYTES_MAX,
+    PORTION_ROWS,
+    convert,
+    page_of,
+    read_page,
+)
+from outbox.operations.rows import RowPage
 
 if TYPE_CHECKING:
     from asyncpg import Connection
@@ -64,3 +72,25 @@ async def test_rows_that_were_read_at_once_are_the_same_page(
         assert ([row["n"] for row in page], page.more) == await read(db, 0, limit, given)
     assert list(page_of([], 5)) == []
     assert not page_of([], 5).more
+
+
+async def test_other_tasks_run_while_a_page_is_converted() -> None:
+    """A long page is a request of one tenant: those of others must not wait for all of it."""
+    converted: list[int] = []
+    seen: list[int] = []
+
+    async def other() -> None:
+        while len(converted) < 1000:
+            seen.append(len(converted))
+            await asyncio.sleep(0)
+
+    def make(row: int) -> int:
+        converted.append(row)
+        return -row
+
+    async with asyncio.TaskGroup() as running:
+        running.create_task(other())
+        page = await convert(RowPage(range(1000), more=True), make)
+    assert list(page) == [-n for n in range(1000)]
+    assert page.more
+    assert seen == list(range(PORTION_ROWS, 1000, PORTION_ROWS))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from outbox.errors import NotFound
 from outbox.operations.criteria import Criteria, criteria_parameters, find_endpoint_ids
-from outbox.operations.pages import page_of
+from outbox.operations.pages import convert, page_of
 from outbox.operations.rows import from_row
 from outbox.operations.tenancy import OWNS_RANGE
 from outbox.store.connection.connect import map_errors
@@ -295,7 +295,7 @@ async def list_dead_letters(
             rows = await connection.fetch(
                 LIST_DEAD, after, stored, ids, limit + 1, states, *only.arguments, only.owner
             )
-    return page_of(rows, limit).map(lambda row: from_row(DeadLetterRow, row))
+    return await convert(page_of(rows, limit), lambda row: from_row(DeadLetterRow, row))
 
 
 async def count_by_state(

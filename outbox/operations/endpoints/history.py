@@ -15,7 +15,7 @@ from outbox.core.delivery.delivery_history import (
     latency_quantile_s,
 )
 from outbox.operations.endpoints.queries import ANY, NAMES_PAGE
-from outbox.operations.pages import page_of
+from outbox.operations.pages import convert, page_of
 from outbox.store.connection.connect import map_errors
 from outbox.store.delivery.endpoints import endpoint_not_found
 
@@ -143,7 +143,7 @@ async def list_histories(
     by_id: dict[UUID, list[Record]] = {}
     for row in rows:
         by_id.setdefault(row["endpoint_id"], []).append(row)
-    return page.map(lambda each: _history(each["name"], by_id.get(each["id"], [])))
+    return await convert(page, lambda each: _history(each["name"], by_id.get(each["id"], [])))
 
 
 def _history(name: str, rows: Sequence[Record]) -> EndpointHistory:

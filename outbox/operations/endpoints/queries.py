@@ -19,7 +19,7 @@ from outbox.operations.lanes import (
     condition_of,
     retry_state,
 )
-from outbox.operations.pages import read_page, shorten_responses
+from outbox.operations.pages import convert, read_page, shorten_responses
 from outbox.operations.rows import RowPage, from_row, parse_json
 from outbox.store.connection.connect import map_errors
 from outbox.store.connection.secrets import CLEAR
@@ -250,7 +250,7 @@ async def list_endpoints(
     """
     with map_errors(schema):
         page = await read_page(connection, LIST_PAGE, "name", after, limit, tenant, *only.arguments)
-    return page.map(_endpoint)
+    return await convert(page, _endpoint)
 
 
 async def count_endpoints(
@@ -276,7 +276,7 @@ async def list_settings(
     """List endpoints like `list_endpoints`, as id and settings."""
     with map_errors(schema, "operator"):
         page = await read_page(connection, LIST_SETTINGS, "name", after, limit, None)
-    return page.map(lambda row: (row["id"], settings_of(row)))
+    return await convert(page, lambda row: (row["id"], settings_of(row)))
 
 
 def declaration(found: tuple[UUID, EndpointSettings]) -> dict[str, Any]:

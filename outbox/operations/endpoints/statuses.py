@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.model.ids import lane_name
 from outbox.operations import lanes
 from outbox.operations.events.future import HeldEvents, read_held
-from outbox.operations.pages import page_of, shorten_responses
+from outbox.operations.pages import convert, page_of, shorten_responses
 from outbox.operations.rows import from_row
 from outbox.store.connection.connect import map_errors
 from outbox.store.routing_change import READ_NOW
@@ -169,12 +169,12 @@ async def read_endpoint_statuses(
         rows = await connection.fetch(READ_STATUSES, limit, tenant)
     held = await read_held(connection, schema, tenant=tenant)
     total = rows[0]["endpoints_total"] if rows else 0
-    return EndpointStatuses(at, held, total, endpoint_statuses(rows))
+    return EndpointStatuses(at, held, total, await endpoint_statuses(rows))
 
 
-def endpoint_statuses(rows: Sequence[Any]) -> tuple[EndpointStatus, ...]:
+async def endpoint_statuses(rows: Sequence[Any]) -> tuple[EndpointStatus, ...]:
     """The status of endpoints, from rows of `READ_STATUSES`."""
-    return tuple(map(_endpoint, page_of(rows, len(rows))))
+    return tuple(await convert(page_of(rows, len(rows)), _endpoint))
 
 
 def _endpoint(row: Any) -> EndpointStatus:

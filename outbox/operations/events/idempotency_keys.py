@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from outbox.errors import NotFound
 from outbox.operations.criteria import absolute_time, read_now
-from outbox.operations.pages import page_of
+from outbox.operations.pages import convert, page_of
 from outbox.operations.rows import RowPage, from_row
 from outbox.store.change import make_change
 from outbox.store.connection.connect import map_errors
@@ -141,7 +141,7 @@ async def list_keys(
             rows = await connection.fetch(
                 LIST_KEYS, after, prefix, _prefix_end(prefix), *claimed, state, limit + 1
             )
-    return page_of(rows, limit).map(lambda row: from_row(IdempotencyKeyRow, row))
+    return await convert(page_of(rows, limit), lambda row: from_row(IdempotencyKeyRow, row))
 
 
 async def get_key(connection: Connection[Any], schema: str, key: str) -> IdempotencyKey:

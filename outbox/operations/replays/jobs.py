@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from outbox.core.sequencing.replay_throttle import ReplayKind, StopReason
 from outbox.errors import Conflict, NotFound
-from outbox.operations.pages import read_page
+from outbox.operations.pages import convert, read_page
 from outbox.operations.rows import ID_MAX, RowPage, from_row
 from outbox.operations.tenancy import JOB_IS_OWN
 from outbox.store.change import NEW_JOB, document, make_change_and_read
@@ -203,7 +203,7 @@ async def list_jobs(
     """
     with map_errors(schema):
         page = await read_page(connection, READ_JOBS, "id", before, limit, states, tenant)
-    return page.map(_job)
+    return await convert(page, _job)
 
 
 async def get_job(connection: Connection[Any], schema: str, job_id: int) -> ReplayJob:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.core.model.text import closest
 from outbox.core.schedules.cron import Cron
 from outbox.errors import NotFound, UsageError
-from outbox.operations.pages import read_page
+from outbox.operations.pages import convert, read_page
 from outbox.operations.rows import RowPage, from_row
 from outbox.store.connection.connect import map_errors
 
@@ -139,7 +139,7 @@ async def list_schedules(
     """
     with map_errors(schema):
         page = await read_page(connection, PAGE, "name", after, limit, tenant)
-    return page.map(lambda row: from_row(ListedSchedule, row, next_runs=_next_runs(row)))
+    return await convert(page, lambda row: from_row(ListedSchedule, row, next_runs=_next_runs(row)))
 
 
 async def get_schedule(connection: Connection[Any], schema: str, name: str) -> Schedule:

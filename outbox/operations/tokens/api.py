@@ -10,7 +10,7 @@ import orjson
 
 from outbox.core.model.api_token import SECRET_BYTES, digest, format_token, matches_digest
 from outbox.errors import Conflict, NotFound
-from outbox.operations.pages import page_of
+from outbox.operations.pages import convert, page_of
 from outbox.operations.rows import RowPage, from_row
 from outbox.store.change import make_change, make_change_and_read
 from outbox.store.connection.connect import map_errors
@@ -209,7 +209,7 @@ async def list_tokens(
     """
     with map_errors(schema):
         rows = await connection.fetch(LIST_TOKENS, after, revoked, limit + 1, search, tenant, scope)
-    return page_of(rows, limit).map(_token)
+    return await convert(page_of(rows, limit), _token)
 
 
 async def revoke_token(
