@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from outbox.relay.cluster.connections import Connections
     from outbox.store.cluster.replicas import ClockReading, ReplicaStore
     from outbox.store.connection.secrets import Vault
-    from outbox.store.connection.worker import Worker
+    from outbox.store.connection.store_connection import Worker
 
 log = structlog.get_logger("outbox.relay")
 

@@ -12,7 +12,7 @@ from outbox.relay.cluster.reopening import ReopeningConnection
 from outbox.store.cluster.replicas import ReplicaStore
 from outbox.store.cluster.sessions import continue_session, session_label
 from outbox.store.cluster.timeline import read_server_fence
-from outbox.store.connection.worker import Worker
+from outbox.store.connection.store_connection import Worker
 from outbox.store.errors import Fenced, ResponseLost
 from outbox.store.sql.message import WriteStatement
 from tests.support.relay import fetchval, register

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from outbox.errors import DatabaseUnavailable
 from outbox.relay.cluster.watchdog import RECHECK_MAX_S, Watchdog
 from outbox.store.cluster import sessions
-from outbox.store.connection.worker import Worker
+from outbox.store.connection.store_connection import Worker
 from outbox.store.retention import partitions
 from tests.support.concurrent_cases import run_concurrently
 from tests.support.load import OWNERS, under_load

@@ -23,8 +23,7 @@ from outbox.core.delivery.commands import (
 )
 from outbox.core.model.delivery import Delivery
 from outbox.store.cluster.replicas import ReplicaStore
-from outbox.store.connection.store_connection import StoreConnection
-from outbox.store.connection.worker import Worker
+from outbox.store.connection.store_connection import StoreConnection, Worker
 from outbox.store.delivery.records import RecordStore
 from outbox.store.errors import Fenced
 from tests.store.test_message import TRICKY

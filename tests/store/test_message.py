@@ -13,8 +13,7 @@ from asyncpg import Range
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outbox.store.connection.store_connection import StoreConnection
-from outbox.store.connection.worker import Worker
+from outbox.store.connection.store_connection import StoreConnection, Worker
 from outbox.store.sql.message import WriteStatement, literal, rows_of
 from tests.support.waiting import until
 

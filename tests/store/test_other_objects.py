@@ -10,7 +10,7 @@ import pytest
 
 from outbox.core.sequencing.partition_window import AHEAD, WIDTH
 from outbox.relay.cluster.reopening import ReopeningConnection
-from outbox.store.connection.worker import Worker
+from outbox.store.connection.store_connection import Worker
 from outbox.store.errors import ResponseLost
 from outbox.store.retention import partitions
 from outbox.store.retention.partitions import ADDED_MAX, PartitionStore

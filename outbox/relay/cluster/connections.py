@@ -17,8 +17,8 @@ from outbox.store.connection.connect import (
     transaction_settings,
 )
 from outbox.store.connection.pgbouncer import PooledWorker, check_settings
+from outbox.store.connection.store_connection import Worker, read_busy_backends
 from outbox.store.connection.type_cache import load_types
-from outbox.store.connection.worker import Worker, read_busy_backends
 from outbox.store.sequencing.stalls import read_standby_wait, read_wait_of
 
 if TYPE_CHECKING:

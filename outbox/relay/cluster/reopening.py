@@ -24,7 +24,7 @@ from outbox.store.errors import ResponseLost
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from outbox.store.connection.worker import Worker
+    from outbox.store.connection.store_connection import Worker
     from outbox.store.sql.message import WriteCall, WriteStatement
 
 log = structlog.get_logger("outbox.relay")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 
 from outbox.errors import DatabaseUnavailable
-from outbox.store.connection.worker import SENDING_MAX_S
+from outbox.store.connection.store_connection import SENDING_MAX_S
 from outbox.store.errors import Fenced
 from outbox.store.sql.message import WriteStatement
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.model.sql_names import quote_ident, quote_literal, search_path
 from outbox.errors import CannotRun
-from outbox.store.connection.worker import Worker
+from outbox.store.connection.store_connection import Worker
 from outbox.store.schema.migration_statements import ROW_SECURITY_OFF
 
 if TYPE_CHECKING:
