@@ -119,9 +119,9 @@ async def _events(log: LongLog, high: int, gaps: Sequence[tuple[int, int]] = ())
 
 NEXT = HIGH + 2 + UNSEQUENCED
 """The newest id."""
-STATE_ROWS, STATE_PAGES = 2, 32
-"""What a read needs besides the events: the cursor row (with its dead versions) and
-this database's name."""
+STATE_ROWS, STATE_PAGES = 3, 33
+"""What a read needs besides the events: the cursor row (with its dead versions), this database's
+name, and the incarnation."""
 
 
 async def _state(log: LongLog) -> Case:
@@ -443,7 +443,7 @@ async def _written(
 
 async def _group(log: LongLog) -> Case:
     group = [Record(lane, NUMBERS, _attempt()) for lane in log.lanes[:100]]
-    return await _written(log, group, 0, 1, 7 * 100)
+    return await _written(log, group, 0, 2, 7 * 100)
 
 
 def _dead_letters(log: LongLog) -> list[Record]:
@@ -509,7 +509,7 @@ async def _checkpoints(log: LongLog) -> Case:
     store = records.RecordStore(received, log.replica, log.server_fence)
     progress = Progress(acked_seq=ACKED, floor_batch=batch_of(ACKED + 1))
     await store.checkpoint([(lane, 0, progress) for lane in log.lanes[:100]])
-    return Case(*received.asked[0], LANES + 1, 20 * 100)
+    return Case(*received.asked[0], LANES + 2, 20 * 100)
 
 
 async def _checkpoints_that_were_written(log: LongLog) -> Case:
@@ -544,7 +544,7 @@ async def _backlog_over_its_age(log: LongLog) -> Case:
 
 
 async def _renewal(log: LongLog) -> Case:
-    return Case(replicas.RENEW.sql, (log.replica, log.server_fence, 1.0), 3, 10)
+    return Case(replicas.RENEW.sql, (log.replica, log.server_fence, 1.0), 4, 10)
 
 
 async def _read_status(log: LongLog) -> Case:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import itertools
 import os
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from outbox.errors import CannotRun
+from tests.support.tcp import free_ports
 from tests.support.waiting import until_sync
 
 if TYPE_CHECKING:
@@ -59,6 +61,14 @@ def unpack() -> Path:
     Raises:
         CannotRun: this machine has no apt, or no access to the packages.
     """
+    UNPACKED.mkdir(parents=True, exist_ok=True)
+    with (UNPACKED / "lock").open("w") as lock:
+        # Other processes of tests may need it at the same time.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _unpack()
+
+
+def _unpack() -> Path:
     root = UNPACKED / "root"
     if root.exists():
         return root
@@ -97,7 +107,7 @@ class RabbitMq:
         (self._home,) = (root / "usr/lib/rabbitmq/lib").glob("rabbitmq_server-*")
         (self._programs,) = self._erlang.glob("erts-*/bin")
         self._directory = directory
-        self.port, self.tls_port, self._distribution_port, self._epmd_port = _free_ports(4)
+        self.port, self.tls_port, self._distribution_port, self._epmd_port = free_ports(4)
         self._tls = tls
         self._settings = settings
         self._epmd: subprocess.Popen[bytes] | None = None
@@ -285,11 +295,3 @@ def _responses(port: int) -> bool:
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
         return True
     return False
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
