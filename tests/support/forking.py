@@ -165,6 +165,10 @@ class _Parent:
         if os.getpid() == self._owner_pid:
             self._control.close()
             self._process.wait()
+        else:
+            # Not this process's: Python would warn that it is left running.
+            self._control.detach()
+            self._process.returncode = 0
 
 
 _made: list[_Parent] = []
