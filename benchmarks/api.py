@@ -27,7 +27,7 @@ from benchmarks.figures import Rounds, Row, Target
 from benchmarks.stage import add_endpoints, child, search, until_true
 from outbox.config import Settings
 from tests.support.api import make_token
-from tests.support.tcp import free_port
+from tests.support.ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -23,8 +23,8 @@ from benchmarks.latency import NS_PER_MS
 from benchmarks.stage import add_tenant_endpoint, child, search
 from outbox.operations.endpoints import states as endpoint_states
 from tests.support.api import make_token
+from tests.support.ports import free_port
 from tests.support.postgres import SCHEMA
-from tests.support.tcp import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -32,8 +32,8 @@ from benchmarks.latency import NS_PER_MS, produce
 from benchmarks.stage import add_endpoint, child, search
 from outbox.errors import CannotRun
 from tests.support.api import make_token
+from tests.support.ports import free_port
 from tests.support.roles import dsn_of, role
-from tests.support.tcp import free_port
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence

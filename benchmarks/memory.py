@@ -18,7 +18,7 @@ import psutil
 from benchmarks.deliveries import BACKLOG
 from benchmarks.figures import Row, Samples, Target
 from benchmarks.stage import add_endpoint, search, until
-from tests.support.tcp import free_port
+from tests.support.ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

@@ -21,8 +21,8 @@ from outbox.errors import CannotRun
 from outbox.receiver.verification import pairs_of
 from outbox.testing import FakeSender
 from outbox_devtools.embedded.launch import command
+from tests.support.ports import free_port
 from tests.support.process import environment
-from tests.support.tcp import free_port
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

@@ -21,7 +21,7 @@ from benchmarks.scale.crowd import Crowd, write
 from benchmarks.stage import child, search, until_true
 from outbox_api.tenancy import stored_key
 from tests.support.api import make_token
-from tests.support.tcp import free_port
+from tests.support.ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

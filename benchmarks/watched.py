@@ -16,7 +16,7 @@ from benchmarks.deliveries import QUICK_SHARE, Load, relay
 from benchmarks.figures import Rounds, Row, Target
 from benchmarks.stage import child
 from tests.support.api import make_token
-from tests.support.tcp import free_port
+from tests.support.ports import free_port
 
 if TYPE_CHECKING:
     from benchmarks.stage import Stage

@@ -57,6 +57,7 @@ from tests.support.documents import (
     examples,
     read,
 )
+from tests.support.ports import free_port
 from tests.support.relay import (
     OK,
     Network,
@@ -67,7 +68,6 @@ from tests.support.relay import (
     publish,
     running,
 )
-from tests.support.tcp import free_port
 from tests.support.tiers import sampled
 from tests.support.waiting import until
 

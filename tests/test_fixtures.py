@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import subprocess
+import sys
 import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import asyncpg
 import pytest
 
+from tests.support.ports import BLOCK, free_port, free_ports
 from tests.support.virtual_time import run_virtual
 from tests.support.waiting import until, until_sync
 
@@ -121,3 +126,34 @@ def test_virtual_time_detects_a_deadlock() -> None:
 
     with pytest.raises(RuntimeError, match="deadlock"):
         run_virtual(main())
+
+
+@pytest.mark.system
+def test_a_port_is_drawn_by_one_process_at_a_time() -> None:
+    """Else two tests start their servers on one port, and both talk to the first."""
+    draw = "from tests.support.ports import free_port; print(free_port(), flush=True); input()"
+    own = set(free_ports(BLOCK // 2))
+    with ExitStack() as opened:
+        drawers = [
+            opened.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", draw], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                )
+            )
+            for _ in range(3)
+        ]
+        drawn = []
+        for each in drawers:
+            assert each.stdout is not None
+            drawn.append(int(each.stdout.readline()))
+    assert len({port // BLOCK for port in (*own, *drawn)}) == 4
+
+
+@pytest.mark.system
+def test_a_drawn_port_has_no_listener_and_is_not_drawn_again() -> None:
+    with socket.socket() as listener:
+        used = free_port() + 1
+        listener.bind(("127.0.0.1", used))
+        drawn = [free_port() for _ in range(20)]
+    assert used not in drawn
+    assert len(set(drawn)) == len(drawn)

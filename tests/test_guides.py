@@ -20,9 +20,9 @@ from packaging.requirements import Requirement
 from outbox.core.model.sql_names import quote_ident
 from outbox_devtools.embedded.binaries import find_binaries
 from tests.support.documents import GUIDES, Session, blocks, examples, normalized, read
+from tests.support.ports import free_port
 from tests.support.relay import all_ended, fetchval
 from tests.support.roles import dsn_of
-from tests.support.tcp import free_port
 from tests.support.waiting import until
 
 if TYPE_CHECKING:

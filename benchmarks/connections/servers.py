@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from outbox.errors import CannotRun
 from outbox_devtools.embedded.launch import command
+from tests.support.ports import free_port
 from tests.support.process import environment
-from tests.support.tcp import free_port
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping

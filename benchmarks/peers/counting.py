@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 from benchmarks.receiver import FROM_SHARE, TO_SHARE
 from benchmarks.stage import program
 from outbox.errors import CannotRun
-from tests.support.tcp import free_port
+from tests.support.ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

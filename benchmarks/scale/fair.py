@@ -22,8 +22,8 @@ from benchmarks.latency import NS_PER_MS, WARM_UP, produce
 from benchmarks.stage import child, search, until
 from outbox.core.model.endpoint_settings import EndpointSettings
 from outbox.operations.endpoints import changes as endpoint_changes
+from tests.support.ports import free_port
 from tests.support.postgres import SCHEMA
-from tests.support.tcp import free_port
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -27,6 +27,7 @@ from tests.destinations.authority import Authority
 from tests.support import process
 from tests.support.checkout import ROOT
 from tests.support.commands import Result
+from tests.support.ports import free_port
 from tests.support.relay import (
     OK,
     Network,
@@ -38,7 +39,6 @@ from tests.support.relay import (
     register,
     running,
 )
-from tests.support.tcp import free_port
 from tests.support.tiers import sampled
 from tests.support.waiting import until
 

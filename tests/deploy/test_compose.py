@@ -21,7 +21,7 @@ from tests.support.compose import (
     example,
     services,
 )
-from tests.support.tcp import free_port
+from tests.support.ports import free_port
 from tests.support.waiting import LIVE_S, until
 
 if TYPE_CHECKING:

@@ -21,11 +21,12 @@ from tests.support.brokers.valkey import valkey
 from tests.support.checkout import ROOT
 from tests.support.collector import collecting
 from tests.support.hardening import Sandbox, Trace, allowed_calls, can_harden, settings
+from tests.support.ports import free_port
 from tests.support.postgres import API_ROLE
 from tests.support.process import outbox
 from tests.support.relay import all_ended, fetchval, publish
 from tests.support.roles import role
-from tests.support.tcp import forward_to, free_port, listening
+from tests.support.tcp import forward_to, listening
 from tests.support.waiting import LIVE_S, until
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ import pytest
 
 from tests.support.compose import FILE, compose_database, example, services
 from tests.support.containers import Containers, Image, Volume, built_image, containers
-from tests.support.tcp import forward_to, free_port, listening
+from tests.support.ports import free_port
+from tests.support.tcp import forward_to, listening
 from tests.support.waiting import LIVE_S, until
 
 if TYPE_CHECKING:

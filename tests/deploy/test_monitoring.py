@@ -13,11 +13,11 @@ import yaml
 
 from outbox_devtools.development_receiver import DevelopmentReceiver
 from tests.support.checkout import ROOT
+from tests.support.ports import free_port
 from tests.support.process import relay_process
 from tests.support.prometheus import prometheus
 from tests.support.promtool import run_promtool
 from tests.support.relay import add_endpoint, all_ended, publish
-from tests.support.tcp import free_port
 from tests.support.waiting import until
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from outbox.core.model.encryption_keys import format_key
 from outbox_devtools.development_receiver import DevelopmentReceiver
 from tests.support.checkout import ROOT
 from tests.support.compose import compose_database
+from tests.support.ports import free_port
 from tests.support.process import outbox, relay_process
-from tests.support.tcp import free_port
 from tests.support.waiting import LIVE_S, until
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ import pytest
 from outbox.core.model.response import AttemptResult
 from tests.django.projects import ROOT, Site, database_settings
 from tests.support.browser import visiting
+from tests.support.ports import free_port
 from tests.support.relay import OK, Network, add_endpoint, all_ended, running
 from tests.support.relay import publish as publish_event
-from tests.support.tcp import free_port
 from tests.support.waiting import until
 
 if TYPE_CHECKING:

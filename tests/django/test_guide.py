@@ -18,7 +18,7 @@ from outbox_devtools.embedded.binaries import find_binaries
 from tests.django.projects import ROOT, database_settings
 from tests.django.test_migrations import in_project
 from tests.support.documents import normalized, read
-from tests.support.tcp import free_port
+from tests.support.ports import free_port
 from tests.support.waiting import until_sync
 
 if TYPE_CHECKING:

@@ -25,9 +25,9 @@ from outbox.web.serving import listen, serving
 from tests.support.broken_requests import broken_requests, send_each
 from tests.support.browser import visiting
 from tests.support.collector import collecting
+from tests.support.ports import free_port
 from tests.support.process import outbox, relay_process
 from tests.support.relay import fetchval, publish
-from tests.support.tcp import free_port
 from tests.support.waiting import until
 
 if TYPE_CHECKING:

@@ -24,9 +24,9 @@ import outbox
 from outbox.web.address import Address
 from outbox.web.serving import listen, serving
 from tests.support.collector import collecting
+from tests.support.ports import free_port
 from tests.support.process import relay_process
 from tests.support.relay import add_endpoint, all_ended, fetchval, publish
-from tests.support.tcp import free_port
 from tests.support.waiting import until
 
 if TYPE_CHECKING:

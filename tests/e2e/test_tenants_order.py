@@ -24,10 +24,10 @@ from outbox.operations import quotas
 from outbox.operations.endpoints import states as endpoint_states
 from outbox_devtools.development_receiver import DevelopmentReceiver, HandledOutcome, HandledRequest
 from tests.support.api import make_token
+from tests.support.ports import free_port
 from tests.support.process import outbox as command
 from tests.support.process import relay_process
 from tests.support.relay import add_endpoint, fetchval
-from tests.support.tcp import free_port
 from tests.support.waiting import until
 
 if TYPE_CHECKING:

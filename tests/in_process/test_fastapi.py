@@ -16,9 +16,9 @@ from starlette.applications import Starlette
 import outbox.fastapi
 from outbox_devtools.embedded.launch import command
 from tests.in_process.receiver import subscribe
+from tests.support.ports import free_port
 from tests.support.process import environment
 from tests.support.relay import fetchval
-from tests.support.tcp import free_port
 from tests.support.tiers import sampled
 from tests.support.waiting import until
 

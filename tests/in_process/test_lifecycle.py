@@ -22,8 +22,8 @@ from tests.in_process.receiver import (
     sessions,
     subscribe,
 )
+from tests.support.ports import free_port
 from tests.support.relay import fetchval, publish
-from tests.support.tcp import free_port
 from tests.support.waiting import until
 
 if TYPE_CHECKING:

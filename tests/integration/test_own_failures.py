@@ -13,9 +13,10 @@ import pytest
 from outbox.operations import status
 from outbox_doctor.check import Severity
 from tests.support.doctor import findings_of
+from tests.support.ports import free_port
 from tests.support.process import environment
 from tests.support.relay import QUICK_RETRY, add_endpoint, exceptions, fetchval, publish
-from tests.support.tcp import free_port, listening
+from tests.support.tcp import listening
 from tests.support.waiting import LIVE_S, until
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ import pytest
 from outbox.destinations.http.transport import HttpTransport
 from outbox.network.egress import EgressPolicy
 from tests.destinations.servers import OK, Connection, RawServer, serving
+from tests.support.ports import free_port
 from tests.support.relay import add_endpoint, all_ended, exceptions, fetchval, publish, running
-from tests.support.tcp import free_port
 from tests.support.waiting import until
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from outbox.drivers import databases
 from outbox.drivers.errors import DatabaseCondition, condition_of
 from outbox.receiver import AsyncReceiver, Inbox, Message, Receiver, Response
 from tests.receiver.databases import DATABASES, DRIVERS, TEXT, Shop, execute, is_async, request
-from tests.support.tcp import free_port
+from tests.support.ports import free_port
 from tests.support.tiers import sampled
 
 if TYPE_CHECKING:

@@ -28,10 +28,10 @@ from tests.receivers.programs import (
     serving,
 )
 from tests.support.kills import add_killed_endpoint, kill_repeatedly
+from tests.support.ports import free_port
 from tests.support.process import outbox as command
 from tests.support.process import relay_process
 from tests.support.relay import all_ended, exceptions
-from tests.support.tcp import free_port
 
 if TYPE_CHECKING:
     import random

@@ -15,10 +15,10 @@ import psutil
 
 from outbox_devtools.development_receiver import DevelopmentReceiver
 from tests.support.api import make_token
+from tests.support.ports import free_port
 from tests.support.process import relay_process
 from tests.support.processes import command_line, running
 from tests.support.relay import add_endpoint, all_ended, exceptions, publish
-from tests.support.tcp import free_port
 from tests.support.waiting import LIVE_S, until
 
 if TYPE_CHECKING:

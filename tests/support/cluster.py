@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from tests.support.helm import KUBERNETES, NOTES, validate_object
+from tests.support.ports import free_port
 from tests.support.process import outbox, relay_process
-from tests.support.tcp import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

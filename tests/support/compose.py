@@ -25,10 +25,10 @@ import yaml
 from outbox_devtools.embedded import EmbeddedPostgres
 from outbox_devtools.embedded.launch import command
 from tests.support.checkout import ROOT
+from tests.support.ports import free_port
 from tests.support.postgres import TEST_SETTINGS
 from tests.support.process import environment
 from tests.support.prototypes import memory
-from tests.support.tcp import free_port
 from tests.support.waiting import LIVE_S
 
 if TYPE_CHECKING:

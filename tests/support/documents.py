@@ -20,8 +20,8 @@ import yaml
 from outbox.config import load
 from outbox.core.model import endpoint_config
 from outbox.store.connection import dsn
+from tests.support.ports import free_port
 from tests.support.process import environment, outbox
-from tests.support.tcp import free_port
 from tests.support.waiting import until
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import asyncpg
 
 from outbox_devtools.embedded.launch import command, environment
 from outbox_devtools.embedded.run_as_user import account_for, change_owner
-from tests.support.tcp import free_port
+from tests.support.ports import free_port
 from tests.support.waiting import until
 
 if TYPE_CHECKING:

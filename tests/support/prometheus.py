@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from outbox_devtools.embedded.launch import command
-from tests.support.tcp import free_port
+from tests.support.ports import free_port
 from tests.support.waiting import until
 
 if TYPE_CHECKING:

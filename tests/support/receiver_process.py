@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import aiohttp
 
 from outbox_devtools.embedded.launch import command
+from tests.support.ports import free_port
 from tests.support.process import environment
-from tests.support.tcp import free_port
 from tests.support.waiting import until
 
 if TYPE_CHECKING:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
-import socket
 import struct
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
@@ -211,22 +209,3 @@ async def silent(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
     """Accept all data and never respond."""
     while await reader.read(65536):
         pass
-
-
-def free_port() -> int:
-    """A port without a listener at this moment, below those that clients get from the system."""
-    # Not the test's own random numbers: every worker would draw the same.
-    numbers = random.SystemRandom()
-    while True:
-        port = numbers.randrange(15_000, 32_000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-
-
-def free_ports(count: int) -> list[int]:
-    """Different ports of the same kind."""
-    ports: set[int] = set()
-    while len(ports) < count:
-        ports.add(free_port())
-    return list(ports)

@@ -10,9 +10,9 @@ import aiohttp
 import pytest
 
 from tests.support.api import Api, make_token
+from tests.support.ports import free_port
 from tests.support.process import outbox, relay_process
 from tests.support.roles import dsn_of, role
-from tests.support.tcp import free_port
 from tests.support.waiting import LIVE_S, until
 
 if TYPE_CHECKING:

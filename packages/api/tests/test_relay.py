@@ -14,6 +14,7 @@ from outbox.web.address import Address
 from outbox_api import server
 from outbox_api.limits import REQUESTS_MAX
 from tests.support.api import Api, make_token
+from tests.support.ports import free_port
 from tests.support.process import outbox, relay_process
 from tests.support.relay import (
     Network,
@@ -25,7 +26,6 @@ from tests.support.relay import (
     running,
     settings_for,
 )
-from tests.support.tcp import free_port
 from tests.support.waiting import until
 
 if TYPE_CHECKING:

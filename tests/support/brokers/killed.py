@@ -18,7 +18,7 @@ from tests.support.brokers.guarantees import (
 )
 from tests.support.brokers.nats import SUBJECT, nats_server
 from tests.support.brokers.valkey import valkey
-from tests.support.tcp import free_port
+from tests.support.ports import free_port
 from tests.support.waiting import until
 
 if TYPE_CHECKING:

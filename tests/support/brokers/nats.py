@@ -17,7 +17,7 @@ from nats.aio.client import Client
 from nats.js.errors import NotFoundError
 
 from tests.support.brokers import freeze
-from tests.support.tcp import free_port
+from tests.support.ports import free_port
 from tests.support.waiting import until
 
 if TYPE_CHECKING:

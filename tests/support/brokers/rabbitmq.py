@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from outbox.errors import CannotRun
-from tests.support.tcp import free_ports
+from tests.support.ports import free_ports
 from tests.support.waiting import until_sync
 
 if TYPE_CHECKING:

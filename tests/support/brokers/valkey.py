@@ -15,7 +15,7 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from tests.support.brokers import freeze
-from tests.support.tcp import free_port
+from tests.support.ports import free_port
 from tests.support.waiting import until
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from yarl import URL
 
 from tests.support.api import make_token, serving
 from tests.support.browser import visiting
+from tests.support.ports import free_port
 from tests.support.relay import add_endpoint
-from tests.support.tcp import free_port
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
