@@ -30,12 +30,12 @@ SELECT i + 1, lpad(to_hex(i), 32, '0')::uuid, 't' || i % $2::int || '.made', 'k'
   FROM {_EVENTS}
 """
 DELIVERIES = f"""
-INSERT INTO delivery (lane_id, batch, seq, outbox_id) SELECT {_PLACE}, i + 1 FROM {_EVENTS}
+INSERT INTO delivery_run (lane_id, batch, seq, outbox_id) SELECT {_PLACE}, i + 1 FROM {_EVENTS}
 """
 ATTEMPTS = f"""
-INSERT INTO attempt (lane_id, batch, seq, attempt, replica_id, outcome, status, started_at,
-                     elapsed_ms, response)
-SELECT {_PLACE}, 1, 1, CASE WHEN {_IS_DEAD} THEN 'refused' ELSE 'delivered' END,
+INSERT INTO attempt_run (lane_id, batch, seq, attempt, replica_id, outcome, status, started_at,
+                         elapsed_ms, response)
+SELECT {_PLACE}, 1, 1, CASE WHEN {_IS_DEAD} THEN 'f' ELSE 'd' END,
        CASE WHEN {_IS_DEAD} THEN 400 ELSE 200 END, now() - ($1::int - i) * interval '1 second', 3.5,
        CASE WHEN {_IS_DEAD} THEN '{{"version": 1, "status": 400, "body": "no"}}'::jsonb END
   FROM {_EVENTS}

@@ -172,8 +172,9 @@ class Settings(BaseModel):
         default=BUFFER_BYTES_MAX,
         ge=1 << 20,
         le=1 << 40,
-        description="Maximum size in bytes of the deliveries and responses that a relay holds in "
-        "memory, over all lanes and uncompressed; every lane that sends has at least one delivery. "
+        description="Maximum size in bytes of the events, deliveries and responses that a relay "
+        "holds in memory, over all lanes and uncompressed; every lane that sends has at least one "
+        "delivery. "
         "Idle connections to receivers take at most half as much besides.",
         json_schema_extra=_RELAY,
     )

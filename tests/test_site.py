@@ -221,7 +221,7 @@ async def test_the_reference_has_the_columns_of_the_migrated_tables(database: Da
         rows = await connection.fetch(
             "SELECT c.relname AS name, a.attname AS column FROM pg_class c"
             " JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped"
-            " WHERE c.relnamespace = 'relay'::regnamespace AND c.relkind IN ('r', 'p')"
+            " WHERE c.relnamespace = 'relay'::regnamespace AND c.relkind IN ('r', 'p', 'v')"
             " AND NOT c.relispartition AND c.relname <> 'migration'"
         )
     documented = set()

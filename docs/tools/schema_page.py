@@ -52,12 +52,23 @@ _FUNCTION = re.compile(
 _TABLE = re.compile(
     _COMMENTED + r"TABLE (?P<name>\w+) \((?P<body>.*?)^\)", re.MULTILINE | re.DOTALL
 )
-_COLUMN = re.compile(r"^    (?P<name>[a-z_0-9]+) +(?P<type>[a-z_0-9\[\]]+)\b(?! KEY)", re.MULTILINE)
+_COLUMN = re.compile(
+    r"^    (?P<name>[a-z_0-9]+) +(?P<type>\"char\"|[a-z_0-9]+\b(?:\[\])?)(?! KEY)", re.MULTILINE
+)
 _ALTERED = re.compile(r"^ALTER TABLE (?P<table>\w+)(?P<body>[^;]*);", re.MULTILINE)
 _ADDED = re.compile(r"ADD (?:COLUMN )?(?P<name>[a-z_0-9]+) +(?P<type>[a-z_0-9\[\]]+)")
 _DROPPED = re.compile(r"DROP COLUMN (?P<name>[a-z_0-9]+)\b")
+_GONE = re.compile(r"^DROP TABLE (?P<name>\w+);", re.MULTILINE)
 _LIKE = re.compile(r"^    LIKE (?P<name>\w+)", re.MULTILINE)
 _BODY_ADDED = re.compile(r"PERFORM add_body\('(?P<table>\w+)'")
+VIEWS: dict[str, tuple[str, dict[str, str | None]]] = {
+    "delivery": ("delivery_run", {"offsets": None}),
+    "attempt": (
+        "attempt_run",
+        {"count": None, "starts_us": None, "elapses_ms": None, "outcome": "text"},
+    ),
+}
+"""The views of runs: each has the columns of a table, except for these."""
 _KEYWORDS = {"constraint", "column", "primary", "unique", "check", "foreign", "partition", "like"}
 
 
@@ -106,12 +117,18 @@ def _tables(text: str) -> str:
         table.columns |= _columns(_COLUMN, each["body"])
     for each in _ALTERED.finditer(text):
         if each["table"] in found:
-            columns = found[each["table"]].columns
-            columns |= _columns(_ADDED, each["body"])
+            altered = found[each["table"]].columns
+            altered |= _columns(_ADDED, each["body"])
             for dropped in _DROPPED.finditer(each["body"]):
-                columns.pop(dropped["name"], None)
+                altered.pop(dropped["name"], None)
     for each in _BODY_ADDED.finditer(text):
         found[each["table"]].columns |= {"body": "bytea", "content_type": "text"}
+    for each in _GONE.finditer(text):
+        del found[each["name"]]
+    for name, (of_table, changes) in VIEWS.items():
+        columns: dict[str, str | None] = {**found[of_table].columns, **changes}
+        kept = {key: kind for key, kind in columns.items() if kind is not None}
+        found[name] = Table(f"A view with a row for each {name} of the runs in `{of_table}`.", kept)
     parts = []
     for name in sorted(found):
         described = f"{found[name].comment}\n\n" if found[name].comment else ""

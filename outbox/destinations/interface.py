@@ -71,7 +71,7 @@ class Request(NamedTuple):
 
 
 class Following(Protocol):
-    """Supplies the requests of a delivery run after the first one."""
+    """Supplies the requests of a request run after the first one."""
 
     def follow(self, response: AttemptResult) -> Request | None:
         """Take a response and return the request to send now, to the same recipient on the

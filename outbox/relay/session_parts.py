@@ -150,7 +150,6 @@ def build_session(
         settings,
         wakeups,
         feed.batch_written,
-        dispatcher.needs_inline_payloads,
         feed.notification_payload,
         notified=listening,
     )

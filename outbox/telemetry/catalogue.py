@@ -133,7 +133,7 @@ RUN_DELIVERIES = Metric(
     "outbox.run.deliveries",
     MetricKind.COUNTER,
     "{delivery}",
-    "Deliveries that were followed at once by the next one of their lane, in a delivery run. "
+    "Deliveries that were followed at once by the next one of their lane, in a request run. "
     "Their share of outbox.deliveries is high while a backlog drains and receivers respond fast.",
 )
 EVENTS = Metric(
@@ -216,7 +216,7 @@ BUFFERED = Metric(
     "outbox.buffer.usage",
     MetricKind.GAUGE,
     "By",
-    "Memory that deliveries and unwritten responses hold, of OUTBOX_BUFFER_BYTES_MAX.",
+    "Memory of deliveries and unwritten responses, of OUTBOX_BUFFER_BYTES_MAX less an eighth.",
 )
 WAITING = Metric(
     "outbox.requests.waiting",

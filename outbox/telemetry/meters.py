@@ -18,7 +18,7 @@ from outbox.telemetry.snapshot import Buckets, Snapshot
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from outbox.core.delivery.commands import AttemptRow, DeadLetter, RunResults
+    from outbox.core.delivery.commands import AttemptRow, DeadLetter, Successes
     from outbox.core.model.response import AttemptResult
     from outbox.telemetry.catalogue import Metric
     from outbox.telemetry.snapshot import Series
@@ -106,7 +106,7 @@ class Meters:
         self.session_losses = 0
         self.contradictions = 0
         self.run_deliveries = 0
-        """Deliveries that another one followed in a delivery run."""
+        """Deliveries that another one followed in a request run."""
 
     # ------------------------------------------------------------- endpoints
 
@@ -176,15 +176,15 @@ class Meters:
         if latency_s is not None:
             meters.latency.add(latency_s)
 
-    def record_run(self, meters: EndpointMeters, results: RunResults) -> None:
-        """Count the successes of a delivery run."""
+    def record_run(self, meters: EndpointMeters, results: Successes) -> None:
+        """Count the successes of a request run."""
         count = len(results)
         meters.attempts["delivered", None] += count
         self.run_deliveries += count
         meters.duration.add_all(results.elapsed_s)
         self.record_accepted(meters, results)
 
-    def record_accepted(self, meters: EndpointMeters, results: RunResults) -> None:
+    def record_accepted(self, meters: EndpointMeters, results: Successes) -> None:
         """Count the deliveries that a run or a batch has delivered."""
         count = len(results)
         meters.deliveries["delivered"] += count

@@ -579,7 +579,8 @@ def test_a_range_is_replayed_in_chunks(here: Command, database: Database) -> Non
     execute(
         database,
         """
-        INSERT INTO delivery SELECT l.id, 1, n, 1, r.id, 9 + n
+        INSERT INTO delivery_run (lane_id, batch, seq, outbox_id, replay_id, replay_seq)
+        SELECT l.id, 1, n, 1, r.id, 9 + n
           FROM replay r, lane l, generate_series(1, 4) n;
         UPDATE replay SET next_seq = 14 RETURNING id
         """,

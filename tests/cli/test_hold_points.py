@@ -12,6 +12,7 @@ from tests.support.identity import identity
 from tests.support.lockstep import in_lockstep
 from tests.support.ranges import dead_letter_pending, next_pending, sequence_all
 from tests.support.relay import add_endpoint, fetchval, publish
+from tests.support.split_runs import SPLIT_RUNS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,9 +33,9 @@ UPDATE relay.endpoint SET state = 'disabled' WHERE name = 'shop2';
 UPDATE relay.subscription SET to_batch = from_batch + 1
 """
 # An event whose id was declared dead, and a relay that has to be fenced.
-SKIPPED_EVENT = """
+SKIPPED_EVENT = f"""{SPLIT_RUNS}
 UPDATE relay.batch SET dead = int8multirange(int8range(high, high + 1)) WHERE batch = 1;
-DELETE FROM relay.delivery WHERE outbox_id = (SELECT high FROM relay.batch WHERE batch = 1);
+DELETE FROM relay.delivery_run WHERE outbox_id = (SELECT high FROM relay.batch WHERE batch = 1);
 INSERT INTO relay.replica (name, version, label, lease_s, expires_at)
 VALUES ('frozen', '1', 'outbox-relay:frozen', 5, now())
 """

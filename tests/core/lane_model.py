@@ -155,7 +155,7 @@ class World(Watch):
     ) -> None:
         """Sequence a batch with deliveries of this lane; its owner may be notified later.
 
-        `given`: the owner gets the deliveries with the notification.
+        `given`: the owner reads them at once, from memory.
         """
         self._batch += 1
         expires_at = None
@@ -168,10 +168,11 @@ class World(Watch):
             self.disk.give_out(each, self.now)
         if announced:
             self._announce()
-        if announced and given:
-            self.lane.append(new)
-            if new[0].seq == self._buffered + 1:
-                self._buffered = new[-1].seq
+        if announced and given and (fetch := self.lane.fetch()) is not None:
+            # Its events are in memory only if it has no others to read.
+            is_next = fetch.after_seq + 1 == new[0].seq
+            self.fetching = fetch
+            self.fetched(count if is_next else ROWS_PER_FETCH)
 
     def _announce(self) -> None:
         self.lane.extend_to(self.disk.last_seq, self.now)
@@ -275,7 +276,7 @@ class World(Watch):
         self._ahead = self.lane.peek_next_send()
 
     def follow(self, after_s: float) -> None:
-        """Respond with a success, and send what follows at once in a delivery run."""
+        """Respond with a success, and send what follows at once in a request run."""
         send = self.sending
         if send is None or not self._runs:
             return
@@ -412,7 +413,7 @@ class World(Watch):
             batch, through, outcome, response, POLICY,
             started_at=self.started_at, now=self.now, u=u,
         )  # fmt: skip
-        rows = [accepted.row(index) for index in range(len(accepted))]
+        rows = accepted.rows
         records = [Record(self.lane.id, row.seq, row) for row in rows]
         records += [] if failed is None else [failed]
         taken = 0

@@ -116,7 +116,7 @@ class Endpoint:
         self.send()
 
     def _follow(self, slot: Slot) -> bool:
-        """After a response send the lane's next event in a delivery run, if admission allows."""
+        """After a response send the lane's next event in a request run, if admission allows."""
         now = self.simulation.now
         has_more = self.every_s is None or self.pending > 0
         if not has_more or self.simulation.calm:

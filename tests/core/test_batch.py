@@ -274,11 +274,11 @@ def test_the_refill_check_does_not_scan_the_buffer(
     lane = lane_of(*large, batch_max=20)
     with monkeypatch.context() as patch:
         patch.setattr("outbox.core.delivery.delivery_buffer.element_bytes", None)
-        assert not lane.needs_refill
+        assert not lane._buffer.is_low
     lane.set_batch_max(None)
-    assert not lane.needs_refill
+    assert not lane._buffer.is_low
     lane.set_batch_max(30)
-    assert not lane.needs_refill
+    assert not lane._buffer.is_low
     send = lane.next(NOW)
     assert isinstance(send, Send)
     (*_, last) = send.batch
@@ -294,12 +294,12 @@ def test_the_refill_check_does_not_scan_the_buffer(
         u=0.5,
     )
     # More remains than fits in one request, until two deliveries are gone.
-    assert (20 - last.seq, lane.needs_refill) == (11, False)
+    assert (20 - last.seq, lane._buffer.is_low) == (11, False)
     lane.next(NOW)
     lane.record_result(AttemptOutcome.DELIVERED, response, POLICY, started_at=NOW, now=NOW, u=0.5)
     lane.next(NOW)
     lane.record_result(AttemptOutcome.DELIVERED, response, POLICY, started_at=NOW, now=NOW, u=0.5)
-    assert lane.needs_refill
+    assert lane._buffer.is_low
 
 
 def rounds(size: BatchSize, takes: int, count: int) -> list[int]:
@@ -370,5 +370,5 @@ def test_a_batch_is_delivered_if_all_of_it_was_stored_before_the_connection_ende
     accepted, record = lane.record_batch_result(
         send.batch, 2, AttemptOutcome.RETRY, failed, POLICY, started_at=NOW, now=NOW, u=0.5
     )
-    assert (accepted.seqs, record) == ([1, 2], None)
+    assert ([row.seq for row in accepted.rows], record) == ([1, 2], None)
     assert (lane.acked_seq, lane.in_flight, lane.failing) == (2, False, False)

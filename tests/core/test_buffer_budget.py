@@ -97,7 +97,7 @@ class PendingLane:
         """Do anything that may happen to a lane."""
         buffer, rng = self.buffer, self._rng
         acked = buffer.queue[0].seq - 1 if buffer.queue else buffer.fetched_seq
-        match rng.randrange(12):
+        match rng.randrange(11):
             case 0 | 1 | 2:
                 self.refill()
             case 3 | 4 | 5:
@@ -109,10 +109,6 @@ class PendingLane:
             case 9:
                 buffer.reset(acked, 0)
             case 10:
-                row = self.row(buffer.fetched_seq + 1)
-                if isinstance(row, Delivery):
-                    buffer.append([row])
-            case 11:
                 self.tenant = rng.choice("abc")
                 buffer.set_share(self._budget.share_of(self.tenant))
 
@@ -169,7 +165,7 @@ def test_a_tenant_with_large_events_leaves_room_for_others() -> None:
         other.refill()
         other.complete()
     assert len(other.buffer.queue) > 8
-    assert quiet.room > 4 << 20
+    assert quiet.room > budget.bytes_max // 8
 
 
 def large(*seqs: int, expires_at: float | None = None) -> list[Delivery]:
@@ -196,9 +192,7 @@ def test_a_lane_that_waits_releases_its_content_and_reads_it_again() -> None:
     assert (lane.head_since, lane.next(NOW)) == (head_since, waits)
     # New deliveries are not read before it sends again.
     lane.extend_to(3, NOW)
-    lane.append(large(3))
     assert lane.fetch() is None
-    assert not lane.needs_refill
     assert budget.held == 0
     assert lane.next(waits.until) == Fetch(0, 1)
     lane.append_fetched(large(1, 2, 3))

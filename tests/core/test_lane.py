@@ -357,7 +357,8 @@ def test_a_skipped_delivery_is_not_sent_when_its_slot_comes() -> None:
 def test_a_held_lane_is_no_probe_before_its_time() -> None:
     """The circuit breaker does not count its result, and would admit it again at once."""
     lane = Lane(LaneSnapshot(1, 1, Progress()), 0, stream=StreamPosition())
-    lane.append([delivery(1)])
+    assert lane.fetch() is not None
+    lane.append_fetched([delivery(1)])
     forgot = AttemptResult.failed(Failure.FORGOT, "", 0.1)
     for now in (NOW, NOW + 60):
         assert isinstance(lane.next(now, Gate.PROBE), Open)
@@ -375,7 +376,8 @@ def test_a_held_lane_is_no_probe_before_its_time() -> None:
 def test_a_delivery_is_not_appended_when_its_slot_comes_to_a_lane_that_must_be_opened() -> None:
     """The credentials of the broker have changed while it waited."""
     lane = Lane(LaneSnapshot(1, 1, Progress()), 0, stream=StreamPosition())
-    lane.append([delivery(1)])
+    assert lane.fetch() is not None
+    lane.append_fetched([delivery(1)])
     assert isinstance(lane.next(NOW), Open)
     lane.record_position(0)
     send = lane.next(NOW)

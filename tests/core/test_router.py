@@ -110,9 +110,9 @@ def test_sequence_numbers_are_contiguous_across_batches_in_id_order(
         placements = router.placements(batch)
         known = {lane: table.get(lane, 0) for lane in lanes_of(placements)}
         out = assign_sequences(placements, [], known)
-        assert len(out) == len(out.lane_ids) == len(out.outbox_ids) == len(out.replay_ids)
+        assert len(out) == len(out.lane_ids) == len(out.outbox_ids)
         assert out.counters.keys() == known.keys()
-        assert set(out.replay_ids) <= {None}
+        assert out.repeats == ()
         for lane, seq, event in zip(out.lane_ids, out.seqs, out.outbox_ids, strict=True):
             lanes.setdefault(lane, []).append((seq, event))
         table |= out.counters
@@ -348,9 +348,7 @@ def test_replays_are_appended_to_their_lane(
     counters = dict.fromkeys(lanes_of(placements) | {r.lane_id for r in replays}, 7)
     out = assign_sequences(placements, replays, counters)
     fresh = len(out) - len(replays)
-    assert out.replay_ids == [None] * fresh + [r.id for r in replays]
-    assert out.replay_seqs == [None] * fresh + [r.seq for r in replays]
-    assert out.copy_ids == [None] * fresh + [r.copy_id for r in replays]
+    assert out.repeats == tuple(replays)
     assert out.lane_ids[fresh:] == [r.lane_id for r in replays]
     assert out.outbox_ids[fresh:] == [r.outbox_id for r in replays]
     for lane in counters:

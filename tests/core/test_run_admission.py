@@ -1,4 +1,4 @@
-"""Admission of the requests of a delivery run: each in the slot of the one before."""
+"""Admission of the requests of a request run: each in the slot of the one before."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from outbox.core.model.response import Failure
 from outbox.destinations.http.http1 import connection as connection_module
 from outbox.network import reuse_limits
 from tests.destinations.conformance import LONG_S, LOOPBACK, SHORT_S, closing, permission, to
-from tests.destinations.delivery_runs import Run, numbers
+from tests.destinations.request_runs import Run, numbers
 from tests.destinations.servers import OK, Connection, RawServer, respond_with, serving
 from tests.support.waiting import until
 

@@ -1,4 +1,4 @@
-"""Between a response of a delivery run and the request that follows it, in the same pass of the
+"""Between a response of a request run and the request that follows it, in the same pass of the
 event loop, anything may happen to the connection: then the response is the result, and no request
 follows it.
 """
@@ -17,7 +17,7 @@ from outbox.destinations.http.http1.connection import Connection, FollowUps
 from outbox.destinations.http.targets import DestinationCache
 from outbox.network.egress import EgressPolicy
 from tests.destinations.conformance import permission
-from tests.destinations.delivery_runs import Run
+from tests.destinations.request_runs import Run
 from tests.destinations.servers import OK
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from outbox.destinations.interface import KEEP_ALIVE_S
 from outbox.network import descriptors
 from outbox.network.dns import Unresolved
 from tests.destinations.conformance import LOOPBACK, Make, TransportConformance, closing, to
-from tests.destinations.delivery_runs import DeliveryRuns
 from tests.destinations.egress_suite import Guarding, authority, connected
 from tests.destinations.receivers import HostileReceivers
+from tests.destinations.request_runs import RequestRuns
 from tests.destinations.reused_connections import ReusedConnections
 from tests.destinations.servers import OK, Connection, respond_with, serving
 from tests.destinations.unsolicited import UnsolicitedData
@@ -80,7 +80,7 @@ class _Making:
 class TestOnUvloop(
     _Making,
     TransportConformance,
-    DeliveryRuns,
+    RequestRuns,
     ReusedConnections,
     UnsolicitedData,
     HostileReceivers,
@@ -92,7 +92,7 @@ class TestOnUvloop(
 class TestOnAsyncio(
     _Making,
     TransportConformance,
-    DeliveryRuns,
+    RequestRuns,
     ReusedConnections,
     UnsolicitedData,
     HostileReceivers,

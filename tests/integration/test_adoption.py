@@ -23,6 +23,7 @@ from tests.support.relay import (
     publish,
     running,
 )
+from tests.support.split_runs import split_runs
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -167,9 +168,11 @@ async def test_what_was_stored_before_a_stream_was_trimmed_is_acknowledged(
     """The response of the append was lost; the fence has its X-Delivery."""
     lane = await delivered(database, brokers, broker_server.url())
     # As if 3 had not been acknowledged.
+    async with database.at_hand() as db:
+        await split_runs(db)
     await fetchval(
         database,
-        "WITH unacknowledged AS (DELETE FROM attempt WHERE seq = 3) "
+        "WITH unacknowledged AS (DELETE FROM attempt_run WHERE seq = 3) "
         "UPDATE lane_progress SET acked_seq = 2, delivered_seq = 2",
     )
     await broker_server.command("XTRIM", f"events:{{{lane}}}", "MAXLEN", 0)

@@ -234,7 +234,7 @@ async def test_a_batch_response_keeps_no_data_of_an_erased_event(
     assert max(len(sent.body) for sent in network.sent) == 3
     async with database.connection(server_settings={"search_path": "relay"}) as connection:
         await erase.erase_events(connection, "relay", ErasureTarget(tenant="acme"), actor="test")
-        for table in ("attempt", "lane_progress", "dead_letter", "endpoint_health"):
+        for table in ("attempt_run", "lane_progress", "dead_letter", "endpoint_health"):
             kept = await connection.fetch(f"SELECT t::text FROM {table} t")
             assert "acme-secret" not in str(kept), table
 

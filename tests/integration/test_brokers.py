@@ -424,9 +424,15 @@ async def test_a_refill_has_what_a_trigger_kept_out_of_the_attempt_log(
     async with database.at_hand() as db:
         await db.execute("""
             CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS
-                'BEGIN IF NEW.seq = 3 THEN RAISE EXCEPTION ''no''; END IF; RETURN NULL; END';
-            CREATE TRIGGER refuse BEFORE INSERT ON attempt FOR EACH ROW
-                WHEN (NEW.seq IN (3, 11)) EXECUTE FUNCTION refuse()
+                'BEGIN
+                    IF int8range(NEW.seq, NEW.seq + NEW.count) @> 3::bigint THEN
+                        RAISE EXCEPTION ''no'';
+                    END IF;
+                    RETURN NULL;
+                 END';
+            CREATE TRIGGER refuse BEFORE INSERT ON attempt_run FOR EACH ROW
+                WHEN (int8range(NEW.seq, NEW.seq + NEW.count) && '{[3,3],[11,11]}'::int8multirange)
+                EXECUTE FUNCTION refuse()
         """)
     async with running(database, Network(), brokers=streams.connect):
         await publish(database, *range(1, 11))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import product
 from typing import TYPE_CHECKING
 
 import pytest
 
 from outbox.core.delivery.buffer_budget import COPIES, ROW_BYTES
+from outbox.core.delivery.event_cache import EventCache
 from outbox.relay.delivery import lane_worker
+from outbox.store.delivery.delivery_reads import LaneRead
 from outbox.store.delivery.lanes import LaneStore
 from tests.integration.test_brokers import URL, Streams
 from tests.support.operators import routing_transaction
@@ -147,20 +150,23 @@ async def test_a_read_is_bounded_by_bytes_in_memory(database: Database) -> None:
         store = LaneStore(connection)
         endpoint_id = await connection.fetchval("SELECT id FROM endpoint")
         (lane,) = await store.lanes([endpoint_id])
-        for bytes_max, count in (
-            (0, 1),
-            (100_100, 1),
-            (200_100, 2),
-            (202_000, 2),
-            (203_200, 3),
-            (253_000, 3),
-            (253_300, 6),
-            (1 << 20, 6),
+        for cache, (bytes_max, count) in product(
+            (None, EventCache()),
+            (
+                (0, 1),
+                (100_100, 1),
+                (200_100, 2),
+                (202_000, 2),
+                (203_200, 3),
+                (253_000, 3),
+                (253_300, 6),
+                (1 << 20, 6),
+            ),
         ):
-            found = await store.deliveries([lane], [0], [0], [9], [bytes_max])
+            found = await store.deliveries([LaneRead(lane, 0, 0, 9, bytes_max)], cache)
             assert len(found[lane.id]) == count, bytes_max
         # The bound is each lane's own, and what comes after a large delivery is read, too.
-        found = await store.deliveries([lane], [0], [3], [9], [0])
+        found = await store.deliveries([LaneRead(lane, 0, 3, 9, 0)], cache)
         assert [row.seq for row in found[lane.id]] == [4]
 
 

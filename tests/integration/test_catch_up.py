@@ -43,6 +43,7 @@ from tests.support.relay import (
     running,
     settings_for,
 )
+from tests.support.split_runs import split_runs
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -307,7 +308,8 @@ async def test_expired_deliveries_are_skipped(database: Database, tmp_path: Path
             await all_ended(database)
         async with database.connection(server_settings={"search_path": "relay"}) as db:
             await remove_events(database, "id = 2")
-            await db.execute("DELETE FROM delivery WHERE seq = 1")
+            await split_runs(db)
+            await db.execute("DELETE FROM delivery_run WHERE seq = 1")
         (caught_up,) = await asyncio.to_thread(ledger.receiver.catch_up)
         assert (caught_up.fetched, caught_up.unavailable) == (2, ((2, 2),))
         assert sorted(ledger.moved()) == [1, 3, 4, 5, 6]

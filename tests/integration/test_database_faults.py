@@ -334,8 +334,8 @@ async def test_a_missing_connection_to_listen_is_tolerated(database: Database, l
 RIGHTS: Mapping[str, tuple[str, str]] = {
     "sequencing, reading": ("outbox", "SELECT"),
     "sequencing, writing": ("batch", "INSERT"),
-    "reading": ("delivery", "SELECT"),
-    "acknowledging": ("attempt", "INSERT"),
+    "reading": ("delivery_run", "SELECT"),
+    "acknowledging": ("attempt_run", "INSERT"),
     "checkpoints, claims": ("lane_progress", "UPDATE"),
     "renewing": ("replica", "UPDATE"),
     "owning": ("ownership", "UPDATE"),

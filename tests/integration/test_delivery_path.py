@@ -44,5 +44,5 @@ async def test_a_delivery_of_a_run_passes_few_modules(database: Database) -> Non
     # Runs begin and end, and buffers are read meanwhile: the median delivery is within a run.
     way = sorted(ways, key=len)[len(ways) // 2]
     print(*sorted(way), sep="\n")
-    assert "core/delivery/delivery_run.py" in way
+    assert "core/delivery/request_run.py" in way
     assert len(way) <= MODULES_MAX

@@ -78,6 +78,23 @@ def echo(status: int) -> Any:
     return response
 
 
+async def test_relays_learn_of_an_erasure_that_is_interrupted(
+    database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they have read of the events goes, although the erasure does not come to its end."""
+    await publish(database, SECRET, key="customer-1")
+
+    async def interrupted(*_: object) -> int:
+        raise UsageError("interrupted")
+
+    monkeypatch.setattr(erase, "erase_responses", interrupted)
+    before = await db.fetchval("SELECT erasures FROM cursor")
+    with pytest.raises(UsageError, match="interrupted"):
+        await erase.erase_events(db, "relay", ErasureTarget(key="customer-1"), actor="test")
+    assert await db.fetchval("SELECT payload IS NULL FROM outbox")
+    assert await db.fetchval("SELECT erasures FROM cursor") > before
+
+
 @pytest.mark.parametrize(
     "target", sampled([ErasureTarget(tenant="acme"), ErasureTarget(key="customer-1")])
 )
@@ -116,7 +133,7 @@ async def test_erasure_removes_event_data_and_keeps_delivery_history(
         SECRET,
     )
     held = await where(db, SECRET)
-    assert held == {"outbox", "attempt", "dead_letter", "lane_progress", "endpoint_health"}
+    assert held == {"outbox", "attempt_run", "dead_letter", "lane_progress", "endpoint_health"}
     before = await db.fetchval("SELECT count(*) FROM attempt")
     would = await erase.count_erasable(db, "relay", target)
     assert (would.events, would.dead_letters) == (3, 3)
@@ -125,7 +142,7 @@ async def test_erasure_removes_event_data_and_keeps_delivery_history(
     assert (done.events, done.dead_letters) == (3, 3)
     assert done.responses == 10
     assert await where(db, SECRET) == set()
-    assert "attempt" in await where(db, "public-1")
+    assert "attempt_run" in await where(db, "public-1")
     assert await db.fetchval("SELECT count(*) FROM attempt") == before
     assert await db.fetchval("SELECT count(*) FROM outbox WHERE payload IS NOT NULL") == 3
     entry = await db.fetchval("SELECT data FROM journal WHERE kind = 'erased' AND actor = 'test'")
@@ -210,7 +227,7 @@ async def test_data_written_during_an_erasure_is_erased_within_an_hour(
         await erase.erase_events(db, "relay", ErasureTarget(tenant="acme"), actor="test")
         may_respond.set()
         await all_ended(database)
-    assert await where(db, SECRET) == {"attempt", "dead_letter"}
+    assert await where(db, SECRET) == {"attempt_run", "dead_letter"}
     retention = RetentionStore(db, Retention())
     assert await retention.delete_expired() == 2
     assert await where(db, SECRET) == set()
@@ -299,7 +316,7 @@ async def test_an_interrupted_erasure_begins_again(
             )
         raised = await fetchval(database, "SELECT erasures FROM cursor")
         assert await erase_acme(db) == (2, 4)
-        assert await fetchval(database, "SELECT erasures FROM cursor") == raised + 1
+        assert await fetchval(database, "SELECT erasures FROM cursor") > raised
         assert await erase_acme(db) == (0, 0)
 
 
@@ -320,7 +337,7 @@ async def test_responses_to_a_dead_letter_are_erased_after_its_event_was_dropped
     async with running(database, network):
         await publish(database, SECRET, key="customer-1")
         await drop_events(database, db)
-        assert await where(db, SECRET) == {"attempt", "dead_letter"}
+        assert await where(db, SECRET) == {"attempt_run", "dead_letter"}
         network.script = slow
         await replays.start_replay(db, "relay", DeadLetterSelection(ids=(1,)), actor="test")
         await requested.wait()
@@ -329,7 +346,7 @@ async def test_responses_to_a_dead_letter_are_erased_after_its_event_was_dropped
         assert await where(db, SECRET) == set()
         may_respond.set()
         await all_ended(database)
-    assert await where(db, SECRET) == {"attempt", "dead_letter"}
+    assert await where(db, SECRET) == {"attempt_run", "dead_letter"}
     assert await RetentionStore(db, Retention()).delete_expired() == 2
     assert await where(db, SECRET) == set()
     assert await exceptions(database) == {}

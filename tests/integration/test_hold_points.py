@@ -47,6 +47,7 @@ from tests.support.relay import (
     register,
     running,
 )
+from tests.support.split_runs import SPLIT_RUNS
 from tests.support.tiers import sampled
 from tests.support.waiting import until
 
@@ -63,9 +64,9 @@ REJECTED = AttemptResult.completed(400, 0.001)
 ECHO = AttemptResult.completed(200, 0.001, body=b"personal data")
 
 # Erases the events, and puts into attempts what requests in flight would have recorded.
-WRITE_LEFTOVERS = """
+WRITE_LEFTOVERS = f"""{SPLIT_RUNS}
 UPDATE outbox SET payload = NULL, headers = NULL, erased_at = now();
-UPDATE attempt SET response = '{"body": "personal data"}'
+UPDATE attempt_run SET response = '{{"body": "personal data"}}'
 """
 
 

@@ -157,13 +157,14 @@ CASES: dict[str, tuple[str, str]] = {
         "UPDATE lane_progress SET floor_batch = -1",
     ),
     "delivery": (
-        f"INSERT INTO delivery (lane_id, batch, seq, outbox_id) VALUES ({LANE}, 5, 1, 1)",
-        "DELETE FROM delivery",
+        f"INSERT INTO delivery_run (lane_id, batch, seq, outbox_id) VALUES ({LANE}, 5, 1, 1)",
+        "DELETE FROM delivery_run",
     ),
     "attempt": (
-        f"""INSERT INTO attempt (lane_id, batch, seq, attempt, replica_id, outcome, started_at,
-                                 elapsed_ms) VALUES ({LANE}, 5, 1, 1, 1, 'retry', now(), 1)""",
-        "DELETE FROM attempt",
+        f"""INSERT INTO attempt_run (lane_id, batch, seq, attempt, replica_id, outcome,
+                                     started_at, elapsed_ms)
+            VALUES ({LANE}, 5, 1, 1, 1, 'r', now(), 1)""",
+        "DELETE FROM attempt_run",
     ),
     "receiver that fetches": (
         f"""WITH c AS (UPDATE lane_counter SET last_seq = 1 WHERE lane_id = {LANE}),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,11 +19,11 @@ from tests.support.sleeper import Sleeper, sleeper
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Collection
+    from collections.abc import AsyncIterator
 
     from asyncpg import Connection
 
-    from outbox.core.model.delivery import Delivery
+    from outbox.core.model.delivery import EventContent
     from outbox.relay.sequencing.cursor import SequencedBatch
     from outbox.relay.sequencing.sequencer import Sequencer
     from tests.support.postgres import Database
@@ -234,29 +233,30 @@ async def test_a_locked_cursor_row_delays_a_batch_and_loses_nothing(
 
 
 class ReturningSequencer:
-    """A sequencer of one lane that requests the events of its batches."""
+    """A sequencer whose lanes wait for the events of its batches, or do not."""
 
     def __init__(self) -> None:
-        self.requested: list[set[int]] = []
         self.batches: list[SequencedBatch] = []
+        self.lanes_wait = True
 
     async def begin(self, database: Database) -> None:
         connection = await session(database)
-        self.lane_id = await connection.fetchval("SELECT id FROM lane")
-        self.sequencer, store = REAL.build(
-            connection, settings(database), on_batch=self.batches.append
-        )
-        self.sequencer.cursor._needs_inline_payloads = self._wants
+        self.sequencer, store = REAL.build(connection, settings(database), on_batch=self._record)
         await store.check()
 
-    def _wants(self, lane_ids: Collection[int]) -> dict[int, Any]:
-        self.requested.append(set(lane_ids))
-        return {self.lane_id: SimpleNamespace(endpoint_id=None, name="lane")}
+    def _record(self, sequenced: SequencedBatch) -> bool:
+        self.batches.append(sequenced)
+        return self.lanes_wait
 
-    async def turn(self) -> list[Delivery]:
-        """The events that the lane gets from the next batch."""
+    async def turn(self) -> dict[int, EventContent]:
+        """The events that are returned with the next batch, by sequence."""
         assert await self.sequencer.sequence_batch() is BatchResult.WRITTEN
-        return list(self.batches[-1].inline_deliveries.get(self.lane_id, ()))
+        batch = self.batches[-1]
+        return {
+            seq: batch.contents[outbox_id]
+            for _, seq, outbox_id in batch.deliveries.new
+            if outbox_id in batch.contents
+        }
 
 
 @pytest.fixture
@@ -266,7 +266,7 @@ async def returning(database: Database) -> ReturningSequencer:
     return returning
 
 
-async def test_requesting_lanes_get_their_events_with_the_batch(
+async def test_waiting_lanes_get_their_events_with_the_batch(
     database: Database, returning: ReturningSequencer
 ) -> None:
     producer = await database.connect()
@@ -277,40 +277,46 @@ async def test_requesting_lanes_get_their_events_with_the_batch(
             key,
         )
     got = await returning.turn()
-    assert returning.requested == [{returning.lane_id}]
-    assert [(each.seq, each.batch, each.key) for each in got] == [(1, 1, "one"), (2, 1, "two")]
-    assert {(each.lane, each.type, each.payload) for each in got} == {
-        ("lane", "app.any", b'{"a": 1}')
-    }
+    assert {seq: each.key for seq, each in got.items()} == {1: "one", 2: "two"}
+    assert {(each.type, each.payload) for each in got.values()} == {("app.any", b'{"a": 1}')}
     # The same value as the reader's: times beyond Python's calendar are close to its last one.
-    assert {datetime.fromtimestamp(each.expires_at or 0, UTC).year for each in got} == {9999}
+    expiry = {datetime.fromtimestamp(each.expires_at or 0, UTC).year for each in got.values()}
+    assert expiry == {9999}
 
 
 async def test_large_events_are_not_returned_with_the_batch(
     database: Database, returning: ReturningSequencer
 ) -> None:
-    """The cursor row stays locked until the whole result is sent, so the result must fit into the
-    buffers.
-    """
+    """They are stored apart from their rows, so reading them takes longer."""
     producer = await database.connect()
     await producer.execute(
-        "INSERT INTO relay.outbox (type, payload) SELECT 'app.any', to_jsonb(repeat('x', n))"
-        " FROM unnest(ARRAY[1000, 1000, 32000, 1]) n"
+        "INSERT INTO relay.outbox (type, payload) SELECT 'app.any', to_jsonb(("
+        "   SELECT string_agg(md5(n * i || ''), '') FROM generate_series(1, n) i))"
+        " FROM unnest(ARRAY[30, 30, 300, 1]) n"
     )
-    assert [each.seq for each in await returning.turn()] == [1, 2]
+    assert sorted(await returning.turn()) == [1, 2, 4]
 
 
-async def test_events_of_a_large_batch_are_not_returned_with_it(
+async def test_events_are_returned_only_while_lanes_wait_for_few(
     database: Database, returning: ReturningSequencer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outbox.relay.sequencing.cursor.INLINE_DELIVERIES_MAX", 2)
+    monkeypatch.setattr("outbox.relay.sequencing.cursor.CONTENT_EVENTS_MAX", 2)
     producer = await database.connect()
-    await producer.execute(
-        "INSERT INTO relay.outbox (type, payload) SELECT 'app.any', '{}' FROM generate_series(1, 3)"
-    )
-    assert await returning.turn() == []
-    assert returning.requested == []
-    assert [dict(batch.inline_deliveries) for batch in returning.batches] == [{}]
+
+    async def returned(events: int, *, lanes_wait: bool) -> bool:
+        returning.lanes_wait = lanes_wait
+        await producer.execute(
+            "INSERT INTO relay.outbox (type, payload) SELECT 'app.any', '{}' "
+            "FROM generate_series(1, $1::int)",
+            events,
+        )
+        return bool(await returning.turn())
+
+    assert await returned(1, lanes_wait=True)
+    assert await returned(3, lanes_wait=True)
+    assert not await returned(1, lanes_wait=True)
+    assert await returned(1, lanes_wait=False)
+    assert not await returned(1, lanes_wait=True)
 
 
 # -------------------------------------------------------- commit contention

@@ -206,7 +206,7 @@ async def test_sending_is_bounded_while_the_log_cannot_be_written(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outbox.relay.delivery.recorder.PENDING_MAX", 3)
-    monkeypatch.setattr("outbox.core.delivery.delivery_run.RESULTS_MAX", 2)
+    monkeypatch.setattr("outbox.core.delivery.request_run.RESULTS_MAX", 2)
     await add_endpoint(database, types=["a.b"])
     network = Network()
     async with running(database, network, lease_s=30.0, ack_group_ms=0.0):
@@ -216,7 +216,7 @@ async def test_sending_is_bounded_while_the_log_cannot_be_written(
             database.connection(server_settings={"search_path": "relay"}) as connection,
             connection.transaction(),
         ):
-            await connection.execute("LOCK TABLE attempt IN SHARE MODE")
+            await connection.execute("LOCK TABLE attempt_run IN SHARE MODE")
             await publish(database, *range(20))
             await until(lambda: _numbered(database, 21), what="sequencing")
             await until(lambda: len(network.sent) >= 5, what="what may be sent")

@@ -19,7 +19,7 @@ from outbox.core.delivery.commands import (
     DeadRange,
     Progress,
     Record,
-    RunResults,
+    Successes,
 )
 from outbox.core.model.delivery import Delivery
 from outbox.store.cluster.replicas import ReplicaStore
@@ -77,12 +77,12 @@ SELECT (SELECT array_agg(lane_id ORDER BY lane_id) FROM lane_progress WHERE acke
 ranges; types of operational events."""
 PENDING = """
 WITH event AS (INSERT INTO outbox (type, payload) VALUES ('a.b', '1') RETURNING id)
-INSERT INTO delivery (lane_id, batch, seq, outbox_id)
+INSERT INTO delivery_run (lane_id, batch, seq, outbox_id)
 SELECT l.id, 1, n, event.id FROM event, lane l, generate_series(1, 6) n
 """
 SUPPRESS_NOTHING = """
 CREATE FUNCTION keep() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NEW; END';
-CREATE TRIGGER keep BEFORE INSERT ON attempt FOR EACH ROW EXECUTE FUNCTION keep()
+CREATE TRIGGER keep BEFORE INSERT ON attempt_run FOR EACH ROW EXECUTE FUNCTION keep()
 """
 RESPONSES: list[dict[str, Any] | None] = [
     None, {"body": "same"}, *({"body": text} for text in TRICKY), {"body": "same"}, None,
@@ -118,16 +118,11 @@ def succeeded(lane_id: int, seq: int, response: dict[str, Any] | None) -> Record
     return Record(lane_id, seq, AttemptRow(1, seq, 1, "delivered", 200, None, 1.0, 0.1, response))
 
 
-def run(first_seq: int, responses: list[dict[str, Any] | None]) -> RunResults:
+def run(first_seq: int, responses: list[dict[str, Any] | None]) -> Successes:
     """The successes of a run."""
-    results = RunResults()
+    results = Successes()
     for seq, response in enumerate(responses, first_seq):
-        results.batches.append(1)
-        results.seqs.append(seq)
-        results.statuses.append(200)
-        results.started_at.append(1.0)
-        results.elapsed_s.append(0.1)
-        results.responses.append(response)
+        results.rows.append(AttemptRow(1, seq, 1, "delivered", 200, None, 1.0, 0.1, response))
     return results
 
 
@@ -171,7 +166,7 @@ async def owner(request: pytest.FixtureRequest, database: Database) -> Owner:
     ).start()
 
 
-@pytest.mark.parametrize("table", ["attempt", "dead_letter"])
+@pytest.mark.parametrize("table", ["attempt_run", "dead_letter"])
 async def test_a_lease_that_ends_between_two_statements_loses_nothing(
     owner: Owner, table: str
 ) -> None:
@@ -280,7 +275,7 @@ async def test_a_response_that_repeats_is_sent_once(
 
     monkeypatch.setattr(asyncpg.Connection, "execute", logged)
     repeated = [{"body": "repeated"} for _ in range(4)]
-    runs = [(a, run(1, [*repeated[2:], {"body": "other"}]))]
+    runs = [(a, run(1, repeated[2:])), (a, run(9, [{"body": "other"}]))]
     records = [succeeded(b, 1, repeated[0]), succeeded(c, 1, repeated[1])]
     await owner.records.write(records, [0, 0], runs)
     text = "".join(messages)

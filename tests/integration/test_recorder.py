@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from outbox.core.delivery.commands import RunResults
+    from outbox.core.delivery.commands import Successes
     from outbox.store.delivery.records import RecordStore
 
 ENDPOINT = UUID(int=1)
@@ -34,7 +34,7 @@ class Groups:
         self,
         records: Sequence[Record],
         epochs: Sequence[int],
-        runs: Sequence[tuple[int, RunResults]] = (),
+        runs: Sequence[tuple[int, Successes]] = (),
     ) -> None:
         assert len(records) == len(epochs)
         assert not runs

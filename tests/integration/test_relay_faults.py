@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import traceback
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +14,7 @@ from structlog.testing import capture_logs
 from outbox.core.admission.request_scheduler import RequestScheduler
 from outbox.core.delivery.commands import AttemptRow, LaneSnapshot, Progress, Record
 from outbox.core.delivery.delivery_history import DeliveryHistory
+from outbox.core.delivery.event_cache import EventCache
 from outbox.core.delivery.lane import Lane
 from outbox.core.delivery.stream_position import StreamPosition
 from outbox.core.model.endpoint_settings import EndpointSettings
@@ -23,6 +25,7 @@ from outbox.operations.endpoints import removal as endpoint_removal
 from outbox.relay.delivery.dispatcher import Dispatcher
 from outbox.relay.delivery.recorder import Recorder
 from outbox.store.cluster.replicas import ReplicaStore
+from outbox.store.delivery.delivery_reads import LaneRead
 from outbox.store.delivery.lanes import LaneStore
 from outbox.store.delivery.records import RecordStore
 from outbox.store.errors import Fenced
@@ -47,6 +50,7 @@ from tests.support.relay import (
     remove_events,
     running,
 )
+from tests.support.split_runs import split_runs
 from tests.support.tcp import through_lines
 from tests.support.waiting import until
 
@@ -223,9 +227,11 @@ async def test_a_lane_with_a_missing_row_does_not_block_others(database: Databas
     await publish(database, "a", "b", "c")
     async with killed_at_the_end(database, held.network):
         await until(lambda: len(held.network.sent) == 2)
+    async with database.at_hand() as db:
+        await split_runs(db)
     await fetchval(
         database,
-        "DELETE FROM delivery d USING lane l "
+        "DELETE FROM delivery_run d USING lane l "
         "WHERE l.id = d.lane_id AND l.endpoint_id = $1 AND d.seq = 2",
         bad.id,
     )
@@ -251,8 +257,10 @@ async def test_large_payloads_are_read_in_small_batches(database: Database) -> N
     assert network.data() == payloads
     store = LaneStore(await database.connect(**SESSION))
     lanes = await store.lanes([endpoint.id])
-    for bytes_max, count in ((1, 1), (500_000, 2), (1 << 30, 30)):
-        rows = await store.deliveries(lanes, [0], [0], [32], [bytes_max])
+    for bytes_max, count, cache in product(
+        ((1, 1), (500_000, 2), (1 << 30, 30)), (None, EventCache())
+    ):
+        rows = await store.deliveries([LaneRead(lanes[0], 0, 0, 32, bytes_max)], cache)
         assert [d.seq for d in rows[lanes[0].id]] == list(range(1, count + 1))
 
 
@@ -620,10 +628,10 @@ async def test_a_cancelled_statement_ends_while_the_server_is_unreachable(
 
 
 REFUSALS = {
-    "attempt": "disk_full",
+    "attempt_run": "disk_full",
     "lane_progress": "lock_not_available",
     "dead_letter": "query_canceled",
-    "delivery": "serialization_failure",
+    "delivery_run": "serialization_failure",
     "batch": "idle_in_transaction_session_timeout",
     "lane_counter": "out_of_memory",
     "ownership": "deadlock_detected",

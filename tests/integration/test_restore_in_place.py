@@ -96,7 +96,9 @@ WAYS = {
         dump_of_an_older_version, lambda database: truncate(database, "incarnation")
     ),
     "counters": InPlace(single_table("lane_counter"), emptied("lane_counter")),
-    "deliveries": InPlace(single_table("delivery_0"), emptied("delivery"), keeps_lanes=True),
+    "deliveries": InPlace(
+        single_table("delivery_run_0"), emptied("delivery_run"), keeps_lanes=True
+    ),
 }
 
 

@@ -605,7 +605,7 @@ async def test_a_drop_waits_for_a_reader_and_blocks_no_session(
         await keeper.db.execute("RESET statement_timeout")
         # A partition that was detached but not dropped is dropped, too.
         await keeper.partitions.drop()
-    for parent in ("outbox", "attempt", "delivery", "batch"):
+    for parent in ("outbox", "attempt_run", "delivery_run", "batch"):
         assert 0 not in await keeper.tables(parent)
         assert await fetchval(database, "SELECT to_regclass($1) IS NULL", f"{parent}_0")
     assert await exceptions(database) == {}

@@ -13,6 +13,7 @@ import pytest
 from outbox.core.cluster.observed_time import Odometer
 from outbox.core.delivery.circuit_breaker import CircuitBreaker
 from outbox.core.delivery.commands import Fetch, LaneSnapshot, Progress
+from outbox.core.delivery.event_cache import EventCache
 from outbox.core.delivery.lane import Lane
 from outbox.operations.endpoints import changes as endpoint_changes
 from outbox.relay.cluster import ownership
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from outbox.core.delivery.endpoint import Endpoint
+    from outbox.store.delivery.delivery_reads import LaneRead
     from outbox.store.delivery.lanes import LoadedLane
     from tests.support.postgres import Database
 
@@ -109,10 +111,10 @@ class Reads:
     def __init__(self) -> None:
         self.requested: list[list[int]] = []
 
-    async def deliveries(self, lanes: Sequence[Any], *_: Any) -> dict[int, list[Any]]:
-        self.requested.append([lane.id for lane in lanes])
+    async def deliveries(self, requested: Sequence[LaneRead], _: Any) -> dict[int, list[Any]]:
+        self.requested.append([each.lane.id for each in requested])
         await asyncio.sleep(0)
-        return {lane.id: [] for lane in lanes}
+        return {each.lane.id: [] for each in requested}
 
 
 def lane(lane_id: int, endpoint_id: int, tenant: str | None, pending: int = 1000) -> Any:
@@ -130,7 +132,7 @@ async def test_a_quiet_lane_is_read_at_once_during_a_flood(
     tenant: str | None,
 ) -> None:
     store = Reads()
-    reading = fetcher.DeliveryFetcher(store, asyncio.Lock(), lambda _: None)  # type: ignore[arg-type]
+    reading = fetcher.DeliveryFetcher(store, asyncio.Lock(), lambda _: None, EventCache())  # type: ignore[arg-type]
     task = asyncio.create_task(reading.run())
     flood = 10 * fetcher.ROWS_PER_READ // fetcher.ROWS_PER_LANE
     for n in range(flood):
@@ -148,7 +150,7 @@ async def test_a_quiet_lane_is_read_at_once_during_a_flood(
 
 async def test_lanes_with_few_pending_deliveries_share_a_read() -> None:
     store = Reads()
-    reading = fetcher.DeliveryFetcher(store, asyncio.Lock(), lambda _: None)  # type: ignore[arg-type]
+    reading = fetcher.DeliveryFetcher(store, asyncio.Lock(), lambda _: None, EventCache())  # type: ignore[arg-type]
     task = asyncio.create_task(reading.run())
     for n in range(2 * fetcher.LANES_PER_READ):
         reading.request(lane(n, n, None, pending=1), Fetch(0, 0))

@@ -11,7 +11,7 @@ from outbox.config import Settings
 from outbox.relay.sequencing.cursor import BatchResult
 from outbox.relay.sequencing.sequencer import BUSY_POLL_S, LOCK_RETRY_S, POLL_MIN_S, Sequencer
 from outbox.relay.wake_event import Wakeups
-from tests.support.sequencers import always_notify, no_inline_payloads
+from tests.support.sequencers import always_notify
 
 if TYPE_CHECKING:
     from outbox.store.sequencing.batches import SequencingStore
@@ -24,7 +24,7 @@ def _sequencer(*, notified: bool = True) -> Sequencer:
     unused = cast("SequencingStore", store)
     return Sequencer(
         unused, 1, Settings(poll_s=POLL_S), Wakeups(), lambda _: None,
-        no_inline_payloads, always_notify, notified=notified,
+        always_notify, notified=notified,
     )  # fmt: skip
 
 

@@ -280,7 +280,7 @@ async def test_status_and_doctor_name_the_holder(database: Database) -> None:
 
 
 @pytest.mark.one_major
-@pytest.mark.parametrize("table", sampled(["batch", "outbox", "delivery"]))
+@pytest.mark.parametrize("table", sampled(["batch", "outbox", "delivery_run"]))
 async def test_the_session_that_locks_a_table_is_named(
     database: Database, logs: list[Any], table: str
 ) -> None:

@@ -29,7 +29,7 @@ from tests.support.relay import (
     register,
     running,
 )
-from tests.support.sequencers import always_notify, no_inline_payloads, settings
+from tests.support.sequencers import always_notify, settings
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Leader:
         await self.store.check()
         self.cursor = Cursor(
             self.store, self.id, settings(self.database), lambda _: None, lambda *_: False,
-            no_inline_payloads, always_notify,
+            always_notify,
         )  # fmt: skip
         return self
 
@@ -379,7 +379,7 @@ async def test_a_leader_without_its_last_batch_writes_nothing_and_reloads(
         assert await leader.turn() is BatchResult.WRITTEN
     async with database.connection(**SESSION) as db:
         await db.execute(
-            "DELETE FROM batch WHERE batch = 2; DELETE FROM delivery WHERE batch = 2;"
+            "DELETE FROM batch WHERE batch = 2; DELETE FROM delivery_run WHERE batch = 2;"
             "UPDATE lane_counter SET last_seq = 1, by_xid = txid_current()"
         )
     await publish(database, 3)

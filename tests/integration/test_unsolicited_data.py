@@ -16,7 +16,7 @@ from outbox.destinations.http.transport import HttpTransport
 from outbox.network.egress import EgressPolicy
 from outbox_doctor.check import Severity
 from tests.destinations.servers import OK, serving
-from tests.integration.test_delivery_runs import publish_backlog, run_deliveries
+from tests.integration.test_request_runs import publish_backlog, run_deliveries
 from tests.support.doctor import findings_of
 from tests.support.relay import add_endpoint, all_ended, fetchval, publish, running
 from tests.support.tiers import sampled

@@ -331,8 +331,7 @@ class LaneOwner:
             self._of_relay, attempt, world.now, world.rng, breakers, telemetry
         )
         if accepted is not None:
-            rows = map(accepted.row, range(len(accepted)))
-            self.recorder.pending += [Record(self.lane.id, row.seq, row) for row in rows]
+            self.recorder.pending += [Record(self.lane.id, row.seq, row) for row in accepted.rows]
         if record is not None and record.urgent:
             await self.recorder.write(record)
         elif record is not None:

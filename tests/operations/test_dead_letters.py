@@ -149,17 +149,19 @@ async def test_the_result_of_a_replay_is_shown(
     await replays.start_replay(db, "relay", DeadLetterSelection(ids=(first,)), actor="test")
     assert await state() == ("replaying", None)
     await db.execute(
-        "INSERT INTO delivery SELECT min(lane.id), 1, 5, 1, min(replay.id), 1 FROM lane, replay;"
+        "INSERT INTO delivery_run (lane_id, batch, seq, outbox_id, replay_id, replay_seq) "
+        "SELECT min(lane.id), 1, 5, 1, min(replay.id), 1 FROM lane, replay;"
         "UPDATE replay SET next_seq = 2"
     )
     assert await state() == ("replaying", None)
     # An acknowledgement that no checkpoint has taken up yet.
     await db.execute(
-        "INSERT INTO attempt SELECT lane_id, batch, seq, 1, 1, 'delivered', 204, NULL, now(), 1 "
+        "INSERT INTO attempt_run (lane_id, batch, seq, attempt, replica_id, outcome, status, "
+        "started_at, elapsed_ms) SELECT lane_id, batch, seq, 1, 1, 'd', 204, now(), 1 "
         "FROM delivery"
     )
     assert await state() == ("replayed", None)
-    await db.execute("DELETE FROM attempt")
+    await db.execute("DELETE FROM attempt_run")
     await db.execute("UPDATE lane_progress SET acked_seq = 5")
     assert await state() == ("replayed", None)
     # Given up once more: for itself, or within a range.
@@ -360,7 +362,8 @@ async def test_dead_letters_are_counted_by_state(database: Database, db: Connect
     await ranges.sequence_all(database)
     await db.execute("UPDATE lane_progress SET acked_seq = 11 WHERE endpoint_id = $1", one.id)
     await db.execute(
-        "INSERT INTO attempt SELECT lane_id, batch, seq, 1, 1, 'delivered', 204, NULL, now(), 1 "
+        "INSERT INTO attempt_run (lane_id, batch, seq, attempt, replica_id, outcome, status, "
+        "started_at, elapsed_ms) SELECT lane_id, batch, seq, 1, 1, 'd', 204, now(), 1 "
         "FROM delivery WHERE seq = 12"
     )
     await add_dead_letter(db, one.id, 11)

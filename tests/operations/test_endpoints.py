@@ -256,9 +256,9 @@ async def test_pending_excludes_deliveries_acknowledged_after_the_checkpoint(
     await db.execute("""
         INSERT INTO batch (batch, high) VALUES (1, 5);
         UPDATE lane_counter SET last_seq = 5;
-        INSERT INTO attempt (lane_id, batch, seq, attempt, replica_id, outcome, started_at,
-                             elapsed_ms)
-        SELECT l.id, 1, s, 1, 1, 'delivered', now(), 1 FROM lane l, generate_series(1, 3) s
+        INSERT INTO attempt_run (lane_id, batch, seq, attempt, replica_id, outcome, started_at,
+                                 elapsed_ms)
+        SELECT l.id, 1, s, 1, 1, 'd', now(), 1 FROM lane l, generate_series(1, 3) s
     """)
     found = await endpoints.get_endpoint(db, "relay", "shop")
     (lane,) = found.lanes

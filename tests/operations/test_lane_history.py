@@ -12,6 +12,7 @@ from outbox.core.model.headers import parse_lines
 from outbox.core.model.response import AttemptResult
 from outbox.errors import NotFound
 from outbox.operations import lane_history
+from outbox_api import fetched_deliveries
 from tests.support.relay import (
     BUSY,
     OK,
@@ -30,7 +31,8 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from asyncpg import Connection
 
-    from outbox.operations.lane_history import FetchedDelivery, LaneHistory
+    from outbox.operations.lane_history import LaneHistory
+    from outbox_api.fetched_deliveries import FetchedDelivery
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.system
@@ -61,7 +63,7 @@ async def test_deliveries_are_fetched_as_they_were_sent(
         await all_ended(database)
     lane = await the_lane(db, database)
     assert (lane.acknowledged, lane.last, lane.ended) == (9, 9, False)
-    found = await lane_history.list_fetched_deliveries(db, "relay", lane, 0, 100)
+    found = await fetched_deliveries.list_deliveries(db, "relay", lane, 0, 100)
     assert reported(found) == [
         (1, 0, "refused"),
         (2, 0, None),
@@ -82,7 +84,7 @@ async def test_deliveries_are_fetched_as_they_were_sent(
     # Any part of it is the same.
     for after in range(10):
         for limit in (1, 2, 100):
-            some = await lane_history.list_fetched_deliveries(db, "relay", lane, after, limit)
+            some = await fetched_deliveries.list_deliveries(db, "relay", lane, after, limit)
             assert reported(some) == reported(found)[after : after + limit]
 
 
@@ -103,7 +105,7 @@ async def test_unacknowledged_deliveries_are_omitted(
         lane = await until(lane_of_two)
         assert lane is not None
     assert (lane.acknowledged, lane.last) == (2, 4)
-    assert reported(await lane_history.list_fetched_deliveries(db, "relay", lane, 0, 100)) == [
+    assert reported(await fetched_deliveries.list_deliveries(db, "relay", lane, 0, 100)) == [
         (1, 0, None),
         (2, 1, None),
     ]
@@ -127,14 +129,14 @@ async def test_a_dead_lettered_range_is_listed_by_sequence(
         await all_ended(database)
     lane = await the_lane(db, database)
     ends = [(3, 2, "refused"), (4, 2, "disabled"), (5, 2, "disabled"), (6, 2, "disabled")]
-    assert reported(await lane_history.list_fetched_deliveries(db, "relay", lane, 1, 100)) == [
+    assert reported(await fetched_deliveries.list_deliveries(db, "relay", lane, 1, 100)) == [
         (2, 1, None),
         *ends,
     ]
     for after in (2, 3, 4, 5):
         # It begins in the middle of the range.
         assert (
-            reported(await lane_history.list_fetched_deliveries(db, "relay", lane, after, 100))
+            reported(await fetched_deliveries.list_deliveries(db, "relay", lane, after, 100))
             == ends[after - 2 :]
         )
 

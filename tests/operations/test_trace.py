@@ -119,9 +119,9 @@ async def test_a_trace_has_the_newest_attempts_of_each_delivery_and_a_limited_si
         await publish(database, 0)
         await all_ended(database)
     await db.execute("""
-        INSERT INTO attempt (lane_id, batch, seq, attempt, replica_id, outcome, started_at,
-                             elapsed_ms, response)
-        SELECT lane_id, batch, seq, n, replica_id, 'retry', started_at, 1.0,
+        INSERT INTO attempt_run (lane_id, batch, seq, attempt, replica_id, outcome, started_at,
+                                 elapsed_ms, response)
+        SELECT lane_id, batch, seq, n, replica_id, 'r', started_at, 1.0,
                '{"status": 500, "headers": [], "body": "busy"}'
           FROM attempt, generate_series(2, 200) n""")
     whole = WHOLE_RESPONSES_MAX // 2

@@ -25,6 +25,9 @@ UNGUARDED = {
     "it is part of a read that is guarded": """
         sequencing.event_reads.READ_EVENTS sequencing.event_reads.READ_EVENTS_WITH_CONTENT
     """,
+    "READ_DELIVERIES asks again for what it does not return": """
+        delivery.delivery_reads.READ_EVENTS delivery.delivery_reads.READ_RUNS
+    """,
     "without the row the session stops, and its cause is asked": """
         change.READ_BEGINNING cluster.leadership.READ_LEADER_STATUS cluster.replicas.READ_CLUSTER
         cluster.sessions.READ_REGISTRATION_HOLDS cluster.timeline.READ_CURSOR
@@ -75,7 +78,8 @@ UNGUARDED = {
 
 
 def _reads_without_a_guard() -> set[str]:
-    tables = re.compile(rf"\b(?:FROM|JOIN)\s+(?:{'|'.join(table_names())})\b")
+    views = "attempt", "delivery"
+    tables = re.compile(rf"\b(?:FROM|JOIN)\s+(?:{'|'.join((*table_names(), *views))})\b")
     found = set()
     for info in pkgutil.walk_packages(store.__path__, "outbox.store."):
         module = importlib.import_module(info.name)

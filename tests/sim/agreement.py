@@ -20,6 +20,7 @@ from outbox import store
 from outbox.config import Settings
 from outbox.core.delivery.circuit_breaker import BreakerRecord, BreakerState
 from outbox.core.delivery.commands import LaneSnapshot, Record, Send
+from outbox.core.delivery.event_cache import EventCache
 from outbox.core.delivery.lane import Lane
 from outbox.core.delivery.operational_events import ReportedState
 from outbox.core.model.response import AttemptResult
@@ -37,6 +38,7 @@ from outbox.operations.dead_letters.skip import LaneMoved
 from outbox.relay.sequencing.cursor import Cursor, SequencedBatch
 from outbox.store.cluster.sessions import session_label
 from outbox.store.cluster.timeline import History
+from outbox.store.delivery.delivery_reads import LaneRead
 from outbox.store.delivery.endpoint_state import EndpointState
 from outbox.store.errors import Fenced
 from outbox.store.replays.replay_progress import ReplayBatch
@@ -196,15 +198,16 @@ class Script:
         settings = Settings(batch_events_max=self._rng.choice((3, 2000)))
         self._batches: list[Any] = []
 
-        def on_batch(sequenced: SequencedBatch) -> None:
+        def on_batch(sequenced: SequencedBatch) -> bool:
             # A server returns routes in any order.
             columns = sequenced.deliveries
             numbers = sorted(zip(columns.lane_ids, columns.seqs, strict=True))
             self._batches.append((sequenced.batch, numbers))
+            return False
 
         cursor = Cursor(
             self._store, replica_id, settings, on_batch, lambda *_: False,
-            lambda _: {}, lambda *_: READ_BATCHES,
+            lambda *_: READ_BATCHES,
         )  # fmt: skip
         # The two clocks differ, on which the interval between proofs depends.
         cursor.reader._tracker.proof_every_s = 0.0
@@ -275,11 +278,11 @@ class Script:
             numbers = (lane.id, dateless(lane.generation), lane.ended, lane.blocked, lane.last_seq)
             results.append((numbers, pending, progress, tail))
         rows = await self._lanes.deliveries(
-            loaded,
-            [lane.progress.floor_batch for lane in loaded],
-            [lane.progress.acked_seq for lane in loaded],
-            [3] * len(loaded),
-            [1 << 20] * len(loaded),
+            [
+                LaneRead(lane, lane.progress.floor_batch, lane.progress.acked_seq, 3, 1 << 20)
+                for lane in loaded
+            ],
+            EventCache(),
         )
         given = {i: [(d.seq, d.batch, d.outbox_id) for d in found] for i, found in rows.items()}
         return results, given
@@ -303,9 +306,8 @@ class Script:
         )
         fetch = lane.fetch()
         if fetch is not None:
-            rows = await self._lanes.deliveries(
-                [chosen], [fetch.floor_batch], [fetch.after_seq], [3], [1 << 20]
-            )
+            read = LaneRead(chosen, fetch.floor_batch, fetch.after_seq, 3, 1 << 20)
+            rows = await self._lanes.deliveries([read])
             lane.append_fetched(rows[chosen.id])
         epoch = self._epochs[endpoint_id] - (rng.random() < 0.1)
         return lane, epoch, self._owner[endpoint_id]

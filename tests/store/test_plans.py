@@ -36,7 +36,7 @@ from outbox.relay.cluster.connections import SESSION_SETTINGS
 from outbox.store import database_stats, installation_history, operational_events
 from outbox.store.cluster import leadership, replicas
 from outbox.store.cluster.timeline import READ_SERVER_FENCE
-from outbox.store.delivery import endpoint_state, lanes, records
+from outbox.store.delivery import delivery_reads, endpoint_state, lanes, records
 from outbox.store.delivery import endpoints as destinations
 from outbox.store.delivery.progress import READ_LANE_CHECKPOINTS
 from outbox.store.errors import Fenced
@@ -47,7 +47,7 @@ from outbox.store.schedules import schedule_runs
 from outbox.store.sequencing import batches as sequencing
 from outbox.store.sequencing import event_reads, routing
 from outbox.store.sql.message import WriteStatement
-from outbox_api import live_status
+from outbox_api import fetched_deliveries, live_status
 from tests.support.long_log import (
     ACKED,
     BATCHES,
@@ -286,10 +286,6 @@ async def _batch(log: LongLog) -> Case:
         deliveries.lane_ids.append(lane)
         deliveries.seqs.append(NUMBERS + 1)
         deliveries.outbox_ids.append(HIGH + 3)
-        deliveries.replay_ids.append(None)
-        deliveries.replay_seqs.append(None)
-        deliveries.backfill_ids.append(None)
-        deliveries.copy_ids.append(None)
         deliveries.counters[lane] = NUMBERS + 1
     step = CursorChange(NEXT, tuple(GAPS[-20:]), (), (), (), (), True, True, {})
     received = Received()
@@ -347,7 +343,7 @@ async def _tail(log: LongLog) -> Case:
         _columns(log.lanes, batch_of(CHECKPOINT + 1), CHECKPOINT),
         int(acknowledged),
         FOUR * acknowledged,
-        {"attempt": NEWEST},
+        {"attempt_run": NEWEST},
     )
 
 
@@ -355,9 +351,9 @@ async def _tail_of_a_lane_that_stands_still(log: LongLog) -> Case:
     """No row, with one or two index lookups in each partition since the checkpoint."""
     ids, floor = log.lanes_of(0), batch_of(STUCK + 1)
     lookups = len(ids) * len(ALL)
-    since = range(floor // WIDTHS["attempt"], len(ALL))
+    since = range(floor // WIDTHS["attempt_run"], len(ALL))
     return Case(
-        lanes.READ_ACKNOWLEDGED, _columns(ids, floor, STUCK), 0, 3 * lookups, {"attempt": since}
+        lanes.READ_ACKNOWLEDGED, _columns(ids, floor, STUCK), 0, 3 * lookups, {"attempt_run": since}
     )
 
 
@@ -366,7 +362,7 @@ async def _deliveries(log: LongLog) -> Case:
     ids = log.lanes_of(1)[:32]
     pending = (NUMBERS - ACKED) * len(ids)
     return Case(
-        lanes.READ_DELIVERIES,
+        delivery_reads.READ_DELIVERIES,
         _columns(ids, batch_of(ACKED + 1), ACKED, 32, 1 << 20),
         3 * pending,
         3 * FOUR * pending,
@@ -381,20 +377,20 @@ async def _deliveries_of_a_lane_that_stands_still(log: LongLog) -> Case:
     could prefer to read and sort them all.
     """
     ids, floor, limit = log.lanes_of(0)[:10], batch_of(STUCK + 1), 200
-    first = floor // WIDTHS["delivery"]
-    last = batch_of(STUCK + limit + 1) // WIDTHS["delivery"]
+    first = floor // WIDTHS["delivery_run"]
+    last = batch_of(STUCK + limit + 1) // WIDTHS["delivery_run"]
     return Case(
-        lanes.READ_DELIVERIES,
+        delivery_reads.READ_DELIVERIES,
         _columns(ids, floor, STUCK, limit, 1 << 20),
         3 * limit * len(ids),
         3 * FOUR * limit * len(ids),
-        {each: range(first, last + 1) for each in ("delivery", "outbox", "batch")},
+        {each: range(first, last + 1) for each in ("delivery_run", "outbox", "batch")},
     )
 
 
 async def _deliveries_of_lanes_without_backlog(log: LongLog) -> Case:
     return Case(
-        lanes.READ_DELIVERIES,
+        delivery_reads.READ_DELIVERIES,
         _columns(log.lanes, BATCHES, NUMBERS, 32, 1 << 20),
         0,
         3 * LANES * len(NEWEST),
@@ -630,7 +626,7 @@ async def _erasure_of_responses(log: LongLog) -> Case:
     # Each in another batch, which has a delivery in each of its lanes.
     ids = [outbox_id(ACKED * LANES - 1 - n * PER_BATCH) for n in range(20)]
     batches = [batch_of(ACKED) + LANES // PER_BATCH - 1 - n for n in range(len(ids))]
-    responses = f"""UPDATE attempt SET response = '{{"body": "x"}}'
+    responses = f"""UPDATE attempt_run SET response = '{{"body": "x"}}'
                      WHERE batch BETWEEN {min(batches)} AND {max(batches)}"""
     erased = f"UPDATE outbox SET erased_at = now() WHERE id = ANY ('{{{','.join(map(str, ids))}}}')"
     # The first call plans the function.
@@ -657,11 +653,11 @@ async def _endpoint_list(log: LongLog) -> Case:
 
 
 async def _endpoint_show(log: LongLog) -> Case:
-    return Case(endpoints.GET_ENDPOINT, ("e01",), 10_000, 3000, {"attempt": NEWEST})
+    return Case(endpoints.GET_ENDPOINT, ("e01",), 10_000, 3000, {"attempt_run": NEWEST})
 
 
 async def _endpoint_lanes(log: LongLog) -> Case:
-    return Case(endpoints.GET_LANES, (log.endpoints[1],), 10_000, 3000, {"attempt": NEWEST})
+    return Case(endpoints.GET_LANES, (log.endpoints[1],), 10_000, 3000, {"attempt_run": NEWEST})
 
 
 async def _events_of_a_page(log: LongLog) -> Case:
@@ -720,11 +716,11 @@ async def _live_samples(log: LongLog) -> Case:
 
 
 async def _fetch_batch(log: LongLog) -> Case:
-    return Case(lane_history.FIND_BATCH, (log.lanes[7], NUMBERS // 2), 100, 400)
+    return Case(fetched_deliveries.FIND_BATCH, (log.lanes[7], NUMBERS // 2), 100, 400)
 
 
 async def _fetch_first_batch(log: LongLog) -> Case:
-    return Case(lane_history.FIND_BATCH, (log.lanes[7], 1), 100, 400)
+    return Case(fetched_deliveries.FIND_BATCH, (log.lanes[7], 1), 100, 400)
 
 
 async def _fetch_lane(log: LongLog) -> Case:
@@ -732,7 +728,7 @@ async def _fetch_lane(log: LongLog) -> Case:
 
 
 async def _fetch_dead_lettered(log: LongLog) -> Case:
-    return Case(lane_history.READ_DEAD_LETTERED, (log.lanes[7], 1, NUMBERS), 100, 100)
+    return Case(fetched_deliveries.READ_DEAD_LETTERED, (log.lanes[7], 1, NUMBERS), 100, 100)
 
 
 async def _fetch_previous(log: LongLog) -> Case:

@@ -123,9 +123,9 @@ NO_ROLE_MAY = (
     "UPDATE period SET last_batch = 0",
     "SELECT setval('outbox_id_seq', 99999999999999)",
     "UPDATE migration SET version = 99",
-    "UPDATE attempt SET outcome = 'delivered'",
-    "DELETE FROM attempt",
-    "DELETE FROM delivery",
+    "UPDATE attempt_run SET outcome = 'd'",
+    "DELETE FROM attempt_run",
+    "DELETE FROM delivery_run",
     "UPDATE batch SET high = 0",
     "CREATE TABLE mine ()",
     "CREATE FUNCTION mine() RETURNS int LANGUAGE sql AS 'SELECT 1'",
@@ -148,7 +148,7 @@ OF_RELAYS = (
     "UPDATE ownership SET replica_id = 1",
     "SELECT FROM ownership FOR NO KEY UPDATE",
     "INSERT INTO ownership (endpoint_id, epoch) VALUES (gen_random_uuid(), 7)",
-    "UPDATE attempt SET response = NULL",
+    "UPDATE attempt_run SET response = NULL",
     "UPDATE lane_progress SET acked_seq = 7",
     "UPDATE lane_progress SET last_response = NULL",
     "UPDATE endpoint_health SET last_response = NULL",
@@ -160,9 +160,9 @@ OF_RELAYS = (
     "UPDATE lock SET expires_at = NULL",
     "UPDATE odometer SET seconds = 0",
     "INSERT INTO gap (lo, hi) VALUES (1, 1)",
-    "INSERT INTO attempt (lane_id, batch, seq, attempt, replica_id, outcome, started_at,"
-    " elapsed_ms) VALUES (1, 1, 1, 1, 1, 'delivered', now(), 1)",
-    "INSERT INTO delivery (lane_id, batch, seq, outbox_id) VALUES (1, 1, 1, 1)",
+    "INSERT INTO attempt_run (lane_id, batch, seq, attempt, replica_id, outcome, started_at,"
+    " elapsed_ms) VALUES (1, 1, 1, 1, 1, 'd', now(), 1)",
+    "INSERT INTO delivery_run (lane_id, batch, seq, outbox_id) VALUES (1, 1, 1, 1)",
     "INSERT INTO batch (batch, high) VALUES (7, 7)",
     "INSERT INTO replica (name, version, label, lease_s, expires_at)"
     " VALUES ('a', 'b', 'outbox-relay:a', 1, now())",
@@ -255,7 +255,7 @@ MAY_NOT = {
         "UPDATE token SET last_used_at = now()",
         "UPDATE fetch_token SET last_used_at = now()",
         "UPDATE token SET scopes = '{operate}'",
-        "UPDATE attempt SET response = NULL",
+        "UPDATE attempt_run SET response = NULL",
         "DELETE FROM token",
         "INSERT INTO fetch_token (endpoint_id, hash, created_by)"
         " VALUES (gen_random_uuid(), sha256(''), 'a')",
@@ -370,7 +370,7 @@ async def test_responses_are_erased_only_of_erased_events(
     async with running(database, Network(lambda _: REJECTED)):
         await publish(database, 1, 2)
         await all_ended(database)
-    await owner.execute("""UPDATE attempt SET response = '{"body": "x"}'""")
+    await owner.execute("""UPDATE attempt_run SET response = '{"body": "x"}'""")
     await owner.execute("UPDATE outbox SET payload = NULL, erased_at = now() WHERE id = 2")
     kept = """SELECT array_agg(outbox_id ORDER BY outbox_id) FROM delivery d
                 WHERE EXISTS (SELECT FROM attempt a WHERE a.lane_id = d.lane_id
@@ -437,7 +437,7 @@ async def test_every_table_is_readable_or_listed_as_private(
 ) -> None:
     tables = await owner.fetchval("""
         SELECT array_agg(relname::text) FROM pg_class
-         WHERE relnamespace = 'relay'::regnamespace AND relkind IN ('r', 'p')
+         WHERE relnamespace = 'relay'::regnamespace AND relkind IN ('r', 'p', 'v')
            AND NOT relispartition
     """)
     shown = await owner.fetchval(
@@ -862,7 +862,7 @@ async def test_a_period_begins_once_and_only_with_its_partitions(
             assert await relay.fetchval(ends, kind, 0) is False
             assert await relay.fetchval(ends, kind, 1) is True
             assert await relay.fetchval(ends, kind, 2) is False  # There is no partition 3.
-        assert await relay.fetchval("SELECT add_partition('delivery', 3)") is None
+        assert await relay.fetchval("SELECT add_partition('delivery_run', 3)") is None
         assert await relay.fetchval(ends, "log", 2) is False  # And the others?
     await publish(database, 1)
     assert await owner.fetchval("SELECT id FROM outbox") == 2 * WIDTH

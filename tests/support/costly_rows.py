@@ -102,11 +102,11 @@ SELECT publish(type => :type, key => :key, tenant => :tenant, headers => :header
   FROM generate_series(1, :rows + 1) n;
 INSERT INTO batch (batch, high, events, deliveries, lanes)
 SELECT 1, :rows, :rows, 3000, ARRAY(SELECT id FROM lane ORDER BY id DESC LIMIT 100);
-INSERT INTO delivery (lane_id, batch, seq, outbox_id)
+INSERT INTO delivery_run (lane_id, batch, seq, outbox_id)
 SELECT lane, batch, n, n FROM batch, unnest(lanes) lane, generate_series(:rows - 29, :rows) n;
-INSERT INTO attempt (lane_id, batch, seq, attempt, replica_id, outcome, status, started_at,
-                     elapsed_ms, response)
-SELECT lane_id, batch, seq, n, 1, 'retry', 500, now(), 1.0, CASE WHEN n <= 10 THEN :response END
+INSERT INTO attempt_run (lane_id, batch, seq, attempt, replica_id, outcome, status, started_at,
+                         elapsed_ms, response)
+SELECT lane_id, batch, seq, n, 1, 'r', 500, now(), 1.0, CASE WHEN n <= 10 THEN :response END
   FROM delivery, generate_series(1, CASE WHEN lane_id % 100 = 0 THEN 10000 ELSE 10 END) n
  WHERE seq = :rows;
 

@@ -27,7 +27,7 @@ SET session_replication_role = replica;
 UPDATE endpoint SET name = '{NAME}', state_comment = '{NAME}', state_by = '{NAME}';
 UPDATE replica SET name = '{NAME}';
 UPDATE journal SET actor = '{NAME}', data = data || jsonb_build_object('comment', '{NAME}');
-UPDATE attempt SET error = '{NAME}',
+UPDATE attempt_run SET error = '{NAME}',
        response = response || jsonb_build_object('detail', '{NAME}', 'body', '{NAME}');
 UPDATE dead_letter
    SET last_response = last_response || jsonb_build_object('body', '{NAME}');

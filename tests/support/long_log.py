@@ -36,7 +36,7 @@ REPLAYS, REPLAYS_PENDING = 1_000, 100
 
 # Eight partitions of each are full and the ninth is being written; then come the
 # empty ones.
-WIDTHS = {"outbox": 120_000, "batch": 1_200, "delivery": 1_200, "attempt": 1_200}
+WIDTHS = {"outbox": 120_000, "batch": 1_200, "delivery_run": 1_200, "attempt_run": 1_200}
 USED, EMPTY = 9, 3
 
 HOLE_EVERY = 1_000
@@ -157,18 +157,18 @@ async def _write_log(db: Connection[Any], lanes: list[int], which: str) -> None:
         f"FROM {events}"
     )
     await db.execute(
-        "INSERT INTO delivery (lane_id, batch, seq, outbox_id) "
+        "INSERT INTO delivery_run (lane_id, batch, seq, outbox_id) "
         f"SELECT {lane}, {batch}, {seq}, 1 + i + i / {HOLE_EVERY} * 2 FROM {events}",
         lanes,
     )
     acked = f"{seq} <= CASE WHEN i % {ENDPOINTS} = 0 THEN {STUCK} ELSE {ACKED} END"
     for attempt, outcome, some in (
-        (1, "delivered", f"i % 16 <> 0 AND {acked}"),
-        (1, "retry", f"i % 16 = 0 AND {acked}"),
-        (2, "delivered", f"i % 16 = 0 AND {acked}"),
+        (1, "d", f"i % 16 <> 0 AND {acked}"),
+        (1, "r", f"i % 16 = 0 AND {acked}"),
+        (2, "d", f"i % 16 = 0 AND {acked}"),
     ):
         await db.execute(
-            "INSERT INTO attempt (lane_id, batch, seq, attempt, replica_id, outcome, status, "
+            "INSERT INTO attempt_run (lane_id, batch, seq, attempt, replica_id, outcome, status, "
             "started_at, elapsed_ms) "
             f"SELECT {lane}, {batch}, {seq}, {attempt}, 1, '{outcome}', 200, now(), 1 "
             f"FROM {events} AND {some}",
@@ -238,7 +238,7 @@ async def _write_rest(db: Connection[Any], lanes: list[int]) -> None:
         DEAD,
     )
     await db.execute(
-        "UPDATE delivery d SET replay_id = r.id, replay_seq = x.seq "
+        "UPDATE delivery_run d SET replay_id = r.id, replay_seq = x.seq "
         "  FROM replay r JOIN dead_letter x ON x.id = r.dead_id "
         " WHERE r.next_seq > r.to_seq AND d.lane_id = x.lane_id AND d.batch = $1 + x.seq * $3 "
         "   AND d.seq = $2 + x.seq",

@@ -1,4 +1,4 @@
-"""Delivery runs for transports of tests."""
+"""Request runs for transports of tests."""
 
 from __future__ import annotations
 

@@ -27,13 +27,12 @@ from outbox.store.sql.message import WriteStatement
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from asyncpg import Connection
 
     from outbox.core.sequencing.gaps import CursorChange, CursorState, LockHolders, Range
     from outbox.relay.sequencing.cursor import SequencedBatch
-    from outbox.store.delivery.lanes import LoadedLane
     from tests.support.postgres import Database
 
 # The errors of a lost connection or server.
@@ -77,11 +76,6 @@ def always_notify(_: int, __: Mapping[int, int]) -> str | None:
     return READ_BATCHES
 
 
-def no_inline_payloads(_: Collection[int]) -> Mapping[int, LoadedLane]:
-    """Read no payloads with the events; all deliveries are read later."""
-    return {}
-
-
 @dataclass(frozen=True, slots=True)
 class Variant:
     """The parts of a sequencer; the defaults are the real ones."""
@@ -103,7 +97,7 @@ class Variant:
         replica_id: int | None = None,
         wakeups: Wakeups | None = None,
         store_mixin: type | None = None,
-        on_batch: Callable[[SequencedBatch], None] = lambda _: None,
+        on_batch: Callable[[SequencedBatch], object] = lambda _: None,
         notified: bool = False,
         busy_events: int = 1,
     ) -> tuple[Sequencer, Any]:
@@ -128,7 +122,6 @@ class Variant:
             settings,
             wakeups or Wakeups(),
             on_batch,
-            no_inline_payloads,
             always_notify,
             notified=notified,
         )

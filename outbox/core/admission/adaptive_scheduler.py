@@ -9,7 +9,7 @@ one) is halved; it is raised by a quarter when the loop is in time and requests 
 is little more than what keeps the loop busy, and holders with fewer requests are not affected.
 
 Fewer open requests cost a fifth of the relay's throughput, since more requests wait for slots,
-which ends delivery runs, and each pass does less.  The strict limit therefore applies only if
+which ends request runs, and each pass does less.  The strict limit therefore applies only if
 another holder had a request recently and benefits; the first request after an idle time waits for
 longer, once.
 

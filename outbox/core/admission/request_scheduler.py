@@ -79,7 +79,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 RUN_S, ROTATION_S = 0.05, 0.1
-"""Duration of a delivery run, and of one run of each lane that waits for the same slots: see
+"""Duration of a request run, and of one run of each lane that waits for the same slots: see
 `RequestScheduler.continue_run`."""
 
 

@@ -40,7 +40,9 @@ UNREAD_BYTES = 64 << 10
 """Assumed content of a row before the first read of its lane, which converts all rows that it may
 return on the server."""
 RESPONSES_PART = 8
-"""One such part of the budget is for responses that are not written to the log yet."""
+"""One such part of the budget is for responses that are not written to the log yet,"""
+EVENTS_PART = 8
+"""and one for events that were read lately (`event_cache`)."""
 
 
 class ReadBounds(NamedTuple):
@@ -62,15 +64,20 @@ class BufferBudget:
     """The budget of a relay.
 
     Args:
-        bytes_max: what all lanes may hold, and the responses that are not written yet.
+        bytes_max: what all lanes may hold, the responses that are not written yet, and the events
+            that were read lately.
     """
 
-    __slots__ = ("_shares", "beyond", "bytes_max", "held", "responses_bytes_max")
+    __slots__ = (
+        "_shares", "beyond", "bytes_max", "events_bytes_max", "held", "responses_bytes_max",
+    )  # fmt: skip
 
     def __init__(self, bytes_max: int = BUFFER_BYTES_MAX) -> None:
         self.responses_bytes_max = bytes_max // RESPONSES_PART
         """The part of the responses."""
-        self.bytes_max = bytes_max - self.responses_bytes_max
+        self.events_bytes_max = bytes_max // EVENTS_PART
+        """The part of the events."""
+        self.bytes_max = bytes_max - self.responses_bytes_max - self.events_bytes_max
         """The part of the lanes."""
         self.held = 0
         """Bytes that are held within the budget, never more than `bytes_max`."""

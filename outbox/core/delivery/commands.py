@@ -136,83 +136,57 @@ class AttemptRow(NamedTuple):
         )  # fmt: skip
 
 
-class RunResults:
-    """Successes of a run, or those of a batch: rows of the attempt log, as columns.
+class Successes:
+    """Successes of a request run, or those of a batch.
 
     All of them are first attempts with the outcome `delivered`.
     """
 
-    __slots__ = (
-        "batches",
-        "elapsed_s",
-        "error",
-        "latencies_s",
-        "responses",
-        "seqs",
-        "started_at",
-        "statuses",
-    )
+    __slots__ = ("latencies_s", "rows")
 
     def __init__(self) -> None:
-        self.batches: list[int] = []
-        self.seqs: list[int] = []
-        self.statuses: list[int | None] = []
-        self.started_at: list[float] = []
-        """Epoch seconds."""
-        self.elapsed_s: list[float] = []
-        self.responses: list[dict[str, Any] | None] = []
-        """Stored responses, see `outbox.core.model.stored_response.stored_success`."""
+        self.rows: list[AttemptRow] = []
         self.latencies_s: list[float | None] = []
         """The time from each event's commit to its acknowledgement; None for replays and
         backfills."""
-        self.error: str | None = None
-        """What was wrong with the body of the response to a batch."""
 
     @classmethod
     def of_batch(
         cls, deliveries: Sequence[Delivery], response: AttemptResult, started_at: float
-    ) -> RunResults:
+    ) -> Successes:
         """The deliveries of a batch that its response accepts.
 
         Args:
             started_at: when the request began, in epoch seconds.
         """
-        results, count = cls(), len(deliveries)
-        ended_at = started_at + response.elapsed_s
-        results.batches = [each.batch for each in deliveries]
-        results.seqs = [each.seq for each in deliveries]
-        results.statuses = [response.status] * count
-        results.started_at = [started_at] * count
-        results.elapsed_s = [response.elapsed_s] * count
-        results.responses = [stored_success(response)] * count
-        results.latencies_s = [
-            None if since is None else ended_at - since
-            for since in [each.waits_since for each in deliveries]
-        ]
-        results.error = response.detail or None
-        return results
+        successes, stored = cls(), stored_success(response)
+        for each in deliveries:
+            successes.add(each, response, stored, started_at)
+        return successes
+
+    def add(
+        self,
+        delivery: Delivery,
+        response: AttemptResult,
+        stored: dict[str, Any] | None,
+        started_at: float,
+    ) -> None:
+        """Add one; see `AttemptRow.from_response`."""
+        elapsed_s, since = response.elapsed_s, delivery.waits_since
+        row = (
+            delivery.batch, delivery.seq, 1, "delivered", response.status, response.detail or None,
+            started_at, elapsed_s, stored,
+        )  # fmt: skip
+        self.rows.append(AttemptRow._make(row))
+        self.latencies_s.append(None if since is None else started_at + elapsed_s - since)
 
     def __len__(self) -> int:
-        return len(self.seqs)
-
-    def row(self, index: int) -> AttemptRow:
-        """One success as a row of the attempt log."""
-        return AttemptRow(
-            self.batches[index],
-            self.seqs[index],
-            1,
-            "delivered",
-            self.statuses[index],
-            self.error,
-            self.started_at[index],
-            self.elapsed_s[index],
-            self.responses[index],
-        )
+        return len(self.rows)
 
     @property
-    def ended_at(self) -> float:
-        """When the last success arrived, in epoch seconds."""
-        return self.started_at[-1] + self.elapsed_s[-1]
+    def elapsed_s(self) -> list[float]:
+        """How long each request took."""
+        return [row.elapsed_s for row in self.rows]
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from outbox.core.messages.batch import BATCH_BYTES_MAX, element_bytes
 from outbox.core.model.delivery import Delivery
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from outbox.core.delivery.buffer_budget import BufferShare
 
@@ -169,19 +169,6 @@ class DeliveryBuffer:
         self._share.take_bytes(self.reserved)
         return bounds
 
-    def append(self, deliveries: Iterable[Delivery]) -> None:
-        """Add new deliveries that continue the buffer; others are ignored and fetched later, and so
-        are those that find no room.
-        """
-        if self.stub is not None:
-            return
-        for delivery in deliveries:
-            if delivery.seq == self.fetched_seq + 1:
-                count = row_bytes(delivery)
-                if not self._take_row(delivery.seq, count):
-                    return
-                self._append(delivery, count)
-
     def append_fetched(self, deliveries: Sequence[Delivery | ErasedEvent]) -> None:
         """Add the result of a Fetch.
 
@@ -195,7 +182,7 @@ class DeliveryBuffer:
         held, known_seq = self._bytes, self.fetched_seq
         for delivery in deliveries:
             if delivery.seq <= self.fetched_seq:
-                continue  # Dead-lettered, or appended, during the read.
+                continue  # Dead-lettered during the read.
             if delivery.seq != self.fetched_seq + 1:
                 raise AssertionError(f"sequence {delivery.seq} follows {self.fetched_seq}")
             count = row_bytes(delivery) if isinstance(delivery, Delivery) else 0

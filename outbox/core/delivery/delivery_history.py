@@ -17,7 +17,7 @@ from uuid import UUID
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from outbox.core.delivery.commands import RunResults
+    from outbox.core.delivery.commands import Successes
 
 HISTORY_INTERVAL_S = 300
 INTERVALS = 288
@@ -72,7 +72,7 @@ class DeliveryHistory:
         for each in elapsed_s:
             latencies[bisect_left(LATENCY_BOUNDS_S, each)] += 1
 
-    def add_run(self, endpoint_id: UUID, results: RunResults) -> None:
+    def add_run(self, endpoint_id: UUID, results: Successes) -> None:
         """Count the successes of a run or a batch."""
         if results:
             self.add_successes(endpoint_id, results.elapsed_s)

@@ -238,7 +238,7 @@ class Lane(LaneOutcomes):
         return Send(after, head.seq, 1, sent_before, lane_ends)
 
     def may_run(self, send: Send) -> bool:
-        """Whether a delivery run may begin with this request, which is about to start."""
+        """Whether a request run may begin with this request, which is about to start."""
         return (
             send.attempt == 1
             and not send.batch

@@ -26,7 +26,7 @@ from outbox.core.delivery.commands import (
     LaneEnd,
     Progress,
     Record,
-    RunResults,
+    Successes,
 )
 from outbox.core.delivery.owned_lane import Busy, OwnedLane
 from outbox.core.delivery.retry_state import RetryState
@@ -117,7 +117,7 @@ class LaneOutcomes(OwnedLane):
         started_at: float,
         now: float,
         u: float,
-    ) -> tuple[RunResults, Record | None]:
+    ) -> tuple[Successes, Record | None]:
         """Record the result of a Send with several deliveries.
 
         Args:
@@ -137,7 +137,7 @@ class LaneOutcomes(OwnedLane):
         )
         response = strip_batch_response(response)
         count = bisect_right(batch, accepted_seq, key=_SEQ)
-        results = RunResults.of_batch(batch[:count], response, started_at)
+        results = Successes.of_batch(batch[:count], response, started_at)
         if count:
             self._deliver_through(accepted_seq, self.floor_batch, now)
         # All may be delivered although the batch as a whole was not: a broker's connection can end

@@ -18,7 +18,7 @@ from outbox.core.messages.batch import BatchSize
 from outbox.core.model.delivery import Delivery
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from outbox.core.delivery.buffer_budget import BufferShare, ReadBounds
     from outbox.core.delivery.commands import (
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         LaneSnapshot,
         MissingEvent,
         Record,
-        RunResults,
+        Successes,
     )
     from outbox.core.delivery.stream_position import StreamPosition
     from outbox.core.model.dead_letter_reason import LaneDeadLetterReason
@@ -185,12 +185,6 @@ class OwnedLane:
         return self._busy is not None
 
     @property
-    def needs_refill(self) -> bool:
-        """Whether the delivery buffer is low and everything known was fetched."""
-        buffer = self._buffer
-        return not self._stopped and buffer.fetched_seq >= self.last_seq and buffer.is_low
-
-    @property
     def is_buffered(self) -> bool:
         """Whether the next delivery is in memory."""
         return bool(self._buffer.queue)
@@ -244,9 +238,10 @@ class OwnedLane:
         elif row is not None:
             self._confirm_success(seq, row.batch, row.started_at + row.elapsed_s)
 
-    def confirm_run(self, results: RunResults) -> None:
+    def confirm_run(self, results: Successes) -> None:
         """Report that the successes of a run and all earlier records are durable."""
-        self._confirm_success(results.seqs[-1], results.batches[-1], results.ended_at)
+        row = results.rows[-1]
+        self._confirm_success(row.seq, row.batch, row.started_at + row.elapsed_s)
 
     def _confirm_success(self, seq: int, batch: int, at: float) -> None:
         if seq > self._committed.acked_seq:
@@ -274,15 +269,6 @@ class OwnedLane:
     def reserve(self, rows_max: int) -> ReadBounds:
         """Reserve room for the result of a Fetch, whose read begins now."""
         return self._buffer.reserve(rows_max)
-
-    def append(self, deliveries: Iterable[Delivery]) -> None:
-        """Add new deliveries to the buffer without a Fetch.
-
-        Deliveries that do not continue the buffer are ignored and fetched later.
-        """
-        self._buffer.append(deliveries)
-        # These deliveries may be newer than the last `extend_to`.
-        self.last_seq = max(self.last_seq, self._buffer.fetched_seq)
 
     def append_fetched(self, deliveries: Sequence[Delivery | ErasedEvent]) -> None:
         """Add the result of a Fetch to the buffer."""

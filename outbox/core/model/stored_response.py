@@ -179,8 +179,8 @@ def stored_bytes(stored: Mapping[str, Any] | None) -> int:
 def strip_batch_response(response: AttemptResult) -> AttemptResult:
     """Reduce the response to a batch to its trace headers.
 
-    The body may repeat any event of the batch, and erasing an event only redacts the stored
-    response of that event.
+    The body may repeat any event of the batch, and erasing an event redacts the stored response of
+    that event, and those that share its run.
     """
     headers = tuple(pair for pair in response.headers if pair[0].lower() in _TRACE_HEADERS)
     return response._replace(headers=headers, body=b"")

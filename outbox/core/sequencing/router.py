@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import islice
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -104,20 +105,18 @@ class Deliveries:
     lane_ids: list[int] = field(default_factory=list)
     seqs: list[int] = field(default_factory=list)
     outbox_ids: list[int] = field(default_factory=list)
-    replay_ids: list[int | None] = field(default_factory=list)
-    replay_seqs: list[int | None] = field(default_factory=list)
-    backfill_ids: list[int | None] = field(default_factory=list)
-    copy_ids: list[int | None] = field(default_factory=list)
+    repeats: tuple[Replay, ...] = ()
+    """The last of them: what repeats earlier deliveries."""
     counters: dict[int, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.seqs)
 
-    def rows(self) -> Iterable[tuple[int | None, ...]]:
-        """The columns as rows, in the order of the fields."""
-        new = self.lane_ids, self.seqs, self.outbox_ids
-        repeated = self.replay_ids, self.replay_seqs, self.backfill_ids, self.copy_ids
-        return zip(*new, *repeated, strict=True)
+    @property
+    def new(self) -> Iterable[tuple[int, int, int]]:
+        """Lane, sequence and event of those that repeat no other."""
+        columns = zip(self.lane_ids, self.seqs, self.outbox_ids, strict=True)
+        return islice(columns, len(self) - len(self.repeats))
 
 
 class Router:
@@ -217,17 +216,12 @@ def assign_sequences(
     """
     out = Deliveries()
     last, seqs = out.counters, out.seqs
-    fresh, again = tuple(placements), tuple(replays)
-    out.lane_ids = [lane_id for lane_id, _ in fresh] + [each.lane_id for each in again]
-    out.outbox_ids = [event_id for _, event_id in fresh] + [each.outbox_id for each in again]
+    fresh, out.repeats = tuple(placements), tuple(replays)
+    out.lane_ids = [lane_id for lane_id, _ in fresh] + [each.lane_id for each in out.repeats]
+    out.outbox_ids = [event_id for _, event_id in fresh] + [each.outbox_id for each in out.repeats]
     for lane_id in out.lane_ids:
         last[lane_id] = seq = (last[lane_id] if lane_id in last else counters[lane_id]) + 1
         seqs.append(seq)
-    none = [None] * len(fresh)
-    out.replay_ids = [*none, *[each.id for each in again]]
-    out.replay_seqs = [*none, *[each.seq for each in again]]
-    out.backfill_ids = [*none, *[each.backfill_id for each in again]]
-    out.copy_ids = [*none, *[each.copy_id for each in again]]
     return out
 
 

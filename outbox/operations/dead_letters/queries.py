@@ -47,11 +47,11 @@ SELECT r.id, r.dead_id, r.requested_at, r.next_seq, made.lane_id, made.seq, made
   FROM replay r
  CROSS JOIN LATERAL (
        WITH RECURSIVE ends AS (
-          (SELECT lane_id, batch, seq FROM delivery WHERE replay_id = r.id
+          (SELECT lane_id, batch, seq FROM delivery_run WHERE replay_id = r.id
             ORDER BY lane_id DESC, seq DESC LIMIT 1)
            UNION ALL
           SELECT below.* FROM ends CROSS JOIN LATERAL (
-               SELECT lane_id, batch, seq FROM delivery
+               SELECT lane_id, batch, seq FROM delivery_run
                 WHERE replay_id = r.id AND lane_id < ends.lane_id
                 ORDER BY lane_id DESC, seq DESC LIMIT 1) below)
        SELECT min(ends.lane_id) AS lane_id, min(ends.seq) AS seq, min(died.id) AS again,
@@ -62,7 +62,7 @@ SELECT r.id, r.dead_id, r.requested_at, r.next_seq, made.lane_id, made.seq, made
          FROM ends
          JOIN lane_progress p ON p.lane_id = ends.lane_id
         CROSS JOIN LATERAL (
-              SELECT seq FROM delivery
+              SELECT seq FROM delivery_run
                WHERE replay_id = r.id AND lane_id = ends.lane_id ORDER BY seq LIMIT 1) first
          LEFT JOIN LATERAL (
               SELECT x.id FROM dead_letter x
@@ -72,7 +72,7 @@ SELECT r.id, r.dead_id, r.requested_at, r.next_seq, made.lane_id, made.seq, made
                       WHERE y.lane_id = ends.lane_id AND y.seq <= first.seq
                       ORDER BY y.seq DESC LIMIT 1), first.seq)
                  AND EXISTS (
-                     SELECT FROM delivery d
+                     SELECT FROM delivery_run d
                       WHERE d.replay_id = r.id AND d.lane_id = ends.lane_id
                         AND d.seq BETWEEN x.seq AND x.to_seq)
                ORDER BY x.seq LIMIT 1) died ON true) made
@@ -165,7 +165,7 @@ SELECT e.name AS endpoint, n.reason, n.state, sum(n.dead_letters)::bigint AS dea
                            ELSE 'replaying' END AS state
                  FROM (SELECT id FROM replay WHERE dead_id = d.id ORDER BY id DESC LIMIT 1) r
                  LEFT JOIN LATERAL (
-                      SELECT lane_id, batch, seq FROM delivery
+                      SELECT lane_id, batch, seq FROM delivery_run
                        WHERE replay_id = r.id LIMIT 1) made ON true
                  LEFT JOIN lane_progress p ON p.lane_id = made.lane_id
                 WHERE d.state = 'replaying' AND d.outbox_id IS NOT NULL

@@ -43,7 +43,7 @@ given AS MATERIALIZED (
               AND replay_id IS NULL AND backfill_id IS NULL OFFSET 0) d
      UNION ALL
     SELECT w.id, d.* FROM wanted w CROSS JOIN LATERAL (
-           SELECT lane_id, batch, seq FROM delivery
+           SELECT lane_id, batch, seq FROM delivery_run
             WHERE outbox_id = w.id AND (replay_id IS NOT NULL OR backfill_id IS NOT NULL)
            OFFSET 0) d),
 stated AS MATERIALIZED (

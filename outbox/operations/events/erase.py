@@ -58,12 +58,17 @@ SELECT coalesce(sum(greatest(reltuples, 0)), 0)::bigint
   FROM pg_inherits JOIN pg_class c ON c.oid = inhrelid WHERE inhparent = 'outbox'::regclass
 """
 
+# Erases events, and raises the number of erasures, with which relays throw away what they have
+# read: in one transaction, because an erasure may be interrupted, or take long.
 ERASE_EVENTS = WriteStatement(
     "erase_events",
     """
-UPDATE outbox SET payload = NULL, body = NULL, content_type = NULL, headers = NULL,
-                  erased_at = clock_timestamp()
- WHERE id = ANY ($1) AND erased_at IS NULL
+WITH erased AS (
+    UPDATE outbox SET payload = NULL, body = NULL, content_type = NULL, headers = NULL,
+                      erased_at = clock_timestamp()
+     WHERE id = ANY ($1) AND erased_at IS NULL RETURNING 1),
+raised AS (UPDATE cursor SET erasures = erasures + 1 WHERE EXISTS (SELECT FROM erased))
+SELECT FROM erased
 """,
 )
 

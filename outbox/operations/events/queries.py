@@ -98,7 +98,7 @@ SELECT coalesce(pg_sequence_last_value(pg_get_serial_sequence('outbox', 'id')::r
 """
 # Backfills of the candidate events: each backfill has its own X-Deliveries.
 READ_BACKFILLS = """
-SELECT DISTINCT outbox_id, backfill_id FROM delivery
+SELECT DISTINCT outbox_id, backfill_id FROM delivery_run
  WHERE outbox_id = ANY ($1) AND backfill_id IS NOT NULL
    AND (replay_id IS NOT NULL OR backfill_id IS NOT NULL)
 """

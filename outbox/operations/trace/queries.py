@@ -99,7 +99,7 @@ WITH given AS MATERIALIZED (
               AND replay_id IS NULL AND backfill_id IS NULL OFFSET 0) d
      WHERE b.batch = $2
      UNION ALL
-    SELECT lane_id, batch, seq, replay_id, replay_seq, backfill_id FROM delivery
+    SELECT lane_id, batch, seq, replay_id, replay_seq, backfill_id FROM delivery_run
      WHERE outbox_id = $1 AND (replay_id IS NOT NULL OR backfill_id IS NOT NULL))
 SELECT g.lane_id, g.batch, g.seq AS sequence, g.replay_seq, g.backfill_id AS backfill,
        lane_name(l.endpoint_id, l.generation, l.slot) AS lane, l.endpoint_id, e.name AS endpoint,

@@ -133,7 +133,7 @@ class Ownership:
             cluster = await self._replicas.read_cluster()
         if cluster.erasures != self._erasures:
             self._erasures = cluster.erasures
-            self._dispatcher.reread()
+            self._dispatcher.reread(cluster.erasures)
         changed = cluster.version != self._version
         await self._apply_changes(cluster.version)
         if (

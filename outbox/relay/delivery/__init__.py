@@ -11,7 +11,7 @@ Before: `dispatcher.Dispatcher.add_endpoints` registers the lanes that this repl
 2. Wait for a slot: `admission.AdmissionQueue.begin`, or `admission.AdmissionQueue.wait` if none is
    free.  After a wait, `attempt_sender.revalidate` checks the decision again.
 3. Build and sign: `request_cache.RequestCache.build`.
-4. Send: `outbox.destinations.interface.Transport.send`.  During a delivery run, it sends further
+4. Send: `outbox.destinations.interface.Transport.send`.  During a request run, it sends further
    requests from `lane_run.LaneRun.follow`.  To a broker: `broker_attempts.BrokerAttempts.append`.
 5. Settle: `settle.settle` finds the outcome, and applies it to the lane and the circuit breaker.
    `breaker_follow_up.BreakerFollowUp.record_result` acts on what changes about the breaker.
@@ -24,10 +24,10 @@ and `endpoint_supervisor.EndpointSupervisor` the state of the endpoint's circuit
 
 What keeps an attempt from being sent, in the order in which it is asked:
 `owned_endpoints.EndpointRuntime.usable`, `owned_endpoints.LaneRuntime.gate`, then the lane's `next`
-(within a delivery run `next_in_run`), the slot, after a wait for it the lane's `revalidate`, and
+(within a request run `next_in_run`), the slot, after a wait for it the lane's `revalidate`, and
 immediately before the bytes are written the lease.
 
 The data of an event has six names on this way: `Delivery` (the row that was read), `Send` (the
 command), `Request` (signed), `AttemptResult` (the response), `Attempt` (all of these, completed)
-and `Record` (with its row of the attempt log), or `RunResults` for those of a run.
+and `Record` (with its row of the attempt log), or `Successes` for those of a run.
 """

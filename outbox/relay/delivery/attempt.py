@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, NamedTuple
 
-from outbox.core.delivery.commands import RunResults
+from outbox.core.delivery.commands import Successes
 from outbox.core.model.stored_response import stored_bytes
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Attempt(NamedTuple):
     """A completed attempt."""
 
     send: Send | Open | End
-    """What was sent; after a delivery run, its last request.  An Open has failed."""
+    """What was sent; after a request run, its last request.  An Open has failed."""
     started_at: float
     """Epoch seconds."""
     response: AttemptResult
@@ -47,13 +47,13 @@ class Attempt(NamedTuple):
 
 
 class PendingRecord:
-    """A record, or the results of a delivery run, that is not durable yet; `done` exists only if
+    """A record, or the results of a request run, that is not durable yet; `done` exists only if
     a task waits for it.
     """
 
     __slots__ = ("done", "epoch", "lane", "record", "response_bytes", "rows")
 
-    def __init__(self, lane: Lane, epoch: int, record: Record | RunResults) -> None:
+    def __init__(self, lane: Lane, epoch: int, record: Record | Successes) -> None:
         self.lane = lane
         self.epoch = epoch
         self.record = record
@@ -61,10 +61,10 @@ class PendingRecord:
         """Rows of the attempt log, at most."""
         self.response_bytes = 0
         """What its responses take in memory."""
-        if isinstance(record, RunResults):
-            self.rows = len(record.seqs)
+        if isinstance(record, Successes):
+            self.rows = len(record)
             # Receivers repeat the same response, which is one object.
-            counted = {id(each): each for each in record.responses}
+            counted = {id(row.response): row.response for row in record.rows}
             self.response_bytes = sum(map(stored_bytes, counted.values()))
         elif record.attempt is not None:
             self.response_bytes = stored_bytes(record.attempt.response)

@@ -1,6 +1,6 @@
 """One attempt of a lane: from the slot that it waits for to the receiver's response.
 
-A delivery run that follows the attempt stays within it, and the attempt's result is the response
+A request run that follows the attempt stays within it, and the attempt's result is the response
 that the run did not take.
 """
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from outbox.core.delivery.circuit_breaker import BreakerState
 from outbox.core.delivery.commands import End, Open, Send
-from outbox.core.delivery.delivery_run import DeliveryRun
+from outbox.core.delivery.request_run import RequestRun
 from outbox.core.model.response import Failure
 from outbox.relay.delivery.attempt import Attempt
 from outbox.relay.delivery.broker_attempts import stream_of
@@ -145,7 +145,7 @@ class AttemptSender:
     async def _request(
         self, lane: LaneRuntime, send: Send, started_at: float, state: BreakerState
     ) -> Attempt:
-        """Send the request, and those of the delivery run after it."""
+        """Send the request, and those of the request run after it."""
         self._require_lease()
         telemetry, redactor = self._telemetry, lane.runtime.redactor
         keep_alive = lane.runtime.reuse.is_allowed(started_at)
@@ -188,8 +188,8 @@ class AttemptSender:
     def _begin_run(
         self, lane: LaneRuntime, send: Send, span: AttemptSpan | None, started_at: float
     ) -> LaneRun:
-        """The delivery run that may follow a request."""
-        run = DeliveryRun(
+        """The request run that may follow a request."""
+        run = RequestRun(
             lane.state,
             lane.runtime.breaker,
             partial(self._admission.scheduler.continue_run, lane.slot, self._loop.time()),

@@ -109,8 +109,12 @@ class BatchFeed:
         """The payload of the NOTIFY of a batch that is about to be written; None: no NOTIFY."""
         return self._throttle.next_payload(batch, last_seqs, self._clock())
 
-    def batch_written(self, sequenced: SequencedBatch) -> None:
-        """Process a batch that this replica committed, without reading it."""
+    def batch_written(self, sequenced: SequencedBatch) -> bool:
+        """Process a batch that this replica committed, without reading it.
+
+        Returns:
+            Whether one of its own lanes had no other deliveries to send.
+        """
         if sequenced.batch == self._known_batch + 1:
             self._known_batch = sequenced.batch
         self._meters.events += sequenced.events
@@ -121,7 +125,7 @@ class BatchFeed:
         )
         if self._throttle.flush_at() < flush_at:
             self._wake.set()
-        self._dispatcher.notify_new_deliveries(last_seqs, sequenced.inline_deliveries)
+        return self._dispatcher.notify_batch(sequenced)
 
     async def _read_new_batches(self) -> None:
         more = True

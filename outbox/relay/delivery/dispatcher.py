@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from outbox.core.cluster.observed_time import Odometer
 from outbox.core.delivery.buffer_budget import BufferBudget
+from outbox.core.delivery.event_cache import EventCache
 from outbox.relay.delivery.admission import AdmissionQueue
 from outbox.relay.delivery.lane_worker import LaneWorker
 from outbox.relay.delivery.owned_endpoints import EndpointRuntime, LaneRuntime
@@ -28,10 +29,10 @@ if TYPE_CHECKING:
     from outbox.core.delivery.endpoint import Endpoint
     from outbox.core.delivery.lane import Lane
     from outbox.core.delivery.signing_clock import ClockDifference
-    from outbox.core.model.delivery import Delivery
     from outbox.destinations.broker import BrokerFactory
     from outbox.destinations.interface import Transport
     from outbox.relay.delivery.recorder import Recorder
+    from outbox.relay.sequencing.cursor import SequencedBatch
     from outbox.store.delivery.lanes import LaneStore, LoadedLane
 
 
@@ -79,9 +80,12 @@ class Dispatcher:
         self._now = now
         self._odometer = odometer or Odometer()
         rng = rng or random.Random()  # noqa: S311 (jitter needs no secrecy)
+        # How often events were erased, as far as it is known.
+        self._erasures = 0
         self._worker = LaneWorker(
-            store, recorder, transport, self._admission, lease_left_s, self._release_lane,
-            wake_supervisor, now, rng, self._telemetry,
+            store, EventCache(self._budget.events_bytes_max), recorder, transport,
+            self._admission, lease_left_s, self._release_lane, wake_supervisor, now, rng,
+            self._telemetry,
         )  # fmt: skip
         self._breakers = self._worker.breakers
         self._owned: dict[UUID, EndpointRuntime] = {}
@@ -208,8 +212,14 @@ class Dispatcher:
             self._breakers.activate_lanes(runtime)
             self._breakers.schedule_probes(runtime)
 
-    def reread(self) -> None:
-        """Discard delivery buffers after events were erased; lanes read them again."""
+    def reread(self, erasures: int) -> None:
+        """Discard what was read of events, because some were erased; lanes read them again.
+
+        Args:
+            erasures: how often events were erased.
+        """
+        self._erasures = erasures
+        self._worker.fetcher.replace_events(EventCache(self._budget.events_bytes_max))
         for runtime in self._owned.values():
             for lane in runtime.lanes.values():
                 lane.state.invalidate_buffer()
@@ -264,38 +274,36 @@ class Dispatcher:
             self._admission.cancel_waiting([lane.slot])
             self._worker.activate(lane)
 
-    def needs_inline_payloads(self, lane_ids: Iterable[int]) -> dict[int, LoadedLane]:
-        """The lanes whose delivery buffers need the payloads of a new batch at once: they
-        have no other unread deliveries.
-        """
-        lanes = (self._lanes[each] for each in lane_ids if each in self._lanes)
-        return {lane.loaded.id: lane.loaded for lane in lanes if lane.runs_dry}
+    def notify_batch(self, sequenced: SequencedBatch) -> bool:
+        """Process a batch of this replica's own; returns as `notify_new_deliveries` does."""
+        # What was read before an erasure is sent by no lane that has not read it yet.
+        if sequenced.contents and sequenced.erasures >= self._erasures:
+            self._worker.fetcher.remember(sequenced, self._lanes)
+        return self.notify_new_deliveries(sequenced.deliveries.counters)
 
-    def notify_new_deliveries(
-        self,
-        last_seqs: Mapping[int, int],
-        inline_deliveries: Mapping[int, Iterable[Delivery]] | None = None,
-    ) -> None:
+    def notify_new_deliveries(self, last_seqs: Mapping[int, int]) -> bool:
         """Process new deliveries of lanes, whether owned or not.
 
         A lane with a filled delivery buffer is active or has a wake-up of its own; an
-        empty one is activated when its rows are read.
+        empty one is activated when it has its rows.
 
         Args:
             last_seqs: the last assigned sequence number of each lane.
-            inline_deliveries: deliveries that need not be read, by lane.
+
+        Returns:
+            Whether a lane had no other deliveries to send.
         """
-        now = self._now()
+        now, needed = self._now(), False
         for lane_id, last_seq in last_seqs.items():
             lane = self._lanes.get(lane_id)
             if lane is None:
                 continue
+            known_seq = lane.state.last_seq
             lane.state.extend_to(last_seq, now)
-            if inline_deliveries and lane_id in inline_deliveries:
-                lane.state.append(inline_deliveries[lane_id])
-                self._worker.activate(lane)
             if lane.runtime.usable:
-                self._worker.fetcher.refill(lane)
+                after_seq = self._worker.fetcher.refill(lane)
+                needed |= after_seq is not None and after_seq >= known_seq
+        return needed
 
     def _owned_among(self, endpoint_ids: Iterable[UUID]) -> list[EndpointRuntime]:
         return [self._owned[each] for each in endpoint_ids if each in self._owned]

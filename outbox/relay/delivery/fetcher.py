@@ -13,13 +13,18 @@ import structlog
 
 from outbox.core.admission.round_robin import RoundRobin
 from outbox.core.delivery.circuit_breaker import BreakerState
+from outbox.core.model.delivery import epoch_seconds
+from outbox.store.delivery.delivery_reads import LaneRead
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Container, Iterable
 
+    from outbox.core.delivery.buffer_budget import ReadBounds
     from outbox.core.delivery.commands import ErasedEvent, Fetch
+    from outbox.core.delivery.event_cache import EventCache, Placed
     from outbox.core.model.delivery import Delivery
     from outbox.relay.delivery.owned_endpoints import LaneRuntime
+    from outbox.relay.sequencing.cursor import SequencedBatch
     from outbox.store.delivery.lanes import LaneStore
 
 log = structlog.get_logger("outbox.dispatcher")
@@ -38,22 +43,63 @@ class DeliveryFetcher:
     Args:
         reading: held while the store is used, because it has one connection.
         on_rows: called with each lane that received deliveries.
+        events: the events that were read lately.
     """
 
     def __init__(
-        self, store: LaneStore, reading: asyncio.Lock, on_rows: Callable[[LaneRuntime], object]
+        self,
+        store: LaneStore,
+        reading: asyncio.Lock,
+        on_rows: Callable[[LaneRuntime], object],
+        events: EventCache,
     ) -> None:
         self._store = store
         self._reading = reading
         self._on_rows = on_rows
+        self._events = events
+        # The deliveries of this replica's last batch, by lane, if its events were read with it.
+        self._placed: dict[int, list[Placed]] = {}
         # Fair by tenant, or by endpoint without one: a large backlog delays only its owner.
         self._requests: RoundRobin[tuple[LaneRuntime, Fetch]] = RoundRobin()
         self._requested = asyncio.Event()
 
-    def refill(self, lane: LaneRuntime) -> None:
-        """Queue a read if the lane's delivery buffer needs one."""
-        if (fetch := lane.state.fetch()) is not None:
+    def replace_events(self, events: EventCache) -> None:
+        """Send nothing more that was read before, because events were erased."""
+        self._events, self._placed = events, {}
+
+    def remember(self, sequenced: SequencedBatch, owned: Container[int]) -> None:
+        """Keep the events that the sequencer read with its last batch.
+
+        Args:
+            owned: the lanes that this replica delivers.
+        """
+        self._events.add(sequenced.contents)
+        self._placed = {}
+        if len(sequenced.deliveries) > ROWS_PER_READ:
+            return
+        after = epoch_seconds(sequenced.committed_after)
+        for lane_id, seq, outbox_id in sequenced.deliveries.new:
+            if lane_id in owned:
+                placed = self._placed.setdefault(lane_id, [])
+                placed.append((seq, sequenced.batch, outbox_id, after))
+
+    def refill(self, lane: LaneRuntime) -> int | None:
+        """Fill the lane's delivery buffer from memory, or queue a read, if it needs that.
+
+        Returns:
+            After which sequence; None: it needs neither.
+        """
+        if (fetch := lane.state.fetch()) is None:
+            return None
+        placed = self._placed.get(lane.loaded.id)
+        if placed and placed[0][0] == fetch.after_seq + 1 and placed[0][2] in self._events:
+            rows_max, bytes_max = _reserve(lane)
+            rows = self._events.deliveries(lane.loaded, placed[:rows_max], bytes_max, {})
+            lane.state.append_fetched(rows)
+            self._on_rows(lane)
+        else:
             self.request(lane, fetch)
+        return fetch.after_seq
 
     async def read(self, lane: LaneRuntime, fetch: Fetch) -> None:
         """Queue a read for the lane, and wait until it has completed."""
@@ -82,14 +128,11 @@ class DeliveryFetcher:
             if not self._requests:
                 self._requested.clear()
             async with self._reading:
-                bounds = [lane.state.reserve(_rows_max(lane)) for lane, _ in requested]
-                rows = await self._store.deliveries(
-                    [lane.loaded for lane, _ in requested],
-                    [fetch.floor_batch for _, fetch in requested],
-                    [fetch.after_seq for _, fetch in requested],
-                    [bound.rows_max for bound in bounds],
-                    [bound.bytes_max for bound in bounds],
-                )
+                reads = [
+                    LaneRead(lane.loaded, fetch.floor_batch, fetch.after_seq, *_reserve(lane))
+                    for lane, fetch in requested
+                ]
+                rows = await self._store.deliveries(reads, self._events)
             for lane, fetch in requested:
                 following = _following(fetch.after_seq, rows.pop(lane.loaded.id))
                 lane.state.append_fetched(following)
@@ -108,6 +151,10 @@ class DeliveryFetcher:
                         lane=lane.loaded.name,
                         after=fetch.after_seq,
                     )
+
+
+def _reserve(lane: LaneRuntime) -> ReadBounds:
+    return lane.state.reserve(_rows_max(lane))
 
 
 def _rows_max(lane: LaneRuntime) -> int:

@@ -1,4 +1,4 @@
-"""A delivery run on the event loop: builds the requests that `DeliveryRun` decides on."""
+"""A request run on the event loop: builds the requests that `RequestRun` decides on."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from outbox.core.model.stored_response import stored_success
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from outbox.core.delivery.commands import RunResults
-    from outbox.core.delivery.delivery_run import DeliveryRun
+    from outbox.core.delivery.commands import Successes
+    from outbox.core.delivery.request_run import RequestRun
     from outbox.core.model.response import AttemptResult
     from outbox.destinations.interface import Request
     from outbox.relay.delivery.fetcher import DeliveryFetcher
@@ -50,7 +50,7 @@ class LaneRun:
     def __init__(
         self,
         lane: LaneRuntime,
-        run: DeliveryRun,
+        run: RequestRun,
         span: AttemptSpan | None,
         fetcher: DeliveryFetcher,
         recorder: Recorder,
@@ -120,7 +120,7 @@ class LaneRun:
         if self.run.results:
             self._record(self.run.results)
 
-    def _record(self, results: RunResults) -> None:
+    def _record(self, results: Successes) -> None:
         self._recorder.add(self._lane.state, self._lane.runtime.epoch, results)
         self._is_full = self._recorder.is_full(self._lane.state)
         self._telemetry.run_delivered(self._lane, results)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from random import Random
 
+    from outbox.core.delivery.event_cache import EventCache
     from outbox.destinations.broker import Broker
     from outbox.destinations.interface import Transport
     from outbox.relay.delivery.admission import AdmissionQueue
@@ -41,6 +42,7 @@ class LaneWorker:
 
     Args:
         store: used by the delivery fetcher, and to open brokers' lanes.
+        events: the events that were read lately.
         lease_left_s: remaining lease, in seconds; nothing is sent without it.
         on_release: called when the task of a lane has ended whose generation is an older one, or
             whose endpoint is stopped.
@@ -52,6 +54,7 @@ class LaneWorker:
     def __init__(
         self,
         store: LaneStore,
+        events: EventCache,
         recorder: Recorder,
         transport: Transport,
         admission: AdmissionQueue,
@@ -70,7 +73,7 @@ class LaneWorker:
         # None before it runs, and as soon as it is ending.
         self._tasks: asyncio.TaskGroup | None = None
         reading = asyncio.Lock()
-        self.fetcher = DeliveryFetcher(store, reading, self.activate)
+        self.fetcher = DeliveryFetcher(store, reading, self.activate, events)
         self.breakers = BreakerFollowUp(
             admission, self.activate, lambda: self._tasks is not None, wake_supervisor, now, rng,
             telemetry,

@@ -93,11 +93,6 @@ class LaneRuntime:
             return Gate.SHUT
         return self.runtime.breaker.admit(self.loaded.id, now)
 
-    @property
-    def runs_dry(self) -> bool:
-        """Whether new payloads can be appended directly: no unread rows, endpoint usable."""
-        return self.state.needs_refill and self.runtime.usable
-
     def prefetch_next(self, now: float, keep_alive: bool) -> None:
         """Build the following request while the current one is in flight."""
         if (send := self.state.peek_next_send()) is not None:

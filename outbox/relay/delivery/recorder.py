@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import asyncpg
 
 from outbox.core.delivery.buffer_budget import BUFFER_BYTES_MAX, RESPONSES_PART
-from outbox.core.delivery.commands import DeadLetter, Record, RunResults
+from outbox.core.delivery.commands import DeadLetter, Record, Successes
 from outbox.core.model.delivery import Delivery
 from outbox.relay.delivery.attempt import PendingRecord
 from outbox.relay.delivery.refused_records import RefusedRecords
@@ -98,7 +98,7 @@ class Recorder:
             or lane.unwritten > LANE_PENDING_MAX
         )
 
-    def add(self, lane: Lane, epoch: int, record: Record | RunResults) -> PendingRecord:
+    def add(self, lane: Lane, epoch: int, record: Record | Successes) -> PendingRecord:
         """Queue a success, or those of a run or a batch; durable within about `group_s`."""
         entry = self._newest = PendingRecord(lane, epoch, record)
         self._pending.append(entry)
@@ -190,7 +190,7 @@ class Recorder:
                     await self._store.write(
                         [e.record for e in group if isinstance(e.record, Record)],
                         [e.epoch for e in group if isinstance(e.record, Record)],
-                        [(e.lane.id, e.record) for e in group if isinstance(e.record, RunResults)],
+                        [(e.lane.id, e.record) for e in group if isinstance(e.record, Successes)],
                     )
                 except asyncpg.PostgresError as error:
                     if not is_refused(error):
@@ -205,7 +205,7 @@ class Recorder:
         self.response_bytes -= sum(entry.response_bytes for entry in group)
         # A lane's records are in order, so its last record has its progress.
         for entry in {entry.lane: entry for entry in group}.values():
-            if isinstance(entry.record, RunResults):
+            if isinstance(entry.record, Successes):
                 entry.lane.confirm_run(entry.record)
             else:
                 entry.lane.confirm_recorded(entry.record)
@@ -229,7 +229,7 @@ class Recorder:
             if size and rows > GROUP_MAX:
                 break
             size += 1
-            dead = None if isinstance(entry.record, RunResults) else entry.record.dead
+            dead = None if isinstance(entry.record, Successes) else entry.record.dead
             if isinstance(dead, DeadLetter) and isinstance(dead.delivery, Delivery):
                 payload_bytes += len(dead.delivery.payload)
             if payload_bytes > GROUP_BYTES_MAX:

@@ -132,8 +132,8 @@ def _rows(entry: PendingRecord) -> Iterator[tuple[PendingRecord, Record]]:
     if isinstance(record, Record):
         yield entry, record
         return
-    for index, seq in enumerate(record.seqs):
-        yield entry, Record(entry.lane.id, seq, record.row(index))
+    for row in record.rows:
+        yield entry, Record(entry.lane.id, row.seq, row)
 
 
 def _weaker(entry: PendingRecord, record: Record) -> Iterator[tuple[str, Record, Record | None]]:

@@ -17,7 +17,7 @@ from outbox.core.model.response_policy import AttemptOutcome, classify
 if TYPE_CHECKING:
     from random import Random
 
-    from outbox.core.delivery.commands import Record, RunResults
+    from outbox.core.delivery.commands import Record, Successes
     from outbox.relay.delivery.attempt import Attempt
     from outbox.relay.delivery.breaker_follow_up import BreakerFollowUp
     from outbox.relay.delivery.owned_endpoints import LaneRuntime
@@ -34,7 +34,7 @@ def settle(
     rng: Random,
     breakers: BreakerFollowUp,
     telemetry: DeliveryTelemetry,
-) -> tuple[AttemptOutcome, RunResults | None, Record | None]:
+) -> tuple[AttemptOutcome, Successes | None, Record | None]:
     """Apply a completed attempt to its lane and its endpoint's circuit breaker, and report it.
 
     Args:

@@ -16,10 +16,10 @@ from outbox.telemetry.meters import Meters
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from outbox.core.delivery.commands import AttemptRow, Record, RunResults
-    from outbox.core.delivery.delivery_run import DeliveryRun
+    from outbox.core.delivery.commands import AttemptRow, Record, Successes
     from outbox.core.delivery.endpoint import Endpoint
     from outbox.core.delivery.lane import Lane
+    from outbox.core.delivery.request_run import RequestRun
     from outbox.core.model.response import AttemptResult
     from outbox.core.model.response_policy import AttemptOutcome
     from outbox.destinations.interface import Request
@@ -105,17 +105,17 @@ class DeliveryTelemetry:
         self,
         lane: LaneRuntime,
         delivery: Delivery,
-        run: DeliveryRun,
+        run: RequestRun,
         response: AttemptResult,
         span: AttemptSpan,
     ) -> None:
         """Report the traces of the last success that a run took."""
         assert self.tracing is not None
-        row = run.results.row(-1)
+        row = run.results.rows[-1]
         self.tracing.end_attempt(span, row, response)
         self._trace_delivered(lane, delivery, row, span.origin)
 
-    def run_delivered(self, lane: LaneRuntime, results: RunResults) -> None:
+    def run_delivered(self, lane: LaneRuntime, results: Successes) -> None:
         """Report the successes that a run took, except for their traces."""
         self.meters.record_run(lane.runtime.meters, results)
         self.history.add_run(lane.runtime.endpoint.id, results)
@@ -125,7 +125,7 @@ class DeliveryTelemetry:
         lane: LaneRuntime,
         send: Send,
         response: AttemptResult,
-        accepted: RunResults,
+        accepted: Successes,
         failed: Record | None,
         span: AttemptSpan | None,
     ) -> None:
@@ -144,9 +144,9 @@ class DeliveryTelemetry:
         if tracing is not None:
             for index, delivery in enumerate(send.batch[: len(accepted)]):
                 if (origin := tracing.origin(delivery)) is not None:
-                    self._trace_delivered(lane, delivery, accepted.row(index), origin)
+                    self._trace_delivered(lane, delivery, accepted.rows[index], origin)
         # One request: its outcome is that of the delivery that failed.
-        row = accepted.row(-1) if failed is None else failed.attempt
+        row = accepted.rows[-1] if failed is None else failed.attempt
         assert row is not None
         self.meters.record_attempt(lane.runtime.meters, row, response)
         if tracing is not None and span is not None:

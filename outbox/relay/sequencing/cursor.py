@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 import asyncpg
 import structlog
 
-from outbox.core.delivery.inline_deliveries import INLINE_DELIVERIES_MAX, inline_deliveries
 from outbox.core.sequencing.filter_budget import AGAIN_AFTER_S
 from outbox.core.sequencing.gaps import CursorChange, CursorState, GapTracker
 from outbox.core.sequencing.router import Deliveries, Router, assign_sequences
@@ -29,15 +28,16 @@ from outbox.relay.sequencing.filter_evaluator import FilterEvaluator
 from outbox.relay.sequencing.replay_feeder import ReplayFeeder
 from outbox.store.refused_rows import is_refused, reason_of
 from outbox.store.replays.replay_progress import ReplayBatch
+from outbox.store.sequencing.event_reads import CONTENT_EVENTS_MAX
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from datetime import datetime
 
     from outbox.config import Settings
-    from outbox.core.model.delivery import Delivery
+    from outbox.core.model.delivery import EventContent
     from outbox.core.sequencing.filter_budget import FilterFailure
     from outbox.core.sequencing.router import Placements, RoutableEvent, TenantFilter
-    from outbox.store.delivery.lanes import LoadedLane
     from outbox.store.sequencing.batches import SequencingStore
     from outbox.store.sequencing.event_reads import Reading
 
@@ -67,8 +67,12 @@ class SequencedBatch:
     batch: int
     events: int
     deliveries: Deliveries
-    inline_deliveries: Mapping[int, Sequence[Delivery]]
-    """Deliveries with payloads, which need not be read, by lane."""
+    contents: Mapping[int, EventContent]
+    """The content of events that was read with them, by id."""
+    erasures: int
+    """How often events were erased when it was read."""
+    committed_after: datetime | None
+    """Lower bound of the commit time of the events."""
     notified: bool
     """Whether the write notified the other replicas."""
 
@@ -95,11 +99,11 @@ class Cursor:
     """The cursor on one connection.
 
     Args:
-        on_batch: called after each committed batch.
+        on_batch: called after each committed batch; returns whether some lanes wait for the content
+            of its events.
         keep_polling: called with every batch's number of events and the number of
             producers that wait for another one's NOTIFY; returns whether producers should
             stop notifying.
-        needs_inline_payloads: filters lanes to those that have no other unread deliveries.
         notification_payload: called with every batch; returns the NOTIFY payload for other
             replicas, or None.
     """
@@ -111,16 +115,14 @@ class Cursor:
         store: SequencingStore,
         replica_id: int,
         settings: Settings,
-        on_batch: Callable[[SequencedBatch], None],
+        on_batch: Callable[[SequencedBatch], bool],
         keep_polling: Callable[[int, int], bool],
-        needs_inline_payloads: Callable[[Collection[int]], Mapping[int, LoadedLane]],
         notification_payload: Callable[[int, Mapping[int, int]], str | None],
     ) -> None:
         self._store = store
         self._me = replica_id
         self._on_batch = on_batch
         self._keep_polling = keep_polling
-        self._needs_inline_payloads = needs_inline_payloads
         self._notification_payload = notification_payload
         self._notified = False
         # Cached from the tables; valid while no other replica has written.
@@ -293,9 +295,8 @@ class Cursor:
             self.reader.committed(draft.reading, draft.change)
             self._replays.committed(replays)
             return BatchResult.EMPTY
-        inline_lanes = self._needed_content(draft)
         try:
-            written = await self._write(state, draft, inline_lanes)
+            written = await self._write(state, draft)
         except asyncpg.PostgresError as error:
             if not replays.has_changes and is_refused(error):
                 # Deliveries of earlier batches go on.
@@ -306,7 +307,7 @@ class Cursor:
         if not written:
             self._replays.rejected(replays)
             return await self._refused()
-        self._batch_committed(state, draft, inline_lanes)
+        self._batch_committed(state, draft)
         return BatchResult.WRITTEN
 
     async def _draft(
@@ -349,20 +350,7 @@ class Cursor:
             self._counters |= await self._store.counters(unknown)
         return assign_sequences(placements, replays.replays, self._counters)
 
-    def _needed_content(self, draft: _Draft) -> Mapping[int, LoadedLane]:
-        """The lanes that need the content of their new deliveries now."""
-        if draft.replays.replays:
-            return {}  # The content of replayed events was not read.
-        few = len(draft.deliveries) <= INLINE_DELIVERIES_MAX
-        lanes = draft.deliveries.counters.keys()
-        needing = self._needs_inline_payloads(lanes) if few else {}
-        reader = self.reader
-        reader.reads_content = bool(needing) or (few and not lanes and reader.reads_content)
-        return needing
-
-    async def _write(
-        self, state: CursorState, draft: _Draft, inline_lanes: Mapping[int, LoadedLane]
-    ) -> bool:
+    async def _write(self, state: CursorState, draft: _Draft) -> bool:
         """Write the batch in one message; returns False if that did nothing."""
         payload = self._notification_payload(state.batch + 1, draft.deliveries.counters)
         self._notified = payload is not None
@@ -375,29 +363,29 @@ class Cursor:
             self._version,
             committed_after=self.reader.committed_after,
             awake=draft.awake and not self.reader.awake,
-            erasures=draft.reading.erasures if inline_lanes else None,
+            erasures=draft.reading.erasures if draft.reading.contents else None,
             notification=payload,
             replays=draft.replays,
             stopped=draft.failed,
         )
 
-    def _batch_committed(
-        self, state: CursorState, draft: _Draft, inline_lanes: Mapping[int, LoadedLane]
-    ) -> None:
+    def _batch_committed(self, state: CursorState, draft: _Draft) -> None:
         """Apply a durable batch to the cached state, and report it."""
-        committed_after = self.reader.committed_after
-        self.reader.committed(draft.reading, draft.change)
+        reader, reading, deliveries = self.reader, draft.reading, draft.deliveries
+        sequenced = SequencedBatch(
+            state.batch + 1, draft.events, deliveries, reading.contents, reading.erasures,
+            reader.committed_after, self._notified,
+        )  # fmt: skip
+        reader.committed(reading, draft.change)
         if draft.failed:
             self._filters.mark_stored(draft.failed)
         self._replays.committed(draft.replays)
         if draft.events:
             self._replays.record_live_events()
-        batch = state.batch + 1
         # The tracker remembers the gaps.
-        self._state = CursorState(batch, draft.change.high)
-        self._counters |= draft.deliveries.counters
-        self.reader.awake |= draft.awake
-        deliveries, contents = draft.deliveries, draft.reading.contents
-        rows = zip(deliveries.lane_ids, deliveries.seqs, deliveries.outbox_ids, strict=True)
-        inline = inline_deliveries(batch, rows, contents, inline_lanes, committed_after)
-        self._on_batch(SequencedBatch(batch, draft.events, deliveries, inline, self._notified))
+        self._state = CursorState(sequenced.batch, draft.change.high)
+        self._counters |= deliveries.counters
+        reader.awake |= draft.awake
+        needed = self._on_batch(sequenced)
+        if deliveries or not reader.reads_content:
+            reader.reads_content = needed and len(deliveries) <= CONTENT_EVENTS_MAX

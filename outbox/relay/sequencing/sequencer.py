@@ -30,13 +30,12 @@ from outbox.relay.sequencing.stall_monitor import StallMonitor
 from outbox.store.errors import ResponseLost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from outbox.config import Settings
     from outbox.relay.sequencing.cursor import SequencedBatch
     from outbox.relay.wake_event import Wakeups
     from outbox.store.cluster.leadership import LeaderStatus
-    from outbox.store.delivery.lanes import LoadedLane
     from outbox.store.sequencing.batches import SequencingStore
 
 log = structlog.get_logger("outbox.sequencer")
@@ -75,10 +74,10 @@ class Sequencer:
     """Sequences on one connection.
 
     Args:
-        on_batch: called after each committed batch.
+        on_batch: see `Cursor`.
         notified: whether notifications can arrive; without them the sequencer polls,
             and producers never notify.
-        needs_inline_payloads, notification_payload: see `Cursor`.
+        notification_payload: see `Cursor`.
     """
 
     cursor_type: type[Cursor] = Cursor
@@ -90,8 +89,7 @@ class Sequencer:
         replica_id: int,
         settings: Settings,
         wakeups: Wakeups,
-        on_batch: Callable[[SequencedBatch], None],
-        needs_inline_payloads: Callable[[Collection[int]], Mapping[int, LoadedLane]],
+        on_batch: Callable[[SequencedBatch], bool],
         notification_payload: Callable[[int, Mapping[int, int]], str | None],
         *,
         notified: bool,
@@ -108,7 +106,6 @@ class Sequencer:
             settings,
             on_batch,
             self._keep_polling,
-            needs_inline_payloads,
             notification_payload,
         )
         # When to check the sequence's options again.

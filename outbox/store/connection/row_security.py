@@ -38,7 +38,8 @@ def rows_hidden(*tables: str) -> str:
     """An expression: whether policies may hide rows of these tables from the statement.
 
     Correct only if it is planned with the statement that reads them.  A statement with a cached
-    plan fails instead, because sessions that cache plans set `row_security = off`.
+    plan fails instead, because sessions that cache plans set `row_security = off`.  The views of
+    runs are read with the rights of their owner, so name their tables.
     """
     active = " OR ".join(f"row_security_active('{table}')" for table in tables)
     return f"(SELECT {active})"

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import orjson
 
 from outbox.core.brokers.repair import Repair, RepairKind
-from outbox.core.delivery.commands import ErasedEvent, LaneSnapshot, MissingEvent, Progress
-from outbox.core.model.delivery import Delivery, earliest_commit, epoch_seconds
+from outbox.core.delivery.commands import LaneSnapshot, Progress
+from outbox.core.model.delivery import Delivery, epoch_seconds
 from outbox.core.model.ids import lane_name, message_id
-from outbox.core.sequencing.partition_window import WIDTH
 from outbox.store.connection.row_security import (
     require_unprotected,
     rows_hidden,
     stop_hidden,
 )
 from outbox.store.connection.secrets import CLEAR
+from outbox.store.delivery.delivery_reads import DeliveryReads, LaneRead
 from outbox.store.delivery.endpoints import read_endpoints
 from outbox.store.refused_rows import IS_REFUSED_SUCCESS
-from outbox.store.sql.expressions import PAYLOAD_BYTES, epoch_s
+from outbox.store.sql.expressions import RUN_LENGTH
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
+    from outbox.core.delivery.commands import ErasedEvent
     from outbox.core.delivery.endpoint import Endpoint
-    from outbox.core.delivery.inline_deliveries import LaneIdentity
+    from outbox.core.delivery.event_cache import EventCache
     from outbox.store.connection.secrets import Vault
 
 # 0 if the table was emptied: the sequencer reports that, and delivery goes on.
@@ -74,7 +75,7 @@ SELECT l.id, l.endpoint_id, l.generation, l.slot,
                     WHERE d.lane_id = l.id AND d.batch >= p.floor_batch AND d.seq > p.acked_seq
                     ORDER BY d.batch, d.seq LIMIT 1) head
              JOIN batch USING (batch)) END AS pending_since,
-       {rows_hidden("lane", "lane_block", "lane_counter", "lane_progress", "attempt")} AS hidden
+       {rows_hidden("lane", "lane_block", "lane_counter", "lane_progress", "attempt_run")} AS hidden
   FROM endpoint e
   JOIN lane l ON l.endpoint_id = e.id
   JOIN lane_progress p ON p.lane_id = l.id
@@ -98,96 +99,20 @@ SELECT lane.id, a.seq, a.batch, a.started_at
           AND outcome = 'delivered' OFFSET 0) a
 """
 
-
-# The columns of an event.
-EVENT_COLUMNS = f"""event_id, type, tenant, key,
-       {epoch_s("published_at")} AS published_at,
-       {epoch_s("expires_at")} AS expires_at,
-       {PAYLOAD_BYTES} AS payload, headers::text AS headers, content_type"""
-
-# Deliveries with their events.  `batch >=` limits each lane to the partitions that can contain
-# its deliveries.  An event whose row is gone is taken from the dead letter's copy, and is
-# otherwise empty; is_recorded: it was erased, or dropped with its period.  LIMIT 1 keeps the event
-# an index lookup: a join would hash the whole outbox.  bytes_before bounds a chunk by the size that
-# its payloads and headers have in memory, which may be a hundred times the compressed one; OFFSET 0
-# converts each of them once.  LATERAL would do so as well, but the planner memoizes its result, and
-# looks for it by the whole payload.  The deliveries are sorted before their payloads are there:
-# with them, 1,000 of 4 KiB would be sorted on the disk.  IS NOT NULL keeps the look-ups of dead
-# letters and replays, which few deliveries need, from being begun.  hidden: row security may have
-# hidden events.  The columns have the order of `build_delivery`.
-READ_DELIVERIES = f"""
-SELECT lane_id, seq, batch, outbox_id, {EVENT_COLUMNS},
-       backfill_id, date_part('epoch', committed_after) AS committed_after,
-       was_endpoint_id, was_generation, was_slot, was_seq,
-       CASE WHEN num_nonnulls(payload, body) = 0
-            THEN is_erased OR EXISTS (
-                 SELECT FROM period WHERE kind = 'events' AND number = outbox_id / {WIDTH}
-                                      AND dropped_at IS NOT NULL) END AS is_recorded,
-       {rows_hidden("outbox", "dead_letter", "period")} AS hidden
-  FROM (SELECT *, sum(bytes) OVER (
-                   PARTITION BY lane_id ORDER BY seq
-                   ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS bytes_before
-          FROM (SELECT *, coalesce(octet_length(body), 0) + coalesce(octet_length(headers), 0)
-                              AS bytes
-                  FROM (
-        SELECT d.id AS lane_id, d.bytes_max, d.batch, d.seq, d.outbox_id, d.backfill_id,
-               coalesce(o.event_id, x.event_id) AS event_id,
-               coalesce(o.tenant, x.tenant) AS tenant,
-               coalesce(o.type, x.type) AS type,
-               coalesce(o.key, x.key) AS key,
-               NULL::jsonb AS payload,
-               coalesce(o.body, x.body,
-                        convert_to(coalesce(o.payload, x.payload)::text, 'UTF8')) AS body,
-               coalesce(o.content_type, x.content_type) AS content_type,
-               coalesce(o.headers, x.headers)::text AS headers,
-               coalesce(o.created_at, x.published_at) AS published_at,
-               o.erased_at IS NOT NULL OR x.erased_at IS NOT NULL AS is_erased,
-               CASE WHEN coalesce(d.replay_id, d.backfill_id) IS NULL THEN o.expires_at END
-                   AS expires_at,
-               w.was_endpoint_id, w.was_generation, w.was_slot, w.was_seq, b.committed_after
-          FROM (
-               SELECT lane.id, lane.bytes_max, n.*
-                 FROM unnest($1::bigint[], $2::bigint[], $3::bigint[], $4::int[], $5::bigint[])
-                      AS lane(id, floor_batch, after_seq, rows_max, bytes_max)
-                CROSS JOIN LATERAL (
-                      SELECT batch, seq, outbox_id, replay_id, replay_seq, backfill_id, copy_id
-                        FROM delivery
-                       WHERE lane_id = lane.id AND batch >= lane.floor_batch
-                         AND seq > lane.after_seq
-                       ORDER BY batch, seq LIMIT lane.rows_max) n
-                ORDER BY lane.id, n.seq OFFSET 0) d
-          LEFT JOIN LATERAL (
-               SELECT committed_after FROM batch WHERE batch = d.batch LIMIT 1) b ON true
-          LEFT JOIN LATERAL (
-               SELECT * FROM outbox WHERE id = d.outbox_id LIMIT 1) o ON true
-          LEFT JOIN LATERAL (
-               SELECT * FROM dead_letter
-                WHERE d.copy_id IS NOT NULL AND id = d.copy_id LIMIT 1) x ON true
-          LEFT JOIN LATERAL (
-               SELECT was.endpoint_id AS was_endpoint_id,
-                      was.generation AS was_generation, was.slot AS was_slot,
-                      d.replay_seq AS was_seq
-                 FROM replay
-                 JOIN dead_letter dead ON dead.id = replay.dead_id
-                 JOIN lane was ON was.id = dead.lane_id
-                WHERE d.replay_id IS NOT NULL AND replay.id = d.replay_id LIMIT 1) w ON true
-         ORDER BY d.id, d.seq OFFSET 0) converted) sized) found
- WHERE bytes_before IS NULL OR bytes_before + bytes <= bytes_max
- ORDER BY lane_id, seq
-"""  # noqa: S608 (constants only)
-
 # The identity of this database, which a broker's fence names.  Without the right to read it, it is
 # the same for all databases.
 READ_IDENTITY = "SELECT coalesce(server_identity(), 'unknown')"
 
 # What the X-Delivery of a lane's delivery is derived from.  The delivery itself may be gone.
-READ_DELIVERY_AT = """
+READ_DELIVERY_AT = f"""
 SELECT d.batch, d.outbox_id, d.backfill_id, coalesce(o.event_id, x.event_id) AS event_id
-  FROM delivery d
+  FROM (SELECT batch, outbox_id + coalesce(offsets[$2 - seq + 1], 0) AS outbox_id, backfill_id,
+               copy_id
+          FROM delivery_run
+         WHERE lane_id = $1 AND seq <= $2 AND seq + {RUN_LENGTH} > $2) d
   LEFT JOIN LATERAL (SELECT event_id FROM outbox WHERE id = d.outbox_id LIMIT 1) o ON true
   LEFT JOIN LATERAL (SELECT event_id FROM dead_letter WHERE id = d.copy_id LIMIT 1) x ON true
- WHERE d.lane_id = $1 AND d.seq = $2
-"""
+"""  # noqa: S608 (constants only)
 
 # What operators request for held lanes of brokers.
 READ_REPAIR = "SELECT repair, repair_seq FROM lane WHERE id = $1 AND repair IS NOT NULL"
@@ -204,7 +129,7 @@ SELECT DISTINCT seq FROM attempt
 SELECT n FROM journal, generate_series(greatest((data ->> 'sequence')::bigint, $3),
                                        least((data ->> 'to_sequence')::bigint, $4)) AS n
  WHERE {IS_REFUSED_SUCCESS} AND (data ->> 'lane')::bigint = $1
- UNION ALL SELECT NULL WHERE {rows_hidden("attempt", "journal")}
+ UNION ALL SELECT NULL WHERE {rows_hidden("attempt_run", "journal")}
 """  # noqa: S608 (constants only)
 
 # Lanes blocked by a dead letter.
@@ -293,6 +218,7 @@ class LaneStore:
     def __init__(self, connection: Connection[Any], vault: Vault = CLEAR) -> None:
         self._db = connection
         self._vault = vault
+        self._reads = DeliveryReads(connection)
 
     async def endpoints(self, endpoint_ids: Collection[UUID]) -> list[Endpoint]:
         """The current configuration and state of endpoints."""
@@ -352,36 +278,14 @@ class LaneStore:
         ]
 
     async def deliveries(
-        self,
-        lanes: Sequence[LoadedLane],
-        floor_batches: Sequence[int],
-        after_seqs: Sequence[int],
-        rows_max: Sequence[int],
-        bytes_max: Sequence[int],
+        self, requested: Sequence[LaneRead], events: EventCache | None = None
     ) -> dict[int, list[Delivery | ErasedEvent]]:
-        """The next deliveries of each lane.
+        """The next deliveries of each lane, by its id.
 
         Args:
-            rows_max: maximum number per lane.
-            bytes_max: maximum bytes of payloads and headers per lane, uncompressed; at least
-                one delivery, whatever its size.
+            events: events that need not be read, to which those that are read are added.
         """
-        names = {lane.id: lane for lane in lanes}
-        found: dict[int, list[Delivery | ErasedEvent]] = {lane.id: [] for lane in lanes}
-        for r in await self._db.fetch(
-            READ_DELIVERIES,
-            [lane.id for lane in lanes],
-            floor_batches,
-            after_seqs,
-            rows_max,
-            bytes_max,
-        ):
-            if r["hidden"]:
-                await stop_hidden(self._db)
-            lane = names[r["lane_id"]]
-            exists = r["payload"] is not None
-            found[lane.id].append(build_delivery(lane, r) if exists else _erased(lane, r))
-        return found
+        return await self._reads.read(requested, events)
 
     async def identity(self) -> str:
         """The identity of this database, for a broker's fence."""
@@ -415,7 +319,8 @@ class LaneStore:
         found = await self.delivery_at(lane, after_seq + 1)
         if found is None:
             return None
-        some = await self.deliveries([lane], [found.batch], [after_seq], [rows_max], [bytes_max])
+        read = LaneRead(lane, found.batch, after_seq, rows_max, bytes_max)
+        some = await self.deliveries([read])
         rows = [row for row in some[lane.id] if row.seq <= through_seq]
         if not rows or rows[0].seq != after_seq + 1:
             return None
@@ -472,36 +377,3 @@ class LaneStore:
         """What an operator has requested, by lane; most lanes have none."""
         rows = await self._db.fetch(READ_REPAIRS, list(endpoint_ids))
         return {r["id"]: Repair(RepairKind(r["repair"]), r["repair_seq"]) for r in rows}
-
-
-def _erased(lane: LoadedLane, row: Any) -> ErasedEvent:
-    kind = ErasedEvent if row["is_recorded"] else MissingEvent
-    return kind(lane.endpoint_id, row["seq"], row["batch"], row["outbox_id"], row["backfill_id"])
-
-
-def build_delivery(lane: LaneIdentity, row: Any) -> Delivery:
-    """Build a delivery from a row that begins with the columns of `READ_DELIVERIES`.
-
-    By position: looking up each column by name took longer than everything else.
-    """
-    found = tuple(row.values())
-    published_at = found[8]
-    headers, content_type, backfill_id, committed_after = found[11:15]
-    was_endpoint_id, was_generation, was_slot, was_seq = found[15:19]
-    replay_of = waits_since = None
-    if was_seq is not None:
-        replay_of = (lane_name(was_endpoint_id, was_generation, was_slot), was_seq)
-    elif backfill_id is None:
-        waits_since = earliest_commit(published_at, committed_after)
-    return Delivery._make(
-        (
-            lane.endpoint_id,
-            lane.name,
-            *found[1:11],
-            None if headers is None else headers.encode(),
-            content_type,
-            replay_of,
-            backfill_id,
-            waits_since,
-        )
-    )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from outbox.core.delivery.delivery_history import HISTORY_INTERVAL_S, INTERVALS
 from outbox.store.cluster.replicas import fence
-from outbox.store.delivery.attempts import INSERT_ATTEMPTS
+from outbox.store.delivery.attempt_runs import INSERT_ATTEMPTS
 from outbox.store.sql.message import WriteStatement
 from outbox.store.sql.row_params import composite_json, composite_number
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 #     replica no longer owns, nothing at all is written.
 #   logged: the attempts, except those of lanes that were not moved.
 # One row for each lane that was moved.  It fails if a trigger suppresses the progress of a lane of
-# this replica, or one of the $7 attempts while all lanes are moved.
+# this replica, or one of the $6 runs of attempts while all lanes are moved.
 WRITE_PROGRESS = WriteStatement(
     "write_progress",
-    f"""{fence("$6")},
+    f"""{fence("$5")},
 progress AS MATERIALIZED (
-    SELECT * FROM unnest($5::progress_row[])),
+    SELECT * FROM unnest($4::progress_row[])),
 moved AS (
     UPDATE lane_progress p
        SET acked_seq = v.acked_seq, delivered_seq = v.delivered_seq,
@@ -43,8 +43,8 @@ SELECT FROM moved
  UNION ALL
 SELECT FROM fence
  WHERE require_stored(
-           (SELECT count(*) FROM logged) = $7::bigint
-           OR (SELECT count(*) FROM moved) < (SELECT count(*) FROM progress), 'attempt') IS NULL
+           (SELECT count(*) FROM logged) = $6::bigint
+           OR (SELECT count(*) FROM moved) < (SELECT count(*) FROM progress), 'attempt_run') IS NULL
     OR require_stored(
            (SELECT count(*) FROM moved)
            = (SELECT count(*) FROM progress v JOIN lane_progress p ON p.lane_id = v.lane_id

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from outbox.errors import CannotRun
 from outbox.store.absence_proof import AbsenceProof
-from outbox.store.delivery.attempts import (
+from outbox.store.delivery.attempt_runs import (
     MAY_SUPPRESS_ATTEMPTS,
     WRITE_ACKNOWLEDGEMENTS,
     WRITE_COUNTED_ACKNOWLEDGEMENTS,
-    attempt_rows,
+    attempt_runs,
 )
 from outbox.store.delivery.dead_letters import FINISH_ENDPOINT, dead_letter_calls
 from outbox.store.delivery.progress import (
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from outbox.core.brokers.repair import Repair
-    from outbox.core.delivery.commands import Progress, Record, RunResults
+    from outbox.core.delivery.commands import Progress, Record, Successes
     from outbox.core.delivery.delivery_history import CountedDeliveries
     from outbox.store.connection.store_connection import StoreConnection
     from outbox.store.refused_rows import RefusedRow
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 # Whether a message was written whose response was lost: its first attempt or dead letter exists.
 READ_ATTEMPT_WRITTEN = """
-SELECT EXISTS (SELECT FROM attempt
+SELECT EXISTS (SELECT FROM attempt_run
                 WHERE lane_id = $1 AND batch = $2 AND seq = $3 AND attempt = $4
                   AND replica_id = $5)
 """
@@ -82,7 +82,7 @@ class RecordStore:
         self,
         records: Sequence[Record],
         epochs: Sequence[int],
-        runs: Sequence[tuple[int, RunResults]] = (),
+        runs: Sequence[tuple[int, Successes]] = (),
         refused: RefusedRow | None = None,
     ) -> None:
         """Write a group of results atomically; when fenced, none is written.
@@ -92,7 +92,7 @@ class RecordStore:
 
         Args:
             epochs: the epochs of the records.
-            runs: pairs of lane id and results of a delivery run; written before the records.
+            runs: pairs of lane id and results of a request run; written before the records.
             refused: a row that the records leave out, which is reported.
 
         Raises:
@@ -107,16 +107,14 @@ class RecordStore:
                     return None
 
     async def _is_written(
-        self, records: Sequence[Record], runs: Sequence[tuple[int, RunResults]]
+        self, records: Sequence[Record], runs: Sequence[tuple[int, Successes]]
     ) -> bool:
         """Whether a message of `write` was executed; False if writing it again changes nothing."""
-        for lane_id, run in runs:
-            key = lane_id, run.batches[0], run.seqs[0], 1, self._replica_id
+        attempts = [(lane_id, run.rows[0]) for lane_id, run in runs]
+        attempts += [(each.lane_id, each.attempt) for each in records if each.attempt is not None]
+        for lane_id, row in attempts:
+            key = lane_id, row.batch, row.seq, row.attempt, self._replica_id
             return bool(await self._db.fetchval(READ_ATTEMPT_WRITTEN, *key))
-        for record in records:
-            if (row := record.attempt) is not None:
-                key = record.lane_id, row.batch, row.seq, row.attempt, self._replica_id
-                return bool(await self._db.fetchval(READ_ATTEMPT_WRITTEN, *key))
         for record in records:
             if record.dead is not None:
                 dead = record.lane_id, record.seq
@@ -127,14 +125,13 @@ class RecordStore:
         self,
         records: Sequence[Record],
         epochs: Sequence[int],
-        runs: Sequence[tuple[int, RunResults]],
+        runs: Sequence[tuple[int, Successes]],
         refused: RefusedRow | None,
     ) -> None:
-        attempts = attempt_rows(runs, records)
-        logged = sum(r.attempt is not None for r in records) + sum(len(run) for _, run in runs)
+        attempts, count = attempt_runs(runs, records)
         urgent = [(r, e) for r, e in zip(records, epochs, strict=True) if r.progress is not None]
         if not urgent:
-            await self._acknowledge(attempts, logged, refused)
+            await self._acknowledge(attempts, count, refused)
             return
         progress = composite_array(
             progress_row(r.lane_id, epoch, r.progress)
@@ -142,7 +139,7 @@ class RecordStore:
             if r.progress is not None
         )
         calls: list[WriteCall] = [
-            (WRITE_PROGRESS, self._replica_id, *attempts, progress, self._fence, logged),
+            (WRITE_PROGRESS, self._replica_id, *attempts, progress, self._fence, count),
             *dead_letter_calls(self._replica_id, urgent),
         ]
         if missing := [(event_id, event_id) for r, _ in urgent for event_id in r.missing]:
@@ -156,7 +153,7 @@ class RecordStore:
             raise Fenced
 
     async def _acknowledge(
-        self, attempts: tuple[str, str, str], count: int, refused: RefusedRow | None
+        self, attempts: tuple[str, str], count: int, refused: RefusedRow | None
     ) -> None:
         if self._counts_attempts is None:
             self._counts_attempts = bool(await self._db.fetchval(MAY_SUPPRESS_ATTEMPTS))
@@ -169,7 +166,7 @@ class RecordStore:
             raise Fenced
         if not counts and stored != count:
             # The next session finds the trigger.
-            raise CannotRun(f"of {count} attempts a trigger suppressed {count - stored}")
+            raise CannotRun(f"of {count} runs of attempts a trigger suppressed {count - stored}")
 
     async def write_found(
         self,

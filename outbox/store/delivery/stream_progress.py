@@ -46,13 +46,13 @@ unlogged AS MATERIALIZED (
              FROM attempt WHERE lane_id = $2 AND batch = d.batch AND seq = d.seq) a ON true
      WHERE NOT coalesce(a.delivered, false) AND $8::boolean),
 logged AS (
-    INSERT INTO attempt (lane_id, batch, seq, attempt, outcome, error, started_at, elapsed_ms,
-                         replica_id)
-    SELECT $2, batch, seq, attempt, 'delivered', '{FOUND_DETAIL}', to_timestamp($6::float8), 0, $1
+    INSERT INTO attempt_run (lane_id, batch, seq, attempt, outcome, error, started_at, elapsed_ms,
+                             replica_id)
+    SELECT $2, batch, seq, attempt, 'd', '{FOUND_DETAIL}', to_timestamp($6::float8), 0, $1
       FROM unlogged
     RETURNING 1)
-SELECT require_stored((SELECT count(*) FROM logged) = (SELECT count(*) FROM unlogged), 'attempt')
-  FROM moved
+SELECT require_stored((SELECT count(*) FROM logged) = (SELECT count(*) FROM unlogged),
+                      'attempt_run') FROM moved
 """,  # noqa: S608 (constants only)
     repeatable=True,
 )

@@ -102,7 +102,7 @@ SELECT p.job_id, p.endpoint_id, j.kind, j.rate_per_s, e.lanes,
 READ_CHUNK_PROGRESS = f"""
 SELECT requested.id AS endpoint_id, coalesce(chunk.done, true) AS done, chunk.mean_ms,
        coalesce(sequenced.numbers, 0)::bigint AS numbers,
-       {rows_hidden("lane", "delivery", "lane_progress", "attempt")} AS hidden
+       {rows_hidden("lane", "delivery_run", "lane_progress", "attempt_run")} AS hidden
   FROM unnest($1::uuid[]) AS requested(id)
  CROSS JOIN LATERAL (
        SELECT bool_and(p.acked_seq >= d.seq OR EXISTS (

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 PARENTS: Mapping[WindowKind, tuple[str, ...]] = {
     "events": ("outbox",),
-    "log": ("attempt", "delivery", "batch"),
+    "log": ("attempt_run", "delivery_run", "batch"),
 }
 """The partitioned tables of each kind of period."""
 

@@ -38,6 +38,7 @@ from outbox.store.connection.row_security import rows_hidden, stop_empty
 from outbox.store.retention.erasure import erase_leftovers
 from outbox.store.routing_change import LOCK_CURSOR
 from outbox.store.sequencing.accounting import ACCOUNT_BATCHES, BATCHES_PER_STEP
+from outbox.store.sql.expressions import RUN_LENGTH
 from outbox.store.sql.message import WriteCall, WriteStatement
 
 if TYPE_CHECKING:
@@ -175,8 +176,8 @@ REQUIRE_NO_RANGES = WriteStatement(
 # event's age.  They do if they are pending, or in a range that may be replayed or is being
 # replayed; unless a dead letter holds a copy.
 PINNED_BY_REPLAYS = f"""
-SELECT {rows_hidden("delivery", "lane_progress", "dead_letter", "replay")} OR EXISTS (
-    SELECT FROM delivery n JOIN lane_progress lane ON lane.lane_id = n.lane_id
+SELECT {rows_hidden("delivery_run", "lane_progress", "dead_letter", "replay")} OR EXISTS (
+    SELECT FROM delivery_run n JOIN lane_progress lane ON lane.lane_id = n.lane_id
      WHERE (n.replay_id IS NOT NULL OR n.backfill_id IS NOT NULL)
        AND n.copy_id IS NULL AND n.outbox_id >= $2 AND n.outbox_id < $3
        AND (n.seq > lane.acked_seq OR EXISTS (
@@ -259,16 +260,16 @@ WITH old AS MATERIALIZED (
        AND NOT EXISTS (SELECT FROM lane_block b WHERE b.lane_id = d.lane_id AND b.seq = d.seq)
        AND NOT {_REPLAY_REQUESTED}
        AND (d.outbox_id IS NOT NULL OR NOT EXISTS (
-             SELECT FROM delivery n
-              WHERE n.lane_id = d.lane_id AND n.seq BETWEEN d.seq AND d.to_seq
+             SELECT FROM delivery_run n
+              WHERE n.lane_id = d.lane_id AND n.seq <= d.to_seq AND n.seq + {RUN_LENGTH} > d.seq
                 AND n.batch >= (SELECT min(number) * {WIDTH} FROM period
                                  WHERE kind = 'log' AND dropped_at IS NULL)))
        AND NOT EXISTS (
              SELECT FROM replay r
               WHERE r.dead_id = d.id
                 AND (r.next_seq <= r.to_seq
-                     OR EXISTS (SELECT FROM delivery WHERE replay_id = r.id)))
-       AND NOT EXISTS (SELECT FROM delivery WHERE copy_id = d.id)
+                     OR EXISTS (SELECT FROM delivery_run WHERE replay_id = r.id)))
+       AND NOT EXISTS (SELECT FROM delivery_run WHERE copy_id = d.id)
      ORDER BY d.id LIMIT {STEP} FOR UPDATE OF d SKIP LOCKED),
 replays AS (
     DELETE FROM replay WHERE dead_id = ANY(ARRAY(SELECT id FROM old))),

@@ -111,7 +111,7 @@ sequenced AS MATERIALIZED (
             WHERE p.late AND batch > p.batch AND NOT isempty(found) AND found @> p.outbox_id
             ORDER BY batch LIMIT 1) f)
 SELECT g.outbox_id FROM sequenced g
- WHERE NOT {rows_hidden("batch", "delivery", "lane_progress", "attempt")} AND NOT EXISTS (
+ WHERE NOT {rows_hidden("batch", "delivery_run", "lane_progress", "attempt_run")} AND NOT EXISTS (
        SELECT FROM batch b CROSS JOIN LATERAL unnest(b.lanes) AS lane(id)
         CROSS JOIN LATERAL (
               SELECT lane_id, batch, seq FROM delivery

@@ -53,8 +53,9 @@ class Migration:
 @cache
 def table_names() -> tuple[str, ...]:
     """The tables that the migrations create, without partitions: a schema may have others."""
-    created = re.compile(r"^CREATE TABLE (\w+)", re.MULTILINE)
-    return tuple(name for each in migrations() for name in created.findall(each.sql))
+    changed = re.compile(r"^(CREATE|DROP) TABLE (\w+)", re.MULTILINE)
+    last = {name: verb for each in migrations() for verb, name in changed.findall(each.sql)}
+    return tuple(name for name, verb in last.items() if verb == "CREATE")
 
 
 @cache

@@ -34,6 +34,7 @@ from outbox.store.delivery.lanes import READ_COUNTERS
 from outbox.store.errors import Fenced
 from outbox.store.replays.replay_feed import ReplayFeedStore
 from outbox.store.replays.replay_progress import write_progress
+from outbox.store.sequencing.delivery_runs import delivery_runs
 from outbox.store.sequencing.event_reads import (
     READ_CONTENT_AND_STATE,
     READ_EVENTS_AND_STATE,
@@ -85,7 +86,7 @@ SELECT lo, hi FROM gap UNION ALL SELECT NULL, NULL WHERE {rows_hidden("gap")}
 #   delivered: the deliveries.
 #   awake: sets the wake-up flag, if $9.
 #   notified: NOTIFY to other replicas at commit, if there are any and lanes have deliveries.
-# $8: the number of erasures, if payloads that were read before are delivered with this batch.
+# $8: the number of erasures, if the content of events was read with them, which lanes may send.
 WRITE_BATCH = WriteStatement(
     "write_batch",
     f"""
@@ -109,10 +110,11 @@ row AS (
 counted AS MATERIALIZED (
     SELECT advance_lane_counter(lane_id, old_seq, last_seq) FROM locked, advanced),
 delivered AS (
-    INSERT INTO delivery (lane_id, batch, seq, outbox_id, replay_id, replay_seq, backfill_id,
-                          copy_id)
-    SELECT d.lane_id, $1, d.seq, d.outbox_id, d.replay_id, d.replay_seq, d.backfill_id, d.copy_id
-      FROM locked, unnest($4::delivery_row[]) AS d),
+    INSERT INTO delivery_run (lane_id, batch, seq, outbox_id, offsets, replay_id, replay_seq,
+                              backfill_id, copy_id)
+    SELECT d.lane_id, $1, d.seq, d.outbox_id, d.offsets, d.replay_id, d.replay_seq, d.backfill_id,
+           d.copy_id
+      FROM locked, unnest($4::delivery_run_row[]) AS d),
 awake AS MATERIALIZED (SELECT setval('wakeup', {AWAKE}) FROM locked WHERE $9),
 notified AS MATERIALIZED (
     SELECT pg_notify(current_schema() || '{OWNERS_SUFFIX}', $10) FROM locked
@@ -333,7 +335,7 @@ class SequencingStore:
             batch,
             orjson.dumps(row).decode(),
             advanced,
-            number_rows(deliveries.rows()),
+            delivery_runs(deliveries),
             writer,
             version,
             self._fence,

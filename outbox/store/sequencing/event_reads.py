@@ -11,17 +11,18 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.model.delivery import EventContent
 from outbox.core.sequencing.router import RoutableEvent
 from outbox.errors import CursorBroken
 from outbox.store.cluster.leadership import AWAKE
 from outbox.store.connection.row_security import rows_hidden
+from outbox.store.delivery.delivery_reads import event_content
 from outbox.store.sql.expressions import PAYLOAD_BYTES, SERVER_FENCE, epoch_s, key_hash
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from datetime import datetime
 
+    from outbox.core.model.delivery import EventContent
     from outbox.core.sequencing.gaps import LockHolders
 
 # The transactions that may still insert an id that was already allocated.  The lock on the
@@ -132,11 +133,9 @@ SELECT NULL, NULL, NULL, NULL,
 
 
 READ_EVENTS_AND_STATE = _with_state(READ_EVENTS)
-READ_CONTENT_AND_STATE = _with_state(
-    READ_EVENTS_WITH_CONTENT,
-    ", event_id, key, published_at, expires_at, payload, headers, content_type",
-    ", NULL, NULL, NULL, NULL, NULL, NULL, NULL",
-)
+_CONTENT = ", event_id, type, tenant, key, published_at, expires_at, payload, headers, content_type"
+_COLUMNS = _CONTENT.count(",")
+READ_CONTENT_AND_STATE = _with_state(READ_EVENTS_WITH_CONTENT, _CONTENT, ", NULL" * _COLUMNS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,21 +215,12 @@ def parse_reading(rows: Sequence[Any], *, with_content: bool = False) -> Reading
         status["erasures"],
         status["server_fence"],
         status["began_at"],
-        {r["id"]: _content(r) for r in rows if r["payload"] is not None} if with_content else {},
+        {}
+        if not with_content
+        else {
+            row["id"]: event_content(tuple(row.values())[-_COLUMNS:])
+            for row in rows
+            if row["payload"] is not None
+        },
         status["hidden"],
-    )
-
-
-def _content(row: Any) -> EventContent:
-    headers = row["headers"]
-    return EventContent(
-        row["event_id"],
-        row["type"],
-        row["tenant"],
-        row["key"],
-        row["published_at"],
-        row["expires_at"],
-        row["payload"],
-        None if headers is None else headers.encode(),
-        row["content_type"],
     )

@@ -76,7 +76,7 @@ chunk AS (
       FROM requested WHERE before < numbers_max)
 SELECT t.job_id, t.endpoint_id, t.id, t.next_seq, t.next_batch, t.numbers, l.id AS lane_id,
        d.seq, d.batch, d.outbox_id, d.backfill_id, d.copy_id,
-       {rows_hidden("delivery", "outbox", "dead_letter", "lane")} AS hidden
+       {rows_hidden("delivery_run", "outbox", "dead_letter", "lane")} AS hidden
   FROM chunk t
   LEFT JOIN LATERAL (
        SELECT t.next_seq AS seq, t.next_batch AS batch, t.outbox_id, t.key, t.backfill_id,

@@ -18,6 +18,11 @@ PAYLOAD_SIZE = "coalesce(octet_length(body), octet_length(payload::text))"
 """Their number."""
 CURRENT_XID = "pg_current_xact_id()::xid::text::bigint"
 """The id of this transaction, as the column xmin of the rows that it writes has it."""
+RUN_LENGTH = "coalesce(cardinality(offsets), 1)"
+"""Deliveries in a row of `delivery_run`.  The view `delivery` unnests a row before a condition on
+`seq` or `outbox_id` is asked, so statements that would read many in vain name the table."""
+RUN_DELIVERIES_MAX = 256
+"""Deliveries in such a row, and attempts in one of `attempt_run`: so many fit into a page."""
 SERVER_FENCE = """(coalesce(server_timeline(), 0) << 32
             | coalesce((SELECT xmin::text::bigint FROM incarnation), 0))"""
 """`server_fence()`, for statements that are executed often: PostgreSQL plans the body of a function

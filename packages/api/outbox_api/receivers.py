@@ -36,7 +36,7 @@ from outbox.store.connection.secrets import Vault
 from outbox.store.delivery.endpoints import read_endpoints, require_usable
 from outbox.web.loopback_hosts import is_loopback
 from outbox.web.serving import awaiting_share
-from outbox_api import problem
+from outbox_api import fetched_deliveries, problem
 from outbox_api.in_flight import request_in_flight
 from outbox_api.limits import REQUEST_TIMEOUT_S
 from outbox_api.logins import Logins, TokenKind
@@ -55,11 +55,12 @@ if TYPE_CHECKING:
 
     from outbox.core.delivery.endpoint import Endpoint
     from outbox.core.messages.signature import SigningKey
-    from outbox.operations.lane_history import FetchedDelivery, LaneHistory
+    from outbox.operations.lane_history import LaneHistory
     from outbox.operations.tokens.fetch import Fetcher
     from outbox.store.connection.current_settings import CurrentSettings
     from outbox.web.address import Address
     from outbox_api.database import Database
+    from outbox_api.fetched_deliveries import FetchedDelivery
     from outbox_api.login_failures import FailedLogins
     from outbox_api.loop_time import LoopTime
     from outbox_api.rate_limit import Holder
@@ -215,7 +216,7 @@ class _Receivers:
         self, request: web.Request, connection: Connection[Any], fetcher: Fetcher
     ) -> object:
         """List lanes with their progress, older generations first."""
-        limit = _parse_number(request, "limit", LIMIT, lane_history.PAGE_MAX)
+        limit = _parse_number(request, "limit", LIMIT, fetched_deliveries.PAGE_MAX)
         after = (0, -1)
         if name := request.query.get("after"):
             last = await lane_history.get_lane(
@@ -232,13 +233,13 @@ class _Receivers:
         self, request: web.Request, connection: Connection[Any], fetcher: Fetcher
     ) -> object:
         """List completed deliveries of a lane."""
-        after = _parse_number(request, "after", 0, lane_history.SEQUENCE_MAX)
-        limit = max(1, _parse_number(request, "limit", LIMIT, lane_history.PAGE_MAX))
+        after = _parse_number(request, "after", 0, fetched_deliveries.SEQUENCE_MAX)
+        limit = max(1, _parse_number(request, "limit", LIMIT, fetched_deliveries.PAGE_MAX))
         schema = self._database.schema
         lane = await lane_history.get_lane(
             connection, schema, fetcher.endpoint_id, request.match_info["lane"]
         )
-        found = await lane_history.list_fetched_deliveries(connection, schema, lane, after, limit)
+        found = await fetched_deliveries.list_deliveries(connection, schema, lane, after, limit)
         sign = await self._signer(request, connection, fetcher)
         last = found[-1].sequence if found else max(after, lane.acknowledged)
         return _lane(lane) | {
@@ -253,11 +254,11 @@ class _Receivers:
     ) -> object:
         """Return one delivery of a lane, which may be pending, with its payload."""
         schema, text = self._database.schema, request.match_info["sequence"]
-        sequence = _number("sequence", text, lane_history.SEQUENCE_MAX)
+        sequence = _number("sequence", text, fetched_deliveries.SEQUENCE_MAX)
         lane = await lane_history.get_lane(
             connection, schema, fetcher.endpoint_id, request.match_info["lane"]
         )
-        found = await lane_history.get_delivery(connection, schema, lane, sequence)
+        found = await fetched_deliveries.get_delivery(connection, schema, lane, sequence)
         return _item(lane, found, await self._signer(request, connection, fetcher))
 
     async def _signer(

@@ -306,7 +306,7 @@ def connection_reuse(row: Any) -> CheckResult:
         f'the receiver of endpoint "{row["name"]}" sent data that belongs to no request, '
         f"{rounded(row['since_s'])} ago: deliveries until then may be acknowledged although "
         "it did not process them; until a day after it, each connection carries one request, "
-        "and there are no delivery runs",
+        "and there are no request runs",
         "find the handler or proxy that responds twice or too early, and send again what is "
         f"missing (outbox replay --endpoint {name} --since …); if it cannot be repaired: "
         f"outbox endpoint update {name} --no-keep-alive",

@@ -169,7 +169,7 @@ async def _run_check(check: Check, context: DoctorContext) -> list[CheckResult]:
     except asyncpg.InsufficientPrivilegeError as error:
         reason = _first_line(error)
         action = "connect as the role that ran outbox migrate"
-        if any(thing in reason for thing in (" table ", " sequence ", " function ")):
+        if any(thing in reason for thing in (" table ", " view ", " sequence ", " function ")):
             action = await _suggest_grant(context)
         skipped = warning(f"this check needs more rights: {reason}", action)
     except CannotRun as error:

@@ -108,8 +108,8 @@ SELECT count(*)
   FROM period p
   JOIN pg_class c ON c.relnamespace = quote_ident(current_schema())::regnamespace
    AND c.relname = ANY (CASE p.kind WHEN 'events' THEN ARRAY['outbox_' || p.number]
-                        ELSE ARRAY['attempt_' || p.number, 'batch_' || p.number,
-                                   'delivery_' || p.number] END)
+                        ELSE ARRAY['attempt_run_' || p.number, 'batch_' || p.number,
+                                   'delivery_run_' || p.number] END)
  WHERE p.dropped_at NOT BETWEEN clock_timestamp() - interval '1 day' AND clock_timestamp()
 """
 

@@ -11,6 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.support.relay import Network, add_endpoint, all_ended, fetchval, publish, running
+from tests.support.split_runs import SPLIT_RUNS
 
 if TYPE_CHECKING:
     from tests.support.commands import Command
@@ -20,12 +21,12 @@ pytestmark = pytest.mark.one_major
 
 URL = "https://example.com/hooks"
 SKIP_THE_SECOND = "UPDATE batch SET dead = '{[2,3)}' WHERE batch = 1"
-FORGET_ITS_DELIVERY = """
-DELETE FROM attempt WHERE seq = 3;
-DELETE FROM delivery WHERE seq = 3;
+FORGET_ITS_DELIVERY = f"""{SPLIT_RUNS}
+DELETE FROM attempt_run WHERE seq = 3;
+DELETE FROM delivery_run WHERE seq = 3;
 UPDATE lane_counter SET last_seq = 2, by_xid = txid_current();
 UPDATE lane_progress SET acked_seq = 2;
-UPDATE batch SET dead = '{[3,4)}' WHERE batch = 1
+UPDATE batch SET dead = '{{[3,4)}}' WHERE batch = 1
 """
 
 

@@ -234,10 +234,10 @@ async def test_missing_partitions_are_a_problem(db: Connection[Any]) -> None:
     assert found.message.startswith("relay.outbox has no partition for the next period")
     await db.execute(sql_of(found))
     assert await reported_findings(db, "partitions") == []
-    await db.execute("DROP TABLE delivery_0")
+    await db.execute("DROP TABLE delivery_run_0")
     found = await the_one(db, "partitions")
     assert found.severity is Severity.PROBLEM
-    assert found.message.startswith("relay.delivery has no partition for the current period")
+    assert found.message.startswith("relay.delivery_run has no partition for the current period")
     await db.execute(sql_of(found))
 
 
@@ -261,10 +261,10 @@ async def test_an_emptied_odometer_is_named(db: Connection[Any]) -> None:
 
 @pytest.mark.one_major
 async def test_a_table_with_the_name_of_a_partition_is_a_problem(db: Connection[Any]) -> None:
-    await db.execute("DROP TABLE attempt_1; CREATE TABLE attempt_1 (backup int)")
+    await db.execute("DROP TABLE attempt_run_1; CREATE TABLE attempt_run_1 (backup int)")
     found = await the_one(db, "partitions")
     assert found.action is not None
-    assert "that table is no partition of relay.attempt" in found.action
+    assert "that table is no partition of relay.attempt_run" in found.action
     await db.execute(sql_of(found))
     await db.execute(sql_of(await the_one(db, "partitions")))
     assert await reported_findings(db, "partitions") == []

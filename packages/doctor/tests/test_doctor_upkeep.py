@@ -142,9 +142,9 @@ async def test_a_long_analyze_of_autovacuum_is_reported_as_its_own(pg_major: int
 async def test_autovacuum_disabled_for_a_table_is_reported(db: Connection[Any]) -> None:
     assert await reported_findings(db, "autovacuum") == []
     await db.execute("ALTER TABLE cursor SET (autovacuum_enabled = off)")
-    await db.execute("ALTER TABLE attempt_0 SET (autovacuum_enabled = false)")
+    await db.execute("ALTER TABLE attempt_run_0 SET (autovacuum_enabled = false)")
     found = await the_one(db, "autovacuum")
-    assert found.message == 'autovacuum is off for "attempt_0", "cursor": dead rows accumulate'
+    assert found.message == 'autovacuum is off for "attempt_run_0", "cursor": dead rows accumulate'
     await db.execute(sql_of(found).partition(";")[0])
     found = await the_one(db, "autovacuum")
     assert found.message == 'autovacuum is off for "cursor": dead rows accumulate'

@@ -18,6 +18,7 @@ from tests.support.relay import (
     publish,
     running,
 )
+from tests.support.split_runs import split_runs
 
 if TYPE_CHECKING:
     from tests.support.postgres import Database
@@ -29,17 +30,17 @@ DAMAGE = {
         {"lost"},
     ),
     "a delivery is missing": (
-        "DELETE FROM delivery WHERE seq = 3",
+        "DELETE FROM delivery_run WHERE seq = 3",
         {"complete", "contiguous"},
     ),
     "an event was never sequenced": (
-        """WITH gone AS (DELETE FROM delivery WHERE seq = 6 RETURNING 1),
+        """WITH gone AS (DELETE FROM delivery_run WHERE seq = 6 RETURNING 1),
                 fewer AS (UPDATE lane_counter SET last_seq = 5)
            UPDATE lane_progress SET acked_seq = 5""",
         {"complete"},
     ),
     "a delivery of an event that rolled back": (
-        "UPDATE delivery SET outbox_id = 999 WHERE seq = 3",
+        "UPDATE delivery_run SET outbox_id = 999 WHERE seq = 3",
         {"complete", "real"},
     ),
     "a delivery to an endpoint without a subscription": (
@@ -51,15 +52,15 @@ DAMAGE = {
         {"real"},
     ),
     "a delivery of an event that meets the filter is missing": (
-        """WITH alone AS (DELETE FROM delivery WHERE seq = 6),
+        """WITH alone AS (DELETE FROM delivery_run WHERE seq = 6),
                 fewer AS (UPDATE lane_counter SET last_seq = 5),
                 less AS (UPDATE lane_progress SET acked_seq = 5)
            UPDATE subscription SET filter = '@ >= 0'""",
         {"complete"},
     ),
     "an event has two numbers": (
-        """WITH more AS (INSERT INTO delivery SELECT lane_id, batch + 1, 7, outbox_id
-                           FROM delivery WHERE seq = 6)
+        """WITH more AS (INSERT INTO delivery_run (lane_id, batch, seq, outbox_id)
+                         SELECT lane_id, batch + 1, 7, outbox_id FROM delivery WHERE seq = 6)
            UPDATE lane_counter SET last_seq = 7""",
         {"once"},
     ),
@@ -77,7 +78,8 @@ DAMAGE = {
                                               to_seq)
                           SELECT job.id, d.endpoint_id, d.id, 6, 1, 5 FROM job, dead_letter d
                           RETURNING id)
-           UPDATE delivery d SET replay_id = asked.id, replay_seq = 5 FROM asked WHERE d.seq = 6""",
+           UPDATE delivery_run d SET replay_id = asked.id, replay_seq = 5
+             FROM asked WHERE d.seq = 6""",
         {"replayed", "complete"},
     ),
     "a backfill went on behind what it says": (
@@ -88,7 +90,7 @@ DAMAGE = {
                            (job_id, endpoint_id, first_id, next_id, last_id,
                                                   taken)
                          SELECT job.id, l.endpoint_id, 1, 6, 6, 1 FROM job, lane l)
-           UPDATE delivery d SET backfill_id = job.id FROM job WHERE d.seq = 6""",
+           UPDATE delivery_run d SET backfill_id = job.id FROM job WHERE d.seq = 6""",
         {"backfilled", "complete"},
     ),
     "a backfill has lost a delivery": (
@@ -100,13 +102,39 @@ DAMAGE = {
         {"backfilled"},
     ),
     "a number was passed without an outcome": (
-        "DELETE FROM attempt WHERE seq = 1",
+        "DELETE FROM attempt_run WHERE seq = 1",
         {"accounted"},
     ),
     "a delivery succeeded and was given up": (
         """INSERT INTO dead_letter (endpoint_id, lane_id, batch, seq, to_seq, reason, attempts)
            SELECT endpoint_id, lane_id, 1, 1, 1, 'refused', 1 FROM lane_progress""",
         {"accounted"},
+    ),
+    "a run of deliveries has an event twice": (
+        "UPDATE delivery_run SET offsets = '{1,1}' WHERE seq = 6",
+        {"runs", "contiguous"},
+    ),
+    "a run of attempts has no time for one of them": (
+        "UPDATE attempt_run SET count = 2 WHERE seq = 4",
+        {"runs", "accounted"},
+    ),
+    "two rows have the same attempt": (
+        """UPDATE attempt_run SET count = 2, starts_us = '{0,1}' WHERE seq = 1""",
+        {"runs"},
+    ),
+    "a run of deliveries has an event that is not known": (
+        "UPDATE delivery_run SET offsets = '{0,NULL}' WHERE seq = 6",
+        {"runs", "contiguous"},
+    ),
+    "an attempt has the responses of several": (
+        """UPDATE attempt_run SET response = '{"body": ["a"]}' WHERE seq = 1""",
+        {"runs"},
+    ),
+    "a run of attempts has no response for one of them": (
+        """UPDATE attempt_run
+              SET count = 2, starts_us = '{0,1}', response = '{"headers": {"x-request-id": ["a"]}}'
+            WHERE seq = 1""",
+        {"runs"},
     ),
     "numbers were acknowledged out of order": (
         "UPDATE lane_progress SET acked_seq = 3, floor_batch = 0",
@@ -203,6 +231,7 @@ async def test_violations_are_found(database: Database, subtests: pytest.Subtest
             with subtests.test(what):
                 await transaction.start()
                 try:
+                    await split_runs(connection)
                     await connection.execute(damage)
                     found = {f.name async for f in run_checks(connection) if f.violations}
                 finally:
@@ -217,7 +246,7 @@ INSERT INTO batch (batch, high, found)
 SELECT n, n * 5, CASE n WHEN 10 THEN '{[3,4)}'::int8multirange ELSE '{}' END
   FROM generate_series(1, 4000) n;
 INSERT INTO gap VALUES (8, 8);
-INSERT INTO delivery (lane_id, batch, seq, outbox_id)
+INSERT INTO delivery_run (lane_id, batch, seq, outbox_id)
 SELECT (SELECT id FROM lane), CASE n WHEN 3 THEN 10 ELSE (n + 4) / 5 END, n, n
   FROM generate_series(1, 20000) n WHERE n NOT IN (8, 100);
 ANALYZE outbox, batch, delivery;

@@ -41,7 +41,7 @@ pytestmark = [pytest.mark.costly, pytest.mark.system]
 _PGBOUNCER = [pytest.mark.full, pytest.mark.pgbouncer]
 OWNER = {"server_settings": {"search_path": "relay"}}
 # What deliveries are read from; the whole list is `full`.
-READ = ("delivery", "lane_progress", "subscription", "endpoint_secret")
+READ = ("delivery_run", "lane_progress", "subscription", "endpoint_secret")
 
 
 @pytest.mark.parametrize(
@@ -130,11 +130,11 @@ PATH_OF_POOLED = {"search_path": "relay", "row_security": "on"}
 # Reads of the relay from whose absent rows something follows, and a table whose rows they need.
 READS: dict[str, tuple[str, Callable[[Any, UUID], Awaitable[object]]]] = {
     "lanes of an older generation": ("lane", lambda db, id_: LaneStore(db).lanes([id_])),
-    "what was delivered": ("attempt", lambda db, id_: LaneStore(db).lanes([id_])),
+    "what was delivered": ("attempt_run", lambda db, id_: LaneStore(db).lanes([id_])),
     "signing keys": ("endpoint_secret", lambda db, id_: LaneStore(db).endpoints([id_])),
     "jobs without a subscription": ("subscription", lambda db, _: ReplayFeedStore(db).read_parts()),
     "a chunk that is delivered": (
-        "delivery",
+        "delivery_run",
         lambda db, id_: ReplayFeedStore(db).read_chunk_progress([id_]),
     ),
     "the rest of a backfill": (

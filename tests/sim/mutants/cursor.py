@@ -126,9 +126,9 @@ def replay_reuses_sequence_number(sim: Simulation) -> None:
 
     def assign(placements: Any, again: Any, counters: Any) -> Any:
         out = original(placements, again, counters)
-        for n, seq in enumerate(out.replay_seqs):
-            if seq is not None:
-                out.seqs[n] = seq
+        for n, each in enumerate(reversed(out.repeats), 1):
+            if each.seq is not None:
+                out.seqs[-n] = each.seq
         return out
 
     swap(cursor, "assign_sequences", assign)

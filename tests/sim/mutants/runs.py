@@ -1,12 +1,12 @@
-"""Mistakes with delivery runs."""
+"""Mistakes with request runs."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.admission import adaptive_scheduler, request_scheduler
-from outbox.core.delivery import circuit_breaker, connection_reuse, delivery_run, signing_clock
-from outbox.core.delivery.commands import RunResults
+from outbox.core.delivery import circuit_breaker, connection_reuse, request_run, signing_clock
+from outbox.core.delivery.commands import Successes
 from outbox.relay.delivery import lane_run, recorder
 from tests.sim.mutants.catalogue import mutant, swap
 
@@ -33,7 +33,7 @@ def run_continues_after_pause(sim: Simulation) -> None:
 @mutant
 def run_continues_after_failure(sim: Simulation) -> None:
     """Any response with a status acknowledges a delivery of a run."""
-    swap(delivery_run, "is_success", lambda status: True)
+    swap(request_run, "is_success", lambda status: True)
 
 
 @mutant
@@ -54,7 +54,7 @@ def run_is_not_recorded(sim: Simulation) -> None:
     add = recorder.Recorder.add
 
     def patched(self: Any, lane: Any, epoch: int, record: Any) -> Any:
-        return None if isinstance(record, RunResults) else add(self, lane, epoch, record)
+        return None if isinstance(record, Successes) else add(self, lane, epoch, record)
 
     swap(recorder.Recorder, "add", patched)
 
@@ -62,12 +62,12 @@ def run_is_not_recorded(sim: Simulation) -> None:
 @mutant
 def run_forgets_due_results(sim: Simulation) -> None:
     """A run that goes on does not give its successes to the recorder."""
-    pop_due = delivery_run.DeliveryRun.pop_due
+    pop_due = request_run.RequestRun.pop_due
 
     def patched(self: Any, now: float) -> None:
         pop_due(self, now)
 
-    swap(delivery_run.DeliveryRun, "pop_due", patched)
+    swap(request_run.RequestRun, "pop_due", patched)
 
 
 @mutant

@@ -376,9 +376,9 @@ def _given(batch: int, deliveries: Deliveries) -> list[tuple[int, Given]]:
         deliveries.lane_ids,
         deliveries.seqs,
         deliveries.outbox_ids,
-        deliveries.replay_ids,
-        deliveries.replay_seqs,
-        deliveries.backfill_ids,
-        deliveries.copy_ids,
     )
-    return [(lane_id, Given(batch, *rest)) for lane_id, *rest in zip(*columns, strict=True)]
+    repeats = deliveries.repeats
+    repeated: list[Any] = [(None,) * 4] * (len(deliveries) - len(repeats))
+    repeated += [(each.id, each.seq, each.backfill_id, each.copy_id) for each in repeats]
+    rows: Any = zip(*columns, repeated, strict=True)
+    return [(lane_id, Given(batch, *rest, *also)) for lane_id, *rest, also in rows]

@@ -33,13 +33,12 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from outbox.core.brokers.repair import Repair
+    from outbox.core.delivery.event_cache import EventCache, LaneIdentity
     from outbox.store.connection.secrets import Vault
+    from outbox.store.delivery.delivery_reads import LaneRead
     from tests.sim.database.connection import Connection
     from tests.sim.database.engine import Row, Transaction
     from tests.sim.database.tables import Database, Given
-
-    DeliveriesRequest = tuple[LoadedLane, int, int, int]
-    """A lane, its floor batch, a sequence number, and the maximum number of deliveries after it."""
 
 
 class LaneStore(real.LaneStore):
@@ -60,15 +59,9 @@ class LaneStore(real.LaneStore):
         return [replace(lane, tail=tails[lane.id]) for lane in found]
 
     async def deliveries(
-        self,
-        lanes: Sequence[LoadedLane],
-        floor_batches: Sequence[int],
-        after_seqs: Sequence[int],
-        rows_max: Sequence[int],
-        bytes_max: Sequence[int],
+        self, requested: Sequence[LaneRead], events: EventCache | None = None
     ) -> dict[int, list[Delivery | ErasedEvent]]:
-        requests = list(zip(lanes, floor_batches, after_seqs, rows_max, strict=True))
-        return await self._db.call(read_deliveries, requests)
+        return await self._db.call(read_deliveries, requested)
 
     async def new_batches(self, after_batch: int) -> NewBatches | None:
         return await self._db.call(read_new_batches, after_batch)
@@ -213,7 +206,7 @@ def read_blocked(db: Database, tx: Transaction, lane_ids: set[int]) -> set[int]:
 
 
 def read_deliveries(
-    db: Database, tx: Transaction, requests: list[DeliveriesRequest]
+    db: Database, tx: Transaction, requested: Sequence[LaneRead]
 ) -> dict[int, list[Delivery | ErasedEvent]]:
     return {
         lane.id: [
@@ -222,7 +215,7 @@ def read_deliveries(
             else build_delivery(db, tx, lane, g, db.batch(g.batch).committed_after)
             for g in _given_after(db, lane.id, floor, after)[:limit]
         ]
-        for lane, floor, after, limit in requests
+        for lane, floor, after, limit, _ in requested
     }
 
 
@@ -231,7 +224,7 @@ def is_dropped(db: Database, given: Given) -> bool:
     return given.outbox_id < db.first_id and given.copy_id is None
 
 
-def _erased_event(lane: LoadedLane, given: Given) -> ErasedEvent:
+def _erased_event(lane: LaneIdentity, given: Given) -> ErasedEvent:
     return ErasedEvent(lane.endpoint_id, given.seq, given.batch, given.outbox_id, given.backfill_id)
 
 
@@ -250,7 +243,11 @@ def content_of(event: Any) -> EventContent:
 
 
 def build_delivery(
-    db: Database, tx: Transaction, lane: LoadedLane, given: Given, committed_after: datetime | None
+    db: Database,
+    tx: Transaction,
+    lane: LaneIdentity,
+    given: Given,
+    committed_after: datetime | None,
 ) -> Delivery:
     event = db.outbox[given.outbox_id]
     replay_of, waits_since = _replay_of(db, tx, given), None

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from uuid import UUID
 
-    from outbox.core.delivery.commands import Record, RunResults
+    from outbox.core.delivery.commands import Record, Successes
     from outbox.core.delivery.delivery_history import CountedDeliveries
     from outbox.store.refused_rows import RefusedRow
     from tests.sim.database.connection import Connection
@@ -41,7 +41,7 @@ class RecordStore(real.RecordStore):
         self,
         records: Sequence[Record],
         epochs: Sequence[int],
-        runs: Sequence[tuple[int, RunResults]] = (),
+        runs: Sequence[tuple[int, Successes]] = (),
         refused: RefusedRow | None = None,
     ) -> None:
         assert refused is None
@@ -69,10 +69,10 @@ class RecordStore(real.RecordStore):
 
 
 def attempt_rows(
-    runs: Sequence[tuple[int, RunResults]], records: Sequence[Record], me: int
+    runs: Sequence[tuple[int, Successes]], records: Sequence[Record], me: int
 ) -> list[tuple[int, Tried]]:
     """The rows of the attempt log, each with its lane."""
-    rows = [(lane_id, run.row(n)) for lane_id, run in runs for n in range(len(run))]
+    rows = [(lane_id, row) for lane_id, run in runs for row in run.rows]
     rows += [(record.lane_id, record.attempt) for record in records if record.attempt is not None]
     return [
         (

@@ -3,7 +3,7 @@
 Unsolicited data closes the connection: treated as the response of the next request, it would
 acknowledge a delivery that never arrived.  If it arrives after the next request was sent, it is
 such a response (see `outbox.core.delivery.connection_reuse`).  Before a connection of the pool is
-used, and before a request follows a response in a delivery run, its socket is polled.
+used, and before a request follows a response in a request run, its socket is polled.
 
 A receiver that closes an idle connection may do so while a request is on its way.  If a reused
 connection ends soon after a request, and before the first byte of a response, its client sends
@@ -58,7 +58,7 @@ class Connection(asyncio.Protocol):
 
     Args:
         cached_responses: see `ResponseReader`.
-        follow_ups: takes the connections that received a response in a delivery run.
+        follow_ups: takes the connections that received a response in a request run.
         idle_bytes: what it takes in memory while it is idle.
         limits: the limits of its age and its peer's address; None: it has none.
     """
@@ -138,7 +138,7 @@ class Connection(asyncio.Protocol):
         self._destination: Destination | None = None
         self._before_write: Callable[[], object] | None = None
         self._following: Following | None = None
-        # A complete response in a delivery run, until `take_following`.
+        # A complete response in a request run, until `take_following`.
         self._response: AttemptResult | None = None
 
     @property
@@ -471,7 +471,7 @@ class Connection(asyncio.Protocol):
 
 
 class FollowUps:
-    """Sends the requests of delivery runs that follow the responses of one pass of the event loop.
+    """Sends the requests of request runs that follow the responses of one pass of the event loop.
 
     In steps for all of these connections: first all decide, then all write, then all prepare.  Each
     step runs the same code again and again.  One connection at a time took almost twice the CPU

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outbox.store.connection.connect import map_errors
+from outbox.store.sql.expressions import RUN_LENGTH
 from outbox_doctor.verify.guarantees import CHECKS
 
 if TYPE_CHECKING:
@@ -16,13 +17,13 @@ if TYPE_CHECKING:
 
 EXAMPLES_MAX = 5
 
-COUNT_ROWS = """
+COUNT_ROWS = f"""
 SELECT (SELECT count(*) FROM outbox) AS events,
-       (SELECT count(*) FROM delivery) AS deliveries,
-       (SELECT count(*) FROM attempt) AS attempts,
+       (SELECT coalesce(sum({RUN_LENGTH}), 0)::bigint FROM delivery_run) AS deliveries,
+       (SELECT coalesce(sum(count), 0)::bigint FROM attempt_run) AS attempts,
        (SELECT count(*) FROM dead_letter) AS dead_letters,
        (SELECT count(*) FROM lane) AS lanes
-"""
+"""  # noqa: S608 (constants only)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from outbox.core.sequencing.partition_window import WIDTH
 from outbox.store.refused_rows import IS_REFUSED_SUCCESS
 from outbox.store.sequencing.skipped_events import SKIPPED_EVENTS
+from outbox.store.sql.expressions import RUN_LENGTH
 from outbox.store.sql.type_match import FILTER_MET, MATCHES
 from outbox_doctor.verify.inconsistent_rows import (
     ABANDONED_CLAIMS,
@@ -226,9 +227,11 @@ CHECKS: tuple[AuditCheck, ...] = (
                  FROM replay r JOIN dead_letter x ON x.id = r.dead_id
                 WHERE r.id = d.replay_id OFFSET 0) x ON true
           LEFT JOIN LATERAL (
-               SELECT outbox_id, backfill_id FROM delivery
+               SELECT outbox_id + coalesce(offsets[d.replay_seq - seq + 1], 0) AS outbox_id,
+                      backfill_id
+                 FROM delivery_run
                 WHERE x.outbox_id IS NULL AND lane_id = x.lane_id AND batch >= x.batch
-                  AND seq = d.replay_seq LIMIT 1) was ON true
+                  AND seq <= d.replay_seq AND seq + {RUN_LENGTH} > d.replay_seq LIMIT 1) was ON true
          WHERE x.its_endpoint IS DISTINCT FROM l.endpoint_id
             OR d.replay_seq <= d.replay_seq_before
             OR (x.outbox_id IS NOT NULL OR was.outbox_id IS NOT NULL OR {_FIRST_BATCH} = 0)
@@ -273,16 +276,21 @@ CHECKS: tuple[AuditCheck, ...] = (
         "the sequence numbers of each lane are 1, 2, 3, ... without holes",
         f"{NEW_LANES}, or {RESTORE_ALL}",
         f"""
-        WITH {_KEPT}
+        WITH {_KEPT},
+        run AS (
+            SELECT lane_id, seq, seq + {RUN_LENGTH} AS next_seq,
+                   lag(seq + {RUN_LENGTH}) OVER (PARTITION BY lane_id ORDER BY seq) AS expected
+              FROM delivery_run WHERE batch >= {_FIRST_BATCH}),
+        numbers AS (
+            SELECT lane_id, min(seq) AS seq, max(next_seq) AS next_seq,
+                   sum(next_seq - seq) AS deliveries, bool_or(seq <> expected) AS broken
+              FROM run GROUP BY lane_id)
         SELECT format('lane %s: counter %s, %s deliveries from %s to %s', c.lane_id, c.last_seq,
-                      count(d.seq), min(d.seq), max(d.seq))
+                      coalesce(n.deliveries, 0), n.seq, n.next_seq - 1)
           FROM lane_counter c JOIN lane_progress p ON p.lane_id = c.lane_id
-          LEFT JOIN delivery d ON d.lane_id = c.lane_id AND d.batch >= {_FIRST_BATCH}
-         GROUP BY c.lane_id, c.last_seq, p.lane_id
-        HAVING count(DISTINCT d.seq) <> count(d.seq)
-            OR count(d.seq) <> c.last_seq + 1 - coalesce(min(d.seq), c.last_seq + 1)
-            OR coalesce(max(d.seq), c.last_seq) <> c.last_seq
-            OR coalesce(min(d.seq), c.last_seq + 1)
+          LEFT JOIN numbers n ON n.lane_id = c.lane_id
+         WHERE n.broken OR n.next_seq <> c.last_seq + 1
+            OR coalesce(n.seq, c.last_seq + 1)
                > CASE {_FIRST_BATCH} WHEN 0 THEN 1 ELSE p.acked_seq + 1 END
         """,  # noqa: S608 (constants only)
     ),
@@ -291,30 +299,78 @@ CHECKS: tuple[AuditCheck, ...] = (
         "each sequence at or below a checkpoint was either delivered or dead-lettered",
         "ask the receiver whether it has the sequence, and publish the event again if not; see "
         "outbox trace ID",
-        # The journal has the attempts that a trigger or constraint kept out of the log.
+        # The ranges of a lane in a batch: those that were delivered, less those that were
+        # acknowledged, are its dead letters.  Few lanes have some.  The journal has the attempts
+        # that a trigger or constraint kept out of the log.
         f"""
         WITH {_KEPT},
+        given AS MATERIALIZED (
+            SELECT d.lane_id, d.batch, range_agg(int8range(
+                       d.seq, least(d.seq + {RUN_LENGTH}, p.acked_seq + 1))) AS seqs
+              FROM lane_progress p
+              JOIN delivery_run d ON d.lane_id = p.lane_id AND d.seq <= p.acked_seq
+               AND d.batch >= {_FIRST_BATCH}
+             GROUP BY d.lane_id, d.batch),
+        delivered AS MATERIALIZED (
+            SELECT lane_id, batch, range_agg(int8range(seq, seq + count)) AS seqs
+              FROM attempt_run WHERE outcome = 'd' AND batch >= {_FIRST_BATCH}
+             GROUP BY lane_id, batch),
         refused AS MATERIALIZED (
-            SELECT (data ->> 'lane')::bigint AS lane_id, (data ->> 'sequence')::bigint AS seq,
-                   (data ->> 'to_sequence')::bigint AS to_seq
-              FROM journal WHERE {IS_REFUSED_SUCCESS})
-        SELECT format('lane %s sequence %s: %s successes, %s dead letters', d.lane_id, d.seq,
-                      (a.n > 0)::int, x.n)
-          FROM lane_progress p
-          JOIN delivery d ON d.lane_id = p.lane_id AND d.seq <= p.acked_seq
-           AND d.batch >= {_FIRST_BATCH}
-         CROSS JOIN LATERAL (
-               SELECT count(*) AS n FROM attempt a
-                WHERE a.lane_id = d.lane_id AND a.batch = d.batch AND a.seq = d.seq
-                  AND a.outcome = 'delivered') a
-         CROSS JOIN LATERAL (
-               SELECT count(*) AS n FROM dead_letter x
-                WHERE x.lane_id = d.lane_id AND d.seq BETWEEN x.seq AND x.to_seq) x
-         WHERE (a.n > 0)::int + x.n <> 1
-           AND (a.n + x.n > 0 OR NOT EXISTS (
-                 SELECT FROM refused r
-                  WHERE r.lane_id = d.lane_id AND d.seq BETWEEN r.seq AND r.to_seq))
+            SELECT (data ->> 'lane')::bigint AS lane_id,
+                   range_agg(int8range((data ->> 'sequence')::bigint,
+                                       (data ->> 'to_sequence')::bigint, '[]')) AS seqs
+              FROM journal WHERE {IS_REFUSED_SUCCESS} GROUP BY 1),
+        ended AS (
+            SELECT g.lane_id, g.seqs, coalesce(a.seqs, '{{}}') AS delivered,
+                   coalesce(x.seqs, '{{}}') AS dead, coalesce(r.seqs, '{{}}') AS refused
+              FROM given g
+              LEFT JOIN delivered a ON a.lane_id = g.lane_id AND a.batch = g.batch
+              LEFT JOIN refused r ON r.lane_id = g.lane_id
+              LEFT JOIN (SELECT DISTINCT lane_id FROM dead_letter) has ON has.lane_id = g.lane_id
+              LEFT JOIN LATERAL (
+                   SELECT range_agg(int8range(x.seq, x.to_seq, '[]')) AS seqs FROM dead_letter x
+                    WHERE has.lane_id IS NOT NULL AND x.lane_id = g.lane_id
+                      AND x.seq < upper(g.seqs)
+                      AND x.seq >= coalesce((
+                          SELECT max(y.seq) FROM dead_letter y
+                           WHERE y.lane_id = g.lane_id AND y.seq <= lower(g.seqs)), 0)) x ON true)
+        SELECT format('lane %s sequences %s to %s: neither delivered nor a dead letter', lane_id,
+                      lower(n), upper(n) - 1)
+          FROM ended, unnest(seqs - delivered - dead - refused) AS n
+         UNION ALL
+        SELECT format('lane %s sequences %s to %s: delivered, and a dead letter', lane_id,
+                      lower(n), upper(n) - 1)
+          FROM ended, unnest(seqs * delivered * dead) AS n
+         UNION ALL
+        SELECT format('lane %s sequence %s: two dead letters', lane_id, seq)
+          FROM (SELECT lane_id, seq, lag(to_seq) OVER (PARTITION BY lane_id ORDER BY seq) AS before
+                  FROM dead_letter) x WHERE seq <= before
         """,  # noqa: S608
+    ),
+    AuditCheck(
+        "runs",
+        "each row of a run says of each of its deliveries what it says of the first",
+        RESTORE_ALL,
+        """
+        SELECT format('deliveries of lane %s batch %s from sequence %s', lane_id, batch, seq)
+          FROM delivery_run
+         WHERE offsets[1] <> 0 OR 0 > ANY (offsets) OR cardinality(offsets) = 0
+            OR array_position(offsets, NULL) IS NOT NULL
+            OR offsets IS NOT NULL AND coalesce(replay_id, backfill_id, copy_id) IS NOT NULL
+         UNION ALL
+        SELECT format('attempts of lane %s batch %s from sequence %s', lane_id, batch, seq)
+          FROM (SELECT *, lag(seq + count) OVER (
+                          PARTITION BY lane_id, batch, attempt, replica_id ORDER BY seq) AS next_seq
+                  FROM attempt_run) a
+         WHERE count <> coalesce(cardinality(starts_us), 1) OR starts_us[1] <> 0
+            OR count <> coalesce(cardinality(elapses_ms), count) OR 0 > ANY (starts_us)
+            OR array_position(starts_us, NULL) IS NOT NULL
+            OR array_position(elapses_ms, NULL) IS NOT NULL
+            OR count > 1 AND (outcome <> 'd' OR attempt <> 1) OR seq < next_seq
+            OR jsonb_path_exists(
+                   response, 'strict $.** ? (@.type() == "array" && ($n == 1 || @.size() != $n))',
+                   jsonb_build_object('n', count))
+        """,
     ),
     AuditCheck(
         "in order",

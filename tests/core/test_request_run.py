@@ -1,4 +1,4 @@
-"""A delivery run goes on after plain successes only, and while nothing else is to be done."""
+"""A request run goes on after plain successes only, and while nothing else is to be done."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from outbox.core.delivery.circuit_breaker import CircuitBreaker
 from outbox.core.delivery.commands import ErasedEvent, Progress, Send
 from outbox.core.delivery.connection_reuse import DISTRUST_S, ConnectionReuse
-from outbox.core.delivery.delivery_run import RESULTS_MAX, RESULTS_S, DeliveryRun
+from outbox.core.delivery.request_run import RESULTS_MAX, RESULTS_S, RequestRun
 from outbox.core.model.response import AttemptResult, Failure
 from outbox.core.model.response_policy import AttemptOutcome
 from tests.core.lane_steps import NOW, OK, lane_with
@@ -36,7 +36,7 @@ class Running:
         assert isinstance(send, Send)
         assert self.lane.may_run(send)
         self.breaker.started(7)
-        self.run = DeliveryRun(self.lane, self.breaker, self._admit, send, NOW)
+        self.run = RequestRun(self.lane, self.breaker, self._admit, send, NOW)
 
     def _admit(self, now: float) -> bool:
         self.admitted.append(now)
@@ -62,13 +62,13 @@ def test_after_a_success_the_next_delivery_is_sent_at_once() -> None:
     assert running.advance(now=NOW + 2)
     assert running.advance(now=NOW + 3) is None  # Nothing follows the third one.
     results = run.results
-    assert [results.row(n)[:5] for n in range(len(results))] == [
+    assert [row[:5] for row in results.rows] == [
         (1, 1, 1, "delivered", 200),
         (1, 2, 1, "delivered", 200),
     ]
-    assert results.started_at == [NOW, NOW + 1]
+    assert [row.started_at for row in results.rows] == [NOW, NOW + 1]
     assert results.elapsed_s == [ELAPSED_S] * 2
-    assert results.responses == [{"body": "ok"}] * 2
+    assert [row.response for row in results.rows] == [{"body": "ok"}] * 2
     assert results.latencies_s == [pytest.approx(ELAPSED_S), pytest.approx(1 + ELAPSED_S)]
     lane.confirm_run(results)
     assert lane.checkpoint() == Progress(2, 2, 1, success_at=NOW + 1 + ELAPSED_S)
@@ -162,8 +162,8 @@ def test_its_results_are_due_by_their_number() -> None:
     recorded = []
     while running.advance(now=NOW) is not None:
         if (due := running.run.pop_due(NOW)) is not None:
-            recorded.append(due.seqs)
-    recorded.append(running.run.results.seqs)
+            recorded.append([row.seq for row in due.rows])
+    recorded.append([row.seq for row in running.run.results.rows])
     assert [len(seqs) for seqs in recorded] == [RESULTS_MAX, RESULTS_MAX, 2]
     assert [seq for seqs in recorded for seq in seqs] == list(range(1, count))
 
@@ -173,7 +173,7 @@ def test_its_results_are_due_by_the_age_of_the_first_one() -> None:
     for n in (1, 2):
         assert running.advance(now=NOW + 0.6 * n * RESULTS_S) is not None
         due = running.run.pop_due(NOW + 0.6 * n * RESULTS_S)
-        assert (due and due.seqs) == ([1, 2] if n == 2 else None)
+        assert (due and [row.seq for row in due.rows]) == ([1, 2] if n == 2 else None)
     assert not running.run.results
 
 

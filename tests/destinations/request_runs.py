@@ -101,7 +101,7 @@ SURPLUS = {
 }
 
 
-class DeliveryRuns:
+class RequestRuns:
     """Inherit from this class beside `TransportConformance`, for a transport that has runs."""
 
     async def test_requests_follow_on_the_same_connection(self, transport: Transport) -> None:

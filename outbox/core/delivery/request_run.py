@@ -1,4 +1,4 @@
-"""Delivery runs: first attempts of one lane that follow one another without going through
+"""Request runs: first attempts of one lane that follow one another without going through
 the dispatcher in between.
 
 While a receiver responds to each request with a plain success, the next delivery of its lane can
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.delivery.commands import RunResults
+from outbox.core.delivery.commands import Successes
 from outbox.core.model.response_policy import is_success
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ others, in seconds.  Whether they are due is decided when a request of the run i
 a response delays them, as it delays its lane."""
 
 
-class DeliveryRun:
+class RequestRun:
     """Decides after each success whether the lane's next delivery is sent at once.
 
     Args:
@@ -75,15 +75,15 @@ class DeliveryRun:
         """The request in flight."""
         self.started_at = started_at
         """When it started, in epoch seconds."""
-        self.results = RunResults()
+        self.results = Successes()
         """The successes that were not given to the recorder yet."""
 
-    def pop_due(self, now: float) -> RunResults | None:
+    def pop_due(self, now: float) -> Successes | None:
         """Remove the results if they are to be given to the recorder now, in epoch seconds."""
         results = self.results
-        if len(results.seqs) < RESULTS_MAX and now - results.started_at[0] < RESULTS_S:
+        if len(results) < RESULTS_MAX and now - results.rows[0].started_at < RESULTS_S:
             return None
-        self.results = RunResults()
+        self.results = Successes()
         return results
 
     def advance(
@@ -110,10 +110,9 @@ class DeliveryRun:
         Returns:
             None: the run ends.  The result was not taken and nothing has changed.
         """
-        results, status = self.results, response.status
         if (
-            status is None
-            or not is_success(status)
+            response.status is None
+            or not is_success(response.status)
             or response.detail
             or not may_reuse
             or not self._breaker.is_calm
@@ -123,17 +122,7 @@ class DeliveryRun:
         following = lane.next_in_run(now, known)
         if following is None or not self._admit(admission_now):
             return None
-        done, started_at = self.send.delivery, self.started_at
-        results.batches.append(done.batch)
-        results.seqs.append(done.seq)
-        results.statuses.append(status)
-        results.started_at.append(started_at)
-        results.elapsed_s.append(response.elapsed_s)
-        results.responses.append(stored)
-        since = done.waits_since
-        results.latencies_s.append(
-            None if since is None else started_at + response.elapsed_s - since
-        )
+        self.results.add(self.send.delivery, response, stored, self.started_at)
         lane.advance_run(now)
         self.send, self.started_at = following, now
         return following
