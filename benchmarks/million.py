@@ -57,7 +57,7 @@ OLD, NEW = "after all of them", "in a new database"
 MEMORY = Target("at most", 1.1)
 TABLES = Target("at most", 1.1)
 WRITTEN_OVER = Target("under", 8.0)
-ADDED_TO = ("outbox", "delivery", "attempt", "batch")
+ADDED_TO = ("outbox", "delivery_run", "attempt_run", "batch")
 
 # Every event has its own key, so that lanes are about equally long.
 PUBLISH = f"""
@@ -69,7 +69,7 @@ SELECT 'order.paid', 'order-' || n,
 
 # The total size of the schema: partitions, indexes, and TOAST.
 SIZES = """
-SELECT coalesce(substring(relname FROM '^(outbox|delivery|attempt|batch)_[0-9]+$'), relname)
+SELECT coalesce(substring(relname FROM '^(outbox|delivery_run|attempt_run|batch)_[0-9]+$'), relname)
            AS name,
        sum(pg_total_relation_size(oid))::bigint AS bytes
   FROM pg_class

@@ -191,6 +191,25 @@ CREATE VIEW attempt AS
      CROSS JOIN LATERAL unnest(coalesce(r.starts_us, '{0}')) WITH ORDINALITY AS u(after_us, n);
 
 
+-- As in 0015_on_missing.sql, on the runs: through the view, 32 deliveries would be sorted to find one.
+CREATE OR REPLACE FUNCTION contains_ordinary_event(
+    lane bigint, from_batch bigint, first_seq bigint, last_seq bigint
+) RETURNS boolean
+LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
+BEGIN
+    RETURN EXISTS (
+        SELECT FROM (
+               SELECT seq, outbox_id, coalesce(offsets, '{0}') AS offsets, copy_id FROM delivery_run
+                WHERE lane_id = lane AND batch >= from_batch AND seq <= last_seq
+                  AND seq + coalesce(cardinality(offsets), 1) > first_seq
+                ORDER BY batch, seq OFFSET 0) r
+         CROSS JOIN LATERAL unnest(r.offsets) WITH ORDINALITY AS u(after, n)
+         WHERE r.seq + u.n - 1 BETWEEN first_seq AND last_seq
+           AND coalesce((SELECT type FROM outbox WHERE id = r.outbox_id + u.after),
+                        (SELECT type FROM dead_letter WHERE id = r.copy_id), '')
+               NOT LIKE 'outbox.%');
+END $$;
+
 -- --------------------------------------------------------------- partitions
 
 -- As in 0007_roles.sql and 0019_faults.sql, of these tables.

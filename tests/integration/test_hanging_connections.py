@@ -15,7 +15,8 @@ from structlog.testing import capture_logs
 from outbox.errors import DatabaseUnavailable
 from outbox.relay.cluster.watchdog import RECHECK_MAX_S, Watchdog
 from outbox.store.cluster import sessions
-from outbox.store.connection.store_connection import Worker
+from outbox.store.connection.store_connection import StoreConnection, Worker
+from outbox.store.delivery.delivery_reads import READ_EVENTS
 from outbox.store.retention import partitions
 from tests.support.concurrent_cases import run_concurrently
 from tests.support.load import OWNERS, under_load
@@ -326,16 +327,27 @@ async def test_a_slow_response_is_not_taken_for_a_hanging_connection(
         running(database, network, dsn=dsn),
     ):
         # Too large to be returned with its batch: it is read with a prepared statement.
-        await publish(database, "x" * 100_000)
+        large = """INSERT INTO outbox (type, payload)
+                   SELECT 'a.b', to_jsonb((SELECT string_agg(md5(n * i || ''), '')
+                                             FROM generate_series(1, 6000) i))
+                     FROM generate_series(1, $1::int) n"""
+        await fetchval(database, large, 1)
         await until(lambda: network.accepted)
         reading = lines.opened[OPENED.index("reading")]
-        reading.flows.clear()
-        large = """INSERT INTO outbox (type, payload)
-                   SELECT 'a.b', to_jsonb(repeat('x', 200000)) FROM generate_series(1, 30)"""
-        await fetchval(database, large)
+        fetch = StoreConnection.fetch
+
+        async def stopped(self: Any, query: str, *args: Any, **options: Any) -> Any:
+            # From here on, and not already at the small response before it.
+            if query == READ_EVENTS:
+                reading.flows.clear()
+            return await fetch(self, query, *args, **options)
+
+        monkeypatch.setattr(StoreConnection, "fetch", stopped)
+        await fetchval(database, large, 30)
         sending = """SELECT clock_timestamp() - min(query_start) > interval '3 s'
                        FROM pg_stat_activity WHERE wait_event = 'ClientWrite'"""
         await until(lambda: fetchval(database, sending), what="three leases to pass")
+        monkeypatch.undo()
         reading.flows.set()
         await until(lambda: len({s.seq for s in network.accepted}) == 31, what="the rest")
         await all_ended(database)

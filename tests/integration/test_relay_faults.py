@@ -257,7 +257,7 @@ async def test_large_payloads_are_read_in_small_batches(database: Database) -> N
     assert network.data() == payloads
     store = LaneStore(await database.connect(**SESSION))
     lanes = await store.lanes([endpoint.id])
-    for bytes_max, count, cache in product(
+    for (bytes_max, count), cache in product(
         ((1, 1), (500_000, 2), (1 << 30, 30)), (None, EventCache())
     ):
         rows = await store.deliveries([LaneRead(lanes[0], 0, 0, 32, bytes_max)], cache)

@@ -232,8 +232,8 @@ async def _replay_of_a_range(log: LongLog) -> Case:
         VALUES (1000, {endpoint}, 1000000, {middle}, {batch}, {ACKED})"""
     async with log.database.connection(server_settings={"search_path": "relay"}) as connection:
         endpoint_id = await connection.fetchval(f"SELECT {endpoint}")
-    # Each delivery, its event and its new lane.
-    rows, pages = 10 * 3 + 10, 10 * 3 * FOUR + 40
+    # Each delivery, its event and its new lane, and the run that ends the last batch.
+    rows, pages = 10 * 3 + 11, 10 * 3 * FOUR + 40
     arguments = ([1000], [endpoint_id], [10])
     return Case(routing.READ_REPLAYS, arguments, rows, pages, before=(requested,))
 
@@ -366,7 +366,7 @@ async def _deliveries(log: LongLog) -> Case:
         _columns(ids, batch_of(ACKED + 1), ACKED, 32, 1 << 20),
         3 * pending,
         3 * FOUR * pending,
-        {"delivery": NEWEST, "outbox": NEWEST, "batch": NEWEST},
+        {"delivery_run": NEWEST, "outbox": NEWEST, "batch": NEWEST},
     )
 
 
@@ -382,10 +382,25 @@ async def _deliveries_of_a_lane_that_stands_still(log: LongLog) -> Case:
     return Case(
         delivery_reads.READ_DELIVERIES,
         _columns(ids, floor, STUCK, limit, 1 << 20),
-        3 * limit * len(ids),
+        # And the run that ends the last batch.
+        (3 * limit + 1) * len(ids),
         3 * FOUR * limit * len(ids),
         {each: range(first, last + 1) for each in ("delivery_run", "outbox", "batch")},
     )
+
+
+async def _runs(log: LongLog) -> Case:
+    """Of each run itself and its batch."""
+    ids, floor, limit = log.lanes_of(0)[:10], batch_of(STUCK + 1), 50
+    columns = _columns(ids, floor, STUCK + 1, limit)
+    rows = limit * len(ids)
+    return Case(delivery_reads.READ_RUNS, columns, 2 * rows, 2 * FOUR * rows)
+
+
+async def _events_of_runs(log: LongLog) -> Case:
+    """Of a hundred events of all ages, each by the index."""
+    ids = [outbox_id(n * (EVENTS // 100)) for n in range(100)]
+    return Case(delivery_reads.READ_EVENTS, (ids, 1 << 20), len(ids), FOUR * len(ids))
 
 
 async def _deliveries_of_lanes_without_backlog(log: LongLog) -> Case:
@@ -394,7 +409,7 @@ async def _deliveries_of_lanes_without_backlog(log: LongLog) -> Case:
         _columns(log.lanes, BATCHES, NUMBERS, 32, 1 << 20),
         0,
         3 * LANES * len(NEWEST),
-        {"delivery": NEWEST},
+        {"delivery_run": NEWEST},
     )
 
 
@@ -452,7 +467,8 @@ def _dead_letters(log: LongLog) -> list[Record]:
 
 
 async def _progress_of_a_group(log: LongLog) -> Case:
-    return await _written(log, _dead_letters(log), 0, 3 * 4, 30 * 4)
+    # A failure enters one more index than a success.
+    return await _written(log, _dead_letters(log), 0, 3 * 4, 35 * 4)
 
 
 async def _dead_letters_of_a_group(log: LongLog) -> Case:
@@ -527,7 +543,7 @@ async def _backlog_over_its_count(log: LongLog) -> Case:
     return Case(
         endpoint_state.READ_OVER_COUNT,
         (*_stuck(log), limit),
-        limit * len(ids),
+        (limit + 1) * len(ids),
         2 * limit * len(ids),
     )
 
@@ -535,8 +551,8 @@ async def _backlog_over_its_count(log: LongLog) -> Case:
 async def _backlog_over_its_age(log: LongLog) -> Case:
     # The body of the function is read once in a session.
     before = ("SELECT observed_before(1)",)
-    # One row of each partition of `batch`, and one of each lane.
-    return Case(endpoint_state.READ_OVER_AGE, (*_stuck(log), 3600.0), 12 + 10, 100, before=before)
+    # One row of each partition of `batch`, and of each lane one, and one that ends its batch.
+    return Case(endpoint_state.READ_OVER_AGE, (*_stuck(log), 3600.0), 12 + 20, 120, before=before)
 
 
 async def _renewal(log: LongLog) -> Case:
@@ -586,6 +602,8 @@ RELAY = {
         _deliveries,
         _deliveries_of_a_lane_that_stands_still,
         _deliveries_of_lanes_without_backlog,
+        _runs,
+        _events_of_runs,
         _notifications,
         _last_batch,
         _group,
@@ -619,7 +637,8 @@ async def _erasure_of_events(log: LongLog) -> Case:
     # Each in another batch.
     ids = [outbox_id(EVENTS - 1 - n * PER_BATCH) for n in range(20)]
     pages = 8 * FOUR * len(ids)
-    return Case(ERASE_EVENTS.sql, (ids,), len(ids), pages, before=(SET_PLANNER.sql,))
+    # And the row of the cursor.
+    return Case(ERASE_EVENTS.sql, (ids,), len(ids) + 1, pages, before=(SET_PLANNER.sql,))
 
 
 async def _erasure_of_responses(log: LongLog) -> Case:

@@ -75,7 +75,7 @@ class DeliveryFetcher:
         """
         self._events.add(sequenced.contents)
         self._placed = {}
-        if len(sequenced.deliveries) > ROWS_PER_READ:
+        if len(sequenced.deliveries) > ROWS_PER_READ or sequenced.events > len(sequenced.contents):
             return
         after = epoch_seconds(sequenced.committed_after)
         for lane_id, seq, outbox_id in sequenced.deliveries.new:

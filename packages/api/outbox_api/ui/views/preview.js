@@ -42,9 +42,9 @@ export function view(place, [endpoint = ""], values) {
     }, field("Event", input), h("button", { type: "submit", class: "main" }, "Preview")), result);
   return once(place, async (signal) => {
     if (!values.event) {
-      // The newest event is a good example.
+      // The newest event is a good example, unless somebody is about to type another one.
       const { items } = await get("/v1/events", { limit: 1 }, signal);
-      if (items.length && !input.value) input.value = items[0].id;
+      if (items.length && !input.value && input !== document.activeElement) input.value = items[0].id;
       return input.focus();
     }
     try {
