@@ -190,7 +190,10 @@ async def test_two_maintainers_drop_the_same_tables(database: Database) -> None:
     await stores[0].drop()
     for parent in TABLES:
         assert (await stores[0].partitions(parent))[0].lo == WIDTH
-    gone = "SELECT count(*) FROM pg_class WHERE relname ~ '^(outbox|batch|delivery_run|attempt_run)_0$'"
+    gone = (
+        "SELECT count(*) FROM pg_class "
+        "WHERE relname ~ '^(outbox|batch|delivery_run|attempt_run)_0$'"
+    )
     assert await fetchval(database, gone) == 0
 
 
