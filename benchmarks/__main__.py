@@ -39,6 +39,7 @@ from benchmarks import (
     watched,
 )
 from benchmarks.connections import exchanges, keepalive
+from benchmarks.cost import section as cost
 from benchmarks.peers import section as peers
 from benchmarks.picture import draw
 from benchmarks.report import compared, machine, table, target, target_result
@@ -59,6 +60,7 @@ SECTIONS: dict[str, Callable[..., Awaitable[list[Row]]]] = {
     "formats": formats.measure,
     "brokers": brokers.measure,
     "peers": peers.measure,
+    "cost": cost.measure,
     "watched": watched.measure,
     "api": api.measure,
     "commits": commits.measure,
@@ -171,10 +173,10 @@ def main(
         sections = {} if quick else kept.read(out)
         rows: list[Row] = []
 
-        def keep(name: str, measured: kept.Measured, pictures: dict[str, str]) -> None:
+        def keep(name: str, measured: kept.Measured, files: dict[str, str]) -> None:
             sections[name] = measured
             rows.extend(measured.rows)
-            _write(out, sections, pictures, quick=quick)
+            _write(out, sections, files, quick=quick)
 
         measuring = _measure(only, rounds, keep, quick=quick, dsn=dsn, deliveries=deliveries)
         asyncio.run(measuring)
@@ -208,11 +210,11 @@ async def _measure(
         for name in only:
             rows = await SECTIONS[name](set_up, rounds, quick=quick)
             measured = kept.Measured(tuple(rows), machine(set_up.server_description), rounds)
-            keep(name, measured, set_up.pictures)
+            keep(name, measured, set_up.files)
 
 
 def _write(
-    out: Path, sections: Mapping[str, kept.Measured], pictures: Mapping[str, str], *, quick: bool
+    out: Path, sections: Mapping[str, kept.Measured], files: Mapping[str, str], *, quick: bool
 ) -> None:
     """Write table and pictures of all stored and new measurements."""
     out.mkdir(parents=True, exist_ok=True)
@@ -221,8 +223,8 @@ def _write(
         kept.write(out, sections)
     (out / "results.md").write_text(table(sections, quick=quick), "utf-8")
     whole = draw([row for each in sections.values() for row in each.rows])
-    for name, picture in {"results.svg": whole, **pictures}.items():
-        (out / name).write_text(picture, "utf-8")
+    for name, text in {"results.svg": whole, **files}.items():
+        (out / name).write_text(text, "utf-8")
 
 
 async def _profile(*, quick: bool) -> str:

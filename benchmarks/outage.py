@@ -105,7 +105,7 @@ async def run(stage: Stage, rounds: int, outage: Outage) -> list[Row]:
                     f"{course.peak_after:,.0f}/s when it is well again, "
                     f"recovered in {course.recovered_s:.1f} s"
                 )
-    stage.pictures[PICTURE] = draw(
+    stage.files[PICTURE] = draw(
         f"After an outage of {outage.seconds:g} s, in which {outage.events:,} events gathered",
         [
             Line(

@@ -50,6 +50,7 @@ AXES = {
     "deliveries": "share of what the bare aiohttp client does; more is better",
     "peers": "times what the other does; more is better; an arrow marks a bar that goes on",
     "peers-latency": "times what the other takes; less is better",
+    "cost": "times what the other costs; less is better; an arrow marks a bar that goes on",
     "brokers": "times the client's bare loop; more is better",
     "formats": "share of what the envelope does; more is better",
     "watched": "share of what the same relay does when it is not watched; more is better",
@@ -77,9 +78,9 @@ AXES = {
     "fair": "times the quiet endpoint's own; less is better",
     "memory": "MB more than a relay with nothing to do; less is better",
 }
-LONGEST = {"peers": 8.0, "publishing": 12.0}
+LONGEST = {"peers": 8.0, "cost": 8.0, "publishing": 12.0}
 """The maximum length of a bar: some peers are so much slower that the others would be invisible."""
-SEVERAL = ("commits", "majors", "peers", "peers-latency", "outage")
+SEVERAL = ("commits", "majors", "peers", "peers-latency", "cost", "outage")
 """Sections in which one of our figures is compared with several others."""
 
 

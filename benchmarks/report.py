@@ -39,6 +39,13 @@ TITLES = {
         "receiver; one producer for all, with the enqueue statement of each client, in a "
         "transaction with a domain write. The modes are those above, except for:{peers}",
     ),
+    "cost": (
+        "What each delivery costs",
+        "CPU time of all of PostgreSQL's processes and of who delivers, and bytes of WAL; "
+        "[cost.md](cost.md) also has bytes on disk, rows and fsyncs. A queue without fan-out gets "
+        "a job for each delivery. The floor is a loop that reads by id and inserts a row for each "
+        "delivery; it loses events, so nobody can use it.",
+    ),
     "formats": (
         "Deliveries per second by format",
         "The same backlog in each message format, compared with the envelope, alternating.",

@@ -70,6 +70,10 @@ class Child:
         )
         return cls(process, name)
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def send_command(self, **what: Any) -> None:
         """Send a JSON line."""
         assert self._process.stdin is not None
@@ -136,8 +140,8 @@ class Stage:
     say: Callable[[str], None]
     deliveries: int | None = None
     """The number of deliveries of the section "million", if given."""
-    pictures: dict[str, str] = field(default_factory=dict)
-    """Pictures of individual sections, by file name."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Pictures and tables of individual sections, by file name."""
     _relays: int = field(default=0)
 
     def expect(

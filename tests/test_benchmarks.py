@@ -38,6 +38,8 @@ from benchmarks import (
 )
 from benchmarks.connections import exchanges, keepalive
 from benchmarks.connections.servers import SERVERS, HttpServer
+from benchmarks.cost import section as cost
+from benchmarks.cost.loads import Load as CostLoad
 from benchmarks.deliveries import Load
 from benchmarks.figures import Row, Samples, Target
 from benchmarks.history import Past
@@ -83,6 +85,7 @@ DELIVERIES = (
     Load("2 endpoints", 1, 50, endpoints=2, distinct=True),
 )
 FOUND = ("lost", "out of order within a key")
+COSTS = (CostLoad("backlog", 20, 2, endpoints=2), CostLoad("100/s", 10, 2, per_s=100))
 PLAIN_LOOP = contestants.CONTESTANTS[-1]
 ABSENT = next(each for each in contestants.CONTESTANTS if each.packages == ("pgqueuer",))
 
@@ -97,6 +100,7 @@ def test_the_benchmark_measures_every_section_and_writes_a_table_and_a_picture(
             *await deliveries.run(stage, rounds, DELIVERIES),
             *await throughput.run(stage, rounds, [PLAIN_LOOP, ABSENT], 0.002),
             *await peers_latency.run(stage, rounds, [PLAIN_LOOP, ABSENT], 0.05),
+            *await cost.run(stage, rounds, COSTS, [cost.FLOOR, ABSENT]),
             *await watched.run(stage, rounds, Load("2 lanes", 2, 50)),
             *await api.run(stage, rounds, Load("2 endpoints", 1, 1_000, endpoints=2), (2,)),
             *await commits.run(stage, stage.server, rounds, (2,), 0.2),
@@ -132,10 +136,10 @@ def test_the_benchmark_measures_every_section_and_writes_a_table_and_a_picture(
     rows = {(each["section"], each["baseline"]): each for each in report["rows"]}
     # Most of them have several.
     assert Counter(section for section, _ in rows) == {
-        "deliveries": 1, "peers": 6, "peers-latency": 2, "watched": 1, "api": 5, "commits": 3,
-        "majors": 3, "latency": 1, "memory": 1, "million": 4, "outage": 5, "replicas": 2,
-        "failover": 1, "commands": 1, "horizon": 1, "receiving": 1, "hostile": 4, "exchanges": 2,
-        "scale": 7, "fair": 2,
+        "deliveries": 1, "peers": 6, "peers-latency": 2, "cost": 2, "watched": 1, "api": 5,
+        "commits": 3, "majors": 3, "latency": 1, "memory": 1, "million": 4, "outage": 5,
+        "replicas": 2, "failover": 1, "commands": 1, "horizon": 1, "receiving": 1, "hostile": 4,
+        "exchanges": 2, "scale": 7, "fair": 2,
     }  # fmt: skip
     assert all(value > 0 for each in report["rows"] for value in each["ours"])
     assert ended.exit_code == any(each["met"] is False for each in report["rows"])
@@ -146,11 +150,17 @@ def test_the_benchmark_measures_every_section_and_writes_a_table_and_a_picture(
     courses = ElementTree.fromstring((tmp_path / outage.PICTURE).read_text())  # noqa: S314
     assert len(courses.findall(".//{http://www.w3.org/2000/svg}polyline")) == 5
     absent = [each for each in report["rows"] if each["missing_reason"]]
-    baseline = [ABSENT.name] * 3 + [each.name for each, _ in majors.COMPARISONS]
+    baseline = [ABSENT.name] * (3 + len(COSTS) * len(cost.RATIOS)) + [
+        each.name for each, _ in majors.COMPARISONS
+    ]
     assert [each["baseline"] for each in absent] == baseline
     assert f"| {ABSENT.name} | not measured: pip could not fetch it |" in written
-    assert {each["name"] for each in absent[3:]} == {"PostgreSQL 9, 16 writers"}
+    assert {each["name"] for each in absent if each["section"] == "majors"} == {
+        "PostgreSQL 9, 16 writers"
+    }
     assert len(bars) == 1 + len(report["rows"]) - len(absent)
+    systems = re.findall(r"(?m)^\| ([^|]+) \|", (tmp_path / cost.FILE).read_text())
+    assert systems == ["outbox", cost.FLOOR.name] * len(COSTS)
 
 
 @pytest.mark.full
@@ -217,7 +227,7 @@ def test_an_interrupted_run_keeps_the_completed_sections(
 ) -> None:
     @asynccontextmanager
     async def nowhere(*_: object, **__: object) -> AsyncIterator[SimpleNamespace]:
-        yield SimpleNamespace(server_description="18.4", pictures={})
+        yield SimpleNamespace(server_description="18.4", files={})
 
     async def ends(*_: object, **__: object) -> list[Row]:
         return [row(2.0)]
@@ -309,7 +319,7 @@ def test_an_unknown_section_is_a_usage_error() -> None:
     ended = CliRunner().invoke(bench.main, ["--only", "speed"])
     assert ended.exit_code == 2
     assert (
-        "choose from deliveries, formats, brokers, peers, watched, api, commits, publishing, "
+        "choose from deliveries, formats, brokers, peers, cost, watched, api, commits, publishing, "
         "majors, latency, replays, memory, million, outage" in ended.stderr
     )
 

@@ -1,8 +1,8 @@
 """A producer for any queue: a domain write and an enqueue statement in one transaction.
 
 Its only argument is JSON: the database, the statement of the queue's own client with its values,
-the number of transactions and their rate per second. Where the values contain the sample's number,
-each transaction has its own.
+the number of transactions and their rate per second, and how many jobs each enqueues. Where the
+values contain the sample's number, each transaction has its own.
 """
 
 from __future__ import annotations
@@ -26,9 +26,15 @@ class Enqueuer(Writer):
     """The transactions of one connection."""
 
     def __init__(
-        self, connection: asyncpg.Connection[Any], statement: str, values: str, number: str
+        self,
+        connection: asyncpg.Connection[Any],
+        statement: str,
+        values: str,
+        number: str,
+        copies: int,
     ) -> None:
         super().__init__(connection)
+        self._copies = copies
         self._statement = statement
         self._values = values
         self._number = number
@@ -39,7 +45,8 @@ class Enqueuer(Writer):
         await db.execute("BEGIN")
         await db.execute(DOMAIN_WRITE, random.randint(1, ACCOUNTS))
         values = orjson.loads(self._values.replace(self._number, str(n)))
-        await db.execute(self._statement, *values)
+        for _copy in range(self._copies):
+            await db.execute(self._statement, *values)
         sent_at = time.monotonic_ns()
         await db.execute("COMMIT")
         return sent_at, time.monotonic_ns()
@@ -61,7 +68,9 @@ async def run(asked: dict[str, Any]) -> None:
             decoder=tuple,
             format="tuple",
         )
-        writers.append(Enqueuer(connection, asked["statement"], values, asked["number"]))
+        writers.append(
+            Enqueuer(connection, asked["statement"], values, asked["number"], asked["copies"])
+        )
     say({"ready": True})
     sys.stdin.readline()
     found = await paced(writers, "", asked["events"], asked["per_s"])

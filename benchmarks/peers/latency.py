@@ -134,6 +134,7 @@ async def _latency_ms(
         "number": NUMBER,
         "per_s": PER_S,
         "events": events,
+        "copies": 1,
     }
     stage.expect(events, keep=True)
     async with child("peers.enqueuing", orjson.dumps(asked).decode()) as producer:

@@ -1,0 +1,1 @@
+"""What each delivery costs: CPU time, WAL, disk, rows and fsyncs, beside the peers."""
