@@ -196,6 +196,7 @@ class KilledKafka:
         found: Streams = {}
         for lane in lanes:
             records = await asyncio.to_thread(read_records, self._server, TOPIC, partition_of(lane))
+            assert records[0].offset == 0, "the cluster no longer has the first records"
             found[lane] = [message_of(each.headers) for each in records]
         return found
 
