@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from outbox.core.sequencing.batch_notifications import (
+    NOTIFIED_LANES_MAX,
     NOTIFY_EVERY_S,
     NOTIFY_WITHIN_S,
     READ_BATCHES,
@@ -102,7 +103,20 @@ TestThrottle = ThrottleMachine.TestCase
 def test_a_single_replica_sends_no_notification() -> None:
     throttle = NotificationThrottle()
     throttle.alone = True
+    assert throttle.next_payload(1, {7: 1}, 100.0) is None
     throttle.batch_written(1, {7: 1}, 100.0, notified=False)
     assert throttle.flush_at() == inf
     throttle.alone = False
     assert throttle.flush_at() < inf
+    assert throttle.next_payload(2, {8: 1}, 100.0) == "1-2 7:1 8:1"
+
+
+def test_a_single_replica_remembers_a_bounded_number_of_lanes() -> None:
+    throttle = NotificationThrottle()
+    throttle.alone = True
+    for batch in range(1, 5):
+        last_seqs = {batch * NOTIFIED_LANES_MAX + i: 1 for i in range(NOTIFIED_LANES_MAX)}
+        throttle.batch_written(batch, last_seqs, 100.0, notified=False)
+    throttle.alone = False
+    assert throttle.next_payload(5, {1: 1}, 100.0) == READ_BATCHES
+    assert len(throttle._unsent) <= 2 * NOTIFIED_LANES_MAX

@@ -114,7 +114,7 @@ class Case:
 async def _events(log: LongLog, high: int, gaps: Sequence[tuple[int, int]] = ()) -> tuple[Any, ...]:
     async with log.database.connection() as connection:
         oid = await connection.fetchval("SELECT 'relay.outbox_id_seq'::regclass::oid")
-    return (high, [lo for lo, _ in gaps], [hi for _, hi in gaps], 2000, oid, bool(gaps))
+    return (high, 2000, [lo for lo, _ in gaps], [hi for _, hi in gaps], oid, bool(gaps))
 
 
 NEXT = HIGH + 2 + UNSEQUENCED
@@ -147,6 +147,18 @@ async def _events_with_their_content(log: LongLog) -> Case:
         pages,
         {"outbox": NEWEST},
     )
+
+
+async def _next_events(log: LongLog) -> Case:
+    high, limit, _, _, oid, _ = await _events(log, HIGH)
+    rows, pages = UNSEQUENCED + STATE_ROWS, FOUR + UNSEQUENCED + STATE_PAGES
+    return Case(event_reads.READ_NEXT, (high, limit, oid), rows, pages, {"outbox": NEWEST})
+
+
+async def _no_next_events(log: LongLog) -> Case:
+    high, limit, _, _, oid, _ = await _events(log, NEXT)
+    rows, pages = STATE_ROWS, 20 + STATE_PAGES
+    return Case(event_reads.READ_NEXT, (high, limit, oid), rows, pages, {"outbox": NEWEST})
 
 
 async def _events_and_young_gaps(log: LongLog) -> Case:
@@ -297,9 +309,9 @@ async def _batch(log: LongLog) -> Case:
         1,
         1,
         committed_after=None,
-        awake=True,
+        awake=False,
         erasures=0,
-        notification="",
+        notification=None,
         replays=ReplayBatch(),
         stopped={},
     )
@@ -579,6 +591,8 @@ RELAY = {
         _state,
         _events_when_idle,
         _events_with_their_content,
+        _next_events,
+        _no_next_events,
         _events_and_young_gaps,
         _events_of_a_backlog,
         _events_and_every_old_gap,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
@@ -11,6 +11,7 @@ from outbox.core.sequencing.gaps import CursorChange, GapTracker, LockHolders
 from outbox.core.sequencing.router import RoutableEvent
 from outbox.relay.sequencing.cursor import Cursor
 from outbox.store.sequencing.batches import SequencingStore
+from outbox.store.sequencing.event_reads import Reading
 from outbox.store.sql.expressions import key_hash
 from tests.support.sequencers import Slow, Variant
 
@@ -76,6 +77,19 @@ class XmaxTracker(GapTracker):
     @staticmethod
     def _one_ended(holders: LockHolders, present: LockHolders) -> bool:
         return not XmaxTracker._still_held(holders, present)
+
+
+class HastyReading(Reading):
+    def is_incomplete(self, high: int) -> bool:
+        return False
+
+
+class HastyStore(SequencingStore):
+    """Takes the read without lock holders as it is, although it misses an id."""
+
+    async def _read_next(self, high: int, limit: int) -> Reading:
+        reading = await super()._read_next(high, limit)
+        return HastyReading(*(getattr(reading, field.name) for field in fields(reading)))
 
 
 class HorizonStore(Slow):
@@ -266,6 +280,7 @@ MODEST = Variant(store=ModestStore)
 NAIVE = Variant(tracker=NaiveTracker)
 TIME_OUT = Variant(tracker=TimeOutTracker)
 XMAX = Variant(store=SnapshotStore, tracker=XmaxTracker)
+HASTY = Variant(store=HastyStore)
 HORIZON = Variant(
     store=HorizonStore,
     tracker=HorizonTracker,

@@ -97,13 +97,14 @@ class Variant:
         replica_id: int | None = None,
         wakeups: Wakeups | None = None,
         store_mixin: type | None = None,
-        on_batch: Callable[[SequencedBatch], object] = lambda _: None,
+        on_batch: Callable[[SequencedBatch], object] = lambda _: True,
         notified: bool = False,
         busy_events: int = 1,
     ) -> tuple[Sequencer, Any]:
         """A sequencer and its store; `store_mixin` comes before the store's class.
 
-        By default every event makes it busy, so that it falls asleep anew after each.
+        By default every event makes it busy, so that it falls asleep anew after each, and some lane
+        waits for the content of the next event.
         """
         bases: tuple[type, ...] = (Registered, self.store)
         if store_mixin is not None:
@@ -204,9 +205,8 @@ class Slow(SequencingStore):
     async def events(
         self, high: int | None, gaps: Sequence[Range], limit: int
     ) -> list[RoutableEvent]:
-        rows = await self._db.fetch(
-            event_reads.READ_EVENTS, high, [lo for lo, _ in gaps], [hi for _, hi in gaps], limit
-        )
+        los, his = [lo for lo, _ in gaps], [hi for _, hi in gaps]
+        rows = await self._db.fetch(event_reads.READ_EVENTS, high, limit, los, his)
         return [RoutableEvent(*row) for row in rows]
 
     async def holders_after_read(self) -> LockHolders:

@@ -65,15 +65,15 @@ class NotificationThrottle:
 
     def __init__(self) -> None:
         self.alone = False
-        """There are no other replicas to notify."""
+        """At the last poll there were no other replicas to notify."""
         self._sent_at = -inf
         # The first batch without a notification, and the last numbers of it and later ones.
         self._first: int | None = None
         self._unsent: dict[int, int] = {}
 
     def next_payload(self, batch: int, last_seqs: Mapping[int, int], now: float) -> str | None:
-        """The payload to send with a batch that is about to be written; None: throttled."""
-        if now - self._sent_at < NOTIFY_EVERY_S:
+        """The payload to send with a batch that is about to be written; None: nothing now."""
+        if self.alone or now - self._sent_at < NOTIFY_EVERY_S:
             return None
         first = batch if self._first is None else self._first
         return BatchNotification(first, batch, {**self._unsent, **last_seqs}).payload()
@@ -87,7 +87,8 @@ class NotificationThrottle:
             return
         if self._first is None:
             self._first = batch
-        self._unsent.update(last_seqs)
+        if len(self._unsent) <= NOTIFIED_LANES_MAX:  # More do not change the payload.
+            self._unsent.update(last_seqs)
 
     def flush_at(self) -> float:
         """When to send unsent batches; infinite: there are none."""

@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-import orjson
 import structlog
 from asyncpg import PostgresError
 
 from outbox.core.sequencing.gaps import CursorChange, CursorState, LockHolders, Range
 from outbox.errors import CursorBroken
 from outbox.store.absence_proof import AbsenceProof, multirange
-from outbox.store.channels import OWNERS_SUFFIX, QUEUE_HAS_ROOM
+from outbox.store.channels import WAKE_OWNERS
 from outbox.store.cluster import timeline
 from outbox.store.cluster.leadership import (
     AWAKE,
@@ -39,13 +38,14 @@ from outbox.store.sequencing.event_reads import (
     READ_CONTENT_AND_STATE,
     READ_EVENTS_AND_STATE,
     READ_LOCK_HOLDERS,
+    READ_NEXT,
     READ_RUNNING,
     parse_reading,
 )
 from outbox.store.sequencing.filters import FilterStore, stop_filters
 from outbox.store.sequencing.routing import RoutingStore
 from outbox.store.sequencing.stalls import StallStore
-from outbox.store.sql.expressions import SERVER_FENCE
+from outbox.store.sql.expressions import CURRENT_XID, SERVER_FENCE, proves_itself
 from outbox.store.sql.message import WriteStatement
 from outbox.store.sql.row_params import number_rows
 
@@ -79,52 +79,51 @@ SELECT lo, hi FROM gap UNION ALL SELECT NULL, NULL WHERE {rows_hidden("gap")}
 #   locked: the cursor row, if all of that holds; FOR UPDATE until the batch commits.
 #     SKIP LOCKED: a routing change that holds the row raises the version anyway.  And the young
 #     gaps of the batch before: mostly they stay until the proof, and a copy costs hardly anything.
-#   advanced: the lanes with deliveries; MATERIALIZED: $3 is parsed once.
+#   advanced: the lanes with deliveries; MATERIALIZED: $7 is parsed once.
 #   row: the batch itself.
-#   counted: the lane counters.  MATERIALIZED, because the function has side effects
-#     and must be evaluated exactly once per lane.
+#   counted: the lane counters, if they are those that were read, and prove themselves.
+#   refused: raises an error for a counter that was not advanced, with the reason.
 #   delivered: the deliveries.
-#   awake: sets the wake-up flag, if $9.
-#   notified: NOTIFY to other replicas at commit, if there are any and lanes have deliveries.
-# $8: the number of erasures, if the content of events was read with them, which lanes may send.
+# $3: the young gaps, or NULL if they are those of the batch before; the ids found; the dead ones.
+# $12: the number of erasures, if the content of events was read with them, which lanes may send.
 WRITE_BATCH = WriteStatement(
     "write_batch",
     f"""
 WITH locked AS MATERIALIZED (
     SELECT previous.young FROM cursor, batch AS previous
-     WHERE cursor.writer = $5 AND version = $6 AND ($7::bigint IS NULL OR {SERVER_FENCE} = $7)
-       AND ($8::bigint IS NULL OR erasures = $8)
+     WHERE cursor.writer = $9 AND version = $10 AND ($11::bigint IS NULL OR {SERVER_FENCE} = $11)
+       AND ($12::bigint IS NULL OR erasures = $12)
        AND previous.batch = $1::bigint - 1
        FOR UPDATE OF cursor SKIP LOCKED),
 advanced AS MATERIALIZED (
-    SELECT * FROM unnest($3::counter_row[])),
+    SELECT * FROM unnest($7::counter_row[])),
 row AS (
     INSERT INTO batch (batch, high, young, found, dead, events, deliveries, lanes, writer,
                        committed_after)
-    SELECT $1, r.high, coalesce(r.young, locked.young), coalesce(r.found, '{{}}'),
-           coalesce(r.dead, '{{}}'), r.events, r.deliveries,
-           array(SELECT lane_id FROM advanced), $5, r.committed_after
-      FROM locked, json_to_record($2::json)
-           AS r(high bigint, young int8multirange, found int8multirange, dead int8multirange,
-                events integer, deliveries integer, committed_after timestamptz)),
-counted AS MATERIALIZED (
-    SELECT advance_lane_counter(lane_id, old_seq, last_seq) FROM locked, advanced),
+    SELECT $1, $2, coalesce(ids[1], locked.young), ids[2], ids[3], $4, $5,
+           array(SELECT lane_id FROM advanced), $9, $6
+      FROM locked, (SELECT $3::int8multirange[] AS ids) AS gaps),
+counted AS (
+    UPDATE lane_counter c SET last_seq = a.last_seq, by_xid = {CURRENT_XID}
+      FROM locked, advanced a
+     WHERE c.lane_id = a.lane_id AND c.last_seq = a.old_seq AND {proves_itself("c")}
+    RETURNING c.lane_id),
+refused AS MATERIALIZED (
+    SELECT advance_lane_counter(lane_id, old_seq, last_seq) FROM locked, advanced
+     WHERE lane_id NOT IN (SELECT lane_id FROM counted)),
 delivered AS (
     INSERT INTO delivery_run (lane_id, batch, seq, outbox_id, offsets, replay_id, replay_seq,
                               backfill_id, copy_id)
     SELECT d.lane_id, $1, d.seq, d.outbox_id, d.offsets, d.replay_id, d.replay_seq, d.backfill_id,
            d.copy_id
-      FROM locked, unnest($4::delivery_run_row[]) AS d),
-awake AS MATERIALIZED (SELECT setval('wakeup', {AWAKE}) FROM locked WHERE $9),
-notified AS MATERIALIZED (
-    SELECT pg_notify(current_schema() || '{OWNERS_SUFFIX}', $10) FROM locked
-     WHERE $10::text IS NOT NULL AND EXISTS (SELECT FROM advanced)
-       AND EXISTS (SELECT FROM replica WHERE id <> $5) AND {QUEUE_HAS_ROOM})
-SELECT FROM locked
- WHERE (SELECT count(*) FROM awake) + (SELECT count(*) FROM notified)
-           + (SELECT count(*) FROM counted) >= 0
+      FROM locked, unnest($8::delivery_run_row[]) AS d)
+SELECT FROM locked WHERE (SELECT count(*) FROM refused) >= 0
 """,  # noqa: S608 (constants only)
 )
+
+# Both after the batch, in its message.
+SET_AWAKE = WriteStatement("set_awake", f"SELECT setval('wakeup', {AWAKE})")
+NOTIFY_OWNERS = WriteStatement("notify_owners", WAKE_OWNERS)
 
 # Aborts the message of a batch that was not written, before its other statements.
 REQUIRE_BATCH = WriteStatement(
@@ -235,16 +234,25 @@ class SequencingStore:
             with_holders: whether to read the lock holders although no id above `high` is missing.
             with_content: whether to read the content of the first small events, too.
         """
-        rows = await self._db.fetch(
+        if with_content and high is not None and not (gaps or with_holders):
+            reading = await self._read_next(high, limit)
+            if not reading.is_incomplete(high):
+                return reading
+        return await self._read(
             READ_CONTENT_AND_STATE if with_content else READ_EVENTS_AND_STATE,
-            high,
-            [lo for lo, _ in gaps],
-            [hi for _, hi in gaps],
-            limit,
-            self.proof.sequence,
-            with_holders,
+            (high, limit, *_bounds(gaps), self.proof.sequence, with_holders),
+            with_content=with_content,
         )
-        reading = parse_reading(rows, with_content=with_content)
+
+    async def _read_next(self, high: int, limit: int) -> Reading:
+        return await self._read(READ_NEXT, (high, limit, self.proof.sequence), with_content=True)
+
+    async def _read(
+        self, statement: str, arguments: Sequence[object], *, with_content: bool
+    ) -> Reading:
+        reading = parse_reading(
+            await self._db.fetch(statement, *arguments), with_content=with_content
+        )
         if reading is None:
             await stop_empty(self._db, "cursor")
         self._check_fence(reading.server_fence)
@@ -318,39 +326,23 @@ class SequencingStore:
             (lane_id, last_seq - new[lane_id], last_seq)
             for lane_id, last_seq in deliveries.counters.items()
         )
-        row: dict[str, object] = {
-            "high": step.high,
-            "events": events,
-            "deliveries": len(deliveries),
-            "committed_after": committed_after,
-        }
-        if step.young_changed:
-            row["young"] = multirange(step.young)
-        if step.found:
-            row["found"] = multirange(step.found)
-        if step.dead:
-            row["dead"] = multirange(step.dead)
-        call = (
-            WRITE_BATCH,
-            batch,
-            orjson.dumps(row).decode(),
-            advanced,
-            delivery_runs(deliveries),
-            writer,
-            version,
-            self._fence,
-            erasures,
-            awake,
-            notification,
-        )
+        young = multirange(step.young) if step.young_changed else None
+        call: WriteCall = (
+            WRITE_BATCH, batch, step.high, [young, multirange(step.found), multirange(step.dead)],
+            events, len(deliveries), committed_after, advanced, delivery_runs(deliveries),
+            writer, version, self._fence, erasures,
+        )  # fmt: skip
         actor = f"replica {writer}"
         further = write_progress(batch, replays, actor)
         if step.old_closed or step.old_opened:
-            opened = [lo for lo, _ in step.old_opened], [hi for _, hi in step.old_opened]
-            further.append((CLOSE_OLD_GAPS, [lo for lo, _ in step.old_closed]))
-            further.append((OPEN_OLD_GAPS, *opened))
+            further.append((CLOSE_OLD_GAPS, _bounds(step.old_closed)[0]))
+            further.append((OPEN_OLD_GAPS, *_bounds(step.old_opened)))
         if stopped:
             further.append(stop_filters(batch, stopped, actor))
+        if awake:
+            further.append((SET_AWAKE,))
+        if notification is not None and deliveries:
+            further.append((NOTIFY_OWNERS, notification))
         required: WriteCall = (REQUIRE_BATCH, batch, writer)
         try:
             if step.dead:
@@ -396,3 +388,7 @@ class SequencingStore:
     def _check_fence(self, server_fence: int | None) -> None:
         if self._fence is not None and server_fence != self._fence:
             raise Fenced
+
+
+def _bounds(ranges: Sequence[Range]) -> tuple[list[int], list[int]]:
+    return [lo for lo, _ in ranges], [hi for _, hi in ranges]

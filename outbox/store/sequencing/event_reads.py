@@ -7,6 +7,7 @@ read.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -60,14 +61,14 @@ SELECT DISTINCT l.virtualtransaction
 _EVENTS = f"""
 SELECT id, tenant, type, {key_hash("key", "id")} AS key_hash{{content}}
   FROM (SELECT o.id, o.tenant, o.type, o.key{{columns}}
-          FROM unnest($2::bigint[], $3::bigint[]) AS gap(lo, hi)
+          FROM unnest($3::bigint[], $4::bigint[]) AS gap(lo, hi)
          CROSS JOIN LATERAL (
                SELECT id, tenant, type, key{{columns}} FROM outbox
-                WHERE id BETWEEN gap.lo AND gap.hi ORDER BY id LIMIT $4) o
+                WHERE id BETWEEN gap.lo AND gap.hi ORDER BY id LIMIT $2) o
          UNION ALL
         (SELECT id, tenant, type, key{{columns}} FROM outbox
-          WHERE id > $1 ORDER BY id LIMIT $4)) event
- ORDER BY id LIMIT $4
+          WHERE id > $1 ORDER BY id LIMIT $2)) event
+ ORDER BY id LIMIT $2
 """  # noqa: S608 (constants only)
 READ_EVENTS = _EVENTS.format(content="", columns="")
 
@@ -79,15 +80,19 @@ that size they are stored in the row itself, so reading them costs hardly anythi
 _HAS_CONTENT = f"""id > $1 AND id <= $1 + {CONTENT_EVENTS_MAX}
             AND coalesce(pg_column_size(payload), pg_column_size(body))
                 + coalesce(pg_column_size(headers), 0) <= {CONTENT_STORED_MAX_BYTES}"""
-READ_EVENTS_WITH_CONTENT = _EVENTS.format(
-    content=f""",
-       event_id, key,
-       {epoch_s("created_at")} AS published_at,
+_BODY = f"""{epoch_s("created_at")} AS published_at,
        {epoch_s("expires_at")} AS expires_at,
        CASE WHEN {_HAS_CONTENT} THEN {PAYLOAD_BYTES} END AS payload,
-       CASE WHEN {_HAS_CONTENT} THEN headers::text END AS headers, content_type""",
+       CASE WHEN {_HAS_CONTENT} THEN headers::text END AS headers, content_type"""
+READ_EVENTS_WITH_CONTENT = _EVENTS.format(
+    content=f",\n       event_id, key, {_BODY}",
     columns=", event_id, created_at, expires_at, payload, body, headers, content_type",
 )
+_NEXT_EVENTS = f"""
+SELECT id, tenant, type, {key_hash("key", "id")} AS key_hash,
+       event_id, key, {_BODY}
+  FROM outbox WHERE id > $1 ORDER BY id LIMIT $2
+"""  # noqa: S608 (constants only)
 
 # The number of producers that wait for another one's NOTIFY: a transaction that notifies holds
 # this lock from before its commit is written until it is flushed to disk.
@@ -104,10 +109,9 @@ IN_FLIGHT_MIN = 3
 #   event: MATERIALIZED, so that the locks are read after the events, when the snapshot exists:
 #     no event can be above the sequence, and no holder of a missing id escapes.  A transaction
 #     that ended in between is seen by the next read.
-# The locks are read only if an id above $1 is missing, or if $6, because that costs as much as
-# everything else.
 # The row without an id carries the values that occur once.
-def _with_state(events: str, content: str = "", no_content: str = "") -> str:
+def _with_state(events: str, sequence: str, waiting: str, holders: str, content: str = "") -> str:
+    no_content = re.sub(", [a-z_]+", ", NULL", content)
     return f"""
 WITH event AS MATERIALIZED ({events})
 SELECT id, tenant, type, key_hash, NULL::bigint AS last_id, NULL::bigint AS wakeup,
@@ -116,26 +120,32 @@ SELECT id, tenant, type, key_hash, NULL::bigint AS last_id, NULL::bigint AS wake
        NULL::timestamptz AS began_at, NULL::boolean AS hidden{content}
   FROM event
  UNION ALL
-SELECT NULL, NULL, NULL, NULL,
-       coalesce(pg_sequence_last_value($5::oid::regclass), 0),
-       pg_sequence_last_value('wakeup'::regclass),
-       CASE WHEN pg_sequence_last_value('wakeup'::regclass) <> {AWAKE}
-                 AND pg_sequence_last_value($5::oid::regclass) - {IN_FLIGHT_MIN}
-                     >= (SELECT max(id) FROM event)
-            THEN ({COUNT_WAITING_PRODUCERS}) END,
-       CASE WHEN $6
-                 OR (SELECT count(*) < max(id) - $1 FROM event WHERE id > $1)
-            THEN array({_LOCK_HOLDERS}$5) END,
+SELECT NULL, NULL, NULL, NULL, coalesce(pg_sequence_last_value({sequence}::oid::regclass), 0),
+       pg_sequence_last_value('wakeup'::regclass), {waiting}, {holders},
        writer, version, erasures, {SERVER_FENCE}, statement_timestamp(),
        {rows_hidden("outbox")}{no_content}
   FROM cursor
 """  # noqa: S608 (constants only)
 
 
-READ_EVENTS_AND_STATE = _with_state(READ_EVENTS)
+_WAITING = f"""
+       CASE WHEN pg_sequence_last_value('wakeup'::regclass) <> {AWAKE}
+                 AND pg_sequence_last_value($5::oid::regclass) - {IN_FLIGHT_MIN}
+                     >= (SELECT max(id) FROM event)
+            THEN ({COUNT_WAITING_PRODUCERS}) END"""  # noqa: S608 (constants only)
+# Only if an id above $1 is missing, or if $6: that costs as much as everything else.
+_HOLDERS = f"""
+       CASE WHEN $6
+                 OR (SELECT count(*) < max(id) - $1 FROM event WHERE id > $1)
+            THEN array({_LOCK_HOLDERS}$5) END"""  # noqa: S608 (constants only)
 _CONTENT = ", event_id, type, tenant, key, published_at, expires_at, payload, headers, content_type"
 _COLUMNS = _CONTENT.count(",")
-READ_CONTENT_AND_STATE = _with_state(READ_EVENTS_WITH_CONTENT, _CONTENT, ", NULL" * _COLUMNS)
+
+READ_EVENTS_AND_STATE = _with_state(READ_EVENTS, "$5", _WAITING, _HOLDERS)
+READ_CONTENT_AND_STATE = _with_state(READ_EVENTS_WITH_CONTENT, "$5", _WAITING, _HOLDERS, _CONTENT)
+# The same while no gap is known.  Most batches of a low rate need no more, and it is two thirds of
+# the work; if it misses an id, `READ_CONTENT_AND_STATE` reads all of it again.
+READ_NEXT = _with_state(_NEXT_EVENTS, "$3", "NULL", "NULL", _CONTENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +174,15 @@ class Reading:
     hidden: bool = False
     """Row security may have hidden events."""
 
+    def is_incomplete(self, high: int) -> bool:
+        """Whether a gap, or producers that wait for each other, must be looked into."""
+        if not self.events:
+            return False
+        last = self.events[-1].id
+        return last - high > len(self.events) or (
+            self.wakeup != AWAKE and self.last_id - IN_FLIGHT_MIN >= last
+        )
+
     def check(self, high: int) -> None:
         """Check the result against the sequence.
 
@@ -187,7 +206,7 @@ class Reading:
 
 
 def parse_reading(rows: Sequence[Any], *, with_content: bool = False) -> Reading | None:
-    """Parse the rows of `READ_EVENTS_AND_STATE`, or of `READ_CONTENT_AND_STATE`.
+    """Parse the rows of `READ_EVENTS_AND_STATE`, or of the others with content.
 
     Returns:
         None if there was no cursor row.
@@ -204,23 +223,13 @@ def parse_reading(rows: Sequence[Any], *, with_content: bool = False) -> Reading
         return None
     events.sort(key=itemgetter(0))
     holders = status["holders"]
+    contents = {
+        row["id"]: event_content(tuple(row.values())[-_COLUMNS:])
+        for row in (rows if with_content else ())
+        if row["payload"] is not None
+    }
     return Reading(
-        events,
-        status["last_id"],
-        status["wakeup"],
-        status["waiting"] or 0,
-        None if holders is None else frozenset(holders),
-        status["leader"],
-        status["version"],
-        status["erasures"],
-        status["server_fence"],
-        status["began_at"],
-        {}
-        if not with_content
-        else {
-            row["id"]: event_content(tuple(row.values())[-_COLUMNS:])
-            for row in rows
-            if row["payload"] is not None
-        },
-        status["hidden"],
-    )
+        events, status["last_id"], status["wakeup"], status["waiting"] or 0,
+        None if holders is None else frozenset(holders), status["leader"], status["version"],
+        status["erasures"], status["server_fence"], status["began_at"], contents, status["hidden"],
+    )  # fmt: skip
