@@ -11,7 +11,7 @@ import asyncio
 import pkgutil
 import random
 from collections import defaultdict
-from itertools import takewhile
+from itertools import product, takewhile
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
@@ -374,17 +374,16 @@ async def lane(database: Database) -> AsyncIterator[tuple[LaneStore, LoadedLane]
         yield store, loaded
 
 
-@pytest.mark.parametrize("after_seq", range(11))
-@pytest.mark.parametrize("rows_max", [1, 3, 100])
-@pytest.mark.parametrize("events", [None, EventCache()], ids=["together", "events once"])
+@pytest.mark.parametrize("is_cached", [False, True], ids=["together", "events once"])
 async def test_a_lane_is_read_from_inside_a_run(
-    lane: tuple[LaneStore, LoadedLane], after_seq: int, rows_max: int, events: EventCache | None
+    lane: tuple[LaneStore, LoadedLane], is_cached: bool
 ) -> None:
     store, loaded = lane
-    read = LaneRead(loaded, 1, after_seq, rows_max, 10**6)
-    found = (await store.deliveries([read], events))[loaded.id]
-    seqs = list(range(after_seq + 1, min(10, after_seq + rows_max) + 1))
-    assert [(each.seq, each.outbox_id) for each in found] == [(n, n) for n in seqs]
+    for after_seq, rows_max in product(range(11), (1, 3, 100)):
+        read = LaneRead(loaded, 1, after_seq, rows_max, 10**6)
+        found = (await store.deliveries([read], EventCache() if is_cached else None))[loaded.id]
+        seqs = list(range(after_seq + 1, min(10, after_seq + rows_max) + 1))
+        assert [(each.seq, each.outbox_id) for each in found] == [(n, n) for n in seqs], read
 
 
 async def test_a_delivery_inside_a_run_is_found_by_its_sequence(
