@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import orjson
 import pytest
 
-from outbox.core.delivery.operational_events import STUCK_EVERY
+from outbox.core.cluster.observed_time import Odometer
+from outbox.core.delivery.operational_events import STUCK_EVERY, ReportedState
 from outbox.core.model.response import AttemptResult
 from outbox.operations.dead_letters.skip import skip_delivery
+from outbox.relay.delivery.endpoint_supervisor import EndpointSupervisor
+from outbox.relay.wake_event import WakeEvent
 from tests.support.observed import observe
 from tests.support.relay import (
     BUSY,
@@ -459,6 +463,37 @@ async def test_a_day_without_success_is_reported_once_and_three_disable_the_endp
     }
     assert disabled == {"shop", "brief", "stuck"}
     assert len(await operational_events(database, STALLED)) == 2
+
+
+async def test_a_lane_that_waits_for_a_slot_has_not_recovered() -> None:
+    """So it is after a take-over, until a request of the lane has failed."""
+    since, reported_at = 100.0, 200.0
+    waiting = SimpleNamespace(
+        state=SimpleNamespace(stalled_since=since, failing=False),
+        slot=SimpleNamespace(waiting=True),
+    )
+    idle = SimpleNamespace(
+        state=SimpleNamespace(stalled_since=None, failing=False),
+        slot=SimpleNamespace(waiting=False),
+    )
+    owned = SimpleNamespace(
+        lanes={1: waiting, 2: idle}, reported=ReportedState(None, reported_at), lack=None,
+        endpoint=SimpleNamespace(ends=False), stopped=False,
+    )  # fmt: skip
+    supervisor = EndpointSupervisor(
+        None,  # type: ignore[arg-type]
+        SimpleNamespace(owned=lambda: [owned], exhausted=None),  # type: ignore[arg-type]
+        WakeEvent(),
+        lambda: 300.0,
+        Odometer(),
+        lambda: False,
+        {},
+    )
+    await supervisor._check_endpoints()
+    assert owned.reported.stalled_at == reported_at
+    waiting.state.stalled_since = reported_at + 1
+    await supervisor._check_endpoints()
+    assert owned.reported.stalled_at is None
 
 
 # ------------------------------------------------------------------------------- lag

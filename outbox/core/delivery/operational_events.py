@@ -109,7 +109,8 @@ class ReportedState:
         A stall lasts until every lane that was stalled at the report had a success.
 
         Args:
-            stalled_since: the time since which each such lane has had no success.
+            stalled_since: the time since which each such lane has had no success, whether it may
+                send or waits for a slot.
         """
         reported_at = self.stalled_at
         if reported_at is not None and all(since > reported_at for since in stalled_since):

@@ -183,8 +183,10 @@ class EndpointSupervisor:
                 await asyncio.sleep(0)
             if owned.endpoint.ends or owned.stopped:
                 continue
+            # Also lanes that wait for a slot: after a take-over they have not recovered by that.
+            pending = (lane.state.stalled_since for lane in owned.lanes.values())
+            owned.reported = owned.reported.record_stalls([at for at in pending if at is not None])
             stalled = _stalled_lanes(owned)
-            owned.reported = owned.reported.record_stalls([since for since, _ in stalled])
             if not stalled:
                 continue
             limit_s = owned.endpoint.disable_after_s
