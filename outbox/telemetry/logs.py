@@ -43,6 +43,7 @@ def configure(settings: Settings) -> None:
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
+        _drop_unknown,
     ]
     if human:
         colors = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
@@ -123,6 +124,11 @@ def describe_without_text(error: BaseException | None) -> dict[str, Any]:
 
 def _one_line(value: Any, **_: Any) -> bytes:
     return safe(orjson.dumps(value, default=str).decode()).encode()
+
+
+def _drop_unknown(_: Any, __: str, fields: MutableMapping[str, Any]) -> Mapping[str, Any]:
+    """Leave out what has no value."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _escape_texts(_: Any, __: str, fields: MutableMapping[str, Any]) -> Mapping[str, Any]:

@@ -99,6 +99,11 @@ def origin_of(delivery: Delivery) -> TraceOrigin:
     return TraceOrigin(trace_id_of(delivery.event_id), None)
 
 
+def trace_id(delivery: Delivery) -> str:
+    """The trace id of a delivery for logs, sampled or not."""
+    return trace.format_trace_id(origin_of(delivery).trace_id)
+
+
 def trace_id_of(event_id: UUID) -> int:
     """The trace id of an event without a traceparent, derived from its id.
 

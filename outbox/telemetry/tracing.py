@@ -16,8 +16,10 @@ the delivery completes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from opentelemetry import trace
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
@@ -25,9 +27,10 @@ from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, Trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from outbox.telemetry.meters import error_type
-from outbox.telemetry.sampling import origin_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span
 
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from outbox.telemetry.sampling import Sampling, TraceOrigin
 
 NS = 1_000_000_000
+PORTS = {"http": 80, "https": 443}
 SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 _propagator = TraceContextTextMapPropagator()
@@ -95,6 +99,7 @@ class Tracing:
     def start_attempt(
         self,
         endpoint: str,
+        url: str,
         delivery: Delivery,
         attempt: int,
         started_at: float,
@@ -104,10 +109,13 @@ class Tracing:
         """Start the span of an attempt of a sampled delivery.
 
         Args:
+            url: that of the endpoint.
             started_at: epoch seconds.
             together: deliveries in the batch; 0: the request is not a batch.
         """
-        attributes = {**_about(endpoint, delivery), "outbox.attempt": attempt}
+        attributes = {
+            **_about(endpoint, delivery), **_about_request(url), "outbox.attempt": attempt
+        }  # fmt: skip
         if together:
             attributes["messaging.batch.message_count"] = together
         of_delivery = SpanContext(
@@ -177,14 +185,27 @@ class Tracing:
         attempt.span.set_status(Status(StatusCode.ERROR, "cancelled before the response"))
         attempt.span.end(int(now * NS))
 
-    def trace_id(self, delivery: Delivery) -> str:
-        """The trace id of a delivery for logs, sampled or not."""
-        return trace.format_trace_id(origin_of(delivery).trace_id)
-
 
 def _span_id(delivery: Delivery) -> int:
     digest = blake2b(f"{delivery.lane}/{delivery.seq}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) or 1
+
+
+@lru_cache(maxsize=1024)
+def _about_request(url: str) -> Mapping[str, str | int]:
+    """What an HTTP client's span has to say; a query may hold a secret.
+
+    https://opentelemetry.io/docs/specs/semconv/http/http-spans/#http-client-span
+    """
+    parts = urlsplit(url)
+    port = parts.port or PORTS[parts.scheme]
+    shown = parts._replace(query="REDACTED" if parts.query else "")
+    return {
+        "http.request.method": "POST",
+        "server.address": parts.hostname or "",
+        "server.port": port,
+        "url.full": shown.geturl(),
+    }
 
 
 def _about(endpoint: str, delivery: Delivery) -> dict[str, str | int]:

@@ -209,8 +209,7 @@ def test_update_prints_the_changed_settings(here: Command) -> None:
         f"  url: {URL} -> {OTHER}\n"
         "  filter: @.a == 1 -> none\n"
         "  lanes: 4 -> 8\n"
-        "what is pending goes first, through the old lanes; events from now on wait for it in the "
-        "new ones: outbox endpoint show b\n"
+        "nothing is pending; events from now on go through the new lanes\n"
     )
     again = here("endpoint", "update", "b", "--lanes", 8)
     assert (again.code, again.out) == (
@@ -349,14 +348,26 @@ def test_enable_prints_the_replay_of_what_was_missed(here: Command, database: Da
     disabled = "UPDATE endpoint SET state = 'disabled', state_at = '2026-01-31 12:00Z' RETURNING 1"
     execute(database, disabled)
     execute(database, "UPDATE subscription SET to_batch = 1 RETURNING 1")
+    event = "INSERT INTO outbox (type, payload) VALUES ('a.b', '{}') RETURNING id"
+    batch = "INSERT INTO batch (batch, high) SELECT 1, id FROM event RETURNING 1"
+    execute(database, f"WITH event AS ({event}) {batch}")
     _, reason, replay = here("endpoint", "enable", "a").out.splitlines()
-    assert reason.startswith("events that were published while it was disabled were not sent to it")
+    assert reason.startswith("it has missed 1 event while it was disabled; to send")
     program, *words = shlex.split(replay)
     assert (program, words[:5]) == (
         "outbox",
         ["replay", "--endpoint", "a", "--since", "2026-01-31T12:00:00+00:00"],
     )
     assert here(*words, "--dry-run").code == 0
+
+
+def test_enable_says_that_nothing_was_missed(here: Command, database: Database) -> None:
+    here("endpoint", "add", "a", URL)
+    execute(database, "UPDATE endpoint SET state = 'disabled' RETURNING 1")
+    execute(database, "UPDATE subscription SET to_batch = 1 RETURNING 1")
+    assert here("endpoint", "enable", "a").out.splitlines()[1:] == [
+        "it has missed no event while it was disabled"
+    ]
 
 
 def test_rotate_secret_shows_the_new_one_once(here: Command) -> None:

@@ -104,7 +104,7 @@ async def test_one_trace_joins_producer_relay_and_receiver(
                 with provider.get_tracer("shop").start_as_current_span("checkout"):
                     async with connection.transaction():
                         event_id = await outbox.publish(
-                            connection, "order.paid", {"order": 7}, autocommit=True
+                            connection, "order.paid", {"order": 7}, key="order-7", autocommit=True
                         )
             await all_ended(database)
             await until(lambda: len(collector.spans) == 7, what="all spans to be pushed")
@@ -136,6 +136,12 @@ async def test_one_trace_joins_producer_relay_and_receiver(
     lines = [orjson.loads(line) for line in log.read_text().splitlines()]
     (failed,) = (line for line in lines if line["message"] == "attempt failed")
     assert failed["trace_id"] == checkout.trace_id
+    # What a receiver or a customer quotes is found in the log.
+    assert (failed["event_id"], failed["type"], failed["key"], failed["delivery_id"]) == (
+        str(event_id), "order.paid", "order-7", delivery.attributes["outbox.delivery.id"]
+    )  # fmt: skip
+    assert not [line for line in lines if None in line.values()]
+    assert attempts[0].attributes["server.address"] == "127.0.0.1"
     (point,) = collector.metrics["outbox.events"].sum.data_points
     assert (point.as_int or point.as_double) == 1
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import orjson
 import pytest
@@ -16,6 +17,7 @@ from outbox.core.model.endpoint_settings import SETTINGS, EndpointSettings
 from outbox.core.model.retry_policy import PRESETS
 from outbox.errors import NotFound, UsageError
 from outbox.operations.endpoints import changes as endpoint_changes
+from outbox.operations.endpoints import missed
 from outbox.operations.endpoints import queries as endpoints
 from outbox.operations.endpoints import removal as endpoint_removal
 from outbox.operations.endpoints import secrets as endpoint_secrets
@@ -178,6 +180,36 @@ async def test_a_change_of_lanes_is_a_new_generation(
     assert (found.endpoint.lanes, found.endpoint.generation) == (1, 3)
     assert found.lanes[-1].name == f"{made.id.hex[:12]}-3-0"
     assert len(await subscriptions(db)) == 1
+
+
+async def test_a_change_of_lanes_says_what_goes_first(
+    database: Database, db: Connection[Any]
+) -> None:
+    """The rate is that of the endpoint alone, over the time that its history covers."""
+    made = await add_endpoint(database, lanes=3)
+    await db.execute(
+        "UPDATE lane_counter c SET last_seq = 40 + l.slot FROM lane l"
+        " WHERE l.id = c.lane_id AND l.slot < 2"
+    )
+    await db.execute(
+        "UPDATE lane_progress SET acked_seq = 10 WHERE lane_id IN (SELECT id FROM lane)"
+    )
+    await db.execute("UPDATE lane_counter SET last_seq = 10 WHERE last_seq = 0")
+    history = (
+        "INSERT INTO delivery_history (endpoint_id, slot, began_at, successes, failures, latencies)"
+        " SELECT $1, $2::int, clock_timestamp() - make_interval(mins => $2), $3, 0,"
+        " array_fill(0, '{13}')"
+    )
+    unknown = (await update(db, lanes=4)).ahead
+    assert unknown is not None
+    assert (unknown.deliveries, unknown.lanes, unknown.seconds) == (61, 2, None)
+    await db.execute(history, made.id, 5, 300)
+    await db.execute(history, made.id, 20, 10_000)
+    await db.execute(history, uuid4(), 5, 10_000)
+    known = (await update(db, lanes=5)).ahead
+    assert known is not None
+    assert known.seconds == pytest.approx(61, rel=0.2)
+    assert (await update(db, lanes=5)).ahead is None
 
 
 async def test_a_change_of_lanes_waits_for_a_change_of_owner(
@@ -373,6 +405,26 @@ async def test_what_a_disabled_endpoint_missed_begins_with_what_was_not_sequence
     assert done.missed_since == missed["created_at"]
     # What was sequenced until then was published before.
     assert done.missed_until == await db.fetchval("SELECT state_at FROM endpoint")
+    # In a gap, the one after it had been sequenced already, and would be sent again.
+    counted = (done.missed, done.sent_again, done.missed_more)
+    assert counted == ((1, 1, False) if is_in_a_gap else (2, 0, False))
+
+
+async def test_what_is_missed_is_what_the_endpoint_subscribes_to(
+    database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await add_endpoint(database, types=("a.*",))
+    await db.execute("INSERT INTO batch (batch, high) VALUES (1, 0)")
+    await db.execute("UPDATE endpoint SET state = 'disabled', state_at = clock_timestamp()")
+    await db.execute("UPDATE subscription SET to_batch = 2")
+    await db.execute(
+        "INSERT INTO outbox (type, tenant, payload) VALUES ('a.b', NULL, '{}'),"
+        " ('b.c', NULL, '{}'), ('a.b', 'acme', '{}'), ('a.c', NULL, '{}'), ('a.d', NULL, '{}')"
+    )
+    await db.execute("INSERT INTO batch (batch, high) SELECT 2, max(id) FROM outbox")
+    monkeypatch.setattr(missed, "MISSED_COUNTED_MAX", 4)
+    done = await endpoint_states.enable_endpoint(db, "relay", "shop", actor="ann")
+    assert (done.missed, done.sent_again, done.missed_more) == (3, 0, True)
 
 
 async def test_enabling_before_the_next_batch(database: Database, db: Connection[Any]) -> None:

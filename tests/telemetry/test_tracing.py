@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from outbox.core.delivery.commands import AttemptRow
 from outbox.core.model.response import AttemptResult
-from outbox.telemetry.sampling import Sampling
+from outbox.telemetry.sampling import Sampling, trace_id
 from outbox.telemetry.tracing import PresetIdGenerator, Tracing
 from tests.core.test_message import DELIVERY
 
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 PLAIN = DELIVERY._replace(headers=None)
 PRODUCER = "0af7651916cd43dd8448eb211c80319c"
+
+
+REQUIRED = ("http.request.method", "server.address", "server.port", "url.full")
 
 
 class Traced:
@@ -38,12 +41,14 @@ class Traced:
     def spans(self) -> list[ReadableSpan]:
         return list(self._exporter.get_finished_spans())
 
-    def attempt(self, delivery: Delivery, number: int = 1) -> str | None:
+    def attempt(
+        self, delivery: Delivery, number: int = 1, url: str = "https://shop.example/hooks"
+    ) -> str | None:
         """Trace one attempt and return its traceparent."""
         origin = self.tracing.origin(delivery)
         if origin is None:
             return None
-        span = self.tracing.start_attempt("shop", delivery, number, 10.0, origin)
+        span = self.tracing.start_attempt("shop", url, delivery, number, 10.0, origin)
         row = AttemptRow(1, 1, number, "delivered", 200, None, 10.0, 0.5)
         self.tracing.end_attempt(span, row, AttemptResult.completed(200, 0.5))
         return dict(span.headers)["traceparent"]
@@ -120,6 +125,28 @@ def test_the_traceparent_header_is_case_insensitive(name: str) -> None:
 @pytest.mark.parametrize("value", ["", "nonsense", "00-0-0-01", f"00-{'0' * 32}-{'0' * 16}-01"])
 def test_an_invalid_traceparent_is_ignored(value: str) -> None:
     headers = b'{"traceparent": "%b"}' % value.encode()
-    assert Traced().tracing.trace_id(
-        DELIVERY._replace(headers=headers)
-    ) == Traced().tracing.trace_id(PLAIN)
+    assert trace_id(DELIVERY._replace(headers=headers)) == trace_id(PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("url", "host", "port", "shown"),
+    [
+        ("https://a.example/hooks", "a.example", 443, "https://a.example/hooks"),
+        ("http://a.example:8080/", "a.example", 8080, "http://a.example:8080/"),
+        ("https://[2001:db8::1]/x", "2001:db8::1", 443, "https://[2001:db8::1]/x"),
+        ("https://a.example/x?token=s3cret", "a.example", 443, "https://a.example/x?REDACTED"),
+    ],
+)
+def test_a_span_says_where_its_request_went(url: str, host: str, port: int, shown: str) -> None:
+    """The attributes that OpenTelemetry requires of an HTTP client's span, without a secret."""
+    traced = Traced()
+    traced.attempt(PLAIN, url=url)
+    (span,) = traced.spans()
+    assert span.attributes is not None
+    assert {name: span.attributes[name] for name in REQUIRED} == {
+        "http.request.method": "POST",
+        "server.address": host,
+        "server.port": port,
+        "url.full": shown,
+    }
+    assert "s3cret" not in span.to_json()

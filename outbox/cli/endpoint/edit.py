@@ -16,7 +16,7 @@ from outbox.cli.common import (
 )
 from outbox.cli.endpoint.group import command
 from outbox.cli.endpoint.options import Command, edit_options, new_options
-from outbox.cli.output import echo, emit_pairs, print_changed
+from outbox.cli.output import age, echo, emit_pairs, print_changed
 from outbox.core.messages.ed25519 import PUBLIC_PREFIX
 from outbox.core.model.destination import is_stream
 from outbox.core.model.endpoint_settings import EndpointSettings
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from outbox.config import Settings
-    from outbox.operations.endpoints.changes import NewEndpoint, Updated
+    from outbox.operations.endpoints.changes import NewEndpoint, PendingAhead, Updated
 
 
 def _show_added(added: NewEndpoint) -> None:
@@ -71,11 +71,21 @@ def _show_updated(done: Updated) -> None:
         old_name = done.changed.get("name", (done.name,))[0]
         echo(f'updated endpoint "{old_name}"')
         print_changed(done.changed, indent=2)
-        if "lanes" in done.changed:
-            echo(
-                "what is pending goes first, through the old lanes; events from now on wait for it "
-                f"in the new ones: outbox endpoint show {shlex.quote(done.name)}"
-            )
+        if done.ahead is not None:
+            echo(_describe(done.ahead, done.name))
+
+
+def _describe(ahead: PendingAhead, name: str) -> str:
+    """What goes before the events that the new lanes get."""
+    if not ahead.deliveries:
+        return "nothing is pending; events from now on go through the new lanes"
+    deliveries, lanes = count(ahead.deliveries, "pending delivery"), count(ahead.lanes, "lane")
+    verb = "goes" if ahead.deliveries == 1 else "go"
+    time = "" if ahead.seconds is None else f", in about {age(ahead.seconds)}"
+    return (
+        f"{deliveries} {verb} first, through {lanes}{time}; newer events wait for that in the new "
+        f"lanes: outbox endpoint show {shlex.quote(name)}"
+    )
 
 
 class _Add(Command):

@@ -42,13 +42,22 @@ def _show_resumed(changes: list[StateChange]) -> None:
 def _show_enabled(change: StateChange) -> None:
     name = change.name
     echo(f'enabled endpoint "{name}"; it receives events that are sequenced from now on')
-    if change.missed_since is not None and change.missed_until is not None:
-        since, until = change.missed_since, change.missed_until
-        echo(
-            "events that were published while it was disabled were not sent to it; to send them:",
-            f"  outbox replay --endpoint {shlex.quote(name)} --since {since.isoformat()} "
-            f"--until {until.isoformat()}",
-        )
+    if change.missed_since is None or change.missed_until is None or change.missed is None:
+        return
+    if not (change.missed or change.missed_more):
+        echo("it has missed no event while it was disabled")
+        return
+    at_least = "at least " if change.missed_more else ""
+    since, until = change.missed_since, change.missed_until
+    echo(
+        f"it has missed {at_least}{count(change.missed, 'event')} while it was disabled; "
+        "to send what it has missed:",
+        f"  outbox replay --endpoint {shlex.quote(name)} --since {since.isoformat()} "
+        f"--until {until.isoformat()}",
+    )
+    if change.sent_again:
+        again = count(change.sent_again, "event")
+        echo(f"It also sends {at_least}{again} again, with another X-Delivery.")
 
 
 def _show_rotated(rotated: Rotation) -> None:
@@ -117,8 +126,8 @@ def enable(settings: Settings, name: str, comment: str | None) -> StateChange:
     """Re-enable a disabled endpoint for new events.
 
     Deliveries that were pending when it was disabled are in its dead letters. Events
-    that were published while it was disabled are not delivered; it prints the outbox
-    replay that sends them.
+    that were published while it was disabled are not delivered; it prints how many,
+    and the command that sends them.
     """
     return run_operation(
         settings, endpoint_states.enable_endpoint, name, actor=actor(), comment=comment

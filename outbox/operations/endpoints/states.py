@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.errors import Conflict
 from outbox.operations.endpoints.changes import find_endpoint, find_endpoints
+from outbox.operations.endpoints.missed import READ_MISSED_SINCE, read_missed
 from outbox.operations.endpoints.writes import SET_STATES, replace_subscriptions
 from outbox.store.change import make_change, make_change_and_read
 from outbox.store.sql.message import WriteStatement
@@ -56,24 +57,6 @@ REQUEST_RETRY = WriteStatement(
     "request_retry", "UPDATE endpoint SET resumes = resumes + 1 WHERE id = ANY ($1)"
 )
 
-# When the events were published that a disabled endpoint has missed: from when it was disabled on,
-# or earlier, because they were not sequenced yet.
-READ_MISSED_SINCE = """
-SELECT least(e.state_at, (
-           SELECT min(created_at) FROM (
-               (SELECT o.created_at FROM outbox o WHERE o.id > b.high ORDER BY o.id LIMIT 1)
-                UNION ALL
-               SELECT o.created_at FROM unnest(b.young) AS gap(ids)
-                 JOIN outbox o ON o.id >= lower(gap.ids) AND o.id < upper(gap.ids)
-           ) AS unsequenced))
-  FROM endpoint e
-  LEFT JOIN batch b
-    ON b.batch = (SELECT max(s.to_batch) - 1 FROM subscription s WHERE s.endpoint_id = e.id)
- WHERE e.id = $1
-"""
-# All events of the batches before it was enabled were published before this time.
-READ_ENABLED_AT = "SELECT state_at FROM endpoint WHERE id = $1"
-
 
 @dataclass(frozen=True, slots=True)
 class StateChange:
@@ -90,6 +73,12 @@ class StateChange:
     because it was disabled; null: it was not.  Those of a transaction that had been open for more
     than a second when it was disabled may be older."""
     missed_until: datetime | None = None
+    missed: int | None = None
+    """How many of them match its subscription."""
+    missed_more: bool = False
+    """There are so many events in that time that only the first 50,000 were looked at."""
+    sent_again: int | None = None
+    """Events that a replay of that time would send again, because it has got them already."""
 
 
 async def pause_endpoints(
@@ -181,12 +170,16 @@ async def enable_endpoint(
         (enabled,) = await plan_enablings(change, [endpoint], comment)
         return replace(enabled, missed_since=since)
 
-    async def read_missed_until(db: Any, _: UUID, enabled: StateChange) -> StateChange:
+    async def add_missed(db: Any, _: UUID, enabled: StateChange) -> StateChange:
         if enabled.missed_since is None:
             return enabled
-        return replace(enabled, missed_until=await db.fetchval(READ_ENABLED_AT, enabled.id))
+        missed = await read_missed(db, enabled.id, enabled.missed_since)
+        return replace(
+            enabled, missed_until=missed.until, missed=missed.events, missed_more=missed.more,
+            sent_again=missed.again,
+        )  # fmt: skip
 
-    return await make_change_and_read(connection, schema, actor, plan, read_missed_until)
+    return await make_change_and_read(connection, schema, actor, plan, add_missed)
 
 
 async def plan_pauses(

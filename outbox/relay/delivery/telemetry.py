@@ -12,6 +12,7 @@ from outbox.core.delivery.delivery_history import DeliveryHistory
 from outbox.core.model.delivery import Delivery
 from outbox.core.model.headers import format_lines
 from outbox.telemetry.meters import Meters
+from outbox.telemetry.sampling import trace_id
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -60,8 +61,10 @@ class DeliveryTelemetry:
                 break
         else:
             return request, None
-        endpoint, together = lane.runtime.endpoint.name, len(send.batch)
-        span = tracing.start_attempt(endpoint, delivery, send.attempt, now, origin, together)
+        endpoint, together = lane.runtime.endpoint, len(send.batch)
+        span = tracing.start_attempt(
+            endpoint.name, endpoint.url, delivery, send.attempt, now, origin, together
+        )
         kept = (pair for pair in request.headers if pair[0].lower() not in TRACE_HEADERS)
         return request._replace(lines=format_lines((*kept, *span.headers))), span
 
@@ -190,7 +193,7 @@ class DeliveryTelemetry:
             self.meters.record_retry_delay(delay_s)
         log.warning(
             "attempt failed",
-            **_where(lane, record.seq),
+            **_about(lane, record.seq, delivery),
             together=len(batch) or None,
             attempt=progress.attempts,
             status=response.status,
@@ -198,7 +201,6 @@ class DeliveryTelemetry:
             detail=response.detail or None,
             outcome=outcome.name.lower(),
             retry_in_s=None if delay_s is None else round(delay_s, 3),
-            **self._trace(delivery if isinstance(delivery, Delivery) else None),
         )
 
     def recorded_unsent(self, lane: LaneRuntime, record: Record, now: float) -> None:
@@ -208,14 +210,14 @@ class DeliveryTelemetry:
         elif record.stuck:
             log.error(
                 "lane held, because the event of its next delivery is gone; see outbox status",
-                **_where(lane, record.seq),
+                **_about(lane, record.seq),
                 outbox_id=record.missing[0],
             )
 
     def dead_letter_refused(self, lane: LaneRuntime, wait_s: float) -> None:
         """Report that the database refused the dead letter of a lane, which waits."""
-        where = _where(lane, lane.state.acked_seq + 1)
-        log.error("the database refuses a dead letter; its lane waits", **where, retry_s=wait_s)
+        about = _about(lane, lane.state.acked_seq + 1)
+        log.error("the database refuses a dead letter; its lane waits", **about, retry_s=wait_s)
 
     def dead_lettered(
         self, lane: LaneRuntime, record: Record, dead: DeadLetter | DeadRange, now: float
@@ -225,7 +227,7 @@ class DeliveryTelemetry:
         if isinstance(dead, DeadRange):
             log.error(
                 "deliveries dead-lettered",
-                **_where(lane, dead.seq),
+                **_about(lane, dead.seq),
                 to_sequence=dead.to_seq,
                 reason=dead.reason,
             )
@@ -235,15 +237,13 @@ class DeliveryTelemetry:
         response = dead.last_response or {}
         log.error(
             "delivery dead-lettered",
-            **_where(lane, record.seq),
+            **_about(lane, record.seq, delivery),
             reason=dead.reason,
             attempts=dead.attempts,
             status=response.get("status"),
             failure=response.get("failure"),
             detail=response.get("detail"),
-            event_id=None if delivery is None else str(delivery.event_id),
             lane_blocked=record.blocks or None,
-            **self._trace(delivery),
         )
         tracing = self.tracing
         if tracing is None or delivery is None or (origin := tracing.origin(delivery)) is None:
@@ -289,12 +289,17 @@ class DeliveryTelemetry:
             endpoint=runtime.endpoint.name,
         )
 
-    def _trace(self, delivery: Delivery | None) -> dict[str, str]:
-        """The log fields with the delivery's trace id; empty without tracing."""
-        if self.tracing is None or delivery is None:
-            return {}
-        return {"trace_id": self.tracing.trace_id(delivery)}
 
-
-def _where(lane: LaneRuntime, seq: int) -> dict[str, Any]:
-    return {"endpoint": lane.runtime.endpoint.name, "lane": lane.loaded.name, "sequence": seq}
+def _about(lane: LaneRuntime, seq: int, delivery: object = None) -> dict[str, Any]:
+    """The log fields of a delivery: what a receiver or a customer may quote."""
+    where = {"endpoint": lane.runtime.endpoint.name, "lane": lane.loaded.name, "sequence": seq}
+    if not isinstance(delivery, Delivery):
+        return where  # Of an erased event only the sequence number is known.
+    return {
+        **where,
+        "event_id": str(delivery.event_id),
+        "type": delivery.type,
+        "key": delivery.key,
+        "delivery_id": delivery.message_id,
+        "trace_id": trace_id(delivery),
+    }

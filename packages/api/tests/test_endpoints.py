@@ -141,6 +141,7 @@ async def test_an_update_changes_the_given_fields_and_null_is_the_default(
             "timeout": ["15s", "20s"],
         },
         "warnings": [],
+        "ahead": None,
     }
     assert (await api.get("/v1/endpoints/shop")).status == 404
     reported = (await api.get("/v1/endpoints/store")).json["settings"]

@@ -62,7 +62,7 @@ async def update_endpoint(
                 change.write(endpoint_writes.add_lanes, [found.id])
             if found.subscribed and new.subscription != old.subscription:
                 endpoint_writes.replace_subscriptions(change, [found.id])
-        return Updated(found.id, name, changed, ())
+        return Updated(found.id, name, changed, (), None)
 
     return await make_change(connection, schema, actor, plan)
 
