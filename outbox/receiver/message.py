@@ -204,6 +204,8 @@ def _message(
 ) -> Message:
     # A thin message has the type alone.
     content_type = _field(content, "content_type", str) if "content_type" in content else None
+    if content_type == "":
+        raise BadMessage("the content type is empty")
     message = Message(
         delivery_id=_uuid(delivery_id, "the X-Delivery in the body"),
         event_id=_field(content, "id", str),

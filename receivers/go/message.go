@@ -291,6 +291,9 @@ func addOptions(message *Message, envelope members) error {
 	return nil
 }
 
+// errEmptyContentType refuses what would be read as JSON, for which ContentType is "".
+var errEmptyContentType = badMessage("the content type is empty")
+
 // addPayload adds `data`, or the bytes of `data_base64`.
 func addPayload(message *Message, envelope members) error {
 	_, isBinary := envelope["data_base64"]
@@ -299,6 +302,9 @@ func addPayload(message *Message, envelope members) error {
 		contentType, err := envelope.text("content_type")
 		if err != nil {
 			return err
+		}
+		if contentType == "" {
+			return errEmptyContentType
 		}
 		message.ContentType = contentType
 	}

@@ -55,6 +55,8 @@ func parseSignedHeaders(h deliveryHeaders, body []byte, requestID string) (Messa
 		message.Data = body
 	case !found:
 		return Message{}, badMessage("the header %s is missing", contentTypeHeader)
+	case contentType == "":
+		return Message{}, errEmptyContentType
 	case !utf8.ValidString(contentType) || strings.ContainsRune(contentType, 0):
 		return Message{}, badMessage("the header %s is not UTF-8", contentTypeHeader)
 	default:

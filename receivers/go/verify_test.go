@@ -164,6 +164,7 @@ func TestInvalidMessages(t *testing.T) {
 		"NUL":          event(2).with("key", "a\x00b"),
 		"base64":       event(2).with("data_base64", "A\nAAA").with("content_type", "a/b"),
 		"content type": event(2).with("data_base64", "AAAA"),
+		"empty type":   event(2).with("data_base64", "").with("content_type", ""),
 	} {
 		request := body.request()
 		_, err := testVerifier(t, VerifierOptions{}).Verify(request.Header, request.Body)

@@ -97,6 +97,7 @@ def test_headers_that_differ_from_the_body_are_refused(
         ({"lane_ends": 1}, '"lane_ends" is not true or false'),
         ({"lane_ends": None}, '"lane_ends"'),
         ({"replay_of": {"lane": "x"}}, '"sequence"'),
+        ({"content_type": ""}, "the content type is empty"),
     ],
 )
 def test_bodies_that_are_not_deliveries_are_refused(change: dict[str, Any], says: str) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from outbox.core.messages.batch import prepare_batch
@@ -336,6 +336,8 @@ ODD_VALUES: list[Any] = [
     change=st.dictionaries(st.sampled_from(MEMBERS), st.sampled_from(ODD_VALUES), max_size=3),
     removed=st.sets(st.sampled_from(["id", "type", "lane", "sequence", "data", "timestamp"])),
 )
+@example(change={"data_base64": "", "content_type": ""}, removed=set())
+@example(change={"content_type": ""}, removed={"data"})
 def test_a_malformed_envelope_is_read_alike(
     verifier: LineProgram, change: dict[str, Any], removed: set[str]
 ) -> None:

@@ -239,6 +239,15 @@ function messageOf(
   return message;
 }
 
+/** A content type; an empty one is none. */
+function requireContentType(fields: ReadonlyMap<string, JsonMember>, name: string): string {
+  const contentType = requireText(fields, name);
+  if (contentType === "") {
+    throw new MessageError("the content type is empty");
+  }
+  return contentType;
+}
+
 /** The payload of an envelope or a CloudEvent, from its source texts. */
 function payloadOf(members: ReadonlyMap<string, string>, typeName: string): Envelope["payload"] {
   const type = members.get(typeName);
@@ -246,14 +255,14 @@ function payloadOf(members: ReadonlyMap<string, string>, typeName: string): Enve
   if (base64 === undefined) {
     // A thin message has the type alone. A CloudEvent with JSON has "application/json".
     const hasType = typeName === "content_type" && type !== undefined;
-    const contentType = hasType ? requireText(new Map([[typeName, memberOf(type)]]), typeName) : null;
+    const contentType = hasType ? requireContentType(new Map([[typeName, memberOf(type)]]), typeName) : null;
     return { bytes: null, dataText: members.get("data") ?? null, contentType };
   }
   const fields = new Map([
     [typeName, memberOf(type ?? "null")],
     ["data_base64", memberOf(base64)],
   ]);
-  const contentType = requireText(fields, typeName);
+  const contentType = requireContentType(fields, typeName);
   const bytes = decodeBase64(requireText(fields, "data_base64"));
   if (bytes === null) {
     throw new MessageError('the body\'s "data_base64" is not Base64');
@@ -379,7 +388,7 @@ class DeliveryHeaders {
 
   #payload(body: Uint8Array): Envelope["payload"] {
     const fields = new Map<string, JsonMember>([["content_type", this.headers.get(CONTENT_TYPE) ?? null]]);
-    const contentType = requireText(fields, "content_type");
+    const contentType = requireContentType(fields, "content_type");
     if (contentType !== JSON_TYPE) {
       return { bytes: body, dataText: null, contentType };
     }
