@@ -58,7 +58,7 @@ def resume(name: str) -> OperatorCommand:
 
 def change_lanes(name: str, lanes: int) -> OperatorCommand:
     """Change the number of lanes of an endpoint."""
-    return OperatorCommand(("endpoint", "update", name, "--lanes", str(lanes)), 14)
+    return OperatorCommand(("endpoint", "update", name, "--lanes", str(lanes)), 16)
 
 
 def replay_dead_letters() -> OperatorCommand:
