@@ -256,7 +256,7 @@ def table(sections: Mapping[str, Measured], *, quick: bool) -> str:
             section = row.section
             lines.append(f"| **{TITLES[section][0]}** | | | | | | |")
         lines.append(
-            f"| {row.name} | {_spread(row.ours, row.unit)} "
+            f"| {row.name} | {spread(row.ours, row.unit)} "
             f"| {row.baseline_name} | {_baseline(row)} "
             f"| {compared(row)} | {target(row)} | {target_result(row)} |"
         )
@@ -308,18 +308,19 @@ def target_result(row: Row) -> str:
 def figure(value: float, unit: str) -> str:
     """Format a figure with its significant digits."""
     text = f"{value:,.0f}" if value >= 100 or unit == "MB" else f"{value:.2f}"
-    return f"{text}{unit}" if unit.startswith("/") else f"{text} {unit}"
+    return f"{text}{unit}" if unit.startswith("/") else f"{text} {unit}".rstrip()
 
 
 def _baseline(row: Row) -> str:
     return (
         f"not measured: {row.missing_reason}"
         if row.missing_reason
-        else _spread(row.baseline, row.unit)
+        else spread(row.baseline, row.unit)
     )
 
 
-def _spread(samples: Samples, unit: str) -> str:
+def spread(samples: Samples, unit: str) -> str:
+    """Format the median, with the lowest and the highest in brackets."""
     if not samples.values:
         return ""
     if len(samples.values) == 1:

@@ -11,14 +11,16 @@ from benchmarks.cost.meter import MEASURES
 from benchmarks.cost.turns import deliveries_of, peer, relay
 from benchmarks.peers.contestants import CONTESTANTS, Contestant
 from benchmarks.peers.counting import counter
+from benchmarks.peers.latency import OURS
 from benchmarks.peers.turns import Turns
+from benchmarks.report import spread
 from outbox.errors import CannotRun
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
     from benchmarks.cost.loads import Load
-    from benchmarks.figures import Row, Samples
+    from benchmarks.figures import Row
     from benchmarks.stage import Stage
 
 FLOOR = Contestant(
@@ -32,7 +34,6 @@ FLOOR = Contestant(
 )
 BACKLOG_S = 5
 """What a contestant's backlog takes at least, so a smaller one shows that it cannot keep up."""
-OURS = "outbox"
 FILE = "cost.md"
 RATIOS = ("server", "worker", "WAL")
 """The measures that are compared. The file has all: a queue that deletes leaves no bytes."""
@@ -131,18 +132,5 @@ def _lines(turns: Turns, names: Iterable[str]) -> Iterator[str]:
     found = turns.found.values
     for name in names:
         if f"{name}, server" in found:
-            cells = [_cell(turns.found.samples_of(f"{name}, {what}")) for what in MEASURES]
+            cells = [spread(turns.found.samples_of(f"{name}, {what}"), "") for what in MEASURES]
             yield f"| {name} | {' | '.join(cells)} |"
-
-
-def _cell(samples: Samples) -> str:
-    if len(samples.values) == 1:
-        return _number(samples.median)
-    return f"{_number(samples.median)} ({_number(samples.low)}-{_number(samples.high)})"
-
-
-def _number(value: float) -> str:
-    """Format with two significant digits at least."""
-    if abs(value) >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"

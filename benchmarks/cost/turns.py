@@ -11,20 +11,16 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-import orjson
-
 from benchmarks.commits import MAKE_ACCOUNTS
 from benchmarks.cost.meter import Meter
-from benchmarks.deliveries import BACKLOG, FRAME_BYTES
-from benchmarks.peers.contestants import NUMBER, PAYLOAD_BYTES, ready
-from benchmarks.peers.latency import FIRST, PUBLISH
+from benchmarks.deliveries import BACKLOG
+from benchmarks.peers.contestants import ready
+from benchmarks.peers.latency import FILLER_BYTES, FIRST, PUBLISH, PUBLISHED, produce
 from benchmarks.peers.turns import unless_ended
-from benchmarks.stage import add_endpoint, child, search
+from benchmarks.stage import add_endpoint, search
 from outbox.errors import CannotRun
 
 if TYPE_CHECKING:
-    from typing import Any
-
     from benchmarks.cost.loads import Load
     from benchmarks.peers.contestants import Contestant
     from benchmarks.peers.counting import Counter
@@ -33,8 +29,6 @@ if TYPE_CHECKING:
 
 SETTLE_S = 1.5
 """Completions are written in groups, of a quarter of a second at most."""
-FILLER_BYTES = PAYLOAD_BYTES - FRAME_BYTES
-PAYLOAD = f'{{"n": {NUMBER}, "filler": "{"x" * FILLER_BYTES}"}}'
 DELIVERED = "SELECT count(*) FROM attempt WHERE outcome = 'delivered'"
 
 
@@ -69,10 +63,12 @@ async def relay(
                         await producer.execute(BACKLOG, load.events, FILLER_BYTES)
                         await meter.read(process.pid)
                         counting.expect(load.deliveries)
-                elif is_loaded:
+                elif is_loaded and load.per_s is not None:
                     await meter.read(process.pid)
                     counting.expect(load.deliveries)
-                    await _enqueue(database, load, PUBLISH, [f"order-{NUMBER}", PAYLOAD], copies=1)
+                    await produce(
+                        database, PUBLISH, PUBLISHED, per_s=load.per_s, events=load.events
+                    )
                 if is_loaded:
                     await unless_ended("the relay", counting.per_s(), process.wait())
                     await asyncio.sleep(SETTLE_S)
@@ -122,11 +118,13 @@ async def peer(
             if is_loaded:
                 await meter.read(working.process.pid)
                 counting.expect(deliveries_of(load, contestant))
-                if is_backlog:
+                if load.per_s is None:
                     working.begin()
                 else:
-                    statement, values = working.statement, working.values
-                    await _enqueue(database, load, statement, values, copies=load.endpoints)
+                    await produce(
+                        database, working.statement, working.values,
+                        per_s=load.per_s, events=load.events, copies=load.endpoints,
+                    )  # fmt: skip
                 await everything()
                 await asyncio.sleep(SETTLE_S)
                 await meter.read(working.process.pid)
@@ -142,22 +140,3 @@ async def _make_accounts(database: Database) -> None:
     """Make what the producers update, by a connection that ends, so that its rows are counted."""
     async with database.connection() as connection:
         await connection.execute(MAKE_ACCOUNTS)
-
-
-async def _enqueue(
-    database: Database, load: Load, statement: str, values: list[Any], *, copies: int
-) -> None:
-    """Run the producer at the rate of the load."""
-    asked = {
-        "dsn": database.dsn,
-        "statement": statement,
-        "values": values,
-        "number": NUMBER,
-        "per_s": load.per_s,
-        "events": load.events,
-        "copies": copies,
-    }
-    async with child("peers.enqueuing", orjson.dumps(asked).decode()) as producer:
-        await producer.response()
-        producer.send_command(begin=True)
-        await producer.response()

@@ -37,6 +37,9 @@ FIRST = 8
 PUBLISH = """
 INSERT INTO relay.outbox (type, key, payload) VALUES ('order.paid', $1::text, $2::text::jsonb)
 """
+FILLER_BYTES = PAYLOAD_BYTES - FRAME_BYTES
+PUBLISHED = [f"order-{NUMBER}", f'{{"n": {NUMBER}, "filler": "{"x" * FILLER_BYTES}"}}']
+"""The values of `PUBLISH`."""
 OURS = "outbox"
 
 
@@ -71,12 +74,10 @@ async def run(
 
 async def relay(stage: Stage, seconds: float) -> list[float]:
     """Return for every event the milliseconds to the receiver."""
-    filler_bytes = PAYLOAD_BYTES - FRAME_BYTES
-    payload = f'{{"n": {NUMBER}, "filler": "{"x" * filler_bytes}"}}'
     async with stage.server.database() as database:
         async with search(database) as connection:
             await add_endpoint(connection, stage.urls["http"], lanes=MANY)
-            await connection.execute(BACKLOG, FIRST, filler_bytes)
+            await connection.execute(BACKLOG, FIRST, FILLER_BYTES)
         stage.expect(FIRST)
         async with stage.relay(database) as started:
             process = started.process
@@ -84,7 +85,7 @@ async def relay(stage: Stage, seconds: float) -> list[float]:
             return await _latency_ms(
                 stage,
                 database,
-                (PUBLISH, [f"order-{NUMBER}", payload]),
+                (PUBLISH, PUBLISHED),
                 lambda: unless_ended("the relay", stage.receiver.response(), process.wait()),
                 seconds,
             )
@@ -122,25 +123,42 @@ async def _latency_ms(
     seconds: float,
 ) -> list[float]:
     """Enqueue after the first arrivals, and wait for all."""
-    statement, values = enqueue
     async with database.connection() as connection:
         await connection.execute(MAKE_ACCOUNTS)
     await everything()
     events = int(PER_S * seconds)
+    stage.expect(events, keep=True)
+    sent_at = (await produce(database, *enqueue, per_s=PER_S, events=events))["sent_at"]
+    arrived = (await everything())["arrived"]
+    counted = map(str, range(int(events * WARM_UP), events))
+    return [(arrived[n] - sent_at[n]) / NS_PER_MS for n in counted if n in arrived]
+
+
+async def produce(
+    database: Database,
+    statement: str,
+    values: list[Any],
+    *,
+    per_s: int,
+    events: int,
+    copies: int = 1,
+) -> dict[str, Any]:
+    """Run a producer, and return what it reports.
+
+    Args:
+        copies: How often each transaction runs the statement.
+    """
     asked = {
         "dsn": database.dsn,
         "statement": statement,
         "values": values,
         "number": NUMBER,
-        "per_s": PER_S,
+        "per_s": per_s,
         "events": events,
-        "copies": 1,
+        "copies": copies,
     }
-    stage.expect(events, keep=True)
     async with child("peers.enqueuing", orjson.dumps(asked).decode()) as producer:
         await producer.response()
         producer.send_command(begin=True)
-        sent_at = (await producer.response())["sent_at"]
-    arrived = (await everything())["arrived"]
-    counted = map(str, range(int(events * WARM_UP), events))
-    return [(arrived[n] - sent_at[n]) / NS_PER_MS for n in counted if n in arrived]
+        made: dict[str, Any] = await producer.response()
+        return made

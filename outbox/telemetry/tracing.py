@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from opentelemetry import trace
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from yarl import URL
 
 from outbox.telemetry.meters import error_type
 
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from outbox.telemetry.sampling import Sampling, TraceOrigin
 
 NS = 1_000_000_000
-PORTS = {"http": 80, "https": 443}
 SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 _propagator = TraceContextTextMapPropagator()
@@ -197,14 +196,12 @@ def _about_request(url: str) -> Mapping[str, str | int]:
 
     https://opentelemetry.io/docs/specs/semconv/http/http-spans/#http-client-span
     """
-    parts = urlsplit(url)
-    port = parts.port or PORTS[parts.scheme]
-    shown = parts._replace(query="REDACTED" if parts.query else "")
+    target = URL(url)
     return {
         "http.request.method": "POST",
-        "server.address": parts.hostname or "",
-        "server.port": port,
-        "url.full": shown.geturl(),
+        "server.address": target.raw_host or "",
+        "server.port": target.port or 0,
+        "url.full": str(target.with_query("REDACTED") if target.query_string else target),
     }
 
 

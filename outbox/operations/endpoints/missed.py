@@ -37,7 +37,8 @@ SELECT least(e.state_at, (
 """
 # All events of the batches before it was enabled were published before this time.
 READ_ENABLED_AT = """
-SELECT e.state_at, (SELECT max(high) FROM batch WHERE batch < s.from_batch) AS high
+SELECT e.state_at, (SELECT high FROM batch WHERE batch < s.from_batch
+                     ORDER BY batch DESC LIMIT 1) AS high
   FROM endpoint e JOIN subscription s ON s.endpoint_id = e.id AND s.to_batch IS NULL
  WHERE e.id = $1
 """
