@@ -32,7 +32,7 @@ from tests.integration.test_restore import (
 )
 from tests.integration.test_timeline import Leader
 from tests.support.doctor import findings_of, reported_findings, the_one
-from tests.support.dumps import dump, parts, restore, truncate, without_column
+from tests.support.dumps import drop_schema, dump, parts, restore, truncate, without_column
 from tests.support.relay import (
     Network,
     add_endpoint,
@@ -65,11 +65,6 @@ class InPlace:
     clear: Callable[[Database], Awaitable[None]]
     keeps_lanes: bool = False
     """Nothing is lost by which numbers could be assigned again."""
-
-
-async def drop_schema(database: Database) -> None:
-    async with database.connection() as db:
-        await db.execute("DROP SCHEMA relay CASCADE")
 
 
 async def dump_of_an_older_version(database: Database) -> str:

@@ -56,6 +56,12 @@ async def restore(database: Database, dumped: str) -> None:
     )
 
 
+async def drop_schema(database: Database) -> None:
+    """Drop the schema with everything in it."""
+    async with database.connection() as db:
+        await db.execute("DROP SCHEMA relay CASCADE")
+
+
 async def truncate(database: Database, *kept: str) -> None:
     """Empty all tables of the schema but some."""
     async with database.at_hand() as db:

@@ -160,8 +160,14 @@ SELECT inhrelid::bigint AS id FROM pg_inherits WHERE inhparent = 'outbox_lookup'
 """
 SUMMARIZE = WriteStatement("summarize", "SELECT summarize($1::bigint::oid::regclass)")
 
-# Whether a trigger that refuses the removal of events is missing, as after ATTACH by hand.
-HAS_MISSING_GUARDS = "SELECT EXISTS (SELECT FROM missing_guards())"
+# Whether a trigger that refuses the removal of events is missing, as after ATTACH by hand.  A
+# schema without foreign keys is being restored: a dump creates them after its triggers, and fails
+# at a trigger that exists.
+HAS_MISSING_GUARDS = """
+SELECT EXISTS (SELECT FROM missing_guards())
+   AND EXISTS (SELECT FROM pg_constraint
+                WHERE contype = 'f' AND connamespace = current_schema()::regnamespace)
+"""
 GUARD_EVENTS = WriteStatement("guard_events", "SELECT guard_events()")
 
 ANALYZE = WriteStatement("analyze_parent", "SELECT analyze_parent($1::text::regclass)")

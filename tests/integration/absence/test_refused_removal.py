@@ -5,6 +5,7 @@ DETACH and DROP cannot be refused.  What a detached partition leads to is tested
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
@@ -16,6 +17,7 @@ from outbox.store.retention.partitions import PartitionStore
 from outbox_doctor.check import Severity
 from tests.support.detaching import DETACH
 from tests.support.doctor import reported_findings, sql_of
+from tests.support.dumps import drop_schema, dump, restore
 from tests.support.relay import publish
 from tests.support.roles import role
 
@@ -185,6 +187,22 @@ async def test_missing_triggers_are_named_and_repaired(
             else:
                 await PartitionStore(db).guard()
             assert await reported_findings(db, "removal") == []
+
+
+async def test_a_restore_creates_its_triggers_itself(database: Database) -> None:
+    """A relay whose maintenance falls into it would create them first, and the restore fail."""
+    dumped = re.sub(r"^\\(un)?restrict .*\n", "", await dump(database), flags=re.MULTILINE)
+    await drop_schema(database)
+    tables, *triggers = re.split(r"^(?=CREATE TRIGGER)", dumped, flags=re.MULTILINE)
+    for part in (tables, *triggers):
+        async with database.connection(**PATH) as db:
+            if part is not tables:
+                assert not await PartitionStore(db).guard(), part
+        await restore(database, part)
+    async with database.connection(**PATH) as db:
+        assert not await PartitionStore(db).guard()
+        await db.execute("DROP TRIGGER refuse_delete ON outbox")
+        assert await PartitionStore(db).guard()
 
 
 async def test_a_foreign_table_cannot_become_a_partition(db: Connection[Any]) -> None:
