@@ -26,6 +26,10 @@ SELECT string_agg(format('relay.%I', relname), ', ')
 """
 
 
+class Deadlock(Exception):
+    """A relay that runs locked tables in another order, and the program failed."""
+
+
 def run(database: Database, program: str, *arguments: str, stdin: str | None = None) -> str:
     """Run a program of PostgreSQL."""
     path = find_binaries(database.major).path(program)
@@ -38,6 +42,8 @@ def run(database: Database, program: str, *arguments: str, stdin: str | None = N
         text=True,
         check=False,
     )
+    if "deadlock detected" in result.stderr:
+        raise Deadlock
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -57,9 +63,13 @@ async def restore(database: Database, dumped: str) -> None:
 
 
 async def drop_schema(database: Database) -> None:
-    """Drop the schema with everything in it."""
+    """Drop the schema with everything in it, if it exists."""
     async with database.connection() as db:
-        await db.execute("DROP SCHEMA relay CASCADE")
+        while True:
+            # A relay that runs may lock the tables in another order.
+            with suppress(asyncpg.DeadlockDetectedError):
+                await db.execute("DROP SCHEMA IF EXISTS relay CASCADE")
+                return
 
 
 async def truncate(database: Database, *kept: str) -> None:
